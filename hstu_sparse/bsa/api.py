@@ -1,0 +1,113 @@
+"""The public entry to block-sparse HSTU attention.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
+size, S blocks chosen per query group (block_counts), r tokens per group (selection_group), W window.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from hstu_sparse.bsa.reference import bsa_attention_reference
+
+
+def bsa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_offsets: Tensor,
+    max_seq_len: int,
+    gates: tuple[Tensor, Tensor, Tensor | None],
+    *,
+    block_size: int = 32,
+    block_counts: int = 4,
+    window_size: int = 0,
+    selection_group: int = 1,
+    alpha: float | None = None,
+    backend: Literal["auto", "triton", "reference"] = "auto",
+    return_block_indices: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """HSTU attention over block means, chosen blocks and a window: the sum of the three branches, each gated.
+
+    With block j of a sequence the positions j*BS .. min((j+1)*BS, n) - 1, and kbar_j, vbar_j their mean key and value:
+
+        o[t] = g_cmp[t] * BS/N * sum over complete past blocks j of SiLU(alpha q[t].kbar_j) vbar_j
+             + g_slc[t] * 1/N  * sum over chosen blocks, their tokens s <= t, of SiLU(alpha q[t].k[s]) v[s]
+             + g_swa[t] * 1/N  * sum over t - W < s <= t of SiLU(alpha q[t].k[s]) v[s]
+
+    The tokens r*g .. r*g + r - 1 of a sequence are one group. Per head its first token chooses the block it stands in,
+    always, and of the complete blocks before that one the S - 1 with the greatest SiLU(alpha q.kbar_j), ties going
+    to the smaller j. The choice itself carries no gradient.
+
+    Args:
+        q, k: [T, H, D], v: [T, H, V]; float16, bfloat16 or float32 (the reference also takes float64), one dtype.
+        seq_offsets: [B + 1] int32 or int64, first 0, last T.
+        max_seq_len: N, the normaliser; at least the longest sequence.
+        gates: (g_cmp, g_slc, g_swa), each [T, H]; g_swa may be None when window_size is 0.
+        block_size: BS in tokens. The kernels take 16, 32, 64 and 128.
+        block_counts: S, the blocks chosen per group, the group's own among them.
+        window_size: W in tokens, the query's own among them; 0 switches the window off.
+        selection_group: r in tokens; divides block_size.
+        alpha: scale of the logits; D ** -0.5 by default.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors and the reference for CPU tensors.
+        return_block_indices: also return the chosen blocks [T, H, S] int32: ascending, -1 behind them.
+
+    Returns:
+        [T, H, V] in the dtype of q, and the block indices if asked for.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or option that does not fit, or that the kernels do not support.
+
+    Source: Yuan et al., Native Sparse Attention (arXiv 2502.11089), section 3, with the pointwise SiLU attention of
+    Zhai et al. (arXiv 2402.17152), section 3.1, in place of softmax.
+    """
+    _validate(q, k, v, seq_offsets, gates, max_seq_len, block_size, block_counts, window_size, selection_group, backend)
+    alpha = q.shape[-1] ** -0.5 if alpha is None else float(alpha)
+    options = dict(
+        block_size=block_size,
+        block_counts=block_counts,
+        window_size=window_size,
+        selection_group=selection_group,
+        alpha=alpha,
+    )
+    if backend == "triton" or (backend == "auto" and q.is_cuda):
+        raise NotImplementedError("bsa_attention: the Triton kernels are being written; use backend='reference'")
+    out, indices = bsa_attention_reference(q, k, v, seq_offsets, max_seq_len, gates, **options)
+    return (out, indices) if return_block_indices else out
+
+
+def _validate(q, k, v, seq_offsets, gates, max_seq_len, block_size, block_counts, window_size, group, backend) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"{name} must be [T, H, head size], got shape {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"q, k and v must share one dtype, got {q.dtype} for q and {x.dtype} for {name}")
+        if x.shape[:2] != q.shape[:2]:
+            raise ValueError(f"q, k and v must share T and H, got {tuple(q.shape)} for q, {tuple(x.shape)} for {name}")
+    if k.shape != q.shape:
+        raise ValueError(f"k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}")
+    if seq_offsets.dim() != 1 or seq_offsets.shape[0] < 1 or seq_offsets.is_floating_point():
+        raise ValueError(f"seq_offsets must be integers [B + 1], got {seq_offsets.dtype} {tuple(seq_offsets.shape)}")
+    for name, value, least in (
+        ("max_seq_len", max_seq_len, 1),
+        ("block_size", block_size, 1),
+        ("block_counts", block_counts, 1),
+        ("window_size", window_size, 0),
+        ("selection_group", group, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if block_size % group:
+        raise ValueError(f"selection_group must divide block_size={block_size}, got {group}")
+    if len(gates) != 3:
+        raise ValueError(f"gates must be (g_cmp, g_slc, g_swa), got {len(gates)} entries")
+    for name, gate in zip(("g_cmp", "g_slc", "g_swa"), gates):
+        if gate is None:
+            if name != "g_swa" or window_size > 0:
+                raise ValueError(f"{name} is None; only g_swa may be, and only with window_size=0")
+        elif gate.shape != q.shape[:2]:
+            raise ValueError(f"{name} must be [T, H] = {tuple(q.shape[:2])}, got {tuple(gate.shape)}")
+    if backend not in ("auto", "triton", "reference"):
+        raise ValueError(f"backend must be 'auto', 'triton' or 'reference', got {backend!r}")

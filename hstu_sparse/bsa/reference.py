@@ -1,0 +1,99 @@
+"""Block-sparse HSTU attention in plain PyTorch: the specification that the kernels are held against.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
+size, S blocks chosen per query group (block_counts), r tokens per group (selection_group), W window. Here also L, the
+longest sequence rounded up to whole blocks, M = L / BS blocks and G = L / r groups of a padded sequence.
+
+Everything is dense over the padded [B, H, L, L] scores, so that each rule is one visible mask; memory grows with L^2.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def bsa_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_offsets: Tensor,
+    max_seq_len: int,
+    gates: tuple[Tensor, Tensor, Tensor | None],
+    *,
+    block_size: int,
+    block_counts: int,
+    window_size: int,
+    selection_group: int,
+    alpha: float,
+) -> tuple[Tensor, Tensor]:
+    """(output [T, H, V], block indices [T, H, S] int32) of `bsa_attention`; differentiable in q, k, v and gates."""
+    tokens, heads, _ = q.shape
+    if tokens == 0:
+        return q.sum(-1, keepdim=True) * v, torch.full((0, heads, block_counts), -1, dtype=torch.int32, device=q.device)
+
+    lengths = seq_offsets.diff().long()
+    batch, blocks = len(lengths), -(-int(lengths.max()) // block_size)
+    padded_len = blocks * block_size
+    sequence = torch.arange(batch, device=q.device).repeat_interleave(lengths, output_size=tokens)
+    row = sequence * padded_len + torch.arange(tokens, device=q.device) - seq_offsets.long()[sequence]
+
+    def pad(x: Tensor) -> Tensor:  # [T, H, X] -> [B, H, L, X], zeros behind each sequence
+        padded = x.new_zeros(batch * padded_len, *x.shape[1:]).index_copy(0, row, x)
+        return padded.unflatten(0, (batch, padded_len)).transpose(1, 2)
+
+    def unpad(x: Tensor) -> Tensor:  # [B, H, L, X] -> [T, H, X]
+        return x.transpose(1, 2).flatten(0, 1).index_select(0, row)
+
+    q, k, v = pad(q), pad(k), pad(v)
+    g_cmp, g_slc, g_swa = (None if g is None else pad(g.unsqueeze(-1)) for g in gates)
+
+    # Means over the tokens that a block really has: the padding adds nothing to the sum. [B, H, M, D] and [B, H, M, V]
+    first = torch.arange(blocks, device=q.device) * block_size
+    size = (lengths[:, None] - first).clamp(1, block_size)[:, None, :, None].to(q.dtype)
+    kbar = k.unflatten(2, (blocks, block_size)).sum(3) / size
+    vbar = v.unflatten(2, (blocks, block_size)).sum(3) / size
+
+    # Compression over the complete past blocks, each standing for its BS tokens.
+    t = torch.arange(padded_len, device=q.device)
+    complete = first + block_size <= t[:, None] + 1  # [L, M]
+    weights = F.silu(alpha * (q @ kbar.mT)).masked_fill(~complete, 0)
+    out = g_cmp * (weights @ vbar) * (block_size / max_seq_len)
+
+    chosen = choose_blocks(q, kbar, block_size, block_counts, selection_group, alpha)  # [B, H, G, M]
+
+    # Selection and window share the token scores.
+    weights = F.silu(alpha * (q @ k.mT)).masked_fill(t > t[:, None], 0)
+    selected = chosen.repeat_interleave(selection_group, 2).repeat_interleave(block_size, 3)
+    out = out + g_slc * (weights.masked_fill(~selected, 0) @ v) / max_seq_len
+    if window_size > 0:
+        out = out + g_swa * (weights.masked_fill(t[:, None] - t >= window_size, 0) @ v) / max_seq_len
+
+    return unpad(out), unpad(_ascending(chosen, block_counts).repeat_interleave(selection_group, 2))
+
+
+@torch.no_grad()
+def choose_blocks(q: Tensor, kbar: Tensor, block_size: int, block_counts: int, group: int, alpha: float) -> Tensor:
+    """chosen [B, H, G, M], bool, from padded q [B, H, L, D] and kbar [B, H, M, D].
+
+    A group chooses the block of its first token, and of the complete past blocks the S - 1 best. The scores are taken
+    in at least fp32: rounding them to the dtype of the activations would change the choice.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = F.silu(alpha * (q[:, :, ::group].to(wide) @ kbar.to(wide).mT))
+    blocks = torch.arange(kbar.shape[2], device=q.device)
+    own = torch.arange(scores.shape[2], device=q.device)[:, None] * group // block_size
+    # Every block before the own one is complete, and no other block but the own one can be.
+    scores = scores.masked_fill(blocks >= own, -torch.inf)
+    # A stable sort keeps equal scores in the order of their blocks.
+    best, order = scores.sort(dim=-1, descending=True, stable=True)
+    kept = torch.isfinite(best[..., : block_counts - 1])
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., : block_counts - 1], kept)
+    return chosen | (blocks == own)
+
+
+def _ascending(chosen: Tensor, block_counts: int) -> Tensor:
+    """The chosen blocks [..., M] as ascending indices [..., S], -1 behind them."""
+    blocks = chosen.shape[-1]
+    indices = torch.where(chosen, torch.arange(blocks, device=chosen.device), blocks).sort(-1).values
+    indices = F.pad(indices, (0, max(block_counts - blocks, 0)), value=blocks)[..., :block_counts]
+    return indices.masked_fill(indices == blocks, -1).int()
