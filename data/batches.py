@@ -1,0 +1,202 @@
+"""Jagged batches, cut from the flat columns of a dataset without any Python per row.
+
+Letters: T tokens of the batch, B sequences, S seen items of the batch, M samples of the split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .datasets import Dataset
+from .splits import Split
+
+CHUNK_BATCHES = 50  # group_by_length sorts within this many batches: enough to even out, still well shuffled
+
+
+@dataclass
+class Batch:
+    """B sequences laid end to end; the one type that `data` and `models` share.
+
+    item_ids          [T] int64, the inputs
+    timestamps        [T] int64, seconds, of the inputs (zeros when the source has none)
+    target_ids        [T] int64, the item after each input
+    query_timestamps  [T] int64, seconds, when the target of each input happened
+    seq_offsets       [B+1] int64, first 0, last T
+    users             [B] int64, user index
+    actions           [T] int64 of the inputs, or None
+    seen_items        [S] int64 or None: all items of each user's whole history before the target of the last
+                      position, also those before the window; duplicates stay
+    seen_offsets      [B+1] int64 or None
+    """
+
+    item_ids: Tensor
+    timestamps: Tensor
+    target_ids: Tensor
+    query_timestamps: Tensor
+    seq_offsets: Tensor
+    users: Tensor
+    actions: Tensor | None = None
+    seen_items: Tensor | None = None
+    seen_offsets: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.item_ids.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.users.shape[0]
+
+    def _map(self, function) -> Batch:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return Batch(**{name: None if value is None else function(value) for name, value in values.items()})
+
+    def to(self, device, non_blocking: bool = False) -> Batch:
+        """The same batch on another device; asynchronous from pinned memory with `non_blocking`."""
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        return self._map(Tensor.pin_memory)
+
+
+def _columns(dataset: Dataset) -> dict[str, Tensor | None]:
+    """The columns as CPU tensors that share the memory (or the file mapping) of the dataset's arrays."""
+    columns = {"items": dataset.items, "timestamps": dataset.timestamps, "actions": dataset.actions}
+    return {name: None if array is None else torch.from_numpy(array) for name, array in columns.items()}
+
+
+# Training, validation and test read the same columns: one copy per dataset and device is enough.
+_on_device: WeakKeyDictionary[Dataset, dict[torch.device, dict]] = WeakKeyDictionary()
+
+
+def _device_columns(dataset: Dataset, device: torch.device) -> dict[str, Tensor | None] | None:
+    """The columns on a CUDA device, or None when they would take more than a quarter of its free memory."""
+    kept = _on_device.setdefault(dataset, {})
+    if device not in kept:
+        columns = _columns(dataset)
+        size = sum(c.nbytes for c in columns.values() if c is not None)
+        if size > torch.cuda.mem_get_info(device)[0] // 4:
+            return None
+        kept[device] = {name: None if c is None else c.to(device) for name, c in columns.items()}
+    return kept[device]
+
+
+def _ranges(begin: Tensor, offsets: Tensor, total: int) -> Tensor:
+    """[total] int64: begin[i], begin[i]+1, ... for each i, offsets[i+1]-offsets[i] of them. Needs no host sync."""
+    shift = torch.repeat_interleave(begin - offsets[:-1], offsets[1:] - offsets[:-1], output_size=total)
+    return shift + torch.arange(total, device=begin.device)
+
+
+class Batches:
+    """The samples of one split, batch by batch.
+
+    Stateless: `epoch(n)` depends on (seed, n) alone, so that a resumed run sees what the first one would have seen.
+    The columns live on the device if they take less than a quarter of its free memory; else a batch is assembled on
+    the CPU from the mapped file and copied from pinned memory. Neither waits for the GPU: the order and the lengths
+    are computed on the CPU once per epoch.
+
+    batch_size: sequences per batch; the last batch of an epoch may be shorter.
+    group_by_length: put sequences of similar length together (in random order of batches when shuffled).
+    with_seen: fill seen_items and seen_offsets.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: Split,
+        *,
+        batch_size: int,
+        device: str | torch.device = "cpu",
+        seed: int = 0,
+        shuffle: bool = True,
+        group_by_length: bool = False,
+        with_seen: bool = False,
+    ):
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.split, self.batch_size, self.seed = split, batch_size, seed
+        self.shuffle, self.group_by_length, self.with_seen = shuffle, group_by_length, with_seen
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._columns = _device_columns(dataset, self.device) if self.device.type == "cuda" else None
+        self._assemble_on = self.device if self._columns is not None else torch.device("cpu")
+        if self._columns is None:
+            self._columns = _columns(dataset)
+        self._user_begin = dataset.user_offsets[split.users]
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        return -(-len(self.split) // self.batch_size)
+
+    def _plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """order [M], the samples in the order of the epoch, and bounds [batches + 1] into it."""
+        samples, size = len(self.split), self.batch_size
+        rng = np.random.default_rng([self.seed, epoch])
+        order = rng.permutation(samples) if self.shuffle else np.arange(samples)
+        bounds = np.append(np.arange(0, samples, size), samples)
+        if not self.group_by_length or not samples:
+            return order, bounds
+        chunk = np.arange(samples) // (CHUNK_BATCHES * size)
+        order = order[np.lexsort(((self.split.end - self.split.begin)[order], chunk))]
+        if not self.shuffle:
+            return order, bounds
+        batches = rng.permutation(len(bounds) - 1)
+        sizes = np.diff(bounds)[batches]
+        new_bounds = np.append(0, np.cumsum(sizes))
+        rows = np.repeat(bounds[batches] - new_bounds[:-1], sizes) + np.arange(samples)
+        return order[rows], new_bounds
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of epoch number `epoch`, from batch number `start` on (skipped batches cost nothing)."""
+        order, bounds = self._plan(epoch)
+        begin, end = self.split.begin[order], self.split.end[order]
+        seen_begin = self._user_begin[order]
+        # Host copies of the offsets tell T and S without asking the device.
+        offsets = np.append(0, np.cumsum(end - 1 - begin))
+        seen_offsets = np.append(0, np.cumsum(end - 1 - seen_begin)) if self.with_seen else None
+
+        def upload(x):
+            return None if x is None else torch.from_numpy(x).to(self._assemble_on)
+
+        arrays = (self.split.users[order], begin, seen_begin, offsets, seen_offsets)
+        on_device = [upload(x) for x in arrays]
+        for first, last in zip(bounds[start:-1].tolist(), bounds[start + 1 :].tolist()):
+            total = int(offsets[last] - offsets[first])
+            seen = int(seen_offsets[last] - seen_offsets[first]) if self.with_seen else 0
+            batch = self._assemble(first, last, total, seen, *on_device)
+            if self._assemble_on != self.device:
+                batch = (batch.pin_memory() if self.device.type == "cuda" else batch).to(self.device, non_blocking=True)
+            yield batch
+
+    def _assemble(self, first, last, total, seen, users, begin, seen_begin, offsets, seen_offsets) -> Batch:
+        columns = self._columns
+
+        def local(offsets):
+            return offsets[first : last + 1] - offsets[first]
+
+        def take(name, index):
+            return columns[name].index_select(0, index).long()
+
+        seq_offsets = local(offsets)
+        now = _ranges(begin[first:last], seq_offsets, total)
+        batch = Batch(
+            item_ids=take("items", now),
+            timestamps=take("timestamps", now),
+            target_ids=take("items", now + 1),
+            query_timestamps=take("timestamps", now + 1),
+            seq_offsets=seq_offsets,
+            users=users[first:last],
+            actions=None if columns["actions"] is None else take("actions", now),
+        )
+        if self.with_seen:
+            batch.seen_offsets = local(seen_offsets)
+            batch.seen_items = take("items", _ranges(seen_begin[first:last], batch.seen_offsets, seen))
+        return batch

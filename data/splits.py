@@ -1,0 +1,171 @@
+"""Which events a model trains on and which it is tested on, under a named protocol.
+
+Letters: E events, U users, M samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .datasets import DataError, Dataset, did_you_mean
+
+PROTOCOLS = ("leave_one_out", "published", "temporal")
+
+FUTURE_NOTE = (
+    "Training data are cut per user, not in time: the model may learn from other users' events that happened after "
+    "the event it is tested on."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """M samples. Sample i is events begin[i] .. end[i]-1 of the dataset's flat columns, at least two of them:
+    the inputs are begin .. end-2, and the target of each input is the event after it.
+
+    users [M] int64, user index; begin [M] int64; end [M] int64, exclusive.
+    """
+
+    users: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+
+@dataclass(frozen=True, eq=False)
+class Splits:
+    """train, valid, test; `valid` is None where the protocol has no validation.
+
+    skipped    "split: reason" -> number of users left out of that split
+    notes      plain sentences that state the protocol, for reports
+    train_end  [U] int64: training may see events user_offsets[u] .. train_end[u]-1 of user u, and no others
+    """
+
+    protocol: str
+    train: Split
+    valid: Split | None
+    test: Split
+    skipped: dict[str, int]
+    notes: list[str]
+    train_end: np.ndarray
+
+
+def make_splits(
+    dataset: Dataset,
+    protocol: str,
+    *,
+    max_seq_len: int,
+    valid_fraction: float = 0.1,
+    test_fraction: float = 0.1,
+) -> Splits:
+    """Cut a dataset into samples of at most max_seq_len inputs (the latest ones) and one target each.
+
+    leave_one_out: a user's last event is the test target, the one before it the validation target, the rest trains.
+    published: a user's last event is the test target, the rest trains; no validation.
+    temporal: the latest `test_fraction` of all events is the test window, the `valid_fraction` before it the
+    validation window, all before that trains; a user's target is their first event in a window, with everything
+    before it as history (for the test that includes the validation window). Events of the same second stay in one
+    window, the later one.
+
+    DataError for an unknown protocol, for `temporal` without timestamps and where no training or test sample is left.
+    """
+    if protocol not in PROTOCOLS:
+        raise DataError(f"data.protocol: expected one of {', '.join(PROTOCOLS)}, got {protocol!r}"
+                        f"{did_you_mean(protocol, PROTOCOLS)}")  # fmt: skip
+    if max_seq_len < 1:
+        raise DataError(f"data.max_seq_len: expected at least 1, got {max_seq_len}")
+    first, last = dataset.user_offsets[:-1], dataset.user_offsets[1:]
+    skipped: dict[str, int] = {}
+
+    def split(name: str, end: np.ndarray, has_target: np.ndarray, no_target: str, no_input: str) -> Split:
+        """Samples that end at `end`, for the users that have a target and an input before it."""
+        usable = has_target & (end - first >= 2)
+        for reason, count in (
+            (no_target, np.count_nonzero(~has_target)),
+            (no_input, np.count_nonzero(has_target & ~usable)),
+        ):
+            if count:
+                skipped[f"{name}: {reason}"] = int(count)
+        users = np.flatnonzero(usable)
+        end = end[users]
+        return Split(users, np.maximum(first[users], end - (max_seq_len + 1)), end)
+
+    everyone = np.ones(dataset.num_users, bool)
+    if protocol == "temporal":
+        valid_start, test_start, cuts = _time_windows(dataset, valid_fraction, test_fraction)
+        train_end = valid_start
+        no_history = "the first event in the window has no history"
+        train = split("train", train_end, train_end > first, "no event before the cut", "only one event")
+        test = split("test", test_start + 1, test_start < last, "no event in the window", no_history)
+        valid = None
+        if valid_fraction > 0:
+            valid = split("valid", valid_start + 1, valid_start < test_start, "no event in the window", no_history)
+        notes = [
+            f"Protocol temporal: training uses the events before {cuts[0]}"
+            + (f", validation those before {cuts[1]}" if valid is not None else "")
+            + ", the test those after (Unix seconds, all users alike).",
+            "Each user's target is their first event in the window, with all of their events before it as history.",
+            "No event of the training data is later than an event of the validation or test windows.",
+        ]
+    else:
+        held_out = 1 if protocol == "published" else 2
+        train_end = np.maximum(first, last - held_out)
+        train = split("train", train_end, everyone, "", "fewer than two events left")
+        test = split("test", last, everyone, "", "fewer than two events")
+        if protocol == "published":
+            valid = None
+            notes = [
+                "Protocol published: training uses all events of a user but the last, which is the test target; there "
+                "is no validation set, so a checkpoint chosen by its test metrics would be chosen on the test data."
+            ]
+        else:
+            valid = split("valid", np.maximum(first, last - 1), everyone, "", "fewer than three events")
+            notes = [
+                "Protocol leave_one_out: a user's last event is the test target, the one before it the validation "
+                "target, the rest is for training; the test history includes the validation target."
+            ]
+        notes.append(FUTURE_NOTE)
+    for name, part in (("train", train), ("test", test)):
+        if not len(part):
+            raise DataError(f"{dataset.name}: protocol {protocol} leaves no {name} sample: a sample needs an input "
+                            f"and a target ({_reasons(skipped, name)})")  # fmt: skip
+    return Splits(protocol, train, valid, test, skipped, notes, train_end)
+
+
+def _reasons(skipped: dict[str, int], name: str) -> str:
+    return "; ".join(f"{n} users: {k.split(': ')[1]}" for k, n in skipped.items() if k.startswith(name + ":"))
+
+
+def _time_windows(dataset: Dataset, valid_fraction: float, test_fraction: float):
+    """First event of each user in the validation and in the test window, each [U] (or the user's end), and the cuts."""
+    if not dataset.has_timestamps:
+        raise DataError(f"{dataset.name}: protocol temporal needs timestamps, and this source has none")
+    if not (0 <= valid_fraction < 1 and 0 < test_fraction < 1 and valid_fraction + test_fraction < 1):
+        raise DataError(
+            "data.valid_fraction and data.test_fraction: expected fractions of the events, the test's above 0 and both "
+            f"together below 1, got {valid_fraction} and {test_fraction}"
+        )
+    events = dataset.num_events
+    ranks = [min(events - 1, round(events * (1 - test_fraction - f))) for f in (valid_fraction, 0.0)]
+    cuts = [int(x) for x in np.partition(dataset.timestamps, ranks)[ranks]]
+    starts = []
+    for cut in cuts:
+        before = np.zeros(events + 1, np.int64)
+        np.cumsum(dataset.timestamps < cut, out=before[1:])
+        first = dataset.user_offsets[:-1]
+        starts.append(first + before[dataset.user_offsets[1:]] - before[first])
+    return starts[0], starts[1], cuts
+
+
+def train_item_counts(dataset: Dataset, splits: Splits) -> np.ndarray:
+    """[num_items] int64: how often each item occurs in what training may see, whole histories and not only windows."""
+    # +1 where a user's training events start, -1 where they end: the running sum marks the events to count.
+    edges = np.zeros(dataset.num_events + 1, np.int8)
+    seen = splits.train_end > dataset.user_offsets[:-1]
+    edges[dataset.user_offsets[:-1][seen]] += 1
+    edges[splits.train_end[seen]] -= 1
+    in_training = np.cumsum(edges[:-1], dtype=np.int8).astype(bool)
+    return np.bincount(dataset.items[in_training], minlength=dataset.num_items).astype(np.int64)

@@ -1,0 +1,162 @@
+"""A seeded data set with a structure that only a sequence model can use; generated with numpy alone.
+
+What is planted:
+- items fall into clusters; within its cluster each item has a few likely successors (a Markov chain), so that the
+  last item tells much about the next one;
+- events come in sessions: minutes between the events of one session, days between sessions;
+- each user has a few home clusters and visits them in turn, one per session: after a long gap the next item comes
+  from the next home cluster, not from a successor of the last item, so that the time gap tells which rule holds;
+- popularity is skewed (Zipf) in all draws, and some events are draws by popularity alone.
+
+Users rarely meet an item twice, as in ratings data: a draw that was seen already is replaced while that is possible.
+
+Letters: U users, I items, C clusters, K successors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+
+import numpy as np
+
+from .datasets import DataError, Dataset, did_you_mean
+
+GENERATOR_VERSION = 1  # part of the fingerprint: raise it when the same options would give other data
+DAY = 86_400
+START = 1_577_836_800  # 2020-01-01 00:00:00 UTC
+TRIES = 6  # draws before a seen item is accepted
+CHUNK_CELLS = 1 << 27  # users at a time * items: bounds the table of seen items to 128 MiB
+
+
+@dataclass(frozen=True)
+class SyntheticOptions:
+    """num_users, num_items, num_clusters; mean_length and min_length of a history (events, capped at max_length);
+    num_successors of an item; num_homes: home clusters of a user; session_length: mean events of a session;
+    noise: share of events drawn by popularity alone; zipf: exponent of the popularity skew."""
+
+    num_users: int = 2000
+    num_items: int = 1000
+    num_clusters: int = 50
+    mean_length: float = 40.0
+    min_length: int = 5
+    max_length: int = 400
+    num_successors: int = 4
+    num_homes: int = 3
+    session_length: float = 8.0
+    noise: float = 0.1
+    zipf: float = 0.7
+    seed: int = 0
+
+
+def _check(options: dict) -> SyntheticOptions:
+    types = {f.name: f.type for f in dataclasses.fields(SyntheticOptions)}
+    for name, value in options.items():
+        if name not in types:
+            raise DataError(f"data.synthetic.{name}: unknown option{did_you_mean(name, types)}")
+        integer = types[name] == "int"
+        if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)):
+            raise DataError(f"data.synthetic.{name}: expected {'an integer' if integer else 'a number'}, got {value!r}")
+    o = SyntheticOptions(**options)
+    smallest = {"min_length": 1, "num_users": 1, "num_items": 2, "num_clusters": 1, "num_successors": 1}
+    smallest |= {"num_homes": 1, "session_length": 1, "noise": 0, "zipf": 0, "seed": 0}
+    smallest |= {"mean_length": o.min_length, "max_length": o.mean_length}
+    for name, least in smallest.items():
+        if not getattr(o, name) >= least:  # also catches nan
+            raise DataError(f"data.synthetic.{name}: expected at least {least}, got {getattr(o, name)}")
+    if o.noise > 1:
+        raise DataError(f"data.synthetic.noise: expected at most 1, got {o.noise}")
+    if o.num_clusters > o.num_items:
+        raise DataError(f"data.synthetic.num_clusters: expected at most num_items={o.num_items}, got {o.num_clusters}")
+    return o
+
+
+def generate(**options) -> Dataset:
+    """The data set of these SyntheticOptions; the same options give the same data on every machine.
+
+    Every user has at least min_length events, and all num_items items are in the catalogue, whether met or not.
+    DataError for an unknown option or an impossible value.
+    """
+    o = _check(options)
+    rng = np.random.default_rng(o.seed)
+    weight = np.arange(1, o.num_items + 1) ** -float(o.zipf)  # of the items in order of popularity
+    cluster = rng.permutation(np.arange(o.num_items) % o.num_clusters)  # [I]
+    # Members of each cluster side by side, the most popular first, with running sums of weights to draw from.
+    members = np.argsort(cluster, kind="stable")
+    start = np.searchsorted(cluster[members], np.arange(o.num_clusters + 1))  # [C+1]
+    running = np.cumsum(weight[members])
+    before = np.append(0.0, running)[start]  # [C+1]
+
+    def from_cluster(c: np.ndarray) -> np.ndarray:
+        """One item of each given cluster, by popularity."""
+        x = before[c] + rng.random(c.shape) * (before[c + 1] - before[c])
+        return members[np.clip(np.searchsorted(running, x, side="right"), start[c], start[c + 1] - 1)]
+
+    total = np.cumsum(weight)
+
+    def by_popularity(n: int) -> np.ndarray:
+        return np.minimum(np.searchsorted(total, rng.random(n) * total[-1], side="right"), o.num_items - 1)
+
+    successors = from_cluster(np.repeat(cluster[:, None], o.num_successors, axis=1))  # [I, K]
+    share = np.cumsum(0.6 ** np.arange(o.num_successors))  # the first successor is the likeliest
+    share /= share[-1]
+
+    lengths = np.clip(
+        o.min_length + rng.exponential(o.mean_length - o.min_length, o.num_users), o.min_length, o.max_length
+    ).astype(np.int64)
+    offsets = np.append(0, np.cumsum(lengths))
+    items = np.empty(offsets[-1], np.int64)
+    times = np.empty(offsets[-1], np.int64)
+    chunk = max(1, CHUNK_CELLS // o.num_items)
+    for first in range(0, o.num_users, chunk):
+        users = np.arange(first, min(first + chunk, o.num_users))
+        users = users[np.argsort(-lengths[users], kind="stable")]  # those still active are a prefix
+        homes = rng.integers(0, o.num_clusters, (len(users), o.num_homes))
+        session = np.zeros(len(users), np.int64)
+        seen = np.zeros((len(users), o.num_items), bool)
+        now = START + rng.integers(0, 365 * DAY, len(users))
+        last = np.zeros(len(users), np.int64)
+        for step in range(int(lengths[users[0]])):
+            n = int(np.count_nonzero(lengths[users] > step))
+            rows = np.arange(n)
+            new_session = (rng.random(n) < 1 / o.session_length) | (step == 0)
+            session[:n] += new_session
+            gap = np.where(
+                new_session, DAY * (1 + rng.exponential(4.0, n)), 20 + rng.exponential(180.0, n)
+            )  # seconds: days between sessions, minutes within one
+            now[:n] += gap.astype(np.int64) * (step > 0)
+            home = homes[rows, session[:n] % o.num_homes]
+            noisy = rng.random(n) < o.noise
+            choice = np.zeros(n, np.int64)
+            open_rows = rows
+            for _ in range(TRIES):
+                r = open_rows
+                k = np.searchsorted(share, rng.random(len(r)), side="right").clip(max=o.num_successors - 1)
+                drawn = np.where(new_session[r], from_cluster(home[r]), successors[last[r], k])
+                choice[r] = np.where(noisy[r], by_popularity(len(r)), drawn)
+                open_rows = r[seen[r, choice[r]]]
+            # All successors seen: anything else of the cluster the user is in, then by popularity.
+            for attempt in range(2 * TRIES):
+                r = open_rows
+                choice[r] = from_cluster(cluster[last[r]]) if attempt < TRIES else by_popularity(len(r))
+                open_rows = r[seen[r, choice[r]]]
+            seen[rows, choice] = True
+            last[:n] = choice
+            at = offsets[users[:n]] + step
+            items[at], times[at] = choice, now[:n]
+    # So far the smaller number is the more popular item; the ids must not tell.
+    items = rng.permutation(o.num_items)[items]
+    recipe = json.dumps([GENERATOR_VERSION, dataclasses.asdict(o)], sort_keys=True)
+    return Dataset(
+        name="synthetic",
+        items=items.astype(np.int32),
+        timestamps=times,
+        actions=None,
+        user_offsets=offsets,
+        user_ids=np.arange(1, o.num_users + 1),
+        item_ids=np.arange(1, o.num_items + 1),
+        has_timestamps=True,
+        fingerprint=hashlib.sha256(recipe.encode()).hexdigest(),
+    )
