@@ -1,0 +1,111 @@
+"""Evaluates a run from its folder alone, over the full catalogue, and writes predictions.
+
+python eval.py RUN [--split test] [--predict OUT.parquet --top-k 10] [--sampled 100]
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from data.datasets import DataError
+from models.checkpoint import CheckpointError, load_weights
+from models.config import ConfigError, load_config
+from models.metrics import ranking_metrics
+from models.report import print_result
+from models.retrieval import mask_seen, model_scorer, rank_targets, sampled_candidates, seen_by, top_items
+from train import Data, build_model, check_fingerprint, final_weights, judge, open_data
+
+console = Console()
+
+
+def open_run(folder: Path, overrides: list[str]):
+    """(config, data, model) of a run folder, the model with its final weights."""
+    if not (folder / "config.yaml").exists():
+        raise ConfigError(f"{folder}: not a run folder (no config.yaml)")
+    config = load_config(folder / "config.yaml", overrides)
+    weights, facts, source = final_weights(folder)
+    data = open_data(config)
+    check_fingerprint(facts, data, folder)
+    model = build_model(config, data)
+    load_weights(model, weights, source)
+    return config, data, model, {"weights": source.name, "epoch": facts["epoch"]}
+
+
+@torch.no_grad()
+def predict(config, data: Data, model, split: str, k: int, out: Path) -> int:
+    """Writes the k best items of each user of the split, in original ids; returns the number of rows.
+
+    Columns: user, rank (from 1), item, score (cosine). The history is the split's: nothing from its target on.
+    """
+    import polars as pl
+
+    score = model_scorer(model, config.train.autocast == "bf16")
+    users, items, values = [], [], []
+    for batch in data.eval_batches(split).epoch(0):
+        scores = score(batch)
+        if config.eval.filter_seen != "none":
+            scores = mask_seen(scores, *seen_by(config.eval.filter_seen, batch))
+        best, ids = top_items(scores, k)
+        users.append(batch.users.cpu().numpy())
+        items.append(ids.cpu().numpy())
+        values.append(best.cpu().numpy())
+    users, items, values = (np.concatenate(parts) for parts in (users, items, values))
+    width = items.shape[1]
+    frame = pl.DataFrame(
+        {
+            "user": np.asarray(data.dataset.user_ids)[np.repeat(users, width)],
+            "rank": np.tile(np.arange(1, width + 1, dtype=np.int32), len(users)),
+            "item": np.asarray(data.dataset.item_ids)[items.ravel()],
+            "score": values.ravel(),
+        }
+    ).filter(pl.col("score").is_finite())  # a user who has seen nearly everything has fewer than k left
+    frame.write_parquet(out)
+    return len(frame)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, like device=cpu")
+    parser.add_argument("--split", choices=("train", "valid", "test"), default="test")
+    parser.add_argument("--predict", type=Path, metavar="OUT.parquet", help="write the top-k items of each user")
+    parser.add_argument("--top-k", type=int, default=10)
+    parser.add_argument("--sampled", type=int, metavar="COUNT", help="also rank among COUNT random items")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampled candidates")
+    options = parser.parse_args(arguments)
+    try:
+        if options.top_k < 1 or (options.sampled is not None and options.sampled < 1):
+            raise ConfigError("--top-k and --sampled take a whole number of at least 1")
+        if options.predict and not options.predict.resolve().parent.is_dir():
+            raise ConfigError(f"{options.predict.parent}: no such folder")
+        config, data, model, source = open_run(options.run, options.overrides)
+        if getattr(data.splits, options.split) is None:
+            raise ConfigError(f"--split {options.split}: protocol {config.data.protocol} has no such split")
+        result = judge(config, model, data, options.split) | source | {"notes": data.splits.notes}
+        if options.sampled:
+            filters = [config.eval.filter_seen]
+            batches = data.eval_batches(options.split).epoch(0)
+            candidates = sampled_candidates(options.sampled, options.seed)
+            (ranks,) = rank_targets(model_scorer(model), batches, filters=filters, candidates=candidates)
+            label = f"SAMPLED: target among {options.sampled} random items, not comparable with full ranking"
+            result["sampled"] = {"label": label, "seed": options.seed, **ranking_metrics(ranks)}
+        print_result(console, config, result)
+        path = options.run / f"eval-{options.split}.json"
+        path.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        console.print(f"Written: {path}")
+        if options.predict:
+            rows = predict(config, data, model, options.split, options.top_k, options.predict)
+            console.print(f"Written: {options.predict} ({rows:,} rows)")
+        return 0
+    except (ConfigError, DataError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""The attention kinds that `model.attention.kind` names: one config class and one module for each.
+
+A module takes q [T, H, D], k [T, H, D], v [T, H, V] and the batch, and returns the output [T, H, V] and a mapping
+of auxiliary losses. Letters: T tokens, B sequences, N normaliser, H heads, D query/key and V value head size.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hstu_sparse
+from data.batches import Batch
+from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
+from models.gate import GateModel
+
+# The room that the published HSTU adds to max_seq_len in its normaliser and bias tables.
+EXTRA_POSITIONS = 11
+
+
+class Strict(BaseModel):
+    """No unknown keys, no conversions between types, no changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class HSTUAttentionConfig(Strict):
+    """What the SiLU kinds share. `alpha` scales the logits; `normalizer` is N, by default max_seq_len + 11."""
+
+    alpha: float = 1.0
+    normalizer: int | None = Field(None, ge=1)
+    backend: Literal["auto", "triton", "reference"] = "auto"
+
+
+class DenseAttention(nn.Module):
+    """Pointwise SiLU attention with relative position and time bias (arXiv 2402.17152, section 3.1)."""
+
+    class Config(HSTUAttentionConfig):
+        kind: Literal["dense"]
+        position_bias: bool = True
+        time_bias: bool = True
+        num_time_buckets: int = Field(128, ge=1)
+        window_size: int = Field(0, ge=0)
+
+    def __init__(self, config: Config, *, num_heads: int, attention_dim: int, max_seq_len: int):
+        super().__init__()
+        self.config = config
+        self.normalizer = config.normalizer or max_seq_len + EXTRA_POSITIONS
+        if self.normalizer < max_seq_len:
+            raise ValueError(f"attention.normalizer={self.normalizer} is less than max_seq_len={max_seq_len}")
+        self.position_bias = nn.Parameter(torch.empty(self.normalizer)) if config.position_bias else None
+        self.time_bias = nn.Parameter(torch.empty(config.num_time_buckets + 1)) if config.time_bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for table in (self.position_bias, self.time_bias):
+            if table is not None:
+                nn.init.normal_(table, std=0.02)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        timed = self.time_bias is not None
+        out = hstu_sparse.hstu_attention(
+            q,
+            k,
+            v,
+            batch.seq_offsets,
+            self.normalizer,
+            alpha=self.config.alpha,
+            window_size=self.config.window_size,
+            position_bias=self.position_bias,
+            time_bias=self.time_bias,
+            timestamps=batch.timestamps if timed else None,
+            query_timestamps=batch.query_timestamps if timed else None,
+            backend=self.config.backend,
+        )
+        return out, {}
+
+
+class SoftmaxAttention(nn.Module):
+    """Causal softmax attention, the transformer's own (arXiv 1706.03762); dropout on the attention weights."""
+
+    class Config(Strict):
+        kind: Literal["softmax"]
+        dropout: float = Field(0.0, ge=0, lt=1)
+
+    def __init__(self, config: Config, *, num_heads: int, attention_dim: int, max_seq_len: int):
+        super().__init__()
+        self.config = config
+        self.max_seq_len = max_seq_len
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        # On a GPU, padding to max_seq_len spares the host from waiting for the longest length of the batch.
+        longest = self.max_seq_len if q.is_cuda else int(batch.seq_offsets.diff().max()) if len(batch.users) else 0
+        dropout = self.config.dropout if self.training else 0.0
+        # [B, H, longest, ...]: sequences start at 0, so the causal mask alone hides the padding behind them.
+        padded = [
+            jagged_to_padded(x.flatten(1), batch.seq_offsets, longest).unflatten(-1, x.shape[1:]).transpose(1, 2)
+            for x in (q, k, v)
+        ]
+        out = F.scaled_dot_product_attention(*padded, dropout_p=dropout, is_causal=True)
+        out = padded_to_jagged(out.transpose(1, 2).flatten(2), batch.seq_offsets, q.shape[0])
+        return out.unflatten(-1, v.shape[1:]), {}
+
+
+class BlockSparseAttention(nn.Module):
+    """Compression, block selection and sliding window, mixed by a gate on the queries."""
+
+    class Config(HSTUAttentionConfig):
+        kind: Literal["bsa"]
+        block_size: int = Field(32, ge=1)
+        block_counts: int = Field(4, ge=1)
+        window_size: int = Field(0, ge=0)
+        selection_group: int = Field(1, ge=1)
+        gate_hidden_dim: int = Field(32, ge=1)
+
+    def __init__(self, config: Config, *, num_heads: int, attention_dim: int, max_seq_len: int):
+        super().__init__()
+        self.config = config
+        self.normalizer = config.normalizer or max_seq_len + EXTRA_POSITIONS
+        self.gate = GateModel(attention_dim, config.gate_hidden_dim)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        c = self.config
+        out = hstu_sparse.bsa_attention(
+            q,
+            k,
+            v,
+            batch.seq_offsets,
+            self.normalizer,
+            self.gate(q),
+            block_size=c.block_size,
+            block_counts=c.block_counts,
+            window_size=c.window_size,
+            selection_group=c.selection_group,
+            alpha=c.alpha,
+            backend=c.backend,
+        )
+        return out, {}
+
+
+ATTENTION: dict[str, type[nn.Module]] = {
+    "dense": DenseAttention,
+    "softmax": SoftmaxAttention,
+    "bsa": BlockSparseAttention,
+}

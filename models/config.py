@@ -1,0 +1,250 @@
+"""A run's configuration: one strict YAML file, dotted overrides, every error at once.
+
+An unknown key, a missing key or a wrong type stops the run before anything is loaded; a misspelt key is
+answered with the nearest valid one.
+"""
+
+import difflib
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
+
+from models.attention import ATTENTION, Strict
+from models.metrics import metric_names
+
+
+class ConfigError(ValueError):
+    """What is wrong with a configuration, one line for each error."""
+
+
+class DataConfig(Strict):
+    format: str
+    path: str | None = None
+    protocol: Literal["leave_one_out", "published", "temporal"]
+    cache_dir: str = ".cache"
+    min_user_events: int = Field(1, ge=1)
+    min_item_events: int = Field(1, ge=1)
+    columns: dict[str, str] | None = None
+    synthetic: dict[str, Any] | None = None
+    valid_fraction: float = Field(0.1, gt=0, lt=1)
+    test_fraction: float = Field(0.1, gt=0, lt=1)
+
+
+def _as_list(value):
+    return value if isinstance(value, list) else [value]
+
+
+AttentionConfig = Annotated[
+    typing.Union[tuple(module.Config for module in ATTENTION.values())],  # noqa: UP007 (built from the table)
+    Field(discriminator="kind"),
+]
+
+
+class ModelConfig(Strict):
+    block: Literal["hstu", "transformer"]
+    max_seq_len: int = Field(ge=1)
+    embedding_dim: int = Field(ge=1)
+    num_layers: int = Field(ge=1)
+    num_heads: int = Field(1, ge=1)
+    # Head sizes: query and key, then value. Absent, embedding_dim / num_heads.
+    attention_dim: int | None = Field(None, ge=1)
+    linear_dim: int | None = Field(None, ge=1)
+    feed_forward_dim: int | None = Field(None, ge=1)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    action_embedding: bool = False
+    # One mapping for all layers, or one for each.
+    attention: Annotated[list[AttentionConfig], BeforeValidator(_as_list)]
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if len(self.attention) not in (1, self.num_layers):
+            raise ValueError(f"attention lists {len(self.attention)} mappings for num_layers={self.num_layers}")
+        for name in ("attention_dim", "linear_dim"):
+            if getattr(self, name) is None and self.embedding_dim % self.num_heads:
+                raise ValueError(
+                    f"embedding_dim={self.embedding_dim} is not divisible by num_heads={self.num_heads}: give {name}"
+                )
+        if (self.block == "transformer") != (self.feed_forward_dim is not None):
+            raise ValueError("feed_forward_dim belongs to block=transformer, and that block needs it")
+        return self
+
+
+class LossConfig(Strict):
+    kind: Literal["sampled_softmax", "cross_entropy", "bce", "in_batch"] = "sampled_softmax"
+    num_negatives: int = Field(128, ge=1)
+    temperature: float = Field(0.05, gt=0)
+
+
+class TrainConfig(Strict):
+    epochs: int = Field(ge=1)
+    batch_size: int = Field(128, ge=1)
+    lr: float = Field(1e-3, gt=0)
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    clip_norm: float | None = Field(None, gt=0)
+    autocast: Literal["none", "bf16"] = "none"
+    compile: bool = False
+    group_by_length: bool = False
+    checkpoint_seconds: float = Field(60.0, ge=0)
+
+
+class EvalConfig(Strict):
+    # Epochs between evaluations: of the validation split, or, where the protocol has none, of the test split, which
+    # is then only watched: nothing is chosen by it. 0: only at the end.
+    every: int = Field(1, ge=0)
+    batch_size: int = Field(512, ge=1)
+    # Which of a user's earlier items leave the ranking: the whole history, the model's window (as in the published
+    # figures), or none.
+    filter_seen: Literal["history", "window", "none"] = "history"
+    best_metric: str = "NDCG@10"
+    # Evaluations without a better best_metric before training stops; absent: never.
+    patience: int | None = Field(None, ge=1)
+
+    @field_validator("best_metric")
+    @classmethod
+    def _known_metric(cls, name):
+        if name not in metric_names():
+            raise ValueError(f"{name} is none of {', '.join(metric_names())}")
+        return name
+
+
+class RunConfig(Strict):
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    seed: int = Field(0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = Field(None, ge=1)
+    run_dir: str = "runs"
+    data: DataConfig
+    model: ModelConfig
+    loss: LossConfig = LossConfig()
+    train: TrainConfig
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if self.eval.patience and self.data.protocol == "published":
+            raise ValueError("eval.patience: protocol published has no validation split to stop by")
+        if self.eval.patience and not self.eval.every:
+            raise ValueError("eval.patience needs eval.every >= 1")
+        return self
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with two traps removed: `1e-3` is a number, and a key given twice is an error."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"key given twice: {', '.join(twice)}", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def parse_yaml(text: str, where: str):
+    """`text` as YAML; ConfigError, in one line with the place, when it is none."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{where}{place}: {getattr(error, 'problem', None) or error}") from None
+
+
+def _override(tree: dict, assignment: str) -> None:
+    path, equals, text = assignment.partition("=")
+    if not equals or not path:
+        raise ConfigError(f"{assignment}: expected key=value, like train.lr=3e-4")
+    *parents, last = path.split(".")
+    node = tree
+    for part in parents:
+        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, dict):
+            node = node.setdefault(part, {})
+        else:
+            raise ConfigError(f"{path}: no such key ({part} is not a mapping)")
+    value = parse_yaml(text, assignment)
+    if isinstance(node, list) and last.isdigit() and int(last) < len(node):
+        node[int(last)] = value
+    elif not isinstance(node, dict):
+        raise ConfigError(f"{path}: no such key ({last} is not in a mapping)")
+    else:
+        if last == "kind" and "attention" in parents and node.get("kind") != value and value in ATTENTION:
+            # Another kind starts from its own defaults: what the file said of the old kind means nothing to it.
+            known = ATTENTION[value].Config.model_fields
+            for key in [key for key in node if key not in known]:
+                del node[key]
+        node[last] = value
+
+
+def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
+    """The run that the YAML file at `path` and the dotted `overrides` describe; ConfigError names all errors."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    tree = parse_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping with data, model and train")
+    for assignment in overrides:
+        _override(tree, assignment)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(item, tree) for item in error.errors()]
+        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+
+
+def _explain(item: dict, tree: dict) -> str:
+    """One pydantic error as `model.attention.blok_size: unknown key, did you mean block_size?`."""
+    location = list(item["loc"])
+    if "attention" in location:
+        # Undo what the schema adds: the list around a single mapping, and the tag of the kind.
+        at = location.index("attention")
+        rest = location[at + 1 :]
+        if isinstance((tree.get("model") or {}).get("attention"), dict) and rest and rest[0] == 0:
+            rest = rest[1:]
+        location = location[: at + 1] + [part for part in rest if part not in ATTENTION]
+    key = ".".join(map(str, location)) or "config"
+    kind = item["type"]
+    if kind == "extra_forbidden":
+        valid = _keys_beside(item["loc"])
+        near = difflib.get_close_matches(str(location[-1]), valid, 1)
+        return f"{key}: unknown key, " + (f"did you mean {near[0]}?" if near else f"known here: {', '.join(valid)}")
+    if kind == "missing":
+        return f"{key}: missing"
+    if kind == "union_tag_invalid":
+        return f"{key}.kind: unknown attention kind {item['ctx']['tag']}, known: {', '.join(ATTENTION)}"
+    if kind == "union_tag_not_found":
+        return f"{key}.kind: missing, one of {', '.join(ATTENTION)}"
+    if kind == "value_error":
+        return f"{key}: {item['ctx']['error']}"
+    return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
+
+
+def _keys_beside(location: tuple) -> list[str]:
+    """The valid keys of the mapping that holds the last part of a pydantic location."""
+    model: Any = RunConfig
+    for part in location[:-1]:
+        if part in ATTENTION:
+            model = ATTENTION[part].Config
+        elif isinstance(part, str) and isinstance(model, type) and issubclass(model, BaseModel):
+            annotation = model.model_fields[part].annotation
+            options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+            model = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), model)
+    return list(model.model_fields)

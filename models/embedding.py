@@ -1,0 +1,72 @@
+"""Item, action and position embeddings of a batch, the tables held by torchrec.
+
+Letters: T tokens, B sequences, E embedding size.
+"""
+
+import logging
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+from data.batches import Batch
+
+# torchrec asks a question of torch.fx whose answer is a warning in every process.
+logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+class InputEmbedding(nn.Module):
+    """x[t] = item embedding * sqrt(E) (+ action embedding) + position embedding, then dropout: [T, E].
+
+    Positions count from the oldest event of the window. Tables start truncated normal, items (and actions) with
+    standard deviation 0.02, positions with E ** -0.5, as in the published code.
+    """
+
+    def __init__(self, num_items: int, num_actions: int, embedding_dim: int, max_seq_len: int, dropout: float):
+        super().__init__()
+        self.scale = embedding_dim**0.5
+        self.dropout = dropout
+        sizes = {"item": num_items} | ({"action": num_actions} if num_actions else {})
+        self.tables = EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(
+                    name=name,
+                    embedding_dim=embedding_dim,
+                    num_embeddings=size,
+                    feature_names=[name],
+                    init_fn=lambda weight: nn.init.trunc_normal_(weight, std=0.02),
+                )
+                for name, size in sizes.items()
+            ]
+        )
+        self.position = nn.Parameter(torch.empty(max_seq_len, embedding_dim))
+        nn.init.trunc_normal_(self.position, std=embedding_dim**-0.5)
+
+    @property
+    def item_weight(self) -> Tensor:
+        """The item table, [num_items, E]."""
+        return self.tables.embeddings["item"].weight
+
+    def forward(self, batch: Batch) -> Tensor:
+        features = {"item": batch.item_ids}
+        if "action" in self.tables.embeddings:
+            features["action"] = batch.actions
+        tokens, sequences = len(batch.item_ids), len(batch.users)
+        lengths = batch.seq_offsets.diff()
+        # Lengths per key and stride are known on the host: given here, torchrec need not ask the device for them.
+        looked_up = self.tables(
+            KeyedJaggedTensor(
+                keys=list(features),
+                values=torch.cat(list(features.values())),
+                lengths=lengths.repeat(len(features)),
+                stride=sequences,
+                length_per_key=[tokens] * len(features),
+            )
+        )
+        starts = torch.repeat_interleave(batch.seq_offsets[:-1], lengths, output_size=tokens)
+        positions = torch.arange(tokens, device=starts.device) - starts
+        x = looked_up["item"].values() * self.scale + self.position.index_select(0, positions)
+        if "action" in features:
+            x = x + looked_up["action"].values()
+        return F.dropout(x, self.dropout, self.training)

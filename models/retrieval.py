@@ -1,0 +1,128 @@
+"""Scores over the catalogue, ranks of the targets and the top-k lists.
+
+Letters: B users, I items, E embedding size.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from data.batches import Batch
+
+# Which of a user's earlier items leave the ranking, each a superset of the one before.
+FILTERS = ("none", "window", "history")
+
+
+def normalized_items(item_weight: Tensor) -> Tensor:
+    """[I, E] -> [I, E], each row of length one."""
+    return F.normalize(item_weight.float(), dim=-1, eps=1e-6)
+
+
+def mask_seen(scores: Tensor, seen_items: Tensor, seen_offsets: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Scores [B, I] with the items of each user's history at -inf, in place.
+
+    seen_items: [S] int64, jagged by seen_offsets [B+1]. keep: [B] item whose score stays (a target that repeats
+    an earlier event is still to be found).
+    """
+    kept = None if keep is None else scores.gather(1, keep[:, None])
+    rows = torch.repeat_interleave(
+        torch.arange(len(scores), device=scores.device), seen_offsets.diff(), output_size=len(seen_items)
+    )
+    scores[rows, seen_items] = float("-inf")
+    return scores if kept is None else scores.scatter_(1, keep[:, None], kept)
+
+
+def target_ranks(scores: Tensor, targets: Tensor) -> Tensor:
+    """Rank of each target among all items, from 1: [B] int64. Ties go to the smaller item id; NaN ranks last.
+
+    scores: [B, I]; targets: [B] int64.
+    """
+    own = scores.gather(1, targets[:, None])
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    before = (scores > own) | ((scores == own) & (ids < targets[:, None]))
+    ranks = 1 + before.sum(1)
+    return torch.where(own[:, 0].isnan(), scores.shape[1], ranks)
+
+
+def top_items(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best items of each user, best first, ties by smaller id: (scores [B, k], items [B, k])."""
+    k = min(k, scores.shape[1])
+    values, items = scores.topk(k, dim=1)
+    # topk leaves the order among equals open: sort by id, then stably by score.
+    items, order = items.sort(dim=1)
+    values, by_score = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return values, items.gather(1, by_score)
+
+
+@torch.no_grad()
+def rank_targets(
+    score: Callable[[Batch], Tensor],
+    batches: Iterable[Batch],
+    *,
+    filters: Sequence[str] = ("history",),
+    candidates: Callable[[Batch, Tensor], Tensor] | None = None,
+) -> list[np.ndarray]:
+    """Ranks of every sequence's last target among the whole catalogue, one array [M] for each entry of `filters`.
+
+    score: batch -> [B, I]. filters: which earlier items of the user leave the ranking, of FILTERS; `history` needs
+    batches with seen items. candidates: (batch, scores) -> bool [B, I], which items compete; absent, all.
+    """
+    ranks: list[list[Tensor]] = [[] for _ in filters]
+    for batch in batches:
+        targets = last_targets(batch)
+        scores = score(batch)
+        if candidates is not None:
+            own = scores.gather(1, targets[:, None])
+            scores = scores.masked_fill(~candidates(batch, scores), float("-inf")).scatter_(1, targets[:, None], own)
+        # In the order of FILTERS: each takes out what the one before did, and writes into the scores.
+        for place in sorted(range(len(filters)), key=lambda place: FILTERS.index(filters[place])):
+            if filters[place] != "none":
+                scores = mask_seen(scores, *seen_by(filters[place], batch), keep=targets)
+            ranks[place].append(target_ranks(scores, targets))
+    return [torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.int64) for parts in ranks]
+
+
+def seen_by(which: str, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The items that a filter takes out, and their offsets: of the whole history or of the model's window."""
+    if which == "history":
+        return batch.seen_items, batch.seen_offsets
+    return batch.item_ids, batch.seq_offsets
+
+
+def last_targets(batch: Batch) -> Tensor:
+    """The item that follows each sequence's last token: [B] int64."""
+    return batch.target_ids[batch.seq_offsets[1:] - 1]
+
+
+def model_scorer(model: nn.Module, autocast: bool = False) -> Callable[[Batch], Tensor]:
+    """Cosine of each sequence's last output with every item: batch -> [B, I] fp32. Puts the model into eval mode."""
+    model.eval()
+    items = normalized_items(model.item_weight.detach())
+
+    @torch.no_grad()
+    def score(batch: Batch) -> Tensor:
+        with torch.autocast(items.device.type, torch.bfloat16, enabled=autocast):
+            out, _ = model(batch)
+        return out[batch.seq_offsets[1:] - 1] @ items.T
+
+    return score
+
+
+def popularity_scorer(counts: np.ndarray, device: torch.device) -> Callable[[Batch], Tensor]:
+    """The same score for every user: how often training saw the item (counts: [I])."""
+    scores = torch.from_numpy(counts).to(device, torch.float32)
+    return lambda batch: scores.repeat(len(batch.users), 1)
+
+
+def sampled_candidates(count: int, seed: int) -> Callable[[Batch, Tensor], Tensor]:
+    """`count` items drawn uniformly, with replacement, for each user, for metrics over sampled candidates."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(batch: Batch, scores: Tensor) -> Tensor:
+        drawn = torch.randint(scores.shape[1], (len(scores), count), generator=generator).to(scores.device)
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, drawn, True)
+
+    return choose
