@@ -1,0 +1,152 @@
+"""What the Triton kernels share: device functions, and helpers to launch, tune and compile them.
+
+Imported only when a kernel is needed, so `import hstu_sparse` works where triton is absent.
+
+Two environments run the same kernel source. On CUDA they are compiled; under `TRITON_INTERPRET=1`, which must be set
+before triton is first imported, they run on the CPU, where there is no inline assembly and no autotuner.
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+# Constexpr switch: approximate hyperbolic tangent by one instruction. There is no such thing in the interpreter.
+FAST_TANH = tl.constexpr(not INTERPRET)
+
+
+@triton.jit
+def tanh_approx(x):
+    """tanh in one special-function instruction (relative error 2^-11): only where the result is rounded to 16 bits."""
+    return tl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", constraints="=f,f", args=[x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def sigmoid(x, FAST: tl.constexpr):
+    """1 / (1 + exp(-x)) in fp32. FAST uses tanh.approx, good to 2^-11: for fp16 and bf16 inputs."""
+    if FAST and FAST_TANH:
+        return 0.5 * tanh_approx(0.5 * x) + 0.5
+    else:
+        return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def silu(x, FAST: tl.constexpr):
+    """x * sigmoid(x) in fp32."""
+    if FAST and FAST_TANH:
+        half = 0.5 * x
+        return half * tanh_approx(half) + half
+    else:
+        return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def silu_and_grad(x, FAST: tl.constexpr):
+    """(silu(x), its derivative) in fp32: the derivative is s + x s (1 - s) = s + y (1 - s) with y = x s."""
+    s = sigmoid(x, FAST)
+    y = x * s
+    return y, s + y * (1.0 - s)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, (n - 1).bit_length())
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def padded_head(size: int) -> int:
+    """Width of the tile that holds a head of `size`: a power of two, at least 16 (the least that tl.dot takes)."""
+    return max(16, next_power_of_2(size))
+
+
+def bucket_length(n: int) -> int:
+    """max_seq_len rounded up to a power of four, 256 at least: the autotune key in place of the raw length.
+
+    Batches of one training run differ in T and often in their longest sequence; the best tile sizes depend on the
+    order of magnitude only, and tuning again in the middle of a run costs seconds.
+    """
+    bucket = 256
+    while bucket < n:
+        bucket *= 4
+    return bucket
+
+
+def autotune(configs, key, **kwargs):
+    """triton.autotune on CUDA; under the interpreter, which cannot time, the first config.
+
+    `key` names the arguments that choose the config: head sizes and a bucketed length, never the token count.
+    """
+    if len(configs) > 8:
+        raise ValueError(f"at most 8 configs, got {len(configs)}: each costs seconds at a user's first step")
+    if INTERPRET:
+        configs = configs[:1]
+    return triton.autotune(configs=configs, key=key, **kwargs)
+
+
+def require_runnable(tensor: torch.Tensor, op: str) -> None:
+    """Raises unless Triton kernels can run on this tensor: CUDA, or a CPU tensor under the interpreter."""
+    if tensor.is_cuda:
+        if INTERPRET:
+            raise ValueError(f"{op}: TRITON_INTERPRET=1 is set, unset it to run on {tensor.device}")
+        return
+    if tensor.device.type == "cpu" and INTERPRET:
+        return
+    raise ValueError(
+        f"{op}: backend='triton' needs CUDA tensors, got {tensor.device}; use backend='reference', or set "
+        "TRITON_INTERPRET=1 before the first import to run the kernels in Triton's interpreter"
+    )
+
+
+def allocator() -> None:
+    """Scratch memory from torch's allocator, for kernels that build tensor descriptors on the device."""
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+
+
+def compile_ahead(kernel, signature: dict, constexprs: dict, *, arch: int, num_warps=4, num_stages=2) -> dict:
+    """Compiles one kernel for sm_`arch` without a GPU and reports what it uses.
+
+    Args:
+        kernel: a triton.jit function (not autotuned: pass `.fn` of an autotuned one).
+        signature: argument name -> Triton type, e.g. {"q": "*bf16", "n": "i32"}; every argument must be in it or in
+            `constexprs`.
+        constexprs: argument name -> value.
+        arch: 80 or 90.
+
+    Returns:
+        dict with `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes`, `name`.
+    """
+    import re
+    import subprocess
+    import tempfile
+
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if INTERPRET:
+        raise RuntimeError("compile_ahead needs a process without TRITON_INTERPRET")
+    names = kernel.arg_names
+    signature = {name: signature.get(name, "constexpr") for name in names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constexprs.items()}, attrs)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text.stdout)
+    registers, stack, _, local = (int(x) for x in usage.groups())
+    return {
+        "name": kernel.__name__,
+        "registers": registers,
+        "local_bytes": stack + local,
+        "shared_bytes": compiled.metadata.shared,
+    }

@@ -1,0 +1,5 @@
+"""Dense HSTU attention."""
+
+from hstu_sparse.dense.api import hstu_attention
+
+__all__ = ["hstu_attention"]

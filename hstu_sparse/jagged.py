@@ -1,0 +1,130 @@
+"""Jagged tensors: validation, and the way to and from padded ones.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len, n the padded length (the longest sequence, or N).
+
+A jagged tensor `[T, ...]` holds the sequences one after another; `seq_offsets [B+1]` says where each begins.
+"""
+
+import itertools
+import os
+
+import torch
+
+# Checks that read the offsets' values cost a device sync, so they run only when asked for.
+DEBUG = os.environ.get("HSTU_SPARSE_DEBUG", "0") not in ("", "0")
+
+_FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.Tensor) -> None:
+    """Validates jagged tensors that share one `seq_offsets`; the one place where this is done.
+
+    Metadata only: shapes, dtypes, devices. With HSTU_SPARSE_DEBUG=1 in the environment (or `jagged.DEBUG = True`)
+    also the values, at the price of a device sync: offsets start at 0, never fall, end at T, lengths fit in N.
+
+    Args:
+        seq_offsets: [B+1], int32 or int64.
+        max_seq_len: N, at least 1.
+        tensors: name -> [T, ...]; all on the device of `seq_offsets`, all with the same T. None is skipped.
+
+    Raises:
+        TypeError: a wrong dtype or type.
+        ValueError: a wrong shape, device or value.
+    """
+    if not isinstance(seq_offsets, torch.Tensor):
+        raise TypeError(f"seq_offsets must be a tensor, got {type(seq_offsets).__name__}")
+    if seq_offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"seq_offsets must be int32 or int64, got {seq_offsets.dtype}")
+    if seq_offsets.dim() != 1 or seq_offsets.shape[0] < 1:
+        raise ValueError(f"seq_offsets must be [B+1], got shape {list(seq_offsets.shape)}")
+    if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, (int, torch.SymInt)):
+        raise TypeError(f"max_seq_len must be an int, got {type(max_seq_len).__name__}")
+    if max_seq_len < 1:
+        raise ValueError(f"max_seq_len must be at least 1, got {max_seq_len}")
+    first = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.device != seq_offsets.device:
+            raise ValueError(f"{name} is on {tensor.device}, seq_offsets on {seq_offsets.device}")
+        if first is None:
+            first = name
+        elif tensor.shape[0] != tensors[first].shape[0]:
+            raise ValueError(f"{name} must have T={tensors[first].shape[0]} tokens as {first}, got {tensor.shape[0]}")
+    if DEBUG and not torch.compiler.is_compiling():
+        check_offset_values(seq_offsets, max_seq_len, None if first is None else tensors[first].shape[0])
+
+
+def check_offset_values(seq_offsets: torch.Tensor, max_seq_len: int, total: int | None) -> None:
+    """The costly half of `check_jagged`: reads the offsets. Raises ValueError."""
+    values = seq_offsets.tolist()
+    if values[0] != 0:
+        raise ValueError(f"seq_offsets must begin at 0, got {values[0]}")
+    if total is not None and values[-1] != total:
+        raise ValueError(f"seq_offsets must end at T={total}, got {values[-1]}")
+    for b, (begin, end) in enumerate(itertools.pairwise(values)):
+        if end < begin:
+            raise ValueError(f"seq_offsets must not fall: sequence {b} goes from {begin} to {end}")
+        if end - begin > max_seq_len:
+            raise ValueError(f"sequence {b} has {end - begin} tokens, more than max_seq_len={max_seq_len}")
+
+
+def offsets_from_lengths(lengths: torch.Tensor) -> torch.Tensor:
+    """lengths [B] -> seq_offsets [B+1], same integer dtype and device."""
+    offsets = lengths.new_zeros(lengths.shape[0] + 1)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def padded_index(seq_offsets: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each cell of a padded [B, length] tensor is in the jagged one: (index int64, valid bool).
+
+    Cells past a sequence's end have index 0 and valid False.
+    """
+    position = torch.arange(length, device=seq_offsets.device)
+    index = seq_offsets[:-1, None].long() + position
+    valid = index < seq_offsets[1:, None]
+    return index.masked_fill(~valid, 0), valid
+
+
+def sequence_ids(seq_offsets: torch.Tensor, total: int) -> torch.Tensor:
+    """[T] int64: the sequence of each token. `total` is T; no device sync."""
+    token = torch.arange(total, device=seq_offsets.device)
+    return torch.searchsorted(seq_offsets[1:].long().contiguous(), token, right=True)
+
+
+def jagged_to_padded(values: torch.Tensor, seq_offsets: torch.Tensor, length: int) -> torch.Tensor:
+    """[T, ...] -> [B, length, ...], zero past each sequence's end; tokens past `length` are dropped.
+
+    Differentiable. fbgemm's operator does it for fp32, fp16 and bf16; it has no kernel for fp64 and integers on CPU,
+    those go through an index.
+    """
+    batch, inner = seq_offsets.shape[0] - 1, values.shape[1:]
+    if values.dtype in _FBGEMM_DTYPES and values.numel() and batch:
+        ops = _fbgemm()
+        flat = ops.jagged_to_padded_dense(values.flatten(1) if inner else values[:, None], [seq_offsets], [length], 0.0)
+        return flat.view(batch, length, *inner)
+    if values.shape[0] == 0:
+        return values.new_zeros(batch, length, *inner)
+    index, valid = padded_index(seq_offsets, length)
+    padded = values.index_select(0, index.flatten()).view(batch, length, *inner)
+    return padded.masked_fill(~valid.view(batch, length, *[1] * len(inner)), 0)
+
+
+def padded_to_jagged(padded: torch.Tensor, seq_offsets: torch.Tensor, total: int) -> torch.Tensor:
+    """[B, length, ...] -> [T, ...], the inverse of `jagged_to_padded`; `total` is T, given to avoid a device sync."""
+    batch, length, inner = padded.shape[0], padded.shape[1], padded.shape[2:]
+    if padded.dtype in _FBGEMM_DTYPES and padded.numel() and total:
+        dense = padded.flatten(2) if inner else padded[:, :, None]
+        return _fbgemm().dense_to_jagged(dense, [seq_offsets], total)[0].view(total, *inner)
+    if total == 0 or batch == 0:
+        return padded.new_zeros(total, *inner)
+    owner = sequence_ids(seq_offsets, total)
+    position = torch.arange(total, device=padded.device) - seq_offsets.long()[owner]
+    return padded.flatten(0, 1).index_select(0, owner * length + position)
+
+
+def _fbgemm():
+    import fbgemm_gpu.sparse_ops  # noqa: F401  registers torch.ops.fbgemm, fakes and autograd
+
+    return torch.ops.fbgemm

@@ -1,0 +1,148 @@
+"""For the tests and benchmarks of every operator: jagged inputs, and the assert that budgets a kernel's error.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+# Lengths of the sequences of one batch, and N: the cases of DESIGN 2.9. Small enough for the interpreter.
+EDGE_CASES: dict[str, tuple[tuple[int, ...], int]] = {
+    "empty batch": ((), 16),
+    "all sequences empty": ((0, 0), 16),
+    "an empty sequence in the middle": ((20, 0, 33), 40),
+    "length 1": ((1, 1, 5), 8),
+    "lengths that divide nothing": ((37, 13, 61), 61),
+    "one sequence only": ((71,), 71),
+    "N far above every length": ((9, 30), 1000),
+}
+
+
+def make_offsets(lengths: Sequence[int], *, device="cpu", dtype=torch.int64) -> torch.Tensor:
+    """seq_offsets [B+1] of sequences with these lengths."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    offsets[1:] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+    return offsets.to(device=device, dtype=dtype)
+
+
+def make_jagged(
+    lengths: Sequence[int],
+    inner: Sequence[int],
+    *,
+    dtype=torch.float32,
+    device="cpu",
+    seed: int = 0,
+    requires_grad: bool = False,
+    contiguous: bool = True,
+) -> torch.Tensor:
+    """[T, *inner] ~ N(0, 1), drawn on the CPU so that a seed means the same numbers on every device.
+
+    `contiguous=False` gives a view into a wider tensor (rows farther apart than they are long, last stride 1), as a
+    fused projection that is split into u, v, q, k gives them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(sum(lengths), *inner, generator=generator).to(device=device, dtype=dtype)
+    if not contiguous:
+        wide = values.new_full((*values.shape[:-1], 2 * values.shape[-1] + 8), float("nan"))
+        wide[..., 8 : 8 + values.shape[-1]] = values
+        values = wide[..., 8 : 8 + values.shape[-1]]
+    return values.requires_grad_(requires_grad)
+
+
+def make_timestamps(lengths: Sequence[int], *, device="cpu", seed: int = 0, scale: float = 4e4) -> torch.Tensor:
+    """[T] int64 seconds, ascending within each sequence, gaps log-distributed from a second to days."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.zeros(0, dtype=torch.int64)]
+    for length in lengths:
+        gaps = torch.exp(torch.rand(length, generator=generator) * torch.log(torch.tensor(scale))).long()
+        parts.append(1_500_000_000 + gaps.cumsum(0))
+    return torch.cat(parts).to(device)
+
+
+def gradients(
+    function: Callable[..., torch.Tensor], inputs: dict[str, torch.Tensor], grad: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """{"output": function(**inputs), "grad of q": ...} for every floating-point input; `grad` is the output's."""
+    leaves = {
+        name: x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) else x
+        for name, x in inputs.items()
+    }
+    output = function(**leaves)
+    wanted = {n: x for n, x in leaves.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+    found = torch.autograd.grad(output, list(wanted.values()), grad.to(output), allow_unused=True)
+    result = {"output": output.detach()}
+    for (name, leaf), value in zip(wanted.items(), found):
+        result[f"grad of {name}"] = torch.zeros_like(leaf) if value is None else value.detach()
+    return result
+
+
+def compare_with_reference(
+    kernel: Callable[..., torch.Tensor],
+    reference: Callable[..., torch.Tensor],
+    inputs: dict[str, torch.Tensor],
+    *,
+    seed: int = 1,
+    factor: float = 2.0,
+    floor: dict[str, float] | None = None,
+) -> None:
+    """Runs kernel, reference in the inputs' dtype and reference in fp64, forward and every gradient, and asserts.
+
+    `kernel` and `reference` take the inputs as keywords and return one tensor. Floating-point inputs get gradients;
+    the others (None, integers) are passed as they are. See `assert_within_budget`.
+    """
+
+    def wide(x):
+        return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    with torch.no_grad():
+        shape = reference(**inputs)
+    grad = torch.randn(shape.shape, generator=torch.Generator().manual_seed(seed)).to(shape)
+    actual = gradients(kernel, inputs, grad)
+    lossy = gradients(reference, inputs, grad)
+    exact = gradients(reference, {name: wide(x) for name, x in inputs.items()}, grad)
+    for name in actual:
+        assert_within_budget(name, actual[name], lossy[name], exact[name], factor=factor, floor=(floor or {}).get(name))
+
+
+def assert_within_budget(
+    name: str,
+    actual: torch.Tensor,
+    lossy: torch.Tensor,
+    exact: torch.Tensor,
+    *,
+    factor: float = 2.0,
+    floor: float | None = None,
+) -> None:
+    """The kernel may lose `factor` times what the reference itself loses in this dtype, and not more.
+
+    Args:
+        actual: what the kernel gave.
+        lossy: what the reference gave on the same inputs in the same dtype.
+        exact: what the reference gave in fp64.
+        floor: an error relative to the size of `exact` that is always allowed; defaults to two roundings of the dtype.
+
+    Two errors are held against the budget: the norm of the difference, and its largest element (with twice the
+    allowance, since a maximum scatters).
+    """
+    assert actual.shape == exact.shape, f"{name}: shape {list(actual.shape)}, expected {list(exact.shape)}"
+    assert actual.dtype == lossy.dtype, f"{name}: dtype {actual.dtype}, expected {lossy.dtype}"
+    if exact.numel() == 0:
+        return
+    if floor is None:
+        floor = 2 * torch.finfo(actual.dtype).eps
+    actual, lossy, exact = (x.detach().cpu().double() for x in (actual, lossy, exact))
+    assert torch.isfinite(actual).all(), f"{name}: {int((~torch.isfinite(actual)).sum())} elements are not finite"
+    error, own = actual - exact, lossy - exact
+    for what, measure, allowance in (
+        ("norm", lambda x: x.norm().item(), factor),
+        ("largest element", lambda x: x.abs().max().item(), 2 * factor),
+    ):
+        budget = allowance * max(measure(own), floor * measure(exact))
+        got = measure(error)
+        where = int(error.abs().argmax())
+        assert got <= budget, (
+            f"{name}: {what} of the error is {got:.3e}, the budget {budget:.3e} ({allowance:g} times the reference's "
+            f"own {measure(own):.3e} or {floor:.1e} of {measure(exact):.3e}); worst at flat index {where}: "
+            f"got {actual.flatten()[where].item():.6e}, expected {exact.flatten()[where].item():.6e}"
+        )
