@@ -6,7 +6,7 @@ What is planted:
 - events come in sessions: minutes between the events of one session, days between sessions;
 - each user has a few home clusters and visits them in turn, one per session: after a long gap the next item comes
   from the next home cluster, not from a successor of the last item, so that the time gap tells which rule holds;
-- popularity is skewed (Zipf) in all draws, and some events are draws by popularity alone.
+- popularity is skewed (Zipf) in all draws, that of home clusters too, and some events are draws by popularity alone.
 
 Users rarely meet an item twice, as in ratings data: a draw that was seen already is replaced while that is possible.
 
@@ -47,7 +47,7 @@ class SyntheticOptions:
     num_homes: int = 3
     session_length: float = 8.0
     noise: float = 0.1
-    zipf: float = 0.7
+    zipf: float = 0.9
     seed: int = 0
 
 
@@ -113,7 +113,7 @@ def generate(**options) -> Dataset:
     for first in range(0, o.num_users, chunk):
         users = np.arange(first, min(first + chunk, o.num_users))
         users = users[np.argsort(-lengths[users], kind="stable")]  # those still active are a prefix
-        homes = rng.integers(0, o.num_clusters, (len(users), o.num_homes))
+        homes = cluster[by_popularity(len(users) * o.num_homes)].reshape(len(users), o.num_homes)
         session = np.zeros(len(users), np.int64)
         seen = np.zeros((len(users), o.num_items), bool)
         now = START + rng.integers(0, 365 * DAY, len(users))
