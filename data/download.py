@@ -1,0 +1,252 @@
+"""Fetch a public data set: `python -m data.download ml-100k --to raw`.
+
+An interrupted download resumes where it stopped, a file appears under its name only when it is whole, and where the
+publisher states a checksum it is verified. Standard library only, but for the progress bar (rich).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import re
+import shutil
+import sys
+import tarfile
+import tempfile
+import urllib.error
+import urllib.parse
+import urllib.request
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+BLOCK = 1 << 18
+
+
+class DownloadError(Exception):
+    """A download that failed; `str(error)` is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """url of a .zip, .tar.gz or plain file; md5 as the publisher states it, None where none is published;
+    format: the key of datasets.FORMATS that reads it; folder: where the files end up, below the target folder."""
+
+    url: str
+    md5: str | None
+    format: str
+    folder: str
+
+
+_GROUPLENS = "https://files.grouplens.org/datasets/movielens/"
+_AMAZON = "http://snap.stanford.edu/data/amazon/productGraph/categoryFiles/"
+_KUAIRAND = "https://zenodo.org/records/10439422/files/"
+
+SOURCES: dict[str, Source] = {
+    "ml-100k": Source(_GROUPLENS + "ml-100k.zip", "0e33842e24a9c977be4e0107933c0723", "ml-100k", "ml-100k"),
+    "ml-1m": Source(_GROUPLENS + "ml-1m.zip", "c4d9eecfca2ab87c1945afe126590906", "ml-1m", "ml-1m"),
+    "ml-20m": Source(_GROUPLENS + "ml-20m.zip", "cd245b17a1ae2cc31bb14903e1204af3", "ml-20m", "ml-20m"),
+    "ml-25m": Source(_GROUPLENS + "ml-25m.zip", "6b51fb2759a8657d3bfcbfc42b592ada", "ml-25m", "ml-25m"),
+    "ml-32m": Source(_GROUPLENS + "ml-32m.zip", "d472be332d4daa821edc399621853b57", "ml-32m", "ml-32m"),
+    "amazon-beauty": Source(_AMAZON + "ratings_Beauty.csv", None, "amazon", "amazon-beauty"),
+    "amazon-books": Source(_AMAZON + "ratings_Books.csv", None, "amazon", "amazon-books"),
+    "kuairand-pure": Source(
+        _KUAIRAND + "KuaiRand-Pure.tar.gz", "0820331067a3784d9691136f772b35a7", "kuairand", "KuaiRand-Pure"
+    ),
+    "kuairand-1k": Source(
+        _KUAIRAND + "KuaiRand-1K.tar.gz", "6b0b9c8222d67fcd4c676218edca3f1f", "kuairand", "KuaiRand-1K"
+    ),
+    "kuairand-27k": Source(
+        _KUAIRAND + "KuaiRand-27K.tar.gz", "3e3c799a24e2d23a4d2c757fbf9adf59", "kuairand", "KuaiRand-27K"
+    ),
+}
+
+
+def fetch(url: str, target: Path, *, md5: str | None = None, timeout: float = 30.0, progress: bool = True) -> Path:
+    """Download `url` to `target`, resuming `target`.part if an earlier attempt left one.
+
+    timeout: seconds without any data. A target that exists is only verified. DownloadError on any failure; what has
+    arrived is kept for the next attempt, unless its checksum is wrong.
+    """
+    part, state = target.with_name(target.name + ".part"), target.with_name(target.name + ".part.json")
+    if target.exists():
+        _verify(target, md5)
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _transfer(url, part, state, timeout, progress)
+    except urllib.error.HTTPError as error:
+        raise DownloadError(f"{url}: the server answered {error.code} {error.reason}") from error
+    except http.client.HTTPException as error:
+        raise DownloadError(f"{url}: interrupted ({error!r}); run the same command again to resume") from error
+    except OSError as error:
+        reason = getattr(error, "reason", None) or error
+        if part.exists() and not isinstance(error, urllib.error.URLError):
+            raise DownloadError(f"{url}: interrupted ({reason}); run the same command again to resume") from error
+        host = urllib.parse.urlsplit(url).netloc
+        raise DownloadError(
+            f"cannot reach {host} ({reason}): is this machine offline? Or put {target.name} into {target.parent} "
+            "yourself and run the same command again"
+        ) from error
+    _verify(part, md5)
+    os.replace(part, target)
+    state.unlink(missing_ok=True)
+    return target
+
+
+def _transfer(url: str, part: Path, state: Path, timeout: float, progress: bool) -> None:
+    """Bring `part` to its full length."""
+    known = _read_state(state, url)
+    have = part.stat().st_size if known and part.exists() else 0
+    if have and have == known["total"]:
+        return
+    headers = {"Accept-Encoding": "identity", "User-Agent": "hstu_sparse"}
+    if have:
+        headers["Range"] = f"bytes={have}-"
+        if known["validator"]:  # the server then sends the whole file if it has changed meanwhile
+            headers["If-Range"] = known["validator"]
+    try:
+        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
+    except urllib.error.HTTPError as error:
+        if not (error.code == 416 and have):
+            raise
+        error.close()
+        part.unlink()  # longer than the file there is now
+        return _transfer(url, part, state, timeout, progress)
+    with response:
+        length = response.headers.get("Content-Length")
+        total = int(length) if length and length.isdigit() else None
+        if response.status == 206:
+            match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "").strip())
+            total = int(match[2]) if match and match[2] != "*" else None
+            if not match or int(match[1]) != have or known["total"] not in (None, total):
+                part.unlink()
+                return _transfer(url, part, state, timeout, progress)
+        else:
+            have = 0
+        etag = response.headers.get("ETag", "")
+        # If-Range takes strong validators only.
+        validator = etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified")
+        state.write_text(json.dumps({"url": url, "total": total, "validator": validator}), encoding="utf-8")
+        with open(part, "ab" if have else "wb") as out, _bar(part.stem, have, total, progress) as advance:
+            while block := response.read(BLOCK):
+                out.write(block)
+                advance(len(block))
+        got = part.stat().st_size
+    if total is not None and got != total:
+        raise http.client.IncompleteRead(b"", total - got)
+
+
+def _read_state(state: Path, url: str) -> dict | None:
+    try:
+        known = json.loads(state.read_text(encoding="utf-8"))
+        return known if known["url"] == url and {"total", "validator"} <= known.keys() else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+@contextlib.contextmanager
+def _bar(name: str, done: int, total: int | None, progress: bool):
+    """Yields advance(bytes)."""
+    try:
+        from rich import progress as rich_progress
+    except ImportError:
+        progress = False
+    if not progress:
+        yield lambda n: None
+        return
+    columns = (
+        rich_progress.TextColumn(name),
+        rich_progress.BarColumn(),
+        rich_progress.DownloadColumn(),
+        rich_progress.TransferSpeedColumn(),
+        rich_progress.TimeRemainingColumn(),
+    )
+    with rich_progress.Progress(*columns) as bar:
+        task = bar.add_task(name, total=total, completed=done)
+        yield lambda n: bar.advance(task, n)
+
+
+def _verify(file: Path, md5: str | None) -> None:
+    if md5 is None:
+        return
+    with open(file, "rb") as f:
+        got = hashlib.file_digest(f, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if got != md5:
+        file.unlink()
+        file.with_name(file.name + ".json").unlink(missing_ok=True)
+        raise DownloadError(f"{file.name}: wrong checksum, expected md5 {md5}, got {got}; deleted it, try again")
+
+
+def extract(archive: Path, folder: Path) -> None:
+    """Unpack an archive whose files all lie in one top folder; that folder appears as `folder`, whole or not at all."""
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
+    try:
+        if archive.suffix == ".zip":
+            with zipfile.ZipFile(archive) as z:
+                z.extractall(temporary)
+        else:
+            with tarfile.open(archive) as t:
+                t.extractall(temporary, filter="data")
+        tops = [p for p in temporary.iterdir() if p.is_dir() and p.name != "__MACOSX"]
+        if len(tops) != 1:
+            raise DownloadError(f"{archive.name}: expected one folder inside, got {sorted(p.name for p in tops)}")
+        os.rename(tops[0], folder)
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, ValueError, OSError) as error:
+        raise DownloadError(f"{archive.name}: cannot be unpacked: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def download(name: str, to: str | Path, *, url: str | None = None, progress: bool = True) -> Path:
+    """Fetch and unpack the data set `name` (a key of SOURCES) below `to`; returns its folder, usable as data.path.
+
+    url: another place to get the same file from. Nothing is fetched when the folder is there. DownloadError.
+    """
+    if name not in SOURCES:
+        raise DownloadError(f"unknown data set {name!r}; there are {', '.join(SOURCES)}")
+    source = SOURCES[name]
+    to = Path(to).expanduser()
+    folder = to / source.folder
+    file_name = Path(urllib.parse.urlsplit(source.url).path).name
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        if file_name.endswith(".csv"):
+            fetch(url or source.url, folder / file_name, md5=source.md5, progress=progress)
+        elif not folder.exists():
+            archive = fetch(url or source.url, to / file_name, md5=source.md5, progress=progress)
+            extract(archive, folder)
+            archive.unlink()
+    except OSError as error:
+        raise DownloadError(f"{error.filename or to}: {error.strerror or error}") from error
+    return folder
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m data.download", description="Fetch a public data set.")
+    parser.add_argument("name", choices=list(SOURCES), metavar="NAME", help=", ".join(SOURCES))
+    parser.add_argument("--to", default="raw", metavar="DIR", help="folder for raw data (default: %(default)s)")
+    parser.add_argument("--url", help="get the same file from another address, a mirror say")
+    options = parser.parse_args(arguments)
+    try:
+        folder = download(options.name, options.to, url=options.url)
+    except DownloadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped; run the same command again to resume", file=sys.stderr)
+        return 130
+    source = SOURCES[options.name]
+    if source.md5 is None:
+        print(f"{options.name}: no published checksum is known, so only the size was checked")
+    print(f"{options.name} is in {folder}; in the YAML: data.format: {source.format}, data.path: {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
