@@ -263,6 +263,7 @@ def serve(server, monkeypatch):
 
 
 def test_command_fetches_unpacks_and_the_result_loads(serve, server, tmp_path, capsys):
+    pytest.importorskip("polars")
     options = serve("ml-100k", zip_of({"ml-100k/u.data": "1\t2\t3\t4\n", "ml-100k/README": "hello"}))
     to = tmp_path / "raw"
     assert download.main(["ml-100k", "--to", str(to), *options]) == 0
@@ -274,6 +275,7 @@ def test_command_fetches_unpacks_and_the_result_loads(serve, server, tmp_path, c
 
 
 def test_tar_and_plain_csv(serve, tmp_path, capsys):
+    pytest.importorskip("polars")
     options = serve("kuairand-pure", tar_of({"KuaiRand-Pure/data/log_standard_a.csv": b"x"}), md5=None)
     assert download.main(["kuairand-pure", "--to", str(tmp_path), *options]) == 0
     assert (tmp_path / "KuaiRand-Pure" / "data" / "log_standard_a.csv").read_bytes() == b"x"
