@@ -18,17 +18,17 @@ BUCKET_WIDTH = 0.301
 
 
 @functools.lru_cache(maxsize=64)
-def _bucket_edges(num_buckets: int, device: torch.device) -> torch.Tensor:
-    """[num_buckets] fp32: the least value in bucket 1, 2, ..., rounded up, so that `x >= edge` is exact in fp32."""
+def bucket_edges(num_buckets: int) -> list[float]:
+    """The least value in bucket 1, 2, ..., num_buckets, rounded up to fp32, so that `x >= edge` is exact in fp32."""
     edges = []
     for k in range(1, num_buckets + 1):
         exponent = BUCKET_WIDTH * k
         exact = math.exp(exponent) if exponent < 88 else math.inf
-        edge = torch.tensor(exact, dtype=torch.float32)
+        edge = torch.tensor(exact, dtype=torch.float32, device="cpu")
         if edge.item() < exact:
-            edge = torch.nextafter(edge, torch.tensor(math.inf))
+            edge = torch.nextafter(edge, torch.full_like(edge, math.inf))
         edges.append(edge.item())
-    return torch.tensor(edges, dtype=torch.float32, device=device)
+    return edges
 
 
 def time_bucket(difference: torch.Tensor, num_buckets: int) -> torch.Tensor:
@@ -37,9 +37,8 @@ def time_bucket(difference: torch.Tensor, num_buckets: int) -> torch.Tensor:
     Counts the bucket edges that |x| has reached in place of taking a logarithm, so no value near an edge depends on
     how a machine rounds its logarithm: exact for |x| < 2^24, and for x rounded to fp32 above.
     """
-    return torch.bucketize(
-        difference.abs().float(), _bucket_edges(num_buckets, difference.device), right=True, out_int32=True
-    )
+    edges = torch.tensor(bucket_edges(num_buckets), dtype=torch.float32, device=difference.device)
+    return torch.bucketize(difference.abs().float(), edges, right=True, out_int32=True)
 
 
 def hstu_attention_reference(
