@@ -6,9 +6,11 @@ size, S blocks chosen per query group (block_counts), r tokens per group (select
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from hstu_sparse.bsa.reference import bsa_attention_reference
+from hstu_sparse.jagged import check_jagged, sequence_ids
 
 
 def bsa_attention(
@@ -63,17 +65,67 @@ def bsa_attention(
     """
     _validate(q, k, v, seq_offsets, gates, max_seq_len, block_size, block_counts, window_size, selection_group, backend)
     alpha = q.shape[-1] ** -0.5 if alpha is None else float(alpha)
-    options = dict(
-        block_size=block_size,
-        block_counts=block_counts,
-        window_size=window_size,
-        selection_group=selection_group,
-        alpha=alpha,
+    if backend == "reference" or (backend == "auto" and not q.is_cuda):
+        out, indices = bsa_attention_reference(
+            q,
+            k,
+            v,
+            seq_offsets,
+            max_seq_len,
+            gates,
+            block_size=block_size,
+            block_counts=block_counts,
+            window_size=window_size,
+            selection_group=selection_group,
+            alpha=alpha,
+        )
+        return (out, indices) if return_block_indices else out
+
+    _require_supported(q, v, block_size, block_counts)
+    g_cmp, g_slc, g_swa = gates
+    out, groups, _, _ = torch.ops.hstu_sparse.bsa_fwd(
+        q,
+        k,
+        v,
+        seq_offsets,
+        max_seq_len,
+        g_cmp,
+        g_slc,
+        g_swa if window_size > 0 else None,
+        block_size,
+        block_counts,
+        window_size,
+        selection_group,
+        alpha,
+        torch.are_deterministic_algorithms_enabled(),
     )
-    if backend == "triton" or (backend == "auto" and q.is_cuda):
-        raise NotImplementedError("bsa_attention: the Triton kernels are being written; use backend='reference'")
-    out, indices = bsa_attention_reference(q, k, v, seq_offsets, max_seq_len, gates, **options)
-    return (out, indices) if return_block_indices else out
+    if not return_block_indices:
+        return out
+    # The kernels keep one row per group; sequence b's first one is offsets[b] // r + b.
+    sequence = sequence_ids(seq_offsets, q.shape[0])
+    begin = seq_offsets.long()[sequence]
+    position = torch.arange(q.shape[0], device=q.device) - begin
+    return out, groups[begin // selection_group + sequence + position // selection_group]
+
+
+def _require_supported(q: Tensor, v: Tensor, block_size: int, block_counts: int) -> None:
+    from hstu_sparse._triton import require_runnable
+    from hstu_sparse.bsa import triton as kernels  # registers the operators; triton is needed from here on
+
+    require_runnable(q, "bsa_attention")
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        _unsupported(TypeError, "float16, bfloat16 and float32", q.dtype)
+    if block_size not in kernels.BLOCK_SIZES:
+        _unsupported(ValueError, f"block_size {kernels.BLOCK_SIZES}", block_size)
+    if block_counts > kernels.MAX_BLOCK_COUNTS:
+        _unsupported(ValueError, f"block_counts up to {kernels.MAX_BLOCK_COUNTS}", block_counts)
+    for name, size in (("q and k", q.shape[2]), ("v", v.shape[2])):
+        if not 1 <= size <= kernels.MAX_HEAD:
+            _unsupported(ValueError, f"head sizes of 1 to {kernels.MAX_HEAD}", f"{size} for {name}")
+
+
+def _unsupported(error: type[Exception], supported: str, got: object) -> None:
+    raise error(f"bsa_attention: the kernels take {supported}, got {got}; use backend='reference'")
 
 
 def _validate(q, k, v, seq_offsets, gates, max_seq_len, block_size, block_counts, window_size, group, backend) -> None:
@@ -88,10 +140,7 @@ def _validate(q, k, v, seq_offsets, gates, max_seq_len, block_size, block_counts
             raise ValueError(f"q, k and v must share T and H, got {tuple(q.shape)} for q, {tuple(x.shape)} for {name}")
     if k.shape != q.shape:
         raise ValueError(f"k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}")
-    if seq_offsets.dim() != 1 or seq_offsets.shape[0] < 1 or seq_offsets.is_floating_point():
-        raise ValueError(f"seq_offsets must be integers [B + 1], got {seq_offsets.dtype} {tuple(seq_offsets.shape)}")
     for name, value, least in (
-        ("max_seq_len", max_seq_len, 1),
         ("block_size", block_size, 1),
         ("block_counts", block_counts, 1),
         ("window_size", window_size, 0),
@@ -109,5 +158,7 @@ def _validate(q, k, v, seq_offsets, gates, max_seq_len, block_size, block_counts
                 raise ValueError(f"{name} is None; only g_swa may be, and only with window_size=0")
         elif gate.shape != q.shape[:2]:
             raise ValueError(f"{name} must be [T, H] = {tuple(q.shape[:2])}, got {tuple(gate.shape)}")
+    g_cmp, g_slc, g_swa = gates
+    check_jagged(seq_offsets, max_seq_len, q=q, k=k, v=v, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
     if backend not in ("auto", "triton", "reference"):
         raise ValueError(f"backend must be 'auto', 'triton' or 'reference', got {backend!r}")

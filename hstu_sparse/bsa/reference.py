@@ -25,8 +25,12 @@ def bsa_attention_reference(
     window_size: int,
     selection_group: int,
     alpha: float,
+    block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(output [T, H, V], block indices [T, H, S] int32) of `bsa_attention`; differentiable in q, k, v and gates."""
+    """(output [T, H, V], block indices [T, H, S] int32) of `bsa_attention`; differentiable in q, k, v and gates.
+
+    `block_indices` replaces the choice: with it two dtypes can be compared where a close choice would tell them apart.
+    """
     tokens, heads, _ = q.shape
     if tokens == 0:
         return q.sum(-1, keepdim=True) * v, torch.full((0, heads, block_counts), -1, dtype=torch.int32, device=q.device)
@@ -59,16 +63,24 @@ def bsa_attention_reference(
     weights = F.silu(alpha * (q @ kbar.mT)).masked_fill(~complete, 0)
     out = g_cmp * (weights @ vbar) * (block_size / max_seq_len)
 
-    chosen = choose_blocks(q, kbar, block_size, block_counts, selection_group, alpha)  # [B, H, G, M]
+    if block_indices is None:
+        chosen = choose_blocks(q, kbar, block_size, block_counts, selection_group, alpha)  # [B, H, G, M]
+        block_indices = unpad(_ascending(chosen, block_counts).repeat_interleave(selection_group, 2))
+        chosen = chosen.repeat_interleave(selection_group, 2)
+    else:
+        # Padding and the -1 of an unused slot fall into a block too many, which is dropped.
+        places = pad(block_indices.long() + 1) - 1
+        chosen = q.new_zeros(*q.shape[:3], blocks + 1, dtype=torch.bool)
+        chosen = chosen.scatter(-1, places.where(places >= 0, blocks), True)[..., :blocks]
 
     # Selection and window share the token scores.
     weights = F.silu(alpha * (q @ k.mT)).masked_fill(t > t[:, None], 0)
-    selected = chosen.repeat_interleave(selection_group, 2).repeat_interleave(block_size, 3)
+    selected = chosen.repeat_interleave(block_size, 3)
     out = out + g_slc * (weights.masked_fill(~selected, 0) @ v) / max_seq_len
     if window_size > 0:
         out = out + g_swa * (weights.masked_fill(t[:, None] - t >= window_size, 0) @ v) / max_seq_len
 
-    return unpad(out), unpad(_ascending(chosen, block_counts).repeat_interleave(selection_group, 2))
+    return unpad(out), block_indices
 
 
 @torch.no_grad()

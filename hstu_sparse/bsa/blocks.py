@@ -1,0 +1,252 @@
+"""Kernels around the blocks of keys: their means, the choice of blocks, and the inverse of that choice.
+
+Letters: T tokens of the batch, B sequences, H heads, D query/key and V value head size, BS block size, S blocks chosen
+per group, R tokens per group.
+
+Numbering without a look at the offsets on the host: sequence b has its tiles of SIZE tokens at the slots
+`offsets[b] // SIZE + b` and after, one slot per started tile. Slots of different sequences never meet, there are
+T // SIZE + B of them in all, and those that stay unused cost an early return. Blocks (SIZE = BS), groups (SIZE = R)
+and query tiles are all numbered so.
+"""
+
+import triton
+import triton.language as tl
+
+# Larger than any block index: what the sort puts last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
+NO_BLOCK = tl.constexpr(0x7FFFFFFF)
+# Smaller than any packed sort key.
+NO_KEY = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def locate(offsets, slot, B, SIZE):
+    """(sequence, its first token, its length, tile within the sequence) of a slot; the tile may lie past the end."""
+    low = 0
+    high = B - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(offsets + middle) // SIZE + middle <= slot:
+            low = middle
+        else:
+            high = middle - 1
+    start = tl.load(offsets + low).to(tl.int64)
+    length = (tl.load(offsets + low + 1) - start).to(tl.int32)
+    return low, start, length, (slot - start // SIZE - low).to(tl.int32)
+
+
+@triton.jit
+def load_rows(base, rows, stride, mask, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """A tile [rows, PADDED] of the matrix at `base`, zero outside of the mask and past SIZE columns."""
+    columns = tl.arange(0, PADDED)
+    pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
+    if SIZE == PADDED:
+        return tl.load(pointers, mask=mask[:, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=mask[:, None] & (columns < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """The reverse of load_rows; converts to the dtype of `base`."""
+    columns = tl.arange(0, PADDED)
+    pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
+    tl.store(pointers, value.to(base.dtype.element_ty), mask=mask[:, None] & (columns < SIZE)[None, :])
+
+
+@triton.jit(do_not_specialize=["B"])
+def bsa_pool_fwd_kernel(
+    k,
+    v,
+    offsets,
+    kbar,
+    kbar_low,
+    vbar,
+    k_t,
+    k_h,
+    v_t,
+    v_h,
+    H,
+    B,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Means of one block's keys and values. With SPLIT the mean key is kept as a sum of two 16-bit numbers.
+
+    The mean key in 16 bits is as good as any key for attention, but it would decide close choices by its rounding;
+    high and low part together are nearly fp32, and the tensor cores take them as two products.
+    """
+    slot, h = tl.program_id(0), tl.program_id(1)
+    _, start, length, j = locate(offsets, slot, B, BS)
+    size = tl.minimum(length - j * BS, BS)
+    if size <= 0:
+        return
+    rows = tl.arange(0, BS)
+    live = rows < size
+    mean_k = tl.sum(load_rows(k + (start + j * BS) * k_t + h * k_h, rows, k_t, live, D, BD).to(tl.float32), 0) / size
+    mean_v = tl.sum(load_rows(v + (start + j * BS) * v_t + h * v_h, rows, v_t, live, V, BV).to(tl.float32), 0) / size
+    d, e = tl.arange(0, BD), tl.arange(0, BV)
+    row = slot.to(tl.int64) * H + h
+    high = mean_k.to(kbar.dtype.element_ty)
+    tl.store(kbar + row * D + d, high, mask=d < D)
+    if SPLIT:
+        tl.store(kbar_low + row * D + d, (mean_k - high.to(tl.float32)).to(kbar.dtype.element_ty), mask=d < D)
+    tl.store(vbar + row * V + e, mean_v.to(vbar.dtype.element_ty), mask=e < V)
+
+
+@triton.jit(do_not_specialize=["B"])
+def bsa_choose_fwd_kernel(
+    q,
+    kbar,
+    kbar_low,
+    offsets,
+    indices,
+    q_t,
+    q_h,
+    alpha,
+    H,
+    B,
+    S,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BS: tl.constexpr,
+    R: tl.constexpr,
+    BG: tl.constexpr,
+    BC: tl.constexpr,
+    P: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """The blocks that BG groups choose: scores of BC blocks at a time, merged into a running list of the P best.
+
+    The sort key is the fp32 score, its bits made to order as an integer, above the inverted block index: one
+    comparison, and ties go to the smaller block. P is S rounded up to a power of two.
+    """
+    tile, h = tl.program_id(0), tl.program_id(1)
+    b, start, length, i = locate(offsets, tile, B, BG * R)
+    if i * BG * R >= length:
+        return
+    group = i * BG + tl.arange(0, BG)
+    first = group * R
+    live = first < length
+    own = first // BS
+    base = start // BS + b
+    queries = load_rows(q + start * q_t + h * q_h, first, q_t, live, D, BD)
+
+    best = tl.full([BG, P], NO_KEY, tl.int64)
+    candidates = tl.minimum((i * BG + BG - 1) * R, length - 1) // BS
+    if S > 1:
+        for c in range(0, candidates, BC):
+            j = c + tl.arange(0, BC)
+            means = load_rows(kbar + (base * H + h) * D, j, H * D, j < candidates, D, BD)
+            score = tl.dot(queries, tl.trans(means), input_precision="ieee")
+            if SPLIT:
+                means = load_rows(kbar_low + (base * H + h) * D, j, H * D, j < candidates, D, BD)
+                score = tl.dot(queries, tl.trans(means), score)
+            score *= alpha
+            score = score / (1.0 + tl.exp(-score))
+            score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie
+            bits = score.to(tl.int32, bitcast=True)
+            bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+            key = (bits.to(tl.int64) << 32) | (j ^ NO_BLOCK)[None, :].to(tl.int64)
+            key = tl.where(j[None, :] < own[:, None], key, NO_KEY)
+            # Both lists descend; one reversed, the larger of each pair are the P best, in bitonic order.
+            best = tl.maximum(best, tl.flip(tl.topk(key, P), 1))
+            best = tl.bitonic_merge(best, descending=True)
+
+    p = tl.arange(0, P)[None, :]
+    count = tl.minimum(own, S - 1)[:, None]
+    chosen = tl.where(p < count, (best & NO_BLOCK).to(tl.int32) ^ NO_BLOCK, NO_BLOCK)
+    chosen = tl.sort(chosen, descending=False)
+    chosen = tl.where(p < count, chosen, tl.where(p == count, own[:, None], -1))
+    row = (start // R + b + group).to(tl.int64)
+    tl.store(indices + (row[:, None] * H + h) * S + p, chosen, mask=live[:, None] & (p < S))
+
+
+@triton.jit(do_not_specialize=["B", "NB"])
+def bsa_rank_kernel(
+    indices, offsets, ranks, counts, NB, H, B, S, BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr
+):
+    """Counts how often each block is chosen by groups that do not stand in it; each choice draws its number there."""
+    tile, h = tl.program_id(0), tl.program_id(1)
+    b, start, length, i = locate(offsets, tile, B, BG * R)
+    group = i * BG + tl.arange(0, BG)
+    p = tl.arange(0, P)[None, :]
+    own = group[:, None] * R // BS
+    entry = ((start // R + b + group)[:, None] * H + h) * S + p
+    past = (group[:, None] * R < length) & (p < S - 1) & (p < own)
+    j = tl.load(indices + entry, mask=past, other=0)
+    rank = tl.atomic_add(counts + h * NB + start // BS + b + j, 1, mask=past, sem="relaxed")
+    tl.store(ranks + entry, rank, mask=past)
+
+
+@triton.jit(do_not_specialize=["M", "CHUNK"])
+def bsa_plan_kernel(counts, list_start, chunk_start, part_start, M, CHUNK, SIZE: tl.constexpr):
+    """Exclusive sums over the M = H * NB lists: entries, chunks of CHUNK entries (one at least), and partial results.
+
+    Only lists of several chunks need partial results. One program: M is small, and the scan stays on the device.
+    """
+    entries, chunks, parts = 0, 0, 0
+    for m in range(0, M, SIZE):
+        lane = m + tl.arange(0, SIZE)
+        live = lane < M
+        n = tl.load(counts + lane, mask=live, other=0)
+        c = tl.where(live, tl.maximum((n + CHUNK - 1) // CHUNK, 1), 0)
+        p = tl.where(c > 1, c, 0)
+        tl.store(list_start + lane, entries + tl.cumsum(n, 0) - n, mask=live)
+        tl.store(chunk_start + lane, chunks + tl.cumsum(c, 0) - c, mask=live)
+        tl.store(part_start + lane, parts + tl.cumsum(p, 0) - p, mask=live)
+        entries += tl.sum(n, 0)
+        chunks += tl.sum(c, 0)
+        parts += tl.sum(p, 0)
+    tl.store(list_start + M, entries)
+    tl.store(chunk_start + M, chunks)
+    tl.store(part_start + M, parts)
+
+
+@triton.jit(do_not_specialize=["M", "limit"])
+def bsa_chunks_kernel(chunk_start, chunk_list, M, limit, SIZE: tl.constexpr):
+    """chunk_list[c] = the list that chunk c belongs to, -1 past the last chunk: a binary search per chunk."""
+    c = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    low = tl.zeros([SIZE], tl.int32)
+    high = low + M
+    while tl.max(high - low, 0) > 1:
+        middle = (low + high) // 2
+        right = tl.load(chunk_start + middle) <= c
+        low = tl.where(right, middle, low)
+        high = tl.where(right, high, middle)
+    used = tl.load(chunk_start + M)
+    tl.store(chunk_list + c, tl.where(c < used, low, -1), mask=c < limit)
+
+
+@triton.jit(do_not_specialize=["B", "NB"])
+def bsa_fill_kernel(
+    indices,
+    offsets,
+    ranks,
+    list_start,
+    lists,
+    NB,
+    H,
+    B,
+    S,
+    BS: tl.constexpr,
+    R: tl.constexpr,
+    BG: tl.constexpr,
+    P: tl.constexpr,
+):
+    """Writes each group's first token into the lists of the blocks it chose."""
+    tile, h = tl.program_id(0), tl.program_id(1)
+    b, start, length, i = locate(offsets, tile, B, BG * R)
+    group = i * BG + tl.arange(0, BG)
+    p = tl.arange(0, P)[None, :]
+    own = group[:, None] * R // BS
+    entry = ((start // R + b + group)[:, None] * H + h) * S + p
+    past = (group[:, None] * R < length) & (p < S - 1) & (p < own)
+    j = tl.load(indices + entry, mask=past, other=0)
+    place = tl.load(list_start + h * NB + start // BS + b + j, mask=past, other=0)
+    place += tl.load(ranks + entry, mask=past, other=0)
+    token = (start + group[:, None] * R).to(tl.int32)
+    tl.store(lists + place, tl.broadcast_to(token, place.shape), mask=past)

@@ -1,0 +1,266 @@
+"""Query-major kernels: a program owns a tile of queries and walks over the keys it sees.
+
+They compute the compression branch, the group's own block and the window; with SELECT, where a group fills the tile
+(BM == R), the chosen blocks too. Then one program holds the whole output, and nothing is added up in memory.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
+size, S blocks chosen per group, R tokens per group, BM queries and BN keys of a tile.
+
+SiLU has no normaliser, so a branch is its gate times a plain sum, and the gate can be multiplied into the weights.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse._triton import silu, silu_and_grad
+from hstu_sparse.bsa.blocks import load_rows, locate, store_rows
+
+
+@triton.jit
+def band_weight(g_slc, g_swa, t, s, window, BS: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr):
+    """[BM, BN] weight of key s for query t: the window's gate, and without SELECT the own block's, where s <= t."""
+    seen = s[None, :] <= t[:, None]
+    weight = tl.zeros([t.shape[0], s.shape[0]], tl.float32)
+    if not SELECT:
+        weight += tl.where(seen & (s[None, :] // BS == t[:, None] // BS), g_slc[:, None], 0.0)
+    if WINDOW:
+        weight += tl.where(seen & (t[:, None] - s[None, :] < window), g_swa[:, None], 0.0)
+    return weight
+
+
+@triton.jit(do_not_specialize=["B", "tiles"])
+def bsa_query_fwd_kernel(
+    q,
+    k,
+    v,
+    kbar,
+    vbar,
+    offsets,
+    indices,
+    g_cmp,
+    g_slc,
+    g_swa,
+    out,
+    q_t,
+    q_h,
+    k_t,
+    k_h,
+    v_t,
+    v_h,
+    alpha,
+    inv_n,
+    H,
+    B,
+    S,
+    window,
+    tiles,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    R: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SELECT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Late tiles see the most blocks: they start first.
+    tile, h = tiles - 1 - tl.program_id(0), tl.program_id(1)
+    b, start, length, i = locate(offsets, tile, B, BM)
+    begin = i * BM
+    if begin >= length:
+        return
+    end = tl.minimum(begin + BM, length)
+    t = begin + tl.arange(0, BM)
+    live = t < length
+    token = (start + t) * H + h
+    queries = load_rows(q + start * q_t + h * q_h, t, q_t, live, D, BD)
+    k += start * k_t + h * k_h
+    v += start * v_t + h * v_h
+    acc = tl.zeros([BM, BV], tl.float32)
+
+    base = (start // BS + b) * H + h
+    complete = (t + 1) // BS
+    for c in range(0, end // BS, BN):
+        j = c + tl.arange(0, BN)
+        known = j < end // BS
+        score = tl.dot(queries, tl.trans(load_rows(kbar + base * D, j, H * D, known, D, BD)), input_precision=PRECISION)
+        weight = tl.where(j[None, :] < complete[:, None], silu(score * alpha, FAST), 0.0)
+        means = load_rows(vbar + base * V, j, H * V, known, V, BV)
+        acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
+    acc *= (tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS)[:, None]
+
+    slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
+    if SELECT:
+        row = ((start // R + b + begin // R) * H + h) * S
+        count = tl.minimum(begin // BS + 1, S)
+        for e in range(0, count * BS, BN):
+            if BN <= BS:
+                s = tl.load(indices + row + e // BS) * BS + e % BS + tl.arange(0, BN)
+                known = s < end
+            else:
+                place = e + tl.arange(0, BN)
+                known = place < count * BS
+                s = tl.load(indices + row + place // BS, mask=known, other=0) * BS + place % BS
+                known &= s < end
+            score = tl.dot(queries, tl.trans(load_rows(k, s, k_t, known, D, BD)), input_precision=PRECISION)
+            seen = known[None, :] & (s[None, :] <= t[:, None])
+            weight = tl.where(seen, silu(score * alpha, FAST) * slc[:, None], 0.0)
+            values = load_rows(v, s, v_t, known, V, BV)
+            acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+
+    if WINDOW or not SELECT:
+        swa = slc
+        first = begin // BS * BS
+        if WINDOW:
+            swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
+            first = tl.maximum(begin - window + 1, 0)
+            if not SELECT:
+                first = tl.minimum(first, begin // BS * BS)
+            first = first // BN * BN
+        for c in range(first, end, BN):
+            s = c + tl.arange(0, BN)
+            known = s < end
+            score = tl.dot(queries, tl.trans(load_rows(k, s, k_t, known, D, BD)), input_precision=PRECISION)
+            weight = silu(score * alpha, FAST) * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
+            values = load_rows(v, s, v_t, known, V, BV)
+            acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+
+    store_rows(out + (start * H + h) * V, t, H * V, live, acc * inv_n, V, BV)
+
+
+@triton.jit(do_not_specialize=["B", "tiles"])
+def bsa_query_bwd_dq_kernel(
+    do,
+    q,
+    k,
+    v,
+    kbar,
+    vbar,
+    offsets,
+    indices,
+    g_cmp,
+    g_slc,
+    g_swa,
+    dq,
+    dg_cmp,
+    dg_slc,
+    dg_swa,
+    do_t,
+    do_h,
+    q_t,
+    q_h,
+    k_t,
+    k_h,
+    v_t,
+    v_h,
+    alpha,
+    inv_n,
+    H,
+    B,
+    S,
+    window,
+    tiles,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    R: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SELECT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradient of q and of the gates. A gate's gradient is its branch's output times do: the sum of weight * (do.v)."""
+    tile, h = tiles - 1 - tl.program_id(0), tl.program_id(1)
+    b, start, length, i = locate(offsets, tile, B, BM)
+    begin = i * BM
+    if begin >= length:
+        return
+    end = tl.minimum(begin + BM, length)
+    t = begin + tl.arange(0, BM)
+    live = t < length
+    token = (start + t) * H + h
+    queries = load_rows(q + start * q_t + h * q_h, t, q_t, live, D, BD)
+    upstream = load_rows(do + start * do_t + h * do_h, t, do_t, live, V, BV)
+    k += start * k_t + h * k_h
+    v += start * v_t + h * v_h
+    acc = tl.zeros([BM, BD], tl.float32)
+
+    base = (start // BS + b) * H + h
+    complete = (t + 1) // BS
+    branch = tl.zeros([BM], tl.float32)
+    for c in range(0, end // BS, BN):
+        j = c + tl.arange(0, BN)
+        known = j < end // BS
+        keys = load_rows(kbar + base * D, j, H * D, known, D, BD)
+        values = load_rows(vbar + base * V, j, H * V, known, V, BV)
+        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
+        weight, slope = silu_and_grad(score * alpha, FAST)
+        dweight = tl.where(j[None, :] < complete[:, None], dweight, 0.0)
+        branch += tl.sum(weight * dweight, 1)
+        acc = tl.dot((dweight * slope).to(keys.dtype), keys, acc, input_precision=PRECISION)
+    acc *= (tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS)[:, None]
+    tl.store(dg_cmp + token, branch * (BS * inv_n), mask=live)
+
+    slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
+    branch = tl.zeros([BM], tl.float32)
+    if SELECT:
+        row = ((start // R + b + begin // R) * H + h) * S
+        count = tl.minimum(begin // BS + 1, S)
+        for e in range(0, count * BS, BN):
+            if BN <= BS:
+                s = tl.load(indices + row + e // BS) * BS + e % BS + tl.arange(0, BN)
+                known = s < end
+            else:
+                place = e + tl.arange(0, BN)
+                known = place < count * BS
+                s = tl.load(indices + row + place // BS, mask=known, other=0) * BS + place % BS
+                known &= s < end
+            keys = load_rows(k, s, k_t, known, D, BD)
+            values = load_rows(v, s, v_t, known, V, BV)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
+            weight, slope = silu_and_grad(score * alpha, FAST)
+            dweight = tl.where(known[None, :] & (s[None, :] <= t[:, None]), dweight, 0.0)
+            branch += tl.sum(weight * dweight, 1)
+            acc = tl.dot((dweight * slope * slc[:, None]).to(keys.dtype), keys, acc, input_precision=PRECISION)
+
+    if WINDOW or not SELECT:
+        swa = slc
+        window_branch = tl.zeros([BM], tl.float32)
+        first = begin // BS * BS
+        if WINDOW:
+            swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
+            first = tl.maximum(begin - window + 1, 0)
+            if not SELECT:
+                first = tl.minimum(first, begin // BS * BS)
+            first = first // BN * BN
+        for c in range(first, end, BN):
+            s = c + tl.arange(0, BN)
+            known = s < end
+            keys = load_rows(k, s, k_t, known, D, BD)
+            values = load_rows(v, s, v_t, known, V, BV)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
+            weight, slope = silu_and_grad(score * alpha, FAST)
+            seen = s[None, :] <= t[:, None]
+            if not SELECT:
+                branch += tl.sum(tl.where(seen & (s[None, :] // BS == t[:, None] // BS), weight * dweight, 0.0), 1)
+            if WINDOW:
+                near = seen & (t[:, None] - s[None, :] < window)
+                window_branch += tl.sum(tl.where(near, weight * dweight, 0.0), 1)
+            gate = band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
+            acc = tl.dot((dweight * slope * gate).to(keys.dtype), keys, acc, input_precision=PRECISION)
+        if WINDOW:
+            tl.store(dg_swa + token, window_branch * inv_n, mask=live)
+
+    tl.store(dg_slc + token, branch * inv_n, mask=live)
+    store_rows(dq + (start * H + h) * D, t, H * D, live, acc * (alpha * inv_n), D, BD)

@@ -1,0 +1,356 @@
+"""Launches the block-sparse kernels and registers them as torch.ops.hstu_sparse.bsa_fwd and bsa_bwd.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
+size, S blocks chosen per group, R tokens per group, NB block slots and NG group slots (see blocks.py), M = H * NB
+lists of groups.
+
+Two layouts. Where a group fills a tile of queries (R >= QUERY_MAJOR), the output and dq are query-major throughout.
+For smaller groups the query-major kernel computes all but the chosen past blocks, and the key-major kernel adds those
+to its result by fp32 atomics. dk and dv are key-major in both, each block owned by one program.
+
+Deterministic mode (torch.use_deterministic_algorithms): the lists come from a stable sort instead of counters drawn by
+atomics, and for small groups the choice is worked off slot by slot, so that no two programs of a launch add to one row.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hstu_sparse._triton import cdiv, next_power_of_2, padded_head
+from hstu_sparse.bsa import blocks, key_major, query_major
+
+BLOCK_SIZES = (16, 32, 64, 128)
+MAX_BLOCK_COUNTS = 128
+MAX_HEAD = 256
+# Tokens per group from which the query-major selection is the faster one.
+QUERY_MAJOR = 32
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Tile sizes and launch options of one kernel: BM queries, BN keys."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+
+
+@functools.cache
+def launches(dtype: torch.dtype, head: int, block_size: int, group: int) -> dict[str, Launch]:
+    """Tile sizes by kernel. `head` is the wider padded head size. Fixed rather than tuned at run time: the kernels
+    add to their outputs, so a tuner that runs them again and again would have to restore those each time."""
+    small = 64 if dtype.itemsize * head <= 256 else 32 if dtype.itemsize * head <= 512 else 16
+    query = min(group, small) if group >= QUERY_MAJOR else small
+    key = min(block_size, small)
+    return {
+        "query_fwd": Launch(query, small, 4, 2),
+        "query_dq": Launch(query, small, 4, 2),
+        "select_fwd": Launch(small, key, 4, 2),
+        "select_dq": Launch(small, key, 4, 2),
+        "select_dkv": Launch(small, key, 8 if small == 64 else 4, 2),
+        "compress_dkv": Launch(small, small, 8 if small == 64 else 4, 2),
+    }
+
+
+class Problem:
+    """What both directions derive from the shapes and options of one call."""
+
+    def __init__(self, q, v, seq_offsets, max_seq_len, block_size, block_counts, window_size, group, alpha):
+        self.T, self.H, self.D = q.shape
+        self.V = v.shape[2]
+        self.B = seq_offsets.shape[0] - 1
+        self.BS, self.S, self.R = block_size, block_counts, group
+        self.NB, self.NG = self.slots(block_size), self.slots(group)
+        self.window, self.alpha, self.inv_n = window_size, alpha, 1.0 / max_seq_len
+        self.BD, self.BV = padded_head(self.D), padded_head(self.V)
+        self.query_major = group >= QUERY_MAJOR
+        self.offsets = seq_offsets
+        self.split = q.dtype != torch.float32
+        self.launch = launches(q.dtype, max(self.BD, self.BV), block_size, group)
+        self.heads = dict(D=self.D, V=self.V, BD=self.BD, BV=self.BV)
+        self.numeric = dict(FAST=q.dtype != torch.float32, PRECISION="tf32x3")
+
+    def slots(self, size: int) -> int:
+        return self.T // size + self.B
+
+    def options(self, kernel: str) -> dict:
+        launch = self.launch[kernel]
+        return dict(BM=launch.BM, BN=launch.BN, num_warps=launch.num_warps, num_stages=launch.num_stages)
+
+    def group_tile(self) -> int:
+        """Groups per program: fewer where a group is long, for then there are few of them in all."""
+        return 64 if self.R < 8 else 16
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("hstu_sparse::bsa_fwd", mutates_args=())
+def bsa_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_offsets: Tensor,
+    max_seq_len: int,
+    g_cmp: Tensor,
+    g_slc: Tensor,
+    g_swa: Tensor | None,
+    block_size: int,
+    block_counts: int,
+    window_size: int,
+    selection_group: int,
+    alpha: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V])."""
+    p = Problem(q, v, seq_offsets, max_seq_len, block_size, block_counts, window_size, selection_group, alpha)
+    kbar, vbar = q.new_zeros(p.NB, p.H, p.D), v.new_zeros(p.NB, p.H, p.V)
+    indices = torch.full((p.NG, p.H, p.S), -1, dtype=torch.int32, device=q.device)
+    if p.T == 0 or p.H == 0:
+        return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    g_cmp, g_slc = g_cmp.contiguous(), g_slc.contiguous()
+    g_swa = g_slc if g_swa is None else g_swa.contiguous()
+
+    kbar_low = torch.empty_like(kbar) if p.split else kbar
+    blocks.bsa_pool_fwd_kernel[(p.NB, p.H)](
+        k, v, p.offsets, kbar, kbar_low, vbar, *k.stride()[:2], *v.stride()[:2], p.H, p.B,
+        **p.heads, BS=p.BS, SPLIT=p.split, num_warps=4,
+    )  # fmt: skip
+    width = max(2, next_power_of_2(p.S))
+    groups = p.group_tile()
+    blocks.bsa_choose_fwd_kernel[(p.slots(groups * p.R), p.H)](
+        q, kbar, kbar_low, p.offsets, indices, *q.stride()[:2], alpha, p.H, p.B, p.S,
+        D=p.D, BD=p.BD, BS=p.BS, R=p.R, BG=groups, BC=max(64 if p.split else 32, width), P=width, SPLIT=p.split,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+    # fp32 where the key-major kernel adds to it
+    out = torch.empty(p.T, p.H, p.V, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
+    options = p.options("query_fwd")
+    tiles = p.slots(options["BM"])
+    query_major.bsa_query_fwd_kernel[(tiles, p.H)](
+        q, k, v, kbar, vbar, p.offsets, indices, g_cmp, g_slc, g_swa, out,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
+        **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, **options,
+    )  # fmt: skip
+    if not p.query_major and p.S > 1:
+        lists = invert(p, indices, 2 * p.S * p.BS, by_slot=deterministic, stable=deterministic)
+        for turn in range(lists.turns):
+            key_major.bsa_select_fwd_kernel[(lists.chunks_per_turn,)](
+                q, k, v, g_slc, out, p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list,
+                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], alpha, p.inv_n,
+                turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
+                **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not deterministic, **p.options("select_fwd"),
+            )  # fmt: skip
+    return out.to(q.dtype), indices, kbar, vbar
+
+
+@bsa_fwd.register_fake
+def _(
+    q, k, v, seq_offsets, max_seq_len, g_cmp, g_slc, g_swa, block_size, block_counts, window_size, selection_group,
+    alpha, deterministic,
+):  # fmt: skip
+    (T, H, D), B = q.shape, seq_offsets.shape[0] - 1
+    return (
+        q.new_empty(T, H, v.shape[2]),
+        q.new_empty(T // selection_group + B, H, block_counts, dtype=torch.int32),
+        q.new_empty(T // block_size + B, H, D),
+        v.new_empty(T // block_size + B, H, v.shape[2]),
+    )
+
+
+@torch.library.custom_op("hstu_sparse::bsa_bwd", mutates_args=())
+def bsa_bwd(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_offsets: Tensor,
+    max_seq_len: int,
+    g_cmp: Tensor,
+    g_slc: Tensor,
+    g_swa: Tensor | None,
+    indices: Tensor,
+    kbar: Tensor,
+    vbar: Tensor,
+    block_size: int,
+    block_counts: int,
+    window_size: int,
+    selection_group: int,
+    alpha: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of (q, k, v, g_cmp, g_slc, g_swa); the last is empty without a window."""
+    p = Problem(q, v, seq_offsets, max_seq_len, block_size, block_counts, window_size, selection_group, alpha)
+    gate_dtypes = [g_cmp.dtype, g_slc.dtype, g_slc.dtype if g_swa is None else g_swa.dtype]
+    if p.T == 0 or p.H == 0:
+        grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g_cmp, g_slc)]
+        return *grads, q.new_zeros((p.T, p.H) if p.window else (0,), dtype=gate_dtypes[2])
+    do, q, k, v = rows_contiguous(do), rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    g_cmp, g_slc = g_cmp.contiguous(), g_slc.contiguous()
+    g_swa = g_slc if g_swa is None else g_swa.contiguous()
+
+    fp32 = dict(dtype=torch.float32, device=q.device)
+    dq = torch.empty(p.T, p.H, p.D, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
+    dg_cmp, dg_slc = torch.empty(p.T, p.H, **fp32), torch.empty(p.T, p.H, **fp32)
+    dg_swa = torch.empty((p.T, p.H) if p.window else (0,), **fp32)
+    options = p.options("query_dq")
+    tiles = p.slots(options["BM"])
+    query_major.bsa_query_bwd_dq_kernel[(tiles, p.H)](
+        do, q, k, v, kbar, vbar, p.offsets, indices, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa,
+        *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
+        **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, **options,
+    )  # fmt: skip
+
+    dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)
+    options = p.options("compress_dkv")
+    # Enough programs for the earliest blocks, which nearly every query sees; one each where the order must be fixed.
+    splits = 1 if deterministic else min(16, cdiv(max_seq_len, 4096))
+    key_major.bsa_compress_bwd_dkv_kernel[(p.slots(options["BN"] * p.BS), p.H, splits)](
+        do, q, kbar, vbar, p.offsets, g_cmp, dkbar, dvbar, *do.stride()[:2], *q.stride()[:2],
+        alpha, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1, **options,
+    )  # fmt: skip
+
+    atomic_dq = not p.query_major and not deterministic
+    lists = invert(p, indices, 8 * p.S * p.BS, by_slot=False, stable=deterministic)
+    dk, dv = (
+        torch.empty(p.T, p.H, p.D, **fp32 | dict(dtype=k.dtype)),
+        torch.empty(p.T, p.H, p.V, **fp32 | dict(dtype=v.dtype)),
+    )
+    parts = torch.empty(lists.max_parts * p.BS * (p.D + p.V), **fp32)
+    options = p.options("select_dkv")
+    key_major.bsa_select_bwd_dkv_kernel[(lists.chunks_per_turn, p.BS // options["BN"])](
+        do, q, k, v, dkbar, dvbar, g_slc, g_swa, dk, dv, parts, dq, dg_slc,
+        p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list, lists.part_start,
+        *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        alpha, p.inv_n, p.window, p.NB, p.H, p.B, lists.chunk,
+        **p.heads, **p.numeric, BS=p.BS, R=p.R, WINDOW=p.window > 0, DQ=atomic_dq, **options,
+    )  # fmt: skip
+    key_major.bsa_merge_bwd_dkv_kernel[(p.H * p.NB, p.BS // 16)](
+        parts, lists.part_start, p.offsets, dk, dv, p.NB, p.H, p.B, **p.heads, BS=p.BS, BN=16, num_warps=4
+    )
+    del parts, lists
+
+    if not p.query_major and deterministic and p.S > 1:
+        lists = invert(p, indices, 2 * p.S * p.BS, by_slot=True, stable=True)
+        for turn in range(lists.turns):
+            key_major.bsa_select_bwd_dq_kernel[(lists.chunks_per_turn,)](
+                do, q, k, v, g_slc, dq, dg_slc,
+                p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list,
+                *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+                alpha, p.inv_n, turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
+                **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.options("select_dq"),
+            )  # fmt: skip
+    gates = [g.to(dtype) for g, dtype in zip((dg_cmp, dg_slc, dg_swa), gate_dtypes)]
+    return dq.to(q.dtype), dk, dv, *gates
+
+
+@bsa_bwd.register_fake
+def _(
+    do, q, k, v, seq_offsets, max_seq_len, g_cmp, g_slc, g_swa, indices, kbar, vbar, block_size, block_counts,
+    window_size, selection_group, alpha, deterministic,
+):  # fmt: skip
+    gate = q.shape[:2] if window_size else (0,)
+    return (
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        g_cmp.new_empty(g_cmp.shape),
+        g_slc.new_empty(g_slc.shape),
+        (g_slc if g_swa is None else g_swa).new_empty(gate),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, seq_offsets, max_seq_len, g_cmp, g_slc, g_swa, *options = inputs
+    _, indices, kbar, vbar = output
+    ctx.mark_non_differentiable(indices, kbar, vbar)
+    ctx.save_for_backward(q, k, v, seq_offsets, g_cmp, g_slc, g_swa, indices, kbar, vbar)
+    ctx.max_seq_len, ctx.options = max_seq_len, options
+
+
+def _backward(ctx, do, *_):
+    q, k, v, seq_offsets, g_cmp, g_slc, g_swa, indices, kbar, vbar = ctx.saved_tensors
+    dq, dk, dv, dg_cmp, dg_slc, dg_swa = torch.ops.hstu_sparse.bsa_bwd(
+        do, q, k, v, seq_offsets, ctx.max_seq_len, g_cmp, g_slc, g_swa, indices, kbar, vbar, *ctx.options
+    )
+    window_size = ctx.options[2]
+    return dq, dk, dv, None, None, dg_cmp, dg_slc, dg_swa if window_size else None, *[None] * len(ctx.options)
+
+
+bsa_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+@dataclass
+class Lists:
+    """The choice inverted: per block the first tokens of the groups that chose it, cut into chunks of entries.
+
+    With `turns` > 1 there is one set of M lists per slot of the choice; within one turn no group appears twice.
+    """
+
+    tokens: Tensor  # [entries] int32
+    start: Tensor  # [turns * M + 1] int32, first entry of each list
+    chunk_start: Tensor  # [turns * M + 1], first chunk of each list
+    part_start: Tensor  # [turns * M + 1], first partial result of each list with several chunks
+    chunk_list: Tensor  # the list of each chunk
+    chunk: int  # entries per chunk
+    turns: int
+    chunks_per_turn: int
+    max_parts: int
+
+
+def invert(p: Problem, indices: Tensor, chunk_rows: int, *, by_slot: bool, stable: bool) -> Lists:
+    """Builds Lists on the device; sizes are bounds that the host knows."""
+    int32 = dict(dtype=torch.int32, device=indices.device)
+    M = p.H * p.NB
+    turns = p.S - 1 if by_slot else 1
+    most = p.NG * p.H * max(p.S - 1, 0)  # entries, at most: the own block is in no list
+    if stable:
+        tokens, start = _sorted_lists(p, indices, by_slot)
+        counts = start.diff()
+    else:
+        tokens, start = torch.empty(max(most, 1), **int32), torch.empty(M + 1, **int32)
+        counts = torch.zeros(M, **int32)
+        ranks = torch.empty_like(indices)
+        groups = 64
+        grid, width = (p.slots(groups * p.R), p.H), max(2, next_power_of_2(p.S))
+        shape = dict(BS=p.BS, R=p.R, BG=groups, P=width, num_warps=4)
+        blocks.bsa_rank_kernel[grid](indices, p.offsets, ranks, counts, p.NB, p.H, p.B, p.S, **shape)
+    chunk = max(1, chunk_rows // p.R)
+    chunk_start, part_start = torch.empty(turns * M + 1, **int32), torch.empty(turns * M + 1, **int32)
+    blocks.bsa_plan_kernel[(1,)](counts, start, chunk_start, part_start, turns * M, chunk, SIZE=1024, num_warps=4)
+    if not stable:
+        blocks.bsa_fill_kernel[grid](indices, p.offsets, ranks, start, tokens, p.NB, p.H, p.B, p.S, **shape)
+    limit = most // chunk + turns * M
+    chunk_list = torch.empty(limit, **int32)
+    blocks.bsa_chunks_kernel[(cdiv(limit, 256),)](chunk_start, chunk_list, turns * M, limit, SIZE=256, num_warps=4)
+    per_turn = limit if turns == 1 else p.NG * p.H // chunk + M
+    # A list of n > chunk entries has at most n / chunk + 1 <= 2 n / chunk chunks.
+    return Lists(tokens, start, chunk_start, part_start, chunk_list, chunk, turns, per_turn, 2 * most // chunk + 1)
+
+
+def _sorted_lists(p: Problem, indices: Tensor, by_slot: bool) -> tuple[Tensor, Tensor]:
+    """The lists in the order of the tokens, by a stable sort over all choices."""
+    device, M = indices.device, p.H * p.NB
+    begin = p.offsets[:-1].long()
+    first_slot = begin // p.R + torch.arange(p.B, device=device)
+    slot = torch.arange(p.NG, device=device)
+    sequence = torch.searchsorted(first_slot, slot, right=True) - 1
+    group = slot - first_slot[sequence]
+    head, place = torch.arange(p.H, device=device)[:, None], torch.arange(p.S, device=device)
+    turns = p.S - 1 if by_slot else 1
+    key = head * p.NB + (begin // p.BS + torch.arange(p.B, device=device))[sequence, None, None] + indices
+    if by_slot:
+        key += place * M
+    past = (indices >= 0) & (indices < (group * p.R // p.BS)[:, None, None])
+    key = torch.where(past, key, turns * M).int().flatten()
+    key, order = key.sort(stable=True)
+    tokens = (begin[sequence] + group * p.R).int()[order // (p.H * p.S)]
+    start = torch.searchsorted(key, torch.arange(turns * M + 1, dtype=torch.int32, device=device), out_int32=True)
+    return tokens, start
