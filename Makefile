@@ -35,8 +35,9 @@ train: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(ARGS)
 
-doctor: $(STAMP)
-	@$(BIN)/python -m hstu_sparse.doctor
+doctor:
+	@if test -x $(BIN)/python; then $(BIN)/python hstu_sparse/doctor.py; \
+	elif test -n "$(PYTHON)"; then $(PYTHON) hstu_sparse/doctor.py; else echo "No Python from 3.11 to 3.13 found."; exit 1; fi
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--top-k", type=int, default=10)
     parser.add_argument("--sampled", type=int, metavar="COUNT", help="also rank among COUNT random items")
     parser.add_argument("--seed", type=int, default=0, help="of the sampled candidates")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         if options.top_k < 1 or (options.sampled is not None and options.sampled < 1):
             raise ConfigError("--top-k and --sampled take a whole number of at least 1")

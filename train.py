@@ -388,7 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, like train.lr=3e-4")
     parser.add_argument("--run", type=Path, help="the run's folder, instead of a new one under run_dir/name")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run folder")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if (options.config is None) == (options.resume is None):
         parser.error("give either a config or --resume RUN")
     try:

@@ -7,58 +7,79 @@ I items, K negatives for each position.
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from models.config import LossConfig
 
 NORM_EPS = 1e-6
-# Logits that one chunk of full cross-entropy may hold: 2 ** 27 floats, half a GiB.
-CHUNK = 2**27
+# Numbers that the largest tensor of one chunk may hold: what stays in a core's cache, or a small part of a GPU.
+CHUNK = {"cpu": 2**21, "cuda": 2**26}
 
 
 def training_loss(config: LossConfig, out: Tensor, item_weight: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss over the positions.
+    """Mean loss over the positions, with gradients for `out` and `item_weight` (once: no second derivative).
 
-    out: [T, E], L2-normalised. item_weight: [I, E]. targets: [T] int64. Negatives come from torch's global
+    out: [T, E] fp32, L2-normalised. item_weight: [I, E]. targets: [T] int64. Negatives come from torch's global
     generator: uniform over the catalogue, or, for `in_batch`, over the targets of the batch, so that an item is
     drawn as often as it is popular there. A negative equal to the positive does not count.
     """
-    if config.kind == "cross_entropy":
-        return _cross_entropy(config, out, item_weight, targets)
-    shape = (len(targets), config.num_negatives)
-    if config.kind == "in_batch":
-        negatives = targets[torch.randint(len(targets), shape, device=targets.device)]
-    else:
-        negatives = torch.randint(len(item_weight), shape, device=targets.device)
-    logits = sampled_logits(out, item_weight, torch.cat([targets[:, None], negatives], 1)) / config.temperature
-    same = F.pad(negatives == targets[:, None], (1, 0))
-    if config.kind == "bce":
-        positive = F.softplus(-logits[:, 0])
-        negative = F.softplus(logits[:, 1:]).masked_fill(same[:, 1:], 0)
-        return positive.mean() + negative.sum() / (~same[:, 1:]).sum().clamp(min=1)
-    logits = logits.masked_fill(same, float("-inf"))
-    return (logits.logsumexp(1) - logits[:, 0]).mean()
-
-
-def sampled_logits(out: Tensor, item_weight: Tensor, ids: Tensor) -> Tensor:
-    """Cosines of out [T, E] (normalised) with the items ids [T, K]: [T, K]."""
+    negatives = None
+    if config.kind != "cross_entropy":
+        shape = (len(targets), config.num_negatives)
+        if config.kind == "in_batch":
+            negatives = targets[torch.randint(len(targets), shape, device=targets.device)]
+        else:
+            negatives = torch.randint(len(item_weight), shape, device=targets.device)
     # One product with the whole catalogue moves T * I logits, gathered rows move T * K * E numbers, and their
     # gradients meet in scattered additions: the product wins while the catalogue is small.
-    if len(item_weight) <= ids.shape[1] * out.shape[1]:
-        return (out @ F.normalize(item_weight, dim=-1, eps=NORM_EPS).T).gather(1, ids)
-    rows = F.normalize(F.embedding(ids, item_weight), dim=-1, eps=NORM_EPS)
-    return torch.einsum("te,tke->tk", out, rows)
+    whole = negatives is None or len(item_weight) <= config.num_negatives * out.shape[1]
+    items = F.normalize(item_weight, dim=-1, eps=NORM_EPS) if whole else item_weight
+    width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]
+    rows = max(1, CHUNK[out.device.type] // width)
+    return _Chunked.apply(config, whole, rows, out, items, targets, negatives) / max(1, len(targets))
 
 
-def _cross_entropy(config: LossConfig, out: Tensor, item_weight: Tensor, targets: Tensor) -> Tensor:
-    items = F.normalize(item_weight, dim=-1, eps=NORM_EPS)
+class _Chunked(torch.autograd.Function):
+    """Sum of `_chunk_loss` over chunks of rows, the gradients taken on the way: no chunk's logits outlive it."""
 
-    def chunk_loss(out, targets, items):
+    @staticmethod
+    def forward(ctx, config, whole, rows, out, items, targets, negatives):
+        total = out.new_zeros(())
+        out_grad = torch.empty_like(out)
+        with torch.enable_grad():
+            items = items.detach().requires_grad_()
+            for begin in range(0, len(out), rows):
+                part = slice(begin, begin + rows)
+                leaf = out[part].detach().requires_grad_()
+                drawn = None if negatives is None else negatives[part]
+                loss = _chunk_loss(config, whole, leaf, items, targets[part], drawn)
+                loss.backward()  # items.grad gathers the sum over the chunks
+                out_grad[part] = leaf.grad
+                total += loss.detach()
+        ctx.save_for_backward(out_grad, torch.zeros_like(items) if items.grad is None else items.grad)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        out_grad, items_grad = ctx.saved_tensors
+        return None, None, None, out_grad * grad, items_grad * grad, None, None
+
+
+def _chunk_loss(config, whole: bool, out: Tensor, items: Tensor, targets: Tensor, negatives: Tensor | None) -> Tensor:
+    """Sum of the losses of a chunk of positions; `items` is normalised if `whole`, else the raw table."""
+    if negatives is None:
         return F.cross_entropy(out @ items.T / config.temperature, targets, reduction="sum")
-
-    rows = max(1, CHUNK // len(item_weight))
-    total = out.new_zeros(())
-    for part, ids in zip(out.split(rows), targets.split(rows)):
-        # Recomputed in the backward, so that only one chunk's logits ever exist.
-        total = total + checkpoint(chunk_loss, part, ids, items, use_reentrant=False)
-    return total / len(targets)
+    ids = torch.cat([targets[:, None], negatives], 1)
+    if whole:
+        logits = (out @ items.T).gather(1, ids) / config.temperature
+    else:
+        rows = F.normalize(F.embedding(ids, items), dim=-1, eps=NORM_EPS)
+        logits = torch.einsum("te,tke->tk", out, rows) / config.temperature
+    same = F.pad(negatives == targets[:, None], (1, 0))
+    if config.kind == "bce":
+        # The positive against the mean of its negatives, so that their number does not shift the balance.
+        fitting = (~same[:, 1:]).sum(1).clamp(min=1)
+        negative = F.softplus(logits[:, 1:]).masked_fill(same[:, 1:], 0).sum(1) / fitting
+        return (F.softplus(-logits[:, 0]) + negative).sum()
+    logits = logits.masked_fill(same, float("-inf"))
+    return (logits.logsumexp(1) - logits[:, 0]).sum()

@@ -1,0 +1,159 @@
+"""What is installed, whether it works together, and what to install where it does not.
+
+Run as a file (`python hstu_sparse/doctor.py`, `make doctor`): it needs nothing but Python, so that it works where
+nothing else does. Exit status: 0 when everything fits, 1 when something has to be installed.
+"""
+
+import importlib
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+
+# torch -> the releases of the others that are built against it. The last is the tested one.
+COMBINATIONS = {
+    "2.11": {"triton": "3.6.0", "fbgemm": "1.6.0", "torchrec": "1.6.0"},
+    "2.12": {"fbgemm": "1.7.0", "torchrec": "1.7.0"},
+    "2.13": {"triton": "3.7.1", "fbgemm": "1.8.0", "torchrec": "1.8.0"},
+}
+TESTED = "2.13"
+
+
+def version(*names: str) -> tuple[str, str] | None:
+    """(name, version) of the first of the distributions that is installed."""
+    for name in names:
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def gpu() -> str | None:
+    """The GPU's name and driver as nvidia-smi tells them, or None."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
+
+
+def mismatches(found: dict[str, str | None], fbgemm_name: str | None, has_gpu: bool) -> list[str]:
+    """What to install, in words: one line for each version that does not fit.
+
+    found: versions of torch, triton, torchrec and fbgemm, None where absent; fbgemm_name: the distribution found.
+    """
+    fbgemm = "fbgemm-gpu" if has_gpu else "fbgemm-gpu-cpu"
+    release = ".".join((found["torch"] or "").split("+")[0].split(".")[:2])
+    lines = []
+    if found["torch"] is None:
+        release = TESTED
+        lines.append(f"torch is missing: pip install torch=={TESTED}.0")
+    elif release not in COMBINATIONS:
+        lines.append(
+            f"torch {found['torch']} is none of the known {', '.join(COMBINATIONS)}: pip install torch=={TESTED}.0"
+        )
+        release = TESTED
+    for name, wanted in COMBINATIONS[release].items():
+        package = fbgemm if name == "fbgemm" else name
+        command = f"pip install {'--no-deps ' if name == 'torchrec' else ''}{package}=={wanted}"
+        have = found[name]
+        if have is None:
+            lines.append(f"{package} is missing: {command}")
+        elif have.split("+")[0].split(".")[:2] != wanted.split(".")[:2]:
+            lines.append(f"{name} {have} does not go with torch {release}: {command}")
+    if found["fbgemm"] and has_gpu and fbgemm_name == "fbgemm-gpu-cpu":
+        wanted = COMBINATIONS[release]["fbgemm"]
+        lines.append(
+            f"fbgemm-gpu-cpu has no CUDA operators: pip uninstall fbgemm-gpu-cpu; pip install fbgemm-gpu=={wanted}"
+        )
+    return lines
+
+
+def check(label: str, test) -> str | None:
+    """Runs `test`, prints its outcome; returns the failure in one line, or None."""
+    try:
+        print(f"  {label:<28} {test()}")
+        return None
+    except Exception as error:  # whatever a broken installation throws is the finding
+        first = (str(error).strip().splitlines() or [""])[0]
+        print(f"  {label:<28} FAILS: {type(error).__name__}: {first}")
+        return f"{label}: {first}"
+
+
+def _torch() -> str:
+    torch = importlib.import_module("torch")
+    return f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+
+
+def _jagged_operators() -> str:
+    torch = importlib.import_module("torch")
+    importlib.import_module("fbgemm_gpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    offsets = torch.tensor([0, 1, 3], device=device)
+    dense = torch.ops.fbgemm.jagged_to_padded_dense(torch.ones(3, 1, device=device), [offsets], [2], 0.0)
+    if dense.sum().item() != 3:
+        raise RuntimeError("jagged_to_padded_dense gives a wrong result")
+    return f"work on {device}"
+
+
+def _torchrec() -> str:
+    torch = importlib.import_module("torch")
+    torchrec = importlib.import_module("torchrec")
+    table = torchrec.EmbeddingConfig(name="t", embedding_dim=2, num_embeddings=3, feature_names=["f"])
+    features = torchrec.KeyedJaggedTensor(keys=["f"], values=torch.tensor([2]), lengths=torch.tensor([1]))
+    torchrec.EmbeddingCollection(tables=[table])(features)
+    return "EmbeddingCollection works"
+
+
+def _cuda() -> str:
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no GPU: the CPU build of torch, or a driver older than its CUDA")
+    return f"{torch.cuda.get_device_name()}, capability {torch.cuda.get_device_capability()}"
+
+
+def _triton() -> str:
+    triton = importlib.import_module("triton")
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return f"{triton.__version__} loads; kernels run in its interpreter only (TRITON_INTERPRET=1)"
+    return f"{triton.__version__}, active driver: {triton.runtime.driver.active.get_current_target()}"
+
+
+def main() -> int:
+    print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    card = gpu()
+    print(f"GPU: {card or 'none (nvidia-smi does not answer)'}")
+    installed = {
+        "torch": version("torch"),
+        "triton": version("triton"),
+        "torchrec": version("torchrec"),
+        "fbgemm": version("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm_gpu-cpu"),
+    }
+    for name, entry in installed.items():
+        print(f"  {name:<28} {' '.join(entry) if entry else 'not installed'}")
+    versions = {name: entry[1] if entry else None for name, entry in installed.items()}
+    fbgemm_name = installed["fbgemm"][0].replace("_", "-") if installed["fbgemm"] else None
+    problems = mismatches(versions, fbgemm_name, card is not None)
+    print("checks")
+    tests = [("torch", _torch), ("fbgemm jagged operators", _jagged_operators), ("torchrec", _torchrec)]
+    tests += [("triton", _triton)] + ([("CUDA", _cuda)] if card else [])
+    failures = [failure for label, test in tests if (failure := check(label, test))]
+    for line in problems + failures:
+        print(f"! {line}")
+    if not problems and not failures:
+        print("Everything fits.")
+    elif failures and not problems:
+        print("! The versions fit and yet a check fails: remove .venv and run make setup again.")
+    return 1 if problems or failures else 0
+
+
+if __name__ == "__main__":
+    # As a file, Python puts this folder first on the path, where nothing must be found by accident.
+    sys.path.pop(0)
+    sys.exit(main())
