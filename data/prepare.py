@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import hashlib
+import io
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 CACHE_VERSION = 1  # part of every key: raise it when the same source would be prepared differently
 COLUMNS = ("items", "timestamps", "actions", "user_offsets", "user_ids", "item_ids")
 MAX_SECONDS = 10**11  # the year 5138; anything later is taken for milliseconds read as seconds
+BLOCK = 1 << 22  # bytes parsed at a time in the search for a bad line
 MAX_ID_LENGTH = 256  # ids are stored at fixed width, so that one absurd id would blow up the whole column
 
 
@@ -94,26 +96,28 @@ def load_or_prepare(name: str, fmt: RawFormat, path, cache_dir: Path, options: d
     if path and (Path(path).expanduser() / "meta.json").is_file():
         return _open_given_cache(Path(path).expanduser(), name, options)
     files = find_files(name, fmt, path)
-    for file in files:
-        if file.stat().st_size == 0:
-            raise DataError(f"{file}: the file is empty")
-    before = [_stat(f) for f in files]
     recipe = {"version": CACHE_VERSION, "format": name, "options": options, "columns": fmt.columns}
     recipe["timestamp_unit"] = fmt.timestamp_unit
-    fingerprint = hashlib.sha256(
-        json.dumps([recipe, [_file_sha256(f) for f in files]], sort_keys=True).encode()
-    ).hexdigest()
-    folder = cache_dir / f"{name}-{fingerprint[:16]}"
-    if folder.exists():
-        try:
-            return read_cache(folder, fingerprint)
-        except CacheError as error:
-            log.warning("cache %s is damaged (%s): preparing it again", folder, error)
-    dataset = filter_dataset(read_raw(name, fmt, files, fingerprint), **options)
+    try:
+        before = [_stat(f) for f in files]
+        for file, (size, _) in zip(files, before):
+            if size == 0:
+                raise DataError(f"{file}: the file is empty")
+        key = [recipe, [_file_sha256(f) for f in files]]
+        fingerprint = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        folder = cache_dir / f"{name}-{fingerprint[:16]}"
+        if folder.exists():
+            try:
+                return read_cache(folder, fingerprint)
+            except CacheError as error:
+                log.warning("cache %s is damaged (%s): preparing it again", folder, error)
+        dataset = filter_dataset(read_raw(name, fmt, files, fingerprint), **options)
+        if [_stat(f) for f in files] != before:
+            raise DataError(f"{files[0]}: the source changed while it was being read; try again")
+    except OSError as error:
+        raise DataError(f"{error.filename or files[0]}: cannot be read: {error.strerror or error}") from error
     # The filter derives a fingerprint of its own; here the options are part of the key already.
     dataset = dataclasses.replace(dataset, fingerprint=fingerprint)
-    if [_stat(f) for f in files] != before:
-        raise DataError(f"{files[0]}: the source changed while it was being read; try again")
     try:
         write_cache(dataset, folder, {**recipe, "sources": [str(f) for f in files]})
     except OSError as error:
@@ -256,6 +260,10 @@ def read_raw(name: str, fmt: RawFormat, files: list[Path], fingerprint: str) -> 
         raise DataError(
             "preparing raw files needs polars (pip install polars); a prepared cache folder as data.path does not"
         ) from error
+    for file in files:
+        with open(file, "rb") as f:
+            if f.read(4).startswith((b"\x1f\x8b", b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"BZh")):
+                raise DataError(f"{file}: the file is compressed; unpack it first")
     read = _read_parquet if fmt.kind == "parquet" else _read_text
     frame = pl.concat([read(file, fmt) for file in files])
     if frame.height == 0:
@@ -318,9 +326,8 @@ def _require_columns(file: Path, fmt: RawFormat, present: list[str]) -> None:
     for role, column in _wanted(fmt).items():
         if column not in present:
             owned = f" (data.columns.{role})" if fmt.own_columns else ""
-            raise DataError(
-                f"{file}: no column {column!r}{owned}{did_you_mean(column, present)}; it has {', '.join(present[:20])}"
-            )
+            has = ", ".join(c if c.isprintable() else ascii(c) for c in present[:20])[:400]
+            raise DataError(f"{file}: no column {column!r}{owned}{did_you_mean(column, present)}; it has {has}")
     doubled = [c for c in _wanted(fmt).values() if list(_wanted(fmt).values()).count(c) > 1]
     if doubled:
         raise DataError(f"data.columns: column {doubled[0]!r} is named twice")
@@ -340,51 +347,62 @@ def _read_text(file: Path, fmt: RawFormat):
     types = {"user": id_type, "item": id_type, "timestamp": pl.Int64, "action": pl.Float64}
     wanted = _wanted(fmt)
     if fmt.header:
-        present = _header(file, fmt)
-        _require_columns(file, fmt, present)
-        layout = {"schema_overrides": {c: types.get(r, pl.Int64) for r, c in wanted.items()}}
+        _require_columns(file, fmt, _header(file, fmt))
+        layout = {"schema_overrides": {c: types.get(role, pl.UInt8) for role, c in wanted.items()}}
         layout["columns"] = list(wanted.values())
     else:
         schema = {str(i): pl.String for i in range((len(fmt.columns) - 1) * step + 1)}
         wanted = {role: str(i * step) for role, i in wanted.items()}
-        layout = {"schema": schema | {c: types[r] for r, c in wanted.items()}}
+        layout = {"schema": schema | {c: types[role] for role, c in wanted.items()}}
         layout["columns"] = sorted(int(c) for c in wanted.values())
-    try:
+
+    def parse(source):
+        """A file or bytes -> frame with the roles as columns; PolarsError or None when something is wrong."""
         frame = pl.read_csv(
-            file,
+            source,
             separator=separator,
             has_header=fmt.header,
             quote_char='"' if fmt.quoting else None,
             infer_schema=False,
             **layout,
         )
+        if not fmt.header:
+            frame.columns = [str(c) for c in layout["columns"]]
+        frame = frame.select(pl.col(column).alias(role) for role, column in wanted.items())
+        return frame if _is_valid(frame, fmt) else None
+
+    reason = "a value is missing or out of range"
+    try:
+        frame = parse(file)
     except pl.exceptions.PolarsError as error:
-        _raise_bad_line(file, fmt)
-        reason = str(error).strip().splitlines()[0]
-        raise DataError(f"{file}: cannot be read: {reason}") from error
-    if fmt.header is False:
-        frame.columns = [str(c) for c in layout["columns"]]
-    frame = frame.select(pl.col(column).alias(role) for role, column in wanted.items())
-    if not _is_valid(frame, fmt):
-        _raise_bad_line(file, fmt)
-        raise DataError(f"{file}: a value is missing or out of range")
+        frame, reason = None, str(error).strip().splitlines()[0]
+    if frame is None:
+        _raise_bad_line(file, fmt, parse)
+        raise DataError(f"{file}: cannot be read: {reason}")
     return _finish(frame, fmt)
 
 
-def _is_valid(frame, fmt: RawFormat) -> bool:
+def _checks(frame, fmt: RawFormat) -> dict:
+    """role -> expression, true for each row with a good value."""
     import polars as pl
 
-    if frame.height == 0:
-        return True
-    checks = [pl.all_horizontal(pl.all().null_count() == 0)]
+    checks = {role: pl.col(role).is_not_null() for role in frame.columns}
+    for role in ("user", "item"):
+        if frame.schema[role] == pl.String:
+            checks[role] &= pl.col(role) != ""
     if fmt.has_timestamps:
         limit = MAX_SECONDS * (1000 if fmt.timestamp_unit == "ms" else 1)
-        checks.append(pl.col("timestamp").is_between(0, limit, closed="left").all())
+        checks["timestamp"] &= pl.col("timestamp").is_between(0, limit, closed="left")
     if "action" in fmt.columns:
         code = pl.col("action") * fmt.action_scale
-        checks.append((code.is_between(0, 2**31, closed="left") & (code == code.floor())).all())
-    checks += [pl.col(flag).is_between(0, 1).all() for flag in fmt.flags]
-    return all(all(frame.select(check.alias("ok"))["ok"]) for check in checks)
+        checks["action"] &= code.is_between(0, 2**31, closed="left") & (code == code.floor())
+    for flag in fmt.flags:
+        checks[flag] &= pl.col(flag) <= 1
+    return checks
+
+
+def _is_valid(frame, fmt: RawFormat) -> bool:
+    return all(frame.select(check.all().alias(role) for role, check in _checks(frame, fmt).items()).row(0))
 
 
 def _finish(frame, fmt: RawFormat):
@@ -395,7 +413,7 @@ def _finish(frame, fmt: RawFormat):
     if "action" in fmt.columns:
         code = pl.col("action") * fmt.action_scale
     elif fmt.flags:
-        code = pl.sum_horizontal(pl.col(flag) * (1 << bit) for bit, flag in enumerate(fmt.flags))
+        code = pl.sum_horizontal(pl.col(flag).cast(pl.Int32) * (1 << bit) for bit, flag in enumerate(fmt.flags))
     if code is not None:
         frame = frame.with_columns(code.cast(pl.Int32).alias("action"))
     return frame.select(r for r in ("user", "item", "timestamp", "action") if r in frame.columns)
@@ -414,29 +432,48 @@ def _header(file: Path, fmt: RawFormat) -> list[str]:
     return next(csv.reader([line], delimiter=fmt.separator)) if fmt.quoting else line.split(fmt.separator)
 
 
-def _rows(file: Path, fmt: RawFormat) -> Iterator[tuple[int, list[str]]]:
-    """(number of the row's first line, fields), the header left out."""
-    with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as f:
-        if fmt.quoting:
-            reader = csv.reader(f, delimiter=fmt.separator)
-            first = 1
-            for fields in reader:
-                if first > 1 or not fmt.header:
-                    yield first, fields
-                first = reader.line_num + 1
-        else:
-            for number, line in enumerate(f, 1):
-                if number > 1 or not fmt.header:
-                    line = line.rstrip("\r\n")
-                    yield number, line.split(fmt.separator) if line else []
+def _rows(text: str, first: int, fmt: RawFormat) -> Iterator[tuple[int, list[str]]]:
+    """(number of the row's first line, fields); `first` is the number of the text's first line."""
+    lines = io.StringIO(text, newline="")
+    if fmt.quoting:
+        reader, start = csv.reader(lines, delimiter=fmt.separator), 0
+        for fields in reader:
+            yield first + start, fields
+            start = reader.line_num
+    else:
+        for number, line in enumerate(lines, first):
+            line = line.rstrip("\r\n")
+            yield number, line.split(fmt.separator) if line else []
 
 
-def _raise_bad_line(file: Path, fmt: RawFormat) -> None:
-    """Find the first line that breaks the format and raise; return when the file looks right to us."""
+def _raise_bad_line(file: Path, fmt: RawFormat, parse) -> None:
+    """Find the first line that breaks the format and raise; return when the file looks right to us.
+
+    Parses block by block, and looks line by line only into a block that fails.
+    """
+    import polars as pl
+
+    with open(file, "rb") as f:
+        header = f.readline() if fmt.header else b""
+        line = 2 if fmt.header else 1
+        while block := f.read(BLOCK):
+            block += f.readline()
+            while fmt.quoting and block.count(b'"') % 2 and (more := f.readline()):
+                block += more  # never cut inside a quoted field
+            try:
+                good = parse(header + block) is not None
+            except pl.exceptions.PolarsError:
+                good = False
+            if not good:
+                _raise_bad_row(file, fmt, block.decode("utf-8", "surrogateescape"), line)
+            line += block.count(b"\n")
+
+
+def _raise_bad_row(file: Path, fmt: RawFormat, text: str, first: int) -> None:
     present = _header(file, fmt) if fmt.header else list(range(len(fmt.columns)))
     position = {role: present.index(column) for role, column in _wanted(fmt).items()}
     try:
-        for number, fields in _rows(file, fmt):
+        for number, fields in _rows(text, first, fmt):
             where = f"{file.name} line {number}"
             if not fields:
                 raise DataError(f"{where}: empty line")
@@ -448,7 +485,7 @@ def _raise_bad_line(file: Path, fmt: RawFormat) -> None:
                 if problem := _problem(role, fields[index], fmt):
                     raise DataError(f"{where}, column {label}: {problem}")
     except csv.Error as error:
-        raise DataError(f"{file.name}: not valid CSV: {error}") from error
+        raise DataError(f"{file.name}: not valid CSV after line {first - 1}: {error}") from error
 
 
 def _problem(role: str, value: str, fmt: RawFormat) -> str | None:
@@ -480,11 +517,11 @@ def _problem(role: str, value: str, fmt: RawFormat) -> str | None:
             code = -1.0
         kind = "an integer" if fmt.action_scale == 1 else f"a multiple of 1/{fmt.action_scale}"
         return None if 0 <= code < 2**31 and code.is_integer() else f"expected {kind} >= 0, got {shown}"
-    return None if re.fullmatch(r"\+?[01]", value) else f"expected 0 or 1, got {shown}"
+    return None if re.fullmatch(r" *\+?[01]", value) else f"expected 0 or 1, got {shown}"
 
 
 def _integer_problem(value: str, shown: str) -> str | None:
-    if not re.fullmatch(r"[+-]?[0-9]+", value):
+    if not re.fullmatch(r" *[+-]?[0-9]+", value):  # polars skips spaces before a number
         return f"expected an integer, got {shown}"
     if not -(2**63) <= int(value) < 2**63:
         return f"expected a 64-bit integer, got {shown}"
@@ -518,12 +555,10 @@ def _read_parquet(file: Path, fmt: RawFormat):
             value = value.dt.epoch(fmt.timestamp_unit)
         casts.append(value.cast(target, strict=False).alias(role))
     raw, frame = frame, frame.select(casts)
-    if not _is_valid(frame, fmt):
-        for role, column in fmt.columns.items():
-            for row, value in enumerate(frame[role]):
-                original = raw[column][row]
-                problem = _problem(role, "" if original is None else str(original if value is None else value), fmt)
-                if problem:
-                    raise DataError(f"{file.name} row {row + 1}, column {column}: {problem}")
-        raise DataError(f"{file}: a value is missing or out of range")
+    for role, good in _checks(frame, fmt).items():
+        row = frame.select((~good).arg_true().first()).item()
+        if row is not None:
+            original, value = raw[fmt.columns[role]][row], frame[role][row]
+            problem = _problem(role, "" if original is None else str(original if value is None else value), fmt)
+            raise DataError(f"{file.name} row {row + 1}, column {fmt.columns[role]}: {problem}")
     return _finish(frame, fmt)

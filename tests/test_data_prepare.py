@@ -291,6 +291,62 @@ def test_validator_for_every_format(load, name, text, complaint):
     assert complaint in error_of(load, name, text)
 
 
+@pytest.mark.parametrize("name", ["ml-100k", "csv"])
+def test_validator_far_into_the_file(load, monkeypatch, name):
+    """The search goes block by block: line numbers must count on across blocks, quoted line ends included."""
+    monkeypatch.setattr(prepare, "BLOCK", 64)
+    if name == "ml-100k":
+        text, lines = GOOD * 20, 16 * 20
+        bad = "1\t2\t3\tx\n"
+    else:
+        text, lines = CSV + '"u\n,v",i,1,0\n' * 100 + "u,i,1,0\n" * 7, 2 + 2 * 100 + 7
+        bad = "u,i,x,0\n"
+    assert load(name, text).num_events > 100
+    assert f"line {lines + 1}, column timestamp: expected an integer, got 'x'" in error_of(
+        load, name, text + bad + text
+    )
+
+
+@pytest.mark.parametrize("magic", [b"\x1f\x8b", b"PK\x03\x04"])
+def test_compressed_file(load, magic):
+    assert "the file is compressed; unpack it first" in error_of(load, "ml-20m", magic + b"\n\n")
+
+
+def test_header_of_another_encoding_is_shown_in_one_line(load):
+    message = error_of(load, "csv", CSV.encode("utf-16"))
+    assert "no column 'user'" in message and message.isprintable()
+
+
+def test_quoted_empty_id_is_missing(load):
+    assert "line 3, column user: the value is missing" in error_of(load, "csv", CSV + '"",i,1,0\n')
+
+
+def test_spaces_before_numbers_are_fine(load):
+    assert events(load("csv", "user,item,timestamp\n1,2, 3\n")) == [(1, 2, 3, None)]
+
+
+def test_source_that_cannot_be_read(load, monkeypatch, tmp_path):
+    def fail(file):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(prepare, "_file_sha256", fail)
+    assert "raw.txt: cannot be read: Permission denied" in error_of(load, "lines", "1 1\n")
+
+
+def test_source_that_changes_meanwhile(load, monkeypatch, tmp_path):
+    original = prepare.read_raw
+
+    def read_and_append(*args):
+        dataset = original(*args)
+        with open(tmp_path / "raw.txt", "a") as f:
+            f.write("9 9\n")
+        return dataset
+
+    monkeypatch.setattr(prepare, "read_raw", read_and_append)
+    assert "changed while it was being read" in error_of(load, "lines", "1 1\n")
+    assert not (tmp_path / "cache").exists()
+
+
 def test_validator_csv_action(load):
     message = error_of(load, "csv", CSV + "u,i,1,buy\n", columns={"action": "how"})
     assert "line 3, column how: expected an integer >= 0, got 'buy'" in message
