@@ -74,7 +74,7 @@ def _check(options: dict) -> SyntheticOptions:
 
 
 def generate(**options) -> Dataset:
-    """The data set of these SyntheticOptions; the same options give the same data on every machine.
+    """The data set of these SyntheticOptions; the same options (and numpy) give the same data.
 
     Every user has at least min_length events, and all num_items items are in the catalogue, whether met or not.
     DataError for an unknown option or an impossible value.
