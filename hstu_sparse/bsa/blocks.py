@@ -61,10 +61,10 @@ def bsa_pool_fwd_kernel(
     kbar,
     kbar_low,
     vbar,
-    k_t,
-    k_h,
-    v_t,
-    v_h,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
     H,
     B,
     D: tl.constexpr,
@@ -80,14 +80,26 @@ def bsa_pool_fwd_kernel(
     high and low part together are nearly fp32, and the tensor cores take them as two products.
     """
     slot, h = tl.program_id(0), tl.program_id(1)
-    _, start, length, j = locate(offsets, slot, B, BS)
+    _b, start, length, j = locate(offsets, slot, B, BS)
     size = tl.minimum(length - j * BS, BS)
     if size <= 0:
         return
     rows = tl.arange(0, BS)
     live = rows < size
-    mean_k = tl.sum(load_rows(k + (start + j * BS) * k_t + h * k_h, rows, k_t, live, D, BD).to(tl.float32), 0) / size
-    mean_v = tl.sum(load_rows(v + (start + j * BS) * v_t + h * v_h, rows, v_t, live, V, BV).to(tl.float32), 0) / size
+    mean_k = (
+        tl.sum(
+            load_rows(k + (start + j * BS) * k_stride_t + h * k_stride_h, rows, k_stride_t, live, D, BD).to(tl.float32),
+            0,
+        )
+        / size
+    )
+    mean_v = (
+        tl.sum(
+            load_rows(v + (start + j * BS) * v_stride_t + h * v_stride_h, rows, v_stride_t, live, V, BV).to(tl.float32),
+            0,
+        )
+        / size
+    )
     d, e = tl.arange(0, BD), tl.arange(0, BV)
     row = slot.to(tl.int64) * H + h
     high = mean_k.to(kbar.dtype.element_ty)
@@ -104,8 +116,8 @@ def bsa_choose_fwd_kernel(
     kbar_low,
     offsets,
     indices,
-    q_t,
-    q_h,
+    q_stride_t,
+    q_stride_h,
     alpha,
     H,
     B,
@@ -133,7 +145,7 @@ def bsa_choose_fwd_kernel(
     live = first < length
     own = first // BS
     base = start // BS + b
-    queries = load_rows(q + start * q_t + h * q_h, first, q_t, live, D, BD)
+    queries = load_rows(q + start * q_stride_t + h * q_stride_h, first, q_stride_t, live, D, BD)
 
     best = tl.full([BG, P], NO_KEY, tl.int64)
     candidates = tl.minimum((i * BG + BG - 1) * R, length - 1) // BS

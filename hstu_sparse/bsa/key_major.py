@@ -73,12 +73,12 @@ def bsa_select_fwd_kernel(
     list_start,
     chunk_start,
     chunk_list,
-    q_t,
-    q_h,
-    k_t,
-    k_h,
-    v_t,
-    v_h,
+    q_stride_t,
+    q_stride_h,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
     alpha,
     inv_n,
     m_first,
@@ -98,33 +98,33 @@ def bsa_select_fwd_kernel(
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    m, _, first, count = find_chunk(chunk_list, chunk_start, list_start, m_first, NB * H, CHUNK)
+    m, _chunk, first, count = find_chunk(chunk_list, chunk_start, list_start, m_first, NB * H, CHUNK)
     if count <= 0:
         return
     h = (m - m_first) // NB
-    _, start, length, j = locate(offsets, m % NB, B, BS)
+    _b, start, length, j = locate(offsets, m % NB, B, BS)
     stop = start + length
     key = tl.arange(0, BN)
     whole = key < BN
-    k += (start + j * BS) * k_t + h * k_h
-    v += (start + j * BS) * v_t + h * v_h
-    q += h * q_h
+    k += (start + j * BS) * k_stride_t + h * k_stride_h
+    v += (start + j * BS) * v_stride_t + h * v_stride_h
+    q += h * q_stride_h
     out += h * V
     if BN == BS:
-        keys = load_rows(k, key, k_t, whole, D, BD)
-        values = load_rows(v, key, v_t, whole, V, BV)
+        keys = load_rows(k, key, k_stride_t, whole, D, BD)
+        values = load_rows(v, key, v_stride_t, whole, V, BV)
     for row in range(0, count * R, BM):
         t, live = listed_tokens(lists, first, row, count * R, stop, R, BM)
-        queries = load_rows(q, t, q_t, live, D, BD)
+        queries = load_rows(q, t, q_stride_t, live, D, BD)
         if BN == BS:
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             part = tl.dot(silu(score * alpha, FAST).to(values.dtype), values, input_precision=PRECISION)
         else:
             part = tl.zeros([BM, BV], tl.float32)
             for s in range(0, BS, BN):
-                some = load_rows(k + s * k_t, key, k_t, whole, D, BD)
+                some = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
                 score = tl.dot(queries, tl.trans(some), input_precision=PRECISION)
-                some = load_rows(v + s * v_t, key, v_t, whole, V, BV)
+                some = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
                 part = tl.dot(silu(score * alpha, FAST).to(some.dtype), some, part, input_precision=PRECISION)
         gate = tl.load(g_slc + t.to(tl.int64) * H + h, mask=live, other=0.0).to(tl.float32)
         add_rows(out, t, H * V, live, part * (gate * inv_n)[:, None], V, BV, ATOMIC)
@@ -144,14 +144,14 @@ def bsa_select_bwd_dq_kernel(
     list_start,
     chunk_start,
     chunk_list,
-    do_t,
-    do_h,
-    q_t,
-    q_h,
-    k_t,
-    k_h,
-    v_t,
-    v_h,
+    do_stride_t,
+    do_stride_h,
+    q_stride_t,
+    q_stride_h,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
     alpha,
     inv_n,
     m_first,
@@ -171,25 +171,25 @@ def bsa_select_bwd_dq_kernel(
     PRECISION: tl.constexpr,
 ):
     """Gradient of q and of the selection gate alone: what the deterministic mode adds up slot after slot."""
-    m, _, first, count = find_chunk(chunk_list, chunk_start, list_start, m_first, NB * H, CHUNK)
+    m, _chunk, first, count = find_chunk(chunk_list, chunk_start, list_start, m_first, NB * H, CHUNK)
     if count <= 0:
         return
     h = (m - m_first) // NB
-    _, start, length, j = locate(offsets, m % NB, B, BS)
+    _b, start, length, j = locate(offsets, m % NB, B, BS)
     stop = start + length
     key = tl.arange(0, BN)
     whole = key < BN
-    k += (start + j * BS) * k_t + h * k_h
-    v += (start + j * BS) * v_t + h * v_h
+    k += (start + j * BS) * k_stride_t + h * k_stride_h
+    v += (start + j * BS) * v_stride_t + h * v_stride_h
     for row in range(0, count * R, BM):
         t, live = listed_tokens(lists, first, row, count * R, stop, R, BM)
-        queries = load_rows(q + h * q_h, t, q_t, live, D, BD)
-        upstream = load_rows(do + h * do_h, t, do_t, live, V, BV)
+        queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
+        upstream = load_rows(do + h * do_stride_h, t, do_stride_t, live, V, BV)
         acc = tl.zeros([BM, BD], tl.float32)
         branch = tl.zeros([BM], tl.float32)
         for s in range(0, BS, BN):
-            keys = load_rows(k + s * k_t, key, k_t, whole, D, BD)
-            values = load_rows(v + s * v_t, key, v_t, whole, V, BV)
+            keys = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
+            values = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score * alpha, FAST)
@@ -237,14 +237,14 @@ def bsa_select_bwd_dkv_kernel(
     chunk_start,
     chunk_list,
     part_start,
-    do_t,
-    do_h,
-    q_t,
-    q_h,
-    k_t,
-    k_h,
-    v_t,
-    v_h,
+    do_stride_t,
+    do_stride_h,
+    q_stride_t,
+    q_stride_h,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
     alpha,
     inv_n,
     window,
@@ -275,14 +275,14 @@ def bsa_select_bwd_dkv_kernel(
         return
     h = m // NB
     slot = m % NB
-    _, start, length, j = locate(offsets, slot, B, BS)
+    _b, start, length, j = locate(offsets, slot, B, BS)
     if j * BS >= length:
         return
     offset = tl.program_id(1) * BN
     s = j * BS + offset + tl.arange(0, BN)
     known = s < length
-    keys = load_rows(k + start * k_t + h * k_h, s, k_t, known, D, BD)
-    values = load_rows(v + start * v_t + h * v_h, s, v_t, known, V, BV)
+    keys = load_rows(k + start * k_stride_t + h * k_stride_h, s, k_stride_t, known, D, BD)
+    values = load_rows(v + start * v_stride_t + h * v_stride_h, s, v_stride_t, known, V, BV)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
 
@@ -293,8 +293,8 @@ def bsa_select_bwd_dkv_kernel(
         for c in range((j * BS + offset) // BM * BM, tl.minimum(reach, length), BM):
             t = c + tl.arange(0, BM)
             live = t < length
-            queries = load_rows(q + start * q_t + h * q_h, t, q_t, live, D, BD)
-            upstream = load_rows(do + start * do_t + h * do_h, t, do_t, live, V, BV)
+            queries = load_rows(q + start * q_stride_t + h * q_stride_h, t, q_stride_t, live, D, BD)
+            upstream = load_rows(do + start * do_stride_t + h * do_stride_h, t, do_stride_t, live, V, BV)
             token = (start + t) * H + h
             slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
             seen = s[:, None] <= t[None, :]
@@ -307,8 +307,8 @@ def bsa_select_bwd_dkv_kernel(
     stop = start + length
     for row in range(0, count * R, BM):
         t, live = listed_tokens(lists, first, row, count * R, stop, R, BM)
-        queries = load_rows(q + h * q_h, t, q_t, live, D, BD)
-        upstream = load_rows(do + h * do_h, t, do_t, live, V, BV)
+        queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
+        upstream = load_rows(do + h * do_stride_h, t, do_stride_t, live, V, BV)
         token = t.to(tl.int64) * H + h
         gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
         acc_k, acc_v, dscore, product = key_step(
@@ -324,10 +324,10 @@ def bsa_select_bwd_dkv_kernel(
     if chunk == 0:
         # The mean's gradient goes to the block's tokens in equal shares.
         size = tl.minimum(length - j * BS, BS)
-        row = slot.to(tl.int64) * H + h
+        place = slot.to(tl.int64) * H + h
         d, e = tl.arange(0, BD), tl.arange(0, BV)
-        acc_k += (tl.load(dkbar + row * D + d, mask=d < D, other=0.0) / size)[None, :]
-        acc_v += (tl.load(dvbar + row * V + e, mask=e < V, other=0.0) / size)[None, :]
+        acc_k += (tl.load(dkbar + place * D + d, mask=d < D, other=0.0) / size)[None, :]
+        acc_v += (tl.load(dvbar + place * V + e, mask=e < V, other=0.0) / size)[None, :]
     part = tl.load(part_start + m)
     if tl.load(part_start + m + 1) == part:
         store_rows(dk + (start * H + h) * D, s, H * D, known, acc_k, D, BD)
@@ -363,7 +363,7 @@ def bsa_merge_bwd_dkv_kernel(
     if part == last:
         return
     h = m // NB
-    _, start, length, j = locate(offsets, m % NB, B, BS)
+    _b, start, length, j = locate(offsets, m % NB, B, BS)
     lane = tl.program_id(1) * BN + tl.arange(0, BN)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
@@ -386,10 +386,10 @@ def bsa_compress_bwd_dkv_kernel(
     g_cmp,
     dkbar,
     dvbar,
-    do_t,
-    do_h,
-    q_t,
-    q_h,
+    do_stride_t,
+    do_stride_h,
+    q_stride_t,
+    q_stride_h,
     alpha,
     inv_n,
     H,
@@ -423,8 +423,8 @@ def bsa_compress_bwd_dkv_kernel(
     for c in range(begin, length, BM * tl.num_programs(2)):
         t = c + tl.arange(0, BM)
         live = t < length
-        queries = load_rows(q + start * q_t + h * q_h, t, q_t, live, D, BD)
-        upstream = load_rows(do + start * do_t + h * do_h, t, do_t, live, V, BV)
+        queries = load_rows(q + start * q_stride_t + h * q_stride_h, t, q_stride_t, live, D, BD)
+        upstream = load_rows(do + start * do_stride_t + h * do_stride_h, t, do_stride_t, live, V, BV)
         cmp = tl.load(g_cmp + (start + t) * H + h, mask=live, other=0.0).to(tl.float32)
         gate = tl.where(j[:, None] < ((t + 1) // BS)[None, :], cmp[None, :], 0.0)
         acc_k, acc_v, _, _ = key_step(acc_k, acc_v, keys, values, queries, upstream, gate, alpha, FAST, PRECISION)

@@ -41,12 +41,12 @@ def bsa_query_fwd_kernel(
     g_slc,
     g_swa,
     out,
-    q_t,
-    q_h,
-    k_t,
-    k_h,
-    v_t,
-    v_h,
+    q_stride_t,
+    q_stride_h,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
     alpha,
     inv_n,
     H,
@@ -77,9 +77,9 @@ def bsa_query_fwd_kernel(
     t = begin + tl.arange(0, BM)
     live = t < length
     token = (start + t) * H + h
-    queries = load_rows(q + start * q_t + h * q_h, t, q_t, live, D, BD)
-    k += start * k_t + h * k_h
-    v += start * v_t + h * v_h
+    queries = load_rows(q + start * q_stride_t + h * q_stride_h, t, q_stride_t, live, D, BD)
+    k += start * k_stride_t + h * k_stride_h
+    v += start * v_stride_t + h * v_stride_h
     acc = tl.zeros([BM, BV], tl.float32)
 
     base = (start // BS + b) * H + h
@@ -106,10 +106,10 @@ def bsa_query_fwd_kernel(
                 known = place < count * BS
                 s = tl.load(indices + row + place // BS, mask=known, other=0) * BS + place % BS
                 known &= s < end
-            score = tl.dot(queries, tl.trans(load_rows(k, s, k_t, known, D, BD)), input_precision=PRECISION)
+            score = tl.dot(queries, tl.trans(load_rows(k, s, k_stride_t, known, D, BD)), input_precision=PRECISION)
             seen = known[None, :] & (s[None, :] <= t[:, None])
             weight = tl.where(seen, silu(score * alpha, FAST) * slc[:, None], 0.0)
-            values = load_rows(v, s, v_t, known, V, BV)
+            values = load_rows(v, s, v_stride_t, known, V, BV)
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
     if WINDOW or not SELECT:
@@ -124,9 +124,9 @@ def bsa_query_fwd_kernel(
         for c in range(first, end, BN):
             s = c + tl.arange(0, BN)
             known = s < end
-            score = tl.dot(queries, tl.trans(load_rows(k, s, k_t, known, D, BD)), input_precision=PRECISION)
+            score = tl.dot(queries, tl.trans(load_rows(k, s, k_stride_t, known, D, BD)), input_precision=PRECISION)
             weight = silu(score * alpha, FAST) * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
-            values = load_rows(v, s, v_t, known, V, BV)
+            values = load_rows(v, s, v_stride_t, known, V, BV)
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
     store_rows(out + (start * H + h) * V, t, H * V, live, acc * inv_n, V, BV)
@@ -149,14 +149,14 @@ def bsa_query_bwd_dq_kernel(
     dg_cmp,
     dg_slc,
     dg_swa,
-    do_t,
-    do_h,
-    q_t,
-    q_h,
-    k_t,
-    k_h,
-    v_t,
-    v_h,
+    do_stride_t,
+    do_stride_h,
+    q_stride_t,
+    q_stride_h,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
     alpha,
     inv_n,
     H,
@@ -187,10 +187,10 @@ def bsa_query_bwd_dq_kernel(
     t = begin + tl.arange(0, BM)
     live = t < length
     token = (start + t) * H + h
-    queries = load_rows(q + start * q_t + h * q_h, t, q_t, live, D, BD)
-    upstream = load_rows(do + start * do_t + h * do_h, t, do_t, live, V, BV)
-    k += start * k_t + h * k_h
-    v += start * v_t + h * v_h
+    queries = load_rows(q + start * q_stride_t + h * q_stride_h, t, q_stride_t, live, D, BD)
+    upstream = load_rows(do + start * do_stride_t + h * do_stride_h, t, do_stride_t, live, V, BV)
+    k += start * k_stride_t + h * k_stride_h
+    v += start * v_stride_t + h * v_stride_h
     acc = tl.zeros([BM, BD], tl.float32)
 
     base = (start // BS + b) * H + h
@@ -224,8 +224,8 @@ def bsa_query_bwd_dq_kernel(
                 known = place < count * BS
                 s = tl.load(indices + row + place // BS, mask=known, other=0) * BS + place % BS
                 known &= s < end
-            keys = load_rows(k, s, k_t, known, D, BD)
-            values = load_rows(v, s, v_t, known, V, BV)
+            keys = load_rows(k, s, k_stride_t, known, D, BD)
+            values = load_rows(v, s, v_stride_t, known, V, BV)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score * alpha, FAST)
@@ -246,8 +246,8 @@ def bsa_query_bwd_dq_kernel(
         for c in range(first, end, BN):
             s = c + tl.arange(0, BN)
             known = s < end
-            keys = load_rows(k, s, k_t, known, D, BD)
-            values = load_rows(v, s, v_t, known, V, BV)
+            keys = load_rows(k, s, k_stride_t, known, D, BD)
+            values = load_rows(v, s, v_stride_t, known, V, BV)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score * alpha, FAST)
