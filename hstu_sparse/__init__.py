@@ -1,6 +1,17 @@
 """Operators of HSTU-style sequence recommenders: tensors in, tensors out."""
 
-from hstu_sparse.bsa import bsa_attention
+from hstu_sparse.bsa import (
+    TritonHSTUBSAAttention,
+    bsa_attention,
+    triton_block_sparse_attn,
+    triton_hstu_attention_with_bsa,
+)
 from hstu_sparse.dense import hstu_attention
 
-__all__ = ["bsa_attention", "hstu_attention"]
+__all__ = [
+    "TritonHSTUBSAAttention",
+    "bsa_attention",
+    "hstu_attention",
+    "triton_block_sparse_attn",
+    "triton_hstu_attention_with_bsa",
+]

@@ -2,5 +2,12 @@
 
 from hstu_sparse.bsa.api import bsa_attention
 from hstu_sparse.bsa.reference import bsa_attention_reference
+from hstu_sparse.bsa.seeds import TritonHSTUBSAAttention, triton_block_sparse_attn, triton_hstu_attention_with_bsa
 
-__all__ = ["bsa_attention", "bsa_attention_reference"]
+__all__ = [
+    "TritonHSTUBSAAttention",
+    "bsa_attention",
+    "bsa_attention_reference",
+    "triton_block_sparse_attn",
+    "triton_hstu_attention_with_bsa",
+]

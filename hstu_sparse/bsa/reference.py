@@ -33,7 +33,9 @@ def bsa_attention_reference(
     """
     tokens, heads, _ = q.shape
     if tokens == 0:
-        return q.sum(-1, keepdim=True) * v, torch.full((0, heads, block_counts), -1, dtype=torch.int32, device=q.device)
+        # Nothing to compute, but still a function of every input.
+        out = v * sum((x.sum(-1) for x in (q, k)), sum(g for g in gates if g is not None)).unsqueeze(-1)
+        return out, torch.full((0, heads, block_counts), -1, dtype=torch.int32, device=q.device)
 
     lengths = seq_offsets.diff().long()
     batch, blocks = len(lengths), -(-int(lengths.max()) // block_size)
