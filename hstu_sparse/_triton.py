@@ -14,8 +14,9 @@ import triton.language as tl
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-# Constexpr switch: approximate hyperbolic tangent by one instruction. There is no such thing in the interpreter.
-FAST_TANH = tl.constexpr(not INTERPRET)
+# Constexpr switches: inline assembly is there only in compiled kernels, tanh in one instruction too.
+COMPILED = tl.constexpr(not INTERPRET)
+FAST_TANH = COMPILED
 
 
 @triton.jit
@@ -109,7 +110,7 @@ def allocator() -> None:
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
 
 
-def compile_ahead(kernel, signature: dict, constexprs: dict, *, arch: int, num_warps=4, num_stages=2) -> dict:
+def compile_ahead(kernel, signature: dict, constexprs: dict, *, arch: int, num_warps=4, num_stages=2, divisible=True):
     """Compiles one kernel for sm_`arch` without a GPU and reports what it uses.
 
     Args:
@@ -118,9 +119,10 @@ def compile_ahead(kernel, signature: dict, constexprs: dict, *, arch: int, num_w
             `constexprs`.
         constexprs: argument name -> value.
         arch: 80 or 90.
+        divisible: strides (`*stride_t`, `*stride_h`) are multiples of 16, as they are for most head sizes.
 
     Returns:
-        dict with `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes`, `name`.
+        dict with `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes`, `name`, `asm`.
     """
     import re
     import subprocess
@@ -133,7 +135,8 @@ def compile_ahead(kernel, signature: dict, constexprs: dict, *, arch: int, num_w
         raise RuntimeError("compile_ahead needs a process without TRITON_INTERPRET")
     names = kernel.arg_names
     signature = {name: signature.get(name, "constexpr") for name in names}
-    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    aligned = [n for n in names if signature[n].startswith("*") or (n.endswith(("stride_t", "stride_h")) and divisible)]
+    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constexprs.items()}, attrs)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -141,12 +144,13 @@ def compile_ahead(kernel, signature: dict, constexprs: dict, *, arch: int, num_w
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text.stdout)
+        found = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", found.stdout)
     registers, stack, _, local = (int(x) for x in usage.groups())
     return {
         "name": kernel.__name__,
         "registers": registers,
         "local_bytes": stack + local,
         "shared_bytes": compiled.metadata.shared,
+        "asm": compiled.asm,
     }

@@ -1,9 +1,13 @@
-"""Skips what the machine cannot run; keeps torch from oversubscribing the cores."""
+"""Skips what the machine cannot run; keeps torch from oversubscribing the cores; no GPU: Triton's interpreter."""
 
 import os
 
 import pytest
 import torch
+
+# Triton reads it once, when it is first imported, so it has to be set before any test module is.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_configure(config):

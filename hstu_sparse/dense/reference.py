@@ -124,7 +124,7 @@ def _attend(
         seen = timestamps.index_select(0, index).view(batch, 1, longest)
         asked = asked.index_select(0, index).view(batch, longest, 1)
         scores = scores + _look_up(time_bias, time_bucket(asked - seen, time_bias.shape[0] - 1))[:, None]
-    weights = F.silu(scores).masked_fill(hidden, 0)
+    weights = F.silu(scores).masked_fill(hidden, 0).to(v.dtype)
     padded = torch.matmul(weights, pad(v / max_seq_len)).transpose(1, 2).reshape(batch * longest, heads, v.shape[2])
     return padded.index_select(0, inside.flatten().nonzero()[:, 0])
 

@@ -15,9 +15,10 @@ take one special-function instruction for both.
 
 Bias. A position bias is read per pair from `position_bias[t - s]`. For the time bias, timestamps come as pairs of fp32
 (high and low part), whose differences are exact up to 2^24 seconds, and a bucket is found by comparing with the exact
-bucket edges. How many buckets a tile touches is known from the least and the greatest timestamp of its two sides: away
-from the diagonal, and timestamps ascending, hardly ever more than three, and then no logarithm and no look-up per pair
-is needed.
+bucket edges. How many buckets a tile touches is known from the least and the greatest timestamp of its two sides. A
+tile of at most three is called narrow, and needs no logarithm and no look-up per pair; with ascending timestamps all
+tiles are, but the few next to the diagonal. The run of narrow tiles on the far side is found before the loops, and
+walked by the loop that has no masks; all others go to the loop that has them.
 """
 
 import functools
@@ -27,9 +28,10 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse._triton import FAST_TANH, INTERPRET, cdiv, padded_head, require_runnable, tanh_approx
+from hstu_sparse._triton import COMPILED, INTERPRET, cdiv, padded_head, require_runnable, tanh_approx
 from hstu_sparse.dense.reference import BUCKET_WIDTH, bucket_edges
 
+MAX_BUCKETS = 255
 # Buckets per natural logarithm, as a factor of log2.
 _PER_LOG2 = tl.constexpr(0.6931471805599453 / BUCKET_WIDTH)
 
@@ -93,15 +95,31 @@ def dense_attention_times_kernel(
 
 
 @triton.jit
+def _look_up(table, index):
+    """table[index] (fp32) for a tile of indices, left in the layout that the tile has.
+
+    An ordinary load is given a layout of its own, and moving a tile from there to the tensor cores' layout costs more
+    than the load. An elementwise operation keeps its operand's layout.
+    """
+    if COMPILED:
+        pointers = (table + index).to(tl.int64)
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers], tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.load(table + index)
+
+
+@triton.jit
 def _floor_bucket(log2):
     """floor(log2 * _PER_LOG2 - 1e-5), a bucket number or the one below it, without a float-to-integer conversion.
 
     Adding 1.5 * 2^23 with rounding down leaves the floor in the low mantissa bits; the conversion instruction would
     share the special-function unit with log2 and tanh.
     """
-    if FAST_TANH:
+    if COMPILED:
         bits = tl.inline_asm_elementwise(
-            "fma.rm.f32 $0, $1, 0f40136556, 0f4B400000;", "=r,f", [log2 - 4e-6], tl.int32, is_pure=True, pack=1
+            "fma.rm.f32 $0, $1, 0f40136150, 0f4B400000;", "=r,f", [log2 - 4e-6], tl.int32, is_pure=True, pack=1
         )
         return bits - 0x4B400000
     else:
@@ -115,29 +133,54 @@ def _bucket(x, edges, NUM_BUCKETS: tl.constexpr):
     `edges [NUM_BUCKETS + 2]`: edge k is the least value in bucket k; the one past the last bucket is infinite.
     """
     estimate = tl.minimum(tl.maximum(_floor_bucket(tl.log2(tl.maximum(x, 1.0))), 0), NUM_BUCKETS)
-    return estimate + (x >= tl.load(edges + estimate + 1)).to(tl.int32)
+    return estimate + (x >= _look_up(edges, estimate + 1)).to(tl.int32)
 
 
 @triton.jit
 def _bucket_range(q_least, q_greatest, k_least, k_greatest, edges, NUM_BUCKETS: tl.constexpr):
-    """(lowest, highest) bucket of the differences between two sides with these extreme timestamps (scalars)."""
+    """(lowest, highest) bucket of the differences between two sides with these extreme timestamps."""
     nearest = tl.maximum(tl.maximum(q_least - k_greatest, k_least - q_greatest), 0)
     farthest = tl.maximum(q_greatest - k_least, k_greatest - q_least)
     return _bucket(nearest.to(tl.float32), edges, NUM_BUCKETS), _bucket(farthest.to(tl.float32), edges, NUM_BUCKETS)
 
 
 @triton.jit
-def _time_bias(x, lowest, highest, table, edges, NUM_BUCKETS: tl.constexpr):
-    """table[bucket(x)] for a tile x of absolute differences whose buckets lie in lowest .. highest."""
-    if highest - lowest <= 2:
-        first = tl.load(table + lowest).to(tl.float32)
-        second = tl.load(table + tl.minimum(lowest + 1, NUM_BUCKETS)).to(tl.float32)
-        third = tl.load(table + tl.minimum(lowest + 2, NUM_BUCKETS)).to(tl.float32)
-        bias = tl.where(x >= tl.load(edges + lowest + 1), second, first)
-        bias = tl.where(x >= tl.load(edges + tl.minimum(lowest + 2, NUM_BUCKETS + 1)), third, bias)
+def _narrow(
+    first, last, own_least, own_greatest, least, greatest, edges, NUM_BUCKETS: tl.constexpr, BLOCK: tl.constexpr,
+    FROM_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Where the narrow blocks (three buckets at most) of the other side's rows first .. last end.
+
+    FROM_FIRST: the first row of the first block that is not narrow. Else: the row after the last such block. `first`
+    and `last` are multiples of BLOCK, and so is the result.
+    """
+    CHUNK: tl.constexpr = 64
+    wide_first = last // BLOCK
+    wide_end = first // BLOCK
+    for start in range(first // BLOCK, last // BLOCK, CHUNK):
+        block = start + tl.arange(0, CHUNK)
+        inside = block < last // BLOCK
+        lowest, highest = _bucket_range(
+            own_least, own_greatest, tl.load(least + block, inside, 0), tl.load(greatest + block, inside, 0), edges,
+            NUM_BUCKETS,
+        )  # fmt: skip
+        wide = inside & (highest - lowest > 2)
+        wide_first = tl.minimum(wide_first, tl.min(tl.where(wide, block, wide_first), 0))
+        wide_end = tl.maximum(wide_end, tl.max(tl.where(wide, block + 1, wide_end), 0))
+    if FROM_FIRST:
+        return tl.maximum(wide_first * BLOCK, first)
     else:
-        bias = tl.load(table + _bucket(x, edges, NUM_BUCKETS)).to(tl.float32)
-    return bias
+        return wide_end * BLOCK
+
+
+@triton.jit
+def _narrow_bias(x, lowest, table, edges, NUM_BUCKETS: tl.constexpr):
+    """table[bucket(x)] for a tile x of absolute differences whose buckets lie in lowest .. lowest + 2."""
+    first = tl.load(table + lowest)
+    second = tl.load(table + tl.minimum(lowest + 1, NUM_BUCKETS))
+    third = tl.load(table + tl.minimum(lowest + 2, NUM_BUCKETS))
+    bias = tl.where(x >= tl.load(edges + lowest + 1), second, first)
+    return tl.where(x >= tl.load(edges + tl.minimum(lowest + 2, NUM_BUCKETS + 1)), third, bias)
 
 
 @triton.jit
@@ -146,7 +189,7 @@ def _silu(s, bias, half_alpha, HAS_BIAS: tl.constexpr, FAST: tl.constexpr):
     h = s * half_alpha
     if HAS_BIAS:
         h += 0.5 * bias
-    if FAST and FAST_TANH:
+    if FAST and COMPILED:
         return h * tanh_approx(h) + h
     else:
         return 2.0 * h / (1.0 + tl.exp(-2.0 * h))
@@ -158,7 +201,7 @@ def _silu_and_twice_grad(s, bias, half_alpha, HAS_BIAS: tl.constexpr, FAST: tl.c
     h = s * half_alpha
     if HAS_BIAS:
         h += 0.5 * bias
-    if FAST and FAST_TANH:
+    if FAST and COMPILED:
         u = tanh_approx(h)
     else:
         u = 2.0 / (1.0 + tl.exp(-2.0 * h)) - 1.0
@@ -196,16 +239,23 @@ def _visible(t, s, length, history, window_size, HAS_TARGETS: tl.constexpr, HAS_
 
 @triton.jit
 def _pair_bias(
-    t, s, last_position, q_high, q_low, k_high, k_low, lowest, highest, position_bias, time_bias, edges,
+    t, s, last_position, q_high, q_low, k_high, k_low, lowest, position_bias, time_bias, edges,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, HAS_TARGETS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """(b(t, s), |time difference|) of a tile, from vectors that broadcast against each other."""
+    """(b(t, s), |time difference| or its bucket) of a tile, from vectors that broadcast against each other.
+
+    Tiles without a mask are narrow: their buckets are lowest .. lowest + 2. Of the others the bucket is returned.
+    """
     bias = 0.0
-    difference = 0.0
+    where = 0.0
     if HAS_TIME:
-        difference = tl.abs((q_high - k_high) + (q_low - k_low))
-        bias = _time_bias(difference, lowest, highest, time_bias, edges, NUM_BUCKETS)
+        where = tl.abs((q_high - k_high) + (q_low - k_low))
+        if MASKED:
+            where = _bucket(where, edges, NUM_BUCKETS)
+            bias = _look_up(time_bias, where)
+        else:
+            bias = _narrow_bias(where, lowest, time_bias, edges, NUM_BUCKETS)
     if HAS_POSITION:
         # The last position bounds the rows past the end too: they look up whatever is there, inside the table.
         if HAS_TARGETS:
@@ -214,8 +264,8 @@ def _pair_bias(
             distance = tl.minimum(t, last_position) - s
         if MASKED:
             distance = tl.maximum(distance, 0)
-        bias += tl.load(position_bias + distance).to(tl.float32)
-    return bias, difference
+        bias += _look_up(position_bias, distance)
+    return bias, where
 
 
 @triton.jit
@@ -236,17 +286,18 @@ def _attend(
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
         s = start + n
         k_high, k_low = 0.0, 0.0
-        lowest, highest = 0, 0
+        lowest = 0
         if HAS_TIME:
             inside = s < length
             k_high = tl.load(k_times + s, inside, 0.0)[None, :]
             k_low = tl.load(k_times + total + s, inside, 0.0)[None, :]
-            block = start // BLOCK_N
-            lowest, highest = _bucket_range(
-                q_least, q_greatest, tl.load(k_least + block), tl.load(k_greatest + block), edges, NUM_BUCKETS
-            )
+            if not MASKED:
+                block = start // BLOCK_N
+                lowest, _ = _bucket_range(
+                    q_least, q_greatest, tl.load(k_least + block), tl.load(k_greatest + block), edges, NUM_BUCKETS
+                )
         bias, _ = _pair_bias(
-            t[:, None], s[None, :], last_position, q_high, q_low, k_high, k_low, lowest, highest, position_bias,
+            t[:, None], s[None, :], last_position, q_high, q_low, k_high, k_low, lowest, position_bias,
             time_bias, edges, HAS_POSITION, HAS_TIME, NUM_BUCKETS, HAS_TARGETS, MASKED,
         )  # fmt: skip
         weights = _silu(scores, bias, half_alpha, HAS_POSITION or HAS_TIME, FAST)
@@ -320,6 +371,10 @@ def dense_attention_fwd_kernel(
     first, full, diagonal, end = _key_ranges(
         first_row, length, history, window_size, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N
     )
+    if HAS_TIME:
+        diagonal = _narrow(
+            full, diagonal, q_least, q_greatest, k_least, k_greatest, edges, NUM_BUCKETS, BLOCK_N, True
+        )  # fmt: skip
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
     if HAS_WINDOW:
         acc = _attend(
@@ -389,23 +444,96 @@ def _add_position_grad(
 
 
 @triton.jit
-def _add_time_grad(grad, ds, difference, lowest, highest, edges, scale):
-    """grad[bucket] += the sum of ds over the pairs in that bucket, for the buckets lowest .. highest of this tile.
+def _add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
 
-    All of ds counts for the lowest bucket first; then each edge moves the sum of what lies beyond it one bucket up.
-    """
-    tl.atomic_add(grad + lowest, tl.sum(ds) * scale, sem="relaxed")
-    for bucket in range(lowest + 1, highest + 1):
-        beyond = tl.sum(tl.where(difference >= tl.load(edges + bucket), ds, 0.0)) * scale
-        tl.atomic_add(grad + bucket, beyond, sem="relaxed")
-        tl.atomic_add(grad + bucket - 1, -beyond, sem="relaxed")
+
+@triton.jit
+def _add_narrow_time_grad(grad, ds, difference, lowest, edges, scale, NUM_BUCKETS: tl.constexpr):
+    """grad[bucket] += the sum of ds over the pairs in that bucket, for a tile of the buckets lowest .. lowest + 2."""
+    beyond_first = tl.where(difference >= tl.load(edges + lowest + 1), ds, 0.0)
+    beyond_second = tl.where(difference >= tl.load(edges + tl.minimum(lowest + 2, NUM_BUCKETS + 1)), ds, 0.0)
+    rows = tl.reduce((ds, beyond_first, beyond_second), 1, _add_three)
+    everything, first, second = tl.reduce(rows, 0, _add_three)
+    tl.atomic_add(grad + lowest, (everything - first) * scale, sem="relaxed")
+    tl.atomic_add(grad + tl.minimum(lowest + 1, NUM_BUCKETS), (first - second) * scale, sem="relaxed")
+    tl.atomic_add(grad + tl.minimum(lowest + 2, NUM_BUCKETS), second * scale, sem="relaxed")
+
+
+# A histogram in shared memory, which Triton has no words for: one table for each of the 32 lanes of a warp, so that the
+# lanes neither meet in a bank nor at an address. The variable is declared inside the assembly, in the program's static
+# shared memory, beside the dynamic part that Triton lays out.
+
+
+@triton.jit
+def _histogram_open(token):
+    """The shared-memory address of [256, 32] fp32, zeroed. Called once per program; `token` is any int32 scalar."""
+    base = tl.inline_asm_elementwise(
+        "{ .shared .align 16 .b8 hstu_histogram[32768]; mov.u32 $0, hstu_histogram; }", "=r,r", [token], tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.inline_asm_elementwise(
+        "{ .reg .u32 a; mad.lo.u32 a, $2, 4, $1; st.shared.f32 [a], 0f00000000; mov.u32 $0, 0; }", "=r,r,r",
+        [base, tl.arange(0, 8192)], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.debug_barrier()
+    return base
+
+
+@triton.jit
+def _histogram_add(base, bucket, value):
+    """histogram[bucket] += value for a tile. Four neighbours that share a bucket, as most do, are added first."""
+    tl.inline_asm_elementwise(
+        """{
+            .reg .u32 lane, a;
+            .reg .f32 sum;
+            .reg .pred same;
+            mov.u32 lane, %tid.x;
+            and.b32 lane, lane, 31;
+            mad.lo.u32 lane, lane, 4, $1;
+            setp.eq.u32 same, $5, $6;
+            setp.eq.and.u32 same, $5, $7, same;
+            setp.eq.and.u32 same, $5, $8, same;
+            mad.lo.u32 a, $5, 128, lane;
+            @!same bra APART;
+            add.f32 sum, $9, $10;
+            add.f32 sum, sum, $11;
+            add.f32 sum, sum, $12;
+            red.shared.add.f32 [a], sum;
+            bra DONE;
+            APART:
+            red.shared.add.f32 [a], $9;
+            mad.lo.u32 a, $6, 128, lane;
+            red.shared.add.f32 [a], $10;
+            mad.lo.u32 a, $7, 128, lane;
+            red.shared.add.f32 [a], $11;
+            mad.lo.u32 a, $8, 128, lane;
+            red.shared.add.f32 [a], $12;
+            DONE:
+            mov.u32 $0, 0;
+        }""",
+        "=r,r,r,r,r,r,r,r,r,f,f,f,f", [base, bucket, value], tl.int8, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _histogram_close(base, grad, scale, NUM_BUCKETS: tl.constexpr):
+    """grad[bucket] += scale * histogram[bucket]."""
+    tl.debug_barrier()
+    copies = tl.inline_asm_elementwise(
+        "{ .reg .u32 a; mad.lo.u32 a, $2, 4, $1; ld.shared.f32 $0, [a]; }", "=f,r,r", [base, tl.arange(0, 8192)],
+        tl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+    bucket = tl.arange(0, 256)
+    total = tl.sum(tl.reshape(copies, [256, 32]), 1) * scale
+    tl.atomic_add(grad + bucket, total, (bucket <= NUM_BUCKETS) & (total != 0.0), sem="relaxed")
 
 
 @triton.jit
 def _attend_dq(
     acc, q, do, first, last, t, first_row, length, history, k, v, k_stride, v_stride, half_alpha, window_size, scale,
-    position_bias, time_bias, position_grad, time_grad, edges, q_high, q_low, q_least, q_greatest, k_times, k_least,
-    k_greatest, total,
+    position_bias, time_bias, position_grad, time_grad, histogram, edges, q_high, q_low, q_least, q_greatest, k_times,
+    k_least, k_greatest, total,
     D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -423,17 +551,18 @@ def _attend_dq(
         dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
         s = start + n
         k_high, k_low = 0.0, 0.0
-        lowest, highest = 0, 0
+        lowest = 0
         if HAS_TIME:
             inside = s < length
             k_high = tl.load(k_times + s, inside, 0.0)[None, :]
             k_low = tl.load(k_times + total + s, inside, 0.0)[None, :]
-            block = start // BLOCK_N
-            lowest, highest = _bucket_range(
-                q_least, q_greatest, tl.load(k_least + block), tl.load(k_greatest + block), edges, NUM_BUCKETS
-            )
-        bias, difference = _pair_bias(
-            t[:, None], s[None, :], last_position, q_high, q_low, k_high, k_low, lowest, highest, position_bias,
+            if not MASKED:
+                block = start // BLOCK_N
+                lowest, _ = _bucket_range(
+                    q_least, q_greatest, tl.load(k_least + block), tl.load(k_greatest + block), edges, NUM_BUCKETS
+                )
+        bias, where = _pair_bias(
+            t[:, None], s[None, :], last_position, q_high, q_low, k_high, k_low, lowest, position_bias,
             time_bias, edges, HAS_POSITION, HAS_TIME, NUM_BUCKETS, HAS_TARGETS, MASKED,
         )  # fmt: skip
         _, slope = _silu_and_twice_grad(scores, bias, half_alpha, HAS_POSITION or HAS_TIME, FAST)
@@ -447,7 +576,12 @@ def _attend_dq(
                 position_grad, ds, t, s, first_row, start, length, history, scale, HAS_TARGETS, BLOCK_M, BLOCK_N
             )
         if HAS_TIME:
-            _add_time_grad(time_grad, ds, difference, lowest, highest, edges, scale)
+            if not MASKED:
+                _add_narrow_time_grad(time_grad, ds, where, lowest, edges, scale, NUM_BUCKETS)
+            elif COMPILED:
+                _histogram_add(histogram, where, ds)
+            else:
+                tl.atomic_add(time_grad + where, ds * scale)
     return acc
 
 
@@ -483,6 +617,7 @@ def dense_attention_bwd_dq_kernel(
     do += begin * do_stride_t + head * do_stride_h
     query = _load_rows(q, first_row, m, d, q_stride_t, length, D, PAD_D, True)
     dout = _load_rows(do, first_row, m, tl.arange(0, PAD_V), do_stride_t, length, V, PAD_V, True)
+    histogram = 0
     q_high, q_low = 0.0, 0.0
     q_least, q_greatest = 0, 0
     if HAS_TIME:
@@ -494,30 +629,38 @@ def dense_attention_bwd_dq_kernel(
         k_greatest += begin // BLOCK_N + b
         # Several copies of the small table keep the programs' additions from queueing at one address.
         time_grad += (tl.program_id(0) % COPIES) * (NUM_BUCKETS + 1)
+        if COMPILED:
+            histogram = _histogram_open(length)
 
     first, full, diagonal, end = _key_ranges(
         first_row, length, history, window_size, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N
     )
+    if HAS_TIME:
+        diagonal = _narrow(
+            full, diagonal, q_least, q_greatest, k_least, k_greatest, edges, NUM_BUCKETS, BLOCK_N, True
+        )  # fmt: skip
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     if HAS_WINDOW:
         acc = _attend_dq(
             acc, query, dout, first, full, t, first_row, length, history, k, v, k_stride_t, v_stride_t, half_alpha,
-            window_size, half_inverse_n, position_bias, time_bias, position_grad, time_grad, edges, q_high, q_low,
-            q_least, q_greatest, k_times, k_least, k_greatest, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION,
-            HAS_TIME, NUM_BUCKETS, FAST, PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
+            window_size, half_inverse_n, position_bias, time_bias, position_grad, time_grad, histogram, edges, q_high,
+            q_low, q_least, q_greatest, k_times, k_least, k_greatest, total, D, V, HAS_TARGETS, HAS_WINDOW,
+            HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
         )  # fmt: skip
     acc = _attend_dq(
         acc, query, dout, full, diagonal, t, first_row, length, history, k, v, k_stride_t, v_stride_t, half_alpha,
-        window_size, half_inverse_n, position_bias, time_bias, position_grad, time_grad, edges, q_high, q_low,
-        q_least, q_greatest, k_times, k_least, k_greatest, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION,
+        window_size, half_inverse_n, position_bias, time_bias, position_grad, time_grad, histogram, edges, q_high,
+        q_low, q_least, q_greatest, k_times, k_least, k_greatest, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION,
         HAS_TIME, NUM_BUCKETS, FAST, PRECISION, False, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
     )  # fmt: skip
     acc = _attend_dq(
         acc, query, dout, diagonal, end, t, first_row, length, history, k, v, k_stride_t, v_stride_t, half_alpha,
-        window_size, half_inverse_n, position_bias, time_bias, position_grad, time_grad, edges, q_high, q_low,
-        q_least, q_greatest, k_times, k_least, k_greatest, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION,
+        window_size, half_inverse_n, position_bias, time_bias, position_grad, time_grad, histogram, edges, q_high,
+        q_low, q_least, q_greatest, k_times, k_least, k_greatest, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION,
         HAS_TIME, NUM_BUCKETS, FAST, PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
     )  # fmt: skip
+    if HAS_TIME and COMPILED:
+        _histogram_close(histogram, time_grad, half_inverse_n, NUM_BUCKETS)
     dq += (begin + first_row) * dq_stride_t + head * dq_stride_h
     inside = (t < length)[:, None] & (d < D)[None, :]
     result = acc * (alpha * half_inverse_n)
@@ -544,17 +687,18 @@ def _attend_dkv(
         scores = tl.dot(k, tl.trans(query), input_precision=PRECISION)
         t = start + m
         q_high, q_low = 0.0, 0.0
-        lowest, highest = 0, 0
+        lowest = 0
         if HAS_TIME:
             inside = t < length
             q_high = tl.load(q_times + t, inside, 0.0)[None, :]
             q_low = tl.load(q_times + total + t, inside, 0.0)[None, :]
-            block = start // BLOCK_M
-            lowest, highest = _bucket_range(
-                tl.load(q_least + block), tl.load(q_greatest + block), k_least, k_greatest, edges, NUM_BUCKETS
-            )
+            if not MASKED:
+                block = start // BLOCK_M
+                lowest, _ = _bucket_range(
+                    tl.load(q_least + block), tl.load(q_greatest + block), k_least, k_greatest, edges, NUM_BUCKETS
+                )
         bias, _ = _pair_bias(
-            t[None, :], s[:, None], last_position, q_high, q_low, k_high, k_low, lowest, highest, position_bias,
+            t[None, :], s[:, None], last_position, q_high, q_low, k_high, k_low, lowest, position_bias,
             time_bias, edges, HAS_POSITION, HAS_TIME, NUM_BUCKETS, HAS_TARGETS, MASKED,
         )  # fmt: skip
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
@@ -639,6 +783,8 @@ def dense_attention_bwd_dkv_kernel(
     begin_row = first_row // BLOCK_M * BLOCK_M
     full = tl.minimum(full, (end + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
     free = tl.maximum(tl.minimum(free, end), full)
+    if HAS_TIME:
+        full = _narrow(full, free, k_least, k_greatest, q_least, q_greatest, edges, NUM_BUCKETS, BLOCK_M, False)
 
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
@@ -756,16 +902,20 @@ class _Launch:
         self.q, self.k, self.v = _rows(q), _rows(k), _rows(v)
         self.seq_offsets, self.max_seq_len, self.alpha = seq_offsets.contiguous(), max_seq_len, alpha
         self.num_targets, self.window_size = num_targets, window_size
-        self.position_bias = None if position_bias is None else position_bias.contiguous()
-        self.time_bias = None if time_bias is None else time_bias.contiguous()
+        self.table_dtypes = [None if table is None else table.dtype for table in (position_bias, time_bias)]
+        self.position_bias, self.time_bias = (
+            None if table is None else table.to(torch.float32).contiguous() for table in (position_bias, time_bias)
+        )
         self.timestamps, self.query_timestamps = timestamps, query_timestamps
         self.total, self.heads, self.d = q.shape
         self.v_size = v.shape[2]
         self.empty = self.total == 0 or seq_offsets.shape[0] == 1
         self.biased = position_bias is not None or time_bias is not None
+        # Differences of int64 seconds never get past bucket 145, so a longer table has a tail that is never read.
+        self.num_buckets = 0 if time_bias is None else min(time_bias.shape[0] - 1, MAX_BUCKETS)
         self.edges = None
         if time_bias is not None and not self.empty:
-            self.edges = _edges(time_bias.shape[0] - 1, q.device)
+            self.edges = _edges(self.num_buckets, q.device)
 
     def constants(self) -> dict:
         return dict(
@@ -776,7 +926,7 @@ class _Launch:
             HAS_WINDOW=self.window_size > 0,
             HAS_POSITION=self.position_bias is not None,
             HAS_TIME=self.time_bias is not None,
-            NUM_BUCKETS=0 if self.time_bias is None else self.time_bias.shape[0] - 1,
+            NUM_BUCKETS=self.num_buckets,
             FAST=self.q.dtype != torch.float32,
             PRECISION=_precision(self.q.dtype),
             PAD_D=padded_head(self.d),
@@ -815,15 +965,16 @@ class _Launch:
         scratch = functools.partial(torch.zeros, dtype=torch.float32, device=self.q.device)
         position_grad = None if self.position_bias is None else scratch(self.max_seq_len)
         copies = 1 if INTERPRET else 64
-        time_grad = None if self.time_bias is None else scratch(copies, self.time_bias.shape[0])
+        time_grad = None if self.time_bias is None else scratch(copies, self.num_buckets + 1)
         if not self.empty:
             do = _rows(do)
             self._backward_dkv(do, dk, dv, None, dkv_config or self.choose(bwd_dkv_config))
             self._backward_dq(do, dq, position_grad, time_grad, copies, dq_config or self.choose(bwd_dq_config))
         if position_grad is not None:
-            position_grad = position_grad.to(self.position_bias.dtype)
+            position_grad = position_grad.to(self.table_dtypes[0])
         if time_grad is not None:
-            time_grad = time_grad.sum(0).to(self.time_bias.dtype)
+            unread = self.time_bias.shape[0] - 1 - self.num_buckets
+            time_grad = torch.nn.functional.pad(time_grad.sum(0), (0, unread)).to(self.table_dtypes[1])
         return dq, dk, dv, position_grad, time_grad
 
     def _backward_dq(self, do, dq, position_grad, time_grad, copies, config):

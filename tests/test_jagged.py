@@ -1,0 +1,81 @@
+"""Jagged tensors: validation, and the way to and from padded ones."""
+
+import pytest
+import torch
+
+from hstu_sparse import jagged
+from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets
+
+
+@pytest.mark.parametrize("name", EDGE_CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_there_and_back(name, dtype):
+    lengths, _ = EDGE_CASES[name]
+    values = (make_jagged(lengths, (2, 3)) * 100).to(dtype)
+    offsets = make_offsets(lengths)
+    longest = max([*lengths, 1])
+    padded = jagged.jagged_to_padded(values, offsets, longest)
+    assert padded.shape == (len(lengths), longest, 2, 3)
+    for b, length in enumerate(lengths):
+        begin = int(offsets[b])
+        assert torch.equal(padded[b, :length], values[begin : begin + length])
+        assert not padded[b, length:].any()
+    assert torch.equal(jagged.padded_to_jagged(padded, offsets, sum(lengths)), values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients(dtype):
+    offsets = make_offsets((4, 0, 2))
+    values = make_jagged((4, 0, 2), (3,), dtype=dtype, requires_grad=True)
+    weight = torch.randn(3, 4, 3, dtype=dtype)
+    (jagged.jagged_to_padded(values, offsets, 4) * weight).sum().backward()
+    expected = torch.cat([weight[0, :4], weight[2, :2]])
+    assert torch.equal(values.grad, expected)
+
+
+def test_offsets_from_lengths():
+    lengths = torch.tensor([3, 0, 2])
+    assert jagged.offsets_from_lengths(lengths).tolist() == [0, 3, 3, 5]
+
+
+def test_sequence_ids():
+    assert jagged.sequence_ids(make_offsets((2, 0, 3)), 5).tolist() == [0, 0, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "max_seq_len", "error", "message"),
+    [
+        ([0, 5], 5, TypeError, "seq_offsets must be a tensor, got list"),
+        (torch.tensor([0.0, 5.0]), 5, TypeError, "seq_offsets must be int32 or int64, got torch.float32"),
+        (torch.tensor([[0, 5]]), 5, ValueError, r"seq_offsets must be \[B\+1\], got shape \[1, 2\]"),
+        (torch.tensor([0, 5]), 5.0, TypeError, "max_seq_len must be an int, got float"),
+        (torch.tensor([0, 5]), 0, ValueError, "max_seq_len must be at least 1, got 0"),
+    ],
+)
+def test_metadata_errors(offsets, max_seq_len, error, message):
+    with pytest.raises(error, match=message):
+        jagged.check_jagged(offsets, max_seq_len, q=torch.zeros(5, 1, 1))
+
+
+def test_token_counts_must_agree():
+    with pytest.raises(ValueError, match="k must have T=5 tokens as q, got 4"):
+        jagged.check_jagged(torch.tensor([0, 5]), 5, q=torch.zeros(5, 1, 1), k=torch.zeros(4, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([0, 2, 4], "seq_offsets must end at T=5, got 4"),
+        ([1, 2, 5], "seq_offsets must begin at 0, got 1"),
+        ([0, 6, 5], "seq_offsets must not fall: sequence 1 goes from 6 to 5"),
+        ([0, 5], "sequence 0 has 5 tokens, more than max_seq_len=4"),
+    ],
+)
+def test_values_are_checked_only_in_debug(monkeypatch, offsets, message):
+    q = torch.zeros(5, 1, 1)
+    monkeypatch.setattr(jagged, "DEBUG", False)
+    jagged.check_jagged(torch.tensor(offsets), 4, q=q)
+    monkeypatch.setattr(jagged, "DEBUG", True)
+    limit = 4 if "max_seq_len" in message else 10
+    with pytest.raises(ValueError, match=message):
+        jagged.check_jagged(torch.tensor(offsets), limit, q=q)
