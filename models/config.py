@@ -39,6 +39,10 @@ def _as_list(value):
     return value if isinstance(value, list) else [value]
 
 
+def _as_tuple(value):
+    return tuple(value) if isinstance(value, list) else value
+
+
 AttentionConfig = Annotated[
     typing.Union[tuple(module.Config for module in ATTENTION.values())],  # noqa: UP007 (built from the table)
     Field(discriminator="kind"),
@@ -84,7 +88,7 @@ class TrainConfig(Strict):
     epochs: int = Field(ge=1)
     batch_size: int = Field(128, ge=1)
     lr: float = Field(1e-3, gt=0)
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: Annotated[tuple[float, float], BeforeValidator(_as_tuple)] = (0.9, 0.98)
     weight_decay: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0)
     clip_norm: float | None = Field(None, gt=0)

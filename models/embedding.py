@@ -16,6 +16,11 @@ from data.batches import Batch
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
+def truncated_normal_(weight: Tensor, std: float) -> Tensor:
+    """Fills `weight` from a normal distribution of deviation `std`, cut off at two deviations (then 0.88 * std)."""
+    return nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+
+
 class InputEmbedding(nn.Module):
     """x[t] = item embedding * sqrt(E) (+ action embedding) + position embedding, then dropout: [T, E].
 
@@ -35,13 +40,13 @@ class InputEmbedding(nn.Module):
                     embedding_dim=embedding_dim,
                     num_embeddings=size,
                     feature_names=[name],
-                    init_fn=lambda weight: nn.init.trunc_normal_(weight, std=0.02),
+                    init_fn=lambda weight: truncated_normal_(weight, 0.02),
                 )
                 for name, size in sizes.items()
             ]
         )
         self.position = nn.Parameter(torch.empty(max_seq_len, embedding_dim))
-        nn.init.trunc_normal_(self.position, std=embedding_dim**-0.5)
+        truncated_normal_(self.position, embedding_dim**-0.5)
 
     @property
     def item_weight(self) -> Tensor:

@@ -29,13 +29,20 @@ def training_loss(config: LossConfig, out: Tensor, item_weight: Tensor, targets:
             negatives = targets[torch.randint(len(targets), shape, device=targets.device)]
         else:
             negatives = torch.randint(len(item_weight), shape, device=targets.device)
-    # One product with the whole catalogue moves T * I logits, gathered rows move T * K * E numbers, and their
-    # gradients meet in scattered additions: the product wins while the catalogue is small.
-    whole = negatives is None or len(item_weight) <= config.num_negatives * out.shape[1]
+    whole = negatives is None or takes_whole_catalogue(config, out, item_weight)
     items = F.normalize(item_weight, dim=-1, eps=NORM_EPS) if whole else item_weight
     width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]
     rows = max(1, CHUNK[out.device.type] // width)
     return _Chunked.apply(config, whole, rows, out, items, targets, negatives) / max(1, len(targets))
+
+
+def takes_whole_catalogue(config: LossConfig, out: Tensor, item_weight: Tensor) -> bool:
+    """Whether sampled logits come out of one product with all items.
+
+    That product moves T * I logits; gathered rows move T * K * E numbers, and their gradients meet in scattered
+    additions: the product wins while the catalogue is small.
+    """
+    return len(item_weight) <= config.num_negatives * out.shape[1]
 
 
 class _Chunked(torch.autograd.Function):

@@ -1,0 +1,98 @@
+"""Checkpoints: whole or not at all, and a clear line when one is damaged."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from models.checkpoint import CheckpointError, checkpoints, load_checkpoint, load_folder, save_checkpoint, save_folder
+
+
+def setup(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_going_on_equals_never_stopping(tmp_path):
+    model, optimizer = setup()
+    for _ in range(3):
+        step(model, optimizer)
+    save_checkpoint(tmp_path, model, optimizer, {"step": 3, "note": "x"})
+    for _ in range(3):
+        step(model, optimizer)
+    other, other_optimizer = setup(seed=1)
+    assert load_checkpoint(tmp_path, other, other_optimizer)["note"] == "x"
+    for _ in range(3):
+        step(other, other_optimizer)
+    for a, b in zip(model.parameters(), other.parameters()):
+        assert torch.equal(a, b)
+
+
+def test_keeps_the_last_two(tmp_path):
+    model, optimizer = setup()
+    for number in (1, 2, 10):
+        save_checkpoint(tmp_path, model, optimizer, {"step": number})
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_damage_is_told_in_one_line(tmp_path, file, damage):
+    model, optimizer = setup()
+    step(model, optimizer)
+    save_checkpoint(tmp_path, model, optimizer, {"step": 1})
+    save_checkpoint(tmp_path, model, optimizer, {"step": 2})
+    path = checkpoints(tmp_path)[-1] / file
+    content = bytearray(path.read_bytes())
+    if damage == "truncate":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "flip":
+        content[len(content) // 2 if file != "state.json" else 0] ^= 0xFF
+        path.write_bytes(content)
+    else:
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"step-00000002.*step-00000001") as error:
+        load_checkpoint(tmp_path, model, optimizer)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_another_model_is_told(tmp_path):
+    model, optimizer = setup()
+    save_checkpoint(tmp_path, model, optimizer, {"step": 1})
+    wide = nn.Linear(4, 2)
+    with pytest.raises(CheckpointError, match="of another model, weight"):
+        load_checkpoint(tmp_path, wide, torch.optim.AdamW(wide.parameters()))
+
+
+def test_nothing_to_resume(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
+        load_checkpoint(tmp_path, *setup())
+
+
+def test_crash_while_writing_leaves_the_old_one(tmp_path, monkeypatch):
+    model, optimizer = setup()
+    save_checkpoint(tmp_path, model, optimizer, {"step": 1})
+    monkeypatch.setattr(json, "dumps", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, model, optimizer, {"step": 2})
+    monkeypatch.undo()
+    assert load_checkpoint(tmp_path, model, optimizer)["step"] == 1
+
+
+def test_replaced_folder_is_never_missing(tmp_path):
+    folder = tmp_path / "best"
+    save_folder(folder, {"model": {"x": torch.zeros(1)}}, {"value": 1})
+    save_folder(folder, {"model": {"x": torch.ones(1)}}, {"value": 2})
+    assert load_folder(folder, "model")[1]["value"] == 2
+    # Killed between the two moves of a replacement, the old folder stands aside and is still found.
+    folder.rename(tmp_path / ".best.old")
+    assert load_folder(folder, "model")[0]["model"]["x"].item() == 1

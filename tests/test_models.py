@@ -1,0 +1,188 @@
+"""The HSTU and transformer models against padded implementations written here, and what a position may see."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from data.batches import Batch
+from models.config import ModelConfig
+from models.hstu import SequenceModel
+
+NUM_ITEMS = 40
+CONFIG = {
+    "block": "hstu",
+    "max_seq_len": 12,
+    "embedding_dim": 8,
+    "num_layers": 2,
+    "num_heads": 2,
+    "attention_dim": 3,
+    "linear_dim": 5,
+}
+KINDS = {
+    "dense": CONFIG | {"attention": {"kind": "dense"}},
+    "bsa": CONFIG | {"attention": {"kind": "bsa", "block_size": 2, "block_counts": 2, "window_size": 3}},
+    "softmax": CONFIG | {"block": "transformer", "feed_forward_dim": 8, "attention": {"kind": "softmax"}},
+}
+
+
+def make_batch(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    events = [torch.randint(10**6, (n + 1,), generator=generator).cumsum(0) for n in lengths]
+    return Batch(
+        item_ids=torch.randint(NUM_ITEMS, (total,), generator=generator),
+        timestamps=torch.cat([times[:-1] for times in events]),
+        target_ids=torch.randint(NUM_ITEMS, (total,), generator=generator),
+        query_timestamps=torch.cat([times[1:] for times in events]),
+        seq_offsets=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]),
+        users=torch.arange(len(lengths)),
+    )
+
+
+def make_model(kind, **changes):
+    torch.manual_seed(0)
+    return SequenceModel(ModelConfig.model_validate(KINDS[kind] | changes), NUM_ITEMS).double().eval()
+
+
+def run_layers(model, x, batch):
+    for layer in model.layers:
+        x, _ = layer(x, batch)
+    return x
+
+
+def padded_layers(model, x, batch, heads, normalizer):
+    """The HSTU layers on x [T, E], one sequence and one pair of positions at a time, as the paper has it."""
+    outputs = []
+    for begin, end in zip(batch.seq_offsets[:-1], batch.seq_offsets[1:]):
+        n, row = int(end - begin), x[begin:end]
+        times, asked = batch.timestamps[begin:end], batch.query_timestamps[begin:end]
+        for layer in model.layers:
+            bias = torch.zeros(n, n, dtype=x.dtype)
+            for t in range(n):
+                for s in range(t + 1):
+                    gap = max(abs(int(asked[t] - times[s])), 1)
+                    bucket = min(int(math.log(gap) / 0.301), 128)
+                    bias[t, s] = layer.attention.position_bias[t - s] + layer.attention.time_bias[bucket]
+            u, v, q, k = F.silu(F.layer_norm(row, row.shape[1:], eps=1e-6) @ layer.uvqk).split(layer.sizes, dim=1)
+            q, k, v = (part.view(n, heads, -1).transpose(0, 1) for part in (q, k, v))
+            weights = F.silu(q @ k.transpose(1, 2) + bias) * torch.ones(n, n, dtype=x.dtype).tril() / normalizer
+            attended = (weights @ v).transpose(0, 1).reshape(n, -1)
+            row = row + layer.output(F.layer_norm(attended, attended.shape[1:], eps=1e-6) * u)
+        outputs.append(row)
+    return torch.cat(outputs)
+
+
+def test_hstu_layers_equal_padded_implementation():
+    model, batch = make_model("dense"), make_batch([5, 1, 12, 7])
+    x = torch.randn(25, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    weight = torch.randn(25, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    parameters = dict(model.layers.named_parameters()) | {"x": x}
+    own = run_layers(model, x, batch)
+    expected = padded_layers(model, x, batch, heads=2, normalizer=12 + 11)
+    torch.testing.assert_close(own, expected, rtol=0, atol=1e-10)
+    gradients = [torch.autograd.grad((y * weight).sum(), parameters.values()) for y in (own, expected)]
+    for name, a, b in zip(parameters, *gradients):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_model_is_embedding_layers_and_normalisation():
+    model, batch = make_model("dense"), make_batch([5, 1, 12])
+    positions = torch.cat([torch.arange(n) for n in (5, 1, 12)])
+    x = model.item_weight[batch.item_ids] * 8**0.5 + model.embedding.position[positions]
+    expected = F.normalize(run_layers(model, x, batch), dim=-1)
+    torch.testing.assert_close(model(batch)[0].double(), expected, rtol=0, atol=1e-6)  # torchrec looks up in fp32
+
+
+def test_transformer_equals_torch_attention():
+    model, batch = make_model("softmax"), make_batch([4, 9])
+    out, _ = model(batch)
+    for begin, end in ((0, 4), (4, 13)):
+        n = end - begin
+        x = model.item_weight[batch.item_ids[begin:end]] * 8**0.5 + model.embedding.position[:n]
+        for layer in model.layers:
+            normed = layer.attention_norm(x)
+            q, k, v = (
+                linear(source).view(n, 2, -1).transpose(0, 1)
+                for linear, source in ((layer.query, normed), (layer.key, x), (layer.value, x))
+            )
+            logits = q @ k.transpose(1, 2) / 3**0.5 + torch.full((n, n), float("-inf")).triu(1)
+            attended = (logits.softmax(-1) @ v).transpose(0, 1).reshape(n, -1)
+            x = layer.feed_forward_norm(normed + layer.output(attended))
+            x = x + layer.contract(F.relu(layer.expand(x)))
+        torch.testing.assert_close(out[begin:end].double(), F.normalize(x, dim=-1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_after_t_reaches_t(kind):
+    """Changes every event after t, but for the time of event t + 1: a query stands at the time it predicts for."""
+    model, batch = make_model(kind), make_batch([9, 6])
+    before, _ = model(batch)
+    for t in (0, 4, 7):
+        changed = dataclasses.replace(
+            batch,
+            item_ids=batch.item_ids.clone(),
+            timestamps=batch.timestamps.clone(),
+            query_timestamps=batch.query_timestamps.clone(),
+        )
+        changed.item_ids[t + 1 : 9] = (changed.item_ids[t + 1 : 9] + 7) % NUM_ITEMS
+        changed.timestamps[t + 2 : 9] += 12345
+        changed.query_timestamps[t + 1 : 9] += 12345
+        after, _ = model(changed)
+        torch.testing.assert_close(after[: t + 1], before[: t + 1], rtol=0, atol=0)
+        torch.testing.assert_close(after[9:], before[9:], rtol=0, atol=1e-6)  # nor the other sequence
+        if t < 8:
+            assert not torch.allclose(after[t + 1 : 9], before[t + 1 : 9], atol=1e-4)
+
+
+def test_targets_do_not_reach_the_output():
+    model, batch = make_model("dense"), make_batch([9])
+    before, _ = model(batch)
+    after, _ = model(dataclasses.replace(batch, target_ids=batch.target_ids.roll(1)))
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [[1], [3, 12, 1]])
+def test_batches_of_any_shape_train(kind, lengths):
+    model, batch = make_model(kind).train(), make_batch(lengths)
+    out, aux = model(batch)
+    assert out.shape == (sum(lengths), 8) and aux == {}
+    out.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_layers_of_different_kinds_mix():
+    attention = [KINDS["bsa"]["attention"], {"kind": "dense", "window_size": 4}]
+    model, batch = make_model("dense", attention=attention), make_batch([8, 3])
+    assert [layer.attention.config.kind for layer in model.layers] == ["bsa", "dense"]
+    out, _ = model(batch)
+    assert torch.allclose(out.norm(dim=-1), torch.ones(11), atol=1e-5)
+
+
+def test_action_embedding_changes_the_output():
+    torch.manual_seed(0)
+    config = ModelConfig.model_validate(KINDS["dense"] | {"action_embedding": True})
+    model, batch = SequenceModel(config, NUM_ITEMS, num_actions=3).eval(), make_batch([6])
+    batch.actions = torch.tensor([0, 1, 2, 0, 1, 2])
+    before, _ = model(batch)
+    after, _ = model(dataclasses.replace(batch, actions=batch.actions.flip(0)))
+    assert not torch.allclose(before, after)
+    assert model.embedding.tables.embeddings["action"].weight.shape == (3, 8)
+
+
+def test_initialisation_is_the_published_one():
+    torch.manual_seed(0)
+    config = CONFIG | {"embedding_dim": 64, "max_seq_len": 200, "attention": {"kind": "dense"}}
+    model = SequenceModel(ModelConfig.model_validate(config), 5000)
+    spread = {name: p.std().item() for name, p in model.named_parameters()}
+    assert spread["embedding.tables.embeddings.item.weight"] == pytest.approx(0.88 * 0.02, rel=0.03)
+    assert model.item_weight.abs().max() <= 0.04
+    assert spread["embedding.position"] == pytest.approx(0.88 * 64**-0.5, rel=0.05)
+    assert spread["layers.0.uvqk"] == pytest.approx(0.02, rel=0.1)
+    assert spread["layers.0.attention.position_bias"] == pytest.approx(0.02, rel=0.2)
+    bound = (6 / (10 + 64)) ** 0.5
+    assert model.layers[0].output.weight.abs().max() <= bound
+    assert spread["layers.0.output.weight"] == pytest.approx(bound / 3**0.5, rel=0.1)
