@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hstu_sparse.bsa.reference import bsa_attention_reference
 from hstu_sparse.jagged import check_jagged, sequence_ids
@@ -82,6 +83,8 @@ def bsa_attention(
         return (out, indices) if return_block_indices else out
 
     _require_supported(q, v, block_size, block_counts)
+    head = v.shape[2]
+    q, k, v = (_pad_head(x) for x in (q, k, v))
     g_cmp, g_slc, g_swa = gates
     out, groups, _, _ = torch.ops.hstu_sparse.bsa_fwd(
         q,
@@ -99,6 +102,7 @@ def bsa_attention(
         alpha,
         torch.are_deterministic_algorithms_enabled(),
     )
+    out = out[..., :head]
     if not return_block_indices:
         return out
     # The kernels keep one row per group; sequence b's first one is offsets[b] // r + b.
@@ -106,6 +110,11 @@ def bsa_attention(
     begin = seq_offsets.long()[sequence]
     position = torch.arange(q.shape[0], device=q.device) - begin
     return out, groups[begin // selection_group + sequence + position // selection_group]
+
+
+def _pad_head(x: Tensor) -> Tensor:
+    """Zeros up to a multiple of 16: they change no sum, and the kernels' rows stay aligned for 16-byte copies."""
+    return F.pad(x, (0, -x.shape[2] % 16)) if x.shape[2] % 16 else x
 
 
 def _require_supported(q: Tensor, v: Tensor, block_size: int, block_counts: int) -> None:

@@ -367,10 +367,11 @@ def bsa_merge_bwd_dkv_kernel(
     lane = tl.program_id(1) * BN + tl.arange(0, BN)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
-    for p in range(part, last):
-        source = parts + p.to(tl.int64) * (BS * (D + V))
+    source = parts + part.to(tl.int64) * (BS * (D + V))
+    for _ in range(part, last):
         acc_k += load_rows(source, lane, D + V, lane < BS, D, BD)
         acc_v += load_rows(source + D, lane, D + V, lane < BS, V, BV)
+        source += BS * (D + V)
     s = j * BS + lane
     store_rows(dk + (start * H + h) * D, s, H * D, s < length, acc_k, D, BD)
     store_rows(dv + (start * H + h) * V, s, H * V, s < length, acc_v, V, BV)

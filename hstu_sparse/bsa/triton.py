@@ -43,15 +43,25 @@ def launches(dtype: torch.dtype, head: int, block_size: int, group: int) -> dict
     """Tile sizes by kernel. `head` is the wider padded head size. Fixed rather than tuned at run time: the kernels
     add to their outputs, so a tuner that runs them again and again would have to restore those each time."""
     small = 64 if dtype.itemsize * head <= 256 else 32 if dtype.itemsize * head <= 512 else 16
-    query = min(group, small) if group >= QUERY_MAJOR else small
+    query_major = group >= QUERY_MAJOR
+    query = min(group, small) if query_major else small
     key = min(block_size, small)
+    if small == 64:  # measured on an H200 with heads of 128 in bf16; see docs/bsa.md
+        return {
+            "query_fwd": Launch(query, 32, 4, 3),
+            "query_dq": Launch(query, 64, 4, 2),
+            "select_fwd": Launch(64, key, 4, 3),
+            "select_dq": Launch(64, key, 8, 2),
+            "select_dkv": Launch(64 if query_major else 32, key, 4, 2),
+            "compress_dkv": Launch(32, 64, 4, 3),
+        }
     return {
         "query_fwd": Launch(query, small, 4, 2),
         "query_dq": Launch(query, small, 4, 2),
         "select_fwd": Launch(small, key, 4, 2),
         "select_dq": Launch(small, key, 4, 2),
-        "select_dkv": Launch(small, key, 8 if small == 64 else 4, 2),
-        "compress_dkv": Launch(small, small, 8 if small == 64 else 4, 2),
+        "select_dkv": Launch(small, key, 4, 2),
+        "compress_dkv": Launch(small, small, 4, 2),
     }
 
 
@@ -85,8 +95,10 @@ class Problem:
         return 64 if self.R < 8 else 16
 
 
-def rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(2) == 1 else x.contiguous()
+def aligned(x: Tensor) -> Tensor:
+    """x itself if its rows are whole and every row starts on 16 elements, as the views of a fused projection do."""
+    fits = x.stride(2) == 1 and x.stride(0) % 16 == 0 and x.stride(1) % 16 == 0 and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("hstu_sparse::bsa_fwd", mutates_args=())
@@ -112,7 +124,7 @@ def bsa_fwd(
     indices = torch.full((p.NG, p.H, p.S), -1, dtype=torch.int32, device=q.device)
     if p.T == 0 or p.H == 0:
         return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar
-    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    q, k, v = aligned(q), aligned(k), aligned(v)
     g_cmp, g_slc = g_cmp.contiguous(), g_slc.contiguous()
     g_swa = g_slc if g_swa is None else g_swa.contiguous()
 
@@ -191,7 +203,7 @@ def bsa_bwd(
     if p.T == 0 or p.H == 0:
         grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g_cmp, g_slc)]
         return *grads, q.new_zeros((p.T, p.H) if p.window else (0,), dtype=gate_dtypes[2])
-    do, q, k, v = rows_contiguous(do), rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    do, q, k, v = aligned(do), aligned(q), aligned(k), aligned(v)
     g_cmp, g_slc = g_cmp.contiguous(), g_slc.contiguous()
     g_swa = g_slc if g_swa is None else g_swa.contiguous()
 

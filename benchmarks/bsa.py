@@ -1,0 +1,172 @@
+"""Block-sparse HSTU attention against the project's dense kernel and SDPA's cuDNN backend (dense softmax).
+
+    python benchmarks/run.py --op bsa --out bsa.jsonl     the standard cases
+    python benchmarks/bsa.py bsa.jsonl                     the length from which each group size beats the dense kernel
+
+The standard cases: 131,072 tokens in sequences of one length, 4 heads of 128, bf16, blocks of 64, 16 of them chosen, no
+window; query groups of 1, 2, 16 and 64 tokens, and groups of 2 and 64 in the deterministic mode.
+"""
+
+import functools
+import json
+import math
+import pathlib
+import sys
+
+import torch
+from run import Case
+
+LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
+GROUPS = [1, 2, 16, 64]
+DENSE = "dense"
+
+
+def add_arguments(parser):
+    parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--block-counts", type=int, default=16)
+    parser.add_argument("--window-size", type=int, default=0)
+
+
+def inputs(tokens, length, heads, size, dtype, window):
+    from hstu_sparse.testing import make_offsets
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    draw = functools.partial(torch.randn, device="cuda", dtype=dtype, generator=generator)
+    q, k, v = (draw(tokens, heads, size).requires_grad_() for _ in range(3))
+    gates = [draw(tokens, heads).sigmoid().requires_grad_() for _ in range(3 if window else 2)]
+    return q, k, v, gates, make_offsets([length] * (tokens // length), device="cuda")
+
+
+def parts(function, leaves):
+    """Forward alone, backward alone of a graph that is kept, and a training step's two together."""
+    out = function()
+    grad = torch.randn_like(out)
+    return {
+        "fwd": function,
+        "bwd": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
+        "fwd+bwd": lambda: torch.autograd.grad(function(), leaves, grad),
+    }
+
+
+def run_bsa(shape, options, deterministic):
+    from hstu_sparse import bsa_attention
+
+    q, k, v, gates, offsets = inputs(*shape, options["window_size"])
+    three = (*gates, None)[:3]
+
+    def call():
+        torch.use_deterministic_algorithms(deterministic)
+        # PyTorch would fill each new buffer with NaN to find reads of what nothing wrote: a check, not the mode's cost.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        return bsa_attention(q, k, v, offsets, shape[1], three, **options)
+
+    return parts(call, [q, k, v, *gates])
+
+
+def check(heads, size, dtype, options):
+    """Output and gradients against the reference with the kernel's choice of blocks, at a length it has memory for."""
+    from hstu_sparse import bsa_attention
+    from hstu_sparse.bsa import bsa_attention_reference
+    from hstu_sparse.testing import assert_within_budget, gradients
+
+    torch.use_deterministic_algorithms(False)
+    q, k, v, gates, offsets = inputs(4096, 2048, heads, size, dtype, options["window_size"])
+    named = dict(q=q, k=k, v=v, **dict(zip(("g_cmp", "g_slc", "g_swa"), gates)))
+
+    def kernel(q, k, v, g_cmp, g_slc, g_swa=None):
+        return bsa_attention(q, k, v, offsets, 2048, (g_cmp, g_slc, g_swa), **options)
+
+    three = (*gates, None)[:3]
+    with torch.no_grad():
+        _, chosen = bsa_attention(q, k, v, offsets, 2048, three, **options, return_block_indices=True)
+
+    def reference(q, k, v, g_cmp, g_slc, g_swa=None):
+        fixed = dict(**options, alpha=size**-0.5, block_indices=chosen)
+        return bsa_attention_reference(q, k, v, offsets, 2048, (g_cmp, g_slc, g_swa), **fixed)[0]
+
+    grad = torch.randn(v.shape, device="cuda")
+    actual, lossy = gradients(kernel, named, grad), gradients(reference, named, grad)
+    exact = gradients(reference, {n: x.double() for n, x in named.items()}, grad)
+    for name in actual:
+        assert_within_budget(name, actual[name], lossy[name], exact[name], factor=3)
+
+
+def run_dense(shape):
+    from hstu_sparse import hstu_attention
+
+    torch.use_deterministic_algorithms(False)
+    q, k, v, _, offsets = inputs(*shape, 0)
+    return parts(lambda: hstu_attention(q, k, v, offsets, shape[1]), [q, k, v])
+
+
+def run_cudnn(shape):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    tokens, length, heads, size, dtype = shape
+    torch.use_deterministic_algorithms(False)
+    q, k, v = (
+        torch.randn(tokens // length, heads, length, size, device="cuda", dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    )
+
+    def call():
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return parts(call, [q, k, v])
+
+
+def cases(arguments):
+    dtype = getattr(torch, arguments.dtype)
+    for length in arguments.lengths or LENGTHS:
+        shape = (arguments.tokens, length, arguments.heads, arguments.head_size, dtype)
+        described = dict(
+            tokens=arguments.tokens, length=length, heads=arguments.heads, head_size=arguments.head_size,
+            dtype=arguments.dtype, block_size=arguments.block_size, block_counts=arguments.block_counts,
+            window_size=arguments.window_size,
+        )  # fmt: skip
+        for group in GROUPS:
+            options = dict(
+                block_size=arguments.block_size, block_counts=arguments.block_counts,
+                window_size=arguments.window_size, selection_group=group,
+            )  # fmt: skip
+            checked = functools.partial(check, arguments.heads, arguments.head_size, dtype, options)
+            for deterministic in (False, True) if group in (2, 64) else (False,):
+                yield Case(
+                    f"bsa, groups of {group}" + (", deterministic" if deterministic else ""),
+                    described,
+                    functools.partial(run_bsa, shape, options, deterministic),
+                    checked,
+                )
+        yield Case(DENSE, described, functools.partial(run_dense, shape))
+        yield Case("sdpa-cudnn", described, functools.partial(run_cudnn, shape))
+
+
+def crossovers(records, part="fwd+bwd") -> dict[str, float | None]:
+    """Name -> the length at which its time falls below the dense kernel's, between measured lengths on a log scale."""
+    times = {}
+    for record in records:
+        if record.get("part") == part and "ms" in record:
+            times.setdefault(record["name"], {})[record["length"]] = record["ms"]
+    dense = times.pop(DENSE)
+    found = {}
+    for name, measured in times.items():
+        found[name] = None
+        lengths = sorted(set(measured) & set(dense))
+        ratio = [math.log(measured[n] / dense[n]) for n in lengths]
+        if ratio and ratio[0] <= 0:
+            found[name] = lengths[0]
+        for (short, above), (long, below) in zip(zip(lengths, ratio), zip(lengths[1:], ratio[1:])):
+            if above > 0 >= below:
+                found[name] = short * (long / short) ** (above / (above - below))
+    return found
+
+
+if __name__ == "__main__":
+    lines = pathlib.Path(sys.argv[1]).read_text().splitlines()
+    for case, crossing in crossovers([json.loads(line) for line in lines]).items():
+        print(f"{case}: {'not within the measured lengths' if crossing is None else f'{crossing:,.0f} tokens'}")

@@ -1,0 +1,110 @@
+"""The block-sparse kernels in Triton's interpreter, fp32: forward, block choice and every gradient against fp64."""
+
+import pytest
+import torch
+
+from hstu_sparse import bsa_attention
+from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+
+CASES = {
+    # lengths, N, BS, S, W, r, H, D, V
+    "groups of 1": ((37, 0, 13, 1), 37, 16, 3, 0, 1, 1, 16, 16),
+    "groups of 2, window, odd heads": ((53, 21), 60, 16, 3, 18, 2, 1, 20, 12),
+    "groups of a whole small block": ((53, 30), 60, 16, 2, 0, 16, 1, 16, 16),
+    "query-major, whole block": ((110, 31), 110, 32, 3, 0, 32, 1, 16, 16),
+    "query-major, half a block, window": ((75,), 75, 64, 2, 40, 32, 2, 16, 24),
+    "blocks of 128": ((200,), 200, 128, 2, 3, 2, 1, 16, 16),
+    "own block only": ((40, 5), 40, 32, 1, 0, 1, 1, 16, 16),
+    "more slots than blocks": ((40,), 40, 16, 9, 0, 2, 1, 16, 16),
+}
+
+
+def problem(lengths, N, BS, S, W, r, H, D, V, **options):
+    inputs = {
+        n: make_jagged(lengths, (H, size), seed=i, **options) for i, (n, size) in enumerate(zip("qkv", (D, D, V)))
+    }
+    for i, name in enumerate(("g_cmp", "g_slc", "g_swa")[: 3 if W else 2]):
+        inputs[name] = make_jagged(lengths, (H,), seed=5 + i).sigmoid()
+    offsets = make_offsets(lengths, dtype=torch.int32)
+    return inputs, offsets, N, dict(block_size=BS, block_counts=S, window_size=W, selection_group=r)
+
+
+def attention(offsets, N, shape, **more):
+    def run(q, k, v, g_cmp, g_slc, g_swa=None):
+        return bsa_attention(q, k, v, offsets, N, (g_cmp, g_slc, g_swa), **shape, **more)
+
+    return run
+
+
+def agree(inputs, offsets, N, shape):
+    kernel, reference = (attention(offsets, N, shape, backend=b) for b in ("triton", "reference"))
+    indices = [
+        attention(offsets, N, shape, backend=b, return_block_indices=True)(**inputs)[1] for b in ("triton", "reference")
+    ]
+    assert torch.equal(*indices)
+    compare_with_reference(kernel, reference, inputs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_agrees_with_reference(case):
+    agree(*problem(*CASES[case]))
+
+
+@pytest.mark.parametrize("case", ["groups of 2, window, odd heads", "query-major, whole block"])
+def test_deterministic_mode_agrees_with_reference(case):
+    torch.use_deterministic_algorithms(True)
+    try:
+        agree(*problem(*CASES[case]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", EDGE_CASES)
+def test_edge_cases(name):
+    lengths, N = EDGE_CASES[name]
+    agree(*problem(lengths, N, 16, 2, 0, 2, 1, 16, 16))
+
+
+def test_non_contiguous_inputs():
+    agree(*problem((37, 9), 40, 16, 2, 4, 2, 2, 16, 16, contiguous=False))
+
+
+def test_ties_go_to_the_smaller_block():
+    inputs, offsets, N, shape = problem((75,), 75, 16, 3, 0, 1, 1, 16, 16)
+    inputs["k"] = torch.ones_like(inputs["k"])
+    _, indices = attention(offsets, N, shape, backend="triton", return_block_indices=True)(**inputs)
+    assert indices[74].tolist() == [[0, 1, 4]]
+    assert indices[63].tolist() == [[0, 1, 3]]
+
+
+def test_long_lists_are_cut_into_chunks():
+    """Everyone chooses block 0: with one choice beside the own block its list spans several chunks of 2 * S * BS."""
+    inputs, offsets, N, shape = problem((420,), 420, 16, 2, 0, 1, 1, 16, 16)
+    inputs["q"] = inputs["q"].abs()
+    inputs["k"] = inputs["k"] * 0.1
+    inputs["k"][:16] += 1
+    agree(inputs, offsets, N, shape)
+
+
+def test_opcheck():
+    from hstu_sparse.bsa import triton as kernels
+
+    inputs, offsets, N, shape = problem((30, 11), 30, 16, 2, 4, 2, 1, 16, 16)
+    leaves = {n: x.requires_grad_() for n, x in inputs.items()}
+    call = (*list(leaves.values())[:3], offsets, N, *list(leaves.values())[3:], *shape.values())
+    call = (*call[:8], 16, 2, 4, 2, 0.25, False)
+    torch.library.opcheck(kernels.bsa_fwd, call)
+
+
+def test_unsupported_options_name_the_way_out():
+    inputs, offsets, N, shape = problem((30,), 30, 16, 2, 0, 1, 1, 16, 16)
+    with pytest.raises(ValueError, match=r"block_size .*got 24; use backend='reference'"):
+        attention(offsets, N, shape | dict(block_size=24), backend="triton")(**inputs)
+    with pytest.raises(ValueError, match="head sizes of 1 to 256, got 300 for q and k"):
+        wide = {n: x.repeat(1, 1, 19)[..., :300] if x.dim() == 3 else x for n, x in inputs.items()}
+        attention(offsets, N, shape, backend="triton")(**wide)
+    with pytest.raises(TypeError, match="float64"):
+        attention(offsets, N, shape, backend="triton")(**{n: x.double() for n, x in inputs.items()})
