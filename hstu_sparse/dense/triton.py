@@ -31,7 +31,8 @@ import triton.language as tl
 from hstu_sparse._triton import COMPILED, INTERPRET, cdiv, padded_head, require_runnable, tanh_approx
 from hstu_sparse.dense.reference import BUCKET_WIDTH, bucket_edges
 
-MAX_BUCKETS = 255
+MAX_BUCKETS = 145
+POSITION_MARGIN = 1024
 # Buckets per natural logarithm, as a factor of log2.
 _PER_LOG2 = tl.constexpr(0.6931471805599453 / BUCKET_WIDTH)
 
@@ -67,11 +68,13 @@ def dense_attention_schedule_kernel(
 
 @triton.jit
 def dense_attention_times_kernel(
-    times, seq_offsets, split, least, greatest, total, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+    times, origins, seq_offsets, split, offset, least, greatest, total, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Timestamps as fp32 pairs `split [2, T]`, and the least and greatest of each BLOCK tokens of a sequence.
+    """Timestamps as fp32 pairs `split [2, T]` and as `offset [T]` int32 from the sequence's first in `origins`, and the
+    least and greatest of each BLOCK tokens of a sequence.
 
     Block i of sequence b is at seq_offsets[b] // BLOCK + b + i, which leaves room for every block without a prefix sum.
+    Where an offset does not fit, the block's extremes are infinite, so that no tile with it passes for narrow.
     """
     b = tl.program_id(0)
     begin = tl.load(seq_offsets + b).to(tl.int64)
@@ -80,18 +83,59 @@ def dense_attention_times_kernel(
     if first >= length:
         return
     block = tl.arange(0, CHUNK // BLOCK)
-    offset = first + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = offset < length
-    value = tl.load(times + begin + offset, inside, 0)
+    token = first + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = token < length
+    value = tl.load(times + begin + token, inside, 0)
     high = value.to(tl.float32)
     low = (value - high.to(tl.int64)).to(tl.float32)
-    tl.store(split + begin + offset, high, inside)
-    tl.store(split + total + begin + offset, low, inside)
+    tl.store(split + begin + token, high, inside)
+    tl.store(split + total + begin + token, low, inside)
+    relative = value - tl.load(origins + begin)
+    fits = (relative > -2147483648) & (relative < 2147483647)
+    tl.store(offset + begin + token, relative.to(tl.int32), inside)
     slot = begin // BLOCK + b + first // BLOCK + block
     used = first + block * BLOCK < length
     limit = 4611686018427387904
-    tl.store(least + slot, tl.min(tl.where(inside, value, limit), 1), used)
-    tl.store(greatest + slot, tl.max(tl.where(inside, value, -limit), 1), used)
+    smallest = tl.min(tl.where(inside, tl.where(fits, value, -limit), limit), 1)
+    largest = tl.max(tl.where(inside, tl.where(fits, value, limit), -limit), 1)
+    tl.store(least + slot, smallest, used)
+    tl.store(greatest + slot, largest, used)
+
+
+@triton.jit
+def dense_attention_narrow_kernel(
+    tiles, seq_offsets, own_least, own_greatest, least, greatest, edges, lowest_bucket, stride,
+    OWN: tl.constexpr, OTHER: tl.constexpr, OWN_IS_QUERY: tl.constexpr, NUM_BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """lowest_bucket[tile, block] int8: the lowest bucket of a narrow pair of an own and another block, -1 for the rest.
+
+    Narrow: no key is younger than a query, and the differences touch three buckets at most.
+    """
+    b = tl.load(tiles + 2 * tl.program_id(0))
+    if b < 0:
+        return
+    begin = tl.load(seq_offsets + b).to(tl.int64)
+    length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
+    block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    if tl.program_id(1) * CHUNK * OTHER >= length:
+        return
+    own = begin // OWN + b + tl.load(tiles + 2 * tl.program_id(0) + 1)
+    inside = block * OTHER < length
+    other = begin // OTHER + b + block
+    own_first = tl.load(own_least + own)
+    own_last = tl.load(own_greatest + own)
+    other_first = tl.load(least + other, inside, 0)
+    other_last = tl.load(greatest + other, inside, 0)
+    if OWN_IS_QUERY:
+        nearest = own_first - other_last
+        farthest = own_last - other_first
+    else:
+        nearest = other_first - own_last
+        farthest = other_last - own_first
+    lowest = _bucket(tl.maximum(nearest, 0).to(tl.float32), edges, NUM_BUCKETS)
+    highest = _bucket(tl.maximum(farthest, 0).to(tl.float32), edges, NUM_BUCKETS)
+    narrow = (nearest >= 0) & (highest - lowest <= 2) & (lowest < 127)
+    tl.store(lowest_bucket + own * stride + block, tl.where(narrow, lowest, -1).to(tl.int8), inside)
 
 
 @triton.jit
@@ -111,19 +155,26 @@ def _look_up(table, index):
 
 
 @triton.jit
-def _floor_bucket(log2):
-    """floor(log2 * _PER_LOG2 - 1e-5), a bucket number or the one below it, without a float-to-integer conversion.
+def _floor_bucket(x):
+    """floor(ln(x) / width - 1e-5), x >= 1: the bucket or, for less than 1e-5 of the buckets' width, the one below it.
 
     Adding 1.5 * 2^23 with rounding down leaves the floor in the low mantissa bits; the conversion instruction would
-    share the special-function unit with log2 and tanh.
+    share the special-function unit with the logarithm and tanh.
     """
     if COMPILED:
         bits = tl.inline_asm_elementwise(
-            "fma.rm.f32 $0, $1, 0f40136150, 0f4B400000;", "=r,f", [log2 - 4e-6], tl.int32, is_pure=True, pack=1
-        )
+            """{
+                .reg .f32 e;
+                lg2.approx.f32 e, $1;
+                sub.f32 e, e, 0f368637BD;
+                fma.rm.f32 e, e, 0f40136150, 0f4B400000;
+                mov.b32 $0, e;
+            }""",
+            "=r,f", [x], tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
         return bits - 0x4B400000
     else:
-        return tl.floor(log2 * _PER_LOG2 - 1e-5).to(tl.int32)
+        return tl.floor(tl.log2(x) * _PER_LOG2 - 1e-5).to(tl.int32)
 
 
 @triton.jit
@@ -132,39 +183,22 @@ def _bucket(x, edges, NUM_BUCKETS: tl.constexpr):
 
     `edges [NUM_BUCKETS + 2]`: edge k is the least value in bucket k; the one past the last bucket is infinite.
     """
-    estimate = tl.minimum(tl.maximum(_floor_bucket(tl.log2(tl.maximum(x, 1.0))), 0), NUM_BUCKETS)
+    estimate = tl.minimum(tl.maximum(_floor_bucket(tl.maximum(x, 1.0)), 0), NUM_BUCKETS)
     return estimate + (x >= _look_up(edges, estimate + 1)).to(tl.int32)
 
 
 @triton.jit
-def _bucket_range(q_least, q_greatest, k_least, k_greatest, edges, NUM_BUCKETS: tl.constexpr):
-    """(lowest, highest) bucket of the differences between two sides with these extreme timestamps."""
-    nearest = tl.maximum(tl.maximum(q_least - k_greatest, k_least - q_greatest), 0)
-    farthest = tl.maximum(q_greatest - k_least, k_greatest - q_least)
-    return _bucket(nearest.to(tl.float32), edges, NUM_BUCKETS), _bucket(farthest.to(tl.float32), edges, NUM_BUCKETS)
+def _narrow(first, last, lowest_bucket, BLOCK: tl.constexpr, FROM_FIRST: tl.constexpr):
+    """Where the run of narrow blocks among the rows first .. last ends (all multiples of BLOCK).
 
-
-@triton.jit
-def _narrow(
-    first, last, own_least, own_greatest, least, greatest, edges, NUM_BUCKETS: tl.constexpr, BLOCK: tl.constexpr,
-    FROM_FIRST: tl.constexpr,
-):  # fmt: skip
-    """Where the narrow blocks (three buckets at most) of the other side's rows first .. last end.
-
-    FROM_FIRST: the first row of the first block that is not narrow. Else: the row after the last such block. `first`
-    and `last` are multiples of BLOCK, and so is the result.
+    FROM_FIRST: the first row of the first block that is not narrow. Else: the row after the last such block.
     """
-    CHUNK: tl.constexpr = 64
+    CHUNK: tl.constexpr = 256
     wide_first = last // BLOCK
     wide_end = first // BLOCK
     for start in range(first // BLOCK, last // BLOCK, CHUNK):
         block = start + tl.arange(0, CHUNK)
-        inside = block < last // BLOCK
-        lowest, highest = _bucket_range(
-            own_least, own_greatest, tl.load(least + block, inside, 0), tl.load(greatest + block, inside, 0), edges,
-            NUM_BUCKETS,
-        )  # fmt: skip
-        wide = inside & (highest - lowest > 2)
+        wide = tl.load(lowest_bucket + block, block < last // BLOCK, 0) < 0
         wide_first = tl.minimum(wide_first, tl.min(tl.where(wide, block, wide_first), 0))
         wide_end = tl.maximum(wide_end, tl.max(tl.where(wide, block + 1, wide_end), 0))
     if FROM_FIRST:
@@ -174,13 +208,21 @@ def _narrow(
 
 
 @triton.jit
-def _narrow_bias(x, lowest, table, edges, NUM_BUCKETS: tl.constexpr):
-    """table[bucket(x)] for a tile x of absolute differences whose buckets lie in lowest .. lowest + 2."""
-    first = tl.load(table + lowest)
-    second = tl.load(table + tl.minimum(lowest + 1, NUM_BUCKETS))
-    third = tl.load(table + tl.minimum(lowest + 2, NUM_BUCKETS))
-    bias = tl.where(x >= tl.load(edges + lowest + 1), second, first)
-    return tl.where(x >= tl.load(edges + tl.minimum(lowest + 2, NUM_BUCKETS + 1)), third, bias)
+def _narrow_edges(q_offset, k_offset, lowest, steps, NUM_BUCKETS: tl.constexpr, BY_QUERY: tl.constexpr):
+    """Masks of a narrow tile: in bucket lowest + 1 or above, in lowest + 2.
+
+    One comparison per pair: the edge is added to the side that has fewer elements per thread (BY_QUERY: the queries).
+    """
+    first = tl.load(steps + lowest + 1)
+    second = tl.load(steps + tl.minimum(lowest + 2, NUM_BUCKETS + 1))
+    if BY_QUERY:
+        far = tl.maximum(q_offset.to(tl.int64) - first, -2147483648).to(tl.int32)
+        farther = tl.maximum(q_offset.to(tl.int64) - second, -2147483648).to(tl.int32)
+        return far >= k_offset, farther >= k_offset
+    else:
+        far = tl.minimum(k_offset.to(tl.int64) + first, 2147483647).to(tl.int32)
+        farther = tl.minimum(k_offset.to(tl.int64) + second, 2147483647).to(tl.int32)
+        return q_offset >= far, q_offset >= farther
 
 
 @triton.jit
@@ -196,8 +238,8 @@ def _silu(s, bias, half_alpha, HAS_BIAS: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def _silu_and_twice_grad(s, bias, half_alpha, HAS_BIAS: tl.constexpr, FAST: tl.constexpr):
-    """(SiLU, twice its derivative) of a tile of scores."""
+def _silu_and_slope(s, bias, half_alpha, HAS_BIAS: tl.constexpr, FAST: tl.constexpr):
+    """(SiLU, twice its derivative less 1) of a tile of scores."""
     h = s * half_alpha
     if HAS_BIAS:
         h += 0.5 * bias
@@ -206,7 +248,7 @@ def _silu_and_twice_grad(s, bias, half_alpha, HAS_BIAS: tl.constexpr, FAST: tl.c
     else:
         u = 2.0 / (1.0 + tl.exp(-2.0 * h)) - 1.0
     z = h * u
-    return h + z, (h - z * u) + u + 1.0
+    return h + z, (h - z * u) + u
 
 
 @triton.jit
@@ -238,40 +280,49 @@ def _visible(t, s, length, history, window_size, HAS_TARGETS: tl.constexpr, HAS_
 
 
 @triton.jit
-def _pair_bias(
-    t, s, last_position, q_high, q_low, k_high, k_low, lowest, position_bias, time_bias, edges,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, HAS_TARGETS: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """(b(t, s), |time difference| or its bucket) of a tile, from vectors that broadcast against each other.
+def _position_bias(t, s, last_position, table, HAS_TARGETS: tl.constexpr):
+    """position_bias[t - s] of a tile.
 
-    Tiles without a mask are narrow: their buckets are lowest .. lowest + 2. Of the others the bucket is returned.
+    There are always rows past the sequence's end or keys past the query, and the compiler may look up for a block that
+    is not attended to at all, since it takes the look-up for arithmetic: `last_position` bounds the distances above,
+    and the table has POSITION_MARGIN entries in front.
     """
-    bias = 0.0
-    where = 0.0
-    if HAS_TIME:
-        where = tl.abs((q_high - k_high) + (q_low - k_low))
-        if MASKED:
-            where = _bucket(where, edges, NUM_BUCKETS)
-            bias = _look_up(time_bias, where)
-        else:
-            bias = _narrow_bias(where, lowest, time_bias, edges, NUM_BUCKETS)
-    if HAS_POSITION:
-        # The last position bounds the rows past the end too: they look up whatever is there, inside the table.
-        if HAS_TARGETS:
-            distance = tl.minimum(t, last_position) - tl.minimum(s, last_position)
-        else:
-            distance = tl.minimum(t, last_position) - s
-        if MASKED:
-            distance = tl.maximum(distance, 0)
-        bias += _look_up(position_bias, distance)
-    return bias, where
+    if HAS_TARGETS:
+        return _look_up(table, tl.minimum(t, last_position) - tl.minimum(s, last_position))
+    else:
+        return _look_up(table, tl.minimum(t, last_position) - s)
+
+
+@triton.jit
+def _opaque(x):
+    """x, without the compiler's knowing it: what is computed from it is computed anew, not kept in registers."""
+    if COMPILED:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=True, pack=1)
+    else:
+        return x
+
+
+@triton.jit
+def _time_bias(
+    q_high, q_low, q_offset, k_high, k_low, k_offset, lowest, table, edges, steps, NUM_BUCKETS: tl.constexpr,
+    BY_QUERY: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """(time_bias of a tile, its buckets if WIDE)."""
+    if WIDE:
+        bucket = _bucket(tl.abs((q_high - k_high) + (q_low - k_low)), edges, NUM_BUCKETS)
+        return _look_up(table, bucket), bucket
+    else:
+        far, farther = _narrow_edges(q_offset, k_offset, lowest, steps, NUM_BUCKETS, BY_QUERY)
+        first = tl.load(table + lowest)
+        second = tl.load(table + tl.minimum(lowest + 1, NUM_BUCKETS))
+        third = tl.load(table + tl.minimum(lowest + 2, NUM_BUCKETS))
+        return tl.where(farther, third, tl.where(far, second, first)), 0
 
 
 @triton.jit
 def _attend(
     acc, q, first, last, t, length, history, k, v, k_stride, v_stride, half_alpha, window_size,
-    position_bias, time_bias, edges, q_high, q_low, q_least, q_greatest, k_times, k_least, k_greatest, total,
+    position_bias, time_bias, edges, steps, q_high, q_low, q_offset, k_times, k_offset, lowest_bucket, total,
     D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
@@ -281,25 +332,30 @@ def _attend(
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
     last_position = tl.minimum(history, length - 1)
+    upcoming = 0
+    if HAS_TIME and not MASKED:
+        # Read one block ahead: what depends on it need not wait.
+        upcoming = tl.load(lowest_bucket + first // BLOCK_N).to(tl.int32)
     for start in range(first, last, BLOCK_N):
         key = _load_rows(k, start, n, d, k_stride, length, D, PAD_D, MASKED)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
         s = start + n
-        k_high, k_low = 0.0, 0.0
-        lowest = 0
+        bias = 0.0
         if HAS_TIME:
-            inside = s < length
-            k_high = tl.load(k_times + s, inside, 0.0)[None, :]
-            k_low = tl.load(k_times + total + s, inside, 0.0)[None, :]
-            if not MASKED:
-                block = start // BLOCK_N
-                lowest, _ = _bucket_range(
-                    q_least, q_greatest, tl.load(k_least + block), tl.load(k_greatest + block), edges, NUM_BUCKETS
-                )
-        bias, _ = _pair_bias(
-            t[:, None], s[None, :], last_position, q_high, q_low, k_high, k_low, lowest, position_bias,
-            time_bias, edges, HAS_POSITION, HAS_TIME, NUM_BUCKETS, HAS_TARGETS, MASKED,
-        )  # fmt: skip
+            k_high, k_low, k_near = 0.0, 0.0, 0
+            lowest = upcoming
+            if MASKED:
+                k_high = tl.load(k_times + s, s < length, 0.0)[None, :]
+                k_low = tl.load(k_times + total + s, s < length, 0.0)[None, :]
+            else:
+                k_near = tl.load(k_offset + s)[None, :]
+                upcoming = tl.load(lowest_bucket + start // BLOCK_N + 1).to(tl.int32)
+            bias, _ = _time_bias(
+                q_high, q_low, q_offset, k_high, k_low, k_near, lowest, time_bias, edges, steps, NUM_BUCKETS, True,
+                MASKED,
+            )  # fmt: skip
+        if HAS_POSITION:
+            bias += _position_bias(t[:, None], s[None, :], last_position, position_bias, HAS_TARGETS)
         weights = _silu(scores, bias, half_alpha, HAS_POSITION or HAS_TIME, FAST)
         if MASKED:
             mask = _visible(t[:, None], s[None, :], length, history, window_size, HAS_TARGETS, HAS_WINDOW)
@@ -334,7 +390,7 @@ def _key_ranges(
 def dense_attention_fwd_kernel(
     q, k, v, out, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t, out_stride_h,
     seq_offsets, tiles, num_targets, window_size, half_alpha, inverse_n,
-    position_bias, time_bias, edges, q_times, k_times, k_least, k_greatest, total,
+    position_bias, time_bias, edges, steps, q_times, q_offset, k_times, k_offset, lowest_bucket, row, total,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
@@ -358,43 +414,43 @@ def dense_attention_fwd_kernel(
     k += begin * k_stride_t + head * k_stride_h
     v += begin * v_stride_t + head * v_stride_h
     query = _load_rows(q, first_row, m, tl.arange(0, PAD_D), q_stride_t, length, D, PAD_D, True)
-    q_high, q_low = 0.0, 0.0
-    q_least, q_greatest = 0, 0
+    q_high, q_low, q_near = 0.0, 0.0, 0
     if HAS_TIME:
-        q_high, q_low, q_least, q_greatest = _tile_times(q_times + begin, t, length, total)
-        q_high = q_high[:, None]
-        q_low = q_low[:, None]
+        q_high = tl.load(q_times + begin + t, t < length, 0.0)[:, None]
+        q_low = tl.load(q_times + total + begin + t, t < length, 0.0)[:, None]
+        q_near = tl.load(q_offset + begin + t, t < length, 0)[:, None]
         k_times += begin
-        k_least += begin // BLOCK_N + b
-        k_greatest += begin // BLOCK_N + b
+        k_offset += begin
+        lowest_bucket += (begin // BLOCK_M + b + block) * row
 
     first, full, diagonal, end = _key_ranges(
         first_row, length, history, window_size, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N
     )
     if HAS_TIME:
-        diagonal = _narrow(
-            full, diagonal, q_least, q_greatest, k_least, k_greatest, edges, NUM_BUCKETS, BLOCK_N, True
-        )  # fmt: skip
+        diagonal = _narrow(full, diagonal, lowest_bucket, BLOCK_N, True)
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
-    if HAS_WINDOW:
+    if HAS_WINDOW:  # noqa: SIM102  one is known to the compiler
+        if first < full:
+            acc = _attend(
+                acc, query, first, full, t, length, history, k, v, k_stride_t, v_stride_t, half_alpha, window_size,
+                position_bias, time_bias, edges, steps, q_high, q_low, q_near, k_times, k_offset, lowest_bucket, total,
+                D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, True, BLOCK_N,
+                PAD_D, PAD_V,
+            )  # fmt: skip
+    if full < diagonal:
         acc = _attend(
-            acc, query, first, full, t, length, history, k, v, k_stride_t, v_stride_t, half_alpha, window_size,
-            position_bias, time_bias, edges, q_high, q_low, q_least, q_greatest, k_times, k_least, k_greatest, total,
+            acc, query, full, diagonal, t, length, history, k, v, k_stride_t, v_stride_t, half_alpha, window_size,
+            position_bias, time_bias, edges, steps, q_high, q_low, q_near, k_times, k_offset, lowest_bucket, total,
+            D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, False, BLOCK_N, PAD_D,
+            PAD_V,
+        )  # fmt: skip
+    if diagonal < end:
+        acc = _attend(
+            acc, query, diagonal, end, t, length, history, k, v, k_stride_t, v_stride_t, half_alpha, window_size,
+            position_bias, time_bias, edges, steps, q_high, q_low, q_near, k_times, k_offset, lowest_bucket, total,
             D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, True, BLOCK_N, PAD_D,
             PAD_V,
         )  # fmt: skip
-    acc = _attend(
-        acc, query, full, diagonal, t, length, history, k, v, k_stride_t, v_stride_t, half_alpha, window_size,
-        position_bias, time_bias, edges, q_high, q_low, q_least, q_greatest, k_times, k_least, k_greatest, total,
-        D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, False, BLOCK_N, PAD_D,
-        PAD_V,
-    )  # fmt: skip
-    acc = _attend(
-        acc, query, diagonal, end, t, length, history, k, v, k_stride_t, v_stride_t, half_alpha, window_size,
-        position_bias, time_bias, edges, q_high, q_low, q_least, q_greatest, k_times, k_least, k_greatest, total,
-        D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, True, BLOCK_N, PAD_D,
-        PAD_V,
-    )  # fmt: skip
     e = tl.arange(0, PAD_V)
     out += (begin + first_row) * out_stride_t + head * out_stride_h
     inside = (t < length)[:, None] & (e < V)[None, :]
@@ -402,35 +458,13 @@ def dense_attention_fwd_kernel(
 
 
 @triton.jit
-def _tile_times(times, t, length, total):
-    """(high, low, least, greatest) of the timestamps of a tile's own tokens: two vectors and two int64 scalars."""
-    inside = t < length
-    high = tl.load(times + t, inside, 0.0)
-    low = tl.load(times + total + t, inside, 0.0)
-    value = high.to(tl.int64) + low.to(tl.int64)
-    limit = 4611686018427387904
-    least = tl.min(tl.where(inside, value, limit), 0)
-    greatest = tl.max(tl.where(inside, value, -limit), 0)
-    return high, low, least, greatest
-
-
-@triton.jit
-def _add_position_grad(
-    grad, ds, t, s, first_row, start, length, history, scale, HAS_TARGETS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _add_diagonals(grad, ds, first_row, start, length, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """grad[d] += the sum of ds [BLOCK_M, BLOCK_N] along its diagonal t - s = d.
 
     Row i is rotated by i, which turns the diagonals into columns; a column then holds pieces of neighbouring diagonals,
     BLOCK_N apart, one piece above and one below the place where the rotation wraps.
     """
     REPEATS: tl.constexpr = BLOCK_M // BLOCK_N if BLOCK_M > BLOCK_N else 1
-    if HAS_TARGETS:
-        # Candidates all stand at the position `history`: for them a diagonal is a column.
-        candidate = (t >= history)[:, None]
-        column = tl.sum(tl.where(candidate, ds, 0.0), 0)
-        tl.atomic_add(grad + tl.maximum(history - s, 0), column * scale, (s < length) & (column != 0.0), sem="relaxed")
-        ds = tl.where(candidate, 0.0, ds)
     row = tl.arange(0, BLOCK_M)[:, None]
     column = tl.arange(0, BLOCK_N)[None, :]
     rotated = tl.gather(ds, (row - column) & (BLOCK_N - 1), 1)
@@ -449,12 +483,10 @@ def _add_three(a, b, c, d, e, f):
 
 
 @triton.jit
-def _add_narrow_time_grad(grad, ds, difference, lowest, edges, scale, NUM_BUCKETS: tl.constexpr):
-    """grad[bucket] += the sum of ds over the pairs in that bucket, for a tile of the buckets lowest .. lowest + 2."""
-    beyond_first = tl.where(difference >= tl.load(edges + lowest + 1), ds, 0.0)
-    beyond_second = tl.where(difference >= tl.load(edges + tl.minimum(lowest + 2, NUM_BUCKETS + 1)), ds, 0.0)
-    rows = tl.reduce((ds, beyond_first, beyond_second), 1, _add_three)
-    everything, first, second = tl.reduce(rows, 0, _add_three)
+def _add_narrow_time_grad(grad, ds, far, farther, lowest, scale, NUM_BUCKETS: tl.constexpr):
+    """grad[bucket] += the sum of ds over the pairs in that bucket, for a narrow tile."""
+    sums = (ds, tl.where(far, ds, 0.0), tl.where(farther, ds, 0.0))
+    everything, first, second = tl.reduce(tl.reduce(sums, 1, _add_three), 0, _add_three)
     tl.atomic_add(grad + lowest, (everything - first) * scale, sem="relaxed")
     tl.atomic_add(grad + tl.minimum(lowest + 1, NUM_BUCKETS), (first - second) * scale, sem="relaxed")
     tl.atomic_add(grad + tl.minimum(lowest + 2, NUM_BUCKETS), second * scale, sem="relaxed")
@@ -462,19 +494,27 @@ def _add_narrow_time_grad(grad, ds, difference, lowest, edges, scale, NUM_BUCKET
 
 # A histogram in shared memory, which Triton has no words for: one table for each of the 32 lanes of a warp, so that the
 # lanes neither meet in a bank nor at an address. The variable is declared inside the assembly, in the program's static
-# shared memory, beside the dynamic part that Triton lays out.
+# shared memory. The dynamic part, which Triton lays out, comes after it and wants 1 KB alignment for its swizzled
+# tiles: hence sizes in whole KB.
 
 
 @triton.jit
 def _histogram_open(token):
-    """The shared-memory address of [256, 32] fp32, zeroed. Called once per program; `token` is any int32 scalar."""
+    """The shared-memory address of [146, 32] fp32, zeroed. Called once per program; `token` is any int32 scalar."""
     base = tl.inline_asm_elementwise(
-        "{ .shared .align 16 .b8 hstu_histogram[32768]; mov.u32 $0, hstu_histogram; }", "=r,r", [token], tl.int32,
+        "{ .shared .align 16 .b8 hstu_histogram[19456]; mov.u32 $0, hstu_histogram; }", "=r,r", [token], tl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
     tl.inline_asm_elementwise(
-        "{ .reg .u32 a; mad.lo.u32 a, $2, 4, $1; st.shared.f32 [a], 0f00000000; mov.u32 $0, 0; }", "=r,r,r",
-        [base, tl.arange(0, 8192)], tl.int32, is_pure=False, pack=1,
+        """{
+            .reg .pred p;
+            .reg .u32 a;
+            setp.lt.u32 p, $2, 4672;
+            mad.lo.u32 a, $2, 4, $1;
+            @p st.shared.f32 [a], 0f00000000;
+            mov.u32 $0, 0;
+        }""",
+        "=r,r,r", [base, tl.arange(0, 8192)], tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     tl.debug_barrier()
     return base
@@ -521,19 +561,104 @@ def _histogram_close(base, grad, scale, NUM_BUCKETS: tl.constexpr):
     """grad[bucket] += scale * histogram[bucket]."""
     tl.debug_barrier()
     copies = tl.inline_asm_elementwise(
-        "{ .reg .u32 a; mad.lo.u32 a, $2, 4, $1; ld.shared.f32 $0, [a]; }", "=f,r,r", [base, tl.arange(0, 8192)],
-        tl.float32, is_pure=False, pack=1,
+        """{
+            .reg .pred p;
+            .reg .u32 a;
+            setp.lt.u32 p, $2, 4672;
+            mad.lo.u32 a, $2, 4, $1;
+            mov.f32 $0, 0f00000000;
+            @p ld.shared.f32 $0, [a];
+        }""",
+        "=&f,r,r", [base, tl.arange(0, 8192)], tl.float32, is_pure=False, pack=1,
     )  # fmt: skip
     bucket = tl.arange(0, 256)
     total = tl.sum(tl.reshape(copies, [256, 32]), 1) * scale
     tl.atomic_add(grad + bucket, total, (bucket <= NUM_BUCKETS) & (total != 0.0), sem="relaxed")
 
 
+# The sums along the diagonals, in shared memory too. A tile of queries meets the diagonals in descending order, and of
+# the BLOCK_M + BLOCK_N - 1 that a block of keys touches, BLOCK_N are touched for the last time: a ring of 256 cells
+# holds those in progress. Cells are integers: shared memory adds those in one instruction, floats only in a loop of
+# compare-and-swap; and integers add up to the same sum in any order. A term is rounded to 22 bits of its upper bound, a
+# cell takes at most 128 terms. Four copies, one for each lane of a quad, 266 words apart, keep the lanes of a warp in
+# different banks: lane l of the tensor cores' layout holds t - s = l // 4 - 2 (l % 4) + const.
+
+
+@triton.jit
+def _ring_open(token):
+    """The shared-memory address of the ring, zeroed. Called once per program; `token` is any int32 scalar."""
+    base = tl.inline_asm_elementwise(
+        "{ .shared .align 16 .b8 hstu_ring[5120]; mov.u32 $0, hstu_ring; }", "=r,r", [token], tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred p;
+            .reg .u32 a;
+            setp.lt.u32 p, $2, 1064;
+            mad.lo.u32 a, $2, 4, $1;
+            @p st.shared.u32 [a], 0;
+            mov.u32 $0, 0;
+        }""",
+        "=r,r,r", [base, tl.arange(0, 2048)], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.debug_barrier()
+    return base
+
+
+@triton.jit
+def _barrier(token):
+    """A barrier of the program's threads. Triton's own keeps the loop around it from being pipelined."""
+    tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r,r", [token], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _ring_add(base, distance, value, to_exact):
+    """ring[distance] += value, rounded."""
+    tl.inline_asm_elementwise(
+        """{
+            .reg .u32 a, copy;
+            .reg .f32 f;
+            .reg .b32 n;
+            mov.u32 copy, %tid.x;
+            and.b32 copy, copy, 3;
+            mad.lo.u32 copy, copy, 1064, $1;
+            and.b32 a, $2, 255;
+            mad.lo.u32 a, a, 4, copy;
+            fma.rn.f32 f, $3, $4, 0f4B400000;
+            mov.b32 n, f;
+            sub.u32 n, n, 0x4B400000;
+            red.shared.add.u32 [a], n;
+            mov.u32 $0, 0;
+        }""",
+        "=r,r,r,f,f", [base, distance, value, to_exact], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _ring_flush(base, grad, last, length, COUNT: tl.constexpr):
+    """Moves the COUNT cells of the distances last - COUNT + 1 .. last to grad [N] int64."""
+    cell = tl.arange(0, 4 * COUNT)
+    distance = last - cell % COUNT
+    value = tl.inline_asm_elementwise(
+        """{
+            .reg .u32 a;
+            and.b32 a, $2, 255;
+            mad.lo.u32 a, a, 4, $1;
+            mad.lo.u32 a, $3, 1064, a;
+            atom.shared.exch.b32 $0, [a], 0;
+        }""",
+        "=r,r,r,r", [base, distance, cell // COUNT], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    use = (distance >= 0) & (distance < length) & (value != 0)
+    tl.atomic_add(grad + distance, value.to(tl.int64), use, sem="relaxed")
+
+
 @triton.jit
 def _attend_dq(
     acc, q, do, first, last, t, first_row, length, history, k, v, k_stride, v_stride, half_alpha, window_size, scale,
-    position_bias, time_bias, position_grad, time_grad, histogram, edges, q_high, q_low, q_least, q_greatest, k_times,
-    k_least, k_greatest, total,
+    position_bias, time_bias, position_grad, exact_grad, to_exact, ring, time_grad, histogram, edges, steps, q_high,
+    q_low, q_offset, k_times, k_offset, lowest_bucket, total,
     D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -544,44 +669,62 @@ def _attend_dq(
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
     last_position = tl.minimum(history, length - 1)
+    upcoming = 0
+    if HAS_TIME and not MASKED:
+        # Read one block ahead: what depends on it need not wait.
+        upcoming = tl.load(lowest_bucket + first // BLOCK_N).to(tl.int32)
     for start in range(first, last, BLOCK_N):
         key = _load_rows(k, start, n, d, k_stride, length, D, PAD_D, MASKED)
         value = _load_rows(v, start, n, e, v_stride, length, V, PAD_V, MASKED)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
         dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
         s = start + n
-        k_high, k_low = 0.0, 0.0
-        lowest = 0
+        bias = 0.0
         if HAS_TIME:
-            inside = s < length
-            k_high = tl.load(k_times + s, inside, 0.0)[None, :]
-            k_low = tl.load(k_times + total + s, inside, 0.0)[None, :]
-            if not MASKED:
-                block = start // BLOCK_N
-                lowest, _ = _bucket_range(
-                    q_least, q_greatest, tl.load(k_least + block), tl.load(k_greatest + block), edges, NUM_BUCKETS
-                )
-        bias, where = _pair_bias(
-            t[:, None], s[None, :], last_position, q_high, q_low, k_high, k_low, lowest, position_bias,
-            time_bias, edges, HAS_POSITION, HAS_TIME, NUM_BUCKETS, HAS_TARGETS, MASKED,
-        )  # fmt: skip
-        _, slope = _silu_and_twice_grad(scores, bias, half_alpha, HAS_POSITION or HAS_TIME, FAST)
-        ds = dp * slope
+            k_high, k_low, k_near = 0.0, 0.0, 0
+            lowest = upcoming
+            if MASKED:
+                k_high = tl.load(k_times + s, s < length, 0.0)[None, :]
+                k_low = tl.load(k_times + total + s, s < length, 0.0)[None, :]
+            else:
+                k_near = tl.load(k_offset + s)[None, :]
+                upcoming = tl.load(lowest_bucket + start // BLOCK_N + 1).to(tl.int32)
+            bias, bucket = _time_bias(
+                q_high, q_low, q_offset, k_high, k_low, k_near, lowest, time_bias, edges, steps, NUM_BUCKETS, True,
+                MASKED,
+            )  # fmt: skip
+        if HAS_POSITION:
+            bias += _position_bias(t[:, None], s[None, :], last_position, position_bias, HAS_TARGETS)
+        _, slope = _silu_and_slope(scores, bias, half_alpha, HAS_POSITION or HAS_TIME, FAST)
+        ds = dp * slope + dp
         if MASKED:
             mask = _visible(t[:, None], s[None, :], length, history, window_size, HAS_TARGETS, HAS_WINDOW)
             ds = tl.where(mask, ds, 0.0)
         acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
         if HAS_POSITION:
-            _add_position_grad(
-                position_grad, ds, t, s, first_row, start, length, history, scale, HAS_TARGETS, BLOCK_M, BLOCK_N
-            )
+            along = ds
+            if HAS_TARGETS:
+                # Candidates all stand at the position `history`: for them a diagonal is a column.
+                candidate = (t >= history)[:, None]
+                column = tl.sum(tl.where(candidate, ds, 0.0), 0) * scale
+                seen = (s < length) & (column != 0.0)
+                tl.atomic_add(position_grad + tl.maximum(history - s, 0), column, seen, sem="relaxed")
+                along = tl.where(candidate, 0.0, ds)
+            if FAST and COMPILED:
+                _ring_add(ring, t[:, None] - s[None, :], along, to_exact)
+                _barrier(length)
+                # No barrier after it: these cells are next used two blocks on.
+                _ring_flush(ring, exact_grad, first_row - start + BLOCK_M - 1, length, BLOCK_N)
+            else:
+                _add_diagonals(position_grad, along, first_row, start, length, scale, BLOCK_M, BLOCK_N)
         if HAS_TIME:
             if not MASKED:
-                _add_narrow_time_grad(time_grad, ds, where, lowest, edges, scale, NUM_BUCKETS)
+                far, farther = _narrow_edges(_opaque(q_offset), k_near, lowest, steps, NUM_BUCKETS, True)
+                _add_narrow_time_grad(time_grad, ds, far, farther, lowest, scale, NUM_BUCKETS)
             elif COMPILED:
-                _histogram_add(histogram, where, ds)
+                _histogram_add(histogram, bucket, ds)
             else:
-                tl.atomic_add(time_grad + where, ds * scale)
+                tl.atomic_add(time_grad + bucket, ds * scale)
     return acc
 
 
@@ -589,7 +732,8 @@ def _attend_dq(
 def dense_attention_bwd_dq_kernel(
     q, k, v, do, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t, do_stride_h,
     dq_stride_t, dq_stride_h, seq_offsets, tiles, num_targets, window_size, half_alpha, half_inverse_n, alpha,
-    position_bias, time_bias, position_grad, time_grad, edges, q_times, k_times, k_least, k_greatest, total,
+    position_bias, time_bias, position_grad, exact_grad, exact_scale, time_grad, edges, steps, q_times, q_offset,
+    k_times, k_offset, lowest_bucket, row, total,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, COPIES: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
@@ -618,15 +762,19 @@ def dense_attention_bwd_dq_kernel(
     query = _load_rows(q, first_row, m, d, q_stride_t, length, D, PAD_D, True)
     dout = _load_rows(do, first_row, m, tl.arange(0, PAD_V), do_stride_t, length, V, PAD_V, True)
     histogram = 0
-    q_high, q_low = 0.0, 0.0
-    q_least, q_greatest = 0, 0
+    ring = 0
+    to_exact = 0.0
+    if HAS_POSITION and FAST and COMPILED:
+        ring = _ring_open(length)
+        to_exact = tl.load(exact_scale)
+    q_high, q_low, q_near = 0.0, 0.0, 0
     if HAS_TIME:
-        q_high, q_low, q_least, q_greatest = _tile_times(q_times + begin, t, length, total)
-        q_high = q_high[:, None]
-        q_low = q_low[:, None]
+        q_high = tl.load(q_times + begin + t, t < length, 0.0)[:, None]
+        q_low = tl.load(q_times + total + begin + t, t < length, 0.0)[:, None]
+        q_near = tl.load(q_offset + begin + t, t < length, 0)[:, None]
         k_times += begin
-        k_least += begin // BLOCK_N + b
-        k_greatest += begin // BLOCK_N + b
+        k_offset += begin
+        lowest_bucket += (begin // BLOCK_M + b + block) * row
         # Several copies of the small table keep the programs' additions from queueing at one address.
         time_grad += (tl.program_id(0) % COPIES) * (NUM_BUCKETS + 1)
         if COMPILED:
@@ -636,29 +784,34 @@ def dense_attention_bwd_dq_kernel(
         first_row, length, history, window_size, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N
     )
     if HAS_TIME:
-        diagonal = _narrow(
-            full, diagonal, q_least, q_greatest, k_least, k_greatest, edges, NUM_BUCKETS, BLOCK_N, True
-        )  # fmt: skip
+        diagonal = _narrow(full, diagonal, lowest_bucket, BLOCK_N, True)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
-    if HAS_WINDOW:
+    if HAS_WINDOW:  # noqa: SIM102  one is known to the compiler
+        if first < full:
+            acc = _attend_dq(
+                acc, query, dout, first, full, t, first_row, length, history, k, v, k_stride_t, v_stride_t, half_alpha,
+                window_size, half_inverse_n, position_bias, time_bias, position_grad, exact_grad, to_exact, ring,
+                time_grad, histogram, edges, steps, q_high, q_low, q_near, k_times, k_offset, lowest_bucket, total, D,
+                V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, True, BLOCK_M,
+                BLOCK_N, PAD_D, PAD_V,
+            )  # fmt: skip
+    if full < diagonal:
         acc = _attend_dq(
-            acc, query, dout, first, full, t, first_row, length, history, k, v, k_stride_t, v_stride_t, half_alpha,
-            window_size, half_inverse_n, position_bias, time_bias, position_grad, time_grad, histogram, edges, q_high,
-            q_low, q_least, q_greatest, k_times, k_least, k_greatest, total, D, V, HAS_TARGETS, HAS_WINDOW,
-            HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
+            acc, query, dout, full, diagonal, t, first_row, length, history, k, v, k_stride_t, v_stride_t, half_alpha,
+            window_size, half_inverse_n, position_bias, time_bias, position_grad, exact_grad, to_exact, ring, time_grad,
+            histogram, edges, steps, q_high, q_low, q_near, k_times, k_offset, lowest_bucket, total, D, V, HAS_TARGETS,
+            HAS_WINDOW, HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, False, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
         )  # fmt: skip
-    acc = _attend_dq(
-        acc, query, dout, full, diagonal, t, first_row, length, history, k, v, k_stride_t, v_stride_t, half_alpha,
-        window_size, half_inverse_n, position_bias, time_bias, position_grad, time_grad, histogram, edges, q_high,
-        q_low, q_least, q_greatest, k_times, k_least, k_greatest, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION,
-        HAS_TIME, NUM_BUCKETS, FAST, PRECISION, False, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
-    )  # fmt: skip
-    acc = _attend_dq(
-        acc, query, dout, diagonal, end, t, first_row, length, history, k, v, k_stride_t, v_stride_t, half_alpha,
-        window_size, half_inverse_n, position_bias, time_bias, position_grad, time_grad, histogram, edges, q_high,
-        q_low, q_least, q_greatest, k_times, k_least, k_greatest, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION,
-        HAS_TIME, NUM_BUCKETS, FAST, PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
-    )  # fmt: skip
+    if diagonal < end:
+        acc = _attend_dq(
+            acc, query, dout, diagonal, end, t, first_row, length, history, k, v, k_stride_t, v_stride_t, half_alpha,
+            window_size, half_inverse_n, position_bias, time_bias, position_grad, exact_grad, to_exact, ring, time_grad,
+            histogram, edges, steps, q_high, q_low, q_near, k_times, k_offset, lowest_bucket, total, D, V, HAS_TARGETS,
+            HAS_WINDOW, HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
+        )  # fmt: skip
+    if HAS_POSITION and FAST and COMPILED:
+        tl.debug_barrier()
+        _ring_flush(ring, exact_grad, first_row - (end - 1) // BLOCK_N * BLOCK_N + BLOCK_M - 1, length, 256)
     if HAS_TIME and COMPILED:
         _histogram_close(histogram, time_grad, half_inverse_n, NUM_BUCKETS)
     dq += (begin + first_row) * dq_stride_t + head * dq_stride_h
@@ -670,7 +823,7 @@ def dense_attention_bwd_dq_kernel(
 @triton.jit
 def _attend_dkv(
     dk, dv, k, v, first, last, s, length, history, q, do, dq, q_stride, do_stride, dq_stride, half_alpha, window_size,
-    position_bias, time_bias, edges, k_high, k_low, k_least, k_greatest, q_times, q_least, q_greatest, total,
+    position_bias, time_bias, edges, steps, k_high, k_low, k_offset, q_times, q_offset, lowest_bucket, total,
     D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, WITH_DQ: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -681,34 +834,38 @@ def _attend_dkv(
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
     last_position = tl.minimum(history, length - 1)
+    upcoming = 0
+    if HAS_TIME and not MASKED:
+        upcoming = tl.load(lowest_bucket + first // BLOCK_M).to(tl.int32)
     for start in range(first, last, BLOCK_M):
         query = _load_rows(q, start, m, d, q_stride, length, D, PAD_D, MASKED)
         dout = _load_rows(do, start, m, e, do_stride, length, V, PAD_V, MASKED)
         scores = tl.dot(k, tl.trans(query), input_precision=PRECISION)
         t = start + m
-        q_high, q_low = 0.0, 0.0
-        lowest = 0
+        bias = 0.0
         if HAS_TIME:
-            inside = t < length
-            q_high = tl.load(q_times + t, inside, 0.0)[None, :]
-            q_low = tl.load(q_times + total + t, inside, 0.0)[None, :]
-            if not MASKED:
-                block = start // BLOCK_M
-                lowest, _ = _bucket_range(
-                    tl.load(q_least + block), tl.load(q_greatest + block), k_least, k_greatest, edges, NUM_BUCKETS
-                )
-        bias, _ = _pair_bias(
-            t[None, :], s[:, None], last_position, q_high, q_low, k_high, k_low, lowest, position_bias,
-            time_bias, edges, HAS_POSITION, HAS_TIME, NUM_BUCKETS, HAS_TARGETS, MASKED,
-        )  # fmt: skip
+            q_high, q_low, q_near = 0.0, 0.0, 0
+            lowest = upcoming
+            if MASKED:
+                q_high = tl.load(q_times + t, t < length, 0.0)[None, :]
+                q_low = tl.load(q_times + total + t, t < length, 0.0)[None, :]
+            else:
+                q_near = tl.load(q_offset + t)[None, :]
+                upcoming = tl.load(lowest_bucket + start // BLOCK_M + 1).to(tl.int32)
+            bias, _ = _time_bias(
+                q_high, q_low, q_near, k_high, k_low, k_offset, lowest, time_bias, edges, steps, NUM_BUCKETS, False,
+                MASKED,
+            )  # fmt: skip
+        if HAS_POSITION:
+            bias += _position_bias(t[None, :], s[:, None], last_position, position_bias, HAS_TARGETS)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-        weights, slope = _silu_and_twice_grad(scores, bias, half_alpha, HAS_POSITION or HAS_TIME, FAST)
+        weights, slope = _silu_and_slope(scores, bias, half_alpha, HAS_POSITION or HAS_TIME, FAST)
         if MASKED:
             mask = _visible(t[None, :], s[:, None], length, history, window_size, HAS_TARGETS, HAS_WINDOW)
             weights = tl.where(mask, weights, 0.0)
-            slope = tl.where(mask, slope, 0.0)
+            slope = tl.where(mask, slope, -1.0)
         dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        ds = (dp * slope).to(query.dtype)
+        ds = (dp * slope + dp).to(query.dtype)
         dk = tl.dot(ds, query, dk, input_precision=PRECISION)
         if WITH_DQ:
             part = tl.dot(tl.trans(ds), k, input_precision=PRECISION)
@@ -724,8 +881,8 @@ def _attend_dkv(
 def dense_attention_bwd_dkv_kernel(
     q, k, v, do, dk, dv, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
     do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h, dq_stride_t, dq_stride_h, seq_offsets, tiles,
-    num_targets, window_size, half_alpha, half_inverse_n, alpha, position_bias, time_bias, edges, q_times, k_times,
-    q_least, q_greatest, total,
+    num_targets, window_size, half_alpha, half_inverse_n, alpha, position_bias, time_bias, edges, steps, q_times,
+    q_offset, k_times, k_offset, lowest_bucket, row, total,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, WITH_DQ: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
@@ -754,15 +911,14 @@ def dense_attention_bwd_dkv_kernel(
     dq += begin * dq_stride_t + head * dq_stride_h
     key = _load_rows(k, first_row, n, d, k_stride_t, length, D, PAD_D, True)
     value = _load_rows(v, first_row, n, e, v_stride_t, length, V, PAD_V, True)
-    k_high, k_low = 0.0, 0.0
-    k_least, k_greatest = 0, 0
+    k_high, k_low, k_near = 0.0, 0.0, 0
     if HAS_TIME:
-        k_high, k_low, k_least, k_greatest = _tile_times(k_times + begin, s, length, total)
-        k_high = k_high[:, None]
-        k_low = k_low[:, None]
+        k_high = tl.load(k_times + begin + s, s < length, 0.0)[:, None]
+        k_low = tl.load(k_times + total + begin + s, s < length, 0.0)[:, None]
+        k_near = tl.load(k_offset + begin + s, s < length, 0)[:, None]
         q_times += begin
-        q_least += begin // BLOCK_M + b
-        q_greatest += begin // BLOCK_M + b
+        q_offset += begin
+        lowest_bucket += (begin // BLOCK_N + b + first_row // BLOCK_N) * row
 
     # Queries: masked up to `full`, free of masks up to `free`, masked up to `end`; multiples of BLOCK_M but the last.
     end = length
@@ -784,26 +940,26 @@ def dense_attention_bwd_dkv_kernel(
     full = tl.minimum(full, (end + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
     free = tl.maximum(tl.minimum(free, end), full)
     if HAS_TIME:
-        full = _narrow(full, free, k_least, k_greatest, q_least, q_greatest, edges, NUM_BUCKETS, BLOCK_M, False)
+        full = _narrow(full, free, lowest_bucket, BLOCK_M, False)
 
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
     acc_k, acc_v = _attend_dkv(
         acc_k, acc_v, key, value, begin_row, tl.minimum(full, end), s, length, history, q, do, dq, q_stride_t,
-        do_stride_t, dq_stride_t, half_alpha, window_size, position_bias, time_bias, edges, k_high, k_low, k_least,
-        k_greatest, q_times, q_least, q_greatest, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
+        do_stride_t, dq_stride_t, half_alpha, window_size, position_bias, time_bias, edges, steps, k_high, k_low,
+        k_near, q_times, q_offset, lowest_bucket, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
         NUM_BUCKETS, WITH_DQ, FAST, PRECISION, True, BLOCK_M, PAD_D, PAD_V,
     )  # fmt: skip
     acc_k, acc_v = _attend_dkv(
         acc_k, acc_v, key, value, full, free, s, length, history, q, do, dq, q_stride_t,
-        do_stride_t, dq_stride_t, half_alpha, window_size, position_bias, time_bias, edges, k_high, k_low, k_least,
-        k_greatest, q_times, q_least, q_greatest, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
+        do_stride_t, dq_stride_t, half_alpha, window_size, position_bias, time_bias, edges, steps, k_high, k_low,
+        k_near, q_times, q_offset, lowest_bucket, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
         NUM_BUCKETS, WITH_DQ, FAST, PRECISION, False, BLOCK_M, PAD_D, PAD_V,
     )  # fmt: skip
     acc_k, acc_v = _attend_dkv(
         acc_k, acc_v, key, value, free, end, s, length, history, q, do, dq, q_stride_t,
-        do_stride_t, dq_stride_t, half_alpha, window_size, position_bias, time_bias, edges, k_high, k_low, k_least,
-        k_greatest, q_times, q_least, q_greatest, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
+        do_stride_t, dq_stride_t, half_alpha, window_size, position_bias, time_bias, edges, steps, k_high, k_low,
+        k_near, q_times, q_offset, lowest_bucket, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
         NUM_BUCKETS, WITH_DQ, FAST, PRECISION, True, BLOCK_M, PAD_D, PAD_V,
     )  # fmt: skip
     inside = (s < length)[:, None]
@@ -828,22 +984,15 @@ def schedule(seq_offsets: torch.Tensor, total: int, block: int) -> torch.Tensor:
     return tiles
 
 
-def split_times(times: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int, block: int) -> tuple:
-    """(timestamps as fp32 pairs [2, T], least and greatest timestamp of each block)."""
-    total, num_seqs = times.shape[0], seq_offsets.shape[0] - 1
-    split = torch.empty(2, total, dtype=torch.float32, device=times.device)
-    bounds = torch.empty(2, total // block + num_seqs, dtype=torch.int64, device=times.device)
-    chunk = max(block, min(1024, triton.next_power_of_2(max_seq_len)))
-    dense_attention_times_kernel[(num_seqs, cdiv(min(max_seq_len, total), chunk))](
-        times.contiguous(), seq_offsets, split, bounds[0], bounds[1], total, BLOCK=block, CHUNK=chunk
-    )
-    return split, bounds[0], bounds[1]
-
-
 @functools.lru_cache(maxsize=64)
-def _edges(num_buckets: int, device: torch.device) -> torch.Tensor:
-    """[num_buckets + 2]: edge k is the least value in bucket k, the last is infinite."""
-    return torch.tensor([-math.inf, *bucket_edges(num_buckets), math.inf], dtype=torch.float32, device=device)
+def _edges(num_buckets: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """[num_buckets + 2] fp32 and int64: edge k is the least value in bucket k, the last is beyond every difference."""
+    edges = bucket_edges(num_buckets)
+    steps = [min(math.ceil(edge), 2**62) if edge < math.inf else 2**62 for edge in edges]
+    return (
+        torch.tensor([-math.inf, *edges, math.inf], dtype=torch.float32, device=device),
+        torch.tensor([0, *steps, 2**62], dtype=torch.int64, device=device),
+    )
 
 
 def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool) -> dict:
@@ -852,16 +1001,25 @@ def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool) -> dict
         return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)
     if max(pad_d, pad_v) > 128:
         return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
-    return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3)
+    if biased or min(pad_d, pad_v) < 128:
+        return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=4)
+    return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=3)
 
 
 def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool) -> dict:
     """The same for the kernel of dq and of the bias tables' gradients."""
+    both = pad_d + pad_v
     if dtype == torch.float32:
+        if 64 < both <= 128:
+            return dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)
+        if 128 < both < 256:
+            return dict(BLOCK_M=16, BLOCK_N=16, num_warps=2, num_stages=1)
         return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)
-    if max(pad_d, pad_v) > 128:
+    if max(pad_d, pad_v) > 128 or both <= 64:
         return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
-    return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
+    if biased or min(pad_d, pad_v) < 128:
+        return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3)
+    return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2)
 
 
 def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool) -> dict:
@@ -870,7 +1028,9 @@ def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool) -> 
         return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)
     if max(pad_d, pad_v) > 128:
         return dict(BLOCK_M=32, BLOCK_N=64, num_warps=8, num_stages=2)
-    return dict(BLOCK_M=64, BLOCK_N=128, num_warps=8, num_stages=2)
+    if biased:
+        return dict(BLOCK_M=32, BLOCK_N=128, num_warps=8, num_stages=3)
+    return dict(BLOCK_M=64, BLOCK_N=128, num_warps=8, num_stages=3)
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -880,6 +1040,30 @@ def _precision(dtype: torch.dtype) -> str:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _launch_with_static_memory(kernel, grid, *args, **kwargs):
+    """kernel[grid](*args, **kwargs) for a kernel with static shared memory, which Triton does not know of.
+
+    Triton asks the driver for more than 48 KB only if the dynamic part alone exceeds that. If the sum does, the first
+    launch is refused; then it is asked for here, once per compiled kernel.
+    """
+    try:
+        return kernel[grid](*args, **kwargs)
+    except RuntimeError as error:
+        if "invalid argument" not in str(error):
+            raise
+    import ctypes
+
+    compiled = kernel.warmup(*args, grid=grid, **kwargs)
+    compiled._init_handles()
+    max_dynamic_shared_size = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    status = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
+        ctypes.c_void_p(compiled.function), max_dynamic_shared_size, compiled.metadata.shared
+    )
+    if status:
+        raise RuntimeError(f"cuFuncSetAttribute failed with CUDA error {status} for {kernel.__name__}")
+    return kernel[grid](*args, **kwargs)
 
 
 class _Launch:
@@ -903,9 +1087,11 @@ class _Launch:
         self.seq_offsets, self.max_seq_len, self.alpha = seq_offsets.contiguous(), max_seq_len, alpha
         self.num_targets, self.window_size = num_targets, window_size
         self.table_dtypes = [None if table is None else table.dtype for table in (position_bias, time_bias)]
-        self.position_bias, self.time_bias = (
-            None if table is None else table.to(torch.float32).contiguous() for table in (position_bias, time_bias)
-        )
+        self.time_bias = None if time_bias is None else time_bias.to(torch.float32).contiguous()
+        self.position_bias = None
+        if position_bias is not None:
+            margin = (POSITION_MARGIN, 0)
+            self.position_bias = torch.nn.functional.pad(position_bias.float(), margin)[POSITION_MARGIN:]
         self.timestamps, self.query_timestamps = timestamps, query_timestamps
         self.total, self.heads, self.d = q.shape
         self.v_size = v.shape[2]
@@ -913,9 +1099,10 @@ class _Launch:
         self.biased = position_bias is not None or time_bias is not None
         # Differences of int64 seconds never get past bucket 145, so a longer table has a tail that is never read.
         self.num_buckets = 0 if time_bias is None else min(time_bias.shape[0] - 1, MAX_BUCKETS)
-        self.edges = None
+        self.edges, self.steps = None, None
+        self._times: dict = {}
         if time_bias is not None and not self.empty:
-            self.edges = _edges(self.num_buckets, q.device)
+            self.edges, self.steps = _edges(self.num_buckets, q.device)
 
     def constants(self) -> dict:
         return dict(
@@ -937,9 +1124,39 @@ class _Launch:
         return config(padded_head(self.d), padded_head(self.v_size), self.q.dtype, self.biased)
 
     def times(self, which: torch.Tensor, block: int) -> tuple:
+        """(fp32 pairs [2, T], int32 offsets [T], least and greatest of each block) of `which` timestamps."""
+        key = which.data_ptr(), block
+        if key not in self._times:
+            num_seqs, device = self.seq_offsets.shape[0] - 1, which.device
+            split = torch.empty(2, self.total, dtype=torch.float32, device=device)
+            offset = torch.empty(self.total, dtype=torch.int32, device=device)
+            bounds = torch.empty(2, self.total // block + num_seqs, dtype=torch.int64, device=device)
+            chunk = max(block, min(1024, triton.next_power_of_2(self.max_seq_len)))
+            grid = (num_seqs, cdiv(min(self.max_seq_len, self.total), chunk))
+            dense_attention_times_kernel[grid](
+                which.contiguous(), self.timestamps.contiguous(), self.seq_offsets, split, offset, bounds[0],
+                bounds[1], self.total, BLOCK=block, CHUNK=chunk,
+            )  # fmt: skip
+            self._times[key] = split, offset, bounds[0], bounds[1]
+        return self._times[key]
+
+    def time_arguments(self, tiles: torch.Tensor, own: int, other: int, own_is_query: bool) -> tuple:
+        """(edges, steps, q_times, q_offset, k_times, k_offset, lowest_bucket, row, T) for a kernel with these tiles."""
         if self.time_bias is None:
-            return None, None, None
-        return split_times(which, self.seq_offsets, self.max_seq_len, block)
+            return (*[None] * 7, 0, self.total)
+        mine, theirs = self.query_timestamps, self.timestamps
+        if not own_is_query:
+            mine, theirs = theirs, mine
+        mine, theirs = self.times(mine, own), self.times(theirs, other)
+        # One more than the blocks: the kernels read one block ahead.
+        row = cdiv(min(self.max_seq_len, self.total), other) + 1
+        lowest_bucket = torch.empty(tiles.shape[0], row, dtype=torch.int8, device=tiles.device)
+        dense_attention_narrow_kernel[(tiles.shape[0], cdiv(row, 256))](
+            tiles, self.seq_offsets, mine[2], mine[3], theirs[2], theirs[3], self.edges, lowest_bucket, row, OWN=own,
+            OTHER=other, OWN_IS_QUERY=own_is_query, NUM_BUCKETS=self.num_buckets, CHUNK=256,
+        )  # fmt: skip
+        q, k = (mine, theirs) if own_is_query else (theirs, mine)
+        return self.edges, self.steps, q[0], q[1], k[0], k[1], lowest_bucket, row, self.total
 
     def forward(self, config: dict | None = None) -> torch.Tensor:
         out = torch.empty(self.total, self.heads, self.v_size, dtype=self.q.dtype, device=self.q.device)
@@ -947,15 +1164,11 @@ class _Launch:
             return out.zero_()
         config = config or self.choose(fwd_config)
         tiles = schedule(self.seq_offsets, self.total, config["BLOCK_M"])
-        k_times, k_least, k_greatest = self.times(self.timestamps, config["BLOCK_N"])
-        q_times = k_times
-        if self.query_timestamps is not self.timestamps:
-            q_times = self.times(self.query_timestamps, config["BLOCK_N"])[0]
+        times = self.time_arguments(tiles, config["BLOCK_M"], config["BLOCK_N"], True)
         dense_attention_fwd_kernel[(tiles.shape[0] * self.heads,)](
             self.q, self.k, self.v, out, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
             *out.stride()[:2], self.seq_offsets, tiles, self.num_targets, self.window_size, 0.5 * self.alpha,
-            1.0 / self.max_seq_len, self.position_bias, self.time_bias, self.edges, q_times, k_times, k_least,
-            k_greatest, self.total, **self.constants(), **config,
+            1.0 / self.max_seq_len, self.position_bias, self.time_bias, *times, **self.constants(), **config,
         )  # fmt: skip
         return out
 
@@ -978,33 +1191,35 @@ class _Launch:
         return dq, dk, dv, position_grad, time_grad
 
     def _backward_dq(self, do, dq, position_grad, time_grad, copies, config):
+        exact_grad, exact_scale = None, None
+        if position_grad is not None and self.q.dtype != torch.float32:
+            # |ds| <= |do| |v| times twice SiLU's greatest slope, 1.1 (2.3 with room for rounding).
+            norms = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() for x in (do, self.v)]
+            exact_scale = (2.0**22 - 1) / (2.3 * norms[0] * norms[1]).clamp(min=1e-30)
+            exact_grad = torch.zeros(self.max_seq_len, dtype=torch.int64, device=do.device)
         tiles = schedule(self.seq_offsets, self.total, config["BLOCK_M"])
-        k_times, k_least, k_greatest = self.times(self.timestamps, config["BLOCK_N"])
-        q_times = k_times
-        if self.query_timestamps is not self.timestamps:
-            q_times = self.times(self.query_timestamps, config["BLOCK_N"])[0]
-        dense_attention_bwd_dq_kernel[(tiles.shape[0] * self.heads,)](
+        times = self.time_arguments(tiles, config["BLOCK_M"], config["BLOCK_N"], True)
+        _launch_with_static_memory(
+            dense_attention_bwd_dq_kernel, (tiles.shape[0] * self.heads,),
             self.q, self.k, self.v, do, dq, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
             *do.stride()[:2], *dq.stride()[:2], self.seq_offsets, tiles, self.num_targets, self.window_size,
             0.5 * self.alpha, 0.5 / self.max_seq_len, self.alpha, self.position_bias, self.time_bias, position_grad,
-            time_grad, self.edges, q_times, k_times, k_least, k_greatest, self.total, **self.constants(),
-            COPIES=copies, **config,
+            exact_grad, exact_scale, time_grad, *times, **self.constants(), COPIES=copies, **config,
         )  # fmt: skip
+
+        if exact_grad is not None:
+            position_grad += (exact_grad.double() / exact_scale.double()).float() * (0.5 / self.max_seq_len)
 
     def _backward_dkv(self, do, dk, dv, dq, config):
         """With `dq`, a zeroed fp32 buffer, its unscaled gradient is added there too."""
         tiles = schedule(self.seq_offsets, self.total, config["BLOCK_N"])
-        q_times, q_least, q_greatest = self.times(self.query_timestamps, config["BLOCK_M"])
-        k_times = q_times
-        if self.query_timestamps is not self.timestamps:
-            k_times = self.times(self.timestamps, config["BLOCK_M"])[0]
+        times = self.time_arguments(tiles, config["BLOCK_N"], config["BLOCK_M"], False)
         into = dk if dq is None else dq
         dense_attention_bwd_dkv_kernel[(tiles.shape[0] * self.heads,)](
             self.q, self.k, self.v, do, dk, dv, into, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
             *do.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], *into.stride()[:2], self.seq_offsets, tiles,
             self.num_targets, self.window_size, 0.5 * self.alpha, 0.5 / self.max_seq_len, self.alpha,
-            self.position_bias, self.time_bias, self.edges, q_times, k_times, q_least, q_greatest, self.total,
-            **self.constants(), WITH_DQ=dq is not None, **config,
+            self.position_bias, self.time_bias, *times, **self.constants(), WITH_DQ=dq is not None, **config,
         )  # fmt: skip
 
 

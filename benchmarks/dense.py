@@ -1,0 +1,122 @@
+"""Dense HSTU attention against softmax attention of the same shape: SDPA (FlashAttention, cuDNN) and flex_attention.
+
+The standard cases: 131,072 tokens in sequences of one length, 4 heads of 128, bf16, causal. Softmax attention is not
+the same mathematics, but the same products, and what a user would otherwise run.
+"""
+
+import functools
+
+import torch
+from run import Case
+
+from hstu_sparse import hstu_attention
+from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets, make_timestamps
+
+LENGTHS = [1024, 4096, 16384, 65536]
+
+
+def add_arguments(parser):
+    parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+
+
+def flops(tokens, length, heads, size):
+    """Two products forward, five backward (seven done where dq has a kernel of its own), over the causal half."""
+    one = 2 * tokens * (length / 2) * heads * size
+    return {"fwd": 2 * one, "bwd": 5 * one}
+
+
+def inputs(tokens, length, heads, size, dtype, *, biased):
+    lengths = [length] * (tokens // length)
+    x = {
+        name: make_jagged(lengths, (heads, size), dtype=dtype, device="cuda", seed=seed)
+        for seed, name in enumerate("qkv")
+    }
+    x.update(seq_offsets=make_offsets(lengths, device="cuda"), max_seq_len=length)
+    if biased:
+        generator = torch.Generator().manual_seed(9)
+        x["position_bias"] = torch.randn(length, generator=generator).cuda()
+        x["time_bias"] = torch.randn(129, generator=generator).cuda()
+        x["timestamps"] = make_timestamps(lengths, device="cuda")
+    return x
+
+
+def check(heads, size, dtype, biased):
+    """Output and gradients against the reference, on a batch that the reference has memory for."""
+    x = inputs(2048, 1024, heads, size, dtype, biased=biased)
+    grad = torch.randn(x["v"].shape, device="cuda")
+    reference = functools.partial(hstu_attention, backend="reference")
+    wide = {n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in x.items()}
+    actual, lossy, exact = (
+        gradients(hstu_attention, x, grad),
+        gradients(reference, x, grad),
+        gradients(reference, wide, grad),
+    )
+    for name in actual:
+        assert_within_budget(name, actual[name], lossy[name], exact[name])
+
+
+def differentiable(x):
+    return {n: t.requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in x.items()}
+
+
+def parts(function, leaves):
+    """Forward alone, and backward alone of a graph that is kept."""
+    out = function()
+    grad = torch.randn_like(out)
+    return {
+        "fwd": lambda: function(),
+        "bwd": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
+    }
+
+
+def ours(shape, biased):
+    x = differentiable(inputs(*shape, biased=biased))
+    leaves = [t for t in x.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+    return parts(lambda: hstu_attention(**x), leaves)
+
+
+def padded(tokens, length, heads, size, dtype):
+    shape = (tokens // length, heads, length, size)
+    return [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def sdpa(shape, backend):
+    from torch.nn.attention import sdpa_kernel
+
+    q, k, v = padded(*shape)
+
+    def call():
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return parts(call, [q, k, v])
+
+
+def flex(shape):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v = padded(*shape)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], q.shape[2], device="cuda")
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return parts(lambda: compiled(q, k, v, block_mask=mask), [q, k, v])
+
+
+def cases(arguments):
+    from torch.nn.attention import SDPBackend
+
+    dtype = getattr(torch, arguments.dtype)
+    heads, size = arguments.heads, arguments.head_size
+    for length in arguments.lengths or LENGTHS:
+        shape = (arguments.tokens, length, heads, size, dtype)
+        described = dict(tokens=arguments.tokens, length=length, heads=heads, head_size=size, dtype=arguments.dtype)
+        make = functools.partial(Case, shape=described, flops=flops(arguments.tokens, length, heads, size))
+        yield make("ours", setup=lambda s=shape: ours(s, False), check=lambda: check(heads, size, dtype, False))
+        yield make(
+            "ours, both biases", setup=lambda s=shape: ours(s, True), check=lambda: check(heads, size, dtype, True)
+        )
+        yield make("sdpa-flash", setup=lambda s=shape: sdpa(s, SDPBackend.FLASH_ATTENTION))
+        yield make("sdpa-cudnn", setup=lambda s=shape: sdpa(s, SDPBackend.CUDNN_ATTENTION))
+        yield make("flex", setup=lambda s=shape: flex(s))

@@ -1,0 +1,174 @@
+"""Benchmarks of the operators: checks the result first, then times; one JSON line per case.
+
+    python benchmarks/run.py --op dense                            the standard cases
+    python benchmarks/run.py --op dense --lengths 4096 --only ours,sdpa-flash --out dense.jsonl
+    python benchmarks/run.py --plot dense.jsonl --out dense.png    a picture of what was measured
+
+Times are medians of CUDA-event timings, with the spread between the 10th and the 90th percentile; memory is the peak
+during the call beyond what was allocated before. Competitors run in the same process on the same shapes.
+
+An operator is a module of this folder, named as the operator, with `cases(arguments)`, which yields `Case`s, and
+optionally `add_arguments(parser)`. `Case` below says what it has to give.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+
+@dataclasses.dataclass
+class Case:
+    """One measurement.
+
+    setup() returns {part: function}, e.g. {"fwd": f, "bwd": g}; each function is one timed call, and is free to keep
+    references to its inputs. It is called right before the timing, so that only one case's tensors are alive.
+    check() raises if the result is wrong; None for competitors, whose results are not ours to check.
+    """
+
+    name: str
+    shape: dict
+    setup: Callable[[], dict[str, Callable[[], object]]]
+    check: Callable[[], None] | None = None
+    flops: dict[str, float] = dataclasses.field(default_factory=dict)
+    note: str = ""
+
+
+def time_call(function: Callable[[], object], *, warmup: int, repeats: int) -> dict:
+    """{"ms", "ms_p10", "ms_p90", "peak_mb"} of one function."""
+    for _ in range(warmup):
+        function()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    quantiles = torch.tensor(times).quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
+    return dict(zip(("ms_p10", "ms", "ms_p90"), (round(q, 4) for q in quantiles)), peak_mb=round(peak / 2**20, 1))
+
+
+def environment() -> dict:
+    """What the numbers depend on."""
+    import triton
+
+    root = pathlib.Path(__file__).resolve().parent.parent
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
+    return {
+        "commit": found.stdout.strip() or "unknown",
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+
+
+def measure(op: str, cases, *, warmup: int, repeats: int, emit: Callable[[dict], None]) -> None:
+    described = environment()
+    for case in cases:
+        record = {"op": op, "name": case.name, **case.shape, **described}
+        if case.note:
+            record["note"] = case.note
+        try:
+            if case.check is not None:
+                case.check()
+                record["checked"] = True
+            torch.cuda.empty_cache()
+            for part, function in case.setup().items():
+                result = time_call(function, warmup=warmup, repeats=repeats)
+                if part in case.flops:
+                    result["tflops"] = round(case.flops[part] / result["ms"] / 1e9, 1)
+                emit({**record, "part": part, **result})
+        except AssertionError:
+            raise
+        except Exception as error:  # a competitor may not support a shape: say so and go on
+            emit({**record, "error": f"{type(error).__name__}: {error}"[:300]})
+
+
+def plot(source: pathlib.Path, target: pathlib.Path) -> None:
+    """One panel per part; sequence length against time, a line per name."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    records = [json.loads(line) for line in source.read_text().splitlines() if line.strip()]
+    records = [r for r in records if "ms" in r]
+    if not records:
+        raise SystemExit(f"{source}: no timings in it")
+    parts = list(dict.fromkeys(r["part"] for r in records))
+    figure, axes = plt.subplots(1, len(parts), figsize=(6 * len(parts), 4.5), squeeze=False)
+    for axis, part in zip(axes[0], parts):
+        for name in dict.fromkeys(r["name"] for r in records):
+            points = sorted((r["length"], r["ms"], r["ms_p10"], r["ms_p90"]) for r in records if r["name"] == name
+                            and r["part"] == part)  # fmt: skip
+            if points:
+                lengths, times, low, high = zip(*points)
+                axis.plot(lengths, times, marker="o", label=name)
+                axis.fill_between(lengths, low, high, alpha=0.2)
+        axis.set(xscale="log", yscale="log", xlabel="sequence length", ylabel="ms", title=part)
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    first = records[0]
+    figure.suptitle(f"{first['op']}, {first['gpu']}, torch {first['torch']}, triton {first['triton']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(target, dpi=120)
+
+
+def main() -> None:
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--op")
+    chosen = first.parse_known_args()[0].op
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", help="which operator: a module of this folder")
+    parser.add_argument("--lengths", type=lambda x: [int(n) for n in x.split(",")], help="sequence lengths")
+    parser.add_argument("--only", type=lambda x: x.split(","), help="names of the cases to run")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", type=pathlib.Path, help="append the JSON lines here too; with --plot, the PNG")
+    parser.add_argument("--plot", type=pathlib.Path, help="draw this file's JSON lines, measure nothing")
+    module = None
+    if chosen:
+        sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+        module = importlib.import_module(chosen)
+        if hasattr(module, "add_arguments"):
+            module.add_arguments(parser)
+    arguments = parser.parse_args()
+    if arguments.plot:
+        plot(arguments.plot, arguments.out or arguments.plot.with_suffix(".png"))
+        return
+    if module is None:
+        parser.error("--op or --plot is needed")
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks need a CUDA GPU; there is none here")
+    file = arguments.out.open("a") if arguments.out else None
+
+    def emit(record):
+        line = json.dumps(record)
+        print(line, flush=True)
+        if file:
+            file.write(line + "\n")
+            file.flush()
+
+    cases = (c for c in module.cases(arguments) if not arguments.only or c.name in arguments.only)
+    measure(chosen, cases, warmup=arguments.warmup, repeats=arguments.repeats, emit=emit)
+
+
+if __name__ == "__main__":
+    main()
