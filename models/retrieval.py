@@ -14,6 +14,7 @@ from data.batches import Batch
 
 # Which of a user's earlier items leave the ranking, each a superset of the one before.
 FILTERS = ("none", "window", "history")
+RANK_CHUNK = 2**18  # scores
 
 
 def normalized_items(item_weight: Tensor) -> Tensor:
@@ -40,11 +41,15 @@ def target_ranks(scores: Tensor, targets: Tensor) -> Tensor:
 
     scores: [B, I]; targets: [B] int64.
     """
-    own = scores.gather(1, targets[:, None])
     ids = torch.arange(scores.shape[1], device=scores.device)
-    before = (scores > own) | ((scores == own) & (ids < targets[:, None]))
-    ranks = 1 + before.sum(1)
-    return torch.where(own[:, 0].isnan(), scores.shape[1], ranks)
+    # On a CPU, few rows at a time: what is written then stays in its cache.
+    rows = len(scores) if scores.is_cuda else max(1, RANK_CHUNK // scores.shape[1])
+    ranks = []
+    for part, chosen in zip(scores.split(max(1, rows)), targets.split(max(1, rows))):
+        own = part.gather(1, chosen[:, None])
+        before = (part > own) | ((part == own) & (ids < chosen[:, None]))
+        ranks.append(torch.where(own[:, 0].isnan(), scores.shape[1], 1 + before.sum(1)))
+    return torch.cat(ranks)
 
 
 def top_items(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
