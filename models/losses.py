@@ -33,7 +33,7 @@ def training_loss(config: LossConfig, out: Tensor, item_weight: Tensor, targets:
     items = F.normalize(item_weight, dim=-1, eps=NORM_EPS) if whole else item_weight
     width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]
     # Every chunk of gathered rows has a gradient as large as the table: larger chunks, then.
-    rows = max(1, CHUNK[out.device.type] * (1 if whole else 8) // width)
+    rows = max(1, CHUNK[out.device.type] * (1 if whole else 2) // width)
     return _Chunked.apply(config, whole, rows, out, items, targets, negatives) / max(1, len(targets))
 
 

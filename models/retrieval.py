@@ -14,7 +14,7 @@ from data.batches import Batch
 
 # Which of a user's earlier items leave the ranking, each a superset of the one before.
 FILTERS = ("none", "window", "history")
-RANK_CHUNK = 2**18  # scores
+RANK_CHUNK = 2**22  # scores
 
 
 def normalized_items(item_weight: Tensor) -> Tensor:
