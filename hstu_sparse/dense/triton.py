@@ -208,13 +208,23 @@ def _narrow(first, last, lowest_bucket, BLOCK: tl.constexpr, FROM_FIRST: tl.cons
 
 
 @triton.jit
-def _narrow_edges(q_offset, k_offset, lowest, steps, NUM_BUCKETS: tl.constexpr, BY_QUERY: tl.constexpr):
-    """Masks of a narrow tile: in bucket lowest + 1 or above, in lowest + 2.
+def _narrow_scalars(lowest, table, steps, NUM_BUCKETS: tl.constexpr):
+    """Of a narrow tile: its two edges, and the three values of time_bias."""
+    # Past the last block anything may stand.
+    lowest = tl.minimum(tl.maximum(lowest, 0), NUM_BUCKETS)
+    second = tl.minimum(lowest + 1, NUM_BUCKETS)
+    third = tl.minimum(lowest + 2, NUM_BUCKETS)
+    first_edge = tl.load(steps + lowest + 1)
+    second_edge = tl.load(steps + tl.minimum(lowest + 2, NUM_BUCKETS + 1))
+    return first_edge, second_edge, tl.load(table + lowest), tl.load(table + second), tl.load(table + third)
+
+
+@triton.jit
+def _narrow_edges(q_offset, k_offset, first, second, BY_QUERY: tl.constexpr):
+    """Masks of a narrow tile: at or past its first edge, its second.
 
     One comparison per pair: the edge is added to the side that has fewer elements per thread (BY_QUERY: the queries).
     """
-    first = tl.load(steps + lowest + 1)
-    second = tl.load(steps + tl.minimum(lowest + 2, NUM_BUCKETS + 1))
     if BY_QUERY:
         far = tl.maximum(q_offset.to(tl.int64) - first, -2147483648).to(tl.int32)
         farther = tl.maximum(q_offset.to(tl.int64) - second, -2147483648).to(tl.int32)
@@ -304,18 +314,15 @@ def _opaque(x):
 
 @triton.jit
 def _time_bias(
-    q_high, q_low, q_offset, k_high, k_low, k_offset, lowest, table, edges, steps, NUM_BUCKETS: tl.constexpr,
-    BY_QUERY: tl.constexpr, WIDE: tl.constexpr,
+    q_high, q_low, q_offset, k_high, k_low, k_offset, first_edge, second_edge, first, second, third, table, edges,
+    NUM_BUCKETS: tl.constexpr, BY_QUERY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """(time_bias of a tile, its buckets if WIDE)."""
     if WIDE:
         bucket = _bucket(tl.abs((q_high - k_high) + (q_low - k_low)), edges, NUM_BUCKETS)
         return _look_up(table, bucket), bucket
     else:
-        far, farther = _narrow_edges(q_offset, k_offset, lowest, steps, NUM_BUCKETS, BY_QUERY)
-        first = tl.load(table + lowest)
-        second = tl.load(table + tl.minimum(lowest + 1, NUM_BUCKETS))
-        third = tl.load(table + tl.minimum(lowest + 2, NUM_BUCKETS))
+        far, farther = _narrow_edges(q_offset, k_offset, first_edge, second_edge, BY_QUERY)
         return tl.where(farther, third, tl.where(far, second, first)), 0
 
 
@@ -333,9 +340,12 @@ def _attend(
     e = tl.arange(0, PAD_V)
     last_position = tl.minimum(history, length - 1)
     upcoming = 0
+    next1, next2, next3, next4, next5 = 0, 0, 0.0, 0.0, 0.0
     if HAS_TIME and not MASKED:
-        # Read one block ahead: what depends on it need not wait.
-        upcoming = tl.load(lowest_bucket + first // BLOCK_N).to(tl.int32)
+        # What a tile needs is read one block ahead, and what that needs two ahead, so that no load is waited for.
+        lowest = tl.load(lowest_bucket + first // BLOCK_N).to(tl.int32)
+        upcoming = tl.load(lowest_bucket + first // BLOCK_N + 1).to(tl.int32)
+        next1, next2, next3, next4, next5 = _narrow_scalars(lowest, time_bias, steps, NUM_BUCKETS)
     for start in range(first, last, BLOCK_N):
         key = _load_rows(k, start, n, d, k_stride, length, D, PAD_D, MASKED)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
@@ -343,16 +353,18 @@ def _attend(
         bias = 0.0
         if HAS_TIME:
             k_high, k_low, k_near = 0.0, 0.0, 0
-            lowest = upcoming
+            edge1, edge2, bias1, bias2, bias3 = 0, 0, 0.0, 0.0, 0.0
             if MASKED:
                 k_high = tl.load(k_times + s, s < length, 0.0)[None, :]
                 k_low = tl.load(k_times + total + s, s < length, 0.0)[None, :]
             else:
                 k_near = tl.load(k_offset + s)[None, :]
-                upcoming = tl.load(lowest_bucket + start // BLOCK_N + 1).to(tl.int32)
+                edge1, edge2, bias1, bias2, bias3 = next1, next2, next3, next4, next5
+                next1, next2, next3, next4, next5 = _narrow_scalars(upcoming, time_bias, steps, NUM_BUCKETS)
+                upcoming = tl.load(lowest_bucket + start // BLOCK_N + 2).to(tl.int32)
             bias, _ = _time_bias(
-                q_high, q_low, q_offset, k_high, k_low, k_near, lowest, time_bias, edges, steps, NUM_BUCKETS, True,
-                MASKED,
+                q_high, q_low, q_offset, k_high, k_low, k_near, edge1, edge2, bias1, bias2, bias3,
+                time_bias, edges, NUM_BUCKETS, True, MASKED,
             )  # fmt: skip
         if HAS_POSITION:
             bias += _position_bias(t[:, None], s[None, :], last_position, position_bias, HAS_TARGETS)
@@ -391,7 +403,8 @@ def dense_attention_fwd_kernel(
     q, k, v, out, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t, out_stride_h,
     seq_offsets, tiles, num_targets, window_size, half_alpha, inverse_n,
     position_bias, time_bias, edges, steps, q_times, q_offset, k_times, k_offset, lowest_bucket, row, total,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
+    HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
@@ -453,7 +466,7 @@ def dense_attention_fwd_kernel(
         )  # fmt: skip
     e = tl.arange(0, PAD_V)
     out += (begin + first_row) * out_stride_t + head * out_stride_h
-    inside = (t < length)[:, None] & (e < V)[None, :]
+    inside = (t < length)[:, None] & (e < V_OUT)[None, :]
     tl.store(out + m[:, None] * out_stride_t + e[None, :], (acc * inverse_n).to(out.dtype.element_ty), inside)
 
 
@@ -670,9 +683,12 @@ def _attend_dq(
     e = tl.arange(0, PAD_V)
     last_position = tl.minimum(history, length - 1)
     upcoming = 0
+    next1, next2, next3, next4, next5 = 0, 0, 0.0, 0.0, 0.0
     if HAS_TIME and not MASKED:
-        # Read one block ahead: what depends on it need not wait.
-        upcoming = tl.load(lowest_bucket + first // BLOCK_N).to(tl.int32)
+        # What a tile needs is read one block ahead, and what that needs two ahead, so that no load is waited for.
+        begin = tl.load(lowest_bucket + first // BLOCK_N).to(tl.int32)
+        upcoming = tl.load(lowest_bucket + first // BLOCK_N + 1).to(tl.int32)
+        next1, next2, next3, next4, next5 = _narrow_scalars(begin, time_bias, steps, NUM_BUCKETS)
     for start in range(first, last, BLOCK_N):
         key = _load_rows(k, start, n, d, k_stride, length, D, PAD_D, MASKED)
         value = _load_rows(v, start, n, e, v_stride, length, V, PAD_V, MASKED)
@@ -682,16 +698,21 @@ def _attend_dq(
         bias = 0.0
         if HAS_TIME:
             k_high, k_low, k_near = 0.0, 0.0, 0
-            lowest = upcoming
+            lowest = 0
+            edge1, edge2, bias1, bias2, bias3 = 0, 0, 0.0, 0.0, 0.0
             if MASKED:
                 k_high = tl.load(k_times + s, s < length, 0.0)[None, :]
                 k_low = tl.load(k_times + total + s, s < length, 0.0)[None, :]
             else:
                 k_near = tl.load(k_offset + s)[None, :]
-                upcoming = tl.load(lowest_bucket + start // BLOCK_N + 1).to(tl.int32)
+                # Not handed on from the iteration before: a value that is keeps the loop from being pipelined.
+                lowest = tl.load(lowest_bucket + start // BLOCK_N).to(tl.int32)
+                edge1, edge2, bias1, bias2, bias3 = next1, next2, next3, next4, next5
+                next1, next2, next3, next4, next5 = _narrow_scalars(upcoming, time_bias, steps, NUM_BUCKETS)
+                upcoming = tl.load(lowest_bucket + start // BLOCK_N + 2).to(tl.int32)
             bias, bucket = _time_bias(
-                q_high, q_low, q_offset, k_high, k_low, k_near, lowest, time_bias, edges, steps, NUM_BUCKETS, True,
-                MASKED,
+                q_high, q_low, q_offset, k_high, k_low, k_near, edge1, edge2, bias1, bias2, bias3,
+                time_bias, edges, NUM_BUCKETS, True, MASKED,
             )  # fmt: skip
         if HAS_POSITION:
             bias += _position_bias(t[:, None], s[None, :], last_position, position_bias, HAS_TARGETS)
@@ -719,7 +740,7 @@ def _attend_dq(
                 _add_diagonals(position_grad, along, first_row, start, length, scale, BLOCK_M, BLOCK_N)
         if HAS_TIME:
             if not MASKED:
-                far, farther = _narrow_edges(_opaque(q_offset), k_near, lowest, steps, NUM_BUCKETS, True)
+                far, farther = _narrow_edges(_opaque(q_offset), k_near, edge1, edge2, True)
                 _add_narrow_time_grad(time_grad, ds, far, farther, lowest, scale, NUM_BUCKETS)
             elif COMPILED:
                 _histogram_add(histogram, bucket, ds)
@@ -734,7 +755,8 @@ def dense_attention_bwd_dq_kernel(
     dq_stride_t, dq_stride_h, seq_offsets, tiles, num_targets, window_size, half_alpha, half_inverse_n, alpha,
     position_bias, time_bias, position_grad, exact_grad, exact_scale, time_grad, edges, steps, q_times, q_offset,
     k_times, k_offset, lowest_bucket, row, total,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
+    HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, COPIES: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr,
@@ -815,17 +837,17 @@ def dense_attention_bwd_dq_kernel(
     if HAS_TIME and COMPILED:
         _histogram_close(histogram, time_grad, half_inverse_n, NUM_BUCKETS)
     dq += (begin + first_row) * dq_stride_t + head * dq_stride_h
-    inside = (t < length)[:, None] & (d < D)[None, :]
+    inside = (t < length)[:, None] & (d < D_OUT)[None, :]
     result = acc * (alpha * half_inverse_n)
     tl.store(dq + m[:, None] * dq_stride_t + d[None, :], result.to(dq.dtype.element_ty), inside)
 
 
 @triton.jit
 def _attend_dkv(
-    dk, dv, k, v, first, last, s, length, history, q, do, dq, q_stride, do_stride, dq_stride, half_alpha, window_size,
+    dk, dv, k, v, first, last, s, length, history, q, do, q_stride, do_stride, half_alpha, window_size,
     position_bias, time_bias, edges, steps, k_high, k_low, k_offset, q_times, q_offset, lowest_bucket, total,
     D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, WITH_DQ: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
@@ -835,8 +857,11 @@ def _attend_dkv(
     e = tl.arange(0, PAD_V)
     last_position = tl.minimum(history, length - 1)
     upcoming = 0
+    next1, next2, next3, next4, next5 = 0, 0, 0.0, 0.0, 0.0
     if HAS_TIME and not MASKED:
-        upcoming = tl.load(lowest_bucket + first // BLOCK_M).to(tl.int32)
+        lowest = tl.load(lowest_bucket + first // BLOCK_M).to(tl.int32)
+        upcoming = tl.load(lowest_bucket + first // BLOCK_M + 1).to(tl.int32)
+        next1, next2, next3, next4, next5 = _narrow_scalars(lowest, time_bias, steps, NUM_BUCKETS)
     for start in range(first, last, BLOCK_M):
         query = _load_rows(q, start, m, d, q_stride, length, D, PAD_D, MASKED)
         dout = _load_rows(do, start, m, e, do_stride, length, V, PAD_V, MASKED)
@@ -845,16 +870,18 @@ def _attend_dkv(
         bias = 0.0
         if HAS_TIME:
             q_high, q_low, q_near = 0.0, 0.0, 0
-            lowest = upcoming
+            edge1, edge2, bias1, bias2, bias3 = 0, 0, 0.0, 0.0, 0.0
             if MASKED:
                 q_high = tl.load(q_times + t, t < length, 0.0)[None, :]
                 q_low = tl.load(q_times + total + t, t < length, 0.0)[None, :]
             else:
                 q_near = tl.load(q_offset + t)[None, :]
-                upcoming = tl.load(lowest_bucket + start // BLOCK_M + 1).to(tl.int32)
+                edge1, edge2, bias1, bias2, bias3 = next1, next2, next3, next4, next5
+                next1, next2, next3, next4, next5 = _narrow_scalars(upcoming, time_bias, steps, NUM_BUCKETS)
+                upcoming = tl.load(lowest_bucket + start // BLOCK_M + 2).to(tl.int32)
             bias, _ = _time_bias(
-                q_high, q_low, q_near, k_high, k_low, k_offset, lowest, time_bias, edges, steps, NUM_BUCKETS, False,
-                MASKED,
+                q_high, q_low, q_near, k_high, k_low, k_offset, edge1, edge2, bias1, bias2, bias3,
+                time_bias, edges, NUM_BUCKETS, False, MASKED,
             )  # fmt: skip
         if HAS_POSITION:
             bias += _position_bias(t[None, :], s[:, None], last_position, position_bias, HAS_TARGETS)
@@ -867,28 +894,22 @@ def _attend_dkv(
         dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=PRECISION)
         ds = (dp * slope + dp).to(query.dtype)
         dk = tl.dot(ds, query, dk, input_precision=PRECISION)
-        if WITH_DQ:
-            part = tl.dot(tl.trans(ds), k, input_precision=PRECISION)
-            pointers = dq + tl.cast(start, tl.int64) * dq_stride + (m[:, None] * dq_stride + d[None, :])
-            if MASKED or D != PAD_D:
-                tl.atomic_add(pointers, part, (t < length)[:, None] & (d < D)[None, :], sem="relaxed")
-            else:
-                tl.atomic_add(pointers, part, sem="relaxed")
     return dk, dv
 
 
 @triton.jit
 def dense_attention_bwd_dkv_kernel(
-    q, k, v, do, dk, dv, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
-    do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h, dq_stride_t, dq_stride_h, seq_offsets, tiles,
+    q, k, v, do, dk, dv, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
+    do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h, seq_offsets, tiles,
     num_targets, window_size, half_alpha, half_inverse_n, alpha, position_bias, time_bias, edges, steps, q_times,
     q_offset, k_times, k_offset, lowest_bucket, row, total,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, WITH_DQ: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
+    HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: dk and dv of BLOCK_N keys of one head. WITH_DQ also adds dq, unscaled, into an fp32 buffer."""
+    """One program: dk and dv of BLOCK_N keys of one head."""
     tile = tl.program_id(0) // H
     head = tl.program_id(0) % H
     b = tl.load(tiles + 2 * tile)
@@ -908,7 +929,6 @@ def dense_attention_bwd_dkv_kernel(
     k += begin * k_stride_t + head * k_stride_h
     v += begin * v_stride_t + head * v_stride_h
     do += begin * do_stride_t + head * do_stride_h
-    dq += begin * dq_stride_t + head * dq_stride_h
     key = _load_rows(k, first_row, n, d, k_stride_t, length, D, PAD_D, True)
     value = _load_rows(v, first_row, n, e, v_stride_t, length, V, PAD_V, True)
     k_high, k_low, k_near = 0.0, 0.0, 0
@@ -945,30 +965,30 @@ def dense_attention_bwd_dkv_kernel(
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
     acc_k, acc_v = _attend_dkv(
-        acc_k, acc_v, key, value, begin_row, tl.minimum(full, end), s, length, history, q, do, dq, q_stride_t,
-        do_stride_t, dq_stride_t, half_alpha, window_size, position_bias, time_bias, edges, steps, k_high, k_low,
+        acc_k, acc_v, key, value, begin_row, tl.minimum(full, end), s, length, history, q, do, q_stride_t,
+        do_stride_t, half_alpha, window_size, position_bias, time_bias, edges, steps, k_high, k_low,
         k_near, q_times, q_offset, lowest_bucket, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
-        NUM_BUCKETS, WITH_DQ, FAST, PRECISION, True, BLOCK_M, PAD_D, PAD_V,
+        NUM_BUCKETS, FAST, PRECISION, True, BLOCK_M, PAD_D, PAD_V,
     )  # fmt: skip
     acc_k, acc_v = _attend_dkv(
-        acc_k, acc_v, key, value, full, free, s, length, history, q, do, dq, q_stride_t,
-        do_stride_t, dq_stride_t, half_alpha, window_size, position_bias, time_bias, edges, steps, k_high, k_low,
+        acc_k, acc_v, key, value, full, free, s, length, history, q, do, q_stride_t,
+        do_stride_t, half_alpha, window_size, position_bias, time_bias, edges, steps, k_high, k_low,
         k_near, q_times, q_offset, lowest_bucket, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
-        NUM_BUCKETS, WITH_DQ, FAST, PRECISION, False, BLOCK_M, PAD_D, PAD_V,
+        NUM_BUCKETS, FAST, PRECISION, False, BLOCK_M, PAD_D, PAD_V,
     )  # fmt: skip
     acc_k, acc_v = _attend_dkv(
-        acc_k, acc_v, key, value, free, end, s, length, history, q, do, dq, q_stride_t,
-        do_stride_t, dq_stride_t, half_alpha, window_size, position_bias, time_bias, edges, steps, k_high, k_low,
+        acc_k, acc_v, key, value, free, end, s, length, history, q, do, q_stride_t,
+        do_stride_t, half_alpha, window_size, position_bias, time_bias, edges, steps, k_high, k_low,
         k_near, q_times, q_offset, lowest_bucket, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
-        NUM_BUCKETS, WITH_DQ, FAST, PRECISION, True, BLOCK_M, PAD_D, PAD_V,
+        NUM_BUCKETS, FAST, PRECISION, True, BLOCK_M, PAD_D, PAD_V,
     )  # fmt: skip
     inside = (s < length)[:, None]
     dk += (begin + first_row) * dk_stride_t + head * dk_stride_h
     result = (acc_k * (alpha * half_inverse_n)).to(dk.dtype.element_ty)
-    tl.store(dk + n[:, None] * dk_stride_t + d[None, :], result, inside & (d < D)[None, :])
+    tl.store(dk + n[:, None] * dk_stride_t + d[None, :], result, inside & (d < D_OUT)[None, :])
     dv += (begin + first_row) * dv_stride_t + head * dv_stride_h
     result = (acc_v * (2.0 * half_inverse_n)).to(dv.dtype.element_ty)
-    tl.store(dv + n[:, None] * dv_stride_t + e[None, :], result, inside & (e < V)[None, :])
+    tl.store(dv + n[:, None] * dv_stride_t + e[None, :], result, inside & (e < V_OUT)[None, :])
 
 
 def schedule(seq_offsets: torch.Tensor, total: int, block: int) -> torch.Tensor:
@@ -995,39 +1015,45 @@ def _edges(num_buckets: int, device: torch.device) -> tuple[torch.Tensor, torch.
     )
 
 
-def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool) -> dict:
-    """Tile sizes, warps and pipeline stages of the forward kernel."""
+def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, arch: int) -> dict:
+    """Tile sizes, warps and pipeline stages of the forward kernel: chosen, not tuned at run time, so that no batch pays
+    for tuning. Measured on an H200 (docs/performance.md); for sm_80 only made to fit.
+    """
     if dtype == torch.float32:
         return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)
     if max(pad_d, pad_v) > 128:
+        return dict(BLOCK_M=64 if arch < 90 else 128, BLOCK_N=64, num_warps=8, num_stages=2 if arch >= 90 else 1)
+    if arch < 90:
         return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
     if biased or min(pad_d, pad_v) < 128:
         return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=4)
     return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=3)
 
 
-def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool) -> dict:
-    """The same for the kernel of dq and of the bias tables' gradients."""
+def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, arch: int) -> dict:
+    """The same for the kernel of dq and of the bias tables' gradients. Its ring asks for 4 * BLOCK_N >= threads."""
     both = pad_d + pad_v
     if dtype == torch.float32:
-        if 64 < both <= 128:
-            return dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)
-        if 128 < both < 256:
-            return dict(BLOCK_M=16, BLOCK_N=16, num_warps=2, num_stages=1)
-        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)
+        if both <= 64:
+            return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)
+        return dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)
     if max(pad_d, pad_v) > 128 or both <= 64:
-        return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
+        return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2 if arch >= 90 or both <= 64 else 1)
+    if arch < 90:
+        return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2 if not biased else 1)
     if biased or min(pad_d, pad_v) < 128:
         return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3)
     return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2)
 
 
-def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool) -> dict:
+def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, arch: int) -> dict:
     """The same for the kernel of dk and dv."""
     if dtype == torch.float32:
-        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)
+        return dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)
     if max(pad_d, pad_v) > 128:
-        return dict(BLOCK_M=32, BLOCK_N=64, num_warps=8, num_stages=2)
+        return dict(BLOCK_M=32, BLOCK_N=64, num_warps=8, num_stages=1 if arch < 90 else 2)
+    if arch < 90:
+        return dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2)
     if biased:
         return dict(BLOCK_M=32, BLOCK_N=128, num_warps=8, num_stages=3)
     return dict(BLOCK_M=64, BLOCK_N=128, num_warps=8, num_stages=3)
@@ -1039,7 +1065,15 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(2) == 1 else x.contiguous()
+    """x with rows that can be read 16 bytes at a time: a copy, heads padded with zeros, where they cannot.
+
+    The copy costs less than reading a head of, say, 25 two bytes at a time, once for every block.
+    """
+    size = x.shape[2]
+    if size % 16:
+        return torch.nn.functional.pad(x, (0, 16 - size % 16))
+    aligned = x.stride(0) % 16 == 0 and x.stride(1) % 16 == 0 and x.data_ptr() % 16 == 0
+    return x if x.stride(2) == 1 and aligned else x.contiguous()
 
 
 def _launch_with_static_memory(kernel, grid, *args, **kwargs):
@@ -1083,6 +1117,7 @@ class _Launch:
                 raise ValueError(
                     f"hstu_attention: the kernels take head sizes up to 256, got {name}={size}; use backend='reference'"
                 )
+        self.d_out, self.v_out = q.shape[2], v.shape[2]
         self.q, self.k, self.v = _rows(q), _rows(k), _rows(v)
         self.seq_offsets, self.max_seq_len, self.alpha = seq_offsets.contiguous(), max_seq_len, alpha
         self.num_targets, self.window_size = num_targets, window_size
@@ -1093,8 +1128,8 @@ class _Launch:
             margin = (POSITION_MARGIN, 0)
             self.position_bias = torch.nn.functional.pad(position_bias.float(), margin)[POSITION_MARGIN:]
         self.timestamps, self.query_timestamps = timestamps, query_timestamps
-        self.total, self.heads, self.d = q.shape
-        self.v_size = v.shape[2]
+        self.total, self.heads, self.d = self.q.shape
+        self.v_size = self.v.shape[2]
         self.empty = self.total == 0 or seq_offsets.shape[0] == 1
         self.biased = position_bias is not None or time_bias is not None
         # Differences of int64 seconds never get past bucket 145, so a longer table has a tail that is never read.
@@ -1109,6 +1144,8 @@ class _Launch:
             H=self.heads,
             D=self.d,
             V=self.v_size,
+            D_OUT=self.d_out,
+            V_OUT=self.v_out,
             HAS_TARGETS=self.num_targets is not None,
             HAS_WINDOW=self.window_size > 0,
             HAS_POSITION=self.position_bias is not None,
@@ -1121,7 +1158,8 @@ class _Launch:
         )
 
     def choose(self, config) -> dict:
-        return config(padded_head(self.d), padded_head(self.v_size), self.q.dtype, self.biased)
+        arch = 90 if not self.q.is_cuda else 10 * torch.cuda.get_device_capability(self.q.device)[0]
+        return config(padded_head(self.d), padded_head(self.v_size), self.q.dtype, self.biased, arch)
 
     def times(self, which: torch.Tensor, block: int) -> tuple:
         """(fp32 pairs [2, T], int32 offsets [T], least and greatest of each block) of `which` timestamps."""
@@ -1148,8 +1186,8 @@ class _Launch:
         if not own_is_query:
             mine, theirs = theirs, mine
         mine, theirs = self.times(mine, own), self.times(theirs, other)
-        # One more than the blocks: the kernels read one block ahead.
-        row = cdiv(min(self.max_seq_len, self.total), other) + 1
+        # Two more than the blocks: the kernels read that far ahead.
+        row = cdiv(min(self.max_seq_len, self.total), other) + 2
         lowest_bucket = torch.empty(tiles.shape[0], row, dtype=torch.int8, device=tiles.device)
         dense_attention_narrow_kernel[(tiles.shape[0], cdiv(row, 256))](
             tiles, self.seq_offsets, mine[2], mine[3], theirs[2], theirs[3], self.edges, lowest_bucket, row, OWN=own,
@@ -1159,7 +1197,7 @@ class _Launch:
         return self.edges, self.steps, q[0], q[1], k[0], k[1], lowest_bucket, row, self.total
 
     def forward(self, config: dict | None = None) -> torch.Tensor:
-        out = torch.empty(self.total, self.heads, self.v_size, dtype=self.q.dtype, device=self.q.device)
+        out = torch.empty(self.total, self.heads, self.v_out, dtype=self.q.dtype, device=self.q.device)
         if self.empty:
             return out.zero_()
         config = config or self.choose(fwd_config)
@@ -1174,14 +1212,17 @@ class _Launch:
 
     def backward(self, do: torch.Tensor, dq_config: dict | None = None, dkv_config: dict | None = None) -> tuple:
         """(dq, dk, dv, position_bias's gradient or None, time_bias's or None)."""
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self.q, self.k, self.v))
+        dq, dk, dv = (
+            torch.empty(self.total, self.heads, size, dtype=self.q.dtype, device=self.q.device)
+            for size in (self.d_out, self.d_out, self.v_out)
+        )
         scratch = functools.partial(torch.zeros, dtype=torch.float32, device=self.q.device)
         position_grad = None if self.position_bias is None else scratch(self.max_seq_len)
         copies = 1 if INTERPRET else 64
         time_grad = None if self.time_bias is None else scratch(copies, self.num_buckets + 1)
         if not self.empty:
             do = _rows(do)
-            self._backward_dkv(do, dk, dv, None, dkv_config or self.choose(bwd_dkv_config))
+            self._backward_dkv(do, dk, dv, dkv_config or self.choose(bwd_dkv_config))
             self._backward_dq(do, dq, position_grad, time_grad, copies, dq_config or self.choose(bwd_dq_config))
         if position_grad is not None:
             position_grad = position_grad.to(self.table_dtypes[0])
@@ -1210,16 +1251,14 @@ class _Launch:
         if exact_grad is not None:
             position_grad += (exact_grad.double() / exact_scale.double()).float() * (0.5 / self.max_seq_len)
 
-    def _backward_dkv(self, do, dk, dv, dq, config):
-        """With `dq`, a zeroed fp32 buffer, its unscaled gradient is added there too."""
+    def _backward_dkv(self, do, dk, dv, config):
         tiles = schedule(self.seq_offsets, self.total, config["BLOCK_N"])
         times = self.time_arguments(tiles, config["BLOCK_N"], config["BLOCK_M"], False)
-        into = dk if dq is None else dq
         dense_attention_bwd_dkv_kernel[(tiles.shape[0] * self.heads,)](
-            self.q, self.k, self.v, do, dk, dv, into, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
-            *do.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], *into.stride()[:2], self.seq_offsets, tiles,
+            self.q, self.k, self.v, do, dk, dv, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
+            *do.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], self.seq_offsets, tiles,
             self.num_targets, self.window_size, 0.5 * self.alpha, 0.5 / self.max_seq_len, self.alpha,
-            self.position_bias, self.time_bias, *times, **self.constants(), WITH_DQ=dq is not None, **config,
+            self.position_bias, self.time_bias, *times, **self.constants(), **config,
         )  # fmt: skip
 
 

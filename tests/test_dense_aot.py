@@ -1,0 +1,120 @@
+"""The dense kernels compile ahead of time for sm_80 and sm_90, and spill no more than stated.
+
+In a process of its own, since the interpreter, once chosen, replaces the compiler.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Bytes of local memory per thread that a kernel with a bias may spill; one without spills none.
+SPILLS = 384
+
+SCRIPT = """
+import json, sys
+import torch
+from hstu_sparse._triton import compile_ahead, padded_head
+from hstu_sparse.dense import triton as dense
+
+POINTERS = {"steps": "*i64", "exact_grad": "*i64", "seq_offsets": "*i64", "num_targets": "*i64", "tiles": "*i32",
+            "q_offset": "*i32", "k_offset": "*i32", "lowest_bucket": "*i8"}
+FLOATS = {"half_alpha", "inverse_n", "half_inverse_n", "alpha"}
+SIDE = {"position_bias", "time_bias", "position_grad", "exact_scale", "time_grad", "edges", "q_times", "k_times"}
+POSITION = {"position_bias", "position_grad", "exact_grad", "exact_scale"}
+TIME = {"time_bias", "time_grad", "edges", "steps", "q_times", "q_offset", "k_times", "k_offset", "lowest_bucket"}
+
+
+def build(part, dtype, d, v, features, arch):
+    kernel, config = {
+        "fwd": (dense.dense_attention_fwd_kernel, dense.fwd_config),
+        "dq": (dense.dense_attention_bwd_dq_kernel, dense.bwd_dq_config),
+        "dkv": (dense.dense_attention_bwd_dkv_kernel, dense.bwd_dkv_config),
+    }[part]
+    biased = "position" in features or "time" in features
+    chosen = dict(config(padded_head(d), padded_head(v), getattr(torch, dtype), biased, arch))
+    options = {name: chosen.pop(name) for name in ("num_warps", "num_stages")}
+    short = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}[dtype]
+    constants = dict(
+        H=2, D=d, V=v, D_OUT=d, V_OUT=v, HAS_TARGETS="targets" in features, HAS_WINDOW="window" in features,
+        HAS_POSITION="position" in features, HAS_TIME="time" in features,
+        NUM_BUCKETS=128 if "time" in features else 0, COPIES=64, FAST=dtype != "float32",
+        PRECISION="ieee", PAD_D=padded_head(d), PAD_V=padded_head(v), **chosen,
+    )
+    absent = set()
+    absent |= set() if "targets" in features else {"num_targets"}
+    absent |= set() if "position" in features else POSITION
+    absent |= set() if "time" in features else TIME
+    signature = {}
+    for parameter in kernel.params:
+        name = parameter.name
+        if parameter.is_constexpr:
+            continue
+        if name in absent:
+            constants[name] = None
+        elif name in ("q", "k", "v", "do", "dq", "dk", "dv", "out"):
+            signature[name] = short
+        elif name in SIDE:
+            signature[name] = "*fp32"
+        else:
+            signature[name] = POINTERS.get(name, "fp32" if name in FLOATS else "i32")
+    constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
+    found = compile_ahead(kernel, signature, constants, arch=arch, divisible=d % 16 == 0, **options)
+    return {name: x for name, x in found.items() if name != "asm"}
+
+
+def build_small(arch):
+    one = dict(arch=arch, num_warps=4, num_stages=1)
+    i64 = {"seq_offsets": "*i64"}
+    yield compile_ahead(dense.dense_attention_schedule_kernel,
+        dict(**i64, tiles="*i32", num_seqs="i32", num_slots="i32"), dict(BLOCK=128, CHUNK=256), **one)
+    yield compile_ahead(dense.dense_attention_times_kernel,
+        dict(**i64, times="*i64", origins="*i64", split="*fp32", offset="*i32", least="*i64", greatest="*i64",
+             total="i32"), dict(BLOCK=64, CHUNK=1024), **one)
+    yield compile_ahead(dense.dense_attention_narrow_kernel,
+        dict(**i64, tiles="*i32", own_least="*i64", own_greatest="*i64", least="*i64", greatest="*i64", edges="*fp32",
+             lowest_bucket="*i8", stride="i32"),
+        dict(OWN=128, OTHER=64, OWN_IS_QUERY=True, NUM_BUCKETS=128, CHUNK=256), **one)
+
+
+arch, jobs = json.loads(sys.argv[1])
+for job in jobs:
+    print(json.dumps(build(*job, arch)), flush=True)
+if not jobs:
+    for found in build_small(arch):
+        found.pop("asm")
+        print(json.dumps(found), flush=True)
+"""
+
+
+def compile_in_a_process(arch, jobs):
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([".", *environment.get("PYTHONPATH", "").split(os.pathsep)])
+    found = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps([arch, jobs])], capture_output=True, text=True, env=environment
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    return [json.loads(line) for line in found.stdout.splitlines()]
+
+
+ALL = ["targets", "window", "position", "time"]
+SHARED = {80: 163 * 1024, 90: 227 * 1024}
+STATIC = 24 * 1024  # of the dq kernel: the histogram and the ring
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("part", ["fwd", "dq", "dkv"])
+@pytest.mark.parametrize(("size", "features"), [(128, ["position", "time"]), (64, ALL), (32, [])])
+def test_kernels(arch, part, size, features):
+    (found,) = compile_in_a_process(arch, [[part, "bfloat16", size, size, features]])
+    assert found["local_bytes"] <= (SPILLS if features else 0), found
+    assert found["shared_bytes"] + (STATIC if part == "dq" and features else 0) <= SHARED[arch], found
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_small_kernels(arch):
+    found = compile_in_a_process(arch, [])
+    assert len(found) == 3
+    assert all(x["local_bytes"] == 0 for x in found), found
