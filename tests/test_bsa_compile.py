@@ -54,7 +54,7 @@ def compile_kernel(name, *, arch=90, dtype=torch.bfloat16, D=128, V=128, BS=64, 
     width = max(2, next_power_of_2(S))
     launch = launches(dtype, max(BD, BV), BS, R).get(name)
     constants = dict(D=D, V=V, BD=BD, BV=BV, BS=BS, R=R, BG=group_tile, P=width, BC=max(64, width))
-    constants |= dict(SPLIT=dtype != torch.float32, SELECT=select, WINDOW=window, ATOMIC=True, DQ=not select)
+    constants |= dict(SPLIT=dtype != torch.float32, SELECT=select, WINDOW=window, ATOMIC=True, DQ=not select, TMA=False)
     constants |= dict(FAST=dtype != torch.float32, PRECISION="tf32x3", SIZE=256 if name == "chunks" else 1024)
     constants |= dict(BM=launch.BM, BN=launch.BN) if launch else dict(BM=16, BN=16)
     names = kernel.arg_names

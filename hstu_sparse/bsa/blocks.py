@@ -46,6 +46,19 @@ def load_rows(base, rows, stride, mask, SIZE: tl.constexpr, PADDED: tl.constexpr
 
 
 @triton.jit
+def load_tile(base, rows, stride, mask, row, column, SIZE: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr):
+    """load_rows of consecutive rows; with TMA `base` is a tensor descriptor and the tile begins at (row, column) of it.
+
+    A descriptor knows no sequence: behind the last token it gives the next sequence's rows, which the caller must give
+    the weight zero.
+    """
+    if TMA:
+        return base.load([row, column])
+    else:
+        return load_rows(base, rows, stride, mask, SIZE, PADDED)
+
+
+@triton.jit
 def store_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """The reverse of load_rows; converts to the dtype of `base`."""
     columns = tl.arange(0, PADDED)

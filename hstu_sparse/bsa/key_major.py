@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse._triton import silu, silu_and_grad
-from hstu_sparse.bsa.blocks import load_rows, locate, store_rows
+from hstu_sparse.bsa.blocks import load_rows, load_tile, locate, store_rows
 
 
 @triton.jit
@@ -39,7 +39,10 @@ def add_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.con
     if ATOMIC:
         tl.atomic_add(pointers, value, mask=inside, sem="relaxed")
     else:
-        tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + value, mask=inside)
+        total = tl.load(pointers, mask=inside, other=0.0) + value
+        # Several threads may hold the same element: all of them must have read it before one writes.
+        tl.debug_barrier()
+        tl.store(pointers, total, mask=inside)
 
 
 @triton.jit
@@ -198,7 +201,9 @@ def bsa_select_bwd_dq_kernel(
         token = t.to(tl.int64) * H + h
         gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
         add_rows(dq + h * D, t, H * D, live, acc * (gate * alpha * inv_n)[:, None], D, BD, False)
-        tl.store(dg_slc + token, tl.load(dg_slc + token, mask=live, other=0.0) + branch * inv_n, mask=live)
+        total = tl.load(dg_slc + token, mask=live, other=0.0) + branch * inv_n
+        tl.debug_barrier()
+        tl.store(dg_slc + token, total, mask=live)
 
 
 @triton.jit
@@ -262,6 +267,7 @@ def bsa_select_bwd_dkv_kernel(
     BN: tl.constexpr,
     WINDOW: tl.constexpr,
     DQ: tl.constexpr,
+    TMA: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -285,6 +291,10 @@ def bsa_select_bwd_dkv_kernel(
     values = load_rows(v + start * v_stride_t + h * v_stride_h, s, v_stride_t, known, V, BV)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
+    origin = start.to(tl.int32)
+    if not TMA:
+        q += h * q_stride_h
+        do += h * do_stride_h
 
     if chunk == 0:
         reach = (j + 1) * BS
@@ -293,8 +303,8 @@ def bsa_select_bwd_dkv_kernel(
         for c in range((j * BS + offset) // BM * BM, tl.minimum(reach, length), BM):
             t = c + tl.arange(0, BM)
             live = t < length
-            queries = load_rows(q + start * q_stride_t + h * q_stride_h, t, q_stride_t, live, D, BD)
-            upstream = load_rows(do + start * do_stride_t + h * do_stride_h, t, do_stride_t, live, V, BV)
+            queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
+            upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
             token = (start + t) * H + h
             slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
             seen = s[:, None] <= t[None, :]
@@ -307,8 +317,12 @@ def bsa_select_bwd_dkv_kernel(
     stop = start + length
     for row in range(0, count * R, BM):
         t, live = listed_tokens(lists, first, row, count * R, stop, R, BM)
-        queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
-        upstream = load_rows(do + h * do_stride_h, t, do_stride_t, live, V, BV)
+        if TMA:
+            begin = tl.load(lists + first + row // R) + row % R
+        else:
+            begin = 0
+        queries = load_tile(q, t, q_stride_t, live, begin, h * D, D, BD, TMA)
+        upstream = load_tile(do, t, do_stride_t, live, begin, h * V, V, BV, TMA)
         token = t.to(tl.int64) * H + h
         gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
         acc_k, acc_v, dscore, product = key_step(
@@ -403,6 +417,7 @@ def bsa_compress_bwd_dkv_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     ATOMIC: tl.constexpr,
+    TMA: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -419,13 +434,17 @@ def bsa_compress_bwd_dkv_kernel(
     values = load_rows(vbar + base * V, j, H * V, known, V, BV)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
+    origin = start.to(tl.int32)
+    if not TMA:
+        q += h * q_stride_h
+        do += h * do_stride_h
     # The first block of the tile is complete for its own last token.
     begin = (i * BN * BS + BS - 1) // BM * BM + tl.program_id(2) * BM
     for c in range(begin, length, BM * tl.num_programs(2)):
         t = c + tl.arange(0, BM)
         live = t < length
-        queries = load_rows(q + start * q_stride_t + h * q_stride_h, t, q_stride_t, live, D, BD)
-        upstream = load_rows(do + start * do_stride_t + h * do_stride_h, t, do_stride_t, live, V, BV)
+        queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
+        upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
         cmp = tl.load(g_cmp + (start + t) * H + h, mask=live, other=0.0).to(tl.float32)
         gate = tl.where(j[:, None] < ((t + 1) // BS)[None, :], cmp[None, :], 0.0)
         acc_k, acc_v, _, _ = key_step(acc_k, acc_v, keys, values, queries, upstream, gate, alpha, FAST, PRECISION)

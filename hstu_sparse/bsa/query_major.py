@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse._triton import silu, silu_and_grad
-from hstu_sparse.bsa.blocks import load_rows, locate, store_rows
+from hstu_sparse.bsa.blocks import load_rows, load_tile, locate, store_rows
 
 
 @triton.jit
@@ -64,6 +64,7 @@ def bsa_query_fwd_kernel(
     BN: tl.constexpr,
     SELECT: tl.constexpr,
     WINDOW: tl.constexpr,
+    TMA: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -78,18 +79,23 @@ def bsa_query_fwd_kernel(
     live = t < length
     token = (start + t) * H + h
     queries = load_rows(q + start * q_stride_t + h * q_stride_h, t, q_stride_t, live, D, BD)
-    k += start * k_stride_t + h * k_stride_h
-    v += start * v_stride_t + h * v_stride_h
+    origin = start.to(tl.int32)
+    block_row = (start // BS + b).to(tl.int32)
+    if not TMA:
+        k += start * k_stride_t + h * k_stride_h
+        v += start * v_stride_t + h * v_stride_h
+        kbar += ((start // BS + b) * H + h) * D
+        vbar += ((start // BS + b) * H + h) * V
     acc = tl.zeros([BM, BV], tl.float32)
 
-    base = (start // BS + b) * H + h
     complete = (t + 1) // BS
     for c in range(0, end // BS, BN):
         j = c + tl.arange(0, BN)
         known = j < end // BS
-        score = tl.dot(queries, tl.trans(load_rows(kbar + base * D, j, H * D, known, D, BD)), input_precision=PRECISION)
+        keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
+        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         weight = tl.where(j[None, :] < complete[:, None], silu(score * alpha, FAST), 0.0)
-        means = load_rows(vbar + base * V, j, H * V, known, V, BV)
+        means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
         acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
     acc *= (tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS)[:, None]
 
@@ -98,35 +104,39 @@ def bsa_query_fwd_kernel(
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS + 1, S)
         for e in range(0, count * BS, BN):
+            first = 0
             if BN <= BS:
-                s = tl.load(indices + row + e // BS) * BS + e % BS + tl.arange(0, BN)
+                first = tl.load(indices + row + e // BS) * BS + e % BS
+                s = first + tl.arange(0, BN)
                 known = s < end
             else:
                 place = e + tl.arange(0, BN)
                 known = place < count * BS
                 s = tl.load(indices + row + place // BS, mask=known, other=0) * BS + place % BS
                 known &= s < end
-            score = tl.dot(queries, tl.trans(load_rows(k, s, k_stride_t, known, D, BD)), input_precision=PRECISION)
+            keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             seen = known[None, :] & (s[None, :] <= t[:, None])
             weight = tl.where(seen, silu(score * alpha, FAST) * slc[:, None], 0.0)
-            values = load_rows(v, s, v_stride_t, known, V, BV)
+            values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
     if WINDOW or not SELECT:
         swa = slc
-        first = begin // BS * BS
+        nearest = begin // BS * BS
         if WINDOW:
             swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
-            first = tl.maximum(begin - window + 1, 0)
+            nearest = tl.maximum(begin - window + 1, 0)
             if not SELECT:
-                first = tl.minimum(first, begin // BS * BS)
-            first = first // BN * BN
-        for c in range(first, end, BN):
+                nearest = tl.minimum(nearest, begin // BS * BS)
+            nearest = nearest // BN * BN
+        for c in range(nearest, end, BN):
             s = c + tl.arange(0, BN)
             known = s < end
-            score = tl.dot(queries, tl.trans(load_rows(k, s, k_stride_t, known, D, BD)), input_precision=PRECISION)
+            keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             weight = silu(score * alpha, FAST) * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
-            values = load_rows(v, s, v_stride_t, known, V, BV)
+            values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
     store_rows(out + (start * H + h) * V, t, H * V, live, acc * inv_n, V, BV)
@@ -174,6 +184,7 @@ def bsa_query_bwd_dq_kernel(
     BN: tl.constexpr,
     SELECT: tl.constexpr,
     WINDOW: tl.constexpr,
+    TMA: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -189,18 +200,22 @@ def bsa_query_bwd_dq_kernel(
     token = (start + t) * H + h
     queries = load_rows(q + start * q_stride_t + h * q_stride_h, t, q_stride_t, live, D, BD)
     upstream = load_rows(do + start * do_stride_t + h * do_stride_h, t, do_stride_t, live, V, BV)
-    k += start * k_stride_t + h * k_stride_h
-    v += start * v_stride_t + h * v_stride_h
+    origin = start.to(tl.int32)
+    block_row = (start // BS + b).to(tl.int32)
+    if not TMA:
+        k += start * k_stride_t + h * k_stride_h
+        v += start * v_stride_t + h * v_stride_h
+        kbar += ((start // BS + b) * H + h) * D
+        vbar += ((start // BS + b) * H + h) * V
     acc = tl.zeros([BM, BD], tl.float32)
 
-    base = (start // BS + b) * H + h
     complete = (t + 1) // BS
     branch = tl.zeros([BM], tl.float32)
     for c in range(0, end // BS, BN):
         j = c + tl.arange(0, BN)
         known = j < end // BS
-        keys = load_rows(kbar + base * D, j, H * D, known, D, BD)
-        values = load_rows(vbar + base * V, j, H * V, known, V, BV)
+        keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
+        values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
         score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
         weight, slope = silu_and_grad(score * alpha, FAST)
@@ -216,16 +231,18 @@ def bsa_query_bwd_dq_kernel(
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS + 1, S)
         for e in range(0, count * BS, BN):
+            first = 0
             if BN <= BS:
-                s = tl.load(indices + row + e // BS) * BS + e % BS + tl.arange(0, BN)
+                first = tl.load(indices + row + e // BS) * BS + e % BS
+                s = first + tl.arange(0, BN)
                 known = s < end
             else:
                 place = e + tl.arange(0, BN)
                 known = place < count * BS
                 s = tl.load(indices + row + place // BS, mask=known, other=0) * BS + place % BS
                 known &= s < end
-            keys = load_rows(k, s, k_stride_t, known, D, BD)
-            values = load_rows(v, s, v_stride_t, known, V, BV)
+            keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
+            values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score * alpha, FAST)
@@ -236,18 +253,18 @@ def bsa_query_bwd_dq_kernel(
     if WINDOW or not SELECT:
         swa = slc
         window_branch = tl.zeros([BM], tl.float32)
-        first = begin // BS * BS
+        nearest = begin // BS * BS
         if WINDOW:
             swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
-            first = tl.maximum(begin - window + 1, 0)
+            nearest = tl.maximum(begin - window + 1, 0)
             if not SELECT:
-                first = tl.minimum(first, begin // BS * BS)
-            first = first // BN * BN
-        for c in range(first, end, BN):
+                nearest = tl.minimum(nearest, begin // BS * BS)
+            nearest = nearest // BN * BN
+        for c in range(nearest, end, BN):
             s = c + tl.arange(0, BN)
             known = s < end
-            keys = load_rows(k, s, k_stride_t, known, D, BD)
-            values = load_rows(v, s, v_stride_t, known, V, BV)
+            keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
+            values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score * alpha, FAST)

@@ -51,7 +51,7 @@ def launches(dtype: torch.dtype, head: int, block_size: int, group: int) -> dict
             "query_fwd": Launch(query, 32, 4, 3),
             "query_dq": Launch(query, 64, 4, 2),
             "select_fwd": Launch(64, key, 4, 3),
-            "select_dq": Launch(64, key, 8, 2),
+            "select_dq": Launch(64, key, 8 if key == 64 and dtype.itemsize == 2 else 4, 2),
             "select_dkv": Launch(64 if query_major else 32, key, 4, 2),
             "compress_dkv": Launch(32, 64, 4, 3),
         }
@@ -63,6 +63,11 @@ def launches(dtype: torch.dtype, head: int, block_size: int, group: int) -> dict
         "select_dkv": Launch(small, key, 4, 2),
         "compress_dkv": Launch(small, small, 4, 2),
     }
+
+
+@functools.cache
+def hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class Problem:
@@ -89,6 +94,21 @@ class Problem:
     def options(self, kernel: str) -> dict:
         launch = self.launch[kernel]
         return dict(BM=launch.BM, BN=launch.BN, num_warps=launch.num_warps, num_stages=launch.num_stages)
+
+    def tma(self, rows: int, *tensors: Tensor) -> list | None:
+        """Descriptors over [T, H * size] whose tiles are `rows` rows of one head, for the tensor memory accelerator.
+
+        None where it cannot be used: before Hopper, and for heads that do not fill their tile or lie apart.
+        """
+        usable = tensors[0].is_cuda and hopper(tensors[0].device) and self.D == self.BD and self.V == self.BV
+        if not usable or any(x.stride(1) != x.shape[2] for x in tensors):
+            return None
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return [
+            TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]])
+            for x in tensors
+        ]
 
     def group_tile(self) -> int:
         """Groups per program: fewer where a group is long, for then there are few of them in all."""
@@ -145,10 +165,12 @@ def bsa_fwd(
     out = torch.empty(p.T, p.H, p.V, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
     options = p.options("query_fwd")
     tiles = p.slots(options["BM"])
+    described = p.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= p.BS else None
     query_major.bsa_query_fwd_kernel[(tiles, p.H)](
-        q, k, v, kbar, vbar, p.offsets, indices, g_cmp, g_slc, g_swa, out,
+        q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
-        **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, **options,
+        **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
+        TMA=described is not None, **options,
     )  # fmt: skip
     if not p.query_major and p.S > 1:
         lists = invert(p, indices, 2 * p.S * p.BS, by_slot=deterministic, stable=deterministic)
@@ -213,20 +235,24 @@ def bsa_bwd(
     dg_swa = torch.empty((p.T, p.H) if p.window else (0,), **fp32)
     options = p.options("query_dq")
     tiles = p.slots(options["BM"])
+    described = p.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= p.BS else None
     query_major.bsa_query_bwd_dq_kernel[(tiles, p.H)](
-        do, q, k, v, kbar, vbar, p.offsets, indices, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa,
+        do, q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa,
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
-        **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, **options,
+        **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
+        TMA=described is not None, **options,
     )  # fmt: skip
 
     dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)
     options = p.options("compress_dkv")
     # Enough programs for the earliest blocks, which nearly every query sees; one each where the order must be fixed.
     splits = 1 if deterministic else min(16, cdiv(max_seq_len, 4096))
+    described = p.tma(options["BM"], do, q)
     key_major.bsa_compress_bwd_dkv_kernel[(p.slots(options["BN"] * p.BS), p.H, splits)](
-        do, q, kbar, vbar, p.offsets, g_cmp, dkbar, dvbar, *do.stride()[:2], *q.stride()[:2],
-        alpha, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1, **options,
+        *(described or (do, q)), kbar, vbar, p.offsets, g_cmp, dkbar, dvbar, *do.stride()[:2], *q.stride()[:2],
+        alpha, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
+        TMA=described is not None, **options,
     )  # fmt: skip
 
     atomic_dq = not p.query_major and not deterministic
@@ -237,12 +263,14 @@ def bsa_bwd(
     )
     parts = torch.empty(lists.max_parts * p.BS * (p.D + p.V), **fp32)
     options = p.options("select_dkv")
+    described = p.tma(options["BM"], do, q) if options["BM"] <= p.R else None
     key_major.bsa_select_bwd_dkv_kernel[(lists.chunks_per_turn, p.BS // options["BN"])](
-        do, q, k, v, dkbar, dvbar, g_slc, g_swa, dk, dv, parts, dq, dg_slc,
+        *(described or (do, q)), k, v, dkbar, dvbar, g_slc, g_swa, dk, dv, parts, dq, dg_slc,
         p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list, lists.part_start,
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         alpha, p.inv_n, p.window, p.NB, p.H, p.B, lists.chunk,
-        **p.heads, **p.numeric, BS=p.BS, R=p.R, WINDOW=p.window > 0, DQ=atomic_dq, **options,
+        **p.heads, **p.numeric, BS=p.BS, R=p.R, WINDOW=p.window > 0, DQ=atomic_dq,
+        TMA=described is not None, **options,
     )  # fmt: skip
     key_major.bsa_merge_bwd_dkv_kernel[(p.H * p.NB, p.BS // 16)](
         parts, lists.part_start, p.offsets, dk, dv, p.NB, p.H, p.B, **p.heads, BS=p.BS, BN=16, num_warps=4
