@@ -7,11 +7,14 @@ from hstu_sparse.bsa import (
     triton_hstu_attention_with_bsa,
 )
 from hstu_sparse.dense import hstu_attention
+from hstu_sparse.norm_gate import layer_norm, norm_gate
 
 __all__ = [
     "TritonHSTUBSAAttention",
     "bsa_attention",
     "hstu_attention",
+    "layer_norm",
+    "norm_gate",
     "triton_block_sparse_attn",
     "triton_hstu_attention_with_bsa",
 ]

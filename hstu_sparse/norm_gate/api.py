@@ -1,0 +1,101 @@
+"""Layer norm without affine, alone or times a gate with dropout: public functions, validation, choice of backend.
+
+Letters: T tokens of the batch, C channels.
+"""
+
+import torch
+
+from hstu_sparse.norm_gate.reference import norm_gate_reference
+
+BACKENDS = ("auto", "triton", "reference")
+
+
+def norm_gate(
+    x: torch.Tensor,
+    u: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    dropout: float = 0.0,
+    seed: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """dropout(LayerNorm(x) * u): what stands between attention and output projection in an HSTU layer.
+
+    The norm is over C, without affine parameters. In Triton one kernel each for forward and backward; nothing but x, u
+    and the seed is kept for the backward pass, which computes mean, scale and keep mask anew.
+
+    Dropout keeps element (t, c) with probability 1 - dropout and divides what it keeps by that. In Triton the mask is a
+    function of (seed, t, c) alone (Philox 4x32, 10 rounds), so equal seeds give equal masks whatever T and C are: take
+    another seed for every layer and step. The reference ignores `seed` and draws from torch's default generator, so its
+    mask is another one.
+
+    Args:
+        x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows may lie apart (a slice of a wider tensor) and are
+            not copied; channels that are not adjacent are.
+        u: [T, C], its dtype may differ from x's; strides as x.
+        eps: added to the variance.
+        dropout: probability of zeroing, 0 <= dropout < 1; pass 0 in evaluation.
+        seed: int64 tensor of one element on x's device, needed by the kernels when dropout > 0. Read on the device.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [T, C], contiguous, of the dtype that x * u has. Gradients flow to x and u; the kernels have no second ones.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+
+    Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3, equation 3 (arXiv 2402.17152).
+    """
+    _check(x, eps, backend)
+    if not isinstance(u, torch.Tensor):
+        raise TypeError(f"u must be a tensor, got {type(u).__name__}")
+    if u.shape != x.shape:
+        raise ValueError(f"u must have x's shape {list(x.shape)}, got {list(u.shape)}")
+    if not u.is_floating_point():
+        raise TypeError(f"u must be floating point, got {u.dtype}")
+    if u.device != x.device:
+        raise ValueError(f"u is on {u.device}, x on {x.device}")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout}")
+    if backend == "reference" or (backend == "auto" and not x.is_cuda):
+        return norm_gate_reference(x, u, eps=eps, dropout=dropout)
+    from hstu_sparse.norm_gate.triton import norm_gate_triton
+
+    return norm_gate_triton(x, u, eps, dropout, seed)
+
+
+def layer_norm(x: torch.Tensor, *, eps: float = 1e-6, backend: str = "auto") -> torch.Tensor:
+    """LayerNorm(x) over C without affine parameters: (x - mean) / sqrt(variance + eps), as torch's.
+
+    For few channels: torch's CUDA kernel gives each row a block of threads, these kernels give it a tile of many rows.
+
+    Args:
+        x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows may lie apart, as for `norm_gate`.
+        eps: added to the variance.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [T, C], contiguous, dtype of x. Gradients flow to x; the kernels have no second ones.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+    """
+    _check(x, eps, backend)
+    if backend == "reference" or (backend == "auto" and not x.is_cuda):
+        return norm_gate_reference(x, None, eps=eps, dropout=0.0)
+    from hstu_sparse.norm_gate.triton import norm_gate_triton
+
+    return norm_gate_triton(x, None, eps, 0.0, None)
+
+
+def _check(x, eps, backend):
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    if x.dim() != 2 or x.shape[1] == 0:
+        raise ValueError(f"x must be [T, C] with C > 0, got shape {list(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got {x.dtype}")
+    if not eps > 0.0:
+        raise ValueError(f"eps must be positive, got {eps}")

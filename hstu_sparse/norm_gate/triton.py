@@ -1,0 +1,264 @@
+"""Layer norm times a gate, with dropout: Triton kernels, launchers, and their registration with torch.
+
+Letters: T tokens of the batch, C channels.
+
+One program owns a tile of whole rows, a few thousand elements, so that a row is read once and its statistics never
+leave the registers. The backward pass has the rows at hand too and computes the statistics anew: with nothing but the
+inputs to keep, the forward pass allocates its output alone.
+
+With y the normalised row, g the incoming gradient through the dropout and h = g u:
+    du = g y,    dx = (h - mean(h) - y mean(h y)) / sqrt(variance + eps)
+
+These calls are short on the device, so their cost is what they take on the host, and the registration is chosen for
+that. Calls in eager mode with plain tensors go to an autograd.Function that launches the kernel itself. Everything
+else (torch.compile, fake tensors, tensor subclasses, dispatch modes) goes through the operators, registered with
+torch.library.Library. torch.library.custom_op, in eager mode, takes several times as long as all this.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from hstu_sparse._triton import cdiv, next_power_of_2, require_runnable
+
+DTYPES = {torch.float16, torch.bfloat16, torch.float32}
+MAX_CHANNELS = 4096
+TILE = 2048
+
+
+@triton.jit
+def _load(base, row, column, stride, inside):
+    return tl.load(base + row.to(tl.int64) * stride + column, inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _normalise(x, column, eps, C: tl.constexpr):
+    """(normalised rows with zeros past C, 1 / sqrt(variance + eps) [ROWS, 1]) of rows with zeros past C."""
+    mean = tl.sum(x, 1, keep_dims=True) / C
+    centred = tl.where(column < C, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / C + eps)
+    return centred * rstd, rstd
+
+
+@triton.jit
+def _drop(values, seed, row, dropout, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Zeroes what the mask of (seed, row, column) drops, divides the rest by 1 - dropout.
+
+    One Philox call gives four columns their random numbers, of which 24 bits decide.
+    """
+    zero = tl.zeros([ROWS, BLOCK_C // 4], tl.int32)
+    first, second, third, fourth = tl.philox(
+        tl.load(seed), zero + tl.arange(0, BLOCK_C // 4)[None, :], zero + row, zero, zero
+    )
+    bits = tl.join(tl.join(first, third), tl.join(second, fourth)).reshape(ROWS, BLOCK_C)
+    kept = (bits >> 8).to(tl.float32) >= dropout * 16777216.0
+    return tl.where(kept, values / (1.0 - dropout), 0.0)
+
+
+# T is not specialised on: another batch, another T, the same kernel. Nor is the seed's alignment: it may be an element
+# of a tensor with the seeds of all layers.
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["seed"])
+def norm_gate_fwd_kernel(
+    x, u, out, x_stride_t, u_stride_t, tokens, eps, seed, dropout,
+    C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of the output; no gate without u, no dropout without seed."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK_C)[None, :]
+    inside = (row < tokens) & (column < C)
+    y, _ = _normalise(_load(x, row, column, x_stride_t, inside), column, eps, C)
+    if u is not None:
+        y *= _load(u, row, column, u_stride_t, inside)
+    if seed is not None:
+        y = _drop(y, seed, row, dropout, ROWS, BLOCK_C)
+    tl.store(out + row.to(tl.int64) * C + column, y, inside)
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["seed"])
+def norm_gate_bwd_kernel(
+    grad, x, u, dx, du, grad_stride_t, x_stride_t, u_stride_t, tokens, eps, seed, dropout,
+    C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of the gradients of x and, if there is one, u."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK_C)[None, :]
+    inside = (row < tokens) & (column < C)
+    h = _load(grad, row, column, grad_stride_t, inside)
+    y, rstd = _normalise(_load(x, row, column, x_stride_t, inside), column, eps, C)
+    target = row.to(tl.int64) * C + column
+    if seed is not None:
+        h = _drop(h, seed, row, dropout, ROWS, BLOCK_C)
+    if u is not None:
+        tl.store(du + target, h * y, inside)
+        h *= _load(u, row, column, u_stride_t, inside)
+    mean = tl.sum(h, 1, keep_dims=True) / C
+    along = tl.sum(h * y, 1, keep_dims=True) / C
+    tl.store(dx + target, (h - mean - y * along) * rstd, inside)
+
+
+@functools.cache
+def tile(channels: int) -> tuple[int, int, int]:
+    """(ROWS, BLOCK_C, num_warps) for C channels."""
+    width = max(4, next_power_of_2(channels))
+    return max(1, TILE // width), width, max(4, width // 512)
+
+
+def _on_device(launch):
+    """Triton launches on the current device, which need not be the tensors'."""
+
+    @functools.wraps(launch)
+    def on_device(x, *arguments):
+        if x.is_cuda and x.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(x.get_device()):
+                return launch(x, *arguments)
+        return launch(x, *arguments)
+
+    return on_device
+
+
+def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x with adjacent channels."""
+    return x if x is None or x.stride(1) == 1 else x.contiguous()
+
+
+# Compiled kernels by everything that Triton would specialise on. Its own dispatch finds that out anew in every call,
+# which takes longer than all the rest of a call; a compiled kernel is launched by itself.
+_compiled: dict[tuple, object] = {}
+
+
+def _key(x: torch.Tensor | None) -> tuple | None:
+    return None if x is None else (x.dtype, x.stride(0), x.data_ptr() % 16)
+
+
+def _launch(kernel, key, arguments, tokens, rows, warps):
+    grid = (cdiv(tokens, rows), 1, 1)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[grid](*arguments)
+        return
+    # Fused into h - mean(h), the product h = g u would not be rounded as it was in the mean: with one channel the
+    # difference would not be 0.
+    compiled = kernel[grid](*arguments, num_warps=warps, enable_fp_fusion=False)
+    # The interpreter compiles nothing.
+    if compiled is not None:
+        _compiled[key] = compiled
+
+
+@_on_device
+def _forward(x, u, seed, eps, dropout):
+    tokens, channels = x.shape
+    x, u = _rows(x), _rows(u)
+    dtype = x.dtype if u is None or u.dtype == x.dtype else torch.promote_types(x.dtype, u.dtype)
+    out = torch.empty((tokens, channels), dtype=dtype, device=x.device)
+    if tokens:
+        if not dropout:
+            seed = None
+        rows, width, warps = tile(channels)
+        x_key, u_key = _key(x), _key(u)
+        _launch(
+            norm_gate_fwd_kernel,
+            (x.get_device(), channels, x_key, u_key, seed is None),
+            (x, u, out, x_key[1], u_key and u_key[1], tokens, eps, seed, dropout, channels, rows, width),
+            tokens, rows, warps,
+        )  # fmt: skip
+    return out
+
+
+@_on_device
+def _backward(grad, x, u, seed, eps, dropout):
+    """[dx, du], or [dx] without u."""
+    tokens, channels = x.shape
+    grad, x, u = _rows(grad), _rows(x), _rows(u)
+    found = [torch.empty((tokens, channels), dtype=a.dtype, device=x.device) for a in (x, u) if a is not None]
+    if tokens:
+        if not dropout:
+            seed = None
+        rows, width, warps = tile(channels)
+        grad_key, x_key, u_key = _key(grad), _key(x), _key(u)
+        _launch(
+            norm_gate_bwd_kernel,
+            (x.get_device(), channels, grad_key, x_key, u_key, seed is None),
+            (
+                grad, x, u, found[0], None if u is None else found[1], grad_key[1], x_key[1], u_key and u_key[1],
+                tokens, eps, seed, dropout, channels, rows, width,
+            ),
+            tokens, rows, warps,
+        )  # fmt: skip
+    return found
+
+
+def _plain(x: torch.Tensor) -> bool:
+    """No tensor subclass (a fake tensor is one) and no mode wants to see the operator."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack()
+
+
+class _NormGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, u, seed, eps, dropout):
+        ctx.save_for_backward(x, u, seed)
+        ctx.options = eps, dropout
+        if _plain(x):
+            return _forward(x, u, seed, eps, dropout)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.hstu_sparse.norm_gate_fwd.default(x, u, seed, eps, dropout)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, u, seed = ctx.saved_tensors
+        if _plain(grad):
+            if torch.is_grad_enabled():
+                raise RuntimeError("norm_gate has no second derivative in Triton: use backend='reference'")
+            found = _backward(grad, x, u, seed, *ctx.options)
+        else:
+            found = torch.ops.hstu_sparse.norm_gate_bwd.default(grad, x, u, seed, *ctx.options)
+        return found[0], None if u is None else found[1], None, None, None
+
+
+_library = torch.library.Library("hstu_sparse", "FRAGMENT")
+_ARGUMENTS = "Tensor x, Tensor? u, Tensor? seed, float eps, float dropout"
+_library.define(f"norm_gate_fwd({_ARGUMENTS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+_library.define(f"norm_gate_bwd(Tensor grad, {_ARGUMENTS}) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
+for _device in ("CPU", "CUDA"):
+    _library.impl("norm_gate_fwd", _forward, _device)
+    _library.impl("norm_gate_bwd", _backward, _device)
+_library.impl("norm_gate_fwd", _NormGate.apply, "Autograd")
+
+
+@functools.partial(torch.library.register_fake, "hstu_sparse::norm_gate_fwd", lib=_library)
+def _(x, u, seed, eps, dropout):
+    dtype = x.dtype if u is None else torch.promote_types(x.dtype, u.dtype)
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@functools.partial(torch.library.register_fake, "hstu_sparse::norm_gate_bwd", lib=_library)
+def _(grad, x, u, seed, eps, dropout):
+    return [a.new_empty(a.shape) for a in (x, u) if a is not None]
+
+
+def norm_gate_triton(x, u, eps, dropout, seed):
+    """Arguments and result as `hstu_sparse.norm_gate`, without u `hstu_sparse.layer_norm`; on CUDA or interpreted."""
+    require_runnable(x, "norm_gate")
+    for name, a in (("x", x), ("u", u)):
+        if a is not None and a.dtype not in DTYPES:
+            raise TypeError(f"{name}: the kernels take fp16, bf16 and fp32, got {a.dtype}; use backend='reference'")
+    if x.shape[1] > MAX_CHANNELS:
+        raise ValueError(f"the kernels take C up to {MAX_CHANNELS}, got {x.shape[1]}; use backend='reference'")
+    if x.shape[0] >= 2**31:
+        raise ValueError(f"the kernels take T below 2^31, got {x.shape[0]}")
+    if dropout:
+        if seed is None:
+            raise ValueError("dropout > 0 needs a seed: an int64 tensor of one element on x's device")
+        if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != x.device:
+            raise ValueError(
+                f"seed must be an int64 tensor of one element on {x.device}, got {seed.dtype} of shape "
+                f"{list(seed.shape)} on {seed.device}"
+            )
+    # An int would be compiled for as another type.
+    eps, dropout = float(eps), float(dropout)
+    if torch.compiler.is_compiling():
+        return torch.ops.hstu_sparse.norm_gate_fwd.default(x, u, seed, eps, dropout)
+    if not torch.is_grad_enabled() and _plain(x):
+        return _forward(x, u, seed, eps, dropout)
+    return _NormGate.apply(x, u, seed, eps, dropout)
