@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import hstu_sparse
 from data.batches import Batch
 from models.attention import ATTENTION
 from models.config import ModelConfig
@@ -34,12 +35,15 @@ class HSTULayer(nn.Module):
         nn.init.xavier_uniform_(self.output.weight)
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        normed = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
+        normed = hstu_sparse.layer_norm(x, eps=NORM_EPS)
         u, v, q, k = F.silu(normed @ self.uvqk).split(self.sizes, dim=-1)
         heads = [part.unflatten(-1, (self.heads, -1)) for part in (q, k, v)]
         attended, aux = self.attention(*heads, batch)
-        gated = F.layer_norm(attended.flatten(1), u.shape[-1:], eps=NORM_EPS) * u
-        return x + self.output(F.dropout(gated, self.dropout, self.training)), aux
+        dropout = self.dropout if self.training else 0.0
+        # The kernels draw their mask from a seed of their own; on a CPU the reference draws from torch's generator.
+        seed = torch.randint(2**62, (1,), device=x.device) if dropout and x.is_cuda else None
+        gated = hstu_sparse.norm_gate(attended.flatten(1), u, eps=NORM_EPS, dropout=dropout, seed=seed)
+        return x + self.output(gated), aux
 
 
 class TransformerLayer(nn.Module):

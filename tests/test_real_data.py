@@ -33,3 +33,21 @@ def test_shortened_ml_100k_learns_and_its_popularity_is_the_published_one(tmp_pa
     assert (round(popularity["HR@10"], 3), round(popularity["NDCG@10"], 3)) == (0.075, 0.041)
     assert result["model"]["window"]["HR@10"] > 1.3 * popularity["HR@10"]
     assert result["users"] == 943
+
+
+@needs_data
+@pytest.mark.slow
+def test_beauty_trains_and_ranks_the_full_catalogue(tmp_path):
+    """A few steps only: an epoch takes minutes (README)."""
+    result = result_of(
+        tmp_path / "run",
+        "beauty-hstu.yaml",
+        f"data.path={DATA / 'beauty'}",
+        f"data.cache_dir={tmp_path}",
+        "data.min_user_events=40",
+        "train.epochs=1",
+        "eval.every=0",
+        "eval.patience=null",
+    )
+    assert result["users"] > 200
+    assert 0 < result["model"]["history"]["HR@200"] < 1
