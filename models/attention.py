@@ -4,6 +4,7 @@ A module takes q [T, H, D], k [T, H, D], v [T, H, V] and the batch, and returns 
 of auxiliary losses. Letters: T tokens, B sequences, N normaliser, H heads, D query/key and V value head size.
 """
 
+import warnings
 from typing import Literal
 
 import torch
@@ -104,6 +105,22 @@ class SoftmaxAttention(nn.Module):
         return out.unflatten(-1, v.shape[1:]), {}
 
 
+# selection_group -> the length from which bsa's forward and backward together take less time than dense's, measured
+# on an H200 (docs/bsa.md: bf16, 4 heads of 128, blocks of 64, 16 chosen).
+BSA_CROSSOVER = {1: 7457, 2: 6900, 16: 6481, 64: 2710}
+
+
+def warn_if_too_short(max_seq_len: int, selection_group: int) -> None:
+    """Says so when no sequence of a run is long enough for block sparsity to pay."""
+    group = max(size for size in BSA_CROSSOVER if size <= selection_group)
+    if max_seq_len < BSA_CROSSOVER[group]:
+        warnings.warn(
+            f"bsa pays from about {BSA_CROSSOVER[group]:,} tokens a sequence on (selection_group={group}, measured on "
+            f"an H200: docs/bsa.md); max_seq_len={max_seq_len} is less, so dense attention is faster here",
+            stacklevel=2,
+        )
+
+
 class BlockSparseAttention(nn.Module):
     """Compression, block selection and sliding window, mixed by a gate on the queries."""
 
@@ -120,6 +137,7 @@ class BlockSparseAttention(nn.Module):
         self.config = config
         self.normalizer = config.normalizer or max_seq_len + EXTRA_POSITIONS
         self.gate = GateModel(attention_dim, config.gate_hidden_dim)
+        warn_if_too_short(max_seq_len, config.selection_group)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from data.batches import Batch
+from models.attention import warn_if_too_short
 from models.config import ModelConfig
 from models.hstu import SequenceModel
 
@@ -152,6 +153,12 @@ def test_batches_of_any_shape_train(kind, lengths):
     assert out.shape == (sum(lengths), 8) and aux == {}
     out.sum().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("group", "length", "expected"), [(1, 200, "7,457"), (4, 200, "6,900"), (64, 3000, None)])
+def test_bsa_warns_where_dense_is_faster(group, length, expected, recwarn):
+    warn_if_too_short(length, group)
+    assert [expected in str(warning.message) for warning in recwarn] == ([True] if expected else [])
 
 
 def test_layers_of_different_kinds_mix():
