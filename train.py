@@ -8,7 +8,6 @@ On the CPU a resumed run ends bit-identical to one that was never stopped, at th
 
 import argparse
 import json
-import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data.batches import Batches
 from data.datasets import DataError, Dataset, load_dataset
@@ -34,6 +32,7 @@ from models.config import ConfigError, RunConfig, load_config, save_config
 from models.hstu import SequenceModel
 from models.losses import training_loss
 from models.metrics import metrics_by_length, ranking_metrics
+from models.monitor import MetricsLog, ProgressBar, StopSignal
 from models.report import environment, print_result, write_report
 from models.retrieval import FILTERS, model_scorer, popularity_scorer, rank_targets
 
@@ -142,7 +141,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
         progress.update(loss_sum=loss_sum.item(), seconds=time.monotonic() - started, lines=log.lines)
         save_checkpoint(folder, model, optimizer, progress)
 
-    with progress_bar(config, len(batches), progress["step"]) as bar:
+    with ProgressBar(console, config.train.epochs, len(batches), progress["step"]) as bar:
         for epoch in range(progress["epoch"], config.train.epochs):
             if config.eval.patience and progress["stale"] >= config.eval.patience:
                 break
@@ -281,88 +280,6 @@ def finish(config: RunConfig, folder: Path, model, data: Data, progress: dict) -
     write_report(folder, config, result, data.dataset)
     print_result(console, config, result)
     console.print(f"Report: {folder / 'report.md'}")
-
-
-class MetricsLog:
-    """metrics.jsonl, cut back to what the checkpoint knew, and TensorBoard beside it."""
-
-    def __init__(self, folder: Path, lines: int, step: int):
-        from torch.utils.tensorboard import SummaryWriter  # half a second of import, only for training
-
-        path = folder / "metrics.jsonl"
-        kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:lines] if path.exists() else []
-        path.write_text("".join(kept), encoding="utf-8")
-        self.lines = len(kept)
-        self.file = path.open("a", encoding="utf-8")
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
-
-    def write(self, record: dict, seconds: float) -> None:
-        self.file.write(json.dumps({**record, "seconds": round(seconds, 3)}) + "\n")
-        self.file.flush()
-        self.lines += 1
-        for name, value in record.items():
-            if isinstance(value, float):
-                self.board.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        self.file.close()
-        self.board.close()
-
-
-class StopSignal:
-    """Turns SIGINT and SIGTERM into a flag that the loop reads between steps; a second one ends at once."""
-
-    def __init__(self):
-        self.signal = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
-
-    def _note(self, number, frame) -> None:
-        self.signal = number
-        signal.signal(number, signal.SIG_DFL)
-
-
-class progress_bar:
-    """The bar with epoch, loss, events per second and remaining time; reads the device twice a second at most."""
-
-    def __init__(self, config: RunConfig, per_epoch: int, done: int):
-        columns = ("{task.description}", "loss {task.fields[loss]:.4f}", "{task.fields[rate]:,.0f} events/s")
-        self.bar = Progress(
-            TextColumn(columns[0]),
-            BarColumn(),
-            *(TextColumn(column) for column in columns[1:]),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self.epochs = config.train.epochs
-        self.task = self.bar.add_task("", total=per_epoch * self.epochs, completed=done, loss=float("nan"), rate=0.0)
-        self.shown = self.events = 0.0
-
-    def __enter__(self):
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error):
-        self.stop()
-
-    def stop(self) -> None:
-        self.bar.stop()
-
-    def print(self, line: str) -> None:
-        self.bar.console.print(line, highlight=False)
-
-    def step(self, epoch: int, loss_sum: torch.Tensor, progress: dict) -> None:
-        now = time.monotonic()
-        if now - self.shown < 0.5:
-            return
-        self.bar.update(
-            self.task,
-            description=f"epoch {epoch + 1}/{self.epochs}",
-            completed=progress["step"],
-            loss=loss_sum.item() / progress["batch"],
-            rate=(progress["events"] - self.events) / (now - self.shown) if self.shown else 0.0,
-        )
-        self.shown, self.events = now, progress["events"]
 
 
 def new_folder(config: RunConfig) -> Path:
