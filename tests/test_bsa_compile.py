@@ -45,8 +45,8 @@ KERNELS = {
 }
 
 
-def compile_kernel(name, *, arch=90, dtype=torch.bfloat16, D=128, V=128, BS=64, S=16, R=2, window=True):
-    """compile_ahead of one kernel with the launcher's constants."""
+def compile_kernel(name, *, arch=90, dtype=torch.bfloat16, D=128, V=128, BS=64, S=16, R=2, window=True, tma=()):
+    """compile_ahead of one kernel with the launcher's constants; `tma` names the inputs that come as descriptors."""
     kernel = KERNELS[name]
     BD, BV = padded_head(D), padded_head(V)
     select = R >= 32
@@ -54,13 +54,20 @@ def compile_kernel(name, *, arch=90, dtype=torch.bfloat16, D=128, V=128, BS=64, 
     width = max(2, next_power_of_2(S))
     launch = launches(dtype, max(BD, BV), BS, R).get(name)
     constants = dict(D=D, V=V, BD=BD, BV=BV, BS=BS, R=R, BG=group_tile, P=width, BC=max(64, width))
-    constants |= dict(SPLIT=dtype != torch.float32, SELECT=select, WINDOW=window, ATOMIC=True, DQ=not select, TMA=False)
+    constants |= dict(
+        SPLIT=dtype != torch.float32, SELECT=select, WINDOW=window, ATOMIC=True, DQ=not select, TMA=bool(tma)
+    )
     constants |= dict(FAST=dtype != torch.float32, PRECISION="tf32x3", SIZE=256 if name == "chunks" else 1024)
     constants |= dict(BM=launch.BM, BN=launch.BN) if launch else dict(BM=16, BN=16)
     names = kernel.arg_names
     signature = {}
     for argument in names:
         if argument in constants:
+            continue
+        if argument in tma:
+            rows = launch.BM if argument in ("q", "do") else launch.BN
+            size = V if argument in ("v", "vbar", "do") else D
+            signature[argument] = f"tensordesc<{NAMES[dtype]}[{rows}, {size}]>"
             continue
         if argument in ACTIVATIONS or (argument in ("out", "dq") and select):
             signature[argument] = "*" + NAMES[dtype]
@@ -88,6 +95,11 @@ def cases(arch: int):
     for name in ("query_fwd", "query_dq", "select_dkv"):
         yield name, dict(R=64, window=False)
     if arch == 90:
+        for group in (2, 64):
+            for name in ("query_fwd", "query_dq"):
+                yield name, dict(R=group, window=False, tma=("k", "v", "kbar", "vbar"))
+        yield "select_dkv", dict(R=64, window=False, tma=("q", "do"))
+        yield "compress_dkv", dict(R=2, tma=("q", "do"))
         yield "select_dkv", dict(R=2, dtype=torch.float32, D=64, V=64)
         yield "query_dq", dict(R=64, dtype=torch.float32, D=64, V=64)
 
