@@ -122,7 +122,8 @@ def compile_ahead(kernel, signature: dict, constexprs: dict, *, arch: int, num_w
         divisible: strides (`*stride_t`, `*stride_h`) are multiples of 16, as they are for most head sizes.
 
     Returns:
-        dict with `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes`, `name`, `asm`.
+        dict with `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes`, `name`, `unset_registers`
+        (see below), `asm`.
     """
     import re
     import subprocess
@@ -140,11 +141,14 @@ def compile_ahead(kernel, signature: dict, constexprs: dict, *, arch: int, num_w
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constexprs.items()}, attrs)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        found = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+        found, listing = (
+            subprocess.run([os.path.join(tools, tool), option, file.name], capture_output=True, text=True, check=True)
+            for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
+        )
     usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", found.stdout)
     registers, stack, _, local = (int(x) for x in usage.groups())
     return {
@@ -152,5 +156,35 @@ def compile_ahead(kernel, signature: dict, constexprs: dict, *, arch: int, num_w
         "registers": registers,
         "local_bytes": stack + local,
         "shared_bytes": compiled.metadata.shared,
+        "unset_registers": _unset_registers(listing.stdout),
         "asm": compiled.asm,
     }
+
+
+def _unset_registers(listing: str) -> list[str]:
+    """Instructions of a disassembly that read a uniform register which none before them has written.
+
+    ptxas 12.8 was seen to forget a copy where two wgmma descriptors begin alike (two tiles that take turns in one
+    buffer of shared memory), and the kernel to read outside of its memory on some data only. Nothing reports it.
+    """
+    import re
+
+    written: set[int] = set()
+    found = []
+    for line in listing.splitlines():
+        match = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s+(.*?);", line)
+        if not match:
+            continue
+        name, operands = match.groups()
+        target, _, sources = operands.partition(",")
+        writes = name.startswith(("U", "R2UR", "S2UR", "VOTEU", "REDUX", "CS2UR"))
+        if not writes:
+            sources = operands
+        wide = 2 if "desc[" in sources or ".64" in name else 1
+        read = {int(r) + i for r in re.findall(r"UR(\d+)", sources) for i in range(wide)}
+        if read - written:
+            found.append(line.strip())
+        if writes:
+            span = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+            written |= {int(r) + i for r in re.findall(r"UR(\d+)", target) for i in range(span)}
+    return found

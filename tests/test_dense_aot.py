@@ -106,10 +106,11 @@ STATIC = 24 * 1024  # of the dq kernel: the histogram and the ring
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("part", ["fwd", "dq", "dkv"])
-@pytest.mark.parametrize(("size", "features"), [(128, ["position", "time"]), (64, ALL), (32, [])])
+@pytest.mark.parametrize(("size", "features"), [(128, ["position", "time"]), (64, ALL), (128, [])])
 def test_kernels(arch, part, size, features):
     (found,) = compile_in_a_process(arch, [[part, "bfloat16", size, size, features]])
     assert found["local_bytes"] <= (SPILLS if features else 0), found
+    assert not found["unset_registers"], found
     assert found["shared_bytes"] + (STATIC if part == "dq" and features else 0) <= SHARED[arch], found
 
 

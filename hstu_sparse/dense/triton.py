@@ -1025,8 +1025,8 @@ def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, arch: i
         return dict(BLOCK_M=64 if arch < 90 else 128, BLOCK_N=64, num_warps=8, num_stages=2 if arch >= 90 else 1)
     if arch < 90:
         return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
-    if biased or min(pad_d, pad_v) < 128:
-        return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=4)
+    if biased:
+        return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)
     return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=3)
 
 
@@ -1041,9 +1041,7 @@ def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, arch
         return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2 if arch >= 90 or both <= 64 else 1)
     if arch < 90:
         return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2 if not biased else 1)
-    if biased or min(pad_d, pad_v) < 128:
-        return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3)
-    return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2)
+    return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3)
 
 
 def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, arch: int) -> dict:
