@@ -11,7 +11,7 @@ import sys
 import pytest
 
 # Bytes of local memory per thread that a kernel with a bias may spill; one without spills none.
-SPILLS = 384
+SPILLS = 128
 
 SCRIPT = """
 import json, sys
@@ -106,7 +106,7 @@ STATIC = 24 * 1024  # of the dq kernel: the histogram and the ring
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("part", ["fwd", "dq", "dkv"])
-@pytest.mark.parametrize(("size", "features"), [(128, ["position", "time"]), (64, ALL), (128, [])])
+@pytest.mark.parametrize(("size", "features"), [(128, ALL), (128, [])])
 def test_kernels(arch, part, size, features):
     (found,) = compile_in_a_process(arch, [[part, "bfloat16", size, size, features]])
     assert found["local_bytes"] <= (SPILLS if features else 0), found

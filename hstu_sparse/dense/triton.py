@@ -1044,15 +1044,15 @@ def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, arch
     return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3)
 
 
-def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, arch: int) -> dict:
-    """The same for the kernel of dk and dv."""
+def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, timed: bool, arch: int) -> dict:
+    """The same for the kernel of dk and dv; `timed`: with a time bias (a position bias alone changes nothing)."""
     if dtype == torch.float32:
         return dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)
     if max(pad_d, pad_v) > 128:
         return dict(BLOCK_M=32, BLOCK_N=64, num_warps=8, num_stages=1 if arch < 90 else 2)
     if arch < 90:
         return dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2)
-    if biased:
+    if timed:
         return dict(BLOCK_M=32, BLOCK_N=128, num_warps=8, num_stages=3)
     return dict(BLOCK_M=64, BLOCK_N=128, num_warps=8, num_stages=3)
 
@@ -1155,9 +1155,9 @@ class _Launch:
             PAD_V=padded_head(self.v_size),
         )
 
-    def choose(self, config) -> dict:
+    def choose(self, config, biased: bool) -> dict:
         arch = 90 if not self.q.is_cuda else 10 * torch.cuda.get_device_capability(self.q.device)[0]
-        return config(padded_head(self.d), padded_head(self.v_size), self.q.dtype, self.biased, arch)
+        return config(padded_head(self.d), padded_head(self.v_size), self.q.dtype, biased, arch)
 
     def times(self, which: torch.Tensor, block: int) -> tuple:
         """(fp32 pairs [2, T], int32 offsets [T], least and greatest of each block) of `which` timestamps."""
@@ -1198,7 +1198,7 @@ class _Launch:
         out = torch.empty(self.total, self.heads, self.v_out, dtype=self.q.dtype, device=self.q.device)
         if self.empty:
             return out.zero_()
-        config = config or self.choose(fwd_config)
+        config = config or self.choose(fwd_config, self.biased)
         tiles = schedule(self.seq_offsets, self.total, config["BLOCK_M"])
         times = self.time_arguments(tiles, config["BLOCK_M"], config["BLOCK_N"], True)
         dense_attention_fwd_kernel[(tiles.shape[0] * self.heads,)](
@@ -1220,8 +1220,10 @@ class _Launch:
         time_grad = None if self.time_bias is None else scratch(copies, self.num_buckets + 1)
         if not self.empty:
             do = _rows(do)
-            self._backward_dkv(do, dk, dv, dkv_config or self.choose(bwd_dkv_config))
-            self._backward_dq(do, dq, position_grad, time_grad, copies, dq_config or self.choose(bwd_dq_config))
+            self._backward_dkv(do, dk, dv, dkv_config or self.choose(bwd_dkv_config, self.time_bias is not None))
+            self._backward_dq(
+                do, dq, position_grad, time_grad, copies, dq_config or self.choose(bwd_dq_config, self.biased)
+            )
         if position_grad is not None:
             position_grad = position_grad.to(self.table_dtypes[0])
         if time_grad is not None:
