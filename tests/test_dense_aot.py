@@ -11,7 +11,7 @@ import sys
 import pytest
 
 # Bytes of local memory per thread that a kernel with a bias may spill; one without spills none.
-SPILLS = 128
+SPILLS = 192
 
 SCRIPT = """
 import json, sys
