@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .datasets import Dataset
+from .datasets import DataError, Dataset
 from .splits import Split
 
 CHUNK_BATCHES = 50  # group_by_length sorts within this many batches: enough to even out, still well shuffled
@@ -119,6 +119,12 @@ class Batches:
         group_by_length: bool = False,
         with_seen: bool = False,
     ):
+        # A table has num_items rows: an id beyond them is a cryptic failure of a CPU and an abort of a GPU later on.
+        if dataset.num_events and not 0 <= dataset.items.min() <= dataset.items.max() < dataset.num_items:
+            raise DataError(
+                f"{dataset.name}: item ids must lie in 0..{dataset.num_items - 1}, "
+                f"got {dataset.items.min()}..{dataset.items.max()}"
+            )
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.split, self.batch_size, self.seed = split, batch_size, seed

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.batches import Batches
-from data.datasets import Dataset
+from data.datasets import DataError, Dataset
 from data.splits import Split, make_splits
 
 
@@ -222,3 +222,11 @@ def test_cuda_columns_are_shared_between_splits():
     splits = make_splits(dataset, "published", max_seq_len=12)
     train, test = (Batches(dataset, s, batch_size=8, device="cuda") for s in (splits.train, splits.test))
     assert train._columns["items"] is test._columns["items"]
+
+
+@pytest.mark.parametrize("item", [-1, 50])
+def test_item_beyond_the_catalogue_is_told(item):
+    dataset = make_dataset(num_items=50)
+    dataset.items[3] = item
+    with pytest.raises(DataError, match=r"random: item ids must lie in 0\.\.49, got"):
+        Batches(dataset, make_splits(dataset, "published", max_seq_len=10).train, batch_size=4)
