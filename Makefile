@@ -21,6 +21,8 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python from 3.11 to 3.13 found: install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
+	@# The CPU and the CUDA builds of fbgemm share their files: for the other device everything is installed anew.
+	@if ls $(VENV)/.ready-* 2>/dev/null | grep -qv -- '-$(DEVICE)-'; then rm -rf $(VENV); fi
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 	  echo "$(PYTHON) cannot make a virtual environment (on Debian: apt-get install python3-venv)"; rm -rf $(VENV); exit 1; }
 	@echo "Installing the tested $(DEVICE) set into $(VENV) (once; some minutes)"

@@ -13,7 +13,7 @@ from importlib import metadata
 
 # torch -> the releases of the others that are built against it. The last is the tested one.
 COMBINATIONS = {
-    "2.11": {"triton": "3.6.0", "fbgemm": "1.6.0", "torchrec": "1.6.0"},
+    "2.11": {"triton": "3.6.0", "fbgemm": "1.6.0", "torchrec": "1.6.1"},
     "2.12": {"fbgemm": "1.7.0", "torchrec": "1.7.0"},
     "2.13": {"triton": "3.7.1", "fbgemm": "1.8.0", "torchrec": "1.8.0"},
 }
