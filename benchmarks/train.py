@@ -1,0 +1,87 @@
+"""Time of one training epoch and one full evaluation of a config, on generated data of MovieLens 1M's shape.
+
+    python benchmarks/train.py configs/ml-1m-hstu.yaml [key=value ...]
+
+Prints one JSON line: seconds for each, the host's share (until the last step is queued), peak memory, versions. With
+--profile also the costliest kernels and the host's costliest functions.
+"""
+
+import argparse
+import cProfile
+import json
+import pstats
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import train
+from models.config import load_config
+from models.report import environment
+
+ML_1M = (
+    "data={format: synthetic, protocol: published, synthetic: {num_users: 6040, num_items: 3706, mean_length: 165.6, "
+    "min_length: 20, max_length: 2300}}"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_intermixed_args()
+    config = load_config(options.config, [ML_1M, *options.overrides])
+    torch.manual_seed(config.seed)
+    data = train.open_data(config)
+    model = train.build_model(config, data)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.lr, betas=config.train.betas, fused=True)
+    batches = data.batches("train", batch_size=config.train.batch_size, seed=config.seed)
+    evaluation = data.eval_batches("test")
+    wait = torch.cuda.synchronize if data.device.type == "cuda" else lambda: None
+
+    def epoch(number: int) -> tuple[int, float, float]:
+        model.train()
+        tokens, started = 0, time.perf_counter()
+        for batch in batches.epoch(number):
+            train.train_step(config, model, optimizer, batch, 0)
+            tokens += len(batch.item_ids)
+        queued = time.perf_counter() - started
+        wait()
+        return tokens, queued, time.perf_counter() - started
+
+    epoch(0)  # compiles
+    tokens, queued, seconds = epoch(1)
+    train.evaluate(config, model, evaluation)
+    started = time.perf_counter()
+    train.evaluate(config, model, evaluation)
+    record = {
+        "config": config.name,
+        "events": data.dataset.num_events,
+        "tokens": tokens,
+        "steps": len(batches),
+        "epoch_seconds": seconds,
+        "host_seconds": queued,
+        "evaluation_seconds": time.perf_counter() - started,
+        "environment": environment(data.device),
+    }
+    if data.device.type == "cuda":
+        record["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+    print(json.dumps(record))
+    if options.profile:
+        with torch.profiler.profile() as profile:
+            for _, batch in zip(range(4), batches.epoch(2)):
+                train.train_step(config, model, optimizer, batch, 0)
+            wait()
+        by = "self_cuda_time_total" if data.device.type == "cuda" else "self_cpu_time_total"
+        print(profile.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=60))
+        host = cProfile.Profile()
+        host.runcall(epoch, 3)
+        pstats.Stats(host).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()
