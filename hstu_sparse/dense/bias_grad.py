@@ -1,0 +1,208 @@
+"""Gradients of the bias tables: device functions that add a tile of ds, the scores' gradients, into a table.
+
+Letters: N max_seq_len; t and s: the positions of queries and keys in their sequence. A tile is BLOCK_M queries by
+BLOCK_N keys.
+
+Position bias: sums along the diagonals of a tile, in registers (`_add_diagonals`, fp32 and the interpreter) or in the
+ring. Time bias: three sums for a narrow tile (see bias.py), the histogram for any other.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add_diagonals(grad, ds, first_row, start, length, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """grad[d] += the sum of ds [BLOCK_M, BLOCK_N] along its diagonal t - s = d.
+
+    Row i is rotated by i, which turns the diagonals into columns; a column then holds pieces of neighbouring diagonals,
+    BLOCK_N apart, one piece above and one below the place where the rotation wraps.
+    """
+    REPEATS: tl.constexpr = BLOCK_M // BLOCK_N if BLOCK_M > BLOCK_N else 1
+    row = tl.arange(0, BLOCK_M)[:, None]
+    column = tl.arange(0, BLOCK_N)[None, :]
+    rotated = tl.gather(ds, (row - column) & (BLOCK_N - 1), 1)
+    wraps = (row & (BLOCK_N - 1)) < column
+    above = tl.sum(tl.reshape(tl.where(wraps, 0.0, rotated), [REPEATS, BLOCK_M // REPEATS, BLOCK_N]), 1)
+    below = tl.sum(tl.reshape(tl.where(wraps, rotated, 0.0), [REPEATS, BLOCK_M // REPEATS, BLOCK_N]), 1)
+    distance = first_row - start + column + BLOCK_N * tl.arange(0, REPEATS)[:, None]
+    tl.atomic_add(grad + distance, above * scale, (distance >= 0) & (distance < length), sem="relaxed")
+    distance -= BLOCK_N
+    tl.atomic_add(grad + distance, below * scale, (distance >= 0) & (distance < length), sem="relaxed")
+
+
+@triton.jit
+def _add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _add_narrow_time_grad(grad, ds, far, farther, lowest, scale, NUM_BUCKETS: tl.constexpr):
+    """grad[bucket] += the sum of ds over the pairs in that bucket, for a narrow tile."""
+    sums = (ds, tl.where(far, ds, 0.0), tl.where(farther, ds, 0.0))
+    everything, first, second = tl.reduce(tl.reduce(sums, 1, _add_three), 0, _add_three)
+    tl.atomic_add(grad + lowest, (everything - first) * scale, sem="relaxed")
+    tl.atomic_add(grad + tl.minimum(lowest + 1, NUM_BUCKETS), (first - second) * scale, sem="relaxed")
+    tl.atomic_add(grad + tl.minimum(lowest + 2, NUM_BUCKETS), second * scale, sem="relaxed")
+
+
+# A histogram in shared memory, which Triton has no words for: one table for each of the 32 lanes of a warp, so that the
+# lanes neither meet in a bank nor at an address. The variable is declared inside the assembly, in the program's static
+# shared memory. The dynamic part, which Triton lays out, comes after it and wants 1 KB alignment for its swizzled
+# tiles: hence sizes in whole KB.
+
+
+@triton.jit
+def _histogram_open(token):
+    """The shared-memory address of [146, 32] fp32, zeroed. Called once per program; `token` is any int32 scalar."""
+    base = tl.inline_asm_elementwise(
+        "{ .shared .align 16 .b8 hstu_histogram[19456]; mov.u32 $0, hstu_histogram; }", "=r,r", [token], tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred p;
+            .reg .u32 a;
+            setp.lt.u32 p, $2, 4672;
+            mad.lo.u32 a, $2, 4, $1;
+            @p st.shared.f32 [a], 0f00000000;
+            mov.u32 $0, 0;
+        }""",
+        "=r,r,r", [base, tl.arange(0, 8192)], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.debug_barrier()
+    return base
+
+
+@triton.jit
+def _histogram_add(base, bucket, value):
+    """histogram[bucket] += value for a tile. Four neighbours that share a bucket, as most do, are added first."""
+    tl.inline_asm_elementwise(
+        """{
+            .reg .u32 lane, a;
+            .reg .f32 sum;
+            .reg .pred same;
+            mov.u32 lane, %tid.x;
+            and.b32 lane, lane, 31;
+            mad.lo.u32 lane, lane, 4, $1;
+            setp.eq.u32 same, $5, $6;
+            setp.eq.and.u32 same, $5, $7, same;
+            setp.eq.and.u32 same, $5, $8, same;
+            mad.lo.u32 a, $5, 128, lane;
+            @!same bra APART;
+            add.f32 sum, $9, $10;
+            add.f32 sum, sum, $11;
+            add.f32 sum, sum, $12;
+            red.shared.add.f32 [a], sum;
+            bra DONE;
+            APART:
+            red.shared.add.f32 [a], $9;
+            mad.lo.u32 a, $6, 128, lane;
+            red.shared.add.f32 [a], $10;
+            mad.lo.u32 a, $7, 128, lane;
+            red.shared.add.f32 [a], $11;
+            mad.lo.u32 a, $8, 128, lane;
+            red.shared.add.f32 [a], $12;
+            DONE:
+            mov.u32 $0, 0;
+        }""",
+        "=r,r,r,r,r,r,r,r,r,f,f,f,f", [base, bucket, value], tl.int8, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _histogram_close(base, grad, scale, NUM_BUCKETS: tl.constexpr):
+    """grad[bucket] += scale * histogram[bucket]."""
+    tl.debug_barrier()
+    copies = tl.inline_asm_elementwise(
+        """{
+            .reg .pred p;
+            .reg .u32 a;
+            setp.lt.u32 p, $2, 4672;
+            mad.lo.u32 a, $2, 4, $1;
+            mov.f32 $0, 0f00000000;
+            @p ld.shared.f32 $0, [a];
+        }""",
+        "=&f,r,r", [base, tl.arange(0, 8192)], tl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+    bucket = tl.arange(0, 256)
+    total = tl.sum(tl.reshape(copies, [256, 32]), 1) * scale
+    tl.atomic_add(grad + bucket, total, (bucket <= NUM_BUCKETS) & (total != 0.0), sem="relaxed")
+
+
+# The sums along the diagonals, in shared memory too. A tile of queries meets the diagonals in descending order, and of
+# the BLOCK_M + BLOCK_N - 1 that a block of keys touches, BLOCK_N are touched for the last time: a ring of 256 cells
+# holds those in progress. Cells are integers: shared memory adds those in one instruction, floats only in a loop of
+# compare-and-swap; and integers add up to the same sum in any order. A term is rounded to 22 bits of its upper bound, a
+# cell takes at most 128 terms. Four copies, one for each lane of a quad, 266 words apart, keep the lanes of a warp in
+# different banks: lane l of the tensor cores' layout holds t - s = l // 4 - 2 (l % 4) + const.
+
+
+@triton.jit
+def _ring_open(token):
+    """The shared-memory address of the ring, zeroed. Called once per program; `token` is any int32 scalar."""
+    base = tl.inline_asm_elementwise(
+        "{ .shared .align 16 .b8 hstu_ring[5120]; mov.u32 $0, hstu_ring; }", "=r,r", [token], tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred p;
+            .reg .u32 a;
+            setp.lt.u32 p, $2, 1064;
+            mad.lo.u32 a, $2, 4, $1;
+            @p st.shared.u32 [a], 0;
+            mov.u32 $0, 0;
+        }""",
+        "=r,r,r", [base, tl.arange(0, 2048)], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.debug_barrier()
+    return base
+
+
+@triton.jit
+def _barrier(token):
+    """A barrier of the program's threads. Triton's own keeps the loop around it from being pipelined."""
+    tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r,r", [token], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _ring_add(base, distance, value, to_exact):
+    """ring[distance] += value, rounded."""
+    tl.inline_asm_elementwise(
+        """{
+            .reg .u32 a, copy;
+            .reg .f32 f;
+            .reg .b32 n;
+            mov.u32 copy, %tid.x;
+            and.b32 copy, copy, 3;
+            mad.lo.u32 copy, copy, 1064, $1;
+            and.b32 a, $2, 255;
+            mad.lo.u32 a, a, 4, copy;
+            fma.rn.f32 f, $3, $4, 0f4B400000;
+            mov.b32 n, f;
+            sub.u32 n, n, 0x4B400000;
+            red.shared.add.u32 [a], n;
+            mov.u32 $0, 0;
+        }""",
+        "=r,r,r,f,f", [base, distance, value, to_exact], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _ring_flush(base, grad, last, length, COUNT: tl.constexpr):
+    """Moves the COUNT cells of the distances last - COUNT + 1 .. last to grad [N] int64."""
+    cell = tl.arange(0, 4 * COUNT)
+    distance = last - cell % COUNT
+    value = tl.inline_asm_elementwise(
+        """{
+            .reg .u32 a;
+            and.b32 a, $2, 255;
+            mad.lo.u32 a, a, 4, $1;
+            mad.lo.u32 a, $3, 1064, a;
+            atom.shared.exch.b32 $0, [a], 0;
+        }""",
+        "=r,r,r,r", [base, distance, cell // COUNT], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    use = (distance >= 0) & (distance < length) & (value != 0)
+    tl.atomic_add(grad + distance, value.to(tl.int64), use, sem="relaxed")
