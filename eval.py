@@ -91,7 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
             filters = [config.eval.filter_seen]
             batches = data.eval_batches(options.split).epoch(0)
             candidates = sampled_candidates(options.sampled, options.seed)
-            (ranks,) = rank_targets(model_scorer(model), batches, filters=filters, candidates=candidates)
+            score = model_scorer(model, config.train.autocast == "bf16")
+            (ranks,) = rank_targets(score, batches, filters=filters, candidates=candidates)
             label = f"SAMPLED: target among {options.sampled} random items, not comparable with full ranking"
             result["sampled"] = {"label": label, "seed": options.seed, **ranking_metrics(ranks)}
         print_result(console, config, result)

@@ -151,7 +151,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
                 loss_sum += loss
                 progress["step"] += 1
                 progress["batch"] += 1
-                progress["events"] += len(batch.item_ids)
+                progress["events"] += batch.num_tokens
                 bar.step(epoch, loss_sum, progress)
                 if stop.signal:
                     save()

@@ -48,7 +48,7 @@ def main() -> None:
         tokens, started = 0, time.perf_counter()
         for batch in batches.epoch(number):
             train.train_step(config, model, optimizer, batch, 0)
-            tokens += len(batch.item_ids)
+            tokens += batch.num_tokens
         queued = time.perf_counter() - started
         wait()
         return tokens, queued, time.perf_counter() - started

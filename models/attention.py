@@ -93,7 +93,7 @@ class SoftmaxAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         # On a GPU, padding to max_seq_len spares the host from waiting for the longest length of the batch.
-        longest = self.max_seq_len if q.is_cuda else int(batch.seq_offsets.diff().max()) if len(batch.users) else 0
+        longest = self.max_seq_len if q.is_cuda else int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
         dropout = self.config.dropout if self.training else 0.0
         # [B, H, longest, ...]: sequences start at 0, so the causal mask alone hides the padding behind them.
         padded = [

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from data.batches import Batch
+from hstu_sparse.jagged import sequence_ids
 
 # torchrec asks a question of torch.fx whose answer is a warning in every process.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
@@ -57,7 +58,7 @@ class InputEmbedding(nn.Module):
         features = {"item": batch.item_ids}
         if "action" in self.tables.embeddings:
             features["action"] = batch.actions
-        tokens, sequences = len(batch.item_ids), len(batch.users)
+        tokens, sequences = batch.num_tokens, batch.num_sequences
         lengths = batch.seq_offsets.diff()
         # Lengths per key and stride are known on the host: given here, torchrec need not ask the device for them.
         looked_up = self.tables(
@@ -69,7 +70,7 @@ class InputEmbedding(nn.Module):
                 length_per_key=[tokens] * len(features),
             )
         )
-        starts = torch.repeat_interleave(batch.seq_offsets[:-1], lengths, output_size=tokens)
+        starts = batch.seq_offsets[sequence_ids(batch.seq_offsets, tokens)]
         positions = torch.arange(tokens, device=starts.device) - starts
         x = looked_up["item"].values() * self.scale + self.position.index_select(0, positions)
         if "action" in features:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.batches import Batch
+from hstu_sparse.jagged import sequence_ids
 
 # Which of a user's earlier items leave the ranking, each a superset of the one before.
 FILTERS = ("none", "window", "history")
@@ -29,10 +30,7 @@ def mask_seen(scores: Tensor, seen_items: Tensor, seen_offsets: Tensor, keep: Te
     an earlier event is still to be found).
     """
     kept = None if keep is None else scores.gather(1, keep[:, None])
-    rows = torch.repeat_interleave(
-        torch.arange(len(scores), device=scores.device), seen_offsets.diff(), output_size=len(seen_items)
-    )
-    scores[rows, seen_items] = float("-inf")
+    scores[sequence_ids(seen_offsets, len(seen_items)), seen_items] = float("-inf")
     return scores if kept is None else scores.scatter_(1, keep[:, None], kept)
 
 
@@ -119,7 +117,7 @@ def model_scorer(model: nn.Module, autocast: bool = False) -> Callable[[Batch], 
 def popularity_scorer(counts: np.ndarray, device: torch.device) -> Callable[[Batch], Tensor]:
     """The same score for every user: how often training saw the item (counts: [I])."""
     scores = torch.from_numpy(counts).to(device, torch.float32)
-    return lambda batch: scores.repeat(len(batch.users), 1)
+    return lambda batch: scores.repeat(batch.num_sequences, 1)
 
 
 def sampled_candidates(count: int, seed: int) -> Callable[[Batch, Tensor], Tensor]:
