@@ -110,7 +110,9 @@ def allocator() -> None:
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
 
 
-def compile_ahead(kernel, signature: dict, constexprs: dict, *, arch: int, num_warps=4, num_stages=2, divisible=True):
+def compile_ahead(
+    kernel, signature: dict, constexprs: dict, *, arch: int, num_warps=4, num_stages=2, divisible=True, **options
+):
     """Compiles one kernel for sm_`arch` without a GPU and reports what it uses.
 
     Args:
@@ -120,6 +122,7 @@ def compile_ahead(kernel, signature: dict, constexprs: dict, *, arch: int, num_w
         constexprs: argument name -> value.
         arch: 80 or 90.
         divisible: strides (`*stride_t`, `*stride_h`) are multiples of 16, as they are for most head sizes.
+        options: Triton's other compile options, e.g. maxnreg.
 
     Returns:
         dict with `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes`, `name`, `unset_registers`
@@ -139,7 +142,7 @@ def compile_ahead(kernel, signature: dict, constexprs: dict, *, arch: int, num_w
     aligned = [n for n in names if signature[n].startswith("*") or (n.endswith(("stride_t", "stride_h")) and divisible)]
     attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constexprs.items()}, attrs)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": num_warps, "num_stages": num_stages, **options}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -19,12 +19,13 @@ import torch
 from hstu_sparse._triton import compile_ahead, padded_head
 from hstu_sparse.dense import triton as dense
 
-POINTERS = {"steps": "*i64", "exact_grad": "*i64", "seq_offsets": "*i64", "num_targets": "*i64", "tiles": "*i32",
-            "q_offset": "*i32", "k_offset": "*i32", "lowest_bucket": "*i8"}
+POINTERS = {"steps": "*i64", "cells": "*i32", "seq_offsets": "*i64", "num_targets": "*i64", "tiles": "*i32",
+            "q_offset": "*i32", "k_offset": "*i32", "tile_buckets": "*i16"}
 FLOATS = {"half_alpha", "inverse_n", "half_inverse_n", "alpha"}
-SIDE = {"position_bias", "time_bias", "position_grad", "exact_scale", "time_grad", "edges", "q_times", "k_times"}
-POSITION = {"position_bias", "position_grad", "exact_grad", "exact_scale"}
-TIME = {"time_bias", "time_grad", "edges", "steps", "q_times", "q_offset", "k_times", "k_offset", "lowest_bucket"}
+SIDE = {"position_bias", "time_bias", "exact_scale", "q_times", "k_times"}
+GRADS = {"position_grad", "time_grad"}
+POSITION = {"position_bias", "position_grad"}
+TIME = {"time_bias", "time_grad", "cells", "steps", "q_times", "q_offset", "k_times", "k_offset", "tile_buckets"}
 
 
 def build(part, dtype, d, v, features, arch):
@@ -34,19 +35,20 @@ def build(part, dtype, d, v, features, arch):
         "dkv": (dense.dense_attention_bwd_dkv_kernel, dense.bwd_dkv_config),
     }[part]
     biased = "position" in features or "time" in features
-    chosen = dict(config(padded_head(d), padded_head(v), getattr(torch, dtype), biased, arch))
-    options = {name: chosen.pop(name) for name in ("num_warps", "num_stages")}
+    chosen = config(padded_head(d), padded_head(v), getattr(torch, dtype), set(features), arch)
+    options = {name: chosen.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in chosen}
     short = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}[dtype]
     constants = dict(
         H=2, D=d, V=v, D_OUT=d, V_OUT=v, HAS_TARGETS="targets" in features, HAS_WINDOW="window" in features,
         HAS_POSITION="position" in features, HAS_TIME="time" in features,
-        NUM_BUCKETS=128 if "time" in features else 0, COPIES=64, FAST=dtype != "float32",
+        TABLE=133, COPIES=64, FAST=dtype != "float32",
         PRECISION="ieee", PAD_D=padded_head(d), PAD_V=padded_head(v), **chosen,
     )
     absent = set()
     absent |= set() if "targets" in features else {"num_targets"}
     absent |= set() if "position" in features else POSITION
     absent |= set() if "time" in features else TIME
+    absent |= set() if biased and dtype != "float32" else {"exact_scale"}
     signature = {}
     for parameter in kernel.params:
         name = parameter.name
@@ -58,6 +60,8 @@ def build(part, dtype, d, v, features, arch):
             signature[name] = short
         elif name in SIDE:
             signature[name] = "*fp32"
+        elif name in GRADS:
+            signature[name] = "*fp32" if dtype == "float32" else "*i64"
         else:
             signature[name] = POINTERS.get(name, "fp32" if name in FLOATS else "i32")
     constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
@@ -74,9 +78,9 @@ def build_small(arch):
         dict(**i64, times="*i64", origins="*i64", split="*fp32", offset="*i32", least="*i64", greatest="*i64",
              total="i32"), dict(BLOCK=64, CHUNK=1024), **one)
     yield compile_ahead(dense.dense_attention_narrow_kernel,
-        dict(**i64, tiles="*i32", own_least="*i64", own_greatest="*i64", least="*i64", greatest="*i64", edges="*fp32",
-             lowest_bucket="*i8", stride="i32"),
-        dict(OWN=128, OTHER=64, OWN_IS_QUERY=True, NUM_BUCKETS=128, CHUNK=256), **one)
+        dict(**i64, tiles="*i32", own_least="*i64", own_greatest="*i64", least="*i64", greatest="*i64", cells="*i32",
+             tile_buckets="*i16", stride="i32"),
+        dict(OWN=128, OTHER=64, OWN_IS_QUERY=True, CHUNK=256), **one)
 
 
 arch, jobs = json.loads(sys.argv[1])

@@ -11,10 +11,18 @@ import triton
 import triton.language as tl
 
 from hstu_sparse._triton import COMPILED
-from hstu_sparse.dense.bias import _narrow, _narrow_edges, _narrow_scalars, _position_bias, _time_bias
+from hstu_sparse.dense.bias import (
+    _add_narrow,
+    _add_wide,
+    _bias_position,
+    _look_up,
+    _narrow_run,
+    _reached,
+)
 from hstu_sparse.dense.bias_grad import (
     _add_diagonals,
     _add_narrow_time_grad,
+    _atomic_add,
     _barrier,
     _histogram_add,
     _histogram_close,
@@ -23,7 +31,7 @@ from hstu_sparse.dense.bias_grad import (
     _ring_flush,
     _ring_open,
 )
-from hstu_sparse.dense.tiles import _key_ranges, _load_rows, _silu_and_slope, _visible
+from hstu_sparse.dense.tiles import GIVEN, PER_BATCH, _key_ranges, _load_rows, _silu_and_slope, _visible
 
 
 @triton.jit
@@ -38,10 +46,10 @@ def _opaque(x):
 @triton.jit
 def _attend_dq(
     acc, q, do, first, last, t, first_row, length, history, k, v, k_stride, v_stride, half_alpha, window_size, scale,
-    position_bias, time_bias, position_grad, exact_grad, to_exact, ring, time_grad, histogram, edges, steps, q_high,
-    q_low, q_offset, k_times, k_offset, lowest_bucket, total,
+    time_scale, position_bias, time_bias, position_grad, ring, time_grad, histogram, cells, steps, q_high, q_low,
+    q_offset, k_times, k_offset, tile_buckets, total,
     D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, FAST: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
@@ -49,42 +57,31 @@ def _attend_dq(
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
-    last_position = tl.minimum(history, length - 1)
-    upcoming = 0
-    next1, next2, next3, next4, next5 = 0, 0, 0.0, 0.0, 0.0
-    if HAS_TIME and not MASKED:
-        # What a tile needs is read one block ahead, and what that needs two ahead, so that no load is waited for.
-        begin = tl.load(lowest_bucket + first // BLOCK_N).to(tl.int32)
-        upcoming = tl.load(lowest_bucket + first // BLOCK_N + 1).to(tl.int32)
-        next1, next2, next3, next4, next5 = _narrow_scalars(begin, time_bias, steps, NUM_BUCKETS)
+    row = _bias_position(t, history, HAS_TARGETS)[:, None]
+    # Of the narrow tiles with the lowest bucket `base`: sums of ds, of ds past their first edge, and so on.
+    base = -1
+    sums0, sums1, sums2, sums3, sums4 = (tl.zeros([BLOCK_M], tl.float32),) * 5
     for start in range(first, last, BLOCK_N):
         key = _load_rows(k, start, n, d, k_stride, length, D, PAD_D, MASKED)
         value = _load_rows(v, start, n, e, v_stride, length, V, PAD_V, MASKED)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
         dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
         s = start + n
-        bias = 0.0
-        if HAS_TIME:
-            k_high, k_low, k_near = 0.0, 0.0, 0
-            lowest = 0
-            edge1, edge2, bias1, bias2, bias3 = 0, 0, 0.0, 0.0, 0.0
-            if MASKED:
-                k_high = tl.load(k_times + s, s < length, 0.0)[None, :]
-                k_low = tl.load(k_times + total + s, s < length, 0.0)[None, :]
-            else:
-                k_near = tl.load(k_offset + s)[None, :]
-                # Not handed on from the iteration before: a value that is keeps the loop from being pipelined.
-                lowest = tl.load(lowest_bucket + start // BLOCK_N).to(tl.int32)
-                edge1, edge2, bias1, bias2, bias3 = next1, next2, next3, next4, next5
-                next1, next2, next3, next4, next5 = _narrow_scalars(upcoming, time_bias, steps, NUM_BUCKETS)
-                upcoming = tl.load(lowest_bucket + start // BLOCK_N + 2).to(tl.int32)
-            bias, bucket = _time_bias(
-                q_high, q_low, q_offset, k_high, k_low, k_near, edge1, edge2, bias1, bias2, bias3,
-                time_bias, edges, NUM_BUCKETS, True, MASKED,
-            )  # fmt: skip
+        entry = 0
+        half = scores * half_alpha
         if HAS_POSITION:
-            bias += _position_bias(t[:, None], s[None, :], last_position, position_bias, HAS_TARGETS)
-        _, slope = _silu_and_slope(scores, bias, half_alpha, HAS_POSITION or HAS_TIME, FAST)
+            column = s.to(tl.int64)
+            if MASKED:
+                column = _bias_position(s, history, HAS_TARGETS)
+            half += _look_up(position_bias, row - column[None, :])
+        if HAS_TIME and MASKED:
+            k_high = tl.load(k_times + s, s < length, 0.0)[None, :]
+            k_low = tl.load(k_times + total + s, s < length, 0.0)[None, :]
+            half, bucket = _add_wide(half, q_high, q_low, k_high, k_low, time_bias, cells)
+        elif HAS_TIME:
+            entry = tl.load(tile_buckets + start // BLOCK_N).to(tl.int32)
+            half = _add_narrow(half, entry, time_bias, steps, q_offset, k_offset, s.to(tl.int64)[None, :], True)
+        _, slope = _silu_and_slope(half, FAST)
         ds = dp * slope + dp
         if MASKED:
             mask = _visible(t[:, None], s[None, :], length, history, window_size, HAS_TARGETS, HAS_WINDOW)
@@ -97,35 +94,47 @@ def _attend_dq(
                 candidate = (t >= history)[:, None]
                 column = tl.sum(tl.where(candidate, ds, 0.0), 0) * scale
                 seen = (s < length) & (column != 0.0)
-                tl.atomic_add(position_grad + tl.maximum(history - s, 0), column, seen, sem="relaxed")
+                _atomic_add(position_grad + tl.maximum(history - s, 0), column, seen)
                 along = tl.where(candidate, 0.0, ds)
             if FAST and COMPILED:
-                _ring_add(ring, t[:, None] - s[None, :], along, to_exact)
+                _ring_add(ring, t[:, None] - s[None, :], along, scale)
                 _barrier(length)
                 # No barrier after it: these cells are next used two blocks on.
-                _ring_flush(ring, exact_grad, first_row - start + BLOCK_M - 1, length, BLOCK_N)
+                _ring_flush(ring, position_grad, first_row - start + BLOCK_M - 1, length, BLOCK_N)
             else:
                 _add_diagonals(position_grad, along, first_row, start, length, scale, BLOCK_M, BLOCK_N)
         if HAS_TIME:
             if not MASKED:
-                far, farther = _narrow_edges(_opaque(q_offset), k_near, edge1, edge2, True)
-                _add_narrow_time_grad(time_grad, ds, far, farther, lowest, scale, NUM_BUCKETS)
+                if entry >> 3 != base:
+                    _add_narrow_time_grad(time_grad, base, sums0, sums1, sums2, sums3, sums4, scale)
+                    base = entry >> 3
+                    sums0, sums1, sums2, sums3, sums4 = (tl.zeros([BLOCK_M], tl.float32),) * 5
+                sums0 += tl.sum(ds, 1)
+                if entry & 7 > 0:
+                    own, other = _opaque(q_offset), _look_up(k_offset, s.to(tl.int64)[None, :])
+                    sums1 += tl.sum(tl.where(_reached(own, other, tl.load(steps + base + 1), True), ds, 0.0), 1)
+                    sums2 += tl.sum(tl.where(_reached(own, other, tl.load(steps + base + 2), True), ds, 0.0), 1)
+                    if entry & 7 > 2:
+                        sums3 += tl.sum(tl.where(_reached(own, other, tl.load(steps + base + 3), True), ds, 0.0), 1)
+                        sums4 += tl.sum(tl.where(_reached(own, other, tl.load(steps + base + 4), True), ds, 0.0), 1)
             elif COMPILED:
-                _histogram_add(histogram, bucket, ds)
+                _histogram_add(histogram, bucket, ds, time_scale, FAST)
             else:
                 tl.atomic_add(time_grad + bucket, ds * scale)
+    if HAS_TIME and not MASKED:
+        _add_narrow_time_grad(time_grad, base, sums0, sums1, sums2, sums3, sums4, scale)
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
 def dense_attention_bwd_dq_kernel(
     q, k, v, do, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t, do_stride_h,
     dq_stride_t, dq_stride_h, seq_offsets, tiles, num_targets, window_size, half_alpha, half_inverse_n, alpha,
-    position_bias, time_bias, position_grad, exact_grad, exact_scale, time_grad, edges, steps, q_times, q_offset,
-    k_times, k_offset, lowest_bucket, row, total,
+    position_bias, time_bias, position_grad, time_grad, exact_scale, time_shift, cells, steps, q_times, q_offset, k_times,
+    k_offset, tile_buckets, row, total,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, COPIES: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, TABLE: tl.constexpr, COPIES: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr,
 ):  # fmt: skip
@@ -153,10 +162,14 @@ def dense_attention_bwd_dq_kernel(
     dout = _load_rows(do, first_row, m, tl.arange(0, PAD_V), do_stride_t, length, V, PAD_V, True)
     histogram = 0
     ring = 0
-    to_exact = 0.0
+    # Of the tables' gradients: in FAST compiled kernels they are integers, sums of terms times this.
+    scale = half_inverse_n
+    time_scale = 1.0
+    if (HAS_POSITION or HAS_TIME) and FAST and COMPILED:
+        scale = tl.load(exact_scale)
+        time_scale = scale / (1 << time_shift).to(tl.float32)
     if HAS_POSITION and FAST and COMPILED:
         ring = _ring_open(length)
-        to_exact = tl.load(exact_scale)
     q_high, q_low, q_near = 0.0, 0.0, 0
     if HAS_TIME:
         q_high = tl.load(q_times + begin + t, t < length, 0.0)[:, None]
@@ -164,9 +177,9 @@ def dense_attention_bwd_dq_kernel(
         q_near = tl.load(q_offset + begin + t, t < length, 0)[:, None]
         k_times += begin
         k_offset += begin
-        lowest_bucket += (begin // BLOCK_M + b + block) * row
+        tile_buckets += (begin // BLOCK_M + b + block) * row
         # Several copies of the small table keep the programs' additions from queueing at one address.
-        time_grad += (tl.program_id(0) % COPIES) * (NUM_BUCKETS + 1)
+        time_grad += (tl.program_id(0) % COPIES) * TABLE
         if COMPILED:
             histogram = _histogram_open(length)
 
@@ -174,36 +187,36 @@ def dense_attention_bwd_dq_kernel(
         first_row, length, history, window_size, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N
     )
     if HAS_TIME:
-        diagonal = _narrow(full, diagonal, lowest_bucket, BLOCK_N, True)
+        diagonal = _narrow_run(full, diagonal, tile_buckets, BLOCK_N, True)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     if HAS_WINDOW:  # noqa: SIM102  one is known to the compiler
         if first < full:
             acc = _attend_dq(
                 acc, query, dout, first, full, t, first_row, length, history, k, v, k_stride_t, v_stride_t, half_alpha,
-                window_size, half_inverse_n, position_bias, time_bias, position_grad, exact_grad, to_exact, ring,
-                time_grad, histogram, edges, steps, q_high, q_low, q_near, k_times, k_offset, lowest_bucket, total, D,
-                V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, True, BLOCK_M,
+                window_size, scale, time_scale, position_bias, time_bias, position_grad, ring,
+                time_grad, histogram, cells, steps, q_high, q_low, q_near, k_times, k_offset, tile_buckets, total, D,
+                V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST, PRECISION, True, BLOCK_M,
                 BLOCK_N, PAD_D, PAD_V,
             )  # fmt: skip
     if full < diagonal:
         acc = _attend_dq(
             acc, query, dout, full, diagonal, t, first_row, length, history, k, v, k_stride_t, v_stride_t, half_alpha,
-            window_size, half_inverse_n, position_bias, time_bias, position_grad, exact_grad, to_exact, ring, time_grad,
-            histogram, edges, steps, q_high, q_low, q_near, k_times, k_offset, lowest_bucket, total, D, V, HAS_TARGETS,
-            HAS_WINDOW, HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, False, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
+            window_size, scale, time_scale, position_bias, time_bias, position_grad, ring, time_grad,
+            histogram, cells, steps, q_high, q_low, q_near, k_times, k_offset, tile_buckets, total, D, V, HAS_TARGETS,
+            HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST, PRECISION, False, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
         )  # fmt: skip
     if diagonal < end:
         acc = _attend_dq(
             acc, query, dout, diagonal, end, t, first_row, length, history, k, v, k_stride_t, v_stride_t, half_alpha,
-            window_size, half_inverse_n, position_bias, time_bias, position_grad, exact_grad, to_exact, ring, time_grad,
-            histogram, edges, steps, q_high, q_low, q_near, k_times, k_offset, lowest_bucket, total, D, V, HAS_TARGETS,
-            HAS_WINDOW, HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
+            window_size, scale, time_scale, position_bias, time_bias, position_grad, ring, time_grad,
+            histogram, cells, steps, q_high, q_low, q_near, k_times, k_offset, tile_buckets, total, D, V, HAS_TARGETS,
+            HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST, PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
         )  # fmt: skip
     if HAS_POSITION and FAST and COMPILED:
         tl.debug_barrier()
-        _ring_flush(ring, exact_grad, first_row - (end - 1) // BLOCK_N * BLOCK_N + BLOCK_M - 1, length, 256)
+        _ring_flush(ring, position_grad, first_row - (end - 1) // BLOCK_N * BLOCK_N + BLOCK_M - 1, length, 256)
     if HAS_TIME and COMPILED:
-        _histogram_close(histogram, time_grad, half_inverse_n, NUM_BUCKETS)
+        _histogram_close(histogram, time_grad, half_inverse_n, time_shift, TABLE, FAST)
     dq += (begin + first_row) * dq_stride_t + head * dq_stride_h
     inside = (t < length)[:, None] & (d < D_OUT)[None, :]
     result = acc * (alpha * half_inverse_n)
@@ -213,9 +226,9 @@ def dense_attention_bwd_dq_kernel(
 @triton.jit
 def _attend_dkv(
     dk, dv, k, v, first, last, s, length, history, q, do, q_stride, do_stride, half_alpha, window_size,
-    position_bias, time_bias, edges, steps, k_high, k_low, k_offset, q_times, q_offset, lowest_bucket, total,
+    position_bias, time_bias, cells, steps, k_high, k_low, k_offset, q_times, q_offset, tile_buckets, total,
     D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
@@ -223,38 +236,24 @@ def _attend_dkv(
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
-    last_position = tl.minimum(history, length - 1)
-    upcoming = 0
-    next1, next2, next3, next4, next5 = 0, 0, 0.0, 0.0, 0.0
-    if HAS_TIME and not MASKED:
-        lowest = tl.load(lowest_bucket + first // BLOCK_M).to(tl.int32)
-        upcoming = tl.load(lowest_bucket + first // BLOCK_M + 1).to(tl.int32)
-        next1, next2, next3, next4, next5 = _narrow_scalars(lowest, time_bias, steps, NUM_BUCKETS)
+    column = _bias_position(s, history, HAS_TARGETS)[:, None]
     for start in range(first, last, BLOCK_M):
         query = _load_rows(q, start, m, d, q_stride, length, D, PAD_D, MASKED)
         dout = _load_rows(do, start, m, e, do_stride, length, V, PAD_V, MASKED)
         scores = tl.dot(k, tl.trans(query), input_precision=PRECISION)
         t = start + m
-        bias = 0.0
-        if HAS_TIME:
-            q_high, q_low, q_near = 0.0, 0.0, 0
-            edge1, edge2, bias1, bias2, bias3 = 0, 0, 0.0, 0.0, 0.0
-            if MASKED:
-                q_high = tl.load(q_times + t, t < length, 0.0)[None, :]
-                q_low = tl.load(q_times + total + t, t < length, 0.0)[None, :]
-            else:
-                q_near = tl.load(q_offset + t)[None, :]
-                edge1, edge2, bias1, bias2, bias3 = next1, next2, next3, next4, next5
-                next1, next2, next3, next4, next5 = _narrow_scalars(upcoming, time_bias, steps, NUM_BUCKETS)
-                upcoming = tl.load(lowest_bucket + start // BLOCK_M + 2).to(tl.int32)
-            bias, _ = _time_bias(
-                q_high, q_low, q_near, k_high, k_low, k_offset, edge1, edge2, bias1, bias2, bias3,
-                time_bias, edges, NUM_BUCKETS, False, MASKED,
-            )  # fmt: skip
+        half = scores * half_alpha
         if HAS_POSITION:
-            bias += _position_bias(t[None, :], s[:, None], last_position, position_bias, HAS_TARGETS)
+            half += _look_up(position_bias, _bias_position(t, history, HAS_TARGETS)[None, :] - column)
+        if HAS_TIME and MASKED:
+            q_high = tl.load(q_times + t, t < length, 0.0)[None, :]
+            q_low = tl.load(q_times + total + t, t < length, 0.0)[None, :]
+            half, _ = _add_wide(half, q_high, q_low, k_high, k_low, time_bias, cells)
+        elif HAS_TIME:
+            entry = tl.load(tile_buckets + start // BLOCK_M).to(tl.int32)
+            half = _add_narrow(half, entry, time_bias, steps, k_offset, q_offset, t.to(tl.int64)[None, :], False)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-        weights, slope = _silu_and_slope(scores, bias, half_alpha, HAS_POSITION or HAS_TIME, FAST)
+        weights, slope = _silu_and_slope(half, FAST)
         if MASKED:
             mask = _visible(t[None, :], s[:, None], length, history, window_size, HAS_TARGETS, HAS_WINDOW)
             weights = tl.where(mask, weights, 0.0)
@@ -265,15 +264,15 @@ def _attend_dkv(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
 def dense_attention_bwd_dkv_kernel(
     q, k, v, do, dk, dv, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
     do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h, seq_offsets, tiles,
-    num_targets, window_size, half_alpha, half_inverse_n, alpha, position_bias, time_bias, edges, steps, q_times,
-    q_offset, k_times, k_offset, lowest_bucket, row, total,
+    num_targets, window_size, half_alpha, half_inverse_n, alpha, position_bias, time_bias, cells, steps, q_times,
+    q_offset, k_times, k_offset, tile_buckets, row, total,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr,
 ):  # fmt: skip
@@ -306,7 +305,7 @@ def dense_attention_bwd_dkv_kernel(
         k_near = tl.load(k_offset + begin + s, s < length, 0)[:, None]
         q_times += begin
         q_offset += begin
-        lowest_bucket += (begin // BLOCK_N + b + first_row // BLOCK_N) * row
+        tile_buckets += (begin // BLOCK_N + b + first_row // BLOCK_N) * row
 
     # Queries: masked up to `full`, free of masks up to `free`, masked up to `end`; multiples of BLOCK_M but the last.
     end = length
@@ -328,27 +327,27 @@ def dense_attention_bwd_dkv_kernel(
     full = tl.minimum(full, (end + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
     free = tl.maximum(tl.minimum(free, end), full)
     if HAS_TIME:
-        full = _narrow(full, free, lowest_bucket, BLOCK_M, False)
+        full = _narrow_run(full, free, tile_buckets, BLOCK_M, False)
 
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
     acc_k, acc_v = _attend_dkv(
         acc_k, acc_v, key, value, begin_row, tl.minimum(full, end), s, length, history, q, do, q_stride_t,
-        do_stride_t, half_alpha, window_size, position_bias, time_bias, edges, steps, k_high, k_low,
-        k_near, q_times, q_offset, lowest_bucket, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
-        NUM_BUCKETS, FAST, PRECISION, True, BLOCK_M, PAD_D, PAD_V,
+        do_stride_t, half_alpha, window_size, position_bias, time_bias, cells, steps, k_high, k_low,
+        k_near, q_times, q_offset, tile_buckets, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
+        FAST, PRECISION, True, BLOCK_M, PAD_D, PAD_V,
     )  # fmt: skip
     acc_k, acc_v = _attend_dkv(
         acc_k, acc_v, key, value, full, free, s, length, history, q, do, q_stride_t,
-        do_stride_t, half_alpha, window_size, position_bias, time_bias, edges, steps, k_high, k_low,
-        k_near, q_times, q_offset, lowest_bucket, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
-        NUM_BUCKETS, FAST, PRECISION, False, BLOCK_M, PAD_D, PAD_V,
+        do_stride_t, half_alpha, window_size, position_bias, time_bias, cells, steps, k_high, k_low,
+        k_near, q_times, q_offset, tile_buckets, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
+        FAST, PRECISION, False, BLOCK_M, PAD_D, PAD_V,
     )  # fmt: skip
     acc_k, acc_v = _attend_dkv(
         acc_k, acc_v, key, value, free, end, s, length, history, q, do, q_stride_t,
-        do_stride_t, half_alpha, window_size, position_bias, time_bias, edges, steps, k_high, k_low,
-        k_near, q_times, q_offset, lowest_bucket, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
-        NUM_BUCKETS, FAST, PRECISION, True, BLOCK_M, PAD_D, PAD_V,
+        do_stride_t, half_alpha, window_size, position_bias, time_bias, cells, steps, k_high, k_low,
+        k_near, q_times, q_offset, tile_buckets, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
+        FAST, PRECISION, True, BLOCK_M, PAD_D, PAD_V,
     )  # fmt: skip
     inside = (s < length)[:, None]
     dk += (begin + first_row) * dk_stride_t + head * dk_stride_h

@@ -10,19 +10,42 @@ tiles are, but the few next to the diagonal. The run of narrow tiles on the far 
 walked by the loop that has no masks; all others go to the loop that has them.
 """
 
+import math
+
+import torch
 import triton
 import triton.language as tl
 
 from hstu_sparse._triton import COMPILED
-from hstu_sparse.dense.reference import BUCKET_WIDTH
+from hstu_sparse.dense.reference import bucket_edges
 
 MAX_BUCKETS = 145
 POSITION_MARGIN = 1024
-# Buckets per natural logarithm, as a factor of log2.
-_PER_LOG2 = tl.constexpr(0.6931471805599453 / BUCKET_WIDTH)
+MOST_EDGES = tl.constexpr(4)
+# Cells of an octave in the table that finds buckets: 2 ** CELL_BITS, each narrower than a bucket.
+CELL_BITS = 3
+_SHIFT, _BASE = tl.constexpr(23 - CELL_BITS), tl.constexpr(127 << CELL_BITS)
 
 
-@triton.jit
+def bucket_cells(num_buckets: int) -> torch.Tensor:
+    """[512, 2] int32 on the CPU: for each cell of fp32 numbers >= 1, the bits of the one bucket edge in it (or infinity)
+    and the bucket below that edge.
+
+    A cell's index is the number's exponent and the first bits of its mantissa: no logarithm, and exact.
+    """
+    edges = torch.tensor([*bucket_edges(num_buckets), math.inf], dtype=torch.float32)
+    per_octave = 2**CELL_BITS
+    starts = torch.tensor(
+        [2.0 ** (i // per_octave) * (1 + i % per_octave / per_octave) for i in range(64 * per_octave)]
+    )
+    bucket = torch.bucketize(starts, edges[:-1], right=True)
+    return torch.stack([edges[bucket].view(torch.int32), bucket.int()], 1)
+
+
+@triton.jit(
+    do_not_specialize=["total"],
+    do_not_specialize_on_alignment=["times", "origins", "seq_offsets", "least", "greatest"],
+)
 def dense_attention_times_kernel(
     times, origins, seq_offsets, split, offset, least, greatest, total, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
@@ -58,14 +81,18 @@ def dense_attention_times_kernel(
     tl.store(greatest + slot, largest, used)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride"],
+    do_not_specialize_on_alignment=["seq_offsets", "own_least", "own_greatest", "least", "greatest"],
+)
 def dense_attention_narrow_kernel(
-    tiles, seq_offsets, own_least, own_greatest, least, greatest, edges, lowest_bucket, stride,
-    OWN: tl.constexpr, OTHER: tl.constexpr, OWN_IS_QUERY: tl.constexpr, NUM_BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
+    tiles, seq_offsets, own_least, own_greatest, least, greatest, cells, tile_buckets, stride,
+    OWN: tl.constexpr, OTHER: tl.constexpr, OWN_IS_QUERY: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """lowest_bucket[tile, block] int8: the lowest bucket of a narrow pair of an own and another block, -1 for the rest.
+    """tile_buckets[tile, block] int16: of a narrow pair of an own and another block, 8 times its lowest bucket plus the number
+    of bucket edges in it; -1 for the rest.
 
-    Narrow: no key is younger than a query, and the differences touch three buckets at most.
+    Narrow: no key is younger than a query, and the differences reach over MOST_EDGES edges at most.
     """
     b = tl.load(tiles + 2 * tl.program_id(0))
     if b < 0:
@@ -88,63 +115,51 @@ def dense_attention_narrow_kernel(
     else:
         nearest = other_first - own_last
         farthest = other_last - own_first
-    lowest = _bucket(tl.maximum(nearest, 0).to(tl.float32), edges, NUM_BUCKETS)
-    highest = _bucket(tl.maximum(farthest, 0).to(tl.float32), edges, NUM_BUCKETS)
-    narrow = (nearest >= 0) & (highest - lowest <= 2) & (lowest < 127)
-    tl.store(lowest_bucket + own * stride + block, tl.where(narrow, lowest, -1).to(tl.int8), inside)
+    lowest = _bucket(tl.maximum(nearest, 0).to(tl.float32), cells)
+    highest = _bucket(tl.maximum(farthest, 0).to(tl.float32), cells)
+    narrow = (nearest >= 0) & (highest - lowest <= MOST_EDGES)
+    value = tl.where(narrow, 8 * lowest + highest - lowest, -1)
+    tl.store(tile_buckets + own * stride + block, value.to(tl.int16), inside)
 
 
 @triton.jit
 def _look_up(table, index):
-    """table[index] (fp32) for a tile of indices, left in the layout that the tile has.
+    """table[index] (fp32 or int32) for a tile of indices, left in the layout that the tile has.
 
     An ordinary load is given a layout of its own, and moving a tile from there to the tensor cores' layout costs more
     than the load. An elementwise operation keeps its operand's layout.
     """
     if COMPILED:
         pointers = (table + index).to(tl.int64)
-        return tl.inline_asm_elementwise(
-            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers], tl.float32, is_pure=True, pack=1
-        )
+        if table.dtype.element_ty == tl.int32:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.b32 $0, [$1];", "=r,l", [pointers], tl.int32, is_pure=True, pack=1
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers], tl.float32, is_pure=True, pack=1
+            )
     else:
         return tl.load(table + index)
 
 
 @triton.jit
-def _floor_bucket(x):
-    """floor(ln(x) / width - 1e-5), x >= 1: the bucket or, for less than 1e-5 of the buckets' width, the one below it.
-
-    Adding 1.5 * 2^23 with rounding down leaves the floor in the low mantissa bits; the conversion instruction would
-    share the special-function unit with the logarithm and tanh.
-    """
+def _bucket(x, cells):
+    """Bucket of |x| (given as fp32 >= 0), exact. cells: see `bucket_cells`."""
+    index = (tl.maximum(x, 1.0).to(tl.int32, bitcast=True) >> _SHIFT) - _BASE
     if COMPILED:
-        bits = tl.inline_asm_elementwise(
-            """{
-                .reg .f32 e;
-                lg2.approx.f32 e, $1;
-                sub.f32 e, e, 0f368637BD;
-                fma.rm.f32 e, e, 0f40136150, 0f4B400000;
-                mov.b32 $0, e;
-            }""",
-            "=r,f", [x], tl.int32, is_pure=True, pack=1,
+        edge, bucket = tl.inline_asm_elementwise(
+            "ld.global.nc.v2.b32 {$0, $1}, [$2];", "=f,=r,l", [(cells + 2 * index.to(tl.int64)).to(tl.int64)],
+            (tl.float32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
-        return bits - 0x4B400000
     else:
-        return tl.floor(tl.log2(x) * _PER_LOG2 - 1e-5).to(tl.int32)
+        edge = tl.load(cells + 2 * index).to(tl.float32, bitcast=True)
+        bucket = tl.load(cells + 2 * index + 1)
+    return bucket + (x >= edge).to(tl.int32)
 
 
 @triton.jit
-def _bucket(x, edges, NUM_BUCKETS: tl.constexpr):
-    """Bucket of |x| (given as fp32 >= 0): an estimate that may be one too low, corrected by the exact edge.
-
-    `edges [NUM_BUCKETS + 2]`: edge k is the least value in bucket k; the one past the last bucket is infinite.
-    """
-    estimate = tl.minimum(tl.maximum(_floor_bucket(tl.maximum(x, 1.0)), 0), NUM_BUCKETS)
-    return estimate + (x >= _look_up(edges, estimate + 1)).to(tl.int32)
-
-
-@triton.jit
-def _narrow(first, last, lowest_bucket, BLOCK: tl.constexpr, FROM_FIRST: tl.constexpr):
+def _narrow_run(first, last, tile_buckets, BLOCK: tl.constexpr, FROM_FIRST: tl.constexpr):
     """Where the run of narrow blocks among the rows first .. last ends (all multiples of BLOCK).
 
     FROM_FIRST: the first row of the first block that is not narrow. Else: the row after the last such block.
@@ -154,7 +169,7 @@ def _narrow(first, last, lowest_bucket, BLOCK: tl.constexpr, FROM_FIRST: tl.cons
     wide_end = first // BLOCK
     for start in range(first // BLOCK, last // BLOCK, CHUNK):
         block = start + tl.arange(0, CHUNK)
-        wide = tl.load(lowest_bucket + block, block < last // BLOCK, 0) < 0
+        wide = tl.load(tile_buckets + block, block < last // BLOCK, 0) < 0
         wide_first = tl.minimum(wide_first, tl.min(tl.where(wide, block, wide_first), 0))
         wide_end = tl.maximum(wide_end, tl.max(tl.where(wide, block + 1, wide_end), 0))
     if FROM_FIRST:
@@ -164,56 +179,50 @@ def _narrow(first, last, lowest_bucket, BLOCK: tl.constexpr, FROM_FIRST: tl.cons
 
 
 @triton.jit
-def _narrow_scalars(lowest, table, steps, NUM_BUCKETS: tl.constexpr):
-    """Of a narrow tile: its two edges, and the three values of time_bias."""
-    # Past the last block anything may stand.
-    lowest = tl.minimum(tl.maximum(lowest, 0), NUM_BUCKETS)
-    second = tl.minimum(lowest + 1, NUM_BUCKETS)
-    third = tl.minimum(lowest + 2, NUM_BUCKETS)
-    first_edge = tl.load(steps + lowest + 1)
-    second_edge = tl.load(steps + tl.minimum(lowest + 2, NUM_BUCKETS + 1))
-    return first_edge, second_edge, tl.load(table + lowest), tl.load(table + second), tl.load(table + third)
+def _reached(own, other, edge, BY_QUERY: tl.constexpr):
+    """Mask of a narrow tile: at or past this edge; `own` and `other`: the offsets of its two sides.
 
-
-@triton.jit
-def _narrow_edges(q_offset, k_offset, first, second, BY_QUERY: tl.constexpr):
-    """Masks of a narrow tile: at or past its first edge, its second.
-
-    One comparison per pair: the edge is added to the side that has fewer elements per thread (BY_QUERY: the queries).
+    One comparison per pair: the edge is added to the own side, which has fewer elements per thread (BY_QUERY: queries).
     """
     if BY_QUERY:
-        far = tl.maximum(q_offset.to(tl.int64) - first, -2147483648).to(tl.int32)
-        farther = tl.maximum(q_offset.to(tl.int64) - second, -2147483648).to(tl.int32)
-        return far >= k_offset, farther >= k_offset
+        return tl.maximum(own.to(tl.int64) - edge, -2147483648).to(tl.int32) >= other
     else:
-        far = tl.minimum(k_offset.to(tl.int64) + first, 2147483647).to(tl.int32)
-        farther = tl.minimum(k_offset.to(tl.int64) + second, 2147483647).to(tl.int32)
-        return q_offset >= far, q_offset >= farther
+        return other >= tl.minimum(own.to(tl.int64) + edge, 2147483647).to(tl.int32)
 
 
 @triton.jit
-def _position_bias(t, s, last_position, table, HAS_TARGETS: tl.constexpr):
-    """position_bias[t - s] of a tile.
+def _add_narrow(half, entry, table, steps, own, offsets, index, BY_QUERY: tl.constexpr):
+    """half + the time bias of a narrow tile with this entry in tile_buckets; offsets + index: the other side's offsets."""
+    lowest = entry >> 3
+    table += lowest
+    steps += lowest
+    bias = tl.load(table)
+    if entry & 7 == 0:
+        half += bias
+    else:
+        other = _look_up(offsets, index)
+        tile = tl.where(_reached(own, other, tl.load(steps + 1), BY_QUERY), tl.load(table + 1), bias)
+        tile = tl.where(_reached(own, other, tl.load(steps + 2), BY_QUERY), tl.load(table + 2), tile)
+        if entry & 7 > 2:
+            tile = tl.where(_reached(own, other, tl.load(steps + 3), BY_QUERY), tl.load(table + 3), tile)
+            tile = tl.where(_reached(own, other, tl.load(steps + 4), BY_QUERY), tl.load(table + 4), tile)
+        half += tile
+    return half
 
-    There are always rows past the sequence's end or keys past the query, and the compiler may look up for a block that
-    is not attended to at all, since it takes the look-up for arithmetic: `last_position` bounds the distances above,
-    and the table has POSITION_MARGIN entries in front.
+
+@triton.jit
+def _add_wide(half, q_high, q_low, k_high, k_low, table, cells):
+    """(half + the time bias of any tile, its buckets)."""
+    bucket = _bucket(tl.abs((q_high - k_high) + (q_low - k_low)), cells)
+    return half + _look_up(table, bucket.to(tl.int64)), bucket
+
+
+@triton.jit
+def _bias_position(t, history, HAS_TARGETS: tl.constexpr):
+    """Where a token stands in the position bias (int64): candidates all at the first of them.
+
+    The 64 bits let the compiler see that neighbouring pairs read neighbouring addresses.
     """
     if HAS_TARGETS:
-        return _look_up(table, tl.minimum(t, last_position) - tl.minimum(s, last_position))
-    else:
-        return _look_up(table, tl.minimum(t, last_position) - s)
-
-
-@triton.jit
-def _time_bias(
-    q_high, q_low, q_offset, k_high, k_low, k_offset, first_edge, second_edge, first, second, third, table, edges,
-    NUM_BUCKETS: tl.constexpr, BY_QUERY: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """(time_bias of a tile, its buckets if WIDE)."""
-    if WIDE:
-        bucket = _bucket(tl.abs((q_high - k_high) + (q_low - k_low)), edges, NUM_BUCKETS)
-        return _look_up(table, bucket), bucket
-    else:
-        far, farther = _narrow_edges(q_offset, k_offset, first_edge, second_edge, BY_QUERY)
-        return tl.where(farther, third, tl.where(far, second, first)), 0
+        t = tl.minimum(t, history)
+    return t.to(tl.int64)

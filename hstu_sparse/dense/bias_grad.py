@@ -32,18 +32,33 @@ def _add_diagonals(grad, ds, first_row, start, length, scale, BLOCK_M: tl.conste
 
 
 @triton.jit
-def _add_three(a, b, c, d, e, f):
-    return a + d, b + e, c + f
+def _atomic_add(pointers, value, mask=None):
+    """Adds to fp32 cells, or to int64 ones, rounded."""
+    if pointers.dtype.element_ty == tl.int64:
+        tl.atomic_add(pointers, tl.extra.cuda.libdevice.rint(value).to(tl.int64), mask, sem="relaxed")
+    else:
+        tl.atomic_add(pointers, value, mask, sem="relaxed")
 
 
 @triton.jit
-def _add_narrow_time_grad(grad, ds, far, farther, lowest, scale, NUM_BUCKETS: tl.constexpr):
-    """grad[bucket] += the sum of ds over the pairs in that bucket, for a narrow tile."""
-    sums = (ds, tl.where(far, ds, 0.0), tl.where(farther, ds, 0.0))
-    everything, first, second = tl.reduce(tl.reduce(sums, 1, _add_three), 0, _add_three)
-    tl.atomic_add(grad + lowest, (everything - first) * scale, sem="relaxed")
-    tl.atomic_add(grad + tl.minimum(lowest + 1, NUM_BUCKETS), (first - second) * scale, sem="relaxed")
-    tl.atomic_add(grad + tl.minimum(lowest + 2, NUM_BUCKETS), second * scale, sem="relaxed")
+def _add_five(a, b, c, d, e, f, g, h, i, j):
+    return a + f, b + g, c + h, d + i, e + j
+
+
+@triton.jit
+def _add_narrow_time_grad(grad, lowest, sums0, sums1, sums2, sums3, sums4, scale):
+    """grad[bucket] += the sum of ds in that bucket, for narrow tiles with one lowest bucket.
+
+    The sums, [BLOCK_M] each: of all pairs, of those past the first edge, and so on.
+    """
+    if lowest >= 0:
+        past0, past1, past2, past3, past4 = tl.reduce((sums0, sums1, sums2, sums3, sums4), 0, _add_five)
+        grad += lowest
+        _atomic_add(grad, (past0 - past1) * scale)
+        _atomic_add(grad + 1, (past1 - past2) * scale)
+        _atomic_add(grad + 2, (past2 - past3) * scale)
+        _atomic_add(grad + 3, (past3 - past4) * scale)
+        _atomic_add(grad + 4, past4 * scale)
 
 
 # A histogram in shared memory, which Triton has no words for: one table for each of the 32 lanes of a warp, so that the
@@ -75,44 +90,94 @@ def _histogram_open(token):
 
 
 @triton.jit
-def _histogram_add(base, bucket, value):
-    """histogram[bucket] += value for a tile. Four neighbours that share a bucket, as most do, are added first."""
-    tl.inline_asm_elementwise(
-        """{
-            .reg .u32 lane, a;
-            .reg .f32 sum;
-            .reg .pred same;
-            mov.u32 lane, %tid.x;
-            and.b32 lane, lane, 31;
-            mad.lo.u32 lane, lane, 4, $1;
-            setp.eq.u32 same, $5, $6;
-            setp.eq.and.u32 same, $5, $7, same;
-            setp.eq.and.u32 same, $5, $8, same;
-            mad.lo.u32 a, $5, 128, lane;
-            @!same bra APART;
-            add.f32 sum, $9, $10;
-            add.f32 sum, sum, $11;
-            add.f32 sum, sum, $12;
-            red.shared.add.f32 [a], sum;
-            bra DONE;
-            APART:
-            red.shared.add.f32 [a], $9;
-            mad.lo.u32 a, $6, 128, lane;
-            red.shared.add.f32 [a], $10;
-            mad.lo.u32 a, $7, 128, lane;
-            red.shared.add.f32 [a], $11;
-            mad.lo.u32 a, $8, 128, lane;
-            red.shared.add.f32 [a], $12;
-            DONE:
-            mov.u32 $0, 0;
-        }""",
-        "=r,r,r,r,r,r,r,r,r,f,f,f,f", [base, bucket, value], tl.int8, is_pure=False, pack=4,
-    )  # fmt: skip
+def _histogram_add(base, bucket, value, scale, EXACT: tl.constexpr):
+    """histogram[bucket] += value for a tile; EXACT: value * scale, rounded, in integers.
+
+    Four neighbours that share a bucket, as most do, are added first.
+    """
+    if EXACT:
+        tl.inline_asm_elementwise(
+            """{
+                .reg .u32 lane, a;
+                .reg .f32 f;
+                .reg .b32 m, n, o, p;
+                .reg .pred same;
+                mov.u32 lane, %tid.x;
+                and.b32 lane, lane, 31;
+                mad.lo.u32 lane, lane, 4, $1;
+                setp.eq.u32 same, $5, $6;
+                setp.eq.and.u32 same, $5, $7, same;
+                setp.eq.and.u32 same, $5, $8, same;
+                fma.rn.f32 f, $9, $13, 0f4B400000;
+                mov.b32 m, f;
+                fma.rn.f32 f, $10, $13, 0f4B400000;
+                mov.b32 n, f;
+                fma.rn.f32 f, $11, $13, 0f4B400000;
+                mov.b32 o, f;
+                fma.rn.f32 f, $12, $13, 0f4B400000;
+                mov.b32 p, f;
+                mad.lo.u32 a, $5, 128, lane;
+                @!same bra APART;
+                add.u32 m, m, n;
+                add.u32 o, o, p;
+                add.u32 m, m, o;
+                sub.u32 m, m, 0x2D000000;
+                red.shared.add.u32 [a], m;
+                bra DONE;
+                APART:
+                sub.u32 m, m, 0x4B400000;
+                red.shared.add.u32 [a], m;
+                mad.lo.u32 a, $6, 128, lane;
+                sub.u32 n, n, 0x4B400000;
+                red.shared.add.u32 [a], n;
+                mad.lo.u32 a, $7, 128, lane;
+                sub.u32 o, o, 0x4B400000;
+                red.shared.add.u32 [a], o;
+                mad.lo.u32 a, $8, 128, lane;
+                sub.u32 p, p, 0x4B400000;
+                red.shared.add.u32 [a], p;
+                DONE:
+                mov.u32 $0, 0;
+            }""",
+            "=r,r,r,r,r,r,r,r,r,f,f,f,f,f,f,f,f", [base, bucket, value, scale], tl.int8, is_pure=False, pack=4,
+        )  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            """{
+                .reg .u32 lane, a;
+                .reg .f32 sum;
+                .reg .pred same;
+                mov.u32 lane, %tid.x;
+                and.b32 lane, lane, 31;
+                mad.lo.u32 lane, lane, 4, $1;
+                setp.eq.u32 same, $5, $6;
+                setp.eq.and.u32 same, $5, $7, same;
+                setp.eq.and.u32 same, $5, $8, same;
+                mad.lo.u32 a, $5, 128, lane;
+                @!same bra APART;
+                add.f32 sum, $9, $10;
+                add.f32 sum, sum, $11;
+                add.f32 sum, sum, $12;
+                red.shared.add.f32 [a], sum;
+                bra DONE;
+                APART:
+                red.shared.add.f32 [a], $9;
+                mad.lo.u32 a, $6, 128, lane;
+                red.shared.add.f32 [a], $10;
+                mad.lo.u32 a, $7, 128, lane;
+                red.shared.add.f32 [a], $11;
+                mad.lo.u32 a, $8, 128, lane;
+                red.shared.add.f32 [a], $12;
+                DONE:
+                mov.u32 $0, 0;
+            }""",
+            "=r,r,r,r,r,r,r,r,r,f,f,f,f", [base, bucket, value], tl.int8, is_pure=False, pack=4,
+        )  # fmt: skip
 
 
 @triton.jit
-def _histogram_close(base, grad, scale, NUM_BUCKETS: tl.constexpr):
-    """grad[bucket] += scale * histogram[bucket]."""
+def _histogram_close(base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.constexpr):
+    """grad[bucket] += scale * histogram[bucket]; EXACT: histogram[bucket] << shift."""
     tl.debug_barrier()
     copies = tl.inline_asm_elementwise(
         """{
@@ -126,8 +191,12 @@ def _histogram_close(base, grad, scale, NUM_BUCKETS: tl.constexpr):
         "=&f,r,r", [base, tl.arange(0, 8192)], tl.float32, is_pure=False, pack=1,
     )  # fmt: skip
     bucket = tl.arange(0, 256)
-    total = tl.sum(tl.reshape(copies, [256, 32]), 1) * scale
-    tl.atomic_add(grad + bucket, total, (bucket <= NUM_BUCKETS) & (total != 0.0), sem="relaxed")
+    if EXACT:
+        total = tl.sum(tl.reshape(copies.to(tl.int32, bitcast=True).to(tl.int64), [256, 32]), 1) << shift
+        tl.atomic_add(grad + bucket, total, (bucket < TABLE) & (total != 0), sem="relaxed")
+    else:
+        total = tl.sum(tl.reshape(copies, [256, 32]), 1) * scale
+        tl.atomic_add(grad + bucket, total, (bucket < TABLE) & (total != 0.0), sem="relaxed")
 
 
 # The sums along the diagonals, in shared memory too. A tile of queries meets the diagonals in descending order, and of

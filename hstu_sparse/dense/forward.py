@@ -10,53 +10,41 @@ once, to the accumulator.
 import triton
 import triton.language as tl
 
-from hstu_sparse.dense.bias import _narrow, _narrow_scalars, _position_bias, _time_bias
-from hstu_sparse.dense.tiles import _key_ranges, _load_rows, _silu, _visible
+from hstu_sparse.dense.bias import _add_narrow, _add_wide, _bias_position, _look_up, _narrow_run
+from hstu_sparse.dense.tiles import GIVEN, PER_BATCH, _key_ranges, _load_rows, _silu, _visible
 
 
 @triton.jit
 def _attend(
     acc, q, first, last, t, length, history, k, v, k_stride, v_stride, half_alpha, window_size,
-    position_bias, time_bias, edges, steps, q_high, q_low, q_offset, k_times, k_offset, lowest_bucket, total,
+    position_bias, time_bias, cells, steps, q_high, q_low, q_offset, k_times, k_offset, tile_buckets, total,
     D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, FAST: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_M, V] + the keys first .. last (multiples of BLOCK_N; `last` may pass the end when MASKED)."""
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
-    last_position = tl.minimum(history, length - 1)
-    upcoming = 0
-    next1, next2, next3, next4, next5 = 0, 0, 0.0, 0.0, 0.0
-    if HAS_TIME and not MASKED:
-        # What a tile needs is read one block ahead, and what that needs two ahead, so that no load is waited for.
-        lowest = tl.load(lowest_bucket + first // BLOCK_N).to(tl.int32)
-        upcoming = tl.load(lowest_bucket + first // BLOCK_N + 1).to(tl.int32)
-        next1, next2, next3, next4, next5 = _narrow_scalars(lowest, time_bias, steps, NUM_BUCKETS)
+    row = _bias_position(t, history, HAS_TARGETS)[:, None]
     for start in range(first, last, BLOCK_N):
         key = _load_rows(k, start, n, d, k_stride, length, D, PAD_D, MASKED)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
         s = start + n
-        bias = 0.0
-        if HAS_TIME:
-            k_high, k_low, k_near = 0.0, 0.0, 0
-            edge1, edge2, bias1, bias2, bias3 = 0, 0, 0.0, 0.0, 0.0
-            if MASKED:
-                k_high = tl.load(k_times + s, s < length, 0.0)[None, :]
-                k_low = tl.load(k_times + total + s, s < length, 0.0)[None, :]
-            else:
-                k_near = tl.load(k_offset + s)[None, :]
-                edge1, edge2, bias1, bias2, bias3 = next1, next2, next3, next4, next5
-                next1, next2, next3, next4, next5 = _narrow_scalars(upcoming, time_bias, steps, NUM_BUCKETS)
-                upcoming = tl.load(lowest_bucket + start // BLOCK_N + 2).to(tl.int32)
-            bias, _ = _time_bias(
-                q_high, q_low, q_offset, k_high, k_low, k_near, edge1, edge2, bias1, bias2, bias3,
-                time_bias, edges, NUM_BUCKETS, True, MASKED,
-            )  # fmt: skip
+        half = scores * half_alpha
         if HAS_POSITION:
-            bias += _position_bias(t[:, None], s[None, :], last_position, position_bias, HAS_TARGETS)
-        weights = _silu(scores, bias, half_alpha, HAS_POSITION or HAS_TIME, FAST)
+            column = s.to(tl.int64)
+            if MASKED:
+                column = _bias_position(s, history, HAS_TARGETS)
+            half += _look_up(position_bias, row - column[None, :])
+        if HAS_TIME and MASKED:
+            k_high = tl.load(k_times + s, s < length, 0.0)[None, :]
+            k_low = tl.load(k_times + total + s, s < length, 0.0)[None, :]
+            half, _ = _add_wide(half, q_high, q_low, k_high, k_low, time_bias, cells)
+        elif HAS_TIME:
+            entry = tl.load(tile_buckets + start // BLOCK_N).to(tl.int32)
+            half = _add_narrow(half, entry, time_bias, steps, q_offset, k_offset, s.to(tl.int64)[None, :], True)
+        weights = _silu(half, FAST)
         if MASKED:
             mask = _visible(t[:, None], s[None, :], length, history, window_size, HAS_TARGETS, HAS_WINDOW)
             weights = tl.where(mask, weights, 0.0)
@@ -65,14 +53,14 @@ def _attend(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
 def dense_attention_fwd_kernel(
     q, k, v, out, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t, out_stride_h,
     seq_offsets, tiles, num_targets, window_size, half_alpha, inverse_n,
-    position_bias, time_bias, edges, steps, q_times, q_offset, k_times, k_offset, lowest_bucket, row, total,
+    position_bias, time_bias, cells, steps, q_times, q_offset, k_times, k_offset, tile_buckets, row, total,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, NUM_BUCKETS: tl.constexpr, FAST: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head."""
@@ -101,34 +89,34 @@ def dense_attention_fwd_kernel(
         q_near = tl.load(q_offset + begin + t, t < length, 0)[:, None]
         k_times += begin
         k_offset += begin
-        lowest_bucket += (begin // BLOCK_M + b + block) * row
+        tile_buckets += (begin // BLOCK_M + b + block) * row
 
     first, full, diagonal, end = _key_ranges(
         first_row, length, history, window_size, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N
     )
     if HAS_TIME:
-        diagonal = _narrow(full, diagonal, lowest_bucket, BLOCK_N, True)
+        diagonal = _narrow_run(full, diagonal, tile_buckets, BLOCK_N, True)
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
     if HAS_WINDOW:  # noqa: SIM102  one is known to the compiler
         if first < full:
             acc = _attend(
                 acc, query, first, full, t, length, history, k, v, k_stride_t, v_stride_t, half_alpha, window_size,
-                position_bias, time_bias, edges, steps, q_high, q_low, q_near, k_times, k_offset, lowest_bucket, total,
-                D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, True, BLOCK_N,
+                position_bias, time_bias, cells, steps, q_high, q_low, q_near, k_times, k_offset, tile_buckets, total,
+                D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST, PRECISION, True, BLOCK_N,
                 PAD_D, PAD_V,
             )  # fmt: skip
     if full < diagonal:
         acc = _attend(
             acc, query, full, diagonal, t, length, history, k, v, k_stride_t, v_stride_t, half_alpha, window_size,
-            position_bias, time_bias, edges, steps, q_high, q_low, q_near, k_times, k_offset, lowest_bucket, total,
-            D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, False, BLOCK_N, PAD_D,
+            position_bias, time_bias, cells, steps, q_high, q_low, q_near, k_times, k_offset, tile_buckets, total,
+            D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST, PRECISION, False, BLOCK_N, PAD_D,
             PAD_V,
         )  # fmt: skip
     if diagonal < end:
         acc = _attend(
             acc, query, diagonal, end, t, length, history, k, v, k_stride_t, v_stride_t, half_alpha, window_size,
-            position_bias, time_bias, edges, steps, q_high, q_low, q_near, k_times, k_offset, lowest_bucket, total,
-            D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, NUM_BUCKETS, FAST, PRECISION, True, BLOCK_N, PAD_D,
+            position_bias, time_bias, cells, steps, q_high, q_low, q_near, k_times, k_offset, tile_buckets, total,
+            D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST, PRECISION, True, BLOCK_N, PAD_D,
             PAD_V,
         )  # fmt: skip
     e = tl.arange(0, PAD_V)

@@ -18,7 +18,13 @@ import triton.language as tl
 from hstu_sparse._triton import COMPILED, tanh_approx
 
 
-@triton.jit
+# Arguments by which Triton would otherwise tell batches apart and compile anew: numbers that differ from batch to batch,
+# and pointers that the caller gives, whose alignment does.
+PER_BATCH = ["window_size", "row", "total", "time_shift"]
+GIVEN = ["seq_offsets", "num_targets"]
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_slots"], do_not_specialize_on_alignment=["seq_offsets"])
 def dense_attention_schedule_kernel(
     seq_offsets, tiles, num_seqs, num_slots, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
@@ -97,11 +103,8 @@ def _key_ranges(
 
 
 @triton.jit
-def _silu(s, bias, half_alpha, HAS_BIAS: tl.constexpr, FAST: tl.constexpr):
-    """SiLU of a tile of scores."""
-    h = s * half_alpha
-    if HAS_BIAS:
-        h += 0.5 * bias
+def _silu(h, FAST: tl.constexpr):
+    """SiLU of a tile of scores, given by their halves."""
     if FAST and COMPILED:
         return h * tanh_approx(h) + h
     else:
@@ -109,11 +112,8 @@ def _silu(s, bias, half_alpha, HAS_BIAS: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def _silu_and_slope(s, bias, half_alpha, HAS_BIAS: tl.constexpr, FAST: tl.constexpr):
-    """(SiLU, twice its derivative less 1) of a tile of scores."""
-    h = s * half_alpha
-    if HAS_BIAS:
-        h += 0.5 * bias
+def _silu_and_slope(h, FAST: tl.constexpr):
+    """(SiLU, twice its derivative less 1) of a tile of scores, given by their halves."""
     if FAST and COMPILED:
         u = tanh_approx(h)
     else:

@@ -16,7 +16,9 @@ from hstu_sparse._triton import INTERPRET, cdiv, padded_head, require_runnable
 from hstu_sparse.dense.backward import dense_attention_bwd_dkv_kernel, dense_attention_bwd_dq_kernel
 from hstu_sparse.dense.bias import (
     MAX_BUCKETS,
+    MOST_EDGES,
     POSITION_MARGIN,
+    bucket_cells,
     dense_attention_narrow_kernel,
     dense_attention_times_kernel,
 )
@@ -33,25 +35,22 @@ def schedule(seq_offsets: torch.Tensor, total: int, block: int) -> torch.Tensor:
     num_seqs = seq_offsets.shape[0] - 1
     slots = total // block + num_seqs
     tiles = torch.empty(slots, 2, dtype=torch.int32, device=seq_offsets.device)
-    chunk = min(1024, max(16, triton.next_power_of_2(num_seqs)))
-    dense_attention_schedule_kernel[(num_seqs,)](seq_offsets, tiles, num_seqs, slots, BLOCK=block, CHUNK=chunk)
+    dense_attention_schedule_kernel[(num_seqs,)](seq_offsets, tiles, num_seqs, slots, BLOCK=block, CHUNK=256)
     return tiles
 
 
 @functools.lru_cache(maxsize=64)
-def _edges(num_buckets: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """[num_buckets + 2] fp32 and int64: edge k is the least value in bucket k, the last is beyond every difference."""
-    edges = bucket_edges(num_buckets)
-    steps = [min(math.ceil(edge), 2**62) if edge < math.inf else 2**62 for edge in edges]
-    return (
-        torch.tensor([-math.inf, *edges, math.inf], dtype=torch.float32, device=device),
-        torch.tensor([0, *steps, 2**62], dtype=torch.int64, device=device),
-    )
+def _buckets(num_buckets: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`bucket_cells`, and [num_buckets + 1 + MOST_EDGES] int64: the least integer in each bucket, then beyond all."""
+    steps = [min(math.ceil(edge), 2**62) if edge < math.inf else 2**62 for edge in bucket_edges(num_buckets)]
+    steps = [0, *steps, *[2**62] * MOST_EDGES.value]
+    return bucket_cells(num_buckets).to(device), torch.tensor(steps, dtype=torch.int64, device=device)
 
 
-def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, arch: int) -> dict:
+def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
     """Tile sizes, warps and pipeline stages of the forward kernel: chosen, not tuned at run time, so that no batch pays
-    for tuning. Measured on an H200 (docs/performance.md); for sm_80 only made to fit.
+    for tuning. Measured on an H200 (docs/performance.md); for sm_80 only made to fit. `features`: those in use, of
+    position, time, targets.
     """
     if dtype == torch.float32:
         return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)
@@ -59,12 +58,14 @@ def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, arch: i
         return dict(BLOCK_M=64 if arch < 90 else 128, BLOCK_N=64, num_warps=8, num_stages=2 if arch >= 90 else 1)
     if arch < 90:
         return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
-    if biased:
-        return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)
-    return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=3)
+    # Few registers and little shared memory, so that two or three programs share a multiprocessor: while one waits for
+    # its products, another computes SiLU and bias.
+    if "time" in features:
+        return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3, maxnreg=168)
+    return dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=3, maxnreg=128)
 
 
-def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, arch: int) -> dict:
+def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
     """The same for the kernel of dq and of the bias tables' gradients. Its ring asks for 4 * BLOCK_N >= threads."""
     both = pad_d + pad_v
     if dtype == torch.float32:
@@ -74,20 +75,24 @@ def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, arch
     if max(pad_d, pad_v) > 128 or both <= 64:
         return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2 if arch >= 90 or both <= 64 else 1)
     if arch < 90:
-        return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2 if not biased else 1)
-    return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3)
+        if "time" in features:
+            return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
+        return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1 if "position" in features else 2)
+    if features >= {"time", "targets"}:  # a larger tile spills registers
+        return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3)
+    return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2 if "time" in features else 3)
 
 
-def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, timed: bool, arch: int) -> dict:
-    """The same for the kernel of dk and dv; `timed`: with a time bias (a position bias alone changes nothing)."""
+def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
+    """The same for the kernel of dk and dv."""
     if dtype == torch.float32:
         return dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)
     if max(pad_d, pad_v) > 128:
         return dict(BLOCK_M=32, BLOCK_N=64, num_warps=8, num_stages=1 if arch < 90 else 2)
     if arch < 90:
         return dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2)
-    if timed:
-        return dict(BLOCK_M=32, BLOCK_N=128, num_warps=8, num_stages=3)
+    if features & {"position", "time"}:
+        return dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=3)
     return dict(BLOCK_M=64, BLOCK_N=128, num_warps=8, num_stages=3)
 
 
@@ -154,11 +159,14 @@ class _Launch:
         self.seq_offsets, self.max_seq_len, self.alpha = seq_offsets.contiguous(), max_seq_len, alpha
         self.num_targets, self.window_size = num_targets, window_size
         self.table_dtypes = [None if table is None else table.dtype for table in (position_bias, time_bias)]
-        self.time_bias = None if time_bias is None else time_bias.to(torch.float32).contiguous()
+        # The kernels want halves of the scores, and read the position bias past both of its ends.
+        self.time_bias = None
+        if time_bias is not None:
+            self.time_bias = torch.nn.functional.pad(0.5 * time_bias.float(), (0, MOST_EDGES.value))
         self.position_bias = None
         if position_bias is not None:
-            margin = (POSITION_MARGIN, 0)
-            self.position_bias = torch.nn.functional.pad(position_bias.float(), margin)[POSITION_MARGIN:]
+            margin = (POSITION_MARGIN, POSITION_MARGIN)
+            self.position_bias = torch.nn.functional.pad(0.5 * position_bias.float(), margin)[POSITION_MARGIN:]
         self.timestamps, self.query_timestamps = timestamps, query_timestamps
         self.total, self.heads, self.d = self.q.shape
         self.v_size = self.v.shape[2]
@@ -166,10 +174,10 @@ class _Launch:
         self.biased = position_bias is not None or time_bias is not None
         # Differences of int64 seconds never get past bucket 145, so a longer table has a tail that is never read.
         self.num_buckets = 0 if time_bias is None else min(time_bias.shape[0] - 1, MAX_BUCKETS)
-        self.edges, self.steps = None, None
+        self.cells, self.steps = None, None
         self._times: dict = {}
         if time_bias is not None and not self.empty:
-            self.edges, self.steps = _edges(self.num_buckets, q.device)
+            self.cells, self.steps = _buckets(self.num_buckets, q.device)
 
     def constants(self) -> dict:
         return dict(
@@ -182,16 +190,17 @@ class _Launch:
             HAS_WINDOW=self.window_size > 0,
             HAS_POSITION=self.position_bias is not None,
             HAS_TIME=self.time_bias is not None,
-            NUM_BUCKETS=self.num_buckets,
             FAST=self.q.dtype != torch.float32,
             PRECISION=_precision(self.q.dtype),
             PAD_D=padded_head(self.d),
             PAD_V=padded_head(self.v_size),
         )
 
-    def choose(self, config, biased: bool) -> dict:
+    def choose(self, config) -> dict:
         arch = 90 if not self.q.is_cuda else 10 * torch.cuda.get_device_capability(self.q.device)[0]
-        return config(padded_head(self.d), padded_head(self.v_size), self.q.dtype, biased, arch)
+        sizes = padded_head(self.d), padded_head(self.v_size)
+        given = {"position": self.position_bias, "time": self.time_bias, "targets": self.num_targets}
+        return config(*sizes, self.q.dtype, {name for name, x in given.items() if x is not None}, arch)
 
     def times(self, which: torch.Tensor, block: int) -> tuple:
         """(fp32 pairs [2, T], int32 offsets [T], least and greatest of each block) of `which` timestamps."""
@@ -211,28 +220,27 @@ class _Launch:
         return self._times[key]
 
     def time_arguments(self, tiles: torch.Tensor, own: int, other: int, own_is_query: bool) -> tuple:
-        """(edges, steps, q_times, q_offset, k_times, k_offset, lowest_bucket, row, T) for a kernel with these tiles."""
+        """(cells, steps, q_times, q_offset, k_times, k_offset, tile_buckets, row, T) for a kernel with these tiles."""
         if self.time_bias is None:
             return (*[None] * 7, 0, self.total)
         mine, theirs = self.query_timestamps, self.timestamps
         if not own_is_query:
             mine, theirs = theirs, mine
         mine, theirs = self.times(mine, own), self.times(theirs, other)
-        # Two more than the blocks: the kernels read that far ahead.
-        row = cdiv(min(self.max_seq_len, self.total), other) + 2
-        lowest_bucket = torch.empty(tiles.shape[0], row, dtype=torch.int8, device=tiles.device)
+        row = cdiv(min(self.max_seq_len, self.total), other)
+        tile_buckets = torch.empty(tiles.shape[0], row, dtype=torch.int16, device=tiles.device)
         dense_attention_narrow_kernel[(tiles.shape[0], cdiv(row, 256))](
-            tiles, self.seq_offsets, mine[2], mine[3], theirs[2], theirs[3], self.edges, lowest_bucket, row, OWN=own,
-            OTHER=other, OWN_IS_QUERY=own_is_query, NUM_BUCKETS=self.num_buckets, CHUNK=256,
+            tiles, self.seq_offsets, mine[2], mine[3], theirs[2], theirs[3], self.cells, tile_buckets, row, OWN=own,
+            OTHER=other, OWN_IS_QUERY=own_is_query, CHUNK=256,
         )  # fmt: skip
         q, k = (mine, theirs) if own_is_query else (theirs, mine)
-        return self.edges, self.steps, q[0], q[1], k[0], k[1], lowest_bucket, row, self.total
+        return self.cells, self.steps, q[0], q[1], k[0], k[1], tile_buckets, row, self.total
 
     def forward(self, config: dict | None = None) -> torch.Tensor:
         out = torch.empty(self.total, self.heads, self.v_out, dtype=self.q.dtype, device=self.q.device)
         if self.empty:
             return out.zero_()
-        config = config or self.choose(fwd_config, self.biased)
+        config = config or self.choose(fwd_config)
         tiles = schedule(self.seq_offsets, self.total, config["BLOCK_M"])
         times = self.time_arguments(tiles, config["BLOCK_M"], config["BLOCK_N"], True)
         dense_attention_fwd_kernel[(tiles.shape[0] * self.heads,)](
@@ -248,42 +256,48 @@ class _Launch:
             torch.empty(self.total, self.heads, size, dtype=self.q.dtype, device=self.q.device)
             for size in (self.d_out, self.d_out, self.v_out)
         )
-        scratch = functools.partial(torch.zeros, dtype=torch.float32, device=self.q.device)
+        # Integers, so that their sums do not depend on the order of additions; fp32 gradients need more digits than fit.
+        exact = self.biased and self.q.dtype != torch.float32 and not INTERPRET
+        scratch = functools.partial(torch.zeros, dtype=torch.int64 if exact else torch.float32, device=self.q.device)
         position_grad = None if self.position_bias is None else scratch(self.max_seq_len)
         copies = 1 if INTERPRET else 64
-        time_grad = None if self.time_bias is None else scratch(copies, self.num_buckets + 1)
+        time_grad = None if self.time_bias is None else scratch(copies, self.num_buckets + 1 + MOST_EDGES.value)
         if not self.empty:
             do = _rows(do)
-            self._backward_dkv(do, dk, dv, dkv_config or self.choose(bwd_dkv_config, self.time_bias is not None))
-            self._backward_dq(
-                do, dq, position_grad, time_grad, copies, dq_config or self.choose(bwd_dq_config, self.biased)
-            )
+            scale = None
+            if exact:
+                # |ds| <= |do| |v| times twice SiLU's greatest slope, 1.1 (2.3 with room for rounding).
+                norms = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() for x in (do, self.v)]
+                scale = (2.0**22 - 1) / (2.3 * norms[0] * norms[1]).clamp(min=1e-30)
+            self._backward_dkv(do, dk, dv, dkv_config or self.choose(bwd_dkv_config))
+            config = dq_config or self.choose(bwd_dq_config)
+            self._backward_dq(do, dq, position_grad, time_grad, scale, copies, config)
+            if exact:
+                unit = 0.5 / self.max_seq_len / scale.double()
+                position_grad = None if position_grad is None else position_grad * unit
+                time_grad = None if time_grad is None else time_grad * unit
         if position_grad is not None:
             position_grad = position_grad.to(self.table_dtypes[0])
         if time_grad is not None:
-            unread = self.time_bias.shape[0] - 1 - self.num_buckets
-            time_grad = torch.nn.functional.pad(time_grad.sum(0), (0, unread)).to(self.table_dtypes[1])
+            unread = self.time_bias.shape[0] - time_grad.shape[1]
+            time_grad = torch.nn.functional.pad(time_grad.sum(0), (0, unread))[: -MOST_EDGES.value]
+            time_grad = time_grad.to(self.table_dtypes[1])
         return dq, dk, dv, position_grad, time_grad
 
-    def _backward_dq(self, do, dq, position_grad, time_grad, copies, config):
-        exact_grad, exact_scale = None, None
-        if position_grad is not None and self.q.dtype != torch.float32:
-            # |ds| <= |do| |v| times twice SiLU's greatest slope, 1.1 (2.3 with room for rounding).
-            norms = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() for x in (do, self.v)]
-            exact_scale = (2.0**22 - 1) / (2.3 * norms[0] * norms[1]).clamp(min=1e-30)
-            exact_grad = torch.zeros(self.max_seq_len, dtype=torch.int64, device=do.device)
+    def _backward_dq(self, do, dq, position_grad, time_grad, scale, copies, config):
         tiles = schedule(self.seq_offsets, self.total, config["BLOCK_M"])
         times = self.time_arguments(tiles, config["BLOCK_M"], config["BLOCK_N"], True)
+        # A cell of the time bias's histogram takes at most so many terms, of 22 bits before the shift.
+        terms = config["BLOCK_M"] * (min(self.max_seq_len, self.total) + config["BLOCK_N"]) // 32
+        time_shift = max(0, terms.bit_length() - 9)
         _launch_with_static_memory(
             dense_attention_bwd_dq_kernel, (tiles.shape[0] * self.heads,),
             self.q, self.k, self.v, do, dq, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
             *do.stride()[:2], *dq.stride()[:2], self.seq_offsets, tiles, self.num_targets, self.window_size,
             0.5 * self.alpha, 0.5 / self.max_seq_len, self.alpha, self.position_bias, self.time_bias, position_grad,
-            exact_grad, exact_scale, time_grad, *times, **self.constants(), COPIES=copies, **config,
+            time_grad, scale, time_shift, *times, **self.constants(), COPIES=copies,
+            TABLE=0 if time_grad is None else time_grad.shape[1], **config,
         )  # fmt: skip
-
-        if exact_grad is not None:
-            position_grad += (exact_grad.double() / exact_scale.double()).float() * (0.5 / self.max_seq_len)
 
     def _backward_dkv(self, do, dk, dv, config):
         tiles = schedule(self.seq_offsets, self.total, config["BLOCK_N"])
