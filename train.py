@@ -29,6 +29,7 @@ from models.checkpoint import (
     save_folder,
 )
 from models.config import ConfigError, RunConfig, load_config, save_config
+from models.graph import GraphedStep
 from models.hstu import SequenceModel
 from models.losses import training_loss
 from models.metrics import metrics_by_length, ranking_metrics
@@ -99,13 +100,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     torch.manual_seed(config.seed)
     data = open_data(config)
     model = build_model(config, data)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=config.train.lr,
-        betas=config.train.betas,
-        weight_decay=config.train.weight_decay,
-        fused=True,
-    )
+    optimizer, step = build_step(config, model, data.device)
     batches = data.batches(
         "train",
         batch_size=config.train.batch_size,
@@ -124,9 +119,6 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         save_config(config, folder / "config.yaml")
     log = MetricsLog(folder, progress["lines"], progress["step"])
-    if config.train.compile:
-        for layer in model.layers:
-            layer.compile(dynamic=True)
 
     parameters = sum(p.numel() for p in model.parameters())
     console.print(
@@ -147,8 +139,8 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
                 break
             model.train()
             for batch in batches.epoch(epoch, start=progress["batch"]):
-                loss = train_step(config, model, optimizer, batch, progress["step"])
-                loss_sum += loss
+                set_lr(config, optimizer, progress["step"])
+                loss_sum += step(batch)
                 progress["step"] += 1
                 progress["batch"] += 1
                 progress["events"] += batch.num_tokens
@@ -187,23 +179,49 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     return 0
 
 
-def train_step(config: RunConfig, model, optimizer, batch, step: int) -> torch.Tensor:
-    """One optimiser step; returns the loss without waiting for the device."""
-    with torch.autocast(batch.item_ids.device.type, torch.bfloat16, enabled=config.train.autocast == "bf16"):
-        out, aux = model(batch)
-    loss = training_loss(config.loss, out, model.item_weight, batch.target_ids)
-    for value in aux.values():
-        loss = loss + value
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    if config.train.clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_norm)
-    if step < config.train.warmup_steps:
-        optimizer.param_groups[0]["lr"] = config.train.lr * (step + 1) / config.train.warmup_steps
-    else:
-        optimizer.param_groups[0]["lr"] = config.train.lr
-    optimizer.step()
-    return loss.detach()
+def build_step(config: RunConfig, model, device: torch.device):
+    """The optimiser, and the function that makes one step of it: batch -> loss, without waiting for the device."""
+    c = config.train
+    graphed = device.type == "cuda" and c.cuda_graphs and not c.compile
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=torch.tensor(c.lr, device=device) if graphed else c.lr,
+        betas=c.betas,
+        weight_decay=c.weight_decay,
+        fused=True,
+        capturable=graphed,
+    )
+    if c.compile:
+        for layer in model.layers:
+            layer.compile(dynamic=True)
+
+    def step(batch) -> torch.Tensor:
+        # A cache of cast weights would outlive the step that a graph captures.
+        with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
+            out, aux = model(batch)
+        loss = training_loss(config.loss, out, model.item_weight, batch.target_ids)
+        for value in aux.values():
+            loss = loss + value
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if c.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip_norm)
+        optimizer.step()
+        return loss.detach()
+
+    if not graphed:
+        return optimizer, step
+    return optimizer, GraphedStep(step, batch_size=c.batch_size, longest=config.model.max_seq_len)
+
+
+def set_lr(config: RunConfig, optimizer, step: int) -> None:
+    """The learning rate of this step: rising over the warm-up, then constant."""
+    lr = config.train.lr * min(1.0, (step + 1) / max(1, config.train.warmup_steps))
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def evaluate(config: RunConfig, model, batches: Batches) -> dict[str, float]:

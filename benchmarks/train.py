@@ -38,7 +38,7 @@ def main() -> None:
     torch.manual_seed(config.seed)
     data = train.open_data(config)
     model = train.build_model(config, data)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.lr, betas=config.train.betas, fused=True)
+    _, step = train.build_step(config, model, data.device)
     batches = data.batches("train", batch_size=config.train.batch_size, seed=config.seed)
     evaluation = data.eval_batches("test")
     wait = torch.cuda.synchronize if data.device.type == "cuda" else lambda: None
@@ -47,14 +47,15 @@ def main() -> None:
         model.train()
         tokens, started = 0, time.perf_counter()
         for batch in batches.epoch(number):
-            train.train_step(config, model, optimizer, batch, 0)
+            step(batch)
             tokens += batch.num_tokens
         queued = time.perf_counter() - started
         wait()
         return tokens, queued, time.perf_counter() - started
 
-    epoch(0)  # compiles
-    tokens, queued, seconds = epoch(1)
+    for number in range(3):  # compiles, captures
+        epoch(number)
+    tokens, queued, seconds = epoch(3)
     train.evaluate(config, model, evaluation)
     started = time.perf_counter()
     train.evaluate(config, model, evaluation)
@@ -73,13 +74,13 @@ def main() -> None:
     print(json.dumps(record))
     if options.profile:
         with torch.profiler.profile() as profile:
-            for _, batch in zip(range(4), batches.epoch(2)):
-                train.train_step(config, model, optimizer, batch, 0)
+            for _, batch in zip(range(4), batches.epoch(4)):
+                step(batch)
             wait()
         by = "self_cuda_time_total" if data.device.type == "cuda" else "self_cpu_time_total"
         print(profile.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=60))
         host = cProfile.Profile()
-        host.runcall(epoch, 3)
+        host.runcall(epoch, 5)
         pstats.Stats(host).sort_stats("tottime").print_stats(25)
 
 

@@ -26,7 +26,7 @@ class Batch:
 
     item_ids          [T] int64, the inputs
     timestamps        [T] int64, seconds, of the inputs (zeros when the source has none)
-    target_ids        [T] int64, the item after each input
+    target_ids        [T] int64, the item after each input; -1 where padding has none
     query_timestamps  [T] int64, seconds, when the target of each input happened
     seq_offsets       [B+1] int64, first 0, last T
     users             [B] int64, user index
@@ -64,6 +64,32 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         return self._map(Tensor.pin_memory)
+
+    def padded(self, tokens: int, sequences: int, longest: int) -> Batch:
+        """The same training batch with T = `tokens` and B = `sequences`: many batches, one shape.
+
+        Behind the real sequences come some of at most `longest` tokens, of item 0 without a target, then empty ones.
+        """
+        more, rows = tokens - self.num_tokens, sequences - self.num_sequences
+        if self.seen_items is not None:
+            raise ValueError("a batch with seen items is for evaluation and cannot be padded")
+        if more < 0 or rows < 0 or more > rows * longest:
+            raise ValueError(
+                f"cannot pad {self.num_tokens} tokens in {self.num_sequences} sequences to {tokens} in {sequences}, at "
+                f"most {longest} each"
+            )
+        ends = torch.arange(1, rows + 1, device=self.seq_offsets.device) * longest
+        filled = self._map(lambda x: torch.nn.functional.pad(x, (0, more)))
+        filled.target_ids[self.num_tokens :] = -1
+        filled.users = torch.nn.functional.pad(self.users, (0, rows))
+        filled.seq_offsets = torch.cat([self.seq_offsets, self.num_tokens + ends.clamp(max=more)])
+        return filled
+
+    def copy_(self, other: Batch) -> None:
+        """Overwrites this batch's tensors with those of one of the same shape."""
+        for field in dataclasses.fields(self):
+            if (mine := getattr(self, field.name)) is not None:
+                mine.copy_(getattr(other, field.name))
 
 
 def _columns(dataset: Dataset) -> dict[str, Tensor | None]:

@@ -94,6 +94,8 @@ class TrainConfig(Strict):
     clip_norm: float | None = Field(None, gt=0)
     autocast: Literal["none", "bf16"] = "none"
     compile: bool = False
+    # On a GPU: steps captured and replayed as CUDA graphs (not together with `compile`).
+    cuda_graphs: bool = True
     group_by_length: bool = False
     checkpoint_seconds: float = Field(60.0, ge=0)
 

@@ -18,15 +18,17 @@ CHUNK = {"cpu": 2**21, "cuda": 2**26}
 def training_loss(config: LossConfig, out: Tensor, item_weight: Tensor, targets: Tensor) -> Tensor:
     """Mean loss over the positions, with gradients for `out` and `item_weight` (once: no second derivative).
 
-    out: [T, E] fp32, L2-normalised. item_weight: [I, E]. targets: [T] int64. Negatives come from torch's global
+    out: [T, E] fp32, L2-normalised. item_weight: [I, E]. targets: [T] int64; positions of padding, with target -1, come
+    last and do not count. Negatives come from torch's global
     generator: uniform over the catalogue, or, for `in_batch`, over the targets of the batch, so that an item is
     drawn as often as it is popular there. A negative equal to the positive does not count.
     """
     negatives = None
+    count = (targets >= 0).sum().clamp(min=1)
     if config.kind != "cross_entropy":
         shape = (len(targets), config.num_negatives)
         if config.kind == "in_batch":
-            negatives = targets[torch.randint(len(targets), shape, device=targets.device)]
+            negatives = targets[torch.randint(2**62, shape, device=targets.device) % count]
         else:
             negatives = torch.randint(len(item_weight), shape, device=targets.device)
     whole = negatives is None or takes_whole_catalogue(config, out, item_weight)
@@ -34,7 +36,7 @@ def training_loss(config: LossConfig, out: Tensor, item_weight: Tensor, targets:
     width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]
     # Every chunk of gathered rows has a gradient as large as the table: larger chunks, then.
     rows = max(1, CHUNK[out.device.type] * (1 if whole else 2) // width)
-    return _Chunked.apply(config, whole, rows, out, items, targets, negatives) / max(1, len(targets))
+    return _Chunked.apply(config, whole, rows, out, items, targets, negatives) / count
 
 
 def takes_whole_catalogue(config: LossConfig, out: Tensor, item_weight: Tensor) -> bool:
@@ -76,8 +78,8 @@ class _Chunked(torch.autograd.Function):
 def _chunk_loss(config, whole: bool, out: Tensor, items: Tensor, targets: Tensor, negatives: Tensor | None) -> Tensor:
     """Sum of the losses of a chunk of positions; `items` is normalised if `whole`, else the raw table."""
     if negatives is None:
-        return F.cross_entropy(out @ items.T / config.temperature, targets, reduction="sum")
-    ids = torch.cat([targets[:, None], negatives], 1)
+        return F.cross_entropy(out @ items.T / config.temperature, targets, ignore_index=-1, reduction="sum")
+    ids = torch.cat([targets.clamp(min=0)[:, None], negatives], 1)
     if whole:
         logits = (out @ items.T).gather(1, ids) / config.temperature
     else:
@@ -88,6 +90,8 @@ def _chunk_loss(config, whole: bool, out: Tensor, items: Tensor, targets: Tensor
         # The positive against the mean of its negatives, so that their number does not shift the balance.
         fitting = (~same[:, 1:]).sum(1).clamp(min=1)
         negative = F.softplus(logits[:, 1:]).masked_fill(same[:, 1:], 0).sum(1) / fitting
-        return (F.softplus(-logits[:, 0]) + negative).sum()
-    logits = logits.masked_fill(same, float("-inf"))
-    return (logits.logsumexp(1) - logits[:, 0]).sum()
+        losses = F.softplus(-logits[:, 0]) + negative
+    else:
+        logits = logits.masked_fill(same, float("-inf"))
+        losses = logits.logsumexp(1) - logits[:, 0]
+    return losses.masked_fill(targets < 0, 0).sum()

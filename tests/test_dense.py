@@ -250,3 +250,19 @@ def test_compiles_as_one_graph():
         if function is kernel:
             expected = found
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("num_buckets", [1, 7, 128, 145])
+def test_bucket_cells(num_buckets):
+    """The kernels' table gives the reference's bucket, also next to every edge and for the largest differences."""
+    from hstu_sparse.dense.bias import CELL_BITS, bucket_cells
+    from hstu_sparse.dense.reference import bucket_edges, time_bucket
+
+    edges = torch.tensor([math.ceil(edge) for edge in bucket_edges(num_buckets) if edge < 2**62])
+    spread = torch.cat(
+        [edges - 1, edges, edges + 1, torch.arange(5000), 2 ** torch.arange(62), torch.tensor([2**63 - 1])]
+    )
+    x = spread.float()
+    edge, below = bucket_cells(num_buckets)[(x.clamp(min=1).view(torch.int32) >> 23 - CELL_BITS) - (127 << CELL_BITS)].T
+    found = below + (x >= edge.contiguous().view(torch.float32))
+    assert torch.equal(found, time_bucket(spread, num_buckets))

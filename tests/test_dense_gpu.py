@@ -93,14 +93,13 @@ def test_time_buckets_at_their_edges():
         torch.testing.assert_close(kernel(**x), reference(**x))
 
 
-def test_position_gradient_is_deterministic():
-    x = inputs((900, 333), 1000, features=("position",))
-    x["position_bias"].requires_grad_()
-    x["q"].requires_grad_()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_deterministic(dtype):
+    x = inputs((900, 333), 1000, features=ALL, dtype=dtype)
+    leaves = [x[name].requires_grad_() for name in ("position_bias", "time_bias", "q", "k", "v")]
     found = []
     for _ in range(3):
-        out = kernel(**x)
-        found.append(torch.autograd.grad(out.float().square().sum(), [x["position_bias"], x["q"]]))
+        found.append(torch.autograd.grad(kernel(**x).float().square().sum(), leaves))
     for again in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], again))
 

@@ -28,7 +28,7 @@ def config(kind, **options):
 def by_hand(kind, out, items, targets, temperature):
     """The loss one position at a time, from the same random numbers."""
     if kind == "in_batch":
-        negatives = targets[torch.randint(T, (T, 5))]
+        negatives = targets[torch.randint(2**62, (T, 5)) % T]
     else:
         negatives = torch.randint(I, (T, 5))
     items = items / items.norm(dim=1, keepdim=True)
@@ -79,6 +79,20 @@ def test_untrained_loss_is_that_of_chance():
     out, items = F.normalize(torch.randn(200, 16), dim=-1), torch.randn(5000, 16)
     loss = training_loss(config("sampled_softmax", temperature=100.0), out, items, torch.randint(5000, (200,)))
     assert loss.item() == pytest.approx(math.log(6), rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["sampled_softmax", "in_batch", "bce", "cross_entropy"])
+def test_padding_does_not_count(inputs, kind):
+    out, items, targets = inputs
+    rows = torch.cat([out, out[:9]])
+    padded = F.pad(targets, (0, 9), value=-1)
+    found = []
+    for x, y in ((out, targets), (rows, padded)):
+        torch.manual_seed(5)
+        loss = training_loss(config(kind), x, items, y)
+        found.append((loss, *torch.autograd.grad(loss, (out, items), retain_graph=True)))
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b)
 
 
 def test_no_position_gives_zero():

@@ -193,3 +193,14 @@ def test_initialisation_is_the_published_one():
     bound = (6 / (10 + 64)) ** 0.5
     assert model.layers[0].output.weight.abs().max() <= bound
     assert spread["layers.0.output.weight"] == pytest.approx(bound / 3**0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_changes_no_real_position(kind):
+    model, batch = make_model(kind), make_batch([5, 0, 12, 3])
+    padded = batch.padded(51, 9, 12)
+    assert padded.seq_offsets.tolist() == [0, 5, 5, 17, 20, 32, 44, 51, 51, 51]
+    assert padded.target_ids[20:].unique().tolist() == [-1] and padded.num_sequences == 9
+    torch.testing.assert_close(model(padded)[0][:20], model(batch)[0])
+    with pytest.raises(ValueError, match="cannot pad 20 tokens in 4 sequences to 51 in 6"):
+        batch.padded(51, 6, 12)

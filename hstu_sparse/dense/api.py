@@ -53,7 +53,8 @@ def hstu_attention(
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        [T, H, V], dtype of q. Gradients flow to q, k, v and both tables.
+        [T, H, V], dtype of q. Gradients flow to q, k, v and both tables. On CUDA they are the same bits in every run,
+        except the tables' in fp32, whose last bits depend on the order of additions.
 
     Raises:
         TypeError, ValueError: what was expected and what came.

@@ -65,7 +65,6 @@ def _attend_dq(
         key = _load_rows(k, start, n, d, k_stride, length, D, PAD_D, MASKED)
         value = _load_rows(v, start, n, e, v_stride, length, V, PAD_V, MASKED)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
-        dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
         s = start + n
         entry = 0
         half = scores * half_alpha
@@ -81,6 +80,7 @@ def _attend_dq(
         elif HAS_TIME:
             entry = tl.load(tile_buckets + start // BLOCK_N).to(tl.int32)
             half = _add_narrow(half, entry, time_bias, steps, q_offset, k_offset, s.to(tl.int64)[None, :], True)
+        dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
         _, slope = _silu_and_slope(half, FAST)
         ds = dp * slope + dp
         if MASKED:
@@ -130,8 +130,8 @@ def _attend_dq(
 def dense_attention_bwd_dq_kernel(
     q, k, v, do, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t, do_stride_h,
     dq_stride_t, dq_stride_h, seq_offsets, tiles, num_targets, window_size, half_alpha, half_inverse_n, alpha,
-    position_bias, time_bias, position_grad, time_grad, exact_scale, time_shift, cells, steps, q_times, q_offset, k_times,
-    k_offset, tile_buckets, row, total,
+    position_bias, time_bias, position_grad, time_grad, exact_scale, time_shift, cells, steps, q_times, q_offset,
+    k_times, k_offset, tile_buckets, row, total,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, TABLE: tl.constexpr, COPIES: tl.constexpr,

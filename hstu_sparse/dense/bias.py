@@ -2,12 +2,13 @@
 
 Letters: T tokens of the batch, N max_seq_len; t and s: the positions of queries and keys in their sequence.
 
-A position bias is read per pair from `position_bias[t - s]`, a table of N. For the time bias, timestamps come as pairs
-of fp32 (high and low part), whose differences are exact up to 2^24 seconds, and a bucket is found by comparing with the
-exact bucket edges. How many buckets a tile touches is known from the least and the greatest timestamp of its two sides.
-A tile of at most three is called narrow, and needs no logarithm and no look-up per pair; with ascending timestamps all
-tiles are, but the few next to the diagonal. The run of narrow tiles on the far side is found before the loops, and
-walked by the loop that has no masks; all others go to the loop that has them.
+A position bias is read per pair from `position_bias[t - s]`, a table of N. Time differences fall into buckets of
+logarithmic width. How many bucket edges a tile reaches over is known from the least and the greatest timestamp of its
+two sides. A tile of at most MOST_EDGES is called narrow: timestamps, as offsets from the sequence's first, are compared
+with its edges, and a flat tile (no edge) needs only one number. With ascending timestamps all tiles are narrow but the
+few next to the diagonal. The run of narrow tiles on the far side is found before the loops, and walked by the loop that
+has no masks; all others go to the loop that has them. There timestamps come as pairs of fp32 (high and low part), whose
+differences are exact up to 2^24 seconds, and a bucket is read from a table of fp32's leading bits.
 """
 
 import math
@@ -28,8 +29,8 @@ _SHIFT, _BASE = tl.constexpr(23 - CELL_BITS), tl.constexpr(127 << CELL_BITS)
 
 
 def bucket_cells(num_buckets: int) -> torch.Tensor:
-    """[512, 2] int32 on the CPU: for each cell of fp32 numbers >= 1, the bits of the one bucket edge in it (or infinity)
-    and the bucket below that edge.
+    """[512, 2] int32 on the CPU: for each cell of fp32 numbers >= 1, the bits of the next bucket edge (or infinity) and
+    the bucket below it. No cell has two edges.
 
     A cell's index is the number's exponent and the first bits of its mantissa: no logarithm, and exact.
     """
@@ -89,8 +90,8 @@ def dense_attention_narrow_kernel(
     tiles, seq_offsets, own_least, own_greatest, least, greatest, cells, tile_buckets, stride,
     OWN: tl.constexpr, OTHER: tl.constexpr, OWN_IS_QUERY: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """tile_buckets[tile, block] int16: of a narrow pair of an own and another block, 8 times its lowest bucket plus the number
-    of bucket edges in it; -1 for the rest.
+    """tile_buckets[tile, block] int16: of a narrow pair of an own and another block, 8 times its lowest bucket plus the
+    number of bucket edges in it; -1 for the rest.
 
     Narrow: no key is younger than a query, and the differences reach over MOST_EDGES edges at most.
     """
@@ -192,7 +193,10 @@ def _reached(own, other, edge, BY_QUERY: tl.constexpr):
 
 @triton.jit
 def _add_narrow(half, entry, table, steps, own, offsets, index, BY_QUERY: tl.constexpr):
-    """half + the time bias of a narrow tile with this entry in tile_buckets; offsets + index: the other side's offsets."""
+    """half + the time bias of a narrow tile, with its entry in tile_buckets.
+
+    own: the offsets of its own side; offsets + index: where the other side's are.
+    """
     lowest = entry >> 3
     table += lowest
     steps += lowest

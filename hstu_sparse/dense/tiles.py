@@ -17,9 +17,8 @@ import triton.language as tl
 
 from hstu_sparse._triton import COMPILED, tanh_approx
 
-
-# Arguments by which Triton would otherwise tell batches apart and compile anew: numbers that differ from batch to batch,
-# and pointers that the caller gives, whose alignment does.
+# Arguments by which Triton would otherwise tell batches apart and compile anew: numbers that differ between batches,
+# and the caller's pointers, whose alignment may.
 PER_BATCH = ["window_size", "row", "total", "time_shift"]
 GIVEN = ["seq_offsets", "num_targets"]
 

@@ -256,7 +256,7 @@ class _Launch:
             torch.empty(self.total, self.heads, size, dtype=self.q.dtype, device=self.q.device)
             for size in (self.d_out, self.d_out, self.v_out)
         )
-        # Integers, so that their sums do not depend on the order of additions; fp32 gradients need more digits than fit.
+        # Integers, whose sums do not depend on the order of additions; fp32 needs more digits than they have.
         exact = self.biased and self.q.dtype != torch.float32 and not INTERPRET
         scratch = functools.partial(torch.zeros, dtype=torch.int64 if exact else torch.float32, device=self.q.device)
         position_grad = None if self.position_bias is None else scratch(self.max_seq_len)
