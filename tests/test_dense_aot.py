@@ -22,7 +22,7 @@ from hstu_sparse.dense import triton as dense
 POINTERS = {"steps": "*i64", "cells": "*i32", "seq_offsets": "*i64", "num_targets": "*i64", "tiles": "*i32",
             "q_offset": "*i32", "k_offset": "*i32", "tile_buckets": "*i16"}
 FLOATS = {"half_alpha", "inverse_n", "half_inverse_n", "alpha"}
-SIDE = {"position_bias", "time_bias", "exact_scale", "q_times", "k_times"}
+SIDE = {"position_bias", "time_bias", "greatest", "q_times", "k_times"}
 GRADS = {"position_grad", "time_grad"}
 POSITION = {"position_bias", "position_grad"}
 TIME = {"time_bias", "time_grad", "cells", "steps", "q_times", "q_offset", "k_times", "k_offset", "tile_buckets"}
@@ -48,7 +48,7 @@ def build(part, dtype, d, v, features, arch):
     absent |= set() if "targets" in features else {"num_targets"}
     absent |= set() if "position" in features else POSITION
     absent |= set() if "time" in features else TIME
-    absent |= set() if biased and dtype != "float32" else {"exact_scale"}
+    absent |= set() if biased and dtype != "float32" else {"greatest"}
     signature = {}
     for parameter in kernel.params:
         name = parameter.name
@@ -81,6 +81,9 @@ def build_small(arch):
         dict(**i64, tiles="*i32", own_least="*i64", own_greatest="*i64", least="*i64", greatest="*i64", cells="*i32",
              tile_buckets="*i16", stride="i32"),
         dict(OWN=128, OTHER=64, OWN_IS_QUERY=True, CHUNK=256), **one)
+    yield compile_ahead(dense.dense_attention_norms_kernel,
+        dict(do="*bf16", v="*bf16", do_stride_t="i32", do_stride_h="i32", v_stride_t="i32", v_stride_h="i32",
+             greatest="*fp32", rows="i32"), dict(H=2, V=128, PAD_V=128, BLOCK=64), **one)
 
 
 arch, jobs = json.loads(sys.argv[1])
@@ -121,5 +124,5 @@ def test_kernels(arch, part, size, features):
 @pytest.mark.parametrize("arch", [80, 90])
 def test_small_kernels(arch):
     found = compile_in_a_process(arch, [])
-    assert len(found) == 3
+    assert len(found) == 4
     assert all(x["local_bytes"] == 0 for x in found), found

@@ -104,11 +104,21 @@ def test_gradients_are_deterministic(dtype):
         assert all(torch.equal(a, b) for a, b in zip(found[0], again))
 
 
+def test_a_gradient_that_is_not_a_number_shows():
+    x = inputs((100, 37), 128, features=("position", "time"))
+    leaves = [x[name].requires_grad_() for name in ("position_bias", "time_bias", "q")]
+    out = kernel(**x)
+    grad = torch.ones_like(out)
+    grad[50] = float("nan")
+    for found in torch.autograd.grad(out, leaves, grad):
+        assert found.isnan().any()
+
+
 def test_batches_of_other_lengths_compile_nothing_new():
     from hstu_sparse.dense import triton as dense
 
     kernels = [kernel for name, kernel in vars(dense).items() if name.startswith("dense_attention_")]
-    assert len(kernels) == 6
+    assert len(kernels) == 7
 
     def run(lengths):
         x = inputs(lengths, 512, features=("position", "time"))

@@ -24,6 +24,7 @@ from hstu_sparse.dense.bias_grad import (
     _add_narrow_time_grad,
     _atomic_add,
     _barrier,
+    _exact_scale,
     _histogram_add,
     _histogram_close,
     _histogram_open,
@@ -130,7 +131,7 @@ def _attend_dq(
 def dense_attention_bwd_dq_kernel(
     q, k, v, do, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t, do_stride_h,
     dq_stride_t, dq_stride_h, seq_offsets, tiles, num_targets, window_size, half_alpha, half_inverse_n, alpha,
-    position_bias, time_bias, position_grad, time_grad, exact_scale, time_shift, cells, steps, q_times, q_offset,
+    position_bias, time_bias, position_grad, time_grad, greatest, time_shift, cells, steps, q_times, q_offset,
     k_times, k_offset, tile_buckets, row, total,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -166,7 +167,7 @@ def dense_attention_bwd_dq_kernel(
     scale = half_inverse_n
     time_scale = 1.0
     if (HAS_POSITION or HAS_TIME) and FAST and COMPILED:
-        scale = tl.load(exact_scale)
+        scale = _exact_scale(greatest)
         time_scale = scale / (1 << time_shift).to(tl.float32)
     if HAS_POSITION and FAST and COMPILED:
         ring = _ring_open(length)

@@ -31,6 +31,33 @@ def _add_diagonals(grad, ds, first_row, start, length, scale, BLOCK_M: tl.conste
     tl.atomic_add(grad + distance, below * scale, (distance >= 0) & (distance < length), sem="relaxed")
 
 
+@triton.jit(do_not_specialize=["rows"])
+def dense_attention_norms_kernel(
+    do, v, do_stride_t, do_stride_h, v_stride_t, v_stride_h, greatest, rows, H: tl.constexpr, V: tl.constexpr,
+    PAD_V: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """greatest [2] fp32, zeros before: the greatest squared norms of a row of do and of v, [T, H, V]; rows = T * H."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    e = tl.arange(0, PAD_V)[None, :]
+    inside = (row < rows) & (e < V)
+    x = tl.load(do + row // H * do_stride_t + row % H * do_stride_h + e, inside, 0.0).to(tl.float32)
+    y = tl.load(v + row // H * v_stride_t + row % H * v_stride_h + e, inside, 0.0).to(tl.float32)
+    x, y = tl.sum(x * x, 1), tl.sum(y * y, 1)
+    # A maximum may drop what is not a number; infinity stays, and makes the gradients not a number.
+    tl.atomic_max(greatest, tl.max(tl.where(x == x, x, float("inf")), 0), sem="relaxed")
+    tl.atomic_max(greatest + 1, tl.max(tl.where(y == y, y, float("inf")), 0), sem="relaxed")
+
+
+@triton.jit
+def _exact_scale(greatest):
+    """What turns a ds into an integer of 22 bits, from `dense_attention_norms_kernel`.
+
+    |ds| <= |do| |v| times twice SiLU's greatest slope, 1.1 (2.3 with room for rounding).
+    """
+    bound = 2.3 * tl.sqrt(tl.load(greatest)) * tl.sqrt(tl.load(greatest + 1))
+    return 4194303.0 / tl.maximum(bound, 1e-30)
+
+
 @triton.jit
 def _atomic_add(pointers, value, mask=None):
     """Adds to fp32 cells, or to int64 ones, rounded."""

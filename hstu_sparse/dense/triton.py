@@ -22,6 +22,7 @@ from hstu_sparse.dense.bias import (
     dense_attention_narrow_kernel,
     dense_attention_times_kernel,
 )
+from hstu_sparse.dense.bias_grad import dense_attention_norms_kernel
 from hstu_sparse.dense.forward import dense_attention_fwd_kernel
 from hstu_sparse.dense.reference import bucket_edges
 from hstu_sparse.dense.tiles import dense_attention_schedule_kernel
@@ -80,7 +81,7 @@ def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str]
         return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1 if "position" in features else 2)
     if features >= {"time", "targets"}:  # a larger tile spills registers
         return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3)
-    return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2 if "time" in features else 3)
+    return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3)
 
 
 def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
@@ -264,16 +265,14 @@ class _Launch:
         time_grad = None if self.time_bias is None else scratch(copies, self.num_buckets + 1 + MOST_EDGES.value)
         if not self.empty:
             do = _rows(do)
-            scale = None
-            if exact:
-                # |ds| <= |do| |v| times twice SiLU's greatest slope, 1.1 (2.3 with room for rounding).
-                norms = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() for x in (do, self.v)]
-                scale = (2.0**22 - 1) / (2.3 * norms[0] * norms[1]).clamp(min=1e-30)
+            # First, so that the host prepares the second while the GPU works.
             self._backward_dkv(do, dk, dv, dkv_config or self.choose(bwd_dkv_config))
+            greatest = self.greatest_norms(do) if exact else None
             config = dq_config or self.choose(bwd_dq_config)
-            self._backward_dq(do, dq, position_grad, time_grad, scale, copies, config)
+            self._backward_dq(do, dq, position_grad, time_grad, greatest, copies, config)
             if exact:
-                unit = 0.5 / self.max_seq_len / scale.double()
+                bound = (2.3 * greatest.double().sqrt().prod()).clamp(min=1e-30)
+                unit = bound * (0.5 / self.max_seq_len / 4194303)
                 position_grad = None if position_grad is None else position_grad * unit
                 time_grad = None if time_grad is None else time_grad * unit
         if position_grad is not None:
@@ -284,7 +283,17 @@ class _Launch:
             time_grad = time_grad.to(self.table_dtypes[1])
         return dq, dk, dv, position_grad, time_grad
 
-    def _backward_dq(self, do, dq, position_grad, time_grad, scale, copies, config):
+    def greatest_norms(self, do: torch.Tensor) -> torch.Tensor:
+        """[2] fp32: the greatest squared norm of a row of do and of one of v."""
+        greatest = torch.zeros(2, device=do.device)
+        rows = self.total * self.heads
+        dense_attention_norms_kernel[(cdiv(rows, 64),)](
+            do, self.v, *do.stride()[:2], *self.v.stride()[:2], greatest, rows, H=self.heads, V=self.v_size,
+            PAD_V=padded_head(self.v_size), BLOCK=64,
+        )  # fmt: skip
+        return greatest
+
+    def _backward_dq(self, do, dq, position_grad, time_grad, greatest, copies, config):
         tiles = schedule(self.seq_offsets, self.total, config["BLOCK_M"])
         times = self.time_arguments(tiles, config["BLOCK_M"], config["BLOCK_N"], True)
         # A cell of the time bias's histogram takes at most so many terms, of 22 bits before the shift.
@@ -295,7 +304,7 @@ class _Launch:
             self.q, self.k, self.v, do, dq, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
             *do.stride()[:2], *dq.stride()[:2], self.seq_offsets, tiles, self.num_targets, self.window_size,
             0.5 * self.alpha, 0.5 / self.max_seq_len, self.alpha, self.position_bias, self.time_bias, position_grad,
-            time_grad, scale, time_shift, *times, **self.constants(), COPIES=copies,
+            time_grad, greatest, time_shift, *times, **self.constants(), COPIES=copies,
             TABLE=0 if time_grad is None else time_grad.shape[1], **config,
         )  # fmt: skip
 
