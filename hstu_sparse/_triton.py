@@ -105,6 +105,14 @@ def require_runnable(tensor: torch.Tensor, op: str) -> None:
     )
 
 
+def plain(x: torch.Tensor) -> bool:
+    """No tensor subclass (a fake tensor is one) and no mode wants to see the operator.
+
+    Then a launcher may be called as it is: dispatcher and torch.library's checks cost more time than a small kernel.
+    """
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack()
+
+
 def allocator() -> None:
     """Scratch memory from torch's allocator, for kernels that build tensor descriptors on the device."""
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))

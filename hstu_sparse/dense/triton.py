@@ -12,7 +12,7 @@ import math
 import torch
 import triton
 
-from hstu_sparse._triton import INTERPRET, cdiv, padded_head, require_runnable
+from hstu_sparse._triton import INTERPRET, cdiv, padded_head, plain, require_runnable
 from hstu_sparse.dense.backward import dense_attention_bwd_dkv_kernel, dense_attention_bwd_dq_kernel
 from hstu_sparse.dense.bias import (
     MAX_BUCKETS,
@@ -319,87 +319,70 @@ class _Launch:
         )  # fmt: skip
 
 
-@torch.library.custom_op("hstu_sparse::dense_fwd", mutates_args=())
-def dense_fwd(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seq_offsets: torch.Tensor,
-    max_seq_len: int,
-    alpha: float,
-    num_targets: torch.Tensor | None,
-    window_size: int,
-    position_bias: torch.Tensor | None,
-    time_bias: torch.Tensor | None,
-    timestamps: torch.Tensor | None,
-    query_timestamps: torch.Tensor | None,
-) -> torch.Tensor:
-    """Forward of `hstu_attention` in Triton: [T, H, V]."""
-    return _Launch(
-        q, k, v, seq_offsets, max_seq_len, alpha, num_targets, window_size, position_bias, time_bias, timestamps,
-        query_timestamps,
-    ).forward()  # fmt: skip
+def _forward(*arguments) -> torch.Tensor:
+    """[T, H, V]."""
+    return _Launch(*arguments).forward()
 
 
-@dense_fwd.register_fake
-def _(q, k, v, seq_offsets, max_seq_len, *_):
+def _backward(grad: torch.Tensor, *arguments) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv and the tables' gradients (empty where there is no table)."""
+    return tuple(grad.new_empty(0) if x is None else x for x in _Launch(*arguments).backward(grad))
+
+
+class _DenseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *arguments):
+        q, k, v, seq_offsets, max_seq_len, alpha, num_targets, window_size, *rest = arguments
+        ctx.save_for_backward(q, k, v, seq_offsets, num_targets, *rest)
+        ctx.options = max_seq_len, alpha, window_size
+        if plain(q):
+            return _forward(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.hstu_sparse.dense_fwd.default(*arguments)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, seq_offsets, num_targets, *rest = ctx.saved_tensors
+        max_seq_len, alpha, window_size = ctx.options
+        arguments = grad, q, k, v, seq_offsets, max_seq_len, alpha, num_targets, window_size, *rest
+        if plain(grad):
+            if torch.is_grad_enabled():
+                raise RuntimeError("hstu_attention has no second derivative in Triton: use backend='reference'")
+            found = _backward(*arguments)
+        else:
+            found = torch.ops.hstu_sparse.dense_bwd.default(*arguments)
+        dq, dk, dv, *tables = found
+        tables = (None if table is None else x for table, x in zip(rest, tables))
+        return dq, dk, dv, None, None, None, None, None, *tables, None, None
+
+
+_library = torch.library.Library("hstu_sparse", "FRAGMENT")
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, SymInt max_seq_len, float alpha, Tensor? num_targets, "
+    "SymInt window_size, Tensor? position_bias, Tensor? time_bias, Tensor? timestamps, Tensor? query_timestamps"
+)
+_library.define(f"dense_fwd({_ARGUMENTS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+_library.define(
+    f"dense_bwd(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+for _device in ("CPU", "CUDA"):
+    _library.impl("dense_fwd", _forward, _device)
+    _library.impl("dense_bwd", _backward, _device)
+_library.impl("dense_fwd", _DenseAttention.apply, "Autograd")
+
+
+@functools.partial(torch.library.register_fake, "hstu_sparse::dense_fwd", lib=_library)
+def _(q, k, v, *_):
     return q.new_empty(v.shape)
 
 
-@torch.library.custom_op("hstu_sparse::dense_bwd", mutates_args=())
-def dense_bwd(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seq_offsets: torch.Tensor,
-    max_seq_len: int,
-    alpha: float,
-    num_targets: torch.Tensor | None,
-    window_size: int,
-    position_bias: torch.Tensor | None,
-    time_bias: torch.Tensor | None,
-    timestamps: torch.Tensor | None,
-    query_timestamps: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Backward of `hstu_attention` in Triton: dq, dk, dv and the tables' gradients (empty where there is no table)."""
-    dq, dk, dv, position_grad, time_grad = _Launch(
-        q, k, v, seq_offsets, max_seq_len, alpha, num_targets, window_size, position_bias, time_bias, timestamps,
-        query_timestamps,
-    ).backward(grad)  # fmt: skip
-    position_grad = q.new_empty(0) if position_grad is None else position_grad
-    return dq, dk, dv, position_grad, q.new_empty(0) if time_grad is None else time_grad
-
-
-@dense_bwd.register_fake
+@functools.partial(torch.library.register_fake, "hstu_sparse::dense_bwd", lib=_library)
 def _(grad, q, k, v, seq_offsets, max_seq_len, alpha, num_targets, window_size, position_bias, time_bias, *_):
     return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-        q.new_empty(0) if position_bias is None else position_bias.new_empty(position_bias.shape),
-        q.new_empty(0) if time_bias is None else time_bias.new_empty(time_bias.shape),
+        *(x.new_empty(x.shape) for x in (q, k, v)),
+        *(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (position_bias, time_bias)),
     )
-
-
-def _setup_context(ctx, inputs, output):
-    q, k, v, seq_offsets, max_seq_len, alpha, num_targets, window_size, *rest = inputs
-    ctx.save_for_backward(q, k, v, seq_offsets, num_targets, *rest)
-    ctx.options = max_seq_len, alpha, window_size
-
-
-def _backward(ctx, grad):
-    q, k, v, seq_offsets, num_targets, position_bias, time_bias, timestamps, query_timestamps = ctx.saved_tensors
-    max_seq_len, alpha, window_size = ctx.options
-    dq, dk, dv, position_grad, time_grad = dense_bwd(
-        grad, q, k, v, seq_offsets, max_seq_len, alpha, num_targets, window_size, position_bias, time_bias, timestamps,
-        query_timestamps,
-    )  # fmt: skip
-    tables = (None if position_bias is None else position_grad, None if time_bias is None else time_grad)
-    return dq, dk, dv, None, None, None, None, None, *tables, None, None
-
-
-dense_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def hstu_attention_triton(
@@ -407,7 +390,12 @@ def hstu_attention_triton(
     query_timestamps,
 ):  # fmt: skip
     """Arguments and result as `hstu_sparse.hstu_attention`, on CUDA or in Triton's interpreter."""
-    return dense_fwd(
+    arguments = (
         q, k, v, seq_offsets, max_seq_len, alpha, num_targets, window_size, position_bias, time_bias, timestamps,
         query_timestamps,
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return torch.ops.hstu_sparse.dense_fwd.default(*arguments)
+    if not torch.is_grad_enabled() and plain(q):
+        return _forward(*arguments)
+    return _DenseAttention.apply(*arguments)

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse._triton import cdiv, next_power_of_2, require_runnable
+from hstu_sparse._triton import cdiv, next_power_of_2, plain, require_runnable
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 MAX_CHANNELS = 4096
@@ -189,17 +189,12 @@ def _backward(grad, x, u, seed, eps, dropout):
     return found
 
 
-def _plain(x: torch.Tensor) -> bool:
-    """No tensor subclass (a fake tensor is one) and no mode wants to see the operator."""
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack()
-
-
 class _NormGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, u, seed, eps, dropout):
         ctx.save_for_backward(x, u, seed)
         ctx.options = eps, dropout
-        if _plain(x):
+        if plain(x):
             return _forward(x, u, seed, eps, dropout)
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.hstu_sparse.norm_gate_fwd.default(x, u, seed, eps, dropout)
@@ -207,7 +202,7 @@ class _NormGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, u, seed = ctx.saved_tensors
-        if _plain(grad):
+        if plain(grad):
             if torch.is_grad_enabled():
                 raise RuntimeError("norm_gate has no second derivative in Triton: use backend='reference'")
             found = _backward(grad, x, u, seed, *ctx.options)
@@ -259,6 +254,6 @@ def norm_gate_triton(x, u, eps, dropout, seed):
     eps, dropout = float(eps), float(dropout)
     if torch.compiler.is_compiling():
         return torch.ops.hstu_sparse.norm_gate_fwd.default(x, u, seed, eps, dropout)
-    if not torch.is_grad_enabled() and _plain(x):
+    if not torch.is_grad_enabled() and plain(x):
         return _forward(x, u, seed, eps, dropout)
     return _NormGate.apply(x, u, seed, eps, dropout)
