@@ -81,6 +81,12 @@ def build_small(arch):
         dict(**i64, tiles="*i32", own_least="*i64", own_greatest="*i64", least="*i64", greatest="*i64", cells="*i32",
              tile_buckets="*i16", stride="i32"),
         dict(OWN=128, OTHER=64, OWN_IS_QUERY=True, CHUNK=256), **one)
+    yield compile_ahead(dense.dense_attention_tables_kernel,
+        dict(position="*fp32", time="*bf16", half_position="*fp32", half_time="*fp32"),
+        dict(N=211, TIMES=129, MARGIN=1024, MORE=4, BLOCK=1024), **one)
+    yield compile_ahead(dense.dense_attention_gradients_kernel,
+        dict(position="*i64", time="*i64", position_grad="*fp32", time_grad="*bf16", greatest="*fp32", scale="fp32"),
+        dict(N=211, TIMES=129, ALL=129, TABLE=133, COPIES=64, BLOCK=128), **one)
     yield compile_ahead(dense.dense_attention_norms_kernel,
         dict(do="*bf16", v="*bf16", do_stride_t="i32", do_stride_h="i32", v_stride_t="i32", v_stride_h="i32",
              greatest="*fp32", rows="i32"), dict(H=2, V=128, PAD_V=128, BLOCK=64), **one)
@@ -124,5 +130,5 @@ def test_kernels(arch, part, size, features):
 @pytest.mark.parametrize("arch", [80, 90])
 def test_small_kernels(arch):
     found = compile_in_a_process(arch, [])
-    assert len(found) == 4
+    assert len(found) == 6
     assert all(x["local_bytes"] == 0 for x in found), found

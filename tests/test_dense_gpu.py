@@ -118,7 +118,7 @@ def test_batches_of_other_lengths_compile_nothing_new():
     from hstu_sparse.dense import triton as dense
 
     kernels = [kernel for name, kernel in vars(dense).items() if name.startswith("dense_attention_")]
-    assert len(kernels) == 7
+    assert len(kernels) == 9
 
     def run(lengths):
         x = inputs(lengths, 512, features=("position", "time"))

@@ -43,6 +43,24 @@ def bucket_cells(num_buckets: int) -> torch.Tensor:
     return torch.stack([edges[bucket].view(torch.int32), bucket.int()], 1)
 
 
+@triton.jit(do_not_specialize_on_alignment=["position", "time"])
+def dense_attention_tables_kernel(
+    position, time, half_position, half_time, N: tl.constexpr, TIMES: tl.constexpr, MARGIN: tl.constexpr,
+    MORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Halves of the bias tables in fp32, position [N] with MARGIN zeros on both sides, time [TIMES] with MORE behind.
+
+    Halves, since the attention kernels want half the scores; either table may be None.
+    """
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if position is not None:
+        value = tl.load(position + i - MARGIN, (i >= MARGIN) & (i < MARGIN + N), 0.0).to(tl.float32)
+        tl.store(half_position + i, 0.5 * value, i < N + 2 * MARGIN)
+    if time is not None:
+        value = tl.load(time + i, i < TIMES, 0.0).to(tl.float32)
+        tl.store(half_time + i, 0.5 * value, i < TIMES + MORE)
+
+
 @triton.jit(
     do_not_specialize=["total"],
     do_not_specialize_on_alignment=["times", "origins", "seq_offsets", "least", "greatest"],

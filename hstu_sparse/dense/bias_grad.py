@@ -58,6 +58,26 @@ def _exact_scale(greatest):
     return 4194303.0 / tl.maximum(bound, 1e-30)
 
 
+@triton.jit(do_not_specialize=["scale"])
+def dense_attention_gradients_kernel(
+    position, time, position_grad, time_grad, greatest, scale, N: tl.constexpr, TIMES: tl.constexpr, ALL: tl.constexpr,
+    TABLE: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums to gradients: position [N] to position_grad, the first TIMES columns of time [COPIES, TABLE] to time_grad
+    [ALL], zeros behind. Integer sums, where `greatest` is given, become numbers, times `scale`.
+    """
+    unit = 1.0
+    if greatest is not None:
+        unit = scale / _exact_scale(greatest).to(tl.float64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if position is not None:
+        tl.store(position_grad + i, (tl.load(position + i, i < N, 0) * unit).to(position_grad.dtype.element_ty), i < N)
+    if time is not None:
+        copies = tl.arange(0, COPIES)[:, None]
+        total = tl.sum(tl.load(time + copies * TABLE + i[None, :], (i < TIMES)[None, :], 0), 0)
+        tl.store(time_grad + i, (total * unit).to(time_grad.dtype.element_ty), i < ALL)
+
+
 @triton.jit
 def _atomic_add(pointers, value, mask=None):
     """Adds to fp32 cells, or to int64 ones, rounded."""

@@ -20,9 +20,10 @@ from hstu_sparse.dense.bias import (
     POSITION_MARGIN,
     bucket_cells,
     dense_attention_narrow_kernel,
+    dense_attention_tables_kernel,
     dense_attention_times_kernel,
 )
-from hstu_sparse.dense.bias_grad import dense_attention_norms_kernel
+from hstu_sparse.dense.bias_grad import dense_attention_gradients_kernel, dense_attention_norms_kernel
 from hstu_sparse.dense.forward import dense_attention_fwd_kernel
 from hstu_sparse.dense.reference import bucket_edges
 from hstu_sparse.dense.tiles import dense_attention_schedule_kernel
@@ -159,15 +160,7 @@ class _Launch:
         self.q, self.k, self.v = _rows(q), _rows(k), _rows(v)
         self.seq_offsets, self.max_seq_len, self.alpha = seq_offsets.contiguous(), max_seq_len, alpha
         self.num_targets, self.window_size = num_targets, window_size
-        self.table_dtypes = [None if table is None else table.dtype for table in (position_bias, time_bias)]
-        # The kernels want halves of the scores, and read the position bias past both of its ends.
-        self.time_bias = None
-        if time_bias is not None:
-            self.time_bias = torch.nn.functional.pad(0.5 * time_bias.float(), (0, MOST_EDGES.value))
-        self.position_bias = None
-        if position_bias is not None:
-            margin = (POSITION_MARGIN, POSITION_MARGIN)
-            self.position_bias = torch.nn.functional.pad(0.5 * position_bias.float(), margin)[POSITION_MARGIN:]
+        self.tables = position_bias, time_bias
         self.timestamps, self.query_timestamps = timestamps, query_timestamps
         self.total, self.heads, self.d = self.q.shape
         self.v_size = self.v.shape[2]
@@ -175,10 +168,27 @@ class _Launch:
         self.biased = position_bias is not None or time_bias is not None
         # Differences of int64 seconds never get past bucket 145, so a longer table has a tail that is never read.
         self.num_buckets = 0 if time_bias is None else min(time_bias.shape[0] - 1, MAX_BUCKETS)
-        self.cells, self.steps = None, None
+        self.position_bias, self.time_bias, self.cells, self.steps = None, None, None, None
         self._times: dict = {}
-        if time_bias is not None and not self.empty:
-            self.cells, self.steps = _buckets(self.num_buckets, q.device)
+        if self.biased and not self.empty:
+            self._prepare_tables()
+
+    def _prepare_tables(self) -> None:
+        position, time = self.tables
+        new = functools.partial(torch.empty, dtype=torch.float32, device=self.q.device)
+        width = 0
+        if position is not None:
+            width = self.max_seq_len + 2 * POSITION_MARGIN
+            position, padded = position.contiguous(), new(width)
+            self.position_bias = padded[POSITION_MARGIN:]
+        if time is not None:
+            self.cells, self.steps = _buckets(self.num_buckets, self.q.device)
+            time, self.time_bias = time.contiguous(), new(self.num_buckets + 1 + MOST_EDGES.value)
+            width = max(width, self.time_bias.shape[0])
+        dense_attention_tables_kernel[(cdiv(width, 1024),)](
+            position, time, None if position is None else padded, self.time_bias, N=self.max_seq_len,
+            TIMES=self.num_buckets + 1, MARGIN=POSITION_MARGIN, MORE=MOST_EDGES.value, BLOCK=1024,
+        )  # fmt: skip
 
     def constants(self) -> dict:
         return dict(
@@ -200,7 +210,7 @@ class _Launch:
     def choose(self, config) -> dict:
         arch = 90 if not self.q.is_cuda else 10 * torch.cuda.get_device_capability(self.q.device)[0]
         sizes = padded_head(self.d), padded_head(self.v_size)
-        given = {"position": self.position_bias, "time": self.time_bias, "targets": self.num_targets}
+        given = {"position": self.tables[0], "time": self.tables[1], "targets": self.num_targets}
         return config(*sizes, self.q.dtype, {name for name, x in given.items() if x is not None}, arch)
 
     def times(self, which: torch.Tensor, block: int) -> tuple:
@@ -257,35 +267,33 @@ class _Launch:
             torch.empty(self.total, self.heads, size, dtype=self.q.dtype, device=self.q.device)
             for size in (self.d_out, self.d_out, self.v_out)
         )
+        position, time = self.tables
+        grads = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self.tables]
+        if self.empty:
+            return dq, dk, dv, *(None if x is None else x.zero_() for x in grads)
+        do = _rows(do)
+        # First, so that the host prepares the second while the GPU works.
+        self._backward_dkv(do, dk, dv, dkv_config or self.choose(bwd_dkv_config))
         # Integers, whose sums do not depend on the order of additions; fp32 needs more digits than they have.
         exact = self.biased and self.q.dtype != torch.float32 and not INTERPRET
-        scratch = functools.partial(torch.zeros, dtype=torch.int64 if exact else torch.float32, device=self.q.device)
-        position_grad = None if self.position_bias is None else scratch(self.max_seq_len)
-        copies = 1 if INTERPRET else 64
-        time_grad = None if self.time_bias is None else scratch(copies, self.num_buckets + 1 + MOST_EDGES.value)
-        if not self.empty:
-            do = _rows(do)
-            # First, so that the host prepares the second while the GPU works.
-            self._backward_dkv(do, dk, dv, dkv_config or self.choose(bwd_dkv_config))
-            greatest = self.greatest_norms(do) if exact else None
-            config = dq_config or self.choose(bwd_dq_config)
-            self._backward_dq(do, dq, position_grad, time_grad, greatest, copies, config)
-            if exact:
-                bound = (2.3 * greatest.double().sqrt().prod()).clamp(min=1e-30)
-                unit = bound * (0.5 / self.max_seq_len / 4194303)
-                position_grad = None if position_grad is None else position_grad * unit
-                time_grad = None if time_grad is None else time_grad * unit
-        if position_grad is not None:
-            position_grad = position_grad.to(self.table_dtypes[0])
-        if time_grad is not None:
-            unread = self.time_bias.shape[0] - time_grad.shape[1]
-            time_grad = torch.nn.functional.pad(time_grad.sum(0), (0, unread))[: -MOST_EDGES.value]
-            time_grad = time_grad.to(self.table_dtypes[1])
-        return dq, dk, dv, position_grad, time_grad
+        copies, width = 1 if INTERPRET else 64, self.num_buckets + 1 + MOST_EDGES.value
+        sizes = 0 if position is None else self.max_seq_len, 0 if time is None else copies * width
+        sums = torch.zeros(sum(sizes) + 1, dtype=torch.int64 if exact else torch.float32, device=do.device)
+        position_sums = None if position is None else sums[: sizes[0]]
+        time_sums = None if time is None else sums[sizes[0] : -1]
+        greatest = self._greatest_norms(do, sums[-1:].view(torch.float32)) if exact else None
+        config = dq_config or self.choose(bwd_dq_config)
+        self._backward_dq(do, dq, position_sums, time_sums, greatest, copies, width, config)
+        if self.biased:
+            times = 0 if time is None else time.shape[0]
+            dense_attention_gradients_kernel[(cdiv(max(sizes[0], times), 128),)](
+                position_sums, time_sums, *grads, greatest, 0.5 / self.max_seq_len, N=self.max_seq_len,
+                TIMES=self.num_buckets + 1, ALL=times, TABLE=width, COPIES=copies, BLOCK=128,
+            )  # fmt: skip
+        return dq, dk, dv, *grads
 
-    def greatest_norms(self, do: torch.Tensor) -> torch.Tensor:
-        """[2] fp32: the greatest squared norm of a row of do and of one of v."""
-        greatest = torch.zeros(2, device=do.device)
+    def _greatest_norms(self, do: torch.Tensor, greatest: torch.Tensor) -> torch.Tensor:
+        """greatest [2] fp32, given as zeros: the greatest squared norm of a row of do and of one of v."""
         rows = self.total * self.heads
         dense_attention_norms_kernel[(cdiv(rows, 64),)](
             do, self.v, *do.stride()[:2], *self.v.stride()[:2], greatest, rows, H=self.heads, V=self.v_size,
@@ -293,7 +301,7 @@ class _Launch:
         )  # fmt: skip
         return greatest
 
-    def _backward_dq(self, do, dq, position_grad, time_grad, greatest, copies, config):
+    def _backward_dq(self, do, dq, position_sums, time_sums, greatest, copies, width, config):
         tiles = schedule(self.seq_offsets, self.total, config["BLOCK_M"])
         times = self.time_arguments(tiles, config["BLOCK_M"], config["BLOCK_N"], True)
         # A cell of the time bias's histogram takes at most so many terms, of 22 bits before the shift.
@@ -303,9 +311,9 @@ class _Launch:
             dense_attention_bwd_dq_kernel, (tiles.shape[0] * self.heads,),
             self.q, self.k, self.v, do, dq, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
             *do.stride()[:2], *dq.stride()[:2], self.seq_offsets, tiles, self.num_targets, self.window_size,
-            0.5 * self.alpha, 0.5 / self.max_seq_len, self.alpha, self.position_bias, self.time_bias, position_grad,
-            time_grad, greatest, time_shift, *times, **self.constants(), COPIES=copies,
-            TABLE=0 if time_grad is None else time_grad.shape[1], **config,
+            0.5 * self.alpha, 0.5 / self.max_seq_len, self.alpha, self.position_bias, self.time_bias, position_sums,
+            time_sums, greatest, time_shift, *times, **self.constants(), COPIES=copies,
+            TABLE=width, **config,
         )  # fmt: skip
 
     def _backward_dkv(self, do, dk, dv, config):
