@@ -114,7 +114,8 @@ def _attend_dq(
                 if entry & 7 > 0:
                     own, other = _opaque(q_offset), _look_up(k_offset, s.to(tl.int64)[None, :])
                     sums1 += tl.sum(tl.where(_reached(own, other, tl.load(steps + base + 1), True), ds, 0.0), 1)
-                    sums2 += tl.sum(tl.where(_reached(own, other, tl.load(steps + base + 2), True), ds, 0.0), 1)
+                    if entry & 7 > 1:
+                        sums2 += tl.sum(tl.where(_reached(own, other, tl.load(steps + base + 2), True), ds, 0.0), 1)
                     if entry & 7 > 2:
                         sums3 += tl.sum(tl.where(_reached(own, other, tl.load(steps + base + 3), True), ds, 0.0), 1)
                         sums4 += tl.sum(tl.where(_reached(own, other, tl.load(steps + base + 4), True), ds, 0.0), 1)

@@ -224,7 +224,8 @@ def _add_narrow(half, entry, table, steps, own, offsets, index, BY_QUERY: tl.con
     else:
         other = _look_up(offsets, index)
         tile = tl.where(_reached(own, other, tl.load(steps + 1), BY_QUERY), tl.load(table + 1), bias)
-        tile = tl.where(_reached(own, other, tl.load(steps + 2), BY_QUERY), tl.load(table + 2), tile)
+        if entry & 7 > 1:
+            tile = tl.where(_reached(own, other, tl.load(steps + 2), BY_QUERY), tl.load(table + 2), tile)
         if entry & 7 > 2:
             tile = tl.where(_reached(own, other, tl.load(steps + 3), BY_QUERY), tl.load(table + 3), tile)
             tile = tl.where(_reached(own, other, tl.load(steps + 4), BY_QUERY), tl.load(table + 4), tile)
