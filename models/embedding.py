@@ -27,7 +27,7 @@ class InputEmbedding(nn.Module):
 
     Positions count from the oldest event of the window. Tables start truncated normal, items (and actions) with
     standard deviation 0.02, positions with E ** -0.5. (The published HSTU then draws the latter anew, Xavier normal:
-    no difference after 101 epochs, docs/evaluation.md.)
+    no gain after 101 epochs, docs/evaluation.md.)
     """
 
     def __init__(self, num_items: int, num_actions: int, embedding_dim: int, max_seq_len: int, dropout: float):
