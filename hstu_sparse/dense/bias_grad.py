@@ -4,8 +4,8 @@ Letters: N max_seq_len; t and s: the positions of queries and keys in their sequ
 BLOCK_N keys.
 
 Position bias: sums along the diagonals of a tile, in registers (`_add_diagonals`, fp32 and the interpreter) or in the
-ring. Time bias: a sum per bucket edge for a narrow tile (see bias.py), the histogram for any other. Sums are integers for
-fp16 and bf16 inputs, so that no order of additions matters, and fp32 for others.
+ring. Time bias: a sum per bucket edge for a narrow tile (see bias.py), the histogram for any other. Sums are integers
+for fp16 and bf16 inputs, so that no order of additions matters, and fp32 for others.
 """
 
 import triton
