@@ -1,9 +1,9 @@
-"""What the Triton kernels share: device functions, and helpers to launch, tune and compile them.
+"""What the Triton kernels share: device functions, and helpers to launch and compile them.
 
 Imported only when a kernel is needed, so `import hstu_sparse` works where triton is absent.
 
 Two environments run the same kernel source. On CUDA they are compiled; under `TRITON_INTERPRET=1`, which must be set
-before triton is first imported, they run on the CPU, where there is no inline assembly and no autotuner.
+before triton is first imported, they run on the CPU, where there is no inline assembly.
 """
 
 import os
@@ -67,30 +67,6 @@ def padded_head(size: int) -> int:
     return max(16, next_power_of_2(size))
 
 
-def bucket_length(n: int) -> int:
-    """max_seq_len rounded up to a power of four, 256 at least: the autotune key in place of the raw length.
-
-    Batches of one training run differ in T and often in their longest sequence; the best tile sizes depend on the
-    order of magnitude only, and tuning again in the middle of a run costs seconds.
-    """
-    bucket = 256
-    while bucket < n:
-        bucket *= 4
-    return bucket
-
-
-def autotune(configs, key, **kwargs):
-    """triton.autotune on CUDA; under the interpreter, which cannot time, the first config.
-
-    `key` names the arguments that choose the config: head sizes and a bucketed length, never the token count.
-    """
-    if len(configs) > 8:
-        raise ValueError(f"at most 8 configs, got {len(configs)}: each costs seconds at a user's first step")
-    if INTERPRET:
-        configs = configs[:1]
-    return triton.autotune(configs=configs, key=key, **kwargs)
-
-
 def require_runnable(tensor: torch.Tensor, op: str) -> None:
     """Raises unless Triton kernels can run on this tensor: CUDA, or a CPU tensor under the interpreter."""
     if tensor.is_cuda:
@@ -111,11 +87,6 @@ def plain(x: torch.Tensor) -> bool:
     Then a launcher may be called as it is: dispatcher and torch.library's checks cost more time than a small kernel.
     """
     return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack()
-
-
-def allocator() -> None:
-    """Scratch memory from torch's allocator, for kernels that build tensor descriptors on the device."""
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
 
 
 def compile_ahead(

@@ -15,6 +15,7 @@ from hstu_sparse.dense.bias import (
     _add_narrow,
     _add_wide,
     _bias_position,
+    _half_with_bias,
     _look_up,
     _narrow_run,
     _reached,
@@ -32,7 +33,7 @@ from hstu_sparse.dense.bias_grad import (
     _ring_flush,
     _ring_open,
 )
-from hstu_sparse.dense.tiles import GIVEN, PER_BATCH, _key_ranges, _load_rows, _silu_and_slope, _visible
+from hstu_sparse.dense.tiles import GIVEN, PER_BATCH, _key_ranges, _load_rows, _sequence, _silu_and_slope, _visible
 
 
 @triton.jit
@@ -67,20 +68,10 @@ def _attend_dq(
         value = _load_rows(v, start, n, e, v_stride, length, V, PAD_V, MASKED)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
         s = start + n
-        entry = 0
-        half = scores * half_alpha
-        if HAS_POSITION:
-            column = s.to(tl.int64)
-            if MASKED:
-                column = _bias_position(s, history, HAS_TARGETS)
-            half += _look_up(position_bias, row - column[None, :])
-        if HAS_TIME and MASKED:
-            k_high = tl.load(k_times + s, s < length, 0.0)[None, :]
-            k_low = tl.load(k_times + total + s, s < length, 0.0)[None, :]
-            half, bucket = _add_wide(half, q_high, q_low, k_high, k_low, time_bias, cells)
-        elif HAS_TIME:
-            entry = tl.load(tile_buckets + start // BLOCK_N).to(tl.int32)
-            half = _add_narrow(half, entry, time_bias, steps, q_offset, k_offset, s.to(tl.int64)[None, :], True)
+        half, entry, bucket = _half_with_bias(
+            scores, start, row, history, length, half_alpha, position_bias, time_bias, cells, steps, q_high, q_low,
+            q_offset, k_times, k_offset, tile_buckets, total, HAS_TARGETS, HAS_POSITION, HAS_TIME, MASKED, BLOCK_N,
+        )  # fmt: skip
         dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
         _, slope = _silu_and_slope(half, FAST)
         ds = dp * slope + dp
@@ -146,12 +137,8 @@ def dense_attention_bwd_dq_kernel(
     b = tl.load(tiles + 2 * tile)
     if b < 0:
         return
-    begin = tl.load(seq_offsets + b).to(tl.int64)
-    length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
+    begin, length, history = _sequence(b, seq_offsets, num_targets, HAS_TARGETS)
     block = (length + BLOCK_M - 1) // BLOCK_M - 1 - tl.load(tiles + 2 * tile + 1)
-    history = length
-    if HAS_TARGETS:
-        history = length - tl.load(num_targets + b).to(tl.int32)
     first_row = block * BLOCK_M
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, PAD_D)
@@ -284,11 +271,7 @@ def dense_attention_bwd_dkv_kernel(
     b = tl.load(tiles + 2 * tile)
     if b < 0:
         return
-    begin = tl.load(seq_offsets + b).to(tl.int64)
-    length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
-    history = length
-    if HAS_TARGETS:
-        history = length - tl.load(num_targets + b).to(tl.int32)
+    begin, length, history = _sequence(b, seq_offsets, num_targets, HAS_TARGETS)
     first_row = tl.load(tiles + 2 * tile + 1) * BLOCK_N
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, PAD_D)

@@ -249,3 +249,34 @@ def _bias_position(t, history, HAS_TARGETS: tl.constexpr):
     if HAS_TARGETS:
         t = tl.minimum(t, history)
     return t.to(tl.int64)
+
+
+@triton.jit
+def _half_with_bias(
+    scores, start, row, history, length, half_alpha, position_bias, time_bias, cells, steps, q_high, q_low, q_offset,
+    k_times, k_offset, tile_buckets, total,
+    HAS_TARGETS: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Half the scores, with their biases, of a tile of queries by the keys from `start` on.
+
+    Returns them, the tile's entry in tile_buckets (0 if MASKED) and, if MASKED, its buckets. row: `_bias_position` of
+    the queries, [BLOCK_M, 1].
+    """
+    s = start + tl.arange(0, BLOCK_N)
+    entry = 0
+    bucket = 0
+    half = scores * half_alpha
+    if HAS_POSITION:
+        column = s.to(tl.int64)
+        if MASKED:
+            column = _bias_position(s, history, HAS_TARGETS)
+        half += _look_up(position_bias, row - column[None, :])
+    if HAS_TIME and MASKED:
+        k_high = tl.load(k_times + s, s < length, 0.0)[None, :]
+        k_low = tl.load(k_times + total + s, s < length, 0.0)[None, :]
+        half, bucket = _add_wide(half, q_high, q_low, k_high, k_low, time_bias, cells)
+    elif HAS_TIME:
+        entry = tl.load(tile_buckets + start // BLOCK_N).to(tl.int32)
+        half = _add_narrow(half, entry, time_bias, steps, q_offset, k_offset, s.to(tl.int64)[None, :], True)
+    return half, entry, bucket

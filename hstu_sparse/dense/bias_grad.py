@@ -116,24 +116,30 @@ def _add_narrow_time_grad(grad, lowest, sums0, sums1, sums2, sums3, sums4, scale
 
 
 @triton.jit
+def _zero(base, WORDS: tl.constexpr, SPAN: tl.constexpr):
+    """Zeroes WORDS words of shared memory from `base` on, and waits for it; SPAN: a power of two, at least WORDS."""
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred p;
+            .reg .u32 a;
+            setp.lt.u32 p, $2, $3;
+            mad.lo.u32 a, $2, 4, $1;
+            @p st.shared.u32 [a], 0;
+            mov.u32 $0, 0;
+        }""",
+        "=r,r,r,r", [base, tl.arange(0, SPAN), WORDS], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.debug_barrier()
+
+
+@triton.jit
 def _histogram_open(token):
     """The shared-memory address of [146, 32] fp32, zeroed. Called once per program; `token` is any int32 scalar."""
     base = tl.inline_asm_elementwise(
         "{ .shared .align 16 .b8 hstu_histogram[19456]; mov.u32 $0, hstu_histogram; }", "=r,r", [token], tl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
-    tl.inline_asm_elementwise(
-        """{
-            .reg .pred p;
-            .reg .u32 a;
-            setp.lt.u32 p, $2, 4672;
-            mad.lo.u32 a, $2, 4, $1;
-            @p st.shared.f32 [a], 0f00000000;
-            mov.u32 $0, 0;
-        }""",
-        "=r,r,r", [base, tl.arange(0, 8192)], tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    tl.debug_barrier()
+    _zero(base, 4672, 8192)
     return base
 
 
@@ -262,18 +268,7 @@ def _ring_open(token):
         "{ .shared .align 16 .b8 hstu_ring[5120]; mov.u32 $0, hstu_ring; }", "=r,r", [token], tl.int32, is_pure=False,
         pack=1,
     )  # fmt: skip
-    tl.inline_asm_elementwise(
-        """{
-            .reg .pred p;
-            .reg .u32 a;
-            setp.lt.u32 p, $2, 1064;
-            mad.lo.u32 a, $2, 4, $1;
-            @p st.shared.u32 [a], 0;
-            mov.u32 $0, 0;
-        }""",
-        "=r,r,r", [base, tl.arange(0, 2048)], tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    tl.debug_barrier()
+    _zero(base, 1064, 2048)
     return base
 
 

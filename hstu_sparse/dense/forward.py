@@ -10,8 +10,8 @@ once, to the accumulator.
 import triton
 import triton.language as tl
 
-from hstu_sparse.dense.bias import _add_narrow, _add_wide, _bias_position, _look_up, _narrow_run
-from hstu_sparse.dense.tiles import GIVEN, PER_BATCH, _key_ranges, _load_rows, _silu, _visible
+from hstu_sparse.dense.bias import _bias_position, _half_with_bias, _narrow_run
+from hstu_sparse.dense.tiles import GIVEN, PER_BATCH, _key_ranges, _load_rows, _sequence, _silu, _visible
 
 
 @triton.jit
@@ -31,19 +31,10 @@ def _attend(
         key = _load_rows(k, start, n, d, k_stride, length, D, PAD_D, MASKED)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
         s = start + n
-        half = scores * half_alpha
-        if HAS_POSITION:
-            column = s.to(tl.int64)
-            if MASKED:
-                column = _bias_position(s, history, HAS_TARGETS)
-            half += _look_up(position_bias, row - column[None, :])
-        if HAS_TIME and MASKED:
-            k_high = tl.load(k_times + s, s < length, 0.0)[None, :]
-            k_low = tl.load(k_times + total + s, s < length, 0.0)[None, :]
-            half, _ = _add_wide(half, q_high, q_low, k_high, k_low, time_bias, cells)
-        elif HAS_TIME:
-            entry = tl.load(tile_buckets + start // BLOCK_N).to(tl.int32)
-            half = _add_narrow(half, entry, time_bias, steps, q_offset, k_offset, s.to(tl.int64)[None, :], True)
+        half, _, _ = _half_with_bias(
+            scores, start, row, history, length, half_alpha, position_bias, time_bias, cells, steps, q_high, q_low,
+            q_offset, k_times, k_offset, tile_buckets, total, HAS_TARGETS, HAS_POSITION, HAS_TIME, MASKED, BLOCK_N,
+        )  # fmt: skip
         weights = _silu(half, FAST)
         if MASKED:
             mask = _visible(t[:, None], s[None, :], length, history, window_size, HAS_TARGETS, HAS_WINDOW)
@@ -69,12 +60,8 @@ def dense_attention_fwd_kernel(
     b = tl.load(tiles + 2 * tile)
     if b < 0:
         return
-    begin = tl.load(seq_offsets + b).to(tl.int64)
-    length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
+    begin, length, history = _sequence(b, seq_offsets, num_targets, HAS_TARGETS)
     block = (length + BLOCK_M - 1) // BLOCK_M - 1 - tl.load(tiles + 2 * tile + 1)
-    history = length
-    if HAS_TARGETS:
-        history = length - tl.load(num_targets + b).to(tl.int32)
     first_row = block * BLOCK_M
     m = tl.arange(0, BLOCK_M)
     t = first_row + m

@@ -53,6 +53,17 @@ def dense_attention_schedule_kernel(
 
 
 @triton.jit
+def _sequence(b, seq_offsets, num_targets, HAS_TARGETS: tl.constexpr):
+    """(begin, length, length of the history before all candidates) of sequence b."""
+    begin = tl.load(seq_offsets + b).to(tl.int64)
+    length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
+    history = length
+    if HAS_TARGETS:
+        history = length - tl.load(num_targets + b).to(tl.int32)
+    return begin, length, history
+
+
+@triton.jit
 def _load_rows(
     base, start, rows, columns, stride, limit, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
 ):
