@@ -115,7 +115,7 @@ def cases(arguments):
         make = functools.partial(Case, shape=described, flops=flops(arguments.tokens, length, heads, size))
         yield make("ours", setup=lambda s=shape: ours(s, False), check=lambda: check(heads, size, dtype, False))
         yield make(
-            "ours, both biases", setup=lambda s=shape: ours(s, True), check=lambda: check(heads, size, dtype, True)
+            "ours both biases", setup=lambda s=shape: ours(s, True), check=lambda: check(heads, size, dtype, True)
         )
         yield make("sdpa-flash", setup=lambda s=shape: sdpa(s, SDPBackend.FLASH_ATTENTION))
         yield make("sdpa-cudnn", setup=lambda s=shape: sdpa(s, SDPBackend.CUDNN_ATTENTION))

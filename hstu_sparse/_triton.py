@@ -159,11 +159,17 @@ def _unset_registers(listing: str) -> list[str]:
             continue
         name, operands = match.groups()
         target, _, sources = operands.partition(",")
+        if target.startswith("UP") and sources.lstrip().startswith("UR"):  # a predicate comes before the number
+            target, _, sources = sources.partition(",")
         writes = name.startswith(("U", "R2UR", "S2UR", "VOTEU", "REDUX", "CS2UR"))
         if not writes:
             sources = operands
-        wide = 2 if "desc[" in sources or ".64" in name else 1
+        wide = 2 if "desc[" in sources or (writes and ".64" in name) else 1
         read = {int(r) + i for r in re.findall(r"UR(\d+)", sources) for i in range(wide)}
+        descriptors = re.search(r"gdesc\[UR(\d+)\]", sources)
+        if descriptors:  # of both operands; with the left one in registers only the second pair counts
+            first = 2 if re.match(r"\s*R\d+, R\d+", operands) else 0
+            read = {int(descriptors[1]) + i for i in range(first, 4)}
         if read - written:
             found.append(line.strip())
         if writes:

@@ -205,6 +205,14 @@ def test_descending_and_equal_timestamps():
 
 
 @interpreter
+def test_timestamps_in_no_order():
+    """No tile is narrow, and most are far from the diagonal."""
+    x = inputs((300,), 300, heads=1, features=("position", "time"))
+    x["timestamps"] = x["timestamps"][torch.randperm(300, generator=torch.Generator().manual_seed(1))]
+    check(x)
+
+
+@interpreter
 def test_strided_inputs():
     check(inputs((33, 20), 40, features=("position",), contiguous=False))
 

@@ -10,8 +10,10 @@ import sys
 
 import pytest
 
-# Bytes of local memory per thread that a kernel with a bias may spill; one without spills none.
+# Bytes of local memory per thread that a kernel with a bias, and one without, may spill. Without, the tile of dk and dv
+# that spills 32 bytes was measured 7% faster than the largest one that spills none.
 SPILLS = 192
+SPILLS_UNBIASED = 32
 
 SCRIPT = """
 import json, sys
@@ -20,12 +22,13 @@ from hstu_sparse._triton import compile_ahead, padded_head
 from hstu_sparse.dense import triton as dense
 
 POINTERS = {"steps": "*i64", "cells": "*i32", "seq_offsets": "*i64", "num_targets": "*i64", "tiles": "*i32",
-            "q_offset": "*i32", "k_offset": "*i32", "tile_buckets": "*i16"}
+            "q_offset": "*i32", "k_offset": "*i32", "tile_buckets": "*i16", "near": "*u8"}
 FLOATS = {"half_alpha", "inverse_n", "half_inverse_n", "alpha"}
 SIDE = {"position_bias", "time_bias", "greatest", "q_times", "k_times"}
 GRADS = {"position_grad", "time_grad"}
 POSITION = {"position_bias", "position_grad"}
-TIME = {"time_bias", "time_grad", "cells", "steps", "q_times", "q_offset", "k_times", "k_offset", "tile_buckets"}
+TIMES = {"q_times", "q_offset", "k_times", "k_offset"}
+TIME = TIMES | {"time_bias", "time_grad", "cells", "steps", "near", "tile_buckets"}
 
 
 def build(part, dtype, d, v, features, arch):
@@ -76,7 +79,7 @@ def build_small(arch):
         dict(**i64, tiles="*i32", num_seqs="i32", num_slots="i32"), dict(BLOCK=128, CHUNK=256), **one)
     yield compile_ahead(dense.dense_attention_times_kernel,
         dict(**i64, times="*i64", origins="*i64", split="*fp32", offset="*i32", least="*i64", greatest="*i64",
-             total="i32"), dict(BLOCK=64, CHUNK=1024), **one)
+             total="i32"), dict(CHUNK=1024), **one)
     yield compile_ahead(dense.dense_attention_narrow_kernel,
         dict(**i64, tiles="*i32", own_least="*i64", own_greatest="*i64", least="*i64", greatest="*i64", cells="*i32",
              tile_buckets="*i16", stride="i32"),
@@ -87,9 +90,10 @@ def build_small(arch):
     yield compile_ahead(dense.dense_attention_gradients_kernel,
         dict(position="*i64", time="*i64", position_grad="*fp32", time_grad="*bf16", greatest="*fp32", scale="fp32"),
         dict(N=211, TIMES=129, ALL=129, TABLE=133, COPIES=64, BLOCK=128), **one)
-    yield compile_ahead(dense.dense_attention_norms_kernel,
-        dict(do="*bf16", v="*bf16", do_stride_t="i32", do_stride_h="i32", v_stride_t="i32", v_stride_h="i32",
-             greatest="*fp32", rows="i32"), dict(H=2, V=128, PAD_V=128, BLOCK=64), **one)
+    yield compile_ahead(dense.dense_attention_near_kernel,
+        dict(**i64, tiles="*i32", num_targets="*i64", own_times="*fp32", times="*fp32", cells="*i32",
+             tile_buckets="*i16", near="*u8", row="i32", total="i32"),
+        dict(HAS_TARGETS=True, OWN=64, OTHER=32, OWN_IS_QUERY=True), **one)
 
 
 arch, jobs = json.loads(sys.argv[1])
@@ -114,7 +118,7 @@ def compile_in_a_process(arch, jobs):
 
 ALL = ["targets", "window", "position", "time"]
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
-STATIC = 24 * 1024  # of the dq kernel: the histogram and the ring
+STATIC = 36 * 1024  # of the dq kernel: the histogram and the ring
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -122,7 +126,7 @@ STATIC = 24 * 1024  # of the dq kernel: the histogram and the ring
 @pytest.mark.parametrize(("size", "features"), [(128, ALL), (128, [])])
 def test_kernels(arch, part, size, features):
     (found,) = compile_in_a_process(arch, [[part, "bfloat16", size, size, features]])
-    assert found["local_bytes"] <= (SPILLS if features else 0), found
+    assert found["local_bytes"] <= (SPILLS if features else SPILLS_UNBIASED), found
     assert not found["unset_registers"], found
     assert found["shared_bytes"] + (STATIC if part == "dq" and features else 0) <= SHARED[arch], found
 

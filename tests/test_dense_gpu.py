@@ -74,6 +74,14 @@ def test_long_sequence_with_narrow_tiles():
     check(inputs((3000, 500), 3000, d=128, v=128, features=("position", "time")))
 
 
+@pytest.mark.parametrize("features", [("position", "time"), ALL])
+def test_timestamps_in_no_order(features):
+    """No tile is narrow, and most are far from the diagonal."""
+    x = inputs((900, 333), 1000, features=features)
+    x["timestamps"] = x["timestamps"][torch.randperm(1233, generator=torch.Generator().manual_seed(1)).cuda()]
+    check(x)
+
+
 def test_strided_inputs():
     check(inputs((190, 67), 200, features=("position",), contiguous=False))
 

@@ -11,68 +11,105 @@ import triton
 import triton.language as tl
 
 from hstu_sparse._triton import COMPILED
-from hstu_sparse.dense.bias import (
-    _add_narrow,
-    _add_wide,
-    _bias_position,
-    _half_with_bias,
-    _look_up,
-    _narrow_run,
-    _reached,
-)
+from hstu_sparse.dense.bias import NEAR, _ahead, _bias_position, _half_bias, _look_up, _narrow_run, _opaque, _reached
 from hstu_sparse.dense.bias_grad import (
+    RING,
     _add_diagonals,
-    _add_narrow_time_grad,
     _atomic_add,
     _barrier,
     _exact_scale,
+    _greatest_norms,
     _histogram_add,
+    _histogram_add_sum,
     _histogram_close,
     _histogram_open,
     _ring_add,
+    _ring_add_wgmma,
+    _ring_check,
     _ring_flush,
+    _ring_lane,
     _ring_open,
 )
-from hstu_sparse.dense.tiles import GIVEN, PER_BATCH, _key_ranges, _load_rows, _sequence, _silu_and_slope, _visible
+from hstu_sparse.dense.tiles import (
+    GIVEN,
+    PER_BATCH,
+    _key_ranges,
+    _load_rows,
+    _matrix,
+    _sequence,
+    _silu_and_slope,
+    _visible,
+)
 
 
 @triton.jit
-def _opaque(x):
-    """x, without the compiler's knowing it: what is computed from it is computed anew, not kept in registers."""
-    if COMPILED:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=True, pack=1)
+def _in_registers(x, WGMMA: tl.constexpr):
+    """x, the left operand of products, held in registers and not read from shared memory for every one of them.
+
+    Triton does so only with what comes out of a product: this one adds zeros.
+    """
+    if WGMMA:
+        none = tl.dot(tl.zeros([x.shape[0], 16], x.dtype), tl.zeros([16, x.shape[1]], x.dtype))
+        return (x.to(tl.float32) + none).to(x.dtype)
     else:
         return x
 
 
 @triton.jit
+def _add_buckets(gradients, bucket, ds, FAST: tl.constexpr):
+    """The time bias's gradient at each pair's bucket += ds."""
+    _, _, time_grad, histogram, _, scale, time_scale = gradients
+    if COMPILED:
+        _histogram_add(histogram, bucket, ds, time_scale, FAST)
+    else:
+        tl.atomic_add(time_grad + bucket, ds * scale)
+
+
+@triton.jit
+def _add_sum(gradients, bucket, ds, MOVE: tl.constexpr, FAST: tl.constexpr):
+    """The time bias's gradient at one bucket += the sum of ds; MOVE: and less so much at the bucket before."""
+    _, _, time_grad, histogram, _, scale, time_scale = gradients
+    if COMPILED:
+        _histogram_add_sum(histogram, bucket, ds, time_scale, MOVE, FAST)
+    else:
+        total = tl.sum(ds) * scale
+        tl.atomic_add(time_grad + bucket, total)
+        if MOVE:
+            tl.atomic_add(time_grad + bucket - 1, -total)
+
+
+@triton.jit
 def _attend_dq(
-    acc, q, do, first, last, t, first_row, length, history, k, v, k_stride, v_stride, half_alpha, window_size, scale,
-    time_scale, position_bias, time_bias, position_grad, ring, time_grad, histogram, cells, steps, q_high, q_low,
-    q_offset, k_times, k_offset, tile_buckets, total,
+    acc, ring_low, q, do, first, last, t, first_row, length, history, k, v, k_stride, v_stride, half_alpha,
+    window_size, bias, gradients,
     D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, IS_NEAR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WGMMA: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_M, D] + the keys first .. last, and the gradients of the bias tables."""
+    """acc [BLOCK_M, D] + the keys first .. last, the gradients of the bias tables, and the ring's lowest distance."""
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
-    row = _bias_position(t, history, HAS_TARGETS)[:, None]
-    # Of the narrow tiles with the lowest bucket `base`: sums of ds, of ds past their first edge, and so on.
-    base = -1
-    sums0, sums1, sums2, sums3, sums4 = (tl.zeros([BLOCK_M], tl.float32),) * 5
+    place = _bias_position(t, history, HAS_TARGETS)[:, None]
+    position_grad, ring, greatest, scale = gradients[0], gradients[1], gradients[4], gradients[5]
+    ahead = (0, 0.0, 0)
+    if HAS_TIME and not MASKED:
+        ahead = _ahead(first, bias, BLOCK_N)
     for start in range(first, last, BLOCK_N):
+        s = start + n
         key = _load_rows(k, start, n, d, k_stride, length, D, PAD_D, MASKED)
         value = _load_rows(v, start, n, e, v_stride, length, V, PAD_V, MASKED)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
-        s = start + n
-        half, entry, bucket = _half_with_bias(
-            scores, start, row, history, length, half_alpha, position_bias, time_bias, cells, steps, q_high, q_low,
-            q_offset, k_times, k_offset, tile_buckets, total, HAS_TARGETS, HAS_POSITION, HAS_TIME, MASKED, BLOCK_N,
+        entry = ahead[0]
+        half_bias, bucket, ahead = _half_bias(
+            start, place, history, length, ahead, bias, HAS_TARGETS, HAS_POSITION, HAS_TIME, MASKED, IS_NEAR, True,
+            BLOCK_M, BLOCK_N,
         )  # fmt: skip
         dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
+        half = scores * half_alpha
+        if HAS_POSITION or HAS_TIME:
+            half += half_bias
         _, slope = _silu_and_slope(half, FAST)
         ds = dp * slope + dp
         if MASKED:
@@ -89,34 +126,43 @@ def _attend_dq(
                 _atomic_add(position_grad + tl.maximum(history - s, 0), column, seen)
                 along = tl.where(candidate, 0.0, ds)
             if FAST and COMPILED:
-                _ring_add(ring, t[:, None] - s[None, :], along, scale)
-                _barrier(length)
-                # No barrier after it: these cells are next used two blocks on.
-                _ring_flush(ring, position_grad, first_row - start + BLOCK_M - 1, length, BLOCK_N)
+                nearest = first_row - start - (BLOCK_N - 1)
+                distance = tl.arange(0, BLOCK_M)[:, None] - n[None, :]
+                if nearest < ring_low:  # at first, and when the ring is at its end
+                    if WGMMA:
+                        _ring_check(along, distance, greatest)
+                    _barrier(length)
+                    _ring_flush(ring, position_grad, ring_low, ring_low, tl.minimum(ring_low + RING, length), length)
+                    _barrier(length)
+                    ring_low = first_row - start + BLOCK_M - RING
+                cell = 4 * (first_row - start - ring_low)
+                if WGMMA:
+                    _ring_add_wgmma(_ring_lane(ring) + cell, along, scale)
+                else:
+                    _ring_add(ring + cell + 4 * distance, along, scale)
             else:
                 _add_diagonals(position_grad, along, first_row, start, length, scale, BLOCK_M, BLOCK_N)
         if HAS_TIME:
-            if not MASKED:
-                if entry >> 3 != base:
-                    _add_narrow_time_grad(time_grad, base, sums0, sums1, sums2, sums3, sums4, scale)
-                    base = entry >> 3
-                    sums0, sums1, sums2, sums3, sums4 = (tl.zeros([BLOCK_M], tl.float32),) * 5
-                sums0 += tl.sum(ds, 1)
-                if entry & 7 > 0:
-                    own, other = _opaque(q_offset), _look_up(k_offset, s.to(tl.int64)[None, :])
-                    sums1 += tl.sum(tl.where(_reached(own, other, tl.load(steps + base + 1), True), ds, 0.0), 1)
-                    if entry & 7 > 1:
-                        sums2 += tl.sum(tl.where(_reached(own, other, tl.load(steps + base + 2), True), ds, 0.0), 1)
-                    if entry & 7 > 2:
-                        sums3 += tl.sum(tl.where(_reached(own, other, tl.load(steps + base + 3), True), ds, 0.0), 1)
-                        sums4 += tl.sum(tl.where(_reached(own, other, tl.load(steps + base + 4), True), ds, 0.0), 1)
-            elif COMPILED:
-                _histogram_add(histogram, bucket, ds, time_scale, FAST)
+            if MASKED:
+                _add_buckets(gradients, bucket, ds, FAST)
             else:
-                tl.atomic_add(time_grad + bucket, ds * scale)
-    if HAS_TIME and not MASKED:
-        _add_narrow_time_grad(time_grad, base, sums0, sums1, sums2, sums3, sums4, scale)
-    return acc
+                lowest = entry >> 3
+                edges = entry & 7
+                _add_sum(gradients, lowest, ds, False, FAST)
+                if edges > 0:
+                    steps = bias[0][3] + lowest
+                    own, other = _opaque(bias[1][2]), _look_up(bias[2][1], s.to(tl.int64)[None, :])
+                    past = tl.where(_reached(own, other, tl.load(steps + 1), True), ds, 0.0)
+                    _add_sum(gradients, lowest + 1, past, True, FAST)
+                    if edges > 1:
+                        past = tl.where(_reached(own, other, tl.load(steps + 2), True), ds, 0.0)
+                        _add_sum(gradients, lowest + 2, past, True, FAST)
+                    if edges > 2:
+                        past = tl.where(_reached(own, other, tl.load(steps + 3), True), ds, 0.0)
+                        _add_sum(gradients, lowest + 3, past, True, FAST)
+                        past = tl.where(_reached(own, other, tl.load(steps + 4), True), ds, 0.0)
+                        _add_sum(gradients, lowest + 4, past, True, FAST)
+    return acc, ring_low
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
@@ -124,12 +170,12 @@ def dense_attention_bwd_dq_kernel(
     q, k, v, do, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t, do_stride_h,
     dq_stride_t, dq_stride_h, seq_offsets, tiles, num_targets, window_size, half_alpha, half_inverse_n, alpha,
     position_bias, time_bias, position_grad, time_grad, greatest, time_shift, cells, steps, q_times, q_offset,
-    k_times, k_offset, tile_buckets, row, total,
+    k_times, k_offset, tile_buckets, near, row, total,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, TABLE: tl.constexpr, COPIES: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
-    PAD_V: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WGMMA: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
     """One program: dq of BLOCK_M queries of one head, and their part of the bias tables' gradients."""
     tile = tl.program_id(0) // H
@@ -142,13 +188,14 @@ def dense_attention_bwd_dq_kernel(
     first_row = block * BLOCK_M
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, PAD_D)
+    e = tl.arange(0, PAD_V)
     t = first_row + m
     q += begin * q_stride_t + head * q_stride_h
     k += begin * k_stride_t + head * k_stride_h
     v += begin * v_stride_t + head * v_stride_h
     do += begin * do_stride_t + head * do_stride_h
-    query = _load_rows(q, first_row, m, d, q_stride_t, length, D, PAD_D, True)
-    dout = _load_rows(do, first_row, m, tl.arange(0, PAD_V), do_stride_t, length, V, PAD_V, True)
+    query = _in_registers(_load_rows(q, first_row, m, d, q_stride_t, length, D, PAD_D, True), WGMMA)
+    dout = _in_registers(_load_rows(do, first_row, m, e, do_stride_t, length, V, PAD_V, True), WGMMA)
     histogram = 0
     ring = 0
     # Of the tables' gradients: in FAST compiled kernels they are integers, sums of terms times this.
@@ -159,51 +206,49 @@ def dense_attention_bwd_dq_kernel(
         time_scale = scale / (1 << time_shift).to(tl.float32)
     if HAS_POSITION and FAST and COMPILED:
         ring = _ring_open(length)
-    q_high, q_low, q_near = 0.0, 0.0, 0
+    first, full, diagonal, end = _key_ranges(
+        first_row, length, history, window_size, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N
+    )
+    q_high, q_low, q_offsets = 0.0, 0.0, 0
+    nearest, near_start = 0, diagonal
     if HAS_TIME:
+        slot = begin // BLOCK_M + b + block
         q_high = tl.load(q_times + begin + t, t < length, 0.0)[:, None]
         q_low = tl.load(q_times + total + begin + t, t < length, 0.0)[:, None]
-        q_near = tl.load(q_offset + begin + t, t < length, 0)[:, None]
+        q_offsets = tl.load(q_offset + begin + t, t < length, 0)[:, None]
         k_times += begin
         k_offset += begin
-        tile_buckets += (begin // BLOCK_M + b + block) * row
+        tile_buckets += slot * row
+        near += slot * (NEAR * BLOCK_M * BLOCK_N)
+        nearest = (end - 1) // BLOCK_N
+        diagonal = _narrow_run(full, diagonal, tile_buckets, BLOCK_N, True)
+        near_start = tl.maximum(diagonal, (nearest - (NEAR - 1)) * BLOCK_N)
         # Several copies of the small table keep the programs' additions from queueing at one address.
         time_grad += (tl.program_id(0) % COPIES) * TABLE
         if COMPILED:
             histogram = _histogram_open(length)
-
-    first, full, diagonal, end = _key_ranges(
-        first_row, length, history, window_size, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N
-    )
-    if HAS_TIME:
-        diagonal = _narrow_run(full, diagonal, tile_buckets, BLOCK_N, True)
+    bias = (
+        (position_bias, time_bias, cells, steps), (q_high, q_low, q_offsets), (k_times, k_offset),
+        (tile_buckets, near, nearest), total,
+    )  # fmt: skip
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
-    if HAS_WINDOW:  # noqa: SIM102  one is known to the compiler
-        if first < full:
-            acc = _attend_dq(
-                acc, query, dout, first, full, t, first_row, length, history, k, v, k_stride_t, v_stride_t, half_alpha,
-                window_size, scale, time_scale, position_bias, time_bias, position_grad, ring,
-                time_grad, histogram, cells, steps, q_high, q_low, q_near, k_times, k_offset, tile_buckets, total, D,
-                V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST, PRECISION, True, BLOCK_M,
-                BLOCK_N, PAD_D, PAD_V,
-            )  # fmt: skip
-    if full < diagonal:
-        acc = _attend_dq(
-            acc, query, dout, full, diagonal, t, first_row, length, history, k, v, k_stride_t, v_stride_t, half_alpha,
-            window_size, scale, time_scale, position_bias, time_bias, position_grad, ring, time_grad,
-            histogram, cells, steps, q_high, q_low, q_near, k_times, k_offset, tile_buckets, total, D, V, HAS_TARGETS,
-            HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST, PRECISION, False, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
-        )  # fmt: skip
-    if diagonal < end:
-        acc = _attend_dq(
-            acc, query, dout, diagonal, end, t, first_row, length, history, k, v, k_stride_t, v_stride_t, half_alpha,
-            window_size, scale, time_scale, position_bias, time_bias, position_grad, ring, time_grad,
-            histogram, cells, steps, q_high, q_low, q_near, k_times, k_offset, tile_buckets, total, D, V, HAS_TARGETS,
-            HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST, PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
-        )  # fmt: skip
+    ring_low = 1 << 30
+    gradients = (position_grad, ring, time_grad, histogram, greatest, scale, time_scale)
+    bounds = (first, full, diagonal, near_start, end)
+    for part in tl.static_range(4):
+        if (part > 0 or HAS_WINDOW) and (part != 2 or HAS_TIME):  # noqa: SIM102  known to the compiler
+            if bounds[part] < bounds[part + 1]:
+                acc, ring_low = _attend_dq(
+                    acc, ring_low, query, dout, bounds[part], bounds[part + 1], t, first_row, length, history, k, v,
+                    k_stride_t, v_stride_t, half_alpha, window_size, bias, gradients, D, V, HAS_TARGETS, HAS_WINDOW,
+                    HAS_POSITION, HAS_TIME, FAST, PRECISION, part != 1, part == 3, BLOCK_M, BLOCK_N, WGMMA, PAD_D,
+                    PAD_V,
+                )  # fmt: skip
     if HAS_POSITION and FAST and COMPILED:
         tl.debug_barrier()
-        _ring_flush(ring, position_grad, first_row - (end - 1) // BLOCK_N * BLOCK_N + BLOCK_M - 1, length, 256)
+        nearest = first_row - (end - 1) // BLOCK_N * BLOCK_N - (BLOCK_N - 1)
+        farthest = tl.minimum(first_row - first + BLOCK_M, ring_low + RING)
+        _ring_flush(ring, position_grad, ring_low, tl.maximum(nearest, ring_low), farthest, length)
     if HAS_TIME and COMPILED:
         _histogram_close(histogram, time_grad, half_inverse_n, time_shift, TABLE, FAST)
     dq += (begin + first_row) * dq_stride_t + head * dq_stride_h
@@ -214,33 +259,32 @@ def dense_attention_bwd_dq_kernel(
 
 @triton.jit
 def _attend_dkv(
-    dk, dv, k, v, first, last, s, length, history, q, do, q_stride, do_stride, half_alpha, window_size,
-    position_bias, time_bias, cells, steps, k_high, k_low, k_offset, q_times, q_offset, tile_buckets, total,
+    dk, dv, k, v, first, last, s, length, history, q, do, q_stride, do_stride, half_alpha, window_size, bias,
     D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr,
-    PAD_D: tl.constexpr, PAD_V: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dk [BLOCK_N, D] and dv [BLOCK_N, V] + the queries first .. last; tiles are transposed, keys x queries."""
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
-    column = _bias_position(s, history, HAS_TARGETS)[:, None]
+    place = _bias_position(s, history, HAS_TARGETS)[:, None]
+    ahead = (0, 0.0, 0)
+    if HAS_TIME and not MASKED:
+        ahead = _ahead(first, bias, BLOCK_M)
     for start in range(first, last, BLOCK_M):
-        query = _load_rows(q, start, m, d, q_stride, length, D, PAD_D, MASKED)
-        dout = _load_rows(do, start, m, e, do_stride, length, V, PAD_V, MASKED)
+        query = _load_rows(q, start, m, d, q_stride, length, D, PAD_D, MASKED, TMA)
+        dout = _load_rows(do, start, m, e, do_stride, length, V, PAD_V, MASKED, TMA)
         scores = tl.dot(k, tl.trans(query), input_precision=PRECISION)
+        half_bias, _, ahead = _half_bias(
+            start, place, history, length, ahead, bias, HAS_TARGETS, HAS_POSITION, HAS_TIME, MASKED, IS_NEAR, False,
+            BLOCK_N, BLOCK_M,
+        )  # fmt: skip
         t = start + m
         half = scores * half_alpha
-        if HAS_POSITION:
-            half += _look_up(position_bias, _bias_position(t, history, HAS_TARGETS)[None, :] - column)
-        if HAS_TIME and MASKED:
-            q_high = tl.load(q_times + t, t < length, 0.0)[None, :]
-            q_low = tl.load(q_times + total + t, t < length, 0.0)[None, :]
-            half, _ = _add_wide(half, q_high, q_low, k_high, k_low, time_bias, cells)
-        elif HAS_TIME:
-            entry = tl.load(tile_buckets + start // BLOCK_M).to(tl.int32)
-            half = _add_narrow(half, entry, time_bias, steps, k_offset, q_offset, t.to(tl.int64)[None, :], False)
+        if HAS_POSITION or HAS_TIME:
+            half += half_bias
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         weights, slope = _silu_and_slope(half, FAST)
         if MASKED:
@@ -257,22 +301,22 @@ def _attend_dkv(
 def dense_attention_bwd_dkv_kernel(
     q, k, v, do, dk, dv, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
     do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h, seq_offsets, tiles,
-    num_targets, window_size, half_alpha, half_inverse_n, alpha, position_bias, time_bias, cells, steps, q_times,
-    q_offset, k_times, k_offset, tile_buckets, row, total,
+    num_targets, window_size, half_alpha, half_inverse_n, alpha, position_bias, time_bias, greatest, cells, steps,
+    q_times, q_offset, k_times, k_offset, tile_buckets, near, row, total,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
-    PAD_V: tl.constexpr,
+    PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program: dk and dv of BLOCK_N keys of one head."""
+    """One program: dk and dv of BLOCK_N keys of one head; and greatest [2], see `_exact_scale`, if it is given."""
     tile = tl.program_id(0) // H
     head = tl.program_id(0) % H
     b = tl.load(tiles + 2 * tile)
     if b < 0:
         return
     begin, length, history = _sequence(b, seq_offsets, num_targets, HAS_TARGETS)
-    first_row = tl.load(tiles + 2 * tile + 1) * BLOCK_N
+    first_row = (tl.load(tiles + 2 * tile + 1) & 0xFFFFFF) * BLOCK_N
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
@@ -283,14 +327,18 @@ def dense_attention_bwd_dkv_kernel(
     do += begin * do_stride_t + head * do_stride_h
     key = _load_rows(k, first_row, n, d, k_stride_t, length, D, PAD_D, True)
     value = _load_rows(v, first_row, n, e, v_stride_t, length, V, PAD_V, True)
-    k_high, k_low, k_near = 0.0, 0.0, 0
+    if greatest is not None:
+        _greatest_norms(_load_rows(do, first_row, n, e, do_stride_t, length, V, PAD_V, True), value, greatest)
+    k_high, k_low, k_offsets = 0.0, 0.0, 0
     if HAS_TIME:
         k_high = tl.load(k_times + begin + s, s < length, 0.0)[:, None]
         k_low = tl.load(k_times + total + begin + s, s < length, 0.0)[:, None]
-        k_near = tl.load(k_offset + begin + s, s < length, 0)[:, None]
+        k_offsets = tl.load(k_offset + begin + s, s < length, 0)[:, None]
         q_times += begin
         q_offset += begin
-        tile_buckets += (begin // BLOCK_N + b + first_row // BLOCK_N) * row
+        slot = begin // BLOCK_N + b + first_row // BLOCK_N
+        tile_buckets += slot * row
+        near += slot * (NEAR * BLOCK_M * BLOCK_N)
 
     # Queries: masked up to `full`, free of masks up to `free`, masked up to `end`; multiples of BLOCK_M but the last.
     end = length
@@ -313,27 +361,29 @@ def dense_attention_bwd_dkv_kernel(
     free = tl.maximum(tl.minimum(free, end), full)
     if HAS_TIME:
         full = _narrow_run(full, free, tile_buckets, BLOCK_M, False)
+    wide = tl.minimum(full, end)
+    near_end = tl.minimum(wide, begin_row + NEAR * BLOCK_M)
 
+    q = _matrix(q, q_stride_t, length, D, BLOCK_M, PAD_D, TMA)
+    do = _matrix(do, do_stride_t, length, V, BLOCK_M, PAD_V, TMA)
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
-    acc_k, acc_v = _attend_dkv(
-        acc_k, acc_v, key, value, begin_row, tl.minimum(full, end), s, length, history, q, do, q_stride_t,
-        do_stride_t, half_alpha, window_size, position_bias, time_bias, cells, steps, k_high, k_low,
-        k_near, q_times, q_offset, tile_buckets, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
-        FAST, PRECISION, True, BLOCK_M, PAD_D, PAD_V,
+    bias = (
+        (position_bias, time_bias, cells, steps), (k_high, k_low, k_offsets), (q_times, q_offset),
+        (tile_buckets, near, begin_row // BLOCK_M), total,
     )  # fmt: skip
-    acc_k, acc_v = _attend_dkv(
-        acc_k, acc_v, key, value, full, free, s, length, history, q, do, q_stride_t,
-        do_stride_t, half_alpha, window_size, position_bias, time_bias, cells, steps, k_high, k_low,
-        k_near, q_times, q_offset, tile_buckets, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
-        FAST, PRECISION, False, BLOCK_M, PAD_D, PAD_V,
-    )  # fmt: skip
-    acc_k, acc_v = _attend_dkv(
-        acc_k, acc_v, key, value, free, end, s, length, history, q, do, q_stride_t,
-        do_stride_t, half_alpha, window_size, position_bias, time_bias, cells, steps, k_high, k_low,
-        k_near, q_times, q_offset, tile_buckets, total, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME,
-        FAST, PRECISION, True, BLOCK_M, PAD_D, PAD_V,
-    )  # fmt: skip
+    if not HAS_TIME:
+        near_end = wide
+    ranges = ((begin_row, near_end), (near_end, wide), (full, free), (free, end))
+    for part in tl.static_range(4):
+        if part != 1 or HAS_TIME:  # noqa: SIM102  known to the compiler
+            # The condition spares registers with TMA and costs some without.
+            if not TMA or ranges[part][0] < ranges[part][1]:
+                acc_k, acc_v = _attend_dkv(
+                    acc_k, acc_v, key, value, *ranges[part], s, length, history, q, do, q_stride_t, do_stride_t,
+                    half_alpha, window_size, bias, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST,
+                    PRECISION, part != 2, part == 0, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+                )  # fmt: skip
     inside = (s < length)[:, None]
     dk += (begin + first_row) * dk_stride_t + head * dk_stride_h
     result = (acc_k * (alpha * half_inverse_n)).to(dk.dtype.element_ty)

@@ -19,10 +19,13 @@ import triton.language as tl
 
 from hstu_sparse._triton import COMPILED
 from hstu_sparse.dense.reference import bucket_edges
+from hstu_sparse.dense.tiles import _sequence
 
 MAX_BUCKETS = 145
 POSITION_MARGIN = 1024
 MOST_EDGES = tl.constexpr(4)
+NEAR = tl.constexpr(6)
+GROUP = tl.constexpr(16)
 # Cells of an octave in the table that finds buckets: 2 ** CELL_BITS, each narrower than a bucket.
 CELL_BITS = 3
 _SHIFT, _BASE = tl.constexpr(23 - CELL_BITS), tl.constexpr(127 << CELL_BITS)
@@ -66,13 +69,13 @@ def dense_attention_tables_kernel(
     do_not_specialize_on_alignment=["times", "origins", "seq_offsets", "least", "greatest"],
 )
 def dense_attention_times_kernel(
-    times, origins, seq_offsets, split, offset, least, greatest, total, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+    times, origins, seq_offsets, split, offset, least, greatest, total, CHUNK: tl.constexpr
 ):
     """Timestamps as fp32 pairs `split [2, T]` and as `offset [T]` int32 from the sequence's first in `origins`, and the
-    least and greatest of each BLOCK tokens of a sequence.
+    least and greatest of each GROUP tokens of a sequence.
 
-    Block i of sequence b is at seq_offsets[b] // BLOCK + b + i, which leaves room for every block without a prefix sum.
-    Where an offset does not fit, the block's extremes are infinite, so that no tile with it passes for narrow.
+    Group i of sequence b is at seq_offsets[b] // GROUP + b + i, which leaves room for every group without a prefix sum.
+    Where an offset does not fit, the group's extremes are infinite, so that no tile with it passes for narrow.
     """
     b = tl.program_id(0)
     begin = tl.load(seq_offsets + b).to(tl.int64)
@@ -80,8 +83,8 @@ def dense_attention_times_kernel(
     first = tl.program_id(1) * CHUNK
     if first >= length:
         return
-    block = tl.arange(0, CHUNK // BLOCK)
-    token = first + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    group = tl.arange(0, CHUNK // GROUP)
+    token = first + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = token < length
     value = tl.load(times + begin + token, inside, 0)
     high = value.to(tl.float32)
@@ -91,8 +94,8 @@ def dense_attention_times_kernel(
     relative = value - tl.load(origins + begin)
     fits = (relative > -2147483648) & (relative < 2147483647)
     tl.store(offset + begin + token, relative.to(tl.int32), inside)
-    slot = begin // BLOCK + b + first // BLOCK + block
-    used = first + block * BLOCK < length
+    slot = begin // GROUP + b + first // GROUP + group
+    used = first + group * GROUP < length
     limit = 4611686018427387904
     smallest = tl.min(tl.where(inside, tl.where(fits, value, -limit), limit), 1)
     largest = tl.max(tl.where(inside, tl.where(fits, value, limit), -limit), 1)
@@ -123,11 +126,15 @@ def dense_attention_narrow_kernel(
         return
     own = begin // OWN + b + tl.load(tiles + 2 * tl.program_id(0) + 1)
     inside = block * OTHER < length
-    other = begin // OTHER + b + block
-    own_first = tl.load(own_least + own)
-    own_last = tl.load(own_greatest + own)
-    other_first = tl.load(least + other, inside, 0)
-    other_last = tl.load(greatest + other, inside, 0)
+    groups = begin // GROUP + b
+    mine = tl.load(tiles + 2 * tl.program_id(0) + 1) * (OWN // GROUP) + tl.arange(0, OWN // GROUP)
+    used = mine * GROUP < length
+    own_first = tl.min(tl.load(own_least + groups + mine, used, 4611686018427387904), 0)
+    own_last = tl.max(tl.load(own_greatest + groups + mine, used, -4611686018427387904), 0)
+    theirs = block[:, None] * (OTHER // GROUP) + tl.arange(0, OTHER // GROUP)[None, :]
+    used = theirs * GROUP < length
+    other_first = tl.min(tl.load(least + groups + theirs, used, 4611686018427387904), 1)
+    other_last = tl.max(tl.load(greatest + groups + theirs, used, -4611686018427387904), 1)
     if OWN_IS_QUERY:
         nearest = own_first - other_last
         farthest = own_last - other_first
@@ -160,6 +167,39 @@ def _look_up(table, index):
             )
     else:
         return tl.load(table + index)
+
+
+@triton.jit
+def _opaque(x):
+    """x, without the compiler's knowing it: what is computed from it is computed anew, not kept in registers."""
+    if COMPILED:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=True, pack=1)
+    else:
+        return x
+
+
+@triton.jit
+def _scalar(pointer):
+    """tl.load of one number (int16 or fp32) that Triton does not move through shared memory."""
+    if COMPILED:
+        if pointer.dtype.element_ty == tl.int16:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.s16 $0, [$1];", "=r,l", [pointer.to(tl.int64)], tl.int32, is_pure=True, pack=1
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.f32 $0, [$1];", "=f,l", [pointer.to(tl.int64)], tl.float32, is_pure=True, pack=1
+            )
+    else:
+        return tl.load(pointer)
+
+
+@triton.jit
+def _ahead(start, parts, OTHER: tl.constexpr):
+    """Of the narrow tile with the block from `start` on: (its entry, the bias of its lowest bucket, the next entry)."""
+    time_bias, tile_buckets = parts[0][1], parts[3][0] + start // OTHER
+    entry = _scalar(tile_buckets).to(tl.int32)
+    return entry, _scalar(time_bias + (entry >> 3)), _scalar(tile_buckets + 1).to(tl.int32)
 
 
 @triton.jit
@@ -210,37 +250,6 @@ def _reached(own, other, edge, BY_QUERY: tl.constexpr):
 
 
 @triton.jit
-def _add_narrow(half, entry, table, steps, own, offsets, index, BY_QUERY: tl.constexpr):
-    """half + the time bias of a narrow tile, with its entry in tile_buckets.
-
-    own: the offsets of its own side; offsets + index: where the other side's are.
-    """
-    lowest = entry >> 3
-    table += lowest
-    steps += lowest
-    bias = tl.load(table)
-    if entry & 7 == 0:
-        half += bias
-    else:
-        other = _look_up(offsets, index)
-        tile = tl.where(_reached(own, other, tl.load(steps + 1), BY_QUERY), tl.load(table + 1), bias)
-        if entry & 7 > 1:
-            tile = tl.where(_reached(own, other, tl.load(steps + 2), BY_QUERY), tl.load(table + 2), tile)
-        if entry & 7 > 2:
-            tile = tl.where(_reached(own, other, tl.load(steps + 3), BY_QUERY), tl.load(table + 3), tile)
-            tile = tl.where(_reached(own, other, tl.load(steps + 4), BY_QUERY), tl.load(table + 4), tile)
-        half += tile
-    return half
-
-
-@triton.jit
-def _add_wide(half, q_high, q_low, k_high, k_low, table, cells):
-    """(half + the time bias of any tile, its buckets)."""
-    bucket = _bucket(tl.abs((q_high - k_high) + (q_low - k_low)), cells)
-    return half + _look_up(table, bucket.to(tl.int64)), bucket
-
-
-@triton.jit
 def _bias_position(t, history, HAS_TARGETS: tl.constexpr):
     """Where a token stands in the position bias (int64): candidates all at the first of them.
 
@@ -252,31 +261,122 @@ def _bias_position(t, history, HAS_TARGETS: tl.constexpr):
 
 
 @triton.jit
-def _half_with_bias(
-    scores, start, row, history, length, half_alpha, position_bias, time_bias, cells, steps, q_high, q_low, q_offset,
-    k_times, k_offset, tile_buckets, total,
-    HAS_TARGETS: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Half the scores, with their biases, of a tile of queries by the keys from `start` on.
+def _near_order(tile, OWN: tl.constexpr, OTHER: tl.constexpr, STORE: tl.constexpr):
+    """A tile [OWN, OTHER] from its order in memory, or (STORE) to it: a thread's values in wgmma's layout lie together.
 
-    Returns them, the tile's entry in tile_buckets (0 if MASKED) and, if MASKED, its buckets. row: `_bias_position` of
-    the queries, [BLOCK_M, 1].
+    It is right for any layout; in wgmma's a thread loads its 16 bytes at once and nothing moves between threads.
     """
-    s = start + tl.arange(0, BLOCK_N)
-    entry = 0
+    if STORE:
+        parts = tl.reshape(tile, [OWN // 16, 2, 8, OTHER // 8, 4, 2])
+        return tl.reshape(tl.permute(parts, [0, 2, 4, 3, 1, 5]), [OWN * OTHER])
+    else:
+        parts = tl.reshape(tile, [OWN // 16, 8, 4, OTHER // 8, 2, 2])
+        return tl.reshape(tl.permute(parts, [0, 4, 1, 3, 2, 5]), [OWN, OTHER])
+
+
+@triton.jit(
+    do_not_specialize=["row", "total"],
+    do_not_specialize_on_alignment=["seq_offsets", "num_targets", "own_times", "times"],
+)
+def dense_attention_near_kernel(
+    tiles, seq_offsets, num_targets, own_times, times, cells, tile_buckets, near, row, total,
+    HAS_TARGETS: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, OWN_IS_QUERY: tl.constexpr,
+):  # fmt: skip
+    """near[tile, NEAR, OWN * OTHER] uint8: the buckets of each own tile's pairs with the NEAR nearest blocks of the
+    other side, where the attention kernels want them: not beyond the last block that is not narrow.
+    """
+    b = tl.load(tiles + 2 * tl.program_id(0))
+    if b < 0:
+        return
+    begin, length, history = _sequence(b, seq_offsets, num_targets, HAS_TARGETS)
+    index = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    first_row = index * OWN
+    slot = begin // OWN + b + index
+    tile_buckets += slot * row
+    near += slot * (NEAR * OWN * OTHER)
+    own = first_row + tl.arange(0, OWN)
+    high = tl.load(own_times + begin + own, own < length, 0.0)[:, None]
+    low = tl.load(own_times + total + begin + own, own < length, 0.0)[:, None]
+    if OWN_IS_QUERY:
+        nearest = (tl.minimum(first_row + OWN, length) - 1) // OTHER
+        diagonal = tl.minimum(first_row + 1, history) // OTHER * OTHER
+        first = tl.maximum(_narrow_run(0, diagonal, tile_buckets, OTHER, True) // OTHER, nearest - (NEAR - 1))
+        last = nearest + 1
+    else:
+        nearest = first_row // OTHER
+        full = (first_row + OWN + OTHER - 2) // OTHER * OTHER
+        wide = _narrow_run(full, tl.maximum(length // OTHER * OTHER, full), tile_buckets, OTHER, False) // OTHER
+        first = nearest
+        last = tl.minimum(tl.minimum(wide, (length + OTHER - 1) // OTHER), nearest + NEAR)
+    for block in range(first, last):
+        other = block * OTHER + tl.arange(0, OTHER)
+        other_high = tl.load(times + begin + other, other < length, 0.0)[None, :]
+        other_low = tl.load(times + total + begin + other, other < length, 0.0)[None, :]
+        bucket = _bucket(tl.abs((high - other_high) + (low - other_low)), cells).to(tl.uint8)
+        place = nearest - block if OWN_IS_QUERY else block - nearest
+        where = place * (OWN * OTHER) + tl.arange(0, OWN * OTHER)
+        tl.store(near + where, _near_order(bucket, OWN, OTHER, True))
+
+
+@triton.jit
+def _half_bias(
+    start, place, history, length, ahead, parts,
+    HAS_TARGETS: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, MASKED: tl.constexpr,
+    IS_NEAR: tl.constexpr, BY_QUERY: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+):  # fmt: skip
+    """Half the biases, [OWN, OTHER], of a program's own tile with the block of the other side from `start` on.
+
+    Returns them, if MASKED the pairs' buckets (IS_NEAR: read from `near`), and `_ahead` of the next tile. BY_QUERY:
+    queries are the own side. place: `_bias_position` of the own side. parts: the tables and what finds buckets; the
+    timestamps of the own side (place and they: [OWN, 1]) and of the other; the tiles' entries, what
+    `dense_attention_near_kernel` left for the own tile, and the block that is nearest; the tokens of the batch.
+    """
+    tables, own_times, other_times, map_, total = parts
+    position_bias, time_bias, cells, steps = tables
+    high, low, offset = own_times
+    times, offsets = other_times
+    tile_buckets, near, nearest = map_
+    token = start + tl.arange(0, OTHER)
     bucket = 0
-    half = scores * half_alpha
+    bias = tl.zeros([OWN, OTHER], tl.float32)
     if HAS_POSITION:
-        column = s.to(tl.int64)
-        if MASKED:
-            column = _bias_position(s, history, HAS_TARGETS)
-        half += _look_up(position_bias, row - column[None, :])
-    if HAS_TIME and MASKED:
-        k_high = tl.load(k_times + s, s < length, 0.0)[None, :]
-        k_low = tl.load(k_times + total + s, s < length, 0.0)[None, :]
-        half, bucket = _add_wide(half, q_high, q_low, k_high, k_low, time_bias, cells)
+        if HAS_TARGETS and (MASKED or not BY_QUERY):
+            column = _bias_position(token, history, HAS_TARGETS)[None, :]
+            bias = _look_up(position_bias, place - column if BY_QUERY else column - place)
+        else:
+            # The same; written so, the compiler sees which neighbours read the same address.
+            row = position_bias + (place - start if BY_QUERY else start - place)
+            column = tl.arange(0, OTHER).to(tl.int64)[None, :]
+            bias = _look_up(row, -column if BY_QUERY else column)
+    if HAS_TIME and IS_NEAR:
+        block = nearest - start // OTHER if BY_QUERY else start // OTHER - nearest
+        bucket = _near_order(tl.load(near + block * (OWN * OTHER) + tl.arange(0, OWN * OTHER)), OWN, OTHER, False)
+        bucket = bucket.to(tl.int32)
+        bias += _look_up(time_bias, bucket.to(tl.int64))
+    elif HAS_TIME and MASKED:
+        inside = token < length
+        other_high = tl.load(times + token, inside, 0.0)[None, :]
+        other_low = tl.load(times + total + token, inside, 0.0)[None, :]
+        bucket = _bucket(tl.abs((high - other_high) + (low - other_low)), cells)
+        bias += _look_up(time_bias, bucket.to(tl.int64))
     elif HAS_TIME:
-        entry = tl.load(tile_buckets + start // BLOCK_N).to(tl.int32)
-        half = _add_narrow(half, entry, time_bias, steps, q_offset, k_offset, s.to(tl.int64)[None, :], True)
-    return half, entry, bucket
+        entry, first, following = ahead
+        # The next tile's numbers are asked for while this one is computed; it need not be narrow.
+        next_first = _scalar(time_bias + tl.maximum(following >> 3, 0))
+        # Triton pipelines no loop that hands on a number as it is: hence `_opaque`.
+        ahead = _opaque(following), next_first, _scalar(tile_buckets + start // OTHER + 2).to(tl.int32)
+        edges = entry & 7
+        time_bias += entry >> 3
+        steps += entry >> 3
+        if edges == 0:
+            bias += first
+        else:
+            other = _look_up(offsets, token.to(tl.int64)[None, :])
+            tile = tl.where(_reached(offset, other, tl.load(steps + 1), BY_QUERY), tl.load(time_bias + 1), first)
+            if edges > 1:
+                tile = tl.where(_reached(offset, other, tl.load(steps + 2), BY_QUERY), tl.load(time_bias + 2), tile)
+            if edges > 2:
+                tile = tl.where(_reached(offset, other, tl.load(steps + 3), BY_QUERY), tl.load(time_bias + 3), tile)
+                tile = tl.where(_reached(offset, other, tl.load(steps + 4), BY_QUERY), tl.load(time_bias + 4), tile)
+            bias += tile
+    return bias, bucket, ahead

@@ -32,31 +32,24 @@ def _add_diagonals(grad, ds, first_row, start, length, scale, BLOCK_M: tl.conste
     tl.atomic_add(grad + distance, below * scale, (distance >= 0) & (distance < length), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows"])
-def dense_attention_norms_kernel(
-    do, v, do_stride_t, do_stride_h, v_stride_t, v_stride_h, greatest, rows, H: tl.constexpr, V: tl.constexpr,
-    PAD_V: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """greatest [2] fp32, zeros before: the greatest squared norms of a row of do and of v, [T, H, V]; rows = T * H."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    e = tl.arange(0, PAD_V)[None, :]
-    inside = (row < rows) & (e < V)
-    x = tl.load(do + row // H * do_stride_t + row % H * do_stride_h + e, inside, 0.0).to(tl.float32)
-    y = tl.load(v + row // H * v_stride_t + row % H * v_stride_h + e, inside, 0.0).to(tl.float32)
-    x, y = tl.sum(x * x, 1), tl.sum(y * y, 1)
+@triton.jit
+def _greatest_norms(x, y, greatest):
+    """greatest [2], zeros before, becomes at least the greatest squared norms of a row of x and of one of y."""
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    norms = tl.join(tl.sum(x * x, 1), tl.sum(y * y, 1))
     # A maximum may drop what is not a number; infinity stays, and makes the gradients not a number.
-    tl.atomic_max(greatest, tl.max(tl.where(x == x, x, float("inf")), 0), sem="relaxed")
-    tl.atomic_max(greatest + 1, tl.max(tl.where(y == y, y, float("inf")), 0), sem="relaxed")
+    most = tl.max(tl.where(norms == norms, norms, float("inf")), 0)
+    tl.atomic_max(greatest + tl.arange(0, 2), most, sem="relaxed")
 
 
 @triton.jit
 def _exact_scale(greatest):
-    """What turns a ds into an integer of 22 bits, from `dense_attention_norms_kernel`.
+    """What turns a ds into an integer of 21 bits; greatest: the greatest squared norms of a row of do and of v.
 
     |ds| <= |do| |v| times twice SiLU's greatest slope, 1.1 (2.3 with room for rounding).
     """
     bound = 2.3 * tl.sqrt(tl.load(greatest)) * tl.sqrt(tl.load(greatest + 1))
-    return 4194303.0 / tl.maximum(bound, 1e-30)
+    return 2097151.0 / tl.maximum(bound, 1e-30)
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -86,27 +79,6 @@ def _atomic_add(pointers, value, mask=None):
         tl.atomic_add(pointers, tl.extra.cuda.libdevice.rint(value).to(tl.int64), mask, sem="relaxed")
     else:
         tl.atomic_add(pointers, value, mask, sem="relaxed")
-
-
-@triton.jit
-def _add_five(a, b, c, d, e, f, g, h, i, j):
-    return a + f, b + g, c + h, d + i, e + j
-
-
-@triton.jit
-def _add_narrow_time_grad(grad, lowest, sums0, sums1, sums2, sums3, sums4, scale):
-    """grad[bucket] += the sum of ds in that bucket, for narrow tiles with one lowest bucket.
-
-    The sums, [BLOCK_M] each: of all pairs, of those past the first edge, and so on.
-    """
-    if lowest >= 0:
-        past0, past1, past2, past3, past4 = tl.reduce((sums0, sums1, sums2, sums3, sums4), 0, _add_five)
-        grad += lowest
-        _atomic_add(grad, (past0 - past1) * scale)
-        _atomic_add(grad + 1, (past1 - past2) * scale)
-        _atomic_add(grad + 2, (past2 - past3) * scale)
-        _atomic_add(grad + 3, (past3 - past4) * scale)
-        _atomic_add(grad + 4, past4 * scale)
 
 
 # A histogram in shared memory, which Triton has no words for: one table for each of the 32 lanes of a warp, so that the
@@ -229,6 +201,49 @@ def _histogram_add(base, bucket, value, scale, EXACT: tl.constexpr):
         )  # fmt: skip
 
 
+def _sum_assembly(pack: int, move: bool, exact: bool) -> str:
+    """Adds up `pack` values and adds the sum times a scale to a lane's cell; `move`: and takes it from the one before.
+
+    Operands: pack / 4 results, and for each value the address of the bucket's cells, the value and the scale.
+    """
+    cell, value, scale = (pack // 4 + pack * i for i in range(3))
+    lines = [".reg .u32 a;", ".reg .f32 s, t;", ".reg .b32 n;", "mov.f32 s, 0f00000000;"]
+    for i in range(0, pack, 4):
+        lines += [f"add.f32 t, ${value + i}, ${value + i + 1};", f"add.f32 t, t, ${value + i + 2};"]
+        lines += [f"add.f32 t, t, ${value + i + 3};", "add.f32 s, s, t;"]
+    lines += ["mov.u32 a, %tid.x;", "and.b32 a, a, 31;", f"mad.lo.u32 a, a, 4, ${cell};", f"mul.f32 s, s, ${scale};"]
+    kind, negate = ("u32", "neg.s32 n, n;") if exact else ("f32", "xor.b32 n, n, 0x80000000;")
+    lines.append("cvt.rni.s32.f32 n, s;" if exact else "mov.b32 n, s;")
+    lines.append(f"red.shared.add.{kind} [a], n;")
+    if move:
+        lines += [negate, f"red.shared.add.{kind} [a+-128], n;"]
+    return "{ " + " ".join(lines + [f"mov.u32 ${i}, 0;" for i in range(pack // 4)]) + " }"
+
+
+_ADD_SUM, _MOVE_SUM = (tl.constexpr(_sum_assembly(16, move, True)) for move in (False, True))
+_ADD_SUM_FP32, _MOVE_SUM_FP32 = (tl.constexpr(_sum_assembly(4, move, False)) for move in (False, True))
+_SUM_OPERANDS = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 16 + ["f"] * 32))
+_SUM_OPERANDS_FP32 = tl.constexpr(",".join(["=r"] + ["r"] * 4 + ["f"] * 8))
+
+
+@triton.jit
+def _histogram_add_sum(base, bucket, value, scale, MOVE: tl.constexpr, EXACT: tl.constexpr):
+    """histogram[bucket] += scale * the sum of a tile (EXACT: in integers); MOVE: and histogram[bucket - 1] -= it.
+
+    `bucket` is one number. A thread adds up what it has, 16 or 4 values at a time, so that no thread waits for another.
+    """
+    cell = base + 128 * bucket
+    if EXACT:
+        tl.inline_asm_elementwise(
+            _MOVE_SUM if MOVE else _ADD_SUM, _SUM_OPERANDS, [cell, value, scale], tl.int8, is_pure=False, pack=16
+        )
+    else:
+        tl.inline_asm_elementwise(
+            _MOVE_SUM_FP32 if MOVE else _ADD_SUM_FP32, _SUM_OPERANDS_FP32, [cell, value, scale], tl.int8,
+            is_pure=False, pack=4,
+        )  # fmt: skip
+
+
 @triton.jit
 def _histogram_close(base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.constexpr):
     """grad[bucket] += scale * histogram[bucket]; EXACT: histogram[bucket] << shift."""
@@ -253,22 +268,24 @@ def _histogram_close(base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.co
         tl.atomic_add(grad + bucket, total, (bucket < TABLE) & (total != 0.0), sem="relaxed")
 
 
-# The sums along the diagonals, in shared memory too. A tile of queries meets the diagonals in descending order, and of
-# the BLOCK_M + BLOCK_N - 1 that a block of keys touches, BLOCK_N are touched for the last time: a ring of 256 cells
-# holds those in progress. Cells are integers: shared memory adds those in one instruction, floats only in a loop of
-# compare-and-swap; and integers add up to the same sum in any order. A term is rounded to 22 bits of its upper bound, a
-# cell takes at most 128 terms. Four copies, one for each lane of a quad, 266 words apart, keep the lanes of a warp in
-# different banks: lane l of the tensor cores' layout holds t - s = l // 4 - 2 (l % 4) + const.
+# The sums along the diagonals, in shared memory too: a cell per distance t - s. A program meets the distances in
+# descending order; where they are more than there are cells, all are moved to memory and the cells begin anew, further
+# down. Cells are integers: shared memory adds those in one instruction, floats only in a loop of compare-and-swap; and
+# integers add up to the same sum in any order. A cell takes at most a term for each query of the tile. Four copies, one
+# for each lane of a quad, RING_STRIDE words apart, keep the lanes of a warp in different banks: lane l of the tensor
+# cores' layout holds t - s = l // 4 - 2 (l % 4) + const.
+RING = tl.constexpr(1056)
+RING_STRIDE = tl.constexpr(1066)
 
 
 @triton.jit
 def _ring_open(token):
-    """The shared-memory address of the ring, zeroed. Called once per program; `token` is any int32 scalar."""
+    """The shared-memory address of the cells, zeroed. Called once per program; `token` is any int32 scalar."""
     base = tl.inline_asm_elementwise(
-        "{ .shared .align 16 .b8 hstu_ring[5120]; mov.u32 $0, hstu_ring; }", "=r,r", [token], tl.int32, is_pure=False,
+        "{ .shared .align 16 .b8 hstu_ring[17408]; mov.u32 $0, hstu_ring; }", "=r,r", [token], tl.int32, is_pure=False,
         pack=1,
     )  # fmt: skip
-    _zero(base, 1064, 2048)
+    _zero(base, 4 * RING_STRIDE, 8192)
     return base
 
 
@@ -279,8 +296,8 @@ def _barrier(token):
 
 
 @triton.jit
-def _ring_add(base, distance, value, to_exact):
-    """ring[distance] += value, rounded."""
+def _ring_add(cell, value, to_exact):
+    """The cells at these addresses (of the first copy) += value, rounded; any layout."""
     tl.inline_asm_elementwise(
         """{
             .reg .u32 a, copy;
@@ -288,33 +305,106 @@ def _ring_add(base, distance, value, to_exact):
             .reg .b32 n;
             mov.u32 copy, %tid.x;
             and.b32 copy, copy, 3;
-            mad.lo.u32 copy, copy, 1064, $1;
-            and.b32 a, $2, 255;
-            mad.lo.u32 a, a, 4, copy;
-            fma.rn.f32 f, $3, $4, 0f4B400000;
+            mad.lo.u32 a, copy, 4264, $1;
+            fma.rn.f32 f, $2, $3, 0f4B400000;
             mov.b32 n, f;
             sub.u32 n, n, 0x4B400000;
             red.shared.add.u32 [a], n;
             mov.u32 $0, 0;
         }""",
-        "=r,r,r,f,f", [base, distance, value, to_exact], tl.int32, is_pure=False, pack=1,
+        "=r,r,f,f", [cell, value, to_exact], tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+# A tile of 64 queries by 32 keys on 4 warps, as wgmma leaves it: value 4 j + 2 i + e of lane l of warp w is that of
+# query 16 w + l // 4 + 8 i and key 2 (l % 4) + 8 j + e.
+_LANE = """
+    .reg .u32 lane, row, pair;
+    mov.u32 lane, %tid.x;
+    and.b32 pair, lane, 3;
+    shr.u32 row, lane, 5;
+    shl.b32 row, row, 4;
+    and.b32 lane, lane, 31;
+    shr.u32 lane, lane, 2;
+    add.u32 row, row, lane;
+"""
+_PLACES = [(4 * j + 2 * i + e, 8 * (i - j) - e) for j in range(4) for i in range(2) for e in range(2)]
+
+
+def _check_assembly() -> str:
+    """Writes infinity to memory unless the values' distances are those of _PLACES."""
+    lines = [_LANE, ".reg .s32 d, wrong;", ".reg .pred p;", "shl.b32 pair, pair, 1;", "sub.s32 row, row, pair;"]
+    lines.append("mov.u32 wrong, 0;")
+    for value, offset in _PLACES:
+        lines += [f"sub.s32 d, ${20 + value}, row;", f"sub.s32 d, d, {offset};", "or.b32 wrong, wrong, d;"]
+    lines += ["setp.ne.s32 p, wrong, 0;", "@p st.global.u32 [$36], 0x7F800000;"]
+    return "{ " + " ".join([*lines, *(f"mov.u32 ${i}, 0;" for i in range(4))]) + " }"
+
+
+def _diagonals_assembly() -> str:
+    """Adds 16 values, times a scale and rounded, to the cells of their distances: one addition for each distance."""
+    lines = [".reg .f32 f;", ".reg .b32 n;"]
+    for offset in sorted({offset for _, offset in _PLACES}):
+        first, *other = [20 + value for value, x in _PLACES if x == offset]
+        lines += [f"add.f32 f, ${first}, ${x};" for x in other]
+        lines += [f"fma.rn.f32 f, {'f' if other else f'${first}'}, $36, 0f4B400000;", "mov.b32 n, f;"]
+        lines += ["sub.u32 n, n, 0x4B400000;", f"red.shared.add.u32 [$4+{4 * offset}], n;"]
+    return "{ " + " ".join([*lines, *(f"mov.u32 ${i}, 0;" for i in range(4))]) + " }"
+
+
+_LANE_CELL = tl.constexpr(
+    "{" + _LANE + "mad.lo.u32 $0, row, 4, $1; mul.lo.u32 pair, pair, 4256; add.u32 $0, $0, pair; }"
+)
+_CHECK, _DIAGONALS = tl.constexpr(_check_assembly()), tl.constexpr(_diagonals_assembly())
+_CHECK_OPERANDS = tl.constexpr(",".join(["=r"] * 4 + ["f"] * 16 + ["r"] * 16 + ["l"] * 16))
+_DIAGONALS_OPERANDS = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 16 + ["f"] * 32))
 
 
 @triton.jit
-def _ring_flush(base, grad, last, length, COUNT: tl.constexpr):
-    """Moves the COUNT cells of the distances last - COUNT + 1 .. last to grad [N] int64."""
-    cell = tl.arange(0, 4 * COUNT)
-    distance = last - cell % COUNT
-    value = tl.inline_asm_elementwise(
-        """{
-            .reg .u32 a;
-            and.b32 a, $2, 255;
-            mad.lo.u32 a, a, 4, $1;
-            mad.lo.u32 a, $3, 1064, a;
-            atom.shared.exch.b32 $0, [a], 0;
-        }""",
-        "=r,r,r,r", [base, distance, cell // COUNT], tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    use = (distance >= 0) & (distance < length) & (value != 0)
-    tl.atomic_add(grad + distance, value.to(tl.int64), use, sem="relaxed")
+def _ring_lane(base):
+    """Where a lane's first value goes in a tile whose first pair has the ring's lowest distance."""
+    return tl.inline_asm_elementwise(_LANE_CELL, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _ring_check(value, distance, greatest):
+    """Makes the tables' gradients not a number unless the tile lies as wgmma leaves it. distance: t - s, 0 at first."""
+    where = greatest.to(tl.int64)
+    tl.inline_asm_elementwise(_CHECK, _CHECK_OPERANDS, [value, distance, where], tl.int8, is_pure=False, pack=16)
+
+
+@triton.jit
+def _ring_add_wgmma(lane, value, to_exact):
+    """`_ring_add` for a tile of wgmma's layout. lane: `_ring_lane`, and 4 times the cell of the tile's first pair."""
+    tl.inline_asm_elementwise(_DIAGONALS, _DIAGONALS_OPERANDS, [lane, value, to_exact], tl.int8, is_pure=False, pack=16)
+
+
+@triton.jit
+def _ring_flush(base, grad, low, first, last, length):
+    """Moves the distances first .. last - 1 to grad [N] int64; low: the distance of the first cell."""
+    lane = tl.arange(0, 128)
+    for start in range(first, last, 128):
+        distance = start + lane
+        value = tl.inline_asm_elementwise(
+            """{
+                .reg .u32 n, z;
+                mov.u32 z, 0;
+                mov.u32 $0, 0;
+                .reg .pred p;
+                setp.lt.u32 p, $1, $2;
+                @p ld.shared.u32 $0, [$3];
+                @p st.shared.u32 [$3], z;
+                @p ld.shared.u32 n, [$3+4264];
+                @p st.shared.u32 [$3+4264], z;
+                @p add.u32 $0, $0, n;
+                @p ld.shared.u32 n, [$3+8528];
+                @p st.shared.u32 [$3+8528], z;
+                @p add.u32 $0, $0, n;
+                @p ld.shared.u32 n, [$3+12792];
+                @p st.shared.u32 [$3+12792], z;
+                @p add.u32 $0, $0, n;
+            }""",
+            "=&r,r,r,r", [distance - low, RING, base + 4 * (distance - low)], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        use = (distance >= 0) & (distance < length) & (value != 0)
+        tl.atomic_add(grad + distance, value.to(tl.int64), use, sem="relaxed")

@@ -64,20 +64,33 @@ def _sequence(b, seq_offsets, num_targets, HAS_TARGETS: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(
-    base, start, rows, columns, stride, limit, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
-):
-    """Rows start + rows of a matrix at `base`; zeros past `limit` (only MASKED looks) and past SIZE columns."""
-    pointers = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
-    if MASKED:
-        inside = (start + rows < limit)[:, None]
-        if SIZE != WIDTH:
-            inside = inside & (columns < SIZE)[None, :]
-        return tl.load(pointers, inside, 0.0)
-    elif SIZE != WIDTH:
-        return tl.load(pointers, (columns < SIZE)[None, :], 0.0)
+def _matrix(base, stride, length, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
+    """What `_load_rows` reads blocks of BLOCK rows from: `base`, or its tensor descriptor."""
+    if TMA:
+        return tl.make_tensor_descriptor(base, [length, SIZE], [stride, 1], [BLOCK, WIDTH])
     else:
-        return tl.load(pointers)
+        return base
+
+
+@triton.jit
+def _load_rows(
+    base, start, rows, columns, stride, limit, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr = False,
+):  # fmt: skip
+    """Rows start + rows of a `_matrix`; zeros past `limit` (only MASKED looks) and past SIZE columns."""
+    if TMA:
+        return base.load([start, 0])
+    else:
+        pointers = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
+        if MASKED:
+            inside = (start + rows < limit)[:, None]
+            if SIZE != WIDTH:
+                inside = inside & (columns < SIZE)[None, :]
+            return tl.load(pointers, inside, 0.0)
+        elif SIZE != WIDTH:
+            return tl.load(pointers, (columns < SIZE)[None, :], 0.0)
+        else:
+            return tl.load(pointers)
 
 
 @triton.jit

@@ -15,15 +15,18 @@ import triton
 from hstu_sparse._triton import INTERPRET, cdiv, padded_head, plain, require_runnable
 from hstu_sparse.dense.backward import dense_attention_bwd_dkv_kernel, dense_attention_bwd_dq_kernel
 from hstu_sparse.dense.bias import (
+    GROUP,
     MAX_BUCKETS,
     MOST_EDGES,
+    NEAR,
     POSITION_MARGIN,
     bucket_cells,
     dense_attention_narrow_kernel,
+    dense_attention_near_kernel,
     dense_attention_tables_kernel,
     dense_attention_times_kernel,
 )
-from hstu_sparse.dense.bias_grad import dense_attention_gradients_kernel, dense_attention_norms_kernel
+from hstu_sparse.dense.bias_grad import dense_attention_gradients_kernel
 from hstu_sparse.dense.forward import dense_attention_fwd_kernel
 from hstu_sparse.dense.reference import bucket_edges
 from hstu_sparse.dense.tiles import dense_attention_schedule_kernel
@@ -68,34 +71,36 @@ def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], a
 
 
 def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
-    """The same for the kernel of dq and of the bias tables' gradients. Its ring asks for 4 * BLOCK_N >= threads."""
+    """The same for the kernel of dq and of the bias tables' gradients.
+
+    WGMMA: made for sm_90 and its layout of a tile; q and do are held in registers.
+    """
+    sizes = functools.partial(dict, WGMMA=False)
     both = pad_d + pad_v
     if dtype == torch.float32:
         if both <= 64:
-            return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)
-        return dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)
+            return sizes(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)
+        return sizes(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)
     if max(pad_d, pad_v) > 128 or both <= 64:
-        return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2 if arch >= 90 or both <= 64 else 1)
+        return sizes(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2 if arch >= 90 or both <= 64 else 1)
     if arch < 90:
         if "time" in features:
-            return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
-        return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1 if "position" in features else 2)
-    if features >= {"time", "targets"}:  # a larger tile spills registers
-        return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3)
-    return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3)
+            return sizes(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
+        return sizes(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1 if "position" in features else 2)
+    return dict(BLOCK_M=64, BLOCK_N=32, WGMMA=True, num_warps=4, num_stages=3)
 
 
 def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
-    """The same for the kernel of dk and dv."""
+    """The same for the kernel of dk and dv. TMA: queries come by tensor descriptor, which needs few registers."""
     if dtype == torch.float32:
-        return dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)
+        return dict(BLOCK_M=16, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
     if max(pad_d, pad_v) > 128:
-        return dict(BLOCK_M=32, BLOCK_N=64, num_warps=8, num_stages=1 if arch < 90 else 2)
+        return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=8, num_stages=1 if arch < 90 else 2)
     if arch < 90:
-        return dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2)
-    if features & {"position", "time"}:
-        return dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=3)
-    return dict(BLOCK_M=64, BLOCK_N=128, num_warps=8, num_stages=3)
+        return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=4, num_stages=2)
+    if "time" in features:
+        return dict(BLOCK_M=32, BLOCK_N=64, TMA=True, num_warps=4, num_stages=3)
+    return dict(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -139,12 +144,17 @@ def _launch_with_static_memory(kernel, grid, *args, **kwargs):
     return kernel[grid](*args, **kwargs)
 
 
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Where the programs put their tensor descriptors."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
 class _Launch:
     """What the forward and backward launches share: arguments of the operator in the kernels' terms."""
 
     def __init__(
         self, q, k, v, seq_offsets, max_seq_len, alpha, num_targets, window_size, position_bias, time_bias, timestamps,
-        query_timestamps,
+        query_timestamps, prepared=None,
     ):  # fmt: skip
         require_runnable(q, "hstu_attention")
         if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -168,27 +178,29 @@ class _Launch:
         self.biased = position_bias is not None or time_bias is not None
         # Differences of int64 seconds never get past bucket 145, so a longer table has a tail that is never read.
         self.num_buckets = 0 if time_bias is None else min(time_bias.shape[0] - 1, MAX_BUCKETS)
-        self.position_bias, self.time_bias, self.cells, self.steps = None, None, None, None
-        self._times: dict = {}
-        if self.biased and not self.empty:
-            self._prepare_tables()
+        # What depends on the batch and the tables alone: the forward pass hands it on to the backward pass.
+        self.prepared: dict = {} if prepared is None else prepared
+        self.cells, self.steps = (None, None) if time_bias is None else _buckets(self.num_buckets, q.device)
+        if "tables" not in self.prepared:
+            self.prepared["tables"] = self._half_tables() if self.biased and not self.empty else (None, None)
+        self.position_bias, self.time_bias = self.prepared["tables"]
 
-    def _prepare_tables(self) -> None:
+    def _half_tables(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The tables as the kernels read them."""
         position, time = self.tables
         new = functools.partial(torch.empty, dtype=torch.float32, device=self.q.device)
-        width = 0
+        half_position, half_time, width = None, None, 0
         if position is not None:
             width = self.max_seq_len + 2 * POSITION_MARGIN
-            position, padded = position.contiguous(), new(width)
-            self.position_bias = padded[POSITION_MARGIN:]
+            position, half_position = position.contiguous(), new(width)
         if time is not None:
-            self.cells, self.steps = _buckets(self.num_buckets, self.q.device)
-            time, self.time_bias = time.contiguous(), new(self.num_buckets + 1 + MOST_EDGES.value)
-            width = max(width, self.time_bias.shape[0])
+            time, half_time = time.contiguous(), new(self.num_buckets + 1 + MOST_EDGES.value)
+            width = max(width, half_time.shape[0])
         dense_attention_tables_kernel[(cdiv(width, 1024),)](
-            position, time, None if position is None else padded, self.time_bias, N=self.max_seq_len,
-            TIMES=self.num_buckets + 1, MARGIN=POSITION_MARGIN, MORE=MOST_EDGES.value, BLOCK=1024,
+            position, time, half_position, half_time, N=self.max_seq_len, TIMES=self.num_buckets + 1,
+            MARGIN=POSITION_MARGIN, MORE=MOST_EDGES.value, BLOCK=1024,
         )  # fmt: skip
+        return None if position is None else half_position[POSITION_MARGIN:], half_time
 
     def constants(self) -> dict:
         return dict(
@@ -213,46 +225,58 @@ class _Launch:
         given = {"position": self.tables[0], "time": self.tables[1], "targets": self.num_targets}
         return config(*sizes, self.q.dtype, {name for name, x in given.items() if x is not None}, arch)
 
-    def times(self, which: torch.Tensor, block: int) -> tuple:
-        """(fp32 pairs [2, T], int32 offsets [T], least and greatest of each block) of `which` timestamps."""
-        key = which.data_ptr(), block
-        if key not in self._times:
+    def schedule(self, block: int) -> torch.Tensor:
+        """`schedule` of this batch, made once for all kernels with tiles of `block` rows."""
+        if block not in self.prepared:
+            self.prepared[block] = schedule(self.seq_offsets, self.total, block)
+        return self.prepared[block]
+
+    def times(self, which: torch.Tensor) -> tuple:
+        """(fp32 pairs [2, T], int32 offsets [T], least and greatest of each GROUP tokens) of `which` timestamps."""
+        key = "times", which.data_ptr()
+        if key not in self.prepared:
             num_seqs, device = self.seq_offsets.shape[0] - 1, which.device
             split = torch.empty(2, self.total, dtype=torch.float32, device=device)
             offset = torch.empty(self.total, dtype=torch.int32, device=device)
-            bounds = torch.empty(2, self.total // block + num_seqs, dtype=torch.int64, device=device)
-            chunk = max(block, min(1024, triton.next_power_of_2(self.max_seq_len)))
+            bounds = torch.empty(2, self.total // GROUP.value + num_seqs, dtype=torch.int64, device=device)
+            chunk = max(GROUP.value, min(1024, triton.next_power_of_2(self.max_seq_len)))
             grid = (num_seqs, cdiv(min(self.max_seq_len, self.total), chunk))
             dense_attention_times_kernel[grid](
                 which.contiguous(), self.timestamps.contiguous(), self.seq_offsets, split, offset, bounds[0],
-                bounds[1], self.total, BLOCK=block, CHUNK=chunk,
+                bounds[1], self.total, CHUNK=chunk,
             )  # fmt: skip
-            self._times[key] = split, offset, bounds[0], bounds[1]
-        return self._times[key]
+            self.prepared[key] = split, offset, bounds[0], bounds[1]
+        return self.prepared[key]
 
     def time_arguments(self, tiles: torch.Tensor, own: int, other: int, own_is_query: bool) -> tuple:
-        """(cells, steps, q_times, q_offset, k_times, k_offset, tile_buckets, row, T) for a kernel with these tiles."""
+        """(cells, steps, q_times, q_offset, k_times, k_offset, tile_buckets, near, row, T) for a kernel's tiles."""
         if self.time_bias is None:
-            return (*[None] * 7, 0, self.total)
+            return (*[None] * 8, 0, self.total)
         mine, theirs = self.query_timestamps, self.timestamps
         if not own_is_query:
             mine, theirs = theirs, mine
-        mine, theirs = self.times(mine, own), self.times(theirs, other)
+        mine, theirs = self.times(mine), self.times(theirs)
         row = cdiv(min(self.max_seq_len, self.total), other)
-        tile_buckets = torch.empty(tiles.shape[0], row, dtype=torch.int16, device=tiles.device)
+        # Two more, since the kernels read ahead.
+        tile_buckets = torch.empty(tiles.shape[0] * row + 2, dtype=torch.int16, device=tiles.device)
         dense_attention_narrow_kernel[(tiles.shape[0], cdiv(row, 256))](
             tiles, self.seq_offsets, mine[2], mine[3], theirs[2], theirs[3], self.cells, tile_buckets, row, OWN=own,
             OTHER=other, OWN_IS_QUERY=own_is_query, CHUNK=256,
         )  # fmt: skip
+        near = torch.empty(tiles.shape[0], NEAR.value, own * other, dtype=torch.uint8, device=tiles.device)
+        dense_attention_near_kernel[(tiles.shape[0],)](
+            tiles, self.seq_offsets, self.num_targets, mine[0], theirs[0], self.cells, tile_buckets, near, row,
+            self.total, HAS_TARGETS=self.num_targets is not None, OWN=own, OTHER=other, OWN_IS_QUERY=own_is_query,
+        )  # fmt: skip
         q, k = (mine, theirs) if own_is_query else (theirs, mine)
-        return self.cells, self.steps, q[0], q[1], k[0], k[1], tile_buckets, row, self.total
+        return self.cells, self.steps, q[0], q[1], k[0], k[1], tile_buckets, near, row, self.total
 
     def forward(self, config: dict | None = None) -> torch.Tensor:
         out = torch.empty(self.total, self.heads, self.v_out, dtype=self.q.dtype, device=self.q.device)
         if self.empty:
             return out.zero_()
         config = config or self.choose(fwd_config)
-        tiles = schedule(self.seq_offsets, self.total, config["BLOCK_M"])
+        tiles = self.schedule(config["BLOCK_M"])
         times = self.time_arguments(tiles, config["BLOCK_M"], config["BLOCK_N"], True)
         dense_attention_fwd_kernel[(tiles.shape[0] * self.heads,)](
             self.q, self.k, self.v, out, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
@@ -272,16 +296,17 @@ class _Launch:
         if self.empty:
             return dq, dk, dv, *(None if x is None else x.zero_() for x in grads)
         do = _rows(do)
-        # First, so that the host prepares the second while the GPU works.
-        self._backward_dkv(do, dk, dv, dkv_config or self.choose(bwd_dkv_config))
         # Integers, whose sums do not depend on the order of additions; fp32 needs more digits than they have.
         exact = self.biased and self.q.dtype != torch.float32 and not INTERPRET
         copies, width = 1 if INTERPRET else 64, self.num_buckets + 1 + MOST_EDGES.value
         sizes = 0 if position is None else self.max_seq_len, 0 if time is None else copies * width
-        sums = torch.zeros(sum(sizes) + 1, dtype=torch.int64 if exact else torch.float32, device=do.device)
-        position_sums = None if position is None else sums[: sizes[0]]
-        time_sums = None if time is None else sums[sizes[0] : -1]
-        greatest = self._greatest_norms(do, sums[-1:].view(torch.float32)) if exact else None
+        position_sums, time_sums, greatest = None, None, None
+        if self.biased:
+            sums = torch.zeros(sum(sizes) + 1, dtype=torch.int64 if exact else torch.float32, device=do.device)
+            position_sums = None if position is None else sums[: sizes[0]]
+            time_sums = None if time is None else sums[sizes[0] : -1]
+            greatest = sums[-1:].view(torch.float32) if exact else None
+        self._backward_dkv(do, dk, dv, greatest, dkv_config or self.choose(bwd_dkv_config))
         config = dq_config or self.choose(bwd_dq_config)
         self._backward_dq(do, dq, position_sums, time_sums, greatest, copies, width, config)
         if self.biased:
@@ -292,21 +317,12 @@ class _Launch:
             )  # fmt: skip
         return dq, dk, dv, *grads
 
-    def _greatest_norms(self, do: torch.Tensor, greatest: torch.Tensor) -> torch.Tensor:
-        """greatest [2] fp32, given as zeros: the greatest squared norm of a row of do and of one of v."""
-        rows = self.total * self.heads
-        dense_attention_norms_kernel[(cdiv(rows, 64),)](
-            do, self.v, *do.stride()[:2], *self.v.stride()[:2], greatest, rows, H=self.heads, V=self.v_size,
-            PAD_V=padded_head(self.v_size), BLOCK=64,
-        )  # fmt: skip
-        return greatest
-
     def _backward_dq(self, do, dq, position_sums, time_sums, greatest, copies, width, config):
-        tiles = schedule(self.seq_offsets, self.total, config["BLOCK_M"])
+        tiles = self.schedule(config["BLOCK_M"])
         times = self.time_arguments(tiles, config["BLOCK_M"], config["BLOCK_N"], True)
-        # A cell of the time bias's histogram takes at most so many terms, of 22 bits before the shift.
+        # A cell of the time bias's histogram takes at most so many terms, of 21 bits before the shift.
         terms = config["BLOCK_M"] * (min(self.max_seq_len, self.total) + config["BLOCK_N"]) // 32
-        time_shift = max(0, terms.bit_length() - 9)
+        time_shift = max(0, terms.bit_length() - 10)
         _launch_with_static_memory(
             dense_attention_bwd_dq_kernel, (tiles.shape[0] * self.heads,),
             self.q, self.k, self.v, do, dq, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
@@ -316,25 +332,28 @@ class _Launch:
             TABLE=width, **config,
         )  # fmt: skip
 
-    def _backward_dkv(self, do, dk, dv, config):
-        tiles = schedule(self.seq_offsets, self.total, config["BLOCK_N"])
+    def _backward_dkv(self, do, dk, dv, greatest, config):
+        tiles = self.schedule(config["BLOCK_N"])
         times = self.time_arguments(tiles, config["BLOCK_N"], config["BLOCK_M"], False)
+        if config["TMA"]:
+            triton.set_allocator(_scratch)
         dense_attention_bwd_dkv_kernel[(tiles.shape[0] * self.heads,)](
             self.q, self.k, self.v, do, dk, dv, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
             *do.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], self.seq_offsets, tiles,
             self.num_targets, self.window_size, 0.5 * self.alpha, 0.5 / self.max_seq_len, self.alpha,
-            self.position_bias, self.time_bias, *times, **self.constants(), **config,
+            self.position_bias, self.time_bias, greatest, *times, **self.constants(), **config,
         )  # fmt: skip
 
 
-def _forward(*arguments) -> torch.Tensor:
+def _forward(*arguments, prepared: dict | None = None) -> torch.Tensor:
     """[T, H, V]."""
-    return _Launch(*arguments).forward()
+    return _Launch(*arguments, prepared=prepared).forward()
 
 
-def _backward(grad: torch.Tensor, *arguments) -> tuple[torch.Tensor, ...]:
+def _backward(grad: torch.Tensor, *arguments, prepared: dict | None = None) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv and the tables' gradients (empty where there is no table)."""
-    return tuple(grad.new_empty(0) if x is None else x for x in _Launch(*arguments).backward(grad))
+    found = _Launch(*arguments, prepared=prepared).backward(grad)
+    return tuple(grad.new_empty(0) if x is None else x for x in found)
 
 
 class _DenseAttention(torch.autograd.Function):
@@ -343,8 +362,9 @@ class _DenseAttention(torch.autograd.Function):
         q, k, v, seq_offsets, max_seq_len, alpha, num_targets, window_size, *rest = arguments
         ctx.save_for_backward(q, k, v, seq_offsets, num_targets, *rest)
         ctx.options = max_seq_len, alpha, window_size
+        ctx.prepared = {}
         if plain(q):
-            return _forward(*arguments)
+            return _forward(*arguments, prepared=ctx.prepared)
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.hstu_sparse.dense_fwd.default(*arguments)
 
@@ -356,7 +376,7 @@ class _DenseAttention(torch.autograd.Function):
         if plain(grad):
             if torch.is_grad_enabled():
                 raise RuntimeError("hstu_attention has no second derivative in Triton: use backend='reference'")
-            found = _backward(*arguments)
+            found = _backward(*arguments, prepared=ctx.prepared)
         else:
             found = torch.ops.hstu_sparse.dense_bwd.default(*arguments)
         dq, dk, dv, *tables = found
