@@ -1,4 +1,4 @@
-"""The dense kernels compile ahead of time for sm_80 and sm_90, and spill no more than stated.
+"""The dense kernels compile ahead of time for sm_90, and spill no more than stated; test_dense_aot_sm80.py: for sm_80.
 
 In a process of its own, since the interpreter, once chosen, replaces the compiler.
 """
@@ -121,18 +121,24 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024}
 STATIC = 36 * 1024  # of the dq kernel: the histogram and the ring
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("part", ["fwd", "dq", "dkv"])
-@pytest.mark.parametrize(("size", "features"), [(128, ALL), (128, [])])
-def test_kernels(arch, part, size, features):
-    (found,) = compile_in_a_process(arch, [[part, "bfloat16", size, size, features]])
+def check_kernel(arch, part, features):
+    (found,) = compile_in_a_process(arch, [[part, "bfloat16", 128, 128, features]])
     assert found["local_bytes"] <= (SPILLS if features else SPILLS_UNBIASED), found
     assert not found["unset_registers"], found
     assert found["shared_bytes"] + (STATIC if part == "dq" and features else 0) <= SHARED[arch], found
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-def test_small_kernels(arch):
+def check_small_kernels(arch):
     found = compile_in_a_process(arch, [])
     assert len(found) == 6
     assert all(x["local_bytes"] == 0 for x in found), found
+
+
+@pytest.mark.parametrize("part", ["fwd", "dq", "dkv"])
+@pytest.mark.parametrize("features", [ALL, []])
+def test_kernels(part, features):
+    check_kernel(90, part, features)
+
+
+def test_small_kernels():
+    check_small_kernels(90)

@@ -8,7 +8,8 @@ two sides. A tile of at most MOST_EDGES is called narrow: timestamps, as offsets
 with its edges, and a flat tile (no edge) needs only one number. With ascending timestamps all tiles are narrow but the
 few next to the diagonal. The run of narrow tiles on the far side is found before the loops, and walked by the loop that
 has no masks; all others go to the loop that has them. There timestamps come as pairs of fp32 (high and low part), whose
-differences are exact up to 2^24 seconds, and a bucket is read from a table of fp32's leading bits.
+differences are exact up to 2^24 seconds, and a bucket is read from a table of fp32's leading bits: for the NEAR nearest
+blocks by a kernel that runs before and serves all heads, for others in the loop.
 """
 
 import math
