@@ -381,7 +381,7 @@ def _ring_add_wgmma(lane, value, to_exact):
 
 @triton.jit
 def _ring_flush(base, grad, low, first, last, length):
-    """Moves the distances first .. last - 1 to grad [N] int64; low: the distance of the first cell."""
+    """Moves the distances first .. last - 1 to grad [N] int64; low: the distance of the first cell. For 4 warps."""
     lane = tl.arange(0, 128)
     for start in range(first, last, 128):
         distance = start + lane
