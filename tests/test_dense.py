@@ -189,26 +189,62 @@ def test_head_sizes(d, v):
     check(inputs((40, 21), 48, heads=1, d=d, v=v))
 
 
+@pytest.fixture
+def few_near_blocks(monkeypatch):
+    """The map holds the buckets of two blocks for each tile, so that the loops of all others are reached."""
+    import triton.language as tl
+
+    from hstu_sparse.dense import backward, bias, forward, triton
+
+    for module in (backward, bias, forward, triton):
+        monkeypatch.setattr(module, "NEAR", tl.constexpr(2))
+
+
 @interpreter
-def test_narrow_tiles_of_the_time_bias():
-    """Sequences long enough, and timestamps even enough, that tiles away from the diagonal span few buckets."""
-    x = inputs((230,), 240, heads=1, features=("position", "time"))
-    x["timestamps"] = 1_400_000_000 + 1000 * torch.arange(230)
+@pytest.mark.parametrize("gap", [1000, 1_000_000])
+@pytest.mark.parametrize("features", [("position", "time"), ("targets", "position", "time", "query_times")])
+def test_narrow_tiles_of_the_time_bias(few_near_blocks, gap, features):
+    """Timestamps even enough that tiles away from the diagonal span few buckets; with large gaps, too long for that."""
+    x = inputs((230,), 240, heads=1, features=features)
+    x["timestamps"] = 1_400_000_000 + gap * torch.arange(230)
+    if "query_times" in features:
+        x["query_timestamps"] = x["timestamps"] + 7 * gap
     check(x)
 
 
 @interpreter
-def test_descending_and_equal_timestamps():
+def test_descending_and_equal_timestamps(few_near_blocks):
     x = inputs((90, 40), 90, heads=1, features=("time",))
     x["timestamps"] = torch.cat([torch.arange(90, 0, -1) * 100_000, torch.full((40,), 5)])
     check(x)
 
 
 @interpreter
-def test_timestamps_in_no_order():
+@pytest.mark.parametrize("window", [0, 100])
+def test_timestamps_in_no_order(few_near_blocks, window):
     """No tile is narrow, and most are far from the diagonal."""
-    x = inputs((300,), 300, heads=1, features=("position", "time"))
+    x = inputs((300,), 300, heads=1, features=("position", "time"), window=window)
     x["timestamps"] = x["timestamps"][torch.randperm(300, generator=torch.Generator().manual_seed(1))]
+    check(x)
+
+
+@interpreter
+def test_a_block_too_long_to_count_seconds_in_fp32(few_near_blocks):
+    """Few buckets, but keys more than 2^24 seconds apart, and differences to one of them a second around an edge."""
+    x = inputs((128,), 128, heads=1, features=("time",))
+    late, edge = 2**25 + 1, math.ceil(math.exp(0.301 * 55))
+    times = torch.cat(
+        [torch.zeros(1).long(), late + torch.arange(31), late + 100 + torch.arange(64), late + edge + torch.arange(32)]
+    )
+    x["timestamps"] = times
+    check(x)
+
+
+@interpreter
+def test_timestamps_far_apart(few_near_blocks):
+    """Beyond 2^31 seconds from the first one, where offsets do not fit into 32 bits."""
+    x = inputs((140,), 140, heads=1, features=("position", "time"))
+    x["timestamps"] = torch.arange(140) ** 5
     check(x)
 
 

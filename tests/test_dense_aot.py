@@ -22,13 +22,13 @@ from hstu_sparse._triton import compile_ahead, padded_head
 from hstu_sparse.dense import triton as dense
 
 POINTERS = {"steps": "*i64", "cells": "*i32", "seq_offsets": "*i64", "num_targets": "*i64", "tiles": "*i32",
-            "q_offset": "*i32", "k_offset": "*i32", "tile_buckets": "*i16", "near": "*u8"}
+            "q_offset": "*i32", "k_offset": "*i32", "tile_buckets": "*i16", "runs": "*i32", "near": "*u8"}
 FLOATS = {"half_alpha", "inverse_n", "half_inverse_n", "alpha"}
 SIDE = {"position_bias", "time_bias", "greatest", "q_times", "k_times"}
 GRADS = {"position_grad", "time_grad"}
 POSITION = {"position_bias", "position_grad"}
 TIMES = {"q_times", "q_offset", "k_times", "k_offset"}
-TIME = TIMES | {"time_bias", "time_grad", "cells", "steps", "near", "tile_buckets"}
+TIME = TIMES | {"time_bias", "time_grad", "cells", "steps", "near", "runs", "tile_buckets"}
 
 
 def build(part, dtype, d, v, features, arch):
@@ -77,23 +77,20 @@ def build_small(arch):
     i64 = {"seq_offsets": "*i64"}
     yield compile_ahead(dense.dense_attention_schedule_kernel,
         dict(**i64, tiles="*i32", num_seqs="i32", num_slots="i32"), dict(BLOCK=128, CHUNK=256), **one)
-    yield compile_ahead(dense.dense_attention_times_kernel,
-        dict(**i64, times="*i64", origins="*i64", split="*fp32", offset="*i32", least="*i64", greatest="*i64",
-             total="i32"), dict(CHUNK=1024), **one)
-    yield compile_ahead(dense.dense_attention_narrow_kernel,
-        dict(**i64, tiles="*i32", own_least="*i64", own_greatest="*i64", least="*i64", greatest="*i64", cells="*i32",
-             tile_buckets="*i16", stride="i32"),
-        dict(OWN=128, OTHER=64, OWN_IS_QUERY=True, CHUNK=256), **one)
-    yield compile_ahead(dense.dense_attention_tables_kernel,
-        dict(position="*fp32", time="*bf16", half_position="*fp32", half_time="*fp32"),
-        dict(N=211, TIMES=129, MARGIN=1024, MORE=4, BLOCK=1024), **one)
+    map = dict(**i64, num_seqs="i32", num_slots="i32", num_targets="*i64", window_size="i32", k_times="*i64",
+               q_times="*i64", cells="*i32", tile_buckets="*i16", runs="*i32", near="*u8", row="i32",
+               table_programs="i32", total="i32")
+    shared = dict(tiles="*i32", position="*fp32", time="*bf16", half_position="*fp32", half_time="*fp32",
+                  k_split="*fp32", k_offset="*i32", q_split="*fp32", q_offset="*i32")
+    sizes = dict(HAS_TARGETS=True, HAS_WINDOW=True, OWN=64, OTHER=32, HIDDEN=133, N=211, TIMES=129, MARGIN=1024,
+                 CHUNK=16)
+    eight = {**one, "num_warps": 8}
+    yield compile_ahead(dense.dense_attention_map_kernel, {**map, **shared}, dict(OWN_IS_QUERY=True, **sizes), **eight)
+    yield compile_ahead(dense.dense_attention_map_kernel, map,
+        dict(OWN_IS_QUERY=False, **sizes, **dict.fromkeys(shared)), **eight)
     yield compile_ahead(dense.dense_attention_gradients_kernel,
         dict(position="*i64", time="*i64", position_grad="*fp32", time_grad="*bf16", greatest="*fp32", scale="fp32"),
         dict(N=211, TIMES=129, ALL=129, TABLE=133, COPIES=64, BLOCK=128), **one)
-    yield compile_ahead(dense.dense_attention_near_kernel,
-        dict(**i64, tiles="*i32", num_targets="*i64", own_times="*fp32", times="*fp32", cells="*i32",
-             tile_buckets="*i16", near="*u8", row="i32", total="i32"),
-        dict(HAS_TARGETS=True, OWN=64, OTHER=32, OWN_IS_QUERY=True), **one)
 
 
 arch, jobs = json.loads(sys.argv[1])
@@ -130,7 +127,7 @@ def check_kernel(arch, part, features):
 
 def check_small_kernels(arch):
     found = compile_in_a_process(arch, [])
-    assert len(found) == 6
+    assert len(found) == 4
     assert all(x["local_bytes"] == 0 for x in found), found
 
 

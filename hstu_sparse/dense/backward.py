@@ -11,18 +11,31 @@ import triton
 import triton.language as tl
 
 from hstu_sparse._triton import COMPILED
-from hstu_sparse.dense.bias import NEAR, _ahead, _bias_position, _half_bias, _look_up, _narrow_run, _opaque, _reached
+from hstu_sparse.dense.bias import (
+    NEAR,
+    _ahead,
+    _bias_position,
+    _edge_place,
+    _half_bias,
+    _look_up,
+    _opaque,
+    _other_place,
+    _reached,
+)
 from hstu_sparse.dense.bias_grad import (
     RING,
     _add_diagonals,
     _atomic_add,
     _barrier,
     _exact_scale,
-    _greatest_norms,
+    _greatest,
     _histogram_add,
     _histogram_add_sum,
     _histogram_close,
+    _histogram_lane,
+    _histogram_move_sum,
     _histogram_open,
+    _keep_greatest,
     _ring_add,
     _ring_add_wgmma,
     _ring_check,
@@ -36,6 +49,7 @@ from hstu_sparse.dense.tiles import (
     _key_ranges,
     _load_rows,
     _matrix,
+    _query_ranges,
     _sequence,
     _silu_and_slope,
     _visible,
@@ -58,24 +72,34 @@ def _in_registers(x, WGMMA: tl.constexpr):
 @triton.jit
 def _add_buckets(gradients, bucket, ds, FAST: tl.constexpr):
     """The time bias's gradient at each pair's bucket += ds."""
-    _, _, time_grad, histogram, _, scale, time_scale = gradients
+    _, _, time_grad, lane, _, scale, time_scale = gradients
     if COMPILED:
-        _histogram_add(histogram, bucket, ds, time_scale, FAST)
+        _histogram_add(lane, bucket, ds, time_scale, FAST)
     else:
-        tl.atomic_add(time_grad + bucket, ds * scale)
+        tl.atomic_add(time_grad + bucket, ds * scale, ds != 0.0)
 
 
 @triton.jit
-def _add_sum(gradients, bucket, ds, MOVE: tl.constexpr, FAST: tl.constexpr):
-    """The time bias's gradient at one bucket += the sum of ds; MOVE: and less so much at the bucket before."""
-    _, _, time_grad, histogram, _, scale, time_scale = gradients
+def _add_sum(gradients, bucket, ds, FAST: tl.constexpr):
+    """The time bias's gradient at one bucket += the sum of ds."""
+    _, _, time_grad, lane, _, scale, time_scale = gradients
     if COMPILED:
-        _histogram_add_sum(histogram, bucket, ds, time_scale, MOVE, FAST)
+        _histogram_add_sum(lane, bucket, ds, time_scale, FAST)
     else:
-        total = tl.sum(ds) * scale
+        tl.atomic_add(time_grad + bucket, tl.sum(ds) * scale)
+
+
+@triton.jit
+def _move_sum(gradients, bucket, ds, own, other, origin, edge, FAST: tl.constexpr):
+    """The time bias's gradient at a bucket += the sum of ds past its edge, and less so much at the bucket before."""
+    _, _, time_grad, lane, _, scale, time_scale = gradients
+    place = _edge_place(own, origin, tl.load(edge), True)
+    if COMPILED:
+        _histogram_move_sum(lane, bucket, ds, place, other, time_scale, FAST)
+    else:
+        total = tl.sum(ds * _reached(place, other)) * scale
         tl.atomic_add(time_grad + bucket, total)
-        if MOVE:
-            tl.atomic_add(time_grad + bucket - 1, -total)
+        tl.atomic_add(time_grad + bucket - 1, -total)
 
 
 @triton.jit
@@ -112,7 +136,7 @@ def _attend_dq(
             half += half_bias
         _, slope = _silu_and_slope(half, FAST)
         ds = dp * slope + dp
-        if MASKED:
+        if MASKED and not (IS_NEAR and HAS_TIME):
             mask = _visible(t[:, None], s[None, :], length, history, window_size, HAS_TARGETS, HAS_WINDOW)
             ds = tl.where(mask, ds, 0.0)
         acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
@@ -148,20 +172,18 @@ def _attend_dq(
             else:
                 lowest = entry >> 3
                 edges = entry & 7
-                _add_sum(gradients, lowest, ds, False, FAST)
+                _add_sum(gradients, lowest, ds, FAST)
                 if edges > 0:
-                    steps = bias[0][3] + lowest
-                    own, other = _opaque(bias[1][2]), _look_up(bias[2][1], s.to(tl.int64)[None, :])
-                    past = tl.where(_reached(own, other, tl.load(steps + 1), True), ds, 0.0)
-                    _add_sum(gradients, lowest + 1, past, True, FAST)
+                    edge = bias[0][3] + lowest
+                    origin = tl.load(bias[2][1] + start).to(tl.int64)
+                    own = _opaque(bias[1][2])
+                    other = _other_place(_look_up(bias[2][1], s.to(tl.int64)[None, :]), origin.to(tl.int32), True)
+                    _move_sum(gradients, lowest + 1, ds, own, other, origin, edge + 1, FAST)
                     if edges > 1:
-                        past = tl.where(_reached(own, other, tl.load(steps + 2), True), ds, 0.0)
-                        _add_sum(gradients, lowest + 2, past, True, FAST)
+                        _move_sum(gradients, lowest + 2, ds, own, other, origin, edge + 2, FAST)
                     if edges > 2:
-                        past = tl.where(_reached(own, other, tl.load(steps + 3), True), ds, 0.0)
-                        _add_sum(gradients, lowest + 3, past, True, FAST)
-                        past = tl.where(_reached(own, other, tl.load(steps + 4), True), ds, 0.0)
-                        _add_sum(gradients, lowest + 4, past, True, FAST)
+                        _move_sum(gradients, lowest + 3, ds, own, other, origin, edge + 3, FAST)
+                        _move_sum(gradients, lowest + 4, ds, own, other, origin, edge + 4, FAST)
     return acc, ring_low
 
 
@@ -170,7 +192,7 @@ def dense_attention_bwd_dq_kernel(
     q, k, v, do, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t, do_stride_h,
     dq_stride_t, dq_stride_h, seq_offsets, tiles, num_targets, window_size, half_alpha, half_inverse_n, alpha,
     position_bias, time_bias, position_grad, time_grad, greatest, time_shift, cells, steps, q_times, q_offset,
-    k_times, k_offset, tile_buckets, near, row, total,
+    k_times, k_offset, tile_buckets, runs, near, row, total,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, TABLE: tl.constexpr, COPIES: tl.constexpr,
@@ -196,7 +218,7 @@ def dense_attention_bwd_dq_kernel(
     do += begin * do_stride_t + head * do_stride_h
     query = _in_registers(_load_rows(q, first_row, m, d, q_stride_t, length, D, PAD_D, True), WGMMA)
     dout = _in_registers(_load_rows(do, first_row, m, e, do_stride_t, length, V, PAD_V, True), WGMMA)
-    histogram = 0
+    histogram, lane = 0, 0
     ring = 0
     # Of the tables' gradients: in FAST compiled kernels they are integers, sums of terms times this.
     scale = half_inverse_n
@@ -219,21 +241,24 @@ def dense_attention_bwd_dq_kernel(
         k_times += begin
         k_offset += begin
         tile_buckets += slot * row
-        near += slot * (NEAR * BLOCK_M * BLOCK_N)
+        near += slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
         nearest = (end - 1) // BLOCK_N
-        diagonal = _narrow_run(full, diagonal, tile_buckets, BLOCK_N, True)
+        diagonal = tl.load(runs + slot)
         near_start = tl.maximum(diagonal, (nearest - (NEAR - 1)) * BLOCK_N)
         # Several copies of the small table keep the programs' additions from queueing at one address.
         time_grad += (tl.program_id(0) % COPIES) * TABLE
         if COMPILED:
             histogram = _histogram_open(length)
+            lane = _histogram_lane(histogram)
     bias = (
         (position_bias, time_bias, cells, steps), (q_high, q_low, q_offsets), (k_times, k_offset),
         (tile_buckets, near, nearest), total,
     )  # fmt: skip
+    if ((HAS_POSITION and FAST) or HAS_TIME) and COMPILED:
+        tl.debug_barrier()
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     ring_low = 1 << 30
-    gradients = (position_grad, ring, time_grad, histogram, greatest, scale, time_scale)
+    gradients = (position_grad, ring, time_grad, lane, greatest, scale, time_scale)
     bounds = (first, full, diagonal, near_start, end)
     for part in tl.static_range(4):
         if (part > 0 or HAS_WINDOW) and (part != 2 or HAS_TIME):  # noqa: SIM102  known to the compiler
@@ -259,13 +284,17 @@ def dense_attention_bwd_dq_kernel(
 
 @triton.jit
 def _attend_dkv(
-    dk, dv, k, v, first, last, s, length, history, q, do, q_stride, do_stride, half_alpha, window_size, bias,
+    dk, dv, most, k, v, first, last, s, length, history, q, do, q_stride, do_stride, half_alpha, window_size, bias,
     D: tl.constexpr, V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """dk [BLOCK_N, D] and dv [BLOCK_N, V] + the queries first .. last; tiles are transposed, keys x queries."""
+    """dk [BLOCK_N, D] and dv [BLOCK_N, V] + the queries first .. last; tiles are transposed, keys x queries.
+
+    EXACT: and `most` with the tiles of ds, see `_greatest`.
+    """
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
@@ -287,14 +316,16 @@ def _attend_dkv(
             half += half_bias
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         weights, slope = _silu_and_slope(half, FAST)
-        if MASKED:
+        if MASKED and not (IS_NEAR and HAS_TIME):
             mask = _visible(t[None, :], s[:, None], length, history, window_size, HAS_TARGETS, HAS_WINDOW)
             weights = tl.where(mask, weights, 0.0)
             slope = tl.where(mask, slope, -1.0)
         dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=PRECISION)
         ds = (dp * slope + dp).to(query.dtype)
+        if EXACT:
+            most = _greatest(most, ds)
         dk = tl.dot(ds, query, dk, input_precision=PRECISION)
-    return dk, dv
+    return dk, dv, most
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
@@ -302,14 +333,14 @@ def dense_attention_bwd_dkv_kernel(
     q, k, v, do, dk, dv, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
     do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h, seq_offsets, tiles,
     num_targets, window_size, half_alpha, half_inverse_n, alpha, position_bias, time_bias, greatest, cells, steps,
-    q_times, q_offset, k_times, k_offset, tile_buckets, near, row, total,
+    q_times, q_offset, k_times, k_offset, tile_buckets, runs, near, row, total,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program: dk and dv of BLOCK_N keys of one head; and greatest [2], see `_exact_scale`, if it is given."""
+    """One program: dk and dv of BLOCK_N keys of one head; and `greatest`, see `_exact_scale`, if it is given."""
     tile = tl.program_id(0) // H
     head = tl.program_id(0) % H
     b = tl.load(tiles + 2 * tile)
@@ -327,8 +358,6 @@ def dense_attention_bwd_dkv_kernel(
     do += begin * do_stride_t + head * do_stride_h
     key = _load_rows(k, first_row, n, d, k_stride_t, length, D, PAD_D, True)
     value = _load_rows(v, first_row, n, e, v_stride_t, length, V, PAD_V, True)
-    if greatest is not None:
-        _greatest_norms(_load_rows(do, first_row, n, e, do_stride_t, length, V, PAD_V, True), value, greatest)
     k_high, k_low, k_offsets = 0.0, 0.0, 0
     if HAS_TIME:
         k_high = tl.load(k_times + begin + s, s < length, 0.0)[:, None]
@@ -338,29 +367,14 @@ def dense_attention_bwd_dkv_kernel(
         q_offset += begin
         slot = begin // BLOCK_N + b + first_row // BLOCK_N
         tile_buckets += slot * row
-        near += slot * (NEAR * BLOCK_M * BLOCK_N)
+        near += slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
 
-    # Queries: masked up to `full`, free of masks up to `free`, masked up to `end`; multiples of BLOCK_M but the last.
-    end = length
-    last_key = first_row + BLOCK_N - 1
-    full = (last_key + BLOCK_M - 1) // BLOCK_M * BLOCK_M
-    free = length // BLOCK_M * BLOCK_M
-    if HAS_TARGETS:
-        if first_row >= history:
-            end = tl.minimum(first_row + BLOCK_N, length)
-        if last_key >= history:
-            free = 0
-    if HAS_WINDOW:
-        seen_last = tl.minimum(last_key, history - 1) + window_size
-        if seen_last <= history:
-            end = tl.minimum(end, tl.maximum(seen_last, tl.minimum(first_row + BLOCK_N, length)))
-        if history - first_row >= window_size:
-            free = tl.minimum(free, (first_row + window_size) // BLOCK_M * BLOCK_M)
-    begin_row = first_row // BLOCK_M * BLOCK_M
-    full = tl.minimum(full, (end + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
-    free = tl.maximum(tl.minimum(free, end), full)
+    # Queries: masked up to `full`, free of masks up to `free`, masked up to `end`.
+    begin_row, full, free, end = _query_ranges(
+        first_row, length, history, window_size, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N
+    )
     if HAS_TIME:
-        full = _narrow_run(full, free, tile_buckets, BLOCK_M, False)
+        full = tl.load(runs + slot)
     wide = tl.minimum(full, end)
     near_end = tl.minimum(wide, begin_row + NEAR * BLOCK_M)
 
@@ -368,6 +382,7 @@ def dense_attention_bwd_dkv_kernel(
     do = _matrix(do, do_stride_t, length, V, BLOCK_M, PAD_V, TMA)
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
+    most = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
     bias = (
         (position_bias, time_bias, cells, steps), (k_high, k_low, k_offsets), (q_times, q_offset),
         (tile_buckets, near, begin_row // BLOCK_M), total,
@@ -379,11 +394,13 @@ def dense_attention_bwd_dkv_kernel(
         if part != 1 or HAS_TIME:  # noqa: SIM102  known to the compiler
             # The condition spares registers with TMA and costs some without.
             if not TMA or ranges[part][0] < ranges[part][1]:
-                acc_k, acc_v = _attend_dkv(
-                    acc_k, acc_v, key, value, *ranges[part], s, length, history, q, do, q_stride_t, do_stride_t,
+                acc_k, acc_v, most = _attend_dkv(
+                    acc_k, acc_v, most, key, value, *ranges[part], s, length, history, q, do, q_stride_t, do_stride_t,
                     half_alpha, window_size, bias, D, V, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST,
-                    PRECISION, part != 2, part == 0, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+                    PRECISION, part != 2, part == 0, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA, greatest is not None,
                 )  # fmt: skip
+    if greatest is not None:
+        _keep_greatest(most, greatest, key.dtype == tl.float16)
     inside = (s < length)[:, None]
     dk += (begin + first_row) * dk_stride_t + head * dk_stride_h
     result = (acc_k * (alpha * half_inverse_n)).to(dk.dtype.element_ty)

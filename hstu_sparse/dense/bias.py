@@ -6,10 +6,10 @@ A position bias is read per pair from `position_bias[t - s]`, a table of N. Time
 logarithmic width. How many bucket edges a tile reaches over is known from the least and the greatest timestamp of its
 two sides. A tile of at most MOST_EDGES is called narrow: timestamps, as offsets from the sequence's first, are compared
 with its edges, and a flat tile (no edge) needs only one number. With ascending timestamps all tiles are narrow but the
-few next to the diagonal. The run of narrow tiles on the far side is found before the loops, and walked by the loop that
-has no masks; all others go to the loop that has them. There timestamps come as pairs of fp32 (high and low part), whose
-differences are exact up to 2^24 seconds, and a bucket is read from a table of fp32's leading bits: for the NEAR nearest
-blocks by a kernel that runs before and serves all heads, for others in the loop.
+few next to the diagonal. The run of narrow tiles on the far side is walked by a loop that has no masks; all others go
+to loops that have them. There timestamps come as pairs of fp32 (high and low part), whose differences are exact up to
+2^24 seconds, and a bucket is read from a table of fp32's leading bits: for the NEAR nearest blocks by the kernel of the
+map, which runs before and serves all heads, for others in the loop.
 """
 
 import math
@@ -20,13 +20,14 @@ import triton.language as tl
 
 from hstu_sparse._triton import COMPILED
 from hstu_sparse.dense.reference import bucket_edges
-from hstu_sparse.dense.tiles import _sequence
+from hstu_sparse.dense.tiles import _key_ranges, _query_ranges, _schedule, _sequence, _visible
 
 MAX_BUCKETS = 145
 POSITION_MARGIN = 1024
 MOST_EDGES = tl.constexpr(4)
-NEAR = tl.constexpr(6)
-GROUP = tl.constexpr(16)
+NEAR = tl.constexpr(16)
+# Half the bias of a pair that is not seen: SiLU and its slope are exactly zero there.
+HIDDEN_BIAS = tl.constexpr(-1e30)
 # Cells of an octave in the table that finds buckets: 2 ** CELL_BITS, each narrower than a bucket.
 CELL_BITS = 3
 _SHIFT, _BASE = tl.constexpr(23 - CELL_BITS), tl.constexpr(127 << CELL_BITS)
@@ -47,124 +48,75 @@ def bucket_cells(num_buckets: int) -> torch.Tensor:
     return torch.stack([edges[bucket].view(torch.int32), bucket.int()], 1)
 
 
-@triton.jit(do_not_specialize_on_alignment=["position", "time"])
-def dense_attention_tables_kernel(
-    position, time, half_position, half_time, N: tl.constexpr, TIMES: tl.constexpr, MARGIN: tl.constexpr,
-    MORE: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _halve_tables(
+    first, position, time, half_position, half_time, N: tl.constexpr, TIMES: tl.constexpr, MARGIN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Halves of the bias tables in fp32, position [N] with MARGIN zeros on both sides, time [TIMES] with MORE behind.
+    """Halves of BLOCK entries of the bias tables in fp32, since the attention kernels want half the scores.
 
-    Halves, since the attention kernels want half the scores; either table may be None.
+    Position [N] gets MARGIN zeros on both sides; time [TIMES] gets MOST_EDGES zeros behind and then HIDDEN_BIAS.
     """
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = first + tl.arange(0, BLOCK)
     if position is not None:
         value = tl.load(position + i - MARGIN, (i >= MARGIN) & (i < MARGIN + N), 0.0).to(tl.float32)
         tl.store(half_position + i, 0.5 * value, i < N + 2 * MARGIN)
     if time is not None:
-        value = tl.load(time + i, i < TIMES, 0.0).to(tl.float32)
-        tl.store(half_time + i, 0.5 * value, i < TIMES + MORE)
+        value = 0.5 * tl.load(time + i, i < TIMES, 0.0).to(tl.float32)
+        value = tl.where(i == TIMES + MOST_EDGES, HIDDEN_BIAS, value)
+        tl.store(half_time + i, value, i <= TIMES + MOST_EDGES)
 
 
-@triton.jit(
-    do_not_specialize=["total"],
-    do_not_specialize_on_alignment=["times", "origins", "seq_offsets", "least", "greatest"],
-)
-def dense_attention_times_kernel(
-    times, origins, seq_offsets, split, offset, least, greatest, total, CHUNK: tl.constexpr
-):
-    """Timestamps as fp32 pairs `split [2, T]` and as `offset [T]` int32 from the sequence's first in `origins`, and the
-    least and greatest of each GROUP tokens of a sequence.
-
-    Group i of sequence b is at seq_offsets[b] // GROUP + b + i, which leaves room for every group without a prefix sum.
-    Where an offset does not fit, the group's extremes are infinite, so that no tile with it passes for narrow.
-    """
-    b = tl.program_id(0)
-    begin = tl.load(seq_offsets + b).to(tl.int64)
-    length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
-    first = tl.program_id(1) * CHUNK
-    if first >= length:
-        return
-    group = tl.arange(0, CHUNK // GROUP)
-    token = first + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    inside = token < length
-    value = tl.load(times + begin + token, inside, 0)
+@triton.jit
+def _split_times(times, inside):
+    """int64 timestamps as two fp32 tensors, high and low part."""
+    value = tl.load(times, inside, 0)
     high = value.to(tl.float32)
-    low = (value - high.to(tl.int64)).to(tl.float32)
-    tl.store(split + begin + token, high, inside)
-    tl.store(split + total + begin + token, low, inside)
-    relative = value - tl.load(origins + begin)
-    fits = (relative > -2147483648) & (relative < 2147483647)
-    tl.store(offset + begin + token, relative.to(tl.int32), inside)
-    slot = begin // GROUP + b + first // GROUP + group
-    used = first + group * GROUP < length
-    limit = 4611686018427387904
-    smallest = tl.min(tl.where(inside, tl.where(fits, value, -limit), limit), 1)
-    largest = tl.max(tl.where(inside, tl.where(fits, value, limit), -limit), 1)
-    tl.store(least + slot, smallest, used)
-    tl.store(greatest + slot, largest, used)
+    return high, (value - high.to(tl.int64)).to(tl.float32)
 
 
-@triton.jit(
-    do_not_specialize=["stride"],
-    do_not_specialize_on_alignment=["seq_offsets", "own_least", "own_greatest", "least", "greatest"],
-)
-def dense_attention_narrow_kernel(
-    tiles, seq_offsets, own_least, own_greatest, least, greatest, cells, tile_buckets, stride,
-    OWN: tl.constexpr, OTHER: tl.constexpr, OWN_IS_QUERY: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """tile_buckets[tile, block] int16: of a narrow pair of an own and another block, 8 times its lowest bucket plus the
-    number of bucket edges in it; -1 for the rest.
+@triton.jit
+def _store_times(times, origin, split, offset, total, token, inside):
+    """Timestamps as `split [2, T]`, fp32, and as `offset [T]`, int32, from the sequence's first, `origin`."""
+    high, low = _split_times(times + token, inside)
+    tl.store(split + token, high, inside)
+    tl.store(split + total + token, low, inside)
+    tl.store(offset + token, (tl.load(times + token, inside, 0) - origin).to(tl.int32), inside)
 
-    Narrow: no key is younger than a query, and the differences reach over MOST_EDGES edges at most.
+
+@triton.jit
+def _extremes(times, origin, inside, AXIS: tl.constexpr):
+    """The least and the greatest offset from `origin` of int64 timestamps, as int64 but in the range of int32.
+
+    One that does not fit counts as the range's both ends, so that no tile with it passes for narrow.
     """
-    b = tl.load(tiles + 2 * tl.program_id(0))
-    if b < 0:
-        return
-    begin = tl.load(seq_offsets + b).to(tl.int64)
-    length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
-    block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    if tl.program_id(1) * CHUNK * OTHER >= length:
-        return
-    own = begin // OWN + b + tl.load(tiles + 2 * tl.program_id(0) + 1)
-    inside = block * OTHER < length
-    groups = begin // GROUP + b
-    mine = tl.load(tiles + 2 * tl.program_id(0) + 1) * (OWN // GROUP) + tl.arange(0, OWN // GROUP)
-    used = mine * GROUP < length
-    own_first = tl.min(tl.load(own_least + groups + mine, used, 4611686018427387904), 0)
-    own_last = tl.max(tl.load(own_greatest + groups + mine, used, -4611686018427387904), 0)
-    theirs = block[:, None] * (OTHER // GROUP) + tl.arange(0, OTHER // GROUP)[None, :]
-    used = theirs * GROUP < length
-    other_first = tl.min(tl.load(least + groups + theirs, used, 4611686018427387904), 1)
-    other_last = tl.max(tl.load(greatest + groups + theirs, used, -4611686018427387904), 1)
-    if OWN_IS_QUERY:
-        nearest = own_first - other_last
-        farthest = own_last - other_first
-    else:
-        nearest = other_first - own_last
-        farthest = other_last - own_first
-    lowest = _bucket(tl.maximum(nearest, 0).to(tl.float32), cells)
-    highest = _bucket(tl.maximum(farthest, 0).to(tl.float32), cells)
-    narrow = (nearest >= 0) & (highest - lowest <= MOST_EDGES)
-    value = tl.where(narrow, 8 * lowest + highest - lowest, -1)
-    tl.store(tile_buckets + own * stride + block, value.to(tl.int16), inside)
+    offset = tl.load(times, inside, 0) - origin
+    fits = (offset > -2147483648) & (offset < 2147483647)
+    least = tl.where(inside, tl.where(fits, offset, -2147483648), 2147483647).to(tl.int32)
+    greatest = tl.where(inside, tl.where(fits, offset, 2147483647), -2147483648).to(tl.int32)
+    return tl.min(least, AXIS).to(tl.int64), tl.max(greatest, AXIS).to(tl.int64)
 
 
 @triton.jit
 def _look_up(table, index):
-    """table[index] (fp32 or int32) for a tile of indices, left in the layout that the tile has.
+    """table[index] (fp32 or int32) for a tile of indices, left in the layout that the tile has. int32 indices: >= 0.
 
     An ordinary load is given a layout of its own, and moving a tile from there to the tensor cores' layout costs more
     than the load. An elementwise operation keeps its operand's layout.
     """
     if COMPILED:
-        pointers = (table + index).to(tl.int64)
-        if table.dtype.element_ty == tl.int32:
+        if index.dtype == tl.int32:
             return tl.inline_asm_elementwise(
-                "ld.global.nc.b32 $0, [$1];", "=r,l", [pointers], tl.int32, is_pure=True, pack=1
+                "{ .reg .u64 a; mad.wide.u32 a, $2, 4, $1; ld.global.nc.f32 $0, [a]; }", "=f,l,r",
+                [table.to(tl.int64), index], tl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
+        elif table.dtype.element_ty == tl.int32:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.b32 $0, [$1];", "=r,l", [(table + index).to(tl.int64)], tl.int32, is_pure=True, pack=1
             )
         else:
             return tl.inline_asm_elementwise(
-                "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers], tl.float32, is_pure=True, pack=1
+                "ld.global.nc.f32 $0, [$1];", "=f,l", [(table + index).to(tl.int64)], tl.float32, is_pure=True, pack=1
             )
     else:
         return tl.load(table + index)
@@ -219,35 +171,33 @@ def _bucket(x, cells):
 
 
 @triton.jit
-def _narrow_run(first, last, tile_buckets, BLOCK: tl.constexpr, FROM_FIRST: tl.constexpr):
-    """Where the run of narrow blocks among the rows first .. last ends (all multiples of BLOCK).
-
-    FROM_FIRST: the first row of the first block that is not narrow. Else: the row after the last such block.
-    """
-    CHUNK: tl.constexpr = 256
-    wide_first = last // BLOCK
-    wide_end = first // BLOCK
-    for start in range(first // BLOCK, last // BLOCK, CHUNK):
-        block = start + tl.arange(0, CHUNK)
-        wide = tl.load(tile_buckets + block, block < last // BLOCK, 0) < 0
-        wide_first = tl.minimum(wide_first, tl.min(tl.where(wide, block, wide_first), 0))
-        wide_end = tl.maximum(wide_end, tl.max(tl.where(wide, block + 1, wide_end), 0))
-    if FROM_FIRST:
-        return tl.maximum(wide_first * BLOCK, first)
+def _edge_place(own, origin, edge, BY_QUERY: tl.constexpr):
+    """Where the own side stands by an edge, fp32, for `_reached`. own: offsets; origin: of the block's first token."""
+    if BY_QUERY:
+        return (own.to(tl.int64) - (edge + origin - 1)).to(tl.float32)
     else:
-        return wide_end * BLOCK
+        return ((origin + 1 - edge) - own.to(tl.int64)).to(tl.float32)
 
 
 @triton.jit
-def _reached(own, other, edge, BY_QUERY: tl.constexpr):
-    """Mask of a narrow tile: at or past this edge; `own` and `other`: the offsets of its two sides.
+def _other_place(other, origin, BY_QUERY: tl.constexpr):
+    """Where the other side stands. BY_QUERY: queries are the own side."""
+    return (origin - other if BY_QUERY else other - origin).to(tl.float32)
 
-    One comparison per pair: the edge is added to the own side, which has fewer elements per thread (BY_QUERY: queries).
+
+@triton.jit
+def _reached(own, other):
+    """1.0 for the pairs of a narrow tile at or past an edge, 0.0 for the rest, of `_edge_place` and `_other_place`.
+
+    The sum of both, query less key less edge plus 1, is an integer, and exact where it is small: the other side of a
+    narrow tile is less than 2^24 seconds long. One instruction at the full rate, which comparisons do not have.
     """
-    if BY_QUERY:
-        return tl.maximum(own.to(tl.int64) - edge, -2147483648).to(tl.int32) >= other
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "add.sat.f32 $0, $1, $2;", "=f,f,f", [own, other], tl.float32, is_pure=True, pack=1
+        )
     else:
-        return other >= tl.minimum(own.to(tl.int64) + edge, 2147483647).to(tl.int32)
+        return tl.minimum(tl.maximum(own + other, 0.0), 1.0)
 
 
 @triton.jit
@@ -275,48 +225,143 @@ def _near_order(tile, OWN: tl.constexpr, OTHER: tl.constexpr, STORE: tl.constexp
         return tl.reshape(tl.permute(parts, [0, 4, 1, 3, 2, 5]), [OWN, OTHER])
 
 
-@triton.jit(
-    do_not_specialize=["row", "total"],
-    do_not_specialize_on_alignment=["seq_offsets", "num_targets", "own_times", "times"],
-)
-def dense_attention_near_kernel(
-    tiles, seq_offsets, num_targets, own_times, times, cells, tile_buckets, near, row, total,
-    HAS_TARGETS: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, OWN_IS_QUERY: tl.constexpr,
+@triton.jit
+def _map_tile(
+    b, index, slot, seq_offsets, num_targets, window_size, own_times, times, k_times, cells, tile_buckets, runs, near,
+    row, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    OWN_IS_QUERY: tl.constexpr, HIDDEN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """near[tile, NEAR, OWN * OTHER] uint8: the buckets of each own tile's pairs with the NEAR nearest blocks of the
-    other side, where the attention kernels want them: not beyond the last block that is not narrow.
-    """
-    b = tl.load(tiles + 2 * tl.program_id(0))
-    if b < 0:
-        return
+    """What `dense_attention_map_kernel` says of one tile."""
     begin, length, history = _sequence(b, seq_offsets, num_targets, HAS_TARGETS)
-    index = tl.load(tiles + 2 * tl.program_id(0) + 1)
     first_row = index * OWN
-    slot = begin // OWN + b + index
-    tile_buckets += slot * row
-    near += slot * (NEAR * OWN * OTHER)
-    own = first_row + tl.arange(0, OWN)
-    high = tl.load(own_times + begin + own, own < length, 0.0)[:, None]
-    low = tl.load(own_times + total + begin + own, own < length, 0.0)[:, None]
     if OWN_IS_QUERY:
-        nearest = (tl.minimum(first_row + OWN, length) - 1) // OTHER
-        diagonal = tl.minimum(first_row + 1, history) // OTHER * OTHER
-        first = tl.maximum(_narrow_run(0, diagonal, tile_buckets, OTHER, True) // OTHER, nearest - (NEAR - 1))
-        last = nearest + 1
+        _, low, high, end = _key_ranges(first_row, length, history, window_size, HAS_TARGETS, HAS_WINDOW, OWN, OTHER)
     else:
-        nearest = first_row // OTHER
-        full = (first_row + OWN + OTHER - 2) // OTHER * OTHER
-        wide = _narrow_run(full, tl.maximum(length // OTHER * OTHER, full), tile_buckets, OTHER, False) // OTHER
+        nearest_row, low, high, end = _query_ranges(
+            first_row, length, history, window_size, HAS_TARGETS, HAS_WINDOW, OTHER, OWN
+        )
+    own_times += begin
+    times += begin
+    origin = tl.load(k_times + begin)
+    own = first_row + tl.arange(0, OWN)
+    own_first, own_last = _extremes(own_times + own, origin, own < length, 0)
+    low_block, high_block = low // OTHER, high // OTHER
+    wide_first, wide_end = high_block, low_block
+    for start in range(low_block, high_block + 2, CHUNK):
+        block = start + tl.arange(0, CHUNK)
+        inside = block < high_block
+        token = block[:, None] * OTHER + tl.arange(0, OTHER)[None, :]
+        other_first, other_last = _extremes(times + token, origin, inside[:, None] & (token < length), 1)
+        if OWN_IS_QUERY:
+            nearest_time = own_first - other_last
+            farthest_time = own_last - other_first
+        else:
+            nearest_time = other_first - own_last
+            farthest_time = other_last - own_first
+        lowest = _bucket(tl.maximum(nearest_time, 0).to(tl.float32), cells)
+        highest = _bucket(tl.maximum(farthest_time, 0).to(tl.float32), cells)
+        narrow = (nearest_time >= 0) & (highest - lowest <= MOST_EDGES) & (other_last - other_first < 16777216) & inside
+        value = tl.where(narrow, 8 * lowest + highest - lowest, -1)
+        tl.store(tile_buckets + slot * row + block, value.to(tl.int16), block < high_block + 2)
+        wide = inside & (value < 0)
+        wide_first = tl.minimum(wide_first, tl.min(tl.where(wide, block, wide_first), 0))
+        wide_end = tl.maximum(wide_end, tl.max(tl.where(wide, block + 1, wide_end), 0))
+    if OWN_IS_QUERY:
+        nearest = (end - 1) // OTHER
+        first = tl.maximum(nearest - (NEAR - 1), low_block)
+        last = nearest + 1
+        run = tl.minimum(wide_first, first) * OTHER
+    else:
+        nearest = nearest_row // OTHER
         first = nearest
-        last = tl.minimum(tl.minimum(wide, (length + OTHER - 1) // OTHER), nearest + NEAR)
+        run = tl.maximum(wide_end, tl.minimum(nearest + NEAR, high_block)) * OTHER
+        last = tl.minimum((tl.minimum(run, end) + OTHER - 1) // OTHER, nearest + NEAR)
+    tl.store(runs + slot, run)
+
+    near += slot * (tl.minimum(row, NEAR) * OWN * OTHER)
+    own = own[:, None]
+    own_high, own_low = _split_times(own_times + own, own < length)
     for block in range(first, last):
-        other = block * OTHER + tl.arange(0, OTHER)
-        other_high = tl.load(times + begin + other, other < length, 0.0)[None, :]
-        other_low = tl.load(times + total + begin + other, other < length, 0.0)[None, :]
-        bucket = _bucket(tl.abs((high - other_high) + (low - other_low)), cells).to(tl.uint8)
+        other = (block * OTHER + tl.arange(0, OTHER))[None, :]
+        other_high, other_low = _split_times(times + other, other < length)
+        bucket = _bucket(tl.abs((own_high - other_high) + (own_low - other_low)), cells)
+        t, s = (own, other) if OWN_IS_QUERY else (other, own)
+        seen = _visible(t, s, length, history, window_size, HAS_TARGETS, HAS_WINDOW)
+        bucket = tl.where(seen, bucket, HIDDEN).to(tl.uint8)
         place = nearest - block if OWN_IS_QUERY else block - nearest
         where = place * (OWN * OTHER) + tl.arange(0, OWN * OTHER)
         tl.store(near + where, _near_order(bucket, OWN, OTHER, True))
+
+
+@triton.jit(
+    do_not_specialize=["window_size", "row", "total", "num_seqs", "num_slots", "table_programs"],
+    do_not_specialize_on_alignment=[
+        "seq_offsets", "num_targets", "k_times", "q_times", "position", "time", "k_split", "k_offset", "q_split",
+        "q_offset",
+    ],
+)  # fmt: skip
+def dense_attention_map_kernel(
+    seq_offsets, num_seqs, num_slots, num_targets, window_size, k_times, q_times, cells, tile_buckets, runs, near, row,
+    tiles, position, time, half_position, half_time, table_programs, k_split, k_offset, q_split, q_offset, total,
+    HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    OWN_IS_QUERY: tl.constexpr, HIDDEN: tl.constexpr, N: tl.constexpr, TIMES: tl.constexpr, MARGIN: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """What is computed once for all heads, a program for each tile. Of an own tile's pairs with the other side's blocks
+    (with a time bias):
+
+    tile_buckets[tile, block] int16, for blocks without a mask: of a narrow pair of tiles 8 times its lowest bucket plus
+    the number of bucket edges in it, else -1, as for two more behind, since the attention kernels read ahead. Narrow:
+    no key is younger than a query, the differences reach over MOST_EDGES edges at most, and the block of the other side
+    is less than 2^24 seconds long.
+    runs[tile] int32: where the run of narrow blocks ends (queries own: the first row after it), or begins.
+    near[tile, min(row, NEAR), OWN * OTHER] uint8: the buckets of the pairs with the nearest blocks, which are not in
+    the run; HIDDEN where the query does not see the key.
+
+    Given `tiles`, more programs, in front, write the schedule (one for each sequence) and the halves of the bias tables
+    (table_programs), and each tile's program its timestamps as the attention kernels read them: those of keys and, if
+    they are others (`q_split`), of queries.
+
+    Tile `index` of sequence b has slot seq_offsets[b] // OWN + b + index: room for every tile without a prefix sum.
+    """
+    slot = tl.program_id(0)
+    if tiles is not None:
+        if slot < num_seqs:
+            _schedule(slot, seq_offsets, tiles, num_seqs, num_slots, OWN, 256)
+        elif slot < num_seqs + table_programs:
+            entry = (slot - num_seqs) * 1024
+            _halve_tables(entry, position, time, half_position, half_time, N, TIMES, MARGIN, 1024)
+        slot -= num_seqs + table_programs
+    if k_times is not None:
+        b = -1
+        for first in range(0, num_seqs, 256):
+            other = first + tl.arange(0, 256)
+            start = tl.load(seq_offsets + other, other < num_seqs, 0) // OWN + other
+            b += tl.sum(((start <= slot) & (other < num_seqs)).to(tl.int32), 0)
+        if b >= 0:
+            begin = tl.load(seq_offsets + b).to(tl.int64)
+            length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
+            index = slot - (begin // OWN).to(tl.int32) - b
+            if index * OWN < length:
+                own_times, times = (q_times, k_times) if OWN_IS_QUERY else (k_times, q_times)
+                _map_tile(
+                    b, index, slot.to(tl.int64), seq_offsets, num_targets, window_size, own_times, times, k_times,
+                    cells, tile_buckets, runs, near, row, HAS_TARGETS, HAS_WINDOW, OWN, OTHER, OWN_IS_QUERY, HIDDEN,
+                    CHUNK,
+                )  # fmt: skip
+                if tiles is not None:
+                    token = index * OWN + tl.arange(0, OWN)
+                    origin = tl.load(k_times + begin)
+                    _store_times(k_times, origin, k_split, k_offset, total, begin + token, token < length)
+                    if q_split is not None:
+                        _store_times(q_times, origin, q_split, q_offset, total, begin + token, token < length)
+
+
+@triton.jit
+def _add_edge(bias, own, other, origin, steps, time_bias, EDGE: tl.constexpr, BY_QUERY: tl.constexpr):
+    """bias, and for the pairs past one edge the step from the bucket before it."""
+    step = tl.load(time_bias + EDGE) - tl.load(time_bias + (EDGE - 1))
+    return bias + step * _reached(_edge_place(own, origin, tl.load(steps + EDGE), BY_QUERY), other)
 
 
 @triton.jit
@@ -329,8 +374,8 @@ def _half_bias(
 
     Returns them, if MASKED the pairs' buckets (IS_NEAR: read from `near`), and `_ahead` of the next tile. BY_QUERY:
     queries are the own side. place: `_bias_position` of the own side. parts: the tables and what finds buckets; the
-    timestamps of the own side (place and they: [OWN, 1]) and of the other; the tiles' entries, what
-    `dense_attention_near_kernel` left for the own tile, and the block that is nearest; the tokens of the batch.
+    timestamps of the own side (place and they: [OWN, 1]) and of the other; what `dense_attention_map_kernel` left for
+    the own tile, and the block that is nearest; the tokens of the batch. IS_NEAR hides what a query does not see.
     """
     tables, own_times, other_times, map_, total = parts
     position_bias, time_bias, cells, steps = tables
@@ -348,18 +393,19 @@ def _half_bias(
             # The same; written so, the compiler sees which neighbours read the same address.
             row = position_bias + (place - start if BY_QUERY else start - place)
             column = tl.arange(0, OTHER).to(tl.int64)[None, :]
-            bias = _look_up(row, -column if BY_QUERY else column)
+            if BY_QUERY or HAS_TIME or start < length:
+                bias = _look_up(row, -column if BY_QUERY else column)
     if HAS_TIME and IS_NEAR:
         block = nearest - start // OTHER if BY_QUERY else start // OTHER - nearest
         bucket = _near_order(tl.load(near + block * (OWN * OTHER) + tl.arange(0, OWN * OTHER)), OWN, OTHER, False)
         bucket = bucket.to(tl.int32)
-        bias += _look_up(time_bias, bucket.to(tl.int64))
+        bias += _look_up(time_bias, bucket)
     elif HAS_TIME and MASKED:
         inside = token < length
         other_high = tl.load(times + token, inside, 0.0)[None, :]
         other_low = tl.load(times + total + token, inside, 0.0)[None, :]
         bucket = _bucket(tl.abs((high - other_high) + (low - other_low)), cells)
-        bias += _look_up(time_bias, bucket.to(tl.int64))
+        bias += _look_up(time_bias, bucket)
     elif HAS_TIME:
         entry, first, following = ahead
         # The next tile's numbers are asked for while this one is computed; it need not be narrow.
@@ -369,15 +415,14 @@ def _half_bias(
         edges = entry & 7
         time_bias += entry >> 3
         steps += entry >> 3
-        if edges == 0:
-            bias += first
-        else:
-            other = _look_up(offsets, token.to(tl.int64)[None, :])
-            tile = tl.where(_reached(offset, other, tl.load(steps + 1), BY_QUERY), tl.load(time_bias + 1), first)
+        bias += first
+        if edges > 0:
+            origin = tl.load(offsets + start).to(tl.int64)
+            other = _other_place(_look_up(offsets, token.to(tl.int64)[None, :]), origin.to(tl.int32), BY_QUERY)
+            bias = _add_edge(bias, offset, other, origin, steps, time_bias, 1, BY_QUERY)
             if edges > 1:
-                tile = tl.where(_reached(offset, other, tl.load(steps + 2), BY_QUERY), tl.load(time_bias + 2), tile)
+                bias = _add_edge(bias, offset, other, origin, steps, time_bias, 2, BY_QUERY)
             if edges > 2:
-                tile = tl.where(_reached(offset, other, tl.load(steps + 3), BY_QUERY), tl.load(time_bias + 3), tile)
-                tile = tl.where(_reached(offset, other, tl.load(steps + 4), BY_QUERY), tl.load(time_bias + 4), tile)
-            bias += tile
+                bias = _add_edge(bias, offset, other, origin, steps, time_bias, 3, BY_QUERY)
+                bias = _add_edge(bias, offset, other, origin, steps, time_bias, 4, BY_QUERY)
     return bias, bucket, ahead

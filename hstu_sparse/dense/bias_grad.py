@@ -32,24 +32,49 @@ def _add_diagonals(grad, ds, first_row, start, length, scale, BLOCK_M: tl.conste
     tl.atomic_add(grad + distance, below * scale, (distance >= 0) & (distance < length), sem="relaxed")
 
 
+def _greatest_assembly(kind: str) -> str:
+    """The pair of greatest absolute values, or not a number, of 8 values in pairs and of the pair so far; 7 zeros."""
+    lines = [".reg .b32 x<4>;", *(f"and.b32 x{i}, ${16 + i}, 0x7FFF7FFF;" for i in range(4))]
+    lines += [f"max.NaN.{kind}x2 x{i}, x{i}, x{j};" for i, j in ((0, 1), (2, 3), (0, 2))]
+    lines.append(f"max.NaN.{kind}x2 $0, x0, $8;")
+    return "{ " + " ".join([*lines, *(f"mov.b32 ${i}, 0;" for i in range(1, 8))]) + " }"
+
+
+def _number_assembly(kind: str) -> str:
+    """The greater one of such a pair as fp32; infinity where it is not a number."""
+    lines = [".reg .b16 a, b;", ".reg .b32 c, d;", ".reg .f32 x, y;", ".reg .pred none;"]
+    if kind == "f16":
+        lines += ["mov.b32 {a, b}, $1;", "cvt.f32.f16 x, a;", "cvt.f32.f16 y, b;"]
+    else:
+        lines += ["shl.b32 c, $1, 16;", "and.b32 d, $1, 0xFFFF0000;", "mov.b32 x, c;", "mov.b32 y, d;"]
+    lines += ["max.NaN.f32 x, x, y;", "setp.nan.f32 none, x, x;", "selp.f32 $0, 0f7F800000, x, none;"]
+    return "{ " + " ".join(lines) + " }"
+
+
+_GREATEST, _GREATEST_FP16 = (tl.constexpr(_greatest_assembly(kind)) for kind in ("bf16", "f16"))
+_NUMBER, _NUMBER_FP16 = (tl.constexpr(_number_assembly(kind)) for kind in ("bf16", "f16"))
+_GREATEST_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 12))
+
+
 @triton.jit
-def _greatest_norms(x, y, greatest):
-    """greatest [2], zeros before, becomes at least the greatest squared norms of a row of x and of one of y."""
-    x, y = x.to(tl.float32), y.to(tl.float32)
-    norms = tl.join(tl.sum(x * x, 1), tl.sum(y * y, 1))
-    # A maximum may drop what is not a number; infinity stays, and makes the gradients not a number.
-    most = tl.max(tl.where(norms == norms, norms, float("inf")), 0)
-    tl.atomic_max(greatest + tl.arange(0, 2), most, sem="relaxed")
+def _greatest(most, x):
+    """`most` (int32, zeros at first, as large as x, one in eight used) with the |x| of a tile of bf16 or fp16."""
+    assembly: tl.constexpr = _GREATEST_FP16 if x.dtype == tl.float16 else _GREATEST
+    return tl.inline_asm_elementwise(assembly, _GREATEST_OPERANDS, [most, x], tl.int32, is_pure=True, pack=8)
+
+
+@triton.jit
+def _keep_greatest(most, greatest, IS_FP16: tl.constexpr):
+    """greatest [1] fp32, zero before, becomes at least the greatest |x| in `most`; infinity for one not a number."""
+    assembly: tl.constexpr = _NUMBER_FP16 if IS_FP16 else _NUMBER
+    found = tl.inline_asm_elementwise(assembly, "=f,r", [most], tl.float32, is_pure=True, pack=1)
+    tl.atomic_max(greatest, tl.max(tl.max(found, 1), 0), sem="relaxed")
 
 
 @triton.jit
 def _exact_scale(greatest):
-    """What turns a ds into an integer of 21 bits; greatest: the greatest squared norms of a row of do and of v.
-
-    |ds| <= |do| |v| times twice SiLU's greatest slope, 1.1 (2.3 with room for rounding).
-    """
-    bound = 2.3 * tl.sqrt(tl.load(greatest)) * tl.sqrt(tl.load(greatest + 1))
-    return 2097151.0 / tl.maximum(bound, 1e-30)
+    """What turns a ds into an integer of 21 bits, or 22; greatest: the greatest |ds|, rounded to 16 bits."""
+    return 2097151.0 / tl.maximum(1.1 * tl.load(greatest), 1e-30)
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -88,184 +113,184 @@ def _atomic_add(pointers, value, mask=None):
 
 
 @triton.jit
-def _zero(base, WORDS: tl.constexpr, SPAN: tl.constexpr):
-    """Zeroes WORDS words of shared memory from `base` on, and waits for it; SPAN: a power of two, at least WORDS."""
+def _zero(base, BYTES: tl.constexpr):
+    """Zeroes BYTES (a multiple of 16) of shared memory from `base` on; a barrier has to follow."""
     tl.inline_asm_elementwise(
         """{
-            .reg .pred p;
-            .reg .u32 a;
-            setp.lt.u32 p, $2, $3;
-            mad.lo.u32 a, $2, 4, $1;
-            @p st.shared.u32 [a], 0;
+            .reg .pred done;
+            .reg .u32 a, end, step, none;
+            mov.u32 none, 0;
+            mov.u32 a, %tid.x;
+            mad.lo.u32 a, a, 16, $1;
+            mov.u32 step, %ntid.x;
+            shl.b32 step, step, 4;
+            add.u32 end, $1, $2;
+            AGAIN:
+            setp.ge.u32 done, a, end;
+            @done bra DONE;
+            st.shared.v4.u32 [a], {none, none, none, none};
+            add.u32 a, a, step;
+            bra AGAIN;
+            DONE:
             mov.u32 $0, 0;
         }""",
-        "=r,r,r,r", [base, tl.arange(0, SPAN), WORDS], tl.int32, is_pure=False, pack=1,
+        "=r,r,r", [base, BYTES], tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    tl.debug_barrier()
 
 
 @triton.jit
 def _histogram_open(token):
-    """The shared-memory address of [146, 32] fp32, zeroed. Called once per program; `token` is any int32 scalar."""
+    """The shared-memory address of [152, 32] words, zeroed. Called once per program; `token` is any int32 scalar."""
     base = tl.inline_asm_elementwise(
-        "{ .shared .align 16 .b8 hstu_histogram[19456]; mov.u32 $0, hstu_histogram; }", "=r,r", [token], tl.int32,
+        "{ .shared .align 128 .b8 hstu_histogram[19456]; mov.u32 $0, hstu_histogram; }", "=r,r", [token], tl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
-    _zero(base, 4672, 8192)
+    _zero(base, 19456)
     return base
 
 
 @triton.jit
-def _histogram_add(base, bucket, value, scale, EXACT: tl.constexpr):
-    """histogram[bucket] += value for a tile; EXACT: value * scale, rounded, in integers.
-
-    Four neighbours that share a bucket, as most do, are added first.
-    """
-    if EXACT:
-        tl.inline_asm_elementwise(
-            """{
-                .reg .u32 lane, a;
-                .reg .f32 f;
-                .reg .b32 m, n, o, p;
-                .reg .pred same;
-                mov.u32 lane, %tid.x;
-                and.b32 lane, lane, 31;
-                mad.lo.u32 lane, lane, 4, $1;
-                setp.eq.u32 same, $5, $6;
-                setp.eq.and.u32 same, $5, $7, same;
-                setp.eq.and.u32 same, $5, $8, same;
-                fma.rn.f32 f, $9, $13, 0f4B400000;
-                mov.b32 m, f;
-                fma.rn.f32 f, $10, $13, 0f4B400000;
-                mov.b32 n, f;
-                fma.rn.f32 f, $11, $13, 0f4B400000;
-                mov.b32 o, f;
-                fma.rn.f32 f, $12, $13, 0f4B400000;
-                mov.b32 p, f;
-                mad.lo.u32 a, $5, 128, lane;
-                @!same bra APART;
-                add.u32 m, m, n;
-                add.u32 o, o, p;
-                add.u32 m, m, o;
-                sub.u32 m, m, 0x2D000000;
-                red.shared.add.u32 [a], m;
-                bra DONE;
-                APART:
-                sub.u32 m, m, 0x4B400000;
-                red.shared.add.u32 [a], m;
-                mad.lo.u32 a, $6, 128, lane;
-                sub.u32 n, n, 0x4B400000;
-                red.shared.add.u32 [a], n;
-                mad.lo.u32 a, $7, 128, lane;
-                sub.u32 o, o, 0x4B400000;
-                red.shared.add.u32 [a], o;
-                mad.lo.u32 a, $8, 128, lane;
-                sub.u32 p, p, 0x4B400000;
-                red.shared.add.u32 [a], p;
-                DONE:
-                mov.u32 $0, 0;
-            }""",
-            "=r,r,r,r,r,r,r,r,r,f,f,f,f,f,f,f,f", [base, bucket, value, scale], tl.int8, is_pure=False, pack=4,
-        )  # fmt: skip
-    else:
-        tl.inline_asm_elementwise(
-            """{
-                .reg .u32 lane, a;
-                .reg .f32 sum;
-                .reg .pred same;
-                mov.u32 lane, %tid.x;
-                and.b32 lane, lane, 31;
-                mad.lo.u32 lane, lane, 4, $1;
-                setp.eq.u32 same, $5, $6;
-                setp.eq.and.u32 same, $5, $7, same;
-                setp.eq.and.u32 same, $5, $8, same;
-                mad.lo.u32 a, $5, 128, lane;
-                @!same bra APART;
-                add.f32 sum, $9, $10;
-                add.f32 sum, sum, $11;
-                add.f32 sum, sum, $12;
-                red.shared.add.f32 [a], sum;
-                bra DONE;
-                APART:
-                red.shared.add.f32 [a], $9;
-                mad.lo.u32 a, $6, 128, lane;
-                red.shared.add.f32 [a], $10;
-                mad.lo.u32 a, $7, 128, lane;
-                red.shared.add.f32 [a], $11;
-                mad.lo.u32 a, $8, 128, lane;
-                red.shared.add.f32 [a], $12;
-                DONE:
-                mov.u32 $0, 0;
-            }""",
-            "=r,r,r,r,r,r,r,r,r,f,f,f,f", [base, bucket, value], tl.int8, is_pure=False, pack=4,
-        )  # fmt: skip
-
-
-def _sum_assembly(pack: int, move: bool, exact: bool) -> str:
-    """Adds up `pack` values and adds the sum times a scale to a lane's cell; `move`: and takes it from the one before.
-
-    Operands: pack / 4 results, and for each value the address of the bucket's cells, the value and the scale.
-    """
-    cell, value, scale = (pack // 4 + pack * i for i in range(3))
-    lines = [".reg .u32 a;", ".reg .f32 s, t;", ".reg .b32 n;", "mov.f32 s, 0f00000000;"]
-    for i in range(0, pack, 4):
-        lines += [f"add.f32 t, ${value + i}, ${value + i + 1};", f"add.f32 t, t, ${value + i + 2};"]
-        lines += [f"add.f32 t, t, ${value + i + 3};", "add.f32 s, s, t;"]
-    lines += ["mov.u32 a, %tid.x;", "and.b32 a, a, 31;", f"mad.lo.u32 a, a, 4, ${cell};", f"mul.f32 s, s, ${scale};"]
-    kind, negate = ("u32", "neg.s32 n, n;") if exact else ("f32", "xor.b32 n, n, 0x80000000;")
-    lines.append("cvt.rni.s32.f32 n, s;" if exact else "mov.b32 n, s;")
-    lines.append(f"red.shared.add.{kind} [a], n;")
-    if move:
-        lines += [negate, f"red.shared.add.{kind} [a+-128], n;"]
-    return "{ " + " ".join(lines + [f"mov.u32 ${i}, 0;" for i in range(pack // 4)]) + " }"
-
-
-_ADD_SUM, _MOVE_SUM = (tl.constexpr(_sum_assembly(16, move, True)) for move in (False, True))
-_ADD_SUM_FP32, _MOVE_SUM_FP32 = (tl.constexpr(_sum_assembly(4, move, False)) for move in (False, True))
-_SUM_OPERANDS = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 16 + ["f"] * 32))
-_SUM_OPERANDS_FP32 = tl.constexpr(",".join(["=r"] + ["r"] * 4 + ["f"] * 8))
+def _histogram_lane(base):
+    """Where a lane's cells begin."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .u32 lane; mov.u32 lane, %tid.x; and.b32 lane, lane, 31; mad.lo.u32 $0, lane, 4, $1; }", "=&r,r",
+        [base], tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
-def _histogram_add_sum(base, bucket, value, scale, MOVE: tl.constexpr, EXACT: tl.constexpr):
-    """histogram[bucket] += scale * the sum of a tile (EXACT: in integers); MOVE: and histogram[bucket - 1] -= it.
+def _histogram_add(lane, bucket, value, scale, EXACT: tl.constexpr):
+    """histogram[bucket] += value for a tile; EXACT: value * scale, rounded, in integers. lane: `_histogram_lane`.
+
+    Else four neighbours that share a bucket, as most do, are added first: an addition in fp32 takes long.
+    """
+    cell = lane + 128 * bucket
+    if EXACT:
+        tl.inline_asm_elementwise(
+            """{
+                .reg .f32 f;
+                .reg .b32 n;
+                fma.rn.f32 f, $2, $3, 0f4B400000;
+                mov.b32 n, f;
+                sub.u32 n, n, 0x4B400000;
+                red.shared.add.u32 [$1], n;
+                mov.u32 $0, 0;
+            }""",
+            "=r,r,f,f", [cell, value, scale], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            """{
+                .reg .f32 sum;
+                .reg .pred same;
+                setp.eq.u32 same, $1, $2;
+                setp.eq.and.u32 same, $1, $3, same;
+                setp.eq.and.u32 same, $1, $4, same;
+                @!same bra APART;
+                add.f32 sum, $5, $6;
+                add.f32 sum, sum, $7;
+                add.f32 sum, sum, $8;
+                red.shared.add.f32 [$1], sum;
+                bra DONE;
+                APART:
+                red.shared.add.f32 [$1], $5;
+                red.shared.add.f32 [$2], $6;
+                red.shared.add.f32 [$3], $7;
+                red.shared.add.f32 [$4], $8;
+                DONE:
+                mov.u32 $0, 0;
+            }""",
+            "=r,r,r,r,r,f,f,f,f", [cell, value], tl.int8, is_pure=False, pack=4,
+        )  # fmt: skip
+
+
+def _sum_assembly(pack: int, past_edge: bool, exact: bool) -> str:
+    """Adds up `pack` values and adds the sum times a scale to a lane's cell.
+
+    past_edge: only the values at or past an edge, and takes their sum from the cell of the bucket before. Operands:
+    pack / 4 results, and for each value the cell, the value, the scale and, past_edge, the two places of `_reached`.
+    """
+    cell, value, scale, own, other = (pack // 4 + pack * i for i in range(5))
+    lines = [".reg .f32 s<4>, t;", ".reg .b32 n;", *(f"mov.f32 s{i}, 0f00000000;" for i in range(4))]
+    for i in range(pack):
+        if past_edge:
+            lines += [f"add.sat.f32 t, ${own + i}, ${other + i};", f"fma.rn.f32 s{i % 4}, t, ${value + i}, s{i % 4};"]
+        else:
+            lines.append(f"add.f32 s{i % 4}, s{i % 4}, ${value + i};")
+    lines += ["add.f32 s0, s0, s1;", "add.f32 s2, s2, s3;", "add.f32 s0, s0, s2;", f"mul.f32 s0, s0, ${scale};"]
+    kind, negate = ("u32", "neg.s32 n, n;") if exact else ("f32", "xor.b32 n, n, 0x80000000;")
+    lines.append("cvt.rni.s32.f32 n, s0;" if exact else "mov.b32 n, s0;")
+    lines.append(f"red.shared.add.{kind} [${cell}], n;")
+    if past_edge:
+        lines += [negate, f"red.shared.add.{kind} [${cell}+-128], n;"]
+    return "{ " + " ".join(lines + [f"mov.u32 ${i}, 0;" for i in range(pack // 4)]) + " }"
+
+
+def _sum_operands(pack: int, past_edge: bool) -> str:
+    return ",".join(["=r"] * (pack // 4) + ["r"] * pack + ["f"] * pack * (4 if past_edge else 2))
+
+
+_ADD_SUM, _MOVE_SUM = (tl.constexpr(_sum_assembly(16, edge, True)) for edge in (False, True))
+_ADD_SUM_FP32, _MOVE_SUM_FP32 = (tl.constexpr(_sum_assembly(4, edge, False)) for edge in (False, True))
+_ADD_OPERANDS, _MOVE_OPERANDS = (tl.constexpr(_sum_operands(16, edge)) for edge in (False, True))
+_ADD_OPERANDS_FP32, _MOVE_OPERANDS_FP32 = (tl.constexpr(_sum_operands(4, edge)) for edge in (False, True))
+
+
+@triton.jit
+def _histogram_add_sum(lane, bucket, value, scale, EXACT: tl.constexpr):
+    """histogram[bucket] += scale * the sum of a tile (EXACT: in integers).
 
     `bucket` is one number. A thread adds up what it has, 16 or 4 values at a time, so that no thread waits for another.
     """
-    cell = base + 128 * bucket
+    cell = lane + 128 * bucket
+    if EXACT:
+        tl.inline_asm_elementwise(_ADD_SUM, _ADD_OPERANDS, [cell, value, scale], tl.int8, is_pure=False, pack=16)
+    else:
+        tl.inline_asm_elementwise(
+            _ADD_SUM_FP32, _ADD_OPERANDS_FP32, [cell, value, scale], tl.int8, is_pure=False, pack=4
+        )
+
+
+@triton.jit
+def _histogram_move_sum(lane, bucket, value, own, other, scale, EXACT: tl.constexpr):
+    """The same with what has reached an edge (own, other: see `_reached`), and histogram[bucket - 1] -= as much."""
+    cell = lane + 128 * bucket
     if EXACT:
         tl.inline_asm_elementwise(
-            _MOVE_SUM if MOVE else _ADD_SUM, _SUM_OPERANDS, [cell, value, scale], tl.int8, is_pure=False, pack=16
+            _MOVE_SUM, _MOVE_OPERANDS, [cell, value, scale, own, other], tl.int8, is_pure=False, pack=16
         )
     else:
         tl.inline_asm_elementwise(
-            _MOVE_SUM_FP32 if MOVE else _ADD_SUM_FP32, _SUM_OPERANDS_FP32, [cell, value, scale], tl.int8,
-            is_pure=False, pack=4,
-        )  # fmt: skip
+            _MOVE_SUM_FP32, _MOVE_OPERANDS_FP32, [cell, value, scale, own, other], tl.int8, is_pure=False, pack=4
+        )
+
+
+def _total_assembly(exact: bool) -> str:
+    """The sum of a bucket's 32 cells, the first one another for every bucket: lanes do not meet in a bank."""
+    kind, zero = ("s32", "mov.s64 $0, 0;") if exact else ("f32", "mov.f32 $0, 0f00000000;")
+    lines = [".reg .pred out;", ".reg .u32 first, a;", f".reg .{kind} x;", zero, "setp.gt.u32 out, $2, 151;"]
+    lines += ["@out bra DONE;", "and.b32 a, $2, 31;", "mad.lo.u32 first, $2, 128, $1;"]
+    lines.append("mad.lo.u32 first, a, 4, first;")
+    for i in range(32):
+        lines += [f"xor.b32 a, first, {4 * i};", f"ld.shared.{kind} x, [a];"]
+        lines.append("mad.wide.s32 $0, x, 1, $0;" if exact else "add.f32 $0, $0, x;")
+    return "{ " + " ".join([*lines, "DONE:"]) + " }"
+
+
+_TOTAL, _TOTAL_FP32 = (tl.constexpr(_total_assembly(exact)) for exact in (True, False))
 
 
 @triton.jit
 def _histogram_close(base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.constexpr):
     """grad[bucket] += scale * histogram[bucket]; EXACT: histogram[bucket] << shift."""
     tl.debug_barrier()
-    copies = tl.inline_asm_elementwise(
-        """{
-            .reg .pred p;
-            .reg .u32 a;
-            setp.lt.u32 p, $2, 4672;
-            mad.lo.u32 a, $2, 4, $1;
-            mov.f32 $0, 0f00000000;
-            @p ld.shared.f32 $0, [a];
-        }""",
-        "=&f,r,r", [base, tl.arange(0, 8192)], tl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
     bucket = tl.arange(0, 256)
     if EXACT:
-        total = tl.sum(tl.reshape(copies.to(tl.int32, bitcast=True).to(tl.int64), [256, 32]), 1) << shift
-        tl.atomic_add(grad + bucket, total, (bucket < TABLE) & (total != 0), sem="relaxed")
+        total = tl.inline_asm_elementwise(_TOTAL, "=&l,r,r", [base, bucket], tl.int64, is_pure=False, pack=1) << shift
     else:
-        total = tl.sum(tl.reshape(copies, [256, 32]), 1) * scale
-        tl.atomic_add(grad + bucket, total, (bucket < TABLE) & (total != 0.0), sem="relaxed")
+        total = tl.inline_asm_elementwise(_TOTAL_FP32, "=&f,r,r", [base, bucket], tl.float32, is_pure=False, pack=1)
+        total *= scale
+    tl.atomic_add(grad + bucket, total, (bucket < TABLE) & (total != 0), sem="relaxed")
 
 
 # The sums along the diagonals, in shared memory too: a cell per distance t - s. A program meets the distances in
@@ -285,7 +310,7 @@ def _ring_open(token):
         "{ .shared .align 16 .b8 hstu_ring[17408]; mov.u32 $0, hstu_ring; }", "=r,r", [token], tl.int32, is_pure=False,
         pack=1,
     )  # fmt: skip
-    _zero(base, 4 * RING_STRIDE, 8192)
+    _zero(base, 17408)
     return base
 
 

@@ -10,7 +10,7 @@ once, to the accumulator.
 import triton
 import triton.language as tl
 
-from hstu_sparse.dense.bias import NEAR, _ahead, _bias_position, _half_bias, _narrow_run
+from hstu_sparse.dense.bias import NEAR, _ahead, _bias_position, _half_bias
 from hstu_sparse.dense.tiles import GIVEN, PER_BATCH, _key_ranges, _load_rows, _sequence, _silu, _visible
 
 
@@ -41,7 +41,7 @@ def _attend(
         if HAS_POSITION or HAS_TIME:
             half += half_bias
         weights = _silu(half, FAST)
-        if MASKED:
+        if MASKED and not (IS_NEAR and HAS_TIME):
             mask = _visible(t[:, None], (start + n)[None, :], length, history, window_size, HAS_TARGETS, HAS_WINDOW)
             weights = tl.where(mask, weights, 0.0)
         value = _load_rows(v, start, n, e, v_stride, length, V, PAD_V, MASKED)
@@ -53,8 +53,7 @@ def _attend(
 def dense_attention_fwd_kernel(
     q, k, v, out, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t, out_stride_h,
     seq_offsets, tiles, num_targets, window_size, half_alpha, inverse_n,
-    position_bias, time_bias, cells, steps, q_times, q_offset, k_times, k_offset, tile_buckets, near, row,
-    total,
+    position_bias, time_bias, cells, steps, q_times, q_offset, k_times, k_offset, tile_buckets, runs, near, row, total,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, FAST: tl.constexpr,
@@ -88,9 +87,9 @@ def dense_attention_fwd_kernel(
         k_times += begin
         k_offset += begin
         tile_buckets += slot * row
-        near += slot * (NEAR * BLOCK_M * BLOCK_N)
+        near += slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
         nearest = (end - 1) // BLOCK_N
-        diagonal = _narrow_run(full, diagonal, tile_buckets, BLOCK_N, True)
+        diagonal = tl.load(runs + slot)
         near_start = tl.maximum(diagonal, (nearest - (NEAR - 1)) * BLOCK_N)
     bias = (
         (position_bias, time_bias, cells, steps), (q_high, q_low, q_offsets), (k_times, k_offset),

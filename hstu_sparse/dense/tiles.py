@@ -23,12 +23,9 @@ PER_BATCH = ["window_size", "row", "total", "time_shift"]
 GIVEN = ["seq_offsets", "num_targets"]
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_slots"], do_not_specialize_on_alignment=["seq_offsets"])
-def dense_attention_schedule_kernel(
-    seq_offsets, tiles, num_seqs, num_slots, BLOCK: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    """Program b writes the tiles (b, 0), (b, 1), ... of sequence b at its place, longest sequences first."""
-    b = tl.program_id(0)
+@triton.jit
+def _schedule(b, seq_offsets, tiles, num_seqs, num_slots, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Writes the tiles (b, 0), (b, 1), ... of sequence b at its place, longest sequences first."""
     begin = tl.load(seq_offsets + b)
     count = (tl.load(seq_offsets + b + 1) - begin + BLOCK - 1).to(tl.int32) // BLOCK
     before = 0
@@ -50,6 +47,14 @@ def dense_attention_schedule_kernel(
         for first in range(total, num_slots, CHUNK):
             slot = first + tl.arange(0, CHUNK)
             tl.store(tiles + 2 * slot, tl.full([CHUNK], -1, tl.int32), slot < num_slots)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_slots"], do_not_specialize_on_alignment=["seq_offsets"])
+def dense_attention_schedule_kernel(
+    seq_offsets, tiles, num_seqs, num_slots, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """A program for each sequence."""
+    _schedule(tl.program_id(0), seq_offsets, tiles, num_seqs, num_slots, BLOCK, CHUNK)
 
 
 @triton.jit
@@ -123,6 +128,31 @@ def _key_ranges(
         diagonal = tl.maximum(diagonal, begin)
         full = tl.minimum(tl.maximum(full, begin), diagonal)
     return begin, full, diagonal, end
+
+
+@triton.jit
+def _query_ranges(
+    first_row, length, history, window_size, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(begin, full, free, end): only the queries in full .. free need no mask; multiples of BLOCK_M but `end`."""
+    end = length
+    last_key = first_row + BLOCK_N - 1
+    full = (last_key + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+    free = length // BLOCK_M * BLOCK_M
+    if HAS_TARGETS:
+        if first_row >= history:
+            end = tl.minimum(first_row + BLOCK_N, length)
+        if last_key >= history:
+            free = 0
+    if HAS_WINDOW:
+        seen_last = tl.minimum(last_key, history - 1) + window_size
+        if seen_last <= history:
+            end = tl.minimum(end, tl.maximum(seen_last, tl.minimum(first_row + BLOCK_N, length)))
+        if history - first_row >= window_size:
+            free = tl.minimum(free, (first_row + window_size) // BLOCK_M * BLOCK_M)
+    full = tl.minimum(full, (end + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
+    return first_row // BLOCK_M * BLOCK_M, full, tl.maximum(tl.minimum(free, end), full), end
 
 
 @triton.jit

@@ -15,33 +15,17 @@ import triton
 from hstu_sparse._triton import INTERPRET, cdiv, padded_head, plain, require_runnable
 from hstu_sparse.dense.backward import dense_attention_bwd_dkv_kernel, dense_attention_bwd_dq_kernel
 from hstu_sparse.dense.bias import (
-    GROUP,
     MAX_BUCKETS,
     MOST_EDGES,
     NEAR,
     POSITION_MARGIN,
     bucket_cells,
-    dense_attention_narrow_kernel,
-    dense_attention_near_kernel,
-    dense_attention_tables_kernel,
-    dense_attention_times_kernel,
+    dense_attention_map_kernel,
 )
 from hstu_sparse.dense.bias_grad import dense_attention_gradients_kernel
 from hstu_sparse.dense.forward import dense_attention_fwd_kernel
 from hstu_sparse.dense.reference import bucket_edges
 from hstu_sparse.dense.tiles import dense_attention_schedule_kernel
-
-
-def schedule(seq_offsets: torch.Tensor, total: int, block: int) -> torch.Tensor:
-    """[slots, 2] int32: (sequence, block) of every tile, longest sequences first, then (-1, *) up to the bound.
-
-    The number of slots bounds the number of tiles without knowing the lengths: T // block + B.
-    """
-    num_seqs = seq_offsets.shape[0] - 1
-    slots = total // block + num_seqs
-    tiles = torch.empty(slots, 2, dtype=torch.int32, device=seq_offsets.device)
-    dense_attention_schedule_kernel[(num_seqs,)](seq_offsets, tiles, num_seqs, slots, BLOCK=block, CHUNK=256)
-    return tiles
 
 
 @functools.lru_cache(maxsize=64)
@@ -171,7 +155,9 @@ class _Launch:
         self.seq_offsets, self.max_seq_len, self.alpha = seq_offsets.contiguous(), max_seq_len, alpha
         self.num_targets, self.window_size = num_targets, window_size
         self.tables = position_bias, time_bias
-        self.timestamps, self.query_timestamps = timestamps, query_timestamps
+        self.timestamps, self.query_timestamps = (
+            (None, None) if time_bias is None else (timestamps.contiguous(), query_timestamps.contiguous())
+        )
         self.total, self.heads, self.d = self.q.shape
         self.v_size = self.v.shape[2]
         self.empty = self.total == 0 or seq_offsets.shape[0] == 1
@@ -180,27 +166,9 @@ class _Launch:
         self.num_buckets = 0 if time_bias is None else min(time_bias.shape[0] - 1, MAX_BUCKETS)
         # What depends on the batch and the tables alone: the forward pass hands it on to the backward pass.
         self.prepared: dict = {} if prepared is None else prepared
+        # The bucket of pairs that are not seen, behind the table and what is read beyond its end.
+        self.hidden = self.num_buckets + 1 + MOST_EDGES.value
         self.cells, self.steps = (None, None) if time_bias is None else _buckets(self.num_buckets, q.device)
-        if "tables" not in self.prepared:
-            self.prepared["tables"] = self._half_tables() if self.biased and not self.empty else (None, None)
-        self.position_bias, self.time_bias = self.prepared["tables"]
-
-    def _half_tables(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The tables as the kernels read them."""
-        position, time = self.tables
-        new = functools.partial(torch.empty, dtype=torch.float32, device=self.q.device)
-        half_position, half_time, width = None, None, 0
-        if position is not None:
-            width = self.max_seq_len + 2 * POSITION_MARGIN
-            position, half_position = position.contiguous(), new(width)
-        if time is not None:
-            time, half_time = time.contiguous(), new(self.num_buckets + 1 + MOST_EDGES.value)
-            width = max(width, half_time.shape[0])
-        dense_attention_tables_kernel[(cdiv(width, 1024),)](
-            position, time, half_position, half_time, N=self.max_seq_len, TIMES=self.num_buckets + 1,
-            MARGIN=POSITION_MARGIN, MORE=MOST_EDGES.value, BLOCK=1024,
-        )  # fmt: skip
-        return None if position is None else half_position[POSITION_MARGIN:], half_time
 
     def constants(self) -> dict:
         return dict(
@@ -211,8 +179,8 @@ class _Launch:
             V_OUT=self.v_out,
             HAS_TARGETS=self.num_targets is not None,
             HAS_WINDOW=self.window_size > 0,
-            HAS_POSITION=self.position_bias is not None,
-            HAS_TIME=self.time_bias is not None,
+            HAS_POSITION=self.tables[0] is not None,
+            HAS_TIME=self.tables[1] is not None,
             FAST=self.q.dtype != torch.float32,
             PRECISION=_precision(self.q.dtype),
             PAD_D=padded_head(self.d),
@@ -225,64 +193,88 @@ class _Launch:
         given = {"position": self.tables[0], "time": self.tables[1], "targets": self.num_targets}
         return config(*sizes, self.q.dtype, {name for name, x in given.items() if x is not None}, arch)
 
-    def schedule(self, block: int) -> torch.Tensor:
-        """`schedule` of this batch, made once for all kernels with tiles of `block` rows."""
-        if block not in self.prepared:
-            self.prepared[block] = schedule(self.seq_offsets, self.total, block)
-        return self.prepared[block]
+    def tiles(self, own: int, other: int, own_is_query: bool) -> tuple:
+        """A kernel's arguments that depend on its tiles: (the schedule, (the tables, what finds their entries)).
 
-    def times(self, which: torch.Tensor) -> tuple:
-        """(fp32 pairs [2, T], int32 offsets [T], least and greatest of each GROUP tokens) of `which` timestamps."""
-        # By role, not address: a hook may hand the backward pass copies of what forward saved.
-        key = "times", which.data_ptr() == self.timestamps.data_ptr()
-        if key not in self.prepared:
-            num_seqs, device = self.seq_offsets.shape[0] - 1, which.device
-            split = torch.empty(2, self.total, dtype=torch.float32, device=device)
-            offset = torch.empty(self.total, dtype=torch.int32, device=device)
-            bounds = torch.empty(2, self.total // GROUP.value + num_seqs, dtype=torch.int64, device=device)
-            chunk = max(GROUP.value, min(1024, triton.next_power_of_2(self.max_seq_len)))
-            grid = (num_seqs, cdiv(min(self.max_seq_len, self.total), chunk))
-            dense_attention_times_kernel[grid](
-                which.contiguous(), self.timestamps.contiguous(), self.seq_offsets, split, offset, bounds[0],
-                bounds[1], self.total, CHUNK=chunk,
-            )  # fmt: skip
-            self.prepared[key] = split, offset, bounds[0], bounds[1]
-        return self.prepared[key]
+        (position_bias, time_bias, cells, steps, q_times, q_offset, k_times, k_offset, tile_buckets, runs, near, row, T)
+        """
+        key = own, other, own_is_query
+        maps = self.prepared.get(key, (None, None, None, 0))
+        if self.biased and ("tables" not in self.prepared or (self.tables[1] is not None and maps[0] is None)):
+            maps = self._map(*key)
+        if own not in self.prepared:
+            num_seqs = self.seq_offsets.shape[0] - 1
+            self.prepared[own] = tiles = self._new_schedule(own)
+            dense_attention_schedule_kernel[(num_seqs,)](
+                self.seq_offsets, tiles, num_seqs, tiles.shape[0], BLOCK=own, CHUNK=256
+            )
+        tables, queries, keys = (self.prepared.get(name, (None, None)) for name in ("tables", "queries", "keys"))
+        return self.prepared[own], (*tables, self.cells, self.steps, *queries, *keys, *maps, self.total)
 
-    def time_arguments(self, tiles: torch.Tensor, own: int, other: int, own_is_query: bool) -> tuple:
-        """(cells, steps, q_times, q_offset, k_times, k_offset, tile_buckets, near, row, T) for a kernel's tiles."""
-        if self.time_bias is None:
-            return (*[None] * 8, 0, self.total)
-        mine, theirs = self.query_timestamps, self.timestamps
-        if not own_is_query:
-            mine, theirs = theirs, mine
-        mine, theirs = self.times(mine), self.times(theirs)
-        row = cdiv(min(self.max_seq_len, self.total), other)
-        # Two more, since the kernels read ahead.
-        tile_buckets = torch.empty(tiles.shape[0] * row + 2, dtype=torch.int16, device=tiles.device)
-        dense_attention_narrow_kernel[(tiles.shape[0], cdiv(row, 256))](
-            tiles, self.seq_offsets, mine[2], mine[3], theirs[2], theirs[3], self.cells, tile_buckets, row, OWN=own,
-            OTHER=other, OWN_IS_QUERY=own_is_query, CHUNK=256,
+    def _new_schedule(self, block: int) -> torch.Tensor:
+        """Room for [slots, 2] int32: (sequence, block) of every tile, longest sequences first, then (-1, *).
+
+        The number of slots bounds the number of tiles without knowing the lengths: T // block + B.
+        """
+        slots = self.total // block + self.seq_offsets.shape[0] - 1
+        return torch.empty(slots, 2, dtype=torch.int32, device=self.q.device)
+
+    def _map(self, own: int, other: int, own_is_query: bool) -> tuple:
+        """(tile_buckets, runs, near, row) of tiles of a size; the first time also prepares what serves all sizes."""
+        new = functools.partial(torch.empty, device=self.q.device)
+        num_seqs = self.seq_offsets.shape[0] - 1
+        slots = self.total // own + num_seqs
+        position, time = self.tables
+        programs, maps = 0, (None, None, None, 0)
+        if time is not None:
+            programs = slots
+            row = cdiv(min(self.max_seq_len, self.total), other) + 2  # two more, since the kernels read ahead
+            near = new(slots, min(NEAR.value, row), own * other, dtype=torch.uint8)
+            maps = new(slots * row, dtype=torch.int16), new(slots, dtype=torch.int32), near, row
+            if 2 * slots * row <= near.numel():  # else too much to keep for the backward pass
+                self.prepared[own, other, own_is_query] = maps
+        tiles, half_position, half_time, table_programs = None, None, None, 0
+        keys, queries = (None, None), (None, None)
+        if "tables" not in self.prepared:
+            self.prepared[own] = tiles = self._new_schedule(own)
+            width = 0
+            if position is not None:
+                width = self.max_seq_len + 2 * POSITION_MARGIN
+                position, half_position = position.contiguous(), new(width, dtype=torch.float32)
+            if time is not None:
+                width = max(width, self.hidden + 1)
+                time, half_time = time.contiguous(), new(self.hidden + 1, dtype=torch.float32)
+                keys = new(2, self.total, dtype=torch.float32), new(self.total, dtype=torch.int32)
+                self.prepared["keys"] = self.prepared["queries"] = keys
+                # By role, not address: a hook may hand the backward pass copies of what forward saved.
+                if self.query_timestamps.data_ptr() != self.timestamps.data_ptr():
+                    queries = new(2, self.total, dtype=torch.float32), new(self.total, dtype=torch.int32)
+                    self.prepared["queries"] = queries
+            self.prepared["tables"] = None if position is None else half_position[POSITION_MARGIN:], half_time
+            table_programs = cdiv(width, 1024)
+            programs += num_seqs + table_programs
+        else:
+            position, time = None, None
+        dense_attention_map_kernel[(programs,)](
+            self.seq_offsets, num_seqs, slots, self.num_targets, self.window_size, self.timestamps,
+            self.query_timestamps, self.cells, *maps, tiles, position, time, half_position, half_time,
+            table_programs, *keys, *queries, self.total, HAS_TARGETS=self.num_targets is not None,
+            HAS_WINDOW=self.window_size > 0, OWN=own, OTHER=other, OWN_IS_QUERY=own_is_query, HIDDEN=self.hidden,
+            N=0 if position is None else self.max_seq_len, TIMES=self.num_buckets + 1, MARGIN=POSITION_MARGIN,
+            CHUNK=16, num_warps=8,
         )  # fmt: skip
-        near = torch.empty(tiles.shape[0], NEAR.value, own * other, dtype=torch.uint8, device=tiles.device)
-        dense_attention_near_kernel[(tiles.shape[0],)](
-            tiles, self.seq_offsets, self.num_targets, mine[0], theirs[0], self.cells, tile_buckets, near, row,
-            self.total, HAS_TARGETS=self.num_targets is not None, OWN=own, OTHER=other, OWN_IS_QUERY=own_is_query,
-        )  # fmt: skip
-        q, k = (mine, theirs) if own_is_query else (theirs, mine)
-        return self.cells, self.steps, q[0], q[1], k[0], k[1], tile_buckets, near, row, self.total
+        return maps
 
     def forward(self, config: dict | None = None) -> torch.Tensor:
         out = torch.empty(self.total, self.heads, self.v_out, dtype=self.q.dtype, device=self.q.device)
         if self.empty:
             return out.zero_()
         config = config or self.choose(fwd_config)
-        tiles = self.schedule(config["BLOCK_M"])
-        times = self.time_arguments(tiles, config["BLOCK_M"], config["BLOCK_N"], True)
+        tiles, bias = self.tiles(config["BLOCK_M"], config["BLOCK_N"], True)
         dense_attention_fwd_kernel[(tiles.shape[0] * self.heads,)](
             self.q, self.k, self.v, out, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
             *out.stride()[:2], self.seq_offsets, tiles, self.num_targets, self.window_size, 0.5 * self.alpha,
-            1.0 / self.max_seq_len, self.position_bias, self.time_bias, *times, **self.constants(), **config,
+            1.0 / self.max_seq_len, *bias, **self.constants(), **config,
         )  # fmt: skip
         return out
 
@@ -299,7 +291,7 @@ class _Launch:
         do = _rows(do)
         # Integers, whose sums do not depend on the order of additions; fp32 needs more digits than they have.
         exact = self.biased and self.q.dtype != torch.float32 and not INTERPRET
-        copies, width = 1 if INTERPRET else 64, self.num_buckets + 1 + MOST_EDGES.value
+        copies, width = 1 if INTERPRET else 64, self.hidden
         sizes = 0 if position is None else self.max_seq_len, 0 if time is None else copies * width
         position_sums, time_sums, greatest = None, None, None
         if self.biased:
@@ -319,8 +311,7 @@ class _Launch:
         return dq, dk, dv, *grads
 
     def _backward_dq(self, do, dq, position_sums, time_sums, greatest, copies, width, config):
-        tiles = self.schedule(config["BLOCK_M"])
-        times = self.time_arguments(tiles, config["BLOCK_M"], config["BLOCK_N"], True)
+        tiles, (position_bias, time_bias, *bias) = self.tiles(config["BLOCK_M"], config["BLOCK_N"], True)
         # A cell of the time bias's histogram takes at most so many terms, of 21 bits before the shift.
         terms = config["BLOCK_M"] * (min(self.max_seq_len, self.total) + config["BLOCK_N"]) // 32
         time_shift = max(0, terms.bit_length() - 10)
@@ -328,21 +319,19 @@ class _Launch:
             dense_attention_bwd_dq_kernel, (tiles.shape[0] * self.heads,),
             self.q, self.k, self.v, do, dq, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
             *do.stride()[:2], *dq.stride()[:2], self.seq_offsets, tiles, self.num_targets, self.window_size,
-            0.5 * self.alpha, 0.5 / self.max_seq_len, self.alpha, self.position_bias, self.time_bias, position_sums,
-            time_sums, greatest, time_shift, *times, **self.constants(), COPIES=copies,
-            TABLE=width, **config,
+            0.5 * self.alpha, 0.5 / self.max_seq_len, self.alpha, position_bias, time_bias, position_sums, time_sums,
+            greatest, time_shift, *bias, **self.constants(), COPIES=copies, TABLE=width, **config,
         )  # fmt: skip
 
     def _backward_dkv(self, do, dk, dv, greatest, config):
-        tiles = self.schedule(config["BLOCK_N"])
-        times = self.time_arguments(tiles, config["BLOCK_N"], config["BLOCK_M"], False)
+        tiles, (position_bias, time_bias, *bias) = self.tiles(config["BLOCK_N"], config["BLOCK_M"], False)
         if config["TMA"]:
             triton.set_allocator(_scratch)
         dense_attention_bwd_dkv_kernel[(tiles.shape[0] * self.heads,)](
             self.q, self.k, self.v, do, dk, dv, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
             *do.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], self.seq_offsets, tiles,
             self.num_targets, self.window_size, 0.5 * self.alpha, 0.5 / self.max_seq_len, self.alpha,
-            self.position_bias, self.time_bias, greatest, *times, **self.constants(), **config,
+            position_bias, time_bias, greatest, *bias, **self.constants(), **config,
         )  # fmt: skip
 
 
@@ -377,7 +366,7 @@ class _DenseAttention(torch.autograd.Function):
         if plain(grad):
             if torch.is_grad_enabled():
                 raise RuntimeError("hstu_attention has no second derivative in Triton: use backend='reference'")
-            found = _backward(*arguments, prepared=ctx.prepared)
+            found = _backward(*arguments, prepared=dict(ctx.prepared))
         else:
             found = torch.ops.hstu_sparse.dense_bwd.default(*arguments)
         dq, dk, dv, *tables = found
