@@ -358,10 +358,9 @@ def dense_attention_map_kernel(
 
 
 @triton.jit
-def _add_edge(bias, own, other, origin, steps, time_bias, EDGE: tl.constexpr, BY_QUERY: tl.constexpr):
-    """bias, and for the pairs past one edge the step from the bucket before it."""
-    step = tl.load(time_bias + EDGE) - tl.load(time_bias + (EDGE - 1))
-    return bias + step * _reached(_edge_place(own, origin, tl.load(steps + EDGE), BY_QUERY), other)
+def _next_four(pointer):
+    """pointer[1] to pointer[MOST_EDGES]."""
+    return tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3), tl.load(pointer + 4)
 
 
 @triton.jit
@@ -415,14 +414,18 @@ def _half_bias(
         edges = entry & 7
         time_bias += entry >> 3
         steps += entry >> 3
-        bias += first
-        if edges > 0:
+        # Both branches end alike, so that the sum, which waits for the position bias, is left for later.
+        if edges == 0:
+            bias += first
+        else:
             origin = tl.load(offsets + start).to(tl.int64)
             other = _other_place(_look_up(offsets, token.to(tl.int64)[None, :]), origin.to(tl.int32), BY_QUERY)
-            bias = _add_edge(bias, offset, other, origin, steps, time_bias, 1, BY_QUERY)
+            edge, value = _next_four(steps), _next_four(time_bias)  # at once: no branch waits for its own
+            tile = first + (value[0] - first) * _reached(_edge_place(offset, origin, edge[0], BY_QUERY), other)
             if edges > 1:
-                bias = _add_edge(bias, offset, other, origin, steps, time_bias, 2, BY_QUERY)
+                tile += (value[1] - value[0]) * _reached(_edge_place(offset, origin, edge[1], BY_QUERY), other)
             if edges > 2:
-                bias = _add_edge(bias, offset, other, origin, steps, time_bias, 3, BY_QUERY)
-                bias = _add_edge(bias, offset, other, origin, steps, time_bias, 4, BY_QUERY)
+                tile += (value[2] - value[1]) * _reached(_edge_place(offset, origin, edge[2], BY_QUERY), other)
+                tile += (value[3] - value[2]) * _reached(_edge_place(offset, origin, edge[3], BY_QUERY), other)
+            bias += tile
     return bias, bucket, ahead
