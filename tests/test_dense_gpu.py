@@ -124,6 +124,18 @@ def test_a_gradient_that_is_not_a_number_shows():
         assert found.isnan().any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_the_tables_keep_their_digits_where_those_of_scores_vanish(dtype):
+    """The scores' gradients, 1e-8, are zero in fp16."""
+    x = inputs((100, 37), 128, features=("position", "time"), dtype=dtype)
+    x["v"] *= 0.01
+    leaves = [x[name].requires_grad_() for name in ("position_bias", "time_bias")]
+    grad = torch.full_like(x["v"], 1e-6)
+    actual, expected = (torch.autograd.grad(function(**x), leaves, grad) for function in (kernel, reference))
+    for a, e in zip(actual, expected):
+        torch.testing.assert_close(a, e, rtol=0.1, atol=0.02 * e.abs().max().item())
+
+
 def test_batches_of_other_lengths_compile_nothing_new():
     from hstu_sparse.dense import triton as dense
 

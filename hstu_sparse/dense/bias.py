@@ -1,4 +1,4 @@
-"""The time and the position bias of a tile of scores, and the kernels that prepare the timestamps.
+"""The time and the position bias of a tile of scores, and the kernel that prepares them for all heads: the map.
 
 Letters: T tokens of the batch, N max_seq_len; t and s: the positions of queries and keys in their sequence.
 
@@ -6,10 +6,12 @@ A position bias is read per pair from `position_bias[t - s]`, a table of N. Time
 logarithmic width. How many bucket edges a tile reaches over is known from the least and the greatest timestamp of its
 two sides. A tile of at most MOST_EDGES is called narrow: timestamps, as offsets from the sequence's first, are compared
 with its edges, and a flat tile (no edge) needs only one number. With ascending timestamps all tiles are narrow but the
-few next to the diagonal. The run of narrow tiles on the far side is walked by a loop that has no masks; all others go
-to loops that have them. There timestamps come as pairs of fp32 (high and low part), whose differences are exact up to
-2^24 seconds, and a bucket is read from a table of fp32's leading bits: for the NEAR nearest blocks by the kernel of the
-map, which runs before and serves all heads, for others in the loop.
+few next to the diagonal. The run of narrow tiles on the far side is walked by a loop that has no masks.
+
+The NEAR nearest blocks, narrow or not, have the buckets of all their pairs in the map, a byte each: NEAR times the
+length of a block for each token. Pairs that are not seen have a bucket of their own there, and need no mask. Wide tiles
+further away go to a loop that computes their buckets. There, as for the map, timestamps come as pairs of fp32 (high and
+low part), whose differences are exact up to 2^24 seconds, and a bucket is read from a table of fp32's leading bits.
 """
 
 import math
@@ -332,29 +334,30 @@ def dense_attention_map_kernel(
             entry = (slot - num_seqs) * 1024
             _halve_tables(entry, position, time, half_position, half_time, N, TIMES, MARGIN, 1024)
         slot -= num_seqs + table_programs
-    if k_times is not None:
-        b = -1
-        for first in range(0, num_seqs, 256):
-            other = first + tl.arange(0, 256)
-            start = tl.load(seq_offsets + other, other < num_seqs, 0) // OWN + other
-            b += tl.sum(((start <= slot) & (other < num_seqs)).to(tl.int32), 0)
-        if b >= 0:
-            begin = tl.load(seq_offsets + b).to(tl.int64)
-            length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
-            index = slot - (begin // OWN).to(tl.int32) - b
-            if index * OWN < length:
-                own_times, times = (q_times, k_times) if OWN_IS_QUERY else (k_times, q_times)
-                _map_tile(
-                    b, index, slot.to(tl.int64), seq_offsets, num_targets, window_size, own_times, times, k_times,
-                    cells, tile_buckets, runs, near, row, HAS_TARGETS, HAS_WINDOW, OWN, OTHER, OWN_IS_QUERY, HIDDEN,
-                    CHUNK,
-                )  # fmt: skip
-                if tiles is not None:
-                    token = index * OWN + tl.arange(0, OWN)
-                    origin = tl.load(k_times + begin)
-                    _store_times(k_times, origin, k_split, k_offset, total, begin + token, token < length)
-                    if q_split is not None:
-                        _store_times(q_times, origin, q_split, q_offset, total, begin + token, token < length)
+    if k_times is not None and slot >= 0:
+        b, beyond = 0, num_seqs
+        while beyond - b > 1:
+            middle = (b + beyond) // 2
+            if tl.load(seq_offsets + middle) // OWN + middle <= slot:
+                b = middle
+            else:
+                beyond = middle
+        begin = tl.load(seq_offsets + b).to(tl.int64)
+        length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
+        index = slot - (begin // OWN).to(tl.int32) - b
+        if index * OWN < length:
+            own_times, times = (q_times, k_times) if OWN_IS_QUERY else (k_times, q_times)
+            _map_tile(
+                b, index, slot.to(tl.int64), seq_offsets, num_targets, window_size, own_times, times, k_times,
+                cells, tile_buckets, runs, near, row, HAS_TARGETS, HAS_WINDOW, OWN, OTHER, OWN_IS_QUERY, HIDDEN,
+                CHUNK,
+            )  # fmt: skip
+            if tiles is not None:
+                token = index * OWN + tl.arange(0, OWN)
+                origin = tl.load(k_times + begin)
+                _store_times(k_times, origin, k_split, k_offset, total, begin + token, token < length)
+                if q_split is not None:
+                    _store_times(q_times, origin, q_split, q_offset, total, begin + token, token < length)
 
 
 @triton.jit
@@ -392,6 +395,7 @@ def _half_bias(
             # The same; written so, the compiler sees which neighbours read the same address.
             row = position_bias + (place - start if BY_QUERY else start - place)
             column = tl.arange(0, OTHER).to(tl.int64)[None, :]
+            # The condition, true of every block, is for Triton, which moves it and what hangs on it to the loop's top.
             if BY_QUERY or HAS_TIME or start < length:
                 bias = _look_up(row, -column if BY_QUERY else column)
     if HAS_TIME and IS_NEAR:
