@@ -47,7 +47,8 @@ def hstu_attention(
         num_targets: [B] int32 or int64, candidates at each sequence's end, 0 <= m_b <= n_b.
         window_size: W in tokens, 0 for none.
         position_bias: [N], floating point; gets a gradient.
-        time_bias: [num_buckets + 1], floating point; gets a gradient.
+        time_bias: [num_buckets + 1], floating point; gets a gradient. On CUDA the buckets of a token's nearest
+            neighbours are kept for the backward pass, a byte each, at most 512 for all heads.
         timestamps: [T] int64, in seconds, needed by `time_bias`.
         query_timestamps: [T] int64, `timestamps` by default.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.

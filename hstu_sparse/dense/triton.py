@@ -231,7 +231,9 @@ class _Launch:
             row = cdiv(min(self.max_seq_len, self.total), other) + 2  # two more, since the kernels read ahead
             near = new(slots, min(NEAR.value, row), own * other, dtype=torch.uint8)
             maps = new(slots * row, dtype=torch.int16), new(slots, dtype=torch.int32), near, row
-            if 2 * slots * row <= near.numel():  # else too much to keep for the backward pass
+            # Kept for the backward pass where dq's tiles are the same, and unless the bytes of far blocks are many.
+            dq = self.choose(bwd_dq_config)
+            if own_is_query and (own, other) == (dq["BLOCK_M"], dq["BLOCK_N"]) and 2 * slots * row <= near.numel():
                 self.prepared[own, other, own_is_query] = maps
         tiles, half_position, half_time, table_programs = None, None, None, 0
         keys, queries = (None, None), (None, None)
