@@ -194,9 +194,9 @@ def few_near_blocks(monkeypatch):
     """The map holds the buckets of two blocks for each tile, so that the loops of all others are reached."""
     import triton.language as tl
 
-    from hstu_sparse.dense import backward, bias, forward, triton
+    from hstu_sparse.dense import backward, bias_map, forward, triton
 
-    for module in (backward, bias, forward, triton):
+    for module in (backward, bias_map, forward, triton):
         monkeypatch.setattr(module, "NEAR", tl.constexpr(2))
 
 

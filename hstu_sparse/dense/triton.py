@@ -2,8 +2,8 @@
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
 
-The kernels: tiles.py (their schedule, and what they share), bias.py, forward.py, bias_grad.py and backward.py. Here are
-their tile sizes, their arguments and their launches.
+The kernels: tiles.py (their schedule, and what they share), bias.py, bias_map.py, forward.py, bias_grad.py and
+backward.py. Here are their tile sizes, their arguments and their launches.
 """
 
 import functools
@@ -20,9 +20,9 @@ from hstu_sparse.dense.bias import (
     NEAR,
     POSITION_MARGIN,
     bucket_cells,
-    dense_attention_map_kernel,
 )
 from hstu_sparse.dense.bias_grad import dense_attention_gradients_kernel
+from hstu_sparse.dense.bias_map import dense_attention_map_kernel
 from hstu_sparse.dense.forward import dense_attention_fwd_kernel
 from hstu_sparse.dense.reference import bucket_edges
 from hstu_sparse.dense.tiles import dense_attention_schedule_kernel
@@ -212,18 +212,17 @@ class _Launch:
         return self.prepared[own], (*tables, self.cells, self.steps, *queries, *keys, *maps, self.total)
 
     def _new_schedule(self, block: int) -> torch.Tensor:
-        """Room for [slots, 2] int32: (sequence, block) of every tile, longest sequences first, then (-1, *).
+        """Room for [slots, 2] int32: (sequence, block) of every tile, longest sequences first, then (-1, *)."""
+        return torch.empty(self._slots(block), 2, dtype=torch.int32, device=self.q.device)
 
-        The number of slots bounds the number of tiles without knowing the lengths: T // block + B.
-        """
-        slots = self.total // block + self.seq_offsets.shape[0] - 1
-        return torch.empty(slots, 2, dtype=torch.int32, device=self.q.device)
+    def _slots(self, block: int) -> int:
+        """A bound of the number of tiles that needs no lengths."""
+        return self.total // block + self.seq_offsets.shape[0] - 1
 
     def _map(self, own: int, other: int, own_is_query: bool) -> tuple:
         """(tile_buckets, runs, near, row) of tiles of a size; the first time also prepares what serves all sizes."""
         new = functools.partial(torch.empty, device=self.q.device)
-        num_seqs = self.seq_offsets.shape[0] - 1
-        slots = self.total // own + num_seqs
+        num_seqs, slots = self.seq_offsets.shape[0] - 1, self._slots(own)
         position, time = self.tables
         programs, maps = 0, (None, None, None, 0)
         if time is not None:
