@@ -8,8 +8,10 @@ from hstu_sparse.bsa import (
 )
 from hstu_sparse.dense import hstu_attention
 from hstu_sparse.norm_gate import layer_norm, norm_gate
+from hstu_sparse.relative_bias import RelativeBias
 
 __all__ = [
+    "RelativeBias",
     "TritonHSTUBSAAttention",
     "bsa_attention",
     "hstu_attention",

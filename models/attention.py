@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import hstu_sparse
 from data.batches import Batch
 from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
+from hstu_sparse.relative_bias import RelativeBias
 from models.gate import GateModel
 
 # The room that the published HSTU adds to max_seq_len in its normaliser and bias tables.
@@ -61,7 +62,7 @@ class DenseAttention(nn.Module):
                 nn.init.normal_(table, std=0.02)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        timed = self.time_bias is not None
+        bias = RelativeBias(self.position_bias, self.time_bias, batch.timestamps, batch.query_timestamps)
         out = hstu_sparse.hstu_attention(
             q,
             k,
@@ -70,10 +71,7 @@ class DenseAttention(nn.Module):
             self.normalizer,
             alpha=self.config.alpha,
             window_size=self.config.window_size,
-            position_bias=self.position_bias,
-            time_bias=self.time_bias,
-            timestamps=batch.timestamps if timed else None,
-            query_timestamps=batch.query_timestamps if timed else None,
+            bias=bias,
             backend=self.config.backend,
         )
         return out, {}
