@@ -7,7 +7,7 @@ from hstu_sparse.bsa import (
     triton_hstu_attention_with_bsa,
 )
 from hstu_sparse.dense import hstu_attention
-from hstu_sparse.norm_gate import layer_norm, norm_gate
+from hstu_sparse.gated_norm import layer_norm, norm_gate
 from hstu_sparse.relative_bias import RelativeBias
 
 __all__ = [
