@@ -31,6 +31,8 @@ KINDS = {
         "feed_forward_dim": 6,
     },
     "bsa": CONFIG | {"attention": {"kind": "bsa", "block_size": 2, "block_counts": 2, "window_size": 3}},
+    "softmax with biases": CONFIG
+    | {"attention": {"kind": "softmax", "position_bias": True, "time_bias": True, "num_kv_heads": 1}},
     "softmax": CONFIG | {"block": "transformer", "feed_forward_dim": 8, "attention": {"kind": "softmax"}},
 }
 
@@ -244,3 +246,22 @@ def test_padding_changes_no_real_position(kind):
     torch.testing.assert_close(model(padded)[0][:20], model(batch)[0])
     with pytest.raises(ValueError, match="cannot pad 20 tokens in 4 sequences to 51 in 6"):
         batch.padded(51, 6, 12)
+
+
+def test_softmax_with_biases_and_a_shared_key_head_by_hand():
+    model, batch = make_model("softmax with biases"), make_batch([5, 3])
+    attention, generator = model.layers[0].attention, torch.Generator().manual_seed(3)
+    q = torch.randn(8, 2, 4, generator=generator).double()
+    k, v = (torch.randn(8, 1, 4, generator=generator).double() for _ in range(2))
+    out, aux = attention(q.flatten(1), q, k, v, batch)
+    assert not aux
+    for begin, end in ((0, 5), (5, 8)):
+        for t in range(begin, end):
+            for head in range(2):
+                scores = []
+                for s in range(begin, t + 1):
+                    gap = max(abs(int(batch.query_timestamps[t] - batch.timestamps[s])), 1)
+                    bias = attention.position_bias[t - s] + attention.time_bias[min(int(math.log(gap) / 0.301), 128)]
+                    scores.append(q[t, head] @ k[s, 0] / 2 + bias)
+                expected = torch.stack(scores).softmax(0) @ v[begin : t + 1, 0]
+                torch.testing.assert_close(out[t, head], expected)
