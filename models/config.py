@@ -277,7 +277,7 @@ def save_config(config: RunConfig, path: Path) -> None:
 def _explain(item: dict, tree: dict) -> str:
     """One pydantic error as `model.attention.blok_size: unknown key, did you mean block_size?`."""
     location = list(item["loc"])
-    if location[:3] == ["model", "attention", 0] and isinstance(tree["model"]["attention"], dict):
+    if location[:3] == ["model", "attention", 0] and not isinstance(tree["model"]["attention"], list):
         del location[2]  # one mapping for all layers: the list around it is ours
     key = ".".join(map(str, location)) or "config"
     kind = item["type"]

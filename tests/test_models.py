@@ -187,14 +187,32 @@ def test_targets_do_not_reach_the_output():
     assert torch.equal(before, after)
 
 
+# A softmax over one key does not depend on the query, nor any softmax on what all keys have in common.
+FLAT = {"[1]": ("query.weight", "query.bias", "key.weight", "key.bias"), "[3, 12, 1]": ("key.bias",)}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lengths", [[1], [3, 12, 1]])
-def test_batches_of_any_shape_train(kind, lengths):
+@pytest.mark.parametrize("lengths", [[1], [3, 12, 1]], ids=str)
+def test_batches_of_any_shape_reach_every_parameter(kind, lengths):
     model, batch = make_model(kind).train(), make_batch(lengths)
     out, aux = model(batch)
     assert out.shape == (sum(lengths), 8) and aux == {}
+    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+        assert (parameter.grad.abs().max() > 1e-9) != (kind == "softmax" and name.endswith(FLAT[str(lengths)])), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sequences", [0, 2])
+def test_batches_without_tokens_train(kind, sequences):
+    none = torch.zeros(0, dtype=torch.long)
+    offsets, users = torch.zeros(sequences + 1, dtype=torch.long), torch.arange(sequences)
+    model = make_model(kind).train()
+    out, _ = model(Batch(none, none, none, none, offsets, users))
+    assert out.shape == (0, 8)
     out.sum().backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    assert model.item_weight.grad.abs().sum() == 0
 
 
 @pytest.mark.parametrize(("group", "length", "expected"), [(1, 200, "7,457"), (4, 200, "6,900"), (64, 3000, None)])
