@@ -7,7 +7,8 @@ from hstu_sparse.bsa import (
     triton_hstu_attention_with_bsa,
 )
 from hstu_sparse.dense import hstu_attention
-from hstu_sparse.norm_gate import layer_norm, norm_gate
+from hstu_sparse.gated_norm import layer_norm, norm_gate
+from hstu_sparse.rotary import rotary
 
 __all__ = [
     "TritonHSTUBSAAttention",
@@ -15,6 +16,7 @@ __all__ = [
     "hstu_attention",
     "layer_norm",
     "norm_gate",
+    "rotary",
     "triton_block_sparse_attn",
     "triton_hstu_attention_with_bsa",
 ]

@@ -10,6 +10,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--seconds", type=float, default=10.0, help="of the campaign of random shapes, over all operators")
+    parser.addoption("--campaign-seed", type=int, default=0, help="which random shapes")
+
+
 def pytest_configure(config):
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))

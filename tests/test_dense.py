@@ -148,9 +148,9 @@ def test_kernels_refuse_what_they_cannot_do():
 
 
 def test_triton_on_a_cpu_tensor_needs_the_interpreter(monkeypatch):
-    from hstu_sparse import _triton
+    from hstu_sparse import validation
 
-    monkeypatch.setattr(_triton, "INTERPRET", False)
+    monkeypatch.setattr(validation, "INTERPRET", False)
     with pytest.raises(ValueError, match="needs CUDA tensors, got cpu"):
         kernel(**inputs((3,), 4))
 

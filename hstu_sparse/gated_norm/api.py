@@ -5,9 +5,8 @@ Letters: T tokens of the batch, C channels.
 
 import torch
 
-from hstu_sparse.norm_gate.reference import norm_gate_reference
-
-BACKENDS = ("auto", "triton", "reference")
+from hstu_sparse.gated_norm.reference import norm_gate_reference
+from hstu_sparse.validation import check_number, check_tensor, choose_backend
 
 
 def norm_gate(
@@ -46,22 +45,15 @@ def norm_gate(
 
     Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3, equation 3 (arXiv 2402.17152).
     """
-    _check(x, eps, backend)
-    if not isinstance(u, torch.Tensor):
-        raise TypeError(f"u must be a tensor, got {type(u).__name__}")
-    if u.shape != x.shape:
-        raise ValueError(f"u must have x's shape {list(x.shape)}, got {list(u.shape)}")
-    if not u.is_floating_point():
-        raise TypeError(f"u must be floating point, got {u.dtype}")
-    if u.device != x.device:
-        raise ValueError(f"u is on {u.device}, x on {x.device}")
+    eps, backend, sizes = _check(x, eps, backend, "norm_gate")
+    check_tensor("u", u, "T C", sizes, device=x.device)
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout}")
-    if backend == "reference" or (backend == "auto" and not x.is_cuda):
+    if backend == "reference":
         return norm_gate_reference(x, u, eps=eps, dropout=dropout)
-    from hstu_sparse.norm_gate.triton import norm_gate_triton
+    from hstu_sparse.gated_norm.kernels import norm_gate_triton
 
-    return norm_gate_triton(x, u, eps, dropout, seed)
+    return norm_gate_triton(x, u, eps, float(dropout), seed)
 
 
 def layer_norm(x: torch.Tensor, *, eps: float = 1e-6, backend: str = "auto") -> torch.Tensor:
@@ -80,22 +72,18 @@ def layer_norm(x: torch.Tensor, *, eps: float = 1e-6, backend: str = "auto") -> 
     Raises:
         TypeError, ValueError: what was expected and what came.
     """
-    _check(x, eps, backend)
-    if backend == "reference" or (backend == "auto" and not x.is_cuda):
+    eps, backend, _ = _check(x, eps, backend, "layer_norm")
+    if backend == "reference":
         return norm_gate_reference(x, None, eps=eps, dropout=0.0)
-    from hstu_sparse.norm_gate.triton import norm_gate_triton
+    from hstu_sparse.gated_norm.kernels import norm_gate_triton
 
     return norm_gate_triton(x, None, eps, 0.0, None)
 
 
-def _check(x, eps, backend):
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
-    if x.dim() != 2 or x.shape[1] == 0:
-        raise ValueError(f"x must be [T, C] with C > 0, got shape {list(x.shape)}")
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating point, got {x.dtype}")
-    if not eps > 0.0:
-        raise ValueError(f"eps must be positive, got {eps}")
+def _check(x, eps, backend, op) -> tuple[float, str, dict[str, int]]:
+    """eps as a float, the backend that is taken, letter -> size."""
+    sizes: dict[str, int] = {}
+    check_tensor("x", x, "T C", sizes)
+    if not sizes["C"]:
+        raise ValueError("x must be [T, C] with C > 0, got C=0")
+    return check_number("eps", eps, above=0.0), choose_backend(backend, x, op), sizes

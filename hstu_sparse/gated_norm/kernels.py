@@ -1,4 +1,4 @@
-"""Layer norm times a gate, with dropout: Triton kernels, launchers, and their registration with torch.
+"""Layer norm times a gate, with dropout: Triton kernels, and launchers.
 
 Letters: T tokens of the batch, C channels.
 
@@ -8,11 +8,6 @@ inputs to keep, the forward pass allocates its output alone.
 
 With y the normalised row, g the incoming gradient through the dropout and h = g u:
     du = g y,    dx = (h - mean(h) - y mean(h y)) / sqrt(variance + eps)
-
-These calls are short on the device, so their cost is what they take on the host, and the registration is chosen for
-that. Calls in eager mode with plain tensors go to an autograd.Function that launches the kernel itself. Everything
-else (torch.compile, fake tensors, tensor subclasses, dispatch modes) goes through the operators, registered with
-torch.library.Library. torch.library.custom_op, in eager mode, takes several times as long as all this.
 """
 
 import functools
@@ -21,9 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse._triton import cdiv, next_power_of_2, plain, require_runnable
+from hstu_sparse.launch import cdiv, next_power_of_2
+from hstu_sparse.registration import Operator
+from hstu_sparse.validation import check_kernel
 
-DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 MAX_CHANNELS = 4096
 TILE = 2048
 
@@ -105,19 +101,6 @@ def tile(channels: int) -> tuple[int, int, int]:
     return max(1, TILE // width), width, max(4, width // 512)
 
 
-def _on_device(launch):
-    """Triton launches on the current device, which need not be the tensors'."""
-
-    @functools.wraps(launch)
-    def on_device(x, *arguments):
-        if x.is_cuda and x.get_device() != torch.cuda.current_device():
-            with torch.cuda.device(x.get_device()):
-                return launch(x, *arguments)
-        return launch(x, *arguments)
-
-    return on_device
-
-
 def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
     """x with adjacent channels."""
     return x if x is None or x.stride(1) == 1 else x.contiguous()
@@ -125,7 +108,7 @@ def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
 
 # Compiled kernels by everything that Triton would specialise on. Its own dispatch finds that out anew in every call,
 # which takes longer than all the rest of a call; a compiled kernel is launched by itself.
-_compiled: dict[tuple, object] = {}
+compiled_kernels: dict[tuple, object] = {}
 
 
 def _key(x: torch.Tensor | None) -> tuple | None:
@@ -134,7 +117,7 @@ def _key(x: torch.Tensor | None) -> tuple | None:
 
 def _launch(kernel, key, arguments, tokens, rows, warps):
     grid = (cdiv(tokens, rows), 1, 1)
-    compiled = _compiled.get(key)
+    compiled = compiled_kernels.get(key)
     if compiled is not None:
         compiled[grid](*arguments)
         return
@@ -143,10 +126,9 @@ def _launch(kernel, key, arguments, tokens, rows, warps):
     compiled = kernel[grid](*arguments, num_warps=warps, enable_fp_fusion=False)
     # The interpreter compiles nothing.
     if compiled is not None:
-        _compiled[key] = compiled
+        compiled_kernels[key] = compiled
 
 
-@_on_device
 def _forward(x, u, seed, eps, dropout):
     tokens, channels = x.shape
     x, u = _rows(x), _rows(u)
@@ -166,7 +148,6 @@ def _forward(x, u, seed, eps, dropout):
     return out
 
 
-@_on_device
 def _backward(grad, x, u, seed, eps, dropout):
     """[dx, du], or [dx] without u."""
     tokens, channels = x.shape
@@ -189,55 +170,25 @@ def _backward(grad, x, u, seed, eps, dropout):
     return found
 
 
-class _NormGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, u, seed, eps, dropout):
-        ctx.save_for_backward(x, u, seed)
-        ctx.options = eps, dropout
-        if plain(x):
-            return _forward(x, u, seed, eps, dropout)
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.hstu_sparse.norm_gate_fwd.default(x, u, seed, eps, dropout)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, u, seed = ctx.saved_tensors
-        if plain(grad):
-            if torch.is_grad_enabled():
-                raise RuntimeError("norm_gate has no second derivative in Triton: use backend='reference'")
-            found = _backward(grad, x, u, seed, *ctx.options)
-        else:
-            found = torch.ops.hstu_sparse.norm_gate_bwd.default(grad, x, u, seed, *ctx.options)
-        return found[0], None if u is None else found[1], None, None, None
+def _fake(x, u, *_):
+    return x.new_empty(x.shape, dtype=x.dtype if u is None else torch.promote_types(x.dtype, u.dtype))
 
 
-_library = torch.library.Library("hstu_sparse", "FRAGMENT")
-_ARGUMENTS = "Tensor x, Tensor? u, Tensor? seed, float eps, float dropout"
-_library.define(f"norm_gate_fwd({_ARGUMENTS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
-_library.define(f"norm_gate_bwd(Tensor grad, {_ARGUMENTS}) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
-for _device in ("CPU", "CUDA"):
-    _library.impl("norm_gate_fwd", _forward, _device)
-    _library.impl("norm_gate_bwd", _backward, _device)
-_library.impl("norm_gate_fwd", _NormGate.apply, "Autograd")
-
-
-@functools.partial(torch.library.register_fake, "hstu_sparse::norm_gate_fwd", lib=_library)
-def _(x, u, seed, eps, dropout):
-    dtype = x.dtype if u is None else torch.promote_types(x.dtype, u.dtype)
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-@functools.partial(torch.library.register_fake, "hstu_sparse::norm_gate_bwd", lib=_library)
-def _(grad, x, u, seed, eps, dropout):
-    return [a.new_empty(a.shape) for a in (x, u) if a is not None]
+norm_gate_operator = Operator(
+    "norm_gate",
+    "Tensor x, Tensor? u, Tensor? seed, float eps, float dropout",
+    forward=_forward,
+    backward=_backward,
+    fake=_fake,
+    differentiable=("x", "u"),
+)
 
 
 def norm_gate_triton(x, u, eps, dropout, seed):
     """Arguments and result as `hstu_sparse.norm_gate`, without u `hstu_sparse.layer_norm`; on CUDA or interpreted."""
-    require_runnable(x, "norm_gate")
     for name, a in (("x", x), ("u", u)):
-        if a is not None and a.dtype not in DTYPES:
-            raise TypeError(f"{name}: the kernels take fp16, bf16 and fp32, got {a.dtype}; use backend='reference'")
+        if a is not None:
+            check_kernel(name, a, {})
     if x.shape[1] > MAX_CHANNELS:
         raise ValueError(f"the kernels take C up to {MAX_CHANNELS}, got {x.shape[1]}; use backend='reference'")
     if x.shape[0] >= 2**31:
@@ -250,10 +201,4 @@ def norm_gate_triton(x, u, eps, dropout, seed):
                 f"seed must be an int64 tensor of one element on {x.device}, got {seed.dtype} of shape "
                 f"{list(seed.shape)} on {seed.device}"
             )
-    # An int would be compiled for as another type.
-    eps, dropout = float(eps), float(dropout)
-    if torch.compiler.is_compiling():
-        return torch.ops.hstu_sparse.norm_gate_fwd.default(x, u, seed, eps, dropout)
-    if not torch.is_grad_enabled() and plain(x):
-        return _forward(x, u, seed, eps, dropout)
-    return _NormGate.apply(x, u, seed, eps, dropout)
+    return norm_gate_operator(x, u, seed, eps, dropout)

@@ -1,0 +1,151 @@
+"""Compiles kernels ahead of time, for GPUs that are not here, and says what they use: for tests."""
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from hstu_sparse import launch
+
+
+class _Driver:
+    """What Triton asks of the driver in order to compile for sm_`arch`."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_launches(call: Callable[[], object], arch: int) -> list[dict]:
+    """Runs `call` with every kernel that it launches compiled for sm_`arch` in place of being launched.
+
+    So the kernels get the launchers' own constants and options. `call` uses CPU tensors, which pass for a GPU's of that
+    architecture, and calls the registered operators or launchers (the public functions refuse CPU tensors).
+
+    Args:
+        arch: compute capability as one number: 80, 90, 100, 120.
+
+    Returns:
+        For each kernel `report`'s dict, once for each way in which it was specialised.
+    """
+    if launch.INTERPRET:
+        raise RuntimeError("compile_launches needs a process without TRITON_INTERPRET")
+    found: dict[str, CompiledKernel] = {}
+    run, pretended, active = JITFunction.run, launch.cpu_architecture, driver._active
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        found[kernel.hash] = kernel
+        return kernel
+
+    JITFunction.run, launch.cpu_architecture = compile_only, arch
+    driver.set_active(_Driver(arch))
+    try:
+        call()
+    finally:
+        JITFunction.run, launch.cpu_architecture = run, pretended
+        driver._active = active  # reset_active insists on a GPU
+    return [report(kernel) for kernel in found.values()]
+
+
+def report(kernel: CompiledKernel) -> dict:
+    """What a compiled kernel uses.
+
+    Returns:
+        dict with `name`, `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes`, `unset_registers`
+        (see below), `matrix_instructions` (names of the tensor cores' instructions), `asm`.
+    """
+    tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        used, listing = (
+            subprocess.run([os.path.join(tools, tool), option, file.name], capture_output=True, text=True, check=True)
+            for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
+        )
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", used.stdout)
+    registers, stack, _, local = (int(x) for x in usage.groups())
+    return {
+        "name": kernel.metadata.name,
+        "registers": registers,
+        "local_bytes": stack + local,
+        "shared_bytes": kernel.metadata.shared,
+        # Blackwell's instructions, and where they put their operands, are others.
+        "unset_registers": _unset_registers(listing.stdout) if kernel.metadata.target.arch <= 90 else [],
+        "matrix_instructions": sorted(
+            set(re.findall(r"\b(?:HGMMA|QGMMA|IGMMA|HMMA|IMMA|UTC\w*MMA)\b", listing.stdout))
+        ),
+        "asm": kernel.asm,
+    }
+
+
+def compile_ahead(
+    kernel, signature: dict, constexprs: dict, *, arch: int, num_warps=4, num_stages=2, divisible=True, **options
+) -> dict:
+    """Compiles one kernel for sm_`arch` from a hand-written signature; returns its `report`.
+
+    Args:
+        kernel: a triton.jit function.
+        signature: argument name -> Triton type, e.g. {"q": "*bf16", "n": "i32"}; every argument must be in it or in
+            `constexprs`.
+        constexprs: argument name -> value.
+        divisible: strides (`*stride_t`, `*stride_h`) are multiples of 16, as they are for most head sizes.
+        options: Triton's other compile options, e.g. maxnreg.
+    """
+    if launch.INTERPRET:
+        raise RuntimeError("compile_ahead needs a process without TRITON_INTERPRET")
+    names = kernel.arg_names
+    signature = {name: signature.get(name, "constexpr") for name in names}
+    aligned = [n for n in names if signature[n].startswith("*") or (n.endswith(("stride_t", "stride_h")) and divisible)]
+    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constexprs.items()}, attrs)
+    options = {"num_warps": num_warps, "num_stages": num_stages, **options}
+    return report(triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options))
+
+
+def _unset_registers(listing: str) -> list[str]:
+    """Instructions of a disassembly that read a uniform register which none before them has written.
+
+    ptxas 12.8 was seen to forget a copy where two wgmma descriptors begin alike (two tiles that take turns in one
+    buffer of shared memory), and the kernel to read outside of its memory on some data only. Nothing reports it.
+    """
+    written: set[int] = set()
+    found = []
+    for line in listing.splitlines():
+        match = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s+(.*?);", line)
+        if not match:
+            continue
+        name, operands = match.groups()
+        target, _, sources = operands.partition(",")
+        if target.startswith("UP") and sources.lstrip().startswith("UR"):  # a predicate comes before the number
+            target, _, sources = sources.partition(",")
+        writes = name.startswith(("U", "R2UR", "S2UR", "VOTEU", "REDUX", "CS2UR"))
+        if not writes:
+            sources = operands
+        wide = 2 if "desc[" in sources or (writes and ".64" in name) else 1
+        read = {int(r) + i for r in re.findall(r"UR(\d+)", sources) for i in range(wide)}
+        descriptors = re.search(r"gdesc\[UR(\d+)\]", sources)
+        if descriptors:  # of both operands; with the left one in registers only the second pair counts
+            first = 2 if re.match(r"\s*R\d+, R\d+", operands) else 0
+            read = {int(descriptors[1]) + i for i in range(first, 4)}
+        if read - written:
+            found.append(line.strip())
+        if writes:
+            span = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+            written |= {int(r) + i for r in re.findall(r"UR(\d+)", target) for i in range(span)}
+    return found

@@ -1,0 +1,63 @@
+"""What every launcher of Triton kernels needs on the host: sizes of tiles, precision of products, layout of rows.
+
+Imports no triton, so that `import hstu_sparse` works where it is absent.
+
+Two environments run the same kernel source. On CUDA the kernels are compiled; under `TRITON_INTERPRET=1`, which must be
+set before triton is first imported, they run on the CPU, in fp32 as a rule: the interpreter is wrong for bf16.
+"""
+
+import functools
+import os
+
+import torch
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, (n - 1).bit_length())
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def padded_head(size: int) -> int:
+    """Width of the tile that holds a head of `size`: a power of two, at least 16 (the least that tl.dot takes)."""
+    return max(16, next_power_of_2(size))
+
+
+# What CPU tensors pass for: the interpreter's, and those for whose kernels `ahead.py` compiles.
+cpu_architecture = 90
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability as one number, 90 for 9.0."""
+    return _capability(device) if device.type == "cuda" else cpu_architecture
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def precision(dtype: torch.dtype) -> str:
+    """`input_precision` of tl.dot: fp32 products are exact unless the user allowed TF32 for torch's own.
+
+    Asks the setting that both of torch's interfaces write: `allow_tf32` itself raises once a user has mixed them.
+    """
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x [T, H, D] with rows that can be read 16 bytes at a time: x itself, or a copy, heads padded with zeros.
+
+    The views of a fused projection pass as they are. The copy costs less than reading a head of, say, 25 two bytes at a
+    time, once for every block; zeros change no sum.
+    """
+    size = x.shape[-1]
+    if size % 16:
+        return torch.nn.functional.pad(x, (0, 16 - size % 16))
+    whole = x.stride(-1) == 1 and all(stride % 16 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    return x if whole else x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,141 @@
+"""How an operator with kernels of its own becomes one of torch's: registration, autograd, device and contiguity.
+
+An operator brings two launchers, of its forward and of its backward pass, and says what its arguments are called. Here
+they are registered with torch.library (with fakes and autograd, so that torch.compile and opcheck take them), run on
+the tensors' device, which need not be the current one, and given contiguous metadata.
+
+A short kernel costs what its call takes on the host. Calls in eager mode with plain tensors therefore go to an
+autograd.Function that launches the kernels itself; everything else (torch.compile, fake tensors, tensor subclasses,
+dispatch modes) goes through the registered operators. torch.library.custom_op takes several times as long as all this.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+_library = torch.library.Library("hstu_sparse", "FRAGMENT")
+
+
+def plain(x: torch.Tensor) -> bool:
+    """No tensor subclass (a fake tensor is one) and no mode wants to see the operator: a launcher may be called."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack()
+
+
+def _ready(launch: Callable) -> Callable:
+    """`launch` on the first argument's device, with integer and one-dimensional tensors made contiguous."""
+
+    @functools.wraps(launch)
+    def run(*arguments):
+        x = arguments[0]
+        arguments = [
+            a.contiguous() if isinstance(a, torch.Tensor) and (a.dim() == 1 or not a.is_floating_point()) else a
+            for a in arguments
+        ]
+        if x.is_cuda and x.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(x.get_device()):
+                return launch(*arguments)
+        return launch(*arguments)
+
+    return run
+
+
+class Operator:
+    """torch.ops.hstu_sparse.<name>_fwd and <name>_bwd; called, the forward operator with autograd.
+
+    Args:
+        name: of the operator.
+        arguments: their schema, like "Tensor q, Tensor? u, Tensor?[] plan, SymInt n, float eps"; the first is a Tensor.
+        forward: (*arguments) -> the output, or a tuple of `outputs` tensors. Only the first has a gradient; the others
+            are kept for the backward pass.
+        backward: (gradient of the first output, *arguments, *kept outputs) -> one gradient for each differentiable
+            argument that is not None, in their order, contiguous, shape and dtype as the argument.
+        fake: (*arguments) -> outputs of the right shape and dtype (new_empty), computed without the data.
+        differentiable: names of the arguments with gradients.
+        outputs: how many tensors forward returns.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: str,
+        *,
+        forward: Callable,
+        backward: Callable,
+        fake: Callable,
+        differentiable: Sequence[str],
+        outputs: int = 1,
+    ):
+        types, names = zip(*(argument.split(" ") for argument in arguments.split(", ")))
+        self.name, self.outputs = name, outputs
+        self.tensors = [i for i, type_ in enumerate(types) if type_ in ("Tensor", "Tensor?")]
+        self.differentiable = [names.index(argument) for argument in differentiable]
+        self.forward, self.backward = _ready(forward), _ready(backward)
+        self.function = _autograd(self)
+
+        kept = "".join(f", Tensor kept_{i}" for i in range(1, outputs))
+        result = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
+        for part, schema in (
+            ("fwd", f"({arguments}) -> {result}"),
+            ("bwd", f"(Tensor grad, {arguments}{kept}) -> Tensor[]"),
+        ):
+            _library.define(f"{name}_{part}{schema}", tags=torch.Tag.pt2_compliant_tag)
+        for device in ("CPU", "CUDA"):
+            _library.impl(f"{name}_fwd", self.forward, device)
+            _library.impl(f"{name}_bwd", self.backward, device)
+        _library.impl(f"{name}_fwd", self.function.apply, "Autograd")
+        torch.library.register_fake(f"hstu_sparse::{name}_fwd", fake, lib=_library)
+        torch.library.register_fake(f"hstu_sparse::{name}_bwd", self._fake_gradients, lib=_library)
+        self.registered_forward = getattr(torch.ops.hstu_sparse, f"{name}_fwd").default
+        self.registered_backward = getattr(torch.ops.hstu_sparse, f"{name}_bwd").default
+
+    def __call__(self, *arguments):
+        if torch.compiler.is_compiling():
+            return self.registered_forward(*arguments)
+        if not torch.is_grad_enabled() and plain(arguments[0]):
+            return self.forward(*arguments)
+        return self.function.apply(*arguments)
+
+    def _fake_gradients(self, grad, *arguments):
+        given = (arguments[i] for i in self.differentiable)
+        return [x.new_empty(x.shape) for x in given if x is not None]
+
+
+def _autograd(operator: Operator) -> type[torch.autograd.Function]:
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            if plain(arguments[0]):
+                found = operator.forward(*arguments)
+            else:
+                with torch._C._AutoDispatchBelowAutograd():
+                    found = operator.registered_forward(*arguments)
+            kept = () if operator.outputs == 1 else tuple(found[1:])
+            ctx.save_for_backward(*(arguments[i] for i in operator.tensors), *kept)
+            ctx.others = [None if i in operator.tensors else a for i, a in enumerate(arguments)]
+            ctx.mark_non_differentiable(*kept)
+            ctx.set_materialize_grads(False)
+            return found
+
+        @staticmethod
+        def backward(ctx, grad, *_):
+            arguments, saved = ctx.others.copy(), ctx.saved_tensors
+            if grad is None:
+                return (None,) * len(arguments)
+            for place, tensor in zip(operator.tensors, saved):
+                arguments[place] = tensor
+            given = (grad, *arguments, *saved[len(operator.tensors) :])
+            if not plain(grad):
+                found = operator.registered_backward(*given)
+            elif torch.is_grad_enabled():
+                raise RuntimeError(f"{operator.name} has no second derivative in Triton: use backend='reference'")
+            else:
+                found = operator.backward(*given)
+            gradients = [None] * len(arguments)
+            wanted = [i for i in operator.differentiable if arguments[i] is not None]
+            for place, gradient in zip(wanted, found, strict=True):
+                gradients[place] = gradient
+            return tuple(gradients)
+
+    Function.__name__ = Function.__qualname__ = operator.name
+    return Function

@@ -1,0 +1,99 @@
+"""Device functions that the operators' kernels share: activations, and tiles of jagged tensors.
+
+Letters: T tokens of the batch, B sequences, H heads.
+
+Numbering of tiles without a look at the offsets on the host: sequence b has its tiles of SIZE tokens at the slots
+`offsets[b] // SIZE + b` and after, one slot per started tile. Slots of different sequences never meet, there are
+T // SIZE + B of them in all, and those that stay unused cost an early return.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.launch import INTERPRET
+
+# A constexpr switch: inline assembly is there only in compiled kernels, tanh in one instruction too.
+COMPILED = tl.constexpr(not INTERPRET)
+
+
+@triton.jit
+def tanh_approx(x):
+    """tanh in one special-function instruction (relative error 2^-11): only where the result is rounded to 16 bits."""
+    return tl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", constraints="=f,f", args=[x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def sigmoid(x, FAST: tl.constexpr):
+    """1 / (1 + exp(-x)) in fp32. FAST uses tanh.approx, good to 2^-11: for fp16 and bf16 inputs."""
+    if FAST and COMPILED:
+        return 0.5 * tanh_approx(0.5 * x) + 0.5
+    else:
+        return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def silu(x, FAST: tl.constexpr):
+    """x * sigmoid(x) in fp32."""
+    if FAST and COMPILED:
+        half = 0.5 * x
+        return half * tanh_approx(half) + half
+    else:
+        return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def silu_and_grad(x, FAST: tl.constexpr):
+    """(silu(x), its derivative) in fp32: the derivative is s + x s (1 - s) = s + y (1 - s) with y = x s."""
+    s = sigmoid(x, FAST)
+    y = x * s
+    return y, s + y * (1.0 - s)
+
+
+@triton.jit
+def locate(offsets, slot, B, SIZE):
+    """(sequence, its first token, its length, tile within the sequence) of a slot; the tile may lie past the end."""
+    low = 0
+    high = B - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(offsets + middle) // SIZE + middle <= slot:
+            low = middle
+        else:
+            high = middle - 1
+    start = tl.load(offsets + low).to(tl.int64)
+    length = (tl.load(offsets + low + 1) - start).to(tl.int32)
+    return low, start, length, (slot - start // SIZE - low).to(tl.int32)
+
+
+@triton.jit
+def load_rows(base, rows, stride, mask, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """A tile [rows, PADDED] of the matrix at `base`, zero outside of the mask and past SIZE columns."""
+    columns = tl.arange(0, PADDED)
+    pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
+    if SIZE == PADDED:
+        return tl.load(pointers, mask=mask[:, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=mask[:, None] & (columns < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def load_tile(base, rows, stride, mask, row, column, SIZE: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr):
+    """load_rows of consecutive rows; with TMA `base` is a tensor descriptor and the tile begins at (row, column) of it.
+
+    A descriptor knows no sequence: behind the last token it gives the next sequence's rows, which the caller must give
+    the weight zero.
+    """
+    if TMA:
+        return base.load([row, column])
+    else:
+        return load_rows(base, rows, stride, mask, SIZE, PADDED)
+
+
+@triton.jit
+def store_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """The reverse of load_rows; converts to the dtype of `base`."""
+    columns = tl.arange(0, PADDED)
+    pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
+    tl.store(pointers, value.to(base.dtype.element_ty), mask=mask[:, None] & (columns < SIZE)[None, :])

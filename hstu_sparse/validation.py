@@ -1,0 +1,129 @@
+"""Validation of what operators are given: tensors by shape, dtype and device, options, backends.
+
+Metadata only, no device sync. Every function raises TypeError or ValueError that says what was expected and what came.
+Jagged offsets are checked in `jagged.py`. Letters: T tokens, H heads, D query/key and V value head size, N max_seq_len.
+"""
+
+import math
+
+import torch
+
+from hstu_sparse.jagged import check_jagged
+from hstu_sparse.launch import INTERPRET
+
+BACKENDS = ("auto", "triton", "reference")
+FLOATING, INTEGER = "floating point", "int32 or int64"
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def choose_backend(backend: str, x: torch.Tensor, op: str) -> str:
+    """ "triton" or "reference": `auto` is triton for CUDA tensors and reference for CPU tensors.
+
+    Nothing falls back in silence: triton where it cannot run on x raises.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"{op}: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "auto":
+        backend = "triton" if x.is_cuda else "reference"
+    if backend == "triton":
+        if x.is_cuda and INTERPRET:
+            raise ValueError(f"{op}: TRITON_INTERPRET=1 is set, unset it to run on {x.device}")
+        if not x.is_cuda and not (x.device.type == "cpu" and INTERPRET):
+            raise ValueError(
+                f"{op}: backend='triton' needs CUDA tensors, got {x.device}; use backend='reference', or set "
+                "TRITON_INTERPRET=1 before the first import to run the kernels in Triton's interpreter"
+            )
+    return backend
+
+
+def check_tensor(
+    name: str,
+    x: torch.Tensor,
+    shape: str,
+    sizes: dict[str, int],
+    *,
+    dtype: str | torch.dtype = FLOATING,
+    device: torch.device | None = None,
+) -> None:
+    """Checks one tensor.
+
+    Args:
+        shape: a letter for each dimension, like "T H D".
+        sizes: letter -> size. A letter that is not in it is entered; one that is must agree.
+        dtype: FLOATING, INTEGER, or the one dtype that is right.
+        device: where it must be; absent, anywhere.
+    """
+    letters = shape.split()
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor [{', '.join(letters)}], got {type(x).__name__}")
+    fits = x.dim() == len(letters)
+    for letter, size in zip(letters, x.shape):
+        fits = fits and sizes.get(letter, size) == size
+    if not fits:
+        expected = (f"{letter}={sizes[letter]}" if letter in sizes else letter for letter in letters)
+        raise ValueError(f"{name} must be [{', '.join(expected)}], got shape {list(x.shape)}")
+    for letter, size in zip(letters, x.shape):
+        sizes.setdefault(letter, size)
+    if dtype == FLOATING:
+        right = x.is_floating_point()
+    elif dtype == INTEGER:
+        right = x.dtype in (torch.int32, torch.int64)
+    else:
+        right = x.dtype == dtype
+    if not right:
+        raise TypeError(f"{name} must be {dtype}, got {x.dtype}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name} is on {x.device}, expected on {device}")
+
+
+def check_qkv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int, *, kv_heads="H"
+) -> dict[str, int]:
+    """Checks q [T, H, D], k [T, kv_heads, D], v [T, kv_heads, V] and what makes them jagged; returns letter -> size.
+
+    kv_heads: "H" where keys have as many heads as queries, "Hkv" where these share out: H is then a multiple.
+    """
+    sizes: dict[str, int] = {}
+    check_tensor("q", q, "T H D", sizes)
+    check_tensor("k", k, f"T {kv_heads} D", sizes, dtype=q.dtype, device=q.device)
+    check_tensor("v", v, f"T {kv_heads} V", sizes, dtype=q.dtype, device=q.device)
+    if kv_heads != "H" and (sizes[kv_heads] == 0 or sizes["H"] % sizes[kv_heads]):
+        raise ValueError(f"k's heads must divide q's {sizes['H']}, got {sizes[kv_heads]}")
+    check_jagged(seq_offsets, max_seq_len, q=q, k=k, v=v)
+    return sizes
+
+
+def check_int(name: str, value: int, least: int, most: int | None = None) -> None:
+    """A whole number from `least` to `most`; neither a bool nor a float that happens to be whole."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
+
+
+def check_number(name: str, value: float, *, above: float = -math.inf, below: float = math.inf) -> float:
+    """A finite number with above < value < below, as a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (math.isfinite(value) and above < value < below):
+        bounds = [f"above {above:g}"] * (above > -math.inf) + [f"below {below:g}"] * (below < math.inf)
+        raise ValueError(f"{name} must be a finite number {' and '.join(bounds)}".rstrip() + f", got {value}")
+    return float(value)
+
+
+def check_scale(alpha: float | None, head_size: int, name: str = "alpha") -> float:
+    """The scale of the scores: as given, or head_size ** -0.5."""
+    return head_size**-0.5 if alpha is None else check_number(name, alpha)
+
+
+def check_kernel(op: str, x: torch.Tensor, heads: dict[str, int], most: int = 256) -> None:
+    """What the kernels do not take and the reference does: dtypes, head sizes (letter -> size)."""
+    if x.dtype not in KERNEL_DTYPES:
+        raise TypeError(f"{op}: the kernels take fp16, bf16 and fp32, got {x.dtype}; use backend='reference'")
+    for letter, size in heads.items():
+        if not 1 <= size <= most:
+            raise ValueError(
+                f"{op}: the kernels take {letter} from 1 to {most}, got {letter}={size}; use backend='reference'"
+            )

@@ -1,0 +1,62 @@
+"""Compiles all kernels ahead of time, with the launchers' own constants; `python -m tests.compiling OPERATOR ARCH`.
+
+Triton's interpreter compiles nothing and cannot be switched off in a process, so the tests start one with it off; the
+program prints a JSON line for each kernel.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.operators import NAMES, operator
+
+ROOT = Path(__file__).parents[1]
+# Inline assembly that touches memory has its place on architectures where it was proved, and nowhere else.
+PROVEN = (80, 90)
+MEMORY = re.compile(r"\b(ld|st|red|atom|cp)\.")
+
+
+def compile_test(arch: int):
+    """A test, for each operator, that its kernels compile for sm_`arch` as they should."""
+
+    @pytest.mark.timeout(600)
+    @pytest.mark.parametrize("name", NAMES)
+    def test(name):
+        pytest.importorskip("triton")
+        if not any(arch in case.architectures for case in operator(name).launches()):
+            pytest.skip(f"has no kernels for sm_{arch}")
+        command = [sys.executable, "-m", "tests.compiling", name, str(arch)]
+        environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+        run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-3000:]
+        kernels = [json.loads(line) for line in run.stdout.splitlines()]
+        assert kernels
+        wrong = [k for k in kernels if k["local_bytes"] > k["allowed"] or k["unset_registers"] or k["memory_assembly"]]
+        assert not wrong, "\n".join(map(str, wrong))
+
+    return test
+
+
+def compile_operator(name: str, arch: int):
+    from hstu_sparse.ahead import compile_launches
+
+    for case in operator(name).launches():
+        if arch not in case.architectures:
+            continue
+        for kernel in compile_launches(case.call, arch):
+            allowed = case.local_bytes
+            if isinstance(allowed, dict):
+                allowed = allowed.get(kernel["name"], 0)
+            inline = [line for line in kernel.pop("asm")["ttgir"].splitlines() if "inline_asm" in line]
+            touching = [] if arch in PROVEN else [line.strip() for line in inline if MEMORY.search(line)]
+            yield kernel | {"label": case.label, "allowed": allowed, "memory_assembly": touching}
+
+
+if __name__ == "__main__":
+    for found in compile_operator(sys.argv[1], int(sys.argv[2])):
+        print(json.dumps(found), flush=True)
