@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from data.options import Columns, SyntheticOptions
 from models.attention import ATTENTION
 from models.contract import AttentionKind, Strict
 from models.metrics import metric_names
@@ -39,9 +40,9 @@ class DataConfig(Strict):
     cache_dir: str = ".cache"
     min_user_events: int = Field(1, ge=1)
     min_item_events: int = Field(1, ge=1)
-    columns: dict[str, str] | None = None
-    synthetic: dict[str, Any] | None = None
-    valid_fraction: float = Field(0.1, gt=0, lt=1)
+    columns: Columns | None = None
+    synthetic: SyntheticOptions | None = None
+    valid_fraction: float = Field(0.1, ge=0, lt=1)
     test_fraction: float = Field(0.1, gt=0, lt=1)
 
 
