@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import hstu_sparse
 from data.batches import Batch
 from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
+from hstu_sparse.relative_bias import RelativeBias, pair_bias
 from models.contract import AttentionKind, AuxLoss, LayerSizes
 from models.gate import GateModel
 
@@ -22,10 +23,36 @@ from models.gate import GateModel
 EXTRA_POSITIONS = 11
 
 
-class HSTUAttention(AttentionKind):
-    """What the SiLU kinds share: N, which is `normalizer` if it is given, else max_seq_len + 11."""
+class BiasedAttention(AttentionKind):
+    """Kinds that add a relative bias by position and time to their scores; its tables serve all heads."""
 
     class Config(AttentionKind.Config):
+        position_bias: bool = True
+        time_bias: bool = True
+        num_time_buckets: int = Field(128, ge=1)
+
+        def check_data(self, dataset) -> None:
+            if self.time_bias and not dataset.has_timestamps:
+                raise ValueError(f"time_bias: {dataset.name} has no timestamps, set it to false")
+
+    def __init__(self, config: Config, sizes: LayerSizes, positions: int):
+        super().__init__(config, sizes)
+        self.position_bias = nn.Parameter(torch.empty(positions)) if config.position_bias else None
+        self.time_bias = nn.Parameter(torch.empty(config.num_time_buckets + 1)) if config.time_bias else None
+        for table in (self.position_bias, self.time_bias):
+            if table is not None:
+                nn.init.normal_(table, std=0.02)
+
+    def bias(self, batch: Batch) -> RelativeBias | None:
+        if self.position_bias is None and self.time_bias is None:
+            return None
+        return RelativeBias(self.position_bias, self.time_bias, batch.timestamps, batch.query_timestamps)
+
+
+class HSTUAttention(BiasedAttention):
+    """What the SiLU kinds share: N, which is `normalizer` if it is given, else max_seq_len + 11."""
+
+    class Config(BiasedAttention.Config):
         """`alpha` scales the logits."""
 
         alpha: float = 1.0
@@ -37,8 +64,9 @@ class HSTUAttention(AttentionKind):
                 raise ValueError(f"normalizer={self.normalizer} is less than model.max_seq_len={model.max_seq_len}")
 
     def __init__(self, config: Config, sizes: LayerSizes):
-        super().__init__(config, sizes)
-        self.normalizer = config.normalizer or sizes.max_seq_len + EXTRA_POSITIONS
+        normalizer = config.normalizer or sizes.max_seq_len + EXTRA_POSITIONS
+        super().__init__(config, sizes, positions=normalizer)
+        self.normalizer = normalizer
 
 
 class DenseAttention(HSTUAttention):
@@ -46,28 +74,9 @@ class DenseAttention(HSTUAttention):
 
     class Config(HSTUAttention.Config):
         kind: Literal["dense"]
-        position_bias: bool = True
-        time_bias: bool = True
-        num_time_buckets: int = Field(128, ge=1)
         window_size: int = Field(0, ge=0)
 
-        def check_data(self, dataset) -> None:
-            if self.time_bias and not dataset.has_timestamps:
-                raise ValueError(f"time_bias: {dataset.name} has no timestamps, set it to false")
-
-    def __init__(self, config: Config, sizes: LayerSizes):
-        super().__init__(config, sizes)
-        self.position_bias = nn.Parameter(torch.empty(self.normalizer)) if config.position_bias else None
-        self.time_bias = nn.Parameter(torch.empty(config.num_time_buckets + 1)) if config.time_bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for table in (self.position_bias, self.time_bias):
-            if table is not None:
-                nn.init.normal_(table, std=0.02)
-
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
-        timed = self.time_bias is not None
         out = hstu_sparse.hstu_attention(
             q,
             k,
@@ -76,36 +85,71 @@ class DenseAttention(HSTUAttention):
             self.normalizer,
             alpha=self.config.alpha,
             window_size=self.config.window_size,
-            position_bias=self.position_bias,
-            time_bias=self.time_bias,
-            timestamps=batch.timestamps if timed else None,
-            query_timestamps=batch.query_timestamps if timed else None,
+            bias=self.bias(batch),
             backend=self.config.backend,
         )
         return out, {}
 
 
-class SoftmaxAttention(AttentionKind):
+class SoftmaxAttention(BiasedAttention):
     """Causal softmax attention, the transformer's own (arXiv 1706.03762); dropout on the attention weights."""
 
-    class Config(AttentionKind.Config):
+    class Config(BiasedAttention.Config):
+        """`num_kv_heads` heads of keys and values are shared by all heads of queries; absent, each has its own."""
+
         kind: Literal["softmax"]
         dropout: float = Field(0.0, ge=0, lt=1)
+        num_kv_heads: int | None = Field(None, ge=1)
+        position_bias: bool = False
+        time_bias: bool = False
+
+        def check_model(self, model) -> None:
+            if self.num_kv_heads and model.num_heads % self.num_kv_heads:
+                raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide model.num_heads={model.num_heads}")
+
+    def __init__(self, config: Config, sizes: LayerSizes):
+        super().__init__(config, sizes, positions=sizes.max_seq_len)
+
+    @classmethod
+    def kv_heads(cls, config: Config, num_heads: int) -> int:
+        return config.num_kv_heads or num_heads
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         # On a GPU, padding to max_seq_len spares the host from waiting for the longest length of the batch.
-        longest = (
-            self.sizes.max_seq_len if q.is_cuda else int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
+        longest = self.sizes.max_seq_len
+        if not q.is_cuda:
+            longest = int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
+
+        def pad(y: Tensor) -> Tensor:  # [T, ...] -> [B, longest, ...]
+            return jagged_to_padded(y.flatten(1), batch.seq_offsets, longest).unflatten(-1, y.shape[1:])
+
+        # Sequences start at 0, so the causal mask alone hides the padding behind them.
+        mask = self.mask(batch, longest, q)
+        out = F.scaled_dot_product_attention(
+            *(pad(y).transpose(1, 2) for y in (q, k, v)),
+            attn_mask=mask,
+            dropout_p=self.config.dropout if self.training else 0.0,
+            is_causal=mask is None,
+            enable_gqa=k.shape[1] != q.shape[1],
         )
-        dropout = self.config.dropout if self.training else 0.0
-        # [B, H, longest, ...]: sequences start at 0, so the causal mask alone hides the padding behind them.
-        padded = [
-            jagged_to_padded(y.flatten(1), batch.seq_offsets, longest).unflatten(-1, y.shape[1:]).transpose(1, 2)
-            for y in (q, k, v)
-        ]
-        out = F.scaled_dot_product_attention(*padded, dropout_p=dropout, is_causal=True)
         out = padded_to_jagged(out.transpose(1, 2).flatten(2), batch.seq_offsets, q.shape[0])
-        return out.unflatten(-1, v.shape[1:]), {}
+        return out.unflatten(-1, (q.shape[1], v.shape[2])), {}
+
+    def mask(self, batch: Batch, longest: int, q: Tensor) -> Tensor | None:
+        """The relative bias as an additive mask [B or 1, 1, longest, longest], -inf where a query does not see."""
+        bias = self.bias(batch)
+        if bias is None:
+            return None
+        place = torch.arange(longest, device=q.device)
+        distance = place[:, None] - place
+        asked = seen = None
+        if bias.time is not None:
+            asked, seen = (
+                jagged_to_padded(y, batch.seq_offsets, longest) for y in (bias.query_timestamps, bias.timestamps)
+            )
+            asked, seen = asked[:, :, None], seen[:, None, :]
+        added = pair_bias(bias, distance, asked, seen)
+        return added.view(-1, 1, longest, longest).to(q.dtype).masked_fill(distance < 0, float("-inf"))
 
 
 # selection_group -> the length from which bsa's forward and backward together take less time than dense's, measured
@@ -129,6 +173,9 @@ class BlockSparseAttention(HSTUAttention):
 
     class Config(HSTUAttention.Config):
         kind: Literal["bsa"]
+        # The operator takes no bias yet.
+        position_bias: Literal[False] = False
+        time_bias: Literal[False] = False
         block_size: int = Field(32, ge=1)
         block_counts: int = Field(4, ge=1)
         window_size: int = Field(0, ge=0)

@@ -96,6 +96,19 @@ def _located(faults: list[tuple[tuple, str]], how: str) -> ValidationError:
 AttentionConfig = Annotated[SerializeAsAny[AttentionKind.Config], BeforeValidator(_of_its_kind)]
 
 
+class RotaryConfig(Strict):
+    """What turns the pairs of channels of queries and keys, in every layer (hstu_sparse.rotary)."""
+
+    position: bool = False
+    time: bool = False
+
+    @model_validator(mode="after")
+    def _something(self):
+        if not (self.position or self.time):
+            raise ValueError("turns by nothing: set position or time to true, or leave rotary out")
+        return self
+
+
 class ModelConfig(Strict):
     block: Literal["hstu", "transformer"]
     max_seq_len: int = Field(ge=1)
@@ -105,7 +118,9 @@ class ModelConfig(Strict):
     # Head sizes: query and key, then value. Absent, embedding_dim / num_heads.
     attention_dim: int | None = Field(None, ge=1)
     linear_dim: int | None = Field(None, ge=1)
+    # Hidden size of the feed-forward network: the transformer block's own, or a SwiGLU behind each HSTU layer.
     feed_forward_dim: int | None = Field(None, ge=1)
+    rotary: RotaryConfig | None = None
     dropout: float = Field(0.0, ge=0, lt=1)
     action_embedding: bool = False
     # One mapping for all layers, or one for each.
@@ -120,8 +135,8 @@ class ModelConfig(Strict):
                 raise ValueError(
                     f"embedding_dim={self.embedding_dim} is not divisible by num_heads={self.num_heads}: give {name}"
                 )
-        if (self.block == "transformer") != (self.feed_forward_dim is not None):
-            raise ValueError("feed_forward_dim belongs to block=transformer, and that block needs it")
+        if self.block == "transformer" and self.feed_forward_dim is None:
+            raise ValueError("block=transformer needs feed_forward_dim")
         faults = []
         for layer, attention in enumerate(self.attention):
             try:
@@ -335,7 +350,7 @@ def save_config(config: RunConfig, path: Path) -> None:
 def _explain(item: dict, tree: dict) -> str:
     """One pydantic error as `model.attention.blok_size: unknown key, did you mean block_size?`."""
     location = list(item["loc"])
-    if location[:3] == ["model", "attention", 0] and isinstance(tree["model"]["attention"], dict):
+    if location[:3] == ["model", "attention", 0] and not isinstance(tree["model"]["attention"], list):
         del location[2]  # one mapping for all layers: the list around it is ours
     key = ".".join(map(str, location)) or "config"
     kind = item["type"]

@@ -20,11 +20,54 @@ from models.embedding import InputEmbedding
 NORM_EPS = 1e-6
 
 
+def turned(config: ModelConfig, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """q and k turned as `model.rotary` says: queries by the times at which they ask, keys by those of their events."""
+    if config.rotary is None:
+        return q, k
+    origins = None
+    if config.rotary.time:
+        starts = batch.seq_offsets[:-1].clamp(max=max(batch.num_tokens - 1, 0))
+        origins = batch.timestamps[starts] if batch.num_tokens else batch.timestamps.new_zeros(starts.shape)
+    q, k = (
+        hstu_sparse.rotary(
+            x,
+            batch.seq_offsets,
+            config.max_seq_len,
+            times=times if config.rotary.time else None,
+            origins=origins,
+            position=config.rotary.position,
+        )
+        for x, times in ((q, batch.query_timestamps), (k, batch.timestamps))
+    )
+    return q, k
+
+
+class SwiGLU(nn.Module):
+    """x + dropout(contract(SiLU(gate) * value)) with gate, value = expand(norm(x)) (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, size: int, hidden: int, dropout: float):
+        super().__init__()
+        self.expand = nn.Linear(size, 2 * hidden)
+        self.contract = nn.Linear(hidden, size)
+        self.dropout = dropout
+        for linear in (self.expand, self.contract):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.expand(hstu_sparse.layer_norm(x, eps=NORM_EPS)).chunk(2, dim=-1)
+        return x + F.dropout(self.contract(F.silu(gate) * value), self.dropout, self.training)
+
+
 class HSTULayer(nn.Module):
-    """x + output(dropout(norm(attention) * u)), with u, v, q, k = SiLU(norm(x) @ uvqk)."""
+    """x + output(dropout(norm(attention) * u)), with u, v, q, k = SiLU(norm(x) @ uvqk).
+
+    With `feed_forward_dim` a SwiGLU follows, which the published layer does not have.
+    """
 
     def __init__(self, config: ModelConfig, attention: AttentionKind, kv_heads: int):
         super().__init__()
+        self.config = config
         layer, heads = attention.sizes, config.num_heads
         self.heads, self.kv_heads = heads, kv_heads
         self.dropout = config.dropout
@@ -35,18 +78,22 @@ class HSTULayer(nn.Module):
         self.output = nn.Linear(heads * layer.linear_dim, config.embedding_dim)
         nn.init.normal_(self.uvqk, std=0.02)
         nn.init.xavier_uniform_(self.output.weight)
+        self.feed_forward = None
+        if config.feed_forward_dim is not None:
+            self.feed_forward = SwiGLU(config.embedding_dim, config.feed_forward_dim, config.dropout)
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         normed = hstu_sparse.layer_norm(x, eps=NORM_EPS)
         u, v, q, k = F.silu(normed @ self.uvqk).split(self.sizes, dim=-1)
         q = q.unflatten(-1, (self.heads, -1))
         k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in (k, v))
-        attended, aux = self.attention(normed, q, k, v, batch)
+        attended, aux = self.attention(normed, *turned(self.config, q, k, batch), v, batch)
         dropout = self.dropout if self.training else 0.0
         # The kernels draw their mask from a seed of their own; on a CPU the reference draws from torch's generator.
         seed = torch.randint(2**62, (1,), device=x.device) if dropout and x.is_cuda else None
         gated = hstu_sparse.norm_gate(attended.flatten(1), u, eps=NORM_EPS, dropout=dropout, seed=seed)
-        return x + self.output(gated), aux
+        x = x + self.output(gated)
+        return x if self.feed_forward is None else self.feed_forward(x), aux
 
 
 class TransformerLayer(nn.Module):
@@ -54,6 +101,7 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, attention: AttentionKind, kv_heads: int):
         super().__init__()
+        self.config = config
         layer, size, heads = attention.sizes, config.embedding_dim, config.num_heads
         self.heads, self.kv_heads = heads, kv_heads
         self.dropout = config.dropout
@@ -74,7 +122,7 @@ class TransformerLayer(nn.Module):
         normed = self.attention_norm(x)
         q = self.query(normed).unflatten(-1, (self.heads, -1))
         k, v = (linear(x).unflatten(-1, (self.kv_heads, -1)) for linear in (self.key, self.value))
-        attended, aux = self.attention(normed, q, k, v, batch)
+        attended, aux = self.attention(normed, *turned(self.config, q, k, batch), v, batch)
         x = self.feed_forward_norm(normed + self.output(attended.flatten(1)))
         hidden = F.dropout(F.relu(self.expand(x)), self.dropout, self.training)
         return x + F.dropout(self.contract(hidden), self.dropout, self.training), aux

@@ -65,6 +65,8 @@ def check_data(config: RunConfig, dataset: Dataset) -> None:
             attention.check_data(dataset)
         except ValueError as error:
             raise ConfigError(f"model.attention.{f'{layer}.' if len(layers) > 1 else ''}{error}") from None
+    if config.model.rotary and config.model.rotary.time and not dataset.has_timestamps:
+        raise ConfigError(f"model.rotary.time: {dataset.name} has no timestamps, set it to false")
     if config.model.action_embedding and dataset.actions is None:
         raise ConfigError(f"model.action_embedding: {dataset.name} has no actions, set it to false")
 

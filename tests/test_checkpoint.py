@@ -10,6 +10,7 @@ from models.checkpoint import (
     CheckpointError,
     Progress,
     checkpoints,
+    exists,
     load_checkpoint,
     load_folder,
     save_checkpoint,
@@ -90,6 +91,17 @@ def test_nothing_to_resume(tmp_path):
         load_checkpoint(tmp_path, *setup())
 
 
+def test_progress_of_another_version_is_told(tmp_path):
+    model, optimizer = setup()
+    save_folder(
+        tmp_path / "checkpoints" / "step-00000001", {"model": model.state_dict(), "state": {}}, {"step": 1, "x": 2}
+    )
+    with pytest.raises(
+        CheckpointError, match=r"step-00000001: of another version.*\(batch, .*, x in only one of them\)"
+    ):
+        load_checkpoint(tmp_path, model, optimizer)
+
+
 def test_crash_while_writing_leaves_the_old_one(tmp_path, monkeypatch):
     model, optimizer = setup()
     save_checkpoint(tmp_path, model, optimizer, at(1))
@@ -107,4 +119,7 @@ def test_replaced_folder_is_never_missing(tmp_path):
     assert load_folder(folder, "model")[1]["value"] == 2
     # Killed between the two moves of a replacement, the old folder stands aside and is still found.
     folder.rename(tmp_path / ".best.old")
-    assert load_folder(folder, "model")[0]["model"]["x"].item() == 1
+    assert exists(folder) and load_folder(folder, "model")[0]["model"]["x"].item() == 1
+    save_folder(folder, {"model": {"x": torch.zeros(1)}}, {"value": 3})
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert not exists(tmp_path / "other")
