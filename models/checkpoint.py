@@ -6,7 +6,6 @@ state.json, which holds the progress and the checksum of the other two.
 
 import hashlib
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from data.atomic import find_folder, replace_folder
 from models.average import WeightAverage
 
 KEEP = 2
@@ -64,39 +64,23 @@ class Progress:
 
 def save_folder(folder: Path, tensors: dict[str, dict[str, Tensor]], facts: dict) -> None:
     """Writes `tensors` (one safetensors file for each entry) and `facts` as the folder, which appears all at once."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    sums = {}
-    for name, entries in tensors.items():
-        path = temporary / f"{name}.safetensors"
-        save_file({key: value.detach().cpu().contiguous() for key, value in entries.items()}, path)
-        sums[path.name] = _checksum(path)
-    (temporary / "state.json").write_text(json.dumps({**facts, "sha256": sums}, indent=1), encoding="utf-8")
-    for path in temporary.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    if folder.exists():
-        # A folder cannot be replaced in one move: the old one steps aside first, and is found there after a crash.
-        shutil.rmtree(_aside(folder), ignore_errors=True)
-        folder.rename(_aside(folder))
-    temporary.rename(folder)
-    shutil.rmtree(_aside(folder), ignore_errors=True)
-
-
-def _aside(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
+    with replace_folder(folder) as temporary:
+        sums = {}
+        for name, entries in tensors.items():
+            path = temporary / f"{name}.safetensors"
+            save_file({key: value.detach().cpu().contiguous() for key, value in entries.items()}, path)
+            sums[path.name] = _checksum(path)
+        (temporary / "state.json").write_text(json.dumps({**facts, "sha256": sums}, indent=1), encoding="utf-8")
 
 
 def exists(folder: Path) -> bool:
     """Whether `load_folder` finds something there: the folder, or the old one after a crash while it was replaced."""
-    return folder.exists() or _aside(folder).exists()
+    return find_folder(folder).exists()
 
 
 def load_folder(folder: Path, *names: str) -> tuple[dict[str, dict[str, Tensor]], dict]:
     """The named tensor files and the facts of `folder`; CheckpointError when anything is missing or damaged."""
-    if not folder.exists() and exists(folder):
-        folder = _aside(folder)
+    folder = find_folder(folder)
     try:
         facts = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         for name in names:
