@@ -53,7 +53,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     data = open_data(config)
     model = build_model(config, data)
     average = WeightAverage(model, config.train.ema_decay) if config.train.ema_decay else None
-    optimizer, step = build_step(config, model, average, data.device)
+    optimizer, step = build_step(config, model, data.device, average)
     batches = data.batches(
         "train",
         batch_size=config.train.batch_size,
@@ -132,7 +132,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
 
 
 def build_step(
-    config: RunConfig, model, average: WeightAverage | None, device: torch.device
+    config: RunConfig, model, device: torch.device, average: WeightAverage | None = None
 ) -> tuple[torch.optim.Optimizer, Step]:
     """The optimiser, and the function that makes one step of it: batch -> losses, without waiting for the device.
 

@@ -101,8 +101,8 @@ def bsa_query_fwd_kernel(
 
     slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
     if SELECT:
-        # One index a step, a scalar. Of a vector `index * BS + place % BS` Triton 3.6 believes each element divisible by
-        # BS once the loop is pipelined, and then takes the mask of a thread's first query for all of its queries.
+        # One index a step, a scalar. Of a vector `index * BS + place % BS` Triton 3.6 believes each element divisible
+        # by BS once the loop is pipelined, and then takes the mask of a thread's first query for all of its queries.
         tl.static_assert(BN <= BS)
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS + 1, S)
