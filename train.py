@@ -11,6 +11,7 @@ import json
 import math
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from data.batches import Batch, Batches
 from data.datasets import DataError
+from models.average import WeightAverage
 from models.checkpoint import (
     CheckpointError,
     Progress,
@@ -50,7 +52,8 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     torch.manual_seed(config.seed)
     data = open_data(config)
     model = build_model(config, data)
-    optimizer, step = build_step(config, model, data.device)
+    average = WeightAverage(model, config.train.ema_decay) if config.train.ema_decay else None
+    optimizer, step = build_step(config, model, average, data.device)
     batches = data.batches(
         "train",
         batch_size=config.train.batch_size,
@@ -60,7 +63,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     watched = "valid" if data.splits.valid is not None else "test"
     eval_batches = data.eval_batches(watched)
     if resume:
-        progress = load_checkpoint(folder, model, optimizer)
+        progress = load_checkpoint(folder, model, optimizer, average)
         check_fingerprint(asdict(progress), data, folder)
     else:
         progress = Progress(fingerprint=data.dataset.fingerprint)
@@ -79,7 +82,8 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
 
     def save() -> None:
         progress.losses, progress.seconds, progress.lines = means.state(), time.monotonic() - started, log.lines
-        save_checkpoint(folder, model, optimizer, progress)
+        with judged(average):
+            save_checkpoint(folder, model, optimizer, progress, average)
 
     with ProgressBar(console, config.train.epochs, len(batches), progress.step) as bar:
         while progress.epoch < config.train.epochs:
@@ -87,7 +91,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
                 break
             model.train()
             for batch in batches.epoch(progress.epoch, start=progress.batch):
-                set_lr(config, optimizer, progress.step)
+                set_lr(config, optimizer, progress.step, config.train.epochs * len(batches))
                 means.add(step(replace(batch, phase=phase_at(config, progress.step))))
                 progress.step += 1
                 progress.batch += 1
@@ -107,10 +111,11 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
             progress.epoch, progress.batch, means = progress.epoch + 1, 0, Means(data.device, {})
             record = {"epoch": progress.epoch, "step": progress.step, **losses, "split": watched}
             if config.eval.every and progress.epoch % config.eval.every == 0:
-                metrics = evaluate(config, model, eval_batches, phase_at(config, progress.step))
+                with judged(average):
+                    metrics = evaluate(config, model, eval_batches, phase_at(config, progress.step))
+                    if watched == "valid":
+                        keep_best(config, folder, model, progress, metrics)
                 record |= metrics
-                if watched == "valid":
-                    keep_best(config, folder, model, progress, metrics)
                 bar.print(
                     f"epoch {progress.epoch:>4}  {shown(losses)}  {watched} "
                     + shown({name: metrics[name] for name in ("HR@10", "NDCG@10")})
@@ -126,7 +131,9 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     return 0
 
 
-def build_step(config: RunConfig, model, device: torch.device) -> tuple[torch.optim.Optimizer, Step]:
+def build_step(
+    config: RunConfig, model, average: WeightAverage | None, device: torch.device
+) -> tuple[torch.optim.Optimizer, Step]:
     """The optimiser, and the function that makes one step of it: batch -> losses, without waiting for the device.
 
     The losses by name, 0-d: `loss`, what the step minimises, and the auxiliary losses before their weights.
@@ -161,6 +168,8 @@ def build_step(config: RunConfig, model, device: torch.device) -> tuple[torch.op
         if c.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip_norm)
         optimizer.step()
+        if average is not None:
+            average.update()
         return {"loss": loss.detach()} | {name: extra.value.detach() for name, extra in aux.items()}
 
     if not graphed:
@@ -174,9 +183,20 @@ def phase_at(config: RunConfig, step: int) -> int:
     return max((end for end in ends if end <= step), default=0)
 
 
-def set_lr(config: RunConfig, optimizer, step: int) -> None:
-    """The learning rate of this step: rising over the warm-up, then constant."""
-    lr = config.train.lr * min(1.0, (step + 1) / max(1, config.train.warmup_steps))
+def judged(average: WeightAverage | None):
+    """Inside, the model has the weights that the run is judged by."""
+    return nullcontext() if average is None else average.in_the_model()
+
+
+def set_lr(config: RunConfig, optimizer, step: int, steps: int) -> None:
+    """The learning rate of this step, of `steps` in all: rising over the warm-up, then as `train.decay` says."""
+    c = config.train
+    lr = c.lr * min(1.0, (step + 1) / max(1, c.warmup_steps))
+    past = max(0, step - c.warmup_steps) / max(1, steps - c.warmup_steps)
+    if c.decay == "linear":
+        lr *= 1 - past
+    elif c.decay == "cosine":
+        lr *= 0.5 * (1 + math.cos(math.pi * past))
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from data.atomic import find_folder, replace_folder
+from models.average import WeightAverage
 
 KEEP = 2
 
@@ -96,8 +97,17 @@ def load_folder(folder: Path, *names: str) -> tuple[dict[str, dict[str, Tensor]]
         raise CheckpointError(f"{folder}: damaged checkpoint ({error})") from None
 
 
-def save_checkpoint(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    """Saves everything that `load_checkpoint` needs to go on as if never stopped; keeps the last two."""
+def save_checkpoint(
+    run: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    average: WeightAverage | None = None,
+) -> None:
+    """Saves everything that `load_checkpoint` needs to go on as if never stopped; keeps the last two.
+
+    The model has the weights that the run is judged by; with an `average` these are the averages.
+    """
     folder = run / "checkpoints" / f"step-{progress.step:08d}"
     if not folder.exists():
         state = {"random.cpu": torch.get_rng_state()}
@@ -106,6 +116,8 @@ def save_checkpoint(run: Path, model: nn.Module, optimizer: torch.optim.Optimize
         for index, entries in optimizer.state_dict()["state"].items():
             for key, value in entries.items():
                 state[f"optimizer.{index}.{key}"] = value
+        if average is not None:
+            state |= {f"raw.{name}": weight for name, weight in average.raw().items()}
         save_folder(folder, {"model": model.state_dict(), "state": state}, asdict(progress))
     for old in checkpoints(run)[:-KEEP]:
         shutil.rmtree(old)
@@ -115,8 +127,10 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted((run / "checkpoints").glob("step-*"))
 
 
-def load_checkpoint(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Puts the last checkpoint of `run` into model, optimizer and torch's generators; returns the progress."""
+def load_checkpoint(
+    run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
+) -> Progress:
+    """Puts the last checkpoint of `run` into model, optimizer, average and torch's generators; returns the progress."""
     found = checkpoints(run)
     if not found:
         raise CheckpointError(f"{run}: no checkpoint to resume from")
@@ -132,6 +146,12 @@ def load_checkpoint(run: Path, model: nn.Module, optimizer: torch.optim.Optimize
     cuda = state.pop("random.cuda", None)
     if cuda is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(cuda)
+    raw = {name.removeprefix("raw."): state.pop(name) for name in list(state) if name.startswith("raw.")}
+    if bool(raw) != (average is not None):
+        raise CheckpointError(f"{found[-1]}: was saved {'with' if raw else 'without'} train.ema_decay")
+    if average is not None:
+        average.take_from_model()
+        load_weights(model, model.state_dict() | raw, found[-1])
     entries: dict[int, dict[str, Tensor]] = {}
     for name, value in state.items():
         _, index, key = name.split(".")

@@ -164,6 +164,10 @@ class TrainConfig(Strict):
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_as_tuple)] = (0.9, 0.98)
     weight_decay: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0)
+    # What the learning rate does behind the warm-up: stay, or fall to 0 at the last step.
+    decay: Literal["none", "linear", "cosine"] = "none"
+    # Of an exponential moving average of the weights, by which the run is then judged; absent, no average.
+    ema_decay: float | None = Field(None, gt=0, lt=1)
     clip_norm: float | None = Field(None, gt=0)
     autocast: Literal["none", "bf16"] = "none"
     compile: bool = False
