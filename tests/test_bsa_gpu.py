@@ -1,5 +1,7 @@
 """Block-sparse HSTU attention on a GPU: every dtype against the reference, memory, compilation, determinism."""
 
+import random
+
 import pytest
 import torch
 
@@ -16,6 +18,9 @@ CASES = {
     "groups of 16": ((700, 129), 700, 64, 5, 0, 16, 2, 128, 128),
     "query-major, half a block": ((500, 77, 320), 512, 64, 4, 0, 32, 2, 128, 128),
     "query-major, whole block": ((900, 64, 63), 1000, 64, 6, 100, 64, 2, 128, 128),
+    "query-major, whole block of 32": ((900, 0, 333, 31), 900, 32, 4, 0, 32, 2, 64, 128),
+    "query-major, odd heads, block of 32": ((500, 64, 33), 512, 32, 4, 50, 32, 1, 50, 25),
+    "blocks of 16, whole block": ((300, 33), 300, 16, 4, 20, 16, 2, 64, 64),
     "blocks of 128": ((900, 300), 1000, 128, 3, 0, 128, 1, 64, 128),
     "blocks of 16": ((300, 33), 300, 16, 9, 5, 2, 2, 64, 32),
     "odd head sizes": ((260, 90), 300, 32, 4, 40, 4, 3, 40, 24),
@@ -26,7 +31,7 @@ CASES = {
 
 
 def problem(case, dtype, seed=0, **options):
-    lengths, N, BS, S, W, r, H, D, V = CASES[case]
+    lengths, N, BS, S, W, r, H, D, V = CASES[case] if isinstance(case, str) else case
     inputs = {n: make_jagged(lengths, (H, s), dtype=dtype, device="cuda", seed=seed + i, **options)
               for i, (n, s) in enumerate((("q", D), ("k", D), ("v", V)))}  # fmt: skip
     names = ("g_cmp", "g_slc", "g_swa") if W else ("g_cmp", "g_slc")
@@ -63,28 +68,50 @@ def choice_is_right(indices, inputs, offsets, shape):
             assert (best - got).abs().max() <= 2e-5 * scores.abs().max(), f"token {begin + t}"
 
 
+def agree(case, name):
+    """The choice is right, and output and gradients are the reference's for that choice."""
+    inputs, offsets, N, shape = case
+    dtype = inputs["q"].dtype
+    _, indices = kernel(offsets, N, shape, return_block_indices=True)(**inputs)
+    choice_is_right(indices, inputs, offsets, shape)
+
+    def reference(q, k, v, g_cmp, g_slc, g_swa=None):
+        gates, alpha = (g_cmp, g_slc, g_swa), q.shape[-1] ** -0.5
+        return bsa_attention_reference(q, k, v, offsets, N, gates, **shape, alpha=alpha, block_indices=indices)[0]
+
+    # fp32: three tf32 products stand for one of fp32, so the floor is a few roundings higher.
+    floor = 8 * torch.finfo(dtype).eps if dtype == torch.float32 else None
+    floors = dict.fromkeys(["output", *(f"grad of {n}" for n in inputs)], floor)
+    try:
+        compare_with_reference(kernel(offsets, N, shape), reference, inputs, factor=3, floor=floors if floor else None)
+    except AssertionError as error:
+        raise AssertionError(f"{name}: {error}") from None
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_reference(case, dtype, deterministic):
-    inputs, offsets, N, shape = problem(case, dtype)
     torch.use_deterministic_algorithms(deterministic)
     try:
-        _, indices = kernel(offsets, N, shape, return_block_indices=True)(**inputs)
-        choice_is_right(indices, inputs, offsets, shape)
-
-        def reference(q, k, v, g_cmp, g_slc, g_swa=None):
-            gates, alpha = (g_cmp, g_slc, g_swa), q.shape[-1] ** -0.5
-            return bsa_attention_reference(q, k, v, offsets, N, gates, **shape, alpha=alpha, block_indices=indices)[0]
-
-        # fp32: three tf32 products stand for one of fp32, so the floor is a few roundings higher.
-        floor = 8 * torch.finfo(dtype).eps if dtype == torch.float32 else None
-        names = ["output", *(f"grad of {n}" for n in inputs)]
-        compare_with_reference(
-            kernel(offsets, N, shape), reference, inputs, factor=3, floor=dict.fromkeys(names, floor) if floor else None
-        )
+        agree(problem(case, dtype), case)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("group", [1, 2, 16, 32, 64])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_every_group_of_every_block(block_size, group):
+    """Lengths, heads and dtypes drawn at random (all dtypes where a group is a block): tile sizes depend on them all."""
+    if group > block_size:
+        pytest.skip("a group lies within a block")
+    draw = random.Random(1000 * block_size + group)
+    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    for dtype in dtypes if group == block_size else draw.sample(dtypes, 1):
+        lengths = [draw.randrange(400) for _ in range(draw.randrange(1, 4))] + [draw.randrange(400, 700)]
+        D, V = (draw.choice([16, 25, 50, 64, 128]) for _ in range(2))
+        case = (lengths, 700, block_size, 4, draw.choice([0, 37]), group, draw.randrange(1, 3), D, V)
+        agree(problem(case, dtype, seed=group), f"{dtype}, {case}")
 
 
 def test_non_contiguous_inputs():
