@@ -347,8 +347,25 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
         raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
 
 
-def save_config(config: RunConfig, path: Path) -> None:
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+def as_yaml(config: RunConfig) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+# What may differ between the parts of one run: where it is, what it runs on, how often it saves.
+FREE = {"name", "run_dir", "device", "threads", "data.path", "data.cache_dir", "train.checkpoint_seconds"}
+FREE |= {"eval.batch_size"}
+
+
+def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
+    """What makes another run of it, of two configurations as `model_dump` gives them: `train.lr: 0.001 -> 0.01`."""
+    found = []
+    for key in dict.fromkeys([*before, *after]):
+        path, old, new = f"{prefix}{key}", before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{path}.")
+        elif old != new and path not in FREE:
+            found.append(f"{path}: {shown(old)} -> {shown(new)}")
+    return found
 
 
 def _explain(item: dict, tree: dict) -> str:
