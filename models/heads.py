@@ -95,7 +95,7 @@ class MixtureOfLogits(nn.Module):
         return Side(F.normalize(parts, dim=-1, eps=NORM_EPS), gate(x))
 
     def scores(self, queries: Side, items: Side) -> tuple[Tensor, Tensor]:
-        """(scores [R, K], pi [R, K, P] before dropout) of R queries and K items: items [R, K, ...], or [K, ...] for all."""
+        """(scores [R, K], pi [R, K, P] before dropout) of R queries and K items, of [R, K, ...] or of [K, ...]."""
         shared = items.components.dim() == 3
         logits = torch.einsum(
             "rqc,kxc->rkqx" if shared else "rqc,rkxc->rkqx", queries.components, items.components
