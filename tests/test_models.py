@@ -24,6 +24,12 @@ CONFIG = {
 }
 KINDS = {
     "dense": CONFIG | {"attention": {"kind": "dense"}},
+    "dense with rotary and SwiGLU": CONFIG
+    | {
+        "attention": {"kind": "dense", "position_bias": False, "time_bias": False},
+        "rotary": {"position": True, "time": True},
+        "feed_forward_dim": 6,
+    },
     "bsa": CONFIG | {"attention": {"kind": "bsa", "block_size": 2, "block_counts": 2, "window_size": 3}},
     "softmax": CONFIG | {"block": "transformer", "feed_forward_dim": 8, "attention": {"kind": "softmax"}},
 }
@@ -87,6 +93,40 @@ def test_hstu_layers_equal_padded_implementation():
     gradients = [torch.autograd.grad((y * weight).sum(), parameters.values()) for y in (own, expected)]
     for name, a, b in zip(parameters, *gradients):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("kind", ["dense", "softmax"])
+def test_rotary_knows_differences_of_times_alone(kind):
+    changes = {"position_bias": False, "time_bias": False} if kind == "dense" else {}
+    attention = KINDS[kind]["attention"] | changes
+    model = make_model(kind, attention=attention, rotary={"position": False, "time": True})
+    blind = make_model(kind, attention=attention)
+    batch = make_batch([9, 6])
+    later = dataclasses.replace(
+        batch, timestamps=batch.timestamps + 10**9, query_timestamps=batch.query_timestamps + 10**9
+    )
+    # The last token's query comes later: only its own output may change.
+    asked = batch.query_timestamps.clone()
+    asked[8] += 10**6
+    x = torch.randn(15, 8, generator=torch.Generator().manual_seed(1)).double()
+    out = run_layers(model, x, batch)
+    torch.testing.assert_close(run_layers(model, x, later), out, rtol=0, atol=1e-12)
+    changed = run_layers(model, x, dataclasses.replace(batch, query_timestamps=asked))
+    different = (changed != out).any(1)
+    assert different.tolist() == [t == 8 for t in range(15)]
+    assert not torch.allclose(run_layers(blind, x, batch), out, atol=1e-4)
+
+
+def test_swiglu_behind_an_hstu_layer():
+    model, batch = make_model("dense", feed_forward_dim=6), make_batch([5])
+    x, layer = torch.randn(5, 8).double(), model.layers[0]
+    added = layer.feed_forward
+    layer.feed_forward = None
+    y, _ = layer(x, batch)
+    layer.feed_forward = added
+    gate, value = added.expand(F.layer_norm(y, (8,), eps=1e-6)).split(6, dim=1)
+    expected = y + (gate * torch.sigmoid(gate) * value) @ added.contract.weight.T + added.contract.bias
+    torch.testing.assert_close(layer(x, batch)[0], expected)
 
 
 def test_model_is_embedding_layers_and_normalisation():
