@@ -8,11 +8,13 @@ from hstu_sparse.bsa import (
 )
 from hstu_sparse.dense import hstu_attention
 from hstu_sparse.gated_norm import layer_norm, norm_gate
+from hstu_sparse.htree import htree_attention
 
 __all__ = [
     "TritonHSTUBSAAttention",
     "bsa_attention",
     "hstu_attention",
+    "htree_attention",
     "layer_norm",
     "norm_gate",
     "triton_block_sparse_attn",
