@@ -1,0 +1,247 @@
+"""Launches the kernels of hierarchical tree attention and registers them as torch.ops.hstu_sparse.htree_fwd and _bwd.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len, Hq query heads, Hkv key/value heads, G query heads of each,
+D query/key and V value head size, r compression_rate, M = r * top_k the most candidates a layer has.
+
+Memory beyond inputs and outputs. Forward: the nodes above the tokens, at most 1 / (r - 1) of k and v and a few slots a
+sequence, lse [T, Hq] fp32, and notes for the programs that run at once. Backward: gradients of k and v and of all nodes
+in fp32, or int64 in the deterministic mode. The choice is made again in the backward pass rather than kept: kept it
+would take more room than k and v.
+"""
+
+import functools
+import math
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hstu_sparse.htree.backward import htree_attend_bwd_kernel
+from hstu_sparse.htree.forward import htree_attend_fwd_kernel
+from hstu_sparse.htree.layout import depth, layer_slots, tree_slots
+from hstu_sparse.htree.pooling import htree_pool_fwd_kernel, htree_push_bwd_kernel
+from hstu_sparse.htree.reference import rope_tables
+from hstu_sparse.launch import cdiv, next_power_of_2, padded_head, precision
+from hstu_sparse.registration import Operator
+from hstu_sparse.validation import check_kernel
+
+# A layer's candidates have their keys in registers when they are chosen from.
+MAX_CANDIDATES = 16384
+MAX_GROUP = 64
+MAX_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Candidates of a tile, launch options, and programs that an SM is given at once."""
+
+    BN: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+@functools.cache
+def tiles(half: int, value: int, group: int, candidates: int, item: int) -> dict[str, Tile]:
+    """Tiles by kernel for padded sizes: half of the head, values, heads of a group; candidates; bytes of an element."""
+    # Registers that the widest of a tile's operands take with 32 candidates, in units of a warp's.
+    load = max(half * 2, value, 32) // 32 * max(1, group // 16) * max(1, item // 2)
+    warps = min(8, max(1, load, candidates // 1024))
+    return {"fwd": Tile(32, warps, 1, max(1, 16 // warps)), "bwd": Tile(32, warps, 1, max(1, 8 // warps))}
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.lru_cache(maxsize=64)
+def cached_tables(rows: int, head_size: int, rope_base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    return tuple(x.float() for x in rope_tables(rows, head_size, rope_base, device))
+
+
+def tables(rows: int, head_size: int, rope_base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    # What is computed while a graph is captured has its values when the graph runs, not before.
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return (cached_tables.__wrapped__ if capturing else cached_tables)(rows, head_size, rope_base, device)
+
+
+class Problem:
+    """What both directions derive from the shapes and options of one call."""
+
+    def __init__(self, q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
+        self.T, heads, self.D = q.shape
+        self.H, self.V = k.shape[1], v.shape[2]
+        self.G = heads // self.H
+        self.B = seq_offsets.shape[0] - 1
+        self.rate, self.top_k, self.most = rate, top_k, rate * top_k
+        self.layers = depth(max_seq_len, rate, self.most)
+        self.slots = tree_slots(self.layers, self.T, self.B, rate)
+        self.offsets, self.scale, self.device = seq_offsets, scale, q.device
+        half = self.D // 2
+        group, halves, value = max(16, next_power_of_2(self.G)), padded_head(half), padded_head(self.V)
+        candidates = next_power_of_2(self.most)
+        self.tiles = tiles(halves, value, group, candidates, q.dtype.itemsize)
+        rows = max(self.most, *(tile.BN for tile in self.tiles.values()))
+        self.cos, self.sin = tables(rows, self.D, rope_base, q.device)
+        width = max(16, next_power_of_2(top_k))
+        # The importances add up to no more than G and its rounding.
+        limit = struct.unpack("i", struct.pack("f", 2.0 * group))[0]
+        self.constants = dict(
+            H=self.H, G=self.G, BG=group, HALF=half, BH=halves, V=self.V, BV=value, RATE=rate, TOP_K=top_k,
+            LIST=width, CANDIDATES=candidates, LOW_BITS=next_power_of_2(self.most) - 1, LIMIT=limit,
+            PRECISION=precision(q.dtype),
+        )  # fmt: skip
+
+    def options(self, kernel: str, items: int) -> tuple[tuple[int], Tensor, dict]:
+        """(grid, notes, keywords) of one of the two walking kernels for so many tokens of so many heads."""
+        tile = self.tiles[kernel]
+        programs = min(items, processors(self.device) * tile.programs)
+        size = 2 * self.constants["LIST"] + self.constants["CANDIDATES"]
+        size += cdiv(cdiv(self.constants["CANDIDATES"], tile.BN), 16) * 16
+        notes = torch.empty(programs * size, dtype=torch.int32, device=self.device)
+        options = dict(BN=tile.BN, NOTES=size, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        return (programs,), notes, self.constants | options
+
+    def levels(self):
+        """(layer, tokens below a node, slots, first slot in the buffer of the nodes) from the tokens up."""
+        base = 0
+        for layer in range(self.layers + 1):
+            slots = layer_slots(layer, self.T, self.B, self.rate)
+            yield layer, self.rate**layer, slots, base
+            base += slots if layer else 0
+
+
+def pool(problem: Problem, x: Tensor) -> Tensor:
+    """Means [Hkv, slots, width] of the layers above the tokens x [T, Hkv, width]."""
+    p, width = problem, x.shape[2]
+    nodes = x.new_empty(p.H, max(p.slots, 1), width)
+    rows = max(1, 2048 // padded_head(width))
+    below = 0
+    for layer, size, slots, base in p.levels():
+        if layer:
+            htree_pool_fwd_kernel[(cdiv(slots, rows), p.H)](
+                x, nodes, p.offsets, x.stride(0), x.stride(1), p.B, size, slots, base, below, p.slots,
+                WIDTH=width, PADDED=padded_head(width), RATE=p.rate, ROWS=rows, TOKENS=layer == 1,
+            )  # fmt: skip
+        below = base
+    return nodes
+
+
+def adjacent(x: Tensor) -> Tensor:
+    """x with adjacent channels."""
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def launch_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
+    """(output, lse [T, Hq] in base 2, nodes' keys and values)."""
+    q, k, v = adjacent(q), adjacent(k), adjacent(v)
+    problem = Problem(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base)
+    if q.shape[0] == 0:
+        return q.new_empty(0, q.shape[1], v.shape[2]), q.new_empty(0, q.shape[1], dtype=torch.float32), k[:0], v[:0]
+    nodes = pool(problem, k), pool(problem, v)
+    return (*attend(problem, q, k, v, *nodes), *nodes)
+
+
+def attend(problem, q, k, v, k_nodes, v_nodes, positions=None, choices=None, trace_scores=None, trace_state=None):
+    """(output [count, Hq, V], lse [count, Hq]) of all tokens or those at `positions`; traces: see the kernel."""
+    p = problem
+    count = p.T if positions is None else positions.shape[0]
+    out = q.new_empty(count, q.shape[1], p.V)
+    lse = q.new_empty(count, q.shape[1], dtype=torch.float32)
+    grid, notes, options = p.options("fwd", count * p.H)
+    htree_attend_fwd_kernel[grid](
+        q, k, v, k_nodes, v_nodes, p.offsets, p.cos, p.sin, notes, out, lse, positions, choices, trace_scores,
+        trace_state, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        p.scale / math.log(2.0), p.B, p.T, count, p.layers, p.slots, **options,
+    )  # fmt: skip
+    return out, lse
+
+
+def fixed_units(problem: Problem, do: Tensor, q: Tensor, v: Tensor) -> Tensor:
+    """[2] powers of two: in how many parts of 1 the sums of dk and of dv may count without leaving int64.
+
+    No element of dv exceeds the sum of all T * Hq weights, each at most 1, times the longest row of do. An element of
+    dk has do.v - do.o besides, at most twice the longest rows' product, and a row of q.
+    """
+    do_row, q_row, v_row = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax().double() for x in (do, q, v))
+    terms = 4.0 * problem.T * problem.G
+    bounds = torch.stack([terms * 2 * do_row * v_row * q_row * abs(problem.scale), terms * do_row])
+    return torch.exp2((62 - bounds.clamp(min=1e-30).log2()).floor().clamp(max=120)).float()
+
+
+def launch_backward(grad, q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base, out, lse, k_nodes, v_nodes):
+    q, k, v, grad = (adjacent(x) for x in (q, k, v, grad))
+    p = Problem(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if p.T == 0:
+        return [dq, dk, dv]
+    fixed = torch.are_deterministic_algorithms_enabled()
+    units = fixed_units(p, grad, q, v) if fixed else None
+    total, kind = p.T + p.slots, torch.int64 if fixed else torch.float32
+    dk_sums, dv_sums = (torch.zeros(p.H, total, x.shape[2], dtype=kind, device=p.device) for x in (k, v))
+    grid, notes, options = p.options("bwd", p.T * p.H)
+    htree_attend_bwd_kernel[grid](
+        grad, q, k, v, k_nodes, v_nodes, p.offsets, p.cos, p.sin, notes, out, lse, dq, dk_sums, dv_sums, units,
+        *grad.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        p.scale / math.log(2.0), p.scale, p.B, p.T, p.layers, p.slots, FIXED=fixed, **options,
+    )  # fmt: skip
+    for place, (sums, target) in enumerate(((dk_sums, dk), (dv_sums, dv))):
+        push_down(p, sums, target, None if units is None else units[place : place + 1])
+    return [dq, dk, dv]
+
+
+def push_down(problem: Problem, sums: Tensor, target: Tensor, unit: Tensor | None) -> None:
+    """Hands the nodes' gradients on to their children, layer by layer, and the tokens' to `target`."""
+    p, width = problem, sums.shape[2]
+    rows = max(1, 2048 // padded_head(width))
+    above = 0
+    for layer, size, slots, base in reversed(list(p.levels())):
+        base = p.T + base if layer else 0
+        if layer < p.layers or layer == 0:
+            htree_push_bwd_kernel[(cdiv(slots, rows), p.H)](
+                sums, target, p.offsets, unit, p.B, size, slots, base, above, p.T + p.slots,
+                WIDTH=width, PADDED=padded_head(width), RATE=p.rate, ROWS=rows, PARENTS=layer < p.layers,
+                TOKENS=layer == 0, FIXED=unit is not None,
+            )  # fmt: skip
+        above = base
+
+
+def fake_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
+    tokens, heads = q.shape[:2]
+    slots = tree_slots(depth(max_seq_len, rate, rate * top_k), tokens, seq_offsets.shape[0] - 1, rate)
+    nodes = [x.new_empty(x.shape[1], torch.sym_max(slots, 1), x.shape[2]) for x in (k, v)]
+    return q.new_empty(tokens, heads, v.shape[2]), q.new_empty(tokens, heads, dtype=torch.float32), *nodes
+
+
+htree_operator = Operator(
+    "htree",
+    "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, SymInt max_seq_len, SymInt rate, SymInt top_k, float scale, "
+    "float rope_base",
+    forward=launch_forward,
+    backward=launch_backward,
+    fake=fake_forward,
+    differentiable=("q", "k", "v"),
+    outputs=4,
+)
+
+
+def check_supported(q: Tensor, k: Tensor, v: Tensor, rate: int, top_k: int) -> None:
+    check_kernel("htree_attention", q, {"D": q.shape[2], "V": v.shape[2]}, most=MAX_HEAD)
+    group = q.shape[1] // k.shape[1]
+    for what, value, most in (
+        ("compression_rate * top_k", rate * top_k, MAX_CANDIDATES),
+        ("query heads of a key/value head", group, MAX_GROUP),
+        ("T * key/value heads", q.shape[0] * k.shape[1], 2**31 - 1),
+    ):
+        if value > most:
+            raise ValueError(
+                f"htree_attention: the kernels take {what} up to {most}, got {value}; use backend='reference'"
+            )
+
+
+def htree_triton(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
+    """Arguments and result as `hstu_sparse.htree_attention`; on CUDA or interpreted."""
+    check_supported(q, k, v, rate, top_k)
+    return htree_operator(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base)[0]
