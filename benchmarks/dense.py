@@ -9,7 +9,7 @@ import functools
 import torch
 from run import Case
 
-from hstu_sparse import hstu_attention
+from hstu_sparse import RelativeBias, hstu_attention
 from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets, make_timestamps
 
 LENGTHS = [1024, 4096, 16384, 65536]
@@ -43,14 +43,19 @@ def inputs(tokens, length, heads, size, dtype, *, biased):
     return x
 
 
+def attention(position_bias=None, time_bias=None, timestamps=None, **arguments):
+    """hstu_attention with what makes the bias apart, as `inputs` gives it."""
+    return hstu_attention(**arguments, bias=RelativeBias(position_bias, time_bias, timestamps))
+
+
 def check(heads, size, dtype, biased):
     """Output and gradients against the reference, on a batch that the reference has memory for."""
     x = inputs(2048, 1024, heads, size, dtype, biased=biased)
     grad = torch.randn(x["v"].shape, device="cuda")
-    reference = functools.partial(hstu_attention, backend="reference")
+    reference = functools.partial(attention, backend="reference")
     wide = {n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in x.items()}
     actual, lossy, exact = (
-        gradients(hstu_attention, x, grad),
+        gradients(attention, x, grad),
         gradients(reference, x, grad),
         gradients(reference, wide, grad),
     )
@@ -75,7 +80,7 @@ def parts(function, leaves):
 def ours(shape, biased):
     x = differentiable(inputs(*shape, biased=biased))
     leaves = [t for t in x.values() if isinstance(t, torch.Tensor) and t.requires_grad]
-    return parts(lambda: hstu_attention(**x), leaves)
+    return parts(lambda: attention(**x), leaves)
 
 
 def padded(tokens, length, heads, size, dtype):

@@ -9,14 +9,18 @@ from hstu_sparse.bsa import (
 from hstu_sparse.dense import hstu_attention
 from hstu_sparse.gated_norm import layer_norm, norm_gate
 from hstu_sparse.htree import htree_attention
+from hstu_sparse.relative_bias import RelativeBias
+from hstu_sparse.rotary import rotary
 
 __all__ = [
+    "RelativeBias",
     "TritonHSTUBSAAttention",
     "bsa_attention",
     "hstu_attention",
     "htree_attention",
     "layer_norm",
     "norm_gate",
+    "rotary",
     "triton_block_sparse_attn",
     "triton_hstu_attention_with_bsa",
 ]

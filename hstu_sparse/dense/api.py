@@ -7,6 +7,7 @@ import torch
 
 from hstu_sparse.dense.reference import hstu_attention_reference
 from hstu_sparse.jagged import check_jagged
+from hstu_sparse.relative_bias import RelativeBias, check_bias
 
 BACKENDS = ("auto", "triton", "reference")
 
@@ -21,10 +22,7 @@ def hstu_attention(
     alpha: float | None = None,
     num_targets: torch.Tensor | None = None,
     window_size: int = 0,
-    position_bias: torch.Tensor | None = None,
-    time_bias: torch.Tensor | None = None,
-    timestamps: torch.Tensor | None = None,
-    query_timestamps: torch.Tensor | None = None,
+    bias: RelativeBias | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Causal attention with SiLU in place of softmax, a relative bias, and 1/N in place of the normaliser.
@@ -35,9 +33,6 @@ def hstu_attention(
     tokens of sequence b are candidates: a candidate sees the history before all candidates, and itself; in window and
     bias it counts as standing at the first candidate's position.
 
-        b(t, s) = position_bias[t - s] + time_bias[bucket(query_timestamps[t] - timestamps[s])]
-        bucket(x) = min(floor(ln(max(|x|, 1)) / 0.301), num_buckets)
-
     Args:
         q, k: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
         v: [T, H, V], dtype of q.
@@ -46,11 +41,9 @@ def hstu_attention(
         alpha: scale of the scores, D ** -0.5 by default.
         num_targets: [B] int32 or int64, candidates at each sequence's end, 0 <= m_b <= n_b.
         window_size: W in tokens, 0 for none.
-        position_bias: [N], floating point; gets a gradient.
-        time_bias: [num_buckets + 1], floating point; gets a gradient. On CUDA the buckets of a token's nearest
-            neighbours are kept for the backward pass, a byte each, at most 512 for all heads.
-        timestamps: [T] int64, in seconds, needed by `time_bias`.
-        query_timestamps: [T] int64, `timestamps` by default.
+        bias: b(t, s) by relative position and time, see `RelativeBias`; both tables get gradients. On CUDA a time
+            table has the buckets of a token's nearest neighbours kept for the backward pass, a byte each, at most 512
+            for all heads.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
@@ -64,34 +57,20 @@ def hstu_attention(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    _check(
-        q, k, v, seq_offsets, max_seq_len, num_targets, window_size, position_bias, time_bias, timestamps,
-        query_timestamps,
-    )  # fmt: skip
-    if time_bias is None:
-        timestamps = query_timestamps = None
-    elif query_timestamps is None:
-        query_timestamps = timestamps
+    _check(q, k, v, seq_offsets, max_seq_len, num_targets, window_size)
+    bias = check_bias(bias, max_seq_len, q.shape[0], q.device)
     alpha = q.shape[2] ** -0.5 if alpha is None else float(alpha)
-    options = dict(
-        alpha=alpha,
-        num_targets=num_targets,
-        window_size=window_size,
-        position_bias=position_bias,
-        time_bias=time_bias,
-        timestamps=timestamps,
-        query_timestamps=query_timestamps,
-    )
+    options = dict(alpha=alpha, num_targets=num_targets, window_size=window_size)
     if backend == "auto":
         backend = "triton" if q.is_cuda else "reference"
     if backend == "reference":
-        return hstu_attention_reference(q, k, v, seq_offsets, max_seq_len, **options)
+        return hstu_attention_reference(q, k, v, seq_offsets, max_seq_len, **options, bias=bias)
     from hstu_sparse.dense.triton import hstu_attention_triton
 
-    return hstu_attention_triton(q, k, v, seq_offsets, max_seq_len, **options)
+    return hstu_attention_triton(q, k, v, seq_offsets, max_seq_len, **options, bias=bias)
 
 
-def _check(q, k, v, seq_offsets, max_seq_len, num_targets, window_size, position_bias, time_bias, timestamps, asked):
+def _check(q, k, v, seq_offsets, max_seq_len, num_targets, window_size):
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -99,7 +78,7 @@ def _check(q, k, v, seq_offsets, max_seq_len, num_targets, window_size, position
             raise ValueError(f"{name} must be [T, H, {'V' if name == 'v' else 'D'}], got shape {list(x.shape)}")
         if not x.is_floating_point() or x.dtype != q.dtype:
             raise TypeError(f"{name} must be floating point and of q's dtype {q.dtype}, got {x.dtype}")
-    check_jagged(seq_offsets, max_seq_len, q=q, k=k, v=v, timestamps=timestamps, query_timestamps=asked)
+    check_jagged(seq_offsets, max_seq_len, q=q, k=k, v=v)
     if k.shape != q.shape:
         raise ValueError(f"k must have q's shape {list(q.shape)}, got {list(k.shape)}")
     if v.shape[1] != q.shape[1]:
@@ -113,26 +92,3 @@ def _check(q, k, v, seq_offsets, max_seq_len, num_targets, window_size, position
             raise ValueError(f"num_targets must be [B={seq_offsets.shape[0] - 1}], got {list(num_targets.shape)}")
         if num_targets.device != q.device:
             raise ValueError(f"num_targets is on {num_targets.device}, q on {q.device}")
-    for name, table in (("position_bias", position_bias), ("time_bias", time_bias)):
-        if table is None:
-            continue
-        if not table.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got {table.dtype}")
-        if table.device != q.device:
-            raise ValueError(f"{name} is on {table.device}, q on {q.device}")
-        if table.dim() != 1:
-            raise ValueError(f"{name} must have one dimension, got shape {list(table.shape)}")
-    if position_bias is not None and position_bias.shape[0] != max_seq_len:
-        raise ValueError(f"position_bias must be [N={max_seq_len}], got {list(position_bias.shape)}")
-    if time_bias is not None:
-        if time_bias.shape[0] < 1:
-            raise ValueError("time_bias must be [num_buckets + 1], got an empty table")
-        if timestamps is None:
-            raise ValueError("time_bias needs timestamps [T]")
-    for name, x in (("timestamps", timestamps), ("query_timestamps", asked)):
-        if x is None:
-            continue
-        if x.dtype != torch.int64:
-            raise TypeError(f"{name} must be int64 (seconds), got {x.dtype}")
-        if x.dim() != 1:
-            raise ValueError(f"{name} must be [T], got shape {list(x.shape)}")

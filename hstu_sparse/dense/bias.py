@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse._triton import COMPILED
-from hstu_sparse.dense.reference import bucket_edges
+from hstu_sparse.relative_bias import bucket_edges
 
 MAX_BUCKETS = 145
 POSITION_MARGIN = 1024

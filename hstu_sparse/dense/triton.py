@@ -24,8 +24,8 @@ from hstu_sparse.dense.bias import (
 from hstu_sparse.dense.bias_grad import dense_attention_gradients_kernel
 from hstu_sparse.dense.bias_map import dense_attention_map_kernel
 from hstu_sparse.dense.forward import dense_attention_fwd_kernel
-from hstu_sparse.dense.reference import bucket_edges
 from hstu_sparse.dense.tiles import dense_attention_schedule_kernel
+from hstu_sparse.relative_bias import bucket_edges
 
 
 @functools.lru_cache(maxsize=64)
@@ -404,15 +404,9 @@ def _(grad, q, k, v, seq_offsets, max_seq_len, alpha, num_targets, window_size, 
     )
 
 
-def hstu_attention_triton(
-    q, k, v, seq_offsets, max_seq_len, *, alpha, num_targets, window_size, position_bias, time_bias, timestamps,
-    query_timestamps,
-):  # fmt: skip
+def hstu_attention_triton(q, k, v, seq_offsets, max_seq_len, *, alpha, num_targets, window_size, bias):
     """Arguments and result as `hstu_sparse.hstu_attention`, on CUDA or in Triton's interpreter."""
-    arguments = (
-        q, k, v, seq_offsets, max_seq_len, alpha, num_targets, window_size, position_bias, time_bias, timestamps,
-        query_timestamps,
-    )  # fmt: skip
+    arguments = (q, k, v, seq_offsets, max_seq_len, alpha, num_targets, window_size, *bias)
     if torch.compiler.is_compiling():
         return torch.ops.hstu_sparse.dense_fwd.default(*arguments)
     if not torch.is_grad_enabled() and plain(q):

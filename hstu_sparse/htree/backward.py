@@ -26,11 +26,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def add_rows(base, row, stride, column, value, inside, unit, FIXED: tl.constexpr):
-    """Adds a tile to rows in memory: fp32, or with FIXED whole multiples of 1 / unit, in which order makes no odds."""
+def add_rows(base, row, stride, column, value, inside, units, PLACE: tl.constexpr, FIXED: tl.constexpr):
+    """Adds a tile to rows in memory: fp32, or with FIXED whole multiples of 1 / units[PLACE]: then the order makes no odds."""
     pointers = base + row[:, None].to(tl.int64) * stride + column
     if FIXED:
-        value = tl.floor(value * tl.load(unit) + 0.5).to(tl.int64)
+        value = tl.floor(value * tl.load(units + PLACE) + 0.5).to(tl.int64)
     tl.atomic_add(pointers, value, mask=inside, sem="relaxed")
 
 
@@ -79,10 +79,10 @@ def add_gradients(
         dk_low, dk_high = turn(dk_low, dk_high, tile_cos, -tile_sin)
         inside = enters[:, None] & (f < HALF)
         # q came in base 2: its factor log2(e) goes again.
-        add_rows(dk, node, 2 * HALF, f, dk_low * LN2, inside, units, FIXED)
-        add_rows(dk + HALF, node, 2 * HALF, f, dk_high * LN2, inside, units, FIXED)
+        add_rows(dk, node, 2 * HALF, f, dk_low * LN2, inside, units, 0, FIXED)
+        add_rows(dk + HALF, node, 2 * HALF, f, dk_high * LN2, inside, units, 0, FIXED)
         dvalue = tl.dot(tl.trans(p.to(dtype)), do, input_precision=PRECISION)
-        add_rows(dv, node, V, e, dvalue, enters[:, None] & (e < V), units + 1, FIXED)
+        add_rows(dv, node, V, e, dvalue, enters[:, None] & (e < V), units, 1, FIXED)
     return dq_low, dq_high
 
 

@@ -224,6 +224,7 @@ htree_operator = Operator(
     fake=fake_forward,
     differentiable=("q", "k", "v"),
     outputs=4,
+    keep_output=True,
 )
 
 

@@ -1,0 +1,189 @@
+"""The relative bias of a pair of tokens, by position and time: `RelativeBias`, its checks, and how a pair is looked up.
+
+Every operator that scores pairs takes one as `bias=`. For query t and key s of a sequence it adds to their score
+
+    b(t, s) = position[t - s] + time[bucket(query_timestamps[t] - timestamps[s])]
+    bucket(x) = min(floor(ln(max(|x|, 1)) / 0.301), num_buckets)
+
+A block of tokens a .. e-1 that is scored as one key stands at its middle token, a + (e - a) // 2.
+
+Letters: T tokens of the batch, Tq queries where they are not the tokens, N max_seq_len.
+
+Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3.2 (arXiv 2402.17152) and its public code.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Width of a time bucket on the logarithmic axis (natural logarithm of seconds).
+BUCKET_WIDTH = 0.301
+
+
+class RelativeBias(NamedTuple):
+    """Tables of biases, shared by the heads, and the times that `time` is read by.
+
+    position          [N] floating point, by distance in tokens; gets a gradient; None for none
+    time              [num_buckets + 1] floating point, by bucket of time difference; gets a gradient; None for none
+    timestamps        [T] int64, seconds, of the keys; needed by `time`
+    query_timestamps  [T] int64, seconds, of the queries; `timestamps` by default
+
+    A query's time differs from its key's where a layer predicts what comes at a time that is known (the next event's).
+    """
+
+    position: Tensor | None = None
+    time: Tensor | None = None
+    timestamps: Tensor | None = None
+    query_timestamps: Tensor | None = None
+
+
+def check_bias(
+    bias: RelativeBias | None,
+    positions: int,
+    tokens: int,
+    device: torch.device,
+    *,
+    query_tokens: int | None = None,
+    longer: bool = False,
+) -> RelativeBias:
+    """Validates an operator's `bias` (metadata only) and completes it.
+
+    Args:
+        positions: entries that the position table has to have, N for most operators.
+        tokens: T, the keys that have timestamps.
+        device: where the tensors have to be, that of q.
+        query_tokens: Tq, the queries, where they are not the keys' tokens; then nothing is taken for their times.
+        longer: the position table may have more entries than `positions`.
+
+    Returns:
+        A RelativeBias, never None. With a time table it has both timestamps, without one neither.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+    """
+    if bias is None:
+        return RelativeBias()
+    if not isinstance(bias, RelativeBias):
+        raise TypeError(f"bias must be a RelativeBias, got {type(bias).__name__}")
+    for name, table in (("bias.position", bias.position), ("bias.time", bias.time)):
+        if table is not None:
+            _check_vector(name, table, device)
+            if not table.is_floating_point():
+                raise TypeError(f"{name} must be floating point, got {table.dtype}")
+    if bias.position is not None:
+        entries = bias.position.shape[0]
+        if entries != positions and not (longer and entries > positions):
+            least = "at least " if longer else "N="
+            raise ValueError(f"bias.position must be [{least}{positions}], got [{entries}]")
+    if bias.time is not None:
+        if bias.time.shape[0] < 1:
+            raise ValueError("bias.time must be [num_buckets + 1], got an empty table")
+        if bias.timestamps is None:
+            raise ValueError(f"bias.time needs bias.timestamps [T={tokens}], got None")
+        if bias.query_timestamps is None and query_tokens is not None:
+            raise ValueError(f"bias.time needs bias.query_timestamps [Tq={query_tokens}], got None")
+    for name, x, letter, size in (
+        ("bias.timestamps", bias.timestamps, "T", tokens),
+        (
+            "bias.query_timestamps",
+            bias.query_timestamps,
+            *(("T", tokens) if query_tokens is None else ("Tq", query_tokens)),
+        ),
+    ):
+        if x is not None:
+            _check_vector(name, x, device)
+            if x.dtype != torch.int64:
+                raise TypeError(f"{name} must be int64 (seconds), got {x.dtype}")
+            if x.shape[0] != size:
+                raise ValueError(f"{name} must be [{letter}={size}], got [{x.shape[0]}]")
+    if bias.time is None:
+        return RelativeBias(bias.position)
+    if bias.query_timestamps is None:
+        return bias._replace(query_timestamps=bias.timestamps)
+    return bias
+
+
+def _check_vector(name: str, x: Tensor, device: torch.device) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor or None, got {type(x).__name__}")
+    if x.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {list(x.shape)}")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}, q on {device}")
+
+
+@functools.lru_cache(maxsize=64)
+def bucket_edges(num_buckets: int) -> list[float]:
+    """The least value in bucket 1, 2, ..., num_buckets, rounded up to fp32, so that `x >= edge` is exact in fp32."""
+    edges = []
+    for k in range(1, num_buckets + 1):
+        exponent = BUCKET_WIDTH * k
+        exact = math.exp(exponent) if exponent < 88 else math.inf
+        edge = torch.tensor(exact, dtype=torch.float32, device="cpu")
+        if edge.item() < exact:
+            edge = torch.nextafter(edge, torch.full_like(edge, math.inf))
+        edges.append(edge.item())
+    return edges
+
+
+def time_bucket(difference: Tensor, num_buckets: int) -> Tensor:
+    """min(floor(ln(max(|x|, 1)) / 0.301), num_buckets), for int64 x of any shape; returns int32.
+
+    Counts the bucket edges that |x| has reached in place of taking a logarithm, so no value near an edge depends on
+    how a machine rounds its logarithm: exact for |x| < 2^24, and for x rounded to fp32 above.
+    """
+    edges = torch.tensor(bucket_edges(num_buckets), dtype=torch.float32, device=difference.device)
+    return torch.bucketize(difference.abs().float(), edges, right=True, out_int32=True)
+
+
+def pair_bias(
+    bias: RelativeBias, distance: Tensor, query_times: Tensor | None = None, key_times: Tensor | None = None
+) -> Tensor | float:
+    """b of pairs, for the operators' references: any device, any float dtype, differentiable in the tables.
+
+    Args:
+        bias: what `check_bias` returned; only its tables are read.
+        distance: position of the query less that of the key, integers of any shape; one below 0 (a pair that is not
+            seen, which the caller masks) reads entry 0.
+        query_times, key_times: int64 seconds of the pairs' queries and keys, needed with a time table. They have to
+            broadcast with each other, and what they give with `distance`.
+
+    Returns:
+        The biases, of the shape to which the arguments broadcast; 0.0 without tables.
+    """
+    found: Tensor | float = 0.0
+    if bias.position is not None:
+        found = look_up(bias.position, distance.clamp(min=0))
+    if bias.time is not None:
+        found = found + look_up(bias.time, time_bucket(query_times - key_times, bias.time.shape[0] - 1))
+    return found
+
+
+class _LookUp(torch.autograd.Function):
+    """table[index], whose gradient is a weighted bincount: on a CPU many times as fast as index_select's."""
+
+    @staticmethod
+    def forward(ctx, table, index):
+        ctx.save_for_backward(index)
+        ctx.size, ctx.dtype = table.shape[0], table.dtype
+        return table.index_select(0, index.flatten()).view(index.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (index,) = ctx.saved_tensors
+        # In fp64: a bucket sums millions of terms.
+        grad = torch.bincount(index.flatten(), weights=grad.flatten().double(), minlength=ctx.size)
+        return grad.to(ctx.dtype), None
+
+
+def look_up(table: Tensor, index: Tensor) -> Tensor:
+    """table[index] for a table of one dimension and indices of any shape, with a gradient that is fast and repeatable.
+
+    On CUDA torch's own for embeddings, which sorts; bincount adds in no fixed order there, and waits for the device.
+    """
+    if table.is_cuda:
+        return torch.nn.functional.embedding(index, table[:, None]).squeeze(-1)
+    return _LookUp.apply(table, index)
