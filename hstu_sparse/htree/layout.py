@@ -2,9 +2,20 @@
 
 Letters: T tokens of the batch, B sequences, r compression_rate, M = r * top_k the most candidates a layer has.
 
-Layer l > 0 of sequence b has its nodes at the slots `offsets[b] // r^l + b` and after, of T // r^l + B in all: slots of
-different sequences never meet, some stay unused. One buffer holds the layers 1, 2, ... one behind the other.
+Layer 0 are the tokens as they lie. Layer l > 0 of sequence b has its nodes at the slots `offsets[b] // r^l + b` and
+after, of T // r^l + B in all: slots of different sequences never meet, some stay unused. One buffer holds the layers
+one behind the other.
 """
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Layer(NamedTuple):
+    number: int
+    size: int  # tokens below a node, r^l
+    slots: int
+    base: int  # first slot in the buffer of all layers
 
 
 def depth(length: int, rate: int, most: int) -> int:
@@ -16,11 +27,10 @@ def depth(length: int, rate: int, most: int) -> int:
     return layers
 
 
-def layer_slots(layer: int, tokens: int, batch: int, rate: int) -> int:
-    """Slots of a layer; layer 0 has one a token."""
-    return tokens // rate**layer + batch if layer else tokens
-
-
-def tree_slots(layers: int, tokens: int, batch: int, rate: int) -> int:
-    """Slots of the layers 1 .. layers together."""
-    return sum(layer_slots(layer, tokens, batch, rate) for layer in range(1, layers + 1))
+def tree_layers(top: int, tokens: int, batch: int, rate: int) -> Iterator[Layer]:
+    """The layers from the tokens to `top`."""
+    base = 0
+    for number in range(top + 1):
+        slots = tokens // rate**number + batch if number else tokens
+        yield Layer(number, rate**number, slots, base)
+        base += slots

@@ -1,97 +1,167 @@
 """Kernels of the tree itself: means of children upwards, gradients from parents to children downwards.
 
-Letters: T tokens of the batch, B sequences, Hkv key/value heads (H here), D query/key and V value head size, r
-compression_rate (RATE). Slots are numbered as `layout.py` says; SIZE = r^l is the number of tokens below a node.
+Letters: T tokens of the batch, B sequences, H key/value heads, D query/key and V value head size, r compression_rate
+(RATE), i a node's place among its parent's children. Slots are numbered as `layout.py` says.
+
+The walking kernels read keys that are already turned by RoPE to position i: candidate c is child i = c % r of parent
+c // r, so what is left to turn is the same for all children of a parent. Rows are padded with zeros: both halves of a
+key to BH channels, values to BV. HALF is D / 2; without ROTARY (values) it is V, and there is one half only.
 """
 
 import triton
 import triton.language as tl
 
+from hstu_sparse.htree.walk import turn
+
 
 @triton.jit
-def locate_slots(offsets, slot, B, SIZE):
+def locate_slots(offsets, slot, B, size, TOKENS: tl.constexpr):
     """(sequence, its first token, its length, node) of each slot of a layer; the node may lie past the last.
 
-    SIZE is 1 for the tokens themselves, which have no unused slots: then empty sequences are stepped over.
+    size: tokens below a node. The tokens have no unused slots, and empty sequences are stepped over.
     """
     low = tl.zeros_like(slot)
     high = low + B - 1
     while tl.max(high - low, 0) > 0:
         middle = (low + high + 1) // 2
         first = tl.load(offsets + middle).to(tl.int64)
-        right = first // SIZE + tl.where(SIZE == 1, 0, middle) <= slot
+        if not TOKENS:
+            first = first // size + middle
+        right = first <= slot
         low = tl.where(right, middle, low)
         high = tl.where(right, high, middle - 1)
     start = tl.load(offsets + low).to(tl.int64)
     length = (tl.load(offsets + low + 1).to(tl.int64) - start).to(tl.int32)
-    return low, start, length, (slot - start // SIZE - tl.where(SIZE == 1, 0, low)).to(tl.int32)
+    if TOKENS:
+        node = slot - start
+    else:
+        node = slot - start // size - low
+    return low, start, length, node.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["B", "SIZE", "slots", "base", "below", "total"])
+@triton.jit
+def child_angle(cos, sin, place, BH: tl.constexpr):
+    f = tl.arange(0, BH)[None, :]
+    return tl.load(cos + place[:, None] * BH + f), tl.load(sin + place[:, None] * BH + f)
+
+
+@triton.jit(do_not_specialize=["B", "tokens"])
+def htree_turn_fwd_kernel(
+    x, nodes, offsets, cos, sin, x_stride_t, x_stride_h, B, tokens, total,
+    HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    """Layer 0 of the buffer nodes [H, total, BH or 2 BH]: ROWS tokens of one head, from x [T, H, HALF or 2 HALF]."""
+    slot, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
+    f = tl.arange(0, BH)[None, :]
+    inside = (slot < tokens)[:, None]
+    source = x + slot[:, None].to(tl.int64) * x_stride_t + h * x_stride_h + f
+    low = tl.load(source, mask=inside & (f < HALF), other=0.0)
+    if ROTARY:
+        target = nodes + (h * total + slot)[:, None] * (2 * BH) + f
+        high = tl.load(source + HALF, mask=inside & (f < HALF), other=0.0).to(tl.float32)
+        _b, _start, _length, t = locate_slots(offsets, slot, B, 1, True)
+        angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(t, 0) % RATE, BH)
+        low, high = turn(low.to(tl.float32), high, angle_cos, angle_sin)
+        tl.store(target, low.to(nodes.dtype.element_ty), mask=inside)
+        tl.store(target + BH, high.to(nodes.dtype.element_ty), mask=inside)
+    else:
+        tl.store(nodes + (h * total + slot)[:, None] * BH + f, low, mask=inside)
+
+
+@triton.jit(do_not_specialize=["B", "size", "slots", "base", "below", "total"])
 def htree_pool_fwd_kernel(
-    x, nodes, offsets, x_stride_t, x_stride_h, B, SIZE, slots, base, below, total,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, RATE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    nodes, offsets, cos, sin, B, size, slots, base, below, total,
+    BH: tl.constexpr, RATE: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS means of one head, from the layer below: from the tokens x [T, H, WIDTH], or from nodes [H, total, WIDTH].
+    """ROWS means of one head: a layer of nodes [H, total, BH or 2 BH] from the layer below, TOKENS if that is layer 0.
 
-    SIZE tokens stand below a node of this layer, whose slots begin at `base` of the buffer, the layer below at `below`.
+    `size` tokens stand below a node of this layer; its slots begin at `base` and those of the layer below at `below`.
     """
     slot, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
-    b, start, length, p = locate_slots(offsets, slot, B, SIZE)
-    size = SIZE // RATE
-    children = tl.minimum((length + size - 1) // size - p * RATE, RATE)
+    b, start, length, p = locate_slots(offsets, slot, B, size, False)
+    part = size // RATE
+    children = tl.minimum((length + part - 1) // part - p * RATE, RATE)
     live = (slot < slots) & (children > 0)
-    column = tl.arange(0, PADDED)[None, :]
     if TOKENS:
-        row, stride = start + p * RATE, x_stride_t
-        source = x + h * x_stride_h
+        row = h * total + start + p * RATE
     else:
-        row, stride = below + start // size + b + p * RATE, WIDTH
-        source = nodes + h * total * WIDTH
-    sums = tl.zeros([ROWS, PADDED], tl.float32)
+        row = h * total + below + start // part + b + p * RATE
+    f = tl.arange(0, BH)[None, :]
+    WIDTH: tl.constexpr = 2 * BH if ROTARY else BH
+    low = tl.zeros([ROWS, BH], tl.float32)
+    high = tl.zeros([ROWS, BH], tl.float32)
     for i in range(0, RATE):
-        inside = (live & (i < children))[:, None] & (column < WIDTH)
-        sums += tl.load(source + (row + i)[:, None] * stride + column, mask=inside, other=0.0).to(tl.float32)
-    mean = sums / tl.maximum(children, 1)[:, None].to(tl.float32)
-    target = nodes + (h * total + base + slot)[:, None] * WIDTH + column
-    tl.store(target, mean.to(nodes.dtype.element_ty), mask=live[:, None] & (column < WIDTH))
+        inside = (live & (i < children))[:, None]
+        source = nodes + (row + i)[:, None] * WIDTH + f
+        child_low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        if ROTARY:
+            child_high = tl.load(source + BH, mask=inside, other=0.0).to(tl.float32)
+            child_cos, child_sin = tl.load(cos + i * BH + f), tl.load(sin + i * BH + f)
+            child_low, child_high = turn(child_low, child_high, child_cos, -child_sin)
+            high += child_high
+        low += child_low
+    count = tl.maximum(children, 1)[:, None].to(tl.float32)
+    low, high = low / count, high / count
+    target = nodes + (h * total + base + slot)[:, None] * WIDTH + f
+    if ROTARY:
+        angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(p, 0) % RATE, BH)
+        low, high = turn(low, high, angle_cos, angle_sin)
+        tl.store(target + BH, high.to(nodes.dtype.element_ty), mask=live[:, None])
+    tl.store(target, low.to(nodes.dtype.element_ty), mask=live[:, None])
 
 
-@triton.jit(do_not_specialize=["B", "SIZE", "slots", "base", "above", "total", "unit"])
+@triton.jit
+def load_sum(pointers, inside, units, DONE: tl.constexpr, PLACE: tl.constexpr, FIXED: tl.constexpr):
+    """A gradient in fp32; with FIXED it lies in a cell of 64 bits: as a multiple of 1 / units[PLACE], or DONE as fp32."""
+    value = tl.load(pointers, mask=inside, other=0)
+    if FIXED:
+        if DONE:
+            value = value.to(tl.int32).to(tl.float32, bitcast=True)
+        else:
+            value = value.to(tl.float32) / tl.load(units + PLACE)
+    return value
+
+
+@triton.jit(do_not_specialize=["B", "size", "slots", "base", "above", "total"])
 def htree_push_bwd_kernel(
-    grads, out, offsets, unit, B, SIZE, slots, base, above, total,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, RATE: tl.constexpr, ROWS: tl.constexpr,
-    PARENTS: tl.constexpr, TOKENS: tl.constexpr, FIXED: tl.constexpr,
+    grads, out, offsets, cos, sin, units, B, size, slots, base, above, total,
+    HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, ROWS: tl.constexpr,
+    ROTARY: tl.constexpr, PARENTS: tl.constexpr, TOKENS: tl.constexpr, PLACE: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS nodes of one head take their share of their parent's gradient; at the tokens the result goes to `out`.
+    """ROWS nodes of one head: their gradients turned back, and their share of their parents' added.
 
-    grads [H, total, WIDTH] holds the tokens and then the layers above; with FIXED in whole multiples of 1 / unit.
-    The layer's slots begin at `base`, the parents' at `above`, and SIZE tokens stand below a node of this layer.
+    grads [H, total, HALF or 2 HALF] is replaced, and at the tokens the result goes to out [T, H, ..] instead. The
+    layer's slots begin at `base`, its parents' at `above`, and `size` tokens stand below one of its nodes.
     """
     slot, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
-    b, start, length, p = locate_slots(offsets, slot, B, SIZE)
-    count = (length + SIZE - 1) // SIZE
+    b, start, length, p = locate_slots(offsets, slot, B, size, TOKENS)
+    count = (length + size - 1) // size
     live = (slot < slots) & (p < count)
-    column = tl.arange(0, PADDED)[None, :]
-    inside = live[:, None] & (column < WIDTH)
-    source = grads + h * total * WIDTH
-    here = source + (base + slot)[:, None].to(tl.int64) * WIDTH + column
-    grad = tl.load(here, mask=inside, other=0)
+    f = tl.arange(0, BH)[None, :]
+    inside = live[:, None] & (f < HALF)
+    WIDTH: tl.constexpr = 2 * HALF if ROTARY else HALF
+    here = grads + (h * total + base + slot)[:, None] * WIDTH + f
+    low = load_sum(here, inside, units, False, PLACE, FIXED)
+    high = tl.zeros_like(low)
+    if ROTARY:
+        high = load_sum(here + HALF, inside, units, False, PLACE, FIXED)
+        angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(p, 0) % RATE, BH)
+        low, high = turn(low, high, angle_cos, -angle_sin)
     if PARENTS:
-        parent = above + start // (SIZE * RATE) + b + p // RATE
-        family = tl.minimum(count - p // RATE * RATE, RATE)
-        share = tl.load(source + parent[:, None] * WIDTH + column, mask=inside, other=0)
-    if FIXED:
-        # Exact sums: what a division by the number of children leaves over is less than a unit.
-        if PARENTS:
-            grad += share // tl.maximum(family, 1)[:, None]
-        grad_float = grad.to(tl.float32) / tl.load(unit)
-    else:
-        if PARENTS:
-            grad += share / tl.maximum(family, 1)[:, None].to(tl.float32)
-        grad_float = grad
+        parent = h * total + above + start // (size * RATE) + b + p // RATE
+        family = tl.maximum(tl.minimum(count - p // RATE * RATE, RATE), 1)[:, None].to(tl.float32)
+        there = grads + parent[:, None] * WIDTH + f
+        low += load_sum(there, inside, units, True, PLACE, FIXED) / family
+        if ROTARY:
+            high += load_sum(there + HALF, inside, units, True, PLACE, FIXED) / family
     if TOKENS:
-        target = out + (slot[:, None].to(tl.int64) * tl.num_programs(1) + h) * WIDTH + column
-        tl.store(target, grad_float.to(out.dtype.element_ty), mask=inside)
+        target = out + (slot[:, None].to(tl.int64) * tl.num_programs(1) + h) * WIDTH + f
+        low, high = low.to(out.dtype.element_ty), high.to(out.dtype.element_ty)
     else:
-        tl.store(here, grad, mask=inside)
+        target = here
+        if FIXED:
+            low = low.to(tl.int32, bitcast=True).to(tl.int64)
+            high = high.to(tl.int32, bitcast=True).to(tl.int64)
+    tl.store(target, low, mask=inside)
+    if ROTARY:
+        tl.store(target + HALF, high, mask=inside)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hstu_sparse.htree.layout import depth, layer_slots
+from hstu_sparse.htree.layout import depth, tree_layers
 
 # Elements of a tile of gathered keys: queries are worked off in chunks of as many as fit.
 CHUNK = 1 << 24
@@ -86,14 +86,13 @@ class Tree:
         self.lengths = self.offsets.diff()
         self.batch = torch.arange(len(self.lengths), device=k.device)
         self.keys, self.values = [k.to(wide)], [v.to(wide)]
-        for layer in range(1, self.depth + 1):
+        for layer, _, size, _ in list(tree_layers(self.depth, k.shape[0], len(self.lengths), rate))[1:]:
             below, above = self.first_slot(layer - 1), self.first_slot(layer)
             slots = self.keys[-1].shape[0]
             slot = torch.arange(slots, device=k.device)
             # The last sequence that begins at or before the slot; unused slots feed a row that is cut off.
             sequence = torch.searchsorted(below, slot, right=True) - 1
             node = slot - below[sequence]
-            size = layer_slots(layer, k.shape[0], len(self.lengths), rate)
             parent = torch.where(node < self.nodes(layer - 1)[sequence], above[sequence] + node // rate, size)
             count = torch.bincount(parent, minlength=size + 1).clamp(min=1).to(wide)[:, None, None]
             for level in (self.keys, self.values):

@@ -1,11 +1,11 @@
-"""Device functions of a query's walk down the tree: candidates, turned keys and queries, scores, the choice.
+"""Device functions of a query's walk down the tree: candidates, turned keys and queries, the choice.
 
 Letters: T tokens of the batch, B sequences, G query heads of a key/value head, D query/key and V value head size, r
 compression_rate (RATE), C a query's candidates in a layer. BG, BN: rows of heads and candidates of a tile; HALF = D / 2
 channels, the first of RoPE's pairs, in a tile of BH.
 
-A tile holds the candidates c0 .. c0 + BN - 1. Position c is c0 plus the place in the tile, so the keys are turned by
-their place, with a table that is the same for every tile, and the query by C - 1 - c0: scores depend on the difference.
+Candidate c is child c % r of parent c // r: all parents but the last have all their children. Its key comes turned to
+position c % r (`pooling.py`), and is turned on by c // r * r here, the query by C - 1.
 
 Forward and backward pass make the same choice, bit by bit, for they call the same functions, and whatever a compiler
 could contract to a fused multiply-add is written as one.
@@ -17,7 +17,7 @@ candidates' keys and the maxima that their importances refer to. Nothing else of
 import triton
 import triton.language as tl
 
-# Above every key: the last candidate's, which is chosen always.
+# Above every other key: the last candidate's, which is chosen always.
 FIRST = tl.constexpr(0x7FFFFFFF)
 
 
@@ -28,43 +28,41 @@ def turn(low, high, cos, sin):
 
 
 @triton.jit
-def turned_query(low, high, cos, sin, position, HALF: tl.constexpr, BH: tl.constexpr):
-    f = tl.arange(0, BH)
-    row_cos = tl.load(cos + position * HALF + f, mask=f < HALF, other=0.0)[None, :]
-    row_sin = tl.load(sin + position * HALF + f, mask=f < HALF, other=0.0)[None, :]
-    return turn(low, high, row_cos, row_sin)
-
-
-@triton.jit
-def load_halves(base, row, stride, inside, HALF: tl.constexpr, BH: tl.constexpr):
-    """Both halves of the channels of some rows, in fp32."""
+def load_query(base, row, stride, live, scale, HALF: tl.constexpr, BH: tl.constexpr):
+    """Both halves of the channels of a group's heads, in fp32, scaled."""
     f = tl.arange(0, BH)[None, :]
     pointers = base + row[:, None].to(tl.int64) * stride + f
-    if HALF == BH:
-        mask = inside[:, None]
-    else:
-        mask = inside[:, None] & (f < HALF)
-    low = tl.load(pointers, mask=mask, other=0.0)
-    high = tl.load(pointers + HALF, mask=mask, other=0.0)
-    return low.to(tl.float32), high.to(tl.float32)
+    mask = live[:, None] & (f < HALF)
+    low = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(pointers + HALF, mask=mask, other=0.0).to(tl.float32)
+    return low * scale, high * scale
 
 
 @triton.jit
-def turned_keys(keys, stride, node, inside, cos, sin, HALF: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr):
-    """The keys of a tile, turned by their places in it."""
-    low, high = load_halves(keys, node, stride, inside, HALF, BH)
-    place = tl.arange(0, BN)[:, None] * HALF + tl.arange(0, BH)[None, :]
-    mask = tl.arange(0, BH)[None, :] < HALF
-    tile_cos = tl.load(cos + place, mask=mask, other=0.0)
-    tile_sin = tl.load(sin + place, mask=mask, other=0.0)
-    low, high = turn(low, high, tile_cos, tile_sin)
-    return low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty)
+def turned_query(low, high, cos, sin, position, dtype: tl.constexpr, BH: tl.constexpr):
+    row = position * BH + tl.arange(0, BH)[None, :]
+    low, high = turn(low, high, tl.load(cos + row), tl.load(sin + row))
+    return low.to(dtype), high.to(dtype)
 
 
 @triton.jit
 def candidate_nodes(parents, c, C, RATE: tl.constexpr):
-    """Candidate c is child c % r of parent c // r: all parents but the last have all their children."""
-    return tl.load(parents + c // RATE, mask=c < C, other=0) * RATE + c % RATE
+    """Node 0 where c is past the last candidate."""
+    inside = c < C
+    return tl.where(inside, tl.load(parents + c // RATE, mask=inside, other=0) * RATE + c % RATE, 0)
+
+
+@triton.jit
+def turned_keys(keys, node, inside, c, cos, sin, BH: tl.constexpr, RATE: tl.constexpr):
+    """(both halves of the keys of a tile, turned to their positions; cos and sin of what they were turned by)."""
+    f = tl.arange(0, BH)[None, :]
+    pointers = keys + node[:, None].to(tl.int64) * (2 * BH) + f
+    low = tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32)
+    high = tl.load(pointers + BH, mask=inside[:, None], other=0.0).to(tl.float32)
+    row = (c // RATE * RATE)[:, None] * BH + f
+    tile_cos, tile_sin = tl.load(cos + row), tl.load(sin + row)
+    low, high = turn(low, high, tile_cos, tile_sin)
+    return low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty), tile_cos, tile_sin
 
 
 @triton.jit
@@ -76,20 +74,29 @@ def begin_walk(parents, length, t, tokens, B, layers, TOP_K: tl.constexpr, LIST:
     layer, size, base, nodes = 0, 1, 0, length
     while (nodes > RATE * TOP_K) & (layer < layers):
         nodes = (nodes + RATE - 1) // RATE
-        base += tl.where(layer > 0, tokens // size + B, 0)
+        base += tokens // size + tl.where(layer > 0, B, 0)
         size *= RATE
         layer += 1
     j = tl.arange(0, LIST)
+    tl.debug_barrier()
     tl.store(parents + j, j, mask=j < TOP_K)
     tl.debug_barrier()
     return layer, size, base, tl.minimum(t // size + 1, RATE * TOP_K)
 
 
 @triton.jit
+def step_down(layer, size, base, C, t, tokens, B, TOP_K: tl.constexpr, RATE: tl.constexpr):
+    """What begin_walk returns, of the layer below."""
+    size = tl.maximum(size // RATE, 1)
+    base -= tokens // size + tl.where(layer > 1, B, 0)
+    return layer - 1, size, base, (tl.minimum(C, TOP_K) - 1) * RATE + t // size % RATE + 1
+
+
+@triton.jit
 def choose(
-    q_low, q_high, keys, stride, cos, sin, parents, children, marks, tops, C,
-    G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
-    RATE: tl.constexpr, TOP_K: tl.constexpr, CANDIDATES: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
+    low, high, keys, cos, sin, parents, children, marks, tops, C,
+    G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr,
+    CANDIDATES: tl.constexpr, BLOCK: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes the C > TOP_K candidates' keys to `marks` and the chosen nodes to `children`; returns the least chosen key.
@@ -97,19 +104,19 @@ def choose(
     Importances are summed up tile by tile against the maximum so far, and brought to the last maximum afterwards. The
     least chosen key is found by bisection: no key occurs twice, so some number has exactly TOP_K keys from it on.
     """
-    live = tl.arange(0, BG)[:, None] < G
+    live = tl.arange(0, BG)[None, :] < G
     top = -float("inf")
     for c0 in range(0, C, BN):
         c = c0 + tl.arange(0, BN)
         node = candidate_nodes(parents, c, C, RATE)
-        k_low, k_high = turned_keys(keys, stride, node, c < C, cos, sin, HALF, BH, BN)
-        low, high = turned_query(q_low, q_high, cos, sin, C - 1 - c0, HALF, BH)
-        s = tl.dot(low.to(k_low.dtype), tl.trans(k_low), input_precision=PRECISION)
-        s = tl.dot(high.to(k_low.dtype), tl.trans(k_high), s, input_precision=PRECISION)
+        k_low, k_high, _cos, _sin = turned_keys(keys, node, c < C, c, cos, sin, BH, RATE)
+        # Candidates are the rows here: then most of the sum over the heads stays within a thread.
+        s = tl.dot(k_low, tl.trans(low), input_precision=PRECISION)
+        s = tl.dot(k_high, tl.trans(high), s, input_precision=PRECISION)
         # The last candidate pools tokens after the query's.
-        s = tl.where(live & (c < C - 1)[None, :], s, -float("inf"))
+        s = tl.where(live & (c < C - 1)[:, None], s, -float("inf"))
         top = tl.maximum(top, tl.max(tl.max(s, 1), 0))
-        tl.store(marks + c, tl.sum(tl.exp2(s - top), 0).to(tl.int32, bitcast=True), mask=c < C)
+        tl.store(marks + c, tl.sum(tl.exp2(s - top), 1).to(tl.int32, bitcast=True), mask=c < C)
         tl.store(tops + c0 // BN, top.to(tl.int32, bitcast=True))
     tl.debug_barrier()
 
@@ -133,11 +140,16 @@ def choose(
             least, count = middle, found
         else:
             limit = middle
+    tl.debug_barrier()
 
-    chosen = key >= least
-    rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    node = candidate_nodes(parents, c, C, RATE)
-    tl.store(children + rank, node, mask=chosen & (rank < TOP_K))
+    rank = 0
+    for c0 in range(0, C, BLOCK):
+        c = c0 + tl.arange(0, BLOCK)
+        chosen = (tl.load(marks + c, mask=c < C, other=-1) >= least).to(tl.int32)
+        place = rank + tl.cumsum(chosen, 0) - 1
+        node = candidate_nodes(parents, c, C, RATE)
+        tl.store(children + place, node, mask=(chosen > 0) & (place < TOP_K))
+        rank += tl.sum(chosen, 0)
     tl.debug_barrier()
     return least
 
