@@ -14,13 +14,12 @@ from hstu_sparse.htree.forward import find_sequence
 from hstu_sparse.htree.walk import (
     FIRST,
     begin_walk,
-    candidate_nodes,
     choose,
     choose_all,
     load_query,
     step_down,
     turn,
-    turned_keys,
+    load_tile,
     turned_query,
 )
 from hstu_sparse.tiles import load_rows, store_rows
@@ -31,7 +30,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def add_rows(base, row, stride, column, value, inside, units, PLACE: tl.constexpr, FIXED: tl.constexpr):
     """Adds a tile to rows in memory: fp32, or with FIXED whole multiples of 1 / units[PLACE]: then order is no matter."""
-    pointers = base + row[:, None].to(tl.int64) * stride + column
+    pointers = base + row[:, None] * stride + column
     if FIXED:
         value = tl.floor(value * tl.load(units + PLACE) + 0.5).to(tl.int64)
     tl.atomic_add(pointers, value, mask=inside, sem="relaxed")
@@ -39,31 +38,37 @@ def add_rows(base, row, stride, column, value, inside, units, PLACE: tl.constexp
 
 @triton.jit
 def add_gradients(
-    dq_low, dq_high, low, high, do, lse, delta, keys, values, dk, dv, cos, sin, units, parents, marks, marked, least, C,
-    HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
-    FIXED: tl.constexpr, PRECISION: tl.constexpr,
+    dq_low, dq_high, q_low, q_high, do, lse, delta, keys, values, dk, dv, cos, sin, units, parents, marks, above, least,
+    C, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
+    SIBLINGS: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A layer's share of dq, turned as q is, and the gradients of its candidates that entered the softmax."""
+    """A layer's share of dq, and the gradients of its candidates that entered the softmax."""
     f, e = tl.arange(0, BH)[None, :], tl.arange(0, BV)[None, :]
+    end = tl.where(above, C - 1, C)
     for c0 in range(0, C, BN):
         c = c0 + tl.arange(0, BN)
-        node = candidate_nodes(parents, c, C, RATE)
-        inside = c < C
-        enters = inside & (tl.load(marks + c, mask=inside & marked, other=-1) < least)
-        k_low, k_high, tile_cos, tile_sin = turned_keys(keys, node, enters, c, cos, sin, BH, RATE)
+        node, k_low, k_high, tile_cos, tile_sin = load_tile(
+            keys, parents, c0, C, end, cos, sin, BH, BN, RATE, SIBLINGS
+        )
+        low, high, row_cos, row_sin = turned_query(q_low, q_high, cos, sin, c0, C, k_low.dtype, BH, RATE, SIBLINGS)
+        enters = (c < C) & (tl.load(marks + c, mask=above & (c < C), other=-1) < least)
         s = tl.dot(low, tl.trans(k_low), input_precision=PRECISION)
         s = tl.dot(high, tl.trans(k_high), s, input_precision=PRECISION)
         p = tl.where(enters[None, :], tl.exp2(s - lse[:, None]), 0.0)
-        value = tl.load(values + node[:, None].to(tl.int64) * BV + e, mask=enters[:, None], other=0.0)
+        value = tl.load(values + node[:, None] * BV + e, mask=(c < end)[:, None], other=0.0)
         dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
         ds = (p * (dp - delta[:, None])).to(k_low.dtype)
-        dq_low = tl.dot(ds, k_low, dq_low, input_precision=PRECISION)
-        dq_high = tl.dot(ds, k_high, dq_high, input_precision=PRECISION)
+        part_low = tl.dot(ds, k_low, input_precision=PRECISION)
+        part_high = tl.dot(ds, k_high, input_precision=PRECISION)
+        part_low, part_high = turn(part_low, part_high, row_cos, -row_sin)
+        dq_low += part_low
+        dq_high += part_high
 
         ds = tl.trans(ds)
         dk_low = tl.dot(ds, low, input_precision=PRECISION)
         dk_high = tl.dot(ds, high, input_precision=PRECISION)
-        dk_low, dk_high = turn(dk_low, dk_high, tile_cos, -tile_sin)
+        if not SIBLINGS:
+            dk_low, dk_high = turn(dk_low, dk_high, tile_cos, -tile_sin)
         writes = enters[:, None] & (f < HALF)
         # q came in base 2: its factor log2(e) goes again.
         add_rows(dk, node, 2 * HALF, f, dk_low * LN2, writes, units, 0, FIXED)
@@ -80,7 +85,7 @@ def htree_attend_bwd_kernel(
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
     CANDIDATES: tl.constexpr, BLOCK: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
-    FIXED: tl.constexpr, PRECISION: tl.constexpr,
+    SIBLINGS: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq [T, Hq, D], and sums into dk [H, rows, D] and dv [H, rows, V]; keys' gradients are turned as the keys are.
 
@@ -88,7 +93,6 @@ def htree_attend_bwd_kernel(
     """
     notes += tl.program_id(0).to(tl.int64) * NOTES
     marks, tops = notes + 2 * LIST, notes + 2 * LIST + CANDIDATES
-    dtype: tl.constexpr = keys.dtype.element_ty
     row = tl.arange(0, BG)
     live = row < G
     for item in range(tl.program_id(0), tokens * H, tl.num_programs(0)):
@@ -114,22 +118,17 @@ def htree_attend_bwd_kernel(
             if (layer > 0) & (C <= TOP_K):
                 choose_all(parents, children, C, LIST, RATE)
             else:
-                low, high = turned_query(q_low, q_high, cos, sin, C - 1, dtype, BH)
                 least = FIRST
                 if layer > 0:
                     least = choose(
-                        low, high, layer_keys, cos, sin, parents, children, marks, tops, C,
-                        G, BG, BH, BN, RATE, TOP_K, CANDIDATES, BLOCK, LOW_BITS, LIMIT, PRECISION,
+                        q_low, q_high, layer_keys, cos, sin, parents, children, marks, tops, C,
+                        G, BG, BH, BN, RATE, TOP_K, CANDIDATES, BLOCK, LOW_BITS, LIMIT, SIBLINGS, PRECISION,
                     )  # fmt: skip
-                part_low, part_high = add_gradients(
-                    tl.zeros([BG, BH], tl.float32), tl.zeros([BG, BH], tl.float32), low, high, upstream, total, delta,
-                    layer_keys, values + first * BV, dk + first * (2 * HALF), dv + first * V, cos, sin, units, parents,
-                    marks, layer > 0, least, C, HALF, BH, V, BV, BN, RATE, FIXED, PRECISION,
+                dq_low, dq_high = add_gradients(
+                    dq_low, dq_high, q_low, q_high, upstream, total, delta, layer_keys, values + first * BV,
+                    dk + first * (2 * HALF), dv + first * V, cos, sin, units, parents, marks, layer > 0, least, C,
+                    HALF, BH, V, BV, BN, RATE, SIBLINGS, FIXED, PRECISION,
                 )  # fmt: skip
-                angle = (C - 1) * BH + tl.arange(0, BH)[None, :]
-                part_low, part_high = turn(part_low, part_high, tl.load(cos + angle), -tl.load(sin + angle))
-                dq_low += part_low
-                dq_high += part_high
                 tl.debug_barrier()
             here = 1 - here
             layer, size, base, C = step_down(layer, size, base, C, t, tokens, B, TOP_K, RATE)

@@ -15,12 +15,11 @@ import triton.language as tl
 from hstu_sparse.htree.walk import (
     FIRST,
     begin_walk,
-    candidate_nodes,
     choose,
     choose_all,
     load_query,
     step_down,
-    turned_keys,
+    load_tile,
     turned_query,
 )
 from hstu_sparse.tiles import store_rows
@@ -42,37 +41,57 @@ def find_sequence(offsets, token, B):
 
 
 @triton.jit
-def accumulate(
-    running_max, running_sum, acc, low, high, keys, values, cos, sin, parents, marks, marked, least, C, scores,
-    G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
-    CANDIDATES: tl.constexpr, PRECISION: tl.constexpr,
+def entering_scores(
+    q_low, q_high, keys, cos, sin, parents, marks, above, least, c0, C, scores,
+    G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
+    CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes a layer's candidates into the softmax: all of them, or if they are marked those with a key below `least`."""
-    for c0 in range(0, C, BN):
-        c = c0 + tl.arange(0, BN)
-        node = candidate_nodes(parents, c, C, RATE)
-        inside = c < C
-        # What does not enter is not read either: the last candidate pools tokens after the query's.
-        enters = inside & (tl.load(marks + c, mask=inside & marked, other=-1) < least)
-        reads = enters
-        if scores is not None:
-            reads = inside
-        k_low, k_high, _cos, _sin = turned_keys(keys, node, reads, c, cos, sin, BH, RATE)
-        s = tl.dot(low, tl.trans(k_low), input_precision=PRECISION)
-        s = tl.dot(high, tl.trans(k_high), s, input_precision=PRECISION)
-        if scores is not None:
-            h = tl.arange(0, BG)[:, None]
-            tl.store(scores + h * CANDIDATES + c[None, :], s, mask=(h < G) & inside[None, :])
-        s = tl.where(enters[None, :], s, -float("inf"))
-        new_max = tl.maximum(running_max, tl.max(s, 1))
+    """(nodes of a tile, scores [BG, BN] in base 2, -inf for what does not enter the softmax)."""
+    node, k_low, k_high, _c, _s = load_tile(keys, parents, c0, C, C, cos, sin, BH, BN, RATE, SIBLINGS)
+    low, high, _cos, _sin = turned_query(q_low, q_high, cos, sin, c0, C, k_low.dtype, BH, RATE, SIBLINGS)
+    s = tl.dot(low, tl.trans(k_low), input_precision=PRECISION)
+    s = tl.dot(high, tl.trans(k_high), s, input_precision=PRECISION)
+    c = c0 + tl.arange(0, BN)
+    if scores is not None:
+        h = tl.arange(0, BG)[:, None]
+        tl.store(scores + h * CANDIDATES + c[None, :], s, mask=(h < G) & (c < C)[None, :])
+    enters = (c < C) & (tl.load(marks + c, mask=above & (c < C), other=-1) < least)
+    return node, tl.where(enters[None, :], s, -float("inf"))
+
+
+@triton.jit
+def add_values(acc, p, values, node, c0, end, BV: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    pointers = values + node[:, None] * BV + tl.arange(0, BV)[None, :]
+    value = tl.load(pointers, mask=(c0 + tl.arange(0, BN) < end)[:, None], other=0.0)
+    return tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def accumulate(
+    running_max, running_sum, acc, q_low, q_high, keys, values, cos, sin, parents, marks, above, least, C, scores,
+    G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
+    CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Takes a layer's candidates into the softmax, two tiles at a time: above the tokens those with a key < `least`."""
+    # The last candidate above the tokens pools tokens after the query's: not even times zero.
+    end = tl.where(above, C - 1, C)
+    for c0 in range(0, C, 2 * BN):
+        node0, s0 = entering_scores(
+            q_low, q_high, keys, cos, sin, parents, marks, above, least, c0, C, scores,
+            G, BG, BH, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
+        )  # fmt: skip
+        node1, s1 = entering_scores(
+            q_low, q_high, keys, cos, sin, parents, marks, above, least, c0 + BN, C, scores,
+            G, BG, BH, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
+        )  # fmt: skip
+        new_max = tl.maximum(running_max, tl.max(tl.maximum(s0, s1), 1))
         # Until something has entered, the maximum is -inf, from which nothing may be subtracted.
         reference = tl.where(new_max == -float("inf"), 0.0, new_max)
-        p = tl.exp2(s - reference[:, None])
+        p0, p1 = tl.exp2(s0 - reference[:, None]), tl.exp2(s1 - reference[:, None])
         rescale = tl.exp2(running_max - reference)
-        running_sum = running_sum * rescale + tl.sum(p, 1)
-        pointers = values + node[:, None].to(tl.int64) * BV + tl.arange(0, BV)[None, :]
-        value = tl.load(pointers, mask=enters[:, None], other=0.0)
-        acc = tl.dot(p.to(value.dtype), value, acc * rescale[:, None], input_precision=PRECISION)
+        running_sum = running_sum * rescale + tl.sum(p0 + p1, 1)
+        acc = add_values(acc * rescale[:, None], p0, values, node0, c0, end, BV, BN, PRECISION)
+        acc = add_values(acc, p1, values, node1, c0 + BN, end, BV, BN, PRECISION)
         running_max = new_max
     return running_max, running_sum, acc
 
@@ -84,7 +103,7 @@ def htree_attend_fwd_kernel(
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
     CANDIDATES: tl.constexpr, BLOCK: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for `count` tokens.
 
@@ -96,7 +115,6 @@ def htree_attend_fwd_kernel(
     """
     notes += tl.program_id(0).to(tl.int64) * NOTES
     marks, tops = notes + 2 * LIST, notes + 2 * LIST + CANDIDATES
-    dtype: tl.constexpr = keys.dtype.element_ty
     row = tl.arange(0, BG)
     live = row < G
     for item in range(tl.program_id(0), count * H, tl.num_programs(0)):
@@ -121,19 +139,18 @@ def htree_attend_fwd_kernel(
             if (layer > 0) & (C <= TOP_K):
                 choose_all(parents, children, C, LIST, RATE)
             else:
-                low, high = turned_query(q_low, q_high, cos, sin, C - 1, dtype, BH)
                 least = FIRST
                 if layer > 0:
                     least = choose(
-                        low, high, layer_keys, cos, sin, parents, children, marks, tops, C,
-                        G, BG, BH, BN, RATE, TOP_K, CANDIDATES, BLOCK, LOW_BITS, LIMIT, PRECISION,
+                        q_low, q_high, layer_keys, cos, sin, parents, children, marks, tops, C,
+                        G, BG, BH, BN, RATE, TOP_K, CANDIDATES, BLOCK, LOW_BITS, LIMIT, SIBLINGS, PRECISION,
                     )  # fmt: skip
                 scores = None
                 if trace_scores is not None:
                     scores = trace_scores + trace * G * CANDIDATES
                 running_max, running_sum, acc = accumulate(
-                    running_max, running_sum, acc, low, high, layer_keys, values + first * BV, cos, sin, parents, marks,
-                    layer > 0, least, C, scores, G, BG, BH, BV, BN, RATE, CANDIDATES, PRECISION,
+                    running_max, running_sum, acc, q_low, q_high, layer_keys, values + first * BV, cos, sin, parents, marks,
+                    layer > 0, least, C, scores, G, BG, BH, BV, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
                 )  # fmt: skip
                 tl.debug_barrier()
             if choices is not None:

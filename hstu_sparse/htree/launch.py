@@ -45,12 +45,13 @@ class Tile:
 
 
 @functools.cache
-def tiles(half: int, value: int, group: int, candidates: int, item: int) -> dict[str, Tile]:
+def tiles(rate: int, half: int, value: int, group: int, candidates: int, item: int) -> dict[str, Tile]:
     """Tiles by kernel for padded sizes: half of the head, values, heads of a group; candidates; bytes of an element."""
-    # Registers that the widest of a tile's operands take with 32 candidates, in units of a warp's.
+    BN = 16
+    # Registers that the widest of a tile's operands take, in units of a warp's.
     load = max(half * 2, value, 32) // 32 * max(1, group // 16) * max(1, item // 2)
     warps = min(8, max(1, load, candidates // 1024))
-    return {"fwd": Tile(32, warps, 1, max(1, 16 // warps)), "bwd": Tile(32, warps, 1, max(1, 8 // warps))}
+    return {"fwd": Tile(BN, warps, 1, max(1, 16 // warps)), "bwd": Tile(BN, warps, 1, max(1, 8 // warps))}
 
 
 @functools.cache
@@ -88,9 +89,9 @@ class Problem:
         half = self.D // 2
         group, self.BH, self.BV = max(16, next_power_of_2(self.G)), padded_head(half), padded_head(self.V)
         candidates = next_power_of_2(most)
-        self.tiles = tiles(self.BH, self.BV, group, candidates, q.dtype.itemsize)
-        # The last tile of candidates may reach past the most that there are.
-        rows = most + max(tile.BN for tile in self.tiles.values())
+        self.tiles = tiles(rate, self.BH, self.BV, group, candidates, q.dtype.itemsize)
+        # The last two tiles of candidates may reach past the most that there are.
+        rows = most + 2 * max(tile.BN for tile in self.tiles.values())
         self.cos, self.sin = tables(rows, self.D, self.BH, rope_base, q.device)
         # The importances add up to no more than G and its rounding.
         limit = struct.unpack("i", struct.pack("f", 2.0 * group))[0]
@@ -107,7 +108,8 @@ class Problem:
         candidates = self.constants["CANDIDATES"]
         size = cdiv(2 * self.constants["LIST"] + candidates + cdiv(candidates, tile.BN), 32) * 32
         notes = torch.empty(programs * size, dtype=torch.int32, device=self.device)
-        options = dict(BN=tile.BN, NOTES=size, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        options = dict(BN=tile.BN, NOTES=size, SIBLINGS=self.rate % tile.BN == 0)
+        options |= dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
         return (programs,), notes, self.constants | options
 
 

@@ -5,7 +5,9 @@ compression_rate (RATE), C a query's candidates in a layer. BG, BN: rows of head
 channels, the first of RoPE's pairs, in a tile of BH.
 
 Candidate c is child c % r of parent c // r: all parents but the last have all their children. Its key comes turned to
-position c % r (`pooling.py`), and is turned on by c // r * r here, the query by C - 1.
+position c % r (`pooling.py`); what is left, the parent's c // r * r and the query's C - 1, is turned on here. Where a
+tile holds the children of one parent, both are taken into the query, whose tile is the smaller: scores depend on the
+difference of positions. Else the tile of keys is turned.
 
 Forward and backward pass make the same choice, bit by bit, for they call the same functions, and whatever a compiler
 could contract to a fused multiply-add is written as one.
@@ -39,13 +41,6 @@ def load_query(base, row, stride, live, scale, HALF: tl.constexpr, BH: tl.conste
 
 
 @triton.jit
-def turned_query(low, high, cos, sin, position, dtype: tl.constexpr, BH: tl.constexpr):
-    row = position * BH + tl.arange(0, BH)[None, :]
-    low, high = turn(low, high, tl.load(cos + row), tl.load(sin + row))
-    return low.to(dtype), high.to(dtype)
-
-
-@triton.jit
 def candidate_nodes(parents, c, C, RATE: tl.constexpr):
     """Node 0 where c is past the last candidate."""
     inside = c < C
@@ -53,16 +48,51 @@ def candidate_nodes(parents, c, C, RATE: tl.constexpr):
 
 
 @triton.jit
-def turned_keys(keys, node, inside, c, cos, sin, BH: tl.constexpr, RATE: tl.constexpr):
-    """(both halves of the keys of a tile, turned to their positions; cos and sin of what they were turned by)."""
+def row_angle(cos, sin, position, BH: tl.constexpr):
+    """[1, BH] cos and sin of one position."""
+    row = position * BH + tl.arange(0, BH)[None, :]
+    return tl.load(cos + row), tl.load(sin + row)
+
+
+@triton.jit
+def load_tile(
+    keys, parents, c0, C, end, cos, sin, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr
+):
+    """The candidates c0 .. c0 + BN - 1 of C: their nodes, both halves of their keys, and what these were turned by.
+
+    Keys from `end` on are zeros. Where a tile holds SIBLINGS, they need one parent's number, lie side by side, and stay
+    as they are: the query is turned instead (`turned_query`). Else they are turned to their positions here.
+    """
     f = tl.arange(0, BH)[None, :]
-    pointers = keys + node[:, None].to(tl.int64) * (2 * BH) + f
-    low = tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32)
-    high = tl.load(pointers + BH, mask=inside[:, None], other=0.0).to(tl.float32)
-    row = (c // RATE * RATE)[:, None] * BH + f
-    tile_cos, tile_sin = tl.load(cos + row), tl.load(sin + row)
-    low, high = turn(low, high, tile_cos, tile_sin)
-    return low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty), tile_cos, tile_sin
+    c = c0 + tl.arange(0, BN)
+    inside = (c < end)[:, None]
+    if SIBLINGS:
+        first = tl.load(parents + c0 // RATE, mask=c0 < C, other=0) * RATE + c0 % RATE
+        node = first.to(tl.int64) + tl.arange(0, BN)
+    else:
+        node = candidate_nodes(parents, c, C, RATE).to(tl.int64)
+    pointers = keys + node[:, None] * (2 * BH) + f
+    low, high = tl.load(pointers, mask=inside, other=0.0), tl.load(pointers + BH, mask=inside, other=0.0)
+    tile_cos, tile_sin = 1.0, 0.0
+    if not SIBLINGS:
+        row = (c // RATE * RATE)[:, None] * BH + f
+        tile_cos, tile_sin = tl.load(cos + row), tl.load(sin + row)
+        low, high = turn(low.to(tl.float32), high.to(tl.float32), tile_cos, tile_sin)
+        low, high = low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty)
+    return node, low, high, tile_cos, tile_sin
+
+
+@triton.jit
+def turned_query(
+    low, high, cos, sin, c0, C, dtype: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr
+):
+    """(both halves of the queries as a tile of keys needs them; cos and sin of what they were turned by)."""
+    position = C - 1
+    if SIBLINGS:
+        position = tl.maximum(C - 1 - c0 // RATE * RATE, 0)
+    row_cos, row_sin = row_angle(cos, sin, position, BH)
+    low, high = turn(low, high, row_cos, row_sin)
+    return low.to(dtype), high.to(dtype), row_cos, row_sin
 
 
 @triton.jit
@@ -93,44 +123,60 @@ def step_down(layer, size, base, C, t, tokens, B, TOP_K: tl.constexpr, RATE: tl.
 
 
 @triton.jit
+def importances(
+    q_low, q_high, keys, cos, sin, parents, c0, C, G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
+    BN: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[BN, BG] scores of a tile in base 2, -inf for heads past the last and for candidates from the last on.
+
+    Candidates are the rows here: then most of a sum over the heads stays within a thread.
+    """
+    # The last candidate pools tokens after the query's.
+    _node, k_low, k_high, _c, _s = load_tile(keys, parents, c0, C, C - 1, cos, sin, BH, BN, RATE, SIBLINGS)
+    low, high, _cos, _sin = turned_query(q_low, q_high, cos, sin, c0, C, k_low.dtype, BH, RATE, SIBLINGS)
+    s = tl.dot(k_low, tl.trans(low), input_precision=PRECISION)
+    s = tl.dot(k_high, tl.trans(high), s, input_precision=PRECISION)
+    seen = (c0 + tl.arange(0, BN) < C - 1)[:, None]
+    if G < BG:
+        seen = seen & (tl.arange(0, BG) < G)[None, :]
+    return tl.where(seen, s, -float("inf"))
+
+
+@triton.jit
 def choose(
-    low, high, keys, cos, sin, parents, children, marks, tops, C,
+    q_low, q_high, keys, cos, sin, parents, children, marks, tops, C,
     G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr,
     CANDIDATES: tl.constexpr, BLOCK: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes the C > TOP_K candidates' keys to `marks` and the chosen nodes to `children`; returns the least chosen key.
 
-    Importances are summed up tile by tile against the maximum so far, and brought to the last maximum afterwards. The
-    least chosen key is found by bisection: no key occurs twice, so some number has exactly TOP_K keys from it on.
+    Importances are summed up tile by tile (two at a time) against the maximum so far, and brought to the last maximum
+    afterwards. The least chosen key is found by bisection: no key occurs twice, so some number has exactly TOP_K keys
+    from it on.
     """
-    live = tl.arange(0, BG)[None, :] < G
     top = -float("inf")
-    for c0 in range(0, C, BN):
+    for c0 in range(0, C, 2 * BN):
         c = c0 + tl.arange(0, BN)
-        node = candidate_nodes(parents, c, C, RATE)
-        k_low, k_high, _cos, _sin = turned_keys(keys, node, c < C, c, cos, sin, BH, RATE)
-        # Candidates are the rows here: then most of the sum over the heads stays within a thread.
-        s = tl.dot(k_low, tl.trans(low), input_precision=PRECISION)
-        s = tl.dot(k_high, tl.trans(high), s, input_precision=PRECISION)
-        # The last candidate pools tokens after the query's.
-        s = tl.where(live & (c < C - 1)[:, None], s, -float("inf"))
-        top = tl.maximum(top, tl.max(tl.max(s, 1), 0))
-        tl.store(marks + c, tl.sum(tl.exp2(s - top), 1).to(tl.int32, bitcast=True), mask=c < C)
-        tl.store(tops + c0 // BN, top.to(tl.int32, bitcast=True))
+        s0 = importances(q_low, q_high, keys, cos, sin, parents, c0, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
+        s1 = importances(q_low, q_high, keys, cos, sin, parents, c0 + BN, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
+        top = tl.maximum(top, tl.max(tl.max(tl.maximum(s0, s1), 1), 0))
+        tl.store(marks + c, tl.sum(tl.exp2(s0 - top), 1).to(tl.int32, bitcast=True), mask=c < C)
+        tl.store(marks + BN + c, tl.sum(tl.exp2(s1 - top), 1).to(tl.int32, bitcast=True), mask=c + BN < C)
+        tl.store(tops + c0 // (2 * BN), top.to(tl.int32, bitcast=True))
     tl.debug_barrier()
 
-    c = tl.arange(0, CANDIDATES)
-    inside = c < C
-    importance = tl.load(marks + c, mask=inside, other=0).to(tl.float32, bitcast=True)
-    reference = tl.load(tops + c // BN, mask=inside, other=0).to(tl.float32, bitcast=True)
+    every = tl.arange(0, CANDIDATES)
+    inside = every < C
+    importance = tl.load(marks + every, mask=inside, other=0).to(tl.float32, bitcast=True)
+    reference = tl.load(tops + every // (2 * BN), mask=inside, other=0).to(tl.float32, bitcast=True)
     importance *= tl.exp2(reference - top)
     # NaN, of keys that are not finite, would lead the bisection astray.
     importance = tl.where(importance >= 0.0, importance, 0.0)
-    key = (importance.to(tl.int32, bitcast=True) & ~LOW_BITS) | (LOW_BITS - c)
-    key = tl.where(inside, tl.where(c == C - 1, FIRST, key), -1)
+    key = (importance.to(tl.int32, bitcast=True) & ~LOW_BITS) | (LOW_BITS - every)
+    key = tl.where(inside, tl.where(every == C - 1, FIRST, key), -1)
     tl.debug_barrier()
-    tl.store(marks + c, key, mask=inside)
+    tl.store(marks + every, key, mask=inside)
 
     least, limit, count = 0, LIMIT, C
     while (count != TOP_K) & (limit - least > 1):
@@ -144,11 +190,11 @@ def choose(
 
     rank = 0
     for c0 in range(0, C, BLOCK):
-        c = c0 + tl.arange(0, BLOCK)
-        chosen = (tl.load(marks + c, mask=c < C, other=-1) >= least).to(tl.int32)
+        some = c0 + tl.arange(0, BLOCK)
+        chosen = (tl.load(marks + some, mask=some < C, other=-1) >= least).to(tl.int32)
         place = rank + tl.cumsum(chosen, 0) - 1
-        node = candidate_nodes(parents, c, C, RATE)
-        tl.store(children + place, node, mask=(chosen > 0) & (place < TOP_K))
+        child = candidate_nodes(parents, some, C, RATE)
+        tl.store(children + place, child, mask=(chosen > 0) & (place < TOP_K))
         rank += tl.sum(chosen, 0)
     tl.debug_barrier()
     return least
