@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from hstu_sparse import htree_attention
-from hstu_sparse.htree.layout import depth
-from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets
+from hstu_sparse.testing import make_jagged, make_offsets
 
 
 def qkv(lengths, heads, kv_heads, head_size, value_size, **options):
@@ -82,7 +81,13 @@ def literal(q, k, v, lengths, r, top_k, base=10000.0):
 
 @pytest.mark.parametrize(
     "lengths, heads, kv_heads, r, top_k",
-    [((17,), 2, 1, 2, 2), ((5, 0, 33, 1), 2, 2, 2, 2), ((40, 7), 3, 1, 3, 2), ((30,), 1, 1, 2, 1), ((29, 30), 4, 2, 4, 2)],
+    [
+        ((17,), 2, 1, 2, 2),
+        ((5, 0, 33, 1), 2, 2, 2, 2),
+        ((40, 7), 3, 1, 3, 2),
+        ((30,), 1, 1, 2, 1),
+        ((29, 30), 4, 2, 4, 2),
+    ],
 )
 def test_reference_is_the_definition(lengths, heads, kv_heads, r, top_k):
     q, k, v = qkv(lengths, heads, kv_heads, 6, 5, dtype=torch.float64)

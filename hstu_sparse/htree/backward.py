@@ -17,9 +17,9 @@ from hstu_sparse.htree.walk import (
     choose,
     choose_all,
     load_query,
+    load_tile,
     step_down,
     turn,
-    load_tile,
     turned_query,
 )
 from hstu_sparse.tiles import load_rows, store_rows
@@ -29,7 +29,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def add_rows(base, row, stride, column, value, inside, units, PLACE: tl.constexpr, FIXED: tl.constexpr):
-    """Adds a tile to rows in memory: fp32, or with FIXED whole multiples of 1 / units[PLACE]: then order is no matter."""
+    """Adds a tile to rows in memory: fp32, or with FIXED multiples of 1 / units[PLACE], in whatever order."""
     pointers = base + row[:, None] * stride + column
     if FIXED:
         value = tl.floor(value * tl.load(units + PLACE) + 0.5).to(tl.int64)
@@ -47,9 +47,7 @@ def add_gradients(
     end = tl.where(above, C - 1, C)
     for c0 in range(0, C, BN):
         c = c0 + tl.arange(0, BN)
-        node, k_low, k_high, tile_cos, tile_sin = load_tile(
-            keys, parents, c0, C, end, cos, sin, BH, BN, RATE, SIBLINGS
-        )
+        node, k_low, k_high, tile_cos, tile_sin = load_tile(keys, parents, c0, C, end, cos, sin, BH, BN, RATE, SIBLINGS)
         low, high, row_cos, row_sin = turned_query(q_low, q_high, cos, sin, c0, C, k_low.dtype, BH, RATE, SIBLINGS)
         enters = (c < C) & (tl.load(marks + c, mask=above & (c < C), other=-1) < least)
         s = tl.dot(low, tl.trans(k_low), input_precision=PRECISION)
@@ -84,8 +82,8 @@ def htree_attend_bwd_kernel(
     do_stride_t, do_stride_h, q_stride_t, q_stride_h, q_scale, scale, B, tokens, layers, rows,
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
-    CANDIDATES: tl.constexpr, BLOCK: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
-    SIBLINGS: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
+    CANDIDATES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, NOTES: tl.constexpr,
+    LOW_BITS: tl.constexpr, LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq [T, Hq, D], and sums into dk [H, rows, D] and dv [H, rows, V]; keys' gradients are turned as the keys are.
 
@@ -122,7 +120,7 @@ def htree_attend_bwd_kernel(
                 if layer > 0:
                     least = choose(
                         q_low, q_high, layer_keys, cos, sin, parents, children, marks, tops, C,
-                        G, BG, BH, BN, RATE, TOP_K, CANDIDATES, BLOCK, LOW_BITS, LIMIT, SIBLINGS, PRECISION,
+                        G, BG, BH, BN, RATE, TOP_K, CANDIDATES, HELD, BLOCK, LOW_BITS, LIMIT, SIBLINGS, PRECISION,
                     )  # fmt: skip
                 dq_low, dq_high = add_gradients(
                     dq_low, dq_high, q_low, q_high, upstream, total, delta, layer_keys, values + first * BV,

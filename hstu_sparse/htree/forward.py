@@ -18,8 +18,8 @@ from hstu_sparse.htree.walk import (
     choose,
     choose_all,
     load_query,
-    step_down,
     load_tile,
+    step_down,
     turned_query,
 )
 from hstu_sparse.tiles import store_rows
@@ -47,7 +47,7 @@ def entering_scores(
     CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(nodes of a tile, scores [BG, BN] in base 2, -inf for what does not enter the softmax)."""
-    node, k_low, k_high, _c, _s = load_tile(keys, parents, c0, C, C, cos, sin, BH, BN, RATE, SIBLINGS)
+    node, k_low, k_high, _c, _s = load_tile(keys, parents, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
     low, high, _cos, _sin = turned_query(q_low, q_high, cos, sin, c0, C, k_low.dtype, BH, RATE, SIBLINGS)
     s = tl.dot(low, tl.trans(k_low), input_precision=PRECISION)
     s = tl.dot(high, tl.trans(k_high), s, input_precision=PRECISION)
@@ -102,8 +102,8 @@ def htree_attend_fwd_kernel(
     q_stride_t, q_stride_h, scale, B, tokens, count, layers, rows,
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
-    CANDIDATES: tl.constexpr, BLOCK: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
-    SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
+    CANDIDATES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, NOTES: tl.constexpr,
+    LOW_BITS: tl.constexpr, LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for `count` tokens.
 
@@ -143,14 +143,14 @@ def htree_attend_fwd_kernel(
                 if layer > 0:
                     least = choose(
                         q_low, q_high, layer_keys, cos, sin, parents, children, marks, tops, C,
-                        G, BG, BH, BN, RATE, TOP_K, CANDIDATES, BLOCK, LOW_BITS, LIMIT, SIBLINGS, PRECISION,
+                        G, BG, BH, BN, RATE, TOP_K, CANDIDATES, HELD, BLOCK, LOW_BITS, LIMIT, SIBLINGS, PRECISION,
                     )  # fmt: skip
                 scores = None
                 if trace_scores is not None:
                     scores = trace_scores + trace * G * CANDIDATES
                 running_max, running_sum, acc = accumulate(
-                    running_max, running_sum, acc, q_low, q_high, layer_keys, values + first * BV, cos, sin, parents, marks,
-                    layer > 0, least, C, scores, G, BG, BH, BV, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
+                    running_max, running_sum, acc, q_low, q_high, layer_keys, values + first * BV, cos, sin, parents,
+                    marks, layer > 0, least, C, scores, G, BG, BH, BV, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
                 )  # fmt: skip
                 tl.debug_barrier()
             if choices is not None:

@@ -28,8 +28,8 @@ from hstu_sparse.launch import cdiv, next_power_of_2, padded_head, precision
 from hstu_sparse.registration import Operator
 from hstu_sparse.validation import check_kernel
 
-# A layer's candidates have their keys in registers when they are chosen from.
-MAX_CANDIDATES = 16384
+# Positions within a layer take the low bits of a key; what is left of an importance must tell candidates apart.
+MAX_CANDIDATES = 65536
 MAX_GROUP = 64
 MAX_HEAD = 256
 
@@ -41,17 +41,19 @@ class Tile:
     BN: int
     num_warps: int
     num_stages: int
+    registers: int | None
     programs: int
 
 
 @functools.cache
-def tiles(rate: int, half: int, value: int, group: int, candidates: int, item: int) -> dict[str, Tile]:
-    """Tiles by kernel for padded sizes: half of the head, values, heads of a group; candidates; bytes of an element."""
-    BN = 16
-    # Registers that the widest of a tile's operands take, in units of a warp's.
-    load = max(half * 2, value, 32) // 32 * max(1, group // 16) * max(1, item // 2)
-    warps = min(8, max(1, load, candidates // 1024))
-    return {"fwd": Tile(BN, warps, 1, max(1, 16 // warps)), "bwd": Tile(BN, warps, 1, max(1, 8 // warps))}
+def tiles(half: int, value: int, group: int, item: int) -> dict[str, Tile]:
+    """Tiles by kernel for padded sizes: half of the head, values, heads of a group; bytes of an element."""
+    # Registers that a tile's operands and the query take, in units of what a warp has room for.
+    load = max(half * 2, value) * group * item // (64 * 16 * 2)
+    warps = min(8, max(1, load))
+    registers = 128 if load <= 1 else None
+    programs = max(1, (16 if registers else 8) // warps)
+    return {"fwd": Tile(16, warps, 1, registers, programs), "bwd": Tile(16, warps, 1, registers, programs)}
 
 
 @functools.cache
@@ -89,7 +91,7 @@ class Problem:
         half = self.D // 2
         group, self.BH, self.BV = max(16, next_power_of_2(self.G)), padded_head(half), padded_head(self.V)
         candidates = next_power_of_2(most)
-        self.tiles = tiles(rate, self.BH, self.BV, group, candidates, q.dtype.itemsize)
+        self.tiles = tiles(self.BH, self.BV, group, q.dtype.itemsize)
         # The last two tiles of candidates may reach past the most that there are.
         rows = most + 2 * max(tile.BN for tile in self.tiles.values())
         self.cos, self.sin = tables(rows, self.D, self.BH, rope_base, q.device)
@@ -97,7 +99,8 @@ class Problem:
         limit = struct.unpack("i", struct.pack("f", 2.0 * group))[0]
         self.constants = dict(
             H=self.H, G=self.G, BG=group, HALF=half, BH=self.BH, V=self.V, BV=self.BV, RATE=rate, TOP_K=top_k,
-            LIST=max(16, next_power_of_2(top_k)), CANDIDATES=candidates, BLOCK=min(candidates, 256),
+            LIST=max(16, next_power_of_2(top_k)), CANDIDATES=candidates,
+            HELD=min(candidates, 1024), BLOCK=min(candidates, 256),
             LOW_BITS=candidates - 1, LIMIT=limit, PRECISION=precision(q.dtype),
         )  # fmt: skip
 
@@ -110,6 +113,8 @@ class Problem:
         notes = torch.empty(programs * size, dtype=torch.int32, device=self.device)
         options = dict(BN=tile.BN, NOTES=size, SIBLINGS=self.rate % tile.BN == 0)
         options |= dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
+        if tile.registers:
+            options["maxnreg"] = tile.registers
         return (programs,), notes, self.constants | options
 
 
@@ -119,10 +124,11 @@ def adjacent(x: Tensor) -> Tensor:
 
 
 def grow(problem: Problem, x: Tensor, keys: bool) -> Tensor:
-    """The tree [Hkv, rows, padded width] over tokens x [T, Hkv, width]: all layers, keys turned by RoPE."""
+    """The tree [Hkv * rows, padded width] over tokens x [T, Hkv, width]: all layers, keys turned by RoPE."""
     p, x = problem, adjacent(x)
     padded = p.BH if keys else p.BV
-    nodes = x.new_empty(p.H, p.rows, 2 * padded if keys else padded)
+    # The walk reads a tile to its end: spare rows behind the last.
+    nodes = x.new_empty(p.H * p.rows + 2 * max(tile.BN for tile in p.tiles.values()), 2 * padded if keys else padded)
     shared = dict(BH=padded, RATE=p.rate, ROWS=max(1, 2048 // padded), ROTARY=keys)
     grid = (cdiv(p.T, shared["ROWS"]), p.H)
     htree_turn_fwd_kernel[grid](
@@ -138,7 +144,7 @@ def grow(problem: Problem, x: Tensor, keys: bool) -> Tensor:
 
 
 def attend(problem, q, keys, values, positions=None, choices=None, trace_scores=None, trace_state=None):
-    """(output [count, Hq, V], lse [count, Hq] in base 2) of all tokens or those at `positions`; traces: the kernel's."""
+    """(output [count, Hq, V], lse [count, Hq] in base 2) of all tokens or those at `positions`; traces: see there."""
     p = problem
     count = p.T if positions is None else positions.shape[0]
     out = q.new_empty(count, q.shape[1], p.V)
@@ -165,7 +171,9 @@ def fixed_units(problem: Problem, do: Tensor, q: Tensor, v: Tensor) -> Tensor:
     No element of dv exceeds the sum of all T * G weights, each at most 1, times the longest row of do. An element of
     dk has do.v - do.o besides, at most twice the longest rows' product, and a row of q.
     """
-    do_row, q_row, v_row = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax().double() for x in (do, q, v))
+    do_row, q_row, v_row = (
+        torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax().double() for x in (do, q, v)
+    )
     terms = 2.0 * problem.T * problem.G
     bounds = torch.stack([terms * 2 * do_row * v_row * q_row * abs(problem.scale), terms * do_row])
     return torch.exp2((62 - bounds.clamp(min=1e-30).log2()).floor().clamp(max=100)).float()

@@ -112,7 +112,7 @@ def htree_pool_fwd_kernel(
 
 @triton.jit
 def load_sum(pointers, inside, units, DONE: tl.constexpr, PLACE: tl.constexpr, FIXED: tl.constexpr):
-    """A gradient in fp32; with FIXED it lies in a cell of 64 bits: as a multiple of 1 / units[PLACE], or DONE as fp32."""
+    """A gradient in fp32; with FIXED from 64 bits: a multiple of 1 / units[PLACE], or, DONE, the bits of fp32."""
     value = tl.load(pointers, mask=inside, other=0)
     if FIXED:
         if DONE:

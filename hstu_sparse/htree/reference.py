@@ -1,8 +1,8 @@
 """Hierarchical tree attention in plain PyTorch: the specification.
 
-Letters: T tokens of the batch, B sequences, N max_seq_len, Hq query heads, Hkv key/value heads, G = Hq / Hkv query heads
-of a key/value head, D query/key and V value head size, r compression_rate, S top_k, M = r * S the most candidates a
-layer has, C a query's candidates in a layer, W the most of them that any query of the batch may have.
+Letters: T tokens of the batch, B sequences, N max_seq_len, Hq query heads, Hkv key/value heads, G = Hq / Hkv query
+heads of a key/value head, D query/key and V value head size, r compression_rate, S top_k, M = r * S the most candidates
+a layer has, C a query's candidates in a layer, W the most of them that any query of the batch may have.
 
 Layer 0 holds the tokens. A sequence of n tokens has ceil(n / r^l) nodes in layer l; sequence b has them at the slots
 `offsets[b] // r^l + b` and after, so that the sizes of all tensors follow from T, B and N alone (see `layout.py`).
@@ -149,7 +149,7 @@ def attend_queries(
     choices: list[Tensor] | None = None,
 ) -> tuple[Tensor, list[Layer]]:
     """(output [queries, Hq, V], layers from the top down) of the queries that stand at the tokens `rows`."""
-    queries, heads, head_size = q.shape
+    queries, _, head_size = q.shape
     kv_heads, rate, top_k, most = tree.keys[0].shape[1], tree.rate, tree.top_k, tree.most
     device = q.device
     wide = tree.keys[0].dtype

@@ -13,7 +13,7 @@ Forward and backward pass make the same choice, bit by bit, for they call the sa
 could contract to a fused multiply-add is written as one.
 
 A program's notes, in global memory: the list of parents of this layer, the list that becomes the next layer's, the
-candidates' keys and the maxima that their importances refer to. Nothing else of size r * top_k leaves the registers.
+candidates' keys and the maxima that their importances refer to. Scores are never kept.
 """
 
 import triton
@@ -60,19 +60,23 @@ def load_tile(
 ):
     """The candidates c0 .. c0 + BN - 1 of C: their nodes, both halves of their keys, and what these were turned by.
 
-    Keys from `end` on are zeros. Where a tile holds SIBLINGS, they need one parent's number, lie side by side, and stay
-    as they are: the query is turned instead (`turned_query`). Else they are turned to their positions here.
+    Keys from `end` on are zeros; with None they are whatever lies there. Where a tile holds SIBLINGS, they need one
+    parent's number, lie side by side, and stay as they are: the query is turned instead (`turned_query`). Else they are
+    turned to their positions here.
     """
     f = tl.arange(0, BH)[None, :]
     c = c0 + tl.arange(0, BN)
-    inside = (c < end)[:, None]
     if SIBLINGS:
         first = tl.load(parents + c0 // RATE, mask=c0 < C, other=0) * RATE + c0 % RATE
         node = first.to(tl.int64) + tl.arange(0, BN)
     else:
         node = candidate_nodes(parents, c, C, RATE).to(tl.int64)
     pointers = keys + node[:, None] * (2 * BH) + f
-    low, high = tl.load(pointers, mask=inside, other=0.0), tl.load(pointers + BH, mask=inside, other=0.0)
+    if end is None:
+        low, high = tl.load(pointers), tl.load(pointers + BH)
+    else:
+        inside = (c < end)[:, None]
+        low, high = tl.load(pointers, mask=inside, other=0.0), tl.load(pointers + BH, mask=inside, other=0.0)
     tile_cos, tile_sin = 1.0, 0.0
     if not SIBLINGS:
         row = (c // RATE * RATE)[:, None] * BH + f
@@ -132,7 +136,7 @@ def importances(
     Candidates are the rows here: then most of a sum over the heads stays within a thread.
     """
     # The last candidate pools tokens after the query's.
-    _node, k_low, k_high, _c, _s = load_tile(keys, parents, c0, C, C - 1, cos, sin, BH, BN, RATE, SIBLINGS)
+    _node, k_low, k_high, _c, _s = load_tile(keys, parents, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
     low, high, _cos, _sin = turned_query(q_low, q_high, cos, sin, c0, C, k_low.dtype, BH, RATE, SIBLINGS)
     s = tl.dot(k_low, tl.trans(low), input_precision=PRECISION)
     s = tl.dot(k_high, tl.trans(high), s, input_precision=PRECISION)
@@ -146,14 +150,14 @@ def importances(
 def choose(
     q_low, q_high, keys, cos, sin, parents, children, marks, tops, C,
     G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr,
-    CANDIDATES: tl.constexpr, BLOCK: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
+    CANDIDATES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
     SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes the C > TOP_K candidates' keys to `marks` and the chosen nodes to `children`; returns the least chosen key.
+    """Writes the C > TOP_K candidates' keys to `marks`, the chosen nodes to `children`; returns the least chosen key.
 
     Importances are summed up tile by tile (two at a time) against the maximum so far, and brought to the last maximum
-    afterwards. The least chosen key is found by bisection: no key occurs twice, so some number has exactly TOP_K keys
-    from it on.
+    afterwards. The least chosen key is found by bisection, the first HELD keys in registers: no key occurs twice, so
+    some number has exactly TOP_K keys from it on.
     """
     top = -float("inf")
     for c0 in range(0, C, 2 * BN):
@@ -166,32 +170,34 @@ def choose(
         tl.store(tops + c0 // (2 * BN), top.to(tl.int32, bitcast=True))
     tl.debug_barrier()
 
-    every = tl.arange(0, CANDIDATES)
-    inside = every < C
-    importance = tl.load(marks + every, mask=inside, other=0).to(tl.float32, bitcast=True)
-    reference = tl.load(tops + every // (2 * BN), mask=inside, other=0).to(tl.float32, bitcast=True)
-    importance *= tl.exp2(reference - top)
-    # NaN, of keys that are not finite, would lead the bisection astray.
-    importance = tl.where(importance >= 0.0, importance, 0.0)
-    key = (importance.to(tl.int32, bitcast=True) & ~LOW_BITS) | (LOW_BITS - every)
-    key = tl.where(inside, tl.where(every == C - 1, FIRST, key), -1)
+    for c0 in range(0, CANDIDATES, BLOCK):
+        some = c0 + tl.arange(0, BLOCK)
+        inside = some < C
+        importance = tl.load(marks + some, mask=inside, other=0).to(tl.float32, bitcast=True)
+        reference = tl.load(tops + some // (2 * BN), mask=inside, other=0).to(tl.float32, bitcast=True)
+        importance *= tl.exp2(reference - top)
+        # NaN, of keys that are not finite, would lead the bisection astray.
+        importance = tl.where(importance >= 0.0, importance, 0.0)
+        key = (importance.to(tl.int32, bitcast=True) & ~LOW_BITS) | (LOW_BITS - some)
+        tl.store(marks + some, tl.where(inside, tl.where(some == C - 1, FIRST, key), -1))
     tl.debug_barrier()
-    tl.store(marks + every, key, mask=inside)
 
+    held = tl.load(marks + tl.arange(0, HELD))
     least, limit, count = 0, LIMIT, C
     while (count != TOP_K) & (limit - least > 1):
         middle = least + (limit - least) // 2
-        found = tl.sum((key >= middle).to(tl.int32), 0)
+        found = tl.sum((held >= middle).to(tl.int32), 0)
+        for c0 in range(HELD, CANDIDATES, HELD):
+            found += tl.sum((tl.load(marks + c0 + tl.arange(0, HELD)) >= middle).to(tl.int32), 0)
         if found >= TOP_K:
             least, count = middle, found
         else:
             limit = middle
-    tl.debug_barrier()
 
     rank = 0
     for c0 in range(0, C, BLOCK):
         some = c0 + tl.arange(0, BLOCK)
-        chosen = (tl.load(marks + some, mask=some < C, other=-1) >= least).to(tl.int32)
+        chosen = (tl.load(marks + some) >= least).to(tl.int32)
         place = rank + tl.cumsum(chosen, 0) - 1
         child = candidate_nodes(parents, some, C, RATE)
         tl.store(children + place, child, mask=(chosen > 0) & (place < TOP_K))
