@@ -8,6 +8,7 @@ from hstu_sparse.bsa import (
 )
 from hstu_sparse.dense import attention_plan, hstu_attention
 from hstu_sparse.gated_norm import layer_norm, norm_gate
+from hstu_sparse.htree import htree_attention
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.rotary import rotary
 
@@ -17,6 +18,7 @@ __all__ = [
     "attention_plan",
     "bsa_attention",
     "hstu_attention",
+    "htree_attention",
     "layer_norm",
     "norm_gate",
     "rotary",
