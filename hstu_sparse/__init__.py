@@ -8,15 +8,27 @@ from hstu_sparse.bsa import (
 )
 from hstu_sparse.dense import hstu_attention
 from hstu_sparse.gated_norm import layer_norm, norm_gate
+from hstu_sparse.indexer import (
+    compute_index_loss_sparse,
+    index_scores,
+    indexer_loss,
+    lightning_indexer,
+    sparse_attention,
+)
 from hstu_sparse.relative_bias import RelativeBias
 
 __all__ = [
     "RelativeBias",
     "TritonHSTUBSAAttention",
     "bsa_attention",
+    "compute_index_loss_sparse",
     "hstu_attention",
+    "index_scores",
+    "indexer_loss",
     "layer_norm",
+    "lightning_indexer",
     "norm_gate",
+    "sparse_attention",
     "triton_block_sparse_attn",
     "triton_hstu_attention_with_bsa",
 ]
