@@ -18,7 +18,7 @@ from models.config import ConfigError, load_config
 from models.metrics import ranking_metrics
 from models.report import print_result
 from models.retrieval import mask_seen, model_scorer, rank_targets, sampled_candidates, seen_by, top_items
-from train import Data, build_model, check_fingerprint, final_weights, judge, open_data
+from models.run import Data, build_model, check_fingerprint, final_weights, judge, open_data
 
 console = Console()
 

@@ -16,6 +16,7 @@ from hstu_sparse.indexer import (
     sparse_attention,
 )
 from hstu_sparse.relative_bias import RelativeBias
+from hstu_sparse.rotary import rotary
 
 __all__ = [
     "RelativeBias",
@@ -28,6 +29,7 @@ __all__ = [
     "layer_norm",
     "lightning_indexer",
     "norm_gate",
+    "rotary",
     "sparse_attention",
     "triton_block_sparse_attn",
     "triton_hstu_attention_with_bsa",

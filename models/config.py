@@ -12,9 +12,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
-from models.attention import ATTENTION, Strict
+from models.attention import ATTENTION
+from models.contract import AttentionKind, Strict
 from models.metrics import metric_names
 
 
@@ -43,10 +53,48 @@ def _as_tuple(value):
     return tuple(value) if isinstance(value, list) else value
 
 
-AttentionConfig = Annotated[
-    typing.Union[tuple(module.Config for module in ATTENTION.values())],  # noqa: UP007 (built from the table)
-    Field(discriminator="kind"),
-]
+def _of_its_kind(value):
+    """One mapping of `model.attention` as the Config of the kind that it names, which is looked up only now."""
+    if isinstance(value, AttentionKind.Config):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a mapping with a kind, got {value!r}")
+    kind = value.get("kind")
+    if not isinstance(kind, str) or kind not in ATTENTION:
+        what = f"unknown attention kind {kind}, known: " if "kind" in value else "missing, one of "
+        raise _located([(("kind",), what + ", ".join(ATTENTION))], WHOLE)
+    return ATTENTION[kind].Config.model_validate(value)
+
+
+# Types of our own errors: how `_explain` joins path and message, `path: message` or `path.message`.
+WHOLE, OPTION = "whole", "option"
+
+
+def _located(faults: list[tuple[tuple, str]], how: str) -> ValidationError:
+    """An error for each (location, message); pydantic puts them below the place of the validator that raises this."""
+    return ValidationError.from_exception_data(
+        "config",
+        [
+            {"type": PydanticCustomError(how, "{message}", {"message": message}), "loc": place, "input": None}
+            for place, message in faults
+        ],
+    )
+
+
+AttentionConfig = Annotated[SerializeAsAny[AttentionKind.Config], BeforeValidator(_of_its_kind)]
+
+
+class RotaryConfig(Strict):
+    """What turns the pairs of channels of queries and keys, in every layer (hstu_sparse.rotary)."""
+
+    position: bool = False
+    time: bool = False
+
+    @model_validator(mode="after")
+    def _something(self):
+        if not (self.position or self.time):
+            raise ValueError("turns by nothing: set position or time to true, or leave rotary out")
+        return self
 
 
 class ModelConfig(Strict):
@@ -58,7 +106,9 @@ class ModelConfig(Strict):
     # Head sizes: query and key, then value. Absent, embedding_dim / num_heads.
     attention_dim: int | None = Field(None, ge=1)
     linear_dim: int | None = Field(None, ge=1)
+    # Hidden size of the feed-forward network: the transformer block's own, or a SwiGLU behind each HSTU layer.
     feed_forward_dim: int | None = Field(None, ge=1)
+    rotary: RotaryConfig | None = None
     dropout: float = Field(0.0, ge=0, lt=1)
     action_embedding: bool = False
     # One mapping for all layers, or one for each.
@@ -73,8 +123,16 @@ class ModelConfig(Strict):
                 raise ValueError(
                     f"embedding_dim={self.embedding_dim} is not divisible by num_heads={self.num_heads}: give {name}"
                 )
-        if (self.block == "transformer") != (self.feed_forward_dim is not None):
-            raise ValueError("feed_forward_dim belongs to block=transformer, and that block needs it")
+        if self.block == "transformer" and self.feed_forward_dim is None:
+            raise ValueError("block=transformer needs feed_forward_dim")
+        faults = []
+        for layer, attention in enumerate(self.attention):
+            try:
+                attention.check_model(self)
+            except ValueError as error:
+                faults.append((("attention", layer), str(error)))
+        if faults:
+            raise _located(faults, OPTION)
         return self
 
 
@@ -91,6 +149,10 @@ class TrainConfig(Strict):
     betas: Annotated[tuple[float, float], BeforeValidator(_as_tuple)] = (0.9, 0.98)
     weight_decay: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0)
+    # What the learning rate does behind the warm-up: stay, or fall to 0 at the last step.
+    decay: Literal["none", "linear", "cosine"] = "none"
+    # Of an exponential moving average of the weights, by which the run is then judged; absent, no average.
+    ema_decay: float | None = Field(None, gt=0, lt=1)
     clip_norm: float | None = Field(None, gt=0)
     autocast: Literal["none", "bf16"] = "none"
     compile: bool = False
@@ -219,37 +281,33 @@ def save_config(config: RunConfig, path: Path) -> None:
 def _explain(item: dict, tree: dict) -> str:
     """One pydantic error as `model.attention.blok_size: unknown key, did you mean block_size?`."""
     location = list(item["loc"])
-    if "attention" in location:
-        # Undo what the schema adds: the list around a single mapping, and the tag of the kind.
-        at = location.index("attention")
-        rest = location[at + 1 :]
-        if isinstance((tree.get("model") or {}).get("attention"), dict) and rest and rest[0] == 0:
-            rest = rest[1:]
-        location = location[: at + 1] + [part for part in rest if part not in ATTENTION]
+    if location[:3] == ["model", "attention", 0] and not isinstance(tree["model"]["attention"], list):
+        del location[2]  # one mapping for all layers: the list around it is ours
     key = ".".join(map(str, location)) or "config"
     kind = item["type"]
     if kind == "extra_forbidden":
-        valid = _keys_beside(item["loc"])
+        valid = _keys_beside(location, tree)
         near = difflib.get_close_matches(str(location[-1]), valid, 1)
         return f"{key}: unknown key, " + (f"did you mean {near[0]}?" if near else f"known here: {', '.join(valid)}")
     if kind == "missing":
         return f"{key}: missing"
-    if kind == "union_tag_invalid":
-        return f"{key}.kind: unknown attention kind {item['ctx']['tag']}, known: {', '.join(ATTENTION)}"
-    if kind == "union_tag_not_found":
-        return f"{key}.kind: missing, one of {', '.join(ATTENTION)}"
+    if kind in (WHOLE, OPTION):
+        return f"{key}{': ' if kind == WHOLE else '.'}{item['msg']}"
     if kind == "value_error":
         return f"{key}: {item['ctx']['error']}"
     return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
 
 
-def _keys_beside(location: tuple) -> list[str]:
-    """The valid keys of the mapping that holds the last part of a pydantic location."""
+def _keys_beside(location: list, tree: dict) -> list[str]:
+    """The valid keys of the mapping that holds the last part of a location in `tree`."""
     model: Any = RunConfig
-    for part in location[:-1]:
-        if part in ATTENTION:
-            model = ATTENTION[part].Config
-        elif isinstance(part, str) and isinstance(model, type) and issubclass(model, BaseModel):
+    path = location[:-1]
+    if path[:2] == ["model", "attention"]:
+        mapping = tree["model"]["attention"]
+        model = ATTENTION[(mapping if isinstance(mapping, dict) else mapping[path[2]])["kind"]].Config
+        path = path[2:]
+    for part in path:
+        if part in model.model_fields:
             annotation = model.model_fields[part].annotation
             options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
             model = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), model)

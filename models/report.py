@@ -81,7 +81,7 @@ def write_report(folder: Path, config: RunConfig, result: dict, dataset) -> None
         "",
         f"Weights: {result['weights']} (epoch {result['epoch']}). {result['steps']:,} steps in {minutes:.1f} minutes, "
         f"{result['events_per_second']:,.0f} events a second. Seed {config.seed}.",
-        *(f"Left out of {split}: {why}." for split, why in _skipped(result["skipped"])),
+        *(_left_out(split, count) for split, count in result["skipped"].items()),
         "",
         "## Full ranking",
         "",
@@ -104,8 +104,9 @@ def write_report(folder: Path, config: RunConfig, result: dict, dataset) -> None
     (folder / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _skipped(skipped: dict) -> list[tuple[str, str]]:
-    return [(split, f"{count:,} users with too few events") for split, count in skipped.items() if count]
+def _left_out(split_and_reason: str, count: int) -> str:
+    split, reason = split_and_reason.split(": ", 1)
+    return f"Left out of {split}: {count:,} {'user' if count == 1 else 'users'}, {reason}."
 
 
 def _cells(values: dict) -> list[str]:

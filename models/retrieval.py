@@ -51,9 +51,19 @@ def target_ranks(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def top_items(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best items of each user, best first, ties by smaller id: (scores [B, k], items [B, k])."""
+    """The k best items of each user, best first, ties by smaller id, NaN last: (scores [B, k], items [B, k]).
+
+    A NaN comes back as -inf.
+    """
     k = min(k, scores.shape[1])
+    scores = scores.masked_fill(scores.isnan(), float("-inf"))
     values, items = scores.topk(k, dim=1)
+    # Of the items that tie with the k-th, topk takes any: the smallest ids fill the places behind the better ones.
+    least = values[:, -1:]
+    ids = torch.arange(scores.shape[1], device=scores.device, dtype=torch.int32)
+    tied = torch.where(scores == least, ids, scores.shape[1]).topk(k, dim=1, largest=False, sorted=True).values
+    place = torch.arange(k, device=scores.device) - (values > least).sum(1, keepdim=True)
+    items = torch.where(place < 0, items, tied.long().gather(1, place.clamp(min=0)))
     # topk leaves the order among equals open: sort by id, then stably by score.
     items, order = items.sort(dim=1)
     values, by_score = values.gather(1, order).sort(dim=1, descending=True, stable=True)

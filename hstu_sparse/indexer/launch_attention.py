@@ -104,6 +104,7 @@ _operator = Operator(
     fake=_fake,
     differentiable=("q", "k", "v", "position", "time"),
     outputs=2,
+    keep_output=True,
 )
 
 
