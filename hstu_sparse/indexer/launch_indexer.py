@@ -87,8 +87,8 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
                 sampled, begins, places, thresholds, first * ROWS, rows, capacity, top_k, SAMPLE=SAMPLE, num_warps=4
             )
         topk.lightning_indexer_collect_kernel[(slots,)](
-            iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, capacity, top_k,
-            **heads, **tile, num_stages=3,
+            iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, top_k,
+            CAPACITY=capacity, **heads, **tile, num_stages=3,
         )  # fmt: skip
         if T > capacity:
             topk.lightning_indexer_refill_kernel[(T,)](
