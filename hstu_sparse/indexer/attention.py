@@ -83,7 +83,7 @@ def sparse_attention_bwd_kernel(
     BH: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr,
     POSITION_COPIES: tl.constexpr, TIME_COPIES: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of one query, its share of the tables' gradients, `delta` = do . out by head, and, ATOMIC, that of dk and dv."""
+    """dq of one query, `delta` = do . out by head, its share of the tables' gradients and, ATOMIC, of dk and dv."""
     token = tl.program_id(0).to(tl.int64)
     begin = tl.load(begins + token)
     t = (token - begin).to(tl.int32)
@@ -134,7 +134,7 @@ def sparse_attention_bwd_dkv_kernel(
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OUT_D: tl.constexpr, OUT_V: tl.constexpr,
     BH: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one key, from the pairs of its list, QUERIES at a time. BH need not be a tile's: nothing is a dot."""
+    """dk and dv of one key, from the pairs of its list, QUERIES at a time. No products of tiles: BH may be below 16."""
     token = tl.program_id(0).to(tl.int64)
     first, end = tl.load(starts + token), tl.load(starts + token + 1)
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)

@@ -81,8 +81,10 @@ class TableGradients:
 
 
 def pairs_by_key(indices: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
-    """(pairs [T * K] int64, starts [T + 1] int64): the pairs t * K + slot that chose key token i, in the order of t, are
-    pairs[starts[i]:starts[i+1]]. Masked slots are in no list."""
+    """(pairs [T * K] int64, starts [T + 1] int64): of each key the pairs, as t * K + slot, that chose it.
+
+    Those of key token i are pairs[starts[i]:starts[i+1]], in the order of t. Masked slots are in no list.
+    """
     total = indices.shape[0]
     token = torch.arange(total, device=indices.device)
     visible = (indices >= 0) & (indices <= (token - begins)[:, None])

@@ -51,9 +51,7 @@ def _backward(do, q, k, v, indices, seq_offsets, position, time, timestamps, que
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lists = by_lists(torch.are_deterministic_algorithms_enabled())
     make = torch.empty if lists else torch.zeros
-    dk, dv = (
-        make(x.shape, dtype=x.dtype if lists else torch.float32, device=x.device) for x in (k, v)
-    )
+    dk, dv = (make(x.shape, dtype=x.dtype if lists else torch.float32, device=x.device) for x in (k, v))
     do, q, k, v = aligned(do), aligned(q), aligned(k), aligned(v)
     bias = kernel_bias(position, time, timestamps, query_timestamps)
 
@@ -95,7 +93,7 @@ def _fake(q, k, v, *_):
     return q.new_empty(*q.shape[:2], v.shape[1]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-_operator = Operator(
+sparse_attention_jagged = Operator(
     "sparse_attention",
     "Tensor q, Tensor k, Tensor v, Tensor indices, Tensor seq_offsets, Tensor? position, Tensor? time, "
     "Tensor? timestamps, Tensor? query_timestamps, float scale",
@@ -110,4 +108,4 @@ _operator = Operator(
 
 def sparse_attention_operator(*arguments) -> Tensor:
     """Arguments as registered; the output alone."""
-    return _operator(*arguments)[0]
+    return sparse_attention_jagged(*arguments)[0]

@@ -22,7 +22,7 @@ from hstu_sparse.indexer.launch import (
     token_begins,
 )
 from hstu_sparse.indexer.scores import index_scores_bwd_dik_kernel, index_scores_bwd_kernel, index_scores_fwd_kernel
-from hstu_sparse.launch import INTERPRET, aligned, cdiv, next_power_of_2, padded_head, precision
+from hstu_sparse.launch import INTERPRET, aligned, next_power_of_2, padded_head, precision
 from hstu_sparse.registration import Operator
 
 # Bytes of candidates that are held at a time.
@@ -78,7 +78,7 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
     heads = dict(J=J, E=E, BE=BE, PRECISION=precision(iq.dtype))
     tile = dict(HEADS=size.HEADS, ROWS=ROWS, BLOCK=size.BLOCK, num_warps=size.num_warps)
     for first in range(0, all_slots, slots):
-        if T > capacity:
+        if capacity < T:
             topk.lightning_indexer_sample_kernel[(slots,)](
                 iq, ik, w, seq_offsets, sampled, *bias, *strides, B, first, capacity, **heads, **tile, SAMPLE=SAMPLE,
                 num_stages=2,
@@ -90,7 +90,7 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
             iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, top_k,
             CAPACITY=capacity, **heads, **tile, num_stages=3,
         )  # fmt: skip
-        if T > capacity:
+        if capacity < T:
             topk.lightning_indexer_refill_kernel[(T,)](
                 iq, ik, w, begins, places, candidates, counts, *bias, *strides, first * ROWS, rows, capacity, top_k,
                 **heads, BJ=padded_head(J), BLOCK=key_block(iq.dtype, BE), SIZE=SIZE, num_warps=8, num_stages=2,
@@ -103,7 +103,7 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
 
 
 def _scores_forward(iq, ik, w, indices, seq_offsets, position, time, timestamps, query_timestamps):
-    T, J, _ = iq.shape
+    T = iq.shape[0]
     scores = torch.empty(indices.shape, dtype=torch.float32, device=iq.device)
     if scores.numel() == 0:
         return scores
@@ -122,7 +122,8 @@ def _scores_backward(grad, iq, ik, w, indices, seq_offsets, position, time, time
     lists = by_lists(deterministic)
     diq = torch.empty(iq.shape, dtype=iq.dtype, device=iq.device)
     dw = torch.empty(w.shape, dtype=w.dtype, device=w.device)
-    dik = (torch.empty if lists else torch.zeros)(ik.shape, dtype=ik.dtype if lists else torch.float32, device=ik.device)
+    make, dtype = (torch.empty, ik.dtype) if lists else (torch.zeros, torch.float32)
+    dik = make(ik.shape, dtype=dtype, device=ik.device)
     if T == 0:
         return [diq, dik.to(ik.dtype), dw, *(torch.zeros_like(x) for x in (position, time) if x is not None)]
     iq, ik = aligned(iq), aligned(ik)

@@ -68,9 +68,7 @@ def _backward(
 ):  # fmt: skip
     H = q.shape[1]
     q, k, begins, bias, strides, chunk = _jagged(q, k, seq_offsets, position, time, timestamps, query_timestamps)
-    return _launch_backward(
-        grad, scores, q, k, indices, begins, valid, bias, strides, chunk, scale, H, lse, index_lse
-    )
+    return _launch_backward(grad, scores, q, k, indices, begins, valid, bias, strides, chunk, scale, H, lse, index_lse)
 
 
 def _fake(scores, q, *_):

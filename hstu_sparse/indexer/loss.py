@@ -36,9 +36,7 @@ def _attention(
     chosen = load_rows(keys, begin + s, k_stride_t, visible, D, BD)
     scores = tl.dot(query, tl.trans(chosen), input_precision=PRECISION) * (scale * LOG2E)
     if (position is not None) or (time is not None):
-        bias, _ = chosen_bias(
-            s, visible, row, begin, t, position, time, cells, timestamps, query_timestamps, positions
-        )
+        bias, _ = chosen_bias(s, visible, row, begin, t, position, time, cells, timestamps, query_timestamps, positions)
         scores += (bias * LOG2E)[None, :]
     return tl.where(visible[None, :], scores, float("-inf"))
 
@@ -61,7 +59,7 @@ def index_loss_fwd_kernel(
 ):  # fmt: skip
     """The loss of one row, and the log-sum-exps of its attention by head and of its index scores."""
     row = tl.program_id(0).to(tl.int64)
-    if valid is not None:
+    if valid is not None:  # noqa: SIM102
         if tl.load(valid + row) == 0:
             tl.store(loss + row, 0.0)
             return

@@ -39,7 +39,7 @@ def time_buckets(difference, cells):
 
 @triton.jit
 def pair_bias(distance, seen, asked, known, position, time, cells, positions):
-    """(biases fp32, time buckets) of pairs of any shape, that of `distance` = t - s and of `seen`, the pairs to look up.
+    """(biases fp32, time buckets) of pairs: of any shape, that of `distance` = t - s and of `seen`, those to look up.
 
     asked, known: the queries' and keys' times, which broadcast to that shape; not read without a time table.
     """

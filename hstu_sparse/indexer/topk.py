@@ -1,19 +1,17 @@
 """The lightning indexer's choice: exact, stable top-k of each query's scores without a [T, N] tensor of them.
 
-Letters: T tokens of the batch, B sequences, n a query's visible tokens, J index heads, E index head size, K chosen tokens
-per query (top_k), M queries of a tile.
+Letters: T tokens of the batch, B sequences, J index heads, E index head size, K chosen tokens per query (top_k).
 
 Four kernels. `sample` scores some of the keys for each tile of queries, `threshold` takes from a query's sample a
 score that a few more than K of all its keys reach. `collect` scores all keys and writes those that reach the threshold
-to the query's row of candidates, in order of s; `finish` takes the K greatest of that row. Where the sample misled, and a
-row has fewer than K candidates or more than it has room for, `refill` walks over the query's keys again, prunes the
-row whenever it is full, and needs no threshold: the result is exact whatever the sample was, only later.
+to the query's row of candidates, in order of s; `finish` takes the K greatest of that row. Where the sample misled, so
+that a row has fewer than K candidates or more than it has room for, `refill` walks over the query's keys again, prunes
+the row whenever it is full, and needs no threshold: the result is exact whatever the sample was, only later.
 
 Sampled keys are one of each stretch of equal length, at a place in it that looks random: no period of the data, like
-actions between items, can hide from them. Where a query sees no more tokens than a row has room for, all are candidates.
-
-Of candidates equal to the threshold, those after the first K candidates cannot be chosen, and are left out: so a row
-holds even a score that all keys share.
+actions between items, can hide from them. Where a query sees no more tokens than a row has room for, all are
+candidates. Of candidates equal to the threshold, those after the first K candidates cannot be chosen, and are left out:
+so a row holds even a score that all keys share.
 """
 
 import triton
@@ -173,8 +171,8 @@ def lightning_indexer_threshold_kernel(
 
 @triton.jit
 def _collect(
-    start, count, query, weight, threshold, above, limit, triangle, ones, iq, w, ik, mine, rows, inside, begin, length, t,
-    position, time, cells, timestamps, query_timestamps, positions,
+    start, count, query, weight, threshold, above, limit, triangle, ones, iq, w, ik, mine, rows, inside, begin, length,
+    t, position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K,
     CAPACITY: tl.constexpr, J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -255,7 +253,7 @@ def lightning_indexer_collect_kernel(
 
 @triton.jit
 def _keep(packed, inside, count, K):
-    """(which of `count` candidates, in order of s, are the K first by score and then by s; their places among those)."""
+    """(which of `count` candidates, in order of s, are the first K by score, then s; their places among them; the cut)."""
     keys = _ordered((packed >> 32).to(tl.int32).to(tl.float32, bitcast=True))
     low = tl.min(tl.where(inside, keys, 0x7FFFFFFF), 0)
     keys = tl.where(inside, keys, -0x7FFFFFFF)
