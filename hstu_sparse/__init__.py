@@ -9,6 +9,13 @@ from hstu_sparse.bsa import (
 from hstu_sparse.dense import attention_plan, hstu_attention
 from hstu_sparse.gated_norm import layer_norm, norm_gate
 from hstu_sparse.htree import htree_attention
+from hstu_sparse.indexer import (
+    compute_index_loss_sparse,
+    index_scores,
+    indexer_loss,
+    lightning_indexer,
+    sparse_attention,
+)
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.rotary import rotary
 
@@ -17,11 +24,16 @@ __all__ = [
     "TritonHSTUBSAAttention",
     "attention_plan",
     "bsa_attention",
+    "compute_index_loss_sparse",
     "hstu_attention",
     "htree_attention",
+    "index_scores",
+    "indexer_loss",
     "layer_norm",
+    "lightning_indexer",
     "norm_gate",
     "rotary",
+    "sparse_attention",
     "triton_block_sparse_attn",
     "triton_hstu_attention_with_bsa",
 ]
