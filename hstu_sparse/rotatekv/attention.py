@@ -21,7 +21,6 @@ from hstu_sparse.rotatekv.codec import butterfly, sign
 from hstu_sparse.rotatekv.decode import load_keys, load_values, restored_blocks
 from hstu_sparse.tiles import locate, silu
 
-TILE = tl.constexpr(64)
 # The table of time buckets: `hstu_sparse.dense.bias.bucket_cells`.
 CELL_SHIFT, CELL_BASE = tl.constexpr(20), tl.constexpr(127 << 3)
 
@@ -36,10 +35,13 @@ def time_bias(table, cells, asked, seen):
 
 
 @triton.jit
-def turn(position, channel, near, far, HALF: tl.constexpr):
-    """(cos, sin) of a position's (scalar or tensor) angle at channels; near, far: [.., 2, HALF] of cos and sin."""
-    n = near + (position % TILE) * (2 * HALF) + channel
-    f = far + (position // TILE) * (2 * HALF) + channel
+def turn(start, step, channel, near, far, HALF: tl.constexpr, TILE: tl.constexpr = 64):
+    """(cos, sin) of the angle of positions start + step, that lie in one tile, at channels.
+
+    near, far: [.., 2, HALF], cos and sin of the angles of 0, 1, .. and of 0, TILE, 2 TILE, ..; start is a number.
+    """
+    n = near + (start % TILE + step) * (2 * HALF) + channel
+    f = far + (start // TILE) * (2 * HALF) + channel
     a, b, c, d = tl.load(n), tl.load(n + HALF), tl.load(f), tl.load(f + HALF)
     return a * c - b * d, a * d + b * c
 
@@ -96,7 +98,7 @@ def plain_queries(
             partner = tl.where(place < OW, tl.where(lower, channel + HALF, channel - HALF), G * D)
             other = load_queries(q, query, head, real, partner, group * G, stride_t, stride_h, D)
             angle = tl.where(place < OW, local % HALF + place, 0)
-            cos, sin = turn(length, angle, near, far, HALF)
+            cos, sin = turn(length, 0, angle, near, far, HALF)
             sin = tl.where(lower, -sin, sin)
             x = x.to(tl.float32) * cos[:, None] + other.to(tl.float32) * sin[:, None]
         blocks += (x.to(q.dtype.element_ty),)
@@ -104,15 +106,17 @@ def plain_queries(
 
 
 @triton.jit
-def turned_keys(x, position, first, near, far, D: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr, OUT: tl.constexpr):
-    """A tuple of key blocks [R, PAD] fp32 turned to their position [R]; first: channel that the first begins at."""
+def turned_keys(
+    x, start, near, far, D: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr, OUT: tl.constexpr, R: tl.constexpr
+):
+    """A tuple of key blocks [R, PAD] fp32, of whole heads, turned to the positions from `start` on."""
     HALF: tl.constexpr = D // 2
     place = tl.arange(0, PAD)
     STEP: tl.constexpr = HALF // OW
     found = ()
     for o in tl.static_range(OUT):
         angle = tl.where(place < OW, o * OW % HALF + place, 0)
-        cos, sin = turn(position[:, None], angle[None, :], near, far, HALF)
+        cos, sin = turn(start, tl.arange(0, R)[:, None], angle[None, :], near, far, HALF)
         if o // STEP % 2 == 0:
             found += (x[o] * cos - x[o + STEP] * sin,)
         else:
@@ -232,7 +236,7 @@ def rotatekv_attention_fwd_kernel(
                 if ROPE:
                     key += (tl.load(pointers + WIDTH, whole, 0.0),)
                     key = turned_keys(
-                        (key[0].to(tl.float32), key[1].to(tl.float32)), position, 0, near, far, D, WIDTH, P_PAD, 2
+                        (key[0].to(tl.float32), key[1].to(tl.float32)), tile * R, near, far, D, WIDTH, P_PAD, 2, R
                     )
                 for half in tl.static_range(HALVES):
                     scores += tl.dot(key[half].to(DTYPE), q_plain[h * HALVES + half], input_precision=PRECISION)
@@ -286,11 +290,11 @@ def rotatekv_attention_fwd_kernel(
             scores = tl.zeros([R, COLUMNS], tl.float32)
             if KEYS_BACK:
                 keys = restored_blocks(
-                    codes, kept, scales, zeros, first_channel, inverse_order, DTYPE, OFFSET, C, K_BLOCK,
+                    codes, kept, scales, zeros, first_channel, inverse_order, DTYPE, OFFSET, K_BLOCK,
                     K_BLOCKS, K_PER, OW, PAD, OUT, SPAN, SPARSE, HAS_ORDER, R,
                 )  # fmt: skip
                 if ROPE:
-                    keys = turned_keys(keys, behind, 0, near, far_packed, D, OW, PAD, OUT)
+                    keys = turned_keys(keys, tile * R, near, far_packed, D, OW, PAD, OUT, R)
                 for o in tl.static_range(OUT):
                     key_block = (keys[o] * scale).to(DTYPE)
                     scores += tl.dot(key_block, q_packed[o], input_precision=PRECISION)

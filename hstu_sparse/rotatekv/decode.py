@@ -14,8 +14,8 @@ from hstu_sparse.tiles import locate
 
 @triton.jit
 def matrix_block(
-    i: tl.constexpr, first, order, DTYPE: tl.constexpr, C: tl.constexpr, BW: tl.constexpr, OW: tl.constexpr,
-    PAD: tl.constexpr, HAS_ORDER: tl.constexpr,
+    i: tl.constexpr, first, order, DTYPE: tl.constexpr, BW: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
 ):  # fmt: skip
     """What block i of the codes gives to OW channels from `first` on: [BW, PAD], 1 and -1, zero behind OW.
 
@@ -36,7 +36,7 @@ def matrix_block(
 
 @triton.jit
 def restored_blocks(
-    codes, kept, scales, zeros, first, order, DTYPE: tl.constexpr, OFFSET: tl.constexpr, C: tl.constexpr,
+    codes, kept, scales, zeros, first, order, DTYPE: tl.constexpr, OFFSET: tl.constexpr,
     BW: tl.constexpr, BLOCKS: tl.constexpr, PER: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr,
     OUT: tl.constexpr, SPAN: tl.constexpr, SPARSE: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -47,38 +47,47 @@ def restored_blocks(
     of these blocks take different columns of Sylvester's matrix of BW.
     """
     found = ()
-    for o in tl.static_range(OUT):
+    constants = ()
+    for _ in tl.static_range(OUT):
         found += (tl.zeros([R, PAD], tl.float32),)
+        constants += (tl.zeros([R], tl.float32),)
     for i in tl.static_range(BLOCKS):
         scale = scales[i // PER]
         zero = zeros[i // PER]
         if not SPARSE:
             zero = zero - OFFSET * scale
+        product = ()
+        marked = ()
+        for o in tl.static_range(OUT if HAS_ORDER else SPAN):
+            matrix = matrix_block(i, first + o * OW, order, DTYPE, BW, OW, PAD, HAS_ORDER)
+            product += (tl.dot(codes[i], matrix),)
+            if SPARSE:
+                marked += (zero[:, None] * tl.dot(kept[i], matrix),)
+            elif HAS_ORDER:
+                marked += (zero[:, None] * tl.sum(matrix.to(tl.float32), 0)[None, :],)
         new = ()
-        if HAS_ORDER:
-            for o in tl.static_range(OUT):
-                matrix = matrix_block(i, first + o * OW, order, DTYPE, C, BW, OW, PAD, True)
+        new_constants = ()
+        for o in tl.static_range(OUT):
+            if HAS_ORDER:
+                new += (found[o] + scale[:, None] * product[o] + marked[o],)
+                new_constants += (constants[o],)
+            else:
+                own = sign(i, (first + o * OW) // BW)
+                x = found[o] + (scale * own)[:, None] * product[o % SPAN]
                 if SPARSE:
-                    constant = zero[:, None] * tl.dot(kept[i], matrix)
-                else:
-                    constant = zero[:, None] * tl.sum(matrix.to(tl.float32), 0)[None, :]
-                new += (found[o] + scale[:, None] * tl.dot(codes[i], matrix) + constant,)
-        else:
-            product = ()
-            constants = ()
-            for o in tl.static_range(SPAN):
-                matrix = matrix_block(i, first + o * OW, order, DTYPE, C, BW, OW, PAD, False)
-                product += (tl.dot(codes[i], matrix),)
-                if SPARSE:
-                    constants += (tl.dot(kept[i], matrix),)
-                else:
-                    constants += (tl.sum(matrix.to(tl.float32), 0)[None, :],)
-            for o in tl.static_range(OUT):
-                sign_ = sign(i, (first + o * OW) // BW)
-                part = (scale * sign_)[:, None] * product[o % SPAN] + (zero * sign_)[:, None] * constants[o % SPAN]
-                new += (found[o] + part,)
+                    x += own * marked[o % SPAN]
+                new += (x,)
+                new_constants += (constants[o] + own * zero,)
         found = new
-    return found
+        constants = new_constants
+    if SPARSE or HAS_ORDER:
+        return found
+    # What is the same for all channels of a block goes to the first column of Sylvester's matrix alone.
+    whole = ()
+    for o in tl.static_range(OUT):
+        alike = ((first + o * OW) % BW + tl.arange(0, PAD) == 0).to(tl.float32) * BW
+        whole += (found[o] + constants[o][:, None] * alike[None, :],)
+    return whole
 
 
 @triton.jit
@@ -186,7 +195,7 @@ def rotatekv_decompress_kernel(
         K_GROUPS, WORDS, KEPT, SPARSE, R,
     )  # fmt: skip
     x = restored_blocks(
-        codes, kept, scales, zeros, first_out * K_BLOCK, inverse_order, DTYPE, OFFSET, C, K_BLOCK,
+        codes, kept, scales, zeros, first_out * K_BLOCK, inverse_order, DTYPE, OFFSET, K_BLOCK,
         K_BLOCKS, K_BLOCKS // K_GROUPS, K_BLOCK, K_BLOCK, OUT, 1, SPARSE, HAS_ORDER, R,
     )  # fmt: skip
     for i in tl.static_range(OUT):
@@ -247,7 +256,7 @@ def rotatekv_round_trip_kernel(
         wide_zeros += (zeros[g].to(tl.float32),)
     for o in tl.static_range(K_BLOCKS):
         y = restored_blocks(
-            codes, marks, wide_scales, wide_zeros, group * 0 + o * K_BLOCK, inverse_order, DTYPE, 0, C,
+            codes, marks, wide_scales, wide_zeros, group * 0 + o * K_BLOCK, inverse_order, DTYPE, 0,
             K_BLOCK, K_BLOCKS, K_PER, K_BLOCK, K_BLOCK, 1, 1, SPARSE, HAS_ORDER, R,
         )  # fmt: skip
         same = load_block(k, token, mask & sink, group * G, k_stride_t, k_stride_h, order, o, D, C, K_BLOCK, False)
