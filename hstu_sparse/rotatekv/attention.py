@@ -68,11 +68,13 @@ def rotated_queries(
         if HAS_ORDER:
             channel = tl.load(order + channel).to(tl.int32)
         x = load_queries(q, query, head, real, channel, group * G, stride_t, stride_h, D)
-        blocks += (tl.dot(matrix, x, input_precision=PRECISION),)
+        # With few columns this is no product of a warp group (two of those, in turn in one buffer, are what ptxas is
+        # known to fail at: `ahead`).
+        blocks += (tl.dot(tl.trans(x), matrix, input_precision=PRECISION),)
     blocks = butterfly(blocks, BLOCKS)
     found = ()
     for b in tl.static_range(BLOCKS):
-        found += ((blocks[b] * scale).to(q.dtype.element_ty),)
+        found += (tl.trans((blocks[b] * scale).to(q.dtype.element_ty)),)
     return found
 
 
@@ -224,7 +226,10 @@ def rotatekv_attention_fwd_kernel(
             P_PAD, HEADS * HALVES, ROPE,
         )  # fmt: skip
         row_begin = b.to(tl.int64) * S if PACKED else begin
-        for tile in range(split * per, tl.minimum(tiles, split * per + per)):
+        # Sinks are few: copies in flight would take more shared memory than they save time.
+        for tile in tl.range(
+            split * per, tl.minimum(tiles, split * per + per), num_stages=1 if PACKED else None
+        ):
             position = tile * R + tl.arange(0, R)
             inside = position < plain
             scores = tl.zeros([R, COLUMNS], tl.float32)
