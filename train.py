@@ -1,106 +1,70 @@
 """Trains the run that a YAML file describes, evaluates it and writes a report.
 
     python train.py configs/synthetic-hstu.yaml [key=value ...]   a new run, under run_dir/name/
-    python train.py --resume RUN                                  go on after an interruption or a kill
+    python train.py --resume RUN [--override]                     go on after an interruption or a kill
 
 On the CPU a resumed run ends bit-identical to one that was never stopped, at the same number of threads.
 """
 
 import argparse
 import json
+import math
+import os
 import sys
 import time
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from data.batches import Batches
-from data.datasets import DataError, Dataset, load_dataset
-from data.splits import Splits, make_splits, train_item_counts
+from data.batches import Batch, Batches
+from data.datasets import DataError
+from models.average import WeightAverage
 from models.checkpoint import (
     CheckpointError,
+    Progress,
     checkpoints,
     load_checkpoint,
-    load_folder,
     load_weights,
     save_checkpoint,
     save_folder,
 )
-from models.config import ConfigError, RunConfig, load_config, save_config
-from models.graph import GraphedStep
-from models.hstu import SequenceModel
-from models.losses import training_loss
-from models.metrics import metrics_by_length, ranking_metrics
-from models.monitor import MetricsLog, ProgressBar, StopSignal
+from models.config import ConfigError, RunConfig, as_yaml, load_config
+from models.folder import FolderError, access, check_run, claimed, write_text
+from models.graph import GraphedStep, Losses, Step
+from models.losses import head_loss
+from models.metrics import metric_names, ranking_metrics
+from models.monitor import Means, MetricsLog, ProgressBar, StopSignal, explain_faults
 from models.report import environment, print_result, write_report
-from models.retrieval import FILTERS, model_scorer, popularity_scorer, rank_targets
+from models.retrieval import model_scorer, rank_targets
+from models.run import Data, build_model, check_fingerprint, check_same_run, final_weights, judge, open_data
 
 console = Console()
+# The other names in a line of metrics.jsonl, which an auxiliary loss cannot have.
+TAKEN = {"epoch", "step", "loss", "split", "seconds", *metric_names()}
 
 
-@dataclass
-class Data:
-    dataset: Dataset
-    splits: Splits
-    device: torch.device
-    config: RunConfig
-
-    def batches(self, split: str, **options) -> Batches:
-        return Batches(self.dataset, getattr(self.splits, split), device=self.device, **options)
-
-    def eval_batches(self, split: str) -> Batches:
-        return self.batches(split, batch_size=self.config.eval.batch_size, shuffle=False, with_seen=True)
+class TrainingError(ValueError):
+    """Training cannot go on, in one line."""
 
 
-def open_data(config: RunConfig) -> Data:
-    """The run's data set, prepared or from the cache, its splits and the device they go to."""
-    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was asked for, but torch finds no GPU (make doctor says why)")
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    c = config.data
-    dataset = load_dataset(
-        c.format,
-        c.path,
-        cache_dir=c.cache_dir,
-        min_user_events=c.min_user_events,
-        min_item_events=c.min_item_events,
-        columns=c.columns,
-        synthetic=c.synthetic,
-    )
-    splits = make_splits(
-        dataset,
-        c.protocol,
-        max_seq_len=config.model.max_seq_len,
-        valid_fraction=c.valid_fraction,
-        test_fraction=c.test_fraction,
-    )
-    timed = any(getattr(attention, "time_bias", False) for attention in config.model.attention)
-    if timed and not dataset.has_timestamps:
-        raise ConfigError(f"model.attention.time_bias: {dataset.name} has no timestamps, set it to false")
-    if config.model.action_embedding and dataset.actions is None:
-        raise ConfigError(f"model.action_embedding: {dataset.name} has no actions, set it to false")
-    return Data(dataset, splits, torch.device(kind), config)
+def train(config: RunConfig, folder: Path, resume: bool, override: bool = False) -> int:
+    """The whole run, in `folder`, which is ours alone meanwhile; returns the exit status.
+
+    resume: go on with the run that is there. override: also with a configuration that is not the checkpoint's.
+    """
+    with claimed(folder, new=not resume):
+        return train_claimed(config, folder, resume, override)
 
 
-def build_model(config: RunConfig, data: Data) -> SequenceModel:
-    dataset = data.dataset
-    num_actions = int(dataset.actions.max()) + 1 if config.model.action_embedding else 0
-    try:
-        return SequenceModel(config.model, dataset.num_items, num_actions).to(data.device)
-    except ValueError as error:
-        raise ConfigError(f"model.{error}") from None
-
-
-def train(config: RunConfig, folder: Path, resume: bool) -> int:
-    """The whole run, in `folder`; returns the exit status."""
-    torch.manual_seed(config.seed)
+def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool) -> int:
     data = open_data(config)
+    torch.manual_seed(config.seed)
     model = build_model(config, data)
-    optimizer, step = build_step(config, model, data.device)
+    average = WeightAverage(model, config.train.ema_decay) if config.train.ema_decay else None
+    optimizer, step = build_step(config, model, data.device, average)
     batches = data.batches(
         "train",
         batch_size=config.train.batch_size,
@@ -109,16 +73,18 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     )
     watched = "valid" if data.splits.valid is not None else "test"
     eval_batches = data.eval_batches(watched)
-    progress = {"step": 0, "epoch": 0, "batch": 0, "loss_sum": 0.0, "events": 0, "best": None, "stale": 0, "lines": 0}
-    progress |= {"seconds": 0.0, "fingerprint": data.dataset.fingerprint}
-    if resume:
-        saved = load_checkpoint(folder, model, optimizer)
-        check_fingerprint(saved, data, folder)
-        progress |= saved
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_config(config, folder / "config.yaml")
-    log = MetricsLog(folder, progress["lines"], progress["step"])
+    progress = Progress(fingerprint=data.dataset.fingerprint)
+    if resume and was_saved(folder):
+        progress = load_checkpoint(folder, model, optimizer, average)
+        check_fingerprint(progress.fingerprint, data, folder)
+        if not override:
+            check_same_run(progress, config, len(batches), folder)
+    elif not resume:
+        write_text(folder / "config.yaml", as_yaml(config))
+    progress.config = config.model_dump(mode="json")
+    log = MetricsLog(folder, progress.records, progress.step)
+    if log.lost:
+        console.print("metrics.jsonl had been changed: its lines are restored from the checkpoint")
 
     parameters = sum(p.numel() for p in model.parameters())
     console.print(
@@ -126,50 +92,53 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
         f"{data.dataset.num_events:,} events; {parameters:,} parameters; {data.device}; run folder {folder}"
     )
     stop = StopSignal()
-    started, saved_at = time.monotonic() - progress["seconds"], time.monotonic()
-    loss_sum = torch.tensor(progress["loss_sum"], dtype=torch.float64, device=data.device)
+    started, saved_at = time.monotonic() - progress.seconds, time.monotonic()
+    means = Means(data.device, progress.losses)
 
-    def save() -> None:
-        progress.update(loss_sum=loss_sum.item(), seconds=time.monotonic() - started, lines=log.lines)
-        save_checkpoint(folder, model, optimizer, progress)
+    def save(again: bool = False) -> None:
+        progress.losses, progress.seconds, progress.records = means.state(), time.monotonic() - started, log.records
+        with judged(average):
+            save_checkpoint(folder, model, optimizer, progress, average, again=again)
 
-    with ProgressBar(console, config.train.epochs, len(batches), progress["step"]) as bar:
-        for epoch in range(progress["epoch"], config.train.epochs):
-            if config.eval.patience and progress["stale"] >= config.eval.patience:
+    # A run that has lines of metrics has a checkpoint: without one they, or it, were lost.
+    save(again=override)
+    with ProgressBar(console, config.train.epochs, len(batches), progress.step) as bar:
+        while progress.epoch < config.train.epochs:
+            if config.eval.patience and progress.stale >= config.eval.patience:
                 break
             model.train()
-            for batch in batches.epoch(epoch, start=progress["batch"]):
-                set_lr(config, optimizer, progress["step"])
-                loss_sum += step(batch)
-                progress["step"] += 1
-                progress["batch"] += 1
-                progress["events"] += batch.num_tokens
-                bar.step(epoch, loss_sum, progress)
+            for batch in batches.epoch(progress.epoch, start=progress.batch):
+                set_lr(config, optimizer, progress.step, config.train.epochs * len(batches))
+                means.add(step(replace(batch, phase=phase_at(config, progress.step))))
+                progress.step += 1
+                progress.batch += 1
+                progress.events += batch.num_tokens
+                bar.step(means, progress)
                 if stop.signal:
                     save()
                     bar.stop()
-                    console.print(f"Stopped at step {progress['step']}. To go on: python train.py --resume {folder}")
+                    console.print(f"Stopped at step {progress.step}. To go on: python train.py --resume {folder}")
                     return 128 + stop.signal
-            mean_loss = loss_sum.item() / max(1, progress["batch"])
-            if mean_loss != mean_loss or mean_loss in (float("inf"), float("-inf")):
-                raise CheckpointError(
-                    f"the loss is {mean_loss} in epoch {epoch + 1}: try a lower train.lr or train.clip_norm; "
-                    f"{folder} keeps the checkpoints from before"
+            losses = means.values()
+            if not math.isfinite(losses["loss"]):
+                raise TrainingError(
+                    f"the loss is {losses['loss']} in epoch {progress.epoch + 1}: try a lower train.lr or "
+                    f"train.clip_norm; {folder} keeps the checkpoints from before"
                 )
-            record = {"epoch": epoch + 1, "step": progress["step"], "loss": mean_loss, "split": watched}
-            progress.update(epoch=epoch + 1, batch=0)
-            loss_sum.zero_()
-            if config.eval.every and (epoch + 1) % config.eval.every == 0:
-                metrics = evaluate(config, model, eval_batches)
+            progress.epoch, progress.batch, means = progress.epoch + 1, 0, Means(data.device, {})
+            record = {"epoch": progress.epoch, "step": progress.step, **losses, "split": watched}
+            if config.eval.every and progress.epoch % config.eval.every == 0:
+                with judged(average):
+                    metrics = evaluate(config, model, eval_batches, phase_at(config, progress.step))
+                    if watched == "valid":
+                        keep_best(config, folder, model, progress, metrics)
                 record |= metrics
-                if watched == "valid":
-                    keep_best(config, folder, model, progress, metrics)
                 bar.print(
-                    f"epoch {epoch + 1:>4}  loss {mean_loss:.4f}  {watched} "
-                    + "  ".join(f"{name} {metrics[name]:.4f}" for name in ("HR@10", "NDCG@10"))
+                    f"epoch {progress.epoch:>4}  {shown(losses)}  {watched} "
+                    + shown({name: metrics[name] for name in ("HR@10", "NDCG@10")})
                 )
             log.write(record, time.monotonic() - started)
-            last = epoch + 1 == config.train.epochs
+            last = progress.epoch == config.train.epochs
             if last or time.monotonic() - saved_at >= config.train.checkpoint_seconds:
                 save()
                 saved_at = time.monotonic()
@@ -179,8 +148,13 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     return 0
 
 
-def build_step(config: RunConfig, model, device: torch.device):
-    """The optimiser, and the function that makes one step of it: batch -> loss, without waiting for the device."""
+def build_step(
+    config: RunConfig, model, device: torch.device, average: WeightAverage | None = None
+) -> tuple[torch.optim.Optimizer, Step]:
+    """The optimiser, and the function that makes one step of it: batch -> losses, without waiting for the device.
+
+    The losses by name, 0-d: `loss`, what the step minimises, and the auxiliary losses before their weights.
+    """
     c = config.train
     graphed = device.type == "cuda" and c.cuda_graphs and not c.compile
     optimizer = torch.optim.AdamW(
@@ -195,28 +169,62 @@ def build_step(config: RunConfig, model, device: torch.device):
         for layer in model.layers:
             layer.compile(dynamic=True)
 
-    def step(batch) -> torch.Tensor:
+    def step(batch: Batch) -> Losses:
         # A cache of cast weights would outlive the step that a graph captures.
         with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
             out, aux = model(batch)
-        loss = training_loss(config.loss, out, model.item_weight, batch.target_ids)
-        for value in aux.values():
-            loss = loss + value
+        loss, of_head = head_loss(model, config.loss, out, batch.target_ids)
+        aux |= of_head
+        if wrong := aux.keys() & TAKEN:
+            raise ValueError(
+                f"an auxiliary loss cannot be named {', '.join(sorted(wrong))}: metrics.jsonl has that name"
+            )
+        for extra in aux.values():
+            loss = loss + extra.weighted
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         if c.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip_norm)
         optimizer.step()
-        return loss.detach()
+        if average is not None:
+            average.update()
+        return {"loss": loss.detach()} | {name: extra.value.detach() for name, extra in aux.items()}
 
     if not graphed:
         return optimizer, step
     return optimizer, GraphedStep(step, batch_size=c.batch_size, longest=config.model.max_seq_len)
 
 
-def set_lr(config: RunConfig, optimizer, step: int) -> None:
-    """The learning rate of this step: rising over the warm-up, then constant."""
-    lr = config.train.lr * min(1.0, (step + 1) / max(1, config.train.warmup_steps))
+def was_saved(folder: Path) -> bool:
+    """Whether the run came as far as its first checkpoint; CheckpointError when it did and there is none any more."""
+    found = bool(checkpoints(folder))
+    metrics = folder / "metrics.jsonl"
+    with access(metrics, "read"):
+        if not found and metrics.exists() and metrics.stat().st_size:
+            raise CheckpointError(f"{folder}: no checkpoint to resume from, though metrics.jsonl tells of one")
+    return found
+
+
+def phase_at(config: RunConfig, step: int) -> int:
+    """The greatest end of a phase that this step has reached, over all attention layers; 0 before the first."""
+    ends = (end for attention in config.model.attention for end in attention.phase_ends())
+    return max((end for end in ends if end <= step), default=0)
+
+
+def judged(average: WeightAverage | None):
+    """Inside, the model has the weights that the run is judged by."""
+    return nullcontext() if average is None else average.in_the_model()
+
+
+def set_lr(config: RunConfig, optimizer, step: int, steps: int) -> None:
+    """The learning rate of this step, of `steps` in all: rising over the warm-up, then as `train.decay` says."""
+    c = config.train
+    lr = c.lr * min(1.0, (step + 1) / max(1, c.warmup_steps))
+    past = max(0, step - c.warmup_steps) / max(1, steps - c.warmup_steps)
+    if c.decay == "linear":
+        lr *= 1 - past
+    elif c.decay == "cosine":
+        lr *= 0.5 * (1 + math.cos(math.pi * past))
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr)
@@ -224,78 +232,46 @@ def set_lr(config: RunConfig, optimizer, step: int) -> None:
             group["lr"] = lr
 
 
-def evaluate(config: RunConfig, model, batches: Batches) -> dict[str, float]:
+def evaluate(config: RunConfig, model, batches: Batches, phase: int) -> dict[str, float]:
     scorer = model_scorer(model, config.train.autocast == "bf16")
-    (ranks,) = rank_targets(scorer, batches.epoch(0), filters=[config.eval.filter_seen])
+    at_phase = (replace(batch, phase=phase) for batch in batches.epoch(0))
+    (ranks,) = rank_targets(scorer, at_phase, filters=[config.eval.filter_seen])
     model.train()
     return ranking_metrics(ranks)
 
 
-def keep_best(config: RunConfig, folder: Path, model, progress: dict, metrics: dict) -> None:
+def keep_best(config: RunConfig, folder: Path, model, progress: Progress, metrics: dict) -> None:
     value = metrics[config.eval.best_metric]
-    if progress["best"] is None or value > progress["best"]["value"]:
-        progress["best"] = {"value": value, "epoch": progress["epoch"]}
-        progress["stale"] = 0
-        save_folder(
-            folder / "best", {"model": model.state_dict()}, {**progress["best"], "fingerprint": progress["fingerprint"]}
-        )
+    if progress.best is None or value > progress.best:
+        progress.best, progress.stale = value, 0
+        facts = {"value": value, "epoch": progress.epoch, "fingerprint": progress.fingerprint}
+        save_folder(folder / "best", {"model": model.state_dict()}, facts)
     else:
-        progress["stale"] += 1
+        progress.stale += 1
 
 
-def final_weights(folder: Path) -> tuple[dict, dict, Path]:
-    """The weights that a run is judged by: the best on the validation split if it had one, else the last."""
-    found = [folder / "best"] if (folder / "best").exists() else checkpoints(folder)[-1:]
-    if not found:
-        raise CheckpointError(f"{folder}: no weights in this run folder yet")
-    tensors, facts = load_folder(found[0], "model")
-    return tensors["model"], facts, found[0]
+def shown(values: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
 
 
-def check_fingerprint(facts: dict, data: Data, folder: Path) -> None:
-    if facts.get("fingerprint") != data.dataset.fingerprint:
-        raise CheckpointError(
-            f"{folder}: was trained on other data (fingerprint {facts.get('fingerprint')}, "
-            f"{data.config.data.path or data.dataset.name} has {data.dataset.fingerprint})"
-        )
-
-
-def judge(config: RunConfig, model, data: Data, split: str) -> dict:
-    """Everything that a report says of one split: metrics filtered and not, popularity beside, by history length."""
-    batches = data.eval_batches(split)
-    chosen = getattr(data.splits, split)
-    counts = train_item_counts(data.dataset, data.splits)
-    result = {"split": split, "users": len(chosen.users), "filter_seen": config.eval.filter_seen}
-    for name, scorer in (
-        ("model", model_scorer(model, config.train.autocast == "bf16")),
-        ("popularity", popularity_scorer(counts, data.device)),
-    ):
-        ranks = dict(zip(FILTERS, rank_targets(scorer, batches.epoch(0), filters=FILTERS)))
-        result[name] = {how: ranking_metrics(ranks[how]) for how in FILTERS}
-        if name == "model":
-            history = chosen.end - 1 - data.dataset.user_offsets[chosen.users]
-            result["by_history"] = metrics_by_length(ranks[config.eval.filter_seen], history)
-    return result
-
-
-def finish(config: RunConfig, folder: Path, model, data: Data, progress: dict) -> None:
+def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progress) -> None:
     weights, facts, source = final_weights(folder)
     load_weights(model, weights, source)
     result = judge(config, model, data, "test")
     result |= {
         "weights": source.name,
         "epoch": facts["epoch"],
-        "steps": progress["step"],
-        "seconds": progress["seconds"],
-        "events_per_second": progress["events"] / max(progress["seconds"], 1e-9),
+        "steps": progress.step,
+        "seconds": progress.seconds,
+        "events_per_second": progress.events / max(progress.seconds, 1e-9),
         "notes": data.splits.notes,
         "skipped": data.splits.skipped,
         "environment": environment(data.device),
     }
     if data.device.type == "cuda":
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-    (folder / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    write_report(folder, config, result, data.dataset)
+    write_text(folder / "result.json", json.dumps(result, indent=1))
+    write_report(folder, config, result, progress.records, data.dataset)
     print_result(console, config, result)
     console.print(f"Report: {folder / 'report.md'}")
 
@@ -303,7 +279,7 @@ def finish(config: RunConfig, folder: Path, model, data: Data, progress: dict) -
 def new_folder(config: RunConfig) -> Path:
     base = Path(config.run_dir) / config.name / time.strftime("%Y%m%d-%H%M%S")
     folder, count = base, 1
-    while folder.exists():
+    while os.path.lexists(folder):
         count += 1
         folder = base.with_name(f"{base.name}-{count}")
     return folder
@@ -311,9 +287,9 @@ def new_folder(config: RunConfig) -> Path:
 
 def absolute_paths(config: RunConfig) -> RunConfig:
     """The same run with its paths absolute, so that its folder can be used from anywhere."""
-    paths = {"cache_dir": str(Path(config.data.cache_dir).resolve())}
-    if config.data.path is not None:
-        paths["path"] = str(Path(config.data.path).resolve())
+    paths = {"cache_dir": os.path.abspath(os.path.expanduser(config.data.cache_dir))}
+    if config.data.path:
+        paths["path"] = os.path.abspath(os.path.expanduser(config.data.path))
     return config.model_copy(update={"data": config.data.model_copy(update=paths)})
 
 
@@ -323,23 +299,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, like train.lr=3e-4")
     parser.add_argument("--run", type=Path, help="the run's folder, instead of a new one under run_dir/name")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run folder")
+    parser.add_argument(
+        "--override", action="store_true", help="with --resume: take over a config.yaml that was changed"
+    )
     options = parser.parse_intermixed_args(arguments)
     if (options.config is None) == (options.resume is None):
         parser.error("give either a config or --resume RUN")
+    if options.override and not options.resume:
+        parser.error("--override belongs to --resume")
     try:
         if options.resume:
-            if not (options.resume / "config.yaml").exists():
-                raise ConfigError(f"{options.resume}: not a run folder (no config.yaml)")
-            return train(load_config(options.resume / "config.yaml"), options.resume, resume=True)
-        config = absolute_paths(load_config(options.config, options.overrides))
-        folder = options.run or new_folder(config)
-        if folder.exists() and any(folder.iterdir()):
-            raise ConfigError(f"{folder}: already holds a run; --resume it or choose another folder")
-        return train(config, folder, resume=False)
-    except (ConfigError, DataError, CheckpointError) as error:
+            check_run(options.resume)
+            config, folder = load_config(options.resume / "config.yaml"), options.resume
+        else:
+            config = absolute_paths(load_config(options.config, options.overrides))
+            folder = options.run or new_folder(config)
+        return train(config, folder, bool(options.resume), options.override)
+    except (ConfigError, DataError, CheckpointError, FolderError, TrainingError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
+    explain_faults()
     sys.exit(main())

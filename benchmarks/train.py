@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from models.config import load_config
 from models.report import environment
+from models.run import build_model, open_data
 
 ML_1M = (
     "data={format: synthetic, protocol: published, synthetic: {num_users: 6040, num_items: 3706, mean_length: 165.6, "
@@ -36,8 +37,8 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     config = load_config(options.config, [ML_1M, *options.overrides])
     torch.manual_seed(config.seed)
-    data = train.open_data(config)
-    model = train.build_model(config, data)
+    data = open_data(config)
+    model = build_model(config, data)
     _, step = train.build_step(config, model, data.device)
     batches = data.batches("train", batch_size=config.train.batch_size, seed=config.seed)
     evaluation = data.eval_batches("test")
@@ -56,9 +57,9 @@ def main() -> None:
     for number in range(3):  # compiles, captures
         epoch(number)
     tokens, queued, seconds = epoch(3)
-    train.evaluate(config, model, evaluation)
+    train.evaluate(config, model, evaluation, phase=sys.maxsize)
     started = time.perf_counter()
-    train.evaluate(config, model, evaluation)
+    train.evaluate(config, model, evaluation, phase=sys.maxsize)
     record = {
         "config": config.name,
         "events": data.dataset.num_events,

@@ -6,6 +6,7 @@ Letters: T tokens of the batch, B sequences, S seen items of the batch, M sample
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -14,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .datasets import DataError, Dataset
 from .splits import Split
+from .types import DataError, Dataset
 
 CHUNK_BATCHES = 50  # group_by_length sorts within this many batches: enough to even out, still well shuffled
 
@@ -34,6 +35,8 @@ class Batch:
     seen_items        [S] int64 or None: all items of each user's whole history before the target of the last
                       position, also those before the window; duplicates stay
     seen_offsets      [B+1] int64 or None
+    phase             the training step at which the current phase of training began: what changes at a certain step
+                      compares it with that step (a host-side int, so that it can choose the path); by default past all
     """
 
     item_ids: Tensor
@@ -45,6 +48,12 @@ class Batch:
     actions: Tensor | None = None
     seen_items: Tensor | None = None
     seen_offsets: Tensor | None = None
+    phase: int = sys.maxsize
+
+    @property
+    def real(self) -> Tensor:
+        """[T] bool: which tokens are real, not padding."""
+        return self.target_ids >= 0
 
     @property
     def num_tokens(self) -> int:
@@ -54,9 +63,11 @@ class Batch:
     def num_sequences(self) -> int:
         return self.users.shape[0]
 
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
     def _map(self, function) -> Batch:
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Batch(**{name: None if value is None else function(value) for name, value in values.items()})
+        return dataclasses.replace(self, **{name: function(value) for name, value in self._tensors().items()})
 
     def to(self, device, non_blocking: bool = False) -> Batch:
         """The same batch on another device; asynchronous from pinned memory with `non_blocking`."""
@@ -86,10 +97,10 @@ class Batch:
         return filled
 
     def copy_(self, other: Batch) -> None:
-        """Overwrites this batch's tensors with those of one of the same shape."""
-        for field in dataclasses.fields(self):
-            if (mine := getattr(self, field.name)) is not None:
-                mine.copy_(getattr(other, field.name))
+        """Overwrites this batch's tensors, and its phase, with those of one of the same shape."""
+        for name, mine in self._tensors().items():
+            mine.copy_(getattr(other, name))
+        self.phase = other.phase
 
 
 def _columns(dataset: Dataset) -> dict[str, Tensor | None]:

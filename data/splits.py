@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .datasets import DataError, Dataset, did_you_mean
+from .types import DataError, Dataset, did_you_mean
 
 PROTOCOLS = ("leave_one_out", "published", "temporal")
 
@@ -76,7 +76,7 @@ def make_splits(
         raise DataError(f"data.protocol: expected one of {', '.join(PROTOCOLS)}, got {protocol!r}"
                         f"{did_you_mean(protocol, PROTOCOLS)}")  # fmt: skip
     if max_seq_len < 1:
-        raise DataError(f"data.max_seq_len: expected at least 1, got {max_seq_len}")
+        raise DataError(f"model.max_seq_len: expected at least 1, got {max_seq_len}")
     first, last = dataset.user_offsets[:-1], dataset.user_offsets[1:]
     skipped: dict[str, int] = {}
 

@@ -9,6 +9,7 @@ from hstu_sparse.bsa import (
 from hstu_sparse.dense import hstu_attention
 from hstu_sparse.gated_norm import layer_norm, norm_gate
 from hstu_sparse.relative_bias import RelativeBias
+from hstu_sparse.rotary import rotary
 from hstu_sparse.rotatekv import (
     RotateKVCache,
     calibrate,
@@ -33,6 +34,7 @@ __all__ = [
     "mustafar_attention_with_rope",
     "mustafar_decompress_with_hadamard_inverse",
     "norm_gate",
+    "rotary",
     "rotatekv_attention",
     "rotatekv_compress",
     "rotatekv_decompress",

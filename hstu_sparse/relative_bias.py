@@ -174,11 +174,16 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
-        # In fp64: a bucket sums millions of terms. CUDA's bincount adds in no fixed order.
+        # In fp64: a bucket sums millions of terms.
         grad = torch.bincount(index.flatten(), weights=grad.flatten().double(), minlength=ctx.size)
         return grad.to(ctx.dtype), None
 
 
 def look_up(table: Tensor, index: Tensor) -> Tensor:
-    """table[index] for a table of one dimension and indices of any shape, with a gradient that is fast on a CPU."""
+    """table[index] for a table of one dimension and indices of any shape, with a gradient that is fast and repeatable.
+
+    On CUDA torch's own for embeddings, which sorts; bincount adds in no fixed order there, and waits for the device.
+    """
+    if table.is_cuda:
+        return torch.nn.functional.embedding(index, table[:, None]).squeeze(-1)
     return _LookUp.apply(table, index)

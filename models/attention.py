@@ -1,68 +1,82 @@
-"""The attention kinds that `model.attention.kind` names: one config class and one module for each.
+"""The attention kinds that `model.attention.kind` names: one module with its Config for each, one entry in ATTENTION.
 
-A module takes q [T, H, D], k [T, H, D], v [T, H, V] and the batch, and returns the output [T, H, V] and a mapping
-of auxiliary losses. Letters: T tokens, B sequences, N normaliser, H heads, D query/key and V value head size.
+What a kind must bring: `AttentionKind` in contract.py. Letters: T tokens, B sequences, N normaliser, H heads, Hkv
+key/value heads, D query/key and V value head size, E embedding size.
 """
 
 import warnings
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hstu_sparse
 from data.batches import Batch
 from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
-from hstu_sparse.relative_bias import RelativeBias
+from hstu_sparse.relative_bias import RelativeBias, pair_bias
+from models.contract import AttentionKind, AuxLoss, LayerSizes
 from models.gate import GateModel
 
 # The room that the published HSTU adds to max_seq_len in its normaliser and bias tables.
 EXTRA_POSITIONS = 11
 
 
-class Strict(BaseModel):
-    """No unknown keys, no conversions between types, no changes after loading."""
+class BiasedAttention(AttentionKind):
+    """Kinds that add a relative bias by position and time to their scores; its tables serve all heads."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class HSTUAttentionConfig(Strict):
-    """What the SiLU kinds share. `alpha` scales the logits; `normalizer` is N, by default max_seq_len + 11."""
-
-    alpha: float = 1.0
-    normalizer: int | None = Field(None, ge=1)
-    backend: Literal["auto", "triton", "reference"] = "auto"
-
-
-class DenseAttention(nn.Module):
-    """Pointwise SiLU attention with relative position and time bias (arXiv 2402.17152, section 3.1)."""
-
-    class Config(HSTUAttentionConfig):
-        kind: Literal["dense"]
+    class Config(AttentionKind.Config):
         position_bias: bool = True
         time_bias: bool = True
         num_time_buckets: int = Field(128, ge=1)
-        window_size: int = Field(0, ge=0)
 
-    def __init__(self, config: Config, *, num_heads: int, attention_dim: int, max_seq_len: int):
-        super().__init__()
-        self.config = config
-        self.normalizer = config.normalizer or max_seq_len + EXTRA_POSITIONS
-        if self.normalizer < max_seq_len:
-            raise ValueError(f"attention.normalizer={self.normalizer} is less than max_seq_len={max_seq_len}")
-        self.position_bias = nn.Parameter(torch.empty(self.normalizer)) if config.position_bias else None
+        def check_data(self, dataset) -> None:
+            if self.time_bias and not dataset.has_timestamps:
+                raise ValueError(f"time_bias: {dataset.name} has no timestamps, set it to false")
+
+    def __init__(self, config: Config, sizes: LayerSizes, positions: int):
+        super().__init__(config, sizes)
+        self.position_bias = nn.Parameter(torch.empty(positions)) if config.position_bias else None
         self.time_bias = nn.Parameter(torch.empty(config.num_time_buckets + 1)) if config.time_bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
         for table in (self.position_bias, self.time_bias):
             if table is not None:
                 nn.init.normal_(table, std=0.02)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        bias = RelativeBias(self.position_bias, self.time_bias, batch.timestamps, batch.query_timestamps)
+    def bias(self, batch: Batch) -> RelativeBias | None:
+        if self.position_bias is None and self.time_bias is None:
+            return None
+        return RelativeBias(self.position_bias, self.time_bias, batch.timestamps, batch.query_timestamps)
+
+
+class HSTUAttention(BiasedAttention):
+    """What the SiLU kinds share: N, which is `normalizer` if it is given, else max_seq_len + 11."""
+
+    class Config(BiasedAttention.Config):
+        """`alpha` scales the logits."""
+
+        alpha: float = 1.0
+        normalizer: int | None = Field(None, ge=1)
+        backend: Literal["auto", "triton", "reference"] = "auto"
+
+        def check_model(self, model) -> None:
+            if self.normalizer is not None and self.normalizer < model.max_seq_len:
+                raise ValueError(f"normalizer={self.normalizer} is less than model.max_seq_len={model.max_seq_len}")
+
+    def __init__(self, config: Config, sizes: LayerSizes):
+        normalizer = config.normalizer or sizes.max_seq_len + EXTRA_POSITIONS
+        super().__init__(config, sizes, positions=normalizer)
+        self.normalizer = normalizer
+
+
+class DenseAttention(HSTUAttention):
+    """Pointwise SiLU attention with relative position and time bias (arXiv 2402.17152, section 3.1)."""
+
+    class Config(HSTUAttention.Config):
+        kind: Literal["dense"]
+        window_size: int = Field(0, ge=0)
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         out = hstu_sparse.hstu_attention(
             q,
             k,
@@ -71,36 +85,71 @@ class DenseAttention(nn.Module):
             self.normalizer,
             alpha=self.config.alpha,
             window_size=self.config.window_size,
-            bias=bias,
+            bias=self.bias(batch),
             backend=self.config.backend,
         )
         return out, {}
 
 
-class SoftmaxAttention(nn.Module):
+class SoftmaxAttention(BiasedAttention):
     """Causal softmax attention, the transformer's own (arXiv 1706.03762); dropout on the attention weights."""
 
-    class Config(Strict):
+    class Config(BiasedAttention.Config):
+        """`num_kv_heads` heads of keys and values are shared by all heads of queries; absent, each has its own."""
+
         kind: Literal["softmax"]
         dropout: float = Field(0.0, ge=0, lt=1)
+        num_kv_heads: int | None = Field(None, ge=1)
+        position_bias: bool = False
+        time_bias: bool = False
 
-    def __init__(self, config: Config, *, num_heads: int, attention_dim: int, max_seq_len: int):
-        super().__init__()
-        self.config = config
-        self.max_seq_len = max_seq_len
+        def check_model(self, model) -> None:
+            if self.num_kv_heads and model.num_heads % self.num_kv_heads:
+                raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide model.num_heads={model.num_heads}")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def __init__(self, config: Config, sizes: LayerSizes):
+        super().__init__(config, sizes, positions=sizes.max_seq_len)
+
+    @classmethod
+    def kv_heads(cls, config: Config, num_heads: int) -> int:
+        return config.num_kv_heads or num_heads
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         # On a GPU, padding to max_seq_len spares the host from waiting for the longest length of the batch.
-        longest = self.max_seq_len if q.is_cuda else int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
-        dropout = self.config.dropout if self.training else 0.0
-        # [B, H, longest, ...]: sequences start at 0, so the causal mask alone hides the padding behind them.
-        padded = [
-            jagged_to_padded(x.flatten(1), batch.seq_offsets, longest).unflatten(-1, x.shape[1:]).transpose(1, 2)
-            for x in (q, k, v)
-        ]
-        out = F.scaled_dot_product_attention(*padded, dropout_p=dropout, is_causal=True)
+        longest = self.sizes.max_seq_len
+        if not q.is_cuda:
+            longest = int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
+
+        def pad(y: Tensor) -> Tensor:  # [T, ...] -> [B, longest, ...]
+            return jagged_to_padded(y.flatten(1), batch.seq_offsets, longest).unflatten(-1, y.shape[1:])
+
+        # Sequences start at 0, so the causal mask alone hides the padding behind them.
+        mask = self.mask(batch, longest, q)
+        out = F.scaled_dot_product_attention(
+            *(pad(y).transpose(1, 2) for y in (q, k, v)),
+            attn_mask=mask,
+            dropout_p=self.config.dropout if self.training else 0.0,
+            is_causal=mask is None,
+            enable_gqa=k.shape[1] != q.shape[1],
+        )
         out = padded_to_jagged(out.transpose(1, 2).flatten(2), batch.seq_offsets, q.shape[0])
-        return out.unflatten(-1, v.shape[1:]), {}
+        return out.unflatten(-1, (q.shape[1], v.shape[2])), {}
+
+    def mask(self, batch: Batch, longest: int, q: Tensor) -> Tensor | None:
+        """The relative bias as an additive mask [B or 1, 1, longest, longest], -inf where a query does not see."""
+        bias = self.bias(batch)
+        if bias is None:
+            return None
+        place = torch.arange(longest, device=q.device)
+        distance = place[:, None] - place
+        asked = seen = None
+        if bias.time is not None:
+            asked, seen = (
+                jagged_to_padded(y, batch.seq_offsets, longest) for y in (bias.query_timestamps, bias.timestamps)
+            )
+            asked, seen = asked[:, :, None], seen[:, None, :]
+        added = pair_bias(bias, distance, asked, seen)
+        return added.view(-1, 1, longest, longest).to(q.dtype).masked_fill(distance < 0, float("-inf"))
 
 
 # selection_group -> the length from which bsa's forward and backward together take less time than dense's, measured
@@ -119,25 +168,31 @@ def warn_if_too_short(max_seq_len: int, selection_group: int) -> None:
         )
 
 
-class BlockSparseAttention(nn.Module):
+class BlockSparseAttention(HSTUAttention):
     """Compression, block selection and sliding window, mixed by a gate on the queries."""
 
-    class Config(HSTUAttentionConfig):
+    class Config(HSTUAttention.Config):
         kind: Literal["bsa"]
+        # The operator takes no bias yet.
+        position_bias: Literal[False] = False
+        time_bias: Literal[False] = False
         block_size: int = Field(32, ge=1)
         block_counts: int = Field(4, ge=1)
         window_size: int = Field(0, ge=0)
         selection_group: int = Field(1, ge=1)
         gate_hidden_dim: int = Field(32, ge=1)
 
-    def __init__(self, config: Config, *, num_heads: int, attention_dim: int, max_seq_len: int):
-        super().__init__()
-        self.config = config
-        self.normalizer = config.normalizer or max_seq_len + EXTRA_POSITIONS
-        self.gate = GateModel(attention_dim, config.gate_hidden_dim)
-        warn_if_too_short(max_seq_len, config.selection_group)
+        def check_model(self, model) -> None:
+            super().check_model(model)
+            if self.block_size % self.selection_group:
+                raise ValueError(f"selection_group={self.selection_group} does not divide block_size={self.block_size}")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def __init__(self, config: Config, sizes: LayerSizes):
+        super().__init__(config, sizes)
+        self.gate = GateModel(sizes.attention_dim, config.gate_hidden_dim)
+        warn_if_too_short(sizes.max_seq_len, config.selection_group)
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c = self.config
         out = hstu_sparse.bsa_attention(
             q,
@@ -156,7 +211,7 @@ class BlockSparseAttention(nn.Module):
         return out, {}
 
 
-ATTENTION: dict[str, type[nn.Module]] = {
+ATTENTION: dict[str, type[AttentionKind]] = {
     "dense": DenseAttention,
     "softmax": SoftmaxAttention,
     "bsa": BlockSparseAttention,

@@ -60,14 +60,15 @@ class InputEmbedding(nn.Module):
         if "action" in self.tables.embeddings:
             features["action"] = batch.actions
         tokens, sequences = batch.num_tokens, batch.num_sequences
-        lengths = batch.seq_offsets.diff()
+        # torchrec takes no batch without sequences: an empty one stands in.
+        lengths = batch.seq_offsets.diff() if sequences else batch.seq_offsets.new_zeros(1)
         # Lengths per key and stride are known on the host: given here, torchrec need not ask the device for them.
         looked_up = self.tables(
             KeyedJaggedTensor(
                 keys=list(features),
                 values=torch.cat(list(features.values())),
                 lengths=lengths.repeat(len(features)),
-                stride=sequences,
+                stride=max(1, sequences),
                 length_per_key=[tokens] * len(features),
             )
         )

@@ -21,10 +21,15 @@ def _granule(tokens: int) -> int:
     return max(64, 1 << max(0, tokens.bit_length() - 4))
 
 
-class GraphedStep:
-    """step(batch) -> loss, captured once for each padded T and replayed.
+Losses = dict[str, Tensor]
+Step = Callable[[Batch], Losses]
 
-    step: trains on a batch and returns the loss, without ever waiting for the device; its tensors may not outlive it.
+
+class GraphedStep:
+    """step(batch) -> losses, captured once for each padded T and phase of training, and replayed.
+
+    step: trains on a batch and returns losses by name, 0-d, without ever waiting for the device; what it returns is
+    overwritten by later calls.
     batch_size: most sequences of a batch. longest: most tokens of a sequence.
 
     The first batch of a size runs as it is, which compiles kernels and makes the optimiser's state; the second is
@@ -32,38 +37,58 @@ class GraphedStep:
     callers need not know.
     """
 
-    def __init__(self, step: Callable[[Batch], Tensor], *, batch_size: int, longest: int):
+    def __init__(self, step: Step, *, batch_size: int, longest: int):
         self.step, self.longest = step, longest
         self.sequences = batch_size + -(-_granule(batch_size * longest) // longest)
         self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        self.met: set[int] = set()
-        self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Batch, Tensor]] = {}
+        self.met: set[tuple[int, int]] = set()
+        self.captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Batch, Losses]] = {}
 
-    def __call__(self, batch: Batch) -> Tensor:
-        tokens = padded_tokens(batch.num_tokens)
-        batch = batch.padded(tokens, self.sequences, self.longest)
+    def __call__(self, batch: Batch) -> Losses:
+        batch = batch.padded(padded_tokens(batch.num_tokens), self.sequences, self.longest)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            loss = self._run(tokens, batch)
+            losses = self._run(batch)
         torch.cuda.current_stream().wait_stream(self.stream)
-        return loss
+        return losses
 
-    def _run(self, tokens: int, batch: Batch) -> Tensor:
-        if tokens not in self.met:
-            self.met.add(tokens)
+    def _run(self, batch: Batch) -> Losses:
+        key = batch.num_tokens, batch.phase
+        if key not in self.met:
+            self.met.add(key)
             return self.step(batch)
-        if tokens not in self.captured:
-            graph = torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-                    loss = self.step(batch)
-            except RuntimeError as error:
-                raise ConfigError(
-                    f"train.cuda_graphs: a step of this model cannot be captured, set it to false ({error})"
-                ) from error
-            self.captured[tokens] = graph, batch, loss
-        graph, static, loss = self.captured[tokens]
+        if key not in self.captured:
+            self.captured[key] = self._capture(batch)
+        graph, static, losses = self.captured[key]
         if static is not batch:
             static.copy_(batch)
         graph.replay()
-        return loss
+        return losses
+
+    def _capture(self, batch: Batch) -> tuple[torch.cuda.CUDAGraph, Batch, Losses]:
+        graph, failure = torch.cuda.CUDAGraph(), None
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                try:
+                    losses = self.step(batch)
+                except Exception as error:
+                    failure = error  # ending the capture fails after it, and would hide it
+                    raise
+        except Exception as error:
+            cause = failure or error
+            if not means_no_capture(cause):
+                raise cause from None
+            raise ConfigError(
+                f"train.cuda_graphs: a step of this model cannot be captured, set it to false ({cause})"
+            ) from cause
+        return graph, batch, losses
+
+
+def means_no_capture(error: Exception) -> bool:
+    """Whether `error` says that something cannot be part of a CUDA graph: CUDA's and torch's own such errors all name
+    the capture. Out of memory and others would meet a step that is not captured as well."""
+    return (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, torch.OutOfMemoryError)
+        and "captur" in str(error).lower()
+    )

@@ -2,7 +2,8 @@
 
 Source: Zhai et al., ICML 2024 (arXiv 2402.17152), with the settings of its public experiments; Kang and McAuley,
 Self-Attentive Sequential Recommendation, ICDM 2018 (arXiv 1808.09781). A layer takes x [T, E] and the batch and
-returns (x, auxiliary losses). Letters: T tokens, E embedding size, H heads, D query/key and V value head size.
+returns (x, auxiliary losses). Letters: T tokens, E embedding size, H heads, Hkv key/value heads (the attention kind
+says how many), D query/key and V value head size.
 """
 
 import torch
@@ -13,54 +14,104 @@ import hstu_sparse
 from data.batches import Batch
 from models.attention import ATTENTION
 from models.config import ModelConfig
+from models.contract import AttentionKind, AuxLoss, LayerSizes
 from models.embedding import InputEmbedding
+from models.heads import MixtureOfLogits
 
 NORM_EPS = 1e-6
 
 
-class HSTULayer(nn.Module):
-    """x + output(dropout(norm(attention) * u)), with u, v, q, k = SiLU(norm(x) @ uvqk)."""
+def turned(config: ModelConfig, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """q and k turned as `model.rotary` says: queries by the times at which they ask, keys by those of their events."""
+    if config.rotary is None:
+        return q, k
+    origins = None
+    if config.rotary.time:
+        starts = batch.seq_offsets[:-1].clamp(max=max(batch.num_tokens - 1, 0))
+        origins = batch.timestamps[starts] if batch.num_tokens else batch.timestamps.new_zeros(starts.shape)
+    q, k = (
+        hstu_sparse.rotary(
+            x,
+            batch.seq_offsets,
+            config.max_seq_len,
+            times=times if config.rotary.time else None,
+            origins=origins,
+            position=config.rotary.position,
+        )
+        for x, times in ((q, batch.query_timestamps), (k, batch.timestamps))
+    )
+    return q, k
 
-    def __init__(self, config: ModelConfig, attention: nn.Module):
+
+class SwiGLU(nn.Module):
+    """x + dropout(contract(SiLU(gate) * value)) with gate, value = expand(norm(x)) (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, size: int, hidden: int, dropout: float):
         super().__init__()
-        self.heads = config.num_heads
-        attention_dim, linear_dim = head_dims(config)
+        self.expand = nn.Linear(size, 2 * hidden)
+        self.contract = nn.Linear(hidden, size)
+        self.dropout = dropout
+        for linear in (self.expand, self.contract):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.expand(hstu_sparse.layer_norm(x, eps=NORM_EPS)).chunk(2, dim=-1)
+        return x + F.dropout(self.contract(F.silu(gate) * value), self.dropout, self.training)
+
+
+class HSTULayer(nn.Module):
+    """x + output(dropout(norm(attention) * u)), with u, v, q, k = SiLU(norm(x) @ uvqk).
+
+    With `feed_forward_dim` a SwiGLU follows, which the published layer does not have.
+    """
+
+    def __init__(self, config: ModelConfig, attention: AttentionKind, kv_heads: int):
+        super().__init__()
+        self.config = config
+        layer, heads = attention.sizes, config.num_heads
+        self.heads, self.kv_heads = heads, kv_heads
         self.dropout = config.dropout
         self.attention = attention
-        wide, narrow = self.heads * linear_dim, self.heads * attention_dim
-        self.sizes = [wide, wide, narrow, narrow]
+        self.sizes = [heads * layer.linear_dim, kv_heads * layer.linear_dim]
+        self.sizes += [heads * layer.attention_dim, kv_heads * layer.attention_dim]
         self.uvqk = nn.Parameter(torch.empty(config.embedding_dim, sum(self.sizes)))
-        self.output = nn.Linear(wide, config.embedding_dim)
+        self.output = nn.Linear(heads * layer.linear_dim, config.embedding_dim)
         nn.init.normal_(self.uvqk, std=0.02)
         nn.init.xavier_uniform_(self.output.weight)
+        self.feed_forward = None
+        if config.feed_forward_dim is not None:
+            self.feed_forward = SwiGLU(config.embedding_dim, config.feed_forward_dim, config.dropout)
 
-    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         normed = hstu_sparse.layer_norm(x, eps=NORM_EPS)
         u, v, q, k = F.silu(normed @ self.uvqk).split(self.sizes, dim=-1)
-        heads = [part.unflatten(-1, (self.heads, -1)) for part in (q, k, v)]
-        attended, aux = self.attention(*heads, batch)
+        q = q.unflatten(-1, (self.heads, -1))
+        k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in (k, v))
+        attended, aux = self.attention(normed, *turned(self.config, q, k, batch), v, batch)
         dropout = self.dropout if self.training else 0.0
         # The kernels draw their mask from a seed of their own; on a CPU the reference draws from torch's generator.
         seed = torch.randint(2**62, (1,), device=x.device) if dropout and x.is_cuda else None
         gated = hstu_sparse.norm_gate(attended.flatten(1), u, eps=NORM_EPS, dropout=dropout, seed=seed)
-        return x + self.output(gated), aux
+        x = x + self.output(gated)
+        return x if self.feed_forward is None else self.feed_forward(x), aux
 
 
 class TransformerLayer(nn.Module):
     """SASRec's block: attention whose queries and residual are normalised, then a position-wise feed-forward."""
 
-    def __init__(self, config: ModelConfig, attention: nn.Module):
+    def __init__(self, config: ModelConfig, attention: AttentionKind, kv_heads: int):
         super().__init__()
-        size, heads = config.embedding_dim, config.num_heads
-        self.heads = heads
-        attention_dim, linear_dim = head_dims(config)
+        self.config = config
+        layer, size, heads = attention.sizes, config.embedding_dim, config.num_heads
+        self.heads, self.kv_heads = heads, kv_heads
         self.dropout = config.dropout
         self.attention = attention
         self.attention_norm = nn.LayerNorm(size, eps=1e-8)
-        self.query = nn.Linear(size, heads * attention_dim)
-        self.key = nn.Linear(size, heads * attention_dim)
-        self.value = nn.Linear(size, heads * linear_dim)
-        self.output = nn.Linear(heads * linear_dim, size)
+        self.query = nn.Linear(size, heads * layer.attention_dim)
+        self.key = nn.Linear(size, kv_heads * layer.attention_dim)
+        self.value = nn.Linear(size, kv_heads * layer.linear_dim)
+        self.output = nn.Linear(heads * layer.linear_dim, size)
         self.feed_forward_norm = nn.LayerNorm(size, eps=1e-8)
         self.expand = nn.Linear(size, config.feed_forward_dim)
         self.contract = nn.Linear(config.feed_forward_dim, size)
@@ -68,13 +119,11 @@ class TransformerLayer(nn.Module):
             nn.init.xavier_normal_(linear.weight)
             nn.init.zeros_(linear.bias)
 
-    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         normed = self.attention_norm(x)
-        heads = [
-            linear(source).unflatten(-1, (self.heads, -1))
-            for linear, source in ((self.query, normed), (self.key, x), (self.value, x))
-        ]
-        attended, aux = self.attention(*heads, batch)
+        q = self.query(normed).unflatten(-1, (self.heads, -1))
+        k, v = (linear(x).unflatten(-1, (self.kv_heads, -1)) for linear in (self.key, self.value))
+        attended, aux = self.attention(normed, *turned(self.config, q, k, batch), v, batch)
         x = self.feed_forward_norm(normed + self.output(attended.flatten(1)))
         hidden = F.dropout(F.relu(self.expand(x)), self.dropout, self.training)
         return x + F.dropout(self.contract(hidden), self.dropout, self.training), aux
@@ -83,14 +132,30 @@ class TransformerLayer(nn.Module):
 BLOCKS = {"hstu": HSTULayer, "transformer": TransformerLayer}
 
 
-def head_dims(config: ModelConfig) -> tuple[int, int]:
-    """D and V: as configured, or the embedding spread over the heads."""
+def layer_sizes(config: ModelConfig) -> LayerSizes:
+    """What every layer has: D and V as configured, or the embedding spread over the heads."""
     default = config.embedding_dim // config.num_heads
-    return config.attention_dim or default, config.linear_dim or default
+    return LayerSizes(
+        num_heads=config.num_heads,
+        attention_dim=config.attention_dim or default,
+        linear_dim=config.linear_dim or default,
+        embedding_dim=config.embedding_dim,
+        max_seq_len=config.max_seq_len,
+    )
+
+
+def build_layer(config: ModelConfig, attention: AttentionKind.Config) -> nn.Module:
+    kind = ATTENTION[attention.kind]
+    kv_heads = kind.kv_heads(attention, config.num_heads)
+    return BLOCKS[config.block](config, kind(attention, layer_sizes(config)), kv_heads)
 
 
 class SequenceModel(nn.Module):
-    """Batch -> (L2-normalised output [T, E] in fp32, auxiliary losses): out[t] predicts the item after token t."""
+    """Batch -> (L2-normalised output [T, E] in fp32, auxiliary losses): out[t] predicts the item after token t.
+
+    Auxiliary losses of one name are summed over the layers. `head` scores outputs against items where that is not the
+    cosine.
+    """
 
     def __init__(self, config: ModelConfig, num_items: int, num_actions: int = 0):
         super().__init__()
@@ -102,26 +167,18 @@ class SequenceModel(nn.Module):
             config.dropout,
         )
         kinds = config.attention * (config.num_layers if len(config.attention) == 1 else 1)
-        attention_dim, _ = head_dims(config)
-        self.layers = nn.ModuleList(
-            BLOCKS[config.block](
-                config,
-                ATTENTION[kind.kind](
-                    kind, num_heads=config.num_heads, attention_dim=attention_dim, max_seq_len=config.max_seq_len
-                ),
-            )
-            for kind in kinds
-        )
+        self.layers = nn.ModuleList(build_layer(config, kind) for kind in kinds)
+        self.head = MixtureOfLogits(config.head, config.embedding_dim) if config.head.kind == "mol" else None
 
     @property
     def item_weight(self) -> Tensor:
         return self.embedding.item_weight
 
-    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         x = self.embedding(batch)
-        total: dict[str, Tensor] = {}
+        total: dict[str, AuxLoss] = {}
         for layer in self.layers:
             x, aux = layer(x, batch)
-            for name, value in aux.items():
-                total[name] = total[name] + value if name in total else value
+            for name, loss in aux.items():
+                total[name] = total[name] + loss if name in total else loss
         return F.normalize(x.float(), dim=-1, eps=NORM_EPS), total

@@ -2,38 +2,78 @@
 
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 
 import torch
+from rich import progress as rich
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from models.checkpoint import Progress
+from models.folder import access, write_text
+
+
+class Means:
+    """Means of named losses over the steps of an epoch, added up on the device: only reading them waits for it."""
+
+    def __init__(self, device: torch.device, state: dict[str, list]):
+        self.sums = {
+            name: torch.tensor(total, dtype=torch.float64, device=device) for name, (total, _) in state.items()
+        }
+        self.steps = {name: steps for name, (_, steps) in state.items()}
+
+    def add(self, losses: dict[str, Tensor]) -> None:
+        """losses: 0-d each; a name may be missing in some steps and is then averaged over the others."""
+        for name, loss in losses.items():
+            if name not in self.sums:
+                self.sums[name], self.steps[name] = torch.zeros((), dtype=torch.float64, device=loss.device), 0
+            self.sums[name] += loss
+            self.steps[name] += 1
+
+    def state(self) -> dict[str, list]:
+        """name -> [sum, steps], from which the same means can be gone on with, bit by bit."""
+        return {name: [total.item(), self.steps[name]] for name, total in self.sums.items()}
+
+    def values(self) -> dict[str, float]:
+        return {name: total / steps for name, (total, steps) in self.state().items()}
 
 
 class MetricsLog:
-    """metrics.jsonl, cut back to what the checkpoint knew, and TensorBoard beside it."""
+    """metrics.jsonl, brought to what the checkpoint knew of it, and TensorBoard beside it; FolderError on a full disk.
 
-    def __init__(self, folder: Path, lines: int, step: int):
+    records: the lines so far. lost: whether they were not all there any more.
+    """
+
+    def __init__(self, folder: Path, records: list[dict], step: int):
         from torch.utils.tensorboard import SummaryWriter  # half a second of import, only for training
 
-        path = folder / "metrics.jsonl"
-        kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:lines] if path.exists() else []
-        path.write_text("".join(kept), encoding="utf-8")
-        self.lines = len(kept)
-        self.file = path.open("a", encoding="utf-8")
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+        self.path, self.records = folder / "metrics.jsonl", list(records)
+        known = "".join(json.dumps(record) + "\n" for record in records)
+        with access(self.path, "read"):
+            found = self.path.read_bytes() if self.path.exists() else b""
+        # What stands behind the known lines comes from steps that will be made again.
+        self.lost = not found.startswith(known.encode())
+        write_text(self.path, known)
+        with access(self.path, "written"):
+            self.file = self.path.open("a", encoding="utf-8")
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
 
     def write(self, record: dict, seconds: float) -> None:
-        self.file.write(json.dumps({**record, "seconds": round(seconds, 3)}) + "\n")
-        self.file.flush()
-        self.lines += 1
-        for name, value in record.items():
-            if isinstance(value, float):
-                self.board.add_scalar(name, value, record["step"])
+        record = {**record, "seconds": round(seconds, 3)}
+        with access(self.path, "written"):
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+            for name, value in record.items():
+                if isinstance(value, float):
+                    self.board.add_scalar(name, value, record["step"])
+        self.records.append(record)
 
     def close(self) -> None:
-        self.file.close()
-        self.board.close()
+        with access(self.path, "written"):
+            self.file.close()
+            self.board.close()
 
 
 class StopSignal:
@@ -49,20 +89,36 @@ class StopSignal:
         signal.signal(number, signal.SIG_DFL)
 
 
+def explain_faults() -> None:
+    """An exception that nobody expected shows its traceback and, behind it, what to do about it."""
+
+    def hook(kind, error, trace) -> None:
+        sys.__excepthook__(kind, error, trace)
+        if issubclass(kind, KeyboardInterrupt):
+            return
+        print(
+            "\nThis is a fault of the program, not of what you gave it. Please report it, with the lines above, the "
+            "command and what `make doctor` prints: see CONTRIBUTING.md.",
+            file=sys.stderr,
+        )
+
+    sys.excepthook = hook
+
+
 class ProgressBar:
-    """The bar with epoch, loss, events per second and remaining time; reads the device twice a second at most."""
+    """The bar with epoch, losses, events per second and remaining time; reads the device twice a second at most."""
 
     def __init__(self, console: Console, epochs: int, per_epoch: int, done: int):
-        columns = ("{task.description}", "loss {task.fields[loss]:.4f}", "{task.fields[rate]:,.0f} events/s")
-        self.bar = Progress(
-            TextColumn(columns[0]),
-            BarColumn(),
-            *(TextColumn(column) for column in columns[1:]),
-            TimeRemainingColumn(),
+        self.bar = rich.Progress(
+            rich.TextColumn("{task.description}"),
+            rich.BarColumn(),
+            rich.TextColumn("{task.fields[losses]}"),
+            rich.TextColumn("{task.fields[rate]:,.0f} events/s"),
+            rich.TimeRemainingColumn(),
             console=console,
         )
         self.epochs = epochs
-        self.task = self.bar.add_task("", total=per_epoch * self.epochs, completed=done, loss=float("nan"), rate=0.0)
+        self.task = self.bar.add_task("", total=per_epoch * self.epochs, completed=done, losses="", rate=0.0)
         self.shown = self.events = 0.0
 
     def __enter__(self):
@@ -78,15 +134,15 @@ class ProgressBar:
     def print(self, line: str) -> None:
         self.bar.console.print(line, highlight=False)
 
-    def step(self, epoch: int, loss_sum: torch.Tensor, progress: dict) -> None:
+    def step(self, means: Means, progress: Progress) -> None:
         now = time.monotonic()
         if now - self.shown < 0.5:
             return
         self.bar.update(
             self.task,
-            description=f"epoch {epoch + 1}/{self.epochs}",
-            completed=progress["step"],
-            loss=loss_sum.item() / progress["batch"],
-            rate=(progress["events"] - self.events) / (now - self.shown) if self.shown else 0.0,
+            description=f"epoch {progress.epoch + 1}/{self.epochs}",
+            completed=progress.step,
+            losses="  ".join(f"{name} {value:.4f}" for name, value in means.values().items()),
+            rate=(progress.events - self.events) / (now - self.shown) if self.shown else 0.0,
         )
-        self.shown, self.events = now, progress["events"]
+        self.shown, self.events = now, progress.events

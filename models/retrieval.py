@@ -51,9 +51,19 @@ def target_ranks(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def top_items(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best items of each user, best first, ties by smaller id: (scores [B, k], items [B, k])."""
+    """The k best items of each user, best first, ties by smaller id, NaN last: (scores [B, k], items [B, k]).
+
+    A NaN comes back as -inf.
+    """
     k = min(k, scores.shape[1])
+    scores = scores.masked_fill(scores.isnan(), float("-inf"))
     values, items = scores.topk(k, dim=1)
+    # Of the items that tie with the k-th, topk takes any: the smallest ids fill the places behind the better ones.
+    least = values[:, -1:]
+    ids = torch.arange(scores.shape[1], device=scores.device, dtype=torch.int32)
+    tied = torch.where(scores == least, ids, scores.shape[1]).topk(k, dim=1, largest=False, sorted=True).values
+    place = torch.arange(k, device=scores.device) - (values > least).sum(1, keepdim=True)
+    items = torch.where(place < 0, items, tied.long().gather(1, place.clamp(min=0)))
     # topk leaves the order among equals open: sort by id, then stably by score.
     items, order = items.sort(dim=1)
     values, by_score = values.gather(1, order).sort(dim=1, descending=True, stable=True)
@@ -101,15 +111,21 @@ def last_targets(batch: Batch) -> Tensor:
 
 
 def model_scorer(model: nn.Module, autocast: bool = False) -> Callable[[Batch], Tensor]:
-    """Cosine of each sequence's last output with every item: batch -> [B, I] fp32. Puts the model into eval mode."""
+    """Score of each sequence's last output with every item: batch -> [B, I] fp32. Puts the model into eval mode.
+
+    The cosine, or what the model's head makes of the two.
+    """
     model.eval()
-    items = normalized_items(model.item_weight.detach())
+    table = model.item_weight.detach()
+    with torch.no_grad():
+        items = normalized_items(table) if model.head is None else model.head.items(table)
 
     @torch.no_grad()
     def score(batch: Batch) -> Tensor:
-        with torch.autocast(items.device.type, torch.bfloat16, enabled=autocast):
+        with torch.autocast(table.device.type, torch.bfloat16, enabled=autocast):
             out, _ = model(batch)
-        return out[batch.seq_offsets[1:] - 1] @ items.T
+        last = out[batch.seq_offsets[1:] - 1]
+        return last @ items.T if model.head is None else model.head.scores_of_all(last, items)
 
     return score
 

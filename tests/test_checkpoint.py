@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from models.checkpoint import CheckpointError, checkpoints, load_checkpoint, load_folder, save_checkpoint, save_folder
+from models.checkpoint import (
+    CheckpointError,
+    Progress,
+    checkpoints,
+    exists,
+    load_checkpoint,
+    load_folder,
+    save_checkpoint,
+    save_folder,
+)
 
 
 def setup(seed=0):
@@ -14,6 +23,10 @@ def setup(seed=0):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     return model, optimizer
+
+
+def at(step, **facts):
+    return Progress(fingerprint="x", step=step, **facts)
 
 
 def step(model, optimizer):
@@ -26,11 +39,11 @@ def test_going_on_equals_never_stopping(tmp_path):
     model, optimizer = setup()
     for _ in range(3):
         step(model, optimizer)
-    save_checkpoint(tmp_path, model, optimizer, {"step": 3, "note": "x"})
+    save_checkpoint(tmp_path, model, optimizer, at(3, losses={"loss": [0.1, 3]}))
     for _ in range(3):
         step(model, optimizer)
     other, other_optimizer = setup(seed=1)
-    assert load_checkpoint(tmp_path, other, other_optimizer)["note"] == "x"
+    assert load_checkpoint(tmp_path, other, other_optimizer) == at(3, losses={"loss": [0.1, 3]})
     for _ in range(3):
         step(other, other_optimizer)
     for a, b in zip(model.parameters(), other.parameters()):
@@ -40,7 +53,7 @@ def test_going_on_equals_never_stopping(tmp_path):
 def test_keeps_the_last_two(tmp_path):
     model, optimizer = setup()
     for number in (1, 2, 10):
-        save_checkpoint(tmp_path, model, optimizer, {"step": number})
+        save_checkpoint(tmp_path, model, optimizer, at(number))
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
 
 
@@ -49,8 +62,8 @@ def test_keeps_the_last_two(tmp_path):
 def test_damage_is_told_in_one_line(tmp_path, file, damage):
     model, optimizer = setup()
     step(model, optimizer)
-    save_checkpoint(tmp_path, model, optimizer, {"step": 1})
-    save_checkpoint(tmp_path, model, optimizer, {"step": 2})
+    save_checkpoint(tmp_path, model, optimizer, at(1))
+    save_checkpoint(tmp_path, model, optimizer, at(2))
     path = checkpoints(tmp_path)[-1] / file
     content = bytearray(path.read_bytes())
     if damage == "truncate":
@@ -67,7 +80,7 @@ def test_damage_is_told_in_one_line(tmp_path, file, damage):
 
 def test_another_model_is_told(tmp_path):
     model, optimizer = setup()
-    save_checkpoint(tmp_path, model, optimizer, {"step": 1})
+    save_checkpoint(tmp_path, model, optimizer, at(1))
     wide = nn.Linear(4, 2)
     with pytest.raises(CheckpointError, match="of another model, weight"):
         load_checkpoint(tmp_path, wide, torch.optim.AdamW(wide.parameters()))
@@ -78,14 +91,25 @@ def test_nothing_to_resume(tmp_path):
         load_checkpoint(tmp_path, *setup())
 
 
+def test_progress_of_another_version_is_told(tmp_path):
+    model, optimizer = setup()
+    save_folder(
+        tmp_path / "checkpoints" / "step-00000001", {"model": model.state_dict(), "state": {}}, {"step": 1, "x": 2}
+    )
+    with pytest.raises(
+        CheckpointError, match=r"step-00000001: of another version.*\(batch, .*, x in only one of them\)"
+    ):
+        load_checkpoint(tmp_path, model, optimizer)
+
+
 def test_crash_while_writing_leaves_the_old_one(tmp_path, monkeypatch):
     model, optimizer = setup()
-    save_checkpoint(tmp_path, model, optimizer, {"step": 1})
+    save_checkpoint(tmp_path, model, optimizer, at(1))
     monkeypatch.setattr(json, "dumps", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(tmp_path, model, optimizer, {"step": 2})
+        save_checkpoint(tmp_path, model, optimizer, at(2))
     monkeypatch.undo()
-    assert load_checkpoint(tmp_path, model, optimizer)["step"] == 1
+    assert load_checkpoint(tmp_path, model, optimizer).step == 1
 
 
 def test_replaced_folder_is_never_missing(tmp_path):
@@ -95,4 +119,7 @@ def test_replaced_folder_is_never_missing(tmp_path):
     assert load_folder(folder, "model")[1]["value"] == 2
     # Killed between the two moves of a replacement, the old folder stands aside and is still found.
     folder.rename(tmp_path / ".best.old")
-    assert load_folder(folder, "model")[0]["model"]["x"].item() == 1
+    assert exists(folder) and load_folder(folder, "model")[0]["model"]["x"].item() == 1
+    save_folder(folder, {"model": {"x": torch.zeros(1)}}, {"value": 3})
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert not exists(tmp_path / "other")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from models.config import ConfigError, load_config, save_config
+from models.config import ConfigError, as_yaml, load_config
 
 CONFIGS = sorted((Path(__file__).resolve().parents[1] / "configs").glob("*.yaml"))
 BASE = """
@@ -46,6 +46,14 @@ def test_all_errors_at_once(tmp_path):
     assert "train.batch_size: input should be a valid integer, got 'many'" in message
 
 
+def test_every_layer_s_errors_at_once(tmp_path):
+    text = BASE.replace("{kind: dense}", "[{kind: bsa, selection_group: 3}, {kind: dense, normalizer: 2}]")
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path, text))
+    first, second = str(error.value).splitlines()
+    assert "model.attention.0.selection_group=3" in first and "model.attention.1.normalizer=2" in second
+
+
 def test_error_in_one_layer_names_the_layer(tmp_path):
     text = BASE.replace("{kind: dense}", "[{kind: dense}, {kind: dense, windw_size: 3}]")
     with pytest.raises(ConfigError, match=r"model\.attention\.1\.windw_size: unknown key, did you mean window_size\?"):
@@ -55,12 +63,28 @@ def test_error_in_one_layer_names_the_layer(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("model.attention.normalizer=9", "model.attention.normalizer=9 is less than model.max_seq_len=10"),
+        (
+            "model.attention={kind: bsa, normalizer: 9}",
+            "model.attention.normalizer=9 is less than model.max_seq_len=10",
+        ),
+        (
+            "model.attention=[{kind: dense}, {kind: bsa, block_size: 30, selection_group: 7}]",
+            "model.attention.1.selection_group=7 does not divide block_size=30",
+        ),
+        ("model.attention=3", "model.attention: expected a mapping with a kind, got 3"),
+        ("model.attention={alpha: 2.0}", "model.attention.kind: missing, one of dense, softmax, bsa"),
+        (
+            "model.attention={kind: dense, alpha: many}",
+            "model.attention.alpha: input should be a valid number, got 'many'",
+        ),
         ("trian.lr=1", "trian: unknown key, did you mean train"),
         ("model.attention.kind=htre", "model.attention.kind: unknown attention kind htre"),
         ("model.attention=[{kind: dense}]", None),
         ("model.attention=[{kind: dense}, {kind: dense}, {kind: dense}]", "lists 3 mappings for num_layers=2"),
         ("model.num_heads=3", "embedding_dim=8 is not divisible by num_heads=3"),
-        ("model.feed_forward_dim=8", "feed_forward_dim belongs to block=transformer"),
+        ("model.block=transformer", "model: block=transformer needs feed_forward_dim"),
+        ("model.rotary={time: false}", "model.rotary: turns by nothing: set position or time to true"),
         ("eval.best_metric=HR@7", "eval.best_metric: HR@7 is none of"),
         ("train.lr", "expected key=value"),
         ("name.x=1", "name.x: no such key"),
@@ -105,6 +129,7 @@ def test_missing_file(tmp_path):
 
 
 def test_saved_config_is_the_same_run(tmp_path):
-    config = load_config(write(tmp_path), ["model.attention.window_size=3", "eval.patience=2"])
-    save_config(config, tmp_path / "saved.yaml")
+    attention = "model.attention=[{kind: dense, window_size: 3}, {kind: bsa, block_size: 8}]"
+    config = load_config(write(tmp_path), [attention, "eval.patience=2"])
+    (tmp_path / "saved.yaml").write_text(as_yaml(config))
     assert load_config(tmp_path / "saved.yaml") == config

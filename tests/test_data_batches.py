@@ -55,7 +55,7 @@ def naive(dataset, split, order, with_seen):
 
 
 def as_lists(batch):
-    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "phase"}
     for name, value in fields.items():
         assert value is None or (value.dtype == torch.int64 and value.ndim == 1), name
     return {name: None if value is None else value.tolist() for name, value in fields.items()}
@@ -186,10 +186,11 @@ def test_bad_batch_size():
 def test_to_moves_every_field():
     dataset = make_dataset()
     split = make_splits(dataset, "published", max_seq_len=3).test
-    batch = next(Batches(dataset, split, batch_size=4, with_seen=True).epoch(0))
+    batch = dataclasses.replace(next(Batches(dataset, split, batch_size=4, with_seen=True).epoch(0)), phase=7)
     moved = batch.to("meta")
-    assert all(getattr(moved, f.name).device.type == "meta" for f in dataclasses.fields(moved))
+    assert all(getattr(moved, f.name).device.type == "meta" for f in dataclasses.fields(moved) if f.name != "phase")
     assert as_lists(batch.to("cpu")) == as_lists(batch)
+    assert moved.phase == 7
 
 
 @pytest.mark.gpu

@@ -156,7 +156,7 @@ def test_train_item_counts():
         ([[(1, 1), (2, 2)]], "temporal", {"test_fraction": 1.5}, "expected fractions"),
         ([[(1, 1), (2, 2)]], "temporal", {"test_fraction": 0.0}, "expected fractions"),
         ([[(1, 1), (2, 2)]], "temporal", {"valid_fraction": 0.6, "test_fraction": 0.4}, "expected fractions"),
-        ([[(1, 1), (2, 2)]], "published", {"max_seq_len": 0}, "expected at least 1"),
+        ([[(1, 1), (2, 2)]], "published", {"max_seq_len": 0}, "model.max_seq_len: expected at least 1"),
     ],
 )
 def test_errors(users, protocol, options, complaint):

@@ -24,7 +24,15 @@ CONFIG = {
 }
 KINDS = {
     "dense": CONFIG | {"attention": {"kind": "dense"}},
+    "dense with rotary and SwiGLU": CONFIG
+    | {
+        "attention": {"kind": "dense", "position_bias": False, "time_bias": False},
+        "rotary": {"position": True, "time": True},
+        "feed_forward_dim": 6,
+    },
     "bsa": CONFIG | {"attention": {"kind": "bsa", "block_size": 2, "block_counts": 2, "window_size": 3}},
+    "softmax with biases": CONFIG
+    | {"attention": {"kind": "softmax", "position_bias": True, "time_bias": True, "num_kv_heads": 1}},
     "softmax": CONFIG | {"block": "transformer", "feed_forward_dim": 8, "attention": {"kind": "softmax"}},
 }
 
@@ -89,6 +97,40 @@ def test_hstu_layers_equal_padded_implementation():
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.parametrize("kind", ["dense", "softmax"])
+def test_rotary_knows_differences_of_times_alone(kind):
+    changes = {"position_bias": False, "time_bias": False} if kind == "dense" else {}
+    attention = KINDS[kind]["attention"] | changes
+    model = make_model(kind, attention=attention, rotary={"position": False, "time": True})
+    blind = make_model(kind, attention=attention)
+    batch = make_batch([9, 6])
+    later = dataclasses.replace(
+        batch, timestamps=batch.timestamps + 10**9, query_timestamps=batch.query_timestamps + 10**9
+    )
+    # The last token's query comes later: only its own output may change.
+    asked = batch.query_timestamps.clone()
+    asked[8] += 10**6
+    x = torch.randn(15, 8, generator=torch.Generator().manual_seed(1)).double()
+    out = run_layers(model, x, batch)
+    torch.testing.assert_close(run_layers(model, x, later), out, rtol=0, atol=1e-12)
+    changed = run_layers(model, x, dataclasses.replace(batch, query_timestamps=asked))
+    different = (changed != out).any(1)
+    assert different.tolist() == [t == 8 for t in range(15)]
+    assert not torch.allclose(run_layers(blind, x, batch), out, atol=1e-4)
+
+
+def test_swiglu_behind_an_hstu_layer():
+    model, batch = make_model("dense", feed_forward_dim=6), make_batch([5])
+    x, layer = torch.randn(5, 8).double(), model.layers[0]
+    added = layer.feed_forward
+    layer.feed_forward = None
+    y, _ = layer(x, batch)
+    layer.feed_forward = added
+    gate, value = added.expand(F.layer_norm(y, (8,), eps=1e-6)).split(6, dim=1)
+    expected = y + (gate * torch.sigmoid(gate) * value) @ added.contract.weight.T + added.contract.bias
+    torch.testing.assert_close(layer(x, batch)[0], expected)
+
+
 def test_model_is_embedding_layers_and_normalisation():
     model, batch = make_model("dense"), make_batch([5, 1, 12])
     positions = torch.cat([torch.arange(n) for n in (5, 1, 12)])
@@ -145,14 +187,32 @@ def test_targets_do_not_reach_the_output():
     assert torch.equal(before, after)
 
 
+# A softmax over one key does not depend on the query, nor any softmax on what all keys have in common.
+FLAT = {"[1]": ("query.weight", "query.bias", "key.weight", "key.bias"), "[3, 12, 1]": ("key.bias",)}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lengths", [[1], [3, 12, 1]])
-def test_batches_of_any_shape_train(kind, lengths):
+@pytest.mark.parametrize("lengths", [[1], [3, 12, 1]], ids=str)
+def test_batches_of_any_shape_reach_every_parameter(kind, lengths):
     model, batch = make_model(kind).train(), make_batch(lengths)
     out, aux = model(batch)
     assert out.shape == (sum(lengths), 8) and aux == {}
+    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+        assert (parameter.grad.abs().max() > 1e-9) != (kind == "softmax" and name.endswith(FLAT[str(lengths)])), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sequences", [0, 2])
+def test_batches_without_tokens_train(kind, sequences):
+    none = torch.zeros(0, dtype=torch.long)
+    offsets, users = torch.zeros(sequences + 1, dtype=torch.long), torch.arange(sequences)
+    model = make_model(kind).train()
+    out, _ = model(Batch(none, none, none, none, offsets, users))
+    assert out.shape == (0, 8)
     out.sum().backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    assert model.item_weight.grad.abs().sum() == 0
 
 
 @pytest.mark.parametrize(("group", "length", "expected"), [(1, 200, "7,457"), (4, 200, "6,900"), (64, 3000, None)])
@@ -204,3 +264,22 @@ def test_padding_changes_no_real_position(kind):
     torch.testing.assert_close(model(padded)[0][:20], model(batch)[0])
     with pytest.raises(ValueError, match="cannot pad 20 tokens in 4 sequences to 51 in 6"):
         batch.padded(51, 6, 12)
+
+
+def test_softmax_with_biases_and_a_shared_key_head_by_hand():
+    model, batch = make_model("softmax with biases"), make_batch([5, 3])
+    attention, generator = model.layers[0].attention, torch.Generator().manual_seed(3)
+    q = torch.randn(8, 2, 4, generator=generator).double()
+    k, v = (torch.randn(8, 1, 4, generator=generator).double() for _ in range(2))
+    out, aux = attention(q.flatten(1), q, k, v, batch)
+    assert not aux
+    for begin, end in ((0, 5), (5, 8)):
+        for t in range(begin, end):
+            for head in range(2):
+                scores = []
+                for s in range(begin, t + 1):
+                    gap = max(abs(int(batch.query_timestamps[t] - batch.timestamps[s])), 1)
+                    bias = attention.position_bias[t - s] + attention.time_bias[min(int(math.log(gap) / 0.301), 128)]
+                    scores.append(q[t, head] @ k[s, 0] / 2 + bias)
+                expected = torch.stack(scores).softmax(0) @ v[begin : t + 1, 0]
+                torch.testing.assert_close(out[t, head], expected)

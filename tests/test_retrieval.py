@@ -77,6 +77,22 @@ def test_top_items_break_ties_by_id():
     assert top_items(torch.tensor([[1.0, 2.0]]), 10)[1].tolist() == [[1, 0]]
 
 
+@pytest.mark.parametrize("k", [1, 7, 40, 300])
+def test_top_items_break_ties_at_the_boundary(k):
+    """Few different scores, so that ties stand at the k-th place of every row; some are infinite or NaN."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(0, 5, (20, 300), generator=generator).float()
+    scores[5:10, ::3] = float("-inf")
+    scores[7] = float("-inf")
+    scores[8:11, 1::7] = float("nan")
+    scores[11] = 2.0
+    values, items = top_items(scores, k)
+    for row, best, chosen in zip(scores.nan_to_num(float("-inf"), neginf=float("-inf")).tolist(), values, items):
+        expected = sorted(range(300), key=lambda item, row=row: (-row[item], item))[:k]
+        assert chosen.tolist() == expected
+        assert best.tolist() == [row[item] for item in expected]
+
+
 def test_mask_seen_in_place():
     scores = torch.zeros(2, 4)
     mask_seen(scores, torch.tensor([1, 1, 3]), torch.tensor([0, 2, 3]))

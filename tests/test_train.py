@@ -17,6 +17,7 @@ import pytest
 
 import eval as evaluation
 import train
+from models.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN = {"train.py": train.main, "eval.py": evaluation.main}
@@ -206,6 +207,24 @@ def fails(done, *parts):
         assert part in done.stderr
 
 
+def test_eval_takes_the_best_weights_after_a_crash_while_they_were_replaced(copy):
+    """Killed between the two moves of the replacement: best/ stands aside under its old name."""
+    assert run("eval.py", copy).returncode == 0
+    before = json.loads((copy / "eval-test.json").read_text())
+    assert before["weights"] == "best"
+    (copy / "best").rename(copy / ".best.old")
+    assert run("eval.py", copy).returncode == 0
+    assert json.loads((copy / "eval-test.json").read_text()) == before
+
+
+def test_a_loss_that_is_no_number_is_one_line(tmp_path):
+    done = start(tmp_path / "run", "train.lr=1e30", "train.epochs=1")
+    fails(done, "error: the loss is nan in epoch 1: try a lower train.lr")
+    config = load_config(tmp_path / "run" / "config.yaml")
+    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(train.TrainingError):
+        train.train(config, tmp_path / "other", resume=False)
+
+
 def test_damaged_checkpoint_is_one_line(copy):
     weights = copy / "best" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
@@ -278,4 +297,5 @@ def test_users_with_too_few_events_are_left_out_and_counted(tmp_path):
     done = start(folder, "data.synthetic=null", *own)
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "result.json").read_text())["users"] == 30
-    assert "Left out of test" in (folder / "report.md").read_text()
+    report = (folder / "report.md").read_text()
+    assert "Left out of test: 1 user, fewer than two events." in report

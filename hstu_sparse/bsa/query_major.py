@@ -12,8 +12,7 @@ SiLU has no normaliser, so a branch is its gate times a plain sum, and the gate 
 import triton
 import triton.language as tl
 
-from hstu_sparse._triton import silu, silu_and_grad
-from hstu_sparse.bsa.blocks import load_rows, load_tile, locate, store_rows
+from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
 @triton.jit
@@ -101,19 +100,15 @@ def bsa_query_fwd_kernel(
 
     slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
     if SELECT:
+        # One index a step, a scalar. Of a vector `index * BS + place % BS` Triton 3.6 takes every element for divisible
+        # by BS once the loop is pipelined, and then the mask of a thread's first query for that of all its queries.
+        tl.static_assert(BN <= BS)
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS + 1, S)
         for e in range(0, count * BS, BN):
-            first = 0
-            if BN <= BS:
-                first = tl.load(indices + row + e // BS) * BS + e % BS
-                s = first + tl.arange(0, BN)
-                known = s < end
-            else:
-                place = e + tl.arange(0, BN)
-                known = place < count * BS
-                s = tl.load(indices + row + place // BS, mask=known, other=0) * BS + place % BS
-                known &= s < end
+            first = tl.load(indices + row + e // BS) * BS + e % BS
+            s = first + tl.arange(0, BN)
+            known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             seen = known[None, :] & (s[None, :] <= t[:, None])
@@ -228,19 +223,13 @@ def bsa_query_bwd_dq_kernel(
     slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
     branch = tl.zeros([BM], tl.float32)
     if SELECT:
+        tl.static_assert(BN <= BS)  # as in bsa_query_fwd_kernel
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS + 1, S)
         for e in range(0, count * BS, BN):
-            first = 0
-            if BN <= BS:
-                first = tl.load(indices + row + e // BS) * BS + e % BS
-                s = first + tl.arange(0, BN)
-                known = s < end
-            else:
-                place = e + tl.arange(0, BN)
-                known = place < count * BS
-                s = tl.load(indices + row + place // BS, mask=known, other=0) * BS + place % BS
-                known &= s < end
+            first = tl.load(indices + row + e // BS) * BS + e % BS
+            s = first + tl.arange(0, BN)
+            known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
             values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)

@@ -1,0 +1,143 @@
+"""Trains several settings over several seeds and compares them user by user.
+
+    python benchmarks/quality.py PLAN.yaml --out quality/ [--seeds 1,2,3,4,5] [--parallel 12]
+    python benchmarks/quality.py --report quality/ --baseline dense
+
+PLAN.yaml maps a name to what `train.py` is given: `dense: [configs/ml-1m-hstu.yaml, model.dropout=0.1]`. Every run goes
+through `train.py` into OUT/runs; the rank of every user's target in the split, over the full catalogue with the
+config's own filter, goes to OUT/ranks/NAME-SEED.npy, and a line about the run to OUT/runs.jsonl. Runs that are there
+are kept.
+
+The report: means over seeds, and for each setting the ratio of its mean NDCG@10 to the baseline's with a bootstrap
+interval: 2,000 draws, each of users (the same for all runs) and of seeds (of each setting by itself), 2.5% to 97.5%.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+DRAWS = 2000
+
+
+def work(jobs: list, out: Path, split: str) -> None:
+    """Runs in a worker: trains and ranks one job after another, in this process."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    import eval as evaluation
+    import train
+    from models.retrieval import model_scorer, rank_targets
+
+    for name, seed, arguments in jobs:
+        folder, started = out / "runs" / f"{name}-{seed}", time.monotonic()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        status = train.main([*arguments, f"seed={seed}", "--run", str(folder)])
+        if status:
+            raise SystemExit(f"{name}, seed {seed}: train.py ended with {status}")
+        seconds = time.monotonic() - started
+        config, data, model, _ = evaluation.open_run(folder, [])
+        score = model_scorer(model, config.train.autocast == "bf16")
+        (ranks,) = rank_targets(score, data.eval_batches(split).epoch(0), filters=[config.eval.filter_seen])
+        np.save(out / "ranks" / f"{name}-{seed}.npy", ranks)
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        line = {"name": name, "seed": seed, "arguments": arguments, "seconds": round(seconds, 1)}
+        line |= {"training_seconds": result["seconds"], "peak_memory_bytes": result.get("peak_memory_bytes")}
+        line |= result["model"][config.eval.filter_seen] | {"environment": result["environment"]}
+        with (out / "runs.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def gains(out: Path) -> dict[str, np.ndarray]:
+    """NDCG@10 of every user, name -> [seeds, users]."""
+    found: dict[str, list] = {}
+    for path in sorted((out / "ranks").glob("*.npy")):
+        ranks = np.load(path)
+        found.setdefault(path.stem.rpartition("-")[0], []).append(np.where(ranks <= 10, 1 / np.log2(ranks + 1.0), 0.0))
+    return {name: np.stack(rows) for name, rows in found.items()}
+
+
+def ratio_interval(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float]:
+    """(ratio of means, 2.5% and 97.5% of the bootstrap) of two [seeds, users] over the same users."""
+    if ours.shape[1] != theirs.shape[1]:
+        raise SystemExit(f"the runs rank {ours.shape[1]} and {theirs.shape[1]} users: not the same test")
+    rng = np.random.default_rng(0)
+    ratios = []
+    for _ in range(DRAWS):
+        users = rng.integers(ours.shape[1], size=ours.shape[1])
+        drawn = (x[rng.integers(len(x), size=len(x))].mean(0)[users].mean() for x in (ours, theirs))
+        ratios.append(next(drawn) / next(drawn))
+    return ours.mean() / theirs.mean(), *np.quantile(ratios, [0.025, 0.975])
+
+
+def report(out: Path, baseline: str) -> str:
+    found = gains(out)
+    if baseline not in found:
+        raise SystemExit(f"--baseline {baseline}: none of {', '.join(found)}")
+    lines = [f"| setting | NDCG@10 | by seed | over {baseline} | 95% interval |", "| --- | --- | --- | --- | --- |"]
+    for name, rows in found.items():
+        ratio, low, high = ratio_interval(rows, found[baseline])
+        seeds = " ".join(f"{x:.4f}" for x in rows.mean(1))
+        lines.append(f"| {name} | {rows.mean():.4f} | {seeds} | {ratio:.3f} | {low:.3f} to {high:.3f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", nargs="?", type=Path)
+    parser.add_argument("--out", type=lambda x: Path(x).resolve())
+    parser.add_argument("--seeds", type=lambda x: [int(n) for n in x.split(",")], default=[1, 2, 3, 4, 5])
+    parser.add_argument("--split", choices=("valid", "test"), default="test", help="whose targets are ranked")
+    parser.add_argument("--only", type=lambda x: x.split(","), help="names of the plan to run")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
+    parser.add_argument("--report", type=Path, metavar="OUT")
+    parser.add_argument("--baseline", default="dense")
+    parser.add_argument("--jobs", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.report:
+        print(report(options.report, options.baseline))
+        return
+    if options.jobs:
+        work(json.loads(options.jobs), options.out, options.split)
+        return
+    if not options.plan or not options.out:
+        parser.error("PLAN.yaml and --out are needed, or --report")
+    plan = yaml.safe_load(options.plan.read_text(encoding="utf-8"))
+    jobs = [
+        (name, seed, [str(x) for x in arguments])
+        for seed in options.seeds
+        for name, arguments in plan.items()
+        if (not options.only or name in options.only) and not (options.out / "ranks" / f"{name}-{seed}.npy").exists()
+    ]
+    (options.out / "ranks").mkdir(parents=True, exist_ok=True)
+    workers = []
+    for k in range(min(options.parallel, len(jobs))):
+        command = [
+            sys.executable,
+            __file__,
+            "--out",
+            str(options.out),
+            "--jobs",
+            json.dumps(jobs[k :: options.parallel]),
+        ]
+        log = (options.out / f"worker-{k}.log").open("w")
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        workers.append((subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT), log))
+    failed = [log.name for worker, log in workers if worker.wait()]
+    if jobs and failed:
+        print(f"failed, see {', '.join(failed)}", file=sys.stderr)
+    if options.baseline in gains(options.out):
+        print(report(options.out, options.baseline))
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""What an attention kind is to the rest of the house: its module, its configuration, its auxiliary losses.
+
+The kinds themselves stand in attention.py. Letters: T tokens, E embedding size, H heads, Hkv key/value heads, D
+query/key head size, V value head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, field_validator
+from torch import Tensor, nn
+
+from data.batches import Batch
+
+if TYPE_CHECKING:
+    from data.datasets import Dataset
+    from models.config import ModelConfig
+
+
+MOST = 10**9  # of any size or count: the tensors that a greater one asks for fit nowhere
+
+
+class Strict(BaseModel):
+    """No unknown keys, no conversions between types, no infinities, no absurd sizes, no changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _not_absurd(cls, value, info):
+        if isinstance(value, int) and value > MOST and info.field_name != "seed":
+            raise ValueError(f"expected at most {MOST:,}, got {value}")
+        return value
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """What a layer tells its attention: H, D, V, E and the longest sequence that it will see."""
+
+    num_heads: int
+    attention_dim: int
+    linear_dim: int
+    embedding_dim: int
+    max_seq_len: int
+
+
+class AuxLoss(NamedTuple):
+    """An auxiliary loss: `value` is logged under its name, `weighted` is added to the training loss; both 0-d.
+
+    The mean over the batch's real tokens (`batch.real`), never over padding. Losses of one name are summed over layers.
+    """
+
+    value: Tensor
+    weighted: Tensor
+
+    @classmethod
+    def of(cls, value: Tensor, weight: float) -> AuxLoss:
+        return cls(value, weight * value)
+
+    def __add__(self, other: AuxLoss) -> AuxLoss:
+        return AuxLoss(self.value + other.value, self.weighted + other.weighted)
+
+
+class AttentionKind(nn.Module):
+    """Base of the attention modules: `__init__(config, sizes)`, `forward(x, q, k, v, batch)`.
+
+    Nothing of one call is kept on the module for the next.
+    """
+
+    class Config(Strict):
+        """The kind's options. The checks raise ValueError; its message begins with the option that it is about."""
+
+        kind: str
+
+        def check_model(self, model: ModelConfig) -> None:
+            """Whether these options fit the model's sizes; called when a configuration is loaded."""
+
+        def check_data(self, dataset: Dataset) -> None:
+            """Whether the data have what these options need; called before anything is built."""
+
+        def phase_ends(self) -> tuple[int, ...]:
+            """The training steps (counted from 0) from which on something is done differently.
+
+            `batch.phase` is the greatest of them, over all layers, that has been reached, 0 before the first and past
+            all outside of training; so `batch.phase < warmup_steps` tells a module that its warm-up is still on.
+            """
+            return ()
+
+    def __init__(self, config: Config, sizes: LayerSizes):
+        super().__init__()
+        self.config, self.sizes = config, sizes
+
+    @classmethod
+    def kv_heads(cls, config: Config, num_heads: int) -> int:
+        """Hkv, the heads of k and v; the layer's projection follows."""
+        return num_heads
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        """q [T, H, D], k [T, Hkv, D], v [T, Hkv, V] -> (output [T, H, V], auxiliary losses by name).
+
+        x [T, E] is the layer's input after its norm, for what a kind computes beside q, k and v.
+        """
+        raise NotImplementedError

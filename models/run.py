@@ -1,0 +1,129 @@
+"""What training and evaluation of a run share: its data, its model, the weights it is judged by, the verdict."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data.batches import Batches
+from data.datasets import Dataset, load_dataset
+from data.splits import Splits, make_splits, train_item_counts
+from models.checkpoint import CheckpointError, Progress, checkpoints, exists, load_folder
+from models.config import ConfigError, RunConfig, differences
+from models.hstu import SequenceModel
+from models.metrics import metrics_by_length, ranking_metrics
+from models.retrieval import FILTERS, model_scorer, popularity_scorer, rank_targets
+
+
+@dataclass
+class Data:
+    dataset: Dataset
+    splits: Splits
+    device: torch.device
+    config: RunConfig
+
+    def batches(self, split: str, **options) -> Batches:
+        return Batches(self.dataset, getattr(self.splits, split), device=self.device, **options)
+
+    def eval_batches(self, split: str) -> Batches:
+        return self.batches(split, batch_size=self.config.eval.batch_size, shuffle=False, with_seen=True)
+
+
+def open_data(config: RunConfig) -> Data:
+    """The run's data set, prepared or from the cache, its splits and the device they go to."""
+    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda was asked for, but torch finds no GPU (make doctor says why)")
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    c = config.data
+    dataset = load_dataset(
+        c.format,
+        c.path,
+        cache_dir=c.cache_dir,
+        min_user_events=c.min_user_events,
+        min_item_events=c.min_item_events,
+        columns=c.columns,
+        synthetic=c.synthetic,
+    )
+    check_data(config, dataset)
+    splits = make_splits(
+        dataset,
+        c.protocol,
+        max_seq_len=config.model.max_seq_len,
+        valid_fraction=c.valid_fraction,
+        test_fraction=c.test_fraction,
+    )
+    return Data(dataset, splits, torch.device(kind), config)
+
+
+def check_data(config: RunConfig, dataset: Dataset) -> None:
+    """Whether the data set has what the model's options need; ConfigError."""
+    layers = config.model.attention
+    for layer, attention in enumerate(layers):
+        try:
+            attention.check_data(dataset)
+        except ValueError as error:
+            raise ConfigError(f"model.attention.{f'{layer}.' if len(layers) > 1 else ''}{error}") from None
+    if config.model.rotary and config.model.rotary.time and not dataset.has_timestamps:
+        raise ConfigError(f"model.rotary.time: {dataset.name} has no timestamps, set it to false")
+    if config.model.action_embedding and dataset.actions is None:
+        raise ConfigError(f"model.action_embedding: {dataset.name} has no actions, set it to false")
+
+
+def build_model(config: RunConfig, data: Data) -> SequenceModel:
+    dataset = data.dataset
+    num_actions = int(dataset.actions.max()) + 1 if config.model.action_embedding else 0
+    return SequenceModel(config.model, dataset.num_items, num_actions).to(data.device)
+
+
+def final_weights(folder: Path) -> tuple[dict, dict, Path]:
+    """The weights that a run is judged by: the best on the validation split if it had one, else the last."""
+    found = [folder / "best"] if exists(folder / "best") else checkpoints(folder)[-1:]
+    if not found:
+        raise CheckpointError(f"{folder}: no weights in this run folder yet")
+    tensors, facts = load_folder(found[0], "model")
+    if type(facts.get("epoch")) is not int or facts["epoch"] < 0:
+        raise CheckpointError(f"{found[0]}: damaged, epoch cannot be {facts.get('epoch')!r}")
+    return tensors["model"], facts, found[0]
+
+
+def check_fingerprint(fingerprint: object, data: Data, folder: Path) -> None:
+    if fingerprint != data.dataset.fingerprint:
+        raise CheckpointError(
+            f"{folder}: was trained on other data (fingerprint {fingerprint}, "
+            f"{data.config.data.path or data.dataset.name} has {data.dataset.fingerprint})"
+        )
+
+
+def check_same_run(progress: Progress, config: RunConfig, steps: int, folder: Path) -> None:
+    """CheckpointError unless the checkpoint was made with this configuration, of `steps` steps an epoch."""
+    if changed := differences(progress.config, config.model_dump(mode="json")):
+        raise CheckpointError(
+            f"{folder}: config.yaml was changed since the checkpoint was made ({'; '.join(changed)}); undo that, or "
+            "take it over with --override"
+        )
+    whole = progress.epoch * steps + progress.batch
+    if progress.step != whole or progress.batch > steps or progress.epoch > config.train.epochs:
+        raise CheckpointError(
+            f"{folder}: the checkpoint is damaged, step {progress.step} is not batch {progress.batch} of epoch "
+            f"{progress.epoch + 1}"
+        )
+
+
+def judge(config: RunConfig, model, data: Data, split: str) -> dict:
+    """Everything that a report says of one split: metrics filtered and not, popularity beside, by history length."""
+    batches = data.eval_batches(split)
+    chosen = getattr(data.splits, split)
+    counts = train_item_counts(data.dataset, data.splits)
+    result = {"split": split, "users": len(chosen.users), "filter_seen": config.eval.filter_seen}
+    for name, scorer in (
+        ("model", model_scorer(model, config.train.autocast == "bf16")),
+        ("popularity", popularity_scorer(counts, data.device)),
+    ):
+        ranks = dict(zip(FILTERS, rank_targets(scorer, batches.epoch(0), filters=FILTERS)))
+        result[name] = {how: ranking_metrics(ranks[how]) for how in FILTERS}
+        if name == "model":
+            history = chosen.end - 1 - data.dataset.user_offsets[chosen.users]
+            result["by_history"] = metrics_by_length(ranks[config.eval.filter_seen], history)
+    return result
