@@ -103,7 +103,9 @@ def load_keys(
     for i in tl.static_range(BLOCKS):
         if SPARSE:
             # A tile of TILE tokens in pages of as many is one page.
-            word = tl.load(k_bitmap + tl.max(row, 0) * C + i * BW + tl.arange(0, BW))
+            column = i * BW + tl.arange(0, BW)
+            some = (column >= 0) & (tl.max(mask.to(tl.int32), 0) > 0)
+            word = tl.load(k_bitmap + tl.max(row, 0) * C + column, some, 0)
             bit = ((word[None, :] >> slot[:, None].to(tl.int64)) & 1).to(tl.int32)
             codes += (load_kept(k_codes, row * PAGE + slot, mask, bit, before, BITS, DTYPE, KEPT, WORDS),)
             kept += (bit.to(DTYPE),)

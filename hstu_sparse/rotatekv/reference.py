@@ -67,7 +67,7 @@ def rotate_back(x: Tensor, heads: int, channel_order: Tensor | None) -> Tensor:
     x = hadamard_reference(x)
     if channel_order is not None:
         x = torch.empty_like(x).scatter_(-1, channel_order.expand(x.shape), x)
-    return x.reshape(x.shape[0], heads, -1)
+    return x.reshape(x.shape[0], heads, x.shape[1] * x.shape[2] // heads)
 
 
 def prune(x: Tensor, kept: int) -> Tensor | None:
@@ -119,7 +119,7 @@ def decode(keys: Codes, values: Codes, layout: Layout, channel_order: Tensor | N
     """(k [T, H, D], v [T, H, V]) of `dtype`."""
     k = rotate_back(dequantise(keys, layout.keys, wide(dtype)), layout.heads, channel_order)
     v = dequantise(values, layout.values, wide(dtype))
-    return k.to(dtype), v.reshape(v.shape[0], layout.heads, -1).to(dtype)
+    return k.to(dtype), v.reshape(v.shape[0], layout.heads, layout.value_size).to(dtype)
 
 
 def _words(x: Tensor) -> Tensor:
