@@ -18,13 +18,27 @@ from hstu_sparse.indexer import (
 )
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.rotary import rotary
+from hstu_sparse.rotatekv import (
+    RotateKVCache,
+    calibrate,
+    hadamard_transform,
+    mustafar_attention_with_rope,
+    mustafar_decompress_with_hadamard_inverse,
+    rotatekv_attention,
+    rotatekv_compress,
+    rotatekv_decompress,
+    rotatekv_round_trip,
+)
 
 __all__ = [
     "RelativeBias",
+    "RotateKVCache",
     "TritonHSTUBSAAttention",
     "attention_plan",
     "bsa_attention",
     "compute_index_loss_sparse",
+    "calibrate",
+    "hadamard_transform",
     "hstu_attention",
     "htree_attention",
     "index_scores",
@@ -34,6 +48,12 @@ __all__ = [
     "norm_gate",
     "rotary",
     "sparse_attention",
+    "mustafar_attention_with_rope",
+    "mustafar_decompress_with_hadamard_inverse",
+    "rotatekv_attention",
+    "rotatekv_compress",
+    "rotatekv_decompress",
+    "rotatekv_round_trip",
     "triton_block_sparse_attn",
     "triton_hstu_attention_with_bsa",
 ]
