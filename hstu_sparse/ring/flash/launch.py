@@ -29,7 +29,9 @@ def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], a
         return dict(BLOCK_M=64 if arch < 90 else 128, BLOCK_N=32, num_warps=8, num_stages=2 if arch >= 90 else 1)
     if "dropout" in features:
         return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
-    return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
+    if arch < 90 or "alibi" in features:
+        return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
+    return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2)
 
 
 def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
@@ -83,6 +85,7 @@ class Launch:
             options.seed if options.dropout else None, options.dropout,
         )  # fmt: skip
         features = {"dropout"} if options.dropout else set()
+        features |= {"alibi"} if slopes is not None else set()
         self.sizes = padded_head(self.q.shape[2]), padded_head(self.v.shape[2])
         self.chosen = (*self.sizes, q.dtype, features, architecture(q.device))
         self.constants = dict(
