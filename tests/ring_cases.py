@@ -5,8 +5,9 @@ of each on a rank, T tokens, H heads of queries, Hkv of keys, D head size, W ran
 import torch
 
 import hstu_sparse.ring as ring
+from hstu_sparse import RelativeBias, hstu_attention
 from hstu_sparse.ring import cut_sequences, flash_attention
-from hstu_sparse.testing import make_jagged, make_offsets
+from hstu_sparse.testing import make_jagged, make_offsets, make_timestamps
 
 OPTIONS = {
     "full": {},
@@ -107,3 +108,50 @@ def of_rank(rank: int, world: int, form: str, option: str, backend: str, group=N
 
 def all_of_rank(rank: int, world: int, cases, backend: str) -> dict:
     return {(form, option): of_rank(rank, world, form, option, backend) for form, option in cases}
+
+
+HSTU_CASES = ["one sequence", "window", "position bias", "time bias", "both biases, several sequences", "zigzag", "fp64"]
+
+
+def hstu_inputs(case: str):
+    """Whole q, k, v, tables, gradient, offsets, timestamps, window, dtype."""
+    lengths = [37, 3, 0, 26, 1] if "several" in case or case == "zigzag" else [61]
+    dtype = torch.float64 if case == "fp64" else torch.float32
+    q, k, v, grad = (make_jagged(lengths, (2, size), dtype=dtype, seed=i) for i, size in enumerate((16, 16, 8, 8)))
+    generator = torch.Generator().manual_seed(3)
+    position = torch.randn(64, generator=generator, dtype=dtype) if case not in ("one sequence", "time bias") else None
+    time = torch.randn(33, generator=generator, dtype=dtype) if "bias" in case and case[0] != "p" else None
+    times = make_timestamps(lengths), make_timestamps(lengths) + 1000
+    return [q, k, v, position, time], grad, make_offsets(lengths), times, 11 if case == "window" else 0
+
+
+def hstu_expected(case: str) -> list:
+    """out, dq, dk, dv and the tables' gradients."""
+    leaves, grad, offsets, times, window = hstu_inputs(case)
+    wanted = [x.requires_grad_() for x in leaves if x is not None]
+    bias = RelativeBias(*leaves[3:], *times)
+    out = hstu_attention(*leaves[:3], offsets, 64, alpha=0.3, window_size=window, bias=bias, backend="reference")
+    return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
+
+
+def hstu_of_rank(rank: int, world: int, case: str, backend: str) -> list:
+    leaves, grad, offsets, times, window = hstu_inputs(case)
+    index, local = cut_sequences(offsets, rank, world, zigzag=case == "zigzag")
+    positions = torch.cat([torch.arange(n) for n in offsets.diff().tolist()])[index]
+    leaves = [x[index] for x in leaves[:3]] + leaves[3:]
+    wanted = [x.requires_grad_() for x in leaves if x is not None]
+    out = ring.ring_hstu_attention(
+        *leaves[:3],
+        positions,
+        64,
+        seq_offsets=local if len(offsets) > 2 else None,
+        alpha=0.3,
+        window_size=window,
+        bias=RelativeBias(*leaves[3:], *(x[index] for x in times)),
+        backend=backend,
+    )
+    return [out.detach(), *torch.autograd.grad(out, wanted, grad[index])]
+
+
+def all_hstu_of_rank(rank: int, world: int, cases, backend: str) -> dict:
+    return {case: hstu_of_rank(rank, world, case, backend) for case in cases}

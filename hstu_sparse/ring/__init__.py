@@ -15,12 +15,14 @@ from hstu_sparse.ring.api import (
     zigzag_triton_ring_flash_attn_varlen_qkvpacked_func,
 )
 from hstu_sparse.ring.flash import flash_attention
+from hstu_sparse.ring.hstu import ring_hstu_attention
 from hstu_sparse.ring.plan import RingPlan, cut_sequences, ring_plan
 
 __all__ = [
     "RingPlan",
     "cut_sequences",
     "flash_attention",
+    "ring_hstu_attention",
     "ring_plan",
     "triton_ring_flash_attn_func",
     "triton_ring_flash_attn_kvpacked_func",
