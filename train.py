@@ -64,7 +64,7 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool)
     torch.manual_seed(config.seed)
     model = build_model(config, data)
     average = WeightAverage(model, config.train.ema_decay) if config.train.ema_decay else None
-    optimizer, step = build_step(config, model, average, data.device)
+    optimizer, step = build_step(config, model, data.device, average)
     batches = data.batches(
         "train",
         batch_size=config.train.batch_size,
@@ -149,7 +149,7 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool)
 
 
 def build_step(
-    config: RunConfig, model, average: WeightAverage | None, device: torch.device
+    config: RunConfig, model, device: torch.device, average: WeightAverage | None = None
 ) -> tuple[torch.optim.Optimizer, Step]:
     """The optimiser, and the function that makes one step of it: batch -> losses, without waiting for the device.
 

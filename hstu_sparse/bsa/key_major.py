@@ -11,8 +11,7 @@ size, S blocks chosen per group, R tokens per group, NB block slots, BM queries 
 import triton
 import triton.language as tl
 
-from hstu_sparse._triton import silu, silu_and_grad
-from hstu_sparse.bsa.blocks import load_rows, load_tile, locate, store_rows
+from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
 @triton.jit

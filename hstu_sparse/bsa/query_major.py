@@ -12,8 +12,7 @@ SiLU has no normaliser, so a branch is its gate times a plain sum, and the gate 
 import triton
 import triton.language as tl
 
-from hstu_sparse._triton import silu, silu_and_grad
-from hstu_sparse.bsa.blocks import load_rows, load_tile, locate, store_rows
+from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
 @triton.jit
@@ -101,8 +100,8 @@ def bsa_query_fwd_kernel(
 
     slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
     if SELECT:
-        # One index a step, a scalar. Of a vector `index * BS + place % BS` Triton 3.6 believes each element divisible by
-        # BS once the loop is pipelined, and then takes the mask of a thread's first query for all of its queries.
+        # One index a step, a scalar. Of a vector `index * BS + place % BS` Triton 3.6 takes every element for divisible
+        # by BS once the loop is pipelined, and then the mask of a thread's first query for that of all its queries.
         tl.static_assert(BN <= BS)
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS + 1, S)

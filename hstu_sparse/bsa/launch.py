@@ -1,8 +1,8 @@
-"""Launches the block-sparse kernels and registers them as torch.ops.hstu_sparse.bsa_fwd and bsa_bwd.
+"""Launches the block-sparse kernels, and the operator that they make up.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
-size, S blocks chosen per group, R tokens per group, NB block slots and NG group slots (see blocks.py), M = H * NB
-lists of groups.
+size, S blocks chosen per group, R tokens per group, NB block slots and NG group slots (see hstu_sparse/tiles.py), M = H
+* NB lists of groups.
 
 Two layouts. Where a group fills a tile of queries (R >= QUERY_MAJOR), the output and dq are query-major throughout.
 For smaller groups the query-major kernel computes all but the chosen past blocks, and the key-major kernel adds those
@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hstu_sparse._triton import cdiv, next_power_of_2, padded_head
 from hstu_sparse.bsa import blocks, key_major, query_major
+from hstu_sparse.bsa.lists import invert
+from hstu_sparse.launch import aligned, architecture, cdiv, next_power_of_2, padded_head, precision
+from hstu_sparse.registration import Operator
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_COUNTS = 128
-MAX_HEAD = 256
 # Tokens per group from which the query-major selection is the faster one.
 QUERY_MAJOR = 32
 
@@ -39,10 +40,13 @@ class Launch:
 
 
 @functools.cache
-def launches(dtype: torch.dtype, head: int, block_size: int, group: int) -> dict[str, Launch]:
+def launches(dtype: torch.dtype, head: int, block_size: int, group: int, arch: int) -> dict[str, Launch]:
     """Tile sizes by kernel. `head` is the wider padded head size. Fixed rather than tuned at run time: the kernels
     add to their outputs, so a tuner that runs them again and again would have to restore those each time."""
     small = 64 if dtype.itemsize * head <= 256 else 32 if dtype.itemsize * head <= 512 else 16
+    if dtype == torch.float32 and arch != 90:
+        # Hopper's matrix instructions read fp32 from shared memory; elsewhere the parts of each number take registers.
+        small = min(small, 32)
     query_major = group >= QUERY_MAJOR
     query = min(group, small) if query_major else small
     key = min(block_size, small)
@@ -65,11 +69,6 @@ def launches(dtype: torch.dtype, head: int, block_size: int, group: int) -> dict
     }
 
 
-@functools.cache
-def hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 class Problem:
     """What both directions derive from the shapes and options of one call."""
 
@@ -84,9 +83,11 @@ class Problem:
         self.query_major = group >= QUERY_MAJOR
         self.offsets = seq_offsets
         self.split = q.dtype != torch.float32
-        self.launch = launches(q.dtype, max(self.BD, self.BV), block_size, group)
+        self.launch = launches(q.dtype, max(self.BD, self.BV), block_size, group, architecture(q.device))
         self.heads = dict(D=self.D, V=self.V, BD=self.BD, BV=self.BV)
-        self.numeric = dict(FAST=q.dtype != torch.float32, PRECISION="tf32x3")
+        self.numeric = dict(
+            FAST=q.dtype != torch.float32, PRECISION="tf32" if precision(q.dtype) == "tf32" else "tf32x3"
+        )
 
     def slots(self, size: int) -> int:
         return self.T // size + self.B
@@ -100,7 +101,7 @@ class Problem:
 
         None where it cannot be used: before Hopper, and for heads that do not fill their tile or lie apart.
         """
-        usable = tensors[0].is_cuda and hopper(tensors[0].device) and self.D == self.BD and self.V == self.BV
+        usable = architecture(tensors[0].device) >= 90 and self.D == self.BD and self.V == self.BV
         if not usable or any(x.stride(1) != x.shape[2] for x in tensors):
             return None
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -115,31 +116,12 @@ class Problem:
         return 64 if self.R < 8 else 16
 
 
-def aligned(x: Tensor) -> Tensor:
-    """x itself if its rows are whole and every row starts on 16 elements, as the views of a fused projection do."""
-    fits = x.stride(2) == 1 and x.stride(0) % 16 == 0 and x.stride(1) % 16 == 0 and x.data_ptr() % 16 == 0
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("hstu_sparse::bsa_fwd", mutates_args=())
-def bsa_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seq_offsets: Tensor,
-    max_seq_len: int,
-    g_cmp: Tensor,
-    g_slc: Tensor,
-    g_swa: Tensor | None,
-    block_size: int,
-    block_counts: int,
-    window_size: int,
-    selection_group: int,
-    alpha: float,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def launch_forward(
+    q, k, v, seq_offsets, max_seq_len, g_cmp, g_slc, g_swa, block_size, block_counts, window_size, group, alpha,
+    deterministic,
+):  # fmt: skip
     """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V])."""
-    p = Problem(q, v, seq_offsets, max_seq_len, block_size, block_counts, window_size, selection_group, alpha)
+    p = Problem(q, v, seq_offsets, max_seq_len, block_size, block_counts, window_size, group, alpha)
     kbar, vbar = q.new_zeros(p.NB, p.H, p.D), v.new_zeros(p.NB, p.H, p.V)
     indices = torch.full((p.NG, p.H, p.S), -1, dtype=torch.int32, device=q.device)
     if p.T == 0 or p.H == 0:
@@ -184,47 +166,27 @@ def bsa_fwd(
     return out.to(q.dtype), indices, kbar, vbar
 
 
-@bsa_fwd.register_fake
-def _(
-    q, k, v, seq_offsets, max_seq_len, g_cmp, g_slc, g_swa, block_size, block_counts, window_size, selection_group,
-    alpha, deterministic,
+def fake_forward(
+    q, k, v, seq_offsets, max_seq_len, g_cmp, g_slc, g_swa, block_size, block_counts, window_size, group, *_
 ):  # fmt: skip
     (T, H, D), B = q.shape, seq_offsets.shape[0] - 1
     return (
         q.new_empty(T, H, v.shape[2]),
-        q.new_empty(T // selection_group + B, H, block_counts, dtype=torch.int32),
+        q.new_empty(T // group + B, H, block_counts, dtype=torch.int32),
         q.new_empty(T // block_size + B, H, D),
         v.new_empty(T // block_size + B, H, v.shape[2]),
     )
 
 
-@torch.library.custom_op("hstu_sparse::bsa_bwd", mutates_args=())
-def bsa_bwd(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seq_offsets: Tensor,
-    max_seq_len: int,
-    g_cmp: Tensor,
-    g_slc: Tensor,
-    g_swa: Tensor | None,
-    indices: Tensor,
-    kbar: Tensor,
-    vbar: Tensor,
-    block_size: int,
-    block_counts: int,
-    window_size: int,
-    selection_group: int,
-    alpha: float,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of (q, k, v, g_cmp, g_slc, g_swa); the last is empty without a window."""
-    p = Problem(q, v, seq_offsets, max_seq_len, block_size, block_counts, window_size, selection_group, alpha)
-    gate_dtypes = [g_cmp.dtype, g_slc.dtype, g_slc.dtype if g_swa is None else g_swa.dtype]
+def launch_backward(
+    do, q, k, v, seq_offsets, max_seq_len, g_cmp, g_slc, g_swa, block_size, block_counts, window_size, group, alpha,
+    deterministic, indices, kbar, vbar,
+):  # fmt: skip
+    """Gradients of q, k, v, g_cmp, g_slc and, if it is there, g_swa."""
+    p = Problem(q, v, seq_offsets, max_seq_len, block_size, block_counts, window_size, group, alpha)
+    gates = [g for g in (g_cmp, g_slc, g_swa) if g is not None]
     if p.T == 0 or p.H == 0:
-        grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g_cmp, g_slc)]
-        return *grads, q.new_zeros((p.T, p.H) if p.window else (0,), dtype=gate_dtypes[2])
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, *gates)]
     do, q, k, v = aligned(do), aligned(q), aligned(k), aligned(v)
     g_cmp, g_slc = g_cmp.contiguous(), g_slc.contiguous()
     g_swa = g_slc if g_swa is None else g_swa.contiguous()
@@ -287,110 +249,16 @@ def bsa_bwd(
                 alpha, p.inv_n, turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.options("select_dq"),
             )  # fmt: skip
-    gates = [g.to(dtype) for g, dtype in zip((dg_cmp, dg_slc, dg_swa), gate_dtypes)]
-    return dq.to(q.dtype), dk, dv, *gates
+    return [dq.to(q.dtype), dk, dv, *(d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), gates))]
 
 
-@bsa_bwd.register_fake
-def _(
-    do, q, k, v, seq_offsets, max_seq_len, g_cmp, g_slc, g_swa, indices, kbar, vbar, block_size, block_counts,
-    window_size, selection_group, alpha, deterministic,
-):  # fmt: skip
-    gate = q.shape[:2] if window_size else (0,)
-    return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-        g_cmp.new_empty(g_cmp.shape),
-        g_slc.new_empty(g_slc.shape),
-        (g_slc if g_swa is None else g_swa).new_empty(gate),
-    )
-
-
-def _setup_context(ctx, inputs, output):
-    q, k, v, seq_offsets, max_seq_len, g_cmp, g_slc, g_swa, *options = inputs
-    _, indices, kbar, vbar = output
-    ctx.mark_non_differentiable(indices, kbar, vbar)
-    ctx.save_for_backward(q, k, v, seq_offsets, g_cmp, g_slc, g_swa, indices, kbar, vbar)
-    ctx.max_seq_len, ctx.options = max_seq_len, options
-
-
-def _backward(ctx, do, *_):
-    q, k, v, seq_offsets, g_cmp, g_slc, g_swa, indices, kbar, vbar = ctx.saved_tensors
-    dq, dk, dv, dg_cmp, dg_slc, dg_swa = torch.ops.hstu_sparse.bsa_bwd(
-        do, q, k, v, seq_offsets, ctx.max_seq_len, g_cmp, g_slc, g_swa, indices, kbar, vbar, *ctx.options
-    )
-    window_size = ctx.options[2]
-    return dq, dk, dv, None, None, dg_cmp, dg_slc, dg_swa if window_size else None, *[None] * len(ctx.options)
-
-
-bsa_fwd.register_autograd(_backward, setup_context=_setup_context)
-
-
-@dataclass
-class Lists:
-    """The choice inverted: per block the first tokens of the groups that chose it, cut into chunks of entries.
-
-    With `turns` > 1 there is one set of M lists per slot of the choice; within one turn no group appears twice.
-    """
-
-    tokens: Tensor  # [entries] int32
-    start: Tensor  # [turns * M + 1] int32, first entry of each list
-    chunk_start: Tensor  # [turns * M + 1], first chunk of each list
-    part_start: Tensor  # [turns * M + 1], first partial result of each list with several chunks
-    chunk_list: Tensor  # the list of each chunk
-    chunk: int  # entries per chunk
-    turns: int
-    chunks_per_turn: int
-    max_parts: int
-
-
-def invert(p: Problem, indices: Tensor, chunk_rows: int, *, by_slot: bool, stable: bool) -> Lists:
-    """Builds Lists on the device; sizes are bounds that the host knows."""
-    int32 = dict(dtype=torch.int32, device=indices.device)
-    M = p.H * p.NB
-    turns = p.S - 1 if by_slot else 1
-    most = p.NG * p.H * max(p.S - 1, 0)  # entries, at most: the own block is in no list
-    if stable:
-        tokens, start = _sorted_lists(p, indices, by_slot)
-        counts = start.diff()
-    else:
-        tokens, start = torch.empty(max(most, 1), **int32), torch.empty(M + 1, **int32)
-        counts = torch.zeros(M, **int32)
-        ranks = torch.empty_like(indices)
-        groups = 64
-        grid, width = (p.slots(groups * p.R), p.H), max(2, next_power_of_2(p.S))
-        shape = dict(BS=p.BS, R=p.R, BG=groups, P=width, num_warps=4)
-        blocks.bsa_rank_kernel[grid](indices, p.offsets, ranks, counts, p.NB, p.H, p.B, p.S, **shape)
-    chunk = max(1, chunk_rows // p.R)
-    chunk_start, part_start = torch.empty(turns * M + 1, **int32), torch.empty(turns * M + 1, **int32)
-    blocks.bsa_plan_kernel[(1,)](counts, start, chunk_start, part_start, turns * M, chunk, SIZE=1024, num_warps=4)
-    if not stable:
-        blocks.bsa_fill_kernel[grid](indices, p.offsets, ranks, start, tokens, p.NB, p.H, p.B, p.S, **shape)
-    limit = most // chunk + turns * M
-    chunk_list = torch.empty(limit, **int32)
-    blocks.bsa_chunks_kernel[(cdiv(limit, 256),)](chunk_start, chunk_list, turns * M, limit, SIZE=256, num_warps=4)
-    per_turn = limit if turns == 1 else p.NG * p.H // chunk + M
-    # A list of n > chunk entries has at most n / chunk + 1 <= 2 n / chunk chunks.
-    return Lists(tokens, start, chunk_start, part_start, chunk_list, chunk, turns, per_turn, 2 * most // chunk + 1)
-
-
-def _sorted_lists(p: Problem, indices: Tensor, by_slot: bool) -> tuple[Tensor, Tensor]:
-    """The lists in the order of the tokens, by a stable sort over all choices."""
-    device, M = indices.device, p.H * p.NB
-    begin = p.offsets[:-1].long()
-    first_slot = begin // p.R + torch.arange(p.B, device=device)
-    slot = torch.arange(p.NG, device=device)
-    sequence = torch.searchsorted(first_slot, slot, right=True) - 1
-    group = slot - first_slot[sequence]
-    head, place = torch.arange(p.H, device=device)[:, None], torch.arange(p.S, device=device)
-    turns = p.S - 1 if by_slot else 1
-    key = head * p.NB + (begin // p.BS + torch.arange(p.B, device=device))[sequence, None, None] + indices
-    if by_slot:
-        key += place * M
-    past = (indices >= 0) & (indices < (group * p.R // p.BS)[:, None, None])
-    key = torch.where(past, key, turns * M).int().flatten()
-    key, order = key.sort(stable=True)
-    tokens = (begin[sequence] + group * p.R).int()[order // (p.H * p.S)]
-    start = torch.searchsorted(key, torch.arange(turns * M + 1, dtype=torch.int32, device=device), out_int32=True)
-    return tokens, start
+operator = Operator(
+    "bsa",
+    "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, SymInt max_seq_len, Tensor g_cmp, Tensor g_slc, Tensor? g_swa, "
+    "int block_size, int block_counts, int window_size, int selection_group, float alpha, bool deterministic",
+    forward=launch_forward,
+    backward=launch_backward,
+    fake=fake_forward,
+    differentiable=("q", "k", "v", "g_cmp", "g_slc", "g_swa"),
+    outputs=4,
+)
