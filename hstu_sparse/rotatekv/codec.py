@@ -43,8 +43,8 @@ def quick_fields(
     The codes go to the top of the mantissa of 2 ** PLANE, where a step is worth 1.
     """
     CHUNK: tl.constexpr = COUNT if COUNT < 4 else 4
-    MANTISSA: tl.constexpr = 10 if DTYPE == tl.float16 else 7
-    BIAS: tl.constexpr = 15 if DTYPE == tl.float16 else 127
+    MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
+    BIAS: tl.constexpr = 15 if tl.float16 == DTYPE else 127
     MASK: tl.constexpr = (((1 << PLANE) - 1) << (MANTISSA - PLANE)) * 0x10001
     ONE: tl.constexpr = ((BIAS + PLANE) << MANTISSA) * 0x10001
     place = PLANE * tl.arange(0, WIDTH // (2 * COUNT))[None, None, :, None]

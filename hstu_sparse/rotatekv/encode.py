@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.rotatekv.codec import (
-    butterfly, encode, greatest, load_block, sign, store_codes, store_kept, value_range,
+    butterfly,
+    encode,
+    greatest,
+    load_block,
+    sign,
+    store_codes,
+    store_kept,
+    value_range,
 )  # fmt: skip
 from hstu_sparse.tiles import locate
 
