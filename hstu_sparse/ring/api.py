@@ -56,7 +56,9 @@ def zigzag_triton_ring_flash_attn_func(
     With a causal mask all ranks then have the same work. Shapes as `triton_ring_flash_attn_func`, N even.
     """
     options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, seed
-    return _fixed("zigzag_triton_ring_flash_attn_func", q, k, v, options, return_attn_probs, group, backend, zigzag=True)
+    return _fixed(
+        "zigzag_triton_ring_flash_attn_func", q, k, v, options, return_attn_probs, group, backend, zigzag=True
+    )
 
 
 def triton_ring_flash_attn_varlen_func(
