@@ -6,6 +6,7 @@ from hstu_sparse.bsa import (
     triton_block_sparse_attn,
     triton_hstu_attention_with_bsa,
 )
+from hstu_sparse.catalogue_loss import catalogue_loss
 from hstu_sparse.dense import hstu_attention
 from hstu_sparse.gated_norm import layer_norm, norm_gate
 from hstu_sparse.relative_bias import RelativeBias
@@ -15,6 +16,7 @@ __all__ = [
     "RelativeBias",
     "TritonHSTUBSAAttention",
     "bsa_attention",
+    "catalogue_loss",
     "hstu_attention",
     "layer_norm",
     "norm_gate",
