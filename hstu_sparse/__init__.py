@@ -6,6 +6,7 @@ from hstu_sparse.bsa import (
     triton_block_sparse_attn,
     triton_hstu_attention_with_bsa,
 )
+from hstu_sparse.catalogue_loss import catalogue_loss
 from hstu_sparse.dense import attention_plan, hstu_attention
 from hstu_sparse.gated_norm import layer_norm, norm_gate
 from hstu_sparse.htree import htree_attention
@@ -37,6 +38,7 @@ __all__ = [
     "attention_plan",
     "bsa_attention",
     "calibrate",
+    "catalogue_loss",
     "compute_index_loss_sparse",
     "hadamard_transform",
     "hstu_attention",
