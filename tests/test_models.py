@@ -187,6 +187,17 @@ def test_targets_do_not_reach_the_output():
     assert torch.equal(before, after)
 
 
+def test_layers_of_the_same_settings_share_a_plan(monkeypatch):
+    calls = []
+    monkeypatch.setattr("hstu_sparse.attention_plan", lambda *_, window_size, **__: calls.append(window_size))
+    batch = make_batch([5, 3])
+    model = make_model("dense", num_layers=3, attention=[{"kind": "dense", "window_size": w} for w in (0, 2, 0)])
+    for _ in range(2):  # nothing is kept from one pass to the next
+        calls.clear()
+        model(batch)
+        assert calls == [0, 2]
+
+
 # A softmax over one key does not depend on the query, nor any softmax on what all keys have in common.
 FLAT = {"[1]": ("query.weight", "query.bias", "key.weight", "key.bias"), "[3, 12, 1]": ("key.bias",)}
 
