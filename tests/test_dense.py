@@ -8,37 +8,12 @@ import torch
 
 from hstu_sparse import RelativeBias, attention_plan, hstu_attention
 from hstu_sparse.relative_bias import time_bucket
-from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets, make_timestamps
-from tests.operators.dense import compare, compare_entries, with_tables
+from hstu_sparse.testing import EDGE_CASES
+from tests.operators.dense import compare, compare_entries, inputs, with_tables
 
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
 reference, kernel = (with_tables(functools.partial(hstu_attention, backend=b)) for b in ("reference", "triton"))
-
-
-def inputs(lengths, n, *, heads=2, d=16, v=16, features=(), window=0, dtype=torch.float32, device="cpu", **options):
-    """Keyword arguments of `kernel`; `features` of targets, position, time, query_times."""
-    generator = torch.Generator().manual_seed(7)
-    jagged = functools.partial(make_jagged, lengths, dtype=dtype, device=device, **options)
-    result = dict(
-        q=jagged((heads, d), seed=1),
-        k=jagged((heads, d), seed=2),
-        v=jagged((heads, v), seed=3),
-        seq_offsets=make_offsets(lengths, device=device),
-        max_seq_len=n,
-        window_size=window,
-    )
-    if "targets" in features:
-        result["num_targets"] = torch.tensor([min(x, i % 5) for i, x in enumerate(lengths, 3)], dtype=torch.int64)
-    if "position" in features:
-        result["position"] = torch.randn(n, generator=generator)
-    if "time" in features:
-        result["time"] = torch.randn(129, generator=generator)
-        result["timestamps"] = make_timestamps(lengths)
-    if "query_times" in features:
-        shift = torch.randint(-(10**5), 10**6, (sum(lengths),), generator=generator)
-        result["query_timestamps"] = result["timestamps"] + shift
-    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in result.items()}
 
 
 # The reference.

@@ -7,14 +7,9 @@ import torch
 import triton
 
 from hstu_sparse import RelativeBias, attention_plan, hstu_attention
-from hstu_sparse.testing import (
-    EDGE_CASES,
-    gradients,
-    make_jagged,
-    make_offsets,
-    make_timestamps,
-)
+from hstu_sparse.testing import EDGE_CASES, gradients
 from tests.operators.dense import compare, with_tables
+from tests.operators.dense import inputs as dense_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -22,28 +17,8 @@ reference, kernel = (with_tables(functools.partial(hstu_attention, backend=b)) f
 ALL = ("targets", "position", "time", "query_times")
 
 
-def inputs(lengths, n, *, heads=2, d=64, v=64, features=(), window=0, dtype=torch.bfloat16, **options):
-    generator = torch.Generator().manual_seed(7)
-    jagged = functools.partial(make_jagged, lengths, dtype=dtype, device="cuda", **options)
-    result = dict(
-        q=jagged((heads, d), seed=1),
-        k=jagged((heads, d), seed=2),
-        v=jagged((heads, v), seed=3),
-        seq_offsets=make_offsets(lengths),
-        max_seq_len=n,
-        window_size=window,
-    )
-    if "targets" in features:
-        result["num_targets"] = torch.tensor([min(x, i % 5) for i, x in enumerate(lengths, 3)], dtype=torch.int64)
-    if "position" in features:
-        result["position"] = torch.randn(n, generator=generator)
-    if "time" in features:
-        result["time"] = torch.randn(129, generator=generator)
-        result["timestamps"] = make_timestamps(lengths)
-    if "query_times" in features:
-        shift = torch.randint(-(10**5), 10**6, (sum(lengths),), generator=generator)
-        result["query_timestamps"] = result["timestamps"] + shift
-    return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in result.items()}
+def inputs(lengths, n, **options):
+    return dense_inputs(lengths, n, **{"dtype": torch.bfloat16, "d": 64, "v": 64, "device": "cuda"} | options)
 
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

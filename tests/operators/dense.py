@@ -87,6 +87,31 @@ class _Squares(torch.autograd.Function):
         return torch.bincount(index.flatten(), weights=grad.flatten().square(), minlength=ctx.size), None
 
 
+def inputs(lengths, n, *, heads=2, d=16, v=16, features=(), window=0, dtype=torch.float32, device="cpu", **options):
+    """Keyword arguments of `kernel`; `features` of targets, position, time, query_times."""
+    generator = torch.Generator().manual_seed(7)
+    jagged = functools.partial(make_jagged, lengths, dtype=dtype, device=device, **options)
+    result = dict(
+        q=jagged((heads, d), seed=1),
+        k=jagged((heads, d), seed=2),
+        v=jagged((heads, v), seed=3),
+        seq_offsets=make_offsets(lengths, device=device),
+        max_seq_len=n,
+        window_size=window,
+    )
+    if "targets" in features:
+        result["num_targets"] = torch.tensor([min(x, i % 5) for i, x in enumerate(lengths, 3)], dtype=torch.int64)
+    if "position" in features:
+        result["position"] = torch.randn(n, generator=generator)
+    if "time" in features:
+        result["time"] = torch.randn(129, generator=generator)
+        result["timestamps"] = make_timestamps(lengths)
+    if "query_times" in features:
+        shift = torch.randint(-(10**5), 10**6, (sum(lengths),), generator=generator)
+        result["query_timestamps"] = result["timestamps"] + shift
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in result.items()}
+
+
 def draw(random, small):
     most = 150 if small else random.choice([300, 1000, 3000])
     lengths = [random.choice([0, 1, random.randint(1, most)]) for _ in range(random.randint(0, 3 if small else 6))]

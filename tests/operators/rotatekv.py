@@ -89,14 +89,10 @@ def check(
         )
     call = dict(bias=bias, rope_base=10000.0 if rope else None, alpha=head_size**-0.5)
     given = call | dict(activation="softmax" if softmax else "silu")
-    wanted = dict(
-        call, bias=check_bias(bias, max_seq_len + 1, sum(lengths), q.device, query_tokens=sum(asked), longer=True)
-    )
+    wanted = dict(call, bias=check_bias(bias, max_seq_len + 1, sum(lengths), q.device, query_tokens=sum(asked), longer=True))
 
     def by_reference(wide):
-        wanted_bias = RelativeBias(
-            *(x.to(wide) if x is not None and x.is_floating_point() else x for x in wanted["bias"])
-        )
+        wanted_bias = RelativeBias(*(x.to(wide) if x is not None and x.is_floating_point() else x for x in wanted["bias"]))
         return reference.attention_reference(
             q.to(wide), q_offsets, *reference.decompress_reference(cache, wide), offsets, max_seq_len,
             **(given | dict(bias=wanted_bias)),
@@ -112,15 +108,7 @@ def check(
 
     for rotate in ["keys"] if rope else ["keys", "queries"]:
         ways[f"{rotate} rotated"] = launchers.attention(
-            q,
-            q_offsets,
-            cache,
-            max_seq_len,
-            softmax=softmax,
-            return_lse=softmax,
-            rotate=rotate,
-            splits=splits,
-            **wanted,
+            q, q_offsets, cache, max_seq_len, softmax=softmax, return_lse=softmax, rotate=rotate, splits=splits, **wanted
         )
     for way, got in ways.items():
         out, lse = got if isinstance(got, tuple) else (got, None)
@@ -206,9 +194,7 @@ def launches():
         return Launches(label, call, local_bytes=local_bytes)
 
     zeros = torch.zeros(100, dtype=torch.int64)
-    biased = dict(
-        softmax=True, return_lse=True, bias=RelativeBias(torch.zeros(201), torch.zeros(129), zeros, zeros[:1])
-    )
+    biased = dict(softmax=True, return_lse=True, bias=RelativeBias(torch.zeros(201), torch.zeros(129), zeros, zeros[:1]))
     small = dict(heads=2, size=32, value_size=32)
 
     def transform(n, dtype):
