@@ -21,15 +21,17 @@ CHUNK = 1 << 24
 
 
 @dataclass
-class Layer:
-    """What one layer was for some queries; tensors [queries, Hkv, ...]. Kept for the comparison tool and the tests."""
+class Walk:
+    """What one layer was for some queries, for the comparison tool and the tests."""
 
+    number: int
     active: Tensor  # [queries] bool: the query's tree reaches this layer
     nodes: Tensor  # [queries, Hkv, W] int64: candidates in ascending order, -1 past the last
+    slots: Tensor  # [queries, Hkv, W] int64: where the layer's tensors hold them
     scores: Tensor  # [queries, Hkv, G, W]: scaled products, -inf past the last candidate
+    enters: Tensor  # [queries, Hkv, W] bool: enters the softmax; the others are expanded
     importance: Tensor | None  # [queries, Hkv, W] fp32; None at layer 0
-    chosen: Tensor | None  # [queries, Hkv, W] bool: expanded, the others enter the softmax; None at layer 0
-    chosen_nodes: Tensor | None  # [queries, Hkv, S] int64, ascending, -1 last; None at layer 0
+    chosen: Tensor | None  # [queries, Hkv, S] int64: nodes that are expanded, ascending, -1 last; None at layer 0
 
 
 def htree_attention_reference(
@@ -147,8 +149,8 @@ def attend_queries(
     rope_base: float,
     *,
     choices: list[Tensor] | None = None,
-) -> tuple[Tensor, list[Layer]]:
-    """(output [queries, Hq, V], layers from the top down) of the queries that stand at the tokens `rows`."""
+) -> tuple[Tensor, list[Walk]]:
+    """(output [queries, Hq, V], its walk from the top layer down) of the queries that stand at the tokens `rows`."""
     queries, _, head_size = q.shape
     kv_heads, rate, top_k, most = tree.keys[0].shape[1], tree.rate, tree.top_k, tree.most
     device = q.device
@@ -159,8 +161,8 @@ def attend_queries(
     position = rows - tree.offsets[sequence]
     top = sum((tree.nodes(layer)[sequence] > most).long() for layer in range(tree.depth)) if tree.depth else 0 * rows
 
-    layers: list[Layer] = []
-    entries: list[tuple[Tensor, Tensor, Tensor]] = []  # scores, whether they enter, values' slots
+    walk: list[Walk] = []
+    entered: list[Tensor] = []
     parents = count = None
     for layer in range(tree.depth, -1, -1):
         width = min(most, -(-tree.max_seq_len // rate**layer))
@@ -188,33 +190,39 @@ def attend_queries(
         turned = rotate(query, cos[turn][:, :, None], sin[turn][:, :, None])
         scores = scale * torch.einsum("qhgd,qhcd->qhgc", turned, key)
         scores = scores.masked_fill(~valid.unsqueeze(-2), -torch.inf)
-        found = Layer(active, node.masked_fill(~valid, -1), scores.detach(), None, None, None)
+        importance = chosen_nodes = None
         enters = valid
         if layer:
             with torch.no_grad():
                 last = c == candidates[..., None] - 1
-                found.importance = importances(scores, last)
+                importance = importances(scores, last)
                 if choices is None:
-                    found.chosen = choose(found.importance, valid, last, top_k, most)
+                    chosen = choose(importance, valid, last, top_k, most)
                 else:
-                    found.chosen = valid & _contains(choices[layer - 1].long(), node)
+                    chosen = valid & _contains(choices[layer - 1].long(), node)
                 # Ascending positions of the chosen candidates; `beyond` where there are fewer.
                 beyond = len(c)
-                order = torch.where(found.chosen, c, beyond).sort(-1).values[..., :top_k]
-                count = found.chosen.sum(-1)
+                order = torch.where(chosen, c, beyond).sort(-1).values[..., :top_k]
+                count = chosen.sum(-1)
                 parents = node.gather(-1, order.clamp(max=beyond - 1)).masked_fill(order == beyond, 0)
-                found.chosen_nodes = parents.masked_fill(order == beyond, -1)
-            enters = valid & ~found.chosen
-        layers.append(found)
-        entries.append((scores.masked_fill(~enters.unsqueeze(-2), -torch.inf), enters, slot))
+                chosen_nodes = torch.nn.functional.pad(
+                    parents.masked_fill(order == beyond, -1), (0, top_k - order.shape[-1]), value=-1
+                )
+            enters = valid & ~chosen
+        nodes = node.masked_fill(~valid, -1)
+        walk.append(Walk(layer, active, nodes, slot, scores.detach(), enters, importance, chosen_nodes))
+        entered.append(scores.masked_fill(~enters.unsqueeze(-2), -torch.inf))
 
-    weights = torch.cat([scores for scores, _, _ in entries], -1).softmax(-1)
-    weights = weights.split([scores.shape[-1] for scores, _, _ in entries], -1)
-    out = 0
-    for layer, weight, (_, enters, slot) in zip(range(tree.depth, -1, -1), weights, entries):
-        value = tree.values[layer][slot, head].masked_fill(~enters[..., None], 0.0)
-        out = out + torch.einsum("qhgc,qhcv->qhgv", weight, value)
-    return out.flatten(1, 2).to(q.dtype), layers
+    weights = torch.cat(entered, -1).softmax(-1).split([scores.shape[-1] for scores in entered], -1)
+    out = sum(weighted_values(tree, layer, weight) for layer, weight in zip(walk, weights))
+    return out.flatten(1, 2).to(q.dtype), walk
+
+
+def weighted_values(tree: Tree, layer: Walk, weight: Tensor) -> Tensor:
+    """[queries, Hkv, G, V]: sum of the values that enter in a layer. weight [queries, Hkv, G, W]."""
+    head = torch.arange(layer.slots.shape[1], device=weight.device)[:, None]
+    value = tree.values[layer.number][layer.slots, head].masked_fill(~layer.enters[..., None], 0.0)
+    return torch.einsum("qhgc,qhcv->qhgv", weight, value)
 
 
 def _contains(given: Tensor, node: Tensor) -> Tensor:
