@@ -1,11 +1,12 @@
-"""Trains several settings over several seeds and compares their test metrics, users paired.
+"""Trains several settings over several seeds and compares them user by user.
 
     python benchmarks/quality.py PLAN.yaml --out quality/ [--seeds 1,2,3,4,5] [--parallel 12]
     python benchmarks/quality.py --report quality/ --baseline dense
 
 PLAN.yaml maps a name to what `train.py` is given: `dense: [configs/ml-1m-hstu.yaml, model.dropout=0.1]`. Every run goes
-through `train.py` into OUT/runs; the rank of every test user's target, over the full catalogue with the config's own
-filter, goes to OUT/ranks/NAME-SEED.npy, and a line about the run to OUT/runs.jsonl. Runs that are there are kept.
+through `train.py` into OUT/runs; the rank of every user's target in the split, over the full catalogue with the
+config's own filter, goes to OUT/ranks/NAME-SEED.npy, and a line about the run to OUT/runs.jsonl. Runs that are there
+are kept.
 
 The report: means over seeds, and for each setting the ratio of its mean NDCG@10 to the baseline's with a bootstrap
 interval: 2,000 draws, each of users (the same for all runs) and of seeds (of each setting by itself), 2.5% to 97.5%.
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DRAWS = 2000
 
 
-def work(jobs: list, out: Path) -> None:
+def work(jobs: list, out: Path, split: str) -> None:
     """Runs in a worker: trains and ranks one job after another, in this process."""
     sys.path.insert(0, str(ROOT))
     import torch
@@ -45,7 +46,7 @@ def work(jobs: list, out: Path) -> None:
         seconds = time.monotonic() - started
         config, data, model, _ = evaluation.open_run(folder, [])
         score = model_scorer(model, config.train.autocast == "bf16")
-        (ranks,) = rank_targets(score, data.eval_batches("test").epoch(0), filters=[config.eval.filter_seen])
+        (ranks,) = rank_targets(score, data.eval_batches(split).epoch(0), filters=[config.eval.filter_seen])
         np.save(out / "ranks" / f"{name}-{seed}.npy", ranks)
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         line = {"name": name, "seed": seed, "arguments": arguments, "seconds": round(seconds, 1)}
@@ -59,7 +60,7 @@ def gains(out: Path) -> dict[str, np.ndarray]:
     """NDCG@10 of every user, name -> [seeds, users]."""
     found: dict[str, list] = {}
     for path in sorted((out / "ranks").glob("*.npy")):
-        ranks = np.load(path)
+        ranks = np.load(path, allow_pickle=False)
         found.setdefault(path.stem.rpartition("-")[0], []).append(np.where(ranks <= 10, 1 / np.log2(ranks + 1.0), 0.0))
     return {name: np.stack(rows) for name, rows in found.items()}
 
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("plan", nargs="?", type=Path)
     parser.add_argument("--out", type=lambda x: Path(x).resolve())
     parser.add_argument("--seeds", type=lambda x: [int(n) for n in x.split(",")], default=[1, 2, 3, 4, 5])
+    parser.add_argument("--split", choices=("valid", "test"), default="test", help="whose targets are ranked")
     parser.add_argument("--only", type=lambda x: x.split(","), help="names of the plan to run")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--report", type=Path, metavar="OUT")
@@ -104,7 +106,7 @@ def main() -> None:
         print(report(options.report, options.baseline))
         return
     if options.jobs:
-        work(json.loads(options.jobs), options.out)
+        work(json.loads(options.jobs), options.out, options.split)
         return
     if not options.plan or not options.out:
         parser.error("PLAN.yaml and --out are needed, or --report")

@@ -107,7 +107,7 @@ def check_number(name: str, value: float, *, above: float = -math.inf, below: fl
     """A finite number with above < value < below, as a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not (math.isfinite(value) and above < value < below):
+    if not above < value < below:  # NaN is neither; the bounds are infinite at most
         bounds = [f"above {above:g}"] * (above > -math.inf) + [f"below {below:g}"] * (below < math.inf)
         raise ValueError(f"{name} must be a finite number {' and '.join(bounds)}".rstrip() + f", got {value}")
     return float(value)

@@ -206,22 +206,23 @@ def test_opcheck(gate, dropout):
     torch.library.opcheck(torch.ops.hstu_sparse.norm_gate_fwd.default, (x.requires_grad_(), *rest))
 
 
-def one_graph(backend, options):
+def one_graph(backend, options, dynamic=None):
     x, u = inputs(12, 6).values()
     expected = gradients(x, u, torch.ones_like(x), **options)
-    compiled = torch.compile(kernel, fullgraph=True, backend=backend)
+    compiled = torch.compile(kernel, fullgraph=True, backend=backend, dynamic=dynamic)
     x, u = x.requires_grad_(), u.requires_grad_()
     out = compiled(x, u, **options)
     found = out.detach(), *torch.autograd.grad(out.sum(), (x, u))
     torch.testing.assert_close(found, expected)
-    compiled_norm = torch.compile(norm_kernel, fullgraph=True, backend=backend)
+    compiled_norm = torch.compile(norm_kernel, fullgraph=True, backend=backend, dynamic=dynamic)
     torch.testing.assert_close(compiled_norm(x), norm_kernel(x))
 
 
 @interpreter
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.3, "seed": torch.tensor([5])}], ids=["plain", "dropout"])
-def test_compiles_as_one_graph(options):
-    one_graph("aot_eager", options)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiles_as_one_graph(options, dynamic):
+    one_graph("aot_eager", options, dynamic)
 
 
 @interpreter
