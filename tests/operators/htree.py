@@ -121,7 +121,8 @@ def launches():
             launch_backward(kept[0], *options, *kept)
             torch.use_deterministic_algorithms(False)
 
-        return Launches(f"{dtype} heads={heads}/{kv_heads} D={D} V={V} r={rate} top_k={top_k} fixed={fixed}", call, 64)
+        label = f"{dtype} heads={heads}/{kv_heads} D={D} V={V} r={rate} top_k={top_k} fixed={fixed}"
+        return Launches(label, call, 128)
 
     return [
         case(torch.bfloat16, 64, 4, 32, 32, 16, 64, 65536),
