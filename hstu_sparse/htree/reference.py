@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from hstu_sparse.htree.layout import depth, tree_layers
 
 # Elements of a tile of gathered keys: queries are worked off in chunks of as many as fit.
-CHUNK = 1 << 24
+CHUNK = 1 << 22
 
 
 @dataclass
@@ -89,12 +89,9 @@ class Tree:
         self.batch = torch.arange(len(self.lengths), device=k.device)
         self.keys, self.values = [k.to(wide)], [v.to(wide)]
         for layer, _, size, _ in list(tree_layers(self.depth, k.shape[0], len(self.lengths), rate))[1:]:
-            below, above = self.first_slot(layer - 1), self.first_slot(layer)
-            slots = self.keys[-1].shape[0]
-            slot = torch.arange(slots, device=k.device)
-            # The last sequence that begins at or before the slot; unused slots feed a row that is cut off.
-            sequence = torch.searchsorted(below, slot, right=True) - 1
-            node = slot - below[sequence]
+            above = self.first_slot(layer)
+            sequence, node = self.locate(layer - 1)
+            # Unused slots feed a row that is cut off.
             parent = torch.where(node < self.nodes(layer - 1)[sequence], above[sequence] + node // rate, size)
             count = torch.bincount(parent, minlength=size + 1).clamp(min=1).to(wide)[:, None, None]
             for level in (self.keys, self.values):
@@ -104,6 +101,12 @@ class Tree:
     def first_slot(self, layer: int) -> Tensor:
         """[B] slot of each sequence's node 0."""
         return self.offsets[:-1] if layer == 0 else self.offsets[:-1] // self.rate**layer + self.batch
+
+    def locate(self, layer: int) -> tuple[Tensor, Tensor]:
+        """(sequence, node) of each slot: of the last sequence that begins at or before it."""
+        first, slot = self.first_slot(layer), torch.arange(self.keys[layer].shape[0], device=self.offsets.device)
+        sequence = torch.searchsorted(first, slot, right=True) - 1
+        return sequence, slot - first[sequence]
 
     def nodes(self, layer: int) -> Tensor:
         """[B] number of nodes of each sequence."""
@@ -180,15 +183,12 @@ def attend_queries(
             count = torch.where(begins, whole, count)
         active = top >= layer
         candidates = ((count - 1) * rate + (rightmost % rate + 1)[:, None]) * active[:, None]
-        c = torch.arange(min(width, parents.shape[-1] * rate), device=device)
+        parents = parents[..., : identity.shape[-1]]
+        c = torch.arange(parents.shape[-1] * rate, device=device)
         valid = c < candidates[..., None]
         node = parents[..., c // rate] * rate + c % rate
         slot = torch.where(valid, tree.first_slot(layer)[sequence][:, None, None] + node, 0)
-        head = torch.arange(kv_heads, device=device)[:, None]
-        key = rotate(tree.keys[layer][slot, head], cos[c], sin[c])
-        turn = (candidates - 1).clamp(min=0)
-        turned = rotate(query, cos[turn][:, :, None], sin[turn][:, :, None])
-        scores = scale * torch.einsum("qhgd,qhcd->qhgc", turned, key)
+        scores = scale * products(tree, layer, slot, query, candidates - 1, cos, sin)
         scores = scores.masked_fill(~valid.unsqueeze(-2), -torch.inf)
         importance = chosen_nodes = None
         enters = valid
@@ -218,10 +218,36 @@ def attend_queries(
     return out.flatten(1, 2).to(q.dtype), walk
 
 
+def gather(level: Tensor, slot: Tensor) -> Tensor:
+    """[queries, Hkv, W, ...] of a layer [slots, Hkv, ...] what each head has in its slots [queries, Hkv, W]."""
+    heads = slot.shape[1]
+    row = slot * heads + torch.arange(heads, device=slot.device)[:, None]
+    return level.flatten(0, 1).index_select(0, row.flatten()).unflatten(0, slot.shape)
+
+
+def products(tree: Tree, layer: int, slot: Tensor, query: Tensor, last: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[queries, Hkv, G, W]: RoPE(q, last) . RoPE(k, c) for the candidates in the slots [queries, Hkv, W].
+
+    It depends on last - c alone. Candidate c is child i = c % r of parent j = c // r: each key of the layer is turned
+    once, by i, and the query once for each parent, by last - j * r, which is less to turn than all candidates of all
+    queries.
+    """
+    rate = tree.rate
+    place = tree.locate(layer)[1].clamp(min=0)[:, None] % rate
+    keys = rotate(tree.keys[layer], cos[place], sin[place])
+    keys = gather(keys, slot).unflatten(2, (-1, rate))
+    turn = (last[..., None] - rate * torch.arange(keys.shape[2], device=slot.device)).clamp(min=0)[:, :, None]
+    turned = rotate(query.unsqueeze(3), cos[turn], sin[turn])
+    if query.shape[2] == 1:  # a sum of products: on a CPU a thousand small matrices take several times as long
+        return (turned.unsqueeze(4) * keys.unsqueeze(2)).sum(-1).flatten(3)
+    return torch.einsum("qhgjd,qhjid->qhgji", turned, keys).flatten(3)
+
+
 def weighted_values(tree: Tree, layer: Walk, weight: Tensor) -> Tensor:
     """[queries, Hkv, G, V]: sum of the values that enter in a layer. weight [queries, Hkv, G, W]."""
-    head = torch.arange(layer.slots.shape[1], device=weight.device)[:, None]
-    value = tree.values[layer.number][layer.slots, head].masked_fill(~layer.enters[..., None], 0.0)
+    value = gather(tree.values[layer.number], layer.slots).masked_fill(~layer.enters[..., None], 0.0)
+    if weight.shape[2] == 1:
+        return (weight.unsqueeze(-1) * value.unsqueeze(2)).sum(3)
     return torch.einsum("qhgc,qhcv->qhgv", weight, value)
 
 
