@@ -211,8 +211,52 @@ class BlockSparseAttention(HSTUAttention):
         return out, {}
 
 
+class HierarchicalTreeAttention(AttentionKind):
+    """Softmax attention over a tree of means that opens up where the queries look; RoPE by position among what is seen.
+
+    Time comes in by `model.rotary: {position: false, time: true}`, which turns queries and keys before means are taken.
+    """
+
+    class Config(AttentionKind.Config):
+        """`compression_rate` children a node, `top_k` nodes expanded in a layer, by all heads of a key/value head."""
+
+        kind: Literal["htree"]
+        compression_rate: int = Field(16, ge=2)
+        top_k: int = Field(64, ge=1)
+        num_kv_heads: int | None = Field(None, ge=1)
+        rope_base: float = Field(10000.0, gt=0)
+        backend: Literal["auto", "triton", "reference"] = "auto"
+
+        def check_model(self, model) -> None:
+            if self.num_kv_heads and model.num_heads % self.num_kv_heads:
+                raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide model.num_heads={model.num_heads}")
+            size = model.attention_dim or model.embedding_dim // model.num_heads
+            if size % 2:
+                raise ValueError(f"rope_base: RoPE turns pairs of channels, and the heads have {size}: make it even")
+
+    @classmethod
+    def kv_heads(cls, config: Config, num_heads: int) -> int:
+        return config.num_kv_heads or num_heads
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        c = self.config
+        out = hstu_sparse.htree_attention(
+            q,
+            k,
+            v,
+            batch.seq_offsets,
+            self.sizes.max_seq_len,
+            compression_rate=c.compression_rate,
+            top_k=c.top_k,
+            rope_base=c.rope_base,
+            backend=c.backend,
+        )
+        return out, {}
+
+
 ATTENTION: dict[str, type[AttentionKind]] = {
     "dense": DenseAttention,
     "softmax": SoftmaxAttention,
     "bsa": BlockSparseAttention,
+    "htree": HierarchicalTreeAttention,
 }

@@ -31,6 +31,12 @@ KINDS = {
         "feed_forward_dim": 6,
     },
     "bsa": CONFIG | {"attention": {"kind": "bsa", "block_size": 2, "block_counts": 2, "window_size": 3}},
+    "htree": CONFIG
+    | {
+        "attention": {"kind": "htree", "compression_rate": 2, "top_k": 1, "num_kv_heads": 1},
+        "attention_dim": 4,
+        "rotary": {"time": True},
+    },
     "softmax with biases": CONFIG
     | {"attention": {"kind": "softmax", "position_bias": True, "time_bias": True, "num_kv_heads": 1}},
     "softmax": CONFIG | {"block": "transformer", "feed_forward_dim": 8, "attention": {"kind": "softmax"}},
