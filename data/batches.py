@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .datasets import DataError, Dataset
 from .splits import Split
+from .types import DataError, Dataset
 
 CHUNK_BATCHES = 50  # group_by_length sorts within this many batches: enough to even out, still well shuffled
 

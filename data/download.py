@@ -1,7 +1,8 @@
 """Fetch a public data set: `python -m data.download ml-100k --to raw`.
 
-An interrupted download resumes where it stopped, a file appears under its name only when it is whole, and where the
-publisher states a checksum it is verified. Standard library only, but for the progress bar (rich).
+An interrupted download resumes where it stopped, and a file appears under its name only when it is whole. Where the
+publisher states a checksum it is verified; where none is stated, that of the first download is kept beside the file and
+a later download must equal it.
 """
 
 from __future__ import annotations
@@ -11,18 +12,25 @@ import contextlib
 import hashlib
 import http.client
 import json
+import lzma
 import os
 import re
 import shutil
 import sys
 import tarfile
-import tempfile
 import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from .atomic import replace_folder, sweep
+from .formats import FORMATS, local_path
+from .lines import first_line, split_row
+from .types import DataError, shown
 
 BLOCK = 1 << 18
 
@@ -43,7 +51,7 @@ class Source:
 
 
 _GROUPLENS = "https://files.grouplens.org/datasets/movielens/"
-_AMAZON = "http://snap.stanford.edu/data/amazon/productGraph/categoryFiles/"
+_AMAZON = "https://snap.stanford.edu/data/amazon/productGraph/categoryFiles/"
 _KUAIRAND = "https://zenodo.org/records/10439422/files/"
 
 SOURCES: dict[str, Source] = {
@@ -66,36 +74,74 @@ SOURCES: dict[str, Source] = {
 }
 
 
-def fetch(url: str, target: Path, *, md5: str | None = None, timeout: float = 30.0, progress: bool = True) -> Path:
+def fetch(
+    url: str,
+    target: Path,
+    *,
+    md5: str | None = None,
+    check: Callable[[Path], None] | None = None,
+    timeout: float = 30.0,
+    progress: bool = True,
+) -> Path:
     """Download `url` to `target`, resuming `target`.part if an earlier attempt left one.
 
-    timeout: seconds without any data. A target that exists is only verified. DownloadError on any failure; what has
-    arrived is kept for the next attempt, unless its checksum is wrong.
+    md5: as the publisher states it; None for the sum of the first download, which is kept in `target`.sha256.
+    check: a further look at the whole file, DownloadError if it is not what was wanted. timeout: seconds without any
+    data. A target that exists is only verified. DownloadError on any failure; what has arrived is kept for the next
+    attempt, unless it is the wrong file.
     """
     part, state = target.with_name(target.name + ".part"), target.with_name(target.name + ".part.json")
     if target.exists():
         _verify(target, md5)
         return target
+    host = _checked_host(url)
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         _transfer(url, part, state, timeout, progress)
     except urllib.error.HTTPError as error:
-        raise DownloadError(f"{url}: the server answered {error.code} {error.reason}") from error
+        raise DownloadError(f"{url}: the server answered {error.code} {shown(error.reason, 200)}") from error
     except http.client.HTTPException as error:
         raise DownloadError(f"{url}: interrupted ({error!r}); run the same command again to resume") from error
     except OSError as error:
         reason = getattr(error, "reason", None) or error
         if part.exists() and not isinstance(error, urllib.error.URLError):
             raise DownloadError(f"{url}: interrupted ({reason}); run the same command again to resume") from error
-        host = urllib.parse.urlsplit(url).netloc
         raise DownloadError(
             f"cannot reach {host} ({reason}): is this machine offline? Or put {target.name} into {target.parent} "
             "yourself and run the same command again"
         ) from error
-    _verify(part, md5)
+    try:
+        _verify(part, md5)
+        if check is not None:
+            check(part)
+    except DownloadError:
+        part.unlink(missing_ok=True)
+        state.unlink(missing_ok=True)
+        raise
+    if md5 is None:
+        _sum_file(target).write_text(_digest(part, hashlib.sha256) + "\n", encoding="utf-8")
     os.replace(part, target)
     state.unlink(missing_ok=True)
     return target
+
+
+def _checked_host(url: str) -> str:
+    """The host of an http or https address; DownloadError for anything else."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:  # a bad port or IPv6 address
+        good = False
+    if not good or not re.fullmatch(r"[!-~]+", url):
+        raise DownloadError(f"{shown(url, 200)}: expected an address like https://host/file, ASCII without spaces")
+    return parts.netloc
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, request, fp, code, msg, headers, newurl):
+        if request.full_url.startswith("https:") and not newurl.startswith("https:"):
+            raise DownloadError(f"{request.full_url}: redirects to {shown(newurl, 200)}, which is not https")
+        return super().redirect_request(request, fp, code, msg, headers, newurl)
 
 
 def _transfer(url: str, part: Path, state: Path, timeout: float, progress: bool) -> None:
@@ -110,7 +156,8 @@ def _transfer(url: str, part: Path, state: Path, timeout: float, progress: bool)
         if known["validator"]:  # the server then sends the whole file if it has changed meanwhile
             headers["If-Range"] = known["validator"]
     try:
-        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
+        opener = urllib.request.build_opener(_Redirects)
+        response = opener.open(urllib.request.Request(url, headers=headers), timeout=timeout)
     except urllib.error.HTTPError as error:
         if not (error.code == 416 and have):
             raise
@@ -171,35 +218,80 @@ def _bar(name: str, done: int, total: int | None, progress: bool):
         yield lambda n: bar.advance(task, n)
 
 
-def _verify(file: Path, md5: str | None) -> None:
-    if md5 is None:
-        return
+def _digest(file: Path, algorithm) -> str:
     with open(file, "rb") as f:
-        got = hashlib.file_digest(f, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-    if got != md5:
-        file.unlink()
-        file.with_name(file.name + ".json").unlink(missing_ok=True)
-        raise DownloadError(f"{file.name}: wrong checksum, expected md5 {md5}, got {got}; deleted it, try again")
+        return hashlib.file_digest(f, algorithm).hexdigest()
+
+
+def _sum_file(target: Path) -> Path:
+    return target.with_name(target.name.removesuffix(".part") + ".sha256")
+
+
+def _verify(file: Path, md5: str | None) -> None:
+    """DownloadError for another file than the publisher's or, where that states no checksum, the first download."""
+    if md5 is not None:
+        if (got := _digest(file, lambda: hashlib.md5(usedforsecurity=False))) != md5:
+            file.unlink()
+            raise DownloadError(f"{file.name}: wrong checksum, expected md5 {md5}, got {got}; deleted it, try again")
+        return
+    kept, got = _sum_file(file), _digest(file, hashlib.sha256)
+    if kept.exists() and kept.read_text(encoding="utf-8", errors="replace").strip() != got:
+        raise DownloadError(
+            f"{file.name.removesuffix('.part')}: not the file that was first downloaded here (its sha256 is {got}); "
+            f"if it may have changed, delete {kept}"
+        )
+
+
+# What zipfile and tarfile raise for archives that are damaged or compressed in a way that this Python does not know
+# (NotImplementedError), and for names that no file system can have (ValueError).
+UNPACKING = (
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    zlib.error,
+    lzma.LZMAError,
+    EOFError,
+    OSError,
+    ValueError,
+    NotImplementedError,
+)
 
 
 def extract(archive: Path, folder: Path) -> None:
     """Unpack an archive whose files all lie in one top folder; that folder appears as `folder`, whole or not at all."""
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
+    sweep(folder.parent, folder.name)
     try:
-        if archive.suffix == ".zip":
-            with zipfile.ZipFile(archive) as z:
-                z.extractall(temporary)
-        else:
-            with tarfile.open(archive) as t:
-                t.extractall(temporary, filter="data")
-        tops = [p for p in temporary.iterdir() if p.is_dir() and p.name != "__MACOSX"]
-        if len(tops) != 1:
-            raise DownloadError(f"{archive.name}: expected one folder inside, got {sorted(p.name for p in tops)}")
-        os.rename(tops[0], folder)
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError, ValueError, OSError) as error:
-        raise DownloadError(f"{archive.name}: cannot be unpacked: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with replace_folder(folder) as temporary:
+            unpacked = temporary / ".unpacked"
+            unpacked.mkdir()
+            if archive.suffix == ".zip":
+                with zipfile.ZipFile(archive) as z:
+                    if any(member.flag_bits & 1 for member in z.infolist()):
+                        raise DownloadError(f"{archive.name}: encrypted")
+                    z.extractall(unpacked)
+            else:
+                with tarfile.open(archive) as t:
+                    t.extractall(unpacked, filter="data")
+            tops = [p for p in unpacked.iterdir() if p.is_dir() and not p.is_symlink() and p.name != "__MACOSX"]
+            if len(tops) != 1:
+                names = ", ".join(shown(p.name) for p in sorted(tops)[:5]) or "none"
+                raise DownloadError(f"{archive.name}: expected one folder inside, got {names}")
+            for path in tops[0].iterdir():
+                path.rename(temporary / path.name)
+            shutil.rmtree(unpacked)
+    except UNPACKING as error:
+        raise DownloadError(f"{archive.name}: cannot be unpacked: {shown(error, 200)}") from error
+
+
+def _check_first_row(format: str) -> Callable[[Path], None]:
+    """What stands in for a checksum on the first download: an error page of some proxy is no table."""
+    fmt = FORMATS[format]
+
+    def check(file: Path) -> None:
+        text = first_line(file).decode("utf-8", "replace").rstrip("\r\n")
+        if len(split_row(text, fmt)) != len(fmt.columns):
+            raise DownloadError(f"what came is not the file: it starts with {shown(text)!r}, no row of format {format}")
+
+    return check
 
 
 def download(name: str, to: str | Path, *, url: str | None = None, progress: bool = True) -> Path:
@@ -210,19 +302,22 @@ def download(name: str, to: str | Path, *, url: str | None = None, progress: boo
     if name not in SOURCES:
         raise DownloadError(f"unknown data set {name!r}; there are {', '.join(SOURCES)}")
     source = SOURCES[name]
-    to = Path(to).expanduser()
-    folder = to / source.folder
-    file_name = Path(urllib.parse.urlsplit(source.url).path).name
     try:
+        to = local_path(to, "--to")
+        folder = to / source.folder
+        file_name = Path(urllib.parse.urlsplit(source.url).path).name
         to.mkdir(parents=True, exist_ok=True)
         if file_name.endswith(".csv"):
-            fetch(url or source.url, folder / file_name, md5=source.md5, progress=progress)
+            check = _check_first_row(source.format) if source.md5 is None else None
+            fetch(url or source.url, folder / file_name, md5=source.md5, check=check, progress=progress)
         elif not folder.exists():
             archive = fetch(url or source.url, to / file_name, md5=source.md5, progress=progress)
             extract(archive, folder)
             archive.unlink()
+    except DataError as error:
+        raise DownloadError(str(error)) from error
     except OSError as error:
-        raise DownloadError(f"{error.filename or to}: {error.strerror or error}") from error
+        raise DownloadError(f"{shown(error.filename or to, 200)}: {error.strerror or error}") from error
     return folder
 
 
@@ -243,7 +338,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     source = SOURCES[options.name]
     if source.md5 is None:
-        print(f"{options.name}: no published checksum is known, so only the size was checked")
+        print(
+            f"{options.name}: no published checksum is known; that of the first download is kept beside it, "
+            "and a later download must equal it"
+        )
     print(f"{options.name} is in {folder}; in the YAML: data.format: {source.format}, data.path: {folder}")
     return 0
 

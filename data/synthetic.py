@@ -15,14 +15,13 @@ Letters: U users, I items, C clusters, K successors.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass
 
 import numpy as np
 
-from .datasets import DataError, Dataset, did_you_mean
+from .options import SyntheticOptions, parse_options
+from .types import Dataset
 
 GENERATOR_VERSION = 1  # part of the fingerprint: raise it when the same options would give other data
 DAY = 86_400
@@ -31,55 +30,13 @@ TRIES = 6  # draws before a seen item is accepted
 CHUNK_CELLS = 1 << 27  # users at a time * items: bounds the table of seen items to 128 MiB
 
 
-@dataclass(frozen=True)
-class SyntheticOptions:
-    """num_users, num_items, num_clusters; mean_length and min_length of a history (events, capped at max_length);
-    num_successors of an item; num_homes: home clusters of a user; session_length: mean events of a session;
-    noise: share of events drawn by popularity alone; zipf: exponent of the popularity skew."""
-
-    num_users: int = 2000
-    num_items: int = 1000
-    num_clusters: int = 50
-    mean_length: float = 40.0
-    min_length: int = 5
-    max_length: int = 400
-    num_successors: int = 4
-    num_homes: int = 3
-    session_length: float = 8.0
-    noise: float = 0.1
-    zipf: float = 0.9
-    seed: int = 0
-
-
-def _check(options: dict) -> SyntheticOptions:
-    types = {f.name: f.type for f in dataclasses.fields(SyntheticOptions)}
-    for name, value in options.items():
-        if name not in types:
-            raise DataError(f"data.synthetic.{name}: unknown option{did_you_mean(name, types)}")
-        integer = types[name] == "int"
-        if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)):
-            raise DataError(f"data.synthetic.{name}: expected {'an integer' if integer else 'a number'}, got {value!r}")
-    o = SyntheticOptions(**options)
-    smallest = {"min_length": 1, "num_users": 1, "num_items": 2, "num_clusters": 1, "num_successors": 1}
-    smallest |= {"num_homes": 1, "session_length": 1, "noise": 0, "zipf": 0, "seed": 0}
-    smallest |= {"mean_length": o.min_length, "max_length": o.mean_length}
-    for name, least in smallest.items():
-        if not getattr(o, name) >= least:  # also catches nan
-            raise DataError(f"data.synthetic.{name}: expected at least {least}, got {getattr(o, name)}")
-    if o.noise > 1:
-        raise DataError(f"data.synthetic.noise: expected at most 1, got {o.noise}")
-    if o.num_clusters > o.num_items:
-        raise DataError(f"data.synthetic.num_clusters: expected at most num_items={o.num_items}, got {o.num_clusters}")
-    return o
-
-
 def generate(**options) -> Dataset:
     """The data set of these SyntheticOptions; the same options (and numpy) give the same data.
 
     Every user has at least min_length events, and all num_items items are in the catalogue, whether met or not.
-    DataError for an unknown option or an impossible value.
+    DataError, see `options.parse_options`.
     """
-    o = _check(options)
+    o = parse_options(SyntheticOptions, options, "data.synthetic")
     rng = np.random.default_rng(o.seed)
     weight = np.arange(1, o.num_items + 1) ** -float(o.zipf)  # of the items in order of popularity
     cluster = rng.permutation(np.arange(o.num_items) % o.num_clusters)  # [I]
@@ -148,7 +105,7 @@ def generate(**options) -> Dataset:
             items[at], times[at] = choice, now[:n]
     # So far the smaller number is the more popular item; the ids must not tell.
     items = rng.permutation(o.num_items)[items]
-    recipe = json.dumps([GENERATOR_VERSION, dataclasses.asdict(o)], sort_keys=True)
+    recipe = json.dumps([GENERATOR_VERSION, o.model_dump()], sort_keys=True)
     return Dataset(
         name="synthetic",
         items=items.astype(np.int32),

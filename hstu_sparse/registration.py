@@ -142,3 +142,27 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
 
     Function.__name__ = Function.__qualname__ = operator.name
     return Function
+
+
+def register_preparation(name: str, arguments: str, *, launch: Callable, fake: Callable) -> Callable:
+    """torch.ops.hstu_sparse.<name>: tensors that depend on a batch's metadata alone, computed before the operators run.
+
+    Args:
+        name, arguments: as an `Operator`'s.
+        launch: (*arguments) -> list of new tensors, without gradients.
+        fake: (*arguments) -> the same list of the right shapes and dtypes, computed without the data.
+
+    Returns:
+        (*arguments) -> the list. Calls with plain tensors launch at once.
+    """
+    ready = _ready(launch)
+    _library.define(f"{name}({arguments}) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, ready, device)
+    torch.library.register_fake(f"hstu_sparse::{name}", fake, lib=_library)
+    registered = getattr(torch.ops.hstu_sparse, name).default
+
+    def call(*given):
+        return registered(*given) if torch.compiler.is_compiling() or not plain(given[0]) else ready(*given)
+
+    return call

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
@@ -23,8 +24,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from data.options import Columns, SyntheticOptions
+from data.types import shown
 from models.attention import ATTENTION
 from models.contract import AttentionKind, Strict
+from models.heads import DotConfig, HeadConfig
 from models.metrics import metric_names
 
 
@@ -32,16 +36,25 @@ class ConfigError(ValueError):
     """What is wrong with a configuration, one line for each error."""
 
 
+def _possible_path(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("a path cannot hold a NUL character")
+    return value
+
+
+PathText = Annotated[str, AfterValidator(_possible_path)]
+
+
 class DataConfig(Strict):
     format: str
-    path: str | None = None
+    path: PathText | None = None
     protocol: Literal["leave_one_out", "published", "temporal"]
-    cache_dir: str = ".cache"
+    cache_dir: PathText = ".cache"
     min_user_events: int = Field(1, ge=1)
     min_item_events: int = Field(1, ge=1)
-    columns: dict[str, str] | None = None
-    synthetic: dict[str, Any] | None = None
-    valid_fraction: float = Field(0.1, gt=0, lt=1)
+    columns: Columns | None = None
+    synthetic: SyntheticOptions | None = None
+    valid_fraction: float = Field(0.1, ge=0, lt=1)
     test_fraction: float = Field(0.1, gt=0, lt=1)
 
 
@@ -109,6 +122,8 @@ class ModelConfig(Strict):
     # Hidden size of the feed-forward network: the transformer block's own, or a SwiGLU behind each HSTU layer.
     feed_forward_dim: int | None = Field(None, ge=1)
     rotary: RotaryConfig | None = None
+    # How outputs are scored against items.
+    head: HeadConfig = DotConfig()
     dropout: float = Field(0.0, ge=0, lt=1)
     action_embedding: bool = False
     # One mapping for all layers, or one for each.
@@ -139,14 +154,17 @@ class ModelConfig(Strict):
 class LossConfig(Strict):
     kind: Literal["sampled_softmax", "cross_entropy", "bce", "in_batch"] = "sampled_softmax"
     num_negatives: int = Field(128, ge=1)
-    temperature: float = Field(0.05, gt=0)
+    temperature: float = Field(0.05, ge=1e-4, le=1e4)
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(Strict):
     epochs: int = Field(ge=1)
     batch_size: int = Field(128, ge=1)
     lr: float = Field(1e-3, gt=0)
-    betas: Annotated[tuple[float, float], BeforeValidator(_as_tuple)] = (0.9, 0.98)
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_as_tuple)] = (0.9, 0.98)
     weight_decay: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0)
     # What the learning rate does behind the warm-up: stay, or fall to 0 at the last step.
@@ -183,11 +201,12 @@ class EvalConfig(Strict):
 
 
 class RunConfig(Strict):
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
-    seed: int = Field(0, ge=0)
+    # A folder below run_dir: not hidden, not `..`.
+    name: str = Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)
+    seed: int = Field(0, ge=0, lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int | None = Field(None, ge=1)
-    run_dir: str = "runs"
+    threads: int | None = Field(None, ge=1, le=4096)
+    run_dir: PathText = "runs"
     data: DataConfig
     model: ModelConfig
     loss: LossConfig = LossConfig()
@@ -198,22 +217,79 @@ class RunConfig(Strict):
     def _consistent(self):
         if self.eval.patience and self.data.protocol == "published":
             raise ValueError("eval.patience: protocol published has no validation split to stop by")
+        if self.model.head.kind == "mol" and self.loss.kind == "bce":
+            raise ValueError("loss.kind=bce is not for model.head.kind=mol: take a softmax loss")
         if self.eval.patience and not self.eval.every:
             raise ValueError("eval.patience needs eval.every >= 1")
         return self
 
 
+MOST_NODES, DEEPEST = 10_000, 30  # far beyond any configuration, far below what harms the parser
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with two traps removed: `1e-3` is a number, and a key given twice is an error."""
+    """YAML 1.1 with its traps removed: `1e-3` is a number.
+
+    Errors are a key given twice or not plain text, a tag, nesting without end, a value that holds itself, and one that
+    looks like a number or a date and is none.
+    """
+
+    depth = 0
+
+    def compose_node(self, parent, index):
+        event = self.peek_event()
+        if getattr(event, "tag", None) is not None:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"tags like {event.tag} are not allowed", event.start_mark
+            )
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise yaml.constructor.ConstructorError(None, None, "nested too deeply", event.start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def get_single_data(self):
+        node = self.get_single_node()
+        if node is None:
+            return None
+        if self._size(node, {}) > MOST_NODES:
+            raise yaml.constructor.ConstructorError(None, None, "too many values", node.start_mark)
+        return self.construct_document(node)
+
+    def _size(self, node, known: dict) -> int:
+        """The number of values below the node once its aliases are written out."""
+        if node in known:
+            if known[node] is None:
+                raise yaml.constructor.ConstructorError(None, None, "a value that holds itself", node.start_mark)
+            return known[node]
+        known[node] = None
+        children = () if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            children = [part for pair in node.value for part in pair]
+        known[node] = 1 + sum(self._size(child, known) for child in children)
+        return known[node]
 
     def construct_mapping(self, node, deep=False):
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be plain text", key.start_mark)
         keys = [key.value for key, _ in node.value]
         twice = sorted({key for key in keys if keys.count(key) > 1})
         if twice:
             raise yaml.constructor.ConstructorError(None, None, f"key given twice: {', '.join(twice)}", node.start_mark)
         return super().construct_mapping(node, deep)
 
+    def construct_scalar_of(self, node):
+        """Numbers and dates: SafeLoader's own reading, whose errors lack the place."""
+        try:
+            return yaml.SafeLoader.yaml_constructors[node.tag](self, node)
+        except ValueError as error:
+            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
 
+
+for _kind in ("int", "float", "timestamp"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.construct_scalar_of)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
@@ -226,7 +302,8 @@ def parse_yaml(text: str, where: str):
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{where}{place}: {getattr(error, 'problem', None) or error}") from None
+        reason = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise ConfigError(f"{where}{place}: {reason}") from None
 
 
 def _override(tree: dict, assignment: str) -> None:
@@ -248,7 +325,8 @@ def _override(tree: dict, assignment: str) -> None:
     elif not isinstance(node, dict):
         raise ConfigError(f"{path}: no such key ({last} is not in a mapping)")
     else:
-        if last == "kind" and "attention" in parents and node.get("kind") != value and value in ATTENTION:
+        known_kind = isinstance(value, str) and value in ATTENTION
+        if last == "kind" and "attention" in parents and node.get("kind") != value and known_kind:
             # Another kind starts from its own defaults: what the file said of the old kind means nothing to it.
             known = ATTENTION[value].Config.model_fields
             for key in [key for key in node if key not in known]:
@@ -260,8 +338,8 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
     """The run that the YAML file at `path` and the dotted `overrides` describe; ConfigError names all errors."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    except (OSError, ValueError) as error:  # the latter: not UTF-8, or a NUL in the path
+        raise ConfigError(f"{shown(path, 200)}: {getattr(error, 'strerror', None) or error}") from None
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping with data, model and train")
@@ -274,8 +352,25 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
         raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
 
 
-def save_config(config: RunConfig, path: Path) -> None:
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+def as_yaml(config: RunConfig) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+# What may differ between the parts of one run: where it is, what it runs on, how often it saves.
+FREE = {"name", "run_dir", "device", "threads", "data.path", "data.cache_dir", "train.checkpoint_seconds"}
+FREE |= {"eval.batch_size"}
+
+
+def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
+    """What makes another run of it, of two configurations as `model_dump` gives them: `train.lr: 0.001 -> 0.01`."""
+    found = []
+    for key in dict.fromkeys([*before, *after]):
+        path, old, new = f"{prefix}{key}", before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{path}.")
+        elif old != new and path not in FREE:
+            found.append(f"{path}: {shown(old)} -> {shown(new)}")
+    return found
 
 
 def _explain(item: dict, tree: dict) -> str:
@@ -295,7 +390,7 @@ def _explain(item: dict, tree: dict) -> str:
         return f"{key}{': ' if kind == WHOLE else '.'}{item['msg']}"
     if kind == "value_error":
         return f"{key}: {item['ctx']['error']}"
-    return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
+    return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {shown(repr(item['input']), 200)}"
 
 
 def _keys_beside(location: list, tree: dict) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 from torch import Tensor, nn
 
 from data.batches import Batch
@@ -19,10 +19,20 @@ if TYPE_CHECKING:
     from models.config import ModelConfig
 
 
-class Strict(BaseModel):
-    """No unknown keys, no conversions between types, no changes after loading."""
+MOST = 10**9  # of any size or count: the tensors that a greater one asks for fit nowhere
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+class Strict(BaseModel):
+    """No unknown keys, no conversions between types, no infinities, no absurd sizes, no changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _not_absurd(cls, value, info):
+        if isinstance(value, int) and value > MOST and info.field_name != "seed":
+            raise ValueError(f"expected at most {MOST:,}, got {value}")
+        return value
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """Block-sparse HSTU attention on a GPU: every dtype against the reference, memory, compilation, determinism."""
 
+import random
+
 import pytest
 import torch
 
 from hstu_sparse import bsa_attention
 from hstu_sparse.bsa import bsa_attention_reference
 from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets
+from tests.operators.bsa import agree, check
 
 pytestmark = pytest.mark.gpu
 
@@ -16,6 +19,9 @@ CASES = {
     "groups of 16": ((700, 129), 700, 64, 5, 0, 16, 2, 128, 128),
     "query-major, half a block": ((500, 77, 320), 512, 64, 4, 0, 32, 2, 128, 128),
     "query-major, whole block": ((900, 64, 63), 1000, 64, 6, 100, 64, 2, 128, 128),
+    "query-major, whole block of 32": ((900, 0, 333, 31), 900, 32, 4, 0, 32, 2, 64, 128),
+    "query-major, odd heads, block of 32": ((500, 64, 33), 512, 32, 4, 50, 32, 1, 50, 25),
+    "blocks of 16, whole block": ((300, 33), 300, 16, 4, 20, 16, 2, 64, 64),
     "blocks of 128": ((900, 300), 1000, 128, 3, 0, 128, 1, 64, 128),
     "blocks of 16": ((300, 33), 300, 16, 9, 5, 2, 2, 64, 32),
     "odd head sizes": ((260, 90), 300, 32, 4, 40, 4, 3, 40, 24),
@@ -43,48 +49,40 @@ def kernel(offsets, N, shape, **more):
     return run
 
 
-def choice_is_right(indices, inputs, offsets, shape):
-    """The chosen blocks' scores are the best there are, up to rounding; taken in fp64 from the very inputs."""
-    q, k = inputs["q"].double(), inputs["k"].double()
-    BS, S, r = shape["block_size"], shape["block_counts"], shape["selection_group"]
-    for begin, end in zip(offsets.tolist(), offsets.tolist()[1:]):
-        for t in range(end - begin):
-            first = t // r * r
-            own = first // BS
-            rows = indices[begin + t].tolist()
-            assert all(row == sorted(row[: min(own, S - 1) + 1]) + [-1] * (S - 1 - min(own, S - 1)) for row in rows)
-            assert all(row[min(own, S - 1)] == own for row in rows)
-            if t != first or own <= S - 1:
-                continue
-            kbar = k[begin : begin + own * BS].unflatten(0, (own, BS)).mean(1)  # [own, H, D]
-            scores = torch.nn.functional.silu(q.shape[-1] ** -0.5 * (q[begin + t] * kbar).sum(-1)).T  # [H, own]
-            best = scores.topk(S - 1).values.sort().values
-            got = scores.gather(1, indices[begin + t, :, : S - 1].long()).sort().values
-            assert (best - got).abs().max() <= 2e-5 * scores.abs().max(), f"token {begin + t}"
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_reference(case, dtype, deterministic):
-    inputs, offsets, N, shape = problem(case, dtype)
     torch.use_deterministic_algorithms(deterministic)
     try:
-        _, indices = kernel(offsets, N, shape, return_block_indices=True)(**inputs)
-        choice_is_right(indices, inputs, offsets, shape)
-
-        def reference(q, k, v, g_cmp, g_slc, g_swa=None):
-            gates, alpha = (g_cmp, g_slc, g_swa), q.shape[-1] ** -0.5
-            return bsa_attention_reference(q, k, v, offsets, N, gates, **shape, alpha=alpha, block_indices=indices)[0]
-
-        # fp32: three tf32 products stand for one of fp32, so the floor is a few roundings higher.
-        floor = 8 * torch.finfo(dtype).eps if dtype == torch.float32 else None
-        names = ["output", *(f"grad of {n}" for n in inputs)]
-        compare_with_reference(
-            kernel(offsets, N, shape), reference, inputs, factor=3, floor=dict.fromkeys(names, floor) if floor else None
-        )
+        agree(*problem(case, dtype))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("group", [1, 2, 16, 32, 64])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_every_group_of_every_block(block_size, group):
+    """Lengths, heads, dtypes at random (all dtypes where a group is a block): tile sizes depend on them all."""
+    if group > block_size:
+        pytest.skip("a group lies within a block")
+    draw = random.Random(1000 * block_size + group)
+    dtypes = ["bfloat16", "float16", "float32"]
+    for dtype in dtypes if group == block_size else draw.sample(dtypes, 1):
+        check(
+            "cuda",
+            lengths=[draw.randrange(400) for _ in range(draw.randrange(1, 4))] + [draw.randrange(400, 700)],
+            max_seq_len=700,
+            heads=draw.randrange(1, 3),
+            head_size=draw.choice([16, 25, 50, 64, 128]),
+            value_size=draw.choice([16, 25, 50, 64, 128]),
+            dtype=dtype,
+            block_size=block_size,
+            block_counts=4,
+            window_size=draw.choice([0, 37]),
+            selection_group=group,
+            seed=group,
+        )
 
 
 def test_non_contiguous_inputs():

@@ -7,6 +7,7 @@ import re
 import socket
 import tarfile
 import threading
+import urllib.request
 import zipfile
 
 import pytest
@@ -99,7 +100,7 @@ def interrupt(server, target, after=300_000):
 
 
 def is_clean(target):
-    return [p.name for p in target.parent.iterdir()] == ["data.bin"]
+    return {p.name for p in target.parent.iterdir()} <= {"data.bin", "data.bin.sha256"}
 
 
 @pytest.mark.parametrize("progress", [True, False])
@@ -330,7 +331,111 @@ def test_folder_that_cannot_be_made(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_first_download_without_a_published_checksum_is_what_later_ones_must_equal(serve, tmp_path, capsys):
+    options = serve("amazon-beauty", b"A,B,5.0,10\n", md5=None)
+    assert download.main(["amazon-beauty", "--to", str(tmp_path), *options]) == 0
+    file = tmp_path / "amazon-beauty" / "ratings_Beauty.csv"
+    assert file.with_name(file.name + ".sha256").read_text().strip() == hashlib.sha256(b"A,B,5.0,10\n").hexdigest()
+    file.unlink()
+    options = serve("amazon-beauty", b"A,C,5.0,10\n", md5=None)
+    assert download.main(["amazon-beauty", "--to", str(tmp_path), *options]) == 1
+    error = capsys.readouterr().err
+    assert "not the file that was first downloaded here" in error and error.count("\n") == 1
+    assert [p.name for p in file.parent.iterdir()] == [file.name + ".sha256"]
+    options = serve("amazon-beauty", b"A,B,5.0,10\n", md5=None)
+    assert download.main(["amazon-beauty", "--to", str(tmp_path), *options]) == 0
+    file.write_bytes(b"changed on the disk")
+    assert download.main(["amazon-beauty", "--to", str(tmp_path), *options]) == 1
+    assert file.exists()
+
+
+def test_a_page_in_place_of_a_table_is_refused(serve, tmp_path, capsys):
+    options = serve("amazon-beauty", b"<html>please log in</html>\n", md5=None)
+    assert download.main(["amazon-beauty", "--to", str(tmp_path), *options]) == 1
+    assert "starts with '<html>please" in capsys.readouterr().err
+    assert list((tmp_path / "amazon-beauty").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "foo",
+        "file:///etc/passwd",
+        "ftp://127.0.0.1/x",
+        "http://[::1",
+        "http://127.0.0.1:99999/x",
+        "http://127.0.0.1:0/x",
+        "http:///x",
+        "http://127.0.0.1/a b",
+        "http://127.0.0.1/a\nb",
+        "http://127.0.0.1/\xe9",
+    ],
+)
+def test_address_that_is_none(url, target):
+    with pytest.raises(DownloadError, match="expected an address like https") as caught:
+        fetch(url, target)
+    assert "\n" not in str(caught.value) and not target.parent.exists()
+
+
+def test_no_way_from_https_to_http():
+    request = urllib.request.Request("https://host/file")
+    with pytest.raises(DownloadError, match="redirects to http://host/file, which is not https"):
+        download._Redirects().redirect_request(request, None, 302, "Found", {}, "http://host/file")
+
+
+@pytest.mark.parametrize("to", ["a\0b", "~nosuchuser/x"])
+def test_folder_that_no_file_system_has(to, capsys):
+    assert download.main(["ml-1m", "--to", to]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: --to: ") and error.count("\n") == 1
+
+
+def edited(content, *changes):
+    content = bytearray(content)
+    for position, value in changes:
+        content[position] = value
+    return bytes(content)
+
+
+def deflated():
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as z:
+        z.writestr("top/x", b"abc" * 9000)
+    return out.getvalue()
+
+
+CENTRAL = zip_of({"top/x": "abc"}).index(b"PK\1\2")
+BROKEN = {
+    "encrypted.zip": edited(zip_of({"top/x": "abc"}), (6, 1), (CENTRAL + 8, 1)),
+    "unknown-method.zip": edited(zip_of({"top/x": "abc"}), (8, 97), (CENTRAL + 10, 97)),
+    "corrupt.zip": edited(deflated(), (38, 0x55), (39, 0xAA)),
+    "truncated.zip": deflated()[:40],
+    "corrupt.tar.gz": edited(tar_of({"top/x": b"abc" * 9000}), (40, 0x55), (41, 0xAA)),
+    "truncated.tar.gz": tar_of({"top/x": b"abc" * 9000})[:60],
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_archives(tmp_path, name):
+    (tmp_path / name).write_bytes(BROKEN[name])
+    with pytest.raises(DownloadError, match=r"cannot be unpacked|encrypted") as caught:
+        download.extract(tmp_path / name, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_top_folder_that_is_a_link(tmp_path):
+    with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as t:
+        link = tarfile.TarInfo("top")
+        link.type, link.linkname = tarfile.SYMTYPE, "."
+        t.addfile(link)
+    with pytest.raises(DownloadError, match="expected one folder inside, got none"):
+        download.extract(tmp_path / "x.tar.gz", tmp_path / "out")
+
+
 def test_sources_are_well_formed():
     for name, source in SOURCES.items():
         assert source.format in FORMATS, name
         assert source.md5 is None or re.fullmatch("[0-9a-f]{32}", source.md5), name
+        assert source.url.startswith("https://"), name

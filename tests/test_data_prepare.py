@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import prepare
+from data import atomic, cache, prepare
+from data import lines as rows
 from data.datasets import FORMATS, DataError, load_dataset
 
 pl = pytest.importorskip("polars")  # raw files cannot be read without; the rest of the data layer can do without
@@ -237,10 +238,10 @@ GOOD = "7\t900\t5\t200\n" * 16
         ("", "raw.txt line 17: empty line"),
         ("\t900\t5\t1", "raw.txt line 17, column user: the value is missing"),
         ("7\tx\t5\t1", "raw.txt line 17, column item: expected an integer, got 'x'"),
-        ("7\t900\tgood\t1", "raw.txt line 17, column action: expected an integer >= 0, got 'good'"),
-        ("7\t900\t4.5\t1", "raw.txt line 17, column action: expected an integer >= 0, got '4.5'"),
-        ("7\t900\t-1\t1", "raw.txt line 17, column action: expected an integer >= 0, got '-1'"),
-        ("7\t900\tnan\t1", "raw.txt line 17, column action: expected an integer >= 0, got 'nan'"),
+        ("7\t900\tgood\t1", "raw.txt line 17, column action: expected an integer 0 to 5, got 'good'"),
+        ("7\t900\t4.5\t1", "raw.txt line 17, column action: expected an integer 0 to 5, got '4.5'"),
+        ("7\t900\t-1\t1", "raw.txt line 17, column action: expected an integer 0 to 5, got '-1'"),
+        ("7\t900\tnan\t1", "raw.txt line 17, column action: expected an integer 0 to 5, got 'nan'"),
         ("7 900 5 1", "raw.txt line 17: expected 4 columns, got 1"),
     ],
 )
@@ -294,7 +295,8 @@ def test_validator_for_every_format(load, name, text, complaint):
 @pytest.mark.parametrize("name", ["ml-100k", "csv"])
 def test_validator_far_into_the_file(load, monkeypatch, name):
     """The search goes block by block: line numbers must count on across blocks, quoted line ends included."""
-    monkeypatch.setattr(prepare, "BLOCK", 64)
+    monkeypatch.setattr(rows, "BLOCK", 64)
+    monkeypatch.setattr(rows, "SEARCH_BLOCK", 100)
     if name == "ml-100k":
         text, lines = GOOD * 20, 16 * 20
         bad = "1\t2\t3\tx\n"
@@ -349,7 +351,7 @@ def test_source_that_changes_meanwhile(load, monkeypatch, tmp_path):
 
 def test_validator_csv_action(load):
     message = error_of(load, "csv", CSV + "u,i,1,buy\n", columns={"action": "how"})
-    assert "line 3, column how: expected an integer >= 0, got 'buy'" in message
+    assert "line 3, column how: expected an integer 0 to 999999, got 'buy'" in message
 
 
 def test_validator_not_utf8(load):
@@ -365,7 +367,7 @@ def test_validator_not_utf8(load):
         ("timestamp", [1, None], "row 2, column timestamp: the value is missing"),
         ("timestamp", ["1", "2"], "column timestamp: expected integers or a datetime, got String"),
         ("item", [1.0, 2.0], "column item: expected integers or strings, got Float64"),
-        ("how", [0.0, 1.5], "row 2, column how: expected an integer >= 0, got '1.5'"),
+        ("how", [0.0, 1.5], "row 2, column how: expected an integer 0 to 999999, got '1.5'"),
     ],
 )
 def test_validator_parquet(tmp_path, load, column, values, complaint):
@@ -396,7 +398,7 @@ def test_options_that_are_wrong(tmp_path, load):
     assert "min_user_events: expected an integer >= 1, got 0" in error_of(load, "lines", "1 1\n", min_user_events=0)
     assert "are fixed" in error_of(load, "lines", "1 1\n", columns={"user": "u"})
     assert "did you mean item?" in error_of(load, "csv", CSV, columns={"itm": "u"})
-    assert "expected s or ms" in error_of(load, "csv", CSV, columns={"timestamp_unit": "days"})
+    assert "should be 's' or 'ms', got 'days'" in error_of(load, "csv", CSV, columns={"timestamp_unit": "days"})
     assert "named twice" in error_of(load, "csv", CSV, columns={"user": "item"})
     assert "belong to format synthetic" in error_of(load, "lines", "1 1\n", synthetic={"seed": 1})
     with pytest.raises(DataError, match="takes no path"):
@@ -446,7 +448,7 @@ def test_key_depends_on_content_and_options(load, count_reads, tmp_path):
     assert load("csv", file).fingerprint not in prints
 
 
-@pytest.mark.parametrize("column", [*prepare.COLUMNS, "meta"])
+@pytest.mark.parametrize("column", [*cache.COLUMNS, "meta"])
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
 def test_damaged_cache_is_rebuilt(load, count_reads, caplog, tmp_path, column, damage):
     expected = events(load("ml-100k", GOOD))
@@ -518,15 +520,15 @@ load_dataset("ml-100k", {str(file)!r}, cache_dir={str(tmp_path / "cache")!r})
 
 def test_two_writers_at_once(load, tmp_path, monkeypatch):
     """The slower of two processes finds the faster one's cache in its way and keeps it."""
-    publish, meta = prepare._publish, []
+    place, meta = atomic._place, []
 
-    def after_another(temporary, folder):
+    def after_another(temporary, folder, keep):
         if not folder.exists():
             shutil.copytree(temporary, folder)
             meta.append((folder / "meta.json").stat().st_ino)
-        publish(temporary, folder)
+        place(temporary, folder, keep)
 
-    monkeypatch.setattr(prepare, "_publish", after_another)
+    monkeypatch.setattr(atomic, "_place", after_another)
     assert load("ml-100k", GOOD).num_events == 16
     assert (folder_of(tmp_path) / "meta.json").stat().st_ino == meta[0]
     assert len(list((tmp_path / "cache").iterdir())) == 1

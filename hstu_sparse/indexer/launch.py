@@ -3,16 +3,15 @@
 Letters: T tokens of the batch, B sequences, N entries of the position table, K chosen tokens per query.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hstu_sparse.dense.bias import bucket_cells
 from hstu_sparse.jagged import sequence_ids
 from hstu_sparse.launch import INTERPRET, cdiv, next_power_of_2
+from hstu_sparse.time_buckets import device_cells
 
 # Copies of a table's gradient that atomic additions are spread over. Of the time buckets a few get most pairs.
 POSITION_COPIES, TIME_COPIES = 4, 64
@@ -33,13 +32,8 @@ NO_BIAS = Bias(None, None, None, None, None, 0)
 
 
 def kernel_bias(position, time, timestamps, query_timestamps) -> Bias:
-    cells = None if time is None else _cells(time.shape[0] - 1, time.device)
+    cells = None if time is None else device_cells(time.shape[0] - 1, time.device)
     return Bias(position, time, cells, timestamps, query_timestamps, 0 if position is None else position.shape[0])
-
-
-@functools.lru_cache(maxsize=64)
-def _cells(num_buckets: int, device: torch.device) -> Tensor:
-    return bucket_cells(num_buckets).to(device)
 
 
 def token_begins(seq_offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,10 @@ for none), the cells that find buckets, the tokens' times and N.
 import triton
 import triton.language as tl
 
-from hstu_sparse.dense.bias import CELL_BITS
+from hstu_sparse.time_buckets import bucket_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-_SHIFT, _BASE = tl.constexpr(23 - CELL_BITS), tl.constexpr(127 << CELL_BITS)
 
 
 @triton.jit
@@ -29,15 +28,6 @@ def chosen_tokens(indices, row, start, last, K, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def time_buckets(difference, cells):
-    """Buckets of int64 differences in seconds, exact. cells: see `bucket_cells`."""
-    x = tl.abs(difference).to(tl.float32)
-    index = (tl.maximum(x, 1.0).to(tl.int32, bitcast=True) >> _SHIFT) - _BASE
-    edge = tl.load(cells + 2 * index).to(tl.float32, bitcast=True)
-    return tl.load(cells + 2 * index + 1) + (x >= edge).to(tl.int32)
-
-
-@triton.jit
 def pair_bias(distance, seen, asked, known, position, time, cells, positions):
     """(biases fp32, time buckets) of pairs: of any shape, that of `distance` = t - s and of `seen`, those to look up.
 
@@ -48,7 +38,7 @@ def pair_bias(distance, seen, asked, known, position, time, cells, positions):
     if position is not None:
         bias += tl.load(position + distance, mask=seen & (distance < positions), other=0.0).to(tl.float32)
     if time is not None:
-        bucket = tl.where(seen, time_buckets(asked - known, cells), 0)
+        bucket = tl.where(seen, bucket_of(tl.abs(asked - known).to(tl.float32), cells), 0)
         bias += tl.load(time + bucket).to(tl.float32)
     return bias, bucket
 

@@ -1,0 +1,131 @@
+"""Folders and files that appear whole or not at all, whenever the process is killed and whatever goes wrong on the way.
+
+The one writer of folders: for prepared caches, unpacked archives and checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # what a rename onto something that exists answers
+ATTEMPTS = 10  # each needs another process that replaces the very same folder at the very same moment
+
+
+@contextlib.contextmanager
+def replace_folder(folder: Path, keep: Callable[[Path], bool] | None = None) -> Iterator[Path]:
+    """Yields an empty folder beside `folder`; at the end of the block its content is synced and takes that place.
+
+    What stood there (a folder, a file, a link) steps aside first and is removed at last: a crash in between leaves it
+    where `find_folder` looks. After an error in the block `folder` is as before, and no temporary folder is left.
+
+    keep: asked when something stands there at the end; true leaves it and drops what was written (another process was
+    faster, and its result is as good).
+
+    Raises OSError when the disk is full or the place cannot be written.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _beside(folder)
+    temporary.mkdir()
+    try:
+        yield temporary
+        _sync_tree(temporary)
+        _place(temporary, folder, keep)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def find_folder(folder: Path) -> Path:
+    """`folder`, or what stepped aside for one that was never put in place: there was a crash between the two moves."""
+    aside = _aside(folder)
+    return aside if not os.path.lexists(folder) and aside.exists() else folder
+
+
+def put_back(folder: Path) -> None:
+    """Gives what stepped aside before a crash its name again, so that nobody needs `find_folder`."""
+    if (found := find_folder(folder)) != folder:
+        os.rename(found, folder)
+
+
+def replace_file(file: Path, text: str) -> None:
+    """The file with this content, in UTF-8, whole or not at all, and on the disk when this returns."""
+    temporary = _beside(file)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        _sync(temporary)
+        os.replace(temporary, file)
+        _sync(file.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sweep(parent: Path, name: str = "*", older_than: float = 6 * 3600) -> None:
+    """Removes the temporary folders and files that killed processes left beside `name`; a younger one may belong to a
+    process at work."""
+    for leftover in parent.glob(f".{name}.tmp-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - leftover.stat().st_mtime >= older_than:
+                _remove(leftover)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _place(temporary: Path, folder: Path, keep: Callable[[Path], bool] | None) -> None:
+    aside = _aside(folder)
+    for _ in range(ATTEMPTS):
+        try:
+            os.rename(temporary, folder)
+            break
+        except OSError as error:
+            if error.errno not in OCCUPIED:
+                raise
+        if keep is not None and keep(folder):
+            return
+        # A folder cannot be replaced in one move. What stands aside from an earlier crash is older than this one.
+        _remove(aside)
+        with contextlib.suppress(FileNotFoundError):  # another process has moved it meanwhile
+            os.rename(folder, aside)
+    else:
+        raise OSError(errno.EBUSY, "other processes keep replacing it", str(folder))
+    _sync(folder.parent)
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync_tree(folder: Path) -> None:
+    """Without it a power cut after the rename can leave files of the right name and no content."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(root, name))
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    if path.is_symlink():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot sync folders
+            raise
+    finally:
+        os.close(handle)

@@ -1,0 +1,172 @@
+"""The prepared form of a data set: a folder with one .npy file per column and meta.json.
+
+numpy alone. Whatever a folder holds, `read_cache` gives a data set that keeps what `Dataset` promises, or CacheError.
+
+Letters: E events, U users.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from .atomic import replace_folder, sweep
+from .types import Dataset, shown
+
+LAYOUT = 2  # raise it when the files are laid out differently; what they hold has a version of its own (prepare.py)
+COLUMNS = ("items", "timestamps", "actions", "user_offsets", "user_ids", "item_ids")
+INTEGERS = {"items": np.int32, "timestamps": np.int64, "actions": np.int32, "user_offsets": np.int64}
+META = {
+    "layout": int,
+    "name": str,
+    "format": str,
+    "options": dict,
+    "fingerprint": str,
+    "has_timestamps": bool,
+    "num_users": int,
+    "num_items": int,
+    "num_events": int,
+    "files": dict,
+}
+
+
+class CacheError(Exception):
+    """A cache folder that is missing something or damaged."""
+
+
+def write_cache(dataset: Dataset, folder: Path, meta: dict) -> None:
+    """The dataset as `folder`, whole or not at all; `meta` is kept beside it. OSError when the disk is full, say."""
+    sweep(folder.parent, folder.name)
+    with replace_folder(folder, keep=_is_good) as temporary:
+        files = {}
+        for column in COLUMNS:
+            array = getattr(dataset, column)
+            if array is None:
+                continue
+            file = temporary / f"{column}.npy"
+            np.save(file, array, allow_pickle=False)
+            files[column] = {"size": file.stat().st_size, "crc32": _file_crc32(file)}
+        meta = {
+            **meta,
+            "layout": LAYOUT,
+            "name": dataset.name,
+            "fingerprint": dataset.fingerprint,
+            "has_timestamps": dataset.has_timestamps,
+            "num_users": dataset.num_users,
+            "num_items": dataset.num_items,
+            "num_events": dataset.num_events,
+            "files": files,
+        }
+        text = json.dumps(meta | {"crc32": _meta_crc32(meta)}, indent=1)
+        (temporary / "meta.json").write_text(text, encoding="utf-8")
+
+
+def read_cache(folder: Path, fingerprint: str | None = None) -> tuple[Dataset, dict]:
+    """The data set, its columns memory-mapped, and meta.json; CacheError when anything is off with them."""
+    meta = _read_meta(folder)
+    if fingerprint is not None and meta["fingerprint"] != fingerprint:
+        raise CacheError("fingerprint differs")
+    arrays = dict.fromkeys(COLUMNS)
+    for column, expected in meta["files"].items():
+        arrays[column] = _read_column(folder, column, expected)
+    if missing := [c for c in COLUMNS if arrays[c] is None and c != "actions"]:
+        raise CacheError(f"no column {', '.join(missing)}")
+    dataset = Dataset(
+        name=meta["name"], has_timestamps=meta["has_timestamps"], fingerprint=meta["fingerprint"], **arrays
+    )
+    for key in ("num_users", "num_items", "num_events"):
+        if meta[key] != getattr(dataset, key):
+            raise CacheError(f"meta.json says {key}={meta[key]}, the columns hold {getattr(dataset, key)}")
+    _check(dataset)
+    return dataset, meta
+
+
+def _is_good(folder: Path) -> bool:
+    try:
+        read_cache(folder)
+        return True
+    except CacheError:
+        return False
+
+
+def _read_meta(folder: Path) -> dict:
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CacheError(f"meta.json: {type(error).__name__}: {shown(error, 200)}") from error
+    if not isinstance(meta, dict):
+        raise CacheError(f"meta.json: expected an object, got {type(meta).__name__}")
+    if meta.get("layout") != LAYOUT:
+        raise CacheError(f"meta.json: layout {shown(meta.get('layout'))}, expected {LAYOUT}")
+    for key, kind in META.items():
+        if not isinstance(meta.get(key), kind):
+            raise CacheError(f"meta.json: {key}: expected {kind.__name__}, got {shown(repr(meta.get(key)))}")
+    if meta.pop("crc32", None) != _meta_crc32(meta):
+        raise CacheError("meta.json: wrong checksum")
+    if unknown := meta["files"].keys() - set(COLUMNS):
+        raise CacheError(f"meta.json: unknown column {shown(min(unknown))}")
+    return meta
+
+
+def _read_column(folder: Path, column: str, expected: object) -> np.ndarray:
+    file = folder / f"{column}.npy"
+    if not isinstance(expected, dict) or expected.keys() != {"size", "crc32"}:
+        raise CacheError(f"meta.json: files.{column}: expected size and crc32")
+    try:
+        size = file.stat().st_size
+        if size != expected["size"]:
+            raise CacheError(f"{file.name}: expected {expected['size']} bytes, got {size}")
+        if _file_crc32(file) != expected["crc32"]:
+            raise CacheError(f"{file.name}: wrong checksum")
+        # "c": torch wants writable memory; what is written there stays out of the file.
+        array = np.load(file, mmap_mode="c", allow_pickle=False).view(np.ndarray)
+    except (OSError, ValueError, TypeError, EOFError, SyntaxError) as error:  # the last two: a header that is no Python
+        raise CacheError(f"{file.name}: {type(error).__name__}: {shown(error, 200)}") from error
+    if array.ndim != 1:
+        raise CacheError(f"{file.name}: expected one dimension, got shape {list(array.shape)}")
+    if column in INTEGERS:
+        if array.dtype != INTEGERS[column]:
+            raise CacheError(f"{file.name}: expected {np.dtype(INTEGERS[column])}, got {array.dtype}")
+    elif array.dtype != np.int64 and array.dtype.kind != "U":
+        raise CacheError(f"{file.name}: expected int64 or text, got {array.dtype}")
+    return array
+
+
+def _check(dataset: Dataset) -> None:
+    """What `Dataset` promises, so that a hostile cache is found here and not by an index out of range in training."""
+    events, offsets = dataset.num_events, dataset.user_offsets
+    for column in ("timestamps", "actions"):
+        array = getattr(dataset, column)
+        if array is not None and len(array) != events:
+            raise CacheError(f"{column}.npy: expected {events} values, one for each item, got {len(array)}")
+        if array is not None and events and array.min() < 0:
+            raise CacheError(f"{column}.npy: a negative value")
+    if events and not 0 <= dataset.items.min() <= dataset.items.max() < dataset.num_items:
+        raise CacheError(f"items.npy: expected 0..{dataset.num_items - 1}")
+    if (
+        len(offsets) != dataset.num_users + 1
+        or offsets[0] != 0
+        or offsets[-1] != events
+        or (np.diff(offsets) < 0).any()
+    ):
+        raise CacheError(f"user_offsets.npy: expected {dataset.num_users + 1} values rising from 0 to {events}")
+    if not dataset.has_timestamps and dataset.timestamps.any():
+        raise CacheError("meta.json says has_timestamps=false, and timestamps.npy has some")
+    falls = np.flatnonzero(dataset.timestamps[1:] < dataset.timestamps[:-1]) + 1
+    if len(falls) and not np.isin(falls, offsets).all():
+        raise CacheError("timestamps.npy: a user's events are out of order")
+
+
+def _file_crc32(file: Path) -> int:
+    crc = 0
+    with open(file, "rb") as f:
+        while chunk := f.read(1 << 22):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def _meta_crc32(meta: dict) -> int:
+    return zlib.crc32(json.dumps(meta, sort_keys=True).encode())

@@ -1,0 +1,60 @@
+"""The k-core of a data set: users and items with too few events, dropped until none is left to drop.
+
+numpy alone; letters: E events, U users.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import numpy as np
+
+from .types import DataError, Dataset
+
+
+def k_core(users: np.ndarray, items: np.ndarray, min_user_events: int, min_item_events: int) -> np.ndarray:
+    """Indices [<=E], ascending, of the events left once no user and no item has too few (duplicates count)."""
+    index = np.arange(len(users))
+    while len(index):
+        few_users = np.bincount(users) < min_user_events
+        few_items = np.bincount(items) < min_item_events
+        drop = few_users[users] | few_items[items]
+        if not drop.any():
+            break
+        index, users, items = index[~drop], users[~drop], items[~drop]
+    return index
+
+
+def filter_dataset(dataset: Dataset, *, min_user_events: int, min_item_events: int) -> Dataset:
+    """The dataset's k-core, with users and items numbered anew in their old order. DataError when nothing is left."""
+    if min_user_events <= 1 and min_item_events <= 1:
+        return dataset
+    users = np.repeat(np.arange(dataset.num_users, dtype=np.int32), np.diff(dataset.user_offsets))
+    index = k_core(users, dataset.items, min_user_events, min_item_events)
+    if not len(index):
+        raise DataError(
+            f"{dataset.name}: no event is left with min_user_events={min_user_events} and "
+            f"min_item_events={min_item_events}; lower them"
+        )
+    user_events = np.bincount(users[index], minlength=dataset.num_users)
+    item_events = np.bincount(dataset.items[index], minlength=dataset.num_items)
+    new_item = np.cumsum(item_events > 0, dtype=np.int64) - 1
+    key = f"{dataset.fingerprint}/{min_user_events}/{min_item_events}"
+    return dataclasses.replace(
+        dataset,
+        items=new_item[dataset.items[index]].astype(np.int32),
+        timestamps=dataset.timestamps[index],
+        actions=None if dataset.actions is None else dataset.actions[index],
+        user_offsets=offsets_of(user_events[user_events > 0]),
+        user_ids=dataset.user_ids[user_events > 0],
+        item_ids=dataset.item_ids[item_events > 0],
+        fingerprint=hashlib.sha256(key.encode()).hexdigest(),
+    )
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """lengths [n] -> offsets [n+1] int64."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

@@ -1,0 +1,102 @@
+"""The options that a user may give a source: columns of an own file, sizes of the generated data.
+
+They are part of the run's configuration (`data.columns`, `data.synthetic`): an unknown one, a wrong type or value is
+answered like any other key.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .types import DataError, did_you_mean, shown
+
+MOST_EVENTS = 2 * 10**9  # generated ones; their arrays would take some 24 GB
+MOST_ITEMS = 10**7
+
+
+class Options(BaseModel):
+    """No unknown keys, no conversions between types, no infinities, no changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Columns(Options):
+    """The columns of a csv or parquet file by their names in it; `timestamp: ""` says that it has no times and is in
+    time order already; `timestamp_unit` is that of integers, "s" or "ms"."""
+
+    user: str = Field("user", min_length=1)
+    item: str = Field("item", min_length=1)
+    timestamp: str = "timestamp"
+    action: str | None = Field(None, min_length=1)
+    timestamp_unit: Literal["s", "ms"] = "s"
+
+    def by_role(self) -> dict[str, str]:
+        """role -> column, in a fixed order and without what the source has none of."""
+        roles = {"user": self.user, "item": self.item, "timestamp": self.timestamp, "action": self.action}
+        return {role: column for role, column in roles.items() if column}
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        names = list(self.by_role().values())
+        if doubled := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"column {doubled[0]!r} is named twice")
+        return self
+
+
+class SyntheticOptions(Options):
+    """num_users, num_items, num_clusters; mean_length and min_length of a history (events, capped at max_length);
+    num_successors of an item; num_homes: home clusters of a user; session_length: mean events of a session;
+    noise: share of events drawn by popularity alone; zipf: exponent of the popularity skew."""
+
+    num_users: int = Field(2000, ge=1, le=10**9)
+    num_items: int = Field(1000, ge=2, le=MOST_ITEMS)
+    num_clusters: int = Field(50, ge=1)
+    mean_length: float = Field(40.0, ge=1)
+    min_length: int = Field(5, ge=1)
+    max_length: int = Field(400, ge=1)
+    num_successors: int = Field(4, ge=1, le=1000)
+    num_homes: int = Field(3, ge=1, le=1000)
+    session_length: float = Field(8.0, ge=1)
+    noise: float = Field(0.1, ge=0, le=1)
+    zipf: float = Field(0.9, ge=0, le=10)
+    seed: int = Field(0, ge=0, lt=2**63)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.num_clusters > self.num_items:
+            raise ValueError(f"num_clusters={self.num_clusters} is more than num_items={self.num_items}")
+        if not self.min_length <= self.mean_length <= self.max_length:
+            raise ValueError(
+                f"mean_length={self.mean_length:g} must lie between min_length={self.min_length} and "
+                f"max_length={self.max_length}"
+            )
+        if self.num_users * self.mean_length > MOST_EVENTS:
+            raise ValueError(
+                f"num_users={self.num_users} of mean_length={self.mean_length:g} are more than {MOST_EVENTS:,} events"
+            )
+        return self
+
+
+Kind = TypeVar("Kind", bound=Options)
+
+
+def parse_options(kind: type[Kind], values: dict | Kind | None, where: str) -> Kind:
+    """`values` checked; DataError, in one line, names everything that is wrong with them below the key `where`."""
+    if isinstance(values, kind):
+        return values
+    try:
+        return kind.model_validate(values or {})
+    except ValidationError as error:
+        raise DataError("; ".join(_explain(item, kind, where) for item in error.errors())) from None
+
+
+def _explain(item: dict, kind: type[Options], where: str) -> str:
+    key = ".".join([where, *map(str, item["loc"])])
+    if item["type"] == "extra_forbidden":
+        known = kind.model_fields
+        return f"{key}: unknown key{did_you_mean(item['loc'][-1], known) or ', known here: ' + ', '.join(known)}"
+    if item["type"] == "value_error":
+        return f"{key}: {item['ctx']['error']}"
+    return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {shown(repr(item['input']))}"

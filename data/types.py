@@ -1,0 +1,68 @@
+"""What all of `data` shares: the type of a data set, the error, and the answer to a misspelt name.
+
+Letters: E events, U users. An event is "user u met item i at time t"; its action (a rating, a click) is optional.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+class DataError(ValueError):
+    """Something is wrong with the user's data or data options. `str(error)` is one line that says what and where."""
+
+
+@dataclass(frozen=True, eq=False)  # eq=False: identity hash, so that device copies can be kept per dataset
+class Dataset:
+    """All events, flat: users one after another, each user's events in time order (ties in file order).
+
+    items         [E] int32, 0 .. num_items-1
+    timestamps    [E] int64, seconds; zeros when the source has none (`has_timestamps` is False)
+    actions       [E] int32 codes >= 0, or None
+    user_offsets  [U+1] int64: the events of user u are user_offsets[u] .. user_offsets[u+1]-1
+    user_ids      [U] original ids, int64 or str, ascending
+    item_ids      [num_items] original ids, int64 or str, ascending
+    fingerprint   hex; changes with the source's content and with the options
+
+    The arrays are copy-on-write memory maps of the cache (writing into one never reaches the file) or, for
+    `synthetic`, live in memory.
+    """
+
+    name: str
+    items: np.ndarray
+    timestamps: np.ndarray
+    actions: np.ndarray | None
+    user_offsets: np.ndarray
+    user_ids: np.ndarray
+    item_ids: np.ndarray
+    has_timestamps: bool
+    fingerprint: str
+
+    @property
+    def num_users(self) -> int:
+        return len(self.user_ids)
+
+    @property
+    def num_items(self) -> int:
+        return len(self.item_ids)
+
+    @property
+    def num_events(self) -> int:
+        return len(self.items)
+
+
+def did_you_mean(name: object, known: Iterable) -> str:
+    """`, did you mean x?` for a misspelt name, else the empty string."""
+    close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def shown(value: object, most: int = 60) -> str:
+    """A name or value of the user's as it can stand in an error of one line: printable, not too long."""
+    text = str(value)
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= most else text[: most - 3] + "..."
