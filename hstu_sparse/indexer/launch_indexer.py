@@ -96,7 +96,8 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
         if capacity < T:
             topk.lightning_indexer_refill_kernel[(T,)](
                 iq, ik, w, begins, places, candidates, counts, *bias, *strides, first * ROWS, rows, capacity, top_k,
-                **heads, BJ=padded_head(J), BLOCK=key_block(iq.dtype, BE), SIZE=SIZE, num_warps=max(4, warps), num_stages=2,
+                **heads, BJ=padded_head(J), BLOCK=key_block(iq.dtype, BE), SIZE=SIZE, num_warps=max(4, warps),
+                num_stages=2,
             )  # fmt: skip
         topk.lightning_indexer_finish_kernel[(T,)](
             begins, places, candidates, counts, scores, indices, first * ROWS, rows, capacity, top_k, SIZE=SIZE,
