@@ -490,8 +490,11 @@ def test_the_configuration_knows_the_kernels_limit(change, message):
 
 
 def test_the_indexer_finds_what_was_planted():
-    """In the first half of a sequence stand 8 tokens of each topic, in the second queries for a topic: these 8 are what
-    the attention weighs most. The indexer sees random codes of topic and role, and has to learn which keys they mean."""
+    """In the first half of a sequence stand 8 tokens of each topic, in the second half queries for a topic.
+
+    These 8 are what the attention weighs most. The indexer sees random codes of topic and role, and has to learn which
+    keys they mean.
+    """
     torch.manual_seed(0)
     topics, top_k, size, sequences = 5, 8, 16, 3
     half = topics * top_k

@@ -38,6 +38,7 @@ class Sizes(NamedTuple):
     BLOCK: int  # keys of a tile
     HEADS: int  # index heads in one product
     num_warps: int
+    num_stages: int = 3
 
 
 @functools.cache
@@ -91,7 +92,7 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
             )
         topk.lightning_indexer_collect_kernel[(slots,)](
             iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, top_k,
-            CAPACITY=capacity, **heads, **tile, num_stages=3,
+            CAPACITY=capacity, **heads, **tile, num_stages=size.num_stages,
         )  # fmt: skip
         if capacity < T:
             topk.lightning_indexer_refill_kernel[(T,)](
