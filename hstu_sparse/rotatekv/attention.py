@@ -227,9 +227,7 @@ def rotatekv_attention_fwd_kernel(
         )  # fmt: skip
         row_begin = b.to(tl.int64) * S if PACKED else begin
         # Sinks are few: copies in flight would take more shared memory than they save time.
-        for tile in tl.range(
-            split * per, tl.minimum(tiles, split * per + per), num_stages=1 if PACKED else None
-        ):
+        for tile in tl.range(split * per, tl.minimum(tiles, split * per + per), num_stages=1 if PACKED else None):
             position = tile * R + tl.arange(0, R)
             inside = position < plain
             scores = tl.zeros([R, COLUMNS], tl.float32)

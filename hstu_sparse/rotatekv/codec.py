@@ -43,8 +43,8 @@ def quick_fields(
     The codes go to the top of the mantissa of 2 ** PLANE, where a step is worth 1.
     """
     CHUNK: tl.constexpr = COUNT if COUNT < 4 else 4
-    MANTISSA: tl.constexpr = 10 if DTYPE == tl.float16 else 7
-    BIAS: tl.constexpr = 15 if DTYPE == tl.float16 else 127
+    MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
+    BIAS: tl.constexpr = 15 if tl.float16 == DTYPE else 127
     MASK: tl.constexpr = (((1 << PLANE) - 1) << (MANTISSA - PLANE)) * 0x10001
     ONE: tl.constexpr = ((BIAS + PLANE) << MANTISSA) * 0x10001
     place = PLANE * tl.arange(0, WIDTH // (2 * COUNT))[None, None, :, None]
@@ -85,7 +85,7 @@ def load_kept(
 ):
     """Codes [R, BW] of DTYPE of the channels that `kept` (int32 0 or 1) marks, else 0.
 
-    row: [R] of WORDS words each, which hold KEPT codes one after another; before: [R], how many stand before this block.
+    row: [R] of WORDS words each, which hold KEPT codes one after another; before: [R], those ahead of this block.
     """
     rank = before[:, None] + tl.cumsum(kept, 1) - kept
     wanted = mask[:, None] & (kept != 0)
@@ -160,7 +160,7 @@ def encode(x, scale, zero, LEVELS: tl.constexpr):
 
 @triton.jit
 def greatest(x, KEPT: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr):
-    """int32 0 or 1 for each of x, a tuple of blocks [R, BW]: the KEPT greatest magnitudes of a token, ties to the first.
+    """int32 0 or 1 for each of x, a tuple of blocks [R, BW]: a token's KEPT greatest magnitudes, ties to the first.
 
     The bits of a magnitude grow with it: the least that is kept is found bit by bit.
     """

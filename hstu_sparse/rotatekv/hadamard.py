@@ -13,7 +13,7 @@ from hstu_sparse.registration import Operator
 from hstu_sparse.rotatekv.codec import sign
 from hstu_sparse.validation import check_kernel
 
-ELEMENTS = 4096  # of a program
+ELEMENTS = 2048  # of a program, where a row has no more
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -59,7 +59,8 @@ def _forward(x):
     outer, inner = factors(n)
     rows = max(1, ELEMENTS // (outer * inner))
     hadamard_transform_fwd_kernel[(cdiv(total, rows * outer * inner),)](
-        x, out, total, n**-0.5, N=n, OUTER=outer, INNER=inner, ROWS=rows, PRECISION="ieee", num_warps=4,
+        x, out, total, n**-0.5, N=n, OUTER=outer, INNER=inner, ROWS=rows, PRECISION="ieee",
+        num_warps=8 if outer * inner > ELEMENTS else 4,
     )  # fmt: skip
     return out
 
