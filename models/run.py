@@ -8,6 +8,7 @@ import torch
 from data.batches import Batches
 from data.datasets import Dataset, load_dataset
 from data.splits import Splits, make_splits, train_item_counts
+from hstu_sparse.validation import choose_backend
 from models.checkpoint import CheckpointError, Progress, checkpoints, exists, load_folder
 from models.config import ConfigError, RunConfig, differences
 from models.hstu import SequenceModel
@@ -36,6 +37,7 @@ def open_data(config: RunConfig) -> Data:
         raise ConfigError("device: cuda was asked for, but torch finds no GPU (make doctor says why)")
     if config.threads:
         torch.set_num_threads(config.threads)
+    check_backends(config, torch.device(kind))
     c = config.data
     dataset = load_dataset(
         c.format,
@@ -55,6 +57,15 @@ def open_data(config: RunConfig) -> Data:
         test_fraction=c.test_fraction,
     )
     return Data(dataset, splits, torch.device(kind), config)
+
+
+def check_backends(config: RunConfig, device: torch.device) -> None:
+    """Whether the kernels that the configuration insists on can run on the device; ConfigError."""
+    for layer in config.model.attention:
+        try:
+            choose_backend(getattr(layer, "backend", "auto"), torch.empty(0, device=device), "model.attention.backend")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 def check_data(config: RunConfig, dataset: Dataset) -> None:

@@ -20,18 +20,14 @@ import triton.language as tl
 from hstu_sparse.rotatekv.codec import butterfly, sign
 from hstu_sparse.rotatekv.decode import load_keys, load_values, restored_blocks
 from hstu_sparse.tiles import locate, silu
-
-# The table of time buckets: `hstu_sparse.dense.bias.bucket_cells`.
-CELL_SHIFT, CELL_BASE = tl.constexpr(20), tl.constexpr(127 << 3)
+from hstu_sparse.time_buckets import bucket_of
 
 
 @triton.jit
 def time_bias(table, cells, asked, seen):
     """Bias [R, columns] of times asked [columns] and seen [R], int64 seconds."""
     difference = tl.abs(asked[None, :] - seen[:, None]).to(tl.float32)
-    cell = (tl.maximum(difference, 1.0).to(tl.int32, bitcast=True) >> CELL_SHIFT) - CELL_BASE
-    edge = tl.load(cells + 2 * cell).to(tl.float32, bitcast=True)
-    return tl.load(table + tl.load(cells + 2 * cell + 1) + (difference >= edge).to(tl.int32)).to(tl.float32)
+    return tl.load(table + bucket_of(difference, cells)).to(tl.float32)
 
 
 @triton.jit

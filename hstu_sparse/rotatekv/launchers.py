@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hstu_sparse.dense.bias import bucket_cells
 from hstu_sparse.launch import cdiv, next_power_of_2, padded_head, precision
 from hstu_sparse.registration import Operator
 from hstu_sparse.relative_bias import RelativeBias
@@ -19,6 +18,7 @@ from hstu_sparse.rotatekv.cache import RotateKVCache
 from hstu_sparse.rotatekv.decode import rotatekv_decompress_kernel, rotatekv_round_trip_kernel
 from hstu_sparse.rotatekv.encode import rotatekv_compress_kernel
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
+from hstu_sparse.time_buckets import device_cells
 from hstu_sparse.validation import check_kernel
 
 LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}  # what a 16-bit type's mantissa holds beside its first bit
@@ -160,11 +160,6 @@ def rope_table(base: float, half: int, first: int, step: int, count: int, device
     return torch.stack((angle.cos(), angle.sin()), 1).float().to(device)
 
 
-@functools.lru_cache(maxsize=16)
-def cells(buckets: int, device: torch.device) -> Tensor:
-    return bucket_cells(buckets).to(device)
-
-
 class Plain(NamedTuple):
     """Keys [T, H, D] and values [T, H, V] that are not packed, of the sequences that seq_offsets [B+1] gives."""
 
@@ -256,7 +251,7 @@ def attention(
         packed.get("k_codes"), packed.get("k_scales"), packed.get("k_zeros"), packed.get("k_bitmap"),
         packed.get("v_codes"), packed.get("v_scales"), packed.get("v_zeros"),
         plain_k, plain_k.stride(0), plain_k.stride(1), plain_v, plain_v.stride(0), plain_v.stride(1),
-        bias.position, bias.time, cells(bias.time.shape[0] - 1, q.device) if timed else None,
+        bias.position, bias.time, device_cells(bias.time.shape[0] - 1, q.device) if timed else None,
         bias.timestamps if timed else None, bias.query_timestamps if timed else None, *rope,
         part, part_lse, sequences, sinks, queries, splits, alpha, layout.keys.channels**-0.5, 1.0 / max_seq_len,
         **constants, OFFSET=code_offset(layout.options.bits, q.dtype, layout.sparse), PACKED=cache is not None,
