@@ -115,7 +115,7 @@ def serve_from_cache(model: nn.Module, **options) -> CacheSize:
         inner = layer.attention
         if not isinstance(inner, SERVED):
             raise ServingError(
-                f"layer {place} ({inner.config.kind}) cannot be served from a cache, only dense, rotatekv and softmax can"
+                f"layer {place} ({inner.config.kind}) cannot be served from a cache: dense, rotatekv and softmax can"
             )
         if getattr(inner.config, "window_size", 0):
             raise ServingError(f"layer {place} has window_size={inner.config.window_size}, a cache has no window")

@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
+from benchmarks import kv_cache
 from models.config import ModelConfig
 from models.hstu import SequenceModel
 from models.serving import ServingError, serve_from_cache
@@ -128,6 +130,21 @@ def test_kind_refuses_heads_when_the_configuration_is_loaded():
         make_model(ROTATE, embedding_dim=50)
 
 
+def compared(out):
+    """benchmarks/kv_cache.py on the run, as if benchmarks/quality.py had made it."""
+    (out / "runs").mkdir()
+    (out / "ranks").mkdir()
+    (out / "run").rename(out / "runs" / "small-1")
+    for sinks in (0, 20):
+        kv_cache.rank(out / "runs" / "small-1", out, "test", {"bits": 2, "sink_tokens": sinks})
+    np.save(out / "ranks" / "small-1.npy", np.load(out / "ranks" / "small+2bit+20sinks-1.npy"))
+    rows = {name: (size, value) for name, size, value in kv_cache.table(out)}
+    assert rows["small+2bit"][0] < rows["small+2bit+20sinks"][0] and rows["small+2bit"][0] < rows["small"][0]
+    assert rows["small"][1] == pytest.approx(rows["small+2bit+20sinks"][1])
+    kv_cache.plot(list(kv_cache.table(out)), out / "plot.png")
+    (out / "runs" / "small-1").rename(out / "run")
+
+
 def test_command_line(tmp_path):
     assert start(tmp_path / "run", "model.num_heads=2", "model.attention={kind: rotatekv}").returncode == 0
     found = {}
@@ -139,6 +156,7 @@ def test_command_line(tmp_path):
     assert "kv_cache" not in found[False]
     assert found[True]["kv_cache"]["bits"] == 4 and found[True]["kv_cache"]["bytes_per_user"] > 0
     assert found[True]["popularity"] == found[False]["popularity"]
+    compared(tmp_path)
     for more, message in (
         (["--bits", "2"], "--bits is an option of --kv-cache"),
         (["--kv-cache", "rotatekv", "--bits", "5"], "bits must be one of 2, 3, 4, 8"),
