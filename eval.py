@@ -15,7 +15,9 @@ from rich.console import Console
 from data.datasets import DataError
 from models.checkpoint import CheckpointError, load_weights
 from models.config import ConfigError, load_config
+from models.folder import FolderError, access, check_run, write_text
 from models.metrics import ranking_metrics
+from models.monitor import explain_faults
 from models.report import print_result
 from models.retrieval import mask_seen, model_scorer, rank_targets, sampled_candidates, seen_by, top_items
 from models.run import Data, build_model, check_fingerprint, final_weights, judge, open_data
@@ -25,12 +27,11 @@ console = Console()
 
 def open_run(folder: Path, overrides: list[str]):
     """(config, data, model) of a run folder, the model with its final weights."""
-    if not (folder / "config.yaml").exists():
-        raise ConfigError(f"{folder}: not a run folder (no config.yaml)")
+    check_run(folder)
     config = load_config(folder / "config.yaml", overrides)
     weights, facts, source = final_weights(folder)
     data = open_data(config)
-    check_fingerprint(facts, data, folder)
+    check_fingerprint(facts.get("fingerprint"), data, folder)
     model = build_model(config, data)
     load_weights(model, weights, source)
     return config, data, model, {"weights": source.name, "epoch": facts["epoch"]}
@@ -64,8 +65,23 @@ def predict(config, data: Data, model, split: str, k: int, out: Path) -> int:
             "score": values.ravel(),
         }
     ).filter(pl.col("score").is_finite())  # a user who has seen nearly everything has fewer than k left
-    frame.write_parquet(out)
+    with access(out, "written"):
+        frame.write_parquet(out)
     return len(frame)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """ConfigError for values of the command line that nothing can be done with."""
+    if options.top_k < 1 or (options.sampled is not None and options.sampled < 1):
+        raise ConfigError("--top-k and --sampled take a whole number of at least 1")
+    if not 0 <= options.seed < 2**63:
+        raise ConfigError(f"--seed: expected 0 to {2**63 - 1}, got {options.seed}")
+    if options.predict:
+        # Nothing but an earlier file of predictions is ever written over.
+        if options.predict.suffix != ".parquet" or options.predict.is_dir():
+            raise ConfigError(f"--predict {options.predict}: expected the name of a file that ends in .parquet")
+        if not options.predict.absolute().parent.is_dir():
+            raise ConfigError(f"{options.predict.parent}: no such folder")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,11 +95,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sampled candidates")
     options = parser.parse_intermixed_args(arguments)
     try:
-        if options.top_k < 1 or (options.sampled is not None and options.sampled < 1):
-            raise ConfigError("--top-k and --sampled take a whole number of at least 1")
-        if options.predict and not options.predict.resolve().parent.is_dir():
-            raise ConfigError(f"{options.predict.parent}: no such folder")
+        check_options(options)
         config, data, model, source = open_run(options.run, options.overrides)
+        if options.sampled and options.sampled > data.dataset.num_items:
+            raise ConfigError(f"--sampled {options.sampled}: there are {data.dataset.num_items} items")
         if getattr(data.splits, options.split) is None:
             raise ConfigError(f"--split {options.split}: protocol {config.data.protocol} has no such split")
         result = judge(config, model, data, options.split) | source | {"notes": data.splits.notes}
@@ -97,16 +112,17 @@ def main(arguments: list[str] | None = None) -> int:
             result["sampled"] = {"label": label, "seed": options.seed, **ranking_metrics(ranks)}
         print_result(console, config, result)
         path = options.run / f"eval-{options.split}.json"
-        path.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        write_text(path, json.dumps(result, indent=1))
         console.print(f"Written: {path}")
         if options.predict:
             rows = predict(config, data, model, options.split, options.top_k, options.predict)
             console.print(f"Written: {options.predict} ({rows:,} rows)")
         return 0
-    except (ConfigError, DataError, CheckpointError) as error:
+    except (ConfigError, DataError, CheckpointError, FolderError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
+    explain_faults()
     sys.exit(main())

@@ -1,7 +1,7 @@
 """Trains the run that a YAML file describes, evaluates it and writes a report.
 
     python train.py configs/synthetic-hstu.yaml [key=value ...]   a new run, under run_dir/name/
-    python train.py --resume RUN                                  go on after an interruption or a kill
+    python train.py --resume RUN [--override]                     go on after an interruption or a kill
 
 On the CPU a resumed run ends bit-identical to one that was never stopped, at the same number of threads.
 """
@@ -9,10 +9,11 @@ On the CPU a resumed run ends bit-identical to one that was never stopped, at th
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,19 +25,21 @@ from models.average import WeightAverage
 from models.checkpoint import (
     CheckpointError,
     Progress,
+    checkpoints,
     load_checkpoint,
     load_weights,
     save_checkpoint,
     save_folder,
 )
-from models.config import ConfigError, RunConfig, load_config, save_config
+from models.config import ConfigError, RunConfig, as_yaml, load_config
+from models.folder import FolderError, access, check_run, claimed, write_text
 from models.graph import GraphedStep, Losses, Step
-from models.losses import training_loss
+from models.losses import head_loss
 from models.metrics import metric_names, ranking_metrics
-from models.monitor import Means, MetricsLog, ProgressBar, StopSignal
+from models.monitor import Means, MetricsLog, ProgressBar, StopSignal, explain_faults
 from models.report import environment, print_result, write_report
 from models.retrieval import model_scorer, rank_targets
-from models.run import Data, build_model, check_fingerprint, final_weights, judge, open_data
+from models.run import Data, build_model, check_fingerprint, check_same_run, final_weights, judge, open_data
 
 console = Console()
 # The other names in a line of metrics.jsonl, which an auxiliary loss cannot have.
@@ -47,13 +50,21 @@ class TrainingError(ValueError):
     """Training cannot go on, in one line."""
 
 
-def train(config: RunConfig, folder: Path, resume: bool) -> int:
-    """The whole run, in `folder`; returns the exit status."""
-    torch.manual_seed(config.seed)
+def train(config: RunConfig, folder: Path, resume: bool, override: bool = False) -> int:
+    """The whole run, in `folder`, which is ours alone meanwhile; returns the exit status.
+
+    resume: go on with the run that is there. override: also with a configuration that is not the checkpoint's.
+    """
+    with claimed(folder, new=not resume):
+        return train_claimed(config, folder, resume, override)
+
+
+def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool) -> int:
     data = open_data(config)
+    torch.manual_seed(config.seed)
     model = build_model(config, data)
     average = WeightAverage(model, config.train.ema_decay) if config.train.ema_decay else None
-    optimizer, step = build_step(config, model, average, data.device)
+    optimizer, step = build_step(config, model, data.device, average)
     batches = data.batches(
         "train",
         batch_size=config.train.batch_size,
@@ -62,14 +73,18 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     )
     watched = "valid" if data.splits.valid is not None else "test"
     eval_batches = data.eval_batches(watched)
-    if resume:
+    progress = Progress(fingerprint=data.dataset.fingerprint)
+    if resume and was_saved(folder):
         progress = load_checkpoint(folder, model, optimizer, average)
-        check_fingerprint(asdict(progress), data, folder)
-    else:
-        progress = Progress(fingerprint=data.dataset.fingerprint)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_config(config, folder / "config.yaml")
-    log = MetricsLog(folder, progress.lines, progress.step)
+        check_fingerprint(progress.fingerprint, data, folder)
+        if not override:
+            check_same_run(progress, config, len(batches), folder)
+    elif not resume:
+        write_text(folder / "config.yaml", as_yaml(config))
+    progress.config = config.model_dump(mode="json")
+    log = MetricsLog(folder, progress.records, progress.step)
+    if log.lost:
+        console.print("metrics.jsonl had been changed: its lines are restored from the checkpoint")
 
     parameters = sum(p.numel() for p in model.parameters())
     console.print(
@@ -80,11 +95,13 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     started, saved_at = time.monotonic() - progress.seconds, time.monotonic()
     means = Means(data.device, progress.losses)
 
-    def save() -> None:
-        progress.losses, progress.seconds, progress.lines = means.state(), time.monotonic() - started, log.lines
+    def save(again: bool = False) -> None:
+        progress.losses, progress.seconds, progress.records = means.state(), time.monotonic() - started, log.records
         with judged(average):
-            save_checkpoint(folder, model, optimizer, progress, average)
+            save_checkpoint(folder, model, optimizer, progress, average, again=again)
 
+    # A run that has lines of metrics has a checkpoint: without one they, or it, were lost.
+    save(again=override)
     with ProgressBar(console, config.train.epochs, len(batches), progress.step) as bar:
         while progress.epoch < config.train.epochs:
             if config.eval.patience and progress.stale >= config.eval.patience:
@@ -132,7 +149,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
 
 
 def build_step(
-    config: RunConfig, model, average: WeightAverage | None, device: torch.device
+    config: RunConfig, model, device: torch.device, average: WeightAverage | None = None
 ) -> tuple[torch.optim.Optimizer, Step]:
     """The optimiser, and the function that makes one step of it: batch -> losses, without waiting for the device.
 
@@ -156,11 +173,12 @@ def build_step(
         # A cache of cast weights would outlive the step that a graph captures.
         with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
             out, aux = model(batch)
+        loss, of_head = head_loss(model, config.loss, out, batch.target_ids)
+        aux |= of_head
         if wrong := aux.keys() & TAKEN:
             raise ValueError(
                 f"an auxiliary loss cannot be named {', '.join(sorted(wrong))}: metrics.jsonl has that name"
             )
-        loss = training_loss(config.loss, out, model.item_weight, batch.target_ids)
         for extra in aux.values():
             loss = loss + extra.weighted
         optimizer.zero_grad(set_to_none=True)
@@ -175,6 +193,16 @@ def build_step(
     if not graphed:
         return optimizer, step
     return optimizer, GraphedStep(step, batch_size=c.batch_size, longest=config.model.max_seq_len)
+
+
+def was_saved(folder: Path) -> bool:
+    """Whether the run came as far as its first checkpoint; CheckpointError when it did and there is none any more."""
+    found = bool(checkpoints(folder))
+    metrics = folder / "metrics.jsonl"
+    with access(metrics, "read"):
+        if not found and metrics.exists() and metrics.stat().st_size:
+            raise CheckpointError(f"{folder}: no checkpoint to resume from, though metrics.jsonl tells of one")
+    return found
 
 
 def phase_at(config: RunConfig, step: int) -> int:
@@ -242,8 +270,8 @@ def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progres
     }
     if data.device.type == "cuda":
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-    (folder / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    write_report(folder, config, result, data.dataset)
+    write_text(folder / "result.json", json.dumps(result, indent=1))
+    write_report(folder, config, result, progress.records, data.dataset)
     print_result(console, config, result)
     console.print(f"Report: {folder / 'report.md'}")
 
@@ -251,7 +279,7 @@ def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progres
 def new_folder(config: RunConfig) -> Path:
     base = Path(config.run_dir) / config.name / time.strftime("%Y%m%d-%H%M%S")
     folder, count = base, 1
-    while folder.exists():
+    while os.path.lexists(folder):
         count += 1
         folder = base.with_name(f"{base.name}-{count}")
     return folder
@@ -259,9 +287,9 @@ def new_folder(config: RunConfig) -> Path:
 
 def absolute_paths(config: RunConfig) -> RunConfig:
     """The same run with its paths absolute, so that its folder can be used from anywhere."""
-    paths = {"cache_dir": str(Path(config.data.cache_dir).resolve())}
-    if config.data.path is not None:
-        paths["path"] = str(Path(config.data.path).resolve())
+    paths = {"cache_dir": os.path.abspath(os.path.expanduser(config.data.cache_dir))}
+    if config.data.path:
+        paths["path"] = os.path.abspath(os.path.expanduser(config.data.path))
     return config.model_copy(update={"data": config.data.model_copy(update=paths)})
 
 
@@ -271,23 +299,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, like train.lr=3e-4")
     parser.add_argument("--run", type=Path, help="the run's folder, instead of a new one under run_dir/name")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run folder")
+    parser.add_argument(
+        "--override", action="store_true", help="with --resume: take over a config.yaml that was changed"
+    )
     options = parser.parse_intermixed_args(arguments)
     if (options.config is None) == (options.resume is None):
         parser.error("give either a config or --resume RUN")
+    if options.override and not options.resume:
+        parser.error("--override belongs to --resume")
     try:
         if options.resume:
-            if not (options.resume / "config.yaml").exists():
-                raise ConfigError(f"{options.resume}: not a run folder (no config.yaml)")
-            return train(load_config(options.resume / "config.yaml"), options.resume, resume=True)
-        config = absolute_paths(load_config(options.config, options.overrides))
-        folder = options.run or new_folder(config)
-        if folder.exists() and any(folder.iterdir()):
-            raise ConfigError(f"{folder}: already holds a run; --resume it or choose another folder")
-        return train(config, folder, resume=False)
-    except (ConfigError, DataError, CheckpointError, TrainingError) as error:
+            check_run(options.resume)
+            config, folder = load_config(options.resume / "config.yaml"), options.resume
+        else:
+            config = absolute_paths(load_config(options.config, options.overrides))
+            folder = options.run or new_folder(config)
+        return train(config, folder, bool(options.resume), options.override)
+    except (ConfigError, DataError, CheckpointError, FolderError, TrainingError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
+    explain_faults()
     sys.exit(main())

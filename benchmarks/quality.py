@@ -5,7 +5,8 @@
 
 PLAN.yaml maps a name to what `train.py` is given: `dense: [configs/ml-1m-hstu.yaml, model.dropout=0.1]`. Every run goes
 through `train.py` into OUT/runs; the rank of every user's target in the split, over the full catalogue with the
-config's own filter, goes to OUT/ranks/NAME-SEED.npy, and a line about the run to OUT/runs.jsonl. Runs that are there are kept.
+config's own filter, goes to OUT/ranks/NAME-SEED.npy, and a line about the run to OUT/runs.jsonl. Runs that are there
+are kept.
 
 The report: means over seeds, and for each setting the ratio of its mean NDCG@10 to the baseline's with a bootstrap
 interval: 2,000 draws, each of users (the same for all runs) and of seeds (of each setting by itself), 2.5% to 97.5%.
@@ -59,7 +60,7 @@ def gains(out: Path) -> dict[str, np.ndarray]:
     """NDCG@10 of every user, name -> [seeds, users]."""
     found: dict[str, list] = {}
     for path in sorted((out / "ranks").glob("*.npy")):
-        ranks = np.load(path)
+        ranks = np.load(path, allow_pickle=False)
         found.setdefault(path.stem.rpartition("-")[0], []).append(np.where(ranks <= 10, 1 / np.log2(ranks + 1.0), 0.0))
     return {name: np.stack(rows) for name, rows in found.items()}
 

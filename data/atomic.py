@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, whenever the process is killed and whatever goes wrong on the way.
+"""Folders and files that appear whole or not at all, whenever the process is killed and whatever goes wrong on the way.
 
 The one writer of folders: for prepared caches, unpacked archives and checkpoints.
 """
@@ -31,7 +31,7 @@ def replace_folder(folder: Path, keep: Callable[[Path], bool] | None = None) -> 
     Raises OSError when the disk is full or the place cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    temporary = _beside(folder)
     temporary.mkdir()
     try:
         yield temporary
@@ -47,12 +47,35 @@ def find_folder(folder: Path) -> Path:
     return aside if not os.path.lexists(folder) and aside.exists() else folder
 
 
+def put_back(folder: Path) -> None:
+    """Gives what stepped aside before a crash its name again, so that nobody needs `find_folder`."""
+    if (found := find_folder(folder)) != folder:
+        os.rename(found, folder)
+
+
+def replace_file(file: Path, text: str) -> None:
+    """The file with this content, in UTF-8, whole or not at all, and on the disk when this returns."""
+    temporary = _beside(file)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        _sync(temporary)
+        os.replace(temporary, file)
+        _sync(file.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def sweep(parent: Path, name: str = "*", older_than: float = 6 * 3600) -> None:
-    """Removes the temporary folders of killed processes beside `name`; a younger one may belong to one at work."""
+    """Removes the temporary folders and files that killed processes left beside `name`; a younger one may belong to a
+    process at work."""
     for leftover in parent.glob(f".{name}.tmp-*"):
         with contextlib.suppress(OSError):
             if time.time() - leftover.stat().st_mtime >= older_than:
-                shutil.rmtree(leftover, ignore_errors=True)
+                _remove(leftover)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _aside(folder: Path) -> Path:

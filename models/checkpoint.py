@@ -1,21 +1,23 @@
 """Checkpoints: tensors in safetensors, the rest in JSON, each written whole or not at all.
 
 A checkpoint is a folder `step-00001234` with model.safetensors, state.safetensors (optimizer and random state) and
-state.json, which holds the progress and the checksum of the other two.
+state.json, which holds the progress, the checksums of the other two and its own.
 """
 
 import hashlib
 import json
 import shutil
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from data.atomic import find_folder, replace_folder
+from data.types import shown
 from models.average import WeightAverage
 
 KEEP = 2
@@ -25,52 +27,69 @@ class CheckpointError(ValueError):
     """A checkpoint that is missing, damaged or another model's, in one line."""
 
 
-@dataclass
-class Progress:
+class Progress(BaseModel):
     """Where a run stands: what a resumed run needs beside tensors and the state of the random numbers.
 
-    step       training steps done
-    epoch      epochs finished
-    batch      batches done of the epoch that is under way
-    events     tokens trained on, for the events per second
-    seconds    of training
-    lines      of metrics.jsonl
-    best       eval.best_metric of the weights in best/, or None
-    stale      evaluations since then
-    losses     name -> [sum, steps] of the losses in the epoch that is under way
+    fingerprint  of the data
+    config       of the run, as it was when the checkpoint was made
+    step         training steps done
+    epoch        epochs finished
+    batch        batches done of the epoch that is under way
+    events       tokens trained on, for the events per second
+    seconds      of training
+    records      the lines of metrics.jsonl
+    best         eval.best_metric of the weights in best/, or None
+    stale        evaluations since then
+    losses       name -> [sum, steps] of the losses in the epoch that is under way
     """
 
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
     fingerprint: str
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    events: int = 0
-    seconds: float = 0.0
-    lines: int = 0
+    config: dict = {}
+    step: int = Field(0, ge=0)
+    epoch: int = Field(0, ge=0)
+    batch: int = Field(0, ge=0)
+    events: int = Field(0, ge=0)
+    seconds: float = Field(0.0, ge=0)
+    records: list[dict] = []
     best: float | None = None
-    stale: int = 0
-    losses: dict[str, list] = field(default_factory=dict)
+    stale: int = Field(0, ge=0)
+    losses: dict[str, Annotated[list[float], Field(min_length=2, max_length=2)]] = {}
 
     @classmethod
     def of(cls, facts: dict, source: Path) -> "Progress":
-        """The progress that `facts` (of the checkpoint `source`) hold; CheckpointError when they are not all there."""
-        wrong = sorted({f.name for f in fields(cls)} ^ facts.keys())
-        if wrong:
+        """The progress that `facts` (of the checkpoint `source`) hold; CheckpointError when that is no progress."""
+        if wrong := sorted(cls.model_fields.keys() ^ facts.keys()):
             raise CheckpointError(
-                f"{source}: of another version of this program ({', '.join(wrong)} in only one of them)"
+                f"{source}: of another version of this program ({', '.join(map(shown, wrong))} in only one of them)"
             )
-        return cls(**facts)
+        try:
+            return cls.model_validate(facts)
+        except ValidationError as error:
+            item = error.errors()[0]
+            key = ".".join(map(str, item["loc"]))
+            raise CheckpointError(f"{source}: damaged, {key} cannot be {shown(repr(item['input']))}") from None
 
 
 def save_folder(folder: Path, tensors: dict[str, dict[str, Tensor]], facts: dict) -> None:
-    """Writes `tensors` (one safetensors file for each entry) and `facts` as the folder, which appears all at once."""
-    with replace_folder(folder) as temporary:
-        sums = {}
-        for name, entries in tensors.items():
-            path = temporary / f"{name}.safetensors"
-            save_file({key: value.detach().cpu().contiguous() for key, value in entries.items()}, path)
-            sums[path.name] = _checksum(path)
-        (temporary / "state.json").write_text(json.dumps({**facts, "sha256": sums}, indent=1), encoding="utf-8")
+    """Writes `tensors` (one safetensors file for each entry) and `facts` as the folder, which appears all at once.
+
+    CheckpointError when it cannot be written; what was there before is then as it was.
+    """
+    try:
+        with replace_folder(folder) as temporary:
+            sums = {}
+            for name, entries in tensors.items():
+                path = temporary / f"{name}.safetensors"
+                save_file({key: value.detach().cpu().contiguous() for key, value in entries.items()}, path)
+                sums[path.name] = _checksum(path)
+            facts = {**facts, "sha256": sums}
+            text = json.dumps({**facts, "checksum": _facts_checksum(facts)}, indent=1)
+            (temporary / "state.json").write_text(text, encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{folder}: cannot be written: {reason}; what was saved before is as it was") from error
 
 
 def exists(folder: Path) -> bool:
@@ -81,20 +100,23 @@ def exists(folder: Path) -> bool:
 def load_folder(folder: Path, *names: str) -> tuple[dict[str, dict[str, Tensor]], dict]:
     """The named tensor files and the facts of `folder`; CheckpointError when anything is missing or damaged."""
     folder = find_folder(folder)
+    path = folder / "state.json"
     try:
-        facts = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(facts, dict) or facts.pop("checksum", None) != _facts_checksum(facts):
+            raise CheckpointError(f"{path}: damaged (its checksum differs from the one it was written with)")
+        sums = facts.pop("sha256")
         for name in names:
             path = folder / f"{name}.safetensors"
-            if _checksum(path) != facts["sha256"][path.name]:
+            if _checksum(path) != sums[path.name]:
                 raise CheckpointError(f"{path}: damaged (its checksum differs from the one it was written with)")
-        del facts["sha256"]
         return {name: load_file(folder / f"{name}.safetensors") for name in names}, facts
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename}: not found") from None
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{folder}: damaged checkpoint ({error})") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {shown(error, 200)})") from None
 
 
 def save_checkpoint(
@@ -103,22 +125,25 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     average: WeightAverage | None = None,
+    *,
+    again: bool = False,
 ) -> None:
     """Saves everything that `load_checkpoint` needs to go on as if never stopped; keeps the last two.
 
-    The model has the weights that the run is judged by; with an `average` these are the averages.
+    The model has the weights that the run is judged by; with an `average` these are the averages. again: also when the
+    checkpoint of this step is there.
     """
     folder = run / "checkpoints" / f"step-{progress.step:08d}"
-    if not folder.exists():
+    if again or not folder.exists():
         state = {"random.cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             state["random.cuda"] = torch.cuda.get_rng_state()
-        for index, entries in optimizer.state_dict()["state"].items():
-            for key, value in entries.items():
-                state[f"optimizer.{index}.{key}"] = value
+        entries = optimizer.state_dict()["state"]
+        state |= {f"optimizer.{index}.{key}": value for index, of in entries.items() for key, value in of.items()}
         if average is not None:
             state |= {f"raw.{name}": weight for name, weight in average.raw().items()}
-        save_folder(folder, {"model": model.state_dict(), "state": state}, asdict(progress))
+        facts = {**progress.model_dump(), "optimized": sorted(entries)}
+        save_folder(folder, {"model": model.state_dict(), "state": state}, facts)
     for old in checkpoints(run)[:-KEEP]:
         shutil.rmtree(old)
 
@@ -130,37 +155,72 @@ def checkpoints(run: Path) -> list[Path]:
 def load_checkpoint(
     run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
 ) -> Progress:
-    """Puts the last checkpoint of `run` into model, optimizer, average and torch's generators; returns the progress."""
+    """Puts the last checkpoint of `run` into model, optimizer, average and torch's generators; returns the progress.
+
+    CheckpointError when it is missing, damaged, implausible or another model's.
+    """
     found = checkpoints(run)
     if not found:
         raise CheckpointError(f"{run}: no checkpoint to resume from")
+    source = found[-1]
     try:
-        tensors, facts = load_folder(found[-1], "model", "state")
-        progress = Progress.of(facts, found[-1])
+        tensors, facts = load_folder(source, "model", "state")
+        optimized = facts.pop("optimized", None)
+        progress = Progress.of(facts, source)
+        if source.name != f"step-{progress.step:08d}":
+            raise CheckpointError(f"{source}: damaged, it holds step {progress.step}")
+        _check_state(tensors["state"], optimizer, optimized, source)
     except CheckpointError as error:
         older = f"; remove that folder to go on from {found[-2].name}" if len(found) > 1 else ""
         raise CheckpointError(f"{error}{older}") from None
-    load_weights(model, tensors["model"], found[-1])
+    load_weights(model, tensors["model"], source)
     state = tensors["state"]
-    torch.set_rng_state(state.pop("random.cpu"))
-    cuda = state.pop("random.cuda", None)
-    if cuda is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(cuda)
-    raw = {name.removeprefix("raw."): state.pop(name) for name in list(state) if name.startswith("raw.")}
+    try:
+        torch.set_rng_state(state["random.cpu"])
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(f"{source}: damaged, no state of random numbers ({shown(error, 100)})") from None
+    if "random.cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["random.cuda"])
+    raw = {name.removeprefix("raw."): value for name, value in state.items() if name.startswith("raw.")}
     if bool(raw) != (average is not None):
-        raise CheckpointError(f"{found[-1]}: was saved {'with' if raw else 'without'} train.ema_decay")
+        raise CheckpointError(f"{source}: was saved {'with' if raw else 'without'} train.ema_decay")
     if average is not None:
         average.take_from_model()
-        load_weights(model, model.state_dict() | raw, found[-1])
+        load_weights(model, model.state_dict() | raw, source)
     entries: dict[int, dict[str, Tensor]] = {}
     for name, value in state.items():
-        _, index, key = name.split(".")
-        entries.setdefault(int(index), {})[key] = value
+        if name.startswith("optimizer."):
+            _, index, key = name.split(".")
+            entries.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": entries, "param_groups": optimizer.state_dict()["param_groups"]})
     return progress
 
 
+def _check_state(state: dict[str, Tensor], optimizer, optimized: object, source: Path) -> None:
+    """CheckpointError unless the entries of the parameters `optimized` are all there, of their shapes, and finite."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    keys: dict[str, set[str]] = {}
+    for name, value in state.items():
+        if not name.startswith("optimizer."):
+            if name.startswith(("random.", "raw.")):
+                continue
+            raise CheckpointError(f"{source}: damaged, unknown tensor {shown(name)}")
+        index, _, key = name.removeprefix("optimizer.").partition(".")
+        if not index.isdecimal() or int(index) >= len(parameters):
+            raise CheckpointError(f"{source}: damaged, {shown(name)} belongs to no parameter")
+        if value.shape not in ((), parameters[int(index)].shape) or not value.is_floating_point():
+            raise CheckpointError(f"{source}: damaged, {name} is {value.dtype} of shape {list(value.shape)}")
+        if not value.isfinite().all():
+            raise CheckpointError(f"{source}: {name} is not finite")
+        keys.setdefault(index, set()).add(key)
+    if "random.cpu" not in state:
+        raise CheckpointError(f"{source}: damaged, no state of random numbers")
+    if sorted(map(int, keys)) != optimized or len({frozenset(of) for of in keys.values()}) > 1:
+        raise CheckpointError(f"{source}: damaged, the optimizer's state is not complete")
+
+
 def load_weights(model: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
+    """CheckpointError unless they are all of the model's, by name, shape and dtype, and finite."""
     own = model.state_dict()
     wrong = sorted(
         name
@@ -169,9 +229,18 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], source: Path) -> 
     )
     if wrong:
         raise CheckpointError(f"{source}: of another model, {wrong[0]} and {len(wrong) - 1} other tensors do not fit")
+    for name, weight in weights.items():
+        if weight.dtype != own[name].dtype:
+            raise CheckpointError(f"{source}: {name} must be {own[name].dtype}, got {weight.dtype}")
+        if weight.is_floating_point() and not weight.isfinite().all():
+            raise CheckpointError(f"{source}: {name} is not finite")
     model.load_state_dict(weights)
 
 
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _facts_checksum(facts: dict) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -28,6 +28,7 @@ from data.options import Columns, SyntheticOptions
 from data.types import shown
 from models.attention import ATTENTION
 from models.contract import AttentionKind, Strict
+from models.heads import DotConfig, HeadConfig
 from models.metrics import metric_names
 
 
@@ -121,6 +122,8 @@ class ModelConfig(Strict):
     # Hidden size of the feed-forward network: the transformer block's own, or a SwiGLU behind each HSTU layer.
     feed_forward_dim: int | None = Field(None, ge=1)
     rotary: RotaryConfig | None = None
+    # How outputs are scored against items.
+    head: HeadConfig = DotConfig()
     dropout: float = Field(0.0, ge=0, lt=1)
     action_embedding: bool = False
     # One mapping for all layers, or one for each.
@@ -214,6 +217,8 @@ class RunConfig(Strict):
     def _consistent(self):
         if self.eval.patience and self.data.protocol == "published":
             raise ValueError("eval.patience: protocol published has no validation split to stop by")
+        if self.model.head.kind == "mol" and self.loss.kind == "bce":
+            raise ValueError("loss.kind=bce is not for model.head.kind=mol: take a softmax loss")
         if self.eval.patience and not self.eval.every:
             raise ValueError("eval.patience needs eval.every >= 1")
         return self
@@ -347,8 +352,25 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
         raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
 
 
-def save_config(config: RunConfig, path: Path) -> None:
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+def as_yaml(config: RunConfig) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+# What may differ between the parts of one run: where it is, what it runs on, how often it saves.
+FREE = {"name", "run_dir", "device", "threads", "data.path", "data.cache_dir", "train.checkpoint_seconds"}
+FREE |= {"eval.batch_size"}
+
+
+def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
+    """What makes another run of it, of two configurations as `model_dump` gives them: `train.lr: 0.001 -> 0.01`."""
+    found = []
+    for key in dict.fromkeys([*before, *after]):
+        path, old, new = f"{prefix}{key}", before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{path}.")
+        elif old != new and path not in FREE:
+            found.append(f"{path}: {shown(old)} -> {shown(new)}")
+    return found
 
 
 def _explain(item: dict, tree: dict) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from torch import Tensor
 
 from models.checkpoint import Progress
+from models.folder import access, write_text
 
 
 class Means:
@@ -39,29 +41,39 @@ class Means:
 
 
 class MetricsLog:
-    """metrics.jsonl, cut back to what the checkpoint knew, and TensorBoard beside it."""
+    """metrics.jsonl, brought to what the checkpoint knew of it, and TensorBoard beside it; FolderError on a full disk.
 
-    def __init__(self, folder: Path, lines: int, step: int):
+    records: the lines so far. lost: whether they were not all there any more.
+    """
+
+    def __init__(self, folder: Path, records: list[dict], step: int):
         from torch.utils.tensorboard import SummaryWriter  # half a second of import, only for training
 
-        path = folder / "metrics.jsonl"
-        kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:lines] if path.exists() else []
-        path.write_text("".join(kept), encoding="utf-8")
-        self.lines = len(kept)
-        self.file = path.open("a", encoding="utf-8")
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+        self.path, self.records = folder / "metrics.jsonl", list(records)
+        known = "".join(json.dumps(record) + "\n" for record in records)
+        with access(self.path, "read"):
+            found = self.path.read_bytes() if self.path.exists() else b""
+        # What stands behind the known lines comes from steps that will be made again.
+        self.lost = not found.startswith(known.encode())
+        write_text(self.path, known)
+        with access(self.path, "written"):
+            self.file = self.path.open("a", encoding="utf-8")
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
 
     def write(self, record: dict, seconds: float) -> None:
-        self.file.write(json.dumps({**record, "seconds": round(seconds, 3)}) + "\n")
-        self.file.flush()
-        self.lines += 1
-        for name, value in record.items():
-            if isinstance(value, float):
-                self.board.add_scalar(name, value, record["step"])
+        record = {**record, "seconds": round(seconds, 3)}
+        with access(self.path, "written"):
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+            for name, value in record.items():
+                if isinstance(value, float):
+                    self.board.add_scalar(name, value, record["step"])
+        self.records.append(record)
 
     def close(self) -> None:
-        self.file.close()
-        self.board.close()
+        with access(self.path, "written"):
+            self.file.close()
+            self.board.close()
 
 
 class StopSignal:
@@ -75,6 +87,22 @@ class StopSignal:
     def _note(self, number, frame) -> None:
         self.signal = number
         signal.signal(number, signal.SIG_DFL)
+
+
+def explain_faults() -> None:
+    """An exception that nobody expected shows its traceback and, behind it, what to do about it."""
+
+    def hook(kind, error, trace) -> None:
+        sys.__excepthook__(kind, error, trace)
+        if issubclass(kind, KeyboardInterrupt):
+            return
+        print(
+            "\nThis is a fault of the program, not of what you gave it. Please report it, with the lines above, the "
+            "command and what `make doctor` prints: see CONTRIBUTING.md.",
+            file=sys.stderr,
+        )
+
+    sys.excepthook = hook
 
 
 class ProgressBar:

@@ -1,6 +1,5 @@
 """The table at the end of a run, and its report.md with plots."""
 
-import json
 import os
 import platform
 from importlib import metadata
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from models.config import RunConfig
+from models.folder import access, write_text
 from models.metrics import metric_names
 
 # The values of eval.filter_seen, as a report says them.
@@ -67,9 +67,11 @@ def _rows(config: RunConfig, result: dict) -> list[tuple[str, dict]]:
     return rows
 
 
-def write_report(folder: Path, config: RunConfig, result: dict, dataset) -> None:
-    """report.md in the run's folder, with loss.png and, if the run evaluated on the way, metrics.png."""
-    history = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+def write_report(folder: Path, config: RunConfig, result: dict, history: list[dict], dataset) -> None:
+    """report.md in the run's folder, with loss.png and, if the run evaluated on the way, metrics.png.
+
+    history: the lines of metrics.jsonl.
+    """
     plots = _plot(folder, history)
     minutes = result["seconds"] / 60
     lines = [
@@ -101,7 +103,7 @@ def write_report(folder: Path, config: RunConfig, result: dict, dataset) -> None
         "",
         f"Reproduce: `python train.py {folder / 'config.yaml'}`",
     ]
-    (folder / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(folder / "report.md", "\n".join(lines) + "\n")
 
 
 def _left_out(split_and_reason: str, count: int) -> str:
@@ -140,6 +142,7 @@ def _plot(folder: Path, history: list[dict]) -> list[str]:
         axes.grid(alpha=0.3)
         if len(names) > 1:
             axes.legend()
-        figure.savefig(folder / file, dpi=120)
+        with access(folder / file, "written"):
+            figure.savefig(folder / file, dpi=120)
         plt.close(figure)
     return list(figures)

@@ -8,8 +8,9 @@ import torch
 from data.batches import Batches
 from data.datasets import Dataset, load_dataset
 from data.splits import Splits, make_splits, train_item_counts
-from models.checkpoint import CheckpointError, checkpoints, exists, load_folder
-from models.config import ConfigError, RunConfig
+from hstu_sparse.validation import choose_backend
+from models.checkpoint import CheckpointError, Progress, checkpoints, exists, load_folder
+from models.config import ConfigError, RunConfig, differences
 from models.hstu import SequenceModel
 from models.metrics import metrics_by_length, ranking_metrics
 from models.retrieval import FILTERS, model_scorer, popularity_scorer, rank_targets
@@ -36,6 +37,7 @@ def open_data(config: RunConfig) -> Data:
         raise ConfigError("device: cuda was asked for, but torch finds no GPU (make doctor says why)")
     if config.threads:
         torch.set_num_threads(config.threads)
+    check_backends(config, torch.device(kind))
     c = config.data
     dataset = load_dataset(
         c.format,
@@ -55,6 +57,15 @@ def open_data(config: RunConfig) -> Data:
         test_fraction=c.test_fraction,
     )
     return Data(dataset, splits, torch.device(kind), config)
+
+
+def check_backends(config: RunConfig, device: torch.device) -> None:
+    """Whether the kernels that the configuration insists on can run on the device; ConfigError."""
+    for layer in config.model.attention:
+        try:
+            choose_backend(getattr(layer, "backend", "auto"), torch.empty(0, device=device), "model.attention.backend")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 def check_data(config: RunConfig, dataset: Dataset) -> None:
@@ -83,14 +94,31 @@ def final_weights(folder: Path) -> tuple[dict, dict, Path]:
     if not found:
         raise CheckpointError(f"{folder}: no weights in this run folder yet")
     tensors, facts = load_folder(found[0], "model")
+    if type(facts.get("epoch")) is not int or facts["epoch"] < 0:
+        raise CheckpointError(f"{found[0]}: damaged, epoch cannot be {facts.get('epoch')!r}")
     return tensors["model"], facts, found[0]
 
 
-def check_fingerprint(facts: dict, data: Data, folder: Path) -> None:
-    if facts.get("fingerprint") != data.dataset.fingerprint:
+def check_fingerprint(fingerprint: object, data: Data, folder: Path) -> None:
+    if fingerprint != data.dataset.fingerprint:
         raise CheckpointError(
-            f"{folder}: was trained on other data (fingerprint {facts.get('fingerprint')}, "
+            f"{folder}: was trained on other data (fingerprint {fingerprint}, "
             f"{data.config.data.path or data.dataset.name} has {data.dataset.fingerprint})"
+        )
+
+
+def check_same_run(progress: Progress, config: RunConfig, steps: int, folder: Path) -> None:
+    """CheckpointError unless the checkpoint was made with this configuration, of `steps` steps an epoch."""
+    if changed := differences(progress.config, config.model_dump(mode="json")):
+        raise CheckpointError(
+            f"{folder}: config.yaml was changed since the checkpoint was made ({'; '.join(changed)}); undo that, or "
+            "take it over with --override"
+        )
+    whole = progress.epoch * steps + progress.batch
+    if progress.step != whole or progress.batch > steps or progress.epoch > config.train.epochs:
+        raise CheckpointError(
+            f"{folder}: the checkpoint is damaged, step {progress.step} is not batch {progress.batch} of epoch "
+            f"{progress.epoch + 1}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Block-sparse HSTU attention: the reference by hand and by its properties, validation, the seeds' interface."""
+"""Block-sparse HSTU attention: the reference by hand and by its properties, validation, the research interface."""
 
 import pytest
 import torch
@@ -173,16 +173,31 @@ def test_given_indices_replace_the_choice():
         (dict(block_counts=0), ValueError, "block_counts must be at least 1, got 0"),
         (dict(window_size=-1), ValueError, "window_size must be at least 0, got -1"),
         (dict(selection_group=3), ValueError, "selection_group must divide block_size=32, got 3"),
+        (dict(block_size=30, selection_group=7), ValueError, "selection_group must divide block_size=30, got 7"),
+        (dict(block_counts=2.0), TypeError, "block_counts must be a whole number, got 2.0"),
+        (dict(alpha=float("nan")), ValueError, "alpha must be a finite number"),
         (dict(backend="cuda"), ValueError, "backend must be"),
         (dict(max_seq_len=0), ValueError, "max_seq_len must be at least 1, got 0"),
-        (dict(k=torch.zeros(40, 2, 9, dtype=torch.float64)), ValueError, "k must have the shape of q"),
-        (dict(v=torch.zeros(39, 2, 6, dtype=torch.float64)), ValueError, "share T and H"),
-        (dict(v=torch.zeros(40, 2, 6)), TypeError, "one dtype"),
-        (dict(q=torch.zeros(40, 8)), ValueError, r"q must be \[T, H, head size\]"),
+        (
+            dict(k=torch.zeros(40, 2, 9, dtype=torch.float64)),
+            ValueError,
+            r"k must be \[T=40, H=2, D=8\], got shape \[40, 2, 9\]",
+        ),
+        (
+            dict(v=torch.zeros(39, 2, 6, dtype=torch.float64)),
+            ValueError,
+            r"v must be \[T=40, H=2, V\], got shape \[39, 2, 6\]",
+        ),
+        (dict(v=torch.zeros(40, 2, 6)), TypeError, "v must be torch.float64, got torch.float32"),
+        (dict(q=torch.zeros(40, 8)), ValueError, r"q must be \[T, H, D\]"),
         (dict(gates=(torch.zeros(40, 2),) * 2), ValueError, "g_cmp, g_slc, g_swa"),
         (dict(gates=(torch.zeros(40, 2), torch.zeros(40, 2), None), window_size=3), ValueError, "g_swa is None"),
         (dict(gates=(None, torch.zeros(40, 2), None)), ValueError, "g_cmp is None"),
-        (dict(gates=(torch.zeros(40, 3), torch.zeros(40, 2), None)), ValueError, r"g_cmp must be \[T, H\]"),
+        (
+            dict(gates=(torch.zeros(40, 3), torch.zeros(40, 2), None)),
+            ValueError,
+            r"g_cmp must be \[T=40, H=2\], got shape \[40, 3\]",
+        ),
         (dict(seq_offsets=torch.zeros(2)), TypeError, "seq_offsets"),
     ],
 )
@@ -193,8 +208,8 @@ def test_wrong_calls_say_what_is_wrong(change, error, words):
         bsa_attention(**call)
 
 
-class TestSeeds:
-    """The seeds' published usage, on CPU."""
+class TestResearchInterface:
+    """The published usage of the research code, on CPU."""
 
     def test_jagged_function(self):
         torch.manual_seed(0)

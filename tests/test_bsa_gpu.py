@@ -8,6 +8,7 @@ import torch
 from hstu_sparse import bsa_attention
 from hstu_sparse.bsa import bsa_attention_reference
 from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets
+from tests.operators.bsa import agree, check
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +32,7 @@ CASES = {
 
 
 def problem(case, dtype, seed=0, **options):
-    lengths, N, BS, S, W, r, H, D, V = CASES[case] if isinstance(case, str) else case
+    lengths, N, BS, S, W, r, H, D, V = CASES[case]
     inputs = {n: make_jagged(lengths, (H, s), dtype=dtype, device="cuda", seed=seed + i, **options)
               for i, (n, s) in enumerate((("q", D), ("k", D), ("v", V)))}  # fmt: skip
     names = ("g_cmp", "g_slc", "g_swa") if W else ("g_cmp", "g_slc")
@@ -48,53 +49,13 @@ def kernel(offsets, N, shape, **more):
     return run
 
 
-def choice_is_right(indices, inputs, offsets, shape):
-    """The chosen blocks' scores are the best there are, up to rounding; taken in fp64 from the very inputs."""
-    q, k = inputs["q"].double(), inputs["k"].double()
-    BS, S, r = shape["block_size"], shape["block_counts"], shape["selection_group"]
-    for begin, end in zip(offsets.tolist(), offsets.tolist()[1:]):
-        for t in range(end - begin):
-            first = t // r * r
-            own = first // BS
-            rows = indices[begin + t].tolist()
-            assert all(row == sorted(row[: min(own, S - 1) + 1]) + [-1] * (S - 1 - min(own, S - 1)) for row in rows)
-            assert all(row[min(own, S - 1)] == own for row in rows)
-            if t != first or own <= S - 1:
-                continue
-            kbar = k[begin : begin + own * BS].unflatten(0, (own, BS)).mean(1)  # [own, H, D]
-            scores = torch.nn.functional.silu(q.shape[-1] ** -0.5 * (q[begin + t] * kbar).sum(-1)).T  # [H, own]
-            best = scores.topk(S - 1).values.sort().values
-            got = scores.gather(1, indices[begin + t, :, : S - 1].long()).sort().values
-            assert (best - got).abs().max() <= 2e-5 * scores.abs().max(), f"token {begin + t}"
-
-
-def agree(case, name):
-    """The choice is right, and output and gradients are the reference's for that choice."""
-    inputs, offsets, N, shape = case
-    dtype = inputs["q"].dtype
-    _, indices = kernel(offsets, N, shape, return_block_indices=True)(**inputs)
-    choice_is_right(indices, inputs, offsets, shape)
-
-    def reference(q, k, v, g_cmp, g_slc, g_swa=None):
-        gates, alpha = (g_cmp, g_slc, g_swa), q.shape[-1] ** -0.5
-        return bsa_attention_reference(q, k, v, offsets, N, gates, **shape, alpha=alpha, block_indices=indices)[0]
-
-    # fp32: three tf32 products stand for one of fp32, so the floor is a few roundings higher.
-    floor = 8 * torch.finfo(dtype).eps if dtype == torch.float32 else None
-    floors = dict.fromkeys(["output", *(f"grad of {n}" for n in inputs)], floor)
-    try:
-        compare_with_reference(kernel(offsets, N, shape), reference, inputs, factor=3, floor=floors if floor else None)
-    except AssertionError as error:
-        raise AssertionError(f"{name}: {error}") from None
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_reference(case, dtype, deterministic):
     torch.use_deterministic_algorithms(deterministic)
     try:
-        agree(problem(case, dtype), case)
+        agree(*problem(case, dtype))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -102,16 +63,26 @@ def test_agrees_with_reference(case, dtype, deterministic):
 @pytest.mark.parametrize("group", [1, 2, 16, 32, 64])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_every_group_of_every_block(block_size, group):
-    """Lengths, heads and dtypes drawn at random (all dtypes where a group is a block): tile sizes depend on them all."""
+    """Lengths, heads, dtypes at random (all dtypes where a group is a block): tile sizes depend on them all."""
     if group > block_size:
         pytest.skip("a group lies within a block")
     draw = random.Random(1000 * block_size + group)
-    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    dtypes = ["bfloat16", "float16", "float32"]
     for dtype in dtypes if group == block_size else draw.sample(dtypes, 1):
-        lengths = [draw.randrange(400) for _ in range(draw.randrange(1, 4))] + [draw.randrange(400, 700)]
-        D, V = (draw.choice([16, 25, 50, 64, 128]) for _ in range(2))
-        case = (lengths, 700, block_size, 4, draw.choice([0, 37]), group, draw.randrange(1, 3), D, V)
-        agree(problem(case, dtype, seed=group), f"{dtype}, {case}")
+        check(
+            "cuda",
+            lengths=[draw.randrange(400) for _ in range(draw.randrange(1, 4))] + [draw.randrange(400, 700)],
+            max_seq_len=700,
+            heads=draw.randrange(1, 3),
+            head_size=draw.choice([16, 25, 50, 64, 128]),
+            value_size=draw.choice([16, 25, 50, 64, 128]),
+            dtype=dtype,
+            block_size=block_size,
+            block_counts=4,
+            window_size=draw.choice([0, 37]),
+            selection_group=group,
+            seed=group,
+        )
 
 
 def test_non_contiguous_inputs():

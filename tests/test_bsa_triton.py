@@ -72,6 +72,12 @@ def test_non_contiguous_inputs():
     agree(*problem((37, 9), 40, 16, 2, 4, 2, 2, 16, 16, contiguous=False))
 
 
+def test_strided_metadata():
+    inputs, offsets, N, shape = problem((37, 9), 40, 16, 2, 4, 2, 2, 16, 16)
+    inputs |= {n: g.repeat_interleave(2, 1)[:, ::2] for n, g in inputs.items() if g.dim() == 2}
+    agree(inputs, torch.stack([offsets, offsets.flip(0) * 1000], 1)[:, 0], N, shape)
+
+
 def test_ties_go_to_the_smaller_block():
     inputs, offsets, N, shape = problem((75,), 75, 16, 3, 0, 1, 1, 16, 16)
     inputs["k"] = torch.ones_like(inputs["k"])
@@ -90,20 +96,20 @@ def test_long_lists_are_cut_into_chunks():
 
 
 def test_opcheck():
-    from hstu_sparse.bsa import triton as kernels
+    import hstu_sparse.bsa.launch  # noqa: F401  registers the operators
 
     inputs, offsets, N, shape = problem((18, 5), 18, 16, 2, 4, 2, 1, 16, 16)
     leaves = {n: x.requires_grad_() for n, x in inputs.items()}
     call = (*list(leaves.values())[:3], offsets, N, *list(leaves.values())[3:], *shape.values())
     call = (*call[:8], 16, 2, 4, 2, 0.25, False)
-    torch.library.opcheck(kernels.bsa_fwd, call)
+    torch.library.opcheck(torch.ops.hstu_sparse.bsa_fwd, call)
 
 
 def test_unsupported_options_name_the_way_out():
     inputs, offsets, N, shape = problem((30,), 30, 16, 2, 0, 1, 1, 16, 16)
-    with pytest.raises(ValueError, match=r"block_size .*got 24; use backend='reference'"):
+    with pytest.raises(ValueError, match=r"block_size 16 32 64 128, got 24; use backend='reference'"):
         attention(offsets, N, shape | dict(block_size=24), backend="triton")(**inputs)
-    with pytest.raises(ValueError, match="head sizes of 1 to 256, got 300 for q and k"):
+    with pytest.raises(ValueError, match="D from 1 to 256, got D=300"):
         wide = {n: x.repeat(1, 1, 19)[..., :300] if x.dim() == 3 else x for n, x in inputs.items()}
         attention(offsets, N, shape, backend="triton")(**wide)
     with pytest.raises(TypeError, match="float64"):

@@ -2,7 +2,11 @@
 
 from hstu_sparse.bsa.api import bsa_attention
 from hstu_sparse.bsa.reference import bsa_attention_reference
-from hstu_sparse.bsa.seeds import TritonHSTUBSAAttention, triton_block_sparse_attn, triton_hstu_attention_with_bsa
+from hstu_sparse.bsa.research_interface import (
+    TritonHSTUBSAAttention,
+    triton_block_sparse_attn,
+    triton_hstu_attention_with_bsa,
+)
 
 __all__ = [
     "TritonHSTUBSAAttention",

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hstu_sparse.bsa.reference import bsa_attention_reference
-from hstu_sparse.jagged import check_jagged, sequence_ids
+from hstu_sparse.jagged import sequence_ids
+from hstu_sparse.relative_bias import RelativeBias, check_bias
+from hstu_sparse.validation import check_int, check_kernel, check_qkv, check_scale, check_tensor, choose_backend
 
 
 def bsa_attention(
@@ -27,6 +29,7 @@ def bsa_attention(
     window_size: int = 0,
     selection_group: int = 1,
     alpha: float | None = None,
+    bias: RelativeBias | None = None,
     backend: Literal["auto", "triton", "reference"] = "auto",
     return_block_indices: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -37,6 +40,9 @@ def bsa_attention(
         o[t] = g_cmp[t] * BS/N * sum over complete past blocks j of SiLU(alpha q[t].kbar_j) vbar_j
              + g_slc[t] * 1/N  * sum over chosen blocks, their tokens s <= t, of SiLU(alpha q[t].k[s]) v[s]
              + g_swa[t] * 1/N  * sum over t - W < s <= t of SiLU(alpha q[t].k[s]) v[s]
+
+    With `bias` every SiLU above takes + b: b(t, s) of a token, b(t, m) of a block, which stands at its middle token
+    m = j*BS + BS // 2; so does the choice below.
 
     The tokens r*g .. r*g + r - 1 of a sequence are one group. Per head its first token chooses the block it stands in,
     always, and of the complete blocks before that one the S - 1 with the greatest SiLU(alpha q.kbar_j), ties going
@@ -52,6 +58,7 @@ def bsa_attention(
         window_size: W in tokens, the query's own among them; 0 switches the window off.
         selection_group: r in tokens; divides block_size.
         alpha: scale of the logits; D ** -0.5 by default.
+        bias: b(t, s) by relative position and time, see `RelativeBias`; both tables get gradients.
         backend: "triton", "reference", or "auto": triton for CUDA tensors and the reference for CPU tensors.
         return_block_indices: also return the chosen blocks [T, H, S] int32: ascending, -1 behind them.
 
@@ -64,9 +71,21 @@ def bsa_attention(
     Source: Yuan et al., Native Sparse Attention (arXiv 2502.11089), section 3, with the pointwise SiLU attention of
     Zhai et al. (arXiv 2402.17152), section 3.1, in place of softmax.
     """
-    _validate(q, k, v, seq_offsets, gates, max_seq_len, block_size, block_counts, window_size, selection_group, backend)
-    alpha = q.shape[-1] ** -0.5 if alpha is None else float(alpha)
-    if backend == "reference" or (backend == "auto" and not q.is_cuda):
+    backend = choose_backend(backend, q, "bsa_attention")
+    sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
+    for name, value, least in (
+        ("block_size", block_size, 1),
+        ("block_counts", block_counts, 1),
+        ("window_size", window_size, 0),
+        ("selection_group", selection_group, 1),
+    ):
+        check_int(name, value, least)
+    if block_size % selection_group:
+        raise ValueError(f"selection_group must divide block_size={block_size}, got {selection_group}")
+    _check_gates(gates, sizes, q.device, window_size)
+    bias = check_bias(bias, max_seq_len, sizes["T"], q.device)
+    alpha = check_scale(alpha, sizes["D"])
+    if backend == "reference":
         out, indices = bsa_attention_reference(
             q,
             k,
@@ -79,14 +98,29 @@ def bsa_attention(
             window_size=window_size,
             selection_group=selection_group,
             alpha=alpha,
+            bias=bias,
         )
         return (out, indices) if return_block_indices else out
 
-    _require_supported(q, v, block_size, block_counts)
-    head = v.shape[2]
+    from hstu_sparse.bsa import launch  # triton is needed from here on
+    from hstu_sparse.bsa.bias import MAX_BUCKETS
+
+    check_kernel("bsa_attention", q, {"D": sizes["D"], "V": sizes["V"]})
+    for name, value, taken in (
+        ("block_size", block_size, launch.BLOCK_SIZES),
+        ("block_counts", block_counts, range(1, launch.MAX_BLOCK_COUNTS + 1)),
+    ):
+        if value not in taken:
+            expected = f"up to {taken[-1]}" if isinstance(taken, range) else " ".join(map(str, taken))
+            raise ValueError(f"bsa_attention: the kernels take {name} {expected}, got {value}; use backend='reference'")
+    if bias.time is not None and bias.time.shape[0] > MAX_BUCKETS + 1:
+        raise ValueError(
+            f"bsa_attention: the kernels take bias.time [up to {MAX_BUCKETS + 1}], got [{bias.time.shape[0]}]; "
+            "use backend='reference'"
+        )
     q, k, v = (_pad_head(x) for x in (q, k, v))
     g_cmp, g_slc, g_swa = gates
-    out, groups, _, _ = torch.ops.hstu_sparse.bsa_fwd(
+    out, groups, _, _ = launch.operator(
         q,
         k,
         v,
@@ -95,6 +129,7 @@ def bsa_attention(
         g_cmp,
         g_slc,
         g_swa if window_size > 0 else None,
+        *bias,
         block_size,
         block_counts,
         window_size,
@@ -102,7 +137,7 @@ def bsa_attention(
         alpha,
         torch.are_deterministic_algorithms_enabled(),
     )
-    out = out[..., :head]
+    out = out[..., : sizes["V"]]
     if not return_block_indices:
         return out
     # The kernels keep one row per group; sequence b's first one is offsets[b] // r + b.
@@ -117,57 +152,11 @@ def _pad_head(x: Tensor) -> Tensor:
     return F.pad(x, (0, -x.shape[2] % 16)) if x.shape[2] % 16 else x
 
 
-def _require_supported(q: Tensor, v: Tensor, block_size: int, block_counts: int) -> None:
-    from hstu_sparse._triton import require_runnable
-    from hstu_sparse.bsa import triton as kernels  # registers the operators; triton is needed from here on
-
-    require_runnable(q, "bsa_attention")
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        _unsupported(TypeError, "float16, bfloat16 and float32", q.dtype)
-    if block_size not in kernels.BLOCK_SIZES:
-        _unsupported(ValueError, f"block_size {kernels.BLOCK_SIZES}", block_size)
-    if block_counts > kernels.MAX_BLOCK_COUNTS:
-        _unsupported(ValueError, f"block_counts up to {kernels.MAX_BLOCK_COUNTS}", block_counts)
-    for name, size in (("q and k", q.shape[2]), ("v", v.shape[2])):
-        if not 1 <= size <= kernels.MAX_HEAD:
-            _unsupported(ValueError, f"head sizes of 1 to {kernels.MAX_HEAD}", f"{size} for {name}")
-
-
-def _unsupported(error: type[Exception], supported: str, got: object) -> None:
-    raise error(f"bsa_attention: the kernels take {supported}, got {got}; use backend='reference'")
-
-
-def _validate(q, k, v, seq_offsets, gates, max_seq_len, block_size, block_counts, window_size, group, backend) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 3:
-            raise ValueError(f"{name} must be [T, H, head size], got shape {tuple(x.shape)}")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got {x.dtype}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"q, k and v must share one dtype, got {q.dtype} for q and {x.dtype} for {name}")
-        if x.shape[:2] != q.shape[:2]:
-            raise ValueError(f"q, k and v must share T and H, got {tuple(q.shape)} for q, {tuple(x.shape)} for {name}")
-    if k.shape != q.shape:
-        raise ValueError(f"k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}")
-    for name, value, least in (
-        ("block_size", block_size, 1),
-        ("block_counts", block_counts, 1),
-        ("window_size", window_size, 0),
-        ("selection_group", group, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-    if block_size % group:
-        raise ValueError(f"selection_group must divide block_size={block_size}, got {group}")
+def _check_gates(gates, sizes: dict[str, int], device: torch.device, window_size: int) -> None:
     if len(gates) != 3:
         raise ValueError(f"gates must be (g_cmp, g_slc, g_swa), got {len(gates)} entries")
     for name, gate in zip(("g_cmp", "g_slc", "g_swa"), gates):
-        if gate is None:
-            if name != "g_swa" or window_size > 0:
-                raise ValueError(f"{name} is None; only g_swa may be, and only with window_size=0")
-        elif gate.shape != q.shape[:2]:
-            raise ValueError(f"{name} must be [T, H] = {tuple(q.shape[:2])}, got {tuple(gate.shape)}")
-    g_cmp, g_slc, g_swa = gates
-    check_jagged(seq_offsets, max_seq_len, q=q, k=k, v=v, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
-    if backend not in ("auto", "triton", "reference"):
-        raise ValueError(f"backend must be 'auto', 'triton' or 'reference', got {backend!r}")
+        if gate is not None:
+            check_tensor(name, gate, "T H", sizes, device=device)
+        elif name != "g_swa" or window_size > 0:
+            raise ValueError(f"{name} is None; only g_swa may be, and only with window_size=0")

@@ -3,67 +3,19 @@
 Letters: T tokens of the batch, B sequences, H heads, D query/key and V value head size, BS block size, S blocks chosen
 per group, R tokens per group.
 
-Numbering without a look at the offsets on the host: sequence b has its tiles of SIZE tokens at the slots
-`offsets[b] // SIZE + b` and after, one slot per started tile. Slots of different sequences never meet, there are
-T // SIZE + B of them in all, and those that stay unused cost an early return. Blocks (SIZE = BS), groups (SIZE = R)
-and query tiles are all numbered so.
+Blocks, groups and tiles are numbered by slots: see hstu_sparse/tiles.py.
 """
 
 import triton
 import triton.language as tl
 
+from hstu_sparse.bsa.bias import add_bias, load_times
+from hstu_sparse.tiles import load_rows, locate
+
 # Larger than any block index: what the sort puts last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
 # Smaller than any packed sort key.
 NO_KEY = tl.constexpr(-(2**63))
-
-
-@triton.jit
-def locate(offsets, slot, B, SIZE):
-    """(sequence, its first token, its length, tile within the sequence) of a slot; the tile may lie past the end."""
-    low = 0
-    high = B - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(offsets + middle) // SIZE + middle <= slot:
-            low = middle
-        else:
-            high = middle - 1
-    start = tl.load(offsets + low).to(tl.int64)
-    length = (tl.load(offsets + low + 1) - start).to(tl.int32)
-    return low, start, length, (slot - start // SIZE - low).to(tl.int32)
-
-
-@triton.jit
-def load_rows(base, rows, stride, mask, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """A tile [rows, PADDED] of the matrix at `base`, zero outside of the mask and past SIZE columns."""
-    columns = tl.arange(0, PADDED)
-    pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
-    if SIZE == PADDED:
-        return tl.load(pointers, mask=mask[:, None], other=0.0)
-    else:
-        return tl.load(pointers, mask=mask[:, None] & (columns < SIZE)[None, :], other=0.0)
-
-
-@triton.jit
-def load_tile(base, rows, stride, mask, row, column, SIZE: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr):
-    """load_rows of consecutive rows; with TMA `base` is a tensor descriptor and the tile begins at (row, column) of it.
-
-    A descriptor knows no sequence: behind the last token it gives the next sequence's rows, which the caller must give
-    the weight zero.
-    """
-    if TMA:
-        return base.load([row, column])
-    else:
-        return load_rows(base, rows, stride, mask, SIZE, PADDED)
-
-
-@triton.jit
-def store_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """The reverse of load_rows; converts to the dtype of `base`."""
-    columns = tl.arange(0, PADDED)
-    pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
-    tl.store(pointers, value.to(base.dtype.element_ty), mask=mask[:, None] & (columns < SIZE)[None, :])
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -129,6 +81,7 @@ def bsa_choose_fwd_kernel(
     kbar_low,
     offsets,
     indices,
+    bias,
     q_stride_t,
     q_stride_h,
     alpha,
@@ -158,6 +111,7 @@ def bsa_choose_fwd_kernel(
     live = first < length
     own = first // BS
     base = start // BS + b
+    asked = load_times(bias.query_high, bias.query_low, start + first, live)
     queries = load_rows(q + start * q_stride_t + h * q_stride_h, first, q_stride_t, live, D, BD)
 
     best = tl.full([BG, P], NO_KEY, tl.int64)
@@ -170,7 +124,9 @@ def bsa_choose_fwd_kernel(
             if SPLIT:
                 means = load_rows(kbar_low + (base * H + h) * D, j, H * D, j < candidates, D, BD)
                 score = tl.dot(queries, tl.trans(means), score)
-            score *= alpha
+            middle = j * BS + BS // 2
+            seen = load_times(bias.key_high, bias.key_low, start + middle, j < candidates)
+            score, _ = add_bias(score * alpha, bias, first, middle, asked, seen, False)
             score = score / (1.0 + tl.exp(-score))
             score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie
             bits = score.to(tl.int32, bitcast=True)

@@ -1,0 +1,304 @@
+"""Launches the block-sparse kernels, and the operator that they make up.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
+size, S blocks chosen per group, R tokens per group, NB block slots and NG group slots (see hstu_sparse/tiles.py), M = H
+* NB lists of groups.
+
+Two layouts. Where a group fills a tile of queries (R >= QUERY_MAJOR), the output and dq are query-major throughout.
+For smaller groups the query-major kernel computes all but the chosen past blocks, and the key-major kernel adds those
+to its result by fp32 atomics. dk and dv are key-major in both, each block owned by one program.
+
+Deterministic mode (torch.use_deterministic_algorithms): the lists come from a stable sort instead of counters drawn by
+atomics, and for small groups the choice is worked off slot by slot, so that no two programs of a launch add to one row.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hstu_sparse.bsa import blocks, key_major, query_major
+from hstu_sparse.bsa.bias import TableGradients, TableSums, prepare
+from hstu_sparse.bsa.lists import invert
+from hstu_sparse.launch import aligned, architecture, cdiv, next_power_of_2, padded_head, precision
+from hstu_sparse.registration import Operator
+from hstu_sparse.relative_bias import RelativeBias
+
+BLOCK_SIZES = (16, 32, 64, 128)
+MAX_BLOCK_COUNTS = 128
+# Tokens per group from which the query-major selection is the faster one.
+QUERY_MAJOR = 32
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Tile sizes and launch options of one kernel: BM queries, BN keys."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+
+
+@functools.cache
+def launches(dtype: torch.dtype, head: int, block_size: int, group: int, arch: int, biased: bool) -> dict[str, Launch]:
+    """Tile sizes by kernel. `head` is the wider padded head size. Fixed rather than tuned at run time: the kernels
+    add to their outputs, so a tuner that runs them again and again would have to restore those each time."""
+    small = 64 if dtype.itemsize * head <= 256 else 32 if dtype.itemsize * head <= 512 else 16
+    if dtype == torch.float32 and arch != 90:
+        # Hopper's matrix instructions read fp32 from shared memory; elsewhere the parts of each number take registers.
+        small = min(small, 32)
+    query_major = group >= QUERY_MAJOR
+    query = min(group, small) if query_major else small
+    key = min(block_size, small)
+    if small == 64:  # measured on an H200 with heads of 128 in bf16; see docs/bsa.md
+        return {
+            "query_fwd": Launch(query, 32, 4, 3),
+            "query_dq": Launch(query, key if query_major else 64, 4, 2),
+            "select_fwd": Launch(64, key, 4, 3),
+            "select_dq": Launch(64, key, 8 if key == 64 and dtype.itemsize == 2 else 4, 2),
+            "select_dkv": Launch(64 if query_major else 32, key, 4, 2),
+            "compress_dkv": Launch(32, 64, 4, 3),
+        }
+    return {
+        "query_fwd": Launch(query, small, 4, 2),
+        "query_dq": Launch(query, small, 4, 2),
+        "select_fwd": Launch(small, key, 4, 2),
+        "select_dq": Launch(small, key, 4, 2),
+        "select_dkv": Launch(small, key, 4, 2),
+        "compress_dkv": Launch(small, small, 4, 2),
+    }
+
+
+class Arguments(NamedTuple):
+    """The operator's, in the order of its schema."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seq_offsets: Tensor
+    max_seq_len: int
+    g_cmp: Tensor
+    g_slc: Tensor
+    g_swa: Tensor | None
+    position: Tensor | None
+    time: Tensor | None
+    timestamps: Tensor | None
+    query_timestamps: Tensor | None
+    block_size: int
+    block_counts: int
+    window_size: int
+    selection_group: int
+    alpha: float
+    deterministic: bool
+
+
+class Problem:
+    """What both directions derive from one call."""
+
+    def __init__(self, a: Arguments):
+        q, v, group = a.q, a.v, a.selection_group
+        self.T, self.H, self.D = q.shape
+        self.V = v.shape[2]
+        self.B = a.seq_offsets.shape[0] - 1
+        self.BS, self.S, self.R = a.block_size, a.block_counts, group
+        self.NB, self.NG = self.slots(a.block_size), self.slots(group)
+        self.window, self.alpha, self.inv_n = a.window_size, a.alpha, 1.0 / a.max_seq_len
+        self.BD, self.BV = padded_head(self.D), padded_head(self.V)
+        self.query_major = group >= QUERY_MAJOR
+        self.offsets, self.max_seq_len, self.deterministic = a.seq_offsets, a.max_seq_len, a.deterministic
+        self.bias = RelativeBias(a.position, a.time, a.timestamps, a.query_timestamps)
+        self.biased = a.position is not None or a.time is not None
+        self.split = q.dtype != torch.float32
+        self.launch = launches(q.dtype, max(self.BD, self.BV), a.block_size, group, architecture(q.device), self.biased)
+        self.heads = dict(D=self.D, V=self.V, BD=self.BD, BV=self.BV)
+        self.numeric = dict(
+            FAST=q.dtype != torch.float32, PRECISION="tf32" if precision(q.dtype) == "tf32" else "tf32x3"
+        )
+
+    def slots(self, size: int) -> int:
+        return self.T // size + self.B
+
+    def options(self, kernel: str) -> dict:
+        launch = self.launch[kernel]
+        return dict(BM=launch.BM, BN=launch.BN, num_warps=launch.num_warps, num_stages=launch.num_stages)
+
+    def tma(self, rows: int, *tensors: Tensor) -> list | None:
+        """Descriptors over [T, H * size] whose tiles are `rows` rows of one head, for the tensor memory accelerator.
+
+        None where it cannot be used: before Hopper, and for heads that do not fill their tile or lie apart.
+        """
+        usable = architecture(tensors[0].device) >= 90 and self.D == self.BD and self.V == self.BV
+        if not usable or any(x.stride(1) != x.shape[2] for x in tensors):
+            return None
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return [
+            TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]])
+            for x in tensors
+        ]
+
+    def group_tile(self) -> int:
+        """Groups per program: fewer where a group is long, for then there are few of them in all."""
+        return 64 if self.R < 8 else 16
+
+
+def contiguous_gates(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """g_cmp, g_slc, g_swa; where there is no window, its gate's place is taken and never read."""
+    g_cmp, g_slc = a.g_cmp.contiguous(), a.g_slc.contiguous()
+    return g_cmp, g_slc, g_slc if a.g_swa is None else a.g_swa.contiguous()
+
+
+def launch_forward(*arguments):
+    """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V])."""
+    a = Arguments(*arguments)
+    p, q, k, v = Problem(a), a.q, a.k, a.v
+    kbar, vbar = q.new_zeros(p.NB, p.H, p.D), v.new_zeros(p.NB, p.H, p.V)
+    indices = torch.full((p.NG, p.H, p.S), -1, dtype=torch.int32, device=q.device)
+    if p.T == 0 or p.H == 0:
+        return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    g_cmp, g_slc, g_swa = contiguous_gates(a)
+    bias = prepare(p.bias, p.T, q.device)
+
+    kbar_low = torch.empty_like(kbar) if p.split else kbar
+    blocks.bsa_pool_fwd_kernel[(p.NB, p.H)](
+        k, v, p.offsets, kbar, kbar_low, vbar, *k.stride()[:2], *v.stride()[:2], p.H, p.B,
+        **p.heads, BS=p.BS, SPLIT=p.split, num_warps=4,
+    )  # fmt: skip
+    width = max(2, next_power_of_2(p.S))
+    groups = p.group_tile()
+    blocks.bsa_choose_fwd_kernel[(p.slots(groups * p.R), p.H)](
+        q, kbar, kbar_low, p.offsets, indices, bias, *q.stride()[:2], p.alpha, p.H, p.B, p.S,
+        D=p.D, BD=p.BD, BS=p.BS, R=p.R, BG=groups, BC=max(64 if p.split else 32, width), P=width, SPLIT=p.split,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+    # fp32 where the key-major kernel adds to it
+    out = torch.empty(p.T, p.H, p.V, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
+    options = p.options("query_fwd")
+    tiles = p.slots(options["BM"])
+    described = p.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= p.BS else None
+    query_major.bsa_query_fwd_kernel[(tiles, p.H)](
+        q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, bias, out,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
+        **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
+        TMA=described is not None, **options,
+    )  # fmt: skip
+    if not p.query_major and p.S > 1:
+        lists = invert(p, indices, 2 * p.S * p.BS, by_slot=p.deterministic, stable=p.deterministic)
+        for turn in range(lists.turns):
+            key_major.bsa_select_fwd_kernel[(lists.chunks_per_turn,)](
+                q, k, v, g_slc, out, p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list, bias,
+                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n,
+                turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
+                **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.options("select_fwd"),
+            )  # fmt: skip
+    return out.to(q.dtype), indices, kbar, vbar
+
+
+def fake_forward(*arguments):
+    a = Arguments(*arguments)
+    q, v = a.q, a.v
+    (T, H, D), B = q.shape, a.seq_offsets.shape[0] - 1
+    return (
+        q.new_empty(T, H, v.shape[2]),
+        q.new_empty(T // a.selection_group + B, H, a.block_counts, dtype=torch.int32),
+        q.new_empty(T // a.block_size + B, H, D),
+        v.new_empty(T // a.block_size + B, H, v.shape[2]),
+    )
+
+
+def launch_backward(do, *arguments):
+    """Gradients of q, k, v, g_cmp, g_slc and, where they are there, g_swa and the tables."""
+    *arguments, indices, kbar, vbar = arguments
+    a = Arguments(*arguments)
+    p = Problem(a)
+    gates = [g for g in (a.g_cmp, a.g_slc, a.g_swa) if g is not None]
+    if p.T == 0 or p.H == 0:
+        given = (a.q, a.k, a.v, *gates, *(x for x in (a.position, a.time) if x is not None))
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given]
+    do, q, k, v = aligned(do), aligned(a.q), aligned(a.k), aligned(a.v)
+    g_cmp, g_slc, g_swa = contiguous_gates(a)
+    bias = prepare(p.bias, p.T, q.device)
+    # Of each pair's gradient: what no sum of them can exceed, for those that are kept as whole multiples.
+    pairs = p.T * p.H * (p.S * p.BS + cdiv(p.max_seq_len, p.BS) + min(p.window, p.max_seq_len))
+    sums = TableSums(p.bias, do, v, gates, pairs * p.BS) if p.biased else None
+    tables = sums.tables if sums else TableGradients()
+
+    fp32 = dict(dtype=torch.float32, device=q.device)
+    dq = torch.empty(p.T, p.H, p.D, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
+    dg_cmp, dg_slc = torch.empty(p.T, p.H, **fp32), torch.empty(p.T, p.H, **fp32)
+    dg_swa = torch.empty((p.T, p.H) if p.window else (0,), **fp32)
+    options = p.options("query_dq")
+    tiles = p.slots(options["BM"])
+    described = p.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= p.BS else None
+    query_major.bsa_query_bwd_dq_kernel[(tiles, p.H)](
+        do, q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa,
+        bias, tables, *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
+        **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
+        TMA=described is not None, **options,
+    )  # fmt: skip
+
+    dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)
+    options = p.options("compress_dkv")
+    # Enough programs for the earliest blocks, which nearly every query sees; one each where the order must be fixed.
+    splits = 1 if p.deterministic else min(16, cdiv(p.max_seq_len, 4096))
+    described = p.tma(options["BM"], do, q)
+    key_major.bsa_compress_bwd_dkv_kernel[(p.slots(options["BN"] * p.BS), p.H, splits)](
+        *(described or (do, q)), kbar, vbar, p.offsets, g_cmp, dkbar, dvbar, bias, *do.stride()[:2], *q.stride()[:2],
+        p.alpha, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
+        TMA=described is not None, **options,
+    )  # fmt: skip
+
+    atomic_dq = not p.query_major and not p.deterministic
+    lists = invert(p, indices, 8 * p.S * p.BS, by_slot=False, stable=p.deterministic)
+    dk, dv = (
+        torch.empty(p.T, p.H, p.D, **fp32 | dict(dtype=k.dtype)),
+        torch.empty(p.T, p.H, p.V, **fp32 | dict(dtype=v.dtype)),
+    )
+    parts = torch.empty(lists.max_parts * p.BS * (p.D + p.V), **fp32)
+    options = p.options("select_dkv")
+    described = p.tma(options["BM"], do, q) if options["BM"] <= p.R else None
+    key_major.bsa_select_bwd_dkv_kernel[(lists.chunks_per_turn, p.BS // options["BN"])](
+        *(described or (do, q)), k, v, dkbar, dvbar, g_slc, g_swa, dk, dv, parts, dq, dg_slc,
+        p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list, lists.part_start,
+        bias, TableGradients() if p.query_major else tables,
+        *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        p.alpha, p.inv_n, p.window, p.NB, p.H, p.B, lists.chunk,
+        **p.heads, **p.numeric, BS=p.BS, R=p.R, WINDOW=p.window > 0, DQ=atomic_dq,
+        TMA=described is not None, **options,
+    )  # fmt: skip
+    key_major.bsa_merge_bwd_dkv_kernel[(p.H * p.NB, p.BS // 16)](
+        parts, lists.part_start, p.offsets, dk, dv, p.NB, p.H, p.B, **p.heads, BS=p.BS, BN=16, num_warps=4
+    )
+    del parts, lists
+
+    if not p.query_major and p.deterministic and p.S > 1:
+        lists = invert(p, indices, 2 * p.S * p.BS, by_slot=True, stable=True)
+        for turn in range(lists.turns):
+            key_major.bsa_select_bwd_dq_kernel[(lists.chunks_per_turn,)](
+                do, q, k, v, g_slc, dq, dg_slc,
+                p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list, bias,
+                *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+                p.alpha, p.inv_n, turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
+                **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.options("select_dq"),
+            )  # fmt: skip
+    found = [dq.to(q.dtype), dk, dv, *(d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), gates))]
+    return found + (sums.gradients(p.inv_n) if sums else [])
+
+
+operator = Operator(
+    "bsa",
+    "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, SymInt max_seq_len, Tensor g_cmp, Tensor g_slc, Tensor? g_swa, "
+    "Tensor? position, Tensor? time, Tensor? timestamps, Tensor? query_timestamps, "
+    "int block_size, int block_counts, int window_size, int selection_group, float alpha, bool deterministic",
+    forward=launch_forward,
+    backward=launch_backward,
+    fake=fake_forward,
+    differentiable=("q", "k", "v", "g_cmp", "g_slc", "g_swa", "position", "time"),
+    outputs=4,
+)

@@ -1,0 +1,90 @@
+"""The choice of blocks inverted: for each block of keys the groups that chose it, built on the device.
+
+Letters: T tokens of the batch, B sequences, H heads, BS block size, S blocks chosen per group, R tokens per group, NB
+block slots and NG group slots (see hstu_sparse/tiles.py), M = H * NB lists of groups.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hstu_sparse.bsa import blocks
+from hstu_sparse.launch import cdiv, next_power_of_2
+
+
+@dataclass
+class Lists:
+    """The choice inverted: per block the first tokens of the groups that chose it, cut into chunks of entries.
+
+    With `turns` > 1 there is one set of M lists per slot of the choice; within one turn no group appears twice.
+    """
+
+    tokens: Tensor  # [entries] int32
+    start: Tensor  # [turns * M + 1] int32, first entry of each list
+    chunk_start: Tensor  # [turns * M + 1], first chunk of each list
+    part_start: Tensor  # [turns * M + 1], first partial result of each list with several chunks
+    chunk_list: Tensor  # the list of each chunk
+    chunk: int  # entries per chunk
+    turns: int
+    chunks_per_turn: int
+    max_parts: int
+
+
+def invert(p, indices: Tensor, chunk_rows: int, *, by_slot: bool, stable: bool) -> Lists:
+    """Builds Lists; sizes are bounds that the host knows.
+
+    Args:
+        p: the launcher's `Problem`.
+        indices: [NG, H, S] int32, the chosen blocks.
+        chunk_rows: tokens of a chunk.
+        by_slot: a set of lists for each slot of the choice but the own block's.
+        stable: lists in the order of the tokens, the same in every run.
+    """
+    int32 = dict(dtype=torch.int32, device=indices.device)
+    M = p.H * p.NB
+    turns = p.S - 1 if by_slot else 1
+    most = p.NG * p.H * max(p.S - 1, 0)  # entries, at most: the own block is in no list
+    if stable:
+        tokens, start = _sorted_lists(p, indices, by_slot)
+        counts = start.diff()
+    else:
+        tokens, start = torch.empty(max(most, 1), **int32), torch.empty(M + 1, **int32)
+        counts = torch.zeros(M, **int32)
+        ranks = torch.empty_like(indices)
+        groups = 64
+        grid, width = (p.slots(groups * p.R), p.H), max(2, next_power_of_2(p.S))
+        shape = dict(BS=p.BS, R=p.R, BG=groups, P=width, num_warps=4)
+        blocks.bsa_rank_kernel[grid](indices, p.offsets, ranks, counts, p.NB, p.H, p.B, p.S, **shape)
+    chunk = max(1, chunk_rows // p.R)
+    chunk_start, part_start = torch.empty(turns * M + 1, **int32), torch.empty(turns * M + 1, **int32)
+    blocks.bsa_plan_kernel[(1,)](counts, start, chunk_start, part_start, turns * M, chunk, SIZE=1024, num_warps=4)
+    if not stable:
+        blocks.bsa_fill_kernel[grid](indices, p.offsets, ranks, start, tokens, p.NB, p.H, p.B, p.S, **shape)
+    limit = most // chunk + turns * M
+    chunk_list = torch.empty(limit, **int32)
+    blocks.bsa_chunks_kernel[(cdiv(limit, 256),)](chunk_start, chunk_list, turns * M, limit, SIZE=256, num_warps=4)
+    per_turn = limit if turns == 1 else p.NG * p.H // chunk + M
+    # A list of n > chunk entries has at most n / chunk + 1 <= 2 n / chunk chunks.
+    return Lists(tokens, start, chunk_start, part_start, chunk_list, chunk, turns, per_turn, 2 * most // chunk + 1)
+
+
+def _sorted_lists(p, indices: Tensor, by_slot: bool) -> tuple[Tensor, Tensor]:
+    """The lists in the order of the tokens, by a stable sort over all choices."""
+    device, M = indices.device, p.H * p.NB
+    begin = p.offsets[:-1].long()
+    first_slot = begin // p.R + torch.arange(p.B, device=device)
+    slot = torch.arange(p.NG, device=device)
+    sequence = torch.searchsorted(first_slot, slot, right=True) - 1
+    group = slot - first_slot[sequence]
+    head, place = torch.arange(p.H, device=device)[:, None], torch.arange(p.S, device=device)
+    turns = p.S - 1 if by_slot else 1
+    key = head * p.NB + (begin // p.BS + torch.arange(p.B, device=device))[sequence, None, None] + indices
+    if by_slot:
+        key += place * M
+    past = (indices >= 0) & (indices < (group * p.R // p.BS)[:, None, None])
+    key = torch.where(past, key, turns * M).int().flatten()
+    key, order = key.sort(stable=True)
+    tokens = (begin[sequence] + group * p.R).int()[order // (p.H * p.S)]
+    start = torch.searchsorted(key, torch.arange(turns * M + 1, dtype=torch.int32, device=device), out_int32=True)
+    return tokens, start

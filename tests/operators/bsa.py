@@ -1,0 +1,150 @@
+"""Block-sparse attention. Letters: H heads, D query/key and V value head size, as in hstu_sparse/bsa."""
+
+import torch
+
+from hstu_sparse import bsa_attention
+from hstu_sparse.bsa import bsa_attention_reference
+from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets
+from tests.operators import Launches
+
+GATES = ("g_cmp", "g_slc", "g_swa")
+# Bytes of local memory a thread may use for registers that do not fit. The key-major backward holds two accumulators of
+# 64 x 128; with fewer rows, or more warps, nothing spills, and it is slower (docs/bsa.md).
+SPILLS = {
+    "bsa_select_bwd_dkv_kernel": 320,
+    "bsa_compress_bwd_dkv_kernel": 256,
+    "bsa_query_bwd_dq_kernel": 192,  # none on Hopper
+    "bsa_query_fwd_kernel": 8,
+}
+# Three TF32 products for one, and a sort of 64 groups by 64 scores without matrix instructions.
+FP32_SPILLS = {
+    "bsa_select_bwd_dkv_kernel": 1088,
+    "bsa_compress_bwd_dkv_kernel": 16,
+    "bsa_query_bwd_dq_kernel": 112,
+    "bsa_choose_fwd_kernel": 320,
+}
+
+
+def draw(random, small):
+    most = 60 if small else 900
+    block_size = random.choice([16, 32, 64, 128])
+    lengths = [random.choice([0, 1, random.randint(1, most)]) for _ in range(random.randint(0, 2 if small else 6))]
+    sizes = [1, 16, 25, 40] if small else [1, 7, 16, 25, 40, 50, 64, 96, 128, 200, 256]
+    return dict(
+        lengths=lengths,
+        max_seq_len=max([1, *lengths]) + random.choice([0, 11]),
+        heads=random.randint(1, 2 if small else 4),
+        head_size=random.choice(sizes),
+        value_size=random.choice(sizes),
+        dtype="float32" if small else random.choice(["float32", "float16", "bfloat16"]),
+        block_size=block_size,
+        block_counts=random.choice([1, 2, 3, 4, 7, 16]),
+        window_size=random.choice([0, random.randint(1, most)]),
+        selection_group=random.choice([r for r in (1, 2, 4, 8, 16, 32, 64, 128) if r <= block_size]),
+        contiguous=random.random() < 0.5,
+        deterministic=random.random() < 0.2,
+        seed=random.randrange(2**31),
+    )
+
+
+def check(
+    device, *, lengths, max_seq_len, heads, head_size, value_size, dtype, block_size, block_counts, window_size,
+    selection_group, contiguous=True, deterministic=False, seed=0,
+):  # fmt: skip
+    """Output and gradients are the reference's for the blocks that the kernel chose, and the choice is a best one."""
+    made = dict(dtype=getattr(torch, dtype), device=device, contiguous=contiguous)
+    inputs = {
+        name: make_jagged(lengths, (heads, size), seed=seed + i, **made)
+        for i, (name, size) in enumerate((("q", head_size), ("k", head_size), ("v", value_size)))
+    }
+    for i, name in enumerate(GATES[: 3 if window_size else 2]):
+        inputs[name] = make_jagged(lengths, (heads,), seed=seed + 5 + i, **made).sigmoid()
+    # Every second entry of a wider tensor: kernels must not take metadata for contiguous.
+    offsets = make_offsets(lengths, device=device, dtype=torch.int32).repeat_interleave(2)[::2]
+    shape = dict(
+        block_size=block_size, block_counts=block_counts, window_size=window_size, selection_group=selection_group
+    )
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        agree(inputs, offsets, max_seq_len, shape)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def agree(inputs, offsets, max_seq_len, shape):
+    """Raises AssertionError unless the kernels do what the reference does, up to the rounding of close choices."""
+    alpha = inputs["q"].shape[-1] ** -0.5
+
+    def kernel(q, k, v, g_cmp, g_slc, g_swa=None, **more):
+        return bsa_attention(q, k, v, offsets, max_seq_len, (g_cmp, g_slc, g_swa), **shape, backend="triton", **more)
+
+    with torch.no_grad():
+        _, indices = kernel(**inputs, return_block_indices=True)
+    check_choice(indices, inputs, offsets, shape, alpha)
+
+    def reference(q, k, v, g_cmp, g_slc, g_swa=None):
+        gates = (g_cmp, g_slc, g_swa)
+        more = dict(alpha=alpha, block_indices=indices)
+        return bsa_attention_reference(q, k, v, offsets, max_seq_len, gates, **shape, **more)[0]
+
+    # fp32: three tf32 products stand for one of fp32, so the floor is a few roundings higher.
+    floor = None
+    if inputs["q"].dtype == torch.float32:
+        floor = dict.fromkeys(["output", *(f"grad of {name}" for name in inputs)], 8 * torch.finfo(torch.float32).eps)
+    compare_with_reference(kernel, reference, inputs, factor=3, floor=floor)
+
+
+def check_choice(indices, inputs, offsets, shape, alpha):
+    """indices [T, H, S] hold the own block, and of the past ones those whose scores are the best, up to rounding."""
+    block_size, most, group = shape["block_size"], shape["block_counts"] - 1, shape["selection_group"]
+    q, k, device = inputs["q"].double(), inputs["k"].double(), indices.device
+    for begin, end in zip(offsets.tolist(), offsets.tolist()[1:]):
+        t = torch.arange(end - begin, device=device)
+        first = t // group * group
+        own = first // block_size  # [n]
+        count = own.clamp(max=most)
+        rows = indices[begin:end].long()  # [n, H, S]
+        place = torch.arange(most + 1, device=device)
+        assert (rows.gather(2, count[:, None, None].expand(-1, rows.shape[1], 1))[..., 0] == own[:, None]).all()
+        used = (place <= count[:, None])[:, None]
+        assert ((rows >= 0) == used).all()
+        assert ((rows[:, :, 1:] > rows[:, :, :-1]) | ~used[:, :, 1:]).all()
+        assert torch.equal(rows, rows[first])
+        blocks = (end - begin) // block_size
+        if not blocks or not most:
+            continue
+        kbar = k[begin : begin + blocks * block_size].unflatten(0, (blocks, block_size)).mean(1)  # [M, H, D]
+        scores = torch.nn.functional.silu(alpha * torch.einsum("nhd,mhd->nhm", q[begin:end][first], kbar))
+        scores = scores.masked_fill(torch.arange(blocks, device=device) >= own[:, None, None], -torch.inf)
+        best = scores.topk(min(most, blocks), -1).values
+        chosen = torch.where(place < count[:, None, None], rows, blocks)[..., :most]
+        scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
+        got = scores.gather(2, chosen).sort(-1, descending=True).values[..., : best.shape[-1]]
+        error = torch.where(best.isinf() & got.isinf(), 0, best - got).abs().max()
+        assert error <= 2e-5 * scores[scores.isfinite()].abs().max(), f"a better block by {error:.2e}"
+
+
+def launches():
+    from hstu_sparse.bsa import launch
+
+    def case(group, dtype=torch.bfloat16, size=128, block_size=64, window=0, deterministic=False):
+        def call():
+            q, grad = (torch.zeros(256, 2, size, dtype=dtype) for _ in range(2))
+            gate, offsets = torch.zeros(256, 2, dtype=dtype), torch.tensor([0, 256])
+            options = (block_size, 16, window, group, 0.1, deterministic)
+            given = (q, q, q, offsets, 256, gate, gate, gate if window else None, *options)
+            out = launch.launch_forward(*given)
+            launch.launch_backward(grad, *given, *out[1:])
+
+        label = f"{dtype} {size} BS={block_size} r={group} W={window} deterministic={deterministic}"
+        return Launches(label, call, FP32_SPILLS if dtype == torch.float32 else SPILLS)
+
+    return [
+        case(2, window=100),
+        case(64),
+        case(2, deterministic=True),
+        case(64, torch.float32, size=64, window=100),
+        case(2, torch.float32, size=64),
+        case(32, torch.float16, size=64, block_size=32),
+    ]
