@@ -190,6 +190,9 @@ class TrainConfig(Strict):
     ema_decay: float | None = Field(None, gt=0, lt=1)
     clip_norm: float | None = Field(None, gt=0)
     autocast: Literal["none", "bf16"] = "none"
+    # Of fp32 products on a GPU, the layers' and the kernels': `high` is TF32, which keeps 10 bits of a factor;
+    # `default` is torch's own setting, as a rule `highest`.
+    matmul_precision: Literal["default", "highest", "high"] = "default"
     compile: bool = False
     # On a GPU: steps captured and replayed as CUDA graphs (not together with `compile`).
     cuda_graphs: bool = True
