@@ -169,11 +169,13 @@ def build_step(
         for layer in model.layers:
             layer.compile(dynamic=True)
 
+    dtype = torch.bfloat16 if c.autocast == "bf16" else None
+
     def step(batch: Batch) -> Losses:
         # A cache of cast weights would outlive the step that a graph captures.
         with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
             out, aux = model(batch)
-        loss, of_head = head_loss(model, config.loss, out, batch.target_ids)
+        loss, of_head = head_loss(model, config.loss, out, batch.target_ids, dtype)
         aux |= of_head
         if wrong := aux.keys() & TAKEN:
             raise ValueError(
