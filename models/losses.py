@@ -17,10 +17,12 @@ NORM_EPS = 1e-6
 CHUNK = {"cpu": 2**21, "cuda": 2**26}
 
 
-def head_loss(model: nn.Module, config: LossConfig, out: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, AuxLoss]]:
-    """(training loss, auxiliary losses) of a model's outputs [T, E] by its own head; targets as `training_loss`."""
+def head_loss(
+    model: nn.Module, config: LossConfig, out: Tensor, targets: Tensor, part: Tensor | None = None
+) -> tuple[Tensor, dict[str, AuxLoss]]:
+    """(training loss, auxiliary losses) of a model's outputs [T, E] by its own head; others as `training_loss`."""
     if model.head is None:
-        return training_loss(config, out, model.item_weight, targets), {}
+        return training_loss(config, out, model.item_weight, targets, part), {}
     negatives = drawn_negatives(config, len(model.item_weight), targets)
     return mol_loss(model.head, out, model.item_weight, targets, negatives)
 
@@ -36,16 +38,24 @@ def drawn_negatives(config: LossConfig, num_items: int, targets: Tensor) -> Tens
     return torch.randint(num_items, shape, device=targets.device)
 
 
-def training_loss(config: LossConfig, out: Tensor, item_weight: Tensor, targets: Tensor) -> Tensor:
+def training_loss(
+    config: LossConfig, out: Tensor, item_weight: Tensor, targets: Tensor, part: Tensor | None = None
+) -> Tensor:
     """Mean loss over the positions, with gradients for `out` and `item_weight` (once: no second derivative).
 
     out: [T, E] fp32, L2-normalised. item_weight: [I, E]. targets: [T] int64; positions of padding, with target -1, come
     last and do not count. Negatives come from torch's global
     generator: uniform over the catalogue, or, for `in_batch`, over the targets of the batch, so that an item is
     drawn as often as it is popular there. A negative equal to the positive does not count.
+
+    part: positions that `out` is of, where it is of some only; the result is then their share of the mean, with the
+    negatives that all of them would get.
     """
     count = (targets >= 0).sum().clamp(min=1)
     negatives = drawn_negatives(config, len(item_weight), targets)
+    if part is not None:
+        targets = targets[part]
+        negatives = None if negatives is None else negatives[part]
     whole = negatives is None or takes_whole_catalogue(config, out, item_weight)
     items = F.normalize(item_weight, dim=-1, eps=NORM_EPS) if whole else item_weight
     width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]

@@ -110,7 +110,15 @@ def all_of_rank(rank: int, world: int, cases, backend: str) -> dict:
     return {(form, option): of_rank(rank, world, form, option, backend) for form, option in cases}
 
 
-HSTU_CASES = ["one sequence", "window", "position bias", "time bias", "both biases, several sequences", "zigzag", "fp64"]
+HSTU_CASES = [
+    "one sequence",
+    "window",
+    "position bias",
+    "time bias",
+    "both biases, several sequences",
+    "zigzag",
+    "fp64",
+]
 
 
 def hstu_inputs(case: str):

@@ -33,7 +33,12 @@ def check(form, option, world, ranks):
         for name, value, right in zip(NAMES, ranks[rank][form, option], whole, strict=True):
             right = right[:, index] if name == "lse" else right[index]
             torch.testing.assert_close(
-                value, right, rtol=tolerance, atol=tolerance, check_dtype=name != "lse", msg=lambda m, n=name: f"{n}: {m}"
+                value,
+                right,
+                rtol=tolerance,
+                atol=tolerance,
+                check_dtype=name != "lse",
+                msg=lambda m, n=name: f"{n}: {m}",
             )
     assert torch.cat(seen).sort().values.tolist() == list(range(int(offsets[-1])))
 

@@ -5,8 +5,8 @@ keys and values, D head size, W ranks of the group.
 
 Every form takes, besides its own arguments,
 
-    dropout_p              probability of zeroing a weight, with `seed`: an int64 tensor of one element, by default drawn
-                           from torch's generator. Equal seeds on all ranks give the mask of a single device
+    dropout_p              probability of zeroing a weight, with `seed`: an int64 tensor of one element, by default
+                           drawn from torch's generator. Equal seeds on all ranks give the mask of a single device
     softmax_scale          of the scores, D ** -0.5 by default
     causal, window_size    as flash_attention
     alibi_slopes           [H] or [B, H] fp32, the same on all ranks
@@ -56,7 +56,9 @@ def zigzag_triton_ring_flash_attn_func(
     With a causal mask all ranks then have the same work. Shapes as `triton_ring_flash_attn_func`, N even.
     """
     options = dropout_p, softmax_scale, causal, window_size, alibi_slopes, seed
-    return _fixed("zigzag_triton_ring_flash_attn_func", q, k, v, options, return_attn_probs, group, backend, zigzag=True)
+    return _fixed(
+        "zigzag_triton_ring_flash_attn_func", q, k, v, options, return_attn_probs, group, backend, zigzag=True
+    )
 
 
 def triton_ring_flash_attn_varlen_func(
