@@ -100,7 +100,7 @@ class Ring:
         try:
             dist.all_gather_object(found, mine, self.group)
         except RuntimeError as error:
-            raise self.lost(None, error) from error
+            raise RuntimeError(f"{what}: rank {dist.get_rank()} lost a rank of the group: {error}") from error
         for name in mine:
             if name.startswith("own"):
                 continue
