@@ -17,7 +17,7 @@ from data.batches import Batch
 from hstu_sparse.indexer import MOST_CHOSEN
 from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged, sequence_ids
 from hstu_sparse.relative_bias import RelativeBias, pair_bias
-from models.contract import AttentionKind, AuxLoss, LayerSizes
+from models.contract import AttentionKind, AuxLoss, ContextBatch, LayerSizes
 from models.gate import GateModel
 
 # The room that the published HSTU adds to max_seq_len in its normaliser and bias tables.
@@ -132,6 +132,9 @@ class SoftmaxAttention(BiasedAttention):
         return config.num_kv_heads or num_heads
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        if q.is_cuda and self.bias(batch) is None:
+            dropout = self.config.dropout if self.training else 0.0
+            return hstu_sparse.flash_attention(q, k, v, batch.seq_offsets, causal=True, dropout=dropout), {}
         # On a GPU, padding to max_seq_len spares the host from waiting for the longest length of the batch.
         longest = self.sizes.max_seq_len
         if not q.is_cuda:
@@ -415,6 +418,77 @@ def own_token(q: Tensor, k: Tensor, v: Tensor, bias: RelativeBias | None, alpha:
     return (F.silu(own_scores(q, k, bias, alpha))[..., None] * v / normalizer).to(v.dtype)
 
 
+class RingAttention(HSTUAttention):
+    """Softmax or dense HSTU attention whose sequences may be spread over the ranks of a ring (parallel.context)."""
+
+    class Config(HSTUAttention.Config):
+        """`alpha` defaults to D ** -0.5 for softmax and to 1 for hstu; with hstu the result is dense's."""
+
+        kind: Literal["ring"]
+        inner: Literal["softmax", "hstu"]
+        alpha: float | None = Field(None, gt=0)
+        window_size: int = Field(0, ge=0)
+        position_bias: bool = False
+        time_bias: bool = False
+        # For softmax only, as in the kind of that name.
+        dropout: float = Field(0.0, ge=0, lt=1)
+        num_kv_heads: int | None = Field(None, ge=1)
+
+        def check_model(self, model) -> None:
+            super().check_model(model)
+            if self.inner == "softmax" and (self.position_bias or self.time_bias):
+                raise ValueError("position_bias and time_bias are for inner=hstu: set them to false")
+            if self.inner == "hstu" and (self.dropout or self.num_kv_heads):
+                raise ValueError("dropout and num_kv_heads are for inner=softmax: leave them out")
+            if self.num_kv_heads and model.num_heads % self.num_kv_heads:
+                raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide model.num_heads={model.num_heads}")
+
+    @classmethod
+    def kv_heads(cls, config: Config, num_heads: int) -> int:
+        return config.num_kv_heads or num_heads
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        c, cut, offsets = self.config, isinstance(batch, ContextBatch), batch.seq_offsets
+        if c.inner == "softmax":
+            dropout = c.dropout if self.training else 0.0
+            options = dict(causal=True, window_size=(c.window_size - 1, -1), backend=c.backend)
+            if not cut:
+                out = hstu_sparse.flash_attention(q, k, v, offsets, scale=c.alpha, dropout=dropout, **options)
+            else:
+                out = hstu_sparse.zigzag_triton_ring_flash_attn_varlen_func(
+                    q,
+                    k,
+                    v,
+                    offsets,
+                    dropout_p=dropout,
+                    softmax_scale=c.alpha,
+                    group=batch.group,
+                    plan=batch.plan,
+                    **options,
+                )
+            return out, {}
+        options = dict(
+            alpha=1.0 if c.alpha is None else c.alpha,
+            window_size=c.window_size,
+            bias=self.bias(batch),
+            backend=c.backend,
+        )
+        if not cut:
+            return hstu_sparse.hstu_attention(q, k, v, offsets, self.normalizer, **options), {}
+        out = hstu_sparse.ring_hstu_attention(
+            q,
+            k,
+            v,
+            batch.positions,
+            self.normalizer,
+            seq_offsets=offsets,
+            group=batch.group,
+            plan=batch.plan,
+            **options,
+        )
+        return out, {}
+
+
 ATTENTION: dict[str, type[AttentionKind]] = {
     "dense": DenseAttention,
     "softmax": SoftmaxAttention,
@@ -422,4 +496,5 @@ ATTENTION: dict[str, type[AttentionKind]] = {
     "htree": HierarchicalTreeAttention,
     "indexer": IndexerAttention,
     "rotatekv": RotateKVAttention,
+    "ring": RingAttention,
 }
