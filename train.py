@@ -34,7 +34,7 @@ from models.checkpoint import (
 from models.config import ConfigError, RunConfig, as_yaml, load_config
 from models.folder import FolderError, access, check_run, claimed, write_text
 from models.graph import GraphedStep, Losses, Step
-from models.losses import training_loss
+from models.losses import head_loss
 from models.metrics import metric_names, ranking_metrics
 from models.monitor import Means, MetricsLog, ProgressBar, StopSignal, explain_faults
 from models.report import environment, print_result, write_report
@@ -173,11 +173,12 @@ def build_step(
         # A cache of cast weights would outlive the step that a graph captures.
         with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
             out, aux = model(batch)
+        loss, of_head = head_loss(model, config.loss, out, batch.target_ids)
+        aux |= of_head
         if wrong := aux.keys() & TAKEN:
             raise ValueError(
                 f"an auxiliary loss cannot be named {', '.join(sorted(wrong))}: metrics.jsonl has that name"
             )
-        loss = training_loss(config.loss, out, model.item_weight, batch.target_ids)
         for extra in aux.values():
             loss = loss + extra.weighted
         optimizer.zero_grad(set_to_none=True)

@@ -53,6 +53,7 @@ class Operator:
         fake: (*arguments) -> outputs of the right shape and dtype (new_empty), computed without the data.
         differentiable: names of the arguments with gradients.
         outputs: how many tensors forward returns.
+        keep_output: the backward pass takes the first output too, before the kept ones.
     """
 
     def __init__(
@@ -65,15 +66,16 @@ class Operator:
         fake: Callable,
         differentiable: Sequence[str],
         outputs: int = 1,
+        keep_output: bool = False,
     ):
         types, names = zip(*(argument.split(" ") for argument in arguments.split(", ")))
-        self.name, self.outputs = name, outputs
+        self.name, self.outputs, self.keep_output = name, outputs, keep_output
         self.tensors = [i for i, type_ in enumerate(types) if type_ in ("Tensor", "Tensor?")]
         self.differentiable = [names.index(argument) for argument in differentiable]
         self.forward, self.backward = _ready(forward), _ready(backward)
         self.function = _autograd(self)
 
-        kept = "".join(f", Tensor kept_{i}" for i in range(1, outputs))
+        kept = "".join(f", Tensor kept_{i}" for i in range(0 if keep_output else 1, outputs))
         result = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
         for part, schema in (
             ("fwd", f"({arguments}) -> {result}"),
@@ -110,8 +112,9 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
             else:
                 with torch._C._AutoDispatchBelowAutograd():
                     found = operator.registered_forward(*arguments)
-            kept = () if operator.outputs == 1 else tuple(found[1:])
-            ctx.save_for_backward(*(arguments[i] for i in operator.tensors), *kept)
+            out, *kept = (found,) if operator.outputs == 1 else found
+            output = (out,) if operator.keep_output else ()
+            ctx.save_for_backward(*(arguments[i] for i in operator.tensors), *output, *kept)
             ctx.others = [None if i in operator.tensors else a for i, a in enumerate(arguments)]
             ctx.mark_non_differentiable(*kept)
             ctx.set_materialize_grads(False)
@@ -139,3 +142,27 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
 
     Function.__name__ = Function.__qualname__ = operator.name
     return Function
+
+
+def register_preparation(name: str, arguments: str, *, launch: Callable, fake: Callable) -> Callable:
+    """torch.ops.hstu_sparse.<name>: tensors that depend on a batch's metadata alone, computed before the operators run.
+
+    Args:
+        name, arguments: as an `Operator`'s.
+        launch: (*arguments) -> list of new tensors, without gradients.
+        fake: (*arguments) -> the same list of the right shapes and dtypes, computed without the data.
+
+    Returns:
+        (*arguments) -> the list. Calls with plain tensors launch at once.
+    """
+    ready = _ready(launch)
+    _library.define(f"{name}({arguments}) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, ready, device)
+    torch.library.register_fake(f"hstu_sparse::{name}", fake, lib=_library)
+    registered = getattr(torch.ops.hstu_sparse, name).default
+
+    def call(*given):
+        return registered(*given) if torch.compiler.is_compiling() or not plain(given[0]) else ready(*given)
+
+    return call

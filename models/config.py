@@ -28,6 +28,7 @@ from data.options import Columns, SyntheticOptions
 from data.types import shown
 from models.attention import ATTENTION
 from models.contract import AttentionKind, Strict
+from models.heads import DotConfig, HeadConfig
 from models.metrics import metric_names
 
 
@@ -121,6 +122,8 @@ class ModelConfig(Strict):
     # Hidden size of the feed-forward network: the transformer block's own, or a SwiGLU behind each HSTU layer.
     feed_forward_dim: int | None = Field(None, ge=1)
     rotary: RotaryConfig | None = None
+    # How outputs are scored against items.
+    head: HeadConfig = DotConfig()
     dropout: float = Field(0.0, ge=0, lt=1)
     action_embedding: bool = False
     # One mapping for all layers, or one for each.
@@ -214,6 +217,8 @@ class RunConfig(Strict):
     def _consistent(self):
         if self.eval.patience and self.data.protocol == "published":
             raise ValueError("eval.patience: protocol published has no validation split to stop by")
+        if self.model.head.kind == "mol" and self.loss.kind == "bce":
+            raise ValueError("loss.kind=bce is not for model.head.kind=mol: take a softmax loss")
         if self.eval.patience and not self.eval.every:
             raise ValueError("eval.patience needs eval.every >= 1")
         return self

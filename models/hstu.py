@@ -16,6 +16,7 @@ from models.attention import ATTENTION
 from models.config import ModelConfig
 from models.contract import AttentionKind, AuxLoss, LayerSizes
 from models.embedding import InputEmbedding
+from models.heads import MixtureOfLogits
 
 NORM_EPS = 1e-6
 
@@ -152,7 +153,8 @@ def build_layer(config: ModelConfig, attention: AttentionKind.Config) -> nn.Modu
 class SequenceModel(nn.Module):
     """Batch -> (L2-normalised output [T, E] in fp32, auxiliary losses): out[t] predicts the item after token t.
 
-    Auxiliary losses of one name are summed over the layers.
+    Auxiliary losses of one name are summed over the layers. `head` scores outputs against items where that is not the
+    cosine.
     """
 
     def __init__(self, config: ModelConfig, num_items: int, num_actions: int = 0):
@@ -166,6 +168,7 @@ class SequenceModel(nn.Module):
         )
         kinds = config.attention * (config.num_layers if len(config.attention) == 1 else 1)
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in kinds)
+        self.head = MixtureOfLogits(config.head, config.embedding_dim) if config.head.kind == "mol" else None
 
     @property
     def item_weight(self) -> Tensor:

@@ -5,14 +5,35 @@ I items, K negatives for each position.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.config import LossConfig
+from models.contract import AuxLoss
+from models.heads import mol_loss
 
 NORM_EPS = 1e-6
 # Numbers that the largest tensor of one chunk may hold: what stays in a core's cache, or a small part of a GPU.
 CHUNK = {"cpu": 2**21, "cuda": 2**26}
+
+
+def head_loss(model: nn.Module, config: LossConfig, out: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, AuxLoss]]:
+    """(training loss, auxiliary losses) of a model's outputs [T, E] by its own head; targets as `training_loss`."""
+    if model.head is None:
+        return training_loss(config, out, model.item_weight, targets), {}
+    negatives = drawn_negatives(config, len(model.item_weight), targets)
+    return mol_loss(model.head, out, model.item_weight, targets, negatives)
+
+
+def drawn_negatives(config: LossConfig, num_items: int, targets: Tensor) -> Tensor | None:
+    """[T, K] as the loss wants them, from torch's global generator; None where the whole catalogue competes."""
+    if config.kind == "cross_entropy":
+        return None
+    shape = (len(targets), config.num_negatives)
+    if config.kind == "in_batch":
+        count = (targets >= 0).sum().clamp(min=1)
+        return targets[torch.randint(2**62, shape, device=targets.device) % count]
+    return torch.randint(num_items, shape, device=targets.device)
 
 
 def training_loss(config: LossConfig, out: Tensor, item_weight: Tensor, targets: Tensor) -> Tensor:
@@ -23,14 +44,8 @@ def training_loss(config: LossConfig, out: Tensor, item_weight: Tensor, targets:
     generator: uniform over the catalogue, or, for `in_batch`, over the targets of the batch, so that an item is
     drawn as often as it is popular there. A negative equal to the positive does not count.
     """
-    negatives = None
     count = (targets >= 0).sum().clamp(min=1)
-    if config.kind != "cross_entropy":
-        shape = (len(targets), config.num_negatives)
-        if config.kind == "in_batch":
-            negatives = targets[torch.randint(2**62, shape, device=targets.device) % count]
-        else:
-            negatives = torch.randint(len(item_weight), shape, device=targets.device)
+    negatives = drawn_negatives(config, len(item_weight), targets)
     whole = negatives is None or takes_whole_catalogue(config, out, item_weight)
     items = F.normalize(item_weight, dim=-1, eps=NORM_EPS) if whole else item_weight
     width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]

@@ -111,15 +111,21 @@ def last_targets(batch: Batch) -> Tensor:
 
 
 def model_scorer(model: nn.Module, autocast: bool = False) -> Callable[[Batch], Tensor]:
-    """Cosine of each sequence's last output with every item: batch -> [B, I] fp32. Puts the model into eval mode."""
+    """Score of each sequence's last output with every item: batch -> [B, I] fp32. Puts the model into eval mode.
+
+    The cosine, or what the model's head makes of the two.
+    """
     model.eval()
-    items = normalized_items(model.item_weight.detach())
+    table = model.item_weight.detach()
+    with torch.no_grad():
+        items = normalized_items(table) if model.head is None else model.head.items(table)
 
     @torch.no_grad()
     def score(batch: Batch) -> Tensor:
-        with torch.autocast(items.device.type, torch.bfloat16, enabled=autocast):
+        with torch.autocast(table.device.type, torch.bfloat16, enabled=autocast):
             out, _ = model(batch)
-        return out[batch.seq_offsets[1:] - 1] @ items.T
+        last = out[batch.seq_offsets[1:] - 1]
+        return last @ items.T if model.head is None else model.head.scores_of_all(last, items)
 
     return score
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from hstu_sparse.bsa.reference import bsa_attention_reference
 from hstu_sparse.jagged import sequence_ids
+from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.validation import check_int, check_kernel, check_qkv, check_scale, check_tensor, choose_backend
 
 
@@ -28,6 +29,7 @@ def bsa_attention(
     window_size: int = 0,
     selection_group: int = 1,
     alpha: float | None = None,
+    bias: RelativeBias | None = None,
     backend: Literal["auto", "triton", "reference"] = "auto",
     return_block_indices: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -38,6 +40,9 @@ def bsa_attention(
         o[t] = g_cmp[t] * BS/N * sum over complete past blocks j of SiLU(alpha q[t].kbar_j) vbar_j
              + g_slc[t] * 1/N  * sum over chosen blocks, their tokens s <= t, of SiLU(alpha q[t].k[s]) v[s]
              + g_swa[t] * 1/N  * sum over t - W < s <= t of SiLU(alpha q[t].k[s]) v[s]
+
+    With `bias` every SiLU above takes + b: b(t, s) of a token, b(t, m) of a block, which stands at its middle token
+    m = j*BS + BS // 2; so does the choice below.
 
     The tokens r*g .. r*g + r - 1 of a sequence are one group. Per head its first token chooses the block it stands in,
     always, and of the complete blocks before that one the S - 1 with the greatest SiLU(alpha q.kbar_j), ties going
@@ -53,6 +58,7 @@ def bsa_attention(
         window_size: W in tokens, the query's own among them; 0 switches the window off.
         selection_group: r in tokens; divides block_size.
         alpha: scale of the logits; D ** -0.5 by default.
+        bias: b(t, s) by relative position and time, see `RelativeBias`; both tables get gradients.
         backend: "triton", "reference", or "auto": triton for CUDA tensors and the reference for CPU tensors.
         return_block_indices: also return the chosen blocks [T, H, S] int32: ascending, -1 behind them.
 
@@ -77,6 +83,7 @@ def bsa_attention(
     if block_size % selection_group:
         raise ValueError(f"selection_group must divide block_size={block_size}, got {selection_group}")
     _check_gates(gates, sizes, q.device, window_size)
+    bias = check_bias(bias, max_seq_len, sizes["T"], q.device)
     alpha = check_scale(alpha, sizes["D"])
     if backend == "reference":
         out, indices = bsa_attention_reference(
@@ -91,10 +98,12 @@ def bsa_attention(
             window_size=window_size,
             selection_group=selection_group,
             alpha=alpha,
+            bias=bias,
         )
         return (out, indices) if return_block_indices else out
 
     from hstu_sparse.bsa import launch  # triton is needed from here on
+    from hstu_sparse.bsa.bias import MAX_BUCKETS
 
     check_kernel("bsa_attention", q, {"D": sizes["D"], "V": sizes["V"]})
     for name, value, taken in (
@@ -104,6 +113,11 @@ def bsa_attention(
         if value not in taken:
             expected = f"up to {taken[-1]}" if isinstance(taken, range) else " ".join(map(str, taken))
             raise ValueError(f"bsa_attention: the kernels take {name} {expected}, got {value}; use backend='reference'")
+    if bias.time is not None and bias.time.shape[0] > MAX_BUCKETS + 1:
+        raise ValueError(
+            f"bsa_attention: the kernels take bias.time [up to {MAX_BUCKETS + 1}], got [{bias.time.shape[0]}]; "
+            "use backend='reference'"
+        )
     q, k, v = (_pad_head(x) for x in (q, k, v))
     g_cmp, g_slc, g_swa = gates
     out, groups, _, _ = launch.operator(
@@ -115,6 +129,7 @@ def bsa_attention(
         g_cmp,
         g_slc,
         g_swa if window_size > 0 else None,
+        *bias,
         block_size,
         block_counts,
         window_size,

@@ -9,6 +9,7 @@ Blocks, groups and tiles are numbered by slots: see hstu_sparse/tiles.py.
 import triton
 import triton.language as tl
 
+from hstu_sparse.bsa.bias import add_bias, load_times
 from hstu_sparse.tiles import load_rows, locate
 
 # Larger than any block index: what the sort puts last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
@@ -80,6 +81,7 @@ def bsa_choose_fwd_kernel(
     kbar_low,
     offsets,
     indices,
+    bias,
     q_stride_t,
     q_stride_h,
     alpha,
@@ -109,6 +111,7 @@ def bsa_choose_fwd_kernel(
     live = first < length
     own = first // BS
     base = start // BS + b
+    asked = load_times(bias.query_high, bias.query_low, start + first, live)
     queries = load_rows(q + start * q_stride_t + h * q_stride_h, first, q_stride_t, live, D, BD)
 
     best = tl.full([BG, P], NO_KEY, tl.int64)
@@ -121,7 +124,9 @@ def bsa_choose_fwd_kernel(
             if SPLIT:
                 means = load_rows(kbar_low + (base * H + h) * D, j, H * D, j < candidates, D, BD)
                 score = tl.dot(queries, tl.trans(means), score)
-            score *= alpha
+            middle = j * BS + BS // 2
+            seen = load_times(bias.key_high, bias.key_low, start + middle, j < candidates)
+            score, _ = add_bias(score * alpha, bias, first, middle, asked, seen, False)
             score = score / (1.0 + tl.exp(-score))
             score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie
             bits = score.to(tl.int32, bitcast=True)

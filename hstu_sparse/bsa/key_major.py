@@ -11,6 +11,7 @@ size, S blocks chosen per group, R tokens per group, NB block slots, BM queries 
 import triton
 import triton.language as tl
 
+from hstu_sparse.bsa.bias import add_bias, add_pairs, add_time_gradient, load_times, span
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
@@ -75,6 +76,7 @@ def bsa_select_fwd_kernel(
     list_start,
     chunk_start,
     chunk_list,
+    bias,
     q_stride_t,
     q_stride_h,
     k_stride_t,
@@ -110,6 +112,7 @@ def bsa_select_fwd_kernel(
     whole = key < BN
     k += (start + j * BS) * k_stride_t + h * k_stride_h
     v += (start + j * BS) * v_stride_t + h * v_stride_h
+    times = load_times(bias.key_high, bias.key_low, start + j * BS + key, whole)
     q += h * q_stride_h
     out += h * V
     if BN == BS:
@@ -118,16 +121,22 @@ def bsa_select_fwd_kernel(
     for row in range(0, count * R, BM):
         t, live = listed_tokens(lists, first, row, count * R, stop, R, BM)
         queries = load_rows(q, t, q_stride_t, live, D, BD)
+        asked = load_times(bias.query_high, bias.query_low, t, live)
+        # Rows that are not there stand behind the block, where the table has entries.
+        position = tl.where(live, (t - start).to(tl.int32), (j + 1) * BS)
         if BN == BS:
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-            part = tl.dot(silu(score * alpha, FAST).to(values.dtype), values, input_precision=PRECISION)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
+            score, _ = add_bias(score, bias, position, j * BS + key, asked, times, False)
+            part = tl.dot(silu(score, FAST).to(values.dtype), values, input_precision=PRECISION)
         else:
             part = tl.zeros([BM, BV], tl.float32)
             for s in range(0, BS, BN):
                 some = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
-                score = tl.dot(queries, tl.trans(some), input_precision=PRECISION)
+                score = tl.dot(queries, tl.trans(some), input_precision=PRECISION) * alpha
+                times = load_times(bias.key_high, bias.key_low, start + j * BS + s + key, whole)
+                score, _ = add_bias(score, bias, position, j * BS + s + key, asked, times, False)
                 some = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
-                part = tl.dot(silu(score * alpha, FAST).to(some.dtype), some, part, input_precision=PRECISION)
+                part = tl.dot(silu(score, FAST).to(some.dtype), some, part, input_precision=PRECISION)
         gate = tl.load(g_slc + t.to(tl.int64) * H + h, mask=live, other=0.0).to(tl.float32)
         add_rows(out, t, H * V, live, part * (gate * inv_n)[:, None], V, BV, ATOMIC)
 
@@ -146,6 +155,7 @@ def bsa_select_bwd_dq_kernel(
     list_start,
     chunk_start,
     chunk_list,
+    bias,
     do_stride_t,
     do_stride_h,
     q_stride_t,
@@ -187,14 +197,18 @@ def bsa_select_bwd_dq_kernel(
         t, live = listed_tokens(lists, first, row, count * R, stop, R, BM)
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         upstream = load_rows(do + h * do_stride_h, t, do_stride_t, live, V, BV)
+        asked = load_times(bias.query_high, bias.query_low, t, live)
+        position = tl.where(live, (t - start).to(tl.int32), (j + 1) * BS)
         acc = tl.zeros([BM, BD], tl.float32)
         branch = tl.zeros([BM], tl.float32)
         for s in range(0, BS, BN):
             keys = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
             values = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
+            times = load_times(bias.key_high, bias.key_low, start + j * BS + s + key, whole)
+            score, _ = add_bias(score, bias, position, j * BS + s + key, asked, times, False)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-            weight, slope = silu_and_grad(score * alpha, FAST)
+            weight, slope = silu_and_grad(score, FAST)
             branch += tl.sum(weight * dweight, 1)
             acc = tl.dot((dweight * slope).to(keys.dtype), keys, acc, input_precision=PRECISION)
         token = t.to(tl.int64) * H + h
@@ -206,18 +220,22 @@ def bsa_select_bwd_dq_kernel(
 
 
 @triton.jit
-def key_step(dk, dv, keys, values, queries, upstream, gate, alpha, FAST: tl.constexpr, PRECISION: tl.constexpr):
+def key_step(
+    dk, dv, keys, values, queries, upstream, gate, alpha, bias, t, s, asked, seen,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Adds one tile of queries to dk, dv; everything is transposed, keys first. `gate` is [1, BM] or [BN, BM].
 
-    Also returns the gradient of the scaled scores [BN, BM] and weight * (do.v), what the gates' gradients sum.
+    Also returns the scores' gradient [BN, BM], weight * (do.v), what the gates' gradients sum, and the time buckets.
     """
-    score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+    score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * alpha
+    score, bucket = add_bias(score, bias, t, s, asked, seen, True)
     dweight = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
-    weight, slope = silu_and_grad(score * alpha, FAST)
+    weight, slope = silu_and_grad(score, FAST)
     dv = tl.dot((weight * gate).to(upstream.dtype), upstream, dv, input_precision=PRECISION)
-    dscore = (dweight * slope * gate).to(queries.dtype)
-    dk = tl.dot(dscore, queries, dk, input_precision=PRECISION)
-    return dk, dv, dscore, weight * dweight
+    dscore = dweight * slope * gate
+    dk = tl.dot(dscore.to(queries.dtype), queries, dk, input_precision=PRECISION)
+    return dk, dv, dscore, weight * dweight, bucket
 
 
 @triton.jit(do_not_specialize=["B", "NB"])
@@ -241,6 +259,8 @@ def bsa_select_bwd_dkv_kernel(
     chunk_start,
     chunk_list,
     part_start,
+    bias,
+    tables,
     do_stride_t,
     do_stride_h,
     q_stride_t,
@@ -288,6 +308,7 @@ def bsa_select_bwd_dkv_kernel(
     known = s < length
     keys = load_rows(k + start * k_stride_t + h * k_stride_h, s, k_stride_t, known, D, BD)
     values = load_rows(v + start * v_stride_t + h * v_stride_h, s, v_stride_t, known, V, BV)
+    times = load_times(bias.key_high, bias.key_low, start + s, known)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
@@ -311,8 +332,13 @@ def bsa_select_bwd_dkv_kernel(
             if WINDOW:
                 swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
                 gate += tl.where(seen & (t[None, :] - s[:, None] < window), swa[None, :], 0.0)
-            acc_k, acc_v, _, _ = key_step(acc_k, acc_v, keys, values, queries, upstream, gate, alpha, FAST, PRECISION)
+            asked = load_times(bias.query_high, bias.query_low, start + t, live)
+            acc_k, acc_v, _, _, _ = key_step(
+                acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, t, s, asked, times, FAST, PRECISION
+            )
 
+    if tables.time is not None:
+        seen_span = span(times[0], times[1], known)
     stop = start + length
     for row in range(0, count * R, BM):
         t, live = listed_tokens(lists, first, row, count * R, stop, R, BM)
@@ -324,11 +350,21 @@ def bsa_select_bwd_dkv_kernel(
         upstream = load_tile(do, t, do_stride_t, live, begin, h * V, V, BV, TMA)
         token = t.to(tl.int64) * H + h
         gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-        acc_k, acc_v, dscore, product = key_step(
-            acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, FAST, PRECISION
-        )
+        asked = load_times(bias.query_high, bias.query_low, t, live)
+        # Rows that are not there stand behind the block, where the table has entries.
+        position = tl.where(live, (t - start).to(tl.int32), (j + 1) * BS)
+        acc_k, acc_v, dscore, product, bucket = key_step(
+            acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, position, s, asked, times,
+            FAST, PRECISION,
+        )  # fmt: skip
+        if tables.time is not None:
+            asked_span = span(asked[0], asked[1], live)
+            add_time_gradient(tables, dscore, bucket, bias.cells, asked_span, seen_span)
+        if tables.backwards is not None:
+            place = s[:, None] - position[None, :]
+            add_pairs(tables.backwards + place, tables, dscore, tl.broadcast_to(live[None, :], dscore.shape))
         if DQ:
-            part = tl.dot(tl.trans(dscore), keys, input_precision=PRECISION)
+            part = tl.dot(tl.trans(dscore.to(keys.dtype)), keys, input_precision=PRECISION)
             add_rows(dq + h * D, t, H * D, live, part * (alpha * inv_n), D, BD, True)
             tl.atomic_add(dg_slc + token, tl.sum(product, 0) * inv_n, mask=live, sem="relaxed")
 
@@ -400,6 +436,7 @@ def bsa_compress_bwd_dkv_kernel(
     g_cmp,
     dkbar,
     dvbar,
+    bias,
     do_stride_t,
     do_stride_h,
     q_stride_t,
@@ -431,6 +468,8 @@ def bsa_compress_bwd_dkv_kernel(
     base = (start // BS + b) * H + h
     keys = load_rows(kbar + base * D, j, H * D, known, D, BD)
     values = load_rows(vbar + base * V, j, H * V, known, V, BV)
+    middle = j * BS + BS // 2
+    times = load_times(bias.key_high, bias.key_low, start + middle, known)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
@@ -446,7 +485,10 @@ def bsa_compress_bwd_dkv_kernel(
         upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
         cmp = tl.load(g_cmp + (start + t) * H + h, mask=live, other=0.0).to(tl.float32)
         gate = tl.where(j[:, None] < ((t + 1) // BS)[None, :], cmp[None, :], 0.0)
-        acc_k, acc_v, _, _ = key_step(acc_k, acc_v, keys, values, queries, upstream, gate, alpha, FAST, PRECISION)
+        asked = load_times(bias.query_high, bias.query_low, start + t, live)
+        acc_k, acc_v, _, _, _ = key_step(
+            acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, t, middle, asked, times, FAST, PRECISION
+        )
     if begin < length:
         add_rows(dkbar + base * D, j, H * D, known, acc_k * (BS * alpha * inv_n), D, BD, ATOMIC)
         add_rows(dvbar + base * V, j, H * V, known, acc_v * (BS * inv_n), V, BV, ATOMIC)

@@ -14,14 +14,17 @@ atomics, and for small groups the choice is worked off slot by slot, so that no 
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hstu_sparse.bsa import blocks, key_major, query_major
+from hstu_sparse.bsa.bias import TableGradients, TableSums, prepare
 from hstu_sparse.bsa.lists import invert
 from hstu_sparse.launch import aligned, architecture, cdiv, next_power_of_2, padded_head, precision
 from hstu_sparse.registration import Operator
+from hstu_sparse.relative_bias import RelativeBias
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_COUNTS = 128
@@ -40,7 +43,7 @@ class Launch:
 
 
 @functools.cache
-def launches(dtype: torch.dtype, head: int, block_size: int, group: int, arch: int) -> dict[str, Launch]:
+def launches(dtype: torch.dtype, head: int, block_size: int, group: int, arch: int, biased: bool) -> dict[str, Launch]:
     """Tile sizes by kernel. `head` is the wider padded head size. Fixed rather than tuned at run time: the kernels
     add to their outputs, so a tuner that runs them again and again would have to restore those each time."""
     small = 64 if dtype.itemsize * head <= 256 else 32 if dtype.itemsize * head <= 512 else 16
@@ -69,21 +72,47 @@ def launches(dtype: torch.dtype, head: int, block_size: int, group: int, arch: i
     }
 
 
-class Problem:
-    """What both directions derive from the shapes and options of one call."""
+class Arguments(NamedTuple):
+    """The operator's, in the order of its schema."""
 
-    def __init__(self, q, v, seq_offsets, max_seq_len, block_size, block_counts, window_size, group, alpha):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seq_offsets: Tensor
+    max_seq_len: int
+    g_cmp: Tensor
+    g_slc: Tensor
+    g_swa: Tensor | None
+    position: Tensor | None
+    time: Tensor | None
+    timestamps: Tensor | None
+    query_timestamps: Tensor | None
+    block_size: int
+    block_counts: int
+    window_size: int
+    selection_group: int
+    alpha: float
+    deterministic: bool
+
+
+class Problem:
+    """What both directions derive from one call."""
+
+    def __init__(self, a: Arguments):
+        q, v, group = a.q, a.v, a.selection_group
         self.T, self.H, self.D = q.shape
         self.V = v.shape[2]
-        self.B = seq_offsets.shape[0] - 1
-        self.BS, self.S, self.R = block_size, block_counts, group
-        self.NB, self.NG = self.slots(block_size), self.slots(group)
-        self.window, self.alpha, self.inv_n = window_size, alpha, 1.0 / max_seq_len
+        self.B = a.seq_offsets.shape[0] - 1
+        self.BS, self.S, self.R = a.block_size, a.block_counts, group
+        self.NB, self.NG = self.slots(a.block_size), self.slots(group)
+        self.window, self.alpha, self.inv_n = a.window_size, a.alpha, 1.0 / a.max_seq_len
         self.BD, self.BV = padded_head(self.D), padded_head(self.V)
         self.query_major = group >= QUERY_MAJOR
-        self.offsets = seq_offsets
+        self.offsets, self.max_seq_len, self.deterministic = a.seq_offsets, a.max_seq_len, a.deterministic
+        self.bias = RelativeBias(a.position, a.time, a.timestamps, a.query_timestamps)
+        self.biased = a.position is not None or a.time is not None
         self.split = q.dtype != torch.float32
-        self.launch = launches(q.dtype, max(self.BD, self.BV), block_size, group, architecture(q.device))
+        self.launch = launches(q.dtype, max(self.BD, self.BV), a.block_size, group, architecture(q.device), self.biased)
         self.heads = dict(D=self.D, V=self.V, BD=self.BD, BV=self.BV)
         self.numeric = dict(
             FAST=q.dtype != torch.float32, PRECISION="tf32" if precision(q.dtype) == "tf32" else "tf32x3"
@@ -116,19 +145,23 @@ class Problem:
         return 64 if self.R < 8 else 16
 
 
-def launch_forward(
-    q, k, v, seq_offsets, max_seq_len, g_cmp, g_slc, g_swa, block_size, block_counts, window_size, group, alpha,
-    deterministic,
-):  # fmt: skip
+def contiguous_gates(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """g_cmp, g_slc, g_swa; where there is no window, its gate's place is taken and never read."""
+    g_cmp, g_slc = a.g_cmp.contiguous(), a.g_slc.contiguous()
+    return g_cmp, g_slc, g_slc if a.g_swa is None else a.g_swa.contiguous()
+
+
+def launch_forward(*arguments):
     """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V])."""
-    p = Problem(q, v, seq_offsets, max_seq_len, block_size, block_counts, window_size, group, alpha)
+    a = Arguments(*arguments)
+    p, q, k, v = Problem(a), a.q, a.k, a.v
     kbar, vbar = q.new_zeros(p.NB, p.H, p.D), v.new_zeros(p.NB, p.H, p.V)
     indices = torch.full((p.NG, p.H, p.S), -1, dtype=torch.int32, device=q.device)
     if p.T == 0 or p.H == 0:
         return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar
     q, k, v = aligned(q), aligned(k), aligned(v)
-    g_cmp, g_slc = g_cmp.contiguous(), g_slc.contiguous()
-    g_swa = g_slc if g_swa is None else g_swa.contiguous()
+    g_cmp, g_slc, g_swa = contiguous_gates(a)
+    bias = prepare(p.bias, p.T, q.device)
 
     kbar_low = torch.empty_like(kbar) if p.split else kbar
     blocks.bsa_pool_fwd_kernel[(p.NB, p.H)](
@@ -138,7 +171,7 @@ def launch_forward(
     width = max(2, next_power_of_2(p.S))
     groups = p.group_tile()
     blocks.bsa_choose_fwd_kernel[(p.slots(groups * p.R), p.H)](
-        q, kbar, kbar_low, p.offsets, indices, *q.stride()[:2], alpha, p.H, p.B, p.S,
+        q, kbar, kbar_low, p.offsets, indices, bias, *q.stride()[:2], p.alpha, p.H, p.B, p.S,
         D=p.D, BD=p.BD, BS=p.BS, R=p.R, BG=groups, BC=max(64 if p.split else 32, width), P=width, SPLIT=p.split,
         num_warps=4, num_stages=2,
     )  # fmt: skip
@@ -149,47 +182,51 @@ def launch_forward(
     tiles = p.slots(options["BM"])
     described = p.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= p.BS else None
     query_major.bsa_query_fwd_kernel[(tiles, p.H)](
-        q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, out,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
+        q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, bias, out,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
         TMA=described is not None, **options,
     )  # fmt: skip
     if not p.query_major and p.S > 1:
-        lists = invert(p, indices, 2 * p.S * p.BS, by_slot=deterministic, stable=deterministic)
+        lists = invert(p, indices, 2 * p.S * p.BS, by_slot=p.deterministic, stable=p.deterministic)
         for turn in range(lists.turns):
             key_major.bsa_select_fwd_kernel[(lists.chunks_per_turn,)](
-                q, k, v, g_slc, out, p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list,
-                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], alpha, p.inv_n,
+                q, k, v, g_slc, out, p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list, bias,
+                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n,
                 turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
-                **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not deterministic, **p.options("select_fwd"),
+                **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.options("select_fwd"),
             )  # fmt: skip
     return out.to(q.dtype), indices, kbar, vbar
 
 
-def fake_forward(
-    q, k, v, seq_offsets, max_seq_len, g_cmp, g_slc, g_swa, block_size, block_counts, window_size, group, *_
-):  # fmt: skip
-    (T, H, D), B = q.shape, seq_offsets.shape[0] - 1
+def fake_forward(*arguments):
+    a = Arguments(*arguments)
+    q, v = a.q, a.v
+    (T, H, D), B = q.shape, a.seq_offsets.shape[0] - 1
     return (
         q.new_empty(T, H, v.shape[2]),
-        q.new_empty(T // group + B, H, block_counts, dtype=torch.int32),
-        q.new_empty(T // block_size + B, H, D),
-        v.new_empty(T // block_size + B, H, v.shape[2]),
+        q.new_empty(T // a.selection_group + B, H, a.block_counts, dtype=torch.int32),
+        q.new_empty(T // a.block_size + B, H, D),
+        v.new_empty(T // a.block_size + B, H, v.shape[2]),
     )
 
 
-def launch_backward(
-    do, q, k, v, seq_offsets, max_seq_len, g_cmp, g_slc, g_swa, block_size, block_counts, window_size, group, alpha,
-    deterministic, indices, kbar, vbar,
-):  # fmt: skip
-    """Gradients of q, k, v, g_cmp, g_slc and, if it is there, g_swa."""
-    p = Problem(q, v, seq_offsets, max_seq_len, block_size, block_counts, window_size, group, alpha)
-    gates = [g for g in (g_cmp, g_slc, g_swa) if g is not None]
+def launch_backward(do, *arguments):
+    """Gradients of q, k, v, g_cmp, g_slc and, where they are there, g_swa and the tables."""
+    *arguments, indices, kbar, vbar = arguments
+    a = Arguments(*arguments)
+    p = Problem(a)
+    gates = [g for g in (a.g_cmp, a.g_slc, a.g_swa) if g is not None]
     if p.T == 0 or p.H == 0:
-        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, *gates)]
-    do, q, k, v = aligned(do), aligned(q), aligned(k), aligned(v)
-    g_cmp, g_slc = g_cmp.contiguous(), g_slc.contiguous()
-    g_swa = g_slc if g_swa is None else g_swa.contiguous()
+        given = (a.q, a.k, a.v, *gates, *(x for x in (a.position, a.time) if x is not None))
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given]
+    do, q, k, v = aligned(do), aligned(a.q), aligned(a.k), aligned(a.v)
+    g_cmp, g_slc, g_swa = contiguous_gates(a)
+    bias = prepare(p.bias, p.T, q.device)
+    # Of each pair's gradient: what no sum of them can exceed, for those that are kept as whole multiples.
+    pairs = p.T * p.H * (p.S * p.BS + cdiv(p.max_seq_len, p.BS) + min(p.window, p.max_seq_len))
+    sums = TableSums(p.bias, do, v, gates, pairs * p.BS) if p.biased else None
+    tables = sums.tables if sums else TableGradients()
 
     fp32 = dict(dtype=torch.float32, device=q.device)
     dq = torch.empty(p.T, p.H, p.D, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
@@ -200,8 +237,8 @@ def launch_backward(
     described = p.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= p.BS else None
     query_major.bsa_query_bwd_dq_kernel[(tiles, p.H)](
         do, q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa,
-        *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
+        bias, tables, *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
         TMA=described is not None, **options,
     )  # fmt: skip
@@ -209,16 +246,16 @@ def launch_backward(
     dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)
     options = p.options("compress_dkv")
     # Enough programs for the earliest blocks, which nearly every query sees; one each where the order must be fixed.
-    splits = 1 if deterministic else min(16, cdiv(max_seq_len, 4096))
+    splits = 1 if p.deterministic else min(16, cdiv(p.max_seq_len, 4096))
     described = p.tma(options["BM"], do, q)
     key_major.bsa_compress_bwd_dkv_kernel[(p.slots(options["BN"] * p.BS), p.H, splits)](
-        *(described or (do, q)), kbar, vbar, p.offsets, g_cmp, dkbar, dvbar, *do.stride()[:2], *q.stride()[:2],
-        alpha, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
+        *(described or (do, q)), kbar, vbar, p.offsets, g_cmp, dkbar, dvbar, bias, *do.stride()[:2], *q.stride()[:2],
+        p.alpha, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
         TMA=described is not None, **options,
     )  # fmt: skip
 
-    atomic_dq = not p.query_major and not deterministic
-    lists = invert(p, indices, 8 * p.S * p.BS, by_slot=False, stable=deterministic)
+    atomic_dq = not p.query_major and not p.deterministic
+    lists = invert(p, indices, 8 * p.S * p.BS, by_slot=False, stable=p.deterministic)
     dk, dv = (
         torch.empty(p.T, p.H, p.D, **fp32 | dict(dtype=k.dtype)),
         torch.empty(p.T, p.H, p.V, **fp32 | dict(dtype=v.dtype)),
@@ -229,8 +266,9 @@ def launch_backward(
     key_major.bsa_select_bwd_dkv_kernel[(lists.chunks_per_turn, p.BS // options["BN"])](
         *(described or (do, q)), k, v, dkbar, dvbar, g_slc, g_swa, dk, dv, parts, dq, dg_slc,
         p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list, lists.part_start,
+        bias, TableGradients() if p.query_major else tables,
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        alpha, p.inv_n, p.window, p.NB, p.H, p.B, lists.chunk,
+        p.alpha, p.inv_n, p.window, p.NB, p.H, p.B, lists.chunk,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, WINDOW=p.window > 0, DQ=atomic_dq,
         TMA=described is not None, **options,
     )  # fmt: skip
@@ -239,26 +277,28 @@ def launch_backward(
     )
     del parts, lists
 
-    if not p.query_major and deterministic and p.S > 1:
+    if not p.query_major and p.deterministic and p.S > 1:
         lists = invert(p, indices, 2 * p.S * p.BS, by_slot=True, stable=True)
         for turn in range(lists.turns):
             key_major.bsa_select_bwd_dq_kernel[(lists.chunks_per_turn,)](
                 do, q, k, v, g_slc, dq, dg_slc,
-                p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list,
+                p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list, bias,
                 *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-                alpha, p.inv_n, turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
+                p.alpha, p.inv_n, turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.options("select_dq"),
             )  # fmt: skip
-    return [dq.to(q.dtype), dk, dv, *(d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), gates))]
+    found = [dq.to(q.dtype), dk, dv, *(d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), gates))]
+    return found + (sums.gradients(p.inv_n) if sums else [])
 
 
 operator = Operator(
     "bsa",
     "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, SymInt max_seq_len, Tensor g_cmp, Tensor g_slc, Tensor? g_swa, "
+    "Tensor? position, Tensor? time, Tensor? timestamps, Tensor? query_timestamps, "
     "int block_size, int block_counts, int window_size, int selection_group, float alpha, bool deterministic",
     forward=launch_forward,
     backward=launch_backward,
     fake=fake_forward,
-    differentiable=("q", "k", "v", "g_cmp", "g_slc", "g_swa"),
+    differentiable=("q", "k", "v", "g_cmp", "g_slc", "g_swa", "position", "time"),
     outputs=4,
 )

@@ -12,6 +12,7 @@ SiLU has no normaliser, so a branch is its gate times a plain sum, and the gate 
 import triton
 import triton.language as tl
 
+from hstu_sparse.bsa.bias import add_bias, add_diagonals, add_pairs, add_time_gradient, load_times, span
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
@@ -39,6 +40,7 @@ def bsa_query_fwd_kernel(
     g_cmp,
     g_slc,
     g_swa,
+    bias,
     out,
     q_stride_t,
     q_stride_h,
@@ -80,6 +82,7 @@ def bsa_query_fwd_kernel(
     queries = load_rows(q + start * q_stride_t + h * q_stride_h, t, q_stride_t, live, D, BD)
     origin = start.to(tl.int32)
     block_row = (start // BS + b).to(tl.int32)
+    asked = load_times(bias.query_high, bias.query_low, start + t, live)
     if not TMA:
         k += start * k_stride_t + h * k_stride_h
         v += start * v_stride_t + h * v_stride_h
@@ -92,8 +95,11 @@ def bsa_query_fwd_kernel(
         j = c + tl.arange(0, BN)
         known = j < end // BS
         keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
-        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        weight = tl.where(j[None, :] < complete[:, None], silu(score * alpha, FAST), 0.0)
+        middle = j * BS + BS // 2
+        seen = load_times(bias.key_high, bias.key_low, start + middle, known)
+        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
+        score, _ = add_bias(score, bias, t, middle, asked, seen, False)
+        weight = tl.where(j[None, :] < complete[:, None], silu(score, FAST), 0.0)
         means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
         acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
     acc *= (tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS)[:, None]
@@ -110,9 +116,11 @@ def bsa_query_fwd_kernel(
             s = first + tl.arange(0, BN)
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-            seen = known[None, :] & (s[None, :] <= t[:, None])
-            weight = tl.where(seen, silu(score * alpha, FAST) * slc[:, None], 0.0)
+            seen = load_times(bias.key_high, bias.key_low, start + s, known)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
+            score, _ = add_bias(score, bias, t, s, asked, seen, False)
+            visible = known[None, :] & (s[None, :] <= t[:, None])
+            weight = tl.where(visible, silu(score, FAST) * slc[:, None], 0.0)
             values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
@@ -129,8 +137,10 @@ def bsa_query_fwd_kernel(
             s = c + tl.arange(0, BN)
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-            weight = silu(score * alpha, FAST) * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
+            seen = load_times(bias.key_high, bias.key_low, start + s, known)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
+            score, _ = add_bias(score, bias, t, s, asked, seen, False)
+            weight = silu(score, FAST) * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
             values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
@@ -154,6 +164,8 @@ def bsa_query_bwd_dq_kernel(
     dg_cmp,
     dg_slc,
     dg_swa,
+    bias,
+    tables,
     do_stride_t,
     do_stride_h,
     q_stride_t,
@@ -197,6 +209,7 @@ def bsa_query_bwd_dq_kernel(
     upstream = load_rows(do + start * do_stride_t + h * do_stride_h, t, do_stride_t, live, V, BV)
     origin = start.to(tl.int32)
     block_row = (start // BS + b).to(tl.int32)
+    asked = load_times(bias.query_high, bias.query_low, start + t, live)
     if not TMA:
         k += start * k_stride_t + h * k_stride_h
         v += start * v_stride_t + h * v_stride_h
@@ -204,6 +217,9 @@ def bsa_query_bwd_dq_kernel(
         vbar += ((start // BS + b) * H + h) * V
     acc = tl.zeros([BM, BD], tl.float32)
 
+    cmp = tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS
+    if tables.time is not None:
+        asked_span = span(asked[0], asked[1], live)
     complete = (t + 1) // BS
     branch = tl.zeros([BM], tl.float32)
     for c in range(0, end // BS, BN):
@@ -211,13 +227,24 @@ def bsa_query_bwd_dq_kernel(
         known = j < end // BS
         keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
         values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        middle = j * BS + BS // 2
+        seen = load_times(bias.key_high, bias.key_low, start + middle, known)
+        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
+        score, bucket = add_bias(score, bias, t, middle, asked, seen, False)
         dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-        weight, slope = silu_and_grad(score * alpha, FAST)
-        dweight = tl.where(j[None, :] < complete[:, None], dweight, 0.0)
+        weight, slope = silu_and_grad(score, FAST)
+        visible = j[None, :] < complete[:, None]
+        dweight = tl.where(visible, dweight, 0.0)
         branch += tl.sum(weight * dweight, 1)
-        acc = tl.dot((dweight * slope).to(keys.dtype), keys, acc, input_precision=PRECISION)
-    acc *= (tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS)[:, None]
+        grad = dweight * slope
+        acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+        if tables.time is not None:
+            seen_span = span(seen[0], seen[1], known)
+            add_time_gradient(tables, grad * cmp[:, None], bucket, bias.cells, asked_span, seen_span)
+        if tables.position is not None:
+            place = t[:, None] - middle[None, :]
+            add_pairs(tables.position + place, tables, grad * cmp[:, None], visible)
+    acc *= cmp[:, None]
     tl.store(dg_cmp + token, branch * (BS * inv_n), mask=live)
 
     slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
@@ -232,12 +259,19 @@ def bsa_query_bwd_dq_kernel(
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
             values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            seen = load_times(bias.key_high, bias.key_low, start + s, known)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
+            score, bucket = add_bias(score, bias, t, s, asked, seen, False)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-            weight, slope = silu_and_grad(score * alpha, FAST)
+            weight, slope = silu_and_grad(score, FAST)
             dweight = tl.where(known[None, :] & (s[None, :] <= t[:, None]), dweight, 0.0)
             branch += tl.sum(weight * dweight, 1)
-            acc = tl.dot((dweight * slope * slc[:, None]).to(keys.dtype), keys, acc, input_precision=PRECISION)
+            grad = dweight * slope * slc[:, None]
+            acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+            if tables.time is not None:
+                seen_span = span(seen[0], seen[1], known)
+                add_time_gradient(tables, grad, bucket, bias.cells, asked_span, seen_span)
+            add_diagonals(tables, grad, begin - first)
 
     if WINDOW or not SELECT:
         swa = slc
@@ -254,17 +288,23 @@ def bsa_query_bwd_dq_kernel(
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
             values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            seen = load_times(bias.key_high, bias.key_low, start + s, known)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
+            score, bucket = add_bias(score, bias, t, s, asked, seen, False)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-            weight, slope = silu_and_grad(score * alpha, FAST)
-            seen = s[None, :] <= t[:, None]
+            weight, slope = silu_and_grad(score, FAST)
+            visible = s[None, :] <= t[:, None]
             if not SELECT:
-                branch += tl.sum(tl.where(seen & (s[None, :] // BS == t[:, None] // BS), weight * dweight, 0.0), 1)
+                branch += tl.sum(tl.where(visible & (s[None, :] // BS == t[:, None] // BS), weight * dweight, 0.0), 1)
             if WINDOW:
-                near = seen & (t[:, None] - s[None, :] < window)
+                near = visible & (t[:, None] - s[None, :] < window)
                 window_branch += tl.sum(tl.where(near, weight * dweight, 0.0), 1)
-            gate = band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
-            acc = tl.dot((dweight * slope * gate).to(keys.dtype), keys, acc, input_precision=PRECISION)
+            grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
+            acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+            if tables.time is not None:
+                seen_span = span(seen[0], seen[1], known)
+                add_time_gradient(tables, grad, bucket, bias.cells, asked_span, seen_span)
+            add_diagonals(tables, grad, begin - c)
         if WINDOW:
             tl.store(dg_swa + token, window_branch * inv_n, mask=live)
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hstu_sparse.relative_bias import RelativeBias, pair_bias
+
 
 def bsa_attention_reference(
     q: Tensor,
@@ -25,16 +27,21 @@ def bsa_attention_reference(
     window_size: int,
     selection_group: int,
     alpha: float,
+    bias: RelativeBias | None = None,
     block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(output [T, H, V], block indices [T, H, S] int32) of `bsa_attention`; differentiable in q, k, v and gates.
+    """(output [T, H, V], block indices [T, H, S] int32) of `bsa_attention`; differentiable but for the indices.
 
-    `block_indices` replaces the choice: with it two dtypes can be compared where a close choice would tell them apart.
+    bias: what `check_bias` returned, or None.
+    block_indices: replace the choice. With them two dtypes can be compared where a close choice would tell them apart.
     """
+    bias = RelativeBias() if bias is None else bias
     tokens, heads, _ = q.shape
     if tokens == 0:
         # Nothing to compute, but still a function of every input.
         out = v * sum((x.sum(-1) for x in (q, k)), sum(g for g in gates if g is not None)).unsqueeze(-1)
+        for table in bias[:2]:
+            out = out if table is None else out + table.sum().to(out.dtype)
         return out, torch.full((0, heads, block_counts), -1, dtype=torch.int32, device=q.device)
 
     lengths = seq_offsets.diff().long()
@@ -59,14 +66,28 @@ def bsa_attention_reference(
     kbar = k.unflatten(2, (blocks, block_size)).sum(3) / size
     vbar = v.unflatten(2, (blocks, block_size)).sum(3) / size
 
-    # Compression over the complete past blocks, each standing for its BS tokens.
     t = torch.arange(padded_len, device=q.device)
+    asked = seen = None
+    if bias.time is not None:
+        asked, seen = (x.new_zeros(batch * padded_len).index_copy(0, row, x) for x in bias[3:1:-1])
+        asked, seen = asked.view(batch, padded_len, 1), seen.view(batch, 1, padded_len)
+
+    def bias_of(places: Tensor) -> Tensor | float:
+        """b of all queries and of keys at the `places` [X] of their sequence: [L, X], [B, 1, L, X], or 0."""
+        distance = (t[:, None] - places).clamp(max=max_seq_len - 1)  # greater only behind a sequence's end
+        found = pair_bias(bias, distance, asked, None if seen is None else seen[..., places])
+        return found.unsqueeze(1) if seen is not None else found
+
+    # Compression over the complete past blocks, each standing for its BS tokens.
     complete = first + block_size <= t[:, None] + 1  # [L, M]
-    weights = F.silu(alpha * (q @ kbar.mT)).masked_fill(~complete, 0)
+    added = bias_of(first + block_size // 2)
+    weights = F.silu(alpha * (q @ kbar.mT) + added).to(q.dtype).masked_fill(~complete, 0)
     out = g_cmp * (weights @ vbar) * (block_size / max_seq_len)
 
     if block_indices is None:
-        chosen = choose_blocks(q, kbar, block_size, block_counts, selection_group, alpha)  # [B, H, G, M]
+        if isinstance(added, Tensor):
+            added = added[..., ::selection_group, :]
+        chosen = choose_blocks(q, kbar, added, block_size, block_counts, selection_group, alpha)  # [B, H, G, M]
         block_indices = unpad(_ascending(chosen, block_counts).repeat_interleave(selection_group, 2))
         chosen = chosen.repeat_interleave(selection_group, 2)
     else:
@@ -76,7 +97,7 @@ def bsa_attention_reference(
         chosen = chosen.scatter(-1, places.where(places >= 0, blocks), True)[..., :blocks]
 
     # Selection and window share the token scores.
-    weights = F.silu(alpha * (q @ k.mT)).masked_fill(t > t[:, None], 0)
+    weights = F.silu(alpha * (q @ k.mT) + bias_of(t)).to(q.dtype).masked_fill(t > t[:, None], 0)
     selected = chosen.repeat_interleave(block_size, 3)
     out = out + g_slc * (weights.masked_fill(~selected, 0) @ v) / max_seq_len
     if window_size > 0:
@@ -86,14 +107,16 @@ def bsa_attention_reference(
 
 
 @torch.no_grad()
-def choose_blocks(q: Tensor, kbar: Tensor, block_size: int, block_counts: int, group: int, alpha: float) -> Tensor:
-    """chosen [B, H, G, M], bool, from padded q [B, H, L, D] and kbar [B, H, M, D].
+def choose_blocks(
+    q: Tensor, kbar: Tensor, added: Tensor | float, block_size: int, block_counts: int, group: int, alpha: float
+) -> Tensor:
+    """chosen [B, H, G, M], bool, from padded q [B, H, L, D], kbar [B, H, M, D] and the bias of each score.
 
     A group chooses the block of its first token, and of the complete past blocks the S - 1 best. The scores are taken
     in at least fp32: rounding them to the dtype of the activations would change the choice.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = F.silu(alpha * (q[:, :, ::group].to(wide) @ kbar.to(wide).mT))
+    scores = F.silu(alpha * (q[:, :, ::group].to(wide) @ kbar.to(wide).mT) + added)
     blocks = torch.arange(kbar.shape[2], device=q.device)
     own = torch.arange(scores.shape[2], device=q.device)[:, None] * group // block_size
     # Every block before the own one is complete, and no other block but the own one can be.

@@ -1,5 +1,5 @@
 """Dense HSTU attention."""
 
-from hstu_sparse.dense.api import hstu_attention
+from hstu_sparse.dense.api import attention_plan, hstu_attention
 
-__all__ = ["hstu_attention"]
+__all__ = ["attention_plan", "hstu_attention"]

@@ -1,15 +1,27 @@
-"""Dense HSTU attention over jagged tensors: the public function, its validation and the choice of implementation.
+"""Dense HSTU attention over jagged tensors: the public functions, their validation, the choice of implementation.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
 """
+
+import typing
 
 import torch
 
 from hstu_sparse.dense.reference import hstu_attention_reference
 from hstu_sparse.jagged import check_jagged
 from hstu_sparse.relative_bias import RelativeBias, check_bias
+from hstu_sparse.validation import (
+    INTEGER,
+    check_int,
+    check_kernel,
+    check_qkv,
+    check_scale,
+    check_tensor,
+    choose_backend,
+)
 
-BACKENDS = ("auto", "triton", "reference")
+if typing.TYPE_CHECKING:
+    from hstu_sparse.dense.plan import AttentionPlan
 
 
 def hstu_attention(
@@ -23,6 +35,7 @@ def hstu_attention(
     num_targets: torch.Tensor | None = None,
     window_size: int = 0,
     bias: RelativeBias | None = None,
+    plan: "AttentionPlan | None" = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Causal attention with SiLU in place of softmax, a relative bias, and 1/N in place of the normaliser.
@@ -41,9 +54,8 @@ def hstu_attention(
         alpha: scale of the scores, D ** -0.5 by default.
         num_targets: [B] int32 or int64, candidates at each sequence's end, 0 <= m_b <= n_b.
         window_size: W in tokens, 0 for none.
-        bias: b(t, s) by relative position and time, see `RelativeBias`; both tables get gradients. On CUDA a time
-            table has the buckets of a token's nearest neighbours kept for the backward pass, a byte each, at most 512
-            for all heads.
+        bias: b(t, s) by relative position and time, see `RelativeBias`; its tables get gradients.
+        plan: what `attention_plan` computed for the same batch, window and bias; without one it is computed here.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
@@ -55,40 +67,68 @@ def hstu_attention(
 
     Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3.2 (arXiv 2402.17152).
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    _check(q, k, v, seq_offsets, max_seq_len, num_targets, window_size)
-    bias = check_bias(bias, max_seq_len, q.shape[0], q.device)
-    alpha = q.shape[2] ** -0.5 if alpha is None else float(alpha)
-    options = dict(alpha=alpha, num_targets=num_targets, window_size=window_size)
-    if backend == "auto":
-        backend = "triton" if q.is_cuda else "reference"
+    backend = choose_backend(backend, q, "hstu_attention")
+    sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
+    alpha = check_scale(alpha, sizes["D"])
+    bias = _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, sizes["T"])
+    options = dict(num_targets=num_targets, bias=bias, window_size=window_size, max_seq_len=max_seq_len, alpha=alpha)
     if backend == "reference":
-        return hstu_attention_reference(q, k, v, seq_offsets, max_seq_len, **options, bias=bias)
-    from hstu_sparse.dense.triton import hstu_attention_triton
+        return hstu_attention_reference(q, k, v, seq_offsets, **options)
+    check_kernel("hstu_attention", q, {"D": sizes["D"], "V": sizes["V"]})
+    from hstu_sparse.dense import plan as planning
+    from hstu_sparse.dense.launch import hstu_attention_triton
 
-    return hstu_attention_triton(q, k, v, seq_offsets, max_seq_len, **options, bias=bias)
+    purpose = planning.purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size)
+    if plan is None:
+        plan = planning.make_plan(purpose, seq_offsets, num_targets, *bias[2:], backward=False)
+    elif plan.purpose != purpose:
+        raise ValueError(f"plan was made for {plan.purpose}, this call needs one for {purpose}")
+    return hstu_attention_triton(q, k, v, seq_offsets, plan, **options)
 
 
-def _check(q, k, v, seq_offsets, max_seq_len, num_targets, window_size):
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.dim() != 3:
-            raise ValueError(f"{name} must be [T, H, {'V' if name == 'v' else 'D'}], got shape {list(x.shape)}")
-        if not x.is_floating_point() or x.dtype != q.dtype:
-            raise TypeError(f"{name} must be floating point and of q's dtype {q.dtype}, got {x.dtype}")
-    check_jagged(seq_offsets, max_seq_len, q=q, k=k, v=v)
-    if k.shape != q.shape:
-        raise ValueError(f"k must have q's shape {list(q.shape)}, got {list(k.shape)}")
-    if v.shape[1] != q.shape[1]:
-        raise ValueError(f"v must have H={q.shape[1]} heads as q, got {v.shape[1]}")
-    if window_size < 0:
-        raise ValueError(f"window_size must be 0 (none) or positive, got {window_size}")
+def attention_plan(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    seq_offsets: torch.Tensor,
+    max_seq_len: int,
+    *,
+    num_targets: torch.Tensor | None = None,
+    window_size: int = 0,
+    bias: RelativeBias | None = None,
+    backend: str = "auto",
+) -> "AttentionPlan | None":
+    """What `hstu_attention` computes of a batch's offsets and times before it attends, for calls that share a batch.
+
+    The layers of a model see one batch, so one plan serves them all, forward and backward, as long as their dtype, head
+    sizes, N, window, candidates and number of time buckets agree; the biases' values may differ. With a time bias it
+    holds the buckets of a token's nearest neighbours, a byte each: about 1 KB a token for both passes.
+
+    Args:
+        q, v: of one of the calls; only their shapes, dtype and device are looked at.
+        seq_offsets, max_seq_len, num_targets, window_size, bias: as for `hstu_attention`.
+        backend: as for `hstu_attention`.
+
+    Returns:
+        The `plan` to pass on; None for the reference, which needs none. Made under `torch.no_grad` it has no part for
+        the backward pass, which is then computed there.
+    """
+    if choose_backend(backend, q, "attention_plan") == "reference":
+        return None
+    sizes: dict[str, int] = {}
+    check_tensor("q", q, "T H D", sizes)
+    check_tensor("v", v, "T H V", sizes, dtype=q.dtype, device=q.device)
+    check_jagged(seq_offsets, max_seq_len, q=q, v=v)
+    bias = _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, sizes["T"])
+    check_kernel("attention_plan", q, {"D": sizes["D"], "V": sizes["V"]})
+    from hstu_sparse.dense.plan import make_plan, purpose_of
+
+    purpose = purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size)
+    return make_plan(purpose, seq_offsets, num_targets, *bias[2:], backward=torch.is_grad_enabled())
+
+
+def _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, tokens) -> RelativeBias:
+    check_int("window_size", window_size, 0)
     if num_targets is not None:
-        if num_targets.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"num_targets must be int32 or int64, got {num_targets.dtype}")
-        if num_targets.dim() != 1 or num_targets.shape[0] != seq_offsets.shape[0] - 1:
-            raise ValueError(f"num_targets must be [B={seq_offsets.shape[0] - 1}], got {list(num_targets.shape)}")
-        if num_targets.device != q.device:
-            raise ValueError(f"num_targets is on {num_targets.device}, q on {q.device}")
+        num_seqs = seq_offsets.shape[0] - 1
+        check_tensor("num_targets", num_targets, "B", {"B": num_seqs}, dtype=INTEGER, device=seq_offsets.device)
+    return check_bias(bias, max_seq_len, tokens, seq_offsets.device)

@@ -1,79 +1,87 @@
 """The time and the position bias of a tile of scores.
 
-Letters: T tokens of the batch, N max_seq_len; t and s: the positions of queries and keys in their sequence.
+Letters: T tokens of the batch, N max_seq_len; t and s: the positions of queries and keys in their sequence. The own
+side of a program is that of its tile, of queries or of keys; the other side is the one it walks in blocks.
 
-A position bias is read per pair from `position_bias[t - s]`, a table of N. Time differences fall into buckets of
-logarithmic width. How many bucket edges a tile reaches over is known from the least and the greatest timestamp of its
-two sides. A tile of at most MOST_EDGES is called narrow: timestamps, as offsets from the sequence's first, are compared
-with its edges, and a flat tile (no edge) needs only one number. With ascending timestamps all tiles are narrow but the
-few next to the diagonal. The run of narrow tiles on the far side is walked by a loop that has no masks.
+A position bias is read per pair from `position[t - s]`, a table of N. Time differences fall into buckets of logarithmic
+width. How many bucket edges a tile reaches over is known from the least and the greatest timestamp of its two sides. A
+tile of at most MOST_EDGES is called narrow: timestamps, as offsets from the sequence's first, are compared with its
+edges, and a flat tile (no edge) needs only one number. With ascending timestamps all tiles are narrow but the few next
+to the diagonal. The run of narrow tiles on the far side is walked by a loop that has no masks.
 
-The NEAR nearest blocks, narrow or not, have the buckets of all their pairs in the map, a byte each: NEAR times the
+The NEAR nearest blocks, narrow or not, have the buckets of all their pairs in the plan, a byte each: NEAR times the
 length of a block for each token. Pairs that are not seen have a bucket of their own there, and need no mask. Wide tiles
-further away go to a loop that computes their buckets. There, as for the map, timestamps come as pairs of fp32 (high and
-low part), whose differences are exact up to 2^24 seconds, and a bucket is read from a table of fp32's leading bits.
+further away go to a loop that computes their buckets.
 """
 
+import functools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse._triton import COMPILED
+from hstu_sparse.dense.assembly import bucket, look_up, scalar
+from hstu_sparse.dense.ranges import key_ranges
 from hstu_sparse.relative_bias import bucket_edges
+from hstu_sparse.tiles import COMPILED
 
-MAX_BUCKETS = 145
-POSITION_MARGIN = 1024
 MOST_EDGES = tl.constexpr(4)
 NEAR = tl.constexpr(16)
-# Cells of an octave in the table that finds buckets: 2 ** CELL_BITS, each narrower than a bucket.
-CELL_BITS = 3
-_SHIFT, _BASE = tl.constexpr(23 - CELL_BITS), tl.constexpr(127 << CELL_BITS)
+# A narrow tile's entry in the plan: its lowest bucket times 8, plus the number of edges in it.
+ENTRY_SHIFT, ENTRY_EDGES = tl.constexpr(3), tl.constexpr(7)
+# Zeros on both sides of the halved position table: look-ups may be moved in front of the loops' bounds checks, and
+# then read for one block more, past the table's ends.
+POSITION_MARGIN = 1024
+# Half the bias of a pair that is not seen: SiLU and its slope are exactly zero there.
+HIDDEN_BIAS = tl.constexpr(-1e30)
+# Beyond all differences of int64 seconds that occur.
+_NEVER = 2**62
 
 
-def bucket_cells(num_buckets: int) -> torch.Tensor:
-    """[512, 2] int32 on the CPU: for each cell of fp32 numbers >= 1, the bits of the next bucket edge (or infinity) and
-    the bucket below it. No cell has two edges.
+class Bias(NamedTuple):
+    """What finds the biases of a program's own tile; what belongs to a bias that is not there is not read.
 
-    A cell's index is the number's exponent and the first bits of its mantissa: no logarithm, and exact.
+    position, time        pointers to the tables' halves (see `dense_attention_tables_kernel`)
+    cells, steps          pointers to `bucket_cells` and `bucket_steps`
+    high, low, offset     [OWN, 1], timestamps of the own side, see `TokenTimes`
+    other_split           pointer to the other side's, from the sequence's first token on
+    other_offset          the same, of its offsets
+    entries, near         pointers to what the plan has of the own tile, see `TileMap`
+    nearest               the block of the other side that is nearest
+    total                 T
     """
-    edges = torch.tensor([*bucket_edges(num_buckets), math.inf], dtype=torch.float32)
-    per_octave = 2**CELL_BITS
-    starts = torch.tensor(
-        [2.0 ** (i // per_octave) * (1 + i % per_octave / per_octave) for i in range(64 * per_octave)]
-    )
-    bucket = torch.bucketize(starts, edges[:-1], right=True)
-    return torch.stack([edges[bucket].view(torch.int32), bucket.int()], 1)
+
+    position: tl.tensor
+    time: tl.tensor
+    cells: tl.tensor
+    steps: tl.tensor
+    high: tl.tensor
+    low: tl.tensor
+    offset: tl.tensor
+    other_split: tl.tensor
+    other_offset: tl.tensor
+    entries: tl.tensor
+    near: tl.tensor
+    nearest: tl.tensor
+    total: tl.tensor
+
+
+def hidden_bucket(num_buckets: int) -> int:
+    """The bucket of pairs that are not seen: behind the table and what is read beyond its end."""
+    return num_buckets + 1 + MOST_EDGES.value
+
+
+@functools.lru_cache(maxsize=64)
+def bucket_steps(num_buckets: int, device: torch.device) -> torch.Tensor:
+    """[num_buckets + 1 + MOST_EDGES] int64: the least integer in each bucket, then some beyond all."""
+    steps = [min(math.ceil(edge), _NEVER) if edge < math.inf else _NEVER for edge in bucket_edges(num_buckets)]
+    return torch.tensor([0, *steps, *[_NEVER] * MOST_EDGES.value], device=device)
 
 
 @triton.jit
-def _look_up(table, index):
-    """table[index] (fp32 or int32) for a tile of indices, left in the layout that the tile has. int32 indices: >= 0.
-
-    An ordinary load is given a layout of its own, and moving a tile from there to the tensor cores' layout costs more
-    than the load. An elementwise operation keeps its operand's layout.
-    """
-    if COMPILED:
-        if index.dtype == tl.int32:
-            return tl.inline_asm_elementwise(
-                "{ .reg .u64 a; mad.wide.u32 a, $2, 4, $1; ld.global.nc.f32 $0, [a]; }", "=f,l,r",
-                [table.to(tl.int64), index], tl.float32, is_pure=True, pack=1,
-            )  # fmt: skip
-        elif table.dtype.element_ty == tl.int32:
-            return tl.inline_asm_elementwise(
-                "ld.global.nc.b32 $0, [$1];", "=r,l", [(table + index).to(tl.int64)], tl.int32, is_pure=True, pack=1
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                "ld.global.nc.f32 $0, [$1];", "=f,l", [(table + index).to(tl.int64)], tl.float32, is_pure=True, pack=1
-            )
-    else:
-        return tl.load(table + index)
-
-
-@triton.jit
-def _opaque(x):
+def opaque(x):
     """x, without the compiler's knowing it: what is computed from it is computed anew, not kept in registers."""
     if COMPILED:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=True, pack=1)
@@ -82,47 +90,16 @@ def _opaque(x):
 
 
 @triton.jit
-def _scalar(pointer):
-    """tl.load of one number (int16 or fp32) that Triton does not move through shared memory."""
-    if COMPILED:
-        if pointer.dtype.element_ty == tl.int16:
-            return tl.inline_asm_elementwise(
-                "ld.global.nc.s16 $0, [$1];", "=r,l", [pointer.to(tl.int64)], tl.int32, is_pure=True, pack=1
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                "ld.global.nc.f32 $0, [$1];", "=f,l", [pointer.to(tl.int64)], tl.float32, is_pure=True, pack=1
-            )
-    else:
-        return tl.load(pointer)
-
-
-@triton.jit
-def _ahead(start, parts, OTHER: tl.constexpr):
+def read_ahead(start, bias, OTHER: tl.constexpr, ASM: tl.constexpr):
     """Of the narrow tile with the block from `start` on: (its entry, the bias of its lowest bucket, the next entry)."""
-    time_bias, tile_buckets = parts[0][1], parts[3][0] + start // OTHER
-    entry = _scalar(tile_buckets).to(tl.int32)
-    return entry, _scalar(time_bias + (entry >> 3)), _scalar(tile_buckets + 1).to(tl.int32)
+    entries = bias.entries + start // OTHER
+    entry = scalar(entries, ASM).to(tl.int32)
+    return entry, scalar(bias.time + (entry >> ENTRY_SHIFT), ASM), scalar(entries + 1, ASM).to(tl.int32)
 
 
 @triton.jit
-def _bucket(x, cells):
-    """Bucket of |x| (given as fp32 >= 0), exact. cells: see `bucket_cells`."""
-    index = (tl.maximum(x, 1.0).to(tl.int32, bitcast=True) >> _SHIFT) - _BASE
-    if COMPILED:
-        edge, bucket = tl.inline_asm_elementwise(
-            "ld.global.nc.v2.b32 {$0, $1}, [$2];", "=f,=r,l", [(cells + 2 * index.to(tl.int64)).to(tl.int64)],
-            (tl.float32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        edge = tl.load(cells + 2 * index).to(tl.float32, bitcast=True)
-        bucket = tl.load(cells + 2 * index + 1)
-    return bucket + (x >= edge).to(tl.int32)
-
-
-@triton.jit
-def _edge_place(own, origin, edge, BY_QUERY: tl.constexpr):
-    """Where the own side stands by an edge, fp32, for `_reached`. own: offsets; origin: of the block's first token."""
+def edge_place(own, origin, edge, BY_QUERY: tl.constexpr):
+    """Where the own side stands by an edge, fp32, for `reached`. own: offsets; origin: of the block's first token."""
     if BY_QUERY:
         return (own.to(tl.int64) - (edge + origin - 1)).to(tl.float32)
     else:
@@ -130,14 +107,14 @@ def _edge_place(own, origin, edge, BY_QUERY: tl.constexpr):
 
 
 @triton.jit
-def _other_place(other, origin, BY_QUERY: tl.constexpr):
+def other_place(other, origin, BY_QUERY: tl.constexpr):
     """Where the other side stands. BY_QUERY: queries are the own side."""
     return (origin - other if BY_QUERY else other - origin).to(tl.float32)
 
 
 @triton.jit
-def _reached(own, other):
-    """1.0 for the pairs of a narrow tile at or past an edge, 0.0 for the rest, of `_edge_place` and `_other_place`.
+def reached(own, other):
+    """1.0 for the pairs of a narrow tile at or past an edge, 0.0 for the rest, of `edge_place` and `other_place`.
 
     The sum of both, query less key less edge plus 1, is an integer, and exact where it is small: the other side of a
     narrow tile is less than 2^24 seconds long. One instruction at the full rate, which comparisons do not have.
@@ -151,7 +128,7 @@ def _reached(own, other):
 
 
 @triton.jit
-def _bias_position(t, history, HAS_TARGETS: tl.constexpr):
+def bias_position(t, history, HAS_TARGETS: tl.constexpr):
     """Where a token stands in the position bias (int64): candidates all at the first of them.
 
     The 64 bits let the compiler see that neighbouring pairs read neighbouring addresses.
@@ -162,7 +139,7 @@ def _bias_position(t, history, HAS_TARGETS: tl.constexpr):
 
 
 @triton.jit
-def _near_order(tile, OWN: tl.constexpr, OTHER: tl.constexpr, STORE: tl.constexpr):
+def near_order(tile, OWN: tl.constexpr, OTHER: tl.constexpr, STORE: tl.constexpr):
     """A tile [OWN, OTHER] from its order in memory, or (STORE) to it: a thread's values in wgmma's layout lie together.
 
     It is right for any layout; in wgmma's a thread loads its 16 bytes at once and nothing moves between threads.
@@ -176,75 +153,103 @@ def _near_order(tile, OWN: tl.constexpr, OTHER: tl.constexpr, STORE: tl.constexp
 
 
 @triton.jit
-def _next_four(pointer):
+def next_four(pointer):
     """pointer[1] to pointer[MOST_EDGES]."""
     return tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3), tl.load(pointer + 4)
 
 
 @triton.jit
-def _half_bias(
-    start, place, history, length, ahead, parts,
-    HAS_TARGETS: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, MASKED: tl.constexpr,
-    IS_NEAR: tl.constexpr, BY_QUERY: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+def half_bias(
+    start, place, sequence, ahead, bias, kind, MASKED: tl.constexpr, IS_NEAR: tl.constexpr, BY_QUERY: tl.constexpr,
+    OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
     """Half the biases, [OWN, OTHER], of a program's own tile with the block of the other side from `start` on.
 
-    Returns them, if MASKED the pairs' buckets (IS_NEAR: read from `near`), and `_ahead` of the next tile. BY_QUERY:
-    queries are the own side. place: `_bias_position` of the own side. parts: the tables and what finds buckets; the
-    timestamps of the own side (place and they: [OWN, 1]) and of the other; what `dense_attention_map_kernel` left for
-    the own tile, and the block that is nearest; the tokens of the batch. IS_NEAR hides what a query does not see.
+    place: `bias_position` of the own side, [OWN, 1]. ahead: `read_ahead` of this tile, where it is narrow. MASKED: it
+    need not be. IS_NEAR: its buckets are in the plan. BY_QUERY: queries are the own side.
+
+    Returns the biases (IS_NEAR with time: HIDDEN_BIAS where a query does not see a key), the pairs' buckets if MASKED
+    with time, and `read_ahead` of the next tile.
     """
-    tables, own_times, other_times, map_, total = parts
-    position_bias, time_bias, cells, steps = tables
-    high, low, offset = own_times
-    times, offsets = other_times
-    tile_buckets, near, nearest = map_
     token = start + tl.arange(0, OTHER)
-    bucket = 0
-    bias = tl.zeros([OWN, OTHER], tl.float32)
-    if HAS_POSITION:
-        if HAS_TARGETS and (MASKED or not BY_QUERY):
-            column = _bias_position(token, history, HAS_TARGETS)[None, :]
-            bias = _look_up(position_bias, place - column if BY_QUERY else column - place)
+    buckets = 0
+    found = tl.zeros([OWN, OTHER], tl.float32)
+    if kind.HAS_POSITION:
+        if kind.HAS_TARGETS and (MASKED or not BY_QUERY):
+            column = bias_position(token, sequence.history, kind.HAS_TARGETS)[None, :]
+            found = look_up(bias.position, place - column if BY_QUERY else column - place, kind.ASM)
         else:
             # The same; written so, the compiler sees which neighbours read the same address.
-            row = position_bias + (place - start if BY_QUERY else start - place)
+            row = bias.position + (place - start if BY_QUERY else start - place)
             column = tl.arange(0, OTHER).to(tl.int64)[None, :]
             # The condition, true of every block, is for Triton, which moves it and what hangs on it to the loop's top.
-            if BY_QUERY or HAS_TIME or start < length:
-                bias = _look_up(row, -column if BY_QUERY else column)
-    if HAS_TIME and IS_NEAR:
-        block = nearest - start // OTHER if BY_QUERY else start // OTHER - nearest
-        bucket = _near_order(tl.load(near + block * (OWN * OTHER) + tl.arange(0, OWN * OTHER)), OWN, OTHER, False)
-        bucket = bucket.to(tl.int32)
-        bias += _look_up(time_bias, bucket)
-    elif HAS_TIME and MASKED:
-        inside = token < length
-        other_high = tl.load(times + token, inside, 0.0)[None, :]
-        other_low = tl.load(times + total + token, inside, 0.0)[None, :]
-        bucket = _bucket(tl.abs((high - other_high) + (low - other_low)), cells)
-        bias += _look_up(time_bias, bucket)
-    elif HAS_TIME:
+            if BY_QUERY or kind.HAS_TIME or start < sequence.length:
+                found = look_up(row, -column if BY_QUERY else column, kind.ASM)
+    if kind.HAS_TIME and IS_NEAR:
+        block = bias.nearest - start // OTHER if BY_QUERY else start // OTHER - bias.nearest
+        stored = tl.load(bias.near + block * (OWN * OTHER) + tl.arange(0, OWN * OTHER))
+        buckets = near_order(stored, OWN, OTHER, False).to(tl.int32)
+        found += look_up(bias.time, buckets, kind.ASM)
+    elif kind.HAS_TIME and MASKED:
+        inside = token < sequence.length
+        other_high = tl.load(bias.other_split + token, inside, 0.0)[None, :]
+        other_low = tl.load(bias.other_split + bias.total + token, inside, 0.0)[None, :]
+        buckets = bucket(tl.abs((bias.high - other_high) + (bias.low - other_low)), bias.cells, kind.ASM)
+        found += look_up(bias.time, buckets, kind.ASM)
+    elif kind.HAS_TIME:
         entry, first, following = ahead
         # The next tile's numbers are asked for while this one is computed; it need not be narrow.
-        next_first = _scalar(time_bias + tl.maximum(following >> 3, 0))
-        # Triton pipelines no loop that hands on a number as it is: hence `_opaque`.
-        ahead = _opaque(following), next_first, _scalar(tile_buckets + start // OTHER + 2).to(tl.int32)
-        edges = entry & 7
-        time_bias += entry >> 3
-        steps += entry >> 3
+        next_first = scalar(bias.time + tl.maximum(following >> ENTRY_SHIFT, 0), kind.ASM)
+        after_next = scalar(bias.entries + start // OTHER + 2, kind.ASM).to(tl.int32)
+        # Triton pipelines no loop that hands on a number as it is: hence `opaque`.
+        ahead = opaque(following), next_first, after_next
+        edges = entry & ENTRY_EDGES
+        time = bias.time + (entry >> ENTRY_SHIFT)
+        steps = bias.steps + (entry >> ENTRY_SHIFT)
         # Both branches end alike, so that the sum, which waits for the position bias, is left for later.
         if edges == 0:
-            bias += first
+            found += first
         else:
-            origin = tl.load(offsets + start).to(tl.int64)
-            other = _other_place(_look_up(offsets, token.to(tl.int64)[None, :]), origin.to(tl.int32), BY_QUERY)
-            edge, value = _next_four(steps), _next_four(time_bias)  # at once: no branch waits for its own
-            tile = first + (value[0] - first) * _reached(_edge_place(offset, origin, edge[0], BY_QUERY), other)
+            origin = tl.load(bias.other_offset + start).to(tl.int64)
+            offsets = look_up(bias.other_offset, token.to(tl.int64)[None, :], kind.ASM)
+            other = other_place(offsets, origin.to(tl.int32), BY_QUERY)
+            edge, value = next_four(steps), next_four(time)  # at once: no branch waits for its own
+            tile = first + (value[0] - first) * reached(edge_place(bias.offset, origin, edge[0], BY_QUERY), other)
             if edges > 1:
-                tile += (value[1] - value[0]) * _reached(_edge_place(offset, origin, edge[1], BY_QUERY), other)
+                tile += (value[1] - value[0]) * reached(edge_place(bias.offset, origin, edge[1], BY_QUERY), other)
             if edges > 2:
-                tile += (value[2] - value[1]) * _reached(_edge_place(offset, origin, edge[2], BY_QUERY), other)
-                tile += (value[3] - value[2]) * _reached(_edge_place(offset, origin, edge[3], BY_QUERY), other)
-            bias += tile
-    return bias, bucket, ahead
+                tile += (value[2] - value[1]) * reached(edge_place(bias.offset, origin, edge[2], BY_QUERY), other)
+                tile += (value[3] - value[2]) * reached(edge_place(bias.offset, origin, edge[3], BY_QUERY), other)
+            found += tile
+    return found, buckets, ahead
+
+
+@triton.jit
+def query_tile_bias(
+    b, begin, block, first_row, t, sequence, q_times, q_offset, k_times, k_offset, entries, runs, near, row, total,
+    HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TIME: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """For a tile of queries: (the keys' ranges, the fields of its `Bias` from `high` to `nearest`).
+
+    Ranges: five bounds of four loops over the keys. The second loop needs no masks; with a time bias its blocks are
+    narrow, the third is of wide and the fourth of near ones. Without, the third is empty.
+    """
+    first, full, diagonal, end = key_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N)
+    near_start = diagonal
+    high, low, offset, nearest = 0.0, 0.0, 0, 0
+    if HAS_TIME:
+        slot = begin // BLOCK_M + b + block
+        high = tl.load(q_times + begin + t, t < sequence.length, 0.0)[:, None]
+        low = tl.load(q_times + total + begin + t, t < sequence.length, 0.0)[:, None]
+        offset = tl.load(q_offset + begin + t, t < sequence.length, 0)[:, None]
+        k_times += begin
+        k_offset += begin
+        entries += slot * row
+        near += slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
+        nearest = (end - 1) // BLOCK_N
+        diagonal = tl.load(runs + slot)
+        near_start = tl.maximum(diagonal, (nearest - (NEAR - 1)) * BLOCK_N)
+        return (first, full, diagonal, near_start, end), (high, low, offset, k_times, k_offset, entries, near, nearest)
+    else:
+        return (first, full, diagonal, near_start, end), (high, low, offset, 0, 0, 0, 0, nearest)

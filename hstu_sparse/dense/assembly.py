@@ -1,0 +1,362 @@
+"""Inline assembly that touches memory: reads that stay in a tile's layout, and sums in shared memory.
+
+Triton has no words for either, and does not promise that what stands here goes on working. So it is all in this file,
+behind a gate: kernels get ASM=True only where `proven` says so, on architectures and Triton versions on which the tests
+ran. Elsewhere, and in the interpreter, the plain functions beside it are used: the same results, slower.
+
+No result depends on where a thread has its values: a tile only has to have at least as many values as the program has
+threads, else some values would stand twice. The layouts that make it fast are those of wgmma and mma.
+
+Letters: N max_seq_len; t and s: the positions of queries and keys in their sequence.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hstu_sparse.launch import INTERPRET, architecture
+from hstu_sparse.time_buckets import MAX_BUCKETS, bucket_of, cell_index
+
+PROVEN_ARCHITECTURES = (80, 90)
+PROVEN_TRITON = ("3.6", "3.7")
+
+
+def proven(device: torch.device) -> bool:
+    """Whether kernels on this device may use this file's assembly."""
+    version = ".".join(triton.__version__.split(".")[:2])
+    return not INTERPRET and architecture(device) in PROVEN_ARCHITECTURES and version in PROVEN_TRITON
+
+
+# Reads.
+
+
+@triton.jit
+def look_up(table, index, ASM: tl.constexpr):
+    """table[index] (fp32 or int32) for a tile of indices, left in the layout that the tile has. int32 indices: >= 0.
+
+    An ordinary load is given a layout of its own, and moving a tile from there to the tensor cores' layout costs more
+    than the load. An elementwise operation keeps its operand's layout.
+    """
+    if ASM:
+        if index.dtype == tl.int32:
+            return tl.inline_asm_elementwise(
+                "{ .reg .u64 a; mad.wide.u32 a, $2, 4, $1; ld.global.nc.f32 $0, [a]; }", "=f,l,r",
+                [table.to(tl.int64), index], tl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
+        elif table.dtype.element_ty == tl.int32:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.b32 $0, [$1];", "=r,l", [(table + index).to(tl.int64)], tl.int32, is_pure=True, pack=1
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.f32 $0, [$1];", "=f,l", [(table + index).to(tl.int64)], tl.float32, is_pure=True, pack=1
+            )
+    else:
+        return tl.load(table + index)
+
+
+@triton.jit
+def scalar(pointer, ASM: tl.constexpr):
+    """tl.load of one number (int16 or fp32) that Triton does not move through shared memory."""
+    if ASM:
+        if pointer.dtype.element_ty == tl.int16:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.s16 $0, [$1];", "=r,l", [pointer.to(tl.int64)], tl.int32, is_pure=True, pack=1
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.f32 $0, [$1];", "=f,l", [pointer.to(tl.int64)], tl.float32, is_pure=True, pack=1
+            )
+    else:
+        return tl.load(pointer)
+
+
+@triton.jit
+def bucket(x, cells, ASM: tl.constexpr):
+    """`bucket_of`, left in the layout that the tile has."""
+    if ASM:
+        place = cells + 2 * cell_index(x).to(tl.int64)
+        edge, below = tl.inline_asm_elementwise(
+            "ld.global.nc.v2.b32 {$0, $1}, [$2];", "=f,=r,l", [place.to(tl.int64)], (tl.float32, tl.int32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        return below + (x >= edge).to(tl.int32)
+    else:
+        return bucket_of(x, cells)
+
+
+# Sums in shared memory. The variables are declared inside the assembly, in the program's static shared memory. The
+# dynamic part, which Triton lays out, comes after it and wants 1 KB alignment for its swizzled tiles: hence sizes in
+# whole KB.
+_KB = 1024
+_WORD = 4
+# 1.5 * 2^23: added to an fp32 number below 2^22 in size, it leaves that number, rounded, in the low bits of the sum.
+_ROUNDING = "4B400000"
+
+
+@triton.jit
+def _zero(base, BYTES: tl.constexpr):
+    """Zeroes BYTES (a multiple of 16) of shared memory from `base` on; a barrier has to follow."""
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred done;
+            .reg .u32 a, end, step, none;
+            mov.u32 none, 0;
+            mov.u32 a, %tid.x;
+            mad.lo.u32 a, a, 16, $1;
+            mov.u32 step, %ntid.x;
+            shl.b32 step, step, 4;
+            add.u32 end, $1, $2;
+            AGAIN:
+            setp.ge.u32 done, a, end;
+            @done bra DONE;
+            st.shared.v4.u32 [a], {none, none, none, none};
+            add.u32 a, a, step;
+            bra AGAIN;
+            DONE:
+            mov.u32 $0, 0;
+        }""",
+        "=r,r,r", [base, BYTES], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def barrier(token):
+    """A barrier of the program's threads. Triton's own keeps the loop around it from being pipelined."""
+    tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r,r", [token], tl.int32, is_pure=False, pack=1)
+
+
+# The histogram, for the time bias's gradient: a row for each bucket, a column for each of the 32 lanes of a warp, so
+# that the lanes neither meet in a bank nor at an address.
+_LANES = 32
+HISTOGRAM_ROWS = 152  # buckets, the entries that are read behind the table, and the bucket of pairs that are not seen
+HISTOGRAM_BYTES = HISTOGRAM_ROWS * _LANES * _WORD
+assert HISTOGRAM_BYTES % _KB == 0 and HISTOGRAM_ROWS >= MAX_BUCKETS + 6
+_ROW_BYTES = _LANES * _WORD
+_ROW = tl.constexpr(_ROW_BYTES)
+_HISTOGRAM = tl.constexpr(HISTOGRAM_BYTES)
+_OPEN_HISTOGRAM = tl.constexpr(
+    f"{{ .shared .align 128 .b8 hstu_histogram[{HISTOGRAM_BYTES}]; mov.u32 $0, hstu_histogram; }}"
+)
+_LANE_CELL = tl.constexpr(
+    f"{{ .reg .u32 lane; mov.u32 lane, %tid.x; and.b32 lane, lane, {_LANES - 1}; mad.lo.u32 $0, lane, {_WORD}, $1; }}"
+)
+
+
+@triton.jit
+def histogram_open(token):
+    """The shared-memory address of the zeroed histogram. Called once per program; `token` is any int32 scalar."""
+    base = tl.inline_asm_elementwise(_OPEN_HISTOGRAM, "=r,r", [token], tl.int32, is_pure=False, pack=1)
+    _zero(base, _HISTOGRAM)
+    return base
+
+
+@triton.jit
+def histogram_lane(base):
+    """Where a lane's cells begin."""
+    return tl.inline_asm_elementwise(_LANE_CELL, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
+
+
+_ADD_EXACT = tl.constexpr(f"""{{
+    .reg .f32 f;
+    .reg .b32 n;
+    fma.rn.f32 f, $2, $3, 0f{_ROUNDING};
+    mov.b32 n, f;
+    sub.u32 n, n, 0x{_ROUNDING};
+    red.shared.add.u32 [$1], n;
+    mov.u32 $0, 0;
+}}""")
+_ADD_FOUR = tl.constexpr("""{
+    .reg .f32 sum;
+    .reg .pred same;
+    setp.eq.u32 same, $1, $2;
+    setp.eq.and.u32 same, $1, $3, same;
+    setp.eq.and.u32 same, $1, $4, same;
+    @!same bra APART;
+    add.f32 sum, $5, $6;
+    add.f32 sum, sum, $7;
+    add.f32 sum, sum, $8;
+    red.shared.add.f32 [$1], sum;
+    bra DONE;
+    APART:
+    red.shared.add.f32 [$1], $5;
+    red.shared.add.f32 [$2], $6;
+    red.shared.add.f32 [$3], $7;
+    red.shared.add.f32 [$4], $8;
+    DONE:
+    mov.u32 $0, 0;
+}""")
+
+
+@triton.jit
+def histogram_add(lane, bucket, value, scale, EXACT: tl.constexpr):
+    """histogram[bucket] += value for a tile; EXACT: value * scale, rounded, in integers. lane: `histogram_lane`.
+
+    Else four neighbours that share a bucket, as most do, are added first: an addition in fp32 takes long.
+    """
+    cell = lane + _ROW * bucket
+    if EXACT:
+        tl.inline_asm_elementwise(_ADD_EXACT, "=r,r,f,f", [cell, value, scale], tl.int32, is_pure=False, pack=1)
+    else:
+        tl.inline_asm_elementwise(_ADD_FOUR, "=r,r,r,r,r,f,f,f,f", [cell, value], tl.int8, is_pure=False, pack=4)
+
+
+def _sum_assembly(pack: int, past_edge: bool, exact: bool) -> str:
+    """Adds up `pack` values and adds the sum times a scale to a lane's cell.
+
+    past_edge: only the values at or past an edge, and takes their sum from the cell of the bucket before. Operands:
+    pack / 4 results, and for each value the cell, the value, the scale and, past_edge, the two places of `reached`.
+    """
+    cell, value, scale, own, other = (pack // 4 + pack * i for i in range(5))
+    lines = [".reg .f32 s<4>, t;", ".reg .b32 n;", *(f"mov.f32 s{i}, 0f00000000;" for i in range(4))]
+    for i in range(pack):
+        if past_edge:
+            lines += [f"add.sat.f32 t, ${own + i}, ${other + i};", f"fma.rn.f32 s{i % 4}, t, ${value + i}, s{i % 4};"]
+        else:
+            lines.append(f"add.f32 s{i % 4}, s{i % 4}, ${value + i};")
+    lines += ["add.f32 s0, s0, s1;", "add.f32 s2, s2, s3;", "add.f32 s0, s0, s2;", f"mul.f32 s0, s0, ${scale};"]
+    kind, negate = ("u32", "neg.s32 n, n;") if exact else ("f32", "xor.b32 n, n, 0x80000000;")
+    lines.append("cvt.rni.s32.f32 n, s0;" if exact else "mov.b32 n, s0;")
+    lines.append(f"red.shared.add.{kind} [${cell}], n;")
+    if past_edge:
+        lines += [negate, f"red.shared.add.{kind} [${cell}+-{_ROW_BYTES}], n;"]
+    return "{ " + " ".join(lines + [f"mov.u32 ${i}, 0;" for i in range(pack // 4)]) + " }"
+
+
+def _sum_operands(pack: int, past_edge: bool) -> str:
+    return ",".join(["=r"] * (pack // 4) + ["r"] * pack + ["f"] * pack * (4 if past_edge else 2))
+
+
+# Values that a thread adds up before it touches shared memory.
+_PACK, _PACK_FP32 = tl.constexpr(16), tl.constexpr(4)
+_ADD_SUM, _MOVE_SUM = (tl.constexpr(_sum_assembly(_PACK.value, edge, True)) for edge in (False, True))
+_ADD_SUM_FP32, _MOVE_SUM_FP32 = (tl.constexpr(_sum_assembly(_PACK_FP32.value, edge, False)) for edge in (False, True))
+_ADD_OPERANDS, _MOVE_OPERANDS = (tl.constexpr(_sum_operands(_PACK.value, edge)) for edge in (False, True))
+_ADD_OPERANDS_FP32, _MOVE_OPERANDS_FP32 = (
+    tl.constexpr(_sum_operands(_PACK_FP32.value, edge)) for edge in (False, True)
+)
+
+
+@triton.jit
+def histogram_add_sum(lane, bucket, value, scale, EXACT: tl.constexpr):
+    """histogram[bucket] += scale * the sum of a tile (EXACT: in integers).
+
+    `bucket` is one number. A thread adds up what it has, 16 or 4 values at a time, so that no thread waits for another.
+    """
+    cell = lane + _ROW * bucket
+    if EXACT:
+        tl.inline_asm_elementwise(_ADD_SUM, _ADD_OPERANDS, [cell, value, scale], tl.int8, is_pure=False, pack=_PACK)
+    else:
+        tl.inline_asm_elementwise(
+            _ADD_SUM_FP32, _ADD_OPERANDS_FP32, [cell, value, scale], tl.int8, is_pure=False, pack=_PACK_FP32
+        )
+
+
+@triton.jit
+def histogram_move_sum(lane, bucket, value, own, other, scale, EXACT: tl.constexpr):
+    """The same with what has reached an edge (own, other: see `reached`), and histogram[bucket - 1] -= as much."""
+    cell = lane + _ROW * bucket
+    if EXACT:
+        tl.inline_asm_elementwise(
+            _MOVE_SUM, _MOVE_OPERANDS, [cell, value, scale, own, other], tl.int8, is_pure=False, pack=_PACK
+        )
+    else:
+        tl.inline_asm_elementwise(
+            _MOVE_SUM_FP32, _MOVE_OPERANDS_FP32, [cell, value, scale, own, other], tl.int8, is_pure=False,
+            pack=_PACK_FP32,
+        )  # fmt: skip
+
+
+def _total_assembly(exact: bool) -> str:
+    """The sum of a bucket's cells, the first one another for every bucket: lanes do not meet in a bank."""
+    kind, zero = ("s32", "mov.s64 $0, 0;") if exact else ("f32", "mov.f32 $0, 0f00000000;")
+    lines = [".reg .pred out;", ".reg .u32 first, a;", f".reg .{kind} x;", zero]
+    lines += [f"setp.gt.u32 out, $2, {HISTOGRAM_ROWS - 1};", "@out bra DONE;", f"and.b32 a, $2, {_LANES - 1};"]
+    lines += [f"mad.lo.u32 first, $2, {_ROW_BYTES}, $1;", f"mad.lo.u32 first, a, {_WORD}, first;"]
+    for i in range(_LANES):
+        lines += [f"xor.b32 a, first, {_WORD * i};", f"ld.shared.{kind} x, [a];"]
+        lines.append("mad.wide.s32 $0, x, 1, $0;" if exact else "add.f32 $0, $0, x;")
+    return "{ " + " ".join([*lines, "DONE:"]) + " }"
+
+
+_TOTAL, _TOTAL_FP32 = (tl.constexpr(_total_assembly(exact)) for exact in (True, False))
+
+
+@triton.jit
+def histogram_close(base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.constexpr):
+    """grad[bucket] += scale * histogram[bucket]; EXACT: histogram[bucket] << shift."""
+    tl.debug_barrier()
+    bucket = tl.arange(0, 256)
+    if EXACT:
+        total = tl.inline_asm_elementwise(_TOTAL, "=&l,r,r", [base, bucket], tl.int64, is_pure=False, pack=1) << shift
+    else:
+        total = tl.inline_asm_elementwise(_TOTAL_FP32, "=&f,r,r", [base, bucket], tl.float32, is_pure=False, pack=1)
+        total *= scale
+    tl.atomic_add(grad + bucket, total, (bucket < TABLE) & (total != 0), sem="relaxed")
+
+
+# The ring, for the position bias's gradient: a cell per distance t - s. A program meets the distances in descending
+# order; where they are more than there are cells, all are moved to memory and the cells begin anew, further down. Cells
+# are integers: shared memory adds those in one instruction, floats only in a loop of compare-and-swap; and integers add
+# up to the same sum in any order. A cell takes at most a term for each query of the tile. A thread adds to one of four
+# copies: the lanes of a quad, which in the tensor cores' layouts hold neighbouring keys of one query, and so the same
+# distances as the quads beside them, then meet neither at an address nor, by the copies' distance, in a bank.
+RING_CELLS = 1056
+RING = tl.constexpr(RING_CELLS)
+_COPIES, _COPY_BYTES = 4, (RING_CELLS + 10) * _WORD
+RING_BYTES = 17 * _KB
+assert _COPIES * _COPY_BYTES <= RING_BYTES
+_RING = tl.constexpr(RING_BYTES)
+_OPEN_RING = tl.constexpr(f"{{ .shared .align 16 .b8 hstu_ring[{RING_BYTES}]; mov.u32 $0, hstu_ring; }}")
+_ADD_TO_RING = tl.constexpr(f"""{{
+    .reg .u32 a, copy;
+    .reg .f32 f;
+    .reg .b32 n;
+    mov.u32 copy, %tid.x;
+    and.b32 copy, copy, {_COPIES - 1};
+    mad.lo.u32 a, copy, {_COPY_BYTES}, $1;
+    fma.rn.f32 f, $2, $3, 0f{_ROUNDING};
+    mov.b32 n, f;
+    sub.u32 n, n, 0x{_ROUNDING};
+    red.shared.add.u32 [a], n;
+    mov.u32 $0, 0;
+}}""")
+
+
+def _take_assembly() -> str:
+    """The sum of a cell's copies, which become zero; 0 past the ring's end."""
+    lines = [".reg .u32 n, z;", "mov.u32 z, 0;", "mov.u32 $0, 0;", ".reg .pred p;", "setp.lt.u32 p, $1, $2;"]
+    for copy in range(_COPIES):
+        place = f"[$3+{copy * _COPY_BYTES}]" if copy else "[$3]"
+        lines += [f"@p ld.shared.u32 {'n' if copy else '$0'}, {place};", f"@p st.shared.u32 {place}, z;"]
+        lines += ["@p add.u32 $0, $0, n;"] if copy else []
+    return "{ " + " ".join(lines) + " }"
+
+
+_TAKE = tl.constexpr(_take_assembly())
+
+
+@triton.jit
+def ring_open(token):
+    """The shared-memory address of the cells, zeroed. Called once per program; `token` is any int32 scalar."""
+    base = tl.inline_asm_elementwise(_OPEN_RING, "=r,r", [token], tl.int32, is_pure=False, pack=1)
+    _zero(base, _RING)
+    return base
+
+
+@triton.jit
+def ring_add(cell, value, to_exact):
+    """The cells at these addresses (of the first copy) += value * to_exact, rounded."""
+    tl.inline_asm_elementwise(_ADD_TO_RING, "=r,r,f,f", [cell, value, to_exact], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def ring_flush(base, grad, low, first, last, length):
+    """Moves the distances first .. last - 1 to grad [N] int64; low: the distance of the first cell. For 4 warps."""
+    lane = tl.arange(0, 128)
+    for start in range(first, last, 128):
+        distance = start + lane
+        operands = [distance - low, RING, base + 4 * (distance - low)]
+        value = tl.inline_asm_elementwise(_TAKE, "=&r,r,r,r", operands, tl.int32, is_pure=False, pack=1)
+        use = (distance >= 0) & (distance < length) & (value != 0)
+        tl.atomic_add(grad + distance, value.to(tl.int64), use, sem="relaxed")

@@ -1,0 +1,131 @@
+"""The backward kernel of dk and dv: a program owns a tile of keys and walks over the queries that see them.
+
+Letters: H heads, D query/key head size, V value head size, N max_seq_len. m: rows of a block of queries, n: key rows of
+the tile; t and s: their positions in the sequence. Tiles are transposed, keys x queries.
+
+As in dq the scores are computed anew, and constant factors are applied once, to the accumulators.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.dense.bias import NEAR, Bias, bias_position, half_bias, read_ahead
+from hstu_sparse.dense.ranges import (
+    GIVEN,
+    MOST_TILES,
+    PER_BATCH,
+    Kind,
+    block_source,
+    find_sequence,
+    load_block,
+    query_ranges,
+    silu_and_slope,
+    store_block,
+    visible,
+)
+
+
+@triton.jit
+def _attend_dkv(
+    dk, dv, k, v, first, last, s, sequence, q, do, q_stride, do_stride, half_alpha, bias, kind, MASKED: tl.constexpr,
+    IS_NEAR: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dk [BLOCK_N, D] and dv [BLOCK_N, V] + the queries first .. last."""
+    m = tl.arange(0, kind.BLOCK_M)
+    place = bias_position(s, sequence.history, kind.HAS_TARGETS)[:, None]
+    ahead = (0, 0.0, 0)
+    if kind.HAS_TIME and not MASKED:
+        ahead = read_ahead(first, bias, kind.BLOCK_M, kind.ASM)
+    for start in range(first, last, kind.BLOCK_M):
+        query = load_block(q, start, m, q_stride, sequence.length, kind.D, kind.PAD_D, MASKED, TMA)
+        dout = load_block(do, start, m, do_stride, sequence.length, kind.V, kind.PAD_V, MASKED, TMA)
+        scores = tl.dot(k, tl.trans(query), input_precision=kind.PRECISION)
+        biases, _, ahead = half_bias(
+            start, place, sequence, ahead, bias, kind, MASKED, IS_NEAR, False, kind.BLOCK_N, kind.BLOCK_M
+        )
+        half = scores * half_alpha
+        if kind.HAS_POSITION or kind.HAS_TIME:
+            half += biases
+        dp = tl.dot(v, tl.trans(dout), input_precision=kind.PRECISION)
+        weights, slope = silu_and_slope(half, kind.FAST)
+        if MASKED and not (IS_NEAR and kind.HAS_TIME):
+            mask = visible((start + m)[None, :], s[:, None], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
+            weights = tl.where(mask, weights, 0.0)
+            slope = tl.where(mask, slope, -1.0)
+        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=kind.PRECISION)
+        dk = tl.dot((dp * slope + dp).to(query.dtype), query, dk, input_precision=kind.PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
+def dense_attention_bwd_dkv_kernel(
+    q, k, v, do, dk, dv, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
+    do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h,
+    seq_offsets, num_targets, window_size, half_alpha, half_inverse_n, alpha, schedule, entries, runs, near, row, total,
+    q_times, q_offset, k_times, k_offset, position_bias, time_bias, cells, steps,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr, PAD_D: tl.constexpr,
+    PAD_V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_POSITION: tl.constexpr,
+    HAS_TIME: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One program: dk and dv of BLOCK_N keys of one head. TMA: queries come by tensor descriptor."""
+    tile = tl.program_id(0) // H
+    head = tl.program_id(0) % H
+    b = tl.load(schedule + 2 * tile)
+    if b < 0:
+        return
+    begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size)
+    length = sequence.length
+    # Known not to be negative: divisions by powers of two are shifts, which spares this kernel registers.
+    first_row = (tl.load(schedule + 2 * tile + 1) & MOST_TILES) * BLOCK_N
+    n = tl.arange(0, BLOCK_N)
+    s = first_row + n
+    q += begin * q_stride_t + head * q_stride_h
+    k += begin * k_stride_t + head * k_stride_h
+    v += begin * v_stride_t + head * v_stride_h
+    do += begin * do_stride_t + head * do_stride_h
+    key = load_block(k, first_row, n, k_stride_t, length, D, PAD_D, True)
+    value = load_block(v, first_row, n, v_stride_t, length, V, PAD_V, True)
+    begin_row, full, free, end = query_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N)
+    high, low, offset = 0.0, 0.0, 0
+    if HAS_TIME:
+        high = tl.load(k_times + begin + s, s < length, 0.0)[:, None]
+        low = tl.load(k_times + total + begin + s, s < length, 0.0)[:, None]
+        offset = tl.load(k_offset + begin + s, s < length, 0)[:, None]
+        q_times += begin
+        q_offset += begin
+        slot = begin // BLOCK_N + b + first_row // BLOCK_N
+        entries += slot * row
+        near += slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
+        full = tl.load(runs + slot)
+    bias = Bias(
+        position_bias, time_bias, cells, steps, high, low, offset, q_times, q_offset, entries, near,
+        begin_row // BLOCK_M, total,
+    )  # fmt: skip
+    # The first loop is of near blocks, or, without times, of all up to `full`; the second, with times, of the others
+    # that need masks; the third needs none; the last is of the sequence's end.
+    wide = tl.minimum(full, end)
+    near_end = tl.minimum(wide, begin_row + NEAR * BLOCK_M) if HAS_TIME else wide
+    ranges = ((begin_row, near_end), (near_end, wide), (full, free), (free, end))
+
+    q = block_source(q, q_stride_t, length, D, BLOCK_M, PAD_D, TMA)
+    do = block_source(do, do_stride_t, length, V, BLOCK_M, PAD_V, TMA)
+    acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
+    acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
+    for part in tl.static_range(4):
+        if part != 1 or HAS_TIME:  # noqa: SIM102  known to the compiler
+            # The condition spares registers with TMA and costs some without.
+            if not TMA or ranges[part][0] < ranges[part][1]:
+                acc_k, acc_v = _attend_dkv(
+                    acc_k, acc_v, key, value, *ranges[part], s, sequence, q, do, q_stride_t, do_stride_t, half_alpha,
+                    bias,
+                    Kind(
+                        D, V, PAD_D, PAD_V, BLOCK_M, BLOCK_N, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST,
+                        PRECISION, ASM,
+                    ),
+                    part != 2, part == 0, TMA,
+                )  # fmt: skip
+    dk += (begin + first_row) * dk_stride_t + head * dk_stride_h
+    store_block(dk, n, dk_stride_t, s < length, acc_k * (alpha * half_inverse_n), D_OUT, PAD_D)
+    dv += (begin + first_row) * dv_stride_t + head * dv_stride_h
+    store_block(dv, n, dv_stride_t, s < length, acc_v * (2.0 * half_inverse_n), V_OUT, PAD_V)

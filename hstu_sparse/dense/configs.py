@@ -1,0 +1,74 @@
+"""Tile sizes, warps and pipeline stages of the kernels: chosen, not tuned at run time, so that no batch pays for it.
+
+Letters: D query/key head size, V value head size. For sm_90 measured on an H200 (docs/performance.md); for sm_80 made
+to fit, and for all others made to fit the least shared memory that a later GPU has (99 KB, sm_86, 89 and 120).
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Features(NamedTuple):
+    """What a launch's settings depend on."""
+
+    pad_d: int  # D and V as the kernels' tiles have them
+    pad_v: int
+    dtype: torch.dtype
+    position: bool  # is there a position bias
+    time: bool
+    arch: int  # compute capability, 90 for 9.0
+
+
+def fwd_config(f: Features) -> dict:
+    """Settings of the forward kernel."""
+    wide = max(f.pad_d, f.pad_v) > 128
+    if f.dtype == torch.float32:
+        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)
+    if f.arch == 90:
+        if wide:
+            return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
+        # Few registers and little shared memory, so that two or three programs share a multiprocessor: while one waits
+        # for its products, another computes SiLU and bias.
+        if f.time:
+            return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3, maxnreg=168)
+        return dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=3, maxnreg=128)
+    if f.arch == 80:
+        if wide:
+            return dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=1)
+        return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
+    return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1 if wide else 2)
+
+
+def bwd_dq_config(f: Features) -> dict:
+    """Settings of the kernel of dq and of the bias tables' gradients. HOLD: q and do are held in registers."""
+    wide, both = max(f.pad_d, f.pad_v) > 128, f.pad_d + f.pad_v
+    if f.dtype == torch.float32:
+        return dict(BLOCK_M=32 if both <= 64 else 16, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=1)
+    if f.arch == 90:
+        if wide or both <= 64:
+            return dict(BLOCK_M=64, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=2)
+        return dict(BLOCK_M=64, BLOCK_N=32, HOLD=True, num_warps=4, num_stages=3)
+    if f.arch == 80:
+        if wide or both <= 64 or f.time:
+            return dict(BLOCK_M=64, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=1 if wide else 2)
+        return dict(BLOCK_M=64, BLOCK_N=64, HOLD=False, num_warps=4, num_stages=1 if f.position else 2)
+    return dict(BLOCK_M=32 if wide else 64, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=1)
+
+
+def bwd_dkv_config(f: Features) -> dict:
+    """Settings of the kernel of dk and dv. TMA: queries come by tensor descriptor, which needs few registers."""
+    wide = max(f.pad_d, f.pad_v) > 128
+    if f.dtype == torch.float32:
+        return dict(BLOCK_M=16, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
+    if f.arch == 90:
+        if wide:
+            return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=8, num_stages=2)
+        if f.time:
+            return dict(BLOCK_M=32, BLOCK_N=64, TMA=True, num_warps=4, num_stages=3)
+        return dict(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
+    if f.arch == 80:
+        if wide:
+            return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=8, num_stages=1)
+        return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=4, num_stages=2)
+    return dict(BLOCK_M=32, BLOCK_N=32 if wide else 64, TMA=False, num_warps=4, num_stages=1)

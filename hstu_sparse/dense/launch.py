@@ -1,0 +1,259 @@
+"""Launches the dense kernels and registers them as torch.ops.hstu_sparse.dense_fwd and dense_bwd.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
+
+The kernels: plan_kernels.py (by way of plan.py), forward.py, backward_dq.py, backward_dkv.py, and the small ones of
+bias_grad.py. Their settings: configs.py.
+"""
+
+import torch
+import triton
+
+from hstu_sparse.dense.assembly import proven
+from hstu_sparse.dense.backward_dkv import dense_attention_bwd_dkv_kernel
+from hstu_sparse.dense.backward_dq import dense_attention_bwd_dq_kernel
+from hstu_sparse.dense.bias import POSITION_MARGIN, bucket_steps, hidden_bucket
+from hstu_sparse.dense.bias_grad import (
+    dense_attention_gradients_kernel,
+    dense_attention_norms_kernel,
+    dense_attention_tables_kernel,
+)
+from hstu_sparse.dense.configs import bwd_dkv_config, bwd_dq_config, fwd_config
+from hstu_sparse.dense.forward import dense_attention_fwd_kernel
+from hstu_sparse.dense.plan import (
+    AttentionPlan,
+    TileMap,
+    features,
+    num_time_buckets,
+    purpose_of,
+    with_backward,
+)
+from hstu_sparse.launch import INTERPRET, aligned, cdiv, padded_head, precision
+from hstu_sparse.registration import Operator
+from hstu_sparse.relative_bias import RelativeBias
+from hstu_sparse.time_buckets import device_cells
+
+# Copies of the time bias's sums, which keep the programs' additions from queueing at one address.
+_COPIES = 1 if INTERPRET else 64
+# A part of a buffer begins at a multiple of so many elements, so that its alignment does not depend on the sizes.
+_ALIGNMENT = 16
+
+
+def _launch_with_static_memory(kernel, grid, *args, **kwargs):
+    """kernel[grid](*args, **kwargs) for a kernel with static shared memory, which Triton does not know of.
+
+    Triton asks the driver for more than 48 KB only if the dynamic part alone exceeds that. If the sum does, the first
+    launch is refused; then it is asked for here, once per compiled kernel.
+    """
+    try:
+        return kernel[grid](*args, **kwargs)
+    except RuntimeError as error:
+        if "invalid argument" not in str(error):
+            raise
+    import ctypes
+
+    compiled = kernel.warmup(*args, grid=grid, **kwargs)
+    compiled._init_handles()
+    max_dynamic_shared_size = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    status = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
+        ctypes.c_void_p(compiled.function), max_dynamic_shared_size, compiled.metadata.shared
+    )
+    if status:
+        raise RuntimeError(f"cuFuncSetAttribute failed with CUDA error {status} for {kernel.__name__}")
+    return kernel[grid](*args, **kwargs)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Where the programs put their tensor descriptors: on the current device, which is the tensors' in a launcher."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _tables_kept(bias: RelativeBias, max_seq_len: int) -> tuple[int, int]:
+    """(elements of the halved position table with its margins, of the halved time table with what stands behind)."""
+    position = 0 if bias.position is None else max_seq_len + 2 * POSITION_MARGIN
+    time = 0 if bias.time is None else hidden_bucket(num_time_buckets(bias.time)) + 1
+    return cdiv(position, _ALIGNMENT) * _ALIGNMENT, time
+
+
+class _Launch:
+    """What the forward and backward launches share: the operator's arguments in the kernels' terms."""
+
+    def __init__(
+        self, q, k, v, seq_offsets, num_targets, position, time, timestamps, query_timestamps, plan, max_seq_len,
+        window_size, alpha,
+    ):  # fmt: skip
+        self.bias = RelativeBias(position, time, timestamps, query_timestamps)
+        self.metadata = seq_offsets, num_targets, timestamps, query_timestamps
+        self.features = features(q, v, position is not None, time is not None)
+        purpose = purpose_of(q, v, seq_offsets, num_targets, self.bias, max_seq_len, window_size)
+        self.plan = AttentionPlan.of_flat(purpose, plan)
+        self.d_out, self.v_out = q.shape[2], v.shape[2]
+        self.q, self.k, self.v = aligned(q), aligned(k), aligned(v)
+        self.alpha = alpha
+        self.empty = purpose.total == 0 or purpose.num_seqs == 0
+        self.biased = position is not None or time is not None
+
+    def new(self, size: int) -> torch.Tensor:
+        """[T, H, size]."""
+        return torch.empty(*self.q.shape[:2], size, dtype=self.q.dtype, device=self.q.device)
+
+    def constants(self) -> dict:
+        dtype = self.q.dtype
+        return dict(
+            H=self.q.shape[1],
+            D=self.q.shape[2],
+            V=self.v.shape[2],
+            D_OUT=self.d_out,
+            V_OUT=self.v_out,
+            PAD_D=padded_head(self.q.shape[2]),
+            PAD_V=padded_head(self.v.shape[2]),
+            HAS_TARGETS=self.plan.purpose.targets,
+            HAS_WINDOW=self.plan.purpose.window_size > 0,
+            HAS_POSITION=self.bias.position is not None,
+            HAS_TIME=self.bias.time is not None,
+            FAST=dtype != torch.float32,
+            PRECISION=precision(dtype),
+            ASM=proven(self.q.device),
+        )
+
+    def grid(self, tiles: TileMap) -> tuple[int]:
+        return (tiles.schedule.shape[0] * self.q.shape[1],)
+
+    def planned(self, tiles: TileMap, tables: torch.Tensor) -> tuple:
+        """The arguments of an attention kernel from `schedule` on: its tile map, the times, the halved tables."""
+        buckets, device = self.plan.purpose.num_buckets, self.q.device
+        if buckets is None:
+            times, finders = (None,) * 4, (None, None)
+        else:
+            times = (*self.plan.queries, *self.plan.keys)
+            finders = device_cells(buckets, device), bucket_steps(buckets, device)
+        width, _ = _tables_kept(self.bias, self.plan.purpose.max_seq_len)
+        position = None if self.bias.position is None else tables[POSITION_MARGIN:]
+        time = None if self.bias.time is None else tables[width:]
+        total = self.plan.purpose.total
+        return *tiles, tiles.row, total, *times, position, time, *finders
+
+    def halved_tables(self) -> torch.Tensor:
+        """What the attention kernels read of the bias tables, fp32; empty without."""
+        position, time = self.bias.position, self.bias.time
+        n = self.plan.purpose.max_seq_len
+        position_width, time_width = _tables_kept(self.bias, n)
+        tables = torch.empty(position_width + time_width, dtype=torch.float32, device=self.q.device)
+        if self.biased:
+            dense_attention_tables_kernel[(cdiv(max(position_width, time_width), 1024),)](
+                position, time, tables, tables[position_width:], N=n, WIDTH=position_width,
+                TIMES=0 if time is None else self.plan.purpose.num_buckets + 1, MARGIN=POSITION_MARGIN, BLOCK=1024,
+            )  # fmt: skip
+        return tables
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output, halved tables)."""
+        out, tables = self.new(self.v_out), self.halved_tables()
+        if self.empty:
+            return out.zero_(), tables
+        purpose, tiles = self.plan.purpose, self.plan.forward
+        dense_attention_fwd_kernel[self.grid(tiles)](
+            self.q, self.k, self.v, out, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
+            *out.stride()[:2], *self.metadata[:2], purpose.window_size, 0.5 * self.alpha, 1.0 / purpose.max_seq_len,
+            *self.planned(tiles, tables), **self.constants(), **fwd_config(self.features),
+        )  # fmt: skip
+        return out, tables
+
+    def backward(self, do: torch.Tensor, tables: torch.Tensor) -> list[torch.Tensor]:
+        """dq, dk, dv and the gradients of the tables that there are."""
+        dq, dk, dv = self.new(self.d_out), self.new(self.d_out), self.new(self.v_out)
+        grads = [None if x is None else torch.empty_like(x) for x in self.bias[:2]]
+        given = [x for x in grads if x is not None]
+        if self.empty:
+            return [dq, dk, dv, *(x.zero_() for x in given)]
+        self.plan = with_backward(self.plan, *self.metadata)
+        do = aligned(do)
+        purpose, constants = self.plan.purpose, self.constants()
+        qkv_strides = *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2], *do.stride()[:2]
+        numbers = (
+            *self.metadata[:2], purpose.window_size, 0.5 * self.alpha, 0.5 / purpose.max_seq_len, self.alpha,
+        )  # fmt: skip
+
+        config = bwd_dkv_config(self.features)
+        if config["TMA"]:
+            triton.set_allocator(_scratch)
+        dense_attention_bwd_dkv_kernel[self.grid(self.plan.dkv)](
+            self.q, self.k, self.v, do, dk, dv, *qkv_strides, *dk.stride()[:2], *dv.stride()[:2], *numbers,
+            *self.planned(self.plan.dkv, tables), **constants, **config,
+        )  # fmt: skip
+
+        config = bwd_dq_config(self.features)
+        position_sums, time_sums, norms = self._sums(do)
+        # A cell of the time bias's histogram takes at most so many terms, of 21 bits before the shift.
+        terms = config["BLOCK_M"] * (min(purpose.max_seq_len, purpose.total) + config["BLOCK_N"]) // 32
+        time_shift = max(0, terms.bit_length() - 10)
+        table = 0 if self.bias.time is None else hidden_bucket(purpose.num_buckets)
+        _launch_with_static_memory(
+            dense_attention_bwd_dq_kernel, self.grid(self.plan.dq), self.q, self.k, self.v, do, dq, *qkv_strides,
+            *dq.stride()[:2], position_sums, time_sums, norms, time_shift, *numbers,
+            *self.planned(self.plan.dq, tables), **constants, TABLE=table, COPIES=_COPIES, **config,
+        )  # fmt: skip
+        if self.biased:
+            sizes = (0 if x is None else x.shape[0] for x in grads)
+            position, time = sizes
+            dense_attention_gradients_kernel[(cdiv(max(position, time), 128),)](
+                position_sums, time_sums, *grads, norms, 0.5 / purpose.max_seq_len, N=position,
+                TIMES=0 if time == 0 else purpose.num_buckets + 1, ALL=time, TABLE=table, COPIES=_COPIES, BLOCK=128,
+            )  # fmt: skip
+        return [dq, dk, dv, *given]
+
+    def _sums(self, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """(zeros for the position bias's sums, for the time bias's, the norms that bound ds); each None if not needed.
+
+        The sums of fp16 and bf16 inputs are integers, which do not depend on the order of additions; fp32 needs more
+        digits than they have.
+        """
+        if not self.biased:
+            return None, None, None
+        exact = self.q.dtype != torch.float32 and not INTERPRET
+        position, time = self.bias.position, self.bias.time
+        width = 0 if position is None else cdiv(position.shape[0], _ALIGNMENT) * _ALIGNMENT
+        times = 0 if time is None else _COPIES * hidden_bucket(self.plan.purpose.num_buckets)
+        sums = torch.zeros(width + times + 1, dtype=torch.int64 if exact else torch.float32, device=self.q.device)
+        norms = None
+        if exact:
+            norms = sums[-1:].view(torch.float32)
+            rows, block = self.v.shape[0] * self.v.shape[1], 128
+            dense_attention_norms_kernel[(cdiv(rows, block),)](
+                self.v, do, norms, *self.v.stride()[:2], *do.stride()[:2], self.v.shape[0], H=self.v.shape[1],
+                V=self.v.shape[2], PAD_V=padded_head(self.v.shape[2]), BLOCK=block, num_warps=8,
+            )  # fmt: skip
+        return (
+            None if position is None else sums[:width], None if time is None else sums[width:-1], norms,
+        )  # fmt: skip
+
+
+def _forward(*arguments):
+    return _Launch(*arguments).forward()
+
+
+def _backward(grad, *arguments):
+    *arguments, tables = arguments
+    return _Launch(*arguments).backward(grad, tables)
+
+
+def _fake(q, k, v, seq_offsets, num_targets, position, time, timestamps, query_timestamps, plan, max_seq_len, *_):
+    widths = _tables_kept(RelativeBias(position, time), max_seq_len)
+    return q.new_empty(v.shape), q.new_empty(sum(widths), dtype=torch.float32)
+
+
+dense_operator = Operator(
+    "dense",
+    "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, Tensor? num_targets, Tensor? position_bias, Tensor? time_bias, "
+    "Tensor? timestamps, Tensor? query_timestamps, Tensor?[] plan, SymInt max_seq_len, SymInt window_size, float alpha",
+    forward=_forward,
+    backward=_backward,
+    fake=_fake,
+    differentiable=("q", "k", "v", "position_bias", "time_bias"),
+    outputs=2,
+)
+
+
+def hstu_attention_triton(q, k, v, seq_offsets, plan, *, num_targets, bias, window_size, max_seq_len, alpha):
+    """Arguments and result as `hstu_sparse.hstu_attention`, checked; on CUDA or in Triton's interpreter."""
+    return dense_operator(q, k, v, seq_offsets, num_targets, *bias, plan.flat(), max_seq_len, window_size, alpha)[0]

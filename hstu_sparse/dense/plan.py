@@ -1,0 +1,203 @@
+"""What the dense kernels need to know of a batch beside its tensors: computed once a batch, shared by heads and layers.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
+
+The kernels walk in tiles. Which tiles there are, in which order they start, and which time buckets their pairs fall
+into, depends on the offsets, candidates, window and timestamps, and on the tiles' sizes, not on q, k, v or the tables.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from hstu_sparse.dense.assembly import proven
+from hstu_sparse.dense.bias import NEAR, hidden_bucket
+from hstu_sparse.dense.configs import Features, bwd_dkv_config, bwd_dq_config, fwd_config
+from hstu_sparse.dense.plan_kernels import dense_attention_plan_kernel
+from hstu_sparse.launch import architecture, cdiv, padded_head
+from hstu_sparse.registration import register_preparation
+from hstu_sparse.relative_bias import RelativeBias
+from hstu_sparse.time_buckets import MAX_BUCKETS, TokenTimes, device_cells, split_times
+
+
+class Tiling(NamedTuple):
+    """Sizes of a kernel's tiles: `own` tokens of the side that a program owns (queries if by_query), `other` of the
+    blocks of the side that it walks. Without a time bias nothing depends on `other` and `by_query`.
+    """
+
+    own: int
+    other: int
+    by_query: bool
+
+
+class TileMap(NamedTuple):
+    """Of one tiling. A slot is a tile's number without a look at the offsets, see hstu_sparse/tiles.py.
+
+    schedule  [slots, 2] int32: (sequence, tile) in the order in which programs start: the longest sequences first, and
+              tiles so that the one with the most work comes first. Behind them (-1, *): such programs stop at once
+    entries   [slots * row] int16, for each slot and block of the other side that needs no mask: of a narrow pair of
+              tiles its lowest bucket times 8 plus the number of bucket edges in it, else -1, as for two more behind,
+              since the kernels read ahead. Narrow: no key is younger than a query, the differences reach over at most
+              MOST_EDGES edges, and the block is less than 2^24 seconds long
+    runs      [slots] int32: where the run of narrow blocks ends (queries own: the first row after it), or begins
+    near      [slots, min(NEAR, row), own * other] uint8: buckets of the pairs with the nearest blocks, which are not
+              in the run; `hidden_bucket` where the query does not see the key
+
+    Without a time bias only the schedule is there.
+    """
+
+    schedule: torch.Tensor
+    entries: torch.Tensor | None = None
+    runs: torch.Tensor | None = None
+    near: torch.Tensor | None = None
+
+    @property
+    def row(self) -> int:
+        """Entries of a slot: one for each block of the longest sequence, and two that the kernels read ahead."""
+        return 0 if self.entries is None else self.entries.shape[0] // self.schedule.shape[0]
+
+
+class Purpose(NamedTuple):
+    """What a plan was made for; with another of any of these it does not fit."""
+
+    total: int
+    num_seqs: int
+    max_seq_len: int
+    window_size: int
+    targets: bool
+    num_buckets: int | None
+    forward: Tiling
+    dq: Tiling
+    dkv: Tiling
+
+    def effective(self, tiling: Tiling) -> Tiling:
+        """What a tile map depends on."""
+        return tiling if self.num_buckets is not None else Tiling(tiling.own, 1, True)
+
+
+class AttentionPlan(NamedTuple):
+    """See `attention_plan`. Timestamps are there with a time bias; tile maps of the backward pass may be missing."""
+
+    purpose: Purpose
+    keys: TokenTimes | None
+    queries: TokenTimes | None
+    forward: TileMap
+    dq: TileMap | None
+    dkv: TileMap | None
+
+    def flat(self) -> list[torch.Tensor | None]:
+        """The tensors, for an operator's `Tensor?[]`."""
+        parts = ((self.keys, 2), (self.queries, 2), (self.forward, 4), (self.dq, 4), (self.dkv, 4))
+        return [x for part, size in parts for x in (part or [None] * size)]
+
+    @classmethod
+    def of_flat(cls, purpose: Purpose, x: list[torch.Tensor | None]) -> "AttentionPlan":
+        times = [None if pair[0] is None else TokenTimes(*pair) for pair in (x[:2], x[2:4])]
+        maps = [None if four[0] is None else TileMap(*four) for four in (x[4:8], x[8:12], x[12:])]
+        return cls(purpose, *times, *maps)
+
+
+def features(q: torch.Tensor, v: torch.Tensor, position: bool, time: bool) -> Features:
+    return Features(padded_head(q.shape[-1]), padded_head(v.shape[-1]), q.dtype, position, time, architecture(q.device))
+
+
+def num_time_buckets(time: torch.Tensor | None) -> int | None:
+    """Buckets that differences can fall into, of a table's."""
+    return None if time is None else min(time.shape[0] - 1, MAX_BUCKETS)
+
+
+def purpose_of(q, v, seq_offsets, num_targets, bias: RelativeBias, max_seq_len: int, window_size: int) -> Purpose:
+    f = features(q, v, bias.position is not None, bias.time is not None)
+    fwd, dq, dkv = fwd_config(f), bwd_dq_config(f), bwd_dkv_config(f)
+    return Purpose(
+        q.shape[0],
+        seq_offsets.shape[0] - 1,
+        max_seq_len,
+        window_size,
+        num_targets is not None,
+        num_time_buckets(bias.time),
+        Tiling(fwd["BLOCK_M"], fwd["BLOCK_N"], True),
+        Tiling(dq["BLOCK_M"], dq["BLOCK_N"], True),
+        Tiling(dkv["BLOCK_N"], dkv["BLOCK_M"], False),
+    )
+
+
+def _fake_map(seq_offsets, num_targets, timestamps, query_timestamps, total, max_seq_len, window_size, num_buckets,
+              own, other, by_query):  # fmt: skip
+    slots = total // own + seq_offsets.shape[0] - 1
+    new = seq_offsets.new_empty
+    found = [new(slots, 2, dtype=torch.int32)]
+    if timestamps is not None:
+        row = cdiv(torch.sym_min(max_seq_len, total), other) + 2
+        found += [new(slots * row, dtype=torch.int16), new(slots, dtype=torch.int32)]
+        found.append(new(slots, torch.sym_min(NEAR.value, row), own * other, dtype=torch.uint8))
+    return found
+
+
+def _map(*arguments):
+    (
+        seq_offsets, num_targets, timestamps, query_timestamps, total, _, window_size, num_buckets, own,
+        other, by_query,
+    ) = arguments  # fmt: skip
+    found = _fake_map(*arguments)
+    num_seqs, timed = seq_offsets.shape[0] - 1, timestamps is not None
+    slots = found[0].shape[0]
+    if total == 0 or num_seqs == 0:
+        return found
+    cells = device_cells(num_buckets, seq_offsets.device) if timed else None
+    row = found[1].shape[0] // slots if timed else 0
+    dense_attention_plan_kernel[(num_seqs + (slots if timed else 0),)](
+        seq_offsets, num_targets, query_timestamps, timestamps, cells, *found, *[None] * (4 - len(found)), row,
+        num_seqs, slots, window_size, HAS_TARGETS=num_targets is not None, HAS_WINDOW=window_size > 0, OWN=own,
+        OTHER=other, BY_QUERY=by_query, HIDDEN=hidden_bucket(num_buckets) if timed else 0,
+        ASM=proven(seq_offsets.device), CHUNK=16, num_warps=8 if timed else 4,
+    )  # fmt: skip
+    return found
+
+
+_map_operator = register_preparation(
+    "dense_tile_map",
+    "Tensor seq_offsets, Tensor? num_targets, Tensor? timestamps, Tensor? query_timestamps, SymInt total, "
+    "SymInt max_seq_len, SymInt window_size, int num_buckets, int own, int other, bool by_query",
+    launch=_map,
+    fake=_fake_map,
+)
+
+
+def tile_map(purpose: Purpose, tiling: Tiling, seq_offsets, num_targets, timestamps, query_timestamps) -> TileMap:
+    timed = purpose.num_buckets is not None
+    return TileMap(
+        *_map_operator(
+            seq_offsets, num_targets, timestamps if timed else None, query_timestamps if timed else None,
+            purpose.total, purpose.max_seq_len, purpose.window_size, purpose.num_buckets if timed else 0, *tiling,
+        )
+    )  # fmt: skip
+
+
+def with_backward(plan: AttentionPlan, seq_offsets, num_targets, timestamps, query_timestamps) -> AttentionPlan:
+    """The plan with the tile maps of the backward pass; maps of equal tilings are made once."""
+    purpose = plan.purpose
+    made = {purpose.effective(purpose.forward): plan.forward}
+    if plan.dq is not None:
+        made[purpose.effective(purpose.dq)] = plan.dq
+    if plan.dkv is not None:
+        made[purpose.effective(purpose.dkv)] = plan.dkv
+    dq, dkv = purpose.effective(purpose.dq), purpose.effective(purpose.dkv)
+    for tiling in (dq, dkv):
+        if tiling not in made:
+            made[tiling] = tile_map(purpose, tiling, seq_offsets, num_targets, timestamps, query_timestamps)
+    return plan._replace(dq=made[dq], dkv=made[dkv])
+
+
+def make_plan(
+    purpose: Purpose, seq_offsets, num_targets, timestamps, query_timestamps, *, backward: bool
+) -> AttentionPlan:
+    """`attention_plan` of checked arguments. Without `backward` only what the forward pass reads."""
+    keys = queries = None
+    if purpose.num_buckets is not None:
+        keys, queries = split_times(seq_offsets, timestamps, query_timestamps)
+    given = seq_offsets, num_targets, timestamps, query_timestamps
+    forward = tile_map(purpose, purpose.effective(purpose.forward), *given)
+    shared = purpose.effective(purpose.dq) == purpose.effective(purpose.forward)
+    plan = AttentionPlan(purpose, keys, queries, forward, forward if shared else None, None)
+    return with_backward(plan, *given) if backward else plan

@@ -1,0 +1,147 @@
+"""The kernel of a plan: the schedule of tiles, and what one computes of their time buckets for all heads and layers.
+
+Letters: T tokens of the batch, B sequences; t and s: the positions of queries and keys in their sequence.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.dense.assembly import bucket
+from hstu_sparse.dense.bias import ENTRY_SHIFT, MOST_EDGES, NEAR, near_order
+from hstu_sparse.dense.ranges import find_sequence, key_ranges, query_ranges, visible
+from hstu_sparse.tiles import locate
+from hstu_sparse.time_buckets import load_split_times
+
+LEAST, GREATEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+# fp32 counts seconds exactly up to here.
+EXACT_SECONDS = tl.constexpr(2**24)
+
+
+@triton.jit
+def _write_schedule(b, seq_offsets, schedule, num_seqs, num_slots, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Writes the tiles (b, 0), (b, 1), ... of sequence b at its place, longest sequences first."""
+    begin = tl.load(seq_offsets + b)
+    count = (tl.load(seq_offsets + b + 1) - begin + BLOCK - 1).to(tl.int32) // BLOCK
+    before = 0
+    total = 0
+    for first in range(0, num_seqs, CHUNK):
+        other = first + tl.arange(0, CHUNK)
+        inside = other < num_seqs
+        length = tl.load(seq_offsets + other + 1, inside, 0) - tl.load(seq_offsets + other, inside, 0)
+        blocks = (length + BLOCK - 1).to(tl.int32) // BLOCK
+        ahead = (blocks > count) | ((blocks == count) & (other < b))
+        before += tl.sum(tl.where(ahead, blocks, 0), 0)
+        total += tl.sum(blocks, 0)
+    for first in range(0, count, CHUNK):
+        block = first + tl.arange(0, CHUNK)
+        slot = schedule + 2 * (before + block)
+        tl.store(slot, tl.zeros_like(block) + b, block < count)
+        tl.store(slot + 1, block, block < count)
+    if b == 0:
+        for first in range(total, num_slots, CHUNK):
+            slot = first + tl.arange(0, CHUNK)
+            tl.store(schedule + 2 * slot, tl.full([CHUNK], -1, tl.int32), slot < num_slots)
+
+
+@triton.jit
+def _extremes(times, origin, inside, AXIS: tl.constexpr):
+    """The least and the greatest offset from `origin` of int64 timestamps, as int64 but in the range of int32.
+
+    One that does not fit counts as the range's both ends, so that no tile with it passes for narrow.
+    """
+    offset = tl.load(times, inside, 0) - origin
+    fits = (offset > LEAST) & (offset < GREATEST)
+    least = tl.where(inside, tl.where(fits, offset, LEAST), GREATEST).to(tl.int32)
+    greatest = tl.where(inside, tl.where(fits, offset, GREATEST), LEAST).to(tl.int32)
+    return tl.min(least, AXIS).to(tl.int64), tl.max(greatest, AXIS).to(tl.int64)
+
+
+@triton.jit
+def _map_tile(
+    first_row, slot, begin, sequence, own_times, times, k_times, cells, entries, runs, near, row,
+    HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Writes what a `TileMap` says of the tile from `first_row` on."""
+    length = sequence.length
+    if BY_QUERY:
+        _, low, high, end = key_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, OWN, OTHER)
+    else:
+        nearest_row, low, high, end = query_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, OTHER, OWN)
+    own_times += begin
+    times += begin
+    origin = tl.load(k_times + begin)
+    own = first_row + tl.arange(0, OWN)
+    own_first, own_last = _extremes(own_times + own, origin, own < length, 0)
+    low_block, high_block = low // OTHER, high // OTHER
+    wide_first, wide_end = high_block, low_block
+    for start in range(low_block, high_block + 2, CHUNK):
+        block = start + tl.arange(0, CHUNK)
+        inside = block < high_block
+        token = block[:, None] * OTHER + tl.arange(0, OTHER)[None, :]
+        other_first, other_last = _extremes(times + token, origin, inside[:, None] & (token < length), 1)
+        if BY_QUERY:
+            nearest_time = own_first - other_last
+            farthest_time = own_last - other_first
+        else:
+            nearest_time = other_first - own_last
+            farthest_time = other_last - own_first
+        lowest = bucket(tl.maximum(nearest_time, 0).to(tl.float32), cells, ASM)
+        highest = bucket(tl.maximum(farthest_time, 0).to(tl.float32), cells, ASM)
+        countable = other_last - other_first < EXACT_SECONDS
+        narrow = (nearest_time >= 0) & (highest - lowest <= MOST_EDGES) & countable & inside
+        value = tl.where(narrow, (lowest << ENTRY_SHIFT) + highest - lowest, -1)
+        tl.store(entries + slot * row + block, value.to(tl.int16), block < high_block + 2)
+        wide = inside & (value < 0)
+        wide_first = tl.minimum(wide_first, tl.min(tl.where(wide, block, wide_first), 0))
+        wide_end = tl.maximum(wide_end, tl.max(tl.where(wide, block + 1, wide_end), 0))
+    if BY_QUERY:
+        nearest = (end - 1) // OTHER
+        first = tl.maximum(nearest - (NEAR - 1), low_block)
+        last = nearest + 1
+        run = tl.minimum(wide_first, first) * OTHER
+    else:
+        nearest = nearest_row // OTHER
+        first = nearest
+        run = tl.maximum(wide_end, tl.minimum(nearest + NEAR, high_block)) * OTHER
+        last = tl.minimum((tl.minimum(run, end) + OTHER - 1) // OTHER, nearest + NEAR)
+    tl.store(runs + slot, run)
+
+    near += slot * (tl.minimum(row, NEAR) * OWN * OTHER)
+    own = own[:, None]
+    own_high, own_low = load_split_times(own_times + own, own < length)
+    for block in range(first, last):
+        other = (block * OTHER + tl.arange(0, OTHER))[None, :]
+        other_high, other_low = load_split_times(times + other, other < length)
+        buckets = bucket(tl.abs((own_high - other_high) + (own_low - other_low)), cells, ASM)
+        t, s = (own, other) if BY_QUERY else (other, own)
+        seen = visible(t, s, sequence, HAS_TARGETS, HAS_WINDOW)
+        buckets = tl.where(seen, buckets, HIDDEN).to(tl.uint8)
+        place = nearest - block if BY_QUERY else block - nearest
+        where = place * (OWN * OTHER) + tl.arange(0, OWN * OTHER)
+        tl.store(near + where, near_order(buckets, OWN, OTHER, True))
+
+
+@triton.jit(
+    do_not_specialize=["window_size", "row", "num_seqs", "num_slots"],
+    do_not_specialize_on_alignment=["seq_offsets", "num_targets", "k_times", "q_times"],
+)
+def dense_attention_plan_kernel(
+    seq_offsets, num_targets, q_times, k_times, cells, schedule, entries, runs, near, row, num_seqs, num_slots,
+    window_size, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Fills a `TileMap`: a program for each sequence writes the schedule; with times, one for each slot its tile."""
+    program = tl.program_id(0)
+    if program < num_seqs:
+        _write_schedule(program, seq_offsets, schedule, num_seqs, num_slots, OWN, 256)
+    elif k_times is not None:
+        slot = program - num_seqs
+        b, _, _, index = locate(seq_offsets, slot, num_seqs, OWN)
+        begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size)
+        if index * OWN < sequence.length:
+            own_times, times = (q_times, k_times) if BY_QUERY else (k_times, q_times)
+            _map_tile(
+                index * OWN, slot.to(tl.int64), begin, sequence, own_times, times, k_times, cells, entries, runs, near,
+                row, HAS_TARGETS, HAS_WINDOW, OWN, OTHER, BY_QUERY, HIDDEN, CHUNK, ASM,
+            )  # fmt: skip

@@ -1,0 +1,72 @@
+"""Hierarchical tree attention: the public function, its validation and its choice of backend.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len, Hq query heads, Hkv key/value heads, D query/key and V value
+head size, r compression_rate.
+"""
+
+from torch import Tensor
+
+from hstu_sparse.htree.reference import htree_attention_reference
+from hstu_sparse.validation import check_int, check_number, check_qkv, check_scale, choose_backend
+
+
+def htree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_offsets: Tensor,
+    max_seq_len: int,
+    *,
+    compression_rate: int = 16,
+    top_k: int = 512,
+    scale: float | None = None,
+    rope_base: float = 10000.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Causal softmax attention over the nodes of a tree: near what a query finds important tokens, elsewhere means.
+
+    Node p of layer l + 1 is the mean, for k and v, of nodes p*r .. min((p+1)*r, n_l) - 1 of layer l; layer 0 holds the
+    tokens, and layers are added while n_l > r * top_k. A query walks down: of the candidates in a layer the top_k most
+    important are replaced by their children, the others enter the softmax with their means; at layer 0 all enter. The
+    last candidate of a layer, which holds the query's own token, is always replaced. Candidate c of C stands at
+    position c and the query at C - 1, and RoPE turns both.
+
+    What is important is asked of all query heads of a key/value head together: the sum of exp(score - max), the max
+    taken without the last candidate. Ties go to the smaller position. With r * top_k >= n it is dense causal softmax
+    attention with RoPE. Nothing behind token t changes output t.
+
+    Args:
+        q: [T, Hq, D], fp16, bf16 or fp32 (the reference also fp64), D even.
+        k: [T, Hkv, D]; Hkv divides Hq, and query head h belongs to key/value head h // (Hq // Hkv).
+        v: [T, Hkv, V].
+        seq_offsets: [B+1], int32 or int64, first 0, last T.
+        max_seq_len: N, at least the longest sequence's length.
+        compression_rate: r >= 2, children of a node.
+        top_k: nodes that are expanded in each layer above the tokens.
+        scale: of the scores, by default D ** -0.5.
+        rope_base: RoPE turns channels i and i + D // 2 by position * rope_base ** (-2 i / D).
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [T, Hq, V], dtype of q. Gradients flow to q, k and v, to k and v also through the means; the choice has none.
+        The kernels' backward pass adds atomically, in another order each time, unless
+        `torch.use_deterministic_algorithms(True)` is on: then the same inputs give the same bits.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+    """
+    sizes = check_qkv(q, k, v, seq_offsets, max_seq_len, kv_heads="Hkv")
+    if sizes["D"] % 2 or not sizes["D"]:
+        raise ValueError(f"D must be even and positive, for RoPE turns pairs of channels, got {sizes['D']}")
+    check_int("compression_rate", compression_rate, 2)
+    check_int("top_k", top_k, 1)
+    scale = check_scale(scale, sizes["D"], "scale")
+    rope_base = check_number("rope_base", rope_base, above=0.0)
+    if choose_backend(backend, q, "htree_attention") == "reference":
+        return htree_attention_reference(
+            q, k, v, seq_offsets, max_seq_len,
+            compression_rate=compression_rate, top_k=top_k, scale=scale, rope_base=rope_base,
+        )  # fmt: skip
+    from hstu_sparse.htree.launch import htree_triton
+
+    return htree_triton(q, k, v, seq_offsets, max_seq_len, compression_rate, top_k, scale, rope_base)

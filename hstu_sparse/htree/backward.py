@@ -1,0 +1,136 @@
+"""Backward kernel of hierarchical tree attention: the walk again, with gradients in place of the softmax.
+
+Letters as in `forward.py`. With s_c the score in natural units, p_c = exp(s_c - lse) and o the output,
+    dv_c = sum over heads p_c do,   ds_c = p_c (do.v_c - do.o),   dq = scale R^-1 sum_c ds_c R_c k_c,
+    dk_c = scale R_c^-1 sum over heads ds_c R q
+where R and R_c are RoPE's rotations. A candidate's gradients are added to its node's in memory; what the nodes above
+the tokens have gathered goes down to their children afterwards (`pooling.py`).
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.htree.forward import find_sequence
+from hstu_sparse.htree.walk import (
+    FIRST,
+    begin_walk,
+    choose,
+    choose_all,
+    load_query,
+    load_tile,
+    step_down,
+    turn,
+    turned_query,
+)
+from hstu_sparse.tiles import load_rows, store_rows
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def add_rows(base, row, stride, column, value, inside, units, PLACE: tl.constexpr, FIXED: tl.constexpr):
+    """Adds a tile to rows in memory: fp32, or with FIXED multiples of 1 / units[PLACE], in whatever order."""
+    pointers = base + row[:, None] * stride + column
+    if FIXED:
+        value = tl.floor(value * tl.load(units + PLACE) + 0.5).to(tl.int64)
+    tl.atomic_add(pointers, value, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def add_gradients(
+    dq_low, dq_high, q_low, q_high, do, lse, delta, keys, values, dk, dv, cos, sin, units, parents, marks, above, least,
+    C, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
+    SIBLINGS: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A layer's share of dq, and the gradients of its candidates that entered the softmax."""
+    f, e = tl.arange(0, BH)[None, :], tl.arange(0, BV)[None, :]
+    end = tl.where(above, C - 1, C)
+    for c0 in range(0, C, BN):
+        c = c0 + tl.arange(0, BN)
+        node, k_low, k_high, tile_cos, tile_sin = load_tile(keys, parents, c0, C, end, cos, sin, BH, BN, RATE, SIBLINGS)
+        low, high, row_cos, row_sin = turned_query(q_low, q_high, cos, sin, c0, C, k_low.dtype, BH, RATE, SIBLINGS)
+        enters = (c < C) & (tl.load(marks + c, mask=above & (c < C), other=-1) < least)
+        s = tl.dot(low, tl.trans(k_low), input_precision=PRECISION)
+        s = tl.dot(high, tl.trans(k_high), s, input_precision=PRECISION)
+        p = tl.where(enters[None, :], tl.exp2(s - lse[:, None]), 0.0)
+        value = tl.load(values + node[:, None] * BV + e, mask=(c < end)[:, None], other=0.0)
+        dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
+        ds = (p * (dp - delta[:, None])).to(k_low.dtype)
+        part_low = tl.dot(ds, k_low, input_precision=PRECISION)
+        part_high = tl.dot(ds, k_high, input_precision=PRECISION)
+        part_low, part_high = turn(part_low, part_high, row_cos, -row_sin)
+        dq_low += part_low
+        dq_high += part_high
+
+        ds = tl.trans(ds)
+        dk_low = tl.dot(ds, low, input_precision=PRECISION)
+        dk_high = tl.dot(ds, high, input_precision=PRECISION)
+        if not SIBLINGS:
+            dk_low, dk_high = turn(dk_low, dk_high, tile_cos, -tile_sin)
+        writes = enters[:, None] & (f < HALF)
+        # q came in base 2: its factor log2(e) goes again.
+        add_rows(dk, node, 2 * HALF, f, dk_low * LN2, writes, units, 0, FIXED)
+        add_rows(dk + HALF, node, 2 * HALF, f, dk_high * LN2, writes, units, 0, FIXED)
+        dvalue = tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
+        add_rows(dv, node, V, e, dvalue, enters[:, None] & (e < V), units, 1, FIXED)
+    return dq_low, dq_high
+
+
+@triton.jit(do_not_specialize=["B", "tokens", "layers", "rows"])
+def htree_attend_bwd_kernel(
+    do, q, keys, values, offsets, cos, sin, notes, out, lse, dq, dk, dv, units,
+    do_stride_t, do_stride_h, q_stride_t, q_stride_h, q_scale, scale, B, tokens, layers, rows,
+    H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
+    BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
+    CANDIDATES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, NOTES: tl.constexpr,
+    LOW_BITS: tl.constexpr, LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq [T, Hq, D], and sums into dk [H, rows, D] and dv [H, rows, V]; keys' gradients are turned as the keys are.
+
+    units [2]: with FIXED, in how many parts of 1 the sums of dk and of dv count.
+    """
+    notes += tl.program_id(0).to(tl.int64) * NOTES
+    marks, tops = notes + 2 * LIST, notes + 2 * LIST + CANDIDATES
+    row = tl.arange(0, BG)
+    live = row < G
+    for item in range(tl.program_id(0), tokens * H, tl.num_programs(0)):
+        g, token = (item // tokens).to(tl.int64), (item % tokens).to(tl.int64)
+        b, start, length = find_sequence(offsets, token, B)
+        t = (token - start).to(tl.int32)
+        q_low, q_high = load_query(
+            q + token * q_stride_t + g * G * q_stride_h, row, q_stride_h, live, q_scale, HALF, BH
+        )
+        upstream = load_rows(do + token * do_stride_t + g * G * do_stride_h, row, do_stride_h, live, V, BV)
+        output = load_rows(out + (token * H + g) * G * V, row, V, live, V, BV)
+        delta = tl.sum(upstream.to(tl.float32) * output.to(tl.float32), 1)
+        total = tl.load(lse + (token * H + g) * G + row, mask=live, other=float("inf"))
+
+        dq_low = tl.zeros([BG, BH], tl.float32)
+        dq_high = tl.zeros([BG, BH], tl.float32)
+        here = 0
+        layer, size, base, C = begin_walk(notes, length, t, tokens, B, layers, TOP_K, LIST, RATE)
+        while layer >= 0:
+            first = g * rows + base + start // size + tl.where(layer > 0, b, 0)
+            layer_keys = keys + first * (2 * BH)
+            parents, children = notes + here * LIST, notes + (1 - here) * LIST
+            if (layer > 0) & (C <= TOP_K):
+                choose_all(parents, children, C, LIST, RATE)
+            else:
+                least = FIRST
+                if layer > 0:
+                    least = choose(
+                        q_low, q_high, layer_keys, cos, sin, parents, children, marks, tops, C,
+                        G, BG, BH, BN, RATE, TOP_K, CANDIDATES, HELD, BLOCK, LOW_BITS, LIMIT, SIBLINGS, PRECISION,
+                    )  # fmt: skip
+                dq_low, dq_high = add_gradients(
+                    dq_low, dq_high, q_low, q_high, upstream, total, delta, layer_keys, values + first * BV,
+                    dk + first * (2 * HALF), dv + first * V, cos, sin, units, parents, marks, layer > 0, least, C,
+                    HALF, BH, V, BV, BN, RATE, SIBLINGS, FIXED, PRECISION,
+                )  # fmt: skip
+                tl.debug_barrier()
+            here = 1 - here
+            layer, size, base, C = step_down(layer, size, base, C, t, tokens, B, TOP_K, RATE)
+
+        target = dq + (token * H + g) * G * (2 * HALF)
+        store_rows(target, row, 2 * HALF, live, dq_low * scale, HALF, BH)
+        store_rows(target + HALF, row, 2 * HALF, live, dq_high * scale, HALF, BH)

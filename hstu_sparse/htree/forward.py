@@ -1,0 +1,170 @@
+"""Forward kernel of hierarchical tree attention.
+
+Letters: T tokens of the batch, B sequences, H key/value heads, G query heads of each, D query/key and V value head
+size, r compression_rate (RATE), C a query's candidates in a layer; tile sizes as in `walk.py`.
+
+A program takes one token and one key/value head at a time: the heads of the group are the rows of its products. Tokens
+that are worked off at the same time are neighbours, of the same head, so that what they read in common lies in the L1
+and L2 caches. The programs stay for the whole launch, as many as the GPU holds at once: memory for notes is needed for
+these alone.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.htree.walk import (
+    FIRST,
+    begin_walk,
+    choose,
+    choose_all,
+    load_query,
+    load_tile,
+    step_down,
+    turned_query,
+)
+from hstu_sparse.tiles import store_rows
+
+
+@triton.jit
+def find_sequence(offsets, token, B):
+    """(sequence, its first token, its length) of a token."""
+    low = 0
+    high = B - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(offsets + middle) <= token:
+            low = middle
+        else:
+            high = middle - 1
+    start = tl.load(offsets + low).to(tl.int64)
+    return low, start, (tl.load(offsets + low + 1) - start).to(tl.int32)
+
+
+@triton.jit
+def entering_scores(
+    q_low, q_high, keys, cos, sin, parents, marks, above, least, c0, C, scores,
+    G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
+    CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(nodes of a tile, scores [BG, BN] in base 2, -inf for what does not enter the softmax)."""
+    node, k_low, k_high, _c, _s = load_tile(keys, parents, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
+    low, high, _cos, _sin = turned_query(q_low, q_high, cos, sin, c0, C, k_low.dtype, BH, RATE, SIBLINGS)
+    s = tl.dot(low, tl.trans(k_low), input_precision=PRECISION)
+    s = tl.dot(high, tl.trans(k_high), s, input_precision=PRECISION)
+    c = c0 + tl.arange(0, BN)
+    if scores is not None:
+        h = tl.arange(0, BG)[:, None]
+        tl.store(scores + h * CANDIDATES + c[None, :], s, mask=(h < G) & (c < C)[None, :])
+    enters = (c < C) & (tl.load(marks + c, mask=above & (c < C), other=-1) < least)
+    return node, tl.where(enters[None, :], s, -float("inf"))
+
+
+@triton.jit
+def add_values(acc, p, values, node, c0, end, BV: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    pointers = values + node[:, None] * BV + tl.arange(0, BV)[None, :]
+    value = tl.load(pointers, mask=(c0 + tl.arange(0, BN) < end)[:, None], other=0.0)
+    return tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def accumulate(
+    running_max, running_sum, acc, q_low, q_high, keys, values, cos, sin, parents, marks, above, least, C, scores,
+    G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
+    CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Takes a layer's candidates into the softmax, two tiles at a time: above the tokens those with a key < `least`."""
+    # The last candidate above the tokens pools tokens after the query's: not even times zero.
+    end = tl.where(above, C - 1, C)
+    for c0 in range(0, C, 2 * BN):
+        node0, s0 = entering_scores(
+            q_low, q_high, keys, cos, sin, parents, marks, above, least, c0, C, scores,
+            G, BG, BH, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
+        )  # fmt: skip
+        node1, s1 = entering_scores(
+            q_low, q_high, keys, cos, sin, parents, marks, above, least, c0 + BN, C, scores,
+            G, BG, BH, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
+        )  # fmt: skip
+        new_max = tl.maximum(running_max, tl.max(tl.maximum(s0, s1), 1))
+        # Until something has entered, the maximum is -inf, from which nothing may be subtracted.
+        reference = tl.where(new_max == -float("inf"), 0.0, new_max)
+        p0, p1 = tl.exp2(s0 - reference[:, None]), tl.exp2(s1 - reference[:, None])
+        rescale = tl.exp2(running_max - reference)
+        running_sum = running_sum * rescale + tl.sum(p0 + p1, 1)
+        acc = add_values(acc * rescale[:, None], p0, values, node0, c0, end, BV, BN, PRECISION)
+        acc = add_values(acc, p1, values, node1, c0 + BN, end, BV, BN, PRECISION)
+        running_max = new_max
+    return running_max, running_sum, acc
+
+
+@triton.jit(do_not_specialize=["B", "tokens", "count", "layers", "rows"])
+def htree_attend_fwd_kernel(
+    q, keys, values, offsets, cos, sin, notes, out, lse, positions, choices, trace_scores, trace_state,
+    q_stride_t, q_stride_h, scale, B, tokens, count, layers, rows,
+    H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
+    BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
+    CANDIDATES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, NOTES: tl.constexpr,
+    LOW_BITS: tl.constexpr, LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for `count` tokens.
+
+    keys [H, rows, 2 BH] and values [H, rows, BV] hold all layers. The tokens are all, or those at `positions`, whose
+    rows `out` and `lse` then have. For the tests and the comparison tool the walk leaves traces, if asked for: choices
+    [count, H, layers, TOP_K] the chosen nodes of the layers 1, 2, ...; trace_scores [count, H, layers + 1, G,
+    CANDIDATES], in base 2, of the layers where anything enters the softmax; trace_state [count, H, layers + 1, G,
+    BV + 2] output, maximum and sum after each layer.
+    """
+    notes += tl.program_id(0).to(tl.int64) * NOTES
+    marks, tops = notes + 2 * LIST, notes + 2 * LIST + CANDIDATES
+    row = tl.arange(0, BG)
+    live = row < G
+    for item in range(tl.program_id(0), count * H, tl.num_programs(0)):
+        g, i = (item // count).to(tl.int64), (item % count).to(tl.int64)
+        token = i
+        if positions is not None:
+            token = tl.load(positions + i).to(tl.int64)
+        b, start, length = find_sequence(offsets, token, B)
+        t = (token - start).to(tl.int32)
+        q_low, q_high = load_query(q + token * q_stride_t + g * G * q_stride_h, row, q_stride_h, live, scale, HALF, BH)
+
+        running_max = tl.full([BG], -float("inf"), tl.float32)
+        running_sum = tl.zeros([BG], tl.float32)
+        acc = tl.zeros([BG, BV], tl.float32)
+        here = 0  # which of the two lists holds this layer's parents
+        layer, size, base, C = begin_walk(notes, length, t, tokens, B, layers, TOP_K, LIST, RATE)
+        while layer >= 0:
+            first = g * rows + base + start // size + tl.where(layer > 0, b, 0)
+            layer_keys = keys + first * (2 * BH)
+            parents, children = notes + here * LIST, notes + (1 - here) * LIST
+            trace = (i * H + g) * (layers + 1) + layer
+            if (layer > 0) & (C <= TOP_K):
+                choose_all(parents, children, C, LIST, RATE)
+            else:
+                least = FIRST
+                if layer > 0:
+                    least = choose(
+                        q_low, q_high, layer_keys, cos, sin, parents, children, marks, tops, C,
+                        G, BG, BH, BN, RATE, TOP_K, CANDIDATES, HELD, BLOCK, LOW_BITS, LIMIT, SIBLINGS, PRECISION,
+                    )  # fmt: skip
+                scores = None
+                if trace_scores is not None:
+                    scores = trace_scores + trace * G * CANDIDATES
+                running_max, running_sum, acc = accumulate(
+                    running_max, running_sum, acc, q_low, q_high, layer_keys, values + first * BV, cos, sin, parents,
+                    marks, layer > 0, least, C, scores, G, BG, BH, BV, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
+                )  # fmt: skip
+                tl.debug_barrier()
+            if choices is not None:
+                j = tl.arange(0, LIST)
+                target = choices + ((i * H + g) * layers + layer - 1) * TOP_K + j
+                node = tl.load(children + j, mask=j < tl.minimum(C, TOP_K), other=-1)
+                tl.store(target, node, mask=(j < TOP_K) & (layer > 0))
+            if trace_state is not None:
+                state = trace_state + (trace * G + row) * (BV + 2)
+                tl.store(state[:, None] + tl.arange(0, BV)[None, :], acc, mask=live[:, None])
+                tl.store(state + BV, running_max, mask=live)
+                tl.store(state + BV + 1, running_sum, mask=live)
+            here = 1 - here
+            layer, size, base, C = step_down(layer, size, base, C, t, tokens, B, TOP_K, RATE)
+
+        store_rows(out + (i * H + g) * G * V, row, V, live, acc / running_sum[:, None], V, BV)
+        tl.store(lse + (i * H + g) * G + row, running_max + tl.log2(running_sum), mask=live)

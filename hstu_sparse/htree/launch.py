@@ -1,0 +1,253 @@
+"""Launches the kernels of hierarchical tree attention and registers them as torch.ops.hstu_sparse.htree_fwd and _bwd.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len, Hq query heads, Hkv key/value heads, G query heads of each,
+D query/key and V value head size, r compression_rate, M = r * top_k the most candidates a layer has.
+
+Memory beyond inputs and outputs. Forward: the tree, which holds k and v once more and 1 / (r - 1) of them in means, lse
+[T, Hq] fp32, and notes for the programs that run at once. Backward: the tree again, and gradients of all its nodes in
+fp32, or int64 in the deterministic mode. Kept between the two are q, k, v, the output and lse. The choice is made anew:
+kept it would take more room than k and v.
+"""
+
+import functools
+import itertools
+import math
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hstu_sparse.htree.backward import htree_attend_bwd_kernel
+from hstu_sparse.htree.forward import htree_attend_fwd_kernel
+from hstu_sparse.htree.layout import depth, tree_layers
+from hstu_sparse.htree.pooling import htree_pool_fwd_kernel, htree_push_bwd_kernel, htree_turn_fwd_kernel
+from hstu_sparse.htree.reference import rope_tables
+from hstu_sparse.launch import cdiv, next_power_of_2, padded_head, precision
+from hstu_sparse.registration import Operator
+from hstu_sparse.validation import check_kernel
+
+# Positions within a layer take the low bits of a key; what is left of an importance must tell candidates apart.
+MAX_CANDIDATES = 65536
+MAX_GROUP = 64
+MAX_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Candidates of a tile, launch options, and programs that an SM is given at once."""
+
+    BN: int
+    num_warps: int
+    num_stages: int
+    registers: int | None
+    programs: int
+
+
+@functools.cache
+def tiles(half: int, value: int, group: int, item: int) -> dict[str, Tile]:
+    """Tiles by kernel for padded sizes: half of the head, values, heads of a group; bytes of an element."""
+    # Registers that a tile's operands and the query take, in units of what a warp has room for.
+    load = max(half * 2, value) * group * item // (64 * 16 * 2)
+    warps = min(8, max(1, load))
+    registers = 128 if load <= 1 else None
+    programs = max(1, (16 if registers else 8) // warps)
+    return {"fwd": Tile(16, warps, 1, registers, programs), "bwd": Tile(16, warps, 1, registers, programs)}
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.lru_cache(maxsize=64)
+def cached_tables(rows: int, head_size: int, padded: int, rope_base: float, device: torch.device) -> list[Tensor]:
+    """cos and sin [rows, padded] fp32. Padding turns nothing, so that zeros stay zeros."""
+    half = padded - head_size // 2
+    return [F.pad(x.float(), (0, half)) for x in rope_tables(rows, head_size, rope_base, device)]
+
+
+def tables(rows: int, head_size: int, padded: int, rope_base: float, device: torch.device) -> list[Tensor]:
+    # What is computed while a graph is captured has its values when the graph runs, not before.
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return (cached_tables.__wrapped__ if capturing else cached_tables)(rows, head_size, padded, rope_base, device)
+
+
+class Problem:
+    """What both directions derive from the shapes and options of one call."""
+
+    def __init__(self, q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
+        self.T, heads, self.D = q.shape
+        self.H, self.V = k.shape[1], v.shape[2]
+        self.G = heads // self.H
+        self.B = seq_offsets.shape[0] - 1
+        self.rate, self.top_k = rate, top_k
+        most = rate * top_k
+        self.top = depth(max_seq_len, rate, most)
+        self.layers = list(tree_layers(self.top, self.T, self.B, rate))
+        self.rows = sum(layer.slots for layer in self.layers)
+        self.offsets, self.scale, self.device = seq_offsets, scale, q.device
+        half = self.D // 2
+        group, self.BH, self.BV = max(16, next_power_of_2(self.G)), padded_head(half), padded_head(self.V)
+        candidates = next_power_of_2(most)
+        self.tiles = tiles(self.BH, self.BV, group, q.dtype.itemsize)
+        # The last two tiles of candidates may reach past the most that there are.
+        rows = most + 2 * max(tile.BN for tile in self.tiles.values())
+        self.cos, self.sin = tables(rows, self.D, self.BH, rope_base, q.device)
+        # The importances add up to no more than G and its rounding.
+        limit = struct.unpack("i", struct.pack("f", 2.0 * group))[0]
+        self.constants = dict(
+            H=self.H, G=self.G, BG=group, HALF=half, BH=self.BH, V=self.V, BV=self.BV, RATE=rate, TOP_K=top_k,
+            LIST=max(16, next_power_of_2(top_k)), CANDIDATES=candidates,
+            HELD=min(candidates, 1024), BLOCK=min(candidates, 256),
+            LOW_BITS=candidates - 1, LIMIT=limit, PRECISION=precision(q.dtype),
+        )  # fmt: skip
+
+    def options(self, kernel: str, items: int) -> tuple[tuple[int], Tensor, dict]:
+        """(grid, notes, keywords) of one of the two walking kernels for so many pairs of a token and a head."""
+        tile = self.tiles[kernel]
+        programs = min(items, processors(self.device) * tile.programs)
+        candidates = self.constants["CANDIDATES"]
+        size = cdiv(2 * self.constants["LIST"] + candidates + cdiv(candidates, tile.BN), 32) * 32
+        notes = torch.empty(programs * size, dtype=torch.int32, device=self.device)
+        options = dict(BN=tile.BN, NOTES=size, SIBLINGS=self.rate % tile.BN == 0)
+        options |= dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
+        if tile.registers:
+            options["maxnreg"] = tile.registers
+        return (programs,), notes, self.constants | options
+
+
+def adjacent(x: Tensor) -> Tensor:
+    """x with adjacent channels."""
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def grow(problem: Problem, x: Tensor, keys: bool) -> Tensor:
+    """The tree [Hkv * rows, padded width] over tokens x [T, Hkv, width]: all layers, keys turned by RoPE."""
+    p, x = problem, adjacent(x)
+    padded = p.BH if keys else p.BV
+    # The walk reads a tile to its end: spare rows behind the last.
+    nodes = x.new_empty(p.H * p.rows + 2 * max(tile.BN for tile in p.tiles.values()), 2 * padded if keys else padded)
+    shared = dict(BH=padded, RATE=p.rate, ROWS=max(1, 2048 // padded), ROTARY=keys)
+    grid = (cdiv(p.T, shared["ROWS"]), p.H)
+    htree_turn_fwd_kernel[grid](
+        x, nodes, p.offsets, p.cos, p.sin, x.stride(0), x.stride(1), p.B, p.T, p.rows,
+        HALF=x.shape[2] // 2 if keys else x.shape[2], **shared,
+    )  # fmt: skip
+    for below, layer in itertools.pairwise(p.layers):
+        htree_pool_fwd_kernel[(cdiv(layer.slots, shared["ROWS"]), p.H)](
+            nodes, p.offsets, p.cos, p.sin, p.B, layer.size, layer.slots, layer.base, below.base, p.rows,
+            TOKENS=below.number == 0, **shared,
+        )  # fmt: skip
+    return nodes
+
+
+def attend(problem, q, keys, values, positions=None, choices=None, trace_scores=None, trace_state=None):
+    """(output [count, Hq, V], lse [count, Hq] in base 2) of all tokens or those at `positions`; traces: see there."""
+    p = problem
+    count = p.T if positions is None else positions.shape[0]
+    out = q.new_empty(count, q.shape[1], p.V)
+    lse = q.new_empty(count, q.shape[1], dtype=torch.float32)
+    grid, notes, options = p.options("fwd", count * p.H)
+    htree_attend_fwd_kernel[grid](
+        q, keys, values, p.offsets, p.cos, p.sin, notes, out, lse, positions, choices, trace_scores, trace_state,
+        *q.stride()[:2], p.scale / math.log(2.0), p.B, p.T, count, p.top, p.rows, **options,
+    )  # fmt: skip
+    return out, lse
+
+
+def launch_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
+    """(output [T, Hq, V], lse [T, Hq] fp32 in base 2)."""
+    if q.shape[0] == 0:
+        return q.new_empty(0, q.shape[1], v.shape[2]), q.new_empty(0, q.shape[1], dtype=torch.float32)
+    problem = Problem(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base)
+    return attend(problem, adjacent(q), grow(problem, k, True), grow(problem, v, False))
+
+
+def fixed_units(problem: Problem, do: Tensor, q: Tensor, v: Tensor) -> Tensor:
+    """[2] powers of two: in how many parts of 1 the sums of dk and of dv may count without leaving int64.
+
+    No element of dv exceeds the sum of all T * G weights, each at most 1, times the longest row of do. An element of
+    dk has do.v - do.o besides, at most twice the longest rows' product, and a row of q.
+    """
+    do_row, q_row, v_row = (
+        torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax().double() for x in (do, q, v)
+    )
+    terms = 2.0 * problem.T * problem.G
+    bounds = torch.stack([terms * 2 * do_row * v_row * q_row * abs(problem.scale), terms * do_row])
+    return torch.exp2((62 - bounds.clamp(min=1e-30).log2()).floor().clamp(max=100)).float()
+
+
+def launch_backward(grad, q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base, out, lse):
+    """[dq, dk, dv]."""
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if q.shape[0] == 0:
+        return [dq, dk, dv]
+    p = Problem(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base)
+    q, grad = adjacent(q), adjacent(grad)
+    fixed = torch.are_deterministic_algorithms_enabled()
+    units = fixed_units(p, grad, q, v) if fixed else None
+    kind = torch.int64 if fixed else torch.float32
+    dk_sums, dv_sums = (torch.zeros(p.H, p.rows, x.shape[2], dtype=kind, device=p.device) for x in (k, v))
+    grid, notes, options = p.options("bwd", p.T * p.H)
+    htree_attend_bwd_kernel[grid](
+        grad, q, grow(p, k, True), grow(p, v, False), p.offsets, p.cos, p.sin, notes, out, lse, dq, dk_sums, dv_sums,
+        units, *grad.stride()[:2], *q.stride()[:2], p.scale / math.log(2.0), p.scale, p.B, p.T, p.top, p.rows,
+        FIXED=fixed, **options,
+    )  # fmt: skip
+    push_down(p, dk_sums, dk, units, True)
+    push_down(p, dv_sums, dv, units, False)
+    return [dq, dk, dv]
+
+
+def push_down(problem: Problem, sums: Tensor, target: Tensor, units: Tensor | None, keys: bool) -> None:
+    """Hands the nodes' gradients on to their children, layer by layer, and the tokens' to `target`."""
+    p, width = problem, sums.shape[2]
+    padded = p.BH if keys else p.BV
+    rows = max(1, 2048 // padded)
+    above = 0
+    for layer in reversed(p.layers):
+        htree_push_bwd_kernel[(cdiv(layer.slots, rows), p.H)](
+            sums, target, p.offsets, p.cos, p.sin, units, p.B, layer.size, layer.slots, layer.base, above, p.rows,
+            HALF=width // 2 if keys else width, BH=padded, RATE=p.rate, ROWS=rows, ROTARY=keys,
+            PARENTS=layer.number < p.top, TOKENS=layer.number == 0, PLACE=0 if keys else 1, FIXED=units is not None,
+        )  # fmt: skip
+        above = layer.base
+
+
+def fake_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+htree_operator = Operator(
+    "htree",
+    "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, SymInt max_seq_len, SymInt rate, SymInt top_k, float scale, "
+    "float rope_base",
+    forward=launch_forward,
+    backward=launch_backward,
+    fake=fake_forward,
+    differentiable=("q", "k", "v"),
+    outputs=2,
+    keep_output=True,
+)
+
+
+def check_supported(q: Tensor, k: Tensor, v: Tensor, rate: int, top_k: int) -> None:
+    check_kernel("htree_attention", q, {"D": q.shape[2], "V": v.shape[2]}, most=MAX_HEAD)
+    group = q.shape[1] // k.shape[1]
+    for what, value, most in (
+        ("compression_rate * top_k", rate * top_k, MAX_CANDIDATES),
+        ("query heads of a key/value head", group, MAX_GROUP),
+        ("T * key/value heads", q.shape[0] * k.shape[1], 2**31 - 1),
+    ):
+        if value > most:
+            raise ValueError(
+                f"htree_attention: the kernels take {what} up to {most}, got {value}; use backend='reference'"
+            )
+
+
+def htree_triton(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base):
+    """Arguments and result as `hstu_sparse.htree_attention`; on CUDA or interpreted."""
+    check_supported(q, k, v, rate, top_k)
+    return htree_operator(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base)[0]

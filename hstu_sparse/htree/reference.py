@@ -1,0 +1,224 @@
+"""Hierarchical tree attention in plain PyTorch: the specification.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len, Hq query heads, Hkv key/value heads, G = Hq / Hkv query
+heads of a key/value head, D query/key and V value head size, r compression_rate, S top_k, M = r * S the most candidates
+a layer has, C a query's candidates in a layer, W the most of them that any query of the batch may have.
+
+Layer 0 holds the tokens. A sequence of n tokens has ceil(n / r^l) nodes in layer l; sequence b has them at the slots
+`offsets[b] // r^l + b` and after, so that the sizes of all tensors follow from T, B and N alone (see `layout.py`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hstu_sparse.htree.layout import depth, tree_layers
+
+# Elements of a tile of gathered keys: queries are worked off in chunks of as many as fit.
+CHUNK = 1 << 24
+
+
+@dataclass
+class Layer:
+    """What one layer was for some queries; tensors [queries, Hkv, ...]. Kept for the comparison tool and the tests."""
+
+    active: Tensor  # [queries] bool: the query's tree reaches this layer
+    nodes: Tensor  # [queries, Hkv, W] int64: candidates in ascending order, -1 past the last
+    scores: Tensor  # [queries, Hkv, G, W]: scaled products, -inf past the last candidate
+    importance: Tensor | None  # [queries, Hkv, W] fp32; None at layer 0
+    chosen: Tensor | None  # [queries, Hkv, W] bool: expanded, the others enter the softmax; None at layer 0
+    chosen_nodes: Tensor | None  # [queries, Hkv, S] int64, ascending, -1 last; None at layer 0
+
+
+def htree_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_offsets: Tensor,
+    max_seq_len: int,
+    *,
+    compression_rate: int,
+    top_k: int,
+    scale: float,
+    rope_base: float,
+    choices: list[Tensor] | None = None,
+) -> Tensor:
+    """Output [T, Hq, V] of `htree_attention`; differentiable in q, k and v. fp16 and bf16 are computed in fp32.
+
+    `choices` replaces the choice: chosen nodes [T, Hkv, S], ascending and -1 last, of the layers 1, 2, ... With it
+    two dtypes can be compared where a close choice would tell them apart.
+    """
+    tokens = q.shape[0]
+    if tokens == 0:  # nothing to compute, but still a function of every input
+        return (q.sum() + k.sum() + v.sum()).to(q.dtype) + q.new_zeros(0, q.shape[1], v.shape[2])
+    tree = Tree(k, v, seq_offsets, max_seq_len, compression_rate, top_k)
+    width = min(tree.most, max_seq_len)
+    chunk = max(1, CHUNK // (k.shape[1] * width * max(k.shape[2], v.shape[2])))
+    levels = [x for pair in zip(tree.keys, tree.values) for x in pair]
+
+    def attend(queries: Tensor, rows: Tensor, chosen: list[Tensor] | None, *nodes: Tensor) -> Tensor:
+        tree.keys, tree.values = list(nodes[0::2]), list(nodes[1::2])
+        return attend_queries(queries, rows, tree, scale, rope_base, choices=chosen)[0]
+
+    outputs = []
+    for begin in range(0, tokens, chunk):
+        rows = torch.arange(begin, min(begin + chunk, tokens), device=q.device)
+        chosen = None if choices is None else [x[begin : begin + chunk] for x in choices]
+        arguments = (q[begin : begin + chunk], rows, chosen, *levels)
+        if chunk < tokens and torch.is_grad_enabled():
+            outputs.append(checkpoint(attend, *arguments, use_reentrant=False))
+        else:
+            outputs.append(attend(*arguments))
+    return torch.cat(outputs)
+
+
+class Tree:
+    """The pooled keys and values of every layer, and where each sequence has its nodes."""
+
+    def __init__(self, k: Tensor, v: Tensor, seq_offsets: Tensor, max_seq_len: int, rate: int, top_k: int):
+        wide = torch.promote_types(k.dtype, torch.float32)
+        self.rate, self.top_k, self.most = rate, top_k, rate * top_k
+        self.depth = depth(max_seq_len, rate, self.most)
+        self.max_seq_len = max_seq_len
+        self.offsets = seq_offsets.long()
+        self.lengths = self.offsets.diff()
+        self.batch = torch.arange(len(self.lengths), device=k.device)
+        self.keys, self.values = [k.to(wide)], [v.to(wide)]
+        for layer, _, size, _ in list(tree_layers(self.depth, k.shape[0], len(self.lengths), rate))[1:]:
+            below, above = self.first_slot(layer - 1), self.first_slot(layer)
+            slots = self.keys[-1].shape[0]
+            slot = torch.arange(slots, device=k.device)
+            # The last sequence that begins at or before the slot; unused slots feed a row that is cut off.
+            sequence = torch.searchsorted(below, slot, right=True) - 1
+            node = slot - below[sequence]
+            parent = torch.where(node < self.nodes(layer - 1)[sequence], above[sequence] + node // rate, size)
+            count = torch.bincount(parent, minlength=size + 1).clamp(min=1).to(wide)[:, None, None]
+            for level in (self.keys, self.values):
+                sums = level[-1].new_zeros(size + 1, *level[-1].shape[1:]).index_add(0, parent, level[-1])
+                level.append((sums / count)[:size])
+
+    def first_slot(self, layer: int) -> Tensor:
+        """[B] slot of each sequence's node 0."""
+        return self.offsets[:-1] if layer == 0 else self.offsets[:-1] // self.rate**layer + self.batch
+
+    def nodes(self, layer: int) -> Tensor:
+        """[B] number of nodes of each sequence."""
+        return (self.lengths + self.rate**layer - 1) // self.rate**layer
+
+
+def rope_tables(most: int, head_size: int, rope_base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [most, D // 2] in fp64: position p turns pair i, channels i and i + D // 2, by p * base^(-2i / D)."""
+    pair = torch.arange(head_size // 2, dtype=torch.float64, device=device)
+    angle = torch.arange(most, dtype=torch.float64, device=device)[:, None] * rope_base ** (-2.0 * pair / head_size)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+def importances(scores: Tensor, last: Tensor) -> Tensor:
+    """[..., W] fp32: sum over the heads of exp(score - max), the max without the last candidate. scores [..., G, W]."""
+    others = scores.masked_fill(last.unsqueeze(-2), -torch.inf)
+    top = others.amax((-2, -1), keepdim=True)
+    return (others - top.masked_fill(top == -torch.inf, 0.0)).exp().sum(-2).float()
+
+
+def choose(importance: Tensor, valid: Tensor, last: Tensor, top_k: int, most: int) -> Tensor:
+    """[..., W] bool: the last candidate, and the greatest importances, up to top_k in all."""
+    low_bits = (1 << (most - 1).bit_length()) - 1
+    position = torch.arange(importance.shape[-1], device=importance.device)
+    key = importance.contiguous().view(torch.int32).long() & ~low_bits | (low_bits - position)
+    key = key.masked_fill(last, torch.iinfo(torch.int32).max).masked_fill(~valid, -1)
+    if importance.shape[-1] <= top_k:
+        return valid
+    threshold = key.topk(top_k).values[..., -1:]
+    return valid & (key >= threshold)
+
+
+def attend_queries(
+    q: Tensor,
+    rows: Tensor,
+    tree: Tree,
+    scale: float,
+    rope_base: float,
+    *,
+    choices: list[Tensor] | None = None,
+) -> tuple[Tensor, list[Layer]]:
+    """(output [queries, Hq, V], layers from the top down) of the queries that stand at the tokens `rows`."""
+    queries, _, head_size = q.shape
+    kv_heads, rate, top_k, most = tree.keys[0].shape[1], tree.rate, tree.top_k, tree.most
+    device = q.device
+    wide = tree.keys[0].dtype
+    query = q.to(wide).unflatten(1, (kv_heads, -1))
+    cos, sin = (x.to(wide) for x in rope_tables(most, head_size, rope_base, device))
+    sequence = torch.searchsorted(tree.offsets, rows, right=True) - 1
+    position = rows - tree.offsets[sequence]
+    top = sum((tree.nodes(layer)[sequence] > most).long() for layer in range(tree.depth)) if tree.depth else 0 * rows
+
+    layers: list[Layer] = []
+    entries: list[tuple[Tensor, Tensor, Tensor]] = []  # scores, whether they enter, values' slots
+    parents = count = None
+    for layer in range(tree.depth, -1, -1):
+        width = min(most, -(-tree.max_seq_len // rate**layer))
+        rightmost = position // rate**layer
+        begins = (top == layer)[:, None]
+        # The top layer's candidates are the children of nodes 0, 1, ...: one rule for every layer.
+        identity = torch.arange(-(-width // rate), device=device).expand(queries, kv_heads, -1)
+        whole = (rightmost // rate + 1)[:, None].expand(-1, kv_heads)
+        if parents is None:
+            parents, count = identity, whole
+        else:
+            size = max(parents.shape[-1], identity.shape[-1])
+            pad = [torch.nn.functional.pad(x, (0, size - x.shape[-1])) for x in (identity, parents)]
+            parents = torch.where(begins[..., None], *pad)
+            count = torch.where(begins, whole, count)
+        active = top >= layer
+        candidates = ((count - 1) * rate + (rightmost % rate + 1)[:, None]) * active[:, None]
+        c = torch.arange(min(width, parents.shape[-1] * rate), device=device)
+        valid = c < candidates[..., None]
+        node = parents[..., c // rate] * rate + c % rate
+        slot = torch.where(valid, tree.first_slot(layer)[sequence][:, None, None] + node, 0)
+        head = torch.arange(kv_heads, device=device)[:, None]
+        key = rotate(tree.keys[layer][slot, head], cos[c], sin[c])
+        turn = (candidates - 1).clamp(min=0)
+        turned = rotate(query, cos[turn][:, :, None], sin[turn][:, :, None])
+        scores = scale * torch.einsum("qhgd,qhcd->qhgc", turned, key)
+        scores = scores.masked_fill(~valid.unsqueeze(-2), -torch.inf)
+        found = Layer(active, node.masked_fill(~valid, -1), scores.detach(), None, None, None)
+        enters = valid
+        if layer:
+            with torch.no_grad():
+                last = c == candidates[..., None] - 1
+                found.importance = importances(scores, last)
+                if choices is None:
+                    found.chosen = choose(found.importance, valid, last, top_k, most)
+                else:
+                    found.chosen = valid & _contains(choices[layer - 1].long(), node)
+                # Ascending positions of the chosen candidates; `beyond` where there are fewer.
+                beyond = len(c)
+                order = torch.where(found.chosen, c, beyond).sort(-1).values[..., :top_k]
+                count = found.chosen.sum(-1)
+                parents = node.gather(-1, order.clamp(max=beyond - 1)).masked_fill(order == beyond, 0)
+                found.chosen_nodes = parents.masked_fill(order == beyond, -1)
+            enters = valid & ~found.chosen
+        layers.append(found)
+        entries.append((scores.masked_fill(~enters.unsqueeze(-2), -torch.inf), enters, slot))
+
+    weights = torch.cat([scores for scores, _, _ in entries], -1).softmax(-1)
+    weights = weights.split([scores.shape[-1] for scores, _, _ in entries], -1)
+    out = 0
+    for layer, weight, (_, enters, slot) in zip(range(tree.depth, -1, -1), weights, entries):
+        value = tree.values[layer][slot, head].masked_fill(~enters[..., None], 0.0)
+        out = out + torch.einsum("qhgc,qhcv->qhgv", weight, value)
+    return out.flatten(1, 2).to(q.dtype), layers
+
+
+def _contains(given: Tensor, node: Tensor) -> Tensor:
+    """[..., W] bool: which nodes are among the given [..., S], ascending with -1 last."""
+    ordered = given.masked_fill(given < 0, torch.iinfo(torch.int64).max)
+    place = torch.searchsorted(ordered.contiguous(), node.contiguous()).clamp(max=ordered.shape[-1] - 1)
+    return ordered.gather(-1, place) == node

@@ -1,0 +1,214 @@
+"""Device functions of a query's walk down the tree: candidates, turned keys and queries, the choice.
+
+Letters: T tokens of the batch, B sequences, G query heads of a key/value head, D query/key and V value head size, r
+compression_rate (RATE), C a query's candidates in a layer. BG, BN: rows of heads and candidates of a tile; HALF = D / 2
+channels, the first of RoPE's pairs, in a tile of BH.
+
+Candidate c is child c % r of parent c // r: all parents but the last have all their children. Its key comes turned to
+position c % r (`pooling.py`); what is left, the parent's c // r * r and the query's C - 1, is turned on here. Where a
+tile holds the children of one parent, both are taken into the query, whose tile is the smaller: scores depend on the
+difference of positions. Else the tile of keys is turned.
+
+Forward and backward pass make the same choice, bit by bit, for they call the same functions, and whatever a compiler
+could contract to a fused multiply-add is written as one.
+
+A program's notes, in global memory: the list of parents of this layer, the list that becomes the next layer's, the
+candidates' keys and the maxima that their importances refer to. Scores are never kept.
+"""
+
+import triton
+import triton.language as tl
+
+# Above every other key: the last candidate's, which is chosen always.
+FIRST = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def turn(low, high, cos, sin):
+    """Turns pairs of channels by an angle; with -sin back."""
+    return tl.fma(low, cos, -(high * sin)), tl.fma(high, cos, low * sin)
+
+
+@triton.jit
+def load_query(base, row, stride, live, scale, HALF: tl.constexpr, BH: tl.constexpr):
+    """Both halves of the channels of a group's heads, in fp32, scaled."""
+    f = tl.arange(0, BH)[None, :]
+    pointers = base + row[:, None].to(tl.int64) * stride + f
+    mask = live[:, None] & (f < HALF)
+    low = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(pointers + HALF, mask=mask, other=0.0).to(tl.float32)
+    return low * scale, high * scale
+
+
+@triton.jit
+def candidate_nodes(parents, c, C, RATE: tl.constexpr):
+    """Node 0 where c is past the last candidate."""
+    inside = c < C
+    return tl.where(inside, tl.load(parents + c // RATE, mask=inside, other=0) * RATE + c % RATE, 0)
+
+
+@triton.jit
+def row_angle(cos, sin, position, BH: tl.constexpr):
+    """[1, BH] cos and sin of one position."""
+    row = position * BH + tl.arange(0, BH)[None, :]
+    return tl.load(cos + row), tl.load(sin + row)
+
+
+@triton.jit
+def load_tile(
+    keys, parents, c0, C, end, cos, sin, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr
+):
+    """The candidates c0 .. c0 + BN - 1 of C: their nodes, both halves of their keys, and what these were turned by.
+
+    Keys from `end` on are zeros; with None they are whatever lies there. Where a tile holds SIBLINGS, they need one
+    parent's number, lie side by side, and stay as they are: the query is turned instead (`turned_query`). Else they are
+    turned to their positions here.
+    """
+    f = tl.arange(0, BH)[None, :]
+    c = c0 + tl.arange(0, BN)
+    if SIBLINGS:
+        first = tl.load(parents + c0 // RATE, mask=c0 < C, other=0) * RATE + c0 % RATE
+        node = first.to(tl.int64) + tl.arange(0, BN)
+    else:
+        node = candidate_nodes(parents, c, C, RATE).to(tl.int64)
+    pointers = keys + node[:, None] * (2 * BH) + f
+    if end is None:
+        low, high = tl.load(pointers), tl.load(pointers + BH)
+    else:
+        inside = (c < end)[:, None]
+        low, high = tl.load(pointers, mask=inside, other=0.0), tl.load(pointers + BH, mask=inside, other=0.0)
+    tile_cos, tile_sin = 1.0, 0.0
+    if not SIBLINGS:
+        row = (c // RATE * RATE)[:, None] * BH + f
+        tile_cos, tile_sin = tl.load(cos + row), tl.load(sin + row)
+        low, high = turn(low.to(tl.float32), high.to(tl.float32), tile_cos, tile_sin)
+        low, high = low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty)
+    return node, low, high, tile_cos, tile_sin
+
+
+@triton.jit
+def turned_query(
+    low, high, cos, sin, c0, C, dtype: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr
+):
+    """(both halves of the queries as a tile of keys needs them; cos and sin of what they were turned by)."""
+    position = C - 1
+    if SIBLINGS:
+        position = tl.maximum(C - 1 - c0 // RATE * RATE, 0)
+    row_cos, row_sin = row_angle(cos, sin, position, BH)
+    low, high = turn(low, high, row_cos, row_sin)
+    return low.to(dtype), high.to(dtype), row_cos, row_sin
+
+
+@triton.jit
+def begin_walk(parents, length, t, tokens, B, layers, TOP_K: tl.constexpr, LIST: tl.constexpr, RATE: tl.constexpr):
+    """(top layer, tokens below one of its nodes, its first slot in the buffer, candidates there) for the token t.
+
+    The top layer's candidates are the children of 0, 1, ...: with that list it is a layer like the others.
+    """
+    layer, size, base, nodes = 0, 1, 0, length
+    while (nodes > RATE * TOP_K) & (layer < layers):
+        nodes = (nodes + RATE - 1) // RATE
+        base += tokens // size + tl.where(layer > 0, B, 0)
+        size *= RATE
+        layer += 1
+    j = tl.arange(0, LIST)
+    tl.debug_barrier()
+    tl.store(parents + j, j, mask=j < TOP_K)
+    tl.debug_barrier()
+    return layer, size, base, tl.minimum(t // size + 1, RATE * TOP_K)
+
+
+@triton.jit
+def step_down(layer, size, base, C, t, tokens, B, TOP_K: tl.constexpr, RATE: tl.constexpr):
+    """What begin_walk returns, of the layer below."""
+    size = tl.maximum(size // RATE, 1)
+    base -= tokens // size + tl.where(layer > 1, B, 0)
+    return layer - 1, size, base, (tl.minimum(C, TOP_K) - 1) * RATE + t // size % RATE + 1
+
+
+@triton.jit
+def importances(
+    q_low, q_high, keys, cos, sin, parents, c0, C, G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
+    BN: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[BN, BG] scores of a tile in base 2, -inf for heads past the last and for candidates from the last on.
+
+    Candidates are the rows here: then most of a sum over the heads stays within a thread.
+    """
+    # The last candidate pools tokens after the query's.
+    _node, k_low, k_high, _c, _s = load_tile(keys, parents, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
+    low, high, _cos, _sin = turned_query(q_low, q_high, cos, sin, c0, C, k_low.dtype, BH, RATE, SIBLINGS)
+    s = tl.dot(k_low, tl.trans(low), input_precision=PRECISION)
+    s = tl.dot(k_high, tl.trans(high), s, input_precision=PRECISION)
+    seen = (c0 + tl.arange(0, BN) < C - 1)[:, None]
+    if G < BG:
+        seen = seen & (tl.arange(0, BG) < G)[None, :]
+    return tl.where(seen, s, -float("inf"))
+
+
+@triton.jit
+def choose(
+    q_low, q_high, keys, cos, sin, parents, children, marks, tops, C,
+    G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr,
+    CANDIDATES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
+    SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes the C > TOP_K candidates' keys to `marks`, the chosen nodes to `children`; returns the least chosen key.
+
+    Importances are summed up tile by tile (two at a time) against the maximum so far, and brought to the last maximum
+    afterwards. The least chosen key is found by bisection, the first HELD keys in registers: no key occurs twice, so
+    some number has exactly TOP_K keys from it on.
+    """
+    top = -float("inf")
+    for c0 in range(0, C, 2 * BN):
+        c = c0 + tl.arange(0, BN)
+        s0 = importances(q_low, q_high, keys, cos, sin, parents, c0, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
+        s1 = importances(q_low, q_high, keys, cos, sin, parents, c0 + BN, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
+        top = tl.maximum(top, tl.max(tl.max(tl.maximum(s0, s1), 1), 0))
+        tl.store(marks + c, tl.sum(tl.exp2(s0 - top), 1).to(tl.int32, bitcast=True), mask=c < C)
+        tl.store(marks + BN + c, tl.sum(tl.exp2(s1 - top), 1).to(tl.int32, bitcast=True), mask=c + BN < C)
+        tl.store(tops + c0 // (2 * BN), top.to(tl.int32, bitcast=True))
+    tl.debug_barrier()
+
+    for c0 in range(0, CANDIDATES, BLOCK):
+        some = c0 + tl.arange(0, BLOCK)
+        inside = some < C
+        importance = tl.load(marks + some, mask=inside, other=0).to(tl.float32, bitcast=True)
+        reference = tl.load(tops + some // (2 * BN), mask=inside, other=0).to(tl.float32, bitcast=True)
+        importance *= tl.exp2(reference - top)
+        # NaN, of keys that are not finite, would lead the bisection astray.
+        importance = tl.where(importance >= 0.0, importance, 0.0)
+        key = (importance.to(tl.int32, bitcast=True) & ~LOW_BITS) | (LOW_BITS - some)
+        tl.store(marks + some, tl.where(inside, tl.where(some == C - 1, FIRST, key), -1))
+    tl.debug_barrier()
+
+    held = tl.load(marks + tl.arange(0, HELD))
+    least, limit, count = 0, LIMIT, C
+    while (count != TOP_K) & (limit - least > 1):
+        middle = least + (limit - least) // 2
+        found = tl.sum((held >= middle).to(tl.int32), 0)
+        for c0 in range(HELD, CANDIDATES, HELD):
+            found += tl.sum((tl.load(marks + c0 + tl.arange(0, HELD)) >= middle).to(tl.int32), 0)
+        if found >= TOP_K:
+            least, count = middle, found
+        else:
+            limit = middle
+
+    rank = 0
+    for c0 in range(0, C, BLOCK):
+        some = c0 + tl.arange(0, BLOCK)
+        chosen = (tl.load(marks + some) >= least).to(tl.int32)
+        place = rank + tl.cumsum(chosen, 0) - 1
+        child = candidate_nodes(parents, some, C, RATE)
+        tl.store(children + place, child, mask=(chosen > 0) & (place < TOP_K))
+        rank += tl.sum(chosen, 0)
+    tl.debug_barrier()
+    return least
+
+
+@triton.jit
+def choose_all(parents, children, C, LIST: tl.constexpr, RATE: tl.constexpr):
+    """Where there are no more than TOP_K candidates all are expanded, and none enters the softmax."""
+    c = tl.arange(0, LIST)
+    tl.store(children + c, candidate_nodes(parents, c, C, RATE), mask=c < C)
+    tl.debug_barrier()

@@ -1,0 +1,130 @@
+"""Softmax attention over jagged sequences: the public function, its validation and the choice of implementation.
+
+Letters: T, S tokens of queries and of keys, B sequences, H heads of queries, Hkv of keys and values, D query/key and V
+value head size.
+"""
+
+import torch
+
+from hstu_sparse.jagged import check_jagged
+from hstu_sparse.ring.flash.problem import Layout, Options
+from hstu_sparse.ring.flash.reference import flash_attention_reference
+from hstu_sparse.validation import check_kernel, check_number, check_tensor, choose_backend
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seq_offsets: torch.Tensor,
+    *,
+    k_offsets: torch.Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    seed: torch.Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of each sequence by itself, without padding it and without holding its weights.
+
+        o[t] = sum over visible s of softmax(scale * q[t].k[s] - slope * |t - s|) * v[s]
+
+    A query that sees no key has output 0 and log-sum-exp -inf. Gradients are sums in a fixed order: the same bits in
+    every run.
+
+    Args:
+        q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
+        k, v: [S, Hkv, D] and [S, Hkv, V], dtype of q. Hkv divides H: head h of q goes with head h * Hkv // H.
+        seq_offsets: [B+1], int32 or int64, from 0 to T.
+        k_offsets: the same for k and v, from 0 to S; those of q by default. Where lengths differ, the last query stands
+            at the last key.
+        scale: above 0, D ** -0.5 by default.
+        causal: a query sees no key behind it.
+        window_size: (left, right): t sees from t - left to t + right; -1 for no bound.
+        alibi_slopes: [H] or [B, H] fp32.
+        dropout: probability of zeroing a weight, 0 <= dropout < 1.
+        seed: int64 tensor of one element on q's device; drawn from torch's generator by default. Which weights are kept
+            depends on it, sequence, head and positions alone, in both backends and however the work is cut.
+        return_lse: also return the log-sum-exp of the scores, [H, T], fp32 (fp64 for fp64), without a gradient.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [T, H, V], dtype of q, and the log-sum-exp if asked for. Gradients flow to q, k and v; no second ones in Triton.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+
+    Source: Dao, FlashAttention-2 (arXiv 2307.08691); Press et al., ALiBi (arXiv 2108.12409).
+    """
+    sizes = check_heads(q, k, v, tokens="S" if k_offsets is not None else "T")
+    check_jagged(seq_offsets, 2**31 - 1, q=q)
+    starts = None
+    if k_offsets is None:
+        k_offsets = seq_offsets
+    else:
+        check_jagged(k_offsets, 2**31 - 1, k=k, v=v)
+        if k_offsets.shape != seq_offsets.shape:
+            raise ValueError(f"k_offsets must be {list(seq_offsets.shape)} as seq_offsets, got {list(k_offsets.shape)}")
+        starts = (k_offsets.diff() - seq_offsets.diff()).to(torch.int32)
+    options = check_options(q, seq_offsets.shape[0] - 1, scale, causal, window_size, alibi_slopes, dropout, seed)
+    if choose_backend(backend, q, "flash_attention") == "reference":
+        out, lse = flash_attention_reference(q, k, v, Layout(seq_offsets, k_offsets, starts), options)
+    else:
+        check_kernel("flash_attention", q, {"D": sizes["D"], "V": sizes["V"]})
+        from hstu_sparse.ring.flash.launch import flash_operator
+
+        out, lse = flash_operator(
+            q, k, v, seq_offsets, k_offsets, starts, options.slopes, options.seed, options.left, options.right,
+            options.scale, options.dropout,
+        )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def check_heads(q, k, v, tokens: str = "T") -> dict[str, int]:
+    """Checks q [T, H, D], k [tokens, Hkv, D] and v [tokens, Hkv, V]; returns letter -> size."""
+    sizes: dict[str, int] = {}
+    check_tensor("q", q, "T H D", sizes)
+    check_tensor("k", k, f"{tokens} Hkv D", sizes, dtype=q.dtype, device=q.device)
+    check_tensor("v", v, f"{tokens} Hkv V", sizes, dtype=q.dtype, device=q.device)
+    if not sizes["Hkv"] or sizes["H"] % sizes["Hkv"]:
+        raise ValueError(f"k's heads must divide q's {sizes['H']}, got {sizes['Hkv']}")
+    return sizes
+
+
+def check_options(q, num_seqs: int, scale, causal, window_size, alibi_slopes, dropout, seed) -> Options:
+    """The options as the kernels take them; q: [..., H, D]."""
+    heads, size = q.shape[-2:]
+    scale = size**-0.5 if scale is None else check_number("scale", scale, above=0.0)
+    if not (isinstance(window_size, tuple | list) and len(window_size) == 2):
+        raise TypeError(f"window_size must be (left, right), got {window_size!r}")
+    for bound in window_size:
+        if isinstance(bound, bool) or not isinstance(bound, int) or bound < -1:
+            raise ValueError(f"window_size must be two whole numbers from -1 (no bound) on, got {window_size}")
+    left, right = window_size
+    if causal:
+        right = 0
+    if alibi_slopes is not None:
+        if not isinstance(alibi_slopes, torch.Tensor) or alibi_slopes.dtype != torch.float32:
+            raise TypeError("alibi_slopes must be an fp32 tensor")
+        if alibi_slopes.shape not in ((heads,), (num_seqs, heads)):
+            raise ValueError(
+                f"alibi_slopes must be [H={heads}] or [B={num_seqs}, H={heads}], got {list(alibi_slopes.shape)}"
+            )
+        if alibi_slopes.device != q.device:
+            raise ValueError(f"alibi_slopes is on {alibi_slopes.device}, q on {q.device}")
+        alibi_slopes = alibi_slopes.detach().contiguous()
+    dropout = check_number("dropout", dropout)
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout}")
+    if not dropout:
+        seed = None
+    elif seed is None:
+        seed = torch.randint(2**62, (1,), device=q.device)
+    elif not isinstance(seed, torch.Tensor) or seed.dtype != torch.int64 or seed.numel() != 1:
+        raise TypeError("seed must be an int64 tensor of one element")
+    elif seed.device != q.device:
+        raise ValueError(f"seed is on {seed.device}, q on {q.device}")
+    return Options(scale, left, right, alibi_slopes, dropout, seed)

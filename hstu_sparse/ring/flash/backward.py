@@ -1,0 +1,265 @@
+"""The backward kernels: dq by tiles of queries, dk and dv by tiles of keys; no atomic additions.
+
+Letters: H heads of queries, D query/key and V value head size. m: query rows of a tile, n: its key rows, counted
+within a piece; t and s: positions in the sequence.
+
+With p a weight of the softmax, o the output and do its gradient: dv = p do, ds = p (do.v - do.o), dq = ds k, dk = ds q,
+the last two times the scale. p comes from the scores, computed anew, and the log-sum-exp; do.o is computed first.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.ring.flash.tiles import (
+    GIVEN,
+    LOG2_E,
+    PER_BATCH,
+    hide,
+    in_registers,
+    kept,
+    key_ranges,
+    load_block,
+    matrix,
+    piece,
+    query_ranges,
+)
+from hstu_sparse.tiles import load_rows, locate
+
+
+@triton.jit(do_not_specialize=["total"])
+def flash_attention_bwd_rows_kernel(
+    out, do, lse, rows, out_stride_t, out_stride_h, do_stride_t, do_stride_h, total,
+    H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PAD_V: tl.constexpr,
+):  # fmt: skip
+    """rows [2, H, T]: the log-sum-exp in units of log2, +inf where a query saw nothing, so that its weights are 0; and
+    the sum of output times gradient."""
+    head = tl.program_id(0) % H
+    token = (tl.program_id(0) // H).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < total
+    product = load_rows(out + head * out_stride_h, token, out_stride_t, inside, V, PAD_V).to(tl.float32)
+    product *= load_rows(do + head * do_stride_h, token, do_stride_t, inside, V, PAD_V).to(tl.float32)
+    place = head.to(tl.int64) * total + token
+    before = tl.load(lse + place, inside, 0.0)
+    tl.store(rows + place, tl.where(before > float("-inf"), before * LOG2_E, float("inf")), inside)
+    tl.store(rows + H * tl.cast(total, tl.int64) + place, tl.sum(product, 1), inside)
+
+
+@triton.jit
+def _attend_dq(
+    acc, q, do, row_lse, row_delta, first, last, t, t_first, q_inside, k, v, k_stride, v_stride, k_length, k_position,
+    scale, slope, left, right, seed, pair, dropout,
+    D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAD_D: tl.constexpr, PAD_V: tl.constexpr,
+):  # fmt: skip
+    """acc [m, D] + the keys first .. last of a piece."""
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, PAD_D)
+    e = tl.arange(0, PAD_V)
+    for start in range(first, last, BLOCK_N):
+        key = load_block(k, start, n, d, k_stride, k_length, D, PAD_D, MASKED)
+        value = load_block(v, start, n, e, v_stride, k_length, V, PAD_V, MASKED)
+        scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
+        dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
+        s = (k_position + start + n)[None, :]
+        if slope is not None:
+            scores -= slope * tl.abs(t - s).to(tl.float32)
+        if MASKED:
+            inside = (start + n < k_length)[None, :]
+            scores = hide(scores, t, s, q_inside, inside, left, right, HAS_LEFT, HAS_RIGHT)
+        weights = tl.exp2(scores - row_lse)
+        if seed is not None:
+            keep = kept(seed, pair, t_first, k_position + start, dropout, ALIGNED, BLOCK_M, BLOCK_N)
+            dp = tl.where(keep, dp / (1.0 - dropout), 0.0)
+        ds = weights * (dp - row_delta)
+        acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
+def flash_attention_bwd_dq_kernel(
+    q, k, v, do, rows, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
+    do_stride_h, dq_stride_t, dq_stride_h, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, scale, left,
+    right, slopes, slope_stride, seed, dropout,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
+    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WGMMA: tl.constexpr,
+    PAD_D: tl.constexpr, PAD_V: tl.constexpr,
+):  # fmt: skip
+    """One program: dq of BLOCK_M queries of one head. ADD: to what `dq` holds. scale: times log2(e)."""
+    head = tl.program_id(0) % H
+    index, begin, length, tile = locate(q_offsets, tl.program_id(0) // H, num_pieces, BLOCK_M)
+    first_row = ((length + BLOCK_M - 1) // BLOCK_M - 1 - tile) * BLOCK_M
+    if first_row < 0:
+        return
+    _, _, q_position = piece(index, q_offsets, q_starts)
+    sequence = index // PIECES
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, PAD_D)
+    e = tl.arange(0, PAD_V)
+    rows_inside = first_row + m < length
+    q_inside = rows_inside[:, None]
+    t_first = q_position + first_row
+    t = (t_first + m)[:, None]
+    q += begin * q_stride_t + head * q_stride_h
+    do += begin * do_stride_t + head * do_stride_h
+    query = in_registers(load_block(q, first_row, m, d, q_stride_t, length, D, PAD_D, True), WGMMA)
+    dout = in_registers(load_block(do, first_row, m, e, do_stride_t, length, V, PAD_V, True), WGMMA)
+    place = head.to(tl.int64) * total + begin + first_row + m
+    row_lse = tl.load(rows + place, rows_inside, float("inf"))[:, None]
+    row_delta = tl.load(rows + H * tl.cast(total, tl.int64) + place, rows_inside, 0.0)[:, None]
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + sequence * slope_stride + head) * LOG2_E
+    acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
+    k += head // GROUP * k_stride_h
+    v += head // GROUP * v_stride_h
+    for i in tl.static_range(PIECES):
+        k_begin, k_length, k_position = piece(sequence * PIECES + i, k_offsets, k_starts)
+        bounds = key_ranges(
+            first_row, length, k_length, q_position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+        )
+        for part in tl.static_range(3):
+            if part > 0 or HAS_LEFT:  # noqa: SIM102  known to the compiler
+                if bounds[part] < bounds[part + 1]:
+                    acc = _attend_dq(
+                        acc, query, dout, row_lse, row_delta, bounds[part], bounds[part + 1], t, t_first, q_inside,
+                        k + k_begin * k_stride_t, v + k_begin * v_stride_t, k_stride_t, v_stride_t, k_length,
+                        k_position, scale, slope, left, right, seed, sequence * H + head, dropout, D, V, HAS_LEFT,
+                        HAS_RIGHT, ALIGNED, PRECISION, part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
+                    )  # fmt: skip
+    inside = q_inside & (d < D_OUT)[None, :]
+    dq += (begin + first_row) * dq_stride_t + head * dq_stride_h
+    targets = dq + m[:, None] * dq_stride_t + d[None, :]
+    result = acc * (scale / LOG2_E)
+    if ADD:
+        result += tl.load(targets, inside, 0.0)
+    tl.store(targets, result.to(dq.dtype.element_ty), inside)
+
+
+@triton.jit
+def _attend_dkv(
+    dk, dv, k, v, first, last, s, s_first, k_inside, q, do, lse, delta, q_stride, do_stride, q_length, q_position,
+    scale, slope, left, right, seed, pair, dropout,
+    D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dk [n, D] and dv [n, V] + the queries first .. last of a piece; tiles are transposed, keys x queries."""
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, PAD_D)
+    e = tl.arange(0, PAD_V)
+    for start in range(first, last, BLOCK_M):
+        query = load_block(q, start, m, d, q_stride, q_length, D, PAD_D, MASKED, TMA)
+        dout = load_block(do, start, m, e, do_stride, q_length, V, PAD_V, MASKED, TMA)
+        if MASKED:
+            row_lse = tl.load(lse + start + m, start + m < q_length, float("inf"))[None, :]
+            row_delta = tl.load(delta + start + m, start + m < q_length, 0.0)[None, :]
+        else:
+            row_lse = tl.load(lse + start + m)[None, :]
+            row_delta = tl.load(delta + start + m)[None, :]
+        scores = tl.dot(k, tl.trans(query), input_precision=PRECISION) * scale
+        t = (q_position + start + m)[None, :]
+        if slope is not None:
+            scores -= slope * tl.abs(t - s).to(tl.float32)
+        if MASKED:
+            inside = (start + m < q_length)[None, :]
+            scores = hide(scores, t, s, inside, k_inside, left, right, HAS_LEFT, HAS_RIGHT)
+        weights = tl.exp2(scores - row_lse)
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        passed = weights
+        if seed is not None:
+            keep = tl.trans(kept(seed, pair, q_position + start, s_first, dropout, ALIGNED, BLOCK_M, BLOCK_N))
+            passed = tl.where(keep, weights / (1.0 - dropout), 0.0)
+            dp = tl.where(keep, dp / (1.0 - dropout), 0.0)
+        dv = tl.dot(passed.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        ds = weights * (dp - row_delta)
+        dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _one_head(
+    dk, dv, key, value, head, sequence, first_row, k_length, k_position, s, s_first, k_inside, q, do, rows, q_stride_t,
+    q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, total, scale, left, right, slopes, slope_stride, seed,
+    dropout,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dk and dv + what one head of queries adds."""
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + sequence * slope_stride + head) * LOG2_E
+    for i in tl.static_range(PIECES):
+        begin, length, q_position = piece(sequence * PIECES + i, q_offsets, q_starts)
+        bounds = query_ranges(
+            first_row, length, k_length, q_position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+        )
+        query = matrix(q + begin * q_stride_t + head * q_stride_h, q_stride_t, length, D, BLOCK_M, PAD_D, TMA)
+        dout = matrix(do + begin * do_stride_t + head * do_stride_h, do_stride_t, length, V, BLOCK_M, PAD_V, TMA)
+        lse = rows + tl.cast(head, tl.int64) * total + begin
+        for part in tl.static_range(3):
+            if part > 0 or HAS_RIGHT:  # noqa: SIM102  known to the compiler
+                if bounds[part] < bounds[part + 1]:
+                    dk, dv = _attend_dkv(
+                        dk, dv, key, value, bounds[part], bounds[part + 1], s, s_first, k_inside, query, dout, lse,
+                        lse + H * tl.cast(total, tl.int64), q_stride_t, do_stride_t, length, q_position, scale, slope,
+                        left, right, seed, sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION,
+                        part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+                    )  # fmt: skip
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
+def flash_attention_bwd_dkv_kernel(
+    q, k, v, do, rows, dk, dv, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
+    do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h, q_offsets, k_offsets, q_starts, k_starts,
+    num_pieces, total, scale, left, right, slopes, slope_stride, seed, dropout,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
+    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """One program: dk and dv of BLOCK_N keys of one head of keys, over the GROUP heads of queries that share it."""
+    k_head = tl.program_id(0) % (H // GROUP)
+    index, begin, length, tile = locate(k_offsets, tl.program_id(0) // (H // GROUP), num_pieces, BLOCK_N)
+    # With a causal mask the first tile of a piece has the most work, and it comes first.
+    first_row = tile * BLOCK_N
+    if first_row >= length:
+        return
+    _, _, k_position = piece(index, k_offsets, k_starts)
+    sequence = index // PIECES
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, PAD_D)
+    e = tl.arange(0, PAD_V)
+    k_inside = (first_row + n < length)[:, None]
+    s_first = k_position + first_row
+    s = (s_first + n)[:, None]
+    k += begin * k_stride_t + k_head * k_stride_h
+    v += begin * v_stride_t + k_head * v_stride_h
+    key = load_block(k, first_row, n, d, k_stride_t, length, D, PAD_D, True)
+    value = load_block(v, first_row, n, e, v_stride_t, length, V, PAD_V, True)
+    acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
+    acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
+    if GROUP == 1:
+        acc_k, acc_v = _one_head(
+            acc_k, acc_v, key, value, k_head, sequence, first_row, length, k_position, s, s_first, k_inside, q, do,
+            rows, q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, total, scale, left, right,
+            slopes, slope_stride, seed, dropout, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
+            BLOCK_N, PAD_D, PAD_V, TMA,
+        )  # fmt: skip
+    else:
+        for head in range(k_head * GROUP, (k_head + 1) * GROUP):
+            acc_k, acc_v = _one_head(
+                acc_k, acc_v, key, value, head, sequence, first_row, length, k_position, s, s_first, k_inside, q, do,
+                rows, q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, total, scale, left, right,
+                slopes, slope_stride, seed, dropout, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
+                BLOCK_N, PAD_D, PAD_V, TMA,
+            )  # fmt: skip
+    dk += (begin + first_row) * dk_stride_t + k_head * dk_stride_h
+    result = (acc_k * (scale / LOG2_E)).to(dk.dtype.element_ty)
+    tl.store(dk + n[:, None] * dk_stride_t + d[None, :], result, k_inside & (d < D_OUT)[None, :])
+    dv += (begin + first_row) * dv_stride_t + k_head * dv_stride_h
+    result = acc_v.to(dv.dtype.element_ty)
+    tl.store(dv + n[:, None] * dv_stride_t + e[None, :], result, k_inside & (e < V_OUT)[None, :])

@@ -1,0 +1,188 @@
+"""Launches the flash kernels, and registers them as torch.ops.hstu_sparse.flash_fwd and flash_bwd.
+
+Letters: T, S tokens of queries and of keys, H heads of queries, Hkv of keys and values, D query/key and V value head
+size.
+"""
+
+import torch
+import triton
+
+from hstu_sparse.launch import aligned, architecture, cdiv, padded_head, precision
+from hstu_sparse.registration import Operator
+from hstu_sparse.ring.flash.backward import (
+    flash_attention_bwd_dkv_kernel,
+    flash_attention_bwd_dq_kernel,
+    flash_attention_bwd_rows_kernel,
+)
+from hstu_sparse.ring.flash.forward import flash_attention_fwd_kernel
+from hstu_sparse.ring.flash.problem import Layout, Options
+from hstu_sparse.ring.flash.tiles import LOG2_E
+
+
+def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
+    """Tile sizes, warps and pipeline stages of the forward kernel: chosen, not tuned at run time. `features`: those in
+    use, of dropout, alibi."""
+    widest = max(pad_d, pad_v)
+    if dtype == torch.float32:
+        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2 if widest <= 128 else 1)
+    if widest > 128:
+        return dict(BLOCK_M=64 if arch < 90 else 128, BLOCK_N=32, num_warps=8, num_stages=2 if arch >= 90 else 1)
+    if "dropout" in features:
+        return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
+    if arch < 90 or "alibi" in features:
+        return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
+    return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2)
+
+
+def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
+    """The same for the kernel of dq. WGMMA: made for sm_90; q and do are held in registers."""
+    widest = max(pad_d, pad_v)
+    if dtype == torch.float32:
+        return dict(BLOCK_M=16, BLOCK_N=32, WGMMA=False, num_warps=4, num_stages=1)
+    if widest > 128 or widest <= 32:
+        return dict(BLOCK_M=64, BLOCK_N=32, WGMMA=False, num_warps=4 if widest <= 128 else 8, num_stages=1)
+    if "dropout" in features:
+        return dict(BLOCK_M=64, BLOCK_N=32, WGMMA=False, num_warps=4, num_stages=1)
+    if arch < 90:
+        return dict(BLOCK_M=64, BLOCK_N=64, WGMMA=False, num_warps=4, num_stages=1)
+    return dict(BLOCK_M=64, BLOCK_N=32, WGMMA=arch == 90, num_warps=4, num_stages=3)
+
+
+def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
+    """The same for the kernel of dk and dv. TMA: queries come by tensor descriptor, which needs few registers."""
+    widest = max(pad_d, pad_v)
+    if dtype == torch.float32:
+        return dict(BLOCK_M=16, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
+    if widest > 128:
+        return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=8, num_stages=1)
+    if arch < 90 or "dropout" in features:
+        return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=4, num_stages=1)
+    return dict(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Where the programs put their tensor descriptors."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+class Launch:
+    """Launches for one problem; tensors are on the current device (see registration).
+
+    q: [T, H, D], k: [S, Hkv, D], v: [S, Hkv, V], of one dtype.
+    """
+
+    def __init__(self, q, k, v, layout: Layout, options: Options):
+        self.d_out, self.v_out = q.shape[2], v.shape[2]
+        self.q, self.k, self.v = (aligned(x) for x in (q, k, v))
+        self.layout, self.options = layout, options
+        self.heads, self.kv_heads = q.shape[1], k.shape[1]
+        self.pieces = layout.q_offsets.shape[0] - 1
+        slopes = options.slopes
+        self.problem = (
+            layout.q_offsets, layout.k_offsets, layout.q_starts, layout.k_starts, self.pieces, q.shape[0],
+            options.scale * LOG2_E.value, options.left, options.right, slopes,
+            slopes.shape[1] if slopes is not None and slopes.dim() == 2 else 0,
+            options.seed if options.dropout else None, options.dropout,
+        )  # fmt: skip
+        features = {"dropout"} if options.dropout else set()
+        features |= {"alibi"} if slopes is not None else set()
+        self.sizes = padded_head(self.q.shape[2]), padded_head(self.v.shape[2])
+        self.chosen = (*self.sizes, q.dtype, features, architecture(q.device))
+        self.constants = dict(
+            H=self.heads, GROUP=self.heads // self.kv_heads, D=self.q.shape[2], V=self.v.shape[2], D_OUT=self.d_out,
+            V_OUT=self.v_out, PIECES=layout.pieces, HAS_LEFT=options.left >= 0, HAS_RIGHT=options.right >= 0,
+            ALIGNED=layout.k_starts is None, PRECISION=precision(q.dtype), PAD_D=self.sizes[0], PAD_V=self.sizes[1],
+        )  # fmt: skip
+
+    def _strides(self, *tensors):
+        return [stride for x in tensors for stride in x.stride()[:2]]
+
+    def forward(self, out: torch.Tensor, lse: torch.Tensor, *, add: bool, config: dict | None = None) -> None:
+        """Writes out [T, H, V] and lse [H, T] fp32; `add`: merges with what they hold, of other keys; out is fp32."""
+        if not self.q.shape[0]:
+            return
+        config = config or fwd_config(*self.chosen)
+        grid = ((self.q.shape[0] // config["BLOCK_M"] + self.pieces) * self.heads,)
+        flash_attention_fwd_kernel[grid](
+            self.q, self.k, self.v, out, lse, *self._strides(self.q, self.k, self.v, out), *self.problem,
+            **self.constants, ADD=add, **config,
+        )  # fmt: skip
+
+    def rows(self, out: torch.Tensor, grad: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """[2, H, T] fp32, what the backward kernels need of each query."""
+        tokens = self.q.shape[0]
+        rows = torch.empty(2, self.heads, tokens, dtype=torch.float32, device=self.q.device)
+        if tokens:
+            grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+            block = max(16, 8192 // self.sizes[1])
+            flash_attention_bwd_rows_kernel[(cdiv(tokens, block) * self.heads,)](
+                out, grad, lse, rows, *self._strides(out, grad), tokens, H=self.heads, V=self.v_out, BLOCK=block,
+                PAD_V=self.sizes[1],
+            )  # fmt: skip
+        return rows
+
+    def dq(self, grad: torch.Tensor, rows: torch.Tensor, dq: torch.Tensor, *, add: bool, config=None) -> None:
+        """Writes dq [T, H, D], or with `add` (dq is fp32) adds to it."""
+        if not self.q.shape[0]:
+            return
+        grad, config = aligned(grad), config or bwd_dq_config(*self.chosen)
+        grid = ((self.q.shape[0] // config["BLOCK_M"] + self.pieces) * self.heads,)
+        flash_attention_bwd_dq_kernel[grid](
+            self.q, self.k, self.v, grad, rows, dq, *self._strides(self.q, self.k, self.v, grad, dq), *self.problem,
+            **self.constants, ADD=add, **config,
+        )  # fmt: skip
+
+    def dkv(self, grad: torch.Tensor, rows: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, config=None) -> None:
+        """Writes dk [S, Hkv, D] and dv [S, Hkv, V]."""
+        if not self.k.shape[0]:
+            return
+        grad, config = aligned(grad), config or bwd_dkv_config(*self.chosen)
+        if config["TMA"]:
+            triton.set_allocator(_scratch)
+        grid = ((self.k.shape[0] // config["BLOCK_N"] + self.pieces) * self.kv_heads,)
+        flash_attention_bwd_dkv_kernel[grid](
+            self.q, self.k, self.v, grad, rows, dk, dv, *self._strides(self.q, self.k, self.v, grad, dk, dv),
+            *self.problem, **self.constants, **config,
+        )  # fmt: skip
+
+
+def _launch(q, k, v, q_offsets, k_offsets, q_starts, slopes, seed, left, right, scale, dropout) -> Launch:
+    return Launch(
+        q, k, v, Layout(q_offsets, k_offsets, q_starts), Options(scale, left, right, slopes, dropout, seed)
+    )  # fmt: skip
+
+
+def _forward(q, k, v, *rest):
+    launch = _launch(q, k, v, *rest)
+    out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+    launch.forward(out, lse, add=False)
+    return out, lse
+
+
+def _backward(grad, q, k, v, *rest):
+    *rest, out, lse = rest
+    launch = _launch(q, k, v, *rest)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    rows = launch.rows(out, grad, lse)
+    launch.dkv(grad, rows, dk, dv)
+    launch.dq(grad, rows, dq, add=False)
+    return [dq, dk, dv]
+
+
+def _fake(q, k, v, *_):
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+flash_operator = Operator(
+    "flash",
+    "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, Tensor? q_starts, Tensor? slopes, "
+    "Tensor? seed, SymInt left, SymInt right, float scale, float dropout",
+    forward=_forward,
+    backward=_backward,
+    fake=_fake,
+    differentiable=("q", "k", "v"),
+    outputs=2,
+    keep_output=True,
+)

@@ -1,0 +1,167 @@
+"""Softmax attention with every option of the kernels in plain PyTorch: the specification.
+
+Letters: T, S tokens of queries and of keys, B sequences, P pieces of a sequence, n, m the longest sequence of queries
+and of keys, H heads of queries, Hkv of keys and values, D query/key and V value head size.
+
+Besides the attention itself there are the steps of a ring, one block of keys at a time: `forward_step` merges what it
+finds into an output and its log-sum-exp, `backward_step` adds a block's part of the gradients.
+"""
+
+import torch
+
+from hstu_sparse.jagged import padded_index, sequence_ids
+from hstu_sparse.ring.flash.problem import Layout, Options
+
+
+def flash_attention_reference(q, k, v, layout: Layout, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output [T, H, V], log-sum-exp of the scores [H, T]); a query that sees no key has zeros and -inf."""
+    if not q.shape[0]:
+        # The sum keeps every input in the graph, so that its gradient is zeros and not None.
+        nothing = 0 * (q.sum() + k.sum() + v.sum())
+        return q.new_zeros(0, q.shape[1], v.shape[2]) + nothing, q.new_zeros(q.shape[1], 0)
+    block = _Block(q, k, v, layout, options)
+    scores = block.scores()
+    peak = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
+    peak = peak.masked_fill(peak.isneginf(), 0.0)
+    weights = (scores - peak).exp()
+    total = weights.sum(-1, keepdim=True)
+    lse = (total.detach().log() + peak)[..., 0]
+    weights = weights / total.masked_fill(total == 0, 1.0)
+    if block.kept is not None:
+        weights = weights * block.kept
+    return block.to_tokens(weights @ block.v), block.rows_to_tokens(lse)
+
+
+def forward_step(q, k, v, layout: Layout, options: Options, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Merges the attention to these keys into out [T, H, V] and lse [H, T], in place; both in at least fp32."""
+    more, more_lse = flash_attention_reference(q.to(out.dtype), k.to(out.dtype), v.to(out.dtype), layout, options)
+    total = torch.logaddexp(lse, more_lse)
+    safe = total.masked_fill(total.isneginf(), 0.0)
+    out.mul_((lse - safe).exp().T[..., None]).add_(more * (more_lse - safe).exp().T[..., None])
+    lse.copy_(total)
+
+
+def backward_step(grad, q, k, v, layout: Layout, options: Options, lse, delta, dq) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds these keys' part to dq [T, H, D] in place and returns (dk, dv), all of dq's dtype.
+
+    lse [H, T]: over all keys. delta [H, T]: the sum over V of output times its gradient.
+    """
+    block = _Block(*(x.to(dq.dtype) for x in (q, k, v)), layout, options)
+    lse, delta = block.rows_to_padded(lse), block.rows_to_padded(delta)
+    weights = (block.scores() - lse.masked_fill(lse.isneginf(), torch.inf)[..., None]).exp()
+    grad = block.queries_to_padded(grad.to(dq.dtype))
+    slope = grad @ block.v.transpose(-1, -2)
+    kept = weights
+    if block.kept is not None:
+        kept, slope = weights * block.kept, slope * block.kept
+    slope = options.scale * weights * (slope - delta[..., None])
+    dq += block.to_tokens(slope @ block.k)
+    return block.keys_to_tokens(slope.transpose(-1, -2) @ block.q), block.keys_to_tokens(kept.transpose(-1, -2) @ grad)
+
+
+class _Block:
+    """Queries and keys of each sequence against each other, padded; heads that share keys lie one behind the other.
+
+    q: [B, Hkv, G*n, D], k: [B, Hkv, m, D], v: [B, Hkv, m, V] with G = H / Hkv; kept: [B, Hkv, G*n, m] or None.
+    """
+
+    def __init__(self, q, k, v, layout: Layout, options: Options):
+        self.layout, self.options = layout, options
+        self.group = q.shape[1] // k.shape[1]
+        self.tokens, self.key_tokens = q.shape[0], k.shape[0]
+        q_offsets, k_offsets = layout.q_offsets[:: layout.pieces].long(), layout.k_offsets[:: layout.pieces].long()
+        self.batch = q_offsets.shape[0] - 1
+        self.q_index, self.q_valid = padded_index(q_offsets, _longest(q_offsets))
+        self.k_index, self.k_valid = padded_index(k_offsets, _longest(k_offsets))
+        self.q_owner, self.k_owner = sequence_ids(q_offsets, q.shape[0]), sequence_ids(k_offsets, k.shape[0])
+        self.q_row = torch.arange(q.shape[0], device=q.device) - q_offsets[:-1][self.q_owner]
+        self.k_row = torch.arange(k.shape[0], device=k.device) - k_offsets[:-1][self.k_owner]
+        self.t = self._padded(positions(layout.q_offsets, layout.q_starts, q.shape[0]), self.q_index, self.q_valid)
+        self.s = self._padded(positions(layout.k_offsets, layout.k_starts, k.shape[0]), self.k_index, self.k_valid)
+        self.q = self.queries_to_padded(q)
+        self.k, self.v = (self._padded(x, self.k_index, self.k_valid).transpose(1, 2) for x in (k, v))
+        self.kept = self._kept(q.shape[1]) if options.dropout else None
+
+    def scores(self) -> torch.Tensor:
+        """[B, Hkv, G*n, m], -inf where a query does not see."""
+        o = self.options
+        scores = self._by_head(o.scale * (self.q @ self.k.transpose(-1, -2)))  # [B, H, n, m]
+        distance = self.t[:, :, None] - self.s[:, None, :]
+        if o.slopes is not None:
+            slopes = o.slopes.to(scores.dtype).expand(self.batch, -1)
+            scores = scores - slopes[:, :, None, None] * distance[:, None].abs()
+        seen = self.q_valid[:, :, None] & self.k_valid[:, None, :]
+        if o.left >= 0:
+            seen = seen & (distance <= o.left)
+        if o.right >= 0:
+            seen = seen & (-distance <= o.right)
+        return self._by_group(scores.masked_fill(~seen[:, None], -torch.inf))
+
+    def _kept(self, heads: int) -> torch.Tensor:
+        """1 / (1 - dropout) where a weight is kept, else 0."""
+        seed, s = int(self.options.seed), self.s[:, None, None, :]
+        pair = torch.arange(self.batch * heads, device=s.device).view(self.batch, heads, 1, 1)
+        words = philox(seed, s // 4, self.t[:, None, :, None], pair, torch.zeros_like(pair))
+        words = torch.stack(torch.broadcast_tensors(*words, s % 4)[:4], -1)
+        word = words.gather(-1, (s % 4).expand(words.shape[:-1])[..., None])[..., 0]
+        kept = (word >> 8) >= self.options.dropout * 2**24
+        return self._by_group(kept.to(self.q.dtype) / (1.0 - self.options.dropout))
+
+    def _by_head(self, x):  # [B, Hkv, G*n, X] -> [B, H, n, X]
+        return x.reshape(self.batch, x.shape[1] * self.group, x.shape[2] // self.group, x.shape[3])
+
+    def _by_group(self, x):  # [B, H, n, X] -> [B, Hkv, G*n, X]
+        return x.reshape(self.batch, x.shape[1] // self.group, self.group * x.shape[2], x.shape[3])
+
+    def _padded(self, x, index, valid):  # [T, ...] -> [B, n, ...], zeros behind the sequences
+        if not x.shape[0]:
+            return x.new_zeros(*index.shape, *x.shape[1:])
+        x = x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
+        return x.masked_fill(~valid.view(*valid.shape, *[1] * (x.dim() - 2)), 0)
+
+    def queries_to_padded(self, x):  # [T, H, X] -> [B, Hkv, G*n, X]
+        return self._by_group(self._padded(x, self.q_index, self.q_valid).transpose(1, 2))
+
+    def rows_to_padded(self, x):  # [H, T] -> [B, Hkv, G*n]
+        return self.queries_to_padded(x.T[..., None])[..., 0]
+
+    def to_tokens(self, x):  # [B, Hkv, G*n, X] -> [T, H, X]
+        return self._by_head(x).transpose(1, 2)[self.q_owner, self.q_row]
+
+    def rows_to_tokens(self, x):  # [B, Hkv, G*n] -> [H, T]
+        return self.to_tokens(x[..., None])[..., 0].T.contiguous()
+
+    def keys_to_tokens(self, x):  # [B, Hkv, m, X] -> [S, Hkv, X]
+        return x.transpose(1, 2)[self.k_owner, self.k_row]
+
+
+def _longest(offsets: torch.Tensor) -> int:
+    return int(offsets.diff().max()) if offsets.shape[0] > 1 else 0
+
+
+def positions(offsets: torch.Tensor, starts: torch.Tensor | None, total: int) -> torch.Tensor:
+    """[T] int64: each token's position in its sequence, for pieces that begin at `starts`."""
+    piece = sequence_ids(offsets, total)
+    begin = offsets[:-1].long() if starts is None else offsets[:-1].long() - starts.long()
+    return torch.arange(total, device=offsets.device) - begin[piece]
+
+
+def philox(seed: int, *counter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The four words of Philox-4x32-10 (int64 tensors below 2^32), as Triton's tl.philox gives them.
+
+    counter: four tensors of whole numbers that broadcast; their low 32 bits count.
+    """
+    mask, half = 2**32 - 1, 2**16 - 1
+
+    def product(a: int, x):  # high and low word of a * x, without a number above 2^63
+        low = (a & half) * x
+        high = (a >> 16) * x + (low >> 16)
+        return high >> 16, ((high & half) << 16) | (low & half)
+
+    c0, c1, c2, c3 = (x.long() & mask for x in counter)
+    k0, k1 = seed & mask, (seed >> 32) & mask
+    for _ in range(10):
+        (high_a, low_a), (high_b, low_b) = product(0xD2511F53, c0), product(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c0, c1, c2, c3

@@ -1,0 +1,156 @@
+"""What the kernels of both passes do with a tile: where it lies, what it sees, its scores, its dropout.
+
+Letters: B sequences, H heads of queries, D query/key and V value head size, P pieces of a sequence (see problem.py).
+m: query rows of a tile, n: its key rows, counted within a piece; t and s: positions in the sequence.
+
+One program owns one tile of queries (forward, dq) or of keys (dk and dv) and walks over the other side. Within a range
+of tiles that it walks over, only the first and the last ones need masks.
+
+Scores are in units of log2: exp2 is one instruction, and the scale is folded into the product with log2(e).
+"""
+
+import triton
+import triton.language as tl
+
+# Numbers that differ between batches, on which Triton would compile anew, and the caller's pointers.
+PER_BATCH = ["num_pieces", "total", "left", "right", "slope_stride"]
+GIVEN = ["q_offsets", "k_offsets", "q_starts", "k_starts", "seed"]
+
+# What a maximum begins with: finite, so that no difference of two of them is undefined.
+LEAST = tl.constexpr(-1e30)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_block(
+    base, start, rows, columns, stride, limit, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr = False,
+):  # fmt: skip
+    """Rows start + rows of `base` (with TMA, a tensor descriptor); zeros past `limit`, which only MASKED looks at."""
+    if TMA:
+        return base.load([start, 0])
+    else:
+        pointers = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
+        if MASKED:
+            inside = (start + rows < limit)[:, None]
+            if SIZE != WIDTH:
+                inside = inside & (columns < SIZE)[None, :]
+            return tl.load(pointers, inside, 0.0)
+        elif SIZE != WIDTH:
+            return tl.load(pointers, (columns < SIZE)[None, :], 0.0)
+        else:
+            return tl.load(pointers)
+
+
+@triton.jit
+def matrix(base, stride, length, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
+    """What `load_block` reads blocks of BLOCK rows from: `base`, or its tensor descriptor."""
+    if TMA:
+        return tl.make_tensor_descriptor(base, [length, SIZE], [stride, 1], [BLOCK, WIDTH])
+    else:
+        return base
+
+
+@triton.jit
+def piece(index, offsets, starts):
+    """(first row in memory, length, position of the first row) of a piece."""
+    begin = tl.load(offsets + index).to(tl.int64)
+    length = (tl.load(offsets + index + 1) - begin).to(tl.int32)
+    position = 0
+    if starts is not None:
+        position = tl.load(starts + index).to(tl.int32)
+    return begin, length, position
+
+
+@triton.jit
+def key_ranges(
+    first_row, q_length, k_length, ahead, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(begin, full, free, end): the keys that a tile of queries sees; only those in full .. free need no mask.
+
+    ahead: position of the first query less that of the first key. All but `end` are multiples of BLOCK_N.
+    """
+    last_row = tl.minimum(first_row + BLOCK_M, q_length) - 1
+    begin = 0
+    full = 0
+    end = k_length
+    free = k_length
+    if HAS_RIGHT:
+        end = tl.maximum(tl.minimum(end, last_row + ahead + right + 1), 0)
+        free = tl.maximum(tl.minimum(free, first_row + ahead + right + 1), 0)
+    free = free // BLOCK_N * BLOCK_N
+    if HAS_LEFT:
+        begin = tl.maximum(first_row + ahead - left, 0) // BLOCK_N * BLOCK_N
+        full = (tl.maximum(last_row + ahead - left, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        free = tl.maximum(free, begin)
+        full = tl.minimum(full, free)
+    return begin, full, free, end
+
+
+@triton.jit
+def query_ranges(
+    first_key, q_length, k_length, ahead, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The same for the queries that see a tile of keys; all but `end` are multiples of BLOCK_M."""
+    last_key = tl.minimum(first_key + BLOCK_N, k_length) - 1
+    begin = 0
+    full = 0
+    end = q_length
+    free = q_length
+    if HAS_LEFT:
+        end = tl.maximum(tl.minimum(end, last_key - ahead + left + 1), 0)
+        free = tl.maximum(tl.minimum(free, first_key - ahead + left + 1), 0)
+    free = free // BLOCK_M * BLOCK_M
+    if HAS_RIGHT:
+        begin = tl.maximum(first_key - ahead - right, 0) // BLOCK_M * BLOCK_M
+        full = (tl.maximum(last_key - ahead - right, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+        free = tl.maximum(free, begin)
+        full = tl.minimum(full, free)
+    return begin, full, free, end
+
+
+@triton.jit
+def hide(scores, t, s, q_inside, k_inside, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """-inf for the pairs that do not see each other; t and s broadcast to the shape of the scores, as do the others."""
+    seen = q_inside & k_inside
+    if HAS_RIGHT:
+        seen = seen & (s - t <= right)
+    if HAS_LEFT:
+        seen = seen & (t - s <= left)
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def kept(seed, pair, t_first, s_first, dropout, ALIGNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """[M, N] bool: the weights of M queries from position t_first on and N keys from s_first on that dropout keeps.
+
+    A call of Philox gives the numbers of four keys, from a multiple of four on. ALIGNED: s_first is one.
+    """
+    t = t_first + tl.arange(0, M)[:, None]
+    if ALIGNED:
+        zero = tl.zeros([M, N // 4], tl.int32)
+        group = s_first // 4 + tl.arange(0, N // 4)[None, :]
+        first, second, third, fourth = tl.philox(tl.load(seed), zero + group, zero + t, zero + pair, zero)
+        bits = tl.join(tl.join(first, third), tl.join(second, fourth)).reshape(M, N)
+    else:
+        zero = tl.zeros([M, N], tl.int32)
+        s = s_first + tl.arange(0, N)[None, :]
+        first, second, third, fourth = tl.philox(tl.load(seed), zero + s // 4, zero + t, zero + pair, zero)
+        word = s % 4
+        bits = tl.where(word < 2, tl.where(word == 0, first, second), tl.where(word == 2, third, fourth))
+    return (bits >> 8).to(tl.float32) >= dropout * 16777216.0
+
+
+@triton.jit
+def in_registers(x, WGMMA: tl.constexpr):
+    """x, the left operand of products, held in registers and not read from shared memory for every one of them.
+
+    Triton does so only with what comes out of a product: this one adds zeros.
+    """
+    if WGMMA:
+        none = tl.dot(tl.zeros([x.shape[0], 16], x.dtype), tl.zeros([16, x.shape[1]], x.dtype))
+        return (x.to(tl.float32) + none).to(x.dtype)
+    else:
+        return x

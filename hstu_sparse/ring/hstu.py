@@ -1,0 +1,162 @@
+"""Dense HSTU attention round a ring: `ring_hstu_attention`, its validation and its steps.
+
+Letters: T tokens of this rank, B sequences, N max_seq_len, H heads, D query/key and V value head size.
+
+SiLU needs no normaliser, so the outputs of the blocks add; they do so in fp32.
+"""
+
+import torch
+
+from hstu_sparse.jagged import check_jagged
+from hstu_sparse.relative_bias import RelativeBias, check_bias
+from hstu_sparse.ring.communication import GradientRing, Ring
+from hstu_sparse.ring.hstu_reference import hstu_block
+from hstu_sparse.ring.plan import RingPlan, ring_plan
+from hstu_sparse.validation import (
+    INTEGER,
+    check_int,
+    check_kernel,
+    check_qkv,
+    check_scale,
+    check_tensor,
+    choose_backend,
+)
+
+
+def ring_hstu_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    max_seq_len: int,
+    *,
+    seq_offsets: torch.Tensor | None = None,
+    alpha: float | None = None,
+    window_size: int = 0,
+    bias: RelativeBias | None = None,
+    group=None,
+    plan: RingPlan | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """hstu_attention of one long sequence, or several, spread over the ranks of a group in any way.
+
+        o[t] = (1/N) * sum over s with position[s] <= position[t] of SiLU(alpha * q[t].k[s] + b(t, s)) * v[s]
+
+    where s goes over the tokens of all ranks. With `window_size` W > 0 also position[t] - position[s] < W.
+
+    Args:
+        q, k: [T, H, D], this rank's tokens, fp16, bf16 or fp32 (the reference also fp64).
+        v: [T, H, V], dtype of q.
+        positions: [T] int32 or int64, in the whole sequence, each from 0 to N - 1; those that lie next to each other
+            should stand next to each other, since tiles of tokens that see nothing of each other are left out.
+        max_seq_len: N, at least the longest whole sequence.
+        seq_offsets: [B+1] integers, from 0 to T: this rank's parts of B sequences; absent, all tokens are of one.
+        alpha: scale of the scores, D ** -0.5 by default.
+        bias: by relative position and time, see `RelativeBias`; its timestamps [T] are this rank's. The tables are the
+            same on all ranks; what they get is this rank's part of their gradients, to be summed over the ranks.
+        group: a torch.distributed process group, by default all processes; without torch.distributed one process.
+        plan: `ring_plan` of seq_offsets, made once for many calls; without one each call exchanges the ranks' offsets,
+            which waits for the device.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [T, H, V], dtype of q. Gradients flow to q, k, v and both tables.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came; on every rank, where ranks do not agree.
+        RuntimeError: a rank was lost; it is named.
+
+    Source: Zhai et al., ICML 2024, section 3.2 (arXiv 2402.17152); Liu et al., Ring Attention (arXiv 2310.01889).
+    """
+    name = "ring_hstu_attention"
+    if seq_offsets is None:
+        tokens = q.shape[0] if isinstance(q, torch.Tensor) and q.dim() else 0
+        seq_offsets = torch.arange(2, device=getattr(positions, "device", None)) * tokens
+    sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
+    check_tensor("positions", positions, "T", sizes, dtype=INTEGER, device=q.device)
+    check_jagged(seq_offsets, max_seq_len, q=q)
+    check_int("window_size", window_size, 0)
+    alpha = check_scale(alpha, sizes["D"])
+    bias = check_bias(bias, max_seq_len, q.shape[0], q.device)
+    backend = choose_backend(backend, q, name)
+    if backend == "triton":
+        check_kernel(name, q, {"D": sizes["D"], "V": sizes["V"]})
+    ring = Ring(group)
+    shapes = {"q": [*q.shape[1:]], "v": [*v.shape[1:]], "dtype": str(q.dtype), "backend": backend}
+    tables = [None if x is None else len(x) for x in bias[:2]]
+    ring.agree(name, {**shapes, "options": [max_seq_len, alpha, window_size], "bias": tables})
+    if plan is None:
+        plan = ring_plan(seq_offsets, group=group)
+    elif plan.tokens[plan.rank] != q.shape[0]:
+        raise ValueError(f"plan is for T={plan.tokens[plan.rank]}, got T={q.shape[0]}")
+    return RingHSTU.apply(
+        q, k, v, bias.position, bias.time, bias.timestamps, bias.query_timestamps, positions, ring, plan,
+        (max_seq_len, alpha, window_size), backend,
+    )  # fmt: skip
+
+
+class RingHSTU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, position, time, timestamps, query_timestamps, positions, ring, plan, options, backend):
+        out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=_wide(q), device=q.device)
+        ctx.save_for_backward(q, k, v, position, time, timestamps, query_timestamps, positions)
+        ctx.rest = ring, plan, options, backend
+        for source, (key, value, *rest) in ring.blocks(_payload(k, v, positions, timestamps), plan.tokens):
+            given = q, key, value, *_where(plan, source, positions, rest[0]), *options
+            bias = RelativeBias(position, time, *rest[1:], query_timestamps if rest[1:] else None)
+            if backend == "triton":
+                from hstu_sparse.ring.hstu_launch import block_forward
+
+                block_forward(*given, bias, out)
+            else:
+                out += hstu_block(*given, bias)
+        return out.to(q.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        q, k, v, position, time, timestamps, query_timestamps, positions = ctx.saved_tensors
+        ring, plan, options, backend = ctx.rest
+        wide = _wide(q)
+        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+        # Tables' gradients gather in fp32, or in fp64 for fp64 tables.
+        sums = [None if x is None else torch.zeros(x.shape, dtype=_wide(x), device=x.device) for x in (position, time)]
+        travelling = GradientRing(ring, plan.tokens)
+        for source, (key, value, *rest) in ring.blocks(_payload(k, v, positions, timestamps), plan.tokens):
+            where = _where(plan, source, positions, rest[0])
+            times = (*rest[1:], query_timestamps if rest[1:] else None)
+            if backend == "triton":
+                from hstu_sparse.ring.hstu_launch import block_backward
+
+                bias = RelativeBias(position, time, *times)
+                dk, dv = block_backward(grad, q, key, value, *where, *options, bias, dq, *sums)
+            else:
+                with torch.enable_grad():
+                    leaves = [x.detach().to(wide).requires_grad_() for x in (q, key, value)]
+                    tables = [None if x is None else x.detach().to(_wide(x)).requires_grad_() for x in (position, time)]
+                    out = hstu_block(*leaves, *where, *options, RelativeBias(*tables, *times))
+                    wanted = [*leaves, *(x for x in tables if x is not None)]
+                    more, dk, dv, *found = torch.autograd.grad(out, wanted, grad.to(out.dtype))
+                dq += more
+                for total, part in zip((x for x in sums if x is not None), found, strict=True):
+                    total += part
+            travelling.add(source, [dk, dv])
+        dk, dv = travelling.home()
+        tables = (None if s is None else s.to(x.dtype) for s, x in zip(sums, (position, time)))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *tables, *[None] * 7
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _payload(k, v, positions, timestamps) -> list[torch.Tensor]:
+    """What goes round."""
+    return [k, v, positions] if timestamps is None else [k, v, positions, timestamps]
+
+
+def _where(plan: RingPlan, source: int, q_positions, k_positions):
+    """Offsets of queries and of keys, and their positions."""
+    return (
+        plan.offsets[plan.rank][:: plan.pieces], plan.offsets[source][:: plan.pieces], q_positions, k_positions,
+    )  # fmt: skip

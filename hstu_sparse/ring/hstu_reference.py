@@ -1,0 +1,46 @@
+"""Dense HSTU attention of some queries to some keys, whose positions are given, in plain PyTorch: the specification.
+
+Letters: T, S tokens of queries and of keys, B sequences, n, m the longest sequence of queries and of keys, H heads, D
+query/key and V value head size.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from hstu_sparse.jagged import padded_index, sequence_ids
+from hstu_sparse.relative_bias import RelativeBias, pair_bias
+
+
+def hstu_block(
+    q, k, v, q_offsets, k_offsets, q_positions, k_positions, max_seq_len: int, alpha: float, window_size: int,
+    bias: RelativeBias,
+) -> torch.Tensor:  # fmt: skip
+    """[T, H, V]: what these keys add to the output of these queries; differentiable.
+
+    q: [T, H, D], k: [S, H, D], v: [S, H, V]. q_offsets, k_offsets: [B+1]. q_positions [T], k_positions [S]: a query
+    sees the keys of its sequence whose position is not after its own. bias: query_timestamps are [T], timestamps [S].
+    """
+    if not q.shape[0] or not k.shape[0]:
+        tables = sum(x.sum() for x in bias[:2] if x is not None)
+        return v.new_zeros(q.shape[0], q.shape[1], v.shape[2]) + 0 * (q.sum() + k.sum() + v.sum() + tables)
+    q_index, q_valid = padded_index(q_offsets, int(q_offsets.diff().max()))
+    k_index, k_valid = padded_index(k_offsets, int(k_offsets.diff().max()))
+
+    def pad(x, index):  # [T, ...] -> [B, n, ...]; what lies behind a sequence is masked
+        return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
+
+    distance = pad(q_positions, q_index)[:, :, None] - pad(k_positions, k_index)[:, None, :]  # [B, n, m]
+    visible = q_valid[:, :, None] & k_valid[:, None, :] & (distance >= 0)
+    if window_size > 0:
+        visible = visible & (distance < window_size)
+    queries, keys, values = (pad(x, i).transpose(1, 2) for x, i in ((q, q_index), (k, k_index), (v, k_index)))
+    scores = alpha * (queries @ keys.transpose(-1, -2))  # [B, H, n, m]
+    if bias.position is not None or bias.time is not None:
+        asked = seen = None
+        if bias.time is not None:
+            asked, seen = pad(bias.query_timestamps, q_index)[:, :, None], pad(bias.timestamps, k_index)[:, None, :]
+        scores = scores + pair_bias(bias, distance, asked, seen)[:, None]
+    out = F.silu(scores).masked_fill(~visible[:, None], 0).to(v.dtype) @ (values / max_seq_len)
+    owner = sequence_ids(q_offsets, q.shape[0])
+    row = torch.arange(q.shape[0], device=q.device) - q_offsets[:-1].long()[owner]
+    return out.transpose(1, 2)[owner, row]

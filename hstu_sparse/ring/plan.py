@@ -1,0 +1,116 @@
+"""How sequences are cut over the ranks of a ring, and where every rank's pieces lie.
+
+Letters: B sequences, T tokens of this rank, W ranks, P pieces of a sequence on a rank, n tokens of a whole sequence.
+
+Plain: rank r holds one piece of each sequence, in the order of the ranks. Zigzag: a sequence is cut into 2W chunks, and
+rank r holds r and 2W-1-r, so that with a causal mask all have the same work. Chunk c of C has the tokens c*n//C to
+(c+1)*n//C - 1.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from hstu_sparse.ring.communication import Ring
+from hstu_sparse.ring.flash.problem import Layout
+
+
+class RingPlan(NamedTuple):
+    """offsets [W, B*P+1] and starts [W, B*P]: int32, of every rank; tokens: T of every rank."""
+
+    offsets: torch.Tensor
+    starts: torch.Tensor
+    tokens: tuple[int, ...]
+    pieces: int
+    rank: int
+
+    def layout(self, source: int) -> Layout:
+        """This rank's queries against the keys of rank `source`."""
+        mine = self.offsets[self.rank], self.starts[self.rank]
+        return Layout(mine[0], self.offsets[source], mine[1], self.starts[source], self.pieces)
+
+
+def cut_sequences(
+    seq_offsets: torch.Tensor, rank: int, world: int, *, zigzag: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The part of whole sequences that a rank of a ring holds.
+
+    Args:
+        seq_offsets: [B+1] of the whole sequences, integers.
+        rank: 0 <= rank < world.
+        zigzag: as the zigzag functions want them, else in the order of the ranks.
+
+    Returns:
+        index [T] int64: which tokens the rank holds, so that x[index] is its part; and the part's offsets [B+1], of the
+        dtype and on the device of seq_offsets. Waits for the device.
+    """
+    if not 0 <= rank < world:
+        raise ValueError(f"rank must be from 0 to {world - 1}, got {rank}")
+    offsets = seq_offsets.detach().cpu().long()
+    starts, lengths = _chunks(offsets.diff(), world, zigzag)
+    begins = (offsets[:-1, None] + starts[rank]).flatten()
+    sizes = lengths[rank].flatten()
+    index = torch.repeat_interleave(begins - (sizes.cumsum(0) - sizes), sizes) + torch.arange(int(sizes.sum()))
+    local = torch.nn.functional.pad(lengths[rank].sum(1).cumsum(0), (1, 0))
+    return index.to(seq_offsets.device), local.to(seq_offsets)
+
+
+def _chunks(lengths: torch.Tensor, world: int, zigzag: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(start, length) [W, B, P] of every rank's pieces of sequences with these whole lengths [B]."""
+    count = 2 * world if zigzag else world
+    bounds = torch.arange(count + 1)[:, None] * lengths // count
+    rank = torch.arange(world)
+    which = torch.stack([rank, count - 1 - rank], 1) if zigzag else rank[:, None]  # [W, P]
+    starts = bounds[which].transpose(1, 2)
+    return starts, bounds[which + 1].transpose(1, 2) - starts
+
+
+def _plan(starts: torch.Tensor, lengths: torch.Tensor, rank: int, device: torch.device) -> RingPlan:
+    offsets = torch.nn.functional.pad(lengths.flatten(1).cumsum(1), (1, 0))
+    return RingPlan(
+        offsets.int().to(device),
+        starts.flatten(1).int().to(device),
+        tuple(offsets[:, -1].tolist()),
+        starts.shape[2],
+        rank,
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def fixed_plan(num_seqs: int, tokens: int, rank: int, world: int, zigzag: bool, device: torch.device) -> RingPlan:
+    """For `num_seqs` sequences of which every rank holds `tokens`."""
+    starts, lengths = _chunks(torch.full((num_seqs,), tokens * world), world, zigzag)
+    return _plan(starts, lengths, rank, device)
+
+
+def ring_plan(cu_seqlens: torch.Tensor, *, zigzag: bool = False, group=None) -> RingPlan:
+    """What the varlen functions need to know of the other ranks: made once for a batch, given to every call as `plan`.
+
+    All ranks of the group have to call it. It waits for the device.
+
+    Args:
+        cu_seqlens: [B+1], integers: offsets of this rank's parts of B sequences, whose lengths may differ between the
+            ranks. With `zigzag` they have to be what `cut_sequences` gives.
+
+    Raises:
+        ValueError: on every rank, naming one that does not fit.
+    """
+    ring = Ring(group)
+    own = cu_seqlens.tolist()
+    everyone = ring.agree("ring_plan", {"sequences": len(own) - 1, "zigzag": zigzag, "own_offsets": own}, always=True)
+    local = torch.tensor([rank["own_offsets"] for rank in everyone]).diff()  # [W, B]
+    if (local < 0).any():
+        raise ValueError(f"ring_plan: the offsets of rank {int((local < 0).any(1).nonzero()[0])} fall")
+    if not zigzag:
+        return _plan((local.cumsum(0) - local)[..., None], local[..., None], ring.rank, cu_seqlens.device)
+    starts, lengths = _chunks(local.sum(0), ring.world, True)
+    wrong = (lengths.sum(2) != local).nonzero()
+    if len(wrong):
+        rank, b = wrong[0].tolist()
+        raise ValueError(
+            f"ring_plan: rank {rank} has {int(local[rank, b])} tokens of sequence {b}, but chunks {rank} and "
+            f"{2 * ring.world - 1 - rank} of {2 * ring.world} of its {int(local[:, b].sum())} tokens are "
+            f"{int(lengths[rank, b].sum())} (see cut_sequences)"
+        )
+    return _plan(starts, lengths, ring.rank, cu_seqlens.device)

@@ -1,0 +1,74 @@
+"""Softmax attention round a ring: the steps of both passes, in Triton or by the reference.
+
+Letters: T tokens of this rank, H heads of queries, D query/key and V value head size.
+
+The output and its log-sum-exp are merged block by block, and all sums are in fp32 (fp64 for fp64 inputs), over the
+steps of the ring too: rounding to 16 bits after each step is what makes other rings drift.
+"""
+
+import contextlib
+
+import torch
+
+from hstu_sparse.ring.communication import GradientRing, Ring
+from hstu_sparse.ring.flash import reference
+from hstu_sparse.ring.flash.problem import Options
+from hstu_sparse.ring.plan import RingPlan
+
+
+class RingSoftmax(torch.autograd.Function):
+    """(out [T, H, V], lse [H, T]) of q [T, H, D], k [T, Hkv, D], v [T, Hkv, V]; lse has no gradient."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, ring: Ring, plan: RingPlan, options: Options, backend: str):
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=wide, device=q.device)
+        lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide, device=q.device)
+        with _on(q.device):
+            for step, (source, (key, value)) in enumerate(ring.blocks([k, v], plan.tokens)):
+                if backend == "triton":
+                    _launch(q, key, value, plan.layout(source), options).forward(out, lse, add=step > 0)
+                else:
+                    reference.forward_step(q, key, value, plan.layout(source), options, out, lse)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = ring, plan, options, backend
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, _):
+        if grad is None:
+            return (None,) * 7
+        q, k, v, out, lse = ctx.saved_tensors
+        ring, plan, options, backend = ctx.rest
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        gradients, rows = GradientRing(ring, plan.tokens), None
+        with _on(q.device):
+            if backend == "reference":
+                delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
+            for step, (source, (key, value)) in enumerate(ring.blocks([k, v], plan.tokens)):
+                layout = plan.layout(source)
+                if backend == "reference":
+                    dk, dv = reference.backward_step(grad, q, key, value, layout, options, lse, delta, dq)
+                else:
+                    launch = _launch(q, key, value, layout, options)
+                    rows = launch.rows(out, grad, lse) if rows is None else rows
+                    dk, dv = (torch.empty(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))
+                    launch.dkv(grad, rows, dk, dv)
+                    launch.dq(grad, rows, dq, add=step > 0)
+                gradients.add(source, [dk, dv])
+        dk, dv = gradients.home()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def _launch(*arguments):
+    from hstu_sparse.ring.flash.launch import Launch
+
+    return Launch(*arguments)
+
+
+def _on(device: torch.device):
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,223 @@
+"""How outputs are scored against items: `dot`, the cosine, or `mol`, a mixture of logits.
+
+Letters: T tokens, R rows of a chunk of them, E embedding size, I items, K items scored for each row, P_q query and P_x
+item components, P = P_q * P_x pairs of components, C component size.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.contract import AuxLoss, Strict
+
+NORM_EPS = 1e-6
+# Numbers that the largest tensor of one chunk may hold: what stays in a core's cache, or a small part of a GPU.
+CHUNK = {"cpu": 2**21, "cuda": 2**26}
+
+
+class DotConfig(Strict):
+    kind: Literal["dot"] = "dot"
+
+
+class MoLConfig(Strict):
+    """Options of the mixture of logits. Published sizes for MovieLens and Amazon: 8 x 4 components of 64 with gates of
+    128; a light one is 4 x 4 of 32 with gates of 64.
+    """
+
+    kind: Literal["mol"]
+    query_components: int = Field(8, ge=1)
+    item_components: int = Field(4, ge=1)
+    component_dim: int = Field(64, ge=1)
+    gate_hidden_dim: int = Field(128, ge=1)
+    # On the mixture's weights, which are renormalised after it.
+    dropout: float = Field(0.1, ge=0, lt=1)
+    # Divides the components' cosines; loss.temperature is the dot head's.
+    temperature: float = Field(0.05, gt=0)
+    # Of the auxiliary loss that keeps pairs of components from being left out.
+    balance_weight: float = Field(0.001, ge=0)
+
+
+HeadConfig = Annotated[DotConfig | MoLConfig, Field(discriminator="kind")]
+
+
+class Side(NamedTuple):
+    """Components [..., P_q or P_x, C] of length one and gates [..., P] of queries or of items."""
+
+    components: Tensor
+    gates: Tensor
+
+
+class MixtureOfLogits(nn.Module):
+    """score(o, e) = sum over pairs of components of pi * l.
+
+    l = cos(Q_a(o), X_b(e)) / temperature, pi = softmax(z * sigmoid(z)), z = g_q(o) * g_x(e) + g_l(l).
+
+    Source: Zhai et al., Revisiting Neural Retrieval on Accelerators, KDD 2023 (arXiv 2306.04039); Ding and Zhai,
+    Retrieval with Learned Similarities (arXiv 2407.13218).
+    """
+
+    def __init__(self, config: MoLConfig, embedding_dim: int):
+        super().__init__()
+        self.config = config
+        pairs = config.query_components * config.item_components
+        self.query = nn.Linear(embedding_dim, config.query_components * config.component_dim)
+        self.item = nn.Linear(embedding_dim, config.item_components * config.component_dim)
+
+        def gate(size: int) -> nn.Module:
+            return nn.Sequential(
+                nn.Linear(size, config.gate_hidden_dim), nn.SiLU(), nn.Linear(config.gate_hidden_dim, pairs)
+            )
+
+        self.query_gate, self.item_gate, self.pair_gate = gate(embedding_dim), gate(embedding_dim), gate(pairs)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    def queries(self, out: Tensor) -> Side:
+        """Of outputs [..., E] of length one."""
+        # As numbers of size one, which is what the layers are initialised for.
+        out = out * math.sqrt(out.shape[-1])
+        return self._side(out, self.query, self.query_gate, self.config.query_components)
+
+    def items(self, item_weight: Tensor) -> Side:
+        """Of rows [..., E] of the item table."""
+        rows = F.normalize(item_weight, dim=-1, eps=NORM_EPS) * math.sqrt(item_weight.shape[-1])
+        return self._side(rows, self.item, self.item_gate, self.config.item_components)
+
+    def _side(self, x: Tensor, components: nn.Linear, gate: nn.Module, count: int) -> Side:
+        parts = components(x).unflatten(-1, (count, self.config.component_dim))
+        return Side(F.normalize(parts, dim=-1, eps=NORM_EPS), gate(x))
+
+    def scores(self, queries: Side, items: Side) -> tuple[Tensor, Tensor]:
+        """(scores [R, K], pi [R, K, P] before dropout) of R queries and K items, of [R, K, ...] or of [K, ...]."""
+        shared = items.components.dim() == 3
+        logits = torch.einsum(
+            "rqc,kxc->rkqx" if shared else "rqc,rkxc->rkqx", queries.components, items.components
+        ).flatten(-2)
+        logits = logits / self.config.temperature
+        z = queries.gates[:, None] * items.gates + self.pair_gate(logits)
+        pi = F.softmax((z * torch.sigmoid(z)).float(), dim=-1)
+        mixed = pi
+        if self.training and self.config.dropout:
+            mixed = F.dropout(pi, self.config.dropout)
+            mixed = mixed / mixed.sum(-1, keepdim=True).clamp(min=NORM_EPS)
+        return (mixed * logits).sum(-1), pi
+
+    @torch.no_grad()
+    def scores_of_all(self, out: Tensor, items: Side) -> Tensor:
+        """[R, I] scores of outputs [R, E], a tile of items at a time."""
+        queries = self.queries(out)
+        pairs = self.config.query_components * self.config.item_components + self.config.gate_hidden_dim
+        width = max(1, CHUNK["cuda"] // (pairs * max(1, len(out))))
+        found = [
+            self.scores(queries, Side(*(part[begin : begin + width] for part in items)))[0].float()
+            for begin in range(0, len(items.gates), width)
+        ]
+        return torch.cat(found, 1) if found else out.new_zeros(len(out), 0)
+
+
+def mol_loss(
+    head: MixtureOfLogits, out: Tensor, item_weight: Tensor, targets: Tensor, negatives: Tensor | None
+) -> tuple[Tensor, dict[str, AuxLoss]]:
+    """(softmax loss, mean over targets >= 0; the balance of the mixture as an auxiliary loss).
+
+    The whole catalogue competes without `negatives` [T, K], else these; one that is the target does not count. A chunk
+    of rows at a time, its gradients taken on the way, so that no chunk's logits outlive it (no second derivative).
+    The balance is taken over the pairs of each output with its own target.
+    """
+    names, parameters = zip(*head.named_parameters())
+    pairs = head.config.query_components * head.config.item_components + head.config.gate_hidden_dim
+    competing = len(item_weight) if negatives is None else negatives.shape[1] + 1
+    rows = max(1, CHUNK[out.device.type] // (competing * pairs))
+
+    # Items that compete everywhere are prepared once for all chunks.
+    source = head.items(item_weight) if negatives is None else (item_weight,)
+
+    def chunk(out, targets, negatives, *rest):
+        given = dict(zip(names, rest[len(source) :]))
+        return _chunk_loss(head, given, out, targets, negatives, rest[: len(source)])
+
+    total = _ChunkedSum.apply(chunk, rows, 3, out, targets, negatives, *source, *parameters)
+    real = targets >= 0
+    count = real.sum().clamp(min=1)
+    own = F.embedding(targets.clamp(min=0), item_weight)
+    _, pi = head.scores(head.queries(out), head.items(own[:, None]))
+    mean = (pi[:, 0] * real[:, None]).sum(0) / count
+    balance = (_entropy(pi[:, 0]) * real).sum() / count - _entropy(mean)
+    return total / count, {"mol_balance": AuxLoss.of(balance, head.config.balance_weight)}
+
+
+def _entropy(p: Tensor) -> Tensor:
+    """Of the last dimension; a probability of 0 adds nothing, to the gradient either."""
+    return -(p * p.clamp(min=1e-30).log()).sum(-1)
+
+
+def _chunk_loss(head, parameters, out, targets, negatives, source) -> Tensor:
+    """Sum of the losses of a chunk of rows, with the head's parameters given apart.
+
+    source: the catalogue's Side, or, with negatives, its table alone.
+    """
+
+    def of(name: str, *given):
+        return torch.func.functional_call(_Method(head, name), {f"head.{n}": p for n, p in parameters.items()}, given)
+
+    queries, chosen = of("queries", out), targets.clamp(min=0)
+    if negatives is None:
+        logits, _ = of("scores", queries, Side(*source))
+        losses = logits.logsumexp(1) - logits.gather(1, chosen[:, None])[:, 0]
+    else:
+        ids = torch.cat([chosen[:, None], negatives], 1)
+        logits, _ = of("scores", queries, of("items", F.embedding(ids, *source)))
+        same = F.pad(negatives == targets[:, None], (1, 0))
+        logits = logits.masked_fill(same, float("-inf"))
+        losses = logits.logsumexp(1) - logits[:, 0]
+    return losses.masked_fill(targets < 0, 0).sum()
+
+
+class _Method(nn.Module):
+    """A method of a module as a module's forward, for functional_call."""
+
+    def __init__(self, head: nn.Module, name: str):
+        super().__init__()
+        self.head, self.name = head, name
+
+    def forward(self, *given):
+        return getattr(self.head, self.name)(*given)
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """Sum of function(chunk of the first `rowwise` tensors, all others whole) over chunks of rows."""
+
+    @staticmethod
+    def forward(ctx, function: Callable, rows: int, rowwise: int, *tensors):
+        ctx.rowwise = rowwise
+        floating = [x is not None and x.is_floating_point() for x in tensors]
+        whole = [x.detach().requires_grad_() if f else x for x, f in zip(tensors[rowwise:], floating[rowwise:])]
+        gradients = [torch.empty_like(x) if f else None for x, f in zip(tensors[:rowwise], floating)]
+        total = tensors[0].new_zeros(())
+        with torch.enable_grad():
+            for begin in range(0, len(tensors[0]), rows):
+                part = slice(begin, begin + rows)
+                chunk = [None if x is None else x[part].detach() for x in tensors[:rowwise]]
+                chunk = [x.requires_grad_() if f else x for x, f in zip(chunk, floating)]
+                loss = function(*chunk, *whole)
+                loss.backward()
+                for gradient, x in zip(gradients, chunk):
+                    if gradient is not None:
+                        gradient[part] = x.grad
+                total += loss.detach()
+        gradients += [(torch.zeros_like(x) if x.grad is None else x.grad) if f else None
+                      for x, f in zip(whole, floating[rowwise:])]  # fmt: skip
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return None, None, None, *(None if x is None else x * grad for x in ctx.saved_tensors)

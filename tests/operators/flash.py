@@ -1,0 +1,116 @@
+"""Flash attention. Letters: H heads of queries, Hkv of keys, D query/key and V value head size."""
+
+import functools
+
+import torch
+
+from hstu_sparse.ring import flash_attention
+from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets
+from tests.operators import Launches
+
+
+def draw(random, small):
+    most = 70 if small else 2000
+    sequences = random.randint(0, 3 if small else 12)
+    heads = random.choice([1, 2, 4] if small else [1, 2, 3, 8])
+    sizes = [1, 16, 24, 32] if small else [16, 25, 50, 64, 80, 128, 192, 256]
+    return dict(
+        lengths=[random.choice([0, 1, *(random.randint(2, most) for _ in range(4))]) for _ in range(sequences)],
+        key_lengths=[random.randint(0, most) for _ in range(sequences)] if random.random() < 0.3 else None,
+        heads=heads,
+        kv_heads=random.choice([h for h in range(1, heads + 1) if heads % h == 0]),
+        size=random.choice(sizes),
+        value_size=random.choice(sizes),
+        dtype="float32" if small else random.choice(["float32", "float16", "bfloat16"]),
+        causal=random.random() < 0.6,
+        window=random.choice([(-1, -1), (-1, -1), (random.randint(0, most), random.randint(-1, most))]),
+        alibi=random.choice([None, None, "heads", "sequences"]),
+        dropout=random.choice([0.0, 0.0, 0.25]),
+        contiguous=random.random() < 0.5,
+        seed=random.randrange(2**31),
+    )
+
+
+def problem(
+    device, lengths, key_lengths, heads, kv_heads, size, value_size, dtype, causal, window, alibi, dropout, contiguous,
+    seed,
+):  # fmt: skip
+    """(q, k, v by name, the other arguments)."""
+    dtype = getattr(torch, dtype)
+    shapes = {
+        "q": (lengths, heads, size),
+        "k": (lengths if key_lengths is None else key_lengths, kv_heads, size),
+        "v": (lengths if key_lengths is None else key_lengths, kv_heads, value_size),
+    }
+    inputs = {
+        name: make_jagged(n, inner, dtype=dtype, device=device, seed=seed + i, contiguous=contiguous)
+        for i, (name, (n, *inner)) in enumerate(shapes.items())
+    }
+    slopes = None
+    if alibi:
+        slopes = torch.rand((len(lengths), heads), generator=torch.Generator().manual_seed(seed)).to(device)
+        slopes = slopes if alibi == "sequences" or not lengths else slopes[0]
+        slopes = slopes if slopes.shape[0] else None
+    return inputs, dict(
+        seq_offsets=make_offsets(lengths, device=device),
+        k_offsets=None if key_lengths is None else make_offsets(key_lengths, device=device, dtype=torch.int32),
+        causal=causal,
+        window_size=window,
+        alibi_slopes=slopes,
+        dropout=dropout,
+        seed=torch.tensor([seed], device=device) if dropout else None,
+    )
+
+
+def check(device, **case):
+    inputs, given = problem(device, **case)
+    kernel, reference = (functools.partial(flash_attention, **given, backend=b) for b in ("triton", "reference"))
+    wide = {name: x.double() for name, x in inputs.items()}
+    grad = torch.randn(
+        inputs["q"].shape[0], case["heads"], case["value_size"], generator=torch.Generator().manual_seed(1)
+    )
+    actual, lossy = (gradients(function, inputs, grad.to(inputs["q"])) for function in (kernel, reference))
+    exact = gradients(reference, wide, grad.to(wide["q"]))
+    for name in actual:
+        # Where queries see one key, the gradients of q and k are 0 but for the rounding of numbers of this size.
+        parts = (case["value_size"] / case["size"] * actual[name].numel()) ** 0.5
+        if name in ("grad of q", "grad of k") and exact[name].norm() < 1e-6 * parts:
+            assert actual[name].norm() <= 8 * torch.finfo(actual[name].dtype).eps * parts, name
+        else:
+            assert_within_budget(name, actual[name], lossy[name], exact[name], factor=4.0)
+
+
+def launches():
+    from hstu_sparse.ring.flash.launch import Launch
+    from hstu_sparse.ring.flash.problem import Layout, Options
+
+    def case(size, dtype, *, group=1, left=-1, right=-1, pieces=1, add=False, alibi=False, dropout=0.0, v=None, **more):
+        def call():
+            q = torch.zeros(64, 2, size, dtype=dtype)
+            k = torch.zeros(64, 2 // group, size, dtype=dtype)
+            value = torch.zeros(64, 2 // group, v or size, dtype=dtype)
+            offsets = torch.tensor([0, 32, 64][-1 - pieces :])
+            starts = torch.zeros(pieces, dtype=torch.int64) if pieces > 1 else None
+            layout = Layout(offsets, offsets, starts, starts, pieces)
+            seed = torch.zeros(1, dtype=torch.int64) if dropout else None
+            options = Options(0.1, left, right, torch.ones(2) if alibi else None, dropout, seed)
+            launch = Launch(q, k, value, layout, options)
+            out = torch.zeros(64, 2, v or size, dtype=torch.float32 if add else dtype)
+            lse = torch.zeros(2, 64)
+            launch.forward(out, lse, add=add)
+            rows = launch.rows(out, out.to(dtype), lse)
+            launch.dq(out.to(dtype), rows, q.float() if add else q, add=add)
+            launch.dkv(out.to(dtype), rows, k.float() if add else k, value.float() if add else value)
+
+        label = f"{dtype} D={size} G={group} window={left, right} P={pieces} add={add} alibi={alibi} {dropout=}"
+        return Launches(label, call, **more)
+
+    bf16, few = torch.bfloat16, (80, 90)
+    return [
+        case(128, bf16, right=0),
+        case(128, bf16, right=0, pieces=2, add=True, architectures=few),
+        case(64, torch.float16, left=100, right=0, group=2, architectures=few),
+        case(50, bf16, alibi=True, dropout=0.1, architectures=few),
+        case(256, bf16, right=0, v=192),
+        case(64, torch.float32, right=0, dropout=0.1, architectures=few),
+    ]

@@ -1,0 +1,157 @@
+"""Cases of ring attention, what a rank computes of one, and what a single process does. Letters: B sequences, N tokens
+of each on a rank, T tokens, H heads of queries, Hkv of keys, D head size, W ranks.
+"""
+
+import torch
+
+import hstu_sparse.ring as ring
+from hstu_sparse import RelativeBias, hstu_attention
+from hstu_sparse.ring import cut_sequences, flash_attention
+from hstu_sparse.testing import make_jagged, make_offsets, make_timestamps
+
+OPTIONS = {
+    "full": {},
+    "causal": dict(causal=True),
+    "scaled": dict(causal=True, softmax_scale=0.31),
+    "window": dict(window_size=(9, 4)),
+    "causal window": dict(causal=True, window_size=(7, -1)),
+    "narrow window": dict(causal=True, window_size=(0, 0)),
+    "right window": dict(window_size=(-1, 5)),
+    "alibi": dict(causal=True, alibi_slopes="heads"),
+    "alibi by sequence, full": dict(alibi_slopes="sequences"),
+    "dropout": dict(causal=True, dropout_p=0.3),
+    "shared keys": dict(causal=True, kv_heads=2),
+    "all at once": dict(causal=True, window_size=(20, -1), alibi_slopes="sequences", dropout_p=0.2, kv_heads=1),
+    "fp64": dict(causal=True, dtype="float64"),
+    "bf16": dict(causal=True, dtype="bfloat16"),
+}
+FORMS = ["plain", "zigzag", "varlen", "zigzag varlen"]
+PACKED = [f"{form} {packing}" for form in FORMS for packing in ("kvpacked", "qkvpacked")]
+
+# form, option
+CASES = [(form, option) for form in FORMS for option in OPTIONS] + [(form, "causal") for form in PACKED]
+
+
+def lengths_of(form: str, world: int) -> list[int]:
+    """Whole sequences: of one length, divisible among the ranks, or uneven, some shorter than there are ranks."""
+    return [37, 3, 0, 26, 1] if "varlen" in form else [8 * world, 8 * world]
+
+
+def inputs(form: str, option: str, world: int):
+    """Whole q, k, v [T, heads, D], the output's gradient, offsets, and the keywords."""
+    keywords = {"kv_heads": 4, "dtype": "float32"} | OPTIONS[option]
+    kv_heads, dtype = keywords.pop("kv_heads"), getattr(torch, keywords.pop("dtype"))
+    lengths = lengths_of(form, world)
+    q, k, v, grad = (
+        make_jagged(lengths, (heads, 16), dtype=dtype, seed=seed)
+        for seed, heads in enumerate((4, kv_heads, kv_heads, 4))
+    )
+    slopes = torch.rand(len(lengths), 4, generator=torch.Generator().manual_seed(5))
+    match keywords.get("alibi_slopes"):
+        case "heads":
+            keywords["alibi_slopes"] = slopes[0].contiguous()
+        case "sequences":
+            keywords["alibi_slopes"] = slopes
+    if "dropout_p" in keywords:
+        keywords["seed"] = torch.tensor([77])
+    return [q, k, v], grad, make_offsets(lengths), keywords
+
+
+def function_of(form: str):
+    name = "triton_ring_flash_attn_"
+    name = "zigzag_" + name if "zigzag" in form else name
+    name += "varlen_" if "varlen" in form else ""
+    for packing in ("qkvpacked", "kvpacked"):
+        if packing in form:
+            return getattr(ring, f"{name}{packing}_func"), packing
+    return getattr(ring, f"{name}func"), None
+
+
+def expected(form: str, option: str, world: int) -> list[torch.Tensor]:
+    """out, lse [H, T], dq, dk, dv of all tokens, by one process."""
+    leaves, grad, offsets, keywords = inputs(form, option, world)
+    leaves = [x.requires_grad_() for x in leaves]
+    keywords = {{"dropout_p": "dropout", "softmax_scale": "scale"}.get(name, name): x for name, x in keywords.items()}
+    out, lse = flash_attention(*leaves, offsets, **keywords, return_lse=True, backend="reference")
+    return [out.detach(), lse, *torch.autograd.grad(out, leaves, grad)]
+
+
+def of_rank(rank: int, world: int, form: str, option: str, backend: str, group=None) -> list[torch.Tensor]:
+    """The same of this rank's tokens, by the ring."""
+    tensors, grad, offsets, keywords = inputs(form, option, world)
+    index, local = cut_sequences(offsets, rank, world, zigzag="zigzag" in form)
+    *tensors, grad = (x[index] for x in (*tensors, grad))
+    function, packing = function_of(form)
+    varlen = "varlen" in form
+    if not varlen:
+        *tensors, grad = (x.unflatten(0, (len(offsets) - 1, -1)) for x in (*tensors, grad))
+    if packing == "qkvpacked":
+        given = [torch.stack(tensors, -3)]
+    elif packing == "kvpacked":
+        given = [tensors[0], torch.stack(tensors[1:], -3)]
+    else:
+        given = tensors
+    given = [x.contiguous().requires_grad_() for x in given]
+    more = [local, int(local.diff().max())] if varlen else []
+    out, lse, _ = function(*given, *more, **keywords, return_attn_probs=True, group=group, backend=backend)
+    found = torch.autograd.grad(out, given, grad)
+    assert all(x.dtype == given[0].dtype for x in (out, *found))
+    if packing == "qkvpacked":
+        found = found[0].unbind(-3)
+    elif packing == "kvpacked":
+        found = (found[0], *found[1].unbind(-3))
+    if not varlen:
+        out, *found = (x.flatten(0, 1) for x in (out, *found))
+        lse = lse.transpose(0, 1).flatten(1)
+    return [out.detach(), lse, *found]
+
+
+def all_of_rank(rank: int, world: int, cases, backend: str) -> dict:
+    return {(form, option): of_rank(rank, world, form, option, backend) for form, option in cases}
+
+
+HSTU_CASES = ["one sequence", "window", "position bias", "time bias", "both biases, several sequences", "zigzag", "fp64"]
+
+
+def hstu_inputs(case: str):
+    """Whole q, k, v, tables, gradient, offsets, timestamps, window, dtype."""
+    lengths = [37, 3, 0, 26, 1] if "several" in case or case == "zigzag" else [61]
+    dtype = torch.float64 if case == "fp64" else torch.float32
+    q, k, v, grad = (make_jagged(lengths, (2, size), dtype=dtype, seed=i) for i, size in enumerate((16, 16, 8, 8)))
+    generator = torch.Generator().manual_seed(3)
+    position = torch.randn(64, generator=generator, dtype=dtype) if case not in ("one sequence", "time bias") else None
+    time = torch.randn(33, generator=generator, dtype=dtype) if "bias" in case and case[0] != "p" else None
+    times = make_timestamps(lengths), make_timestamps(lengths) + 1000
+    return [q, k, v, position, time], grad, make_offsets(lengths), times, 11 if case == "window" else 0
+
+
+def hstu_expected(case: str) -> list:
+    """out, dq, dk, dv and the tables' gradients."""
+    leaves, grad, offsets, times, window = hstu_inputs(case)
+    wanted = [x.requires_grad_() for x in leaves if x is not None]
+    bias = RelativeBias(*leaves[3:], *times)
+    out = hstu_attention(*leaves[:3], offsets, 64, alpha=0.3, window_size=window, bias=bias, backend="reference")
+    return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
+
+
+def hstu_of_rank(rank: int, world: int, case: str, backend: str) -> list:
+    leaves, grad, offsets, times, window = hstu_inputs(case)
+    index, local = cut_sequences(offsets, rank, world, zigzag=case == "zigzag")
+    positions = torch.cat([torch.arange(n) for n in offsets.diff().tolist()])[index]
+    leaves = [x[index] for x in leaves[:3]] + leaves[3:]
+    wanted = [x.requires_grad_() for x in leaves if x is not None]
+    out = ring.ring_hstu_attention(
+        *leaves[:3],
+        positions,
+        64,
+        seq_offsets=local if len(offsets) > 2 else None,
+        alpha=0.3,
+        window_size=window,
+        bias=RelativeBias(*leaves[3:], *(x[index] for x in times)),
+        backend=backend,
+    )
+    return [out.detach(), *torch.autograd.grad(out, wanted, grad[index])]
+
+
+def all_hstu_of_rank(rank: int, world: int, cases, backend: str) -> dict:
+    return {case: hstu_of_rank(rank, world, case, backend) for case in cases}

@@ -1,0 +1,96 @@
+"""Hierarchical tree attention on the CPU: the reference against a literal per-token loop, and the public function.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len, Hq query heads, Hkv key/value heads, D query/key and V value
+head size, r compression_rate.
+"""
+
+import math
+import struct
+
+import pytest
+import torch
+
+from hstu_sparse import htree_attention
+from hstu_sparse.testing import make_jagged, make_offsets
+
+
+def qkv(lengths, heads, kv_heads, head_size, value_size, **options):
+    shapes = ((heads, head_size), (kv_heads, head_size), (kv_heads, value_size))
+    return [make_jagged(lengths, shape, seed=i, **options) for i, shape in enumerate(shapes)]
+
+
+def turn(x, position, base):
+    """RoPE of one vector, from its definition in complex numbers."""
+    half = len(x) // 2
+    pairs = torch.complex(x[:half], x[half:])
+    angle = torch.tensor([position * base ** (-2.0 * i / len(x)) for i in range(half)], dtype=torch.float64)
+    pairs = pairs * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([pairs.real, pairs.imag])
+
+
+def literal(q, k, v, lengths, r, top_k, base=10000.0):
+    """The definition, token by token, with lists and dictionaries."""
+    most, low = r * top_k, 2 ** math.ceil(math.log2(r * top_k)) - 1
+    outputs, start = [], 0
+    for length in lengths:
+        layers = [[(k[start + s], v[start + s]) for s in range(length)]]
+        while len(layers[-1]) > most:
+            below = layers[-1]
+            parts = [below[i : i + r] for i in range(0, len(below), r)]
+            layers.append([tuple(sum(x) / len(part) for x in zip(*part)) for part in parts])
+        for t in range(length):
+            for g in range(k.shape[1]):
+                heads = range(g * (q.shape[1] // k.shape[1]), (g + 1) * (q.shape[1] // k.shape[1]))
+                entered = {h: [] for h in heads}
+                chosen = None
+                for layer in range(len(layers) - 1, -1, -1):
+                    rightmost = t // r**layer
+                    if chosen is None:
+                        nodes = list(range(rightmost + 1))
+                    else:
+                        nodes = [p * r + i for p in chosen for i in range(r) if p * r + i <= rightmost]
+                    keys, values = ([x[i][g] for x in [layers[layer][p] for p in nodes]] for i in (0, 1))
+                    scores = {
+                        h: [
+                            q.shape[2] ** -0.5 * float(turn(q[start + t, h], len(nodes) - 1, base) @ turn(key, c, base))
+                            for c, key in enumerate(keys)
+                        ]
+                        for h in heads
+                    }
+                    kept = set(range(len(nodes)))
+                    if layer:
+                        order = [len(nodes) - 1]
+                        if len(nodes) > 1:
+                            top = max(s for h in heads for s in scores[h][:-1])
+                            ranked = []
+                            for c in range(len(nodes) - 1):
+                                importance = sum(math.exp(scores[h][c] - top) for h in heads)
+                                bits = struct.unpack("i", struct.pack("f", importance))[0]
+                                ranked.append((-((bits // (low + 1)) * (low + 1) + low - c), c))
+                            order += [c for _, c in sorted(ranked)]
+                        kept -= set(order[:top_k])
+                        chosen = [nodes[c] for c in sorted(order[:top_k])]
+                    for h in heads:
+                        entered[h] += [(scores[h][c], values[c]) for c in kept]
+                for h in heads:
+                    weights = torch.tensor([s for s, _ in entered[h]], dtype=torch.float64).softmax(0)
+                    outputs.append(sum(w * value for w, (_, value) in zip(weights, entered[h])))
+        start += length
+    return torch.stack(outputs).reshape(len(q), q.shape[1], -1)
+
+
+@pytest.mark.parametrize(
+    "lengths, heads, kv_heads, r, top_k",
+    [
+        ((17,), 2, 1, 2, 2),
+        ((5, 0, 33, 1), 2, 2, 2, 2),
+        ((40, 7), 3, 1, 3, 2),
+        ((30,), 1, 1, 2, 1),
+        ((29, 30), 4, 2, 4, 2),
+    ],
+)
+def test_reference_is_the_definition(lengths, heads, kv_heads, r, top_k):
+    q, k, v = qkv(lengths, heads, kv_heads, 6, 5, dtype=torch.float64)
+    offsets = make_offsets(lengths)
+    out = htree_attention(q, k, v, offsets, max(lengths), compression_rate=r, top_k=top_k)
+    torch.testing.assert_close(out, literal(q, k, v, lengths, r, top_k), rtol=1e-9, atol=1e-9)

@@ -1,0 +1,66 @@
+"""Ring attention over gloo: every form and option against one process, by the reference and by the kernels."""
+
+import functools
+
+import pytest
+import torch
+
+from hstu_sparse.ring import cut_sequences
+from hstu_sparse.testing import make_offsets
+from tests.distributed import run_ranks
+from tests.ring_cases import CASES, FORMS, OPTIONS, all_of_rank, expected, lengths_of, of_rank
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@functools.cache
+def found(world: int) -> list:
+    """Of every rank, all cases: one start of the processes serves all tests."""
+    return run_ranks(all_of_rank, world, world, CASES, "reference")
+
+
+def check(form, option, world, ranks):
+    for rank in ranks:
+        if not isinstance(rank, dict):
+            raise AssertionError(f"a rank failed: {rank}")
+    tolerance = {"float64": 1e-12, "bfloat16": 2e-2}.get(OPTIONS[option].get("dtype"), 2e-5)
+    offsets = make_offsets(lengths_of(form, world))
+    whole = expected(form, option, world)
+    seen = []
+    for rank in range(world):
+        index, _ = cut_sequences(offsets, rank, world, zigzag="zigzag" in form)
+        seen.append(index)
+        for name, value, right in zip(NAMES, ranks[rank][form, option], whole, strict=True):
+            right = right[:, index] if name == "lse" else right[index]
+            torch.testing.assert_close(
+                value, right, rtol=tolerance, atol=tolerance, check_dtype=name != "lse", msg=lambda m, n=name: f"{n}: {m}"
+            )
+    assert torch.cat(seen).sort().values.tolist() == list(range(int(offsets[-1])))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("form", "option"), CASES)
+def test_ring_equals_one_process(form, option, world):
+    check(form, option, world, found(world))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("option", ["causal", "all at once"])
+def test_no_process_group(form, option):
+    check(form, option, 1, [{(form, option): of_rank(0, 1, form, option, "reference")}])
+
+
+def test_a_group_of_one():
+    check("zigzag varlen", "causal", 1, run_ranks(all_of_rank, 1, 1, [("zigzag varlen", "causal")], "reference"))
+
+
+KERNEL_CASES = [("zigzag varlen", "all at once"), ("plain", "causal")]
+
+
+def test_kernels_in_the_interpreter():
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter runs where there is no GPU")
+    ranks = run_ranks(all_of_rank, 2, 2, KERNEL_CASES, "triton")
+    for form, option in KERNEL_CASES:
+        check(form, option, 2, ranks)
