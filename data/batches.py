@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hstu_sparse.jagged import sequence_ids
+
 from .splits import Split
 from .types import DataError, Dataset
 
@@ -70,6 +72,12 @@ class Batch:
     @property
     def num_sequences(self) -> int:
         return self.users.shape[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """[T] int64: place of each token in its sequence."""
+        begins = self.seq_offsets[sequence_ids(self.seq_offsets, self.num_tokens)]
+        return torch.arange(self.num_tokens, device=begins.device) - begins
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
