@@ -16,6 +16,10 @@ from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
 from hstu_sparse.testing import assert_within_budget, make_jagged, make_offsets, make_timestamps
 from tests.operators import Launches
 
+# Bytes of local memory a thread may use for registers that do not fit. Keys that are turned back stand in the registers
+# with all of a group's channels: one head at a time nothing spills, and the work is half as much again.
+SPILLS = {"rotatekv_attention_fwd_kernel": 320, "rotatekv_round_trip_kernel": 640, "rotatekv_compress_kernel": 128}
+
 
 def draw(random, small):
     most = 100 if small else 2000
@@ -178,8 +182,8 @@ def launches():
     from hstu_sparse.rotatekv.cache import RotateKVCache
     from hstu_sparse.rotatekv.hadamard import hadamard_operator
 
-    def case(what, dtype=torch.bfloat16, heads=8, size=128, value_size=128, queries=1, ordered=False, local_bytes=0,
-             splits=None, attend=None, **options):  # fmt: skip
+    def case(what, dtype=torch.bfloat16, heads=8, size=128, value_size=128, queries=1, ordered=False, splits=None,
+             attend=None, local_bytes=SPILLS, **options):  # fmt: skip
         def call():
             layout = Layout(RotateKVOptions(**options), heads, size, value_size)
             order = torch.arange(layout.keys.channels).expand(layout.head_groups, -1).contiguous() if ordered else None
@@ -217,23 +221,23 @@ def launches():
 
     return [
         transform(4096, torch.bfloat16),
-        transform(64, torch.float32),
-        # Three TF32 products for one, of a row that no program can share.
-        transform(4096, torch.float32, local_bytes=1024),
+        transform(64, torch.float32, local_bytes=256),
+        # Three TF32 products for one, of a row that no program can share; worst on Blackwell.
+        transform(4096, torch.float32, local_bytes=3328),
         case("compress"),
         case("compress", bits=3, **small),
         case("compress", sparsity=0.7, sink_tokens=4, **small),
         case("decompress"),
         case("decompress", sparsity=0.7, **small),
-        case("round trip", local_bytes=64),
-        case("round trip", dtype=torch.float32, local_bytes=128, **small),
-        case("attention"),
-        case("attention", splits=3),
+        case("round trip"),
+        case("round trip", dtype=torch.float32, **small),
+        case("attention", local_bytes=0),
+        case("attention", splits=3, local_bytes=0),
         case("attention", attend=biased, **small),
         case("attention", bits=4, sink_tokens=4, **small),
         case("attention", attend=dict(rope_base=10000.0)),
-        case("attention", queries=128, local_bytes=64),
-        case("attention", sparsity=0.7, local_bytes=32, **small),
+        case("attention", queries=128),
+        case("attention", sparsity=0.7, **small),
         case("attention", ordered=True, attend=dict(rope_base=10000.0), dtype=torch.float16, **small),
         case("plain"),
         case("plain", attend=dict(rope_base=10000.0), queries=128),
