@@ -20,7 +20,7 @@ from models.folder import FolderError, access, check_run, write_text
 from models.metrics import ranking_metrics
 from models.monitor import explain_faults
 from models.report import print_result
-from models.retrieval import mask_seen, model_scorer, rank_targets, sampled_candidates, seen_by, top_items
+from models.retrieval import best_items, model_scorer, rank_targets, sampled_candidates, seen_by
 from models.run import Data, build_model, check_fingerprint, final_weights, judge, open_data
 from models.serving import ServingError, serve_from_cache
 
@@ -59,10 +59,8 @@ def predict(config, data: Data, model, split: str, k: int, out: Path) -> int:
     score = model_scorer(model, config.train.autocast == "bf16")
     users, items, values = [], [], []
     for batch in data.eval_batches(split).epoch(0):
-        scores = score(batch)
-        if config.eval.filter_seen != "none":
-            scores = mask_seen(scores, *seen_by(config.eval.filter_seen, batch))
-        best, ids = top_items(scores, k)
+        how = config.eval.filter_seen
+        best, ids = best_items(score(batch), k, None if how == "none" else seen_by(how, batch))
         users.append(batch.users.cpu().numpy())
         items.append(ids.cpu().numpy())
         values.append(best.cpu().numpy())
