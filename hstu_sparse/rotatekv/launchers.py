@@ -239,6 +239,7 @@ def attention(
             rope_table(rope_base, head_size // 2, sinks, TILE, count, q.device),
         )
     packed = {} if cache is None else cache.packed
+    bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
     timed = bias.time is not None
     part, part_lse = out, lse
     if splits > 1:
