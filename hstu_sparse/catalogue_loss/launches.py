@@ -96,12 +96,11 @@ def _fitting(config: dict, row_bytes: int, limit: int) -> dict:
     """The config with tiles made smaller until they fit: one of rows owned, one walked over for each stage."""
     config = dict(config)
     while (config["BLOCK_M"] + config["num_stages"] * config["BLOCK_N"]) * row_bytes + 4096 > limit:
-        if config["num_stages"] > 2:
+        larger = max("BLOCK_N", "BLOCK_M", key=lambda side: config[side])
+        if config["num_stages"] > 2 or config[larger] == 16:  # products take no less
             config["num_stages"] -= 1
-        elif config["BLOCK_N"] >= config["BLOCK_M"]:
-            config["BLOCK_N"] //= 2
         else:
-            config["BLOCK_M"] //= 2
+            config[larger] //= 2
     return config
 
 
