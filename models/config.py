@@ -223,6 +223,11 @@ class EvalConfig(Strict):
         return name
 
 
+class ParallelConfig(Strict):
+    # Processes that each sequence is cut over (see models/context.py): as many as torchrun starts.
+    context: int = Field(1, ge=1)
+
+
 class RunConfig(Strict):
     # A folder below run_dir: not hidden, not `..`.
     name: str = Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)
@@ -235,6 +240,7 @@ class RunConfig(Strict):
     loss: LossConfig = LossConfig()
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     @model_validator(mode="after")
     def _consistent(self):
@@ -246,6 +252,11 @@ class RunConfig(Strict):
             raise ValueError("model.table_dtype=bfloat16 is not for model.head.kind=mol")
         if self.model.head.kind == "mol" and self.loss.kind == "mixed_negatives":
             raise ValueError("loss.kind=mixed_negatives is not for model.head.kind=mol: it corrects no probabilities")
+        if self.parallel.context > 1:
+            if any(attention.kind != "ring" for attention in self.model.attention):
+                raise ValueError("parallel.context: only model.attention.kind=ring sees tokens of other processes")
+            if self.model.rotary or self.model.head.kind != "dot":
+                raise ValueError("parallel.context: model.rotary and other heads than dot see whole sequences only")
         if self.eval.patience and not self.eval.every:
             raise ValueError("eval.patience needs eval.every >= 1")
         return self

@@ -33,11 +33,16 @@ class Negatives(NamedTuple):
 
 
 def head_loss(
-    model: nn.Module, config: LossConfig, out: Tensor, targets: Tensor, dtype: torch.dtype | None = None
+    model: nn.Module,
+    config: LossConfig,
+    out: Tensor,
+    targets: Tensor,
+    dtype: torch.dtype | None = None,
+    part: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
     """(training loss, auxiliary losses) of a model's outputs [T, E] by its own head; arguments as `training_loss`."""
     if model.head is None:
-        return training_loss(config, out, model.item_weight, targets, dtype), {}
+        return training_loss(config, out, model.item_weight, targets, dtype, part), {}
     drawn = draw_negatives(config, len(model.item_weight), targets)
     ids = None if drawn is None else drawn.ids.expand(len(targets), -1)
     return mol_loss(model.head, out, model.item_weight, targets, ids)
@@ -72,7 +77,12 @@ def draw_negatives(config: LossConfig, num_items: int, targets: Tensor) -> Negat
 
 
 def training_loss(
-    config: LossConfig, out: Tensor, item_weight: Tensor, targets: Tensor, dtype: torch.dtype | None = None
+    config: LossConfig,
+    out: Tensor,
+    item_weight: Tensor,
+    targets: Tensor,
+    dtype: torch.dtype | None = None,
+    part: Tensor | None = None,
 ) -> Tensor:
     """Mean loss over the positions, with gradients for `out` and `item_weight` (once: no second derivative).
 
@@ -81,11 +91,21 @@ def training_loss(
     generator: uniform over the catalogue; for `in_batch` over the targets of the batch, so that an item is drawn as
     often as it is popular there; for `mixed_negatives` a share each, logits corrected by the logarithm of the
     probability that this gives an item. A negative equal to the positive does not count.
+
+    part: positions that `out` is of, where it is of some only; the result is then their share of the mean, with the
+    negatives that all of them would get.
     """
+    count = (targets >= 0).sum().clamp(min=1)
     drawn = draw_negatives(config, len(item_weight), targets)
+    share = 1
+    if part is not None:
+        targets = targets[part]
+        share = (targets >= 0).sum() / count
+        if drawn is not None and drawn.ids.dim() == 2:
+            drawn = drawn._replace(ids=drawn.ids[part])
     if out.is_cuda and config.kind != "bce" and out.shape[1] <= MAX_KERNEL_SIZE:
         dtype = dtype or item_weight.dtype
-        return hstu_sparse.catalogue_loss(
+        return share * hstu_sparse.catalogue_loss(
             out.to(dtype),
             item_weight.to(dtype),
             targets,
@@ -94,7 +114,6 @@ def training_loss(
             log_q=None if drawn is None else drawn.log_q,
         )
     item_weight = item_weight.to(out.dtype)
-    count = (targets >= 0).sum().clamp(min=1)
     whole = drawn is None or takes_whole_catalogue(config, out, item_weight)
     items = F.normalize(item_weight, dim=-1, eps=NORM_EPS) if whole else item_weight
     width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]
