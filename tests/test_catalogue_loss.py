@@ -189,6 +189,14 @@ def test_kernels_agree_with_the_reference(name):
 
 
 @interpreter
+@pytest.mark.parametrize("name", ["whole catalogue", "no normalisation", "several chunks", "negatives of the batch"])
+def test_kernels_with_tensor_descriptors(name, monkeypatch):
+    launches = pytest.importorskip("hstu_sparse.catalogue_loss.launches")
+    monkeypatch.setattr(launches, "overrides", {part: {"TMA": True} for part in ("fwd", "dout", "ditems")})
+    check("cpu", **{**CASE, **CASES[name]})
+
+
+@interpreter
 @pytest.mark.parametrize("sampled", ["shared", "per token"])
 def test_popular_items_are_cut_and_merged(sampled, monkeypatch):
     """Runs of the table's gradient longer than a piece: cut within a window, over several, and at its very end."""

@@ -149,14 +149,17 @@ def _precision(x: Tensor) -> str:
     return "tf32" if launch.precision(x.dtype) == "tf32" else "tf32x3" if x.dtype == torch.float32 else "ieee"
 
 
-def _walk(matrix: Tensor, config: dict):
-    """What a product's kernel walks over: the matrix, or its tensor descriptor; and the constant that says which."""
+def _walk(config: dict, matrix: Tensor, *vectors: Tensor | None):
+    """What a product's kernel walks over, as it is or as tensor descriptors; and the constant that says which."""
     if not config["TMA"] or not len(matrix):
-        return matrix, False
+        return matrix, *vectors, False
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    block = [config["BLOCK_N"], config["BLOCK_E"]]
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block), True
+    def described(x: Tensor | None, *block: int):
+        return x if x is None else TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+
+    rows = config["BLOCK_N"]
+    return described(matrix, rows, config["BLOCK_E"]), *(described(x, rows) for x in vectors), True
 
 
 def _options(config: dict) -> dict:
@@ -174,6 +177,8 @@ class _Call:
         self.out = out if out.stride(1) == 1 else out.contiguous()
         self.items = items if items.stride(1) == 1 else items.contiguous()
         self.targets = targets.to(torch.int32)
+        if self.targets.data_ptr() % 16:  # a tensor descriptor's base
+            self.targets = self.targets.clone()
         self.temperature, self.normalize = temperature, normalize
         self.smoothing, self.skip = smoothing, skip
         self.scale = LOG2E if temperature is not None else LOG2E / scale
@@ -238,11 +243,11 @@ def _forward(*arguments):
     splits, per_split = plan_splits(call.T, W, config, call.out.device, 4)
     partial = call.new(splits, call.T)
     out, matrix = launch.aligned(call.out), launch.aligned(matrix)
-    walk, tma = _walk(matrix, config)
+    walk, lengths, tma = _walk(config, matrix, item_scale if call.normalize else None)
     if call.T:
         catalogue_loss_fwd_kernel[(cdiv(call.T, config["BLOCK_M"]) * splits,)](
-            out, walk, out.stride(0), matrix.stride(0), row_scale, item_scale if call.normalize else None, ids, shift,
-            call.targets, partial, min(call.bound, BOUND), call.T, W, per_split, E=out.shape[1],
+            out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets,
+            partial, min(call.bound, BOUND), call.T, W, per_split, E=out.shape[1],
             BOUNDED=call.bound <= BOUND, PRECISION=call.precision, TMA=tma, **_options(config),
         )  # fmt: skip
     lse, positive = call.new(call.T), call.new(call.T)
@@ -308,9 +313,9 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
     config = config_of("dout", call.out)
     splits, per_split = plan_splits(call.T, W, config, call.out.device, 4 * call.E)
     partial = call.new(splits, call.T, call.E) if splits > 1 else None
-    walk, tma = _walk(matrix, config)
+    walk, lengths, tma = _walk(config, matrix, item_scale)
     catalogue_loss_bwd_dout_kernel[(cdiv(call.T, config["BLOCK_M"]) * splits,)](
-        out, walk, out.stride(0), matrix.stride(0), row_scale, item_scale, ids, shift, call.targets, lse,
+        out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets, lse,
         positive if sampled else None, *ending, dout, along, partial, call.smoothing, call.skip, call.T, call.I, W,
         per_split, SIZE=call.E, TMA=tma, **shape, **_options(config),
     )  # fmt: skip
@@ -326,10 +331,10 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
     parts = splits > 1 or sampled
     partial = call.new(splits, W, call.E) if parts else None
     ditems = None if sampled else torch.empty_like(call.items, memory_format=torch.contiguous_format)
-    walk, tma = _walk(out, config)
+    walk, scales, targets, sums, tma = _walk(config, out, row_scale, call.targets, lse)
     if W:
         catalogue_loss_bwd_ditems_kernel[(cdiv(W, config["BLOCK_M"]) * splits,)](
-            walk, matrix, out.stride(0), matrix.stride(0), row_scale, item_scale, ids, shift, call.targets, lse,
+            walk, matrix, out.stride(0), matrix.stride(0), scales, item_scale, ids, shift, targets, sums, row_scale,
             out_sum, grad, inverse_count, ditems, partial, call.smoothing, call.skip, W, call.T, per_split,
             SIZE=call.E, TMA=tma, **shape, **_options(config),
         )  # fmt: skip
