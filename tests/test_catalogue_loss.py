@@ -236,6 +236,20 @@ def test_an_item_of_norm_zero():
 
 
 @interpreter
+def test_opcheck():
+    pytest.importorskip("hstu_sparse.catalogue_loss.launches")
+    generator = torch.Generator().manual_seed(0)
+    out, items = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (20, 30))
+    targets, negatives = (torch.randint(-1, 30, (n,), generator=generator) for n in (20, 7))
+    temperature = torch.tensor(0.3, requires_grad=True)
+    torch.library.opcheck(
+        torch.ops.hstu_sparse.catalogue_loss_fwd.default,
+        (out, items, targets, temperature, negatives, None, 1.0, True, 0.0, 0.0),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+@interpreter
 def test_skipped_tiles_lose_little():
     pytest.importorskip("triton")
     generator = torch.Generator().manual_seed(0)

@@ -274,7 +274,9 @@ def _forward_per_token(call: _Call):
         )  # fmt: skip
     loss, inverse_count = call.mean(parts)
     # Without the temperature the outputs' scales are one number, which ends the items' gradient.
-    row_scale = call.new(0) if call.normalize else call.scales(call.out[:1], call.scale, call.temperature)
+    row_scale = call.new(0 if call.normalize else 1)
+    if call.T and not call.normalize:
+        row_scale = call.scales(call.out[:1], call.scale, call.temperature)
     return loss, lse, row_scale, call.new(0), call.new(0), inverse_count
 
 
@@ -371,9 +373,11 @@ def _table_gradient(call, grad, inverse_count, row_scale, negatives, shares, dra
     windows = cdiv(len(keys), PIECE)
     slots = call.new(windows, 2, call.E)
     scalars = (row_scale, grad, inverse_count, ditems, slots, len(keys))
+    # Entries of a run at a time: about as many as it has.
+    rows = 16 if len(keys) < 32 * call.I else max(16, min(64, 2 * ROW_TILE // call.width))
     catalogue_loss_table_bwd_kernel[(cdiv(len(keys), CHUNK),)](
         keys, order, call.out, call.out.stride(0), shares, drawn, call.items, call.items.stride(0), *scalars, call.T,
-        call.K, call.I, **call.sizes, ROWS=16, CHUNK=CHUNK, PIECE=PIECE,
+        call.K, call.I, **call.sizes, ROWS=rows, CHUNK=CHUNK, PIECE=PIECE,
     )  # fmt: skip
     catalogue_loss_pieces_bwd_kernel[(windows,)](
         keys, call.items, call.items.stride(0), *scalars, call.I, **call.sizes, PIECE=PIECE
@@ -385,10 +389,10 @@ def _fake(out, items, targets, temperature, negatives, log_q, scale, normalize, 
     def empty(*shape):
         return out.new_empty(shape, dtype=torch.float32)
 
-    T, I = len(out), len(items)
+    T = out.shape[0]
     if negatives is not None and negatives.dim() == 2:
-        return empty(), empty(T), empty(0 if normalize else min(T, 1)), empty(0), empty(0), empty(1)
-    W = I if negatives is None else len(negatives)
+        return empty(), empty(T), empty(0 if normalize else 1), empty(0), empty(0), empty(1)
+    W = items.shape[0] if negatives is None else negatives.shape[0]
     return empty(), empty(T), empty(T), empty(W if normalize else 0), empty(T), empty(1)
 
 
