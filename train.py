@@ -181,13 +181,15 @@ def build_step(
         for layer in model.layers:
             layer.compile(dynamic=True)
 
+    dtype = torch.bfloat16 if c.autocast == "bf16" else None
+
     def step(batch: Batch) -> Losses:
         targets, batch = batch.target_ids, context.cut(batch)
         # A cache of cast weights would outlive the step that a graph captures.
         with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
             out, aux = model(batch)
         part = batch.part if isinstance(batch, ContextBatch) else None
-        loss, of_head = head_loss(model, config.loss, out, targets, part)
+        loss, of_head = head_loss(model, config.loss, out, targets, dtype, part)
         aux |= of_head
         if wrong := aux.keys() & TAKEN:
             raise ValueError(

@@ -60,7 +60,7 @@ def gains(out: Path) -> dict[str, np.ndarray]:
     """NDCG@10 of every user, name -> [seeds, users]."""
     found: dict[str, list] = {}
     for path in sorted((out / "ranks").glob("*.npy")):
-        ranks = np.load(path)
+        ranks = np.load(path, allow_pickle=False)
         found.setdefault(path.stem.rpartition("-")[0], []).append(np.where(ranks <= 10, 1 / np.log2(ranks + 1.0), 0.0))
     return {name: np.stack(rows) for name, rows in found.items()}
 

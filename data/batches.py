@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -51,6 +51,14 @@ class Batch:
     seen_items: Tensor | None = None
     seen_offsets: Tensor | None = None
     phase: int = sys.maxsize
+    # What `once` found. A copy of the batch begins without, so nothing outlives the pass that its copy was made for.
+    _found: dict = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, key: Hashable, compute: Callable[[], object]) -> object:
+        """compute(), which depends on the batch and `key` alone, called for the first of the layers that ask."""
+        if key not in self._found:
+            self._found[key] = compute()
+        return self._found[key]
 
     @property
     def real(self) -> Tensor:

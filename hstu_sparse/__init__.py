@@ -6,9 +6,17 @@ from hstu_sparse.bsa import (
     triton_block_sparse_attn,
     triton_hstu_attention_with_bsa,
 )
+from hstu_sparse.catalogue_loss import catalogue_loss
 from hstu_sparse.dense import attention_plan, hstu_attention
 from hstu_sparse.gated_norm import layer_norm, norm_gate
 from hstu_sparse.htree import htree_attention
+from hstu_sparse.indexer import (
+    compute_index_loss_sparse,
+    index_scores,
+    indexer_loss,
+    lightning_indexer,
+    sparse_attention,
+)
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.ring import (
     RingPlan,
@@ -31,22 +39,48 @@ from hstu_sparse.ring import (
     zigzag_triton_ring_flash_attn_varlen_qkvpacked_func,
 )
 from hstu_sparse.rotary import rotary
+from hstu_sparse.rotatekv import (
+    RotateKVCache,
+    calibrate,
+    hadamard_transform,
+    mustafar_attention_with_rope,
+    mustafar_decompress_with_hadamard_inverse,
+    rotatekv_attention,
+    rotatekv_compress,
+    rotatekv_decompress,
+    rotatekv_round_trip,
+)
 
 __all__ = [
     "RelativeBias",
     "RingPlan",
+    "RotateKVCache",
     "TritonHSTUBSAAttention",
     "attention_plan",
     "bsa_attention",
+    "calibrate",
+    "catalogue_loss",
+    "compute_index_loss_sparse",
     "cut_sequences",
     "flash_attention",
+    "hadamard_transform",
     "hstu_attention",
     "htree_attention",
+    "index_scores",
+    "indexer_loss",
     "layer_norm",
+    "lightning_indexer",
+    "mustafar_attention_with_rope",
+    "mustafar_decompress_with_hadamard_inverse",
     "norm_gate",
     "ring_hstu_attention",
     "ring_plan",
     "rotary",
+    "rotatekv_attention",
+    "rotatekv_compress",
+    "rotatekv_decompress",
+    "rotatekv_round_trip",
+    "sparse_attention",
     "triton_block_sparse_attn",
     "triton_hstu_attention_with_bsa",
     "triton_ring_flash_attn_func",

@@ -8,6 +8,7 @@ import torch
 from data.batches import Batches
 from data.datasets import Dataset, load_dataset
 from data.splits import Splits, make_splits, train_item_counts
+from hstu_sparse.validation import choose_backend
 from models.checkpoint import CheckpointError, Progress, checkpoints, exists, load_folder
 from models.config import ConfigError, RunConfig, differences
 from models.hstu import SequenceModel
@@ -36,6 +37,9 @@ def open_data(config: RunConfig) -> Data:
         raise ConfigError("device: cuda was asked for, but torch finds no GPU (make doctor says why)")
     if config.threads:
         torch.set_num_threads(config.threads)
+    if kind == "cuda":
+        set_matmul_precision(config.train.matmul_precision)
+    check_backends(config, torch.device(kind))
     c = config.data
     dataset = load_dataset(
         c.format,
@@ -55,6 +59,21 @@ def open_data(config: RunConfig) -> Data:
         test_fraction=c.test_fraction,
     )
     return Data(dataset, splits, torch.device(kind), config)
+
+
+def set_matmul_precision(precision: str) -> None:
+    """`train.matmul_precision`, for all of the process: torch's products of fp32, and those of the kernels."""
+    if precision != "default":
+        torch.set_float32_matmul_precision(precision)
+
+
+def check_backends(config: RunConfig, device: torch.device) -> None:
+    """Whether the kernels that the configuration insists on can run on the device; ConfigError."""
+    for layer in config.model.attention:
+        try:
+            choose_backend(getattr(layer, "backend", "auto"), torch.empty(0, device=device), "model.attention.backend")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 def check_data(config: RunConfig, dataset: Dataset) -> None:

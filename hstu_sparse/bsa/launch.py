@@ -56,10 +56,10 @@ def launches(dtype: torch.dtype, head: int, block_size: int, group: int, arch: i
     if small == 64:  # measured on an H200 with heads of 128 in bf16; see docs/bsa.md
         return {
             "query_fwd": Launch(query, 32, 4, 3),
-            "query_dq": Launch(query, key if query_major else 64, 4, 2),
+            "query_dq": Launch(query, 32 if biased else key if query_major else 64, 4, 2),
             "select_fwd": Launch(64, key, 4, 3),
             "select_dq": Launch(64, key, 8 if key == 64 and dtype.itemsize == 2 else 4, 2),
-            "select_dkv": Launch(64 if query_major else 32, key, 4, 2),
+            "select_dkv": Launch(64 if query_major and not biased else 32, key, 4, 2),
             "compress_dkv": Launch(32, 64, 4, 3),
         }
     return {
@@ -161,7 +161,7 @@ def launch_forward(*arguments):
         return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar
     q, k, v = aligned(q), aligned(k), aligned(v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
-    bias = prepare(p.bias, p.T, q.device)
+    bias = prepare(p.bias, p.offsets, p.T, p.NB, p.BS)
 
     kbar_low = torch.empty_like(kbar) if p.split else kbar
     blocks.bsa_pool_fwd_kernel[(p.NB, p.H)](
@@ -222,7 +222,7 @@ def launch_backward(do, *arguments):
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given]
     do, q, k, v = aligned(do), aligned(a.q), aligned(a.k), aligned(a.v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
-    bias = prepare(p.bias, p.T, q.device)
+    bias = prepare(p.bias, p.offsets, p.T, p.NB, p.BS)
     # Of each pair's gradient: what no sum of them can exceed, for those that are kept as whole multiples.
     pairs = p.T * p.H * (p.S * p.BS + cdiv(p.max_seq_len, p.BS) + min(p.window, p.max_seq_len))
     sums = TableSums(p.bias, do, v, gates, pairs * p.BS) if p.biased else None

@@ -1,0 +1,355 @@
+"""The kernels that multiply outputs with items, tile by tile, and never write a logit.
+
+Letters: T tokens, I items, E embedding size; W rows of the matrix that is walked over. In the kernels m: the rows of
+the tile that a program owns, n: the rows of the tile at hand of those it walks over.
+
+A program owns a tile of outputs (forward, dout) or of items (ditems) and walks over the other side, so every sum has a
+fixed order. Where there are too few tiles to fill the GPU each is shared by several programs (`splits`), which walk
+over a part each; their results, log-sum-exps or fp32 gradients, are merged by the kernels of rows.py. Tiles are held in
+chunks of BLOCK_E columns, as tuples, so that what ends a gradient needs few registers.
+
+Logits are kept in base 2: with row_scale[t] = log2(e) / (temperature * |out_t|) and item_scale[i] = 1 / |items_i|
+(norms 1 without `normalize`) the logit is <out_t, items_i> * row_scale[t] * item_scale[i], scaled behind the product so
+that 16-bit inputs enter the tensor cores as they are.
+
+The items are the catalogue, or (sampled) the rows drawn for the whole batch: these come with their `ids`, by which
+accidental hits are taken out, and with the correction `shift` of each.
+
+In backward the softmax, rounded to the inputs' dtype, is the left side of a second product. fp16 has no exponents for a
+small probability times 1 / |item|: there the right side is normalised, and the probability multiplied by 2^15.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.catalogue_loss.rows import finish_items, finish_outputs, store_rows
+
+# Sizes that differ between batches.
+PER_BATCH = ["T", "W", "per_split"]
+GIVEN = ["targets", "ids"]
+
+
+@triton.jit
+def _chunk(base, start, first_column, stride, limit, E: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+           MASKED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """A tile [ROWS, WIDTH] of a matrix [limit, E] or of its tensor descriptor, zeros outside of it."""
+    if TMA:
+        return base.load([start, first_column])
+    else:
+        rows = tl.arange(0, ROWS)[:, None]
+        columns = first_column + tl.arange(0, WIDTH)[None, :]
+        pointers = base + tl.cast(start, tl.int64) * stride + (rows * stride + columns)
+        if MASKED:
+            inside = start + rows < limit
+            if E % WIDTH != 0:
+                inside = inside & (columns < E)
+            return tl.load(pointers, inside, 0.0)
+        elif E % WIDTH != 0:
+            return tl.load(pointers, columns < E, 0.0)
+        else:
+            return tl.load(pointers)
+
+
+@triton.jit
+def _in_registers(x, REGISTERS: tl.constexpr):
+    """x, the left operand of products, held in registers and not read from shared memory for every one of them.
+
+    Triton does so only with what comes out of a product: this one adds zeros.
+    """
+    if REGISTERS:
+        none = tl.dot(tl.zeros([x.shape[0], 16], x.dtype), tl.zeros([16, x.shape[1]], x.dtype))
+        return (x.to(tl.float32) + none).to(x.dtype)
+    else:
+        return x
+
+
+@triton.jit
+def _tile(base, start, stride, limit, E: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
+          TMA: tl.constexpr, REGISTERS: tl.constexpr):  # fmt: skip
+    """ROWS whole rows of a matrix: a tuple of chunks of WIDTH columns."""
+    tile = ()
+    for chunk in tl.static_range((E + WIDTH - 1) // WIDTH):
+        part = _chunk(base, start, chunk * WIDTH, stride, limit, E, WIDTH, ROWS, MASKED, TMA)
+        tile = tile + (_in_registers(part, REGISTERS),)  # noqa: RUF005  Triton knows no starred tuples
+    return tile
+
+
+@triton.jit
+def _scores(own, tile, PRECISION: tl.constexpr):
+    """[M, N]: own times tile, transposed."""
+    scores = tl.dot(own[0], tl.trans(tile[0]), input_precision=PRECISION)
+    for chunk in tl.static_range(1, len(own)):
+        scores = tl.dot(own[chunk], tl.trans(tile[chunk]), scores, input_precision=PRECISION)
+    return scores
+
+
+@triton.jit
+def _add_product(acc, weights, tile, length, PRECISION: tl.constexpr):
+    """The chunks of acc + weights times tile. With length [N] the tile is multiplied by it, weights are for fp16."""
+    added = ()
+    for chunk in tl.static_range(len(acc)):
+        right = tile[chunk]
+        if length is not None:
+            right = (right.to(tl.float32) * length[:, None]).to(right.dtype)
+        part = tl.dot(weights.to(right.dtype), right, acc[chunk], input_precision=PRECISION)
+        added = added + (part,)  # noqa: RUF005
+    return added
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr):
+    acc = ()
+    for _ in tl.static_range((E + WIDTH - 1) // WIDTH):
+        acc = acc + (tl.zeros([ROWS, WIDTH], tl.float32),)  # noqa: RUF005
+    return acc
+
+
+@triton.jit
+def _times(acc, factor):
+    scaled = ()
+    for chunk in tl.static_range(len(acc)):
+        scaled = scaled + (acc[chunk] * factor,)  # noqa: RUF005
+    return scaled
+
+
+@triton.jit
+def _vector(base, n, limit, other, MASKED: tl.constexpr):
+    """base[n] along the columns of a tile."""
+    if MASKED:
+        return tl.load(base + n, n < limit, other)[None, :]
+    else:
+        return tl.load(base + n)[None, :]
+
+
+@triton.jit
+def _range(rows, per_split, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(tile, split, bounds): walked are bounds[0] .. bounds[1] in whole tiles, bounds[1] .. bounds[2] with a mask.
+
+    Programs of one split are neighbours: what they walk over stays in the cache.
+    """
+    tiles = tl.cdiv(rows, BLOCK_M)
+    tile = tl.program_id(0) % tiles
+    split = tl.program_id(0) // tiles
+    first = split * per_split
+    last = tl.minimum(first + per_split, W)
+    return tile, split, (first, first + (last - first) // BLOCK_N * BLOCK_N, last)
+
+
+@triton.jit
+def _sum_exp(
+    top, total, own, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, bound, W,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """(top, total) [M] with the items first .. last: the sum of 2^logit is total * 2^top; BOUNDED: total * 2^bound."""
+    for start in range(first, last, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
+        logits = _scores(own, tile, PRECISION)
+        if item_scale is not None:
+            logits *= _vector(item_scale, n, W, 0.0, MASKED)
+        logits *= row_scale
+        if shift is not None:
+            logits -= _vector(shift, n, W, 0.0, MASKED)
+        if MASKED:
+            logits = tl.where((n < W)[None, :], logits, float("-inf"))
+        if ids is not None:
+            drawn = _vector(ids, n, W, -1, MASKED)
+            logits = tl.where((drawn == target) | (drawn < 0), float("-inf"), logits)
+        if BOUNDED:
+            total += tl.sum(tl.exp2(logits - bound), 1)
+        else:
+            higher = tl.maximum(top, tl.max(logits, 1))
+            total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
+            top = higher
+    return top, total
+
+
+@triton.jit(do_not_specialize=[*PER_BATCH, "bound"], do_not_specialize_on_alignment=GIVEN)
+def catalogue_loss_fwd_kernel(
+    out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, bound, T, W, per_split,
+    E: tl.constexpr, BOUNDED: tl.constexpr, REGISTERS: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """lse [splits, T]: log2 of the sum of 2^logit over a split's items (-1e30 for none), for BLOCK_M outputs.
+
+    BOUNDED: all logits are known to lie within `bound` of 0, little enough for fp32, and no maximum is looked for.
+    """
+    tile, split, bounds = _range(T, per_split, W, BLOCK_M, BLOCK_N)
+    t = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    own = _tile(out, tile * BLOCK_M, out_stride, T, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
+    scale = tl.load(row_scale + t, t < T, 0.0)[:, None]
+    target = -1
+    if ids is not None:
+        target = tl.load(targets + t, t < T, -1)[:, None]
+    # Finite, so that nothing is subtracted from itself where a tile has no item that counts.
+    top = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for part in tl.static_range(2):
+        # Around a loop that never runs zero times ptxas does not serialise the products.
+        if bounds[part] < bounds[part + 1]:
+            top, total = _sum_exp(
+                top, total, own, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, ids, shift,
+                target, bound, W, E, BLOCK_E, BOUNDED, PRECISION, TMA, BLOCK_N, part == 1,
+            )  # fmt: skip
+    if BOUNDED:
+        top = tl.zeros([BLOCK_M], tl.float32) + bound
+    log_sum = tl.where(total > 0.0, top + tl.log2(tl.maximum(total, 1e-37)), -1e30)
+    tl.store(lse + split.to(tl.int64) * T + t, log_sum, t < T)
+
+
+@triton.jit
+def _weigh_items(
+    acc, own, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, lse, skip, W,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, SKIP: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """acc + softmax of the items first .. last times the (normalised) items."""
+    for start in range(first, last, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
+        logits = _scores(own, tile, PRECISION)
+        if item_scale is not None:
+            logits *= _vector(item_scale, n, W, 0.0, MASKED)
+        logits = logits * row_scale - lse
+        if shift is not None:
+            logits -= _vector(shift, n, W, 0.0, MASKED)
+        if MASKED:
+            logits = tl.where((n < W)[None, :], logits, float("-inf"))
+        weights = tl.exp2(logits)
+        if ids is not None:
+            drawn = _vector(ids, n, W, -1, MASKED)
+            weights = tl.where((drawn == target) | (drawn < 0), 0.0, weights)
+        if not SKIP or tl.max(tl.max(weights, 1), 0) >= skip:
+            length = None
+            if HALF:
+                weights *= 32768.0
+                if item_scale is not None:
+                    length = tl.load(item_scale + n, n < W, 0.0)
+            elif item_scale is not None:
+                weights *= _vector(item_scale, n, W, 0.0, MASKED)
+            acc = _add_product(acc, weights, tile, length, PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=[*PER_BATCH, "smoothing", "skip"], do_not_specialize_on_alignment=GIVEN)
+def catalogue_loss_bwd_dout_kernel(
+    out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, positive, table,
+    table_stride, item_sum, grad, inverse_count, dout, along, partial, smoothing, skip, T, I, W, per_split,
+    SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, SKIP: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of dout [T, SIZE], or (with `partial` [splits, T, SIZE]) a split's softmax times items.
+
+    E: columns of the matrices, SIZE and zeros behind them.
+    """
+    tile, split, bounds = _range(T, per_split, W, BLOCK_M, BLOCK_N)
+    t = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    HALF: tl.constexpr = out.dtype.element_ty == tl.float16
+    own = _tile(out, tile * BLOCK_M, out_stride, T, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
+    scale = tl.load(row_scale + t, t < T, 0.0)[:, None]
+    # Tokens without a target have an lse of infinity, and no softmax.
+    log_sum = tl.load(lse + t, t < T, float("inf"))[:, None]
+    target = -1
+    if ids is not None:
+        target = tl.load(targets + t, t < T, -1)[:, None]
+    acc = _zeros(BLOCK_M, E, BLOCK_E)
+    for part in tl.static_range(2):
+        if bounds[part] < bounds[part + 1]:
+            acc = _weigh_items(
+                acc, own, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, ids, shift, target,
+                log_sum, skip, W, E, BLOCK_E, SKIP, HALF, PRECISION, TMA, BLOCK_N, part == 1,
+            )  # fmt: skip
+    if HALF:
+        acc = _times(acc, 1.0 / 32768.0)
+    if partial is not None:
+        for chunk in tl.static_range(len(acc)):
+            base = partial + split.to(tl.int64) * T * SIZE
+            store_rows(base, t, t < T, acc[chunk], SIZE, BLOCK_E, chunk)
+    else:
+        finish_outputs(
+            acc, t, out, out_stride, row_scale, targets, lse, positive, table, table_stride, item_sum, grad,
+            inverse_count, dout, along, smoothing, T, I, SIZE, BLOCK_E, NORMALIZE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _weigh_outputs(
+    acc, own, first, last, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, skip, W,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, SKIP: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """acc + gradient of the logits at the outputs first .. last times the (scaled) outputs."""
+    for start in range(first, last, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        tile = _tile(out, start, out_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
+        logits = _scores(own, tile, PRECISION)
+        if NORMALIZE:
+            logits *= item_scale
+        scale = _vector(row_scale, n, W, 0.0, MASKED)
+        logits = logits * scale - _vector(lse, n, W, float("inf"), MASKED)
+        if shift is not None:
+            logits -= shift
+        weights = tl.exp2(logits)
+        hit = ids == _vector(targets, n, W, -1, MASKED)
+        if SAMPLED:
+            weights = tl.where(hit, 0.0, weights)
+        else:
+            weights = tl.where(hit, weights - keep, weights)
+        if not SKIP or tl.max(tl.max(tl.abs(weights), 1), 0) >= skip:
+            length = None
+            if HALF:
+                weights *= 32768.0
+                if NORMALIZE:
+                    length = tl.load(row_scale + n, n < W, 0.0)
+            elif NORMALIZE:
+                weights *= scale
+            acc = _add_product(acc, weights, tile, length, PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=[*PER_BATCH, "smoothing", "skip"], do_not_specialize_on_alignment=GIVEN)
+def catalogue_loss_bwd_ditems_kernel(
+    out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, out_sum, grad, inverse_count,
+    ditems, partial, smoothing, skip, I, W, per_split,
+    SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, SKIP: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of ditems [I, SIZE], or (with `partial` [splits, I, SIZE]) a split's sum over outputs.
+
+    `out` may be the tensor descriptor of the outputs. I: rows of `items`, W: T.
+    """
+    tile, split, bounds = _range(I, per_split, W, BLOCK_M, BLOCK_N)
+    i = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    HALF: tl.constexpr = items.dtype.element_ty == tl.float16
+    own = _tile(items, tile * BLOCK_M, items_stride, I, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
+    scale = 1.0
+    if NORMALIZE:
+        scale = tl.load(item_scale + i, i < I, 0.0)[:, None]
+    known = i[:, None]
+    correction = 0.0
+    if ids is not None:
+        known = tl.load(ids + i, i < I, -1)[:, None]
+    if shift is not None:
+        correction = tl.load(shift + i, i < I, 0.0)[:, None]
+    acc = _zeros(BLOCK_M, E, BLOCK_E)
+    for part in tl.static_range(2):
+        if bounds[part] < bounds[part + 1]:
+            acc = _weigh_outputs(
+                acc, own, bounds[part], bounds[part + 1], out, out_stride, row_scale, scale, known,
+                None if shift is None else correction, targets, lse, 1.0 - smoothing, skip, W, E, BLOCK_E, NORMALIZE,
+                ids is not None, SKIP, HALF, PRECISION, TMA, BLOCK_N, part == 1,
+            )  # fmt: skip
+    if HALF:
+        acc = _times(acc, 1.0 / 32768.0)
+    if partial is not None:
+        for chunk in tl.static_range(len(acc)):
+            base = partial + split.to(tl.int64) * I * SIZE
+            store_rows(base, i, i < I, acc[chunk], SIZE, BLOCK_E, chunk)
+    else:
+        finish_items(
+            acc, i, i < I, items, items_stride, row_scale, out_sum, grad, inverse_count, ditems, smoothing, I, SIZE,
+            BLOCK_E, NORMALIZE,
+        )  # fmt: skip

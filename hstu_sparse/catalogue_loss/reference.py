@@ -1,0 +1,48 @@
+"""The catalogue loss in plain PyTorch: the specification.
+
+Letters: T tokens, I items, E embedding size, K negatives.
+"""
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+NORM_EPS = 1e-6
+
+
+def catalogue_loss_reference(
+    out: torch.Tensor,
+    items: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor,
+    normalize: bool,
+    negatives: torch.Tensor | None,
+    log_q: torch.Tensor | None,
+    label_smoothing: float,
+) -> torch.Tensor:
+    """Arguments and result as `hstu_sparse.catalogue_loss`. 16-bit inputs are computed with in fp32."""
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    out, items = out.to(dtype), items.to(dtype)
+
+    def ready(x):
+        return F.normalize(x, dim=-1, eps=NORM_EPS) if normalize else x
+
+    out, known = ready(out), targets >= 0
+    rows = targets.clamp(min=0)
+    if negatives is None:
+        logits = out @ ready(items).T / temperature
+        losses = F.cross_entropy(logits, rows.long(), label_smoothing=label_smoothing, reduction="none")
+    else:
+        positive = (out * ready(items[rows])).sum(-1) / temperature
+        drawn = negatives.clamp(min=0)
+        if negatives.dim() == 1:
+            logits = out @ ready(items[drawn]).T / temperature
+        else:
+            logits = torch.einsum("te,tke->tk", out, ready(items[drawn])) / temperature
+        if log_q is not None:
+            logits = logits - (log_q[drawn].to(dtype) + math.log(negatives.shape[-1]))
+        logits = logits.masked_fill((negatives == targets[:, None]) | (negatives < 0), float("-inf"))
+        losses = torch.cat([positive[:, None], logits], 1).logsumexp(1) - positive
+    return losses.masked_fill(~known, 0.0).sum() / known.sum().clamp(min=1)

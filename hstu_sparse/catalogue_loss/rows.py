@@ -1,0 +1,256 @@
+"""The kernels that go over outputs or items once: scales, losses, the end of the gradients.
+
+Letters: T tokens, I items, E embedding size, R rows of either matrix. m: the rows of a program's tile.
+
+With h_t the sum over items of dloss/dlogit times the normalised item, and likewise h_i over outputs, the gradients
+through the normalisation of x (an output or an item, |x| above eps) are
+    (h - x <x, h> / |x|^2) / |x|
+times what the logits were scaled with, the gradient of the mean and, for an item, the outputs' own scales, which are in
+h_i already.
+"""
+
+import triton
+import triton.language as tl
+
+EPS = tl.constexpr(1e-6)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_fp32(base, r, inside, stride, E: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr = 0):
+    """WIDTH columns from CHUNK * WIDTH on of rows r of a matrix, as fp32; zeros where not inside."""
+    columns = CHUNK * WIDTH + tl.arange(0, WIDTH)[None, :]
+    pointers = base + r[:, None].to(tl.int64) * stride + columns
+    return tl.load(pointers, inside[:, None] & (columns < E), 0.0).to(tl.float32)
+
+
+@triton.jit
+def inverse_norm(x):
+    """1 / max(|x|, eps) of the rows of x: [M]."""
+    return 1.0 / tl.maximum(tl.sqrt(tl.sum(x * x, 1)), EPS)
+
+
+@triton.jit(do_not_specialize=["R", "scale"])
+def catalogue_loss_scale_kernel(
+    x, stride, temperature, scales, scale, R, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """scales[r] = scale / |x_r| (scale alone without NORMALIZE), divided by the temperature if that is a tensor."""
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    factor = tl.zeros([ROWS], tl.float32) + scale
+    if temperature is not None:
+        factor /= tl.load(temperature).to(tl.float32)
+    if NORMALIZE:
+        factor *= inverse_norm(load_fp32(x, r, r < R, stride, E, PAD_E))
+    tl.store(scales + r, factor, r < R)
+
+
+@triton.jit(do_not_specialize=["R"])
+def catalogue_loss_sum_kernel(
+    x, stride, scales, targets, sums, R, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """sums [programs, E]: sum of the x_r (times scales[r], if given) of every programs-th tile of ROWS rows.
+
+    With targets only rows with a target count.
+    """
+    acc = tl.zeros([ROWS, PAD_E], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, R, tl.num_programs(0) * ROWS):
+        r = first + tl.arange(0, ROWS)
+        counts = r < R
+        if targets is not None:
+            counts = counts & (tl.load(targets + r, counts, -1) >= 0)
+        rows = load_fp32(x, r, counts, stride, E, PAD_E)
+        if scales is not None:
+            rows *= tl.load(scales + r, counts, 0.0)[:, None]
+        acc += rows
+    e = tl.arange(0, PAD_E)
+    tl.store(sums + tl.program_id(0) * E + e, tl.sum(acc, 0), e < E)
+
+
+@triton.jit
+def add_exp2(a, b):
+    """log2(2^a + 2^b)."""
+    return tl.maximum(a, b) + tl.log2(1.0 + tl.exp2(-tl.abs(a - b)))
+
+
+@triton.jit(do_not_specialize=["T", "I", "splits", "smoothing"])
+def catalogue_loss_rows_fwd_kernel(
+    out, items, out_stride, items_stride, row_scale, targets, partial, item_sum, lse, positive, parts, smoothing, T, I,
+    splits, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """lse [T] from partial [splits, T], and parts [programs, 2]: the sum of a program's losses, and their number.
+
+    lse is infinity for a token without target. SAMPLED: partial has the negatives alone. positive [T]: the logit of the
+    target. item_sum [E]: the sum of the normalised items, for smoothing.
+    """
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    target = tl.load(targets + t, t < T, -1)
+    counts = target >= 0
+    x = load_fp32(out, t, counts, out_stride, E, PAD_E)
+    y = load_fp32(items, target, counts, items_stride, E, PAD_E)
+    scale = tl.load(row_scale + t, counts, 0.0)
+    logit = tl.sum(x * y, 1) * scale
+    if NORMALIZE:
+        logit *= inverse_norm(y)
+    log_sum = tl.full([ROWS], -1e30, tl.float32)
+    for split in range(0, splits):
+        other = tl.load(partial + tl.cast(split, tl.int64) * T + t, counts, 0.0)
+        log_sum = add_exp2(log_sum, other)
+    if SAMPLED:
+        log_sum = add_exp2(logit, log_sum)
+    loss = log_sum - logit
+    if item_sum is not None:
+        e = tl.arange(0, PAD_E)
+        mean = tl.sum(x * tl.load(item_sum + e, e < E, 0.0)[None, :], 1) * scale / I
+        loss -= smoothing * (mean - logit)
+    tl.store(lse + t, tl.where(counts, log_sum, float("inf")), t < T)
+    tl.store(positive + t, logit, t < T)
+    tl.store(parts + 2 * tl.program_id(0), tl.sum(tl.where(counts, loss, 0.0), 0) * LN2)
+    tl.store(parts + 2 * tl.program_id(0) + 1, tl.sum(counts.to(tl.float32), 0))
+
+
+@triton.jit(do_not_specialize=["programs"])
+def catalogue_loss_mean_kernel(parts, loss, inverse_count, programs, SIZE: tl.constexpr):
+    """The mean of all losses, and one over their number; 0 and 1 if there are none."""
+    total = tl.zeros([SIZE], tl.float32)
+    number = tl.zeros([SIZE], tl.float32)
+    for first in range(0, programs, SIZE):
+        p = first + tl.arange(0, SIZE)
+        total += tl.load(parts + 2 * p, p < programs, 0.0)
+        number += tl.load(parts + 2 * p + 1, p < programs, 0.0)
+    inverse = 1.0 / tl.maximum(tl.sum(number, 0), 1.0)
+    tl.store(loss, tl.sum(total, 0) * inverse)
+    tl.store(inverse_count, inverse)
+
+
+@triton.jit
+def store_rows(base, r, inside, value, E: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Writes a chunk of rows r of a matrix of E columns."""
+    columns = CHUNK * WIDTH + tl.arange(0, WIDTH)[None, :]
+    pointers = base + r[:, None].to(tl.int64) * E + columns
+    tl.store(pointers, value.to(base.dtype.element_ty), inside[:, None] & (columns < E))
+
+
+@triton.jit
+def _smooth(mean, factor, E: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """A chunk of mean [E] times factor: [1, WIDTH]."""
+    e = CHUNK * WIDTH + tl.arange(0, WIDTH)
+    return tl.load(mean + e, e < E, 0.0)[None, :] * factor
+
+
+@triton.jit
+def finish_outputs(
+    acc, t, out, out_stride, row_scale, targets, lse, positive, table, table_stride, item_sum, grad, inverse_count,
+    dout, along, smoothing, T, I, E: tl.constexpr, WIDTH: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Writes dout and along[t] = sum over items of logit times its gradient, from acc: the softmax times the items.
+
+    acc: a tuple of chunks [M, WIDTH]. table: the catalogue, whose rows the targets are. positive: None where acc has
+    the positives too.
+    """
+    target = tl.load(targets + t, t < T, -1)
+    counts = target >= 0
+    if positive is None:
+        share = tl.where(counts, smoothing - 1.0, 0.0)
+    else:
+        share = tl.exp2(tl.load(positive + t, counts, 0.0) - tl.load(lse + t, counts, 0.0)) - 1.0
+    if NORMALIZE:
+        square = tl.zeros_like(share)
+        for chunk in tl.static_range(len(acc)):
+            y = load_fp32(table, target, counts, table_stride, E, WIDTH, chunk)
+            square += tl.sum(y * y, 1)
+        share *= 1.0 / tl.maximum(tl.sqrt(square), EPS)
+    projection = tl.zeros_like(share)
+    square = tl.zeros_like(share)
+    whole = ()
+    for chunk in tl.static_range(len(acc)):
+        y = load_fp32(table, target, counts, table_stride, E, WIDTH, chunk)
+        part = acc[chunk] + share[:, None] * y
+        if item_sum is not None:
+            part -= tl.where(counts[:, None], _smooth(item_sum, smoothing / I, E, WIDTH, chunk), 0.0)
+        x = load_fp32(out, t, counts, out_stride, E, WIDTH, chunk)
+        projection += tl.sum(x * part, 1)
+        square += tl.sum(x * x, 1)
+        whole = whole + (part,)  # noqa: RUF005  Triton knows no starred tuples
+    scale = tl.load(row_scale + t, counts, 0.0) * LN2
+    tl.store(along + t, projection * scale, t < T)
+    projection = tl.where(square > EPS * EPS, projection / tl.maximum(square, EPS * EPS), 0.0)
+    factor = scale * (tl.load(grad).to(tl.float32) * tl.load(inverse_count))
+    for chunk in tl.static_range(len(acc)):
+        part = whole[chunk]
+        if NORMALIZE:
+            part -= load_fp32(out, t, counts, out_stride, E, WIDTH, chunk) * projection[:, None]
+        store_rows(dout, t, t < T, part * factor[:, None], E, WIDTH, chunk)
+
+
+@triton.jit
+def finish_items(
+    acc, i, inside, items, items_stride, row_scale, out_sum, grad, inverse_count, ditems, smoothing, I,
+    E: tl.constexpr, WIDTH: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Writes rows i of ditems from acc: the logits' gradients times the outputs, scaled if NORMALIZE.
+
+    acc: a tuple of chunks [M, WIDTH].
+    """
+    factor = tl.load(grad).to(tl.float32) * tl.load(inverse_count) * LN2
+    if not NORMALIZE:
+        # One number for all tokens.
+        factor *= tl.load(row_scale)
+    projection = tl.zeros_like(i).to(tl.float32)
+    square = tl.zeros_like(projection)
+    if NORMALIZE:
+        for chunk in tl.static_range(len(acc)):
+            part = acc[chunk]
+            if out_sum is not None:
+                part -= _smooth(out_sum, smoothing / I, E, WIDTH, chunk)
+            y = load_fp32(items, i, inside, items_stride, E, WIDTH, chunk)
+            projection += tl.sum(y * part, 1)
+            square += tl.sum(y * y, 1)
+        projection = tl.where(square > EPS * EPS, projection / tl.maximum(square, EPS * EPS), 0.0)
+    for chunk in tl.static_range(len(acc)):
+        part = acc[chunk]
+        if out_sum is not None:
+            part -= _smooth(out_sum, smoothing / I, E, WIDTH, chunk)
+        if NORMALIZE:
+            part -= load_fp32(items, i, inside, items_stride, E, WIDTH, chunk) * projection[:, None]
+            part *= (factor / tl.maximum(tl.sqrt(square), EPS))[:, None]
+        else:
+            part *= factor
+        store_rows(ditems, i, inside, part, E, WIDTH, chunk)
+
+
+@triton.jit
+def _merge(partial, r, R, splits, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr):
+    """The sum over splits of rows r of partial [splits, R, E]."""
+    acc = tl.zeros([ROWS, PAD_E], tl.float32)
+    for split in range(0, splits):
+        acc += load_fp32(partial + tl.cast(split, tl.int64) * R * E, r, r < R, E, E, PAD_E)
+    return acc
+
+
+@triton.jit(do_not_specialize=["T", "I", "splits", "smoothing"])
+def catalogue_loss_merge_bwd_dout_kernel(
+    partial, out, out_stride, row_scale, targets, lse, positive, table, table_stride, item_sum, grad, inverse_count,
+    dout, along, smoothing, T, I, splits,
+    E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    acc = _merge(partial, t, T, splits, E, PAD_E, ROWS)
+    finish_outputs(
+        (acc,), t, out, out_stride, row_scale, targets, lse, positive, table, table_stride, item_sum, grad,
+        inverse_count, dout, along, smoothing, T, I, E, PAD_E, NORMALIZE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["I", "splits", "smoothing"])
+def catalogue_loss_merge_bwd_ditems_kernel(
+    partial, items, items_stride, row_scale, out_sum, grad, inverse_count, ditems, smoothing, I, splits,
+    E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    acc = _merge(partial, i, I, splits, E, PAD_E, ROWS)
+    finish_items(
+        (acc,), i, i < I, items, items_stride, row_scale, out_sum, grad, inverse_count, ditems, smoothing, I, E, PAD_E,
+        NORMALIZE,
+    )  # fmt: skip

@@ -1,0 +1,325 @@
+"""The lightning indexer, sparse attention and the index loss: public functions, validation, choice of implementation.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, J index heads,
+E index head size, K chosen tokens per query; in padded chunks C queries and S keys per sequence.
+"""
+
+import torch
+from torch import Tensor
+
+from hstu_sparse import jagged
+from hstu_sparse.indexer import reference
+from hstu_sparse.jagged import check_jagged
+from hstu_sparse.relative_bias import RelativeBias, check_bias
+from hstu_sparse.validation import (
+    FLOATING,
+    INTEGER,
+    check_int,
+    check_kernel,
+    check_number,
+    check_scale,
+    check_tensor,
+    choose_backend,
+)
+
+# What the kernels of `lightning_indexer` take, and all kernels for the heads of one query.
+MOST_CHOSEN = 2048
+MOST_HEADS = 128
+
+
+def lightning_indexer(
+    iq: Tensor,
+    ik: Tensor,
+    w: Tensor,
+    seq_offsets: Tensor,
+    top_k: int,
+    *,
+    bias: RelativeBias | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """For each query the top_k tokens at or before it that an indexer scores highest.
+
+        I(t, s) = sum over j of w[t, j] * ReLU(iq[t, j] . ik[s]) + b(t, s),    s <= t
+
+    Exact and stable: of equal scores the one with the smaller s is chosen. The kernels write no [T, N] scores. Scores
+    are computed in fp32 from the inputs as they are (fp64 for fp64 inputs, in the reference).
+
+    Args:
+        iq: [T, J, E], fp16, bf16 or fp32 (the reference also fp64); any strides.
+        ik: [T, E], dtype of iq.
+        w: [T, J], floating point.
+        seq_offsets: [B+1], int32 or int64, from 0 to T.
+        top_k: K, at least 1; the kernels take up to 2,048.
+        bias: tables by position and time and the tokens' times, see RelativeBias; added after the sum over j. Its
+            position table has at least as many entries as the longest sequence has tokens.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        (scores [T, K] fp32 (fp64 for fp64), indices [T, K] int32). Indices count from the sequence's first token,
+        ascend, and are -1, with the score -inf, behind the last one where a query sees fewer than K tokens. Gradients
+        flow through the chosen scores to iq, ik, w and the tables.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+
+    Source: DeepSeek-V3.2-Exp, DeepSeek Sparse Attention, equation 1.
+    """
+    bias = _check_indexer(iq, ik, w, seq_offsets, bias)
+    check_int("top_k", top_k, 1)
+    if choose_backend(backend, iq, "lightning_indexer") == "reference":
+        return reference.lightning_indexer_reference(iq, ik, w, seq_offsets, top_k, bias=bias)
+    _check_index_kernel("lightning_indexer", iq)
+    if top_k > MOST_CHOSEN:
+        raise ValueError(
+            f"lightning_indexer: the kernels take top_k up to {MOST_CHOSEN}, got {top_k}; use backend='reference', or "
+            "index_scores, where every token is chosen"
+        )
+    from hstu_sparse.indexer.launch_indexer import lightning_indexer_operator
+
+    return lightning_indexer_operator(iq, ik, w, seq_offsets, *bias, top_k)
+
+
+def index_scores(
+    iq: Tensor,
+    ik: Tensor,
+    w: Tensor,
+    indices: Tensor,
+    seq_offsets: Tensor,
+    *,
+    bias: RelativeBias | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The scores I(t, s) of `lightning_indexer` at tokens that are given: those chosen already, or all.
+
+    Args:
+        indices: [T, K] int32 or int64, tokens counted from the sequence's first, of any order and as often as one
+            likes; those below 0 or after the query are masked.
+        The others as in `lightning_indexer`.
+
+    Returns:
+        [T, K] fp32 (fp64 for fp64), -inf where masked. Gradients flow to iq, ik, w and the tables.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+    """
+    bias = _check_indexer(iq, ik, w, seq_offsets, bias)
+    check_tensor("indices", indices, "T K", {"T": iq.shape[0]}, dtype=INTEGER, device=iq.device)
+    if choose_backend(backend, iq, "index_scores") == "reference":
+        return reference.index_scores_reference(iq, ik, w, indices, seq_offsets, bias=bias)
+    _check_index_kernel("index_scores", iq)
+    from hstu_sparse.indexer.launch_indexer import index_scores_operator
+
+    return index_scores_operator(iq, ik, w, indices, seq_offsets, *bias)
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    seq_offsets: Tensor,
+    *,
+    scale: float | None = None,
+    bias: RelativeBias | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Softmax attention of each query over the tokens chosen for it; all heads share one key and value head.
+
+        o[t] = sum over chosen s of softmax(scale * q[t].k[s] + b(t, s)) * v[s]
+
+    Args:
+        q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
+        k: [T, D], v: [T, V], dtype of q.
+        indices: [T, K] int32 or int64, tokens counted from the sequence's first, as `lightning_indexer` gives them.
+            Those below 0 or after the query are masked; repeated ones count as often as they stand. A query with none
+            gets zeros.
+        seq_offsets: [B+1], int32 or int64, from 0 to T.
+        scale: D ** -0.5 by default.
+        bias: tables by position and time and the tokens' times, see RelativeBias; shared by the heads. Its position
+            table has at least as many entries as the longest sequence has tokens.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [T, H, V], dtype of q. Gradients flow to q, k, v and the tables. On CUDA those of k, v and the tables are sums
+        by atomic additions, whose last bits vary from run to run; under torch.use_deterministic_algorithms(True) they
+        are the same bits in every run, and take longer (docs/indexer.md).
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+
+    Source: DeepSeek-V3.2-Exp, DeepSeek Sparse Attention, equation 2.
+    """
+    sizes: dict[str, int] = {}
+    check_tensor("q", q, "T H D", sizes)
+    check_tensor("v", v, "T V", sizes, dtype=q.dtype, device=q.device)
+    _check_choice(q, k, indices, seq_offsets, sizes)
+    bias = check_bias(bias, 0, q.shape[0], q.device, longer=True)
+    _check_positions(bias, seq_offsets)
+    scale = check_scale(scale, q.shape[2], "scale")
+    if choose_backend(backend, q, "sparse_attention") == "reference":
+        return reference.sparse_attention_reference(q, k, v, indices, seq_offsets, scale=scale, bias=bias)
+    _check_attention_kernel("sparse_attention", q, {"D": sizes["D"], "V": sizes["V"]})
+    from hstu_sparse.indexer.launch_attention import sparse_attention_operator
+
+    return sparse_attention_operator(q, k, v, indices, seq_offsets, *bias, scale)
+
+
+def indexer_loss(
+    q: Tensor,
+    k: Tensor,
+    scores: Tensor,
+    indices: Tensor,
+    seq_offsets: Tensor,
+    *,
+    scale: float | None = None,
+    bias: RelativeBias | None = None,
+    valid: Tensor | None = None,
+    eps: float = 1e-10,
+    backend: str = "auto",
+) -> Tensor:
+    """How far an indexer is from the attention over the tokens that it chose: KL(p || pi), the mean over tokens.
+
+        p[t]  = mean over heads of softmax(scale * q[t].k[s] + b(t, s)) over the chosen s, a constant
+        pi[t] = softmax of scores[t] over the same
+        loss  = mean over t of sum over s of p (ln(p + eps) - ln(pi + eps))
+
+    The gradient reaches the scores alone and is defined as (pi - p)/T: eps is left out of it.
+
+    Args:
+        q: [T, H, D], k: [T, D], indices: [T, K], seq_offsets, scale, bias: as in `sparse_attention`.
+        scores: [T, K], floating point, the indexer's at `indices`; what stands at masked indices is not read.
+        valid: [T] bool, the tokens that count; T in mean and gradient is then their number. All by default.
+        eps: positive.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64 inputs), 0 where no token counts. A token without visible choice counts 0.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+
+    Source: DeepSeek-V3.2-Exp, DeepSeek Sparse Attention, equations 3 and 4.
+    """
+    sizes: dict[str, int] = {}
+    check_tensor("q", q, "T H D", sizes)
+    _check_choice(q, k, indices, seq_offsets, sizes)
+    check_tensor("scores", scores, "T K", sizes, device=q.device)
+    if valid is not None:
+        check_tensor("valid", valid, "T", sizes, dtype=torch.bool, device=q.device)
+    bias = check_bias(bias, 0, q.shape[0], q.device, longer=True)
+    _check_positions(bias, seq_offsets)
+    scale, eps = check_scale(scale, q.shape[2], "scale"), check_number("eps", eps, above=0)
+    if choose_backend(backend, q, "indexer_loss") == "reference":
+        return reference.indexer_loss_reference(
+            q, k, scores, indices, seq_offsets, scale=scale, bias=bias, valid=valid, eps=eps
+        )
+    _check_attention_kernel("indexer_loss", q, {"D": sizes["D"]})
+    if q.shape[0] == 0:
+        return scores.sum(dtype=torch.float32)
+    from hstu_sparse.indexer.launch_loss import indexer_loss_operator
+
+    rows = indexer_loss_operator(scores, q, k, indices, seq_offsets, *bias, valid, scale, eps)
+    return rows.mean() if valid is None else rows.sum() / valid.sum().clamp(min=1)
+
+
+def compute_index_loss_sparse(
+    query: Tensor,
+    key: Tensor,
+    index_score: Tensor,
+    indices: Tensor,
+    scaling: float,
+    chunk_offset: int = 0,
+    eps: float = 1e-10,
+    backend: str = "auto",
+) -> Tensor:
+    """`indexer_loss` for one padded chunk of queries: the sum over its rows divided by B.
+
+    Row i of the chunk stands at position chunk_offset + i and is masked to the indices up to there. The chunks of a
+    sequence add up to its whole loss. The gradient reaches index_score alone and is (pi - p)/B at unmasked entries.
+
+    Args:
+        query: [B, H, C, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
+        key: [B, S, D], dtype of query; one key head.
+        index_score: [B, C, K], floating point.
+        indices: [B, C, K], int32 or int64, positions among the S keys. Negative ones are masked too; repeated ones
+            count as often as they stand.
+        scaling: scale of the attention's scores.
+        chunk_offset: position of the first row, at least 0.
+        eps: positive.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64). A row with nothing left counts 0.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+
+    Source: DeepSeek-V3.2-Exp, DeepSeek Sparse Attention, equation 4.
+    """
+    sizes: dict[str, int] = {}
+    device = query.device if isinstance(query, Tensor) else None
+    check_tensor("query", query, "B H C D", sizes)
+    check_tensor("key", key, "B S D", sizes, dtype=query.dtype, device=device)
+    check_tensor("index_score", index_score, "B C K", sizes, device=device)
+    check_tensor("indices", indices, "B C K", sizes, dtype=INTEGER, device=device)
+    _check_some_heads("query", sizes["H"])
+    scaling, eps = check_number("scaling", scaling), check_number("eps", eps, above=0)
+    check_int("chunk_offset", chunk_offset, 0)
+    if sizes["S"] == 0:
+        raise ValueError("key must be [B, S, D] with S > 0, got S=0")
+    if choose_backend(backend, query, "compute_index_loss_sparse") == "reference":
+        return reference.compute_index_loss_sparse_reference(
+            query, key, index_score, indices, scaling, chunk_offset, eps
+        )
+    _check_attention_kernel("compute_index_loss_sparse", query, {"D": sizes["D"]})
+    if index_score.numel() == 0:
+        return index_score.sum(dtype=torch.float32)
+    from hstu_sparse.indexer.launch_loss import padded_loss_operator
+
+    rows = padded_loss_operator(index_score, query, key, indices, scaling, chunk_offset, eps)
+    return rows.sum() / sizes["B"]
+
+
+def _check_indexer(iq, ik, w, seq_offsets, bias) -> RelativeBias:
+    sizes: dict[str, int] = {}
+    check_tensor("iq", iq, "T J E", sizes)
+    check_tensor("ik", ik, "T E", sizes, dtype=iq.dtype, device=iq.device)
+    check_tensor("w", w, "T J", sizes, dtype=FLOATING, device=iq.device)
+    _check_some_heads("iq", sizes["J"], "J")
+    check_jagged(seq_offsets, max(iq.shape[0], 1), iq=iq, ik=ik, w=w)
+    bias = check_bias(bias, 0, iq.shape[0], iq.device, longer=True)
+    _check_positions(bias, seq_offsets)
+    return bias
+
+
+def _check_choice(q, k, indices, seq_offsets, sizes) -> None:
+    check_tensor("k", k, "T D", sizes, dtype=q.dtype, device=q.device)
+    check_tensor("indices", indices, "T K", sizes, dtype=INTEGER, device=q.device)
+    _check_some_heads("q", sizes["H"])
+    check_jagged(seq_offsets, max(q.shape[0], 1), q=q, k=k, indices=indices)
+
+
+def _check_some_heads(name: str, heads: int, letter: str = "H") -> None:
+    if heads == 0:
+        raise ValueError(f"{name} must have at least one head, got {letter}=0")
+
+
+def _check_positions(bias: RelativeBias, seq_offsets: Tensor) -> None:
+    """A costly check: the position table reaches over the longest sequence."""
+    if jagged.DEBUG and bias.position is not None and not torch.compiler.is_compiling():
+        longest = max(seq_offsets.diff().tolist(), default=0)
+        if bias.position.shape[0] < longest:
+            raise ValueError(
+                f"bias.position must have an entry for each of the longest sequence's {longest} tokens, got "
+                f"{bias.position.shape[0]}"
+            )
+
+
+def _check_index_kernel(op: str, iq: Tensor) -> None:
+    check_kernel(op, iq, {"E": iq.shape[2]})
+    check_kernel(op, iq, {"J": iq.shape[1]}, most=MOST_HEADS)
+
+
+def _check_attention_kernel(op: str, q: Tensor, heads: dict[str, int]) -> None:
+    check_kernel(op, q, heads)
+    check_kernel(op, q, {"H": q.shape[1]}, most=MOST_HEADS)

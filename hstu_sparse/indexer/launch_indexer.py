@@ -1,0 +1,187 @@
+"""Launches the lightning indexer's kernels and registers them as torch.ops.hstu_sparse.lightning_indexer_fwd and _bwd,
+index_scores_fwd and _bwd.
+
+Letters: T tokens of the batch, B sequences, J index heads, E index head size, K chosen tokens per query.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hstu_sparse.indexer import topk
+from hstu_sparse.indexer.launch import (
+    POSITION_COPIES,
+    TIME_COPIES,
+    TableGradients,
+    by_lists,
+    kernel_bias,
+    key_block,
+    pairs_by_key,
+    token_begins,
+)
+from hstu_sparse.indexer.scores import index_scores_bwd_dik_kernel, index_scores_bwd_kernel, index_scores_fwd_kernel
+from hstu_sparse.launch import INTERPRET, aligned, next_power_of_2, padded_head, precision
+from hstu_sparse.registration import Operator
+
+# Bytes of candidates that are held at a time.
+SCRATCH = 2**31
+
+
+class Sizes(NamedTuple):
+    """Of the kernels that choose: see topk.py."""
+
+    capacity: int  # candidates that a query has room for
+    SAMPLE: int  # keys in a query's sample
+    ROWS: int  # queries of a tile
+    BLOCK: int  # keys of a tile
+    HEADS: int  # index heads in one product
+    num_warps: int
+    num_stages: int = 3
+
+
+@functools.cache
+def sizes(top_k: int, heads: int, width: int, dtype: torch.dtype) -> Sizes:
+    """`heads` index heads, padded to `width`."""
+    capacity = max(3 * top_k, 512)
+    SAMPLE = min(4096, max(1024, 4 * next_power_of_2(top_k)))
+    # More heads than fit into one product are read anew for every block of keys; then registers count for more.
+    HEADS = next_power_of_2(heads) if heads <= 4 else 2
+    if INTERPRET:
+        return Sizes(capacity, SAMPLE, 32, 32, HEADS, 4)
+    if dtype.itemsize == 4:
+        return Sizes(capacity, SAMPLE, 32, 32, 1, 4)
+    return Sizes(capacity, SAMPLE, 64, 64 if width <= 128 else 32, HEADS, 4)
+
+
+def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k):
+    T, J, _ = iq.shape
+    scores = torch.empty(T, top_k, dtype=torch.float32, device=iq.device)
+    indices = torch.empty(T, top_k, dtype=torch.int32, device=iq.device)
+    if T == 0:
+        return scores, indices
+    iq, ik = aligned(iq), aligned(ik)
+    E, BE, B = iq.shape[2], padded_head(iq.shape[2]), seq_offsets.shape[0] - 1
+    bias = kernel_bias(position, time, timestamps, query_timestamps)
+    begins, sequence = token_begins(seq_offsets, T)
+    size = sizes(top_k, J, BE, iq.dtype)
+    capacity, SAMPLE, ROWS = size.capacity, size.SAMPLE, size.ROWS
+    SIZE = next_power_of_2(capacity)
+    warps = max(1, min(16, SIZE // 512))
+    # A tile's queries have neighbouring rows of candidates, also those past a sequence's end.
+    places = (begins // ROWS + sequence) * ROWS + torch.arange(T, device=iq.device) - begins
+    all_slots = T // ROWS + B
+    slots = min(all_slots, max(1, SCRATCH // (8 * capacity * ROWS)))
+    rows = slots * ROWS
+    candidates = torch.empty(rows * capacity, dtype=torch.int64, device=iq.device)
+    sampled = candidates.view(torch.float32)
+    thresholds = torch.full((rows,), float("-inf"), dtype=torch.float32, device=iq.device)
+    counts = torch.empty(rows, dtype=torch.int32, device=iq.device)
+    strides = (*iq.stride()[:2], ik.stride(0), *w.stride())
+    heads = dict(J=J, E=E, BE=BE, PRECISION=precision(iq.dtype))
+    tile = dict(HEADS=size.HEADS, ROWS=ROWS, BLOCK=size.BLOCK, num_warps=size.num_warps)
+    for first in range(0, all_slots, slots):
+        if capacity < T:
+            topk.lightning_indexer_sample_kernel[(slots,)](
+                iq, ik, w, seq_offsets, sampled, *bias, *strides, B, first, capacity, **heads, **tile, SAMPLE=SAMPLE,
+                num_stages=2,
+            )  # fmt: skip
+            topk.lightning_indexer_threshold_kernel[(T,)](
+                sampled, begins, places, thresholds, first * ROWS, rows, capacity, top_k, SAMPLE=SAMPLE, num_warps=4
+            )
+        topk.lightning_indexer_collect_kernel[(slots,)](
+            iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, top_k,
+            CAPACITY=capacity, **heads, **tile, num_stages=size.num_stages,
+        )  # fmt: skip
+        if capacity < T:
+            topk.lightning_indexer_refill_kernel[(T,)](
+                iq, ik, w, begins, places, candidates, counts, *bias, *strides, first * ROWS, rows, capacity, top_k,
+                **heads, BJ=padded_head(J), BLOCK=key_block(iq.dtype, BE), SIZE=SIZE, num_warps=max(4, warps),
+                num_stages=2,
+            )  # fmt: skip
+        topk.lightning_indexer_finish_kernel[(T,)](
+            begins, places, candidates, counts, scores, indices, first * ROWS, rows, capacity, top_k, SIZE=SIZE,
+            BLOCK=min(1024, next_power_of_2(top_k)), num_warps=warps,
+        )  # fmt: skip
+    return scores, indices
+
+
+def _scores_forward(iq, ik, w, indices, seq_offsets, position, time, timestamps, query_timestamps):
+    T = iq.shape[0]
+    scores = torch.empty(indices.shape, dtype=torch.float32, device=iq.device)
+    if scores.numel() == 0:
+        return scores
+    iq, ik = aligned(iq), aligned(ik)
+    index_scores_fwd_kernel[(T,)](
+        iq, ik, w, indices, token_begins(seq_offsets, T)[0], scores,
+        *kernel_bias(position, time, timestamps, query_timestamps),
+        *iq.stride()[:2], ik.stride(0), *w.stride(), indices.shape[1], **_tiles(iq), num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return scores
+
+
+def _scores_backward(grad, iq, ik, w, indices, seq_offsets, position, time, timestamps, query_timestamps):
+    (T, J, E), K = iq.shape, indices.shape[1]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    lists = by_lists(deterministic)
+    diq = torch.empty(iq.shape, dtype=iq.dtype, device=iq.device)
+    dw = torch.empty(w.shape, dtype=w.dtype, device=w.device)
+    make, dtype = (torch.empty, ik.dtype) if lists else (torch.zeros, torch.float32)
+    dik = make(ik.shape, dtype=dtype, device=ik.device)
+    if T == 0:
+        return [diq, dik.to(ik.dtype), dw, *(torch.zeros_like(x) for x in (position, time) if x is not None)]
+    iq, ik = aligned(iq), aligned(ik)
+    bias = kernel_bias(position, time, timestamps, query_timestamps)
+    begins = token_begins(seq_offsets, T)[0]
+    # A masked slot's gradient is not read by the kernels; it makes this bound too great at worst.
+    tables = TableGradients(bias, T, deterministic, lambda: grad.nan_to_num().abs().sum(1, dtype=torch.float32).amax())
+    strides = (*grad.stride(), *iq.stride()[:2], ik.stride(0), *w.stride())
+    index_scores_bwd_kernel[(T,)](
+        grad, iq, ik, w, indices, begins, diq, dik, dw, tables.position, tables.time, tables.unit, *bias[2:],
+        tables.buckets, *strides, K, **_tiles(iq), OUT_E=E, POSITION_COPIES=POSITION_COPIES, TIME_COPIES=TIME_COPIES,
+        ATOMIC=not lists, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    if lists:
+        heads, width = next_power_of_2(J), padded_head(iq.shape[2])
+        index_scores_bwd_dik_kernel[(T,)](
+            grad, iq, ik, w, *pairs_by_key(indices, begins), dik, *strides, K, J=J, E=iq.shape[2], OUT_E=E, BJ=heads,
+            BE=width, QUERIES=max(1, 4096 // (heads * width)), num_warps=4, num_stages=2,
+        )  # fmt: skip
+    return [diq, dik.to(ik.dtype), dw, *tables.finish()]
+
+
+def _backward(grad, iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k, indices):
+    return _scores_backward(grad, iq, ik, w, indices, seq_offsets, position, time, timestamps, query_timestamps)
+
+
+def _tiles(iq: Tensor) -> dict:
+    width = padded_head(iq.shape[2])
+    return dict(
+        J=iq.shape[1], E=iq.shape[2], BJ=padded_head(iq.shape[1]), BE=width, BLOCK=key_block(iq.dtype, width),
+        PRECISION=precision(iq.dtype),
+    )  # fmt: skip
+
+
+_TABLES = "Tensor? position, Tensor? time, Tensor? timestamps, Tensor? query_timestamps"
+
+lightning_indexer_operator = Operator(
+    "lightning_indexer",
+    f"Tensor iq, Tensor ik, Tensor w, Tensor seq_offsets, {_TABLES}, SymInt top_k",
+    forward=_forward,
+    backward=_backward,
+    fake=lambda iq, *rest: tuple(
+        iq.new_empty(iq.shape[0], rest[-1], dtype=dtype) for dtype in (torch.float32, torch.int32)
+    ),
+    differentiable=("iq", "ik", "w", "position", "time"),
+    outputs=2,
+)
+
+index_scores_operator = Operator(
+    "index_scores",
+    f"Tensor iq, Tensor ik, Tensor w, Tensor indices, Tensor seq_offsets, {_TABLES}",
+    forward=_scores_forward,
+    backward=_scores_backward,
+    fake=lambda iq, ik, w, indices, *_: iq.new_empty(indices.shape, dtype=torch.float32),
+    differentiable=("iq", "ik", "w", "position", "time"),
+)

@@ -1,0 +1,74 @@
+"""Device functions that the kernels of this room share: the chosen tokens of a query, and the bias of pairs.
+
+Letters: T tokens of the batch, N entries of the position table, K chosen tokens per query.
+
+A kernel takes what the bias needs as `position, time, cells, timestamps, query_timestamps, positions`: the tables (None
+for none), the cells that find buckets, the tokens' times and N.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.time_buckets import bucket_of
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def chosen_tokens(indices, row, start, last, K, BLOCK: tl.constexpr):
+    """(positions int32, visible) of BLOCK slots of a row from `start` on; 0 where masked.
+
+    Masked are those below 0 or after `last`, so that no index can point outside of its sequence.
+    """
+    slot = start + tl.arange(0, BLOCK)
+    s = tl.load(indices + row * K + slot, mask=slot < K, other=-1)
+    visible = (s >= 0) & (s <= last)
+    return tl.where(visible, s, 0).to(tl.int32), visible
+
+
+@triton.jit
+def pair_bias(distance, seen, asked, known, position, time, cells, positions):
+    """(biases fp32, time buckets) of pairs: of any shape, that of `distance` = t - s and of `seen`, those to look up.
+
+    asked, known: the queries' and keys' times, which broadcast to that shape; not read without a time table.
+    """
+    bias = tl.zeros_like(distance.to(tl.float32))
+    bucket = tl.zeros_like(distance)
+    if position is not None:
+        bias += tl.load(position + distance, mask=seen & (distance < positions), other=0.0).to(tl.float32)
+    if time is not None:
+        bucket = tl.where(seen, bucket_of(tl.abs(asked - known).to(tl.float32), cells), 0)
+        bias += tl.load(time + bucket).to(tl.float32)
+    return bias, bucket
+
+
+@triton.jit
+def chosen_bias(s, visible, token, begin, t, position, time, cells, timestamps, query_timestamps, positions):
+    """`pair_bias` of the query `token`, at t of its sequence from `begin` on, and the tokens chosen for it."""
+    asked = 0
+    known = 0
+    if time is not None:
+        asked = tl.load(query_timestamps + token)
+        known = tl.load(timestamps + begin + s, mask=visible, other=0)
+    return pair_bias(t - s, visible, asked, known, position, time, cells, positions)
+
+
+@triton.jit
+def add_table_gradients(
+    position_grad, time_grad, unit, value, s, visible, bucket, token, t, positions, buckets,
+    POSITION_COPIES: tl.constexpr, TIME_COPIES: tl.constexpr,
+):  # fmt: skip
+    """Adds the pairs' gradients `value` [BLOCK] to a copy of each table's: fp32 cells, or int64 ones in 1 / `unit`."""
+    if position_grad is not None:
+        copy = position_grad + (token % POSITION_COPIES) * positions
+        _add(copy + (t - s), value, unit, visible & (t - s < positions))
+    if time_grad is not None:
+        _add(time_grad + (token % TIME_COPIES) * buckets + bucket, value, unit, visible)
+
+
+@triton.jit
+def _add(pointers, value, unit, mask):
+    if pointers.dtype.element_ty == tl.int64:
+        value = tl.floor(value * tl.load(unit) + 0.5).to(tl.int64)
+    tl.atomic_add(pointers, value, mask=mask, sem="relaxed")

@@ -1,0 +1,206 @@
+"""The lightning indexer, sparse attention and the index loss in plain PyTorch: the specification of the kernels.
+
+Letters: T tokens of the batch, B sequences, n the longest of them, H heads, D query/key and V value head size, J index
+heads, E index head size, K chosen tokens per query (top_k); in padded chunks C queries and S keys per sequence.
+
+The jagged functions work on all pairs of the padded sequences, [B, ..., n, n], so that each rule is one visible mask
+and training on a CPU needs no gather of keys; memory grows with n^2. Slots of a choice are those of `indices`; one that
+holds no token at or before the query is masked.
+
+Source: DeepSeek-V3.2-Exp (DeepSeek Sparse Attention).
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hstu_sparse.jagged import padded_index
+from hstu_sparse.relative_bias import RelativeBias, pair_bias
+
+
+def lightning_indexer_reference(
+    iq: Tensor, ik: Tensor, w: Tensor, seq_offsets: Tensor, top_k: int, *, bias: RelativeBias
+) -> tuple[Tensor, Tensor]:
+    """(scores [T, K], indices [T, K] int32) as `hstu_sparse.lightning_indexer`."""
+    if iq.shape[0] == 0:
+        indices = torch.full((0, top_k), -1, dtype=torch.int32, device=iq.device)
+        return index_scores_reference(iq, ik, w, indices, seq_offsets, bias=bias), indices
+    padding = _Padding(seq_offsets)
+    scores = _all_scores(iq, ik, w, padding, bias)
+    indices = padding.unpad(choose(scores.detach(), padding.causal, top_k))
+    return _at(scores, indices, padding), indices
+
+
+def index_scores_reference(
+    iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor, seq_offsets: Tensor, *, bias: RelativeBias
+) -> Tensor:
+    """Scores [T, K] as `hstu_sparse.index_scores`."""
+    if iq.shape[0] == 0:
+        tables = sum(x.sum() for x in (bias.position, bias.time) if x is not None)
+        empty = iq.sum() + ik.sum() + w.sum() + tables
+        return empty + iq.new_zeros(indices.shape, dtype=torch.promote_types(iq.dtype, torch.float32))
+    padding = _Padding(seq_offsets)
+    return _at(_all_scores(iq, ik, w, padding, bias), indices, padding)
+
+
+def sparse_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, seq_offsets: Tensor, *, scale: float, bias: RelativeBias
+) -> Tensor:
+    """[T, H, V] as `hstu_sparse.sparse_attention`."""
+    if q.shape[0] == 0:
+        # Nothing to attend to; the sum keeps every input in the graph, so that its gradient is zeros and not None.
+        tables = sum(x.sum() for x in (bias.position, bias.time) if x is not None)
+        return q.sum() + k.sum() + tables + v.new_zeros(*q.shape[:2], v.shape[1]) * v.sum()
+    padding = _Padding(seq_offsets)
+    logits = _attention_logits(q, k, scale, padding, bias)  # [B, H, n, n]
+    slots, visible = padding.slots(indices)
+    # How often each key was chosen. The slots that are masked fall into a column too many.
+    n = padding.longest
+    times = logits.new_zeros(*slots.shape[:2], n + 1).scatter_add(
+        2, slots.where(visible, n), logits.new_ones(slots.shape)
+    )[:, None, :, :n]
+    weights = masked_softmax(logits + times.clamp(min=1).log(), times > 0)
+    return padding.unpad((weights.to(v.dtype) @ padding.pad(v)[:, None]).transpose(1, 2))
+
+
+def indexer_loss_reference(
+    q: Tensor,
+    k: Tensor,
+    scores: Tensor,
+    indices: Tensor,
+    seq_offsets: Tensor,
+    *,
+    scale: float,
+    bias: RelativeBias,
+    valid: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """The scalar of `hstu_sparse.indexer_loss`."""
+    if q.shape[0] == 0:
+        return scores.sum()
+    padding = _Padding(seq_offsets)
+    slots, visible = padding.slots(indices)
+    with torch.no_grad():
+        wide = torch.promote_types(q.dtype, torch.float32)
+        logits = _attention_logits(q.to(wide), k.to(wide), scale, padding, bias)
+        logits = logits.gather(3, slots[:, None].expand(-1, q.shape[1], -1, -1))
+        p = padding.unpad(masked_softmax(logits, visible[:, None]).mean(1))
+    rows = index_divergence(scores, p, padding.unpad(visible), eps)
+    if valid is None:
+        return rows.mean()
+    return rows.masked_fill(~valid, 0).sum() / valid.sum().clamp(min=1)
+
+
+def compute_index_loss_sparse_reference(
+    query: Tensor, key: Tensor, index_score: Tensor, indices: Tensor, scaling: float, chunk_offset: int, eps: float
+) -> Tensor:
+    """The scalar of `hstu_sparse.compute_index_loss_sparse`."""
+    last = chunk_offset + torch.arange(query.shape[2], device=query.device)
+    visible = (indices >= 0) & (indices <= last[:, None]) & (indices < key.shape[1])
+    with torch.no_grad():
+        wide = torch.promote_types(query.dtype, torch.float32)
+        batch = torch.arange(key.shape[0], device=key.device)[:, None, None]
+        chosen = key.to(wide)[batch, indices.long().where(visible, 0)]  # [B, C, K, D]
+        logits = torch.einsum("bhcd,bckd->bhck", query.to(wide) * scaling, chosen)
+        p = masked_softmax(logits, visible[:, None]).mean(1)
+    return index_divergence(index_score, p, visible, eps).sum() / max(query.shape[0], 1)
+
+
+def choose(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
+    """The top_k greatest visible scores [..., n] of each row, ties to the smaller index: [..., top_k] int32.
+
+    Ascending, -1 behind them.
+    """
+    n = scores.shape[-1]
+    scores = scores.masked_fill(~visible, -torch.inf)
+    least = scores.topk(min(top_k, n), sorted=True).values[..., -1:]
+    above = scores > least
+    # Of those that equal the last one chosen, the first so many as are still wanted.
+    equal = (scores == least) & visible
+    chosen = above | equal & (equal.cumsum(-1) <= top_k - above.sum(-1, keepdim=True))
+    place = torch.where(chosen, chosen.cumsum(-1) - 1, top_k)
+    found = torch.full((*scores.shape[:-1], top_k + 1), -1, dtype=torch.int32, device=scores.device)
+    step = torch.arange(n, dtype=torch.int32, device=scores.device).expand(scores.shape)
+    return found.scatter(-1, place, step)[..., :top_k]
+
+
+def masked_softmax(x: Tensor, visible: Tensor) -> Tensor:
+    """Softmax over the visible entries of the last dimension, 0 elsewhere; zeros where a row has none."""
+    some = visible.any(-1, keepdim=True)
+    x = x.masked_fill(~visible, 0).masked_fill(~visible & some, -torch.inf)
+    return x.softmax(-1).masked_fill(~visible, 0)
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores, p, visible, eps):
+        pi = masked_softmax(scores.to(p.dtype), visible)
+        ctx.save_for_backward((pi - p).to(scores.dtype))
+        return (p * ((p + eps).log() - (pi + eps).log())).sum(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (difference,) = ctx.saved_tensors
+        return (grad[..., None] * difference).to(difference.dtype), None, None, None
+
+
+def index_divergence(scores: Tensor, p: Tensor, visible: Tensor, eps: float) -> Tensor:
+    """sum_s p (ln(p + eps) - ln(pi + eps)) of each row, pi the softmax of its visible scores; [..., K] -> [...].
+
+    The gradient reaches the scores alone and is pi - p, which leaves eps out.
+    """
+    return _Divergence.apply(scores, p, visible, eps)
+
+
+class _Padding:
+    """Jagged sequences side by side, padded to the longest. What stands behind a sequence is hidden by causality."""
+
+    def __init__(self, seq_offsets: Tensor):
+        self.longest = int(seq_offsets.diff().max())
+        self.index, inside = padded_index(seq_offsets, self.longest)
+        self.rows = inside.flatten().nonzero()[:, 0]
+        self.step = torch.arange(self.longest, device=seq_offsets.device)
+        self.causal = self.step <= self.step[:, None]  # [n, n]
+
+    def pad(self, x: Tensor) -> Tensor:  # [T, ...] -> [B, n, ...]
+        return x.index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
+
+    def unpad(self, x: Tensor) -> Tensor:  # [B, n, ...] -> [T, ...]
+        return x.flatten(0, 1).index_select(0, self.rows)
+
+    def slots(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """(indices int64, visible) [B, n, K]; 0 where they are not visible."""
+        slots = self.pad(indices.long())
+        visible = (slots >= 0) & (slots <= self.step[:, None])
+        return slots.masked_fill(~visible, 0), visible
+
+
+def _bias(bias: RelativeBias, padding: _Padding) -> Tensor | float:
+    """b(t, s) of all pairs: [B, n, n], or what broadcasts to it."""
+    asked = seen = None
+    if bias.time is not None:
+        asked, seen = padding.pad(bias.query_timestamps)[:, :, None], padding.pad(bias.timestamps)[:, None, :]
+    return pair_bias(bias, padding.step[:, None] - padding.step, asked, seen)
+
+
+def _all_scores(iq: Tensor, ik: Tensor, w: Tensor, padding: _Padding, bias: RelativeBias) -> Tensor:
+    """I(t, s) of all pairs [B, n, n], in at least fp32: rounded further, close scores would be chosen otherwise."""
+    wide = torch.promote_types(iq.dtype, torch.float32)
+    iq, ik, w = (padding.pad(x.to(wide)) for x in (iq, ik, w))
+    dots = iq.transpose(1, 2) @ ik[:, None].mT  # [B, J, n, n]
+    scores = (dots.relu() * w.transpose(1, 2)[..., None]).sum(1)
+    return scores + _bias(bias, padding)
+
+
+def _at(scores: Tensor, indices: Tensor, padding: _Padding) -> Tensor:
+    """scores [B, n, n] at indices [T, K], -inf where these are masked."""
+    slots, visible = padding.slots(indices)
+    return padding.unpad(scores.gather(2, slots).masked_fill(~visible, -torch.inf))
+
+
+def _attention_logits(q: Tensor, k: Tensor, scale: float, padding: _Padding, bias: RelativeBias) -> Tensor:
+    """scale * q.k + b of all pairs: [B, H, n, n]."""
+    logits = padding.pad(q * scale).transpose(1, 2) @ padding.pad(k)[:, None].mT
+    found = _bias(bias, padding)
+    return logits + (found[..., None, :, :] if isinstance(found, Tensor) else found)

@@ -1,0 +1,117 @@
+"""The indexer's scores at chosen tokens, and the gradients through them; one program for each query (or key).
+
+Letters: T tokens of the batch, J index heads, E index head size, K chosen tokens per query.
+
+The index heads of a query are the rows of the tensor cores' tile, padded to 16. The keys' gradient is a sum over the
+queries that chose them: by atomics, or from lists by a program that owns the key (see attention.py).
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.indexer.pairs import add_table_gradients, chosen_bias, chosen_tokens
+from hstu_sparse.tiles import load_rows, store_rows
+from hstu_sparse.time_buckets import bucket_of
+
+
+@triton.jit(do_not_specialize=["positions"])
+def index_scores_fwd_kernel(
+    iq, ik, w, indices, begins, scores,
+    position, time, cells, timestamps, query_timestamps, positions,
+    iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K,
+    J: tl.constexpr, E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The scores of one query's chosen tokens, -inf where masked."""
+    token = tl.program_id(0).to(tl.int64)
+    begin = tl.load(begins + token)
+    t = (token - begin).to(tl.int32)
+    head = tl.arange(0, BJ)
+    inside = head < J
+    query = load_rows(iq + token * iq_stride_t, head, iq_stride_h, inside, E, BE)
+    weight = tl.load(w + token * w_stride_t + head * w_stride_h, mask=inside, other=0.0).to(tl.float32)
+    for start in range(0, K, BLOCK):
+        s, visible = chosen_tokens(indices, token, start, t, K, BLOCK)
+        keys = load_rows(ik, begin + s, ik_stride_t, visible, E, BE)
+        dots = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+        found = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], 0)
+        bias, _ = chosen_bias(
+            s, visible, token, begin, t, position, time, cells, timestamps, query_timestamps, positions
+        )
+        slot = start + tl.arange(0, BLOCK)
+        tl.store(scores + token * K + slot, tl.where(visible, found + bias, float("-inf")), mask=slot < K)
+
+
+@triton.jit(do_not_specialize=["positions", "buckets"])
+def index_scores_bwd_kernel(
+    grad, iq, ik, w, indices, begins, diq, dik, dw, position_grad, time_grad, unit,
+    cells, timestamps, query_timestamps, positions, buckets,
+    grad_stride_t, grad_stride_k, iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K,
+    J: tl.constexpr, E: tl.constexpr, OUT_E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
+    POSITION_COPIES: tl.constexpr, TIME_COPIES: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """diq and dw of one query, its share of the tables' gradients and, ATOMIC, of dik."""
+    token = tl.program_id(0).to(tl.int64)
+    begin = tl.load(begins + token)
+    t = (token - begin).to(tl.int32)
+    head = tl.arange(0, BJ)
+    inside = head < J
+    query = load_rows(iq + token * iq_stride_t, head, iq_stride_h, inside, E, BE)
+    weight = tl.load(w + token * w_stride_t + head * w_stride_h, mask=inside, other=0.0).to(tl.float32)
+    query_grad = tl.zeros([BJ, BE], tl.float32)
+    weight_grad = tl.zeros([BJ], tl.float32)
+    for start in range(0, K, BLOCK):
+        s, visible = chosen_tokens(indices, token, start, t, K, BLOCK)
+        keys = load_rows(ik, begin + s, ik_stride_t, visible, E, BE)
+        slot = start + tl.arange(0, BLOCK)
+        given = tl.load(grad + token * grad_stride_t + slot * grad_stride_k, mask=visible, other=0.0).to(tl.float32)
+        dots = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+        weight_grad += tl.sum(tl.maximum(dots, 0.0) * given[None, :], 1)
+        share = tl.where(dots > 0.0, weight[:, None] * given[None, :], 0.0)
+        narrow = share.to(keys.dtype)
+        query_grad = tl.dot(narrow, keys, query_grad, input_precision=PRECISION)
+        bucket = s * 0
+        if time_grad is not None:
+            asked = tl.load(query_timestamps + token)
+            known = tl.load(timestamps + begin + s, mask=visible, other=0)
+            bucket = bucket_of(tl.abs(asked - known).to(tl.float32), cells)
+        add_table_gradients(
+            position_grad, time_grad, unit, given, s, visible, bucket, token, t, positions, buckets,
+            POSITION_COPIES, TIME_COPIES,
+        )  # fmt: skip
+        if ATOMIC:
+            column = tl.arange(0, BE)
+            key_share = tl.dot(tl.trans(narrow), query, input_precision=PRECISION)
+            where = dik + (begin + s)[:, None] * OUT_E + column[None, :]
+            tl.atomic_add(where, key_share, mask=visible[:, None] & (column < OUT_E)[None, :], sem="relaxed")
+    store_rows(diq + token * (J * OUT_E), head, OUT_E, inside, query_grad, OUT_E, BE)
+    tl.store(dw + token * J + head, weight_grad, mask=inside)
+
+
+@triton.jit
+def index_scores_bwd_dik_kernel(
+    grad, iq, ik, w, pairs, starts, dik,
+    grad_stride_t, grad_stride_k, iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K,
+    J: tl.constexpr, E: tl.constexpr, OUT_E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """dik of one key, from the pairs of its list, QUERIES at a time. BJ need not be a tile's: nothing is a dot."""
+    token = tl.program_id(0).to(tl.int64)
+    first, end = tl.load(starts + token), tl.load(starts + token + 1)
+    column = tl.arange(0, BE)
+    key = tl.load(ik + token * ik_stride_t + column, mask=column < E, other=0.0).to(tl.float32)
+    row = tl.arange(0, QUERIES * BJ)
+    head = row % BJ
+    found = tl.zeros([BE], tl.float32)
+    for entry in range(first, end, QUERIES):
+        place = entry + row // BJ
+        inside = (place < end) & (head < J)
+        pair = tl.load(pairs + place, mask=place < end, other=0)
+        asker, slot = pair // K, pair % K
+        query = tl.load(
+            iq + (asker * iq_stride_t + head * iq_stride_h)[:, None] + column[None, :],
+            mask=inside[:, None] & (column < E)[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        given = tl.load(grad + asker * grad_stride_t + slot * grad_stride_k, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(w + asker * w_stride_t + head * w_stride_h, mask=inside, other=0.0).to(tl.float32)
+        dots = tl.sum(query * key[None, :], 1)
+        found += tl.sum(tl.where(dots > 0.0, weight * given, 0.0)[:, None] * query, 0)
+    tl.store(dik + token * OUT_E + column, found, mask=column < OUT_E)

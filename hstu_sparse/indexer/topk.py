@@ -1,0 +1,357 @@
+"""The lightning indexer's choice: exact, stable top-k of each query's scores without a [T, N] tensor of them.
+
+Letters: T tokens of the batch, B sequences, J index heads, E index head size, K chosen tokens per query (top_k).
+
+Four kernels. `sample` scores some of the keys for each tile of queries, `threshold` takes from a query's sample a
+score that a few more than K of all its keys reach. `collect` scores all keys and writes those that reach the threshold
+to the query's row of candidates, in order of s; `finish` takes the K greatest of that row. Where the sample misled, so
+that a row has fewer than K candidates or more than it has room for, `refill` walks over the query's keys again, prunes
+the row whenever it is full, and needs no threshold: the result is exact whatever the sample was, only later.
+
+Sampled keys are one of each stretch of equal length, at a place in it that looks random: no period of the data, like
+actions between items, can hide from them. Where a query sees no more tokens than a row has room for, all are
+candidates. Of candidates equal to the threshold, those after the first K candidates cannot be chosen, and are left out:
+so a row holds even a score that all keys share.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.indexer.pairs import pair_bias
+from hstu_sparse.tiles import load_rows, locate
+
+
+@triton.jit
+def _scores(
+    query, weight, iq, w, ik, rows, inside, key_token, key_inside, t, s, seen,
+    position, time, cells, timestamps, query_timestamps, positions,
+    iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h,
+    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """I(t, s) of a tile [ROWS, BLOCK]. query, weight: those of the first HEADS heads, see `_load_heads`.
+
+    The tile of a product has HEADS heads one below the other, so that their sum adds registers of one thread.
+    """
+    keys = tl.trans(load_rows(ik, key_token, ik_stride_t, key_inside, E, BE))
+    dots = tl.reshape(tl.dot(query, keys, input_precision=PRECISION), [HEADS, ROWS, BLOCK])
+    scores = tl.sum((dots + tl.abs(dots)) * weight[:, :, None], 0)
+    for first in range(HEADS, J, HEADS):
+        query, weight = _load_heads(
+            iq, w, rows, inside, first, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS
+        )
+        dots = tl.reshape(tl.dot(query, keys, input_precision=PRECISION), [HEADS, ROWS, BLOCK])
+        scores += tl.sum((dots + tl.abs(dots)) * weight[:, :, None], 0)
+    if (position is not None) or (time is not None):
+        asked = 0
+        known = 0
+        if time is not None:
+            asked = tl.load(query_timestamps + rows, mask=inside, other=0)[:, None]
+            known = tl.load(timestamps + key_token, mask=key_inside, other=0)[None, :]
+        bias, _ = pair_bias(t[:, None] - s[None, :], seen, asked, known, position, time, cells, positions)
+        scores += bias
+    return scores
+
+
+@triton.jit
+def _load_heads(
+    iq, w, rows, inside, first, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h,
+    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """(queries [HEADS * ROWS, BE], half the weights, fp32 [HEADS, ROWS]) of the heads from `first` on, zeros past J.
+
+    Half, because x + |x| = 2 ReLU(x), exactly, takes an addition, which goes at twice the rate of a maximum.
+    """
+    head = first + tl.arange(0, HEADS)
+    use = (head < J)[:, None] & inside[None, :]
+    where = tl.reshape(head[:, None] * iq_stride_h + rows[None, :] * iq_stride_t, [HEADS * ROWS])
+    query = load_rows(iq, where, 1, tl.reshape(use, [HEADS * ROWS]), E, BE)
+    weight = tl.load(w + head[:, None] * w_stride_h + rows[None, :] * w_stride_t, mask=use, other=0.0)
+    return query, 0.5 * weight.to(tl.float32)
+
+
+@triton.jit
+def _sampled(i, stride, length):
+    """The i-th sampled key: one of the i-th `stride` keys."""
+    mixed = (i.to(tl.uint32) + 1) * 2654435761
+    mixed = (mixed ^ (mixed >> 15)) * 2246822519
+    mixed = mixed ^ (mixed >> 13)
+    return i * stride + (mixed % stride.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["positions", "B", "first_slot"])
+def lightning_indexer_sample_kernel(
+    iq, ik, w, offsets, sampled,
+    position, time, cells, timestamps, query_timestamps, positions,
+    iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, B, first_slot, capacity,
+    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SAMPLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores of SAMPLE keys for a tile of queries, -inf for those that a query does not see."""
+    slot = tl.program_id(0)
+    _, begin, length, tile = locate(offsets, first_slot + slot, B, ROWS)
+    t = tile * ROWS + tl.arange(0, ROWS)
+    end = tl.minimum(tile * ROWS + ROWS, length)
+    if (tile * ROWS >= length) | (end <= capacity):
+        return
+    inside = t < length
+    rows = begin + t
+    row = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    stride = (end + SAMPLE - 1) // SAMPLE
+    query, weight = _load_heads(
+        iq, w, rows, inside, 0, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS
+    )
+    for start in range(0, SAMPLE, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        s = _sampled(i, stride, end)
+        seen = (s[None, :] <= t[:, None]) & inside[:, None]
+        scores = _scores(
+            query, weight, iq, w, ik, rows, inside, begin + s, s < end, t, s, seen,
+            position, time, cells, timestamps, query_timestamps, positions,
+            iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS, BLOCK, PRECISION,
+        )  # fmt: skip
+        tl.store(sampled + row[:, None] * SAMPLE + i[None, :], tl.where(seen, scores, float("-inf")))
+
+
+@triton.jit
+def _ordered(x):
+    """int32 in the order of the fp32 numbers x; 0 and -0 alike."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _unordered(bits):
+    """The reverse of `_ordered`."""
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _cut(keys, low, high, count, least, most):
+    """The greatest number found that at least `least` keys reach, by bisection; it stops once at most `most` reach it.
+
+    low, high: bounds of the keys; count: how many reach `low`, at least `least` for a result that means something.
+    """
+    while (low < high) & (count > most):
+        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # rounded up, without overflow
+        reach = tl.sum((keys >= middle).to(tl.int32), 0)
+        if reach >= least:
+            low = middle
+            count = reach
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit(do_not_specialize=["first_row", "rows"])
+def lightning_indexer_threshold_kernel(
+    sampled, begins, places, thresholds, first_row, rows, capacity, K, SAMPLE: tl.constexpr
+):
+    """For one query a score that in all likelihood K to `capacity` of its keys reach; -inf where all fit anyway."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(places + token) - first_row
+    if (row < 0) | (row >= rows):
+        return
+    seen = (token - tl.load(begins + token) + 1).to(tl.int32)
+    threshold = float("-inf")
+    if seen > capacity:
+        scores = tl.load(sampled + row * SAMPLE + tl.arange(0, SAMPLE))
+        visible = scores > float("-inf")
+        size = tl.sum(visible.to(tl.int32), 0)
+        # How many of the K greatest the sample is expected to hold, and a margin of several standard deviations.
+        expected = K * (size.to(tl.float32) / seen)
+        rank = (expected + 3.5 * tl.sqrt(expected) + 3.0).to(tl.int32)
+        if rank < size:
+            keys = _ordered(scores)
+            low = tl.min(tl.where(visible, keys, 0x7FFFFFFF), 0)
+            keys = tl.where(visible, keys, -0x7FFFFFFF)
+            threshold = _unordered(_cut(keys, low, tl.max(keys, 0), size, rank, rank + rank // 32))
+    tl.store(thresholds + row, threshold)
+
+
+@triton.jit
+def _collect(
+    start, count, query, weight, threshold, above, limit, triangle, ones, iq, w, ik, mine, rows, inside, begin, length,
+    t, position, time, cells, timestamps, query_timestamps, positions,
+    iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K,
+    CAPACITY: tl.constexpr, J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes the candidates of a block of keys to `mine`; returns how many each row has by then."""
+    s = start + tl.arange(0, BLOCK)
+    seen = inside[:, None] & (s[None, :] <= t[:, None])
+    scores = _scores(
+        query, weight, iq, w, ik, rows, inside, begin + s, s < length, t, s, seen,
+        position, time, cells, timestamps, query_timestamps, positions,
+        iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS, BLOCK, PRECISION,
+    )  # fmt: skip
+    # Of several that equal the threshold, those after the first K candidates lose. Past its limit a row takes nothing.
+    bar = tl.where(count > limit, float("inf"), tl.where(count >= K, above, threshold))
+    take = scores >= bar[:, None]
+    if MASKED:
+        take = take & seen
+    # Sums along the rows as products of small numbers, exact in fp16: a scan would move the tile between threads.
+    taken = take.to(tl.float16)
+    rank = tl.dot(taken, triangle)
+    # Places as the low bits of numbers from 2^23 on: a conversion would take longer. -1 for those that are not taken.
+    # Triton moves `place` to the layout that it stores in, and what is computed from it is computed there only if each
+    # use begins with a conversion of its own: hence one to a signed and one to an unsigned integer.
+    first = (tl.arange(0, ROWS) * CAPACITY + count + 8388607).to(tl.float32)
+    place = tl.where(take, rank + first[:, None], -1.0).to(tl.int32, bitcast=True)
+    packed = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | s[None, :].to(tl.int64)
+    use = place.to(tl.uint32).to(tl.int64) < 2147483648
+    tl.store(mine + place.to(tl.int64), packed, mask=use)
+    return count + tl.max(tl.dot(taken, ones), 1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["positions", "B", "first_slot", "slots"])
+def lightning_indexer_collect_kernel(
+    iq, ik, w, offsets, thresholds, candidates, counts,
+    position, time, cells, timestamps, query_timestamps, positions,
+    iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, B, first_slot, slots, K,
+    CAPACITY: tl.constexpr, J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The candidates of a tile of queries, in order of s, and their number; CAPACITY + 1 where there may be more."""
+    # Last things first: the tiles late in a sequence take longest.
+    slot = slots - 1 - tl.program_id(0)
+    _, begin, length, tile = locate(offsets, first_slot + slot, B, ROWS)
+    if tile * ROWS >= length:
+        return
+    t = tile * ROWS + tl.arange(0, ROWS)
+    inside = t < length
+    rows = begin + t
+    row = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # 2^23 comes off here, once, see `_collect`.
+    mine = candidates + (slot.to(tl.int64) * (ROWS * CAPACITY) - 0x4B000000)
+    threshold = tl.load(thresholds + row, mask=inside, other=float("inf"))
+    above = tl.where(threshold == float("-inf"), threshold, _unordered(_ordered(threshold) + 1))
+    # Where a whole block might not fit any more. There is room for all of CAPACITY tokens.
+    limit = tl.where(t >= CAPACITY, CAPACITY - BLOCK, CAPACITY)
+    query, weight = _load_heads(
+        iq, w, rows, inside, 0, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS
+    )
+    step = tl.arange(0, BLOCK)
+    triangle = (step[:, None] <= step[None, :]).to(tl.float16)
+    ones = tl.full([BLOCK, 16], 1.0, tl.float16)
+    count = tl.zeros([ROWS], tl.int32)
+    whole = (tile * ROWS) // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        count = _collect(
+            start, count, query, weight, threshold, above, limit, triangle, ones, iq, w, ik, mine, rows, inside, begin,
+            length, t, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t, iq_stride_h,
+            ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, HEADS, ROWS, BLOCK, False, PRECISION,
+        )  # fmt: skip
+    for start in range(whole, tl.minimum(tile * ROWS + ROWS, length), BLOCK):
+        count = _collect(
+            start, count, query, weight, threshold, above, limit, triangle, ones, iq, w, ik, mine, rows, inside, begin,
+            length, t, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t, iq_stride_h,
+            ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, HEADS, ROWS, BLOCK, True, PRECISION,
+        )  # fmt: skip
+    tl.store(counts + row, tl.where(count > limit, CAPACITY + 1, count), mask=inside)
+
+
+@triton.jit
+def _keep(packed, inside, count, K):
+    """Of `count` candidates in order of s: (which are the first K by score, then by s; their places; the cut)."""
+    keys = _ordered((packed >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+    low = tl.min(tl.where(inside, keys, 0x7FFFFFFF), 0)
+    keys = tl.where(inside, keys, -0x7FFFFFFF)
+    cut = _cut(keys, low, tl.max(keys, 0), count, K, K)
+    above = inside & (keys > cut)
+    equal = inside & (keys == cut)
+    # Both ranks in one scan: each is less than 2^16.
+    ranks = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+    wanted = K - tl.sum(above.to(tl.int32), 0)
+    place = (ranks & 0xFFFF) + tl.minimum(ranks >> 16, wanted) - 1
+    return above | (equal & ((ranks >> 16) <= wanted)), place, cut
+
+
+@triton.jit(do_not_specialize=["positions", "first_row", "rows"])
+def lightning_indexer_refill_kernel(
+    iq, ik, w, begins, places, candidates, counts,
+    position, time, cells, timestamps, query_timestamps, positions,
+    iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, first_row, rows, capacity, K,
+    J: tl.constexpr, E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Candidates of one query anew, without a threshold, if those that it has will not do."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(places + token) - first_row
+    if (row < 0) | (row >= rows):
+        return
+    begin = tl.load(begins + token)
+    t = (token - begin).to(tl.int32)
+    count = tl.load(counts + row)
+    if (count >= tl.minimum(K, t + 1)) & (count <= capacity):
+        return
+    mine = candidates + row * capacity
+    head = tl.arange(0, BJ)
+    inside = head < J
+    query = load_rows(iq + token * iq_stride_t, head, iq_stride_h, inside, E, BE)
+    weight = tl.load(w + token * w_stride_t + head * w_stride_h, mask=inside, other=0.0).to(tl.float32)
+    place = tl.arange(0, SIZE)
+    bar = float("-inf")
+    held = 0
+    for start in range(0, t + 1, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        seen = s <= t
+        keys = load_rows(ik, begin + s, ik_stride_t, seen, E, BE)
+        dots = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+        scores = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], 0)
+        if (position is not None) or (time is not None):
+            asked = 0
+            known = 0
+            if time is not None:
+                asked = tl.load(query_timestamps + token)
+                known = tl.load(timestamps + begin + s, mask=seen, other=0)
+            bias, _ = pair_bias(t - s, seen, asked, known, position, time, cells, positions)
+            scores += bias
+        take = seen & (scores > bar)
+        packed = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | s.to(tl.int64)
+        tl.store(mine + held + tl.cumsum(take.to(tl.int32), 0) - 1, packed, mask=take)
+        held += tl.sum(take.to(tl.int32), 0)
+        if held > capacity - BLOCK:
+            # Threads read here what others wrote. A later score has to be greater than the last one kept.
+            tl.debug_barrier()
+            found = tl.load(mine + place, mask=place < held, other=0)
+            kept, target, cut = _keep(found, place < held, held, K)
+            tl.debug_barrier()
+            tl.store(mine + target, found, mask=kept)
+            tl.debug_barrier()
+            bar = _unordered(cut)
+            held = tl.minimum(held, K)
+    tl.store(counts + row, held)
+
+
+@triton.jit
+def _finish(mine, count, scores, indices, K, SIZE: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    inside = place < count
+    packed = tl.load(mine + place, mask=inside, other=0)
+    kept, target, _ = _keep(packed, inside, count, K)
+    tl.store(scores + target, (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=kept)
+    tl.store(indices + target, packed.to(tl.int32), mask=kept)
+
+
+@triton.jit(do_not_specialize=["first_row", "rows"])
+def lightning_indexer_finish_kernel(
+    begins, places, candidates, counts, scores, indices, first_row, rows, capacity, K,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The K greatest of one query's candidates, at most SIZE, and -1 behind them."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(places + token) - first_row
+    if (row < 0) | (row >= rows):
+        return
+    count = tl.load(counts + row)
+    mine, scores, indices = candidates + row * capacity, scores + token * K, indices + token * K
+    # Most rows have far fewer candidates than there is room for.
+    if count <= SIZE // 2:
+        _finish(mine, count, scores, indices, K, SIZE // 2)
+    else:
+        _finish(mine, count, scores, indices, K, SIZE)
+    for start in range(count, K, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        tl.store(scores + slot, float("-inf"), mask=slot < K)
+        tl.store(indices + slot, -1, mask=slot < K)

@@ -1,0 +1,367 @@
+"""RotateKV over jagged tensors: the public functions, their validation and the choice of implementation.
+
+Letters: T cached tokens, Tq queries, B sequences, N max_seq_len, H heads, D query/key and V value head size, G heads of
+a head group (head_group).
+
+Source: RotateKV (IJCAI 2025, arXiv 2501.16383), Mustafar (arXiv 2505.22913).
+"""
+
+import torch
+from torch import Tensor
+
+from hstu_sparse.jagged import check_jagged, sequence_ids
+from hstu_sparse.relative_bias import RelativeBias, check_bias
+from hstu_sparse.rotatekv import reference
+from hstu_sparse.rotatekv.cache import RotateKVCache
+from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
+from hstu_sparse.validation import check_int, check_number, check_scale, check_tensor, choose_backend
+
+MOST_HADAMARD = 4096
+
+
+def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
+    """The Walsh-Hadamard transform of the last dimension: Sylvester's matrix times n ** -0.5, its own inverse.
+
+    Args:
+        x: [..., n], fp16, bf16 or fp32 (the reference also fp64), n a power of two, for the kernel up to 4,096.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [..., n], contiguous, dtype of x. Gradients flow to x.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor [..., n], got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got {x.dtype}")
+    n = x.shape[-1] if x.dim() else 0
+    if n < 1 or n & (n - 1):
+        raise ValueError(f"the last dimension of x must be a power of two, got shape {list(x.shape)}")
+    if choose_backend(backend, x, "hadamard_transform") == "reference":
+        return reference.hadamard_reference(x)
+    if n > MOST_HADAMARD:
+        raise ValueError(f"the kernel takes n up to {MOST_HADAMARD}, got {n}; use backend='reference'")
+    from hstu_sparse.rotatekv.hadamard import hadamard_operator
+
+    return hadamard_operator(x)
+
+
+def calibrate(k: Tensor, *, head_group: int = 2, quant_group: int = 64) -> Tensor:
+    """An order of channels, from sample keys, for `rotatekv_compress(..., channel_order=)`.
+
+    After the transform a channel whose place is a multiple of quant_group is, but for its sign, a constant of every
+    quantisation group, which the group's zero takes up whole. So the channels of the greatest root mean square go to
+    those places, the next ones behind them, and so on: channels that share their place within a group also add up in
+    half of the groups only.
+
+    Args:
+        k: [T, H, D] sample keys (before RoPE), floating point.
+        head_group, quant_group: as `rotatekv_compress` will be given.
+
+    Returns:
+        [H / head_group, D * head_group] int64: place -> channel of the head group.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+    """
+    options = RotateKVOptions(head_group=head_group, quant_group=quant_group)
+    sizes: dict[str, int] = {}
+    check_tensor("k", k, "T H D", sizes)
+    if sizes["T"] == 0:
+        raise ValueError("k must have sample tokens, got T=0")
+    layout = Layout(options, sizes["H"], sizes["D"], 1)
+    strength = reference.grouped(k.detach(), head_group).double().square().mean(0)
+    ranked = strength.sort(dim=-1, descending=True, stable=True).indices
+    keys = layout.keys
+    return ranked.unflatten(-1, (keys.group, keys.groups)).transpose(1, 2).flatten(1).contiguous()
+
+
+def _check_kv(k: Tensor, v: Tensor, seq_offsets: Tensor) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    check_tensor("k", k, "T H D", sizes)
+    check_tensor("v", v, "T H V", sizes, dtype=k.dtype, device=k.device)
+    check_jagged(seq_offsets, max(1, sizes["T"]), k=k, v=v)
+    if sizes["V"] < 1:
+        raise ValueError("v must be [T, H, V] with V of at least 1")
+    return sizes
+
+
+def _check_order(channel_order: Tensor | None, layout: Layout, device: torch.device) -> Tensor | None:
+    """[HG, C] int64 contiguous."""
+    if channel_order is None:
+        return None
+    sizes = {"HG": layout.head_groups, "C": layout.keys.channels}
+    check_tensor("channel_order", channel_order, "HG C", sizes, dtype=torch.int64, device=device)
+    if not torch.equal(channel_order.sort(-1).values, torch.arange(sizes["C"], device=device).expand_as(channel_order)):
+        raise ValueError(f"channel_order must hold each of 0 .. {sizes['C'] - 1} once in every row")
+    return channel_order.contiguous()
+
+
+def rotatekv_compress(
+    k: Tensor,
+    v: Tensor,
+    seq_offsets: Tensor,
+    *,
+    bits: int = 2,
+    head_group: int = 2,
+    quant_group: int = 64,
+    sparsity: float = 0.0,
+    sink_tokens: int = 0,
+    channel_order: Tensor | None = None,
+    backend: str = "auto",
+) -> RotateKVCache:
+    """Packs keys and values into a few bits each.
+
+    The channels of head_group consecutive heads' keys are taken together, permuted by channel_order, rotated by a
+    Hadamard transform (which spreads outliers), pruned to the greatest magnitudes, and quantised: per token and
+    quant_group channels x ~ zero + scale * code. Values are quantised only.
+
+    Args:
+        k: [T, H, D] keys before RoPE, fp16, bf16 or fp32 (the reference also fp64); any strides. D * head_group must be
+            a power of two from 16 to 1,024.
+        v: [T, H, V], dtype of k.
+        seq_offsets: [B+1], int32 or int64, from 0 to T.
+        bits: 2, 3, 4 or 8 of a code.
+        head_group: 1, 2 or 4, dividing H.
+        quant_group: channels that share a scale and a zero (fp16), a power of two from 16; all of a head group's
+            channels where they are fewer.
+        sparsity: share of a rotated key's channels that is dropped, 0 to 0.9: the least magnitudes of each token.
+        sink_tokens: the first tokens of each sequence, kept as they are.
+        channel_order: [H / head_group, D * head_group] int64, of `calibrate`.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        The cache. Nothing is differentiable (training: `rotatekv_round_trip`). Waits for the device once.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+    """
+    sizes = _check_kv(k, v, seq_offsets)
+    options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens)
+    layout = Layout(options, sizes["H"], sizes["D"], sizes["V"])
+    order = _check_order(channel_order, layout, k.device)
+    cache = RotateKVCache.empty(layout, seq_offsets.shape[0] - 1, k.dtype, k.device, order)
+    append(cache, k, v, seq_offsets, backend)
+    return cache
+
+
+@torch.no_grad()
+def append(cache: RotateKVCache, k: Tensor, v: Tensor, seq_offsets: Tensor, backend: str) -> None:
+    """`RotateKVCache.append`."""
+    sizes = _check_kv(k, v, seq_offsets)
+    layout = cache.layout
+    expected = {"H": layout.heads, "D": layout.head_size, "V": layout.value_size}
+    for letter, size in expected.items():
+        if sizes[letter] != size:
+            raise ValueError(f"the cache has {letter}={size}, got keys and values with {letter}={sizes[letter]}")
+    if k.dtype != cache.dtype or k.device != cache.device:
+        raise TypeError(f"the cache is of {cache.dtype} on {cache.device}, got {k.dtype} on {k.device}")
+    if seq_offsets.shape[0] != cache.num_sequences + 1:
+        raise ValueError(f"seq_offsets must be [B+1={cache.num_sequences + 1}], got {list(seq_offsets.shape)}")
+    chosen = choose_backend(backend, k, "rotatekv_compress")
+    if chosen == "triton":
+        from hstu_sparse.rotatekv.launchers import check_compress
+
+        check_compress(k, layout)
+    old_offsets = cache.seq_offsets
+    cache.grow(seq_offsets.diff().long())
+    if chosen == "triton":
+        from hstu_sparse.rotatekv.launchers import compress
+
+        compress(cache, k, v, seq_offsets, old_offsets)
+        return
+    sequence = torch.repeat_interleave(seq_offsets.diff())
+    position = torch.arange(len(sequence), device=k.device) - (seq_offsets[:-1] - old_offsets.diff())[sequence]
+    sinks = position < layout.options.sink_tokens
+    cache.sink_k[sequence[sinks], position[sinks]] = k[sinks]
+    cache.sink_v[sequence[sinks], position[sinks]] = v[sinks]
+    codes = reference.encode(k[~sinks], v[~sinks], layout, cache.channel_order)
+    reference.write(cache, *codes, *cache.place(sequence[~sinks], position[~sinks]))
+
+
+@torch.no_grad()
+def rotatekv_round_trip(
+    k: Tensor,
+    v: Tensor,
+    seq_offsets: Tensor,
+    *,
+    bits: int = 2,
+    head_group: int = 2,
+    quant_group: int = 64,
+    sparsity: float = 0.0,
+    sink_tokens: int = 0,
+    channel_order: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(k [T, H, D], v [T, H, V]) as a cache would give them back, without a cache and without waiting for the device.
+
+    For training with straight-through gradients: k + (round_trip(k) - k).detach(). It has no gradients of its own.
+    Arguments and errors: as `rotatekv_compress`.
+    """
+    sizes = _check_kv(k, v, seq_offsets)
+    options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens)
+    layout = Layout(options, sizes["H"], sizes["D"], sizes["V"])
+    if channel_order is not None:
+        expected = {"HG": layout.head_groups, "C": layout.keys.channels}
+        check_tensor("channel_order", channel_order, "HG C", expected, dtype=torch.int64, device=k.device)
+    if choose_backend(backend, k, "rotatekv_round_trip") == "reference":
+        position = torch.arange(sizes["T"], device=k.device)
+        position = position - seq_offsets[sequence_ids(seq_offsets, sizes["T"])]
+        return reference.round_trip_reference(k, v, position < sink_tokens, layout, channel_order)
+    from hstu_sparse.rotatekv.launchers import round_trip_operator
+
+    return round_trip_operator(k, v, seq_offsets, channel_order, bits, head_group, quant_group, options.sparsity,
+                               sink_tokens)  # fmt: skip
+
+
+def rotatekv_decompress(cache: RotateKVCache, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """(k [T, H, D], v [T, H, V]) of a cache, in the dtype that went in: keys in their own space again, before RoPE.
+
+    backend: as `rotatekv_compress`. Waits for the device once, to learn T.
+    """
+    _check_cache(cache)
+    if choose_backend(backend, cache.seq_offsets, "rotatekv_decompress") == "reference":
+        return reference.decompress_reference(cache)
+    from hstu_sparse.rotatekv.launchers import decompress
+
+    return decompress(cache, int(cache.seq_offsets[-1]))
+
+
+def rotatekv_attention(
+    q: Tensor,
+    q_offsets: Tensor,
+    cache: RotateKVCache,
+    max_seq_len: int,
+    *,
+    activation: str = "silu",
+    alpha: float | None = None,
+    bias: RelativeBias | None = None,
+    rope_base: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of queries to all cached tokens of their sequence, on the packed cache as it is.
+
+        silu:     o[t] = (1/N) * sum over s of SiLU(alpha * q[t].k[s] + b(t, s)) * v[s]
+        softmax:  o[t] = sum over s of softmax(alpha * q[t].k[s] + b(t, s)) * v[s]
+
+    Queries of sequence b stand at position n_b, behind its cached tokens; their own tokens are not in the cache: the
+    caller adds them (SiLU), or merges them by log-sum-exp (softmax). A sequence without cached tokens gives 0.
+
+    Args:
+        q: [Tq, H, D], dtype of the cache; any strides.
+        q_offsets: [B+1], int32 or int64, from 0 to Tq: the queries of each cached sequence.
+        cache: of `rotatekv_compress`; nothing in it is changed.
+        max_seq_len: N, at least the longest cached sequence.
+        activation: "silu" or "softmax".
+        alpha: scale of the scores, D ** -0.5 by default.
+        bias: position table of more than max_seq_len entries, read at n_b - s; time table with the cached tokens'
+            timestamps [T] and the queries' times query_timestamps [Tq]. Forward only: it gets no gradient.
+        rope_base: turns cached token s to position s and the queries to n_b (half-split pairs, pair i of D/2 by
+            position * rope_base ** (-2i/D)); needs an even D. None for none.
+        return_lse: also return the log-sum-exp of the scores, [Tq, H] fp32 (softmax only).
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [Tq, H, V], dtype of q; with return_lse a tuple. No gradients.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+    """
+    _check_cache(cache)
+    tokens = bias.timestamps.shape[0] if isinstance(bias, RelativeBias) and bias.timestamps is not None else 0
+    sizes = {"H": cache.layout.heads, "D": cache.layout.head_size}
+    call = _check_attention(
+        q, q_offsets, sizes, tokens, cache.seq_offsets, max_seq_len, activation, alpha, bias, rope_base, return_lse
+    )
+    if q.dtype != cache.dtype:
+        raise TypeError(f"q must be {cache.dtype} as the cache, got {q.dtype}")
+    chosen = choose_backend(backend, q, "rotatekv_attention")
+    return _attend(q, q_offsets, cache, max_seq_len, call, return_lse, chosen)
+
+
+def mustafar_decompress_with_hadamard_inverse(cache: RotateKVCache, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """The first of two stages, as `rotatekv_decompress`: unpacks a cache and turns its keys back."""
+    return rotatekv_decompress(cache, backend=backend)
+
+
+def mustafar_attention_with_rope(
+    q: Tensor,
+    q_offsets: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_offsets: Tensor,
+    max_seq_len: int,
+    *,
+    activation: str = "silu",
+    alpha: float | None = None,
+    bias: RelativeBias | None = None,
+    rope_base: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The second stage: `rotatekv_attention` on keys and values that the first has unpacked.
+
+    Args:
+        k, v: [T, H, D] and [T, H, V], dtype of q, any strides; seq_offsets: [B+1], theirs.
+        The others: as `rotatekv_attention`.
+    """
+    sizes: dict[str, int] = {}
+    check_tensor("k", k, "T H D", sizes)
+    check_tensor("v", v, "T H V", sizes, dtype=k.dtype, device=k.device)
+    check_jagged(seq_offsets, max_seq_len, k=k, v=v)
+    tokens = sizes.pop("T")
+    call = _check_attention(
+        q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, activation, alpha, bias, rope_base, return_lse
+    )
+    if q.dtype != k.dtype:
+        raise TypeError(f"q must be {k.dtype} as k, got {q.dtype}")
+    chosen = choose_backend(backend, q, "mustafar_attention_with_rope")
+    return _attend(q, q_offsets, (k, v, seq_offsets), max_seq_len, call, return_lse, chosen)
+
+
+def _check_cache(cache) -> None:
+    if not isinstance(cache, RotateKVCache):
+        raise TypeError(f"cache must be a RotateKVCache, got {type(cache).__name__}")
+
+
+def _check_attention(
+    q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, activation, alpha, bias, rope_base, return_lse
+) -> dict:
+    """The options of an attention call, complete."""
+    sizes = {letter: size for letter, size in sizes.items() if letter != "V"}
+    check_tensor("q", q, "Tq H D", sizes, device=seq_offsets.device)
+    check_jagged(q_offsets, max(1, sizes["Tq"]), q=q)
+    check_int("max_seq_len", max_seq_len, 1)
+    if q_offsets.shape != seq_offsets.shape:
+        raise ValueError(f"q_offsets must be [B+1={seq_offsets.shape[0]}] as the cache's, got {list(q_offsets.shape)}")
+    if activation not in ("silu", "softmax"):
+        raise ValueError(f"activation must be silu or softmax, got {activation!r}")
+    if return_lse and activation != "softmax":
+        raise ValueError("return_lse needs activation='softmax': SiLU's parts add up as they are")
+    if rope_base is not None:
+        rope_base = check_number("rope_base", rope_base, above=0)
+        if sizes["D"] % 2:
+            raise ValueError(f"rope_base needs an even head size, got D={sizes['D']}")
+    bias = check_bias(bias, max_seq_len + 1, tokens, q.device, query_tokens=sizes["Tq"], longer=True)
+    return dict(activation=activation, alpha=check_scale(alpha, sizes["D"]), bias=bias, rope_base=rope_base)
+
+
+@torch.no_grad()
+def _attend(q, q_offsets, source, max_seq_len, call, return_lse, chosen):
+    if chosen == "reference":
+        if isinstance(source, RotateKVCache):
+            source = (*reference.decompress_reference(source), source.seq_offsets)
+        out, lse = reference.attention_reference(q, q_offsets, *source, max_seq_len, **call)
+    else:
+        from hstu_sparse.rotatekv import launchers
+
+        if not isinstance(source, RotateKVCache):
+            source = launchers.Plain(*source)
+        softmax = call.pop("activation") == "softmax"
+        out, lse = launchers.attention(
+            q, q_offsets, source, max_seq_len, softmax=softmax, return_lse=return_lse, **call
+        )
+    return (out, lse.float()) if return_lse else out

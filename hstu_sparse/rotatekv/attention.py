@@ -1,0 +1,389 @@
+"""The fused attention kernel: queries against the packed history, or against plain keys and values.
+
+Letters: T cached tokens, Tq queries, B sequences, S sink tokens, H heads, D query/key and V value head size, G heads of
+a head group, C its key channels, N max_seq_len, R tokens of a tile, BQ queries of a tile.
+
+A program owns BQ queries of HEADS heads of one head group (all of them, or one), in columns head * BQ + query, and a
+part of their sequence's history. It walks over tiles of R tokens and keeps scores as [R, columns]: what is unpacked is
+then the left operand of every product, which tensor cores take from registers, just where unpacking leaves it.
+
+Either the queries are rotated, once (KEYS_BACK is off): a query stands in its head's slot of the C channels, and the
+keys' codes meet it as they are, scale and zero applied to each quantisation group's part of the score. Or the keys
+are turned back, tile by tile: what RoPE needs, and less work where there are many queries.
+
+RoPE turns position 64 a + r by the angle of 64 a and by that of r: two small tables in place of one row per position.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.rotatekv.codec import butterfly, sign
+from hstu_sparse.rotatekv.decode import load_keys, load_values, restored_blocks
+from hstu_sparse.tiles import locate, silu
+from hstu_sparse.time_buckets import bucket_of
+
+
+@triton.jit
+def time_bias(table, cells, asked, seen):
+    """Bias [R, columns] of times asked [columns] and seen [R], int64 seconds."""
+    difference = tl.abs(asked[None, :] - seen[:, None]).to(tl.float32)
+    return tl.load(table + bucket_of(difference, cells)).to(tl.float32)
+
+
+@triton.jit
+def turn(start, step, channel, near, far, HALF: tl.constexpr, TILE: tl.constexpr = 64):
+    """(cos, sin) of the angle of positions start + step, that lie in one tile, at channels.
+
+    near, far: [.., 2, HALF], cos and sin of the angles of 0, 1, .. and of 0, TILE, 2 TILE, ..; start is a number.
+    """
+    n = near + (start % TILE + step) * (2 * HALF) + channel
+    f = far + (start // TILE) * (2 * HALF) + channel
+    a, b, c, d = tl.load(n), tl.load(n + HALF), tl.load(f), tl.load(f + HALF)
+    return a * c - b * d, a * d + b * c
+
+
+@triton.jit
+def load_queries(q, query, head, real, channel, first, stride_t, stride_h, D: tl.constexpr):
+    """[channels, columns] of queries: channel (of the group, from head `first` on) where it is the column's own."""
+    own = channel[:, None] // D == (head - first)[None, :]
+    pointers = q + query[None, :] * stride_t + head[None, :].to(tl.int64) * stride_h + (channel % D)[:, None]
+    return tl.load(pointers, own & real[None, :], 0.0)
+
+
+@triton.jit
+def rotated_queries(
+    q, query, head, real, group, order, scale, stride_t, stride_h, G: tl.constexpr, D: tl.constexpr,
+    BW: tl.constexpr, BLOCKS: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tuple of blocks [BW, columns] of the rotated queries, rounded to q's dtype."""
+    place = tl.arange(0, BW)
+    matrix = sign(place[:, None], place[None, :]).to(q.dtype.element_ty)
+    blocks = ()
+    for b in tl.static_range(BLOCKS):
+        channel = b * BW + place
+        if HAS_ORDER:
+            channel = tl.load(order + channel).to(tl.int32)
+        x = load_queries(q, query, head, real, channel, group * G, stride_t, stride_h, D)
+        # With few columns this is no product of a warp group (two of those, in turn in one buffer, are what ptxas is
+        # known to fail at: `ahead`).
+        blocks += (tl.dot(tl.trans(x), matrix, input_precision=PRECISION),)
+    blocks = butterfly(blocks, BLOCKS)
+    found = ()
+    for b in tl.static_range(BLOCKS):
+        found += (tl.trans((blocks[b] * scale).to(q.dtype.element_ty)),)
+    return found
+
+
+@triton.jit
+def plain_queries(
+    q, query, head, real, group, first, length, near, far, stride_t, stride_h, G: tl.constexpr, D: tl.constexpr,
+    OW: tl.constexpr, PAD: tl.constexpr, OUT: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """A tuple of OUT blocks [PAD, columns] of queries as they are, or turned to position `length`; OW channels each.
+
+    first: the group's channel that the first block begins at.
+    """
+    place = tl.arange(0, PAD)
+    HALF: tl.constexpr = D // 2
+    blocks = ()
+    for o in tl.static_range(OUT):
+        begin = first + o * OW
+        channel = tl.where(place < OW, begin + place, G * D)
+        x = load_queries(q, query, head, real, channel, group * G, stride_t, stride_h, D)
+        if ROPE:
+            local = begin % D
+            lower = local < HALF
+            partner = tl.where(place < OW, tl.where(lower, channel + HALF, channel - HALF), G * D)
+            other = load_queries(q, query, head, real, partner, group * G, stride_t, stride_h, D)
+            angle = tl.where(place < OW, local % HALF + place, 0)
+            cos, sin = turn(length, 0, angle, near, far, HALF)
+            sin = tl.where(lower, -sin, sin)
+            x = x.to(tl.float32) * cos[:, None] + other.to(tl.float32) * sin[:, None]
+        blocks += (x.to(q.dtype.element_ty),)
+    return blocks
+
+
+@triton.jit
+def turned_keys(
+    x, start, near, far, D: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr, OUT: tl.constexpr, R: tl.constexpr
+):
+    """A tuple of key blocks [R, PAD] fp32, of whole heads, turned to the positions from `start` on."""
+    HALF: tl.constexpr = D // 2
+    place = tl.arange(0, PAD)
+    STEP: tl.constexpr = HALF // OW
+    found = ()
+    for o in tl.static_range(OUT):
+        angle = tl.where(place < OW, o * OW % HALF + place, 0)
+        cos, sin = turn(start, tl.arange(0, R)[:, None], angle[None, :], near, far, HALF)
+        if o // STEP % 2 == 0:
+            found += (x[o] * cos - x[o + STEP] * sin,)
+        else:
+            found += (x[o] * cos + x[o - STEP] * sin,)
+    return found
+
+
+@triton.jit
+def take(
+    scores, values_state, inside, position, token, length, alpha, tables, asked,
+    SOFTMAX: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Weights [R, columns] of scores, and for softmax the new state and the factor for what was summed before."""
+    position_table, time_table, cells, timestamps = tables
+    greatest, total = values_state
+    scores *= alpha
+    if HAS_POSITION:
+        scores += tl.load(position_table + length - position, inside, 0.0).to(tl.float32)[:, None]
+    if HAS_TIME:
+        seen = tl.load(timestamps + token, inside, 0)
+        scores += time_bias(time_table, cells, asked, seen)
+    factor = 1.0
+    if SOFTMAX:
+        scores = tl.where(inside[:, None], scores, float("-inf"))
+        new = tl.maximum(greatest, tl.max(scores, 0))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        factor = tl.exp(greatest - safe)
+        weights = tl.exp(scores - safe[None, :])
+        total = total * factor + tl.sum(weights, 0)
+        greatest = new
+    else:
+        weights = tl.where(inside[:, None], silu(scores, FAST), 0.0)
+    return weights, (greatest, total), factor
+
+
+@triton.jit(do_not_specialize=["B", "S", "Tq", "SPLITS"])
+def rotatekv_attention_fwd_kernel(
+    q, q_stride_t, q_stride_h, q_offsets, seq_offsets, page_offsets, page_table, order, inverse_order,
+    k_codes, k_scales, k_zeros, k_bitmap, v_codes, v_scales, v_zeros,
+    plain_k, pk_stride_t, pk_stride_h, plain_v, pv_stride_t, pv_stride_h,
+    position_table, time_table, cells, timestamps, query_timestamps, near, far, far_packed,
+    out, lse, B, S, Tq, SPLITS, alpha, scale, inverse_n,
+    HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
+    K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    KEPT_WORDS: tl.constexpr, V_BLOCK: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
+    V_GROUPS: tl.constexpr, SPARSE: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr, OFFSET: tl.constexpr,
+    PACKED: tl.constexpr, PLAIN: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, KEYS_BACK: tl.constexpr, SCALED_WEIGHTS: tl.constexpr,
+    HEADS: tl.constexpr, BQ: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr, P_PAD: tl.constexpr,
+    OUT_V: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """One part of one tile of queries; out and lse: [SPLITS, Tq, H, ...], or the final ones where SPLITS is 1.
+
+    PLAIN: the first S tokens of a sequence (all, without PACKED) come from plain_k and plain_v; with PACKED these are
+    the sinks, [B, S, H, ...], else [T, H, ...].
+    """
+    C: tl.constexpr = D * G
+    CV: tl.constexpr = V * G
+    COLUMNS: tl.constexpr = HEADS * BQ
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    b, first_query, asked_count, q_tile = locate(q_offsets, tl.program_id(0), B, BQ)
+    if q_tile * BQ >= asked_count:
+        return
+    group = tl.program_id(1) // (G // HEADS)
+    own_head = tl.program_id(1) % (G // HEADS)
+    split = tl.program_id(2)
+    if HAS_ORDER:
+        order += group * C
+        inverse_order += group * C
+    column = tl.arange(0, COLUMNS)
+    index = q_tile * BQ + column % BQ
+    real = index < asked_count
+    query = first_query + index
+    head = group * G + own_head + column // BQ
+    begin = tl.load(seq_offsets + b).to(tl.int64)
+    length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
+    asked = tl.zeros([COLUMNS], tl.int64)
+    if HAS_TIME:
+        asked = tl.load(query_timestamps + query, real, 0)
+    tables = (position_table, time_table, cells, timestamps)
+
+    first_channel = own_head * D
+    OUT: tl.constexpr = HEADS * D // OW
+    SPAN: tl.constexpr = (K_BLOCK if K_BLOCK < HEADS * D else HEADS * D) // OW
+    # Blocks of values that this program sums: all, or its head's.
+    first_v = own_head * (V // V_BLOCK if OUT_V != V_BLOCKS else 0)
+    V_PER: tl.constexpr = V_BLOCKS // V_GROUPS
+    sums = ()
+    constants = ()
+    for _ in tl.static_range(OUT_V):
+        sums += (tl.zeros([V_BLOCK, COLUMNS], tl.float32),)
+        constants += (tl.zeros([R, COLUMNS], tl.float32),)
+    state = (tl.full([COLUMNS], float("-inf"), tl.float32), tl.zeros([COLUMNS], tl.float32))
+
+    if PLAIN:
+        HALVES: tl.constexpr = 2 if ROPE else 1
+        WIDTH: tl.constexpr = D // HALVES
+        plain = tl.minimum(S, length) if PACKED else length
+        tiles = (plain + R - 1) // R
+        per = (tiles + SPLITS - 1) // SPLITS
+        place = tl.arange(0, P_PAD)
+        q_plain = plain_queries(
+            q, query, head, real, group, first_channel, length, near, far, q_stride_t, q_stride_h, G, D, WIDTH,
+            P_PAD, HEADS * HALVES, ROPE,
+        )  # fmt: skip
+        row_begin = b.to(tl.int64) * S if PACKED else begin
+        # Sinks are few: copies in flight would take more shared memory than they save time.
+        for tile in tl.range(split * per, tl.minimum(tiles, split * per + per), num_stages=1 if PACKED else None):
+            position = tile * R + tl.arange(0, R)
+            inside = position < plain
+            scores = tl.zeros([R, COLUMNS], tl.float32)
+            for h in tl.static_range(HEADS):
+                base = plain_k + (group * G + own_head + h).to(tl.int64) * pk_stride_h
+                pointers = base + (row_begin + position)[:, None] * pk_stride_t + place[None, :]
+                whole = inside[:, None] & (place < WIDTH)[None, :]
+                key = (tl.load(pointers, whole, 0.0),)
+                if ROPE:
+                    key += (tl.load(pointers + WIDTH, whole, 0.0),)
+                    key = turned_keys(
+                        (key[0].to(tl.float32), key[1].to(tl.float32)), tile * R, near, far, D, WIDTH, P_PAD, 2, R
+                    )
+                for half in tl.static_range(HALVES):
+                    scores += tl.dot(key[half].to(DTYPE), q_plain[h * HALVES + half], input_precision=PRECISION)
+            weights, state, factor = take(
+                scores, state, inside, position, begin + position, length, alpha, tables, asked, SOFTMAX,
+                HAS_POSITION, HAS_TIME, FAST,
+            )  # fmt: skip
+            low_weights = weights.to(DTYPE)
+            new = ()
+            for i in tl.static_range(OUT_V):
+                channel = (first_v + i) * V_BLOCK + tl.arange(0, V_BLOCK)
+                pointers = plain_v + (row_begin + position)[:, None] * pv_stride_t
+                pointers += ((group * G + channel // V).to(tl.int64) * pv_stride_h + channel % V)[None, :]
+                value = tl.load(pointers, inside[:, None] & (channel < CV)[None, :], 0.0).to(DTYPE)
+                before = sums[i]
+                if SOFTMAX:
+                    before = before * factor[None, :]
+                new += (tl.dot(tl.trans(value), low_weights, before, input_precision=PRECISION),)
+            sums = new
+
+    if PACKED:
+        if KEYS_BACK:
+            q_packed = plain_queries(
+                q, query, head, real, group, first_channel, length, near, far, q_stride_t, q_stride_h, G, D, OW, PAD,
+                OUT, ROPE,
+            )  # fmt: skip
+        else:
+            q_packed = rotated_queries(
+                q, query, head, real, group, order, scale, q_stride_t, q_stride_h, G, D, K_BLOCK, K_BLOCKS,
+                HAS_ORDER, PRECISION,
+            )  # fmt: skip
+            q_sums = ()
+            for i in tl.static_range(K_BLOCKS):
+                q_sums += (tl.sum(q_packed[i].to(tl.float32), 0),)
+        K_PER: tl.constexpr = K_BLOCKS // K_GROUPS
+        WORDS: tl.constexpr = KEPT_WORDS if SPARSE else K_WORDS
+        packed = tl.maximum(length - S, 0)
+        tiles = (packed + R - 1) // R
+        per = (tiles + SPLITS - 1) // SPLITS
+        page_table += tl.load(page_offsets + b)
+        for tile in range(split * per, tl.minimum(tiles, split * per + per)):
+            behind = tile * R + tl.arange(0, R)
+            inside = behind < packed
+            slot = behind % PAGE
+            page = tl.load(page_table + behind // PAGE, inside, 0).to(tl.int64)
+            row = page * HG + group
+            codes, kept, scales, zeros = load_keys(
+                k_codes, k_scales, k_zeros, k_bitmap, row, slot, inside, DTYPE, OFFSET, PAGE, BITS, C, K_BLOCK,
+                K_BLOCKS, K_GROUPS, WORDS, KEPT, SPARSE, R,
+            )  # fmt: skip
+            scores = tl.zeros([R, COLUMNS], tl.float32)
+            if KEYS_BACK:
+                keys = restored_blocks(
+                    codes, kept, scales, zeros, first_channel, inverse_order, DTYPE, OFFSET, K_BLOCK,
+                    K_BLOCKS, K_PER, OW, PAD, OUT, SPAN, SPARSE, HAS_ORDER, R,
+                )  # fmt: skip
+                if ROPE:
+                    keys = turned_keys(keys, tile * R, near, far_packed, D, OW, PAD, OUT, R)
+                for o in tl.static_range(OUT):
+                    key_block = (keys[o] * scale).to(DTYPE)
+                    scores += tl.dot(key_block, q_packed[o], input_precision=PRECISION)
+            else:
+                for i in tl.static_range(K_BLOCKS):
+                    k_scale, k_zero = scales[i // K_PER], zeros[i // K_PER]
+                    part = tl.dot(codes[i], q_packed[i], input_precision=PRECISION)
+                    scores += k_scale[:, None] * part
+                    if SPARSE:
+                        scores += k_zero[:, None] * tl.dot(kept[i], q_packed[i], input_precision=PRECISION)
+                    else:
+                        scores += (k_zero - OFFSET * k_scale)[:, None] * q_sums[i][None, :]
+            weights, state, factor = take(
+                scores, state, inside, S + behind, begin + S + behind, length, alpha, tables, asked, SOFTMAX,
+                HAS_POSITION, HAS_TIME, FAST,
+            )  # fmt: skip
+            new = ()
+            new_constants = ()
+            for i in tl.static_range(OUT_V):
+                code, v_scale, v_zero = load_values(
+                    v_codes, v_scales, v_zeros, row, slot, inside, first_v + i, DTYPE, OFFSET, PAGE, BITS, V_BLOCK,
+                    V_BLOCKS, V_GROUPS, V_WORDS, R,
+                )  # fmt: skip
+                before = sums[i]
+                if SOFTMAX:
+                    before = before * factor[None, :]
+                if SCALED_WEIGHTS:
+                    # Codes about 0, so that the rounding of the weights counts as much as it does with values.
+                    value = (code - (OFFSET + LEVELS / 2)).to(DTYPE)
+                    own = (weights * v_scale[:, None]).to(DTYPE)
+                    constant = constants[i]
+                    if i % V_PER == 0 or OUT_V != V_BLOCKS:
+                        if SOFTMAX:
+                            constant = constant * factor[None, :]
+                        constant += weights * (v_zero + LEVELS / 2 * v_scale)[:, None]
+                    new_constants += (constant,)
+                else:
+                    value = (v_zero - OFFSET * v_scale)[:, None] + v_scale[:, None] * code.to(tl.float32)
+                    value = value.to(DTYPE)
+                    own = weights.to(DTYPE)
+                    new_constants += (constants[i],)
+                new += (tl.dot(tl.trans(value), own, before, input_precision=PRECISION),)
+            sums = new
+            constants = new_constants
+
+    greatest, total = state
+    row = split * Tq.to(tl.int64) + query
+    divisor = tl.where(total > 0.0, total, 1.0) if SOFTMAX else tl.full([COLUMNS], 1.0, tl.float32)
+    if LSE:
+        tl.store(lse + row * (HG * G) + head, tl.where(total > 0.0, greatest + tl.log(divisor), float("-inf")), real)
+    for i in tl.static_range(OUT_V):
+        channel = (first_v + i) * V_BLOCK + tl.arange(0, V_BLOCK)
+        x = sums[i]
+        if SCALED_WEIGHTS:
+            x += tl.sum(constants[i // V_PER * V_PER if OUT_V == V_BLOCKS else i], 0)[None, :]
+        x = x / divisor[None, :] if SOFTMAX else x * inverse_n
+        own = (channel[:, None] // V == (head - group * G)[None, :]) & real[None, :]
+        pointers = out + (row * (HG * G) + head)[None, :] * V + (channel % V)[:, None]
+        tl.store(pointers, x.to(out.dtype.element_ty), own)
+
+
+@triton.jit(do_not_specialize=["rows", "SPLITS"])
+def rotatekv_attention_merge_kernel(
+    parts, part_lse, out, lse, rows, SPLITS, V: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
+    SOFTMAX: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """out [rows, V] from parts [SPLITS, rows, V] fp32: their sum, or for softmax their mean by exp(part_lse)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    real = row < rows
+    column = tl.arange(0, PAD)[None, :]
+    inside = real[:, None] & (column < V)
+    total = tl.zeros([ROWS, PAD], tl.float32)
+    greatest = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    for split in range(SPLITS):
+        at = split * rows.to(tl.int64) + row
+        x = tl.load(parts + at[:, None] * V + column, inside, 0.0)
+        if SOFTMAX:
+            own = tl.load(part_lse + at, real, float("-inf"))
+            new = tl.maximum(greatest, own)
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            factor, share = tl.exp(greatest - safe), tl.exp(own - safe)
+            total = total * factor[:, None] + x * share[:, None]
+            weight = weight * factor + share
+            greatest = new
+        else:
+            total += x
+    if SOFTMAX:
+        divisor = tl.where(weight > 0.0, weight, 1.0)
+        total = total / divisor[:, None]
+        if LSE:
+            tl.store(lse + row, tl.where(weight > 0.0, greatest + tl.log(divisor), float("-inf")), real)
+    tl.store(out + row[:, None] * V + column, total.to(out.dtype.element_ty), inside)

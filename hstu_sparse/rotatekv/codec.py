@@ -1,0 +1,225 @@
+"""Device functions on packed codes: unpacking, packing, quantisation, and the Hadamard transform across blocks.
+
+Letters: R tokens of a tile, BW channels of a block, C channels of a head group, HG head groups.
+
+A transform of C = blocks * BW channels is Sylvester's matrix of BW on each block, a product for the tensor cores, and
+sums and differences of whole blocks: sign(i, o) = (-1) ** popcount(i & o) for block i of the input and o of the output.
+Codes enter that product as they are, small whole numbers: it is exact, and scale and zero come after it.
+"""
+
+import triton
+import triton.language as tl
+
+# Adding and subtracting it rounds fp32 numbers below 2^22 to the nearest whole number, halves to the even one.
+ROUND = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def sign(i, j):
+    """(-1) ** popcount(i & j), fp32, for numbers below 2^16."""
+    parity = i & j
+    parity ^= parity >> 8
+    parity ^= parity >> 4
+    parity ^= parity >> 2
+    parity ^= parity >> 1
+    return 1.0 - 2.0 * (parity & 1).to(tl.float32)
+
+
+@triton.jit
+def fields(words, PLANE: tl.constexpr, R: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """Codes [R, WIDTH] int32 from words [R, COUNT] of one plane."""
+    CHUNK: tl.constexpr = COUNT if COUNT < 4 else 4
+    place = PLANE * tl.arange(0, WIDTH // (2 * COUNT))[None, None, :, None]
+    x = tl.reshape(words, [R, COUNT // CHUNK, 1, CHUNK]) >> place
+    return tl.reshape(tl.join(x, x >> 16), [R, WIDTH]) & ((1 << PLANE) - 1)
+
+
+@triton.jit
+def quick_fields(
+    words, PLANE: tl.constexpr, DTYPE: tl.constexpr, R: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr
+):
+    """2 ** PLANE + codes [R, WIDTH] in a 16-bit float type, two at a time and without a conversion.
+
+    The codes go to the top of the mantissa of 2 ** PLANE, where a step is worth 1.
+    """
+    CHUNK: tl.constexpr = COUNT if COUNT < 4 else 4
+    MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
+    BIAS: tl.constexpr = 15 if tl.float16 == DTYPE else 127
+    MASK: tl.constexpr = (((1 << PLANE) - 1) << (MANTISSA - PLANE)) * 0x10001
+    ONE: tl.constexpr = ((BIAS + PLANE) << MANTISSA) * 0x10001
+    place = PLANE * tl.arange(0, WIDTH // (2 * COUNT))[None, None, :, None]
+    x = tl.reshape(words, [R, COUNT // CHUNK, 1, CHUNK])
+    x = (x << tl.maximum(MANTISSA - PLANE - place, 0)) >> tl.maximum(place - (MANTISSA - PLANE), 0)
+    x = (x & MASK) | ONE
+    halves = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
+    return tl.reshape(halves.to(DTYPE, bitcast=True), [R, WIDTH])
+
+
+@triton.jit
+def load_codes(
+    base, row, mask, BITS: tl.constexpr, DTYPE: tl.constexpr, OFFSET: tl.constexpr, R: tl.constexpr,
+    WIDTH: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """OFFSET + codes [R, WIDTH] of DTYPE from rows [R] of WORDS words each; OFFSET as `launchers.code_offset` says."""
+    pointers = base + row[:, None] * WORDS
+    LOW: tl.constexpr = 2 if BITS == 3 else BITS
+    COUNT: tl.constexpr = WIDTH * LOW // 32 if WIDTH * LOW >= 32 else 1
+    words = tl.load(pointers + tl.arange(0, COUNT)[None, :], mask[:, None], 0)
+    if OFFSET:
+        codes = quick_fields(words, LOW, DTYPE, R, COUNT, WIDTH)
+    else:
+        codes = fields(words, LOW, R, COUNT, WIDTH).to(DTYPE)
+    if BITS == 3:
+        HIGH: tl.constexpr = WIDTH // 32 if WIDTH >= 32 else 1
+        words = tl.load(pointers + COUNT + tl.arange(0, HIGH)[None, :], mask[:, None], 0)
+        if OFFSET:
+            codes = (codes + 4 * quick_fields(words, 1, DTYPE, R, HIGH, WIDTH)).to(DTYPE)
+        else:
+            codes = (codes + 4 * fields(words, 1, R, HIGH, WIDTH).to(DTYPE)).to(DTYPE)
+    return codes
+
+
+@triton.jit
+def load_kept(
+    base, row, mask, kept, before, BITS: tl.constexpr, DTYPE: tl.constexpr, KEPT: tl.constexpr, WORDS: tl.constexpr
+):
+    """Codes [R, BW] of DTYPE of the channels that `kept` (int32 0 or 1) marks, else 0.
+
+    row: [R] of WORDS words each, which hold KEPT codes one after another; before: [R], those ahead of this block.
+    """
+    rank = before[:, None] + tl.cumsum(kept, 1) - kept
+    wanted = mask[:, None] & (kept != 0)
+    LOW: tl.constexpr = 2 if BITS == 3 else BITS
+    PER: tl.constexpr = 32 // LOW
+    pointers = base + row[:, None] * WORDS
+    words = tl.load(pointers + rank // PER, wanted, 0)
+    codes = (words >> LOW * (rank % PER)) & ((1 << LOW) - 1)
+    if BITS == 3:
+        words = tl.load(pointers + (KEPT * 2 + 31) // 32 + rank // 32, wanted, 0)
+        codes += 4 * ((words >> (rank % 32)) & 1)
+    return tl.where(wanted, codes, 0).to(DTYPE)
+
+
+@triton.jit
+def store_plane(pointers, mask, codes, PLANE: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr):
+    """Packs the low PLANE bits of codes [R, WIDTH] into words from pointers [R, 1] on."""
+    COUNT: tl.constexpr = WIDTH * PLANE // 32 if WIDTH * PLANE >= 32 else 1
+    CHUNK: tl.constexpr = COUNT if COUNT < 4 else 4
+    FIELDS: tl.constexpr = WIDTH // (2 * COUNT)
+    part = tl.reshape(codes & ((1 << PLANE) - 1), [R, COUNT // CHUNK, FIELDS, CHUNK, 2])
+    part = part << (PLANE * tl.arange(0, FIELDS)[None, None, :, None, None])
+    part = part << (16 * tl.arange(0, 2)[None, None, None, None, :])
+    words = tl.reshape(tl.sum(tl.sum(part, 4), 2), [R, COUNT]).to(tl.int32)
+    tl.store(pointers + tl.arange(0, COUNT)[None, :], words, mask[:, None])
+
+
+@triton.jit
+def store_codes(base, row, mask, codes, BITS: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr):
+    """Packs codes [R, WIDTH] int32 into rows [R] of WORDS words."""
+    pointers = base + row[:, None] * WORDS
+    if BITS == 3:
+        store_plane(pointers, mask, codes, 2, R, WIDTH)
+        store_plane(pointers + WIDTH // 16, mask, codes >> 2, 1, R, WIDTH)
+    else:
+        store_plane(pointers, mask, codes, BITS, R, WIDTH)
+
+
+@triton.jit
+def store_kept(base, row, mask, codes, kept, before, BITS: tl.constexpr, KEPT: tl.constexpr, WORDS: tl.constexpr):
+    """Packs the kept of codes [R, BW] int32 behind the `before` [R] ones; the words hold zeros in their place."""
+    rank = before[:, None] + tl.cumsum(kept, 1) - kept
+    wanted = mask[:, None] & (kept != 0)
+    pointers = base + row[:, None] * WORDS
+    LOW: tl.constexpr = 2 if BITS == 3 else BITS
+    PER: tl.constexpr = 32 // LOW
+    tl.atomic_or(pointers + rank // PER, (codes & ((1 << LOW) - 1)) << LOW * (rank % PER), wanted)
+    if BITS == 3:
+        tl.atomic_or(pointers + (KEPT * 2 + 31) // 32 + rank // 32, (codes >> 2) << (rank % 32), wanted)
+
+
+@triton.jit
+def value_range(least, most, LEVELS: tl.constexpr):
+    """(scale, zero) fp16 of numbers from `least` to `most`; infinities say that there are none."""
+    empty = least > most
+    least = tl.where(empty, 0.0, least)
+    most = tl.where(empty, 0.0, most)
+    scale = tl.minimum(tl.div_rn(most - least, tl.full(least.shape, LEVELS, tl.float32)), 65504.0)
+    return scale.to(tl.float16), tl.minimum(tl.maximum(least, -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit
+def encode(x, scale, zero, LEVELS: tl.constexpr):
+    """Codes int32 of x [R, BW] with the stored scale and zero [R] fp16."""
+    scale = scale.to(tl.float32)
+    some = scale > 0.0
+    inverse = tl.where(some, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(some, scale, 1.0)), 0.0)
+    code = (x - zero.to(tl.float32)[:, None]) * inverse[:, None]
+    code = tl.minimum(tl.maximum(code, 0.0), LEVELS)
+    return (code + ROUND).to(tl.int32, bitcast=True) & 0x3FFFFF
+
+
+@triton.jit
+def greatest(x, KEPT: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr):
+    """int32 0 or 1 for each of x, a tuple of blocks [R, BW]: a token's KEPT greatest magnitudes, ties to the first.
+
+    The bits of a magnitude grow with it: the least that is kept is found bit by bit.
+    """
+    least = tl.zeros([R], tl.int32)
+    for step in range(31):
+        candidate = least | (1 << (30 - step))
+        count = tl.zeros([R], tl.int32)
+        for b in tl.static_range(BLOCKS):
+            reached = tl.abs(x[b]).to(tl.int32, bitcast=True) >= candidate[:, None]
+            count += tl.sum(reached.to(tl.int32), 1)
+        least = tl.where(count >= KEPT, candidate, least)
+    room = tl.full([R], KEPT, tl.int32)
+    for b in tl.static_range(BLOCKS):
+        room -= tl.sum((tl.abs(x[b]).to(tl.int32, bitcast=True) > least[:, None]).to(tl.int32), 1)
+    found = ()
+    for b in tl.static_range(BLOCKS):
+        size = tl.abs(x[b]).to(tl.int32, bitcast=True)
+        equal = (size == least[:, None]).to(tl.int32)
+        first = tl.cumsum(equal, 1) <= room[:, None]
+        found += (((size > least[:, None]) | ((equal != 0) & first)).to(tl.int32),)
+        room -= tl.sum(equal, 1)
+    return found
+
+
+@triton.jit
+def butterfly(x, BLOCKS: tl.constexpr):
+    """Sylvester's transform across a tuple of blocks, without its scale."""
+    for stage in tl.static_range(10):
+        if 1 << stage < BLOCKS:
+            y = ()
+            for b in tl.static_range(BLOCKS):
+                if b & (1 << stage):
+                    y += (x[b - (1 << stage)] - x[b],)
+                else:
+                    y += (x[b] + x[b + (1 << stage)],)
+            x = y
+    return x
+
+
+@triton.jit
+def load_block(
+    base, token, mask, first_head, stride_t, stride_h, order, b: tl.constexpr, SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr, BW: tl.constexpr, HAS_ORDER: tl.constexpr,
+):  # fmt: skip
+    """Block b of a head group's channels, [R, BW]: CHANNELS of heads of SIZE from first_head on, `order` before them.
+
+    Zero outside of the mask and behind the last channel.
+    """
+    place = tl.arange(0, BW)
+    row = base + token[:, None] * stride_t + first_head.to(tl.int64) * stride_h
+    if HAS_ORDER:
+        channel = tl.load(order + b * BW + place)
+        pointers = row + ((channel // SIZE) * stride_h + channel % SIZE)[None, :]
+    elif SIZE % BW == 0:
+        pointers = row + (b * BW // SIZE * stride_h + b * BW % SIZE) + place[None, :]
+    else:
+        channel = b * BW + place
+        pointers = row + ((channel // SIZE) * stride_h + channel % SIZE)[None, :]
+    if CHANNELS % BW == 0:
+        return tl.load(pointers, mask[:, None], 0.0)
+    else:
+        return tl.load(pointers, mask[:, None] & (b * BW + place < CHANNELS)[None, :], 0.0)

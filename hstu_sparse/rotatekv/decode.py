@@ -1,0 +1,276 @@
+"""From codes to keys in their own space, and the kernels that write them out: decompression, and the round trip.
+
+Letters: T tokens, B sequences, S sink tokens, H heads, D query/key and V value head size, G heads of a head group, C
+its key channels, HG = H / G, R tokens of a tile, BW channels of a block of codes, OW of one that comes out.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.rotatekv.codec import encode, greatest, load_block, load_codes, load_kept, sign
+from hstu_sparse.rotatekv.encode import key_ranges, rotated_blocks, value_blocks
+from hstu_sparse.tiles import locate
+
+
+@triton.jit
+def matrix_block(
+    i: tl.constexpr, first, order, DTYPE: tl.constexpr, BW: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+):  # fmt: skip
+    """What block i of the codes gives to OW channels from `first` on: [BW, PAD], 1 and -1, zero behind OW.
+
+    order: where each channel stands among the permuted ones; without it the sign of the blocks is left out.
+    """
+    row = tl.arange(0, BW)
+    column = tl.arange(0, PAD)
+    if HAS_ORDER:
+        row += i * BW
+        place = tl.load(order + first + column, column < OW, 0).to(tl.int32)
+    else:
+        place = first % BW + column
+    matrix = sign(row[:, None], place[None, :])
+    if PAD != OW:
+        matrix = tl.where((column < OW)[None, :], matrix, 0.0)
+    return matrix.to(DTYPE)
+
+
+@triton.jit
+def restored_blocks(
+    codes, kept, scales, zeros, first, order, DTYPE: tl.constexpr, OFFSET: tl.constexpr,
+    BW: tl.constexpr, BLOCKS: tl.constexpr, PER: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr,
+    OUT: tl.constexpr, SPAN: tl.constexpr, SPARSE: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """A tuple of OUT blocks [R, PAD] fp32: keys in their own space, but for the factor C ** -0.5.
+
+    codes: tuple of blocks [R, BW] of DTYPE, OFFSET above the codes; kept: the same of 0 and 1, if SPARSE; scales,
+    zeros: tuples of [R] fp32, of groups of PER blocks. first: channel that the first block out begins at; SPAN: how
+    many of these blocks take different columns of Sylvester's matrix of BW.
+    """
+    found = ()
+    constants = ()
+    for _ in tl.static_range(OUT):
+        found += (tl.zeros([R, PAD], tl.float32),)
+        constants += (tl.zeros([R], tl.float32),)
+    for i in tl.static_range(BLOCKS):
+        scale = scales[i // PER]
+        zero = zeros[i // PER]
+        if not SPARSE:
+            zero = zero - OFFSET * scale
+        product = ()
+        marked = ()
+        for o in tl.static_range(OUT if HAS_ORDER else SPAN):
+            matrix = matrix_block(i, first + o * OW, order, DTYPE, BW, OW, PAD, HAS_ORDER)
+            product += (tl.dot(codes[i], matrix),)
+            if SPARSE:
+                marked += (zero[:, None] * tl.dot(kept[i], matrix),)
+            elif HAS_ORDER:
+                marked += (zero[:, None] * tl.sum(matrix.to(tl.float32), 0)[None, :],)
+        new = ()
+        new_constants = ()
+        for o in tl.static_range(OUT):
+            if HAS_ORDER:
+                new += (found[o] + scale[:, None] * product[o] + marked[o],)
+                new_constants += (constants[o],)
+            else:
+                own = sign(i, (first + o * OW) // BW)
+                x = found[o] + (scale * own)[:, None] * product[o % SPAN]
+                if SPARSE:
+                    x += own * marked[o % SPAN]
+                new += (x,)
+                new_constants += (constants[o] + own * zero,)
+        found = new
+        constants = new_constants
+    if SPARSE or HAS_ORDER:
+        return found
+    # What is the same for all channels of a block goes to the first column of Sylvester's matrix alone.
+    whole = ()
+    for o in tl.static_range(OUT):
+        alike = ((first + o * OW) % BW + tl.arange(0, PAD) == 0).to(tl.float32) * BW
+        whole += (found[o] + constants[o][:, None] * alike[None, :],)
+    return whole
+
+
+@triton.jit
+def load_keys(
+    k_codes, k_scales, k_zeros, k_bitmap, row, slot, mask, DTYPE: tl.constexpr, OFFSET: tl.constexpr,
+    PAGE: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, BW: tl.constexpr, BLOCKS: tl.constexpr,
+    GROUPS: tl.constexpr, WORDS: tl.constexpr, KEPT: tl.constexpr, SPARSE: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """(codes, kept, scales, zeros) of keys, as `restored_blocks` takes them; row: [R] page and head group."""
+    codes = ()
+    kept = ()
+    before = tl.zeros([R], tl.int32)
+    for i in tl.static_range(BLOCKS):
+        if SPARSE:
+            # A tile of TILE tokens in pages of as many is one page.
+            column = i * BW + tl.arange(0, BW)
+            some = (column >= 0) & (tl.max(mask.to(tl.int32), 0) > 0)
+            word = tl.load(k_bitmap + tl.max(row, 0) * C + column, some, 0)
+            bit = ((word[None, :] >> slot[:, None].to(tl.int64)) & 1).to(tl.int32)
+            codes += (load_kept(k_codes, row * PAGE + slot, mask, bit, before, BITS, DTYPE, KEPT, WORDS),)
+            kept += (bit.to(DTYPE),)
+            before += tl.sum(bit, 1)
+        else:
+            at = (row * BLOCKS + i) * PAGE + slot
+            codes += (load_codes(k_codes, at, mask, BITS, DTYPE, OFFSET, R, BW, WORDS),)
+    scales = ()
+    zeros = ()
+    for g in tl.static_range(GROUPS):
+        at = (row * GROUPS + g) * PAGE + slot
+        scales += (tl.load(k_scales + at, mask, 0.0).to(tl.float32),)
+        zeros += (tl.load(k_zeros + at, mask, 0.0).to(tl.float32),)
+    return codes, kept, scales, zeros
+
+
+@triton.jit
+def load_values(
+    v_codes, v_scales, v_zeros, row, slot, mask, b, DTYPE: tl.constexpr, OFFSET: tl.constexpr, PAGE: tl.constexpr,
+    BITS: tl.constexpr, BW: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr,
+    R: tl.constexpr,
+):  # fmt: skip
+    """(OFFSET + codes [R, BW], scale, zero [R] fp32) of block b of values."""
+    codes = load_codes(v_codes, (row * BLOCKS + b) * PAGE + slot, mask, BITS, DTYPE, OFFSET, R, BW, WORDS)
+    at = (row * GROUPS + b // (BLOCKS // GROUPS)) * PAGE + slot
+    return codes, tl.load(v_scales + at, mask, 0.0).to(tl.float32), tl.load(v_zeros + at, mask, 0.0).to(tl.float32)
+
+
+@triton.jit
+def load_group(x, token, mask, b, first_head, H: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+               BW: tl.constexpr):  # fmt: skip
+    """Block b [R, BW] of a head group's channels of x [T, H, SIZE], contiguous."""
+    column = b * BW + tl.arange(0, BW)
+    pointers = x + ((token * H + first_head) * SIZE)[:, None] + column[None, :]
+    return tl.load(pointers, mask[:, None] & (column < CHANNELS)[None, :], 0.0)
+
+
+@triton.jit
+def store_group(out, token, mask, x, b, first_head, H: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+                BW: tl.constexpr):  # fmt: skip
+    """Writes block b [R, BW] of a head group's channels into out [T, H, SIZE], contiguous."""
+    column = b * BW + tl.arange(0, BW)
+    pointers = out + ((token * H + first_head) * SIZE)[:, None] + column[None, :]
+    tl.store(pointers, x.to(out.dtype.element_ty), mask[:, None] & (column < CHANNELS)[None, :])
+
+
+@triton.jit(do_not_specialize=["B", "S"])
+def rotatekv_decompress_kernel(
+    seq_offsets, page_offsets, page_table, inverse_order, k_codes, k_scales, k_zeros, k_bitmap, v_codes, v_scales,
+    v_zeros, sink_k, sink_v, k, v, B, S, scale,
+    HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
+    K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    KEPT_WORDS: tl.constexpr, V_BLOCK: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
+    V_GROUPS: tl.constexpr, SPARSE: tl.constexpr, SINKS: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
+    OFFSET: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """R tokens of one head group, written to k [T, H, D] and v [T, H, V]; of the keys, OUT blocks' channels."""
+    C: tl.constexpr = D * G
+    CV: tl.constexpr = V * G
+    DTYPE: tl.constexpr = k.dtype.element_ty
+    b, begin, count, tile = locate(seq_offsets, tl.program_id(0), B, R)
+    if tile * R >= count:
+        return
+    group = tl.program_id(1)
+    first_out = tl.program_id(2) * OUT
+    if HAS_ORDER:
+        inverse_order += group * C
+    if SINKS:
+        index = tile * R + tl.arange(0, R)
+        sink = index < tl.minimum(S, count)
+        at = b.to(tl.int64) * S + index
+        for i in tl.static_range(OUT):
+            o = first_out + i
+            store_group(k, begin + index, sink, load_group(sink_k, at, sink, o, group * G, HG * G, D, C, K_BLOCK),
+                        o, group * G, HG * G, D, C, K_BLOCK)  # fmt: skip
+        if first_out == 0:
+            for i in tl.static_range(V_BLOCKS):
+                store_group(v, begin + index, sink, load_group(sink_v, at, sink, i, group * G, HG * G, V, CV, V_BLOCK),
+                            i, group * G, HG * G, V, CV, V_BLOCK)  # fmt: skip
+    place = tile * R + tl.arange(0, R)
+    mask = place < count - S
+    token = begin + S + place
+    page = tl.load(page_table + tl.load(page_offsets + b) + place // PAGE, mask, 0).to(tl.int64)
+    slot = place % PAGE
+    row = page * HG + group
+    WORDS: tl.constexpr = KEPT_WORDS if SPARSE else K_WORDS
+    codes, kept, scales, zeros = load_keys(
+        k_codes, k_scales, k_zeros, k_bitmap, row, slot, mask, DTYPE, OFFSET, PAGE, BITS, C, K_BLOCK, K_BLOCKS,
+        K_GROUPS, WORDS, KEPT, SPARSE, R,
+    )  # fmt: skip
+    x = restored_blocks(
+        codes, kept, scales, zeros, first_out * K_BLOCK, inverse_order, DTYPE, OFFSET, K_BLOCK,
+        K_BLOCKS, K_BLOCKS // K_GROUPS, K_BLOCK, K_BLOCK, OUT, 1, SPARSE, HAS_ORDER, R,
+    )  # fmt: skip
+    for i in tl.static_range(OUT):
+        store_group(k, token, mask, x[i] * scale, first_out + i, group * G, HG * G, D, C, K_BLOCK)
+    if first_out == 0:
+        for i in tl.static_range(V_BLOCKS):
+            code, v_scale, v_zero = load_values(
+                v_codes, v_scales, v_zeros, row, slot, mask, i, DTYPE, OFFSET, PAGE, BITS, V_BLOCK, V_BLOCKS, V_GROUPS,
+                V_WORDS, R,
+            )  # fmt: skip
+            y = (v_zero - OFFSET * v_scale)[:, None] + v_scale[:, None] * code.to(tl.float32)
+            store_group(v, token, mask, y, i, group * G, HG * G, V, CV, V_BLOCK)
+
+
+@triton.jit(do_not_specialize=["B", "S"])
+def rotatekv_round_trip_kernel(
+    k, v, k_stride_t, k_stride_h, v_stride_t, v_stride_h, seq_offsets, order, inverse_order, k_out, v_out, B, S, scale,
+    HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr,
+    K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr, V_BLOCK: tl.constexpr,
+    V_BLOCKS: tl.constexpr, V_GROUPS: tl.constexpr, SPARSE: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """R tokens of one head group through codes and back, to k_out [T, H, D] and v_out [T, H, V]; sinks as they are."""
+    C: tl.constexpr = D * G
+    CV: tl.constexpr = V * G
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    DTYPE: tl.constexpr = k.dtype.element_ty
+    _, begin, count, tile = locate(seq_offsets, tl.program_id(0), B, R)
+    if tile * R >= count:
+        return
+    group = tl.program_id(1)
+    position = tile * R + tl.arange(0, R)
+    mask = position < count
+    sink = position < S
+    token = begin + position
+    K_PER: tl.constexpr = K_BLOCKS // K_GROUPS
+    if HAS_ORDER:
+        order += group * C
+        inverse_order += group * C
+    x = rotated_blocks(
+        k, token, mask, group * G, k_stride_t, k_stride_h, order, scale, D, C, K_BLOCK, K_BLOCKS, HAS_ORDER
+    )
+    kept = x
+    if SPARSE:
+        kept = greatest(x, KEPT, K_BLOCKS, R)
+    scales, zeros = key_ranges(x, kept, K_PER, K_GROUPS, LEVELS, SPARSE, R)
+    codes = ()
+    wide_scales = ()
+    wide_zeros = ()
+    marks = ()
+    for i in tl.static_range(K_BLOCKS):
+        code = encode(x[i], scales[i // K_PER], zeros[i // K_PER], LEVELS)
+        if SPARSE:
+            code = code * kept[i]
+            marks += (kept[i].to(DTYPE),)
+        codes += (code.to(DTYPE),)
+    for g in tl.static_range(K_GROUPS):
+        wide_scales += (scales[g].to(tl.float32),)
+        wide_zeros += (zeros[g].to(tl.float32),)
+    for o in tl.static_range(K_BLOCKS):
+        y = restored_blocks(
+            codes, marks, wide_scales, wide_zeros, group * 0 + o * K_BLOCK, inverse_order, DTYPE, 0,
+            K_BLOCK, K_BLOCKS, K_PER, K_BLOCK, K_BLOCK, 1, 1, SPARSE, HAS_ORDER, R,
+        )  # fmt: skip
+        same = load_block(k, token, mask & sink, group * G, k_stride_t, k_stride_h, order, o, D, C, K_BLOCK, False)
+        out = tl.where(sink[:, None], same.to(tl.float32), y[0] * scale)
+        store_group(k_out, token, mask, out, o, group * G, HG * G, D, C, K_BLOCK)
+    V_PER: tl.constexpr = V_BLOCKS // V_GROUPS
+    for g in tl.static_range(V_GROUPS):
+        z, v_scale, v_zero = value_blocks(
+            v, token, mask, group * G, v_stride_t, v_stride_h, V, CV, V_BLOCK, g * V_PER, V_PER, LEVELS, R
+        )
+        for i in tl.static_range(V_PER):
+            v_code = encode(z[i], v_scale, v_zero, LEVELS).to(tl.float32)
+            value = v_zero.to(tl.float32)[:, None] + v_scale.to(tl.float32)[:, None] * v_code
+            value = tl.where(sink[:, None], z[i], value)
+            store_group(v_out, token, mask, value, g * V_PER + i, group * G, HG * G, V, CV, V_BLOCK)

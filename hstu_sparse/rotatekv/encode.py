@@ -1,0 +1,188 @@
+"""The kernel that compresses: rotates, prunes, quantises and packs keys and values in one pass over both.
+
+Letters: T new tokens, B sequences, S sink tokens, H heads, D query/key and V value head size, G heads of a head group,
+C its key channels, HG = H / G, R tokens of a tile, BW channels of a block.
+
+A program owns R new tokens of one head group, with all their channels, in blocks that a tuple holds. Written so, every
+stage of the transform across blocks is a sum of registers of one thread.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.rotatekv.codec import (
+    butterfly,
+    encode,
+    greatest,
+    load_block,
+    sign,
+    store_codes,
+    store_kept,
+    value_range,
+)
+from hstu_sparse.tiles import locate
+
+
+@triton.jit
+def rotated_blocks(
+    k, token, mask, first_head, stride_t, stride_h, order, scale, D: tl.constexpr, C: tl.constexpr, BW: tl.constexpr,
+    BLOCKS: tl.constexpr, HAS_ORDER: tl.constexpr,
+):  # fmt: skip
+    """A tuple of the transformed blocks [R, BW] fp32 of keys."""
+    place = tl.arange(0, BW)
+    matrix = sign(place[:, None], place[None, :]).to(k.dtype.element_ty)
+    blocks = ()
+    for b in tl.static_range(BLOCKS):
+        x = load_block(k, token, mask, first_head, stride_t, stride_h, order, b, D, C, BW, HAS_ORDER)
+        blocks += (tl.dot(x, matrix, input_precision="ieee"),)
+    blocks = butterfly(blocks, BLOCKS)
+    scaled = ()
+    for b in tl.static_range(BLOCKS):
+        scaled += (blocks[b] * scale,)
+    return scaled
+
+
+@triton.jit
+def key_ranges(
+    x, kept, PER: tl.constexpr, GROUPS: tl.constexpr, LEVELS: tl.constexpr, SPARSE: tl.constexpr, R: tl.constexpr
+):
+    """Tuples of scale and zero [R] fp16 of each group of PER blocks, over what is kept."""
+    scales = ()
+    zeros = ()
+    for g in tl.static_range(GROUPS):
+        least = tl.full([R], float("inf"), tl.float32)
+        most = tl.full([R], float("-inf"), tl.float32)
+        for b in tl.static_range(PER):
+            low = x[g * PER + b]
+            high = low
+            if SPARSE:
+                low = tl.where(kept[g * PER + b] != 0, low, float("inf"))
+                high = tl.where(kept[g * PER + b] != 0, high, float("-inf"))
+            least = tl.minimum(least, tl.min(low, 1))
+            most = tl.maximum(most, tl.max(high, 1))
+        scale, zero = value_range(least, most, LEVELS)
+        scales += (scale,)
+        zeros += (zero,)
+    return scales, zeros
+
+
+@triton.jit
+def value_blocks(
+    v, token, mask, first_head, stride_t, stride_h, V: tl.constexpr, CV: tl.constexpr, BW: tl.constexpr,
+    FIRST: tl.constexpr, PER: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """(tuple of blocks [R, BW] fp32 of a group of PER blocks from FIRST on, its scale, its zero)."""
+    place = tl.arange(0, BW)
+    least = tl.full([R], float("inf"), tl.float32)
+    most = tl.full([R], float("-inf"), tl.float32)
+    blocks = ()
+    for i in tl.static_range(PER):
+        x = load_block(v, token, mask, first_head, stride_t, stride_h, v, FIRST + i, V, CV, BW, False).to(tl.float32)
+        blocks += (x,)
+        if (FIRST + i + 1) * BW <= CV:
+            least = tl.minimum(least, tl.min(x, 1))
+            most = tl.maximum(most, tl.max(x, 1))
+        elif (FIRST + i) * BW < CV:
+            real = ((FIRST + i) * BW + place < CV)[None, :]
+            least = tl.minimum(least, tl.min(tl.where(real, x, float("inf")), 1))
+            most = tl.maximum(most, tl.max(tl.where(real, x, float("-inf")), 1))
+    scale, zero = value_range(least, most, LEVELS)
+    return blocks, scale, zero
+
+
+@triton.jit
+def store_bitmap(bitmap, row, slot, mask, kept, b: tl.constexpr, C: tl.constexpr, BW: tl.constexpr):
+    """Sets the bits of kept channels; the tile's tokens lie in at most two pages; `row`: page and head group."""
+    column = b * BW + tl.arange(0, BW)
+    bits = tl.where((kept != 0) & mask[:, None], tl.full([1, 1], 1, tl.int64) << slot[:, None].to(tl.int64), 0)
+    first = tl.min(tl.where(mask, row, 0x7FFFFFFFFFFFFFFF), 0)
+    last = tl.max(tl.where(mask, row, -1), 0)
+    if last >= 0:
+        word = tl.sum(tl.where((row == first)[:, None], bits, 0), 0)
+        tl.atomic_or(bitmap + first * C + column, word)
+        if last != first:
+            word = tl.sum(tl.where((row != first)[:, None], bits, 0), 0)
+            tl.atomic_or(bitmap + last * C + column, word)
+
+
+@triton.jit(do_not_specialize=["B", "S"])
+def rotatekv_compress_kernel(
+    k, v, k_stride_t, k_stride_h, v_stride_t, v_stride_h, new_offsets, old_offsets, page_offsets, page_table, order,
+    sink_k, sink_v, k_codes, k_scales, k_zeros, k_bitmap, v_codes, v_scales, v_zeros, B, S, scale,
+    HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
+    K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    KEPT_WORDS: tl.constexpr, V_BLOCK: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
+    V_GROUPS: tl.constexpr, SPARSE: tl.constexpr, SINKS: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """R new tokens of one head group, behind the tokens that old_offsets counts; page_offsets and table have room."""
+    C: tl.constexpr = D * G
+    CV: tl.constexpr = V * G
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    b, begin, count, tile = locate(new_offsets, tl.program_id(0), B, R)
+    if tile * R >= count:
+        return
+    group = tl.program_id(1)
+    index = tile * R + tl.arange(0, R)
+    real = index < count
+    token = begin + index
+    old = (tl.load(old_offsets + b + 1) - tl.load(old_offsets + b)).to(tl.int32)
+    position = old + index
+    packed = real & (position >= S)
+    place = tl.maximum(position - S, 0)
+    page = tl.load(page_table + tl.load(page_offsets + b) + place // PAGE, packed, 0).to(tl.int64)
+    slot = place % PAGE
+    row = page * HG + group
+    if HAS_ORDER:
+        order += group * C
+
+    if SINKS:
+        sink = real & (position < S)
+        for head in tl.static_range(G):
+            at = (b.to(tl.int64) * S + position) * (HG * G) + group * G + head
+            source = token[:, None] * k_stride_t + (group * G + head).to(tl.int64) * k_stride_h
+            for start in tl.static_range(0, D, K_BLOCK):
+                column = start + tl.arange(0, K_BLOCK)[None, :]
+                inside = sink[:, None] & (column < D)
+                tl.store(sink_k + at[:, None] * D + column, tl.load(k + source + column, inside, 0.0), inside)
+            source = token[:, None] * v_stride_t + (group * G + head).to(tl.int64) * v_stride_h
+            for start in tl.static_range(0, V, V_BLOCK):
+                column = start + tl.arange(0, V_BLOCK)[None, :]
+                inside = sink[:, None] & (column < V)
+                tl.store(sink_v + at[:, None] * V + column, tl.load(v + source + column, inside, 0.0), inside)
+
+    x = rotated_blocks(
+        k, token, packed, group * G, k_stride_t, k_stride_h, order, scale, D, C, K_BLOCK, K_BLOCKS, HAS_ORDER
+    )
+    kept = x
+    if SPARSE:
+        kept = greatest(x, KEPT, K_BLOCKS, R)
+    K_PER: tl.constexpr = K_BLOCKS // K_GROUPS
+    scales, zeros = key_ranges(x, kept, K_PER, K_GROUPS, LEVELS, SPARSE, R)
+    before = tl.zeros([R], tl.int32)
+    for i in tl.static_range(K_BLOCKS):
+        codes = encode(x[i], scales[i // K_PER], zeros[i // K_PER], LEVELS)
+        if SPARSE:
+            store_bitmap(k_bitmap, row, slot, packed, kept[i], i, C, K_BLOCK)
+            store_kept(k_codes, row * PAGE + slot, packed, codes, kept[i], before, BITS, KEPT, KEPT_WORDS)
+            before += tl.sum(kept[i], 1)
+        else:
+            store_codes(k_codes, (row * K_BLOCKS + i) * PAGE + slot, packed, codes, BITS, R, K_BLOCK, K_WORDS)
+    for g in tl.static_range(K_GROUPS):
+        at = (row * K_GROUPS + g) * PAGE + slot
+        tl.store(k_scales + at, scales[g], packed)
+        tl.store(k_zeros + at, zeros[g], packed)
+
+    V_PER: tl.constexpr = V_BLOCKS // V_GROUPS
+    for g in tl.static_range(V_GROUPS):
+        y, v_scale, v_zero = value_blocks(
+            v, token, packed, group * G, v_stride_t, v_stride_h, V, CV, V_BLOCK, g * V_PER, V_PER, LEVELS, R
+        )
+        at = (row * V_GROUPS + g) * PAGE + slot
+        tl.store(v_scales + at, v_scale, packed)
+        tl.store(v_zeros + at, v_zero, packed)
+        for i in tl.static_range(V_PER):
+            v_code = encode(y[i], v_scale, v_zero, LEVELS)
+            if CV % V_BLOCK != 0:
+                v_code = tl.where(((g * V_PER + i) * V_BLOCK + tl.arange(0, V_BLOCK) < CV)[None, :], v_code, 0)
+            at = (row * V_BLOCKS + g * V_PER + i) * PAGE + slot
+            store_codes(v_codes, at, packed, v_code, BITS, R, V_BLOCK, V_WORDS)

@@ -1,0 +1,111 @@
+"""A cache's file: one safetensors file with the packed tensors, the options as metadata, and a checksum of both."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hstu_sparse.rotatekv.cache import DTYPES, PACKED, RotateKVCache
+from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
+
+FORMAT = "hstu_sparse.rotatekv.1"
+INDEX = ("seq_offsets", "page_offsets", "page_table")
+
+
+def save(cache: RotateKVCache, path) -> None:
+    from safetensors.torch import save as to_bytes
+
+    path = Path(path)
+    tensors = {name: x.cpu().contiguous() for name, x in cache.tensors().items()}
+    layout = cache.layout
+    facts = {
+        "options": {name: getattr(cache.options, name) for name in RotateKVOptions.__dataclass_fields__},
+        "heads": layout.heads,
+        "head_size": layout.head_size,
+        "value_size": layout.value_size,
+        "dtype": str(cache.dtype).removeprefix("torch."),
+        "used_pages": cache.used_pages,
+    }
+    text = json.dumps(facts, sort_keys=True)
+    metadata = {"format": FORMAT, "facts": text, "sha256": _checksum(text, tensors)}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(to_bytes(tensors, metadata))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path) -> RotateKVCache:
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"not a RotateKV cache (format {metadata.get('format')!r}, expected {FORMAT!r})")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+        text = metadata.get("facts", "")
+        if metadata.get("sha256") != _checksum(text, tensors):
+            raise ValueError("damaged (its checksum differs from the one it was written with)")
+        return _build(json.loads(text), tensors)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = "not found" if isinstance(error, FileNotFoundError) else str(error) or type(error).__name__
+        raise ValueError(f"{path}: {reason}".splitlines()[0]) from None
+
+
+def _build(facts: dict, tensors: dict[str, Tensor]) -> RotateKVCache:
+    layout = Layout(RotateKVOptions(**facts["options"]), facts["heads"], facts["head_size"], facts["value_size"])
+    dtype, pages = getattr(torch, facts["dtype"]), facts["used_pages"]
+    sequences = tensors["seq_offsets"].shape[0] - 1
+    sinks = (sequences, layout.options.sink_tokens, layout.heads)
+    expected = {name: (shape, DTYPES[name[2:]]) for name, shape in layout.shapes(pages).items()}
+    expected["seq_offsets"] = (sequences + 1,), torch.int64
+    expected["page_offsets"] = (sequences + 1,), torch.int32
+    expected["page_table"] = (pages,), torch.int32
+    if layout.options.sink_tokens:
+        expected["sink_k"] = (*sinks, layout.head_size), dtype
+        expected["sink_v"] = (*sinks, layout.value_size), dtype
+    order = tensors.get("channel_order")
+    if order is not None:
+        expected["channel_order"] = (layout.head_groups, layout.keys.channels), torch.int64
+    if tensors.keys() != expected.keys():
+        raise ValueError(f"holds other tensors than its options say: {', '.join(tensors.keys() ^ expected.keys())}")
+    for name, (shape, wanted) in expected.items():
+        x = tensors[name]
+        if tuple(x.shape) != tuple(shape) or x.dtype != wanted:
+            raise ValueError(f"{name} must be {list(shape)} {wanted}, got {list(x.shape)} {x.dtype}")
+    _check_index(layout, tensors, pages)
+    empty = RotateKVCache.empty(layout, sequences, dtype, torch.device("cpu"), order)
+    empty.packed = {name: tensors[name] for name in PACKED if name in tensors}
+    for name in (*INDEX, "sink_k", "sink_v"):
+        if name in tensors:
+            setattr(empty, name, tensors[name])
+    empty.used_pages = pages
+    return empty
+
+
+def _check_index(layout: Layout, tensors: dict[str, Tensor], pages: int) -> None:
+    """The kernels follow the page table wherever it points, so it has to point into the pages."""
+    lengths, counts = tensors["seq_offsets"].diff(), tensors["page_offsets"].diff()
+    needed = ((lengths - layout.options.sink_tokens).clamp(min=0) + layout.page - 1) // layout.page
+    table = tensors["page_table"].long().sort().values
+    whole = int(tensors["seq_offsets"][0]) == 0 and int(tensors["page_offsets"][0]) == 0 and bool((lengths >= 0).all())
+    if not (whole and torch.equal(needed, counts.long()) and torch.equal(table, torch.arange(pages))):
+        raise ValueError("its offsets and page table do not fit together")
+
+
+def _checksum(facts: str, tensors: dict[str, Tensor]) -> str:
+    found = hashlib.sha256(facts.encode())
+    for name in sorted(tensors):
+        x = tensors[name].contiguous()
+        found.update(f"{name} {list(x.shape)} {x.dtype}".encode())
+        found.update(x.flatten().view(torch.uint8).numpy().tobytes() if x.numel() else b"")
+    return found.hexdigest()

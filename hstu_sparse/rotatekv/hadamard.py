@@ -1,0 +1,86 @@
+"""The Hadamard transform of rows, as products with Sylvester's matrices of at most 64: kernel and operator.
+
+The matrix of n is the Kronecker product of those of OUTER and INNER, n = OUTER * INNER: a row, seen as a matrix
+[OUTER, INNER], is multiplied from both sides. Rows of fewer than 16 elements go several to a row of the product.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hstu_sparse.launch import cdiv
+from hstu_sparse.registration import Operator
+from hstu_sparse.rotatekv.codec import sign
+from hstu_sparse.validation import check_kernel
+
+ELEMENTS = 2048  # of a program, where a row has no more
+
+
+@triton.jit(do_not_specialize=["total"])
+def hadamard_transform_fwd_kernel(
+    x, out, total, scale, N: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of OUTER * INNER elements; with N less than INNER a row is several rows of x."""
+    place = tl.arange(0, ROWS * OUTER * INNER)
+    element = tl.program_id(0).to(tl.int64) * (ROWS * OUTER * INNER) + place
+    values = tl.reshape(tl.load(x + element, element < total, 0.0), [ROWS * OUTER, INNER])
+    i = tl.arange(0, INNER)
+    matrix = sign(i[:, None], i[None, :])
+    if N < INNER:
+        matrix = tl.where((i[:, None] // N) == (i[None, :] // N), sign(i[:, None] % N, i[None, :] % N), 0.0)
+    values = tl.dot(values, matrix.to(x.dtype.element_ty), input_precision=PRECISION)
+    if OUTER > 1:
+        o = tl.arange(0, OUTER)
+        values = tl.trans(tl.reshape(values, [ROWS, OUTER, INNER]), 0, 2, 1)
+        values = tl.reshape(values, [ROWS * INNER, OUTER])
+        outer = sign(o[:, None], o[None, :])
+        if x.dtype.element_ty == tl.float32:
+            values = tl.dot(values, outer, input_precision=PRECISION)
+        else:
+            # In two halves, so that nothing that 16 bits can show is lost; the sums may be too large for fp16.
+            high = values.to(tl.bfloat16)
+            low = (values - high.to(tl.float32)).to(tl.bfloat16)
+            values = tl.dot(low, outer.to(tl.bfloat16), tl.dot(high, outer.to(tl.bfloat16)))
+        values = tl.trans(tl.reshape(values, [ROWS, INNER, OUTER]), 0, 2, 1)
+    values = tl.reshape(values, [ROWS * OUTER * INNER]) * scale
+    tl.store(out + element, values.to(out.dtype.element_ty), element < total)
+
+
+def factors(n: int) -> tuple[int, int]:
+    """(OUTER, INNER) of n: both at least 16, the least that a product takes, or all in one."""
+    if n < 256:
+        return 1, max(16, n)
+    inner = 1 << (n.bit_length() // 2)
+    return n // inner, inner
+
+
+def _forward(x):
+    check_kernel("hadamard_transform", x, {})
+    n = x.shape[-1]
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    total = x.numel()
+    if total == 0:
+        return out
+    outer, inner = factors(n)
+    rows = max(1, ELEMENTS // (outer * inner))
+    hadamard_transform_fwd_kernel[(cdiv(total, rows * outer * inner),)](
+        x, out, total, n**-0.5, N=n, OUTER=outer, INNER=inner, ROWS=rows, PRECISION="tf32x3" if n > 1024 else "ieee",
+        num_warps=8 if outer * inner > ELEMENTS else 4,
+    )  # fmt: skip
+    return out
+
+
+def _backward(grad, x):
+    return [_forward(grad)]
+
+
+hadamard_operator = Operator(
+    "hadamard_transform",
+    "Tensor x",
+    forward=_forward,
+    backward=_backward,
+    fake=lambda x: x.new_empty(x.shape),
+    differentiable=("x",),
+)

@@ -1,0 +1,2 @@
+def cases(place, short):
+    return []

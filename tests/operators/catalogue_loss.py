@@ -1,0 +1,118 @@
+"""Softmax loss over a catalogue. Letters: T tokens, I items, E embedding size, K negatives."""
+
+import torch
+
+from hstu_sparse import catalogue_loss
+from hstu_sparse.testing import compare_with_reference
+from tests.operators import Launches
+
+
+def draw(random, small):
+    tokens = random.choice([0, 1, random.randint(2, 40 if small else 3000)])
+    items = random.choice([1, 2, random.randint(3, 100 if small else 20_000)])
+    num_negatives = random.choice([1, 2, random.randint(3, 9 if small else 64)])
+    # A few sharp choices between a few items can all be right: a loss of nearly 0, a difference of large numbers.
+    sharp = [0.02, 0.05] if min(tokens, items, num_negatives) > 5 else []
+    sampled = random.choice(["no", "no", "shared", "per token"])
+    normalize = random.random() < 0.7
+    return dict(
+        tokens=tokens,
+        items=items,
+        size=random.choice([16, 24, 50, 64] if small else [16, 50, 64, 96, 128, 192, 256, 320, 512]),
+        sampled=sampled,
+        num_negatives=num_negatives,
+        corrected=random.random() < 0.5,
+        normalize=normalize,
+        temperature=random.choice([*sharp, 0.3, 1.0]) if normalize else random.choice([3.0, 10.0]),
+        learned=random.random() < 0.5,
+        smoothing=random.choice([0.0, 0.1]) if sampled == "no" else 0.0,
+        ignored=random.choice([0.0, 0.3, 1.0]),
+        ids=random.choice(["int32", "int64"]),
+        strided=random.random() < 0.3,
+        dtype=random.choice(["float32"] if small else ["float32", "bfloat16", "float16"]),
+        seed=random.randrange(2**31),
+    )
+
+
+def problem(device, *, tokens, items, size, sampled, num_negatives, corrected, normalize, temperature, learned,
+            smoothing, ignored, ids, strided, dtype, seed):  # fmt: skip
+    """(tensors with gradients, the other arguments of catalogue_loss)."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, dtype = getattr(torch, ids), getattr(torch, dtype)
+    wide = [torch.randn(rows, size + 8, generator=generator).to(device, dtype) for rows in (tokens, items)]
+    out, table = (x[:, 8:] if strided else x[:, :size].contiguous() for x in wide)
+    targets = torch.randint(items, (tokens,), generator=generator)
+    targets[torch.rand(tokens, generator=generator) < ignored] = -1
+    options = {"targets": targets.to(device, ids), "normalize": normalize, "label_smoothing": smoothing}
+    if sampled != "no":
+        shape = (num_negatives,) if sampled == "shared" else (tokens, num_negatives)
+        negatives = torch.randint(-1, items, shape, generator=generator)
+        if tokens and num_negatives > 1:
+            # A target among them, and an item twice.
+            negatives[..., 0] = targets[0] if sampled == "shared" else targets
+            negatives[..., -1] = negatives[..., -2]
+        options["negatives"] = negatives.to(device, ids)
+        if corrected:
+            options["log_q"] = torch.randn(items, generator=generator).sub(3).to(device)
+    inputs = {"out": out, "items": table}
+    if learned:
+        inputs["temperature"] = torch.tensor(temperature, device=device)
+    else:
+        options["temperature"] = temperature
+    return inputs, options
+
+
+# Errors relative to the result that are always allowed, loss and temperature's gradient apart from the others: logits
+# of tens are subtracted from each other, and the gradient sums rounded probabilities.
+FLOOR = {"float32": (4e-6, 4e-6, 2e-5), "float16": (4e-6, 3e-3, 4e-3), "bfloat16": (4e-6, 2e-2, 2e-2)}
+
+
+def check(device, **case):
+    inputs, options = problem(device, **case)
+    if case["items"] == 1 and case["sampled"] == "no":
+        # The loss is a difference of two equal numbers.
+        value = catalogue_loss(**inputs, **options, backend="triton")
+        assert abs(float(value)) < 1e-4, float(value)
+        return
+    loss, grad, slope = FLOOR[case["dtype"]]
+    compare_with_reference(
+        lambda **given: catalogue_loss(**given, **options, backend="triton"),
+        lambda **given: catalogue_loss(**given, **options, backend="reference"),
+        inputs,
+        factor=4.0,
+        floor={"output": loss, "grad of out": grad, "grad of items": grad, "grad of temperature": slope},
+    )
+
+
+def launches():
+    from hstu_sparse.catalogue_loss.launches import catalogue_loss_operator as operator
+
+    # Behind the walk, where the gradient's end holds rows of both matrices beside the accumulators; within it only in
+    # fp32 (three products, operands split in registers).
+    spills = {f"catalogue_loss_bwd_{part}_kernel": 1500 for part in ("dout", "ditems")}
+
+    def case(size, dtype, sampled="no", normalize=True, smoothing=0.0, tokens=256, bounded=True, **options):
+        def call():
+            out, items = torch.zeros(tokens, size, dtype=dtype), torch.zeros(1000, size, dtype=dtype)
+            targets = torch.zeros(tokens, dtype=torch.int64)
+            shape = {"no": None, "shared": (40,), "per token": (tokens, 40)}[sampled]
+            negatives = None if shape is None else torch.zeros(shape, dtype=torch.int64)
+            log_q = None if shape is None else torch.zeros(1000)
+            temperature = None if bounded else torch.ones(())
+            arguments = (out, items, targets, temperature, negatives, log_q, 0.05, normalize, smoothing, 0.0)
+            _, *kept = operator.forward(*arguments)
+            operator.backward(torch.ones(()), *arguments, *kept)
+
+        label = f"{dtype} E={size} {sampled} normalize={normalize} smoothing={smoothing} T={tokens}"
+        allowed = {"catalogue_loss_fwd_kernel": 200, **spills} if dtype == torch.float32 else spills
+        return Launches(label, call, local_bytes=allowed, **options)
+
+    # 40,000 tokens fill a GPU, so that nothing is split and the gradients end in the kernels that walk.
+    return [
+        case(256, torch.bfloat16, tokens=40_000),
+        case(256, torch.bfloat16, "shared", tokens=64),
+        case(50, torch.float32, "per token"),
+        case(50, torch.float32, bounded=False, architectures=(80, 90)),
+        case(512, torch.float16, tokens=40_000, smoothing=0.1, architectures=(90,)),
+        case(256, torch.float32, normalize=False, architectures=(80,)),
+    ]

@@ -1,0 +1,240 @@
+"""RotateKV. Letters: H heads, D query/key and V value head size, G heads of a head group."""
+
+import torch
+
+from hstu_sparse import (
+    RelativeBias,
+    mustafar_attention_with_rope,
+    rotatekv_attention,
+    rotatekv_compress,
+    rotatekv_decompress,
+    rotatekv_round_trip,
+)
+from hstu_sparse.relative_bias import check_bias
+from hstu_sparse.rotatekv import reference
+from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
+from hstu_sparse.testing import assert_within_budget, make_jagged, make_offsets, make_timestamps
+from tests.operators import Launches
+
+
+def draw(random, small):
+    most = 100 if small else 2000
+    group = random.choice([1, 2, 4])
+    channels = random.choice([16, 32, 64, 128] if small else [16, 64, 128, 256, 512, 1024])
+    size = max(4, min(channels // group, 128 if small else 256))
+    lengths = [random.choice([0, 1, random.randint(1, most)]) for _ in range(random.randint(1, 2 if small else 8))]
+    return dict(
+        lengths=lengths,
+        asked=[random.choice([0, 1, random.randint(1, 5 if small else 150)]) for _ in lengths],
+        max_seq_len=max([1, *lengths]) + random.choice([0, 11]),
+        groups=random.randint(1, 2),
+        head_size=max(size, 16 // group),
+        value_size=random.choice([1, 16, 24, 40] if small else [1, 16, 40, 64, 96, 128, 200, 256]),
+        dtype="float32" if small else random.choice(["float32", "float16", "bfloat16"]),
+        bits=random.choice([2, 3, 4, 8]),
+        head_group=group,
+        quant_group=random.choice([16, 32, 64, 128]),
+        sparsity=random.choice([0.0, 0.0, random.uniform(0.05, 0.9)]),
+        sink_tokens=random.choice([0, 0, random.randint(1, 90)]),
+        ordered=random.random() < 0.3,
+        softmax=random.random() < 0.5,
+        rope=random.random() < 0.4,
+        position=random.random() < 0.4,
+        timed=random.random() < 0.4,
+        splits=random.choice([None, 1, random.randint(2, 5)]),
+        contiguous=random.random() < 0.5,
+        seed=random.randrange(2**31),
+    )
+
+
+def check(
+    device, *, lengths, asked, max_seq_len, groups, head_size, value_size, dtype, bits=2, head_group=2, quant_group=64,
+    sparsity=0.0, sink_tokens=0, ordered=False, softmax=False, rope=False, position=False, timed=False, splits=None,
+    contiguous=True, seed=0,
+):  # fmt: skip
+    """The kernels' cache is one that the options allow; decompression, round trip and attention on it are right."""
+    heads, dtype = groups * head_group, getattr(torch, dtype)
+    made = dict(dtype=dtype, device=device, contiguous=contiguous)
+    k = make_jagged(lengths, (heads, head_size), seed=seed, **made)
+    v = make_jagged(lengths, (heads, value_size), seed=seed + 1, **made)
+    q = make_jagged(asked, (heads, head_size), seed=seed + 2, **made)
+    # Every second entry of a wider tensor: kernels must not take metadata for contiguous.
+    offsets, q_offsets = (make_offsets(x, device=device).repeat_interleave(2)[::2] for x in (lengths, asked))
+    order = None
+    if ordered:
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.stack([torch.randperm(head_size * head_group, generator=generator) for _ in range(groups)])
+        order = order.to(device)
+    options = dict(
+        bits=bits, head_group=head_group, quant_group=quant_group, sparsity=sparsity, sink_tokens=sink_tokens,
+        channel_order=order,
+    )  # fmt: skip
+    cache = rotatekv_compress(k, v, offsets, **options, backend="triton")
+    codes_are_right(cache, k, v)
+
+    found = rotatekv_decompress(cache, backend="triton")
+    lossy, exact = (reference.decompress_reference(cache, wide) for wide in (dtype, torch.float64))
+    again = rotatekv_round_trip(k, v, offsets, **options, backend="triton")
+    for name, *got, low, high in zip("kv", found, again, lossy, exact):
+        for way, x in zip(("decompress", "round trip"), got):
+            assert_within_budget(f"{way} {name}", x, low, high, factor=4.0)
+
+    bias = RelativeBias()
+    if position or timed:
+        bias = RelativeBias(
+            make_jagged([max_seq_len + 3], (), device=device, seed=seed + 3) if position else None,
+            make_jagged([129], (), device=device, seed=seed + 4) if timed else None,
+            make_timestamps(lengths, device=device, seed=seed),
+            make_timestamps(asked, device=device, seed=seed + 1) + 100_000,
+        )
+    call = dict(bias=bias, rope_base=10000.0 if rope else None, alpha=head_size**-0.5)
+    given = call | dict(activation="softmax" if softmax else "silu")
+    wanted = dict(
+        call, bias=check_bias(bias, max_seq_len + 1, sum(lengths), q.device, query_tokens=sum(asked), longer=True)
+    )
+
+    def by_reference(wide):
+        wanted_bias = RelativeBias(
+            *(x.to(wide) if x is not None and x.is_floating_point() else x for x in wanted["bias"])
+        )
+        return reference.attention_reference(
+            q.to(wide), q_offsets, *reference.decompress_reference(cache, wide), offsets, max_seq_len,
+            **(given | dict(bias=wanted_bias)),
+        )  # fmt: skip
+
+    lossy, exact = by_reference(dtype), by_reference(torch.float64)
+    public = dict(activation=given["activation"], return_lse=softmax, backend="triton", **call)
+    ways = {
+        "fused": rotatekv_attention(q, q_offsets, cache, max_seq_len, **public),
+        "two stages": mustafar_attention_with_rope(q, q_offsets, *found, offsets, max_seq_len, **public),
+    }
+    from hstu_sparse.rotatekv import launchers
+
+    for rotate in ["keys"] if rope else ["keys", "queries"]:
+        ways[f"{rotate} rotated"] = launchers.attention(
+            q,
+            q_offsets,
+            cache,
+            max_seq_len,
+            softmax=softmax,
+            return_lse=softmax,
+            rotate=rotate,
+            splits=splits,
+            **wanted,
+        )
+    for way, got in ways.items():
+        out, lse = got if isinstance(got, tuple) else (got, None)
+        assert_within_budget(way, out, lossy[0], exact[0], factor=4.0)
+        if softmax:
+            finite = exact[1].isfinite()
+            assert torch.equal(finite, lse.isfinite())
+            assert_within_budget(
+                f"log-sum-exp, {way}", lse[finite], lossy[1][finite].float(), exact[1][finite], factor=4.0,
+                floor=2 * torch.finfo(dtype).eps,
+            )  # fmt: skip
+
+
+def codes_are_right(cache, k, v):
+    """Every code is the nearest to what it stands for, with its stored scale and zero; the greatest are kept."""
+    layout = cache.layout
+    sequence, position = cache.tokens()
+    packed = position >= layout.options.sink_tokens
+    assert torch.equal(cache.sink_k[sequence[~packed], position[~packed]], k[~packed])
+    assert torch.equal(cache.sink_v[sequence[~packed], position[~packed]], v[~packed])
+    if not packed.any():
+        return
+    levels = 2**layout.options.bits - 1
+    codes = reference.read(cache, *cache.place(sequence[packed], position[packed]))
+    rotated = reference.rotate(k[packed].double(), layout.options.head_group, cache.channel_order)
+    plain = reference.grouped(v[packed].double(), layout.options.head_group)
+    for name, found, x, side in (("k", codes[0], rotated, layout.keys), ("v", codes[1], plain, layout.values)):
+        real = torch.ones_like(x, dtype=torch.bool)
+        if found.kept is not None:
+            real = found.kept
+            assert (real.sum(-1) == layout.kept).all()
+            least = x.abs().masked_fill(~real, float("inf")).amin(-1)
+            most_dropped = x.abs().masked_fill(real, 0).amax(-1)
+            assert (most_dropped <= least * (1 + 1e-5) + 1e-6).all(), f"{name}: not the greatest are kept"
+        padding = side.groups * side.group - side.channels
+        grouped = torch.nn.functional.pad(x, (0, padding)).unflatten(-1, (side.groups, side.group))
+        real = torch.nn.functional.pad(real, (0, padding)).view(grouped.shape)
+        code = found.codes.view(grouped.shape)
+        assert (code[~real] == 0).all()
+        least = grouped.masked_fill(~real, float("inf")).amin(-1)
+        most = grouped.masked_fill(~real, float("-inf")).amax(-1)
+        some, tiny = real.any(-1), 2**-24
+        for what, got, true in (("zero", found.zero, least), ("scale", found.scale, (most - least) / levels)):
+            error, size = (got.double() - true)[some].abs(), true[some].abs()
+            assert (error <= size * 2**-11 * 1.01 + 4e-6 * least[some].abs() + tiny).all(), f"{name}: {what}"
+            assert (got[~some] == 0).all()
+        scale, zero = found.scale.double()[..., None], found.zero.double()[..., None]
+        ideal = torch.where(scale > 0, (grouped - zero) / scale, 0).clamp(0, levels)
+        error = ((code - ideal).abs() * real).max().item()
+        assert error <= 0.5 + 1e-3 * levels, f"{name}: a code is {error} from the number that it stands for"
+
+
+def launches():
+    from hstu_sparse.rotatekv import launchers
+    from hstu_sparse.rotatekv.cache import RotateKVCache
+    from hstu_sparse.rotatekv.hadamard import hadamard_operator
+
+    def case(what, dtype=torch.bfloat16, heads=8, size=128, value_size=128, queries=1, ordered=False, local_bytes=0,
+             splits=None, attend=None, **options):  # fmt: skip
+        def call():
+            layout = Layout(RotateKVOptions(**options), heads, size, value_size)
+            order = torch.arange(layout.keys.channels).expand(layout.head_groups, -1).contiguous() if ordered else None
+            cache = RotateKVCache.empty(layout, 1, dtype, torch.device("cpu"), order)
+            old, offsets = cache.seq_offsets, make_offsets((100,))
+            cache.grow(offsets.diff())
+            k, v = (torch.zeros(100, heads, x, dtype=dtype) for x in (size, value_size))
+            q = torch.zeros(queries, heads, size, dtype=dtype)
+            if what == "compress":
+                launchers.compress(cache, k, v, offsets, old)
+            elif what == "decompress":
+                launchers.decompress(cache, 100)
+            elif what == "round trip":
+                o = layout.options
+                launchers.round_trip_operator.forward(
+                    k, v, offsets, order, o.bits, o.head_group, o.quant_group, o.sparsity, o.sink_tokens
+                )
+            else:
+                source = launchers.Plain(k, v, offsets) if what == "plain" else cache
+                rest = dict(softmax=False, alpha=0.1, bias=RelativeBias(), rope_base=None, return_lse=False)
+                launchers.attention(q, make_offsets((queries,)), source, 200, splits=splits, **(rest | (attend or {})))
+
+        label = f"{what} {dtype} H={heads} D={size} V={value_size} Tq={queries} {options} {list(attend or [])}"
+        return Launches(label, call, local_bytes=local_bytes)
+
+    zeros = torch.zeros(100, dtype=torch.int64)
+    biased = dict(
+        softmax=True, return_lse=True, bias=RelativeBias(torch.zeros(201), torch.zeros(129), zeros, zeros[:1])
+    )
+    small = dict(heads=2, size=32, value_size=32)
+
+    def transform(n, dtype, local_bytes=0):
+        call = lambda: hadamard_operator.forward(torch.zeros(8, n, dtype=dtype))
+        return Launches(f"hadamard {n} {dtype}", call, local_bytes=local_bytes)
+
+    return [
+        transform(4096, torch.bfloat16),
+        transform(64, torch.float32),
+        # Three TF32 products for one, of a row that no program can share.
+        transform(4096, torch.float32, local_bytes=1024),
+        case("compress"),
+        case("compress", bits=3, **small),
+        case("compress", sparsity=0.7, sink_tokens=4, **small),
+        case("decompress"),
+        case("decompress", sparsity=0.7, **small),
+        case("round trip", local_bytes=64),
+        case("round trip", dtype=torch.float32, local_bytes=128, **small),
+        case("attention"),
+        case("attention", splits=3),
+        case("attention", attend=biased, **small),
+        case("attention", bits=4, sink_tokens=4, **small),
+        case("attention", attend=dict(rope_base=10000.0)),
+        case("attention", queries=128, local_bytes=64),
+        case("attention", sparsity=0.7, local_bytes=32, **small),
+        case("attention", ordered=True, attend=dict(rope_base=10000.0), dtype=torch.float16, **small),
+        case("plain"),
+        case("plain", attend=dict(rope_base=10000.0), queries=128),
+    ]
