@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from data.batches import Batch
-from hstu_sparse.jagged import sequence_ids
 
 # torchrec asks a question of torch.fx whose answer is a warning in every process.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
@@ -72,9 +71,7 @@ class InputEmbedding(nn.Module):
                 length_per_key=[tokens] * len(features),
             )
         )
-        starts = batch.seq_offsets[sequence_ids(batch.seq_offsets, tokens)]
-        positions = torch.arange(tokens, device=starts.device) - starts
-        x = looked_up["item"].values() * self.scale + self.position.index_select(0, positions)
+        x = looked_up["item"].values() * self.scale + self.position.index_select(0, batch.positions)
         if "action" in features:
             x = x + looked_up["action"].values()
         return F.dropout(x, self.dropout, self.training)

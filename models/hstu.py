@@ -6,6 +6,8 @@ returns (x, auxiliary losses). Letters: T tokens, E embedding size, H heads, Hkv
 says how many), D query/key and V value head size.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -175,6 +177,7 @@ class SequenceModel(nn.Module):
         return self.embedding.item_weight
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        batch = dataclasses.replace(batch)  # what layers share (`Batch.once`) lasts for this pass
         x = self.embedding(batch)
         total: dict[str, AuxLoss] = {}
         for layer in self.layers:

@@ -7,11 +7,12 @@ Position. The table is kept backwards, `position[s - t]` with a pointer to entry
 index of a pair that is not seen needs a bound.
 
 Time. Seconds are kept as two fp32 numbers, a multiple of 2^20 and the rest. The difference of two times is then right
-to the last bit of fp32. Its bucket is found without a logarithm: the leading bits of the difference name a cell,
-narrower than a bucket, and the cell's word holds its bucket and the edge that may lie within it.
+to the last bit of fp32. Which buckets a tile reaches follows from the earliest and the latest time of its two sides.
+Most chosen blocks lie so far back that it is one bucket, and then one number is added to the tile; else each pair's
+entry is found by comparing its difference with the edges between the tile's buckets.
 
 Gradients. A tile's part of the position table is summed along its diagonals, or added pair by pair where rows are
-gathered; its part of the time table is summed for each bucket that the tile can reach, two as a rule.
+gathered; its part of the time table is summed for each bucket that the tile reaches.
 """
 
 import functools
@@ -24,6 +25,7 @@ import triton.language as tl
 
 from hstu_sparse.launch import cdiv
 from hstu_sparse.relative_bias import RelativeBias, bucket_edges
+from hstu_sparse.tiles import locate
 
 # The bucket has 12 bits of a cell's word.
 MAX_BUCKETS = 4095
@@ -35,7 +37,7 @@ FIRST_CELL = tl.constexpr(127 << CELL_BITS)
 OCTAVES = 65
 # Entries around the position table: past its end, and for blocks of a tile that are not there yet (128 of 128 tokens).
 BEHIND, BEFORE = 256, 128 * 128 + 256
-# Cells of the time table's gradient for each bucket, one for each row of a tile, so that rows do not wait for another.
+# Sums kept of each bucket's gradient, so that programs do not wait for another.
 LANES = tl.constexpr(64)
 
 
@@ -44,11 +46,14 @@ class KernelBias(NamedTuple):
 
     position: object = None  # [s - t] fp32
     time: object = None  # [bucket] fp32
+    edges: object = None  # [bucket] fp32, the least difference in each
     cells: object = None  # int32, see `bucket_cells`
     key_high: object = None  # [T] fp32, times of the keys
     key_low: object = None
     query_high: object = None
     query_low: object = None
+    key_spans: object = None  # [NB, 4] fp32, of each block the earliest time (high, low) and the latest
+    query_spans: object = None
 
 
 class TableGradients(NamedTuple):
@@ -79,6 +84,12 @@ def bucket_cells(num_buckets: int, device: torch.device) -> torch.Tensor:
     return torch.where(word >= 2**31, word - 2**32, word).int().to(device)
 
 
+@functools.cache
+def first_in_bucket(num_buckets: int, device: torch.device) -> torch.Tensor:
+    """[num_buckets + 1] fp32, the least difference in each bucket."""
+    return torch.tensor([0.0, *bucket_edges(num_buckets)], dtype=torch.float32).to(device)
+
+
 @triton.jit(do_not_specialize=["N", "origin", "entries", "T", "pitch"])
 def bsa_bias_kernel(
     position, table, N, origin, entries, timestamps, query_timestamps, times, T, pitch, SIZE: tl.constexpr
@@ -98,13 +109,32 @@ def bsa_bias_kernel(
             tl.store(times + (2 * side + 1) * pitch + lane, low.to(tl.float32), mask=inside)
 
 
-def prepare(bias: RelativeBias, tokens: int, device: torch.device) -> KernelBias:
-    """One launch. It serves one layer: keeping its 16 bytes a token from layer to layer would save microseconds."""
+@triton.jit(do_not_specialize=["B"])
+def bsa_span_kernel(
+    offsets, key_high, key_low, query_high, query_low, key_spans, query_spans, B, BS: tl.constexpr
+):  # fmt: skip
+    slot = tl.program_id(0)
+    _b, start, length, j = locate(offsets, slot, B, BS)
+    row = j * BS + tl.arange(0, BS)
+    inside = row < length
+    if j * BS < length:
+        for side in tl.static_range(2):
+            high, low = load_times(
+                query_high if side else key_high, query_low if side else key_low, start + row, inside
+            )
+            found = span(high, low, inside)
+            for i in tl.static_range(4):
+                tl.store((query_spans if side else key_spans) + slot * 4 + i, found[i])
+
+
+def prepare(bias: RelativeBias, offsets: torch.Tensor, tokens: int, slots: int, block_size: int) -> KernelBias:
+    """Two launches. They serve one layer: keeping its 16 bytes a token from layer to layer would save microseconds."""
     if bias.position is None and bias.time is None:
         return KernelBias()
+    device = offsets.device
     fp32 = dict(dtype=torch.float32, device=device)
     N = origin = entries = pitch = 0
-    table = times = cells = None
+    table = times = None
     views = [None] * 4
     # Pointers stay multiples of 16 bytes whatever N and T are: kernels are compiled anew where they do not.
     if bias.position is not None:
@@ -116,13 +146,18 @@ def prepare(bias: RelativeBias, tokens: int, device: torch.device) -> KernelBias
         pitch = cdiv(tokens, 16) * 16
         times = torch.empty(4 * pitch, **fp32)
         views = [times[i * pitch :] for i in range(4)]
-        cells = bucket_cells(bias.time.shape[0] - 1, device)
     bsa_bias_kernel[(cdiv(max(entries, pitch), 1024),)](
         bias.position, table, N, origin, entries, bias.timestamps, bias.query_timestamps, times, tokens, pitch,
         SIZE=1024, num_warps=4,
     )  # fmt: skip
     position = None if table is None else table[origin:]
-    return KernelBias(position, None if times is None else bias.time.float(), cells, *views)
+    if times is None:
+        return KernelBias(position)
+    spans = torch.empty(2, slots, 4, **fp32)
+    bsa_span_kernel[(slots,)](offsets, *views, *spans, offsets.shape[0] - 1, BS=block_size, num_warps=1)
+    buckets = bias.time.shape[0] - 1
+    cells, edges = bucket_cells(buckets, device), first_in_bucket(buckets, device)
+    return KernelBias(position, bias.time.float(), edges, cells, *views, *spans)
 
 
 class TableSums:
@@ -180,45 +215,18 @@ def load_times(high, low, rows, mask):
 
 
 @triton.jit
-def find_bucket(difference, cells):
-    bits = tl.maximum(tl.abs(difference), 1.0).to(tl.int32, bitcast=True)
-    # evict_last also says that the load is cheap: it may be made where its result is used, in that tile's layout.
-    cell = tl.load(cells + (bits >> CELL_SHIFT) - FIRST_CELL, eviction_policy="evict_last")
-    edge = (cell.to(tl.uint32, bitcast=True) >> 12).to(tl.int32)
-    return (cell & 0xFFF) + ((bits & CELL_REST) > edge).to(tl.int32)
-
-
-@triton.jit
-def add_bias(score, bias, t, s, asked, seen, KEYS_FIRST: tl.constexpr):
-    """(score + b, time bucket) of a tile [BM, BN], or [BN, BM] with KEYS_FIRST.
-
-    t [BM], s [BN]: positions, of blocks their middle tokens'; asked [BM], seen [BN]: their times as (high, low).
-    """
-    bucket = 0
-    query: tl.constexpr = 0 if KEYS_FIRST else 1
-    key: tl.constexpr = 1 - query
-    if bias.position is not None:
-        place = tl.expand_dims(s, key) - tl.expand_dims(t, query)
-        score += tl.load(bias.position + place, eviction_policy="evict_last")
-    if bias.time is not None:
-        high = tl.expand_dims(asked[0], query) - tl.expand_dims(seen[0], key)
-        low = tl.expand_dims(asked[1], query) - tl.expand_dims(seen[1], key)
-        bucket = find_bucket(high + low, bias.cells)
-        score += tl.load(bias.time + bucket, eviction_policy="evict_last")
-    return score, bucket
-
-
-@triton.jit
-def add_to(pointers, value, mask, scale):
-    """pointers += value, in fp32 or, if they are to int64, in multiples of 1 / scale."""
-    if pointers.dtype.element_ty == tl.int64:
-        value = (value * tl.load(scale)).to(tl.int64)
-    tl.atomic_add(pointers, value, mask=mask, sem="relaxed")
+def load_span(spans, slot):
+    """The span of a block's times, as `span` gives it; zeros where there is no time table."""
+    if spans is not None:
+        spans += slot * 4
+        return tl.load(spans), tl.load(spans + 1), tl.load(spans + 2), tl.load(spans + 3)
+    else:
+        return 0.0, 0.0, 0.0, 0.0
 
 
 @triton.jit
 def span(high, low, mask):
-    """The earliest and the latest of some times: (high, low, high, low)."""
+    """(high, low, high, low) of the earliest and of the latest of some times; infinite if there are none."""
     first = tl.min(tl.where(mask, high, float("inf")), 0)
     last = tl.max(tl.where(mask, high, float("-inf")), 0)
     first_low = tl.min(tl.where(mask & (high == first), low, float("inf")), 0)
@@ -227,24 +235,87 @@ def span(high, low, mask):
 
 
 @triton.jit
-def add_time_gradient(tables, grad, bucket, cells, asked, seen):
-    """Adds a tile's gradient [rows, columns] to the buckets' cells. asked, seen: the `span` of its two sides."""
-    if tables.time is not None:
+def find_bucket(difference, cells):
+    """The bucket of one difference."""
+    bits = tl.maximum(tl.abs(difference), 1.0).to(tl.int32, bitcast=True)
+    cell = tl.load(cells + (bits >> CELL_SHIFT) - FIRST_CELL)
+    edge = (cell.to(tl.uint32, bitcast=True) >> 12).to(tl.int32)
+    return (cell & 0xFFF) + ((bits & CELL_REST) > edge).to(tl.int32)
+
+
+@triton.jit
+def reached(bias, asked, seen):
+    """(lowest, highest) bucket of the times between two spans; (0, 0) where there is no time table."""
+    lowest, highest = 0, 0
+    if bias.time is not None:
         later = (asked[2] - seen[0]) + (asked[3] - seen[1])
         earlier = (seen[2] - asked[0]) + (seen[3] - asked[1])
-        # An empty side spans nothing: infinite, and then nothing is there to add.
-        far = tl.minimum(tl.maximum(later, earlier), 1e18)
+        # Of an empty side everything is infinite, and nothing is there to add.
         near = tl.minimum(tl.maximum(tl.maximum(-later, -earlier), 0.0), 1e18)
-        lowest, highest = find_bucket(near, cells), find_bucket(far, cells)
-        cell = tables.time + tl.arange(0, grad.shape[0])
-        every = tl.full([grad.shape[0]], True, tl.int1)
-        if highest <= lowest + 1:
-            add_to(cell + lowest * LANES, tl.sum(tl.where(bucket == lowest, grad, 0.0), 1), every, tables.scale)
-            if highest > lowest:
-                add_to(cell + highest * LANES, tl.sum(tl.where(bucket == highest, grad, 0.0), 1), every, tables.scale)
+        far = tl.minimum(tl.maximum(later, earlier), 1e18)
+        lowest, highest = find_bucket(near, bias.cells), find_bucket(far, bias.cells)
+    return lowest, highest
+
+
+@triton.jit
+def differences(held, high, low, rows, mask, HELD: tl.constexpr):
+    """|differences| of times of a tile, whose side `HELD` (0 rows, 1 columns) is given, the other still to be loaded."""
+    other = load_times(high, low, rows, mask)
+    high = tl.expand_dims(held[0], 1 - HELD) - tl.expand_dims(other[0], HELD)
+    low = tl.expand_dims(held[1], 1 - HELD) - tl.expand_dims(other[1], HELD)
+    return tl.abs(high + low)
+
+
+@triton.jit
+def add_position(score, bias, t, s, KEYS_FIRST: tl.constexpr):
+    """score + the position's bias of a tile [BM, BN], or [BN, BM] with KEYS_FIRST; a block stands at its middle."""
+    if bias.position is not None:
+        query: tl.constexpr = 0 if KEYS_FIRST else 1
+        place = tl.expand_dims(s, 1 - query) - tl.expand_dims(t, query)
+        score += tl.load(bias.position + place)
+    return score
+
+
+@triton.jit
+def add_time(score, bias, held, high, low, rows, mask, lowest, highest, HELD: tl.constexpr):
+    """score + the time's bias. lowest, highest: buckets `reached`; the others as for `differences`."""
+    if bias.time is not None:
+        entry = tl.load(bias.time + lowest)
+        if lowest == highest:
+            score += entry
         else:
+            apart = differences(held, high, low, rows, mask, HELD)
+            added = tl.zeros_like(score) + entry
+            for b in range(lowest + 1, highest + 1):
+                added = tl.where(apart >= tl.load(bias.edges + b), tl.load(bias.time + b), added)
+            score += added
+    return score
+
+
+@triton.jit
+def add_to(pointers, value, scale, mask=None):
+    """pointers += value, in fp32 or, if they are to int64, in multiples of 1 / scale."""
+    if pointers.dtype.element_ty == tl.int64:
+        value = (value * tl.load(scale)).to(tl.int64)
+    tl.atomic_add(pointers, value, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def add_time_gradient(tables, grad, bias, held, high, low, rows, mask, lowest, highest, HELD: tl.constexpr):
+    """Adds a tile's gradient to the buckets that it reaches; arguments as of `add_time`."""
+    if tables.time is not None:
+        cell = tables.time + tl.program_id(0) % LANES
+        if lowest == highest:
+            add_to(cell + lowest * LANES, tl.sum(grad), tables.scale)
+        else:
+            apart = differences(held, high, low, rows, mask, HELD)
+            below = tl.load(bias.edges + lowest)
             for b in range(lowest, highest + 1):
-                add_to(cell + b * LANES, tl.sum(tl.where(bucket == b, grad, 0.0), 1), every, tables.scale)
+                # Behind the last bucket there is no edge, and none is needed: nothing of the tile lies there.
+                above = tl.where(b < highest, tl.load(bias.edges + tl.minimum(b + 1, highest)), float("inf"))
+                part = tl.sum(tl.where((apart >= below) & (apart < above), grad, 0.0))
+                add_to(cell + b * LANES, part, tables.scale)
+                below = above
 
 
 @triton.jit
@@ -262,10 +333,10 @@ def add_diagonals(tables, grad, distance):
         for part in tl.static_range(-1, BM // BN + (BM % BN != 0)):
             inside = (turn >= part * BN) & (turn < (part + 1) * BN)
             place = distance + part * BN + column
-            add_to(tables.position + place, tl.sum(tl.where(inside, turned, 0.0), 0), place >= 0, tables.scale)
+            add_to(tables.position + place, tl.sum(tl.where(inside, turned, 0.0), 0), tables.scale, place >= 0)
 
 
 @triton.jit
 def add_pairs(pointers, tables, grad, mask):
     """Adds each of a tile's gradients at its own pointer."""
-    add_to(pointers, grad, mask, tables.scale)
+    add_to(pointers, grad, tables.scale, mask)

@@ -9,7 +9,7 @@ Blocks, groups and tiles are numbered by slots: see hstu_sparse/tiles.py.
 import triton
 import triton.language as tl
 
-from hstu_sparse.bsa.bias import add_bias, load_times
+from hstu_sparse.bsa.bias import add_position, add_time, load_times, reached, span
 from hstu_sparse.tiles import load_rows, locate
 
 # Larger than any block index: what the sort puts last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
@@ -125,8 +125,14 @@ def bsa_choose_fwd_kernel(
                 means = load_rows(kbar_low + (base * H + h) * D, j, H * D, j < candidates, D, BD)
                 score = tl.dot(queries, tl.trans(means), score)
             middle = j * BS + BS // 2
-            seen = load_times(bias.key_high, bias.key_low, start + middle, j < candidates)
-            score, _ = add_bias(score * alpha, bias, first, middle, asked, seen, False)
+            score = add_position(score * alpha, bias, first, middle, False)
+            if bias.time is not None:
+                high, low = load_times(bias.key_high, bias.key_low, start + middle, j < candidates)
+                lowest, highest = reached(bias, span(asked[0], asked[1], live), span(high, low, j < candidates))
+                rows = start + middle
+                score = add_time(
+                    score, bias, asked, bias.key_high, bias.key_low, rows, j < candidates, lowest, highest, 0
+                )
             score = score / (1.0 + tl.exp(-score))
             score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie
             bits = score.to(tl.int32, bitcast=True)

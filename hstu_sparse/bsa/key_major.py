@@ -11,7 +11,16 @@ size, S blocks chosen per group, R tokens per group, NB block slots, BM queries 
 import triton
 import triton.language as tl
 
-from hstu_sparse.bsa.bias import add_bias, add_pairs, add_time_gradient, load_times, span
+from hstu_sparse.bsa.bias import (
+    add_pairs,
+    add_position,
+    add_time,
+    add_time_gradient,
+    load_span,
+    load_times,
+    reached,
+    span,
+)
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
@@ -25,6 +34,16 @@ def listed_tokens(lists, first, row, count, stop, R: tl.constexpr, BM: tl.conste
     else:
         t = tl.load(lists + first + lane // R, mask=lane < count, other=0) + lane % R
         return t, (lane < count) & (t < stop)
+
+
+@triton.jit
+def rows_reach(bias, rows, live, seen):
+    """(lowest, highest) bucket between the queries at `rows` and keys of the span `seen`."""
+    lowest, highest = 0, 0
+    if bias.time is not None:
+        high, low = load_times(bias.query_high, bias.query_low, rows, live)
+        lowest, highest = reached(bias, span(high, low, live), seen)
+    return lowest, highest
 
 
 @triton.jit
@@ -121,12 +140,13 @@ def bsa_select_fwd_kernel(
     for row in range(0, count * R, BM):
         t, live = listed_tokens(lists, first, row, count * R, stop, R, BM)
         queries = load_rows(q, t, q_stride_t, live, D, BD)
-        asked = load_times(bias.query_high, bias.query_low, t, live)
+        lowest, highest = rows_reach(bias, t, live, load_span(bias.key_spans, m % NB))
         # Rows that are not there stand behind the block, where the table has entries.
         position = tl.where(live, (t - start).to(tl.int32), (j + 1) * BS)
         if BN == BS:
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            score, _ = add_bias(score, bias, position, j * BS + key, asked, times, False)
+            score = add_position(score, bias, position, j * BS + key, False)
+            score = add_time(score, bias, times, bias.query_high, bias.query_low, t, live, lowest, highest, 1)
             part = tl.dot(silu(score, FAST).to(values.dtype), values, input_precision=PRECISION)
         else:
             part = tl.zeros([BM, BV], tl.float32)
@@ -134,7 +154,8 @@ def bsa_select_fwd_kernel(
                 some = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
                 score = tl.dot(queries, tl.trans(some), input_precision=PRECISION) * alpha
                 times = load_times(bias.key_high, bias.key_low, start + j * BS + s + key, whole)
-                score, _ = add_bias(score, bias, position, j * BS + s + key, asked, times, False)
+                score = add_position(score, bias, position, j * BS + s + key, False)
+                score = add_time(score, bias, times, bias.query_high, bias.query_low, t, live, lowest, highest, 1)
                 some = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
                 part = tl.dot(silu(score, FAST).to(some.dtype), some, part, input_precision=PRECISION)
         gate = tl.load(g_slc + t.to(tl.int64) * H + h, mask=live, other=0.0).to(tl.float32)
@@ -197,7 +218,7 @@ def bsa_select_bwd_dq_kernel(
         t, live = listed_tokens(lists, first, row, count * R, stop, R, BM)
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         upstream = load_rows(do + h * do_stride_h, t, do_stride_t, live, V, BV)
-        asked = load_times(bias.query_high, bias.query_low, t, live)
+        lowest, highest = rows_reach(bias, t, live, load_span(bias.key_spans, m % NB))
         position = tl.where(live, (t - start).to(tl.int32), (j + 1) * BS)
         acc = tl.zeros([BM, BD], tl.float32)
         branch = tl.zeros([BM], tl.float32)
@@ -206,7 +227,8 @@ def bsa_select_bwd_dq_kernel(
             values = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
             times = load_times(bias.key_high, bias.key_low, start + j * BS + s + key, whole)
-            score, _ = add_bias(score, bias, position, j * BS + s + key, asked, times, False)
+            score = add_position(score, bias, position, j * BS + s + key, False)
+            score = add_time(score, bias, times, bias.query_high, bias.query_low, t, live, lowest, highest, 1)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
             branch += tl.sum(weight * dweight, 1)
@@ -221,21 +243,24 @@ def bsa_select_bwd_dq_kernel(
 
 @triton.jit
 def key_step(
-    dk, dv, keys, values, queries, upstream, gate, alpha, bias, t, s, asked, seen,
+    dk, dv, keys, values, queries, upstream, gate, alpha, bias, t, s, times, rows, live, lowest, highest,
     FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of queries to dk, dv; everything is transposed, keys first. `gate` is [1, BM] or [BN, BM].
 
-    Also returns the scores' gradient [BN, BM], weight * (do.v), what the gates' gradients sum, and the time buckets.
+    t, s: positions of queries and keys; times: the keys'; rows, live: tokens of the queries.
+
+    Also returns the scores' gradient [BN, BM] and weight * (do.v), what the gates' gradients sum.
     """
     score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * alpha
-    score, bucket = add_bias(score, bias, t, s, asked, seen, True)
+    score = add_position(score, bias, t, s, True)
+    score = add_time(score, bias, times, bias.query_high, bias.query_low, rows, live, lowest, highest, 0)
     dweight = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
     weight, slope = silu_and_grad(score, FAST)
     dv = tl.dot((weight * gate).to(upstream.dtype), upstream, dv, input_precision=PRECISION)
     dscore = dweight * slope * gate
     dk = tl.dot(dscore.to(queries.dtype), queries, dk, input_precision=PRECISION)
-    return dk, dv, dscore, weight * dweight, bucket
+    return dk, dv, dscore, weight * dweight
 
 
 @triton.jit(do_not_specialize=["B", "NB"])
@@ -309,6 +334,7 @@ def bsa_select_bwd_dkv_kernel(
     keys = load_rows(k + start * k_stride_t + h * k_stride_h, s, k_stride_t, known, D, BD)
     values = load_rows(v + start * v_stride_t + h * v_stride_h, s, v_stride_t, known, V, BV)
     times = load_times(bias.key_high, bias.key_low, start + s, known)
+    seen_span = load_span(bias.key_spans, slot)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
@@ -332,34 +358,34 @@ def bsa_select_bwd_dkv_kernel(
             if WINDOW:
                 swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
                 gate += tl.where(seen & (t[None, :] - s[:, None] < window), swa[None, :], 0.0)
-            asked = load_times(bias.query_high, bias.query_low, start + t, live)
-            acc_k, acc_v, _, _, _ = key_step(
-                acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, t, s, asked, times, FAST, PRECISION
-            )
+            lowest, highest = rows_reach(bias, start + t, live, seen_span)
+            acc_k, acc_v, _, _ = key_step(
+                acc_k, acc_v, keys, values, queries, upstream, gate, alpha,
+                bias, t, s, times, start + t, live, lowest, highest, FAST, PRECISION,
+            )  # fmt: skip
 
-    if tables.time is not None:
-        seen_span = span(times[0], times[1], known)
     stop = start + length
     for row in range(0, count * R, BM):
         t, live = listed_tokens(lists, first, row, count * R, stop, R, BM)
-        if TMA:
+        begin = 0
+        if R >= BM:
             begin = tl.load(lists + first + row // R) + row % R
-        else:
-            begin = 0
         queries = load_tile(q, t, q_stride_t, live, begin, h * D, D, BD, TMA)
         upstream = load_tile(do, t, do_stride_t, live, begin, h * V, V, BV, TMA)
         token = t.to(tl.int64) * H + h
         gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-        asked = load_times(bias.query_high, bias.query_low, t, live)
         # Rows that are not there stand behind the block, where the table has entries.
         position = tl.where(live, (t - start).to(tl.int32), (j + 1) * BS)
-        acc_k, acc_v, dscore, product, bucket = key_step(
-            acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, position, s, asked, times,
-            FAST, PRECISION,
+        if R >= BM:
+            # The rows are of one group, consecutive, and lie within a block.
+            lowest, highest = reached(bias, load_span(bias.query_spans, slot - j + (begin - origin) // BS), seen_span)
+        else:
+            lowest, highest = rows_reach(bias, t, live, seen_span)
+        acc_k, acc_v, dscore, product = key_step(
+            acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha,
+            bias, position, s, times, t, live, lowest, highest, FAST, PRECISION,
         )  # fmt: skip
-        if tables.time is not None:
-            asked_span = span(asked[0], asked[1], live)
-            add_time_gradient(tables, dscore, bucket, bias.cells, asked_span, seen_span)
+        add_time_gradient(tables, dscore, bias, times, bias.query_high, bias.query_low, t, live, lowest, highest, 0)
         if tables.backwards is not None:
             place = s[:, None] - position[None, :]
             add_pairs(tables.backwards + place, tables, dscore, tl.broadcast_to(live[None, :], dscore.shape))
@@ -470,6 +496,7 @@ def bsa_compress_bwd_dkv_kernel(
     values = load_rows(vbar + base * V, j, H * V, known, V, BV)
     middle = j * BS + BS // 2
     times = load_times(bias.key_high, bias.key_low, start + middle, known)
+    seen_span = span(times[0], times[1], known)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
@@ -485,10 +512,11 @@ def bsa_compress_bwd_dkv_kernel(
         upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
         cmp = tl.load(g_cmp + (start + t) * H + h, mask=live, other=0.0).to(tl.float32)
         gate = tl.where(j[:, None] < ((t + 1) // BS)[None, :], cmp[None, :], 0.0)
-        asked = load_times(bias.query_high, bias.query_low, start + t, live)
-        acc_k, acc_v, _, _, _ = key_step(
-            acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, t, middle, asked, times, FAST, PRECISION
-        )
+        lowest, highest = rows_reach(bias, start + t, live, seen_span)
+        acc_k, acc_v, _, _ = key_step(
+            acc_k, acc_v, keys, values, queries, upstream, gate, alpha,
+            bias, t, middle, times, start + t, live, lowest, highest, FAST, PRECISION,
+        )  # fmt: skip
     if begin < length:
         add_rows(dkbar + base * D, j, H * D, known, acc_k * (BS * alpha * inv_n), D, BD, ATOMIC)
         add_rows(dvbar + base * V, j, H * V, known, acc_v * (BS * inv_n), V, BV, ATOMIC)

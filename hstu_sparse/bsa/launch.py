@@ -161,7 +161,7 @@ def launch_forward(*arguments):
         return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar
     q, k, v = aligned(q), aligned(k), aligned(v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
-    bias = prepare(p.bias, p.T, q.device)
+    bias = prepare(p.bias, p.offsets, p.T, p.NB, p.BS)
 
     kbar_low = torch.empty_like(kbar) if p.split else kbar
     blocks.bsa_pool_fwd_kernel[(p.NB, p.H)](
@@ -222,7 +222,7 @@ def launch_backward(do, *arguments):
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given]
     do, q, k, v = aligned(do), aligned(a.q), aligned(a.k), aligned(a.v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
-    bias = prepare(p.bias, p.T, q.device)
+    bias = prepare(p.bias, p.offsets, p.T, p.NB, p.BS)
     # Of each pair's gradient: what no sum of them can exceed, for those that are kept as whole multiples.
     pairs = p.T * p.H * (p.S * p.BS + cdiv(p.max_seq_len, p.BS) + min(p.window, p.max_seq_len))
     sums = TableSums(p.bias, do, v, gates, pairs * p.BS) if p.biased else None

@@ -12,7 +12,17 @@ SiLU has no normaliser, so a branch is its gate times a plain sum, and the gate 
 import triton
 import triton.language as tl
 
-from hstu_sparse.bsa.bias import add_bias, add_diagonals, add_pairs, add_time_gradient, load_times, span
+from hstu_sparse.bsa.bias import (
+    add_diagonals,
+    add_pairs,
+    add_position,
+    add_time,
+    add_time_gradient,
+    load_span,
+    load_times,
+    reached,
+    span,
+)
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
@@ -26,6 +36,16 @@ def band_weight(g_slc, g_swa, t, s, window, BS: tl.constexpr, SELECT: tl.constex
     if WINDOW:
         weight += tl.where(seen & (t[:, None] - s[None, :] < window), g_swa[:, None], 0.0)
     return weight
+
+
+@triton.jit
+def tile_reach(bias, asked, live, rows, known):
+    """(lowest, highest) bucket between the queries of a tile and the keys at `rows`."""
+    lowest, highest = 0, 0
+    if bias.time is not None:
+        high, low = load_times(bias.key_high, bias.key_low, rows, known)
+        lowest, highest = reached(bias, span(asked[0], asked[1], live), span(high, low, known))
+    return lowest, highest
 
 
 @triton.jit(do_not_specialize=["B", "tiles"])
@@ -96,9 +116,10 @@ def bsa_query_fwd_kernel(
         known = j < end // BS
         keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
         middle = j * BS + BS // 2
-        seen = load_times(bias.key_high, bias.key_low, start + middle, known)
+        lowest, highest = tile_reach(bias, asked, live, start + middle, known)
         score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-        score, _ = add_bias(score, bias, t, middle, asked, seen, False)
+        score = add_position(score, bias, t, middle, False)
+        score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + middle, known, lowest, highest, 0)
         weight = tl.where(j[None, :] < complete[:, None], silu(score, FAST), 0.0)
         means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
         acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
@@ -109,6 +130,7 @@ def bsa_query_fwd_kernel(
         # One index a step, a scalar. Of a vector `index * BS + place % BS` Triton 3.6 takes every element for divisible
         # by BS once the loop is pipelined, and then the mask of a thread's first query for that of all its queries.
         tl.static_assert(BN <= BS)
+        asked_span = load_span(bias.query_spans, block_row + begin // BS)
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS + 1, S)
         for e in range(0, count * BS, BN):
@@ -116,9 +138,10 @@ def bsa_query_fwd_kernel(
             s = first + tl.arange(0, BN)
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
-            seen = load_times(bias.key_high, bias.key_low, start + s, known)
+            lowest, highest = reached(bias, asked_span, load_span(bias.key_spans, block_row + first // BS))
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            score, _ = add_bias(score, bias, t, s, asked, seen, False)
+            score = add_position(score, bias, t, s, False)
+            score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0)
             visible = known[None, :] & (s[None, :] <= t[:, None])
             weight = tl.where(visible, silu(score, FAST) * slc[:, None], 0.0)
             values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
@@ -137,9 +160,10 @@ def bsa_query_fwd_kernel(
             s = c + tl.arange(0, BN)
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-            seen = load_times(bias.key_high, bias.key_low, start + s, known)
+            lowest, highest = tile_reach(bias, asked, live, start + s, known)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            score, _ = add_bias(score, bias, t, s, asked, seen, False)
+            score = add_position(score, bias, t, s, False)
+            score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0)
             weight = silu(score, FAST) * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
             values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
@@ -218,8 +242,6 @@ def bsa_query_bwd_dq_kernel(
     acc = tl.zeros([BM, BD], tl.float32)
 
     cmp = tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS
-    if tables.time is not None:
-        asked_span = span(asked[0], asked[1], live)
     complete = (t + 1) // BS
     branch = tl.zeros([BM], tl.float32)
     for c in range(0, end // BS, BN):
@@ -228,9 +250,10 @@ def bsa_query_bwd_dq_kernel(
         keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
         values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
         middle = j * BS + BS // 2
-        seen = load_times(bias.key_high, bias.key_low, start + middle, known)
+        lowest, highest = tile_reach(bias, asked, live, start + middle, known)
         score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-        score, bucket = add_bias(score, bias, t, middle, asked, seen, False)
+        score = add_position(score, bias, t, middle, False)
+        score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + middle, known, lowest, highest, 0)
         dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
         weight, slope = silu_and_grad(score, FAST)
         visible = j[None, :] < complete[:, None]
@@ -238,9 +261,10 @@ def bsa_query_bwd_dq_kernel(
         branch += tl.sum(weight * dweight, 1)
         grad = dweight * slope
         acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-        if tables.time is not None:
-            seen_span = span(seen[0], seen[1], known)
-            add_time_gradient(tables, grad * cmp[:, None], bucket, bias.cells, asked_span, seen_span)
+        add_time_gradient(
+            tables, grad * cmp[:, None], bias, asked, bias.key_high, bias.key_low, start + middle, known,
+            lowest, highest, 0,
+        )  # fmt: skip
         if tables.position is not None:
             place = t[:, None] - middle[None, :]
             add_pairs(tables.position + place, tables, grad * cmp[:, None], visible)
@@ -251,6 +275,7 @@ def bsa_query_bwd_dq_kernel(
     branch = tl.zeros([BM], tl.float32)
     if SELECT:
         tl.static_assert(BN <= BS)  # as in bsa_query_fwd_kernel
+        block_span = load_span(bias.query_spans, block_row + begin // BS)
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS + 1, S)
         for e in range(0, count * BS, BN):
@@ -259,18 +284,19 @@ def bsa_query_bwd_dq_kernel(
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
             values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
-            seen = load_times(bias.key_high, bias.key_low, start + s, known)
+            lowest, highest = reached(bias, block_span, load_span(bias.key_spans, block_row + first // BS))
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            score, bucket = add_bias(score, bias, t, s, asked, seen, False)
+            score = add_position(score, bias, t, s, False)
+            score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
             dweight = tl.where(known[None, :] & (s[None, :] <= t[:, None]), dweight, 0.0)
             branch += tl.sum(weight * dweight, 1)
             grad = dweight * slope * slc[:, None]
             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-            if tables.time is not None:
-                seen_span = span(seen[0], seen[1], known)
-                add_time_gradient(tables, grad, bucket, bias.cells, asked_span, seen_span)
+            add_time_gradient(
+                tables, grad, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0
+            )
             add_diagonals(tables, grad, begin - first)
 
     if WINDOW or not SELECT:
@@ -288,9 +314,10 @@ def bsa_query_bwd_dq_kernel(
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
             values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-            seen = load_times(bias.key_high, bias.key_low, start + s, known)
+            lowest, highest = tile_reach(bias, asked, live, start + s, known)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            score, bucket = add_bias(score, bias, t, s, asked, seen, False)
+            score = add_position(score, bias, t, s, False)
+            score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
             visible = s[None, :] <= t[:, None]
@@ -301,9 +328,9 @@ def bsa_query_bwd_dq_kernel(
                 window_branch += tl.sum(tl.where(near, weight * dweight, 0.0), 1)
             grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-            if tables.time is not None:
-                seen_span = span(seen[0], seen[1], known)
-                add_time_gradient(tables, grad, bucket, bias.cells, asked_span, seen_span)
+            add_time_gradient(
+                tables, grad, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0
+            )
             add_diagonals(tables, grad, begin - c)
         if WINDOW:
             tl.store(dg_swa + token, window_branch * inv_n, mask=live)

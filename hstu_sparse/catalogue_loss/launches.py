@@ -85,6 +85,23 @@ def _config(part: str, dtype: torch.dtype, width: int, arch: int) -> dict:
         config = (_WIDE if width > 128 else _NARROW)[part]
     if arch < 90:
         config = config | dict(TMA=False, REGISTERS=False)
+    return _fitting(config, width * dtype.itemsize, _SHARED.get(arch, 99) * 1024)
+
+
+# Kilobytes of shared memory that a program may have, by architecture; 99 on all others.
+_SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+
+
+def _fitting(config: dict, row_bytes: int, limit: int) -> dict:
+    """The config with tiles made smaller until they fit: one of rows owned, one walked over for each stage."""
+    config = dict(config)
+    while (config["BLOCK_M"] + config["num_stages"] * config["BLOCK_N"]) * row_bytes + 4096 > limit:
+        if config["num_stages"] > 2:
+            config["num_stages"] -= 1
+        elif config["BLOCK_N"] >= config["BLOCK_M"]:
+            config["BLOCK_N"] //= 2
+        else:
+            config["BLOCK_M"] //= 2
     return config
 
 
@@ -249,7 +266,7 @@ def _forward_per_token(call: _Call):
         catalogue_loss_sampled_fwd_kernel[(call.T,)](
             call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, call.items, call.items.stride(0),
             call.temperature, lse, parts, call.scale, math.log(max(1, call.K)), call.K, **call.sizes,
-            ROWS=max(1, min(next_power_of_2(call.K), ROW_TILE // call.width)),
+            ROWS=max(1, min(next_power_of_2(call.K), 2 * ROW_TILE // call.width)),
         )  # fmt: skip
     loss, inverse_count = call.mean(parts)
     # Without the temperature the outputs' scales are one number, which ends the items' gradient.
@@ -335,7 +352,7 @@ def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
     catalogue_loss_sampled_bwd_dout_kernel[(call.T,)](
         call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, call.items, call.items.stride(0),
         call.temperature, lse, grad, inverse_count, dout, along, shares, call.scale, math.log(max(1, call.K)),
-        call.T, call.K, **call.sizes, ROWS=max(1, min(next_power_of_2(call.K), ROW_TILE // call.width)),
+        call.T, call.K, **call.sizes, ROWS=max(1, min(next_power_of_2(call.K), 2 * ROW_TILE // call.width)),
     )  # fmt: skip
     return _table_gradient(call, grad, inverse_count, row_scale, call.negatives, shares, None)
 
@@ -343,7 +360,9 @@ def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
 def _table_gradient(call, grad, inverse_count, row_scale, negatives, shares, drawn):
     """[I, E]: the entries' sums, each item's written once."""
     ditems = torch.zeros_like(call.items, memory_format=torch.contiguous_format)
-    entries = torch.cat([call.targets, negatives.flatten().to(torch.int32)])
+    # Sorting takes as long as a key has bits.
+    key = torch.int16 if call.I < 2**15 else torch.int32
+    entries = torch.cat([call.targets.to(key), negatives.flatten().to(key)])
     keys, order = torch.where(entries < 0, call.I, entries).sort(stable=True)
     windows = cdiv(len(keys), PIECE)
     slots = call.new(windows, 2, call.E)

@@ -215,7 +215,7 @@ def dense_attention_tables_kernel(
 ):  # fmt: skip
     """Halves of the bias tables in fp32, since the attention kernels want half the scores.
 
-    Position [N] gets MARGIN zeros in front, and zeros behind up to WIDTH; time [TIMES] gets MOST_EDGES zeros behind, and
+    Position [N] gets MARGIN zeros in front, and zeros behind up to WIDTH; time [TIMES] gets MOST_EDGES zeros behind and
     then HIDDEN_BIAS.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

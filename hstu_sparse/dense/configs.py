@@ -71,4 +71,4 @@ def bwd_dkv_config(f: Features) -> dict:
         if wide:
             return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=8, num_stages=1)
         return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=4, num_stages=2)
-    return dict(BLOCK_M=32, BLOCK_N=32 if wide else 64, TMA=False, num_warps=4, num_stages=1)
+    return dict(BLOCK_M=32, BLOCK_N=32 if wide or f.time else 64, TMA=False, num_warps=4, num_stages=1)

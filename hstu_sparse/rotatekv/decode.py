@@ -1,7 +1,7 @@
 """From codes to keys in their own space, and the kernels that write them out: decompression, and the round trip.
 
-Letters: T tokens, B sequences, S sink tokens, H heads, D query/key and V value head size, G heads of a head group, C its
-key channels, HG = H / G, R tokens of a tile, BW channels of a block of codes, OW channels of a block that comes out.
+Letters: T tokens, B sequences, S sink tokens, H heads, D query/key and V value head size, G heads of a head group, C
+its key channels, HG = H / G, R tokens of a tile, BW channels of a block of codes, OW of one that comes out.
 """
 
 import triton
@@ -42,9 +42,9 @@ def restored_blocks(
 ):  # fmt: skip
     """A tuple of OUT blocks [R, PAD] fp32: keys in their own space, but for the factor C ** -0.5.
 
-    codes: tuple of blocks [R, BW] of DTYPE, OFFSET above the codes; kept: the same of 0 and 1, if SPARSE; scales, zeros:
-    tuples of [R] fp32, of groups of PER blocks. first: the channel that the first block out begins at; SPAN: how many
-    of these blocks take different columns of Sylvester's matrix of BW.
+    codes: tuple of blocks [R, BW] of DTYPE, OFFSET above the codes; kept: the same of 0 and 1, if SPARSE; scales,
+    zeros: tuples of [R] fp32, of groups of PER blocks. first: channel that the first block out begins at; SPAN: how
+    many of these blocks take different columns of Sylvester's matrix of BW.
     """
     found = ()
     constants = ()
@@ -224,7 +224,7 @@ def rotatekv_round_trip_kernel(
     CV: tl.constexpr = V * G
     LEVELS: tl.constexpr = (1 << BITS) - 1
     DTYPE: tl.constexpr = k.dtype.element_ty
-    b, begin, count, tile = locate(seq_offsets, tl.program_id(0), B, R)
+    _, begin, count, tile = locate(seq_offsets, tl.program_id(0), B, R)
     if tile * R >= count:
         return
     group = tl.program_id(1)

@@ -134,12 +134,16 @@ def check(
 
 
 def compare(function, inputs):
+    # Kernels keep a log-sum-exp, whose last bit moves all of a query's weights; table gradients add these moves up.
+    floors = {"grad of position": 2e-6, "grad of time": 2e-6}
+    if "scores" in inputs or "index_score" in inputs:
+        floors["output"] = 2e-6
     compare_with_reference(
         functools.partial(function, backend="triton"),
         functools.partial(function, backend="reference"),
         inputs,
         factor=4.0,
-        floor={"output": 2e-6} if inputs.get("scores", inputs.get("index_score")) is not None else None,
+        floor=floors,
     )
 
 

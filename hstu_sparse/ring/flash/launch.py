@@ -114,7 +114,7 @@ class Launch:
         rows = torch.empty(2, self.heads, tokens, dtype=torch.float32, device=self.q.device)
         if tokens:
             grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-            block = max(16, 8192 // self.sizes[1])
+            block = max(16, 4096 // self.sizes[1])
             flash_attention_bwd_rows_kernel[(cdiv(tokens, block) * self.heads,)](
                 out, grad, lse, rows, *self._strides(out, grad), tokens, H=self.heads, V=self.v_out, BLOCK=block,
                 PAD_V=self.sizes[1],
