@@ -169,7 +169,8 @@ class SoftmaxAttention(BiasedAttention):
             )
             asked, seen = asked[:, :, None], seen[:, None, :]
         added = pair_bias(bias, distance, asked, seen)
-        return added.view(-1, 1, longest, longest).to(q.dtype).masked_fill(distance < 0, float("-inf"))
+        added = added[:, None] if added.dim() == 3 else added[None, None]
+        return added.to(q.dtype).masked_fill(distance < 0, float("-inf"))
 
 
 # selection_group -> the length from which bsa's forward and backward together take less time than dense's, measured

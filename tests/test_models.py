@@ -210,6 +210,7 @@ INDEXER = ("index_query.weight", "index_key.weight", "index_weight.weight", "tab
 FLAT = {
     ("softmax", "[1]"): ("query.weight", "query.bias", "key.weight", "key.bias"),
     ("softmax", "[3, 12, 1]"): ("key.bias",),
+    ("softmax with biases", "[1]"): ("position_bias", "time_bias"),
     ("indexer", "[1]"): ("position_bias", "time_bias", *INDEXER),
 }
 
