@@ -1,6 +1,7 @@
 """Evaluates a run from its folder alone, over the full catalogue, and writes predictions.
 
 python eval.py RUN [--split test] [--predict OUT.parquet --top-k 10] [--sampled 100]
+python eval.py RUN --kv-cache rotatekv --bits 2 [--sink-tokens 4]      the model answers from a packed cache
 """
 
 import argparse
@@ -19,10 +20,20 @@ from models.folder import FolderError, access, check_run, write_text
 from models.metrics import ranking_metrics
 from models.monitor import explain_faults
 from models.report import print_result
-from models.retrieval import mask_seen, model_scorer, rank_targets, sampled_candidates, seen_by, top_items
+from models.retrieval import best_items, model_scorer, rank_targets, sampled_candidates, seen_by
 from models.run import Data, build_model, check_fingerprint, final_weights, judge, open_data
+from models.serving import ServingError, serve_from_cache
 
 console = Console()
+
+# Options of the packed cache: name, type, default.
+CACHE_OPTIONS = (
+    ("bits", int, 2),
+    ("head_group", int, 2),
+    ("quant_group", int, 64),
+    ("sparsity", float, 0.0),
+    ("sink_tokens", int, 0),
+)
 
 
 def open_run(folder: Path, overrides: list[str]):
@@ -48,10 +59,8 @@ def predict(config, data: Data, model, split: str, k: int, out: Path) -> int:
     score = model_scorer(model, config.train.autocast == "bf16")
     users, items, values = [], [], []
     for batch in data.eval_batches(split).epoch(0):
-        scores = score(batch)
-        if config.eval.filter_seen != "none":
-            scores = mask_seen(scores, *seen_by(config.eval.filter_seen, batch))
-        best, ids = top_items(scores, k)
+        how = config.eval.filter_seen
+        best, ids = best_items(score(batch), k, None if how == "none" else seen_by(how, batch))
         users.append(batch.users.cpu().numpy())
         items.append(ids.cpu().numpy())
         values.append(best.cpu().numpy())
@@ -84,6 +93,25 @@ def check_options(options: argparse.Namespace) -> None:
             raise ConfigError(f"{options.predict.parent}: no such folder")
 
 
+def cache_options(options: argparse.Namespace) -> dict | None:
+    """What `serve_from_cache` takes, or None without --kv-cache; ConfigError for options without a cache."""
+    given = {name: value for name, _, _ in CACHE_OPTIONS if (value := getattr(options, name)) is not None}
+    if options.kv_cache is None:
+        if given:
+            raise ConfigError(f"--{next(iter(given)).replace('_', '-')} is an option of --kv-cache, which is not given")
+        return None
+    return {name: default for name, _, default in CACHE_OPTIONS} | given
+
+
+def result_name(split: str, cache: dict | None) -> str:
+    """eval-test.json; with a cache its options stand in the name, so that results lie beside each other."""
+    if cache is None:
+        return f"eval-{split}.json"
+    parts = [f"eval-{split}-rotatekv-{cache['bits']}bit"]
+    parts += [f"{name}={cache[name]}" for name, _, default in CACHE_OPTIONS[1:] if cache[name] != default]
+    return "-".join(parts) + ".json"
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the folder of a run")
@@ -93,14 +121,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--top-k", type=int, default=10)
     parser.add_argument("--sampled", type=int, metavar="COUNT", help="also rank among COUNT random items")
     parser.add_argument("--seed", type=int, default=0, help="of the sampled candidates")
+    parser.add_argument("--kv-cache", choices=("rotatekv",), help="the last query reads its history from such a cache")
+    for name, kind, default in CACHE_OPTIONS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"of the cache; by default {default}")
     options = parser.parse_intermixed_args(arguments)
     try:
         check_options(options)
+        cache = cache_options(options)
         config, data, model, source = open_run(options.run, options.overrides)
         if options.sampled and options.sampled > data.dataset.num_items:
             raise ConfigError(f"--sampled {options.sampled}: there are {data.dataset.num_items} items")
         if getattr(data.splits, options.split) is None:
             raise ConfigError(f"--split {options.split}: protocol {config.data.protocol} has no such split")
+        size = serve_from_cache(model, **cache) if cache else None
         result = judge(config, model, data, options.split) | source | {"notes": data.splits.notes}
         if options.sampled:
             filters = [config.eval.filter_seen]
@@ -111,14 +144,17 @@ def main(arguments: list[str] | None = None) -> int:
             label = f"SAMPLED: target among {options.sampled} random items, not comparable with full ranking"
             result["sampled"] = {"label": label, "seed": options.seed, **ranking_metrics(ranks)}
         print_result(console, config, result)
-        path = options.run / f"eval-{options.split}.json"
+        if size:
+            result["kv_cache"] = size.report()
+            console.print("Served from a cache: " + ", ".join(f"{k} {v}" for k, v in result["kv_cache"].items()))
+        path = options.run / result_name(options.split, cache)
         write_text(path, json.dumps(result, indent=1))
         console.print(f"Written: {path}")
         if options.predict:
             rows = predict(config, data, model, options.split, options.top_k, options.predict)
             console.print(f"Written: {options.predict} ({rows:,} rows)")
         return 0
-    except (ConfigError, DataError, CheckpointError, FolderError) as error:
+    except (ConfigError, DataError, CheckpointError, FolderError, ServingError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

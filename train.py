@@ -32,6 +32,8 @@ from models.checkpoint import (
     save_folder,
 )
 from models.config import ConfigError, RunConfig, as_yaml, load_config
+from models.context import Context, NoLog
+from models.contract import ContextBatch
 from models.folder import FolderError, access, check_run, claimed, write_text
 from models.graph import GraphedStep, Losses, Step
 from models.losses import head_loss
@@ -55,16 +57,22 @@ def train(config: RunConfig, folder: Path, resume: bool, override: bool = False)
 
     resume: go on with the run that is there. override: also with a configuration that is not the checkpoint's.
     """
+    context = Context(config)
+    folder = context.of_first(folder)
+    if not context.first:
+        return train_claimed(config, folder, resume, override, context)
     with claimed(folder, new=not resume):
-        return train_claimed(config, folder, resume, override)
+        return train_claimed(config, folder, resume, override, context)
 
 
-def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool) -> int:
+def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool, context: Context) -> int:
+    """Several processes, of which the first writes: see models/context.py."""
+    console.quiet = not context.first
     data = open_data(config)
     torch.manual_seed(config.seed)
     model = build_model(config, data)
     average = WeightAverage(model, config.train.ema_decay) if config.train.ema_decay else None
-    optimizer, step = build_step(config, model, data.device, average)
+    optimizer, step = build_step(config, model, data.device, average, context)
     batches = data.batches(
         "train",
         batch_size=config.train.batch_size,
@@ -79,10 +87,11 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool)
         check_fingerprint(progress.fingerprint, data, folder)
         if not override:
             check_same_run(progress, config, len(batches), folder)
-    elif not resume:
+    elif not resume and context.first:
         write_text(folder / "config.yaml", as_yaml(config))
     progress.config = config.model_dump(mode="json")
-    log = MetricsLog(folder, progress.records, progress.step)
+    context.of_first(None)  # all have read before the first one writes
+    log = MetricsLog(folder, progress.records, progress.step) if context.first else NoLog(progress.records)
     if log.lost:
         console.print("metrics.jsonl had been changed: its lines are restored from the checkpoint")
 
@@ -96,6 +105,8 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool)
     means = Means(data.device, progress.losses)
 
     def save(again: bool = False) -> None:
+        if not context.first:
+            return
         progress.losses, progress.seconds, progress.records = means.state(), time.monotonic() - started, log.records
         with judged(average):
             save_checkpoint(folder, model, optimizer, progress, average, again=again)
@@ -114,11 +125,11 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool)
                 progress.batch += 1
                 progress.events += batch.num_tokens
                 bar.step(means, progress)
-                if stop.signal:
+                if signal := context.any(stop.signal):
                     save()
                     bar.stop()
                     console.print(f"Stopped at step {progress.step}. To go on: python train.py --resume {folder}")
-                    return 128 + stop.signal
+                    return 128 + signal
             losses = means.values()
             if not math.isfinite(losses["loss"]):
                 raise TrainingError(
@@ -129,9 +140,9 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool)
             record = {"epoch": progress.epoch, "step": progress.step, **losses, "split": watched}
             if config.eval.every and progress.epoch % config.eval.every == 0:
                 with judged(average):
-                    metrics = evaluate(config, model, eval_batches, phase_at(config, progress.step))
+                    metrics = context.of_first(evaluate(config, model, eval_batches, phase_at(config, progress.step)))
                     if watched == "valid":
-                        keep_best(config, folder, model, progress, metrics)
+                        keep_best(config, folder if context.first else None, model, progress, metrics)
                 record |= metrics
                 bar.print(
                     f"epoch {progress.epoch:>4}  {shown(losses)}  {watched} "
@@ -144,19 +155,20 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool)
                 saved_at = time.monotonic()
     save()
     log.close()
-    finish(config, folder, model, data, progress)
+    if context.first:
+        finish(config, folder, model, data, progress)
     return 0
 
 
 def build_step(
-    config: RunConfig, model, device: torch.device, average: WeightAverage | None = None
+    config: RunConfig, model, device: torch.device, average: WeightAverage | None = None, context: Context | None = None
 ) -> tuple[torch.optim.Optimizer, Step]:
     """The optimiser, and the function that makes one step of it: batch -> losses, without waiting for the device.
 
     The losses by name, 0-d: `loss`, what the step minimises, and the auxiliary losses before their weights.
     """
-    c = config.train
-    graphed = device.type == "cuda" and c.cuda_graphs and not c.compile
+    c, context = config.train, context or Context(config)
+    graphed = device.type == "cuda" and c.cuda_graphs and not c.compile and context.world == 1
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=torch.tensor(c.lr, device=device) if graphed else c.lr,
@@ -169,11 +181,15 @@ def build_step(
         for layer in model.layers:
             layer.compile(dynamic=True)
 
+    dtype = torch.bfloat16 if c.autocast == "bf16" else None
+
     def step(batch: Batch) -> Losses:
+        targets, batch = batch.target_ids, context.cut(batch)
         # A cache of cast weights would outlive the step that a graph captures.
         with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
             out, aux = model(batch)
-        loss, of_head = head_loss(model, config.loss, out, batch.target_ids)
+        part = batch.part if isinstance(batch, ContextBatch) else None
+        loss, of_head = head_loss(model, config.loss, out, targets, dtype, part)
         aux |= of_head
         if wrong := aux.keys() & TAKEN:
             raise ValueError(
@@ -183,12 +199,13 @@ def build_step(
             loss = loss + extra.weighted
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        loss = context.sum_gradients(model.parameters(), loss.detach())
         if c.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip_norm)
         optimizer.step()
         if average is not None:
             average.update()
-        return {"loss": loss.detach()} | {name: extra.value.detach() for name, extra in aux.items()}
+        return {"loss": loss} | {name: extra.value.detach() for name, extra in aux.items()}
 
     if not graphed:
         return optimizer, step
@@ -240,12 +257,13 @@ def evaluate(config: RunConfig, model, batches: Batches, phase: int) -> dict[str
     return ranking_metrics(ranks)
 
 
-def keep_best(config: RunConfig, folder: Path, model, progress: Progress, metrics: dict) -> None:
+def keep_best(config: RunConfig, folder: Path | None, model, progress: Progress, metrics: dict) -> None:
     value = metrics[config.eval.best_metric]
     if progress.best is None or value > progress.best:
         progress.best, progress.stale = value, 0
         facts = {"value": value, "epoch": progress.epoch, "fingerprint": progress.fingerprint}
-        save_folder(folder / "best", {"model": model.state_dict()}, facts)
+        if folder is not None:
+            save_folder(folder / "best", {"model": model.state_dict()}, facts)
     else:
         progress.stale += 1
 

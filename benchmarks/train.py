@@ -1,6 +1,7 @@
 """Time of one training epoch and one full evaluation of a config, on generated data of MovieLens 1M's shape.
 
     python benchmarks/train.py configs/ml-1m-hstu.yaml [key=value ...]
+    python benchmarks/train.py --parts [--help]     a step by part, by attention kind and sequence length: parts.py
 
 Prints one JSON line: seconds for each, the host's share (until the last step is queued), peak memory, versions. With
 --profile also the costliest kernels and the host's costliest functions.
@@ -31,6 +32,13 @@ ML_1M = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if "--parts" in sys.argv:
+        import parts
+
+        parser.add_argument("--parts", action="store_true")
+        parts.add_arguments(parser)
+        parts.main(parser.parse_args())
+        return
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--profile", action="store_true")

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from hstu_sparse.jagged import sequence_ids
 
 from .splits import Split
 from .types import DataError, Dataset
@@ -49,6 +51,14 @@ class Batch:
     seen_items: Tensor | None = None
     seen_offsets: Tensor | None = None
     phase: int = sys.maxsize
+    # What `once` found. A copy of the batch begins without, so nothing outlives the pass that its copy was made for.
+    _found: dict = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, key: Hashable, compute: Callable[[], object]) -> object:
+        """compute(), which depends on the batch and `key` alone, called for the first of the layers that ask."""
+        if key not in self._found:
+            self._found[key] = compute()
+        return self._found[key]
 
     @property
     def real(self) -> Tensor:
@@ -62,6 +72,12 @@ class Batch:
     @property
     def num_sequences(self) -> int:
         return self.users.shape[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """[T] int64: place of each token in its sequence."""
+        begins = self.seq_offsets[sequence_ids(self.seq_offsets, self.num_tokens)]
+        return torch.arange(self.num_tokens, device=begins.device) - begins
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}

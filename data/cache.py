@@ -122,7 +122,7 @@ def _read_column(folder: Path, column: str, expected: object) -> np.ndarray:
         if _file_crc32(file) != expected["crc32"]:
             raise CacheError(f"{file.name}: wrong checksum")
         # "c": torch wants writable memory; what is written there stays out of the file.
-        array = np.load(file, mmap_mode="c", allow_pickle=False).view(np.ndarray)
+        array = np.lib.format.open_memmap(file, mode="c").view(np.ndarray)
     except (OSError, ValueError, TypeError, EOFError, SyntaxError) as error:  # the last two: a header that is no Python
         raise CacheError(f"{file.name}: {type(error).__name__}: {shown(error, 200)}") from error
     if array.ndim != 1:

@@ -12,7 +12,7 @@ from .cache import CacheError, read_cache, write_cache
 from .filtering import filter_dataset
 from .formats import RawFormat, find_files, local_path
 from .raw import read_raw
-from .types import DataError, Dataset
+from .types import DataError, Dataset, shown
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +41,16 @@ def load_or_prepare(name: str, fmt: RawFormat, path, cache_dir: str | Path, opti
         if [_stat(f) for f in files] != before:
             raise DataError(f"{files[0]}: the source changed while it was being read; try again")
     except OSError as error:
-        raise DataError(f"{error.filename or files[0]}: cannot be read: {error.strerror or error}") from error
+        raise DataError(
+            f"{shown(error.filename or files[0], 200)}: cannot be read: {error.strerror or error}"
+        ) from error
     # The filter derives a fingerprint of its own; here the options are part of the key already.
     dataset = dataclasses.replace(dataset, fingerprint=fingerprint)
     try:
         write_cache(dataset, folder, {**recipe, "sources": [str(f) for f in files]})
         return read_cache(folder, fingerprint)[0]
     except OSError as error:
-        raise DataError(f"{cache_dir}: cannot write the cache: {error.strerror or error}") from error
+        raise DataError(f"{shown(cache_dir, 200)}: cannot write the cache: {error.strerror or error}") from error
     except CacheError as error:
         raise DataError(f"{folder}: cannot be read back after it was written: {error}") from error
 

@@ -18,6 +18,26 @@ from hstu_sparse.indexer import (
     sparse_attention,
 )
 from hstu_sparse.relative_bias import RelativeBias
+from hstu_sparse.ring import (
+    RingPlan,
+    cut_sequences,
+    flash_attention,
+    ring_hstu_attention,
+    ring_plan,
+    triton_ring_flash_attn_func,
+    triton_ring_flash_attn_kvpacked_func,
+    triton_ring_flash_attn_qkvpacked_func,
+    triton_ring_flash_attn_varlen_func,
+    triton_ring_flash_attn_varlen_kvpacked_func,
+    triton_ring_flash_attn_varlen_qkvpacked_func,
+    whole_plan,
+    zigzag_triton_ring_flash_attn_func,
+    zigzag_triton_ring_flash_attn_kvpacked_func,
+    zigzag_triton_ring_flash_attn_qkvpacked_func,
+    zigzag_triton_ring_flash_attn_varlen_func,
+    zigzag_triton_ring_flash_attn_varlen_kvpacked_func,
+    zigzag_triton_ring_flash_attn_varlen_qkvpacked_func,
+)
 from hstu_sparse.rotary import rotary
 from hstu_sparse.rotatekv import (
     RotateKVCache,
@@ -33,6 +53,7 @@ from hstu_sparse.rotatekv import (
 
 __all__ = [
     "RelativeBias",
+    "RingPlan",
     "RotateKVCache",
     "TritonHSTUBSAAttention",
     "attention_plan",
@@ -40,6 +61,8 @@ __all__ = [
     "calibrate",
     "catalogue_loss",
     "compute_index_loss_sparse",
+    "cut_sequences",
+    "flash_attention",
     "hadamard_transform",
     "hstu_attention",
     "htree_attention",
@@ -50,6 +73,8 @@ __all__ = [
     "mustafar_attention_with_rope",
     "mustafar_decompress_with_hadamard_inverse",
     "norm_gate",
+    "ring_hstu_attention",
+    "ring_plan",
     "rotary",
     "rotatekv_attention",
     "rotatekv_compress",
@@ -58,4 +83,17 @@ __all__ = [
     "sparse_attention",
     "triton_block_sparse_attn",
     "triton_hstu_attention_with_bsa",
+    "triton_ring_flash_attn_func",
+    "triton_ring_flash_attn_kvpacked_func",
+    "triton_ring_flash_attn_qkvpacked_func",
+    "triton_ring_flash_attn_varlen_func",
+    "triton_ring_flash_attn_varlen_kvpacked_func",
+    "triton_ring_flash_attn_varlen_qkvpacked_func",
+    "whole_plan",
+    "zigzag_triton_ring_flash_attn_func",
+    "zigzag_triton_ring_flash_attn_kvpacked_func",
+    "zigzag_triton_ring_flash_attn_qkvpacked_func",
+    "zigzag_triton_ring_flash_attn_varlen_func",
+    "zigzag_triton_ring_flash_attn_varlen_kvpacked_func",
+    "zigzag_triton_ring_flash_attn_varlen_qkvpacked_func",
 ]

@@ -139,11 +139,11 @@ def save_checkpoint(
         if torch.cuda.is_available():
             state["random.cuda"] = torch.cuda.get_rng_state()
         entries = optimizer.state_dict()["state"]
-        state |= {f"optimizer.{index}.{key}": value for index, of in entries.items() for key, value in of.items()}
+        moments = {f"optimizer.{index}.{key}": value for index, of in entries.items() for key, value in of.items()}
         if average is not None:
             state |= {f"raw.{name}": weight for name, weight in average.raw().items()}
-        facts = {**progress.model_dump(), "optimized": sorted(entries)}
-        save_folder(folder, {"model": model.state_dict(), "state": state}, facts)
+        facts = {**progress.model_dump(), "optimizer": sorted(moments)}
+        save_folder(folder, {"model": model.state_dict(), "state": state | moments}, facts)
     for old in checkpoints(run)[:-KEEP]:
         shutil.rmtree(old)
 
@@ -165,11 +165,11 @@ def load_checkpoint(
     source = found[-1]
     try:
         tensors, facts = load_folder(source, "model", "state")
-        optimized = facts.pop("optimized", None)
+        moments = facts.pop("optimizer", None)
         progress = Progress.of(facts, source)
         if source.name != f"step-{progress.step:08d}":
             raise CheckpointError(f"{source}: damaged, it holds step {progress.step}")
-        _check_state(tensors["state"], optimizer, optimized, source)
+        _check_state(tensors["state"], optimizer, moments, source)
     except CheckpointError as error:
         older = f"; remove that folder to go on from {found[-2].name}" if len(found) > 1 else ""
         raise CheckpointError(f"{error}{older}") from None
@@ -196,26 +196,22 @@ def load_checkpoint(
     return progress
 
 
-def _check_state(state: dict[str, Tensor], optimizer, optimized: object, source: Path) -> None:
-    """CheckpointError unless the entries of the parameters `optimized` are all there, of their shapes, and finite."""
+def _check_state(state: dict[str, Tensor], optimizer, moments: object, source: Path) -> None:
+    """CheckpointError unless the optimizer's entries `moments` are all there, of the parameters' shapes, and finite."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    keys: dict[str, set[str]] = {}
     for name, value in state.items():
-        if not name.startswith("optimizer."):
-            if name.startswith(("random.", "raw.")):
-                continue
-            raise CheckpointError(f"{source}: damaged, unknown tensor {shown(name)}")
-        index, _, key = name.removeprefix("optimizer.").partition(".")
-        if not index.isdecimal() or int(index) >= len(parameters):
-            raise CheckpointError(f"{source}: damaged, {shown(name)} belongs to no parameter")
+        if name.startswith(("random.", "raw.")):
+            continue
+        kind, index, *_ = f"{name}..".split(".")
+        if kind != "optimizer" or not index.isdecimal() or int(index) >= len(parameters):
+            raise CheckpointError(f"{source}: damaged, tensor {shown(name)} belongs to nothing")
         if value.shape not in ((), parameters[int(index)].shape) or not value.is_floating_point():
             raise CheckpointError(f"{source}: damaged, {name} is {value.dtype} of shape {list(value.shape)}")
         if not value.isfinite().all():
             raise CheckpointError(f"{source}: {name} is not finite")
-        keys.setdefault(index, set()).add(key)
     if "random.cpu" not in state:
         raise CheckpointError(f"{source}: damaged, no state of random numbers")
-    if sorted(map(int, keys)) != optimized or len({frozenset(of) for of in keys.values()}) > 1:
+    if moments != sorted(name for name in state if name.startswith("optimizer.")):
         raise CheckpointError(f"{source}: damaged, the optimizer's state is not complete")
 
 

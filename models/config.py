@@ -126,6 +126,9 @@ class ModelConfig(Strict):
     head: HeadConfig = DotConfig()
     dropout: float = Field(0.0, ge=0, lt=1)
     action_embedding: bool = False
+    # Of the item table (and the actions'), its gradient and what the optimiser keeps of it. A large catalogue takes
+    # half the memory in bfloat16; updates below 1/256 of a weight are then lost.
+    table_dtype: Literal["float32", "bfloat16"] = "float32"
     # One mapping for all layers, or one for each.
     attention: Annotated[list[AttentionConfig], BeforeValidator(_as_list)]
 
@@ -152,9 +155,26 @@ class ModelConfig(Strict):
 
 
 class LossConfig(Strict):
-    kind: Literal["sampled_softmax", "cross_entropy", "bce", "in_batch"] = "sampled_softmax"
+    kind: Literal["sampled_softmax", "cross_entropy", "bce", "in_batch", "mixed_negatives"] = "sampled_softmax"
     num_negatives: int = Field(128, ge=1)
+    # Each position its own, or the same for all of the batch: one product in place of gathered rows.
+    negatives: Literal["per_position", "shared"] = "per_position"
+    # Of mixed_negatives: how many of them are targets of the batch, the others being uniform.
+    in_batch_share: float = Field(0.5, gt=0, lt=1)
     temperature: float = Field(0.05, ge=1e-4, le=1e4)
+
+    @property
+    def num_in_batch(self) -> int:
+        """Negatives of mixed_negatives that are targets of the batch."""
+        return round(self.in_batch_share * self.num_negatives)
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if self.kind == "mixed_negatives" and not 0 < self.num_in_batch < self.num_negatives:
+            raise ValueError(
+                f"in_batch_share={self.in_batch_share} of num_negatives={self.num_negatives} leaves none of one kind"
+            )
+        return self
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -173,6 +193,9 @@ class TrainConfig(Strict):
     ema_decay: float | None = Field(None, gt=0, lt=1)
     clip_norm: float | None = Field(None, gt=0)
     autocast: Literal["none", "bf16"] = "none"
+    # Of fp32 products on a GPU, the layers' and the kernels': `high` is TF32, which keeps 10 bits of a factor;
+    # `default` is torch's own setting, as a rule `highest`.
+    matmul_precision: Literal["default", "highest", "high"] = "default"
     compile: bool = False
     # On a GPU: steps captured and replayed as CUDA graphs (not together with `compile`).
     cuda_graphs: bool = True
@@ -200,6 +223,11 @@ class EvalConfig(Strict):
         return name
 
 
+class ParallelConfig(Strict):
+    # Processes that each sequence is cut over (see models/context.py): as many as torchrun starts.
+    context: int = Field(1, ge=1)
+
+
 class RunConfig(Strict):
     # A folder below run_dir: not hidden, not `..`.
     name: str = Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)
@@ -212,6 +240,7 @@ class RunConfig(Strict):
     loss: LossConfig = LossConfig()
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     @model_validator(mode="after")
     def _consistent(self):
@@ -219,6 +248,15 @@ class RunConfig(Strict):
             raise ValueError("eval.patience: protocol published has no validation split to stop by")
         if self.model.head.kind == "mol" and self.loss.kind == "bce":
             raise ValueError("loss.kind=bce is not for model.head.kind=mol: take a softmax loss")
+        if self.model.head.kind == "mol" and self.model.table_dtype != "float32":
+            raise ValueError("model.table_dtype=bfloat16 is not for model.head.kind=mol")
+        if self.model.head.kind == "mol" and self.loss.kind == "mixed_negatives":
+            raise ValueError("loss.kind=mixed_negatives is not for model.head.kind=mol: it corrects no probabilities")
+        if self.parallel.context > 1:
+            if any(attention.kind != "ring" for attention in self.model.attention):
+                raise ValueError("parallel.context: only model.attention.kind=ring sees tokens of other processes")
+            if self.model.rotary or self.model.head.kind != "dot":
+                raise ValueError("parallel.context: model.rotary and other heads than dot see whole sequences only")
         if self.eval.patience and not self.eval.every:
             raise ValueError("eval.patience needs eval.every >= 1")
         return self

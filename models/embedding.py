@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from data.batches import Batch
-from hstu_sparse.jagged import sequence_ids
 
 # torchrec asks a question of torch.fx whose answer is a warning in every process.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
@@ -30,7 +29,15 @@ class InputEmbedding(nn.Module):
     no gain after 101 epochs, docs/evaluation.md.)
     """
 
-    def __init__(self, num_items: int, num_actions: int, embedding_dim: int, max_seq_len: int, dropout: float):
+    def __init__(
+        self,
+        num_items: int,
+        num_actions: int,
+        embedding_dim: int,
+        max_seq_len: int,
+        dropout: float,
+        table_dtype: str = "float32",
+    ):
         super().__init__()
         self.scale = embedding_dim**0.5
         self.dropout = dropout
@@ -47,6 +54,8 @@ class InputEmbedding(nn.Module):
                 for name, size in sizes.items()
             ]
         )
+        # torchrec itself would take float16 for bfloat16.
+        self.tables.to(getattr(torch, table_dtype))
         self.position = nn.Parameter(torch.empty(max_seq_len, embedding_dim))
         truncated_normal_(self.position, embedding_dim**-0.5)
 
@@ -72,9 +81,7 @@ class InputEmbedding(nn.Module):
                 length_per_key=[tokens] * len(features),
             )
         )
-        starts = batch.seq_offsets[sequence_ids(batch.seq_offsets, tokens)]
-        positions = torch.arange(tokens, device=starts.device) - starts
-        x = looked_up["item"].values() * self.scale + self.position.index_select(0, positions)
+        x = looked_up["item"].values() * self.scale + self.position.index_select(0, batch.positions)
         if "action" in features:
             x = x + looked_up["action"].values()
         return F.dropout(x, self.dropout, self.training)

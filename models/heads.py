@@ -51,6 +51,9 @@ class Side(NamedTuple):
     components: Tensor
     gates: Tensor
 
+    def rows(self, begin: int, end: int) -> "Side":
+        return Side(self.components[begin:end], self.gates[begin:end])
+
 
 class MixtureOfLogits(nn.Module):
     """score(o, e) = sum over pairs of components of pi * l.

@@ -6,6 +6,8 @@ returns (x, auxiliary losses). Letters: T tokens, E embedding size, H heads, Hkv
 says how many), D query/key and V value head size.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -165,6 +167,7 @@ class SequenceModel(nn.Module):
             config.embedding_dim,
             config.max_seq_len,
             config.dropout,
+            config.table_dtype,
         )
         kinds = config.attention * (config.num_layers if len(config.attention) == 1 else 1)
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in kinds)
@@ -175,6 +178,7 @@ class SequenceModel(nn.Module):
         return self.embedding.item_weight
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        batch = dataclasses.replace(batch)  # what layers share (`Batch.once`) lasts for this pass
         x = self.embedding(batch)
         total: dict[str, AuxLoss] = {}
         for layer in self.layers:

@@ -1,13 +1,19 @@
 """Training losses over all positions: how well out[t] finds the item after token t among others.
 
-The logit of an item is its cosine with the output over the temperature. Letters: T tokens, E embedding size,
-I items, K negatives for each position.
+The logit of an item is its cosine with the output over the temperature. On a GPU the softmax losses are
+`hstu_sparse.catalogue_loss`; on a CPU, and for `bce`, chunks of positions whose tensors stay in a core's cache.
+
+Letters: T tokens, E embedding size, I items, K negatives.
 """
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import hstu_sparse
 from models.config import LossConfig
 from models.contract import AuxLoss
 from models.heads import mol_loss
@@ -15,59 +21,121 @@ from models.heads import mol_loss
 NORM_EPS = 1e-6
 # Numbers that the largest tensor of one chunk may hold: what stays in a core's cache, or a small part of a GPU.
 CHUNK = {"cpu": 2**21, "cuda": 2**26}
+# Embedding sizes that the kernels take.
+MAX_KERNEL_SIZE = 512
 
 
-def head_loss(model: nn.Module, config: LossConfig, out: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, AuxLoss]]:
-    """(training loss, auxiliary losses) of a model's outputs [T, E] by its own head; targets as `training_loss`."""
+class Negatives(NamedTuple):
+    """Items drawn as negatives, [T, K] or, shared by all positions, [K]; log_q [I]: of the probability of each."""
+
+    ids: Tensor
+    log_q: Tensor | None = None
+
+
+def head_loss(
+    model: nn.Module,
+    config: LossConfig,
+    out: Tensor,
+    targets: Tensor,
+    dtype: torch.dtype | None = None,
+    part: Tensor | None = None,
+) -> tuple[Tensor, dict[str, AuxLoss]]:
+    """(training loss, auxiliary losses) of a model's outputs [T, E] by its own head; arguments as `training_loss`."""
     if model.head is None:
-        return training_loss(config, out, model.item_weight, targets), {}
-    negatives = drawn_negatives(config, len(model.item_weight), targets)
-    return mol_loss(model.head, out, model.item_weight, targets, negatives)
+        return training_loss(config, out, model.item_weight, targets, dtype, part), {}
+    drawn = draw_negatives(config, len(model.item_weight), targets)
+    ids = None if drawn is None else drawn.ids.expand(len(targets), -1)
+    return mol_loss(model.head, out, model.item_weight, targets, ids)
 
 
-def drawn_negatives(config: LossConfig, num_items: int, targets: Tensor) -> Tensor | None:
-    """[T, K] as the loss wants them, from torch's global generator; None where the whole catalogue competes."""
+def draw_negatives(config: LossConfig, num_items: int, targets: Tensor) -> Negatives | None:
+    """Negatives as the loss wants them, from torch's global generator; None where the whole catalogue competes."""
     if config.kind == "cross_entropy":
         return None
-    shape = (len(targets), config.num_negatives)
+    rows = () if config.negatives == "shared" else (len(targets),)
+
+    def uniform(count: int) -> Tensor:
+        return torch.randint(num_items, (*rows, count), device=targets.device)
+
+    if config.kind in ("sampled_softmax", "bce"):
+        return Negatives(uniform(config.num_negatives))
+    real = targets >= 0
+    total = real.sum().clamp(min=1)
+
+    def of_batch(count: int) -> Tensor:
+        if not len(targets):
+            return uniform(count)
+        return targets[torch.randint(2**62, (*rows, count), device=targets.device) % total]
+
     if config.kind == "in_batch":
-        count = (targets >= 0).sum().clamp(min=1)
-        return targets[torch.randint(2**62, shape, device=targets.device) % count]
-    return torch.randint(num_items, shape, device=targets.device)
+        return Negatives(of_batch(config.num_negatives))
+    count = config.num_in_batch
+    share = count / config.num_negatives
+    seen = torch.zeros(num_items, device=targets.device).index_add_(0, targets.clamp(min=0), real.float())
+    log_q = (share / total * seen + (1 - share) / num_items).log()
+    return Negatives(torch.cat([of_batch(count), uniform(config.num_negatives - count)], -1), log_q)
 
 
-def training_loss(config: LossConfig, out: Tensor, item_weight: Tensor, targets: Tensor) -> Tensor:
+def training_loss(
+    config: LossConfig,
+    out: Tensor,
+    item_weight: Tensor,
+    targets: Tensor,
+    dtype: torch.dtype | None = None,
+    part: Tensor | None = None,
+) -> Tensor:
     """Mean loss over the positions, with gradients for `out` and `item_weight` (once: no second derivative).
 
     out: [T, E] fp32, L2-normalised. item_weight: [I, E]. targets: [T] int64; positions of padding, with target -1, come
-    last and do not count. Negatives come from torch's global
-    generator: uniform over the catalogue, or, for `in_batch`, over the targets of the batch, so that an item is
-    drawn as often as it is popular there. A negative equal to the positive does not count.
+    last and do not count. dtype: of the products on a GPU; absent, the table's. Negatives come from torch's global
+    generator: uniform over the catalogue; for `in_batch` over the targets of the batch, so that an item is drawn as
+    often as it is popular there; for `mixed_negatives` a share each, logits corrected by the logarithm of the
+    probability that this gives an item. A negative equal to the positive does not count.
+
+    part: positions that `out` is of, where it is of some only; the result is then their share of the mean, with the
+    negatives that all of them would get.
     """
     count = (targets >= 0).sum().clamp(min=1)
-    negatives = drawn_negatives(config, len(item_weight), targets)
-    whole = negatives is None or takes_whole_catalogue(config, out, item_weight)
+    drawn = draw_negatives(config, len(item_weight), targets)
+    share = 1
+    if part is not None:
+        targets = targets[part]
+        share = (targets >= 0).sum() / count
+        if drawn is not None and drawn.ids.dim() == 2:
+            drawn = drawn._replace(ids=drawn.ids[part])
+    if out.is_cuda and config.kind != "bce" and out.shape[1] <= MAX_KERNEL_SIZE:
+        dtype = dtype or item_weight.dtype
+        return share * hstu_sparse.catalogue_loss(
+            out.to(dtype),
+            item_weight.to(dtype),
+            targets,
+            temperature=config.temperature,
+            negatives=None if drawn is None else drawn.ids,
+            log_q=None if drawn is None else drawn.log_q,
+        )
+    item_weight = item_weight.to(out.dtype)
+    whole = drawn is None or takes_whole_catalogue(config, out, item_weight)
     items = F.normalize(item_weight, dim=-1, eps=NORM_EPS) if whole else item_weight
     width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]
     # Every chunk of gathered rows has a gradient as large as the table: larger chunks, then.
     rows = max(1, CHUNK[out.device.type] * (1 if whole else 2) // width)
-    return _Chunked.apply(config, whole, rows, out, items, targets, negatives) / count
+    return _Chunked.apply(config, whole, rows, out, items, targets, *(drawn or (None, None))) / count
 
 
 def takes_whole_catalogue(config: LossConfig, out: Tensor, item_weight: Tensor) -> bool:
     """Whether sampled logits come out of one product with all items.
 
     That product moves T * I logits; gathered rows move T * K * E numbers, and their gradients meet in scattered
-    additions: the product wins while the catalogue is small.
+    additions: the product wins while the catalogue is small. Negatives shared by all positions are few rows.
     """
-    return len(item_weight) <= config.num_negatives * out.shape[1]
+    return config.negatives != "shared" and len(item_weight) <= config.num_negatives * out.shape[1]
 
 
 class _Chunked(torch.autograd.Function):
     """Sum of `_chunk_loss` over chunks of rows, the gradients taken on the way: no chunk's logits outlive it."""
 
     @staticmethod
-    def forward(ctx, config, whole, rows, out, items, targets, negatives):
+    def forward(ctx, config, whole, rows, out, items, targets, negatives, log_q):
         total = out.new_zeros(())
         out_grad = torch.empty_like(out)
         with torch.enable_grad():
@@ -75,8 +143,8 @@ class _Chunked(torch.autograd.Function):
             for begin in range(0, len(out), rows):
                 part = slice(begin, begin + rows)
                 leaf = out[part].detach().requires_grad_()
-                drawn = None if negatives is None else negatives[part]
-                loss = _chunk_loss(config, whole, leaf, items, targets[part], drawn)
+                drawn = negatives if negatives is None or negatives.dim() == 1 else negatives[part]
+                loss = _chunk_loss(config, whole, leaf, items, targets[part], drawn, log_q)
                 loss.backward()  # items.grad gathers the sum over the chunks
                 out_grad[part] = leaf.grad
                 total += loss.detach()
@@ -87,19 +155,30 @@ class _Chunked(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         out_grad, items_grad = ctx.saved_tensors
-        return None, None, None, out_grad * grad, items_grad * grad, None, None
+        return None, None, None, out_grad * grad, items_grad * grad, None, None, None
 
 
-def _chunk_loss(config, whole: bool, out: Tensor, items: Tensor, targets: Tensor, negatives: Tensor | None) -> Tensor:
+def _chunk_loss(
+    config, whole: bool, out: Tensor, items: Tensor, targets: Tensor, negatives: Tensor | None, log_q: Tensor | None
+) -> Tensor:
     """Sum of the losses of a chunk of positions; `items` is normalised if `whole`, else the raw table."""
     if negatives is None:
         return F.cross_entropy(out @ items.T / config.temperature, targets, ignore_index=-1, reduction="sum")
-    ids = torch.cat([targets.clamp(min=0)[:, None], negatives], 1)
-    if whole:
-        logits = (out @ items.T).gather(1, ids) / config.temperature
+    chosen = targets.clamp(min=0)[:, None]
+    shared = negatives.dim() == 1
+    if shared:
+        positive = F.normalize(F.embedding(chosen[:, 0], items), dim=-1, eps=NORM_EPS)
+        rows = F.normalize(F.embedding(negatives.clamp(min=0), items), dim=-1, eps=NORM_EPS)
+        logits = torch.cat([(out * positive).sum(1, keepdim=True), out @ rows.T], 1) / config.temperature
     else:
-        rows = F.normalize(F.embedding(ids, items), dim=-1, eps=NORM_EPS)
-        logits = torch.einsum("te,tke->tk", out, rows) / config.temperature
+        ids = torch.cat([chosen, negatives.clamp(min=0)], 1)
+        if whole:
+            logits = (out @ items.T).gather(1, ids) / config.temperature
+        else:
+            rows = F.normalize(F.embedding(ids, items), dim=-1, eps=NORM_EPS)
+            logits = torch.einsum("te,tke->tk", out, rows) / config.temperature
+    if log_q is not None:
+        logits = logits - F.pad(log_q[negatives] + math.log(config.num_negatives), (1, 0))
     same = F.pad(negatives == targets[:, None], (1, 0))
     if config.kind == "bce":
         # The positive against the mean of its negatives, so that their number does not shift the balance.

@@ -1,9 +1,12 @@
 """Scores over the catalogue, ranks of the targets and the top-k lists.
 
+Where the catalogue is large its scores are computed a tile of items at a time, and no [B, I] tensor exists.
+
 Letters: B users, I items, E embedding size.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +19,36 @@ from hstu_sparse.jagged import sequence_ids
 # Which of a user's earlier items leave the ranking, each a superset of the one before.
 FILTERS = ("none", "window", "history")
 RANK_CHUNK = 2**22  # scores
+TILE = 2**25  # scores of a batch that are held at a time
+
+
+@dataclass
+class Scores:
+    """Scores [B, I] of a batch, computed when asked for.
+
+    tile(begin, end): those of the items begin .. end, [B, end - begin], a tensor of its own, the same every time.
+    """
+
+    num_users: int
+    num_items: int
+    tile: Callable[[int, int], Tensor]
+
+    @classmethod
+    def of(cls, scores: "Scores | Tensor") -> "Scores":
+        """Scores of a [B, I] tensor, which is left as it is."""
+        if isinstance(scores, cls):
+            return scores
+        return cls(*scores.shape, lambda begin, end: scores[:, begin:end].clone())
+
+    def tiles(self) -> Iterator[tuple[int, int, Tensor]]:
+        """(first item that is new, first item of the tile, tile): all of one width, the last shifted to fit.
+
+        Of one width, so that equal items get equal scores, computed alike, whichever tile they are in.
+        """
+        width = min(self.num_items, max(1, TILE // max(1, self.num_users)))
+        for begin in range(0, self.num_items, max(1, width)):
+            start = min(begin, self.num_items - width)
+            yield begin, start, self.tile(start, start + width)
 
 
 def normalized_items(item_weight: Tensor) -> Tensor:
@@ -23,15 +56,21 @@ def normalized_items(item_weight: Tensor) -> Tensor:
     return F.normalize(item_weight.float(), dim=-1, eps=1e-6)
 
 
-def mask_seen(scores: Tensor, seen_items: Tensor, seen_offsets: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Scores [B, I] with the items of each user's history at -inf, in place.
+def mask_seen(
+    scores: Tensor, seen_items: Tensor, seen_offsets: Tensor, keep: Tensor | None = None, start: int = 0
+) -> Tensor:
+    """Scores [B, W] with the items of each user's history at -inf, in place.
 
     seen_items: [S] int64, jagged by seen_offsets [B+1]. keep: [B] item whose score stays (a target that repeats
-    an earlier event is still to be found).
+    an earlier event is still to be found). start: the item that the first column is.
     """
-    kept = None if keep is None else scores.gather(1, keep[:, None])
-    scores[sequence_ids(seen_offsets, len(seen_items)), seen_items] = float("-inf")
-    return scores if kept is None else scores.scatter_(1, keep[:, None], kept)
+    rows, columns = sequence_ids(seen_offsets, len(seen_items)), seen_items - start
+    hidden = (columns >= 0) & (columns < scores.shape[1])
+    if keep is not None:
+        hidden &= seen_items != keep[rows]
+    # What is not hidden gets 0 added: to choose it instead would wait for the device.
+    value = torch.where(hidden, float("-inf"), 0.0).to(scores.dtype)
+    return scores.index_put_((rows, columns.clamp(0, scores.shape[1] - 1)), value, accumulate=True)
 
 
 def target_ranks(scores: Tensor, targets: Tensor) -> Tensor:
@@ -39,15 +78,19 @@ def target_ranks(scores: Tensor, targets: Tensor) -> Tensor:
 
     scores: [B, I]; targets: [B] int64.
     """
-    ids = torch.arange(scores.shape[1], device=scores.device)
+    own = scores.gather(1, targets[:, None])
+    return torch.where(own[:, 0].isnan(), scores.shape[1], 1 + count_before(scores, own, targets))
+
+
+def count_before(scores: Tensor, own: Tensor, targets: Tensor, start: int = 0) -> Tensor:
+    """How many of the items start, start + 1, ... with scores [B, W] rank before targets [B] of scores own [B, 1]."""
+    ids = start + torch.arange(scores.shape[1], device=scores.device)
     # On a CPU, few rows at a time: what is written then stays in its cache.
-    rows = len(scores) if scores.is_cuda else max(1, RANK_CHUNK // scores.shape[1])
-    ranks = []
-    for part, chosen in zip(scores.split(max(1, rows)), targets.split(max(1, rows))):
-        own = part.gather(1, chosen[:, None])
-        before = (part > own) | ((part == own) & (ids < chosen[:, None]))
-        ranks.append(torch.where(own[:, 0].isnan(), scores.shape[1], 1 + before.sum(1)))
-    return torch.cat(ranks)
+    rows = len(scores) if scores.is_cuda else max(1, RANK_CHUNK // max(1, scores.shape[1]))
+    found = []
+    for part, mine, chosen in zip(*(x.split(max(1, rows)) for x in (scores, own, targets))):
+        found.append(((part > mine) | ((part == mine) & (ids < chosen[:, None]))).sum(1))
+    return torch.cat(found)
 
 
 def top_items(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -71,31 +114,72 @@ def top_items(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
+def best_items(scores: Scores | Tensor, k: int, seen: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """`top_items` of scores that may be in tiles. seen: items, jagged by offsets, that are not to be among them."""
+    scores = Scores.of(scores)
+    best: tuple[Tensor, Tensor] | None = None
+    for begin, start, tile in scores.tiles():
+        if seen is not None:
+            tile = mask_seen(tile, *seen, start=start)
+        values, items = top_items(tile[:, begin - start :], k)
+        items = items + begin
+        if best is not None:
+            # Of equal scores those of the tiles before stand first, and their ids are smaller.
+            values, items = (torch.cat(pair, 1) for pair in zip(best, (values, items)))
+            values, order = values.sort(dim=1, descending=True, stable=True)
+            values, items = values[:, :k], items.gather(1, order[:, :k])
+        best = values, items
+    if best is None:
+        raise ValueError("there are no items to choose from")
+    return best
+
+
+@torch.no_grad()
 def rank_targets(
-    score: Callable[[Batch], Tensor],
+    score: Callable[[Batch], Scores | Tensor],
     batches: Iterable[Batch],
     *,
     filters: Sequence[str] = ("history",),
-    candidates: Callable[[Batch, Tensor], Tensor] | None = None,
+    candidates: Callable[[int, int], Tensor] | None = None,
 ) -> list[np.ndarray]:
     """Ranks of every sequence's last target among the whole catalogue, one array [M] for each entry of `filters`.
 
-    score: batch -> [B, I]. filters: which earlier items of the user leave the ranking, of FILTERS; `history` needs
-    batches with seen items. candidates: (batch, scores) -> bool [B, I], which items compete; absent, all.
+    score: batch -> Scores or [B, I]. filters: which earlier items of the user leave the ranking, of FILTERS; `history`
+    needs batches with seen items. candidates: (B, I) -> items [B, C] that compete beside the target; absent, all.
     """
     ranks: list[list[Tensor]] = [[] for _ in filters]
     for batch in batches:
-        targets = last_targets(batch)
-        scores = score(batch)
-        if candidates is not None:
-            own = scores.gather(1, targets[:, None])
-            scores = scores.masked_fill(~candidates(batch, scores), float("-inf")).scatter_(1, targets[:, None], own)
+        found = _ranks(Scores.of(score(batch)), batch, filters, candidates)
+        for place, one in enumerate(found):
+            ranks[place].append(one)
+    return [torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.int64) for parts in ranks]
+
+
+def _ranks(scores: Scores, batch: Batch, filters: Sequence[str], candidates) -> list[Tensor]:
+    """Ranks [B] of a batch's last targets, for each filter."""
+    targets = last_targets(batch)
+    tiles = list(scores.tiles()) if scores.num_users * scores.num_items <= TILE else None
+    own = torch.empty(len(targets), 1, device=targets.device)
+    for begin, start, tile in tiles or scores.tiles():
+        new = (targets >= begin) & (targets < start + tile.shape[1])
+        mine = tile.gather(1, (targets - start).clamp(0, tile.shape[1] - 1)[:, None])
+        own = torch.where(new[:, None], mine, own)
+    chosen = None if candidates is None else candidates(scores.num_users, scores.num_items).to(targets.device)
+    before = [torch.zeros_like(targets) for _ in filters]
+    for begin, start, tile in tiles or scores.tiles():
+        if chosen is not None:
+            columns = chosen - start
+            inside = (columns >= 0) & (columns < tile.shape[1])
+            competes = torch.zeros_like(tile).scatter_add_(
+                1, columns.clamp(0, tile.shape[1] - 1), inside.to(tile.dtype)
+            )
+            tile = tile.masked_fill(competes == 0, float("-inf"))
         # In the order of FILTERS: each takes out what the one before did, and writes into the scores.
         for place in sorted(range(len(filters)), key=lambda place: FILTERS.index(filters[place])):
             if filters[place] != "none":
-                scores = mask_seen(scores, *seen_by(filters[place], batch), keep=targets)
-            ranks[place].append(target_ranks(scores, targets))
-    return [torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.int64) for parts in ranks]
+                mask_seen(tile, *seen_by(filters[place], batch), keep=targets, start=start)
+            before[place] += count_before(tile[:, begin - start :], own, targets, begin)
+    return [torch.where(own[:, 0].isnan(), scores.num_items, 1 + count) for count in before]
 
 
 def seen_by(which: str, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -110,38 +194,51 @@ def last_targets(batch: Batch) -> Tensor:
     return batch.target_ids[batch.seq_offsets[1:] - 1]
 
 
-def model_scorer(model: nn.Module, autocast: bool = False) -> Callable[[Batch], Tensor]:
-    """Score of each sequence's last output with every item: batch -> [B, I] fp32. Puts the model into eval mode.
+def model_scorer(model: nn.Module, autocast: bool = False) -> Callable[[Batch], Scores]:
+    """Score of each sequence's last output with every item, fp32. Puts the model into eval mode.
 
     The cosine, or what the model's head makes of the two.
     """
     model.eval()
     table = model.item_weight.detach()
-    with torch.no_grad():
-        items = normalized_items(table) if model.head is None else model.head.items(table)
 
     @torch.no_grad()
-    def score(batch: Batch) -> Tensor:
+    def prepared(rows: Tensor):
+        return normalized_items(rows) if model.head is None else model.head.items(rows)
+
+    # Of a small catalogue once, of a large one tile by tile: prepared, it would be a second table.
+    whole = prepared(table) if table.numel() <= 4 * TILE else None
+
+    @torch.no_grad()
+    def score(batch: Batch) -> Scores:
         with torch.autocast(table.device.type, torch.bfloat16, enabled=autocast):
             out, _ = model(batch)
         last = out[batch.seq_offsets[1:] - 1]
-        return last @ items.T if model.head is None else model.head.scores_of_all(last, items)
+
+        @torch.no_grad()
+        def tile(begin: int, end: int) -> Tensor:
+            if model.head is not None:
+                items = model.head.items(table[begin:end]) if whole is None else whole.rows(begin, end)
+                return model.head.scores_of_all(last, items)
+            return last @ (prepared(table[begin:end]) if whole is None else whole[begin:end]).T
+
+        return Scores(len(last), len(table), tile)
 
     return score
 
 
-def popularity_scorer(counts: np.ndarray, device: torch.device) -> Callable[[Batch], Tensor]:
+def popularity_scorer(counts: np.ndarray, device: torch.device) -> Callable[[Batch], Scores]:
     """The same score for every user: how often training saw the item (counts: [I])."""
     scores = torch.from_numpy(counts).to(device, torch.float32)
-    return lambda batch: scores.repeat(batch.num_sequences, 1)
+
+    def score(batch: Batch) -> Scores:
+        users = batch.num_sequences
+        return Scores(users, len(scores), lambda begin, end: scores[begin:end].repeat(users, 1))
+
+    return score
 
 
-def sampled_candidates(count: int, seed: int) -> Callable[[Batch, Tensor], Tensor]:
+def sampled_candidates(count: int, seed: int) -> Callable[[int, int], Tensor]:
     """`count` items drawn uniformly, with replacement, for each user, for metrics over sampled candidates."""
     generator = torch.Generator().manual_seed(seed)
-
-    def choose(batch: Batch, scores: Tensor) -> Tensor:
-        drawn = torch.randint(scores.shape[1], (len(scores), count), generator=generator).to(scores.device)
-        return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, drawn, True)
-
-    return choose
+    return lambda num_users, num_items: torch.randint(num_items, (num_users, count), generator=generator)

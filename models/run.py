@@ -37,6 +37,8 @@ def open_data(config: RunConfig) -> Data:
         raise ConfigError("device: cuda was asked for, but torch finds no GPU (make doctor says why)")
     if config.threads:
         torch.set_num_threads(config.threads)
+    if kind == "cuda":
+        set_matmul_precision(config.train.matmul_precision)
     check_backends(config, torch.device(kind))
     c = config.data
     dataset = load_dataset(
@@ -57,6 +59,12 @@ def open_data(config: RunConfig) -> Data:
         test_fraction=c.test_fraction,
     )
     return Data(dataset, splits, torch.device(kind), config)
+
+
+def set_matmul_precision(precision: str) -> None:
+    """`train.matmul_precision`, for all of the process: torch's products of fp32, and those of the kernels."""
+    if precision != "default":
+        torch.set_float32_matmul_precision(precision)
 
 
 def check_backends(config: RunConfig, device: torch.device) -> None:

@@ -76,9 +76,11 @@ def expected(form: str, option: str, world: int) -> list[torch.Tensor]:
     return [out.detach(), lse, *torch.autograd.grad(out, leaves, grad)]
 
 
-def of_rank(rank: int, world: int, form: str, option: str, backend: str, group=None) -> list[torch.Tensor]:
+def of_rank(rank: int, world: int, form: str, option: str, backend: str, device="cpu") -> list[torch.Tensor]:
     """The same of this rank's tokens, by the ring."""
     tensors, grad, offsets, keywords = inputs(form, option, world)
+    *tensors, grad, offsets = (x.to(device) for x in (*tensors, grad, offsets))
+    keywords = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in keywords.items()}
     index, local = cut_sequences(offsets, rank, world, zigzag="zigzag" in form)
     *tensors, grad = (x[index] for x in (*tensors, grad))
     function, packing = function_of(form)
@@ -93,7 +95,7 @@ def of_rank(rank: int, world: int, form: str, option: str, backend: str, group=N
         given = tensors
     given = [x.contiguous().requires_grad_() for x in given]
     more = [local, int(local.diff().max())] if varlen else []
-    out, lse, _ = function(*given, *more, **keywords, return_attn_probs=True, group=group, backend=backend)
+    out, lse, _ = function(*given, *more, **keywords, return_attn_probs=True, backend=backend)
     found = torch.autograd.grad(out, given, grad)
     assert all(x.dtype == given[0].dtype for x in (out, *found))
     if packing == "qkvpacked":
@@ -110,7 +112,15 @@ def all_of_rank(rank: int, world: int, cases, backend: str) -> dict:
     return {(form, option): of_rank(rank, world, form, option, backend) for form, option in cases}
 
 
-HSTU_CASES = ["one sequence", "window", "position bias", "time bias", "both biases, several sequences", "zigzag", "fp64"]
+HSTU_CASES = [
+    "one sequence",
+    "window",
+    "position bias",
+    "time bias",
+    "both biases, several sequences",
+    "zigzag",
+    "fp64",
+]
 
 
 def hstu_inputs(case: str):
@@ -134,10 +144,12 @@ def hstu_expected(case: str) -> list:
     return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
 
 
-def hstu_of_rank(rank: int, world: int, case: str, backend: str) -> list:
+def hstu_of_rank(rank: int, world: int, case: str, backend: str, device="cpu") -> list:
     leaves, grad, offsets, times, window = hstu_inputs(case)
+    leaves = [None if x is None else x.to(device) for x in leaves]
+    grad, offsets, *times = (x.to(device) for x in (grad, offsets, *times))
     index, local = cut_sequences(offsets, rank, world, zigzag=case == "zigzag")
-    positions = torch.cat([torch.arange(n) for n in offsets.diff().tolist()])[index]
+    positions = torch.cat([torch.arange(n) for n in offsets.diff().tolist()]).to(device)[index]
     leaves = [x[index] for x in leaves[:3]] + leaves[3:]
     wanted = [x.requires_grad_() for x in leaves if x is not None]
     out = ring.ring_hstu_attention(

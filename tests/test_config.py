@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from hstu_sparse.launch import precision
 from models.config import ConfigError, as_yaml, load_config
+from models.run import set_matmul_precision
 
 CONFIGS = sorted((Path(__file__).resolve().parents[1] / "configs").glob("*.yaml"))
 BASE = """
@@ -133,3 +136,14 @@ def test_saved_config_is_the_same_run(tmp_path):
     config = load_config(write(tmp_path), [attention, "eval.patience=2"])
     (tmp_path / "saved.yaml").write_text(as_yaml(config))
     assert load_config(tmp_path / "saved.yaml") == config
+
+
+def test_matmul_precision_reaches_torch_and_the_kernels():
+    before = torch.get_float32_matmul_precision()
+    try:
+        for name, found in (("high", "tf32"), ("default", "tf32"), ("highest", "ieee")):
+            set_matmul_precision(name)
+            assert precision(torch.float32) == found
+            assert torch.backends.cuda.matmul.allow_tf32 == (found == "tf32")
+    finally:
+        torch.set_float32_matmul_precision(before)

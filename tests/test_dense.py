@@ -8,49 +8,12 @@ import torch
 
 from hstu_sparse import RelativeBias, attention_plan, hstu_attention
 from hstu_sparse.relative_bias import time_bucket
-from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
+from hstu_sparse.testing import EDGE_CASES
+from tests.operators.dense import compare, inputs, with_tables
 
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
-
-def attention(position_bias=None, time_bias=None, timestamps=None, query_timestamps=None, **arguments):
-    """hstu_attention with what makes the bias apart, so that tables are differentiated as any argument."""
-    return hstu_attention(**arguments, bias=RelativeBias(position_bias, time_bias, timestamps, query_timestamps))
-
-
-reference = functools.partial(attention, backend="reference")
-kernel = functools.partial(attention, backend="triton")
-
-
-def inputs(lengths, n, *, heads=2, d=16, v=16, features=(), window=0, dtype=torch.float32, device="cpu", **options):
-    """Keyword arguments of hstu_attention; `features` of targets, position, time, query_times."""
-    generator = torch.Generator().manual_seed(7)
-    jagged = functools.partial(make_jagged, lengths, dtype=dtype, device=device, **options)
-    result = dict(
-        q=jagged((heads, d), seed=1),
-        k=jagged((heads, d), seed=2),
-        v=jagged((heads, v), seed=3),
-        seq_offsets=make_offsets(lengths, device=device),
-        max_seq_len=n,
-        window_size=window,
-    )
-    if "targets" in features:
-        result["num_targets"] = torch.tensor([min(x, i % 5) for i, x in enumerate(lengths, 3)], dtype=torch.int64)
-    if "position" in features:
-        result["position_bias"] = torch.randn(n, generator=generator)
-    if "time" in features:
-        result["time_bias"] = torch.randn(129, generator=generator)
-        result["timestamps"] = make_timestamps(lengths)
-    if "query_times" in features:
-        shift = torch.randint(-(10**5), 10**6, (sum(lengths),), generator=generator)
-        result["query_timestamps"] = result["timestamps"] + shift
-    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in result.items()}
-
-
-def check(arguments, **options):
-    # A table's gradient is a sum over all pairs, which partly cancels: its error is that of the terms.
-    floor = {"grad of position_bias": 2e-6, "grad of time_bias": 2e-6}
-    compare_with_reference(kernel, reference, arguments, factor=4.0, floor=floor, **options)
+reference, kernel = (with_tables(functools.partial(hstu_attention, backend=b)) for b in ("reference", "triton"))
 
 
 # The reference.
@@ -93,20 +56,20 @@ def by_hand(q, k, v, seq_offsets, max_seq_len, alpha, targets, window, position_
 )
 def test_reference_by_hand(features, window):
     x = inputs((9, 0, 1, 6), 11, d=3, v=5, features=features, window=window)
-    names = ("num_targets", "position_bias", "time_bias", "timestamps", "query_timestamps")
+    names = ("num_targets", "position", "time", "timestamps", "query_timestamps")
     targets, position, time, timestamps, asked = (x.get(name) for name in names)
     expected = by_hand(
         x["q"], x["k"], x["v"], x["seq_offsets"], 11, 0.7, targets, window, position, time, timestamps,
         timestamps if asked is None else asked,
     )  # fmt: skip
-    torch.testing.assert_close(attention(**x, alpha=0.7).double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(reference(**x, alpha=0.7).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_reference_gradients():
     x = inputs((5, 0, 3), 6, heads=1, d=2, v=2, features=("targets", "position", "time"), dtype=torch.float64)
-    names = ["q", "k", "v", "position_bias", "time_bias"]
+    names = ["q", "k", "v", "position", "time"]
     leaves = [x.pop(name).double().requires_grad_() for name in names]
-    assert torch.autograd.gradcheck(lambda *args: attention(**dict(zip(names, args)), **x), leaves)
+    assert torch.autograd.gradcheck(lambda *args: reference(**dict(zip(names, args)), **x), leaves)
 
 
 # The interface.
@@ -157,7 +120,7 @@ def test_kernels_refuse_what_they_cannot_do():
 @pytest.mark.parametrize("name", EDGE_CASES)
 def test_edge_cases(name):
     lengths, n = EDGE_CASES[name]
-    check(inputs(lengths, n, features=("targets", "position", "time")))
+    compare(inputs(lengths, n, features=("targets", "position", "time")))
 
 
 @interpreter
@@ -175,13 +138,13 @@ def test_edge_cases(name):
     ],
 )
 def test_features(features, window):
-    check(inputs((70, 0, 45), 77, heads=1, features=features, window=window))
+    compare(inputs((70, 0, 45), 77, heads=1, features=features, window=window))
 
 
 @interpreter
 @pytest.mark.parametrize(("d", "v"), [(16, 40), (25, 25), (50, 64), (128, 16), (200, 256)])
 def test_head_sizes(d, v):
-    check(inputs((40, 21), 48, heads=1, d=d, v=v))
+    compare(inputs((40, 21), 48, heads=1, d=d, v=v))
 
 
 @pytest.fixture
@@ -204,14 +167,14 @@ def test_narrow_tiles_of_the_time_bias(few_near_blocks, gap, features):
     x["timestamps"] = 1_400_000_000 + gap * torch.arange(230)
     if "query_times" in features:
         x["query_timestamps"] = x["timestamps"] + 7 * gap
-    check(x)
+    compare(x)
 
 
 @interpreter
 def test_descending_and_equal_timestamps(few_near_blocks):
     x = inputs((90, 40), 90, heads=1, features=("time",))
     x["timestamps"] = torch.cat([torch.arange(90, 0, -1) * 100_000, torch.full((40,), 5)])
-    check(x)
+    compare(x)
 
 
 @interpreter
@@ -220,7 +183,7 @@ def test_timestamps_in_no_order(few_near_blocks, window):
     """No tile is narrow, and most are far from the diagonal."""
     x = inputs((300,), 300, heads=1, features=("position", "time"), window=window)
     x["timestamps"] = x["timestamps"][torch.randperm(300, generator=torch.Generator().manual_seed(1))]
-    check(x)
+    compare(x)
 
 
 @interpreter
@@ -232,7 +195,7 @@ def test_a_block_too_long_to_count_seconds_in_fp32(few_near_blocks):
         [torch.zeros(1).long(), late + torch.arange(31), late + 100 + torch.arange(64), late + edge + torch.arange(32)]
     )
     x["timestamps"] = times
-    check(x)
+    compare(x)
 
 
 @interpreter
@@ -240,26 +203,26 @@ def test_timestamps_far_apart(few_near_blocks):
     """Beyond 2^31 seconds from the first one, where offsets do not fit into 32 bits."""
     x = inputs((140,), 140, heads=1, features=("position", "time"))
     x["timestamps"] = torch.arange(140) ** 5
-    check(x)
+    compare(x)
 
 
 @interpreter
 def test_strided_inputs():
-    check(inputs((33, 20), 40, features=("position",), contiguous=False))
+    compare(inputs((33, 20), 40, features=("position",), contiguous=False))
 
 
 @interpreter
 def test_int32_offsets_and_alpha():
     x = inputs((33, 20), 40)
     x["seq_offsets"] = x["seq_offsets"].int()
-    check({**x, "alpha": 0.9})
+    compare({**x, "alpha": 0.9})
 
 
 def op_arguments(x):
-    """Arguments of the registered operator for keyword arguments of `attention`."""
+    """Arguments of the registered operator for keyword arguments of `kernel`."""
     from hstu_sparse.dense.launch import dense_operator  # noqa: F401  registers it
 
-    bias = RelativeBias(*(x.get(name) for name in ("position_bias", "time_bias", "timestamps", "query_timestamps")))
+    bias = RelativeBias(*(x.get(name) for name in ("position", "time", "timestamps", "query_timestamps")))
     rest = dict(num_targets=x.get("num_targets"), window_size=x["window_size"])
     plan = attention_plan(x["q"], x["v"], x["seq_offsets"], x["max_seq_len"], bias=bias, backend="triton", **rest)
     return (
@@ -272,7 +235,7 @@ def op_arguments(x):
 @pytest.mark.parametrize("features", [(), ("targets", "position", "time", "query_times")])
 def test_opcheck(features):
     x = inputs((12, 0, 5), 13, features=features)
-    for name in ("q", "k", "v", "position_bias", "time_bias"):
+    for name in ("q", "k", "v", "position", "time"):
         if name in x:
             x[name].requires_grad_()
     arguments = op_arguments(x)
@@ -300,15 +263,36 @@ def test_opcheck_of_what_a_plan_is_made_by():
 def test_compiles_as_one_graph():
     x = inputs((12, 0, 5), 13, features=("position", "time"))
     x["q"].requires_grad_()
-    x["time_bias"].requires_grad_()
+    x["time"].requires_grad_()
     compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager")
     for function in (kernel, compiled):
-        x["q"].grad = x["time_bias"].grad = None
+        x["q"].grad = x["time"].grad = None
         function(**x).square().sum().backward()
-        found = x["q"].grad, x["time_bias"].grad
+        found = x["q"].grad, x["time"].grad
         if function is kernel:
             expected = found
     torch.testing.assert_close(found, expected)
+
+
+@interpreter
+@pytest.mark.parametrize("table", ["position", "time"])
+def test_a_zeroed_entry_of_a_tables_gradient_is_seen(table, monkeypatch):
+    from hstu_sparse.dense import launch
+    from tests.operators import dense
+
+    backward = launch._Launch.backward
+
+    def zeroed(self, *arguments):
+        found = backward(self, *arguments)
+        found[3 if table == "position" else 4][12] = 0
+        return found
+
+    x = inputs((40, 30), 40, features=("position", "time"))
+    x["timestamps"] = 20 * torch.arange(70)
+    monkeypatch.setattr(launch._Launch, "backward", zeroed)
+    monkeypatch.setattr(dense, "assert_within_budget", lambda *_, **__: None)
+    with pytest.raises(AssertionError, match=rf"grad of {table}\[12\]"):
+        compare(x)
 
 
 # One plan for several calls.
@@ -361,7 +345,7 @@ def test_layers_that_share_a_plan_launch_it_once(monkeypatch):
     monkeypatch.setattr(plan, "dense_attention_plan_kernel", Counted())
     x = inputs((37, 21), 40, features=("time",))
     arguments = [x[name] for name in ("seq_offsets", "max_seq_len")]
-    bias = RelativeBias(time=x["time_bias"], timestamps=x["timestamps"])
+    bias = RelativeBias(time=x["time"], timestamps=x["timestamps"])
     made = attention_plan(x["q"], x["v"], *arguments, bias=bias, backend="triton")
     once = len(launches)
     q = x["q"].requires_grad_()
@@ -375,7 +359,7 @@ def test_layers_that_share_a_plan_launch_it_once(monkeypatch):
 def test_a_plan_that_does_not_fit_is_refused():
     x = inputs((37, 21), 40, features=("time",))
     arguments = [x[name] for name in ("seq_offsets", "max_seq_len")]
-    bias = RelativeBias(time=x["time_bias"], timestamps=x["timestamps"])
+    bias = RelativeBias(time=x["time"], timestamps=x["timestamps"])
     made = attention_plan(x["q"], x["v"], *arguments, backend="triton")
     assert attention_plan(x["q"], x["v"], *arguments, backend="reference") is None
     with pytest.raises(ValueError, match=r"plan was made for .*num_buckets=None.* needs one for .*num_buckets=128"):

@@ -4,60 +4,21 @@ import functools
 
 import pytest
 import torch
+import triton
 
-from hstu_sparse import RelativeBias, hstu_attention
-from hstu_sparse.testing import (
-    EDGE_CASES,
-    compare_with_reference,
-    gradients,
-    make_jagged,
-    make_offsets,
-    make_timestamps,
-)
+from hstu_sparse import RelativeBias, attention_plan, hstu_attention
+from hstu_sparse.testing import EDGE_CASES, gradients
+from tests.operators.dense import compare, with_tables
+from tests.operators.dense import inputs as dense_inputs
 
 pytestmark = pytest.mark.gpu
 
-
-def attention(position_bias=None, time_bias=None, timestamps=None, query_timestamps=None, **arguments):
-    """hstu_attention with what makes the bias apart, so that tables are differentiated as any argument."""
-    return hstu_attention(**arguments, bias=RelativeBias(position_bias, time_bias, timestamps, query_timestamps))
-
-
-reference = functools.partial(attention, backend="reference")
-kernel = functools.partial(attention, backend="triton")
+reference, kernel = (with_tables(functools.partial(hstu_attention, backend=b)) for b in ("reference", "triton"))
 ALL = ("targets", "position", "time", "query_times")
 
 
-def inputs(lengths, n, *, heads=2, d=64, v=64, features=(), window=0, dtype=torch.bfloat16, **options):
-    generator = torch.Generator().manual_seed(7)
-    jagged = functools.partial(make_jagged, lengths, dtype=dtype, device="cuda", **options)
-    result = dict(
-        q=jagged((heads, d), seed=1),
-        k=jagged((heads, d), seed=2),
-        v=jagged((heads, v), seed=3),
-        seq_offsets=make_offsets(lengths),
-        max_seq_len=n,
-        window_size=window,
-    )
-    if "targets" in features:
-        result["num_targets"] = torch.tensor([min(x, i % 5) for i, x in enumerate(lengths, 3)], dtype=torch.int64)
-    if "position" in features:
-        result["position_bias"] = torch.randn(n, generator=generator)
-    if "time" in features:
-        result["time_bias"] = torch.randn(129, generator=generator)
-        result["timestamps"] = make_timestamps(lengths)
-    if "query_times" in features:
-        shift = torch.randint(-(10**5), 10**6, (sum(lengths),), generator=generator)
-        result["query_timestamps"] = result["timestamps"] + shift
-    return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in result.items()}
-
-
-def check(arguments):
-    # A table's gradient is a sum over all pairs, which partly cancels: its error is that of the terms, and each term
-    # has been through the fast tanh (fp16 and bf16) or added in another order (fp32).
-    half = arguments["q"].dtype != torch.float32
-    floor = dict.fromkeys(("grad of position_bias", "grad of time_bias"), 4e-3 if half else 4e-6)
-    compare_with_reference(kernel, reference, arguments, floor=floor)
+def inputs(lengths, n, **options):
+    return dense_inputs(lengths, n, **{"dtype": torch.bfloat16, "d": 64, "v": 64, "device": "cuda"} | options)
 
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -67,26 +28,26 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 @pytest.mark.parametrize("name", EDGE_CASES)
 def test_edge_cases(name, dtype):
     lengths, n = EDGE_CASES[name]
-    check(inputs(lengths, n, features=ALL, dtype=dtype))
+    compare(inputs(lengths, n, features=ALL, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("features", [(), ("targets",), ("position",), ("time",), ALL])
 @pytest.mark.parametrize("window", [0, 100])
 def test_features(features, window, dtype):
-    check(inputs((300, 0, 701, 1, 217), 1024, features=features, window=window, dtype=dtype))
+    compare(inputs((300, 0, 701, 1, 217), 1024, features=features, window=window, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("d", "v"), [(16, 16), (25, 25), (50, 50), (32, 96), (128, 128), (40, 256), (256, 200)])
 def test_head_sizes(d, v, dtype):
-    check(inputs((190, 67), 200, d=d, v=v, features=("position", "time"), dtype=dtype))
+    compare(inputs((190, 67), 200, d=d, v=v, features=("position", "time"), dtype=dtype))
 
 
 @pytest.mark.parametrize("features", [("position", "time"), ALL])
 @pytest.mark.parametrize("window", [0, 900])
 def test_long_sequence_with_narrow_tiles(features, window):
-    check(inputs((3000, 500), 3000, d=128, v=128, features=features, window=window))
+    compare(inputs((3000, 500), 3000, d=128, v=128, features=features, window=window))
 
 
 @pytest.mark.parametrize("features", [("position", "time"), ALL])
@@ -94,11 +55,11 @@ def test_timestamps_in_no_order(features):
     """No tile is narrow, and most are far from the diagonal."""
     x = inputs((900, 333), 1000, features=features)
     x["timestamps"] = x["timestamps"][torch.randperm(1233, generator=torch.Generator().manual_seed(1)).cuda()]
-    check(x)
+    compare(x)
 
 
 def test_strided_inputs():
-    check(inputs((190, 67), 200, features=("position",), contiguous=False))
+    compare(inputs((190, 67), 200, features=("position",), contiguous=False))
 
 
 def test_time_buckets_at_their_edges():
@@ -111,7 +72,7 @@ def test_time_buckets_at_their_edges():
         if gap >= 2**24:
             continue
         x = inputs((2,), 2, heads=1, d=16, v=16, dtype=torch.float32)
-        x["time_bias"] = torch.arange(129.0).cuda()
+        x["time"] = torch.arange(129.0).cuda()
         x["timestamps"] = torch.tensor([0, gap]).cuda()
         torch.testing.assert_close(kernel(**x), reference(**x))
 
@@ -119,7 +80,7 @@ def test_time_buckets_at_their_edges():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_are_deterministic(dtype):
     x = inputs((900, 333), 1000, features=ALL, dtype=dtype)
-    leaves = [x[name].requires_grad_() for name in ("position_bias", "time_bias", "q", "k", "v")]
+    leaves = [x[name].requires_grad_() for name in ("position", "time", "q", "k", "v")]
     found = []
     for _ in range(3):
         found.append(torch.autograd.grad(kernel(**x).float().square().sum(), leaves))
@@ -129,7 +90,7 @@ def test_gradients_are_deterministic(dtype):
 
 def test_a_gradient_that_is_not_a_number_shows():
     x = inputs((100, 37), 128, features=("position", "time"))
-    leaves = [x[name].requires_grad_() for name in ("position_bias", "time_bias", "q")]
+    leaves = [x[name].requires_grad_() for name in ("position", "time", "q")]
     out = kernel(**x)
     grad = torch.ones_like(out)
     grad[50] = float("nan")
@@ -145,16 +106,17 @@ def test_gradients_of_the_tables_keep_their_digits_where_those_of_scores_vanish(
     grad = torch.full_like(x["v"], 1e-6)
     wide = {n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in x.items()}
     actual, expected = gradients(kernel, x, grad), gradients(reference, wide, grad.double())
-    for name in ("grad of position_bias", "grad of time_bias"):
+    for name in ("grad of position", "grad of time"):
         exact = expected[name]
         torch.testing.assert_close(actual[name].double(), exact, rtol=0.1, atol=0.02 * exact.abs().max().item())
 
 
 def test_batches_of_other_lengths_compile_nothing_new():
-    from hstu_sparse.dense import triton as dense
+    from hstu_sparse import time_buckets
+    from hstu_sparse.dense import launch, plan
 
-    kernels = [kernel for name, kernel in vars(dense).items() if name.startswith("dense_attention_")]
-    assert len(kernels) == 6
+    kernels = {f for module in (launch, plan, time_buckets) for n, f in vars(module).items() if n.endswith("_kernel")}
+    assert len(kernels) == 8
 
     def run(lengths):
         x = inputs(lengths, 512, features=("position", "time"))
@@ -162,13 +124,103 @@ def test_batches_of_other_lengths_compile_nothing_new():
         kernel(**x).float().sum().backward()
 
     def compiled():
-        return [sum(len(c[0]) for c in k.device_caches.values()) for k in kernels]
+        return {k.__name__: sum(len(c[0]) for c in k.device_caches.values()) for k in kernels}
 
     run((100, 37, 512))
     before = compiled()
     for lengths in ((1, 16, 32, 400), (511,), (64, 0, 128), (17,) * 33):
         run(lengths)
     assert compiled() == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_paths(dtype, monkeypatch):
+    """What GPUs get on which the assembly was not proved, with the settings that they get."""
+    from hstu_sparse.dense import launch, plan
+
+    for module in (launch, plan):
+        monkeypatch.setattr(module, "proven", lambda device: False)
+    monkeypatch.setattr(plan, "architecture", lambda device: 120)
+    compare(inputs((300, 0, 701, 1), 800, features=ALL, dtype=dtype))
+    compare(inputs((300, 701), 800, d=25, v=128, features=("position", "time"), dtype=dtype, window=100))
+    compare(inputs((190, 67), 200, d=256, v=200, dtype=dtype))
+
+
+def test_the_gate_opens_here():
+    """On a machine where these tests run the assembly is used, or the version of Triton is not a proven one."""
+    from hstu_sparse.dense import assembly
+
+    known = torch.cuda.get_device_capability() in ((8, 0), (9, 0))
+    version = ".".join(triton.__version__.split(".")[:2])
+    assert assembly.proven(torch.device("cuda")) == (known and version in assembly.PROVEN_TRITON)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tables_far_apart_in_size(dtype):
+    """Rows of do and v of very different sizes, whose product bounds the exact sums."""
+    x = inputs((300, 217), 400, features=("position", "time"), dtype=dtype)
+    x["v"] = x["v"] * torch.logspace(-3, 2, 517, device="cuda")[:, None, None].to(x["v"])
+    compare(x)
+
+
+@pytest.mark.parametrize("name", ["seq_offsets", "num_targets", "timestamps", "query_timestamps"])
+def test_strided_metadata(name):
+    x = inputs((133, 20, 70), 150, features=ALL)
+    expected = kernel(**x)
+    wide = torch.full((2 * x[name].shape[0],), 10**6, dtype=x[name].dtype, device="cuda")
+    wide[::2] = x[name]
+    assert torch.equal(kernel(**{**x, name: wide[::2]}), expected)
+
+
+def gradients_with(x, leaves, plan=None):
+    bias = RelativeBias(*(x[name] for name in ("position", "time", "timestamps", "query_timestamps")))
+    rest = {n: t for n, t in x.items() if n not in ("position", "time", "timestamps", "query_timestamps")}
+    out = hstu_attention(**rest, bias=bias, plan=plan)
+    return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+
+def test_a_shared_plan_under_a_cuda_graph():
+    """The plan is made in the captured step, by whatever the batch then holds."""
+    batches = [inputs((300, 217), 320, features=ALL), inputs((201, 316), 320, features=ALL)]
+    batches[1]["timestamps"] += 10**6 * torch.arange(517).cuda()
+    static = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in batches[0].items()}
+    leaves = [static[name].requires_grad_() for name in ("q", "k", "v", "position", "time")]
+
+    def step():
+        bias = RelativeBias(*(static[name] for name in ("position", "time", "timestamps", "query_timestamps")))
+        plan = attention_plan(
+            static["q"], static["v"], static["seq_offsets"], 320, num_targets=static["num_targets"], bias=bias
+        )
+        return gradients_with(static, leaves, plan)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = step()
+    for batch in (*batches, batches[0]):
+        with torch.no_grad():
+            for name, t in static.items():
+                if isinstance(t, torch.Tensor):
+                    t.copy_(batch[name])
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        own = [batch[name].detach().requires_grad_() for name in ("q", "k", "v", "position", "time")]
+        expected = gradients_with({**batch, **dict(zip(("q", "k", "v", "position", "time"), own))}, own)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_on_a_gpu_that_is_not_current(dtype):
+    x = {n: t.to("cuda:1") if isinstance(t, torch.Tensor) else t for n, t in inputs((300, 217), 320, d=128, v=128,
+         features=ALL, dtype=dtype).items()}  # fmt: skip
+    assert torch.cuda.current_device() == 0
+    compare(x)
+    assert torch.cuda.current_device() == 0
 
 
 def test_compiles_as_one_graph():
@@ -182,17 +234,17 @@ def test_compiles_as_one_graph():
 
 
 def test_opcheck():
-    import hstu_sparse.dense.triton  # noqa: F401  registers the operators
+    from hstu_sparse.dense.launch import dense_operator  # noqa: F401  registers the operators
 
     x = inputs((12, 0, 5), 13, features=ALL)
-    names = ("q", "k", "v", "seq_offsets", "max_seq_len", "alpha", "num_targets", "window_size", "position_bias")
-    x["alpha"] = 0.25
-    tail = ("time_bias", "timestamps", "query_timestamps")
-    for name in ("q", "k", "v", "position_bias", "time_bias"):
+    bias = RelativeBias(*(x[name] for name in ("position", "time", "timestamps", "query_timestamps")))
+    plan = attention_plan(x["q"], x["v"], x["seq_offsets"], 13, num_targets=x["num_targets"], bias=bias)
+    for name in ("q", "k", "v", "position", "time"):
         x[name].requires_grad_()
+    names = ("q", "k", "v", "seq_offsets", "num_targets")
     torch.library.opcheck(
         torch.ops.hstu_sparse.dense_fwd.default,
-        tuple(x[name] for name in (*names, *tail)),
+        (*(x[name] for name in names), *bias, plan.flat(), 13, 0, 0.25),
         # Compares gradients of two runs, and the time bias's depends on the order of additions.
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )

@@ -25,47 +25,90 @@ def config(kind, **options):
     return LossConfig.model_validate({"kind": kind, "num_negatives": 5, **options})
 
 
-def by_hand(kind, out, items, targets, temperature):
+def by_hand(c, out, items, targets):
     """The loss one position at a time, from the same random numbers."""
-    if kind == "in_batch":
-        negatives = targets[torch.randint(2**62, (T, 5)) % T]
+    rows = () if c.negatives == "shared" else (T,)
+    if c.kind == "in_batch":
+        negatives = targets[torch.randint(2**62, (*rows, 5)) % T]
+    elif c.kind == "mixed_negatives":
+        of_batch = targets[torch.randint(2**62, (*rows, 2)) % T]
+        negatives = torch.cat([of_batch, torch.randint(I, (*rows, 3))], -1)
     else:
-        negatives = torch.randint(I, (T, 5))
+        negatives = torch.randint(I, (*rows, 5))
+    negatives = negatives.expand(T, 5)
+    probability = [2 / 5 * (targets == i).sum().item() / T + 3 / 5 / I for i in range(I)]
     items = items / items.norm(dim=1, keepdim=True)
     total = 0.0
     for t in range(T):
-        logits = items @ out[t] / temperature
+        logits = items @ out[t] / c.temperature
         positive = logits[targets[t]]
-        if kind == "cross_entropy":
+        if c.kind == "cross_entropy":
             total = total + logits.exp().sum().log() - positive
             continue
-        rivals = logits[negatives[t][negatives[t] != targets[t]]]
-        if kind == "bce":
-            total = total - F.logsigmoid(positive) - F.logsigmoid(-rivals).sum() / max(1, len(rivals))
+        rivals = negatives[t][negatives[t] != targets[t]]
+        values = logits[rivals]
+        if c.kind == "mixed_negatives":
+            values = values - torch.tensor([math.log(5 * probability[i]) for i in rivals])
+        if c.kind == "bce":
+            total = total - F.logsigmoid(positive) - F.logsigmoid(-values).sum() / max(1, len(values))
         else:
-            total = total + torch.cat([positive[None], rivals]).exp().sum().log() - positive
+            total = total + torch.cat([positive[None], values]).exp().sum().log() - positive
     return total / T
 
 
+KINDS = ["sampled_softmax", "in_batch", "mixed_negatives", "bce", "cross_entropy"]
+
+
+@pytest.mark.parametrize("form", ["per_position", "shared"])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole catalogue", "gathered rows"])
 @pytest.mark.parametrize("chunk", [2**20, 300])
-@pytest.mark.parametrize("kind", ["sampled_softmax", "in_batch", "bce", "cross_entropy"])
-def test_loss_and_gradients(inputs, kind, chunk, whole, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients(inputs, kind, chunk, whole, form, monkeypatch):
     out, items, targets = inputs
     monkeypatch.setitem(losses.CHUNK, "cpu", chunk)
-    if not whole:
-        if kind == "cross_entropy":
-            pytest.skip("takes the whole catalogue always")
+    if not whole or form == "shared":
+        if kind == "cross_entropy" or (whole and form == "shared"):
+            pytest.skip("one way only")
         monkeypatch.setattr(losses, "takes_whole_catalogue", lambda *_: False)
+    chosen = config(kind, temperature=0.5, negatives=form, in_batch_share=0.4)
     torch.manual_seed(3)
-    loss = training_loss(config(kind, temperature=0.5), out, items, targets)
+    loss = training_loss(chosen, out, items, targets)
     own = torch.autograd.grad(2 * loss, (out, items))
     torch.manual_seed(3)
-    expected = by_hand(kind, out, items, targets, 0.5)
+    expected = by_hand(chosen, out, items, targets)
     gradients = torch.autograd.grad(2 * expected, (out, items))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     for name, a, b in zip(("out", "items"), own, gradients):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["per_position", "shared"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_as_on_a_cpu(inputs, kind, form, monkeypatch):
+    """The operator against the chunks, with the same negatives."""
+    out, items, targets = inputs
+    targets = F.pad(targets, (0, 3), value=-1)
+    out = F.pad(out.detach(), (0, 0, 0, 3))
+    chosen = config(kind, negatives=form)
+    drawn = losses.draw_negatives(chosen, I, targets)
+    found = []
+    for device in ("cpu", "cuda"):
+        moved = None if drawn is None else losses.Negatives(*(x if x is None else x.to(device) for x in drawn))
+        monkeypatch.setattr(losses, "draw_negatives", lambda *_, moved=moved: moved)
+        x, y = out.to(device).requires_grad_(), items.detach().to(device).requires_grad_()
+        loss = training_loss(chosen, x, y, targets.to(device))
+        found.append([z.detach().cpu() for z in (loss, *torch.autograd.grad(loss, (x, y)))])
+    # The operator's gradient of `out` is through its norm too.
+    along = (found[0][1] * out).sum(1, keepdim=True) * out
+    found[0][1] -= along if kind != "bce" else 0
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_mixed_negatives_need_both_kinds():
+    with pytest.raises(ValueError, match="leaves none of one kind"):
+        config("mixed_negatives", in_batch_share=0.05)
 
 
 def test_negative_equal_to_the_positive_does_not_count():
@@ -81,15 +124,18 @@ def test_untrained_loss_is_that_of_chance():
     assert loss.item() == pytest.approx(math.log(6), rel=1e-2)
 
 
-@pytest.mark.parametrize("kind", ["sampled_softmax", "in_batch", "bce", "cross_entropy"])
-def test_padding_does_not_count(inputs, kind):
+@pytest.mark.parametrize("form", ["per_position", "shared"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_does_not_count(inputs, kind, form):
+    if kind == "mixed_negatives" and form == "per_position":
+        pytest.skip("the second draw begins where the first, of another size, ends")
     out, items, targets = inputs
     rows = torch.cat([out, out[:9]])
     padded = F.pad(targets, (0, 9), value=-1)
     found = []
     for x, y in ((out, targets), (rows, padded)):
         torch.manual_seed(5)
-        loss = training_loss(config(kind), x, items, y)
+        loss = training_loss(config(kind, negatives=form), x, items, y)
         found.append((loss, *torch.autograd.grad(loss, (out, items), retain_graph=True)))
     for a, b in zip(*found):
         torch.testing.assert_close(a, b)
@@ -100,3 +146,17 @@ def test_no_position_gives_zero():
     loss = training_loss(config("sampled_softmax"), torch.empty(0, E), items, torch.empty(0, dtype=torch.long))
     loss.backward()
     assert loss.item() == 0 and items.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bf16_table_gets_a_bf16_gradient(inputs, kind):
+    out, items, targets = inputs
+    table = items.detach().bfloat16().requires_grad_()
+    found = []
+    for rows in (table, table.detach().float().requires_grad_()):
+        torch.manual_seed(1)
+        loss = training_loss(config(kind), out, rows, targets)
+        found.append((loss, *torch.autograd.grad(loss, (out, rows))))
+    assert found[0][2].dtype == torch.bfloat16
+    for a, b in zip(*found):
+        torch.testing.assert_close(a.float(), b, rtol=1e-2, atol=1e-4)

@@ -31,8 +31,15 @@ KINDS = {
         "feed_forward_dim": 6,
     },
     "bsa": CONFIG | {"attention": {"kind": "bsa", "block_size": 2, "block_counts": 2, "window_size": 3}},
+    "htree": CONFIG
+    | {
+        "attention": {"kind": "htree", "compression_rate": 2, "top_k": 1, "num_kv_heads": 1},
+        "attention_dim": 4,
+        "rotary": {"time": True},
+    },
     "softmax with biases": CONFIG
     | {"attention": {"kind": "softmax", "position_bias": True, "time_bias": True, "num_kv_heads": 1}},
+    "indexer": CONFIG | {"attention": {"kind": "indexer", "top_k": 3, "num_index_heads": 2, "index_dim": 5}},
     "softmax": CONFIG | {"block": "transformer", "feed_forward_dim": 8, "attention": {"kind": "softmax"}},
 }
 
@@ -187,8 +194,25 @@ def test_targets_do_not_reach_the_output():
     assert torch.equal(before, after)
 
 
+def test_layers_of_the_same_settings_share_a_plan(monkeypatch):
+    calls = []
+    monkeypatch.setattr("hstu_sparse.attention_plan", lambda *_, window_size, **__: calls.append(window_size))
+    batch = make_batch([5, 3])
+    model = make_model("dense", num_layers=3, attention=[{"kind": "dense", "window_size": w} for w in (0, 2, 0)])
+    for _ in range(2):  # nothing is kept from one pass to the next
+        calls.clear()
+        model(batch)
+        assert calls == [0, 2]
+
+
+INDEXER = ("index_query.weight", "index_key.weight", "index_weight.weight", "tables.position", "tables.time")
 # A softmax over one key does not depend on the query, nor any softmax on what all keys have in common.
-FLAT = {"[1]": ("query.weight", "query.bias", "key.weight", "key.bias"), "[3, 12, 1]": ("key.bias",)}
+FLAT = {
+    ("softmax", "[1]"): ("query.weight", "query.bias", "key.weight", "key.bias"),
+    ("softmax", "[3, 12, 1]"): ("key.bias",),
+    ("softmax with biases", "[1]"): ("position_bias", "time_bias"),
+    ("indexer", "[1]"): ("position_bias", "time_bias", *INDEXER),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -196,11 +220,12 @@ FLAT = {"[1]": ("query.weight", "query.bias", "key.weight", "key.bias"), "[3, 12
 def test_batches_of_any_shape_reach_every_parameter(kind, lengths):
     model, batch = make_model(kind).train(), make_batch(lengths)
     out, aux = model(batch)
-    assert out.shape == (sum(lengths), 8) and aux == {}
-    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
+    assert out.shape == (sum(lengths), 8) and set(aux) == ({"indexer_loss"} if kind == "indexer" else set())
+    loss = (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1))).sum()
+    sum((part.weighted for part in aux.values()), loss).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.isfinite().all(), name
-        assert (parameter.grad.abs().max() > 1e-9) != (kind == "softmax" and name.endswith(FLAT[str(lengths)])), name
+        assert (parameter.grad.abs().max() > 1e-9) != name.endswith(FLAT.get((kind, str(lengths)), ())), name
 
 
 @pytest.mark.parametrize("kind", KINDS)

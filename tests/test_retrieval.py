@@ -5,10 +5,22 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from data.batches import Batch
+from models import retrieval
 from models.metrics import metrics_by_length, ranking_metrics
-from models.retrieval import mask_seen, popularity_scorer, rank_targets, sampled_candidates, target_ranks, top_items
+from models.retrieval import (
+    best_items,
+    mask_seen,
+    model_scorer,
+    popularity_scorer,
+    rank_targets,
+    sampled_candidates,
+    seen_by,
+    target_ranks,
+    top_items,
+)
 
 
 def batch_of(histories, windows, targets):
@@ -91,6 +103,64 @@ def test_top_items_break_ties_at_the_boundary(k):
         expected = sorted(range(300), key=lambda item, row=row: (-row[item], item))[:k]
         assert chosen.tolist() == expected
         assert best.tolist() == [row[item] for item in expected]
+
+
+@pytest.mark.parametrize("tile", [1, 24, 100, 10**6])
+def test_tiles_change_nothing(tile, monkeypatch):
+    """Ranks and lists of a catalogue in tiles, the last one narrower, with ties within and across them."""
+    generator = torch.Generator().manual_seed(0)
+    users, items = 12, 83
+    scores = torch.randint(0, 9, (users, items), generator=generator).float()
+    scores[3, 50] = float("nan")
+    draw = lambda count: torch.randint(items, (count,), generator=generator).tolist()
+    histories = [draw(20) for _ in range(users)]
+    targets = draw(users)
+    targets[3] = 50
+    histories[4][2] = targets[4]
+    batch = batch_of(histories, [history[-5:] for history in histories], targets)
+    filters = ("none", "window", "history")
+    candidates = sampled_candidates(30, seed=1)
+
+    def found():
+        ranks = rank_targets(lambda batch: scores, [batch], filters=filters)
+        few = rank_targets(lambda batch: scores, [batch], filters=("history",), candidates=lambda *_: drawn)
+        lists = [best_items(scores, k, seen) for k in (1, 10, 83) for seen in (None, seen_by("history", batch))]
+        return ranks, few, lists
+
+    drawn = candidates(users, items)
+    monkeypatch.setattr(retrieval, "TILE", 10**9)
+    whole = found()
+    monkeypatch.setattr(retrieval, "TILE", users * tile)
+    parts = found()
+    for a, b in zip(whole[0] + whole[1], parts[0] + parts[1]):
+        assert (a == b).all()
+    for a, b in zip(whole[2], parts[2]):
+        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+    own = scores.clone().nan_to_num(float("-inf"))
+    assert torch.equal(best_items(scores, 83)[1], top_items(own, 83)[1])
+    assert whole[0][0].tolist() == target_ranks(scores, torch.tensor(targets)).tolist()
+
+
+def test_a_tile_of_the_model_is_a_part_of_its_scores(monkeypatch):
+    """Of the same width wherever it begins: an item that stands twice has one score."""
+    table = torch.randn(90, 16, generator=torch.Generator().manual_seed(0))
+    table[70] = table[10]
+    out = F.normalize(torch.randn(4, 16, generator=torch.Generator().manual_seed(1)), dim=1)
+
+    class Model(torch.nn.Module):
+        item_weight, head = table, None
+
+        def forward(self, batch):
+            return out, {}
+
+    scorer = model_scorer(Model())
+    batch = batch_of([[1]] * 4, [[2]] * 4, [3] * 4)
+    monkeypatch.setattr(retrieval, "TILE", 4 * 32)
+    scores = scorer(batch)
+    tiles = list(scores.tiles())
+    assert [(begin, start, tile.shape[1]) for begin, start, tile in tiles] == [(0, 0, 32), (32, 32, 32), (64, 58, 32)]
+    torch.testing.assert_close(tiles[2][2], out @ F.normalize(table, dim=1)[58:].T)
+    assert torch.equal(tiles[0][2][:, 10], tiles[2][2][:, 70 - 58])
 
 
 def test_mask_seen_in_place():

@@ -39,3 +39,11 @@ def test_ring_equals_one_process(case, world):
 @pytest.mark.parametrize("case", HSTU_CASES)
 def test_no_process_group(case):
     check(case, 1, [{case: hstu_of_rank(0, 1, case, "reference")}])
+
+
+def test_kernels_in_the_interpreter():
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter runs where there is no GPU")
+    case = "both biases, several sequences"
+    check(case, 2, run_ranks(all_hstu_of_rank, 2, 2, [case], "triton"))

@@ -126,11 +126,17 @@ def catalogue_loss_sampled_bwd_dout_kernel(
 
 
 @triton.jit
+def _key(keys, p, inside, other):
+    """The item of a sorted entry, or `other`; keys are int16 where that holds every item."""
+    return tl.load(keys + p, inside, other).to(tl.int32)
+
+
+@triton.jit
 def _entries(first, keys, order, item, end, rows, rows_stride, shares, drawn, T, K, E: tl.constexpr,
              PAD_E: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """(sum [1, PAD_E] of the item's entries at first .. first + ROWS, how many they are)."""
     p = first + tl.arange(0, ROWS)
-    mine = (p < end) & (tl.load(keys + p, p < end, -1) == item)
+    mine = (p < end) & (_key(keys, p, p < end, -1) == item)
     entry = tl.load(order + p, mine, 0)
     if drawn is None:
         token = tl.where(entry < T, entry, (entry - T) // tl.maximum(K, 1))
@@ -159,8 +165,8 @@ def catalogue_loss_table_bwd_kernel(
     begin = tl.program_id(0).to(tl.int64) * CHUNK
     for place in range(0, CHUNK):
         p = begin + place
-        item = tl.load(keys + p, p < entries, I)
-        before = tl.load(keys + p - 1, (p > 0) & (p <= entries), -1)
+        item = _key(keys, p, p < entries, I)
+        before = _key(keys, p - 1, (p > 0) & (p <= entries), -1)
         at_cut = p % PIECE == 0
         if (item < I) & ((item != before) | at_cut):
             end = tl.minimum((p // PIECE + 1) * PIECE, entries)
@@ -174,8 +180,8 @@ def catalogue_loss_table_bwd_kernel(
                 acc += part
                 q += ROWS
                 more = found == ROWS
-            last = tl.load(keys + end - 1) == item
-            after = tl.load(keys + end, end < entries, -1)
+            last = _key(keys, end - 1, end <= entries, -1) == item
+            after = _key(keys, end, end < entries, -1)
             if (item == before) | (last & (after == item)):
                 # The first piece of a window is its slot 0, even where it begins a run.
                 slot = slots + (p // PIECE * 2 + tl.where(at_cut, 0, 1)) * E
@@ -198,10 +204,10 @@ def catalogue_loss_pieces_bwd_kernel(
     window = tl.program_id(0).to(tl.int64)
     begin = window * PIECE
     end = begin + PIECE
-    item = tl.load(keys + end - 1, end <= entries, I)
-    after = tl.load(keys + end, end < entries, -1)
-    covers = tl.load(keys + begin) == item
-    starts = (covers == 0) | (tl.load(keys + begin - 1, begin > 0, -1) != item)
+    item = _key(keys, end - 1, end <= entries, I)
+    after = _key(keys, end, end < entries, -1)
+    covers = _key(keys, begin, begin < entries, -1) == item
+    starts = (covers == 0) | (_key(keys, begin - 1, begin > 0, -1) != item)
     if (item < I) & (after == item) & starts:
         acc = tl.load(slots + (2 * window + tl.where(covers, 0, 1)) * E + e, e < E, 0.0)
         more = end < entries
@@ -209,7 +215,7 @@ def catalogue_loss_pieces_bwd_kernel(
             window += 1
             acc += tl.load(slots + 2 * window * E + e, e < E, 0.0)
             end += PIECE
-            more = tl.load(keys + end, end < entries, -1) == item
+            more = _key(keys, end, end < entries, -1) == item
         row = tl.zeros([1], tl.int64) + item
         finish_items(
             (acc,), row, row >= 0, table, table_stride, row_scale, None, grad, inverse_count, dtable, 0.0, I, E, PAD_E,

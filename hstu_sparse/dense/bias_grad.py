@@ -208,14 +208,14 @@ def dense_attention_norms_kernel(
     _keep_greatest_norm(rows, columns, inside, do, do_stride_t, do_stride_h, norms + 1, H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position", "time"])
 def dense_attention_tables_kernel(
-    position, time, half_position, half_time, N: tl.constexpr, WIDTH: tl.constexpr, TIMES: tl.constexpr,
+    half_position, half_time, position, time, N: tl.constexpr, WIDTH: tl.constexpr, TIMES: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Halves of the bias tables in fp32, since the attention kernels want half the scores.
 
-    Position [N] gets MARGIN zeros in front, and zeros behind up to WIDTH; time [TIMES] gets MOST_EDGES zeros behind, and
+    Position [N] gets MARGIN zeros in front, and zeros behind up to WIDTH; time [TIMES] gets MOST_EDGES zeros behind and
     then HIDDEN_BIAS.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

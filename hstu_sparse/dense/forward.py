@@ -15,7 +15,7 @@ from hstu_sparse.dense.ranges import (
     GIVEN,
     PER_BATCH,
     Kind,
-    find_sequence,
+    find_query_tile,
     load_block,
     silu_of_half,
     store_block,
@@ -68,11 +68,9 @@ def dense_attention_fwd_kernel(
     b = tl.load(schedule + 2 * tile)
     if b < 0:
         return
-    begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size)
-    block = (sequence.length + BLOCK_M - 1) // BLOCK_M - 1 - tl.load(schedule + 2 * tile + 1)
+    begin, sequence, block, t = find_query_tile(b, schedule + 2 * tile, seq_offsets, num_targets, window_size, BLOCK_M)
     first_row = block * BLOCK_M
     m = tl.arange(0, BLOCK_M)
-    t = first_row + m
     q += begin * q_stride_t + head * q_stride_h
     k += begin * k_stride_t + head * k_stride_h
     v += begin * v_stride_t + head * v_stride_h

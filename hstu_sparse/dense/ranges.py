@@ -66,6 +66,16 @@ def find_sequence(b, seq_offsets, num_targets, window_size):
 
 
 @triton.jit
+def find_query_tile(b, entry, seq_offsets, num_targets, window_size, BLOCK_M: tl.constexpr):
+    """(The sequence's first token, the Sequence, the tile's number, its queries' positions) of an entry of a schedule,
+    which counts tiles of queries from the sequence's end: a query there sees most keys.
+    """
+    begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size)
+    block = (sequence.length + BLOCK_M - 1) // BLOCK_M - 1 - tl.load(entry + 1)
+    return begin, sequence, block, block * BLOCK_M + tl.arange(0, BLOCK_M)
+
+
+@triton.jit
 def block_source(base, stride, length, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
     """What `load_block` reads blocks of BLOCK rows from: `base`, or its tensor descriptor."""
     if TMA:

@@ -45,7 +45,7 @@ def child_angle(cos, sin, place, BH: tl.constexpr):
     return tl.load(cos + place[:, None] * BH + f), tl.load(sin + place[:, None] * BH + f)
 
 
-@triton.jit(do_not_specialize=["B", "tokens"])
+@triton.jit(do_not_specialize=["B", "tokens", "total"])
 def htree_turn_fwd_kernel(
     x, nodes, offsets, cos, sin, x_stride_t, x_stride_h, B, tokens, total,
     HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,

@@ -16,20 +16,22 @@ from torch.utils.checkpoint import checkpoint
 
 from hstu_sparse.htree.layout import depth, tree_layers
 
-# Elements of a tile of gathered keys: queries are worked off in chunks of as many as fit.
-CHUNK = 1 << 24
+# Elements of a tile of gathered keys: queries are worked off in chunks of as many as fit. On a CPU into the cache.
+CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}
 
 
 @dataclass
-class Layer:
-    """What one layer was for some queries; tensors [queries, Hkv, ...]. Kept for the comparison tool and the tests."""
+class Walk:
+    """What one layer was for some queries, for the comparison tool and the tests."""
 
+    number: int
     active: Tensor  # [queries] bool: the query's tree reaches this layer
     nodes: Tensor  # [queries, Hkv, W] int64: candidates in ascending order, -1 past the last
+    slots: Tensor  # [queries, Hkv, W] int64: where the layer's tensors hold them
     scores: Tensor  # [queries, Hkv, G, W]: scaled products, -inf past the last candidate
+    enters: Tensor  # [queries, Hkv, W] bool: enters the softmax; the others are expanded
     importance: Tensor | None  # [queries, Hkv, W] fp32; None at layer 0
-    chosen: Tensor | None  # [queries, Hkv, W] bool: expanded, the others enter the softmax; None at layer 0
-    chosen_nodes: Tensor | None  # [queries, Hkv, S] int64, ascending, -1 last; None at layer 0
+    chosen: Tensor | None  # [queries, Hkv, S] int64: nodes that are expanded, ascending, -1 last; None at layer 0
 
 
 def htree_attention_reference(
@@ -55,7 +57,7 @@ def htree_attention_reference(
         return (q.sum() + k.sum() + v.sum()).to(q.dtype) + q.new_zeros(0, q.shape[1], v.shape[2])
     tree = Tree(k, v, seq_offsets, max_seq_len, compression_rate, top_k)
     width = min(tree.most, max_seq_len)
-    chunk = max(1, CHUNK // (k.shape[1] * width * max(k.shape[2], v.shape[2])))
+    chunk = max(1, CHUNK.get(q.device.type, 1 << 22) // (k.shape[1] * width * max(k.shape[2], v.shape[2])))
     levels = [x for pair in zip(tree.keys, tree.values) for x in pair]
 
     def attend(queries: Tensor, rows: Tensor, chosen: list[Tensor] | None, *nodes: Tensor) -> Tensor:
@@ -87,12 +89,9 @@ class Tree:
         self.batch = torch.arange(len(self.lengths), device=k.device)
         self.keys, self.values = [k.to(wide)], [v.to(wide)]
         for layer, _, size, _ in list(tree_layers(self.depth, k.shape[0], len(self.lengths), rate))[1:]:
-            below, above = self.first_slot(layer - 1), self.first_slot(layer)
-            slots = self.keys[-1].shape[0]
-            slot = torch.arange(slots, device=k.device)
-            # The last sequence that begins at or before the slot; unused slots feed a row that is cut off.
-            sequence = torch.searchsorted(below, slot, right=True) - 1
-            node = slot - below[sequence]
+            above = self.first_slot(layer)
+            sequence, node = self.locate(layer - 1)
+            # Unused slots feed a row that is cut off.
             parent = torch.where(node < self.nodes(layer - 1)[sequence], above[sequence] + node // rate, size)
             count = torch.bincount(parent, minlength=size + 1).clamp(min=1).to(wide)[:, None, None]
             for level in (self.keys, self.values):
@@ -102,6 +101,12 @@ class Tree:
     def first_slot(self, layer: int) -> Tensor:
         """[B] slot of each sequence's node 0."""
         return self.offsets[:-1] if layer == 0 else self.offsets[:-1] // self.rate**layer + self.batch
+
+    def locate(self, layer: int) -> tuple[Tensor, Tensor]:
+        """(sequence, node) of each slot: of the last sequence that begins at or before it."""
+        first, slot = self.first_slot(layer), torch.arange(self.keys[layer].shape[0], device=self.offsets.device)
+        sequence = torch.searchsorted(first, slot, right=True) - 1
+        return sequence, slot - first[sequence]
 
     def nodes(self, layer: int) -> Tensor:
         """[B] number of nodes of each sequence."""
@@ -147,8 +152,8 @@ def attend_queries(
     rope_base: float,
     *,
     choices: list[Tensor] | None = None,
-) -> tuple[Tensor, list[Layer]]:
-    """(output [queries, Hq, V], layers from the top down) of the queries that stand at the tokens `rows`."""
+) -> tuple[Tensor, list[Walk]]:
+    """(output [queries, Hq, V], its walk from the top layer down) of the queries that stand at the tokens `rows`."""
     queries, _, head_size = q.shape
     kv_heads, rate, top_k, most = tree.keys[0].shape[1], tree.rate, tree.top_k, tree.most
     device = q.device
@@ -159,8 +164,8 @@ def attend_queries(
     position = rows - tree.offsets[sequence]
     top = sum((tree.nodes(layer)[sequence] > most).long() for layer in range(tree.depth)) if tree.depth else 0 * rows
 
-    layers: list[Layer] = []
-    entries: list[tuple[Tensor, Tensor, Tensor]] = []  # scores, whether they enter, values' slots
+    walk: list[Walk] = []
+    entered: list[Tensor] = []
     parents = count = None
     for layer in range(tree.depth, -1, -1):
         width = min(most, -(-tree.max_seq_len // rate**layer))
@@ -178,43 +183,72 @@ def attend_queries(
             count = torch.where(begins, whole, count)
         active = top >= layer
         candidates = ((count - 1) * rate + (rightmost % rate + 1)[:, None]) * active[:, None]
-        c = torch.arange(min(width, parents.shape[-1] * rate), device=device)
+        parents = parents[..., : identity.shape[-1]]
+        c = torch.arange(parents.shape[-1] * rate, device=device)
         valid = c < candidates[..., None]
         node = parents[..., c // rate] * rate + c % rate
         slot = torch.where(valid, tree.first_slot(layer)[sequence][:, None, None] + node, 0)
-        head = torch.arange(kv_heads, device=device)[:, None]
-        key = rotate(tree.keys[layer][slot, head], cos[c], sin[c])
-        turn = (candidates - 1).clamp(min=0)
-        turned = rotate(query, cos[turn][:, :, None], sin[turn][:, :, None])
-        scores = scale * torch.einsum("qhgd,qhcd->qhgc", turned, key)
+        scores = scale * products(tree, layer, slot, query, candidates - 1, cos, sin)
         scores = scores.masked_fill(~valid.unsqueeze(-2), -torch.inf)
-        found = Layer(active, node.masked_fill(~valid, -1), scores.detach(), None, None, None)
+        importance = chosen_nodes = None
         enters = valid
         if layer:
             with torch.no_grad():
                 last = c == candidates[..., None] - 1
-                found.importance = importances(scores, last)
+                importance = importances(scores, last)
                 if choices is None:
-                    found.chosen = choose(found.importance, valid, last, top_k, most)
+                    chosen = choose(importance, valid, last, top_k, most)
                 else:
-                    found.chosen = valid & _contains(choices[layer - 1].long(), node)
+                    chosen = valid & _contains(choices[layer - 1].long(), node)
                 # Ascending positions of the chosen candidates; `beyond` where there are fewer.
                 beyond = len(c)
-                order = torch.where(found.chosen, c, beyond).sort(-1).values[..., :top_k]
-                count = found.chosen.sum(-1)
+                order = torch.where(chosen, c, beyond).sort(-1).values[..., :top_k]
+                count = chosen.sum(-1)
                 parents = node.gather(-1, order.clamp(max=beyond - 1)).masked_fill(order == beyond, 0)
-                found.chosen_nodes = parents.masked_fill(order == beyond, -1)
-            enters = valid & ~found.chosen
-        layers.append(found)
-        entries.append((scores.masked_fill(~enters.unsqueeze(-2), -torch.inf), enters, slot))
+                chosen_nodes = torch.nn.functional.pad(
+                    parents.masked_fill(order == beyond, -1), (0, top_k - order.shape[-1]), value=-1
+                )
+            enters = valid & ~chosen
+        nodes = node.masked_fill(~valid, -1)
+        walk.append(Walk(layer, active, nodes, slot, scores.detach(), enters, importance, chosen_nodes))
+        entered.append(scores.masked_fill(~enters.unsqueeze(-2), -torch.inf))
 
-    weights = torch.cat([scores for scores, _, _ in entries], -1).softmax(-1)
-    weights = weights.split([scores.shape[-1] for scores, _, _ in entries], -1)
-    out = 0
-    for layer, weight, (_, enters, slot) in zip(range(tree.depth, -1, -1), weights, entries):
-        value = tree.values[layer][slot, head].masked_fill(~enters[..., None], 0.0)
-        out = out + torch.einsum("qhgc,qhcv->qhgv", weight, value)
-    return out.flatten(1, 2).to(q.dtype), layers
+    weights = torch.cat(entered, -1).softmax(-1).split([scores.shape[-1] for scores in entered], -1)
+    out = sum(weighted_values(tree, layer, weight) for layer, weight in zip(walk, weights))
+    return out.flatten(1, 2).to(q.dtype), walk
+
+
+def gather(level: Tensor, slot: Tensor) -> Tensor:
+    """[queries, Hkv, W, ...] of a layer [slots, Hkv, ...] what each head has in its slots [queries, Hkv, W]."""
+    heads = slot.shape[1]
+    row = slot * heads + torch.arange(heads, device=slot.device)[:, None]
+    return level.flatten(0, 1).index_select(0, row.flatten()).unflatten(0, slot.shape)
+
+
+def products(tree: Tree, layer: int, slot: Tensor, query: Tensor, last: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[queries, Hkv, G, W]: RoPE(q, last) . RoPE(k, c) for the candidates in the slots [queries, Hkv, W].
+
+    It depends on last - c alone. Candidate c is child i = c % r of parent j = c // r: each key of the layer is turned
+    once, by i, and the query once for each parent, by last - j * r, which is less to turn than all candidates of all
+    queries.
+    """
+    rate = tree.rate
+    place = tree.locate(layer)[1].clamp(min=0)[:, None] % rate
+    keys = rotate(tree.keys[layer], cos[place], sin[place])
+    keys = gather(keys, slot).unflatten(2, (-1, rate))
+    turn = (last[..., None] - rate * torch.arange(keys.shape[2], device=slot.device)).clamp(min=0)[:, :, None]
+    turned = rotate(query.unsqueeze(3), cos[turn], sin[turn])
+    if query.shape[2] == 1:  # a sum of products: on a CPU a thousand small matrices take several times as long
+        return (turned.unsqueeze(4) * keys.unsqueeze(2)).sum(-1).flatten(3)
+    return torch.einsum("qhgjd,qhjid->qhgji", turned, keys).flatten(3)
+
+
+def weighted_values(tree: Tree, layer: Walk, weight: Tensor) -> Tensor:
+    """[queries, Hkv, G, V]: sum of the values that enter in a layer. weight [queries, Hkv, G, W]."""
+    value = gather(tree.values[layer.number], layer.slots).masked_fill(~layer.enters[..., None], 0.0)
+    if weight.shape[2] == 1:
+        return (weight.unsqueeze(-1) * value.unsqueeze(2)).sum(3)
+    return torch.einsum("qhgc,qhcv->qhgv", weight, value)
 
 
 def _contains(given: Tensor, node: Tensor) -> Tensor:

@@ -97,6 +97,14 @@ def by_lists(deterministic: bool) -> bool:
 _force_lists = False
 
 
+class Launch(NamedTuple):
+    """Chosen keys per step and Triton's options of one kernel."""
+
+    BLOCK: int
+    num_warps: int
+    num_stages: int
+
+
 def key_block(dtype: torch.dtype, width: int) -> int:
     """Chosen keys per step: as many as leave room in shared memory for a few tiles of `width` in all."""
     if INTERPRET:
@@ -110,6 +118,7 @@ __all__ = [
     "POSITION_COPIES",
     "TIME_COPIES",
     "Bias",
+    "Launch",
     "TableGradients",
     "by_lists",
     "cdiv",

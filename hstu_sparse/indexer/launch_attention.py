@@ -14,6 +14,7 @@ from hstu_sparse.indexer.attention import (
 from hstu_sparse.indexer.launch import (
     POSITION_COPIES,
     TIME_COPIES,
+    Launch,
     TableGradients,
     by_lists,
     kernel_bias,
@@ -24,8 +25,11 @@ from hstu_sparse.indexer.launch import (
 from hstu_sparse.launch import aligned, next_power_of_2, padded_head, precision
 from hstu_sparse.registration import Operator
 
-# (warps, stages) by kernel.
-FORWARD, BACKWARD, LISTS = (4, 3), (4, 2), (4, 2)
+
+def launches(dtype: torch.dtype, width: int) -> dict[str, Launch]:
+    """By kernel. `width` is that of a key and a value, padded. Fixed rather than tuned at run time."""
+    block = key_block(dtype, width)
+    return {"fwd": Launch(block, 4, 3), "bwd": Launch(block, 4, 2)}
 
 
 def _forward(q, k, v, indices, seq_offsets, position, time, timestamps, query_timestamps, scale):
@@ -36,12 +40,11 @@ def _forward(q, k, v, indices, seq_offsets, position, time, timestamps, query_ti
         return out, lse
     q, k, v = aligned(q), aligned(k), aligned(v)
     bias = kernel_bias(position, time, timestamps, query_timestamps)
-    warps, stages = FORWARD
     sparse_attention_fwd_kernel[(T,)](
         q, k, v, indices, token_begins(seq_offsets, T)[0], out, lse, *bias,
         *q.stride()[:2], k.stride(0), v.stride(0), scale, indices.shape[1],
         H=H, D=q.shape[2], V=v.shape[1], OUT_V=V, **_tiles(q, v), PRECISION=precision(q.dtype),
-        num_warps=warps, num_stages=stages,
+        **_options(q, v, "fwd"),
     )  # fmt: skip
     return out, lse
 
@@ -64,29 +67,30 @@ def _backward(do, q, k, v, indices, seq_offsets, position, time, timestamps, que
         return [dq, dk.to(k.dtype), dv.to(v.dtype), *(torch.zeros_like(x) for x in (position, time) if x is not None)]
     tables = TableGradients(bias, T, torch.are_deterministic_algorithms_enabled(), most)
     begins, delta = token_begins(seq_offsets, T)[0], torch.empty_like(lse)
-    warps, stages = BACKWARD
     strides = (*do.stride()[:2], *q.stride()[:2], k.stride(0), v.stride(0))
     sizes = dict(H=H, D=q.shape[2], V=v.shape[1], OUT_D=D, OUT_V=V)
     sparse_attention_bwd_kernel[(T,)](
         do, q, k, v, out, lse, indices, begins, dq, dk, dv, delta, tables.position, tables.time, tables.unit,
         *bias, tables.buckets, *strides, scale, K, **sizes, **_tiles(q, v), POSITION_COPIES=POSITION_COPIES,
-        TIME_COPIES=TIME_COPIES, ATOMIC=not lists, PRECISION=precision(q.dtype), num_warps=warps, num_stages=stages,
+        TIME_COPIES=TIME_COPIES, ATOMIC=not lists, PRECISION=precision(q.dtype), **_options(q, v, "bwd"),
     )  # fmt: skip
     if lists:
-        warps, stages = LISTS
         heads = next_power_of_2(H)
         width = padded_head(max(q.shape[2], v.shape[1]))
         sparse_attention_bwd_dkv_kernel[(T,)](
             do, q, k, v, lse, delta, *pairs_by_key(indices, begins), dk, dv, *bias, *strides, scale, K,
             **sizes, BH=heads, BD=padded_head(q.shape[2]), BV=padded_head(v.shape[1]),
-            QUERIES=max(1, 4096 // (heads * width)), num_warps=warps, num_stages=stages,
+            QUERIES=max(1, 4096 // (heads * width)), num_warps=4, num_stages=2,
         )  # fmt: skip
     return [dq, dk.to(k.dtype), dv.to(v.dtype), *tables.finish()]
 
 
 def _tiles(q: Tensor, v: Tensor) -> dict[str, int]:
-    BD, BV = padded_head(q.shape[2]), padded_head(v.shape[1])
-    return dict(BH=padded_head(q.shape[1]), BD=BD, BV=BV, BLOCK=key_block(q.dtype, BD + BV))
+    return dict(BH=padded_head(q.shape[1]), BD=padded_head(q.shape[2]), BV=padded_head(v.shape[1]))
+
+
+def _options(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
+    return launches(q.dtype, padded_head(q.shape[2]) + padded_head(v.shape[1]))[kernel]._asdict()
 
 
 def _fake(q, k, v, *_):

@@ -38,6 +38,7 @@ class Sizes(NamedTuple):
     BLOCK: int  # keys of a tile
     HEADS: int  # index heads in one product
     num_warps: int
+    num_stages: int = 3
 
 
 @functools.cache
@@ -45,11 +46,13 @@ def sizes(top_k: int, heads: int, width: int, dtype: torch.dtype) -> Sizes:
     """`heads` index heads, padded to `width`."""
     capacity = max(3 * top_k, 512)
     SAMPLE = min(4096, max(1024, 4 * next_power_of_2(top_k)))
+    # More heads than fit into one product are read anew for every block of keys; then registers count for more.
+    HEADS = next_power_of_2(heads) if heads <= 4 else 2
     if INTERPRET:
-        return Sizes(capacity, SAMPLE, 32, 32, min(next_power_of_2(heads), 4), 4)
+        return Sizes(capacity, SAMPLE, 32, 32, HEADS, 4)
     if dtype.itemsize == 4:
         return Sizes(capacity, SAMPLE, 32, 32, 1, 4)
-    return Sizes(capacity, SAMPLE, 64, 64 if width <= 128 else 32, min(next_power_of_2(heads), 4), 4)
+    return Sizes(capacity, SAMPLE, 64, 64 if width <= 128 else 32, HEADS, 4)
 
 
 def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k):
@@ -65,6 +68,7 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
     size = sizes(top_k, J, BE, iq.dtype)
     capacity, SAMPLE, ROWS = size.capacity, size.SAMPLE, size.ROWS
     SIZE = next_power_of_2(capacity)
+    warps = max(1, min(16, SIZE // 512))
     # A tile's queries have neighbouring rows of candidates, also those past a sequence's end.
     places = (begins // ROWS + sequence) * ROWS + torch.arange(T, device=iq.device) - begins
     all_slots = T // ROWS + B
@@ -88,16 +92,17 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
             )
         topk.lightning_indexer_collect_kernel[(slots,)](
             iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, top_k,
-            CAPACITY=capacity, **heads, **tile, num_stages=3,
+            CAPACITY=capacity, **heads, **tile, num_stages=size.num_stages,
         )  # fmt: skip
         if capacity < T:
             topk.lightning_indexer_refill_kernel[(T,)](
                 iq, ik, w, begins, places, candidates, counts, *bias, *strides, first * ROWS, rows, capacity, top_k,
-                **heads, BJ=padded_head(J), BLOCK=key_block(iq.dtype, BE), SIZE=SIZE, num_warps=8, num_stages=2,
+                **heads, BJ=padded_head(J), BLOCK=key_block(iq.dtype, BE), SIZE=SIZE, num_warps=max(4, warps),
+                num_stages=2,
             )  # fmt: skip
         topk.lightning_indexer_finish_kernel[(T,)](
             begins, places, candidates, counts, scores, indices, first * ROWS, rows, capacity, top_k, SIZE=SIZE,
-            BLOCK=min(1024, next_power_of_2(top_k)), num_warps=4,
+            BLOCK=min(1024, next_power_of_2(top_k)), num_warps=warps,
         )  # fmt: skip
     return scores, indices
 

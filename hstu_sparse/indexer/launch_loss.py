@@ -8,44 +8,43 @@ keys of a padded chunk.
 import torch
 from torch import Tensor
 
-from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias, key_block, token_begins
+from hstu_sparse.indexer.launch import NO_BIAS, Launch, kernel_bias, key_block, token_begins
 from hstu_sparse.indexer.loss import index_loss_bwd_kernel, index_loss_fwd_kernel
 from hstu_sparse.launch import aligned, padded_head, precision
 from hstu_sparse.registration import Operator
 
-# (warps, stages) by kernel.
-FORWARD, BACKWARD = (4, 3), (4, 3)
+
+def launches(dtype: torch.dtype, width: int) -> dict[str, Launch]:
+    """By kernel. `width` is that of a key, padded. Fixed rather than tuned at run time."""
+    block = key_block(dtype, 2 * width)
+    return {"fwd": Launch(block, 4, 3), "bwd": Launch(block, 4, 3)}
 
 
 def _launch_forward(scores, q, k, indices, begins, valid, bias, strides, chunk, scale, eps, rows, H):
     loss, index_lse = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
     lse = torch.empty(rows, H, dtype=torch.float32, device=q.device)
-    warps, stages = FORWARD
     if rows:
         index_loss_fwd_kernel[(rows,)](
             scores.contiguous(), q, k, indices, begins, valid, loss, lse, index_lse, *bias, *strides, *chunk, scale,
-            eps, indices.shape[-1], **_tiles(q, H), PADDED=begins is None, num_warps=warps, num_stages=stages,
+            eps, indices.shape[-1], **_tiles(q, H, "fwd"), PADDED=begins is None,
         )  # fmt: skip
     return loss, lse, index_lse
 
 
 def _launch_backward(grad, scores, q, k, indices, begins, valid, bias, strides, chunk, scale, H, lse, index_lse):
     dscores = torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
-    warps, stages = BACKWARD
     if dscores.numel():
         index_loss_bwd_kernel[(lse.shape[0],)](
             grad, scores.contiguous(), q, k, indices, begins, valid, lse, index_lse, dscores, *bias, *strides, *chunk,
-            scale, indices.shape[-1], **_tiles(q, H), PADDED=begins is None, num_warps=warps, num_stages=stages,
+            scale, indices.shape[-1], **_tiles(q, H, "bwd"), PADDED=begins is None,
         )  # fmt: skip
     return [dscores]
 
 
-def _tiles(q: Tensor, heads: int) -> dict:
+def _tiles(q: Tensor, heads: int, kernel: str) -> dict:
     width = padded_head(q.shape[-1])
-    return dict(
-        H=heads, D=q.shape[-1], BH=padded_head(heads), BD=width, BLOCK=key_block(q.dtype, 2 * width),
-        PRECISION=precision(q.dtype),
-    )  # fmt: skip
+    sizes = dict(H=heads, D=q.shape[-1], BH=padded_head(heads), BD=width, PRECISION=precision(q.dtype))
+    return sizes | launches(q.dtype, width)[kernel]._asdict()
 
 
 def _jagged(q, k, seq_offsets, position, time, timestamps, query_timestamps):

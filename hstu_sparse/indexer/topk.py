@@ -253,7 +253,7 @@ def lightning_indexer_collect_kernel(
 
 @triton.jit
 def _keep(packed, inside, count, K):
-    """(which of `count` candidates, in order of s, are the first K by score, then s; their places among them; the cut)."""
+    """Of `count` candidates in order of s: (which are the first K by score, then by s; their places; the cut)."""
     keys = _ordered((packed >> 32).to(tl.int32).to(tl.float32, bitcast=True))
     low = tl.min(tl.where(inside, keys, 0x7FFFFFFF), 0)
     keys = tl.where(inside, keys, -0x7FFFFFFF)

@@ -16,7 +16,7 @@ from hstu_sparse.ring.api import (
 )
 from hstu_sparse.ring.flash import flash_attention
 from hstu_sparse.ring.hstu import ring_hstu_attention
-from hstu_sparse.ring.plan import RingPlan, cut_sequences, ring_plan
+from hstu_sparse.ring.plan import RingPlan, cut_sequences, ring_plan, whole_plan
 
 __all__ = [
     "RingPlan",
@@ -30,6 +30,7 @@ __all__ = [
     "triton_ring_flash_attn_varlen_func",
     "triton_ring_flash_attn_varlen_kvpacked_func",
     "triton_ring_flash_attn_varlen_qkvpacked_func",
+    "whole_plan",
     "zigzag_triton_ring_flash_attn_func",
     "zigzag_triton_ring_flash_attn_kvpacked_func",
     "zigzag_triton_ring_flash_attn_qkvpacked_func",

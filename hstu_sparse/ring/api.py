@@ -5,8 +5,8 @@ keys and values, D head size, W ranks of the group.
 
 Every form takes, besides its own arguments,
 
-    dropout_p              probability of zeroing a weight, with `seed`: an int64 tensor of one element, by default drawn
-                           from torch's generator. Equal seeds on all ranks give the mask of a single device
+    dropout_p              probability of zeroing a weight, with `seed`: an int64 tensor of one element, by default
+                           drawn from torch's generator. Equal seeds on all ranks give the mask of a single device
     softmax_scale          of the scores, D ** -0.5 by default
     causal, window_size    as flash_attention
     alibi_slopes           [H] or [B, H] fp32, the same on all ranks

@@ -7,6 +7,7 @@ predecessor and to the successor, while the present one is at work. Gradients of
 what every process adds; after W steps they are home.
 """
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -100,7 +101,7 @@ class Ring:
         try:
             dist.all_gather_object(found, mine, self.group)
         except RuntimeError as error:
-            raise self.lost(None, error) from error
+            raise RuntimeError(f"{what}: rank {dist.get_rank()} lost a rank of the group: {error}") from error
         for name in mine:
             if name.startswith("own"):
                 continue
@@ -142,3 +143,8 @@ class GradientRing:
     def home(self) -> list[torch.Tensor]:
         """The sums for the own block, after the loop."""
         return self.result if self.pending is None else self.pending.wait()
+
+
+def on(device: torch.device):
+    """Inside, `device` is the current one, which kernels are launched on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

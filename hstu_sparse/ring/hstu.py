@@ -9,7 +9,7 @@ import torch
 
 from hstu_sparse.jagged import check_jagged
 from hstu_sparse.relative_bias import RelativeBias, check_bias
-from hstu_sparse.ring.communication import GradientRing, Ring
+from hstu_sparse.ring.communication import GradientRing, Ring, on
 from hstu_sparse.ring.hstu_reference import hstu_block
 from hstu_sparse.ring.plan import RingPlan, ring_plan
 from hstu_sparse.validation import (
@@ -107,7 +107,8 @@ class RingHSTU(torch.autograd.Function):
             if backend == "triton":
                 from hstu_sparse.ring.hstu_launch import block_forward
 
-                block_forward(*given, bias, out)
+                with on(q.device):
+                    block_forward(*given, bias, out)
             else:
                 out += hstu_block(*given, bias)
         return out.to(q.dtype)
@@ -128,8 +129,9 @@ class RingHSTU(torch.autograd.Function):
             if backend == "triton":
                 from hstu_sparse.ring.hstu_launch import block_backward
 
-                bias = RelativeBias(position, time, *times)
-                dk, dv = block_backward(grad, q, key, value, *where, *options, bias, dq, *sums)
+                with on(q.device):
+                    bias = RelativeBias(position, time, *times)
+                    dk, dv = block_backward(grad, q, key, value, *where, *options, bias, dq, *sums)
             else:
                 with torch.enable_grad():
                     leaves = [x.detach().to(wide).requires_grad_() for x in (q, key, value)]
@@ -142,7 +144,7 @@ class RingHSTU(torch.autograd.Function):
                     total += part
             travelling.add(source, [dk, dv])
         dk, dv = travelling.home()
-        tables = (None if s is None else s.to(x.dtype) for s, x in zip(sums, (position, time)))
+        tables = (None if x is None else total.to(x.dtype) for total, x in zip(sums, (position, time)))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *tables, *[None] * 7
 
 

@@ -84,6 +84,15 @@ def fixed_plan(num_seqs: int, tokens: int, rank: int, world: int, zigzag: bool, 
     return _plan(starts, lengths, rank, device)
 
 
+def whole_plan(seq_offsets: torch.Tensor, rank: int, world: int, *, zigzag: bool = False) -> RingPlan:
+    """`ring_plan` of parts that `cut_sequences` made, where every rank knows the whole sequences' offsets [B+1].
+
+    No communication; waits for the device.
+    """
+    starts, lengths = _chunks(seq_offsets.detach().cpu().long().diff(), world, zigzag)
+    return _plan(starts, lengths, rank, seq_offsets.device)
+
+
 def ring_plan(cu_seqlens: torch.Tensor, *, zigzag: bool = False, group=None) -> RingPlan:
     """What the varlen functions need to know of the other ranks: made once for a batch, given to every call as `plan`.
 

@@ -6,11 +6,9 @@ The output and its log-sum-exp are merged block by block, and all sums are in fp
 steps of the ring too: rounding to 16 bits after each step is what makes other rings drift.
 """
 
-import contextlib
-
 import torch
 
-from hstu_sparse.ring.communication import GradientRing, Ring
+from hstu_sparse.ring.communication import GradientRing, Ring, on
 from hstu_sparse.ring.flash import reference
 from hstu_sparse.ring.flash.problem import Options
 from hstu_sparse.ring.plan import RingPlan
@@ -24,7 +22,7 @@ class RingSoftmax(torch.autograd.Function):
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=wide, device=q.device)
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide, device=q.device)
-        with _on(q.device):
+        with on(q.device):
             for step, (source, (key, value)) in enumerate(ring.blocks([k, v], plan.tokens)):
                 if backend == "triton":
                     _launch(q, key, value, plan.layout(source), options).forward(out, lse, add=step > 0)
@@ -46,7 +44,7 @@ class RingSoftmax(torch.autograd.Function):
         ring, plan, options, backend = ctx.rest
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         gradients, rows = GradientRing(ring, plan.tokens), None
-        with _on(q.device):
+        with on(q.device):
             if backend == "reference":
                 delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
             for step, (source, (key, value)) in enumerate(ring.blocks([k, v], plan.tokens)):
@@ -68,7 +66,3 @@ def _launch(*arguments):
     from hstu_sparse.ring.flash.launch import Launch
 
     return Launch(*arguments)
-
-
-def _on(device: torch.device):
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

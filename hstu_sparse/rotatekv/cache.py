@@ -63,6 +63,14 @@ class RotateKVCache:
             used_pages=0,
         )
 
+    @staticmethod
+    def check(heads: int, head_size: int, **options) -> None:
+        """Whether keys of H heads of D can be cached so; TypeError or ValueError with what is wrong.
+
+        options: `bits`, `head_group`, `quant_group`, `sparsity`, `sink_tokens` of `rotatekv_compress`.
+        """
+        Layout(RotateKVOptions(**options), heads, head_size, 1)
+
     @property
     def options(self) -> RotateKVOptions:
         return self.layout.options

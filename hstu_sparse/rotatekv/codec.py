@@ -85,7 +85,7 @@ def load_kept(
 ):
     """Codes [R, BW] of DTYPE of the channels that `kept` (int32 0 or 1) marks, else 0.
 
-    row: [R] of WORDS words each, which hold KEPT codes one after another; before: [R], how many stand before this block.
+    row: [R] of WORDS words each, which hold KEPT codes one after another; before: [R], those ahead of this block.
     """
     rank = before[:, None] + tl.cumsum(kept, 1) - kept
     wanted = mask[:, None] & (kept != 0)
@@ -160,7 +160,7 @@ def encode(x, scale, zero, LEVELS: tl.constexpr):
 
 @triton.jit
 def greatest(x, KEPT: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr):
-    """int32 0 or 1 for each of x, a tuple of blocks [R, BW]: the KEPT greatest magnitudes of a token, ties to the first.
+    """int32 0 or 1 for each of x, a tuple of blocks [R, BW]: a token's KEPT greatest magnitudes, ties to the first.
 
     The bits of a magnitude grow with it: the least that is kept is found bit by bit.
     """
@@ -186,16 +186,16 @@ def greatest(x, KEPT: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def butterfly(x, BLOCKS: tl.constexpr):
-    """Sylvester's transform across a tuple of blocks, without its scale."""
+def butterfly(x, BLOCKS: tl.constexpr, STRIDE: tl.constexpr):
+    """Sylvester's transform, without its scale, across a tuple of BLOCKS runs of STRIDE blocks each."""
     for stage in tl.static_range(10):
         if 1 << stage < BLOCKS:
             y = ()
-            for b in tl.static_range(BLOCKS):
-                if b & (1 << stage):
-                    y += (x[b - (1 << stage)] - x[b],)
+            for b in tl.static_range(BLOCKS * STRIDE):
+                if b // STRIDE & (1 << stage):
+                    y += (x[b - (STRIDE << stage)] - x[b],)
                 else:
-                    y += (x[b] + x[b + (1 << stage)],)
+                    y += (x[b] + x[b + (STRIDE << stage)],)
             x = y
     return x
 

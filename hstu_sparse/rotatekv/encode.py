@@ -1,7 +1,7 @@
 """The kernel that compresses: rotates, prunes, quantises and packs keys and values in one pass over both.
 
-Letters: T new tokens, B sequences, S sink tokens, H heads, D query/key and V value head size, G heads of a head group, C
-its key channels, HG = H / G, R tokens of a tile, BW channels of a block.
+Letters: T new tokens, B sequences, S sink tokens, H heads, D query/key and V value head size, G heads of a head group,
+C its key channels, HG = H / G, R tokens of a tile, BW channels of a block.
 
 A program owns R new tokens of one head group, with all their channels, in blocks that a tuple holds. Written so, every
 stage of the transform across blocks is a sum of registers of one thread.
@@ -19,7 +19,7 @@ from hstu_sparse.rotatekv.codec import (
     store_codes,
     store_kept,
     value_range,
-)  # fmt: skip
+)
 from hstu_sparse.tiles import locate
 
 
@@ -35,7 +35,7 @@ def rotated_blocks(
     for b in tl.static_range(BLOCKS):
         x = load_block(k, token, mask, first_head, stride_t, stride_h, order, b, D, C, BW, HAS_ORDER)
         blocks += (tl.dot(x, matrix, input_precision="ieee"),)
-    blocks = butterfly(blocks, BLOCKS)
+    blocks = butterfly(blocks, BLOCKS, 1)
     scaled = ()
     for b in tl.static_range(BLOCKS):
         scaled += (blocks[b] * scale,)

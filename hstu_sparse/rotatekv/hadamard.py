@@ -13,7 +13,7 @@ from hstu_sparse.registration import Operator
 from hstu_sparse.rotatekv.codec import sign
 from hstu_sparse.validation import check_kernel
 
-ELEMENTS = 4096  # of a program
+ELEMENTS = 2048  # of a program, where a row has no more
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -34,7 +34,14 @@ def hadamard_transform_fwd_kernel(
         o = tl.arange(0, OUTER)
         values = tl.trans(tl.reshape(values, [ROWS, OUTER, INNER]), 0, 2, 1)
         values = tl.reshape(values, [ROWS * INNER, OUTER])
-        values = tl.dot(values, sign(o[:, None], o[None, :]), input_precision="tf32x3")
+        outer = sign(o[:, None], o[None, :])
+        if x.dtype.element_ty == tl.float32:
+            values = tl.dot(values, outer, input_precision=PRECISION)
+        else:
+            # In two halves, so that nothing that 16 bits can show is lost; the sums may be too large for fp16.
+            high = values.to(tl.bfloat16)
+            low = (values - high.to(tl.float32)).to(tl.bfloat16)
+            values = tl.dot(low, outer.to(tl.bfloat16), tl.dot(high, outer.to(tl.bfloat16)))
         values = tl.trans(tl.reshape(values, [ROWS, INNER, OUTER]), 0, 2, 1)
     values = tl.reshape(values, [ROWS * OUTER * INNER]) * scale
     tl.store(out + element, values.to(out.dtype.element_ty), element < total)
@@ -59,7 +66,8 @@ def _forward(x):
     outer, inner = factors(n)
     rows = max(1, ELEMENTS // (outer * inner))
     hadamard_transform_fwd_kernel[(cdiv(total, rows * outer * inner),)](
-        x, out, total, n**-0.5, N=n, OUTER=outer, INNER=inner, ROWS=rows, PRECISION="ieee", num_warps=4,
+        x, out, total, n**-0.5, N=n, OUTER=outer, INNER=inner, ROWS=rows, PRECISION="tf32x3" if n > 1024 else "ieee",
+        num_warps=8 if outer * inner > ELEMENTS else 4,
     )  # fmt: skip
     return out
 

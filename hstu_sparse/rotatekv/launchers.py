@@ -32,12 +32,13 @@ def code_offset(bits: int, dtype: torch.dtype, sparse: bool = False) -> int:
     return 4 + 4 * 2 if bits == 3 else 2**bits
 
 
-def tile_tokens(layout: Layout) -> int:
-    """Tokens of a tile: fewer with many channels, which a program holds all at once."""
-    return max(16, min(TILE, TILE * 256 // layout.keys.channels))
+def tile_tokens(layout: Layout, dtype: torch.dtype) -> int:
+    """Tokens of a tile: fewer with many channels, or long ones, which a program holds all at once."""
+    most = TILE // 2 if dtype == torch.float32 else TILE
+    return max(16, min(most, TILE * 256 // layout.keys.channels))
 
 
-def sizes(layout: Layout, order: Tensor | None) -> dict:
+def sizes(layout: Layout, order: Tensor | None, dtype: torch.dtype) -> dict:
     """The constants that all kernels on a cache have in common."""
     keys, values = layout.keys, layout.values
     return dict(
@@ -45,7 +46,7 @@ def sizes(layout: Layout, order: Tensor | None) -> dict:
         BITS=layout.options.bits, K_BLOCK=keys.block, K_BLOCKS=keys.blocks, K_WORDS=keys.words, K_GROUPS=keys.groups,
         KEPT=layout.kept, KEPT_WORDS=layout.shapes(0)["k_codes"][-1] if layout.sparse else 0, V_BLOCK=values.block,
         V_BLOCKS=values.blocks, V_WORDS=values.words, V_GROUPS=values.groups, SPARSE=layout.sparse,
-        HAS_ORDER=order is not None, R=tile_tokens(layout),
+        HAS_ORDER=order is not None, R=tile_tokens(layout, dtype),
     )  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def compress(cache: RotateKVCache, k: Tensor, v: Tensor, new_offsets: Tensor, ol
     """Packs new tokens into a cache that has grown for them (`RotateKVCache.grow`)."""
     layout = cache.layout
     k, v = rows(k), rows(v)
-    constants = sizes(layout, cache.channel_order)
+    constants = sizes(layout, cache.channel_order, cache.dtype)
     slots = k.shape[0] // constants["R"] + cache.num_sequences
     if k.shape[0] == 0:
         return
@@ -103,7 +104,7 @@ def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group,
     check_kernel("rotatekv_round_trip", k, {"D": layout.head_size, "V": layout.value_size})
     found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
     k, v = rows(k), rows(v)
-    constants = sizes(layout, channel_order)
+    constants = sizes(layout, channel_order, k.dtype)
     for name in ("PAGE", "K_WORDS", "V_WORDS", "KEPT_WORDS"):
         constants.pop(name)
     batch = seq_offsets.shape[0] - 1
@@ -137,7 +138,7 @@ def decompress(cache: RotateKVCache, tokens: int) -> tuple[Tensor, Tensor]:
     check_kernel("rotatekv_decompress", k, {"V": layout.value_size})
     if tokens == 0:
         return k, v
-    constants = sizes(layout, cache.channel_order)
+    constants = sizes(layout, cache.channel_order, cache.dtype)
     packed, sinks = cache.packed, layout.options.sink_tokens
     out = min(4, layout.keys.blocks)
     grid = (tokens // constants["R"] + cache.num_sequences, layout.head_groups, layout.keys.blocks // out)
@@ -198,12 +199,12 @@ def attention(
         # The sizes of packed keys go unused; no head is too odd for them.
         value_size = source.v.shape[2]
         layout = Layout(RotateKVOptions(head_group=1), heads, 64, value_size)
-        constants = sizes(layout, None) | dict(D=head_size)
+        constants = sizes(layout, None, q.dtype) | dict(D=head_size)
         plain_k, plain_v = rows(source.k), rows(source.v)
         sinks = 0
     else:
         layout, value_size = cache.layout, cache.layout.value_size
-        constants = sizes(layout, cache.channel_order)
+        constants = sizes(layout, cache.channel_order, cache.dtype)
         sinks = layout.options.sink_tokens
         plain_k, plain_v = cache.sink_k.flatten(0, 1), cache.sink_v.flatten(0, 1)
     check_kernel("rotatekv_attention", q, {"D": head_size, "V": value_size})
@@ -217,8 +218,8 @@ def attention(
     group = layout.options.head_group
     many = queries >= MANY_QUERIES * sequences
     keys_back = rope_base is not None or (many if rotate is None else rotate == "keys")
-    # Keys that are turned back take many registers: a program does one head's.
-    of_program = 1 if many or keys_back else group
+    # Keys that are turned back take many registers: with more channels than these a program does one head's.
+    of_program = 1 if many or (keys_back and group * head_size > 256) else group
     block_q = 64 if many else 16 // of_program
     whole_heads = value_size % constants["V_BLOCK"] == 0 and of_program == 1
     values_out = value_size // constants["V_BLOCK"] if whole_heads else constants["V_BLOCKS"]
@@ -238,6 +239,7 @@ def attention(
             rope_table(rope_base, head_size // 2, sinks, TILE, count, q.device),
         )
     packed = {} if cache is None else cache.packed
+    bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
     timed = bias.time is not None
     part, part_lse = out, lse
     if splits > 1:

@@ -1,0 +1,171 @@
+"""Flash attention over jagged sequences against SDPA (FlashAttention, cuDNN) of the same shape.
+
+    python benchmarks/run.py --op flash                 131,072 tokens, 16 heads of 128, bf16, causal
+    python benchmarks/run.py --op flash --sweep         single kernels with several tile sizes, for launch.py
+    python benchmarks/run.py --op flash --sasrec        ml-1m-sasrec's batches in fp32, against padding them
+
+T tokens, H heads, D head size.
+"""
+
+import functools
+
+import torch
+from run import Case
+
+from hstu_sparse import flash_attention
+from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
+from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets
+
+LENGTHS = [4096, 16384]
+# BLOCK_M, BLOCK_N, num_warps, num_stages, and: maxnreg of fwd, WGMMA of dq, TMA of dkv.
+SWEEP = {
+    "fwd": [
+        (128, 128, 8, 2, None),
+        (128, 64, 8, 2, None),
+        (128, 64, 8, 3, None),
+        (128, 32, 8, 3, 128),
+        (64, 64, 4, 2, None),
+        (64, 128, 4, 2, None),
+        (64, 64, 4, 2, 168),
+        (64, 32, 4, 3, 168),
+    ],
+    "dq": [(64, 32, 4, 3, True), (64, 64, 4, 2, False), (64, 64, 4, 2, True), (128, 32, 8, 3, True)],
+    "dkv": [
+        (64, 64, 4, 2, True),
+        (32, 64, 4, 2, True),
+        (32, 64, 4, 3, True),
+        (64, 128, 8, 2, True),
+        (32, 128, 8, 2, True),
+    ],
+}
+LAST = {"fwd": "maxnreg", "dq": "WGMMA", "dkv": "TMA"}
+
+
+def add_arguments(parser):
+    parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--sweep", action="store_true", help="time single kernels with several tile sizes")
+    parser.add_argument("--sasrec", action="store_true", help="short sequences of many lengths, fp32")
+
+
+def flops(tokens, length, heads, size):
+    """Two products forward, five backward (seven done, since dq has a kernel of its own), over the causal half."""
+    one = 2 * tokens * (length / 2) * heads * size
+    return {"fwd": 2 * one, "bwd": 5 * one}
+
+
+def inputs(lengths, heads, size, dtype):
+    return [
+        make_jagged(lengths, (heads, size), dtype=dtype, device="cuda", seed=seed).requires_grad_() for seed in range(3)
+    ]
+
+
+def check(heads, size, dtype):
+    """Output and gradients against the reference, on a batch that the reference has memory for."""
+    lengths = [1024, 700, 1]
+    x = dict(zip("qkv", (t.detach() for t in inputs(lengths, heads, size, dtype))))
+    grad = torch.randn(x["v"].shape, device="cuda")
+    attend = functools.partial(flash_attention, seq_offsets=make_offsets(lengths, device="cuda"), causal=True)
+    reference = functools.partial(attend, backend="reference")
+    wide = {name: t.double() for name, t in x.items()}
+    actual, lossy, exact = (
+        gradients(attend, x, grad),
+        gradients(reference, x, grad),
+        gradients(reference, wide, grad),
+    )
+    for name in actual:
+        assert_within_budget(name, actual[name], lossy[name], exact[name], factor=4.0)
+
+
+def parts(function, leaves):
+    """Forward alone, and backward alone of a graph that is kept."""
+    out = function()
+    grad = torch.randn_like(out)
+    return {"fwd": function, "bwd": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)}
+
+
+def ours(lengths, heads, size, dtype):
+    leaves, offsets = inputs(lengths, heads, size, dtype), make_offsets(lengths, device="cuda")
+    return parts(lambda: flash_attention(*leaves, offsets, causal=True), leaves)
+
+
+def sdpa(tokens, length, heads, size, dtype, backend):
+    from torch.nn.attention import sdpa_kernel
+
+    shape = (tokens // length, heads, length, size)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+
+    def call():
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return parts(call, [q, k, v])
+
+
+def padded(lengths, longest, heads, size, dtype):
+    """What the softmax kind did on a GPU: pad, SDPA, cut."""
+    leaves, offsets = inputs(lengths, heads, size, dtype), make_offsets(lengths, device="cuda")
+
+    def call():
+        q, k, v = (
+            jagged_to_padded(x.flatten(1), offsets, longest).unflatten(-1, x.shape[1:]).transpose(1, 2) for x in leaves
+        )
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return padded_to_jagged(out.transpose(1, 2).flatten(2), offsets, sum(lengths)).unflatten(-1, (heads, size))
+
+    return parts(call, leaves)
+
+
+def kernel(part, config, tokens, length, heads, size, dtype):
+    """{part: one kernel with these tile sizes}."""
+    from hstu_sparse.ring.flash.launch import Launch
+    from hstu_sparse.ring.flash.problem import Layout, Options
+
+    m, n, warps, stages, last = config
+    config = dict(BLOCK_M=m, BLOCK_N=n, num_warps=warps, num_stages=stages)
+    config |= {} if last is None else {LAST[part]: last}
+    q, k, v = (x.detach() for x in inputs([length] * (tokens // length), heads, size, dtype))
+    offsets = make_offsets([length] * (tokens // length), device="cuda")
+    launch = Launch(q, k, v, Layout(offsets, offsets), Options(size**-0.5, -1, 0))
+    out, lse = torch.empty_like(q), torch.empty(heads, tokens, device="cuda")
+    launch.forward(out, lse, add=False)
+    grad, dq, dk, dv = torch.randn_like(q), torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
+    rows = launch.rows(out, grad, lse)
+    return {
+        part: {
+            "fwd": lambda: launch.forward(out, lse, add=False, config=config),
+            "dq": lambda: launch.dq(grad, rows, dq, add=False, config=config),
+            "dkv": lambda: launch.dkv(grad, rows, dk, dv, config=config),
+        }[part]
+    }
+
+
+def cases(arguments):
+    from torch.nn.attention import SDPBackend
+
+    dtype = getattr(torch, arguments.dtype)
+    heads, size, tokens = arguments.heads, arguments.head_size, arguments.tokens
+    if arguments.sasrec:
+        lengths = torch.randint(20, 201, (128,), generator=torch.Generator().manual_seed(1)).clamp(max=200).tolist()
+        lengths = [200 if n > 150 else n for n in lengths]
+        shape = dict(tokens=sum(lengths), length=200, heads=1, head_size=50, dtype="float32")
+        yield Case("ours", shape, lambda: ours(lengths, 1, 50, torch.float32), lambda: check(1, 50, torch.float32))
+        yield Case("padded sdpa", shape, lambda: padded(lengths, 200, 1, 50, torch.float32))
+        return
+    for length in arguments.lengths or LENGTHS:
+        described = dict(tokens=tokens, length=length, heads=heads, head_size=size, dtype=arguments.dtype)
+        all_flops = flops(tokens, length, heads, size)
+        if arguments.sweep:
+            done = {"fwd": all_flops["fwd"], "dq": all_flops["fwd"] * 1.5, "dkv": all_flops["fwd"] * 2}
+            for part, configs in SWEEP.items():
+                for config in configs:
+                    make = functools.partial(kernel, part, config, tokens, length, heads, size, dtype)
+                    yield Case(f"{part} {config}", described, make, flops=done)
+            continue
+        make = functools.partial(Case, shape=described, flops=all_flops)
+        lengths = [length] * (tokens // length)
+        yield make("ours", setup=lambda n=lengths: ours(n, heads, size, dtype), check=lambda: check(heads, size, dtype))
+        for name, backend in (("sdpa-flash", SDPBackend.FLASH_ATTENTION), ("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION)):
+            yield make(name, setup=lambda n=length, b=backend: sdpa(tokens, n, heads, size, dtype, b))

@@ -1,0 +1,105 @@
+"""What a packed cache costs in quality: runs of benchmarks/quality.py, ranked again with their keys and values in one.
+
+    python benchmarks/quality.py PLAN.yaml --out quality/                   trains the runs (dense, rotatekv, ...)
+    python benchmarks/kv_cache.py quality/ --names dense,rotatekv --bits 2,4 --sinks 0,4
+    python benchmarks/quality.py --report quality/ --baseline dense         everything side by side, user by user
+
+For every run OUT/runs/NAME-SEED the ranks of its users' targets go to OUT/ranks/NAME+2bit+4sinks-SEED.npy, and a line
+with the cache's size to OUT/kv_cache.jsonl. With --plot the mean NDCG@10 is drawn over the bytes of a user.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def rank(folder: Path, out: Path, split: str, options: dict) -> None:
+    import eval as evaluation
+    from models.metrics import ranking_metrics
+    from models.retrieval import model_scorer, rank_targets
+    from models.serving import serve_from_cache
+
+    name, _, seed = folder.name.rpartition("-")
+    sinks = options["sink_tokens"]
+    name += f"+{options['bits']}bit" + (f"+{sinks}sinks" if sinks else "")
+    target = out / "ranks" / f"{name}-{seed}.npy"
+    if target.exists():
+        return
+    config, data, model, _ = evaluation.open_run(folder, [])
+    size = serve_from_cache(model, **options)
+    score = model_scorer(model, config.train.autocast == "bf16")
+    (ranks,) = rank_targets(score, data.eval_batches(split).epoch(0), filters=[config.eval.filter_seen])
+    np.save(target, ranks)
+    line = {"name": name, "seed": int(seed), **size.report(), **ranking_metrics(ranks)}
+    with (out / "kv_cache.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    print(json.dumps(line), flush=True)
+
+
+def table(out: Path) -> list[tuple[str, float, float]]:
+    """(setting, bytes of a user, mean NDCG@10 over seeds), with the full models in bf16 first."""
+    lines = [json.loads(line) for line in (out / "kv_cache.jsonl").read_text(encoding="utf-8").splitlines()]
+    found: dict[str, list[dict]] = {}
+    for line in lines:
+        found.setdefault(line["name"], []).append(line)
+    rows = []
+    for path in sorted({out / "ranks" / f"{name.partition('+')[0]}" for name in found}):
+        gains = [np.load(x, allow_pickle=False) for x in sorted(path.parent.glob(f"{path.name}-*.npy"))]
+        if gains:
+            mean = float(np.mean([np.where(x <= 10, 1 / np.log2(x + 1.0), 0.0).mean() for x in gains]))
+            whole = next(x[0]["bytes_per_user_bf16"] for name, x in found.items() if name.startswith(f"{path.name}+"))
+            rows.append((path.name, whole, mean))
+    for name, own in found.items():
+        rows.append((name, own[0]["bytes_per_user"], float(np.mean([line["NDCG@10"] for line in own]))))
+    return rows
+
+
+def plot(rows: list[tuple[str, float, float]], target: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    for name, size, value in rows:
+        axis.scatter(size / 1024, value)
+        axis.annotate(name, (size / 1024, value), textcoords="offset points", xytext=(4, 4), fontsize=8)
+    axis.set(xscale="log", xlabel="cache of a user, KiB", ylabel="NDCG@10, mean over seeds")
+    axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(target, dpi=120)
+
+
+def main() -> None:
+    def numbers(text: str) -> list[int]:
+        return [int(x) for x in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="the folder of benchmarks/quality.py")
+    parser.add_argument("--names", default="dense", help="which of its settings, by comma")
+    parser.add_argument("--bits", type=numbers, default=[2, 3, 4, 8])
+    parser.add_argument("--sinks", type=numbers, default=[0, 4])
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--plot", type=Path, help="a PNG of what is there; ranks nothing")
+    arguments = parser.parse_args()
+    if not arguments.plot:
+        for name in arguments.names.split(","):
+            for folder in sorted((arguments.out / "runs").glob(f"{name}-[0-9]*")):
+                for bits in arguments.bits:
+                    for sinks in arguments.sinks:
+                        rank(folder, arguments.out, arguments.split, {"bits": bits, "sink_tokens": sinks})
+    rows = table(arguments.out)
+    print("\n".join(["| setting | bytes of a user | NDCG@10 |", "| --- | ---: | ---: |"]
+                    + [f"| {name} | {size:,.0f} | {value:.4f} |" for name, size, value in rows]))  # fmt: skip
+    if arguments.plot:
+        plot(rows, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

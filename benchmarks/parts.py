@@ -1,0 +1,283 @@
+"""A training step by part: embedding, projections, attention, loss, optimizer. Run by `benchmarks/train.py --parts`.
+
+Sequences of one length N, random items; 4 layers, E 256, 4 heads of 64, bf16 autocast, as many tokens a step whatever
+N. The step is timed as training runs it (CUDA graphs and all). Its parts come from the profile of a step outside of
+graphs: every kernel belongs to the part whose forward or backward pass launched it; what belongs to none, `other`, is
+sums of gradients mostly. Idle time of the GPU is what the parts lack to the step's time.
+
+The bound: products at 790 TFLOP/s. Forward and backward of a projection are three, of causal attention seven (of pairs
+that the kind computes), of the loss five. Letters: T tokens, N sequence length, E embedding size, I items, K negatives.
+"""
+
+import argparse
+import collections
+import json
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import train
+from data.batches import Batch
+from models.config import RunConfig
+from models.hstu import SequenceModel
+from models.report import environment
+from models.run import set_matmul_precision
+
+ROOT = Path(__file__).resolve().parents[1]
+LENGTHS = [200, 2048, 8192, 32768]
+# Attention kinds by the name that a record has; --kinds chooses, --attention adds one.
+KINDS = {
+    "dense": {"kind": "dense", "position_bias": False, "time_bias": False},
+    "dense both biases": {"kind": "dense"},
+    "bsa 64": {"kind": "bsa", "block_size": 64, "block_counts": 16, "selection_group": 64},
+    "bsa 64 both biases": {
+        "kind": "bsa", "block_size": 64, "block_counts": 16, "selection_group": 64, "position_bias": True,
+        "time_bias": True,
+    },
+    "bsa 2": {"kind": "bsa", "block_size": 64, "block_counts": 16, "selection_group": 2},
+    "softmax": {"kind": "softmax"},
+    "htree": {"kind": "htree"},
+    "indexer": {"kind": "indexer"},
+    "rotatekv": {"kind": "rotatekv"},
+}  # fmt: skip
+PARTS = ("embedding", "projections", "attention", "loss", "optimizer", "other")
+PEAK = 790e12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lengths", type=lambda x: [int(n) for n in x.split(",")], default=LENGTHS)
+    parser.add_argument("--kinds", type=lambda x: x.split(","), default=list(KINDS), help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--attention", type=json.loads, help='another kind as JSON, like {"kind": "bsa"}')
+    parser.add_argument("--tokens", type=int, default=65_536, help="of a step")
+    parser.add_argument("--items", type=int, default=10_000)
+    parser.add_argument("--size", type=int, default=256, help="E")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--loss", type=json.loads, default={"kind": "in_batch"}, help="as in YAML, as JSON")
+    parser.add_argument("--train", type=json.loads, default={}, help="overrides of train, as JSON")
+    parser.add_argument("--model", type=json.loads, default={}, help="overrides of model, as JSON")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="append the JSON lines here too")
+    parser.add_argument("--plot", type=Path, help="draw this file's lines as stacked bars into --out, measure nothing")
+
+
+def configuration(options, length: int, attention: dict) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "parts",
+            "data": {"format": "synthetic", "protocol": "published"},
+            "model": {
+                "block": "hstu", "max_seq_len": length, "embedding_dim": options.size, "num_layers": options.layers,
+                "num_heads": options.heads, "dropout": 0.2, "attention": attention, **options.model,
+            },
+            "loss": options.loss,
+            "train": {
+                "epochs": 1, "batch_size": max(1, options.tokens // length), "autocast": "bf16", **options.train
+            },
+        }
+    )  # fmt: skip
+
+
+def random_batch(config: RunConfig, items: int, device: torch.device) -> Batch:
+    """Sequences of max_seq_len events, an hour apart on average."""
+    length, sequences = config.model.max_seq_len, config.train.batch_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = length * sequences
+    times = 1_500_000_000 + torch.randint(7200, (sequences, length + 1), generator=generator).cumsum(1)
+    return Batch(
+        item_ids=torch.randint(items, (tokens,), generator=generator),
+        timestamps=times[:, :-1].flatten(),
+        target_ids=torch.randint(items, (tokens,), generator=generator),
+        query_timestamps=times[:, 1:].flatten(),
+        seq_offsets=torch.arange(sequences + 1) * length,
+        users=torch.arange(sequences),
+    ).to(device)
+
+
+def marked(function, part: str):
+    def run(*given, **named):
+        with record_function(f"part:{part}"):
+            return function(*given, **named)
+
+    return run
+
+
+def part_times(step, batch: Batch, device: torch.device) -> dict[str, float]:
+    """Milliseconds of each part in one step; on a CPU of the operators themselves."""
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+    with profile(activities=activities) as found:
+        step(batch)
+        if cuda:
+            torch.cuda.synchronize()
+    events = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CPU]
+
+    def ancestor(event, prefix: str):
+        while event is not None and not event.name.startswith(prefix):
+            event = event.cpu_parent
+        return event
+
+    backward = "autograd::engine::evaluate_function"
+    by_number = {}
+    for event in events:
+        mark = ancestor(event, "part:")
+        if mark and event.sequence_nr >= 0 and not ancestor(event, backward):
+            by_number.setdefault(event.sequence_nr, mark.name)
+    times = dict.fromkeys(PARTS, 0.0)
+    for event in events:
+        spent = sum(kernel.duration for kernel in event.kernels) if cuda else event.self_cpu_time_total
+        if not spent:
+            continue
+        mark, node = ancestor(event, "part:"), ancestor(event, backward)
+        name = mark.name if mark else by_number.get(node.sequence_nr, "part:other") if node else "part:other"
+        times[name.removeprefix("part:")] += spent / 1e3
+    return times
+
+
+def bound(config: RunConfig, tokens: int, items: int) -> float | None:
+    """Milliseconds that a step's products take at PEAK; None for kinds whose pairs are not counted here."""
+    m, loss, attention = config.model, config.loss, config.model.attention[0]
+    width, heads = m.embedding_dim, m.num_heads
+    inner = heads * (m.attention_dim or width // heads)
+    pairs = {
+        "dense": m.max_seq_len / 2,
+        "softmax": m.max_seq_len / 2,
+        "bsa": min(
+            m.max_seq_len / 2,
+            getattr(attention, "block_size", 1) * getattr(attention, "block_counts", 0)
+            + m.max_seq_len / 2 / getattr(attention, "block_size", 1),
+        ),
+    }.get(attention.kind)
+    if pairs is None:
+        return None
+    competing = items if loss.kind == "cross_entropy" else loss.num_negatives
+    products = m.num_layers * (3 * 5 * width * inner + 7 * pairs * inner) + 5 * competing * width
+    return 2 * tokens * products / PEAK * 1e3
+
+
+def predicted_memory(config: RunConfig, tokens: int, items: int) -> int:
+    """Bytes at the peak of a step where the catalogue is what counts.
+
+    Five tables: the weights, the optimiser's two, and two gradients, the loss's and the inputs', before they are added.
+    Four bytes an item for its norm. Of activations some 32 bytes for a token, a layer and a channel.
+    """
+    m = config.model
+    table = items * m.embedding_dim * (2 if m.table_dtype == "bfloat16" else 4)
+    if m.table_dtype == "float32" and config.train.autocast == "bf16":
+        table = table * 6 // 5  # the loss's copy in bf16, and that one's gradient
+    return 5 * table + 4 * items + 32 * tokens * m.num_layers * m.embedding_dim
+
+
+def measure(options, name: str, attention: dict, length: int, device: torch.device) -> dict:
+    config = configuration(options, length, attention)
+    torch.manual_seed(0)
+    set_matmul_precision(config.train.matmul_precision)
+    model = SequenceModel(config.model, options.items).to(device).train()
+    batch = random_batch(config, options.items, device)
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    _, step = train.build_step(config, model, device)
+    for _ in range(3):  # compiles, captures
+        step(batch)
+    times = [timed(step, batch, cuda) for _ in range(options.steps)]
+    peak = torch.cuda.max_memory_allocated() if cuda else None
+
+    model.embedding.forward = marked(model.embedding.forward, "embedding")
+    for layer in model.layers:
+        layer.attention.forward = marked(layer.attention.forward, "attention")
+        layer.forward = marked(layer.forward, "projections")
+    whole = train.head_loss
+    train.head_loss = marked(whole, "loss")
+    try:
+        eager = config.model_copy(update={"train": config.train.model_copy(update={"cuda_graphs": False})})
+        optimizer, step = train.build_step(eager, model, device)
+        optimizer.step = marked(optimizer.step, "optimizer")
+        step(batch)
+        parts = part_times(step, batch, device)
+    finally:
+        train.head_loss = whole
+    ms = statistics.median(times)
+    least = bound(config, batch.num_tokens, options.items)
+    return {
+        "ms": ms,
+        "tokens_per_second": batch.num_tokens / ms * 1e3,
+        "peak_memory_bytes": peak,
+        "predicted_memory_bytes": predicted_memory(config, batch.num_tokens, options.items),
+        "parts_ms": parts,
+        "bound_ms": least,
+        "fraction_of_bound": least and least / ms,
+    }
+
+
+def timed(step, batch: Batch, cuda: bool) -> float:
+    """Milliseconds of one step."""
+    if not cuda:
+        started = time.perf_counter()
+        step(batch)
+        return (time.perf_counter() - started) * 1e3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step(batch)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def plot(source: Path, target: Path) -> None:
+    """A group of stacked bars for each N, one bar a kind; the line above is the step's time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    records = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+    records = [record for record in records if "ms" in record]
+    if not records:
+        raise SystemExit(f"{source}: no timings in it")
+    groups = collections.defaultdict(list)
+    for record in records:
+        groups[record["length"]].append(record)
+    figure, axes = plt.subplots(1, len(groups), figsize=(4 * len(groups), 4.5), squeeze=False, layout="constrained")
+    for axis, (length, group) in zip(axes[0], sorted(groups.items())):
+        names, below = [record["attention"] for record in group], [0.0] * len(group)
+        for part in PARTS:
+            heights = [record["parts_ms"][part] for record in group]
+            axis.bar(names, heights, bottom=below, label=part)
+            below = [a + b for a, b in zip(below, heights)]
+        axis.scatter(names, [record["ms"] for record in group], marker="_", s=300, color="black", label="step")
+        axis.set(title=f"N = {length:,}", ylabel="ms")
+        axis.tick_params(axis="x", rotation=60)
+        axis.grid(alpha=0.3, axis="y")
+    axes[0][0].legend(fontsize=8)
+    first = records[0]
+    figure.suptitle(f"A step of {first['tokens']:,} tokens, {first['environment']['device']}", fontsize=10)
+    figure.savefig(target, dpi=120)
+
+
+def main(options) -> None:
+    if options.plot:
+        plot(options.plot, options.out or options.plot.with_suffix(".png"))
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    kinds = {"given": options.attention} if options.attention else {name: KINDS[name] for name in options.kinds}
+    for length in options.lengths:
+        for name, attention in kinds.items():
+            record = {"attention": name, "length": length, "tokens": options.tokens, "items": options.items,
+                      "loss": options.loss, "train": options.train, "commit": commit.stdout.strip() or "unknown",
+                      "environment": environment(device)}  # fmt: skip
+            try:
+                record |= measure(options, name, attention, length, device)
+            except Exception as error:  # a kind may not take such sizes, or not be here: say so and go on
+                record["error"] = f"{type(error).__name__}: {error}"[:300]
+            line = json.dumps(record)
+            print(line, flush=True)
+            if options.out:
+                with options.out.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")

@@ -1,0 +1,153 @@
+"""RotateKV: attention on the packed cache against SDPA on a bf16 cache, against two stages, and compression.
+
+    python benchmarks/run.py --op rotatekv --out rotatekv.jsonl       the cases of 64 users with 8,192 events
+    python benchmarks/run.py --op rotatekv --queries 1 --only fused,sdpa-flash,sdpa-cudnn
+
+8 heads of 128, bf16. Every record of attention says in `gb` what its cache takes, and compression's `gb_s` counts the
+bytes that it reads. `copy` copies those bytes, for the bandwidth that there is.
+"""
+
+import functools
+
+import torch
+from run import Case
+
+PARTS = ("fused", "fused rope", "two stages", "two stages rope", "queries rotated", "keys rotated")
+SDPA = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION", "sdpa-efficient": "EFFICIENT_ATTENTION"}
+BASE = 10000.0
+
+
+def add_arguments(parser):
+    parser.add_argument("--users", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--queries", type=lambda x: [int(n) for n in x.split(",")], default=[1, 16, 128])
+    parser.add_argument("--bits", type=lambda x: [int(n) for n in x.split(",")], default=[2])
+    parser.add_argument("--sparsity", type=lambda x: [float(n) for n in x.split(",")], default=[0.0])
+
+
+def draw(users, length, heads, size, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(users * length, heads, size, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+
+def inputs(users, length, heads, size, queries):
+    from hstu_sparse.testing import make_offsets
+
+    k, v = (draw(users, length, heads, size, seed) for seed in range(2))
+    q = draw(users, queries, heads, size, 2)
+    return q, make_offsets([queries] * users, device="cuda"), k, v, make_offsets([length] * users, device="cuda")
+
+
+def attend(name, q, q_offsets, cache, length):
+    """One call of the named way; softmax, as SDPA has it."""
+    from hstu_sparse import mustafar_attention_with_rope, mustafar_decompress_with_hadamard_inverse, rotatekv_attention
+    from hstu_sparse.relative_bias import RelativeBias
+    from hstu_sparse.rotatekv import launchers
+
+    given = dict(activation="softmax", rope_base=BASE if "rope" in name else None)
+    if name.startswith("fused"):
+        return rotatekv_attention(q, q_offsets, cache, length, **given)
+    if name.startswith("two stages"):
+        found = mustafar_decompress_with_hadamard_inverse(cache)
+        return mustafar_attention_with_rope(q, q_offsets, *found, cache.seq_offsets, length, **given)
+    return launchers.attention(
+        q, q_offsets, cache, length, softmax=True, alpha=q.shape[2] ** -0.5, bias=RelativeBias(), rope_base=None,
+        return_lse=False, rotate=name.split()[0],
+    )[0]  # fmt: skip
+
+
+@functools.cache
+def check(name, heads, size, queries, bits, sparsity):
+    """Against the fp64 reference on the same cache, for 2 users with fewer events."""
+    from hstu_sparse import rotatekv_compress
+    from hstu_sparse.relative_bias import RelativeBias
+    from hstu_sparse.rotatekv import reference
+    from hstu_sparse.testing import assert_within_budget
+
+    q, q_offsets, k, v, offsets = inputs(2, 1000, heads, size, queries)
+    cache = rotatekv_compress(k, v, offsets, bits=bits, sparsity=sparsity)
+    call = dict(activation="softmax", alpha=size**-0.5, bias=RelativeBias(), rope_base=BASE if "rope" in name else None)
+    low, high = (
+        reference.attention_reference(
+            q.to(dtype), q_offsets, *reference.decompress_reference(cache, dtype), offsets, 1000, **call
+        )[0]
+        for dtype in (q.dtype, torch.float64)
+    )
+    assert_within_budget(name, attend(name, q, q_offsets, cache, 1000), low, high, factor=4.0)
+
+
+def run_packed(name, users, length, heads, size, queries, bits, sparsity):
+    from hstu_sparse import rotatekv_compress
+
+    q, q_offsets, k, v, offsets = inputs(users, length, heads, size, queries)
+    cache = rotatekv_compress(k, v, offsets, bits=bits, sparsity=sparsity)
+    del k, v
+    return {"fwd": lambda: attend(name, q, q_offsets, cache, length)}
+
+
+def run_sdpa(backend, users, length, heads, size, queries):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, _, k, v, _ = inputs(users, length, heads, size, queries)
+    q, k, v = (x.view(users, -1, heads, size).transpose(1, 2).contiguous() for x in (q, k, v))
+
+    def call():
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    return {"fwd": call}
+
+
+def run_compress(users, length, heads, size, bits, sparsity):
+    """The kernel alone, into a cache that has room: `append` after the page table is made."""
+    from hstu_sparse.rotatekv import launchers
+    from hstu_sparse.rotatekv.cache import RotateKVCache
+    from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
+
+    _, _, k, v, offsets = inputs(users, length, heads, size, 1)
+    layout = Layout(RotateKVOptions(bits=bits, sparsity=sparsity), heads, size, size)
+    cache = RotateKVCache.empty(layout, users, k.dtype, k.device, None)
+    before = cache.seq_offsets
+    cache.grow(offsets.diff())
+    return {"compress": lambda: launchers.compress(cache, k, v, offsets, before)}
+
+
+def run_copy(users, length, heads, size):
+    _, _, k, v, _ = inputs(users, length, heads, size, 1)
+    k2, v2 = torch.empty_like(k), torch.empty_like(v)
+    return {"compress": lambda: (k2.copy_(k), v2.copy_(v))}
+
+
+def run_decompress(users, length, heads, size, bits, sparsity):
+    from hstu_sparse import rotatekv_compress, rotatekv_decompress
+
+    _, _, k, v, offsets = inputs(users, length, heads, size, 1)
+    cache = rotatekv_compress(k, v, offsets, bits=bits, sparsity=sparsity)
+    return {"decompress": lambda: rotatekv_decompress(cache)}
+
+
+def cases(arguments):
+    users, heads, size = arguments.users, arguments.heads, arguments.head_size
+    for length in arguments.lengths or [8192]:
+        shape = dict(users=users, length=length, heads=heads, head_size=size)
+        whole = users * length * heads * size * 4 / 1e9
+        for bits in arguments.bits:
+            for sparsity in arguments.sparsity:
+                more = dict(bits=bits, sparsity=sparsity)
+                sizes = (users, length, heads, size, bits, sparsity)
+                yield Case("compress", shape | more | {"gb": whole}, functools.partial(run_compress, *sizes))
+                yield Case("decompress", shape | more, functools.partial(run_decompress, *sizes))
+                for queries in arguments.queries:
+                    for name in PARTS:
+                        yield Case(
+                            name,
+                            shape | more | {"queries": queries},
+                            functools.partial(run_packed, name, users, length, heads, size, queries, bits, sparsity),
+                            functools.partial(check, name, heads, size, queries, bits, sparsity),
+                        )
+        yield Case("copy", shape | {"gb": whole}, functools.partial(run_copy, users, length, heads, size))
+        for queries in arguments.queries:
+            for name, backend in SDPA.items():
+                described = shape | {"queries": queries, "gb": whole}
+                yield Case(name, described, functools.partial(run_sdpa, backend, users, length, heads, size, queries))

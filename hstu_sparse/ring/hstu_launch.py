@@ -1,0 +1,84 @@
+"""Launches the kernels of `ring_hstu_attention`, for one block of keys at a time.
+
+Letters: T, S tokens of queries and of keys, H heads, D query/key and V value head size, N max_seq_len.
+"""
+
+import functools
+
+import torch
+
+from hstu_sparse.launch import aligned, padded_head, precision
+from hstu_sparse.relative_bias import RelativeBias, bucket_edges
+from hstu_sparse.ring.hstu_kernels import ring_hstu_bwd_dkv_kernel, ring_hstu_bwd_dq_kernel, ring_hstu_fwd_kernel
+
+
+def tile_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, backward: bool) -> dict:
+    """Tile sizes, warps and pipeline stages: small enough for every head size and architecture. A bias takes many
+    registers."""
+    widest = max(pad_d, pad_v)
+    if dtype == torch.float32:
+        return dict(BLOCK_M=16 if backward else 32, BLOCK_N=32, num_warps=4, num_stages=1)
+    if widest > 128:
+        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)
+    warps = 8 if biased and widest > 64 else 4
+    return dict(BLOCK_M=32 if backward else 64, BLOCK_N=64, num_warps=warps, num_stages=1)
+
+
+@functools.lru_cache(maxsize=16)
+def _edges(num_buckets: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(bucket_edges(num_buckets) or [float("inf")], dtype=torch.float32, device=device)
+
+
+def _launch(
+    kernel, grid_tokens, block, tensors, extra, q_offsets, k_offsets, q_positions, k_positions, max_seq_len, alpha,
+    window_size, bias: RelativeBias, sizes: dict, config,
+):  # fmt: skip
+    """kernel[...](*tensors, *extra, strides of the tensors, ...); the first tensors are q, k, v, aligned."""
+    q, _, v = tensors[:3]
+    buckets = 0 if bias.time is None else bias.time.shape[0] - 1
+    num_seqs = q_offsets.shape[0] - 1
+    strides = [stride for x in tensors for stride in x.stride()[:2]]
+    kernel[((grid_tokens // config[block] + num_seqs) * q.shape[1],)](
+        *tensors, *extra, *strides, *(x.contiguous() for x in (q_offsets, k_offsets, q_positions, k_positions)),
+        *(None if x is None else x.contiguous() for x in (bias.query_timestamps, bias.timestamps, *bias[:2])),
+        None if bias.time is None else _edges(buckets, q.device), num_seqs, alpha, 1.0 / max_seq_len, window_size,
+        H=q.shape[1], D=q.shape[2], V=v.shape[2], N=max_seq_len, BUCKETS=buckets, HAS_WINDOW=window_size > 0,
+        FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype), PAD_D=padded_head(q.shape[2]),
+        PAD_V=padded_head(v.shape[2]), **sizes, **config,
+    )  # fmt: skip
+
+
+def _config(q, v, bias: RelativeBias, backward: bool) -> dict:
+    biased = bias.position is not None or bias.time is not None
+    return tile_config(padded_head(q.shape[2]), padded_head(v.shape[2]), q.dtype, biased, backward)
+
+
+def block_forward(q, k, v, *rest_and_out) -> None:
+    """Adds these keys' part to out [T, H, V] fp32; arguments as `hstu_block`, then bias and out."""
+    *rest, bias, out = rest_and_out
+    if q.shape[0] and k.shape[0]:
+        given = [aligned(x) for x in (q, k, v)]
+        _launch(
+            ring_hstu_fwd_kernel, q.shape[0], "BLOCK_M", [*given, out], [], *rest, bias, {"V_OUT": v.shape[2]},
+            _config(q, v, bias, False),
+        )  # fmt: skip
+
+
+def block_backward(grad, q, k, v, *rest_and_sums) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds these keys' part to dq [T, H, D] fp32 and to the tables' gradients, fp32; returns (dk, dv), fp32.
+
+    Arguments: the output's gradient, those of `hstu_block`, bias, dq, the gradients of both tables or None.
+    """
+    *rest, bias, dq, position_grad, time_grad = rest_and_sums
+    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+    if not q.shape[0] or not k.shape[0]:
+        return dk, dv
+    given, config = [aligned(x) for x in (q, k, v, grad)], _config(q, v, bias, True)
+    sizes = {"D_OUT": q.shape[2]}
+    _launch(
+        ring_hstu_bwd_dq_kernel, q.shape[0], "BLOCK_M", [*given, dq], [position_grad, time_grad], *rest, bias, sizes,
+        config,
+    )  # fmt: skip
+    sizes["V_OUT"] = v.shape[2]
+    _launch(ring_hstu_bwd_dkv_kernel, k.shape[0], "BLOCK_N", [*given, dk, dv], [], *rest, bias, sizes, config)
+    return dk, dv

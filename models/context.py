@@ -1,0 +1,110 @@
+"""Training with sequences cut along their length over the ranks of the device mesh's dimension `context`.
+
+Every rank reads the same batches, keeps its part of each sequence (zigzag, so that causal attention is even work) and
+computes that part's share of the loss; the ring attention kind sees the other ranks' keys. The shares' gradients are
+summed, so all ranks make the same step. Rank 0 alone writes the run's folder.
+
+Letters: T tokens of a rank, W ranks.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.batches import Batch
+from hstu_sparse.ring import cut_sequences, whole_plan
+from models.config import ConfigError, RunConfig
+from models.contract import ContextBatch
+
+
+class Context:
+    """This process's place in the dimension `context` of the device mesh; W is 1 without torchrun."""
+
+    def __init__(self, config: RunConfig):
+        self.world, self.rank, self.group = config.parallel.context, 0, None
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if started != self.world:
+            raise ConfigError(
+                f"parallel.context: {self.world}, but {started} process(es) were started: "
+                f"torchrun --nproc-per-node {self.world} train.py ..."
+            )
+        if self.world == 1:
+            return
+        gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+        if gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        if not dist.is_initialized():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        mesh = dist.device_mesh.init_device_mesh("cuda" if gpu else "cpu", (self.world,), mesh_dim_names=("context",))
+        self.group, self.rank = mesh.get_group("context"), mesh.get_local_rank("context")
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes what the run leaves."""
+        return self.rank == 0
+
+    def cut(self, batch: Batch) -> Batch:
+        """This rank's part of a batch."""
+        if self.world == 1:
+            return batch
+        index, offsets = cut_sequences(batch.seq_offsets, self.rank, self.world, zigzag=True)
+        named = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+        for name in ("item_ids", "timestamps", "target_ids", "query_timestamps", "actions"):
+            if named[name] is not None:
+                named[name] = named[name].index_select(0, index)
+        return ContextBatch(
+            **named | {"seq_offsets": offsets},
+            place=batch.positions.index_select(0, index),
+            part=index,
+            plan=whole_plan(batch.seq_offsets, self.rank, self.world, zigzag=True),
+            group=self.group,
+        )
+
+    def sum_gradients(self, parameters: Iterable[Tensor], loss: Tensor) -> Tensor:
+        """Sums the parameters' gradients over the ranks, in place, and returns the sum of the losses."""
+        if self.world == 1:
+            return loss
+        parameters = [p for p in parameters if p.requires_grad]
+        for p in parameters:
+            if p.grad is None:  # a rank without tokens, say
+                p.grad = torch.zeros_like(p)
+        flat = torch.cat([*(p.grad.float().flatten() for p in parameters), loss.detach().float()[None]])
+        dist.all_reduce(flat, group=self.group)
+        for p, total in zip(parameters, flat[:-1].split([p.numel() for p in parameters]), strict=True):
+            p.grad.copy_(total.view_as(p.grad))
+        return flat[-1]
+
+    def any(self, number: int) -> int:
+        """The greatest `number` of all ranks: a signal that one of them got stops all in the same step."""
+        if self.world == 1:
+            return number
+        greatest = torch.tensor(number)
+        dist.all_reduce(greatest, dist.ReduceOp.MAX, self.group)
+        return int(greatest)
+
+    def of_first(self, value):
+        """What rank 0 calls its own, on all ranks."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, dist.get_global_rank(self.group, 0), self.group)
+        return box[0]
+
+
+class NoLog:
+    """In place of MetricsLog where another rank writes."""
+
+    lost = False
+
+    def __init__(self, records: list[dict]):
+        self.records = list(records)
+
+    def write(self, record: dict, seconds: float) -> None:
+        self.records.append({**record, "seconds": round(seconds, 3)})
+
+    def close(self) -> None:
+        pass

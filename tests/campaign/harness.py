@@ -1,0 +1,185 @@
+"""What a case is, its process, and the verdict on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# How a case must end: with an error of one line, by working, or either of them.
+ERROR, WORKS, EITHER = "error", "works", "either"
+# The verdicts, the worst first.
+VERDICTS = ("lost", "traceback", "hang", "accepted", "refused", "passed")
+MEMORY = 4 << 30  # bytes that a case may take beyond what the campaign has already
+LONGEST = 1500  # characters of a line of an error
+NOBODY = 65534
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input. `run` gets an empty folder of its own and returns an exit status, None for 0.
+
+    check: looks at that folder and at the output; what it returns was lost or is wrong. short: also in CI. seconds: the
+    longest that it may take. nobody: without root's rights. disk: bytes that a file may have, as on a full disk.
+    """
+
+    area: str
+    name: str
+    run: Callable[[Path], int | None]
+    expect: str = ERROR
+    check: Callable[[Path, str], str | None] | None = None
+    short: bool = True
+    seconds: float = 60
+    nobody: bool = False
+    disk: int | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: its exit status or the exception that nobody caught, and what it printed."""
+
+    status: int | None = None
+    exception: str = ""
+    hang: bool = False
+    output: str = ""
+
+
+class Process:
+    """A forked child that runs a function, with a limit of memory and of time."""
+
+    def __init__(self, run: Callable[[], int | None], *, seconds: float, nobody: bool = False, disk: int | None = None):
+        self.end = time.monotonic() + seconds
+        self.out, inner = os.pipe()
+        self.answer, answer = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._child(run, inner, answer, nobody, disk)
+        for handle in (inner, answer):
+            os.close(handle)
+        os.set_blocking(self.out, False)
+        self.output = b""
+
+    def _child(self, run, out: int, answer: int, nobody: bool, disk: int | None) -> None:
+        found: dict = {}
+        try:
+            for target in (1, 2):
+                os.dup2(out, target)
+            # Of their own: the parent's may be buffered, or pytest's.
+            sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, encoding="utf-8") for n in (1, 2))
+            now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY,) * 2)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if disk is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (disk, disk))
+            if nobody and os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+            found["status"] = run() or 0
+        except SystemExit as error:
+            found["status"] = error.code
+        except BaseException as error:
+            traceback.print_exc()
+            found["exception"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        os.write(answer, json.dumps(found, default=str).encode())
+        os._exit(0)  # without the parent's exit handlers, and without pytest's
+
+    def poll(self) -> Ended | None:
+        """How the process ended, or None while it goes on."""
+        self._read()
+        ended, status = os.waitpid(self.pid, os.WNOHANG)
+        if ended:
+            return self._close(status)
+        if time.monotonic() > self.end:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            return self._close(None)
+        return None
+
+    def wait(self) -> Ended:
+        while (ended := self.poll()) is None:
+            time.sleep(0.005)
+        return ended
+
+    def kill(self, number: int) -> None:
+        """A signal, if the process has not ended."""
+        os.kill(self.pid, number)
+
+    def _read(self) -> None:
+        try:
+            while part := os.read(self.out, 1 << 16):
+                self.output += part
+        except BlockingIOError:
+            pass
+
+    def _close(self, status: int | None) -> Ended:
+        self._read()
+        text = os.read(self.answer, 1 << 16)
+        os.close(self.out)
+        os.close(self.answer)
+        output = self.output.decode("utf-8", "replace")
+        if status is None:
+            return Ended(hang=True, output=output)
+        if text:
+            return Ended(**json.loads(text), output=output)
+        return Ended(status=-os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status), output=output)
+
+
+def judge(ended: Ended, expect: str) -> tuple[str, str]:
+    """(verdict, the line that tells most)."""
+    lines = [line.strip() for line in ended.output.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    if ended.hang:
+        return "hang", last
+    if ended.exception or "Traceback" in ended.output:
+        return "traceback", ended.exception or last
+    if ended.status == 0:
+        return ("accepted" if expect == ERROR else "passed"), last
+    errors = [line for line in lines if "error:" in line]
+    if not errors:
+        return "traceback", f"ended with {ended.status} and no error: {last}"
+    if any(len(line) > LONGEST for line in lines):
+        return "traceback", f"a line of {max(map(len, lines))} characters: {errors[0]}"
+    return ("refused" if expect == WORKS else "passed"), errors[0]
+
+
+def run_case(case: Case, folder: Path) -> Process:
+    folder.mkdir()
+    if case.nobody and os.geteuid() == 0:
+        os.chown(folder, NOBODY, NOBODY)
+    return Process(lambda: case.run(folder), seconds=case.seconds, nobody=case.nobody, disk=case.disk)
+
+
+def run_all(cases: Iterable[Case], base: Path, jobs: int) -> Iterator[tuple[Case, str, str]]:
+    """(case, verdict, line) of each, in folders of their own below `base`, `jobs` of them at a time."""
+    waiting, running = deque(enumerate(cases)), []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            number, case = waiting.popleft()
+            folder = base / f"{number:05d}"
+            running.append((case, folder, run_case(case, folder)))
+        for entry in list(running):
+            case, folder, process = entry
+            if (ended := process.poll()) is None:
+                continue
+            running.remove(entry)
+            verdict, line = judge(ended, case.expect)
+            if case.check and verdict in ("passed", "accepted") and (lost := case.check(folder, ended.output)):
+                verdict, line = "lost", lost
+            yield case, verdict, line
+            for root, folders, _ in os.walk(folder):
+                for name in folders:
+                    path = Path(root, name)
+                    if not path.is_symlink():
+                        path.chmod(0o755)
+            shutil.rmtree(folder)
+        time.sleep(0.003)

@@ -1,0 +1,131 @@
+"""Hierarchical tree attention. Letters: T tokens, N max_seq_len, D query/key and V value head size, r compression_rate.
+
+A choice between nodes whose importances lie within rounding of each other is not for a test to decide: outputs and
+gradients are held against the reference with the kernel's choice, and the choice by the reference's importances.
+"""
+
+import torch
+
+from hstu_sparse import htree_attention
+from hstu_sparse.htree.compare import misplaced, reference_walk, walk_kernel
+from hstu_sparse.htree.reference import htree_attention_reference
+from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets
+from tests.operators import Launches
+
+
+def make_inputs(lengths, heads, kv_heads, head_size, value_size, device="cpu", dtype=torch.float32, **options):
+    shapes = {"q": (heads, head_size), "k": (kv_heads, head_size), "v": (kv_heads, value_size)}
+    seed = options.pop("seed", 0)
+    return {
+        name: make_jagged(lengths, shape, seed=3 * seed + i, device=device, dtype=dtype, **options)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def kernel_choices(inputs, offsets, N, rate, top_k, scale, rope_base=10000.0):
+    """The kernel's choice at every token, after a look at whether it is right."""
+    options = dict(compression_rate=rate, top_k=top_k, scale=scale, rope_base=rope_base)
+    rows = torch.arange(inputs["q"].shape[0], device=offsets.device)
+    if not len(rows):
+        return []
+    with torch.no_grad():
+        kernel = walk_kernel(**inputs, seq_offsets=offsets, max_seq_len=N, **options, positions=rows, trace=False)
+        _, _, walk = reference_walk(*inputs.values(), offsets, N, rows, options, choices=kernel.choices)
+    dtype = inputs["q"].dtype
+    # What a key loses to the candidate's position, and what rounding the turned queries and keys does to a score.
+    bound = 2.0 * 2.0 ** ((rate * top_k - 1).bit_length() - 23) + (64 if dtype == torch.float32 else 16) * torch.finfo(
+        dtype
+    ).eps * max(1.0, abs(scale) * inputs["q"].shape[2] ** 0.5)
+    for layer in walk:
+        if layer.number:
+            chosen = kernel.choices[layer.number - 1]
+            expected = (layer.nodes >= 0).sum(-1).clamp(max=top_k)
+            assert torch.equal((chosen >= 0).sum(-1), expected), f"layer {layer.number}: wrong number of chosen nodes"
+            found = layer.enters.logical_not() & (layer.nodes >= 0)
+            assert torch.equal(found.sum(-1), expected), f"layer {layer.number}: chosen nodes that are no candidates"
+            last = layer.nodes.amax(-1)
+            held = ((chosen == last[..., None]) & (last >= 0)[..., None]).any(-1)
+            assert torch.equal(held, last >= 0), f"layer {layer.number}: the last candidate is not chosen"
+            wrong = misplaced(layer).max().item()
+            assert wrong <= bound, f"layer {layer.number}: a node {wrong:.1e} more important than a chosen one is not"
+    return kernel.choices
+
+
+def agree(inputs, offsets, N, rate, top_k, *, scale=None, factor=3.0, rope_base=10000.0):
+    width = inputs["q"].shape[2] ** -0.5 if scale is None else scale
+    choices = kernel_choices(inputs, offsets, N, rate, top_k, width, rope_base)
+
+    def kernel(q, k, v):
+        return htree_attention(
+            q, k, v, offsets, N, compression_rate=rate, top_k=top_k, scale=scale, rope_base=rope_base, backend="triton"
+        )
+
+    def reference(q, k, v):
+        options = dict(compression_rate=rate, top_k=top_k, scale=width, rope_base=rope_base)
+        return htree_attention_reference(q, k, v, offsets, N, **options, choices=choices or None)
+
+    compare_with_reference(kernel, reference, inputs, factor=factor)
+
+
+def draw(random, small):
+    rate = random.choice([2, 3, 4, 16] if small else [2, 3, 4, 7, 16, 16, 32, 64])
+    top_k = random.choice([1, 2, 4] if small else [1, 2, 4, 8, 13, 64])
+    kv_heads = random.choice([1, 1, 2])
+    most = 40 if small else random.choice([300, 3000])
+    powers = [rate**i + d for i in range(1, 8) for d in (-1, 0, 1) if rate**i + d <= most]
+    lengths = [random.choice([0, 1, random.randint(2, most), *powers[-6:]]) for _ in range(random.choice([1, 1, 2]))]
+    even = [16, 20, 32] if small else [2, 16, 24, 32, 50, 64, 96, 128, 200, 256]
+    return dict(
+        lengths=lengths,
+        spare=random.choice([0, 0, 100]),
+        group=random.choice([1, 2, 4] if small else [1, 2, 4, 5, 16, 16, 24, 64]),
+        kv_heads=kv_heads,
+        head_size=random.choice(even),
+        value_size=random.choice([*even, 7]),
+        rate=rate,
+        top_k=top_k,
+        scale=random.choice([None, None, 0.5, -0.2]),
+        dtype="float32" if small else random.choice(["float32", "float16", "bfloat16"]),
+        offsets=random.choice(["int32", "int64"]),
+        contiguous=random.random() < 0.7,
+        deterministic=random.random() < 0.3,
+        seed=random.randrange(2**20),
+    )
+
+
+def check(
+    device, *, lengths, spare, group, kv_heads, head_size, value_size, rate, top_k, scale, dtype, offsets, contiguous,
+    deterministic, seed,
+):  # fmt: skip
+    inputs = make_inputs(
+        lengths, group * kv_heads, kv_heads, head_size, value_size, device, getattr(torch, dtype),
+        seed=seed, contiguous=contiguous,
+    )  # fmt: skip
+    places = make_offsets(lengths, device=device, dtype=getattr(torch, offsets))
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    try:
+        agree(inputs, places, max(1, *lengths) + spare, rate, top_k, scale=scale, factor=4.0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def launches():
+    from hstu_sparse.htree.launch import launch_backward, launch_forward
+
+    def case(dtype, heads, kv_heads, D, V, rate, top_k, N, fixed=False):
+        def call():
+            q, k, v = (torch.zeros(64, h, size, dtype=dtype) for h, size in ((heads, D), (kv_heads, D), (kv_heads, V)))
+            options = (q, k, v, torch.tensor([0, 64]), N, rate, top_k, D**-0.5, 10000.0)
+            kept = launch_forward(*options)
+            torch.use_deterministic_algorithms(fixed)
+            launch_backward(kept[0], *options, *kept)
+            torch.use_deterministic_algorithms(False)
+
+        label = f"{dtype} heads={heads}/{kv_heads} D={D} V={V} r={rate} top_k={top_k} fixed={fixed}"
+        return Launches(label, call, 128)
+
+    return [
+        case(torch.bfloat16, 64, 4, 32, 32, 16, 64, 65536),
+        case(torch.float16, 4, 1, 128, 100, 16, 512, 65536, fixed=True),
+        case(torch.float32, 2, 2, 50, 50, 4, 8, 200),
+    ]

@@ -1,0 +1,11 @@
+"""Ring attention by four processes over gloo: every form and option against one process."""
+
+import pytest
+
+from tests.ring_cases import CASES
+from tests.test_ring import check, found
+
+
+@pytest.mark.parametrize(("form", "option"), CASES)
+def test_four_processes_equal_one(form, option):
+    check(form, option, 4, found(4))

@@ -1,0 +1,27 @@
+"""Ring attention on GPUs over NCCL: errors against fp64, devices by rank, HSTU; the HSTU kernels on one GPU."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.operators import ring_hstu
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(12))
+def test_hstu_kernels_against_reference(seed):
+    ring_hstu.check("cuda", **ring_hstu.draw(random.Random(seed), False))
+
+
+@pytest.mark.multigpu
+@pytest.mark.timeout(110)
+def test_two_gpus():
+    """Every form and option as over gloo, in the dtypes that the kernels take."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, "-m", "tests.ring_on_gpus"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

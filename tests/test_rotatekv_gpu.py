@@ -1,0 +1,131 @@
+"""RotateKV on a GPU: every dtype and option against the reference, both rotations, memory, no recompilation."""
+
+import pytest
+import torch
+
+from hstu_sparse import hadamard_transform, rotatekv_attention, rotatekv_compress, rotatekv_decompress
+from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets
+from tests.operators.rotatekv import check
+
+pytestmark = pytest.mark.gpu
+
+BASE = dict(
+    lengths=[700, 0, 130, 1, 64], asked=[1, 2, 3, 4, 0], max_seq_len=720, groups=2, head_size=128, value_size=128
+)  # fmt: skip
+CASES = {
+    **{f"{bits} bits": dict(bits=bits) for bits in (2, 3, 4, 8)},
+    **{f"groups of {group} heads of 64": dict(head_group=group, head_size=64, value_size=40) for group in (1, 2, 4)},
+    "as trained on MovieLens": dict(head_size=32, value_size=32, groups=1, position=True, timed=True, sink_tokens=4),
+    "pruned": dict(sparsity=0.7),
+    "pruned, 3 bits, sinks, softmax": dict(sparsity=0.5, bits=3, sink_tokens=5, softmax=True),
+    "pruned, rope": dict(sparsity=0.5, rope=True),
+    "narrow groups, ordered": dict(quant_group=16, ordered=True),
+    "wide groups, ordered, rope": dict(quant_group=128, ordered=True, rope=True),
+    "1,024 channels": dict(head_size=256, head_group=4, groups=1, value_size=256, rope=True, lengths=[200] * 5),
+    "softmax, split": dict(softmax=True, splits=5),
+    "rope, softmax, split, sinks": dict(rope=True, softmax=True, splits=3, sink_tokens=70),
+    "both biases": dict(position=True, timed=True, softmax=True),
+    "many queries": dict(asked=[128, 64, 100, 1, 70]),
+    "many queries, rope, both biases": dict(asked=[128, 64, 100, 1, 70], rope=True, position=True, timed=True),
+    "many queries, softmax, pruned": dict(asked=[128, 64, 100, 1, 70], softmax=True, sparsity=0.6),
+    "smallest": dict(head_size=8, head_group=2, value_size=1, rope=True),
+    "non-contiguous": dict(contiguous=False, softmax=True),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_reference(name, dtype):
+    check("cuda", **(BASE | CASES[name] | dict(dtype=dtype)))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("options", [{}, dict(sparsity=0.7), dict(head_group=4, quant_group=16), dict(sink_tokens=9)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packed_bits_are_the_references(bits, options, dtype):
+    """On whole numbers, whose sums are exact in whatever order, every tensor of the cache is the same."""
+    generator = torch.Generator().manual_seed(bits)
+    made = []
+    for n in ((370, 0, 130, 1), (1, 700, 3, 0)):
+        x = [torch.randint(-9, 10, (sum(n), 4, size), generator=generator).to("cuda", dtype) for size in (64, 40)]
+        made.append((*x, make_offsets(n, device="cuda")))
+    caches = []
+    for backend in ("reference", "triton"):
+        cache = rotatekv_compress(*made[0], bits=bits, **options, backend=backend)
+        caches.append(cache.append(*made[1], backend=backend).tensors())
+    for name, x in caches[0].items():
+        assert torch.equal(x, caches[1][name]), name
+
+
+@pytest.mark.parametrize("n", [4, 64, 128, 256, 2048, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_hadamard(n, dtype):
+    x = torch.randn(1000, n, generator=torch.Generator().manual_seed(n)).to("cuda", dtype)
+    run = lambda backend: lambda x: hadamard_transform(x, backend=backend)
+    floor = dict.fromkeys(["output", "grad of x"], 8 * torch.finfo(dtype).eps)
+    compare_with_reference(run("triton"), run("reference"), {"x": x}, factor=4.0, floor=floor)
+
+
+def large(dtype=torch.bfloat16):
+    lengths = (8192,) * 8
+    k, v = (make_jagged(lengths, (8, 128), dtype=dtype, device="cuda", seed=i) for i in range(2))
+    return k, v, make_offsets(lengths, device="cuda")
+
+
+def test_compress_takes_little_memory_beside_the_cache():
+    k, v, offsets = large()
+    rotatekv_compress(k[:64], v[:64], make_offsets((8,) * 8, device="cuda"))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    cache = rotatekv_compress(k, v, offsets)
+    assert torch.cuda.max_memory_allocated() - before <= 1.1 * cache.nbytes
+    assert cache.nbytes <= 0.17 * (k.nbytes + v.nbytes)
+
+
+def test_attention_unpacks_nothing_to_memory():
+    k, v, offsets = large()
+    cache, q = rotatekv_compress(k, v, offsets), make_jagged((1,) * 8, (8, 128), dtype=k.dtype, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    rotatekv_attention(q, make_offsets((1,) * 8, device="cuda"), cache, 8192, rope_base=10000.0)
+    assert torch.cuda.max_memory_allocated() - before <= cache.nbytes / 4
+
+
+def test_the_same_bits_in_every_run():
+    k, v, offsets = large()
+    q = make_jagged((3,) * 8, (8, 128), dtype=k.dtype, device="cuda")
+    found = []
+    for _ in range(2):
+        cache = rotatekv_compress(k, v, offsets, sparsity=0.5)
+        out = rotatekv_attention(q, make_offsets((3,) * 8, device="cuda"), cache, 8192, activation="softmax")
+        found.append((out, *rotatekv_decompress(cache), *cache.tensors().values()))
+    assert all(torch.equal(x, y) for x, y in zip(*found))
+
+
+def test_batches_do_not_recompile_kernels():
+    from hstu_sparse.rotatekv import attention, decode, encode
+
+    kernels = [encode.rotatekv_compress_kernel, decode.rotatekv_decompress_kernel,
+               attention.rotatekv_attention_fwd_kernel]  # fmt: skip
+
+    def step(lengths):
+        k, v = (make_jagged(lengths, (2, 64), dtype=torch.bfloat16, device="cuda", seed=i) for i in range(2))
+        cache = rotatekv_compress(k, v, make_offsets(lengths, device="cuda"))
+        cache.append(k, v, make_offsets(lengths, device="cuda"))
+        rotatekv_decompress(cache)
+        asked = [1 for _ in lengths]
+        q = make_jagged(asked, (2, 64), dtype=torch.bfloat16, device="cuda")
+        rotatekv_attention(q, make_offsets(asked, device="cuda"), cache, 2 * max(lengths))
+
+    def compiled():
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    step((300, 17))
+    step((600, 170, 20))
+    count = compiled()
+    for lengths in ((500, 1, 64), (16,), (333,), (512,) * 16):
+        step(lengths)
+    assert count > 0
+    assert compiled() == count

@@ -1,0 +1,97 @@
+"""The RotateKV kernels in Triton's interpreter against the reference: fp32, and fp16 for the bits that it alone has."""
+
+import pytest
+import torch
+
+from hstu_sparse import hadamard_transform, rotatekv_attention, rotatekv_compress, rotatekv_decompress
+from hstu_sparse.rotatekv import reference
+from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets
+from tests.operators.rotatekv import check
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+
+BASE = dict(
+    lengths=[37, 0, 70, 1], asked=[1, 2, 3, 0], max_seq_len=75, groups=1, head_size=32, value_size=24, dtype="float32"
+)  # fmt: skip
+OPTIONS = {
+    **{f"{bits} bits": dict(bits=bits) for bits in (2, 3, 4, 8)},
+    **{f"groups of {group} heads": dict(head_group=group, groups=4 // group) for group in (1, 2, 4)},
+    **{f"{share:.0%} pruned": dict(sparsity=share) for share in (0.2, 0.5, 0.9)},
+    "pruned, 3 bits, sinks": dict(sparsity=0.7, bits=3, sink_tokens=5),
+    "more sinks than tokens": dict(sink_tokens=40),
+    "narrow groups": dict(quant_group=16, bits=4),
+    "wide groups": dict(head_size=64, quant_group=128),
+    "ordered": dict(ordered=True, head_size=16, head_group=4, quant_group=32),
+    "ordered and pruned": dict(ordered=True, sparsity=0.4),
+    "smallest heads": dict(head_size=8, value_size=1, head_group=2),
+    "large heads": dict(head_size=256, lengths=[20], asked=[2], value_size=72),
+}
+CALLS = {
+    "softmax": dict(softmax=True),
+    "rope": dict(rope=True),
+    "rope, softmax, sinks": dict(rope=True, softmax=True, sink_tokens=70),
+    "rope, pruned, ordered": dict(rope=True, sparsity=0.5, ordered=True, softmax=True),
+    "both biases": dict(position=True, timed=True),
+    "both biases, softmax, split": dict(position=True, timed=True, softmax=True, splits=3, sink_tokens=3),
+    "split": dict(splits=2),
+    "many queries": dict(asked=[40, 1, 70, 35]),
+    "many queries, rope, bias": dict(asked=[40, 1, 70, 35], rope=True, timed=True),
+    "non-contiguous": dict(contiguous=False),
+    "nobody asks": dict(asked=[0, 0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    check("cpu", **(BASE | OPTIONS[name]))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_attention(name):
+    check("cpu", **(BASE | CALLS[name]))
+
+
+@pytest.mark.parametrize("name", [name for name in EDGE_CASES if name != "one sequence only"])
+def test_edge_cases(name):
+    lengths, N = EDGE_CASES[name]
+    check("cpu", **(BASE | dict(lengths=list(lengths), asked=[2 for _ in lengths], max_seq_len=N)))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("options", [{}, dict(sparsity=0.7), dict(head_group=4, quant_group=16), dict(sink_tokens=9)])
+def test_packed_bits_are_the_references(bits, options):
+    """On whole numbers, whose sums are exact in whatever order, every tensor of the cache is the same."""
+    lengths, more = (37, 0, 130, 1), (1, 70, 3, 0)
+    generator = torch.Generator().manual_seed(bits)
+    caches = []
+    made = [
+        (*(torch.randint(-9, 10, (sum(n), 4, size), generator=generator).float() for size in (32, 20)), make_offsets(n))
+        for n in (lengths, more)
+    ]
+    for backend in ("reference", "triton"):
+        cache = rotatekv_compress(*made[0], bits=bits, **options, backend=backend)
+        caches.append(cache.append(*made[1], backend=backend).tensors())
+    for name, x in caches[0].items():
+        assert torch.equal(x, caches[1][name]), name
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_codes_in_the_mantissa_of_half_precision(bits):
+    k, v = make_jagged((70,), (2, 32), dtype=torch.float16), make_jagged((70,), (2, 16), dtype=torch.float16, seed=1)
+    offsets, q = make_offsets((70,)), make_jagged((2,), (2, 32), dtype=torch.float16, seed=2)
+    cache = rotatekv_compress(k, v, offsets, bits=bits, backend="triton")
+    for x, y in zip(*(rotatekv_decompress(cache, backend=b) for b in ("triton", "reference"))):
+        torch.testing.assert_close(x, y, rtol=2e-3, atol=2e-3)
+    given = dict(q=q, q_offsets=make_offsets((2,)), cache=cache, max_seq_len=70, activation="softmax")
+    found = [rotatekv_attention(**given, backend=backend) for backend in ("triton", "reference")]
+    torch.testing.assert_close(*found, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("n", [1, 4, 16, 64, 128, 512, 4096])
+def test_hadamard(n):
+    x = torch.randn(2, 3, n, generator=torch.Generator().manual_seed(n))[:, ::2]
+    run = lambda backend: lambda x: hadamard_transform(x, backend=backend)
+    compare_with_reference(run("triton"), run("reference"), {"x": x}, factor=4.0)
+    matrix = reference.hadamard_reference(torch.eye(n))
+    torch.testing.assert_close(hadamard_transform(x, backend="triton"), x @ matrix, atol=1e-4, rtol=1e-4)
