@@ -102,7 +102,7 @@ def test_references_by_hand(biased):
 
 
 def test_gradients_of_the_references():
-    lengths = (5, 0, 8)
+    lengths = (3, 0, 5)
     x, bias, offsets = inputs(lengths), tables(lengths), make_offsets(lengths)
     indices = cases.any_indices(lengths, 4, torch.Generator().manual_seed(0))
     leaves = [y.requires_grad_() for y in (*x.values(), bias.position, bias.time)]
@@ -112,7 +112,7 @@ def test_gradients_of_the_references():
         scores = index_scores(iq, ik, w, indices, offsets, bias=b)
         return sparse_attention(q, k, v, indices, offsets, bias=b), scores[scores > -math.inf]
 
-    assert torch.autograd.gradcheck(attend, leaves)
+    assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -487,7 +487,16 @@ def test_the_configuration_knows_the_kernels_limit(change, message):
             ModelConfig.model_validate(config)
 
 
-def test_the_indexer_finds_what_was_planted():
+@pytest.fixture
+def one_thread():
+    """For many steps on small tensors, where threads would wait for each other longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_indexer_finds_what_was_planted(one_thread):
     """In the first half of a sequence stand 8 tokens of each topic, in the second half queries for a topic.
 
     These 8 are what the attention weighs most. The indexer sees random codes of topic and role, and has to learn which
@@ -504,7 +513,7 @@ def test_the_indexer_finds_what_was_planted():
     directions = 5 * F.normalize(torch.randn(topics, size), dim=1)
     optimizer = torch.optim.Adam([p for n, p in layer.named_parameters() if n.startswith("index_")], lr=1e-2)
     recalls = []
-    for step in range(121):
+    for step in range(101):
         batch = make_batch([2 * half] * sequences, seed=step)
         batch.phase = 0 if step < 40 else 40
         planted = torch.arange(half) % topics
@@ -520,7 +529,7 @@ def test_the_indexer_finds_what_was_planted():
         optimizer.zero_grad()
         aux["indexer_loss"].weighted.backward()
         optimizer.step()
-        if step % 120 == 0:
+        if step % 100 == 0:
             with torch.no_grad():
                 _, chosen = lightning_indexer(*layer.index(x), batch.seq_offsets, top_k, bias=layer.index_tables(batch))
             weights = (q.view(sequences, -1, 2, size).transpose(1, 2) @ k.view(sequences, 1, -1, size).mT) * size**-0.5
