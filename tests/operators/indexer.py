@@ -223,8 +223,9 @@ def launches():
 
     # Bytes of a thread's registers that ptxas keeps in local memory.
     spills = {
-        "lightning_indexer_sample_kernel": 128,
-        "lightning_indexer_collect_kernel": 128,
+        "lightning_indexer_sample_kernel": 160,
+        "lightning_indexer_collect_kernel": 384,
+        "lightning_indexer_finish_kernel": 16,
         "sparse_attention_bwd_kernel": 64,
         "index_loss_fwd_kernel": 32,
     }
