@@ -225,8 +225,9 @@ def launches():
     spills = {
         "lightning_indexer_sample_kernel": 160,
         "lightning_indexer_collect_kernel": 384,
-        "lightning_indexer_finish_kernel": 16,
-        "sparse_attention_bwd_kernel": 64,
+        "lightning_indexer_refill_kernel": 64,
+        "lightning_indexer_finish_kernel": 32,
+        "sparse_attention_bwd_kernel": 96,
         "index_loss_fwd_kernel": 32,
     }
     return [
