@@ -194,9 +194,6 @@ class BlockSparseAttention(HSTUAttention):
 
     class Config(HSTUAttention.Config):
         kind: Literal["bsa"]
-        # The operator takes no bias yet.
-        position_bias: Literal[False] = False
-        time_bias: Literal[False] = False
         block_size: int = Field(32, ge=1)
         block_counts: int = Field(4, ge=1)
         window_size: int = Field(0, ge=0)
@@ -227,6 +224,7 @@ class BlockSparseAttention(HSTUAttention):
             window_size=c.window_size,
             selection_group=c.selection_group,
             alpha=c.alpha,
+            bias=self.bias(batch),
             backend=c.backend,
         )
         return out, {}

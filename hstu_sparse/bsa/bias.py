@@ -259,7 +259,7 @@ def reached(bias, asked, seen):
 
 @triton.jit
 def differences(held, high, low, rows, mask, HELD: tl.constexpr):
-    """|differences| of times of a tile, whose side `HELD` (0 rows, 1 columns) is given, the other still to be loaded."""
+    """|differences| of a tile's times: those of its rows (HELD 0) or columns (1) are given, the others are loaded."""
     other = load_times(high, low, rows, mask)
     high = tl.expand_dims(held[0], 1 - HELD) - tl.expand_dims(other[0], HELD)
     low = tl.expand_dims(held[1], 1 - HELD) - tl.expand_dims(other[1], HELD)

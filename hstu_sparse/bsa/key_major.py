@@ -374,12 +374,13 @@ def bsa_select_bwd_dkv_kernel(
         upstream = load_tile(do, t, do_stride_t, live, begin, h * V, V, BV, TMA)
         token = t.to(tl.int64) * H + h
         gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-        # Rows that are not there stand behind the block, where the table has entries.
-        position = tl.where(live, (t - start).to(tl.int32), (j + 1) * BS)
         if R >= BM:
             # The rows are of one group, consecutive, and lie within a block.
+            position = begin - origin + tl.arange(0, BM)
             lowest, highest = reached(bias, load_span(bias.query_spans, slot - j + (begin - origin) // BS), seen_span)
         else:
+            # Rows that are not there stand behind the block, where the table has entries.
+            position = tl.where(live, (t - start).to(tl.int32), (j + 1) * BS)
             lowest, highest = rows_reach(bias, t, live, seen_span)
         acc_k, acc_v, dscore, product = key_step(
             acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha,

@@ -56,10 +56,10 @@ def launches(dtype: torch.dtype, head: int, block_size: int, group: int, arch: i
     if small == 64:  # measured on an H200 with heads of 128 in bf16; see docs/bsa.md
         return {
             "query_fwd": Launch(query, 32, 4, 3),
-            "query_dq": Launch(query, key if query_major else 64, 4, 2),
+            "query_dq": Launch(query, 32 if biased else key if query_major else 64, 4, 2),
             "select_fwd": Launch(64, key, 4, 3),
             "select_dq": Launch(64, key, 8 if key == 64 and dtype.itemsize == 2 else 4, 2),
-            "select_dkv": Launch(64 if query_major else 32, key, 4, 2),
+            "select_dkv": Launch(64 if query_major and not biased else 32, key, 4, 2),
             "compress_dkv": Launch(32, 64, 4, 3),
         }
     return {

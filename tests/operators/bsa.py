@@ -4,7 +4,8 @@ import torch
 
 from hstu_sparse import bsa_attention
 from hstu_sparse.bsa import bsa_attention_reference
-from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets
+from hstu_sparse.relative_bias import RelativeBias, pair_bias
+from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.operators import Launches
 
 GATES = ("g_cmp", "g_slc", "g_swa")
@@ -23,6 +24,8 @@ FP32_SPILLS = {
     "bsa_query_bwd_dq_kernel": 112,
     "bsa_choose_fwd_kernel": 320,
 }
+# Biases keep more of a tile alive at a time.
+BIAS_SPILLS = {}
 
 
 def draw(random, small):
@@ -43,15 +46,24 @@ def draw(random, small):
         selection_group=random.choice([r for r in (1, 2, 4, 8, 16, 32, 64, 128) if r <= block_size]),
         contiguous=random.random() < 0.5,
         deterministic=random.random() < 0.2,
+        position=random.random() < 0.5,
+        buckets=random.choice([None, None, 1, 15, 128, 200]),
+        table_dtype="float32" if small else random.choice(["float32", "bfloat16"]),
+        spread=random.choice([1.0, 1e3, 4e4, 1e9]),
         seed=random.randrange(2**31),
     )
 
 
 def check(
     device, *, lengths, max_seq_len, heads, head_size, value_size, dtype, block_size, block_counts, window_size,
-    selection_group, contiguous=True, deterministic=False, seed=0,
+    selection_group, contiguous=True, deterministic=False, position=False, buckets=None, table_dtype="float32",
+    spread=4e4, seed=0,
 ):  # fmt: skip
-    """Output and gradients are the reference's for the blocks that the kernel chose, and the choice is a best one."""
+    """Output and gradients are the reference's for the blocks that the kernel chose, and the choice is a best one.
+
+    buckets: of a time table, or None for none; spread: the longest gap between timestamps, which are out of order
+    where it is 1e9.
+    """
     made = dict(dtype=getattr(torch, dtype), device=device, contiguous=contiguous)
     inputs = {
         name: make_jagged(lengths, (heads, size), seed=seed + i, **made)
@@ -61,41 +73,56 @@ def check(
         inputs[name] = make_jagged(lengths, (heads,), seed=seed + 5 + i, **made).sigmoid()
     # Every second entry of a wider tensor: kernels must not take metadata for contiguous.
     offsets = make_offsets(lengths, device=device, dtype=torch.int32).repeat_interleave(2)[::2]
+    generator = torch.Generator().manual_seed(seed)
+    for name, size in (("position", max_seq_len if position else 0), ("time", 0 if buckets is None else buckets + 1)):
+        if size:
+            inputs[name] = torch.randn(size, generator=generator).to(device, getattr(torch, table_dtype))
+    times = {}
+    if buckets is not None:
+        times["timestamps"] = make_timestamps(lengths, seed=seed, scale=spread)
+        if spread == 1e9:
+            times["timestamps"] = times["timestamps"][torch.randperm(sum(lengths), generator=generator)]
+        times["query_timestamps"] = times["timestamps"] + torch.randint(0, 1000, (sum(lengths),), generator=generator)
+        times = {name: x.to(device) for name, x in times.items()}
     shape = dict(
         block_size=block_size, block_counts=block_counts, window_size=window_size, selection_group=selection_group
     )
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(deterministic)
     try:
-        agree(inputs, offsets, max_seq_len, shape)
+        agree(inputs, offsets, max_seq_len, shape, times)
     finally:
         torch.use_deterministic_algorithms(before)
 
 
-def agree(inputs, offsets, max_seq_len, shape):
+def agree(inputs, offsets, max_seq_len, shape, times=None):
     """Raises AssertionError unless the kernels do what the reference does, up to the rounding of close choices."""
     alpha = inputs["q"].shape[-1] ** -0.5
 
-    def kernel(q, k, v, g_cmp, g_slc, g_swa=None, **more):
-        return bsa_attention(q, k, v, offsets, max_seq_len, (g_cmp, g_slc, g_swa), **shape, backend="triton", **more)
+    def kernel(q, k, v, g_cmp, g_slc, g_swa=None, position=None, time=None, **more):
+        bias = RelativeBias(position, time, **(times or {}))
+        gates = (g_cmp, g_slc, g_swa)
+        return bsa_attention(q, k, v, offsets, max_seq_len, gates, **shape, bias=bias, backend="triton", **more)
 
     with torch.no_grad():
         _, indices = kernel(**inputs, return_block_indices=True)
-    check_choice(indices, inputs, offsets, shape, alpha)
+    check_choice(indices, inputs, offsets, shape, alpha, times)
 
-    def reference(q, k, v, g_cmp, g_slc, g_swa=None):
-        gates = (g_cmp, g_slc, g_swa)
-        more = dict(alpha=alpha, block_indices=indices)
-        return bsa_attention_reference(q, k, v, offsets, max_seq_len, gates, **shape, **more)[0]
+    def reference(q, k, v, g_cmp, g_slc, g_swa=None, position=None, time=None):
+        bias = RelativeBias(position, time, **(times or {}))
+        given = (q, k, v, offsets, max_seq_len, (g_cmp, g_slc, g_swa))
+        return bsa_attention_reference(*given, **shape, bias=bias, alpha=alpha, block_indices=indices)[0]
 
-    # fp32: three tf32 products stand for one of fp32, so the floor is a few roundings higher.
-    floor = None
-    if inputs["q"].dtype == torch.float32:
-        floor = dict.fromkeys(["output", *(f"grad of {name}" for name in inputs)], 8 * torch.finfo(torch.float32).eps)
+    # fp32: three tf32 products stand for one of fp32, so the floor is a few roundings higher. A table's entry is a sum
+    # of up to millions of terms, which are added in fp32.
+    fp32 = inputs["q"].dtype == torch.float32
+    floor = dict.fromkeys(["output", *(f"grad of {name}" for name in inputs)], 8 * torch.finfo(torch.float32).eps)
+    floor = {name: x for name, x in floor.items() if fp32 or inputs.get(name[8:], inputs["q"]).dtype == torch.float32}
+    floor |= {f"grad of {n}": 64 * torch.finfo(inputs[n].dtype).eps for n in ("position", "time") if n in inputs}
     compare_with_reference(kernel, reference, inputs, factor=3, floor=floor)
 
 
-def check_choice(indices, inputs, offsets, shape, alpha):
+def check_choice(indices, inputs, offsets, shape, alpha, times=None):
     """indices [T, H, S] hold the own block, and of the past ones those whose scores are the best, up to rounding."""
     block_size, most, group = shape["block_size"], shape["block_counts"] - 1, shape["selection_group"]
     q, k, device = inputs["q"].double(), inputs["k"].double(), indices.device
@@ -115,7 +142,13 @@ def check_choice(indices, inputs, offsets, shape, alpha):
         if not blocks or not most:
             continue
         kbar = k[begin : begin + blocks * block_size].unflatten(0, (blocks, block_size)).mean(1)  # [M, H, D]
-        scores = torch.nn.functional.silu(alpha * torch.einsum("nhd,mhd->nhm", q[begin:end][first], kbar))
+        middle = torch.arange(blocks, device=device) * block_size + block_size // 2
+        tables = RelativeBias(*(inputs[n].double() if n in inputs else None for n in ("position", "time")))
+        asked = times["query_timestamps"][begin:end][first][:, None] if times else None
+        seen = times["timestamps"][begin:end][middle] if times else None
+        added = pair_bias(tables, first[:, None] - middle, asked, seen)
+        added = added[:, None] if isinstance(added, torch.Tensor) else added
+        scores = torch.nn.functional.silu(alpha * torch.einsum("nhd,mhd->nhm", q[begin:end][first], kbar) + added)
         scores = scores.masked_fill(torch.arange(blocks, device=device) >= own[:, None, None], -torch.inf)
         best = scores.topk(min(most, blocks), -1).values
         chosen = torch.where(place < count[:, None, None], rows, blocks)[..., :most]
@@ -128,17 +161,22 @@ def check_choice(indices, inputs, offsets, shape, alpha):
 def launches():
     from hstu_sparse.bsa import launch
 
-    def case(group, dtype=torch.bfloat16, size=128, block_size=64, window=0, deterministic=False):
+    def case(group, dtype=torch.bfloat16, size=128, block_size=64, window=0, deterministic=False, bias=False):
         def call():
             q, grad = (torch.zeros(256, 2, size, dtype=dtype) for _ in range(2))
             gate, offsets = torch.zeros(256, 2, dtype=dtype), torch.tensor([0, 256])
+            times = torch.zeros(256, dtype=torch.int64)
+            tables = (torch.zeros(256), torch.zeros(129), times, times) if bias else (None,) * 4
             options = (block_size, 16, window, group, 0.1, deterministic)
-            given = (q, q, q, offsets, 256, gate, gate, gate if window else None, *options)
+            given = (q, q, q, offsets, 256, gate, gate, gate if window else None, *tables, *options)
+            torch.use_deterministic_algorithms(deterministic)
             out = launch.launch_forward(*given)
             launch.launch_backward(grad, *given, *out[1:])
+            torch.use_deterministic_algorithms(False)
 
-        label = f"{dtype} {size} BS={block_size} r={group} W={window} deterministic={deterministic}"
-        return Launches(label, call, FP32_SPILLS if dtype == torch.float32 else SPILLS)
+        label = f"{dtype} {size} BS={block_size} r={group} W={window} deterministic={deterministic} bias={bias}"
+        spills = FP32_SPILLS if dtype == torch.float32 else SPILLS
+        return Launches(label, call, spills | BIAS_SPILLS if bias else spills)
 
     return [
         case(2, window=100),
@@ -147,4 +185,8 @@ def launches():
         case(64, torch.float32, size=64, window=100),
         case(2, torch.float32, size=64),
         case(32, torch.float16, size=64, block_size=32),
+        case(64, bias=True, window=100),
+        case(2, bias=True),
+        case(2, bias=True, deterministic=True),
+        case(64, torch.float32, size=64, bias=True),
     ]
