@@ -78,7 +78,7 @@ def _config(part: str, dtype: torch.dtype, width: int, arch: int) -> dict:
     if INTERPRET:
         return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2, TMA=False, REGISTERS=False, resident=2)
     if dtype == torch.float32:
-        config = (_WIDE_FLOAT32 if width > 64 else _FLOAT32)[part]
+        config = (_WIDE_FLOAT32 if width > 64 or arch < 90 else _FLOAT32)[part]
     elif width > 256:
         config = _WIDEST[part]
     else:
