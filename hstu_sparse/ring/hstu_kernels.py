@@ -38,6 +38,15 @@ def _bias(t, s, q_time, k_time, position_table, time_table, edges, N: tl.constex
 
 
 @triton.jit
+def _times(times, token, inside, time_table):
+    """Timestamps of tokens, 0 where no table asks for them."""
+    if time_table is not None:
+        return tl.load(times + token, inside, 0)
+    else:
+        return tl.zeros_like(token)
+
+
+@triton.jit
 def _overlap(t, s, window_size, HAS_WINDOW: tl.constexpr):
     """Whether some query of a tile may see some key; t and s are vectors, with NO_QUERY and NO_KEY in them."""
     found = tl.min(s, 0) <= tl.max(t, 0)
@@ -73,9 +82,7 @@ def ring_hstu_fwd_kernel(
     inside = row < length
     token = begin + row
     t = tl.load(q_positions + token, inside, NO_QUERY).to(tl.int32)
-    q_time, k_time = 0, 0
-    if time_table is not None:
-        q_time = tl.load(q_times + token, inside, 0)[:, None]
+    q_time = _times(q_times, token, inside, time_table)[:, None]
     query = load_rows(q + head * q_stride_h, token, q_stride_t, inside, D, PAD_D)
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
     k_end = tl.load(k_offsets + b + 1).to(tl.int64)
@@ -84,8 +91,7 @@ def ring_hstu_fwd_kernel(
         k_inside = other < k_end
         s = tl.load(k_positions + other, k_inside, NO_KEY).to(tl.int32)
         if _overlap(t, s, window_size, HAS_WINDOW):
-            if time_table is not None:
-                k_time = tl.load(k_times + other, k_inside, 0)[None, :]
+            k_time = _times(k_times, other, k_inside, time_table)[None, :]
             key = load_rows(k + head * k_stride_h, other, k_stride_t, k_inside, D, PAD_D)
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * alpha
             scores += _bias(t[:, None], s[None, :], q_time, k_time, position_table, time_table, edges, N, BUCKETS)[0]
@@ -117,9 +123,7 @@ def ring_hstu_bwd_dq_kernel(
     inside = row < length
     token = begin + row
     t = tl.load(q_positions + token, inside, NO_QUERY).to(tl.int32)
-    q_time, k_time = 0, 0
-    if time_table is not None:
-        q_time = tl.load(q_times + token, inside, 0)[:, None]
+    q_time = _times(q_times, token, inside, time_table)[:, None]
     query = load_rows(q + head * q_stride_h, token, q_stride_t, inside, D, PAD_D)
     dout = load_rows(do + head * do_stride_h, token, do_stride_t, inside, V, PAD_V)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
@@ -129,8 +133,7 @@ def ring_hstu_bwd_dq_kernel(
         k_inside = other < k_end
         s = tl.load(k_positions + other, k_inside, NO_KEY).to(tl.int32)
         if _overlap(t, s, window_size, HAS_WINDOW):
-            if time_table is not None:
-                k_time = tl.load(k_times + other, k_inside, 0)[None, :]
+            k_time = _times(k_times, other, k_inside, time_table)[None, :]
             key = load_rows(k + head * k_stride_h, other, k_stride_t, k_inside, D, PAD_D)
             value = load_rows(v + head * v_stride_h, other, v_stride_t, k_inside, V, PAD_V)
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * alpha
@@ -170,9 +173,7 @@ def ring_hstu_bwd_dkv_kernel(
     inside = row < length
     token = begin + row
     s = tl.load(k_positions + token, inside, NO_KEY).to(tl.int32)
-    q_time, k_time = 0, 0
-    if time_table is not None:
-        k_time = tl.load(k_times + token, inside, 0)[:, None]
+    k_time = _times(k_times, token, inside, time_table)[:, None]
     key = load_rows(k + head * k_stride_h, token, k_stride_t, inside, D, PAD_D)
     value = load_rows(v + head * v_stride_h, token, v_stride_t, inside, V, PAD_V)
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
@@ -183,8 +184,7 @@ def ring_hstu_bwd_dkv_kernel(
         q_inside = other < q_end
         t = tl.load(q_positions + other, q_inside, NO_QUERY).to(tl.int32)
         if _overlap(t, s, window_size, HAS_WINDOW):
-            if time_table is not None:
-                q_time = tl.load(q_times + other, q_inside, 0)[None, :]
+            q_time = _times(q_times, other, q_inside, time_table)[None, :]
             query = load_rows(q + head * q_stride_h, other, q_stride_t, q_inside, D, PAD_D)
             dout = load_rows(do + head * do_stride_h, other, do_stride_t, q_inside, V, PAD_V)
             scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * alpha

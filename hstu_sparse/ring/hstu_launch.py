@@ -12,14 +12,16 @@ from hstu_sparse.relative_bias import RelativeBias, bucket_edges
 from hstu_sparse.ring.hstu_kernels import ring_hstu_bwd_dkv_kernel, ring_hstu_bwd_dq_kernel, ring_hstu_fwd_kernel
 
 
-def tile_config(pad_d: int, pad_v: int, dtype: torch.dtype, backward: bool) -> dict:
-    """Tile sizes, warps and pipeline stages: small enough for every head size and architecture."""
+def tile_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, backward: bool) -> dict:
+    """Tile sizes, warps and pipeline stages: small enough for every head size and architecture. A bias takes many
+    registers."""
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
         return dict(BLOCK_M=16 if backward else 32, BLOCK_N=32, num_warps=4, num_stages=1)
     if widest > 128:
-        return dict(BLOCK_M=32, BLOCK_N=64, num_warps=8, num_stages=1)
-    return dict(BLOCK_M=32 if backward else 64, BLOCK_N=64, num_warps=4, num_stages=1)
+        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)
+    warps = 8 if biased and widest > 64 else 4
+    return dict(BLOCK_M=32 if backward else 64, BLOCK_N=64, num_warps=warps, num_stages=1)
 
 
 @functools.lru_cache(maxsize=16)
@@ -46,8 +48,9 @@ def _launch(
     )  # fmt: skip
 
 
-def _config(q, v, backward: bool) -> dict:
-    return tile_config(padded_head(q.shape[2]), padded_head(v.shape[2]), q.dtype, backward)
+def _config(q, v, bias: RelativeBias, backward: bool) -> dict:
+    biased = bias.position is not None or bias.time is not None
+    return tile_config(padded_head(q.shape[2]), padded_head(v.shape[2]), q.dtype, biased, backward)
 
 
 def block_forward(q, k, v, *rest_and_out) -> None:
@@ -57,7 +60,7 @@ def block_forward(q, k, v, *rest_and_out) -> None:
         given = [aligned(x) for x in (q, k, v)]
         _launch(
             ring_hstu_fwd_kernel, q.shape[0], "BLOCK_M", [*given, out], [], *rest, bias, {"V_OUT": v.shape[2]},
-            _config(q, v, False),
+            _config(q, v, bias, False),
         )  # fmt: skip
 
 
@@ -70,7 +73,7 @@ def block_backward(grad, q, k, v, *rest_and_sums) -> tuple[torch.Tensor, torch.T
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     if not q.shape[0] or not k.shape[0]:
         return dk, dv
-    given, config = [aligned(x) for x in (q, k, v, grad)], _config(q, v, True)
+    given, config = [aligned(x) for x in (q, k, v, grad)], _config(q, v, bias, True)
     sizes = {"D_OUT": q.shape[2]}
     _launch(
         ring_hstu_bwd_dq_kernel, q.shape[0], "BLOCK_M", [*given, dq], [position_grad, time_grad], *rest, bias, sizes,

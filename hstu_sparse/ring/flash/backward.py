@@ -18,6 +18,7 @@ from hstu_sparse.ring.flash.tiles import (
     in_registers,
     kept,
     key_ranges,
+    keys_seen,
     load_block,
     matrix,
     piece,
@@ -94,6 +95,13 @@ def flash_attention_bwd_dq_kernel(
         return
     _, _, q_position = piece(index, q_offsets, q_starts)
     sequence = index // PIECES
+    if ADD:
+        seen = keys_seen(
+            first_row, length, q_position, sequence, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        if seen == 0:
+            return
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)

@@ -15,6 +15,7 @@ from hstu_sparse.ring.flash.tiles import (
     hide,
     kept,
     key_ranges,
+    keys_seen,
     load_block,
     piece,
 )
@@ -76,6 +77,13 @@ def flash_attention_fwd_kernel(
         return
     _, _, q_position = piece(index, q_offsets, q_starts)
     sequence = index // PIECES
+    if ADD:
+        seen = keys_seen(
+            first_row, length, q_position, sequence, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        if seen == 0:
+            return
     m = tl.arange(0, BLOCK_M)
     e = tl.arange(0, PAD_V)
     q_inside = (first_row + m < length)[:, None]

@@ -19,6 +19,11 @@ from hstu_sparse.ring.flash.problem import Layout, Options
 from hstu_sparse.ring.flash.tiles import LOG2_E
 
 
+def _roomy(arch: int) -> bool:
+    """More than 200 KB of shared memory for a program, and products that want large tiles."""
+    return 90 <= arch < 120
+
+
 def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
     """Tile sizes, warps and pipeline stages of the forward kernel: chosen, not tuned at run time. `features`: those in
     use, of dropout, alibi."""
@@ -26,10 +31,10 @@ def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], a
     if dtype == torch.float32:
         return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2 if widest <= 128 else 1)
     if widest > 128:
-        return dict(BLOCK_M=64 if arch < 90 else 128, BLOCK_N=32, num_warps=8, num_stages=2 if arch >= 90 else 1)
+        return dict(BLOCK_M=128 if _roomy(arch) else 64, BLOCK_N=32, num_warps=8, num_stages=2 if _roomy(arch) else 1)
     if "dropout" in features:
         return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
-    if arch < 90 or "alibi" in features:
+    if not _roomy(arch) or "alibi" in features:
         return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
     return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2)
 
@@ -39,11 +44,11 @@ def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str]
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
         return dict(BLOCK_M=16, BLOCK_N=32, WGMMA=False, num_warps=4, num_stages=1)
-    if widest > 128 or widest <= 32:
-        return dict(BLOCK_M=64, BLOCK_N=32, WGMMA=False, num_warps=4 if widest <= 128 else 8, num_stages=1)
-    if "dropout" in features:
-        return dict(BLOCK_M=64, BLOCK_N=32, WGMMA=False, num_warps=4, num_stages=1)
-    if arch < 90:
+    if widest > 128 and _roomy(arch):
+        return dict(BLOCK_M=128, BLOCK_N=32, WGMMA=False, num_warps=8, num_stages=2)
+    if widest > 128 or widest <= 32 or "dropout" in features:
+        return dict(BLOCK_M=64, BLOCK_N=32, WGMMA=False, num_warps=8 if widest > 128 else 4, num_stages=1)
+    if not _roomy(arch):
         return dict(BLOCK_M=64, BLOCK_N=64, WGMMA=False, num_warps=4, num_stages=1)
     return dict(BLOCK_M=64, BLOCK_N=32, WGMMA=arch == 90, num_warps=4, num_stages=3)
 
@@ -54,8 +59,9 @@ def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str
     if dtype == torch.float32:
         return dict(BLOCK_M=16, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
     if widest > 128:
-        return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=8, num_stages=1)
-    if arch < 90 or "dropout" in features:
+        roomy = _roomy(arch)
+        return dict(BLOCK_M=32, BLOCK_N=64 if roomy else 32, TMA=False, num_warps=8, num_stages=2 if roomy else 1)
+    if not _roomy(arch) or "dropout" in features:
         return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=4, num_stages=1)
     return dict(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
 

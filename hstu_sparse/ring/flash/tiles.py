@@ -89,6 +89,22 @@ def key_ranges(
 
 
 @triton.jit
+def keys_seen(
+    first_row, q_length, q_position, sequence, k_offsets, k_starts, left, right, PIECES: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """How many keys, 0 where none, a tile of queries has to walk over."""
+    found = 0
+    for i in tl.static_range(PIECES):
+        _, k_length, k_position = piece(sequence * PIECES + i, k_offsets, k_starts)
+        begin, _, _, end = key_ranges(
+            first_row, q_length, k_length, q_position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+        )
+        found += tl.maximum(end - begin, 0)
+    return found
+
+
+@triton.jit
 def query_ranges(
     first_key, q_length, k_length, ahead, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
