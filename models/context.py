@@ -53,7 +53,7 @@ class Context:
         if self.world == 1:
             return batch
         index, offsets = cut_sequences(batch.seq_offsets, self.rank, self.world, zigzag=True)
-        named = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+        named = {field.name: getattr(batch, field.name) for field in fields(Batch) if field.init}
         for name in ("item_ids", "timestamps", "target_ids", "query_timestamps", "actions"):
             if named[name] is not None:
                 named[name] = named[name].index_select(0, index)
