@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--loss", type=json.loads, default={"kind": "in_batch"}, help="as in YAML, as JSON")
     parser.add_argument("--train", type=json.loads, default={}, help="overrides of train, as JSON")
+    parser.add_argument("--model", type=json.loads, default={}, help="overrides of model, as JSON")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=Path, help="append the JSON lines here too")
     parser.add_argument("--plot", type=Path, help="draw this file's lines as stacked bars into --out, measure nothing")
@@ -71,7 +72,7 @@ def configuration(options, length: int, attention: dict) -> RunConfig:
             "data": {"format": "synthetic", "protocol": "published"},
             "model": {
                 "block": "hstu", "max_seq_len": length, "embedding_dim": options.size, "num_layers": options.layers,
-                "num_heads": options.heads, "dropout": 0.2, "attention": attention,
+                "num_heads": options.heads, "dropout": 0.2, "attention": attention, **options.model,
             },
             "loss": options.loss,
             "train": {
@@ -158,6 +159,19 @@ def bound(config: RunConfig, tokens: int, items: int) -> float | None:
     return 2 * tokens * products / PEAK * 1e3
 
 
+def predicted_memory(config: RunConfig, tokens: int, items: int) -> int:
+    """Bytes at the peak of a step where the catalogue is what counts.
+
+    Five tables: the weights, the optimiser's two, and two gradients, the loss's and the inputs', before they are added.
+    Four bytes an item for its norm. Of activations some 32 bytes for a token, a layer and a channel.
+    """
+    m = config.model
+    table = items * m.embedding_dim * (2 if m.table_dtype == "bfloat16" else 4)
+    if m.table_dtype == "float32" and config.train.autocast == "bf16":
+        table = table * 6 // 5  # the loss's copy in bf16, and that one's gradient
+    return 5 * table + 4 * items + 32 * tokens * m.num_layers * m.embedding_dim
+
+
 def measure(options, name: str, attention: dict, length: int, device: torch.device) -> dict:
     config = configuration(options, length, attention)
     torch.manual_seed(0)
@@ -194,6 +208,7 @@ def measure(options, name: str, attention: dict, length: int, device: torch.devi
         "ms": ms,
         "tokens_per_second": batch.num_tokens / ms * 1e3,
         "peak_memory_bytes": peak,
+        "predicted_memory_bytes": predicted_memory(config, batch.num_tokens, options.items),
         "parts_ms": parts,
         "bound_ms": least,
         "fraction_of_bound": least and least / ms,

@@ -67,8 +67,9 @@ def report(kernel: CompiledKernel) -> dict:
     """What a compiled kernel uses.
 
     Returns:
-        dict with `name`, `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes`, `unset_registers`
-        (see below), `matrix_instructions` (names of the tensor cores' instructions), `asm`.
+        dict with `name`, `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes` (dynamic and static,
+        from sm_90 on with 1 KB of the driver's), `unset_registers` (see below), `matrix_instructions` (names of the
+        tensor cores' instructions), `asm`.
     """
     tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -79,12 +80,12 @@ def report(kernel: CompiledKernel) -> dict:
             for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
         )
     usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", used.stdout)
-    registers, stack, _, local = (int(x) for x in usage.groups())
+    registers, stack, static, local = (int(x) for x in usage.groups())
     return {
         "name": kernel.metadata.name,
         "registers": registers,
         "local_bytes": stack + local,
-        "shared_bytes": kernel.metadata.shared,
+        "shared_bytes": kernel.metadata.shared + static,
         # Blackwell's instructions, and where they put their operands, are others.
         "unset_registers": _unset_registers(listing.stdout) if kernel.metadata.target.arch <= 90 else [],
         "matrix_instructions": sorted(

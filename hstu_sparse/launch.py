@@ -61,3 +61,34 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.pad(x, (0, 16 - size % 16))
     whole = x.stride(-1) == 1 and all(stride % 16 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
     return x if whole else x.clone(memory_format=torch.contiguous_format)
+
+
+# (kernel's name, key) -> compiled kernel, and its constants in the order of its signature.
+compiled_kernels: dict[tuple, tuple] = {}
+
+
+def start(kernel, grid: int, arguments: tuple, constants: dict, options: dict, key: tuple) -> None:
+    """kernel[(grid,)](*arguments, **constants, **options), on a GPU without Triton's dispatch from the second time on.
+
+    Triton finds out in every call what it specialised on, which takes longer than a short kernel.
+
+    Args:
+        kernel: a triton.jit function whose constexprs come last.
+        arguments: all others, in their order; the first is a tensor.
+        constants: name -> value, of the constexprs.
+        options: num_warps and the like.
+        key: with constants and options everything that Triton would tell calls apart by: dtypes, which arguments are
+            None, and of pointers and integers that the kernel does not exempt whether they are multiples of 16.
+    """
+    device = arguments[0].get_device()
+    if device < 0:
+        kernel[(grid,)](*arguments, **constants, **options)
+        return
+    key = (kernel.__name__, device, key, *constants.values(), *options.values())
+    found = compiled_kernels.get(key)
+    if found is None:
+        compiled = kernel[(grid,)](*arguments, **constants, **options)
+        compiled_kernels[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+    else:
+        compiled, values = found
+        compiled[(grid, 1, 1)](*arguments, *values)

@@ -14,6 +14,7 @@ from hstu_sparse.launch import INTERPRET
 BACKENDS = ("auto", "triton", "reference")
 FLOATING, INTEGER = "floating point", "int32 or int64"
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FLOATING_DTYPES = (*KERNEL_DTYPES, torch.float64)  # torch has smaller ones, which hardly any of its functions takes
 
 
 def choose_backend(backend: str, x: torch.Tensor, op: str) -> str:
@@ -21,6 +22,8 @@ def choose_backend(backend: str, x: torch.Tensor, op: str) -> str:
 
     Nothing falls back in silence: triton where it cannot run on x raises.
     """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op} takes tensors, got {type(x).__name__}")
     if backend not in BACKENDS:
         raise ValueError(f"{op}: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
@@ -65,7 +68,7 @@ def check_tensor(
     for letter, size in zip(letters, x.shape):
         sizes.setdefault(letter, size)
     if dtype == FLOATING:
-        right = x.is_floating_point()
+        right = x.dtype in FLOATING_DTYPES
     elif dtype == INTEGER:
         right = x.dtype in (torch.int32, torch.int64)
     else:

@@ -126,6 +126,9 @@ class ModelConfig(Strict):
     head: HeadConfig = DotConfig()
     dropout: float = Field(0.0, ge=0, lt=1)
     action_embedding: bool = False
+    # Of the item table (and the actions'), its gradient and what the optimiser keeps of it. A large catalogue takes
+    # half the memory in bfloat16; updates below 1/256 of a weight are then lost.
+    table_dtype: Literal["float32", "bfloat16"] = "float32"
     # One mapping for all layers, or one for each.
     attention: Annotated[list[AttentionConfig], BeforeValidator(_as_list)]
 
@@ -245,6 +248,8 @@ class RunConfig(Strict):
             raise ValueError("eval.patience: protocol published has no validation split to stop by")
         if self.model.head.kind == "mol" and self.loss.kind == "bce":
             raise ValueError("loss.kind=bce is not for model.head.kind=mol: take a softmax loss")
+        if self.model.head.kind == "mol" and self.model.table_dtype != "float32":
+            raise ValueError("model.table_dtype=bfloat16 is not for model.head.kind=mol")
         if self.model.head.kind == "mol" and self.loss.kind == "mixed_negatives":
             raise ValueError("loss.kind=mixed_negatives is not for model.head.kind=mol: it corrects no probabilities")
         if self.parallel.context > 1:

@@ -29,7 +29,15 @@ class InputEmbedding(nn.Module):
     no gain after 101 epochs, docs/evaluation.md.)
     """
 
-    def __init__(self, num_items: int, num_actions: int, embedding_dim: int, max_seq_len: int, dropout: float):
+    def __init__(
+        self,
+        num_items: int,
+        num_actions: int,
+        embedding_dim: int,
+        max_seq_len: int,
+        dropout: float,
+        table_dtype: str = "float32",
+    ):
         super().__init__()
         self.scale = embedding_dim**0.5
         self.dropout = dropout
@@ -46,6 +54,8 @@ class InputEmbedding(nn.Module):
                 for name, size in sizes.items()
             ]
         )
+        # torchrec itself would take float16 for bfloat16.
+        self.tables.to(getattr(torch, table_dtype))
         self.position = nn.Parameter(torch.empty(max_seq_len, embedding_dim))
         truncated_normal_(self.position, embedding_dim**-0.5)
 

@@ -167,6 +167,7 @@ class SequenceModel(nn.Module):
             config.embedding_dim,
             config.max_seq_len,
             config.dropout,
+            config.table_dtype,
         )
         kinds = config.attention * (config.num_layers if len(config.attention) == 1 else 1)
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in kinds)

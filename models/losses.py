@@ -113,6 +113,7 @@ def training_loss(
             negatives=None if drawn is None else drawn.ids,
             log_q=None if drawn is None else drawn.log_q,
         )
+    item_weight = item_weight.to(out.dtype)
     whole = drawn is None or takes_whole_catalogue(config, out, item_weight)
     items = F.normalize(item_weight, dim=-1, eps=NORM_EPS) if whole else item_weight
     width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]

@@ -18,6 +18,8 @@ from tests.operators import NAMES, operator
 ROOT = Path(__file__).parents[1]
 # Inline assembly that touches memory has its place on architectures where it was proved, and nowhere else.
 PROVEN = (80, 90)
+# Bytes of shared memory that a program may have there, with the driver's 1 KB.
+SHARED = {80: 163 * 1024, 90: 228 * 1024}
 MEMORY = re.compile(r"\b(ld|st|red|atom|cp)\.")
 
 
@@ -36,7 +38,14 @@ def compile_test(arch: int):
         assert run.returncode == 0, run.stderr[-3000:]
         kernels = [json.loads(line) for line in run.stdout.splitlines()]
         assert kernels
-        wrong = [k for k in kernels if k["local_bytes"] > k["allowed"] or k["unset_registers"] or k["memory_assembly"]]
+        wrong = [
+            k
+            for k in kernels
+            if k["local_bytes"] > k["allowed"]
+            or k["shared_bytes"] > SHARED.get(arch, k["shared_bytes"])
+            or k["unset_registers"]
+            or k["memory_assembly"]
+        ]
         assert not wrong, "\n".join(map(str, wrong))
 
     return test

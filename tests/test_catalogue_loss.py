@@ -189,6 +189,14 @@ def test_kernels_agree_with_the_reference(name):
 
 
 @interpreter
+@pytest.mark.parametrize("name", ["whole catalogue", "no normalisation", "several chunks", "negatives of the batch"])
+def test_kernels_with_tensor_descriptors(name, monkeypatch):
+    launches = pytest.importorskip("hstu_sparse.catalogue_loss.launches")
+    monkeypatch.setattr(launches, "overrides", {part: {"TMA": True} for part in ("fwd", "dout", "ditems")})
+    check("cpu", **{**CASE, **CASES[name]})
+
+
+@interpreter
 @pytest.mark.parametrize("sampled", ["shared", "per token"])
 def test_popular_items_are_cut_and_merged(sampled, monkeypatch):
     """Runs of the table's gradient longer than a piece: cut within a window, over several, and at its very end."""
@@ -225,6 +233,20 @@ def test_an_item_of_norm_zero():
         found.append((loss, *torch.autograd.grad(loss, (x, y))))
     for a, b in zip(*found):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@interpreter
+def test_opcheck():
+    pytest.importorskip("hstu_sparse.catalogue_loss.launches")
+    generator = torch.Generator().manual_seed(0)
+    out, items = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (20, 30))
+    targets, negatives = (torch.randint(-1, 30, (n,), generator=generator) for n in (20, 7))
+    temperature = torch.tensor(0.3, requires_grad=True)
+    torch.library.opcheck(
+        torch.ops.hstu_sparse.catalogue_loss_fwd.default,
+        (out, items, targets, temperature, negatives, None, 1.0, True, 0.0, 0.0),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
 
 
 @interpreter

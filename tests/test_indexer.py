@@ -25,8 +25,6 @@ from models.contract import LayerSizes
 from tests.operators import indexer as cases
 from tests.test_models import CONFIG, make_batch
 
-# The interpreter runs where there is no GPU.
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 BACKENDS = ["reference", pytest.param("triton", marks=interpreter)]
 

@@ -146,3 +146,17 @@ def test_no_position_gives_zero():
     loss = training_loss(config("sampled_softmax"), torch.empty(0, E), items, torch.empty(0, dtype=torch.long))
     loss.backward()
     assert loss.item() == 0 and items.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bf16_table_gets_a_bf16_gradient(inputs, kind):
+    out, items, targets = inputs
+    table = items.detach().bfloat16().requires_grad_()
+    found = []
+    for rows in (table, table.detach().float().requires_grad_()):
+        torch.manual_seed(1)
+        loss = training_loss(config(kind), out, rows, targets)
+        found.append((loss, *torch.autograd.grad(loss, (out, rows))))
+    assert found[0][2].dtype == torch.bfloat16
+    for a, b in zip(*found):
+        torch.testing.assert_close(a.float(), b, rtol=1e-2, atol=1e-4)

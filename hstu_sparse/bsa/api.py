@@ -15,6 +15,8 @@ from hstu_sparse.jagged import sequence_ids
 from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.validation import check_int, check_kernel, check_qkv, check_scale, check_tensor, choose_backend
 
+MOST = 1 << 20  # of block_size and block_counts: the reference lays out as many slots for each block and query
+
 
 def bsa_attention(
     q: Tensor,
@@ -73,13 +75,13 @@ def bsa_attention(
     """
     backend = choose_backend(backend, q, "bsa_attention")
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
-    for name, value, least in (
-        ("block_size", block_size, 1),
-        ("block_counts", block_counts, 1),
-        ("window_size", window_size, 0),
-        ("selection_group", selection_group, 1),
+    for name, value, least, most in (
+        ("block_size", block_size, 1, MOST),
+        ("block_counts", block_counts, 1, MOST),
+        ("window_size", window_size, 0, None),
+        ("selection_group", selection_group, 1, None),
     ):
-        check_int(name, value, least)
+        check_int(name, value, least, most)
     if block_size % selection_group:
         raise ValueError(f"selection_group must divide block_size={block_size}, got {selection_group}")
     _check_gates(gates, sizes, q.device, window_size)

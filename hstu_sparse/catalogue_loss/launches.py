@@ -96,12 +96,11 @@ def _fitting(config: dict, row_bytes: int, limit: int) -> dict:
     """The config with tiles made smaller until they fit: one of rows owned, one walked over for each stage."""
     config = dict(config)
     while (config["BLOCK_M"] + config["num_stages"] * config["BLOCK_N"]) * row_bytes + 4096 > limit:
-        if config["num_stages"] > 2:
+        larger = max("BLOCK_N", "BLOCK_M", key=lambda side: config[side])
+        if config["num_stages"] > 2 or config[larger] == 16:  # products take no less
             config["num_stages"] -= 1
-        elif config["BLOCK_N"] >= config["BLOCK_M"]:
-            config["BLOCK_N"] //= 2
         else:
-            config["BLOCK_M"] //= 2
+            config[larger] //= 2
     return config
 
 
@@ -150,14 +149,17 @@ def _precision(x: Tensor) -> str:
     return "tf32" if launch.precision(x.dtype) == "tf32" else "tf32x3" if x.dtype == torch.float32 else "ieee"
 
 
-def _walk(matrix: Tensor, config: dict):
-    """What a product's kernel walks over: the matrix, or its tensor descriptor; and the constant that says which."""
+def _walk(config: dict, matrix: Tensor, *vectors: Tensor | None):
+    """What a product's kernel walks over, as it is or as tensor descriptors; and the constant that says which."""
     if not config["TMA"] or not len(matrix):
-        return matrix, False
+        return matrix, *vectors, False
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    block = [config["BLOCK_N"], config["BLOCK_E"]]
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block), True
+    def described(x: Tensor | None, *block: int):
+        return x if x is None else TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+
+    rows = config["BLOCK_N"]
+    return described(matrix, rows, config["BLOCK_E"]), *(described(x, rows) for x in vectors), True
 
 
 def _options(config: dict) -> dict:
@@ -175,6 +177,8 @@ class _Call:
         self.out = out if out.stride(1) == 1 else out.contiguous()
         self.items = items if items.stride(1) == 1 else items.contiguous()
         self.targets = targets.to(torch.int32)
+        if self.targets.data_ptr() % 16:  # a tensor descriptor's base
+            self.targets = self.targets.clone()
         self.temperature, self.normalize = temperature, normalize
         self.smoothing, self.skip = smoothing, skip
         self.scale = LOG2E if temperature is not None else LOG2E / scale
@@ -239,11 +243,11 @@ def _forward(*arguments):
     splits, per_split = plan_splits(call.T, W, config, call.out.device, 4)
     partial = call.new(splits, call.T)
     out, matrix = launch.aligned(call.out), launch.aligned(matrix)
-    walk, tma = _walk(matrix, config)
+    walk, lengths, tma = _walk(config, matrix, item_scale if call.normalize else None)
     if call.T:
         catalogue_loss_fwd_kernel[(cdiv(call.T, config["BLOCK_M"]) * splits,)](
-            out, walk, out.stride(0), matrix.stride(0), row_scale, item_scale if call.normalize else None, ids, shift,
-            call.targets, partial, min(call.bound, BOUND), call.T, W, per_split, E=out.shape[1],
+            out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets,
+            partial, min(call.bound, BOUND), call.T, W, per_split, E=out.shape[1],
             BOUNDED=call.bound <= BOUND, PRECISION=call.precision, TMA=tma, **_options(config),
         )  # fmt: skip
     lse, positive = call.new(call.T), call.new(call.T)
@@ -270,7 +274,9 @@ def _forward_per_token(call: _Call):
         )  # fmt: skip
     loss, inverse_count = call.mean(parts)
     # Without the temperature the outputs' scales are one number, which ends the items' gradient.
-    row_scale = call.new(0) if call.normalize else call.scales(call.out[:1], call.scale, call.temperature)
+    row_scale = call.new(0 if call.normalize else 1)
+    if call.T and not call.normalize:
+        row_scale = call.scales(call.out[:1], call.scale, call.temperature)
     return loss, lse, row_scale, call.new(0), call.new(0), inverse_count
 
 
@@ -309,9 +315,9 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
     config = config_of("dout", call.out)
     splits, per_split = plan_splits(call.T, W, config, call.out.device, 4 * call.E)
     partial = call.new(splits, call.T, call.E) if splits > 1 else None
-    walk, tma = _walk(matrix, config)
+    walk, lengths, tma = _walk(config, matrix, item_scale)
     catalogue_loss_bwd_dout_kernel[(cdiv(call.T, config["BLOCK_M"]) * splits,)](
-        out, walk, out.stride(0), matrix.stride(0), row_scale, item_scale, ids, shift, call.targets, lse,
+        out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets, lse,
         positive if sampled else None, *ending, dout, along, partial, call.smoothing, call.skip, call.T, call.I, W,
         per_split, SIZE=call.E, TMA=tma, **shape, **_options(config),
     )  # fmt: skip
@@ -327,10 +333,10 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
     parts = splits > 1 or sampled
     partial = call.new(splits, W, call.E) if parts else None
     ditems = None if sampled else torch.empty_like(call.items, memory_format=torch.contiguous_format)
-    walk, tma = _walk(out, config)
+    walk, scales, targets, sums, tma = _walk(config, out, row_scale, call.targets, lse)
     if W:
         catalogue_loss_bwd_ditems_kernel[(cdiv(W, config["BLOCK_M"]) * splits,)](
-            walk, matrix, out.stride(0), matrix.stride(0), row_scale, item_scale, ids, shift, call.targets, lse,
+            walk, matrix, out.stride(0), matrix.stride(0), scales, item_scale, ids, shift, targets, sums, row_scale,
             out_sum, grad, inverse_count, ditems, partial, call.smoothing, call.skip, W, call.T, per_split,
             SIZE=call.E, TMA=tma, **shape, **_options(config),
         )  # fmt: skip
@@ -367,9 +373,11 @@ def _table_gradient(call, grad, inverse_count, row_scale, negatives, shares, dra
     windows = cdiv(len(keys), PIECE)
     slots = call.new(windows, 2, call.E)
     scalars = (row_scale, grad, inverse_count, ditems, slots, len(keys))
+    # Entries of a run at a time: about as many as it has.
+    rows = 16 if len(keys) < 32 * call.I else max(16, min(64, 2 * ROW_TILE // call.width))
     catalogue_loss_table_bwd_kernel[(cdiv(len(keys), CHUNK),)](
         keys, order, call.out, call.out.stride(0), shares, drawn, call.items, call.items.stride(0), *scalars, call.T,
-        call.K, call.I, **call.sizes, ROWS=16, CHUNK=CHUNK, PIECE=PIECE,
+        call.K, call.I, **call.sizes, ROWS=rows, CHUNK=CHUNK, PIECE=PIECE,
     )  # fmt: skip
     catalogue_loss_pieces_bwd_kernel[(windows,)](
         keys, call.items, call.items.stride(0), *scalars, call.I, **call.sizes, PIECE=PIECE
@@ -381,10 +389,10 @@ def _fake(out, items, targets, temperature, negatives, log_q, scale, normalize, 
     def empty(*shape):
         return out.new_empty(shape, dtype=torch.float32)
 
-    T, I = len(out), len(items)
+    T = out.shape[0]
     if negatives is not None and negatives.dim() == 2:
-        return empty(), empty(T), empty(0 if normalize else min(T, 1)), empty(0), empty(0), empty(1)
-    W = I if negatives is None else len(negatives)
+        return empty(), empty(T), empty(0 if normalize else 1), empty(0), empty(0), empty(1)
+    W = items.shape[0] if negatives is None else negatives.shape[0]
     return empty(), empty(T), empty(T), empty(W if normalize else 0), empty(T), empty(1)
 
 

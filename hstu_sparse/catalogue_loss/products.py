@@ -113,12 +113,17 @@ def _times(acc, factor):
 
 
 @triton.jit
-def _vector(base, n, limit, other, MASKED: tl.constexpr):
-    """base[n] along the columns of a tile."""
-    if MASKED:
-        return tl.load(base + n, n < limit, other)[None, :]
+def _numbers(base, start, limit, other, SIZE: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
+    """SIZE numbers of a vector from `start` on; behind its end `other`, of a tensor descriptor 0."""
+    if TMA:
+        # Through shared memory: every thread wants its columns' numbers, which as loads would be one for each.
+        return base.load([start])
     else:
-        return tl.load(base + n)[None, :]
+        n = start + tl.arange(0, SIZE)
+        if MASKED:
+            return tl.load(base + n, n < limit, other)
+        else:
+            return tl.load(base + n)
 
 
 @triton.jit
@@ -147,14 +152,14 @@ def _sum_exp(
         tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
         logits = _scores(own, tile, PRECISION)
         if item_scale is not None:
-            logits *= _vector(item_scale, n, W, 0.0, MASKED)
+            logits *= _numbers(item_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)[None, :]
         logits *= row_scale
         if shift is not None:
-            logits -= _vector(shift, n, W, 0.0, MASKED)
+            logits -= _numbers(shift, start, W, 0.0, BLOCK_N, MASKED, False)[None, :]
         if MASKED:
             logits = tl.where((n < W)[None, :], logits, float("-inf"))
         if ids is not None:
-            drawn = _vector(ids, n, W, -1, MASKED)
+            drawn = _numbers(ids, start, W, -1, BLOCK_N, MASKED, False)[None, :]
             logits = tl.where((drawn == target) | (drawn < 0), float("-inf"), logits)
         if BOUNDED:
             total += tl.sum(tl.exp2(logits - bound), 1)
@@ -209,26 +214,25 @@ def _weigh_items(
         n = start + tl.arange(0, BLOCK_N)
         tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
         logits = _scores(own, tile, PRECISION)
+        length = None
         if item_scale is not None:
-            logits *= _vector(item_scale, n, W, 0.0, MASKED)
+            length = _numbers(item_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)
+            logits *= length[None, :]
         logits = logits * row_scale - lse
         if shift is not None:
-            logits -= _vector(shift, n, W, 0.0, MASKED)
+            logits -= _numbers(shift, start, W, 0.0, BLOCK_N, MASKED, False)[None, :]
         if MASKED:
             logits = tl.where((n < W)[None, :], logits, float("-inf"))
         weights = tl.exp2(logits)
         if ids is not None:
-            drawn = _vector(ids, n, W, -1, MASKED)
+            drawn = _numbers(ids, start, W, -1, BLOCK_N, MASKED, False)[None, :]
             weights = tl.where((drawn == target) | (drawn < 0), 0.0, weights)
         if not SKIP or tl.max(tl.max(weights, 1), 0) >= skip:
-            length = None
             if HALF:
                 weights *= 32768.0
-                if item_scale is not None:
-                    length = tl.load(item_scale + n, n < W, 0.0)
             elif item_scale is not None:
-                weights *= _vector(item_scale, n, W, 0.0, MASKED)
-            acc = _add_product(acc, weights, tile, length, PRECISION)
+                weights *= length[None, :]
+            acc = _add_product(acc, weights, tile, length if HALF else None, PRECISION)
     return acc
 
 
@@ -287,39 +291,40 @@ def _weigh_outputs(
         logits = _scores(own, tile, PRECISION)
         if NORMALIZE:
             logits *= item_scale
-        scale = _vector(row_scale, n, W, 0.0, MASKED)
-        logits = logits * scale - _vector(lse, n, W, float("inf"), MASKED)
+        scale = _numbers(row_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)
+        logits = logits * scale[None, :] - _numbers(lse, start, W, 0.0, BLOCK_N, MASKED, TMA)[None, :]
         if shift is not None:
             logits -= shift
+        hit = ids == _numbers(targets, start, W, -1, BLOCK_N, MASKED, TMA)[None, :]
+        if MASKED:
+            logits = tl.where((n < W)[None, :], logits, float("-inf"))
+            hit = hit & (n < W)[None, :]
         weights = tl.exp2(logits)
-        hit = ids == _vector(targets, n, W, -1, MASKED)
         if SAMPLED:
             weights = tl.where(hit, 0.0, weights)
         else:
             weights = tl.where(hit, weights - keep, weights)
         if not SKIP or tl.max(tl.max(tl.abs(weights), 1), 0) >= skip:
-            length = None
             if HALF:
                 weights *= 32768.0
-                if NORMALIZE:
-                    length = tl.load(row_scale + n, n < W, 0.0)
             elif NORMALIZE:
-                weights *= scale
-            acc = _add_product(acc, weights, tile, length, PRECISION)
+                weights *= scale[None, :]
+            acc = _add_product(acc, weights, tile, scale if HALF and NORMALIZE else None, PRECISION)
     return acc
 
 
 @triton.jit(do_not_specialize=[*PER_BATCH, "smoothing", "skip"], do_not_specialize_on_alignment=GIVEN)
 def catalogue_loss_bwd_ditems_kernel(
-    out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, out_sum, grad, inverse_count,
-    ditems, partial, smoothing, skip, I, W, per_split,
+    out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, first_scale, out_sum, grad,
+    inverse_count, ditems, partial, smoothing, skip, I, W, per_split,
     SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, SKIP: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of ditems [I, SIZE], or (with `partial` [splits, I, SIZE]) a split's sum over outputs.
 
-    `out` may be the tensor descriptor of the outputs. I: rows of `items`, W: T.
+    TMA: out, row_scale, targets and lse are tensor descriptors. first_scale: row_scale as a pointer. I: rows of
+    `items`, W: T.
     """
     tile, split, bounds = _range(I, per_split, W, BLOCK_M, BLOCK_N)
     i = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -350,6 +355,6 @@ def catalogue_loss_bwd_ditems_kernel(
             store_rows(base, i, i < I, acc[chunk], SIZE, BLOCK_E, chunk)
     else:
         finish_items(
-            acc, i, i < I, items, items_stride, row_scale, out_sum, grad, inverse_count, ditems, smoothing, I, SIZE,
+            acc, i, i < I, items, items_stride, first_scale, out_sum, grad, inverse_count, ditems, smoothing, I, SIZE,
             BLOCK_E, NORMALIZE,
         )  # fmt: skip

@@ -7,6 +7,7 @@ import typing
 
 import torch
 
+from hstu_sparse import jagged
 from hstu_sparse.dense.reference import hstu_attention_reference
 from hstu_sparse.jagged import check_jagged
 from hstu_sparse.relative_bias import RelativeBias, check_bias
@@ -73,6 +74,8 @@ def hstu_attention(
     bias = _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, sizes["T"])
     options = dict(num_targets=num_targets, bias=bias, window_size=window_size, max_seq_len=max_seq_len, alpha=alpha)
     if backend == "reference":
+        if plan is not None:
+            raise ValueError(f"a plan is for the kernels, the reference takes none, got {type(plan).__name__}")
         return hstu_attention_reference(q, k, v, seq_offsets, **options)
     check_kernel("hstu_attention", q, {"D": sizes["D"], "V": sizes["V"]})
     from hstu_sparse.dense import plan as planning
@@ -131,4 +134,8 @@ def _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, tok
     if num_targets is not None:
         num_seqs = seq_offsets.shape[0] - 1
         check_tensor("num_targets", num_targets, "B", {"B": num_seqs}, dtype=INTEGER, device=seq_offsets.device)
+        if jagged.DEBUG and not torch.compiler.is_compiling():
+            for b, (targets, length) in enumerate(zip(num_targets.tolist(), seq_offsets.diff().tolist())):
+                if not 0 <= targets <= length:
+                    raise ValueError(f"num_targets of sequence {b} must be 0 to its length {length}, got {targets}")
     return check_bias(bias, max_seq_len, tokens, seq_offsets.device)

@@ -208,9 +208,9 @@ def dense_attention_norms_kernel(
     _keep_greatest_norm(rows, columns, inside, do, do_stride_t, do_stride_h, norms + 1, H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position", "time"])
 def dense_attention_tables_kernel(
-    position, time, half_position, half_time, N: tl.constexpr, WIDTH: tl.constexpr, TIMES: tl.constexpr,
+    half_position, half_time, position, time, N: tl.constexpr, WIDTH: tl.constexpr, TIMES: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Halves of the bias tables in fp32, since the attention kernels want half the scores.

@@ -6,6 +6,8 @@ The kernels: plan_kernels.py (by way of plan.py), forward.py, backward_dq.py, ba
 bias_grad.py. Their settings: configs.py.
 """
 
+import functools
+
 import torch
 import triton
 
@@ -28,7 +30,7 @@ from hstu_sparse.dense.plan import (
     purpose_of,
     with_backward,
 )
-from hstu_sparse.launch import INTERPRET, aligned, cdiv, padded_head, precision
+from hstu_sparse.launch import INTERPRET, aligned, cdiv, padded_head, precision, start
 from hstu_sparse.registration import Operator
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.time_buckets import device_cells
@@ -39,20 +41,20 @@ _COPIES = 1 if INTERPRET else 64
 _ALIGNMENT = 16
 
 
-def _launch_with_static_memory(kernel, grid, *args, **kwargs):
-    """kernel[grid](*args, **kwargs) for a kernel with static shared memory, which Triton does not know of.
+def _start_with_static_memory(kernel, grid, arguments, constants, options, key):
+    """`start` of a kernel with static shared memory, which Triton does not know of.
 
     Triton asks the driver for more than 48 KB only if the dynamic part alone exceeds that. If the sum does, the first
     launch is refused; then it is asked for here, once per compiled kernel.
     """
     try:
-        return kernel[grid](*args, **kwargs)
+        return start(kernel, grid, arguments, constants, options, key)
     except RuntimeError as error:
         if "invalid argument" not in str(error):
             raise
     import ctypes
 
-    compiled = kernel.warmup(*args, grid=grid, **kwargs)
+    compiled = kernel.warmup(*arguments, grid=(grid,), **constants, **options)
     compiled._init_handles()
     max_dynamic_shared_size = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     status = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
@@ -60,7 +62,7 @@ def _launch_with_static_memory(kernel, grid, *args, **kwargs):
     )
     if status:
         raise RuntimeError(f"cuFuncSetAttribute failed with CUDA error {status} for {kernel.__name__}")
-    return kernel[grid](*args, **kwargs)
+    return start(kernel, grid, arguments, constants, options, key)
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
@@ -73,6 +75,26 @@ def _tables_kept(bias: RelativeBias, max_seq_len: int) -> tuple[int, int]:
     position = 0 if bias.position is None else max_seq_len + 2 * POSITION_MARGIN
     time = 0 if bias.time is None else hidden_bucket(num_time_buckets(bias.time)) + 1
     return cdiv(position, _ALIGNMENT) * _ALIGNMENT, time
+
+
+@functools.cache
+def _constants(
+    heads: int, d: int, v: int, dtype: torch.dtype, targets: bool, window: bool, position: bool, time: bool,
+    products: str, asm: bool,
+) -> dict:  # fmt: skip
+    """The attention kernels' constants, except the sizes of their tiles. Heads are padded by `aligned`."""
+    whole_d, whole_v = cdiv(d, 16) * 16, cdiv(v, 16) * 16
+    return dict(
+        H=heads, D=whole_d, V=whole_v, D_OUT=d, V_OUT=v, PAD_D=padded_head(whole_d), PAD_V=padded_head(whole_v),
+        HAS_TARGETS=targets, HAS_WINDOW=window, HAS_POSITION=position, HAS_TIME=time, FAST=dtype != torch.float32,
+        PRECISION=products, ASM=asm,
+    )  # fmt: skip
+
+
+def _split(config: dict) -> tuple[dict, dict]:
+    """(a kernel's constants, Triton's own options) of one of the settings in configs.py."""
+    constants = {name: x for name, x in config.items() if name.isupper()}
+    return constants, {name: x for name, x in config.items() if not name.isupper()}
 
 
 class _Launch:
@@ -89,35 +111,26 @@ class _Launch:
         self.plan = AttentionPlan.of_flat(purpose, plan)
         self.d_out, self.v_out = q.shape[2], v.shape[2]
         self.q, self.k, self.v = aligned(q), aligned(k), aligned(v)
+        self.strides = *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2]
         self.alpha = alpha
         self.empty = purpose.total == 0 or purpose.num_seqs == 0
         self.biased = position is not None or time is not None
+        self.constants = _constants(
+            q.shape[1], self.d_out, self.v_out, q.dtype, purpose.targets, window_size > 0, position is not None,
+            time is not None, precision(q.dtype), proven(q.device),
+        )  # fmt: skip
+        # With the constants, what Triton would specialise on: pointers and strides are multiples of 16, see `aligned`.
+        targets = None if num_targets is None else num_targets.dtype
+        self.key = q.dtype, seq_offsets.dtype, targets, max(self.strides) < 2**31
 
     def new(self, size: int) -> torch.Tensor:
         """[T, H, size]."""
         return torch.empty(*self.q.shape[:2], size, dtype=self.q.dtype, device=self.q.device)
 
-    def constants(self) -> dict:
-        dtype = self.q.dtype
-        return dict(
-            H=self.q.shape[1],
-            D=self.q.shape[2],
-            V=self.v.shape[2],
-            D_OUT=self.d_out,
-            V_OUT=self.v_out,
-            PAD_D=padded_head(self.q.shape[2]),
-            PAD_V=padded_head(self.v.shape[2]),
-            HAS_TARGETS=self.plan.purpose.targets,
-            HAS_WINDOW=self.plan.purpose.window_size > 0,
-            HAS_POSITION=self.bias.position is not None,
-            HAS_TIME=self.bias.time is not None,
-            FAST=dtype != torch.float32,
-            PRECISION=precision(dtype),
-            ASM=proven(self.q.device),
-        )
-
-    def grid(self, tiles: TileMap) -> tuple[int]:
-        return (tiles.schedule.shape[0] * self.q.shape[1],)
+    def start(self, kernel, tiles: TileMap, arguments: tuple, config: dict, how=start, **constants) -> None:
+        sizes, options = _split(config)
+        grid = tiles.schedule.shape[0] * self.q.shape[1]
+        how(kernel, grid, arguments, self.constants | constants | sizes, options, self.key)
 
     def planned(self, tiles: TileMap, tables: torch.Tensor) -> tuple:
         """The arguments of an attention kernel from `schedule` on: its tile map, the times, the halved tables."""
@@ -140,10 +153,11 @@ class _Launch:
         position_width, time_width = _tables_kept(self.bias, n)
         tables = torch.empty(position_width + time_width, dtype=torch.float32, device=self.q.device)
         if self.biased:
-            dense_attention_tables_kernel[(cdiv(max(position_width, time_width), 1024),)](
-                position, time, tables, tables[position_width:], N=n, WIDTH=position_width,
-                TIMES=0 if time is None else self.plan.purpose.num_buckets + 1, MARGIN=POSITION_MARGIN, BLOCK=1024,
-            )  # fmt: skip
+            given = tables, tables[position_width:], position, time
+            times = 0 if time is None else self.plan.purpose.num_buckets + 1
+            sizes = dict(N=n, WIDTH=position_width, TIMES=times, MARGIN=POSITION_MARGIN, BLOCK=1024)
+            key = tuple(None if table is None else table.dtype for table in (position, time))
+            start(dense_attention_tables_kernel, cdiv(max(position_width, time_width), 1024), given, sizes, {}, key)
         return tables
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,11 +166,11 @@ class _Launch:
         if self.empty:
             return out.zero_(), tables
         purpose, tiles = self.plan.purpose, self.plan.forward
-        dense_attention_fwd_kernel[self.grid(tiles)](
-            self.q, self.k, self.v, out, *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2],
-            *out.stride()[:2], *self.metadata[:2], purpose.window_size, 0.5 * self.alpha, 1.0 / purpose.max_seq_len,
-            *self.planned(tiles, tables), **self.constants(), **fwd_config(self.features),
+        arguments = (
+            self.q, self.k, self.v, out, *self.strides, *out.stride()[:2], *self.metadata[:2], purpose.window_size,
+            0.5 * self.alpha, 1.0 / purpose.max_seq_len, *self.planned(tiles, tables),
         )  # fmt: skip
+        self.start(dense_attention_fwd_kernel, tiles, arguments, fwd_config(self.features))
         return out, tables
 
     def backward(self, do: torch.Tensor, tables: torch.Tensor) -> list[torch.Tensor]:
@@ -168,8 +182,7 @@ class _Launch:
             return [dq, dk, dv, *(x.zero_() for x in given)]
         self.plan = with_backward(self.plan, *self.metadata)
         do = aligned(do)
-        purpose, constants = self.plan.purpose, self.constants()
-        qkv_strides = *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2], *do.stride()[:2]
+        purpose, strides = self.plan.purpose, (*self.strides, *do.stride()[:2])
         numbers = (
             *self.metadata[:2], purpose.window_size, 0.5 * self.alpha, 0.5 / purpose.max_seq_len, self.alpha,
         )  # fmt: skip
@@ -177,10 +190,11 @@ class _Launch:
         config = bwd_dkv_config(self.features)
         if config["TMA"]:
             triton.set_allocator(_scratch)
-        dense_attention_bwd_dkv_kernel[self.grid(self.plan.dkv)](
-            self.q, self.k, self.v, do, dk, dv, *qkv_strides, *dk.stride()[:2], *dv.stride()[:2], *numbers,
-            *self.planned(self.plan.dkv, tables), **constants, **config,
+        arguments = (
+            self.q, self.k, self.v, do, dk, dv, *strides, *dk.stride()[:2], *dv.stride()[:2], *numbers,
+            *self.planned(self.plan.dkv, tables),
         )  # fmt: skip
+        self.start(dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, config)
 
         config = bwd_dq_config(self.features)
         position_sums, time_sums, norms = self._sums(do)
@@ -188,14 +202,16 @@ class _Launch:
         terms = config["BLOCK_M"] * (min(purpose.max_seq_len, purpose.total) + config["BLOCK_N"]) // 32
         time_shift = max(0, terms.bit_length() - 10)
         table = 0 if self.bias.time is None else hidden_bucket(purpose.num_buckets)
-        _launch_with_static_memory(
-            dense_attention_bwd_dq_kernel, self.grid(self.plan.dq), self.q, self.k, self.v, do, dq, *qkv_strides,
-            *dq.stride()[:2], position_sums, time_sums, norms, time_shift, *numbers,
-            *self.planned(self.plan.dq, tables), **constants, TABLE=table, COPIES=_COPIES, **config,
+        arguments = (
+            self.q, self.k, self.v, do, dq, *strides, *dq.stride()[:2], position_sums, time_sums, norms, time_shift,
+            *numbers, *self.planned(self.plan.dq, tables),
+        )  # fmt: skip
+        self.start(
+            dense_attention_bwd_dq_kernel, self.plan.dq, arguments, config, _start_with_static_memory, TABLE=table,
+            COPIES=_COPIES,
         )  # fmt: skip
         if self.biased:
-            sizes = (0 if x is None else x.shape[0] for x in grads)
-            position, time = sizes
+            position, time = (0 if x is None else x.shape[0] for x in grads)
             dense_attention_gradients_kernel[(cdiv(max(position, time), 128),)](
                 position_sums, time_sums, *grads, norms, 0.5 / purpose.max_seq_len, N=position,
                 TIMES=0 if time == 0 else purpose.num_buckets + 1, ALL=time, TABLE=table, COPIES=_COPIES, BLOCK=128,

@@ -6,6 +6,7 @@ The kernels walk in tiles. Which tiles there are, in which order they start, and
 into, depends on the offsets, candidates, window and timestamps, and on the tiles' sizes, not on q, k, v or the tables.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from hstu_sparse.dense.assembly import proven
 from hstu_sparse.dense.bias import NEAR, hidden_bucket
 from hstu_sparse.dense.configs import Features, bwd_dkv_config, bwd_dq_config, fwd_config
 from hstu_sparse.dense.plan_kernels import dense_attention_plan_kernel
-from hstu_sparse.launch import architecture, cdiv, padded_head
+from hstu_sparse.launch import architecture, cdiv, padded_head, start
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.time_buckets import MAX_BUCKETS, TokenTimes, device_cells, split_times
@@ -107,15 +108,17 @@ def num_time_buckets(time: torch.Tensor | None) -> int | None:
 
 
 def purpose_of(q, v, seq_offsets, num_targets, bias: RelativeBias, max_seq_len: int, window_size: int) -> Purpose:
-    f = features(q, v, bias.position is not None, bias.time is not None)
+    tilings = _tilings(features(q, v, bias.position is not None, bias.time is not None))
+    buckets = num_time_buckets(bias.time)
+    num_seqs = seq_offsets.shape[0] - 1
+    return Purpose(q.shape[0], num_seqs, max_seq_len, window_size, num_targets is not None, buckets, *tilings)
+
+
+@functools.cache
+def _tilings(f: Features) -> tuple[Tiling, Tiling, Tiling]:
+    """Of forward, dq and dkv."""
     fwd, dq, dkv = fwd_config(f), bwd_dq_config(f), bwd_dkv_config(f)
-    return Purpose(
-        q.shape[0],
-        seq_offsets.shape[0] - 1,
-        max_seq_len,
-        window_size,
-        num_targets is not None,
-        num_time_buckets(bias.time),
+    return (
         Tiling(fwd["BLOCK_M"], fwd["BLOCK_N"], True),
         Tiling(dq["BLOCK_M"], dq["BLOCK_N"], True),
         Tiling(dkv["BLOCK_N"], dkv["BLOCK_M"], False),
@@ -146,12 +149,17 @@ def _map(*arguments):
         return found
     cells = device_cells(num_buckets, seq_offsets.device) if timed else None
     row = found[1].shape[0] // slots if timed else 0
-    dense_attention_plan_kernel[(num_seqs + (slots if timed else 0),)](
+    given = (
         seq_offsets, num_targets, query_timestamps, timestamps, cells, *found, *[None] * (4 - len(found)), row,
-        num_seqs, slots, window_size, HAS_TARGETS=num_targets is not None, HAS_WINDOW=window_size > 0, OWN=own,
-        OTHER=other, BY_QUERY=by_query, HIDDEN=hidden_bucket(num_buckets) if timed else 0,
-        ASM=proven(seq_offsets.device), CHUNK=16, num_warps=8 if timed else 4,
+        num_seqs, slots, window_size,
     )  # fmt: skip
+    constants = dict(
+        HAS_TARGETS=num_targets is not None, HAS_WINDOW=window_size > 0, OWN=own, OTHER=other, BY_QUERY=by_query,
+        HIDDEN=hidden_bucket(num_buckets) if timed else 0, ASM=proven(seq_offsets.device), CHUNK=16,
+    )  # fmt: skip
+    key = seq_offsets.dtype, None if num_targets is None else num_targets.dtype, timed
+    grid = num_seqs + (slots if timed else 0)
+    start(dense_attention_plan_kernel, grid, given, constants, dict(num_warps=8 if timed else 4), key)
     return found
 
 

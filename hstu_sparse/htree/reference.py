@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hstu_sparse.htree.layout import depth, tree_layers
 
-# Elements of a tile of gathered keys: queries are worked off in chunks of as many as fit.
-CHUNK = 1 << 22
+# Elements of a tile of gathered keys: queries are worked off in chunks of as many as fit. On a CPU into the cache.
+CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}
 
 
 @dataclass
@@ -57,7 +57,7 @@ def htree_attention_reference(
         return (q.sum() + k.sum() + v.sum()).to(q.dtype) + q.new_zeros(0, q.shape[1], v.shape[2])
     tree = Tree(k, v, seq_offsets, max_seq_len, compression_rate, top_k)
     width = min(tree.most, max_seq_len)
-    chunk = max(1, CHUNK // (k.shape[1] * width * max(k.shape[2], v.shape[2])))
+    chunk = max(1, CHUNK.get(q.device.type, 1 << 22) // (k.shape[1] * width * max(k.shape[2], v.shape[2])))
     levels = [x for pair in zip(tree.keys, tree.values) for x in pair]
 
     def attend(queries: Tensor, rows: Tensor, chosen: list[Tensor] | None, *nodes: Tensor) -> Tensor:

@@ -188,8 +188,8 @@ def _all_scores(iq: Tensor, ik: Tensor, w: Tensor, padding: _Padding, bias: Rela
     """I(t, s) of all pairs [B, n, n], in at least fp32: rounded further, close scores would be chosen otherwise."""
     wide = torch.promote_types(iq.dtype, torch.float32)
     iq, ik, w = (padding.pad(x.to(wide)) for x in (iq, ik, w))
-    dots = iq.transpose(1, 2) @ ik[:, None].mT  # [B, J, n, n]
-    scores = (dots.relu() * w.transpose(1, 2)[..., None]).sum(1)
+    dots = (iq.flatten(1, 2) @ ik.mT).unflatten(1, iq.shape[1:3])  # [B, n, J, n]
+    scores = (w[:, :, None] @ dots.relu()).squeeze(2)
     return scores + _bias(bias, padding)
 
 

@@ -14,7 +14,7 @@ from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.rotatekv import reference
 from hstu_sparse.rotatekv.cache import RotateKVCache
 from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
-from hstu_sparse.validation import check_int, check_number, check_scale, check_tensor, choose_backend
+from hstu_sparse.validation import FLOATING_DTYPES, check_int, check_number, check_scale, check_tensor, choose_backend
 
 MOST_HADAMARD = 4096
 
@@ -34,7 +34,7 @@ def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor [..., n], got {type(x).__name__}")
-    if not x.is_floating_point():
+    if x.dtype not in FLOATING_DTYPES:
         raise TypeError(f"x must be floating point, got {x.dtype}")
     n = x.shape[-1] if x.dim() else 0
     if n < 1 or n & (n - 1):

@@ -67,7 +67,7 @@ def rotated_queries(
         # With few columns this is no product of a warp group (two of those, in turn in one buffer, are what ptxas is
         # known to fail at: `ahead`).
         blocks += (tl.dot(tl.trans(x), matrix, input_precision=PRECISION),)
-    blocks = butterfly(blocks, BLOCKS)
+    blocks = butterfly(blocks, BLOCKS, 1)
     found = ()
     for b in tl.static_range(BLOCKS):
         found += (tl.trans((blocks[b] * scale).to(q.dtype.element_ty)),)
@@ -289,14 +289,13 @@ def rotatekv_attention_fwd_kernel(
             scores = tl.zeros([R, COLUMNS], tl.float32)
             if KEYS_BACK:
                 keys = restored_blocks(
-                    codes, kept, scales, zeros, first_channel, inverse_order, DTYPE, OFFSET, K_BLOCK,
+                    codes, kept, scales, zeros, scale, first_channel, inverse_order, DTYPE, OFFSET, K_BLOCK,
                     K_BLOCKS, K_PER, OW, PAD, OUT, SPAN, SPARSE, HAS_ORDER, R,
                 )  # fmt: skip
                 if ROPE:
                     keys = turned_keys(keys, tile * R, near, far_packed, D, OW, PAD, OUT, R)
                 for o in tl.static_range(OUT):
-                    key_block = (keys[o] * scale).to(DTYPE)
-                    scores += tl.dot(key_block, q_packed[o], input_precision=PRECISION)
+                    scores += tl.dot(keys[o].to(DTYPE), q_packed[o], input_precision=PRECISION)
             else:
                 for i in tl.static_range(K_BLOCKS):
                     k_scale, k_zero = scales[i // K_PER], zeros[i // K_PER]

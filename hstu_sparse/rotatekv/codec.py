@@ -186,16 +186,16 @@ def greatest(x, KEPT: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def butterfly(x, BLOCKS: tl.constexpr):
-    """Sylvester's transform across a tuple of blocks, without its scale."""
+def butterfly(x, BLOCKS: tl.constexpr, STRIDE: tl.constexpr):
+    """Sylvester's transform, without its scale, across a tuple of BLOCKS runs of STRIDE blocks each."""
     for stage in tl.static_range(10):
         if 1 << stage < BLOCKS:
             y = ()
-            for b in tl.static_range(BLOCKS):
-                if b & (1 << stage):
-                    y += (x[b - (1 << stage)] - x[b],)
+            for b in tl.static_range(BLOCKS * STRIDE):
+                if b // STRIDE & (1 << stage):
+                    y += (x[b - (STRIDE << stage)] - x[b],)
                 else:
-                    y += (x[b] + x[b + (1 << stage)],)
+                    y += (x[b] + x[b + (STRIDE << stage)],)
             x = y
     return x
 

@@ -7,7 +7,7 @@ its key channels, HG = H / G, R tokens of a tile, BW channels of a block of code
 import triton
 import triton.language as tl
 
-from hstu_sparse.rotatekv.codec import encode, greatest, load_block, load_codes, load_kept, sign
+from hstu_sparse.rotatekv.codec import butterfly, encode, greatest, load_block, load_codes, load_kept, sign
 from hstu_sparse.rotatekv.encode import key_ranges, rotated_blocks, value_blocks
 from hstu_sparse.tiles import locate
 
@@ -36,16 +36,19 @@ def matrix_block(
 
 @triton.jit
 def restored_blocks(
-    codes, kept, scales, zeros, first, order, DTYPE: tl.constexpr, OFFSET: tl.constexpr,
-    BW: tl.constexpr, BLOCKS: tl.constexpr, PER: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr,
-    OUT: tl.constexpr, SPAN: tl.constexpr, SPARSE: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
+    codes, kept, scales, zeros, factor, first, order, DTYPE: tl.constexpr, OFFSET: tl.constexpr, BW: tl.constexpr,
+    BLOCKS: tl.constexpr, PER: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr, OUT: tl.constexpr,
+    SPAN: tl.constexpr, SPARSE: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """A tuple of OUT blocks [R, PAD] fp32: keys in their own space, but for the factor C ** -0.5.
+    """A tuple of OUT blocks [R, PAD] fp32 of keys in their own space, OW channels each, times `factor` C ** 0.5.
 
     codes: tuple of blocks [R, BW] of DTYPE, OFFSET above the codes; kept: the same of 0 and 1, if SPARSE; scales,
-    zeros: tuples of [R] fp32, of groups of PER blocks. first: channel that the first block out begins at; SPAN: how
-    many of these blocks take different columns of Sylvester's matrix of BW.
+    zeros: tuples of [R] fp32, of groups of PER blocks. first: channel that the first block out begins at, a multiple of
+    OUT * OW; SPAN: how many of these blocks take different columns of Sylvester's matrix of BW.
     """
+    # Whole blocks that come out: the transform across blocks sums those alike in what is left of their number, with the
+    # signs of the blocks from `first` on, and ends in a butterfly.
+    WHOLE: tl.constexpr = OUT // SPAN
     found = ()
     constants = ()
     for _ in tl.static_range(OUT):
@@ -56,38 +59,44 @@ def restored_blocks(
         zero = zeros[i // PER]
         if not SPARSE:
             zero = zero - OFFSET * scale
-        product = ()
-        marked = ()
-        for o in tl.static_range(OUT if HAS_ORDER else SPAN):
-            matrix = matrix_block(i, first + o * OW, order, DTYPE, BW, OW, PAD, HAS_ORDER)
-            product += (tl.dot(codes[i], matrix),)
-            if SPARSE:
-                marked += (zero[:, None] * tl.dot(kept[i], matrix),)
-            elif HAS_ORDER:
-                marked += (zero[:, None] * tl.sum(matrix.to(tl.float32), 0)[None, :],)
         new = ()
         new_constants = ()
-        for o in tl.static_range(OUT):
-            if HAS_ORDER:
-                new += (found[o] + scale[:, None] * product[o] + marked[o],)
-                new_constants += (constants[o],)
-            else:
-                own = sign(i, (first + o * OW) // BW)
-                x = found[o] + (scale * own)[:, None] * product[o % SPAN]
+        if HAS_ORDER:
+            for o in tl.static_range(OUT):
+                matrix = matrix_block(i, first + o * OW, order, DTYPE, BW, OW, PAD, True)
                 if SPARSE:
-                    x += own * marked[o % SPAN]
+                    constant = tl.dot(kept[i], matrix)
+                else:
+                    constant = tl.sum(matrix.to(tl.float32), 0)[None, :]
+                part = scale[:, None] * tl.dot(codes[i], matrix) + zero[:, None] * constant
+                new += (found[o] + factor * part,)
+            found = new
+        else:
+            own = sign(i, first // BW) * factor
+            for o in tl.static_range(OUT):
+                x = found[o]
+                constant = constants[o]
+                if o // SPAN == i % WHOLE:
+                    matrix = matrix_block(i, first + o % SPAN * OW, order, DTYPE, BW, OW, PAD, False)
+                    x += (scale * own)[:, None] * tl.dot(codes[i], matrix)
+                    if SPARSE:
+                        x += (zero * own)[:, None] * tl.dot(kept[i], matrix)
+                    constant += own * zero
                 new += (x,)
-                new_constants += (constants[o] + own * zero,)
-        found = new
-        constants = new_constants
-    if SPARSE or HAS_ORDER:
+                new_constants += (constant,)
+            found = new
+            constants = new_constants
+    if HAS_ORDER:
         return found
-    # What is the same for all channels of a block goes to the first column of Sylvester's matrix alone.
     whole = ()
     for o in tl.static_range(OUT):
-        alike = ((first + o * OW) % BW + tl.arange(0, PAD) == 0).to(tl.float32) * BW
-        whole += (found[o] + constants[o][:, None] * alike[None, :],)
-    return whole
+        x = found[o]
+        if not SPARSE:
+            # What is the same for all channels of a block goes to the first column of Sylvester's matrix alone.
+            alike = ((first + o % SPAN * OW) % BW + tl.arange(0, PAD) == 0).to(tl.float32) * BW
+            x += constants[o][:, None] * alike[None, :]
+        whole += (x,)
+    return butterfly(whole, WHOLE, SPAN)
 
 
 @triton.jit
@@ -197,11 +206,11 @@ def rotatekv_decompress_kernel(
         K_GROUPS, WORDS, KEPT, SPARSE, R,
     )  # fmt: skip
     x = restored_blocks(
-        codes, kept, scales, zeros, first_out * K_BLOCK, inverse_order, DTYPE, OFFSET, K_BLOCK,
+        codes, kept, scales, zeros, scale, first_out * K_BLOCK, inverse_order, DTYPE, OFFSET, K_BLOCK,
         K_BLOCKS, K_BLOCKS // K_GROUPS, K_BLOCK, K_BLOCK, OUT, 1, SPARSE, HAS_ORDER, R,
     )  # fmt: skip
     for i in tl.static_range(OUT):
-        store_group(k, token, mask, x[i] * scale, first_out + i, group * G, HG * G, D, C, K_BLOCK)
+        store_group(k, token, mask, x[i], first_out + i, group * G, HG * G, D, C, K_BLOCK)
     if first_out == 0:
         for i in tl.static_range(V_BLOCKS):
             code, v_scale, v_zero = load_values(
@@ -258,11 +267,11 @@ def rotatekv_round_trip_kernel(
         wide_zeros += (zeros[g].to(tl.float32),)
     for o in tl.static_range(K_BLOCKS):
         y = restored_blocks(
-            codes, marks, wide_scales, wide_zeros, group * 0 + o * K_BLOCK, inverse_order, DTYPE, 0,
+            codes, marks, wide_scales, wide_zeros, scale, group * 0 + o * K_BLOCK, inverse_order, DTYPE, 0,
             K_BLOCK, K_BLOCKS, K_PER, K_BLOCK, K_BLOCK, 1, 1, SPARSE, HAS_ORDER, R,
         )  # fmt: skip
         same = load_block(k, token, mask & sink, group * G, k_stride_t, k_stride_h, order, o, D, C, K_BLOCK, False)
-        out = tl.where(sink[:, None], same.to(tl.float32), y[0] * scale)
+        out = tl.where(sink[:, None], same.to(tl.float32), y[0])
         store_group(k_out, token, mask, out, o, group * G, HG * G, D, C, K_BLOCK)
     V_PER: tl.constexpr = V_BLOCKS // V_GROUPS
     for g in tl.static_range(V_GROUPS):

@@ -35,7 +35,7 @@ def rotated_blocks(
     for b in tl.static_range(BLOCKS):
         x = load_block(k, token, mask, first_head, stride_t, stride_h, order, b, D, C, BW, HAS_ORDER)
         blocks += (tl.dot(x, matrix, input_precision="ieee"),)
-    blocks = butterfly(blocks, BLOCKS)
+    blocks = butterfly(blocks, BLOCKS, 1)
     scaled = ()
     for b in tl.static_range(BLOCKS):
         scaled += (blocks[b] * scale,)

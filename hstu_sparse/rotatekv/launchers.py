@@ -218,8 +218,8 @@ def attention(
     group = layout.options.head_group
     many = queries >= MANY_QUERIES * sequences
     keys_back = rope_base is not None or (many if rotate is None else rotate == "keys")
-    # Keys that are turned back take many registers: a program does one head's.
-    of_program = 1 if many or keys_back else group
+    # Keys that are turned back take many registers: with more channels than these a program does one head's.
+    of_program = 1 if many or (keys_back and group * head_size > 256) else group
     block_q = 64 if many else 16 // of_program
     whole_heads = value_size % constants["V_BLOCK"] == 0 and of_program == 1
     values_out = value_size // constants["V_BLOCK"] if whole_heads else constants["V_BLOCKS"]
@@ -239,6 +239,7 @@ def attention(
             rope_table(rope_base, head_size // 2, sinks, TILE, count, q.device),
         )
     packed = {} if cache is None else cache.packed
+    bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
     timed = bias.time is not None
     part, part_lse = out, lse
     if splits > 1:

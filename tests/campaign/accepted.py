@@ -8,7 +8,7 @@ ACCEPTED = {
     "config: model.feed_forward_dim=8": "a feed-forward network behind each HSTU layer",
     "config: model.attention={kind: bsa, block_counts: 1000}": "more blocks than there are: all are chosen",
     "config: train.warmup_steps=1000000": "a warm-up that lasts longer than the run",
-    "config: data.protocol=temporal data.valid_fraction=1e-12 data.test_fraction=1e-12": "windows of the last second",
+    "config: data.protocol=temporal;data.valid_fraction=1e-12;data.test_fraction=1e-12": "windows of the last second",
     "raw ml-100k: negative user": "any integer is an id",
     "raw ml-100k: spaces before numbers": "the parser skips them; nothing else can be meant",
     "raw ml-100k: one item": "a catalogue of one item trains and ranks, if to no use",

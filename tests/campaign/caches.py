@@ -167,7 +167,7 @@ def _each_file(name: str) -> dict[str, Change]:
     }
 
 
-def cases(place: Path, short: bool) -> list[Case]:
+def cases(place: Path) -> list[Case]:
     source, good = place / "u.data", place / "good"
     source.write_text(table("\t"))
     made = Process(lambda: load(source, place / "cache"), seconds=60).wait()

@@ -76,7 +76,6 @@ TOGETHER = [
     ["data.protocol=temporal", "data.valid_fraction=0.6", "data.test_fraction=0.6"],
     ["data.protocol=published", "eval.patience=3"],
     ["eval.every=0", "eval.patience=3"],
-    ["data.protocol=temporal", "data.valid_fraction=1e-12", "data.test_fraction=1e-12"],
 ]
 
 DEEP = {"model: {": "model: &m {again: *m, ", "data: {": "data: &d {columns: *d, "}
@@ -172,7 +171,7 @@ def _table(text: str) -> list[str]:
     return re.split(r"\n| {2,}", text.strip())
 
 
-def cases(place: Path, short: bool) -> list[Case]:
+def cases(place: Path) -> list[Case]:
     def case(name: str, run: Callable[[Path], int | None], expect: str = ERROR, **more) -> Case:
         return Case("config", f"config: {name}", run, expect, **more)
 
@@ -186,7 +185,7 @@ def cases(place: Path, short: bool) -> list[Case]:
         if name.startswith("config: "):
             text = name.removeprefix("config: ")
             expect = EITHER if "1000.0" in text else WORKS
-            found.append(case(text, lambda f, o=text: start(f, o), expect, short=False))
+            found.append(case(text, lambda f, o=text: start(f, *o.split(";")), expect, short=False))
     for overrides in TOGETHER:
         found.append(case(" ".join(overrides), lambda f, o=overrides: start(f, *o)))
     for name, text in BAD_FILES.items():

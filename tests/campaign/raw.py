@@ -304,15 +304,15 @@ def _run(folder: Path, format: str, content: Content, facts: object, overrides: 
     return status
 
 
-def cases(place: Path, short: bool) -> list[Case]:
+def cases(place: Path) -> list[Case]:
     found = []
-    for format, name, content, expect, overrides in CASES:
+    for number, (format, name, content, expect, overrides) in enumerate(CASES):
         words = [word.replace(":", ": ") if "={" in word else word for word in overrides.split()]
 
         def run(folder: Path, format=format, content=content, facts=expect, words=words) -> int:
             return _run(folder, format, content, facts, words)
 
-        quick = expect == ERROR or name == "valid"
+        quick = name == "valid" or (expect == ERROR and number % 2 == 0)
         found.append(
             Case("raw", f"raw {format}: {name}", run, ERROR if expect == ERROR else WORKS, short=quick, seconds=30)
         )

@@ -261,7 +261,7 @@ EVAL_WORKING = """
 """
 
 
-def cases(place: Path, short: bool) -> list[Case]:
+def cases(place: Path) -> list[Case]:
     finished, stopped = place / "finished" / "run", place / "stopped" / "run"
     for run in (finished, stopped):
         run.parent.mkdir()
@@ -302,7 +302,8 @@ def cases(place: Path, short: bool) -> list[Case]:
         return go
 
     found = [case(f"resume: {n}", resume(c), check=harmless) for n, c in (DAMAGE | RESUME).items()]
-    found += [case(f"eval: {n}", judge_it(c), check=harmless) for n, c in DAMAGE.items()]
+    for number, (name, change) in enumerate(DAMAGE.items()):
+        found.append(case(f"eval: {name}", judge_it(change), check=harmless, short=number % 3 == 0))
     found += [case(f"resume: {n}", resume(c), WORKS, check=same, short=n == "nothing") for n, c in MENDED.items()]
     nothing = MENDED["nothing"]
     for text in re.split(r"; |\n", EVAL_REFUSED.strip()):

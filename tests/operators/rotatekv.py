@@ -16,6 +16,10 @@ from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
 from hstu_sparse.testing import assert_within_budget, make_jagged, make_offsets, make_timestamps
 from tests.operators import Launches
 
+# Bytes of local memory a thread may use for registers that do not fit. Keys that are turned back stand in the registers
+# with all of a group's channels: one head at a time nothing spills, and the work is a third more.
+SPILLS = {"rotatekv_attention_fwd_kernel": 320, "rotatekv_round_trip_kernel": 640, "rotatekv_compress_kernel": 128}
+
 
 def draw(random, small):
     most = 100 if small else 2000
@@ -81,12 +85,13 @@ def check(
 
     bias = RelativeBias()
     if position or timed:
-        bias = RelativeBias(
+        tables = (
             make_jagged([max_seq_len + 3], (), device=device, seed=seed + 3) if position else None,
             make_jagged([129], (), device=device, seed=seed + 4) if timed else None,
             make_timestamps(lengths, device=device, seed=seed),
             make_timestamps(asked, device=device, seed=seed + 1) + 100_000,
         )
+        bias = RelativeBias(*(x if x is None else x.repeat_interleave(2)[::2] for x in tables))
     call = dict(bias=bias, rope_base=10000.0 if rope else None, alpha=head_size**-0.5)
     given = call | dict(activation="softmax" if softmax else "silu")
     wanted = dict(
@@ -162,15 +167,17 @@ def codes_are_right(cache, k, v):
         assert (code[~real] == 0).all()
         least = grouped.masked_fill(~real, float("inf")).amin(-1)
         most = grouped.masked_fill(~real, float("-inf")).amax(-1)
-        some, tiny = real.any(-1), 2**-24
+        # What fp32 may have lost on the way, and what fp16 does of a number at its smallest.
+        some, lost = real.any(-1), 1e-6 * grouped.abs().amax(-1) + 2**-24
         for what, got, true in (("zero", found.zero, least), ("scale", found.scale, (most - least) / levels)):
-            error, size = (got.double() - true)[some].abs(), true[some].abs()
-            assert (error <= size * 2**-11 * 1.01 + 4e-6 * least[some].abs() + tiny).all(), f"{name}: {what}"
+            error, allowed = (got.double() - true).abs(), true.abs() * 2**-11 * 1.01 + lost
+            assert (error[some] <= allowed[some]).all(), f"{name}: {what}"
             assert (got[~some] == 0).all()
         scale, zero = found.scale.double()[..., None], found.zero.double()[..., None]
         ideal = torch.where(scale > 0, (grouped - zero) / scale, 0).clamp(0, levels)
-        error = ((code - ideal).abs() * real).max().item()
-        assert error <= 0.5 + 1e-3 * levels, f"{name}: a code is {error} from the number that it stands for"
+        allowed = 0.5 + 1e-5 * levels + torch.where(scale > 0, lost[..., None] / scale, 0)
+        excess = (((code - ideal).abs() - allowed) * real).max().item()
+        assert excess <= 0, f"{name}: a code is {excess} more than half a step from the number that it stands for"
 
 
 def launches():
@@ -178,8 +185,8 @@ def launches():
     from hstu_sparse.rotatekv.cache import RotateKVCache
     from hstu_sparse.rotatekv.hadamard import hadamard_operator
 
-    def case(what, dtype=torch.bfloat16, heads=8, size=128, value_size=128, queries=1, ordered=False, local_bytes=0,
-             splits=None, attend=None, **options):  # fmt: skip
+    def case(what, dtype=torch.bfloat16, heads=8, size=128, value_size=128, queries=1, ordered=False, splits=None,
+             attend=None, local_bytes=SPILLS, **options):  # fmt: skip
         def call():
             layout = Layout(RotateKVOptions(**options), heads, size, value_size)
             order = torch.arange(layout.keys.channels).expand(layout.head_groups, -1).contiguous() if ordered else None
@@ -217,23 +224,23 @@ def launches():
 
     return [
         transform(4096, torch.bfloat16),
-        transform(64, torch.float32),
-        # Three TF32 products for one, of a row that no program can share.
-        transform(4096, torch.float32, local_bytes=1024),
+        transform(64, torch.float32, local_bytes=256),
+        # Three TF32 products for one, of a row that no program can share; worst on Blackwell.
+        transform(4096, torch.float32, local_bytes=3328),
         case("compress"),
         case("compress", bits=3, **small),
         case("compress", sparsity=0.7, sink_tokens=4, **small),
         case("decompress"),
         case("decompress", sparsity=0.7, **small),
-        case("round trip", local_bytes=64),
-        case("round trip", dtype=torch.float32, local_bytes=128, **small),
-        case("attention"),
-        case("attention", splits=3),
+        case("round trip"),
+        case("round trip", dtype=torch.float32, **small),
+        case("attention", local_bytes=0),
+        case("attention", splits=3, local_bytes=0),
         case("attention", attend=biased, **small),
         case("attention", bits=4, sink_tokens=4, **small),
         case("attention", attend=dict(rope_base=10000.0)),
-        case("attention", queries=128, local_bytes=64),
-        case("attention", sparsity=0.7, local_bytes=32, **small),
+        case("attention", queries=128),
+        case("attention", sparsity=0.7, **small),
         case("attention", ordered=True, attend=dict(rope_base=10000.0), dtype=torch.float16, **small),
         case("plain"),
         case("plain", attend=dict(rope_base=10000.0), queries=128),

@@ -1,0 +1,144 @@
+"""Hierarchical tree attention against SDPA's backends (dense causal softmax), one sequence.
+
+    python benchmarks/run.py --op htree --lengths 65536 --repeats 10 --out htree.jsonl
+    python benchmarks/run.py --op htree --lengths 262144 --repeats 3 --warmup 1 --out htree.jsonl
+    python benchmarks/run.py --op htree --lengths 65536 --repeats 5 --sweep    other tiles and launch options
+
+The standard cases: 64 query heads on 4 key/value heads, D = V = 32, bf16, compression_rate 16, top_k 64. SDPA gets keys
+and values repeated for all heads, outside of the timing. `peak_mb` contains the output and the gradients; `qo_mb` and
+`kv_mb` say how large q or the output, and k and v together, are.
+"""
+
+import functools
+
+import torch
+from run import Case
+
+LENGTHS = [8192, 16384, 32768, 65536, 131072, 262144]
+BACKENDS = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION", "sdpa-efficient": "EFFICIENT_ATTENTION"}
+# A length with three layers for which the reference in fp64 has memory.
+CHECKED = 18000
+
+
+def add_arguments(parser):
+    parser.add_argument("--heads", type=int, default=64)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--head-size", type=int, default=32)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--compression-rate", type=int, default=16)
+    parser.add_argument("--top-k", type=int, default=64)
+    parser.add_argument("--sweep", action="store_true", help="our kernels alone, with other tiles and launch options")
+
+
+def inputs(length, heads, kv_heads, size, dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [
+        torch.randn(length, h, size, device="cuda", dtype=dtype, generator=generator).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    ]
+
+
+def parts(function, leaves):
+    """Forward alone and a training step's two passes."""
+    grad = torch.randn_like(function())
+    return {"fwd": function, "fwd+bwd": lambda: torch.autograd.grad(function(), leaves, grad)}
+
+
+def run_ours(shape, options, deterministic=False, tile=None):
+    from hstu_sparse import htree_attention
+    from hstu_sparse.htree import launch
+    from hstu_sparse.testing import make_offsets
+
+    if tile is not None:
+        launch.tiles = lambda *_: {"fwd": tile, "bwd": tile}
+    q, k, v = inputs(*shape)
+    offsets = make_offsets([shape[0]], device="cuda")
+
+    def call():
+        torch.use_deterministic_algorithms(deterministic)
+        # PyTorch would fill each new buffer with NaN to find reads of what nothing wrote: a check, not the mode's cost.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        return htree_attention(q, k, v, offsets, shape[0], **options)
+
+    return parts(call, [q, k, v])
+
+
+@functools.cache
+def check(shape, *items):
+    """Output and gradients against the reference with the kernel's choice, at a length that it has memory for."""
+    from hstu_sparse import htree_attention
+    from hstu_sparse.htree.compare import walk_kernel
+    from hstu_sparse.htree.reference import htree_attention_reference
+    from hstu_sparse.testing import assert_within_budget, gradients, make_offsets
+
+    options = dict(items)
+    full = options | dict(scale=shape[3] ** -0.5, rope_base=10000.0)
+    torch.use_deterministic_algorithms(False)
+    q, k, v = (x.detach() for x in inputs(CHECKED, *shape[1:]))
+    offsets = make_offsets([CHECKED], device="cuda")
+    rows = torch.arange(CHECKED, device="cuda")
+    chosen = walk_kernel(q, k, v, offsets, CHECKED, **full, positions=rows, trace=False).choices
+    named = dict(q=q, k=k, v=v)
+
+    def kernel(q, k, v):
+        return htree_attention(q, k, v, offsets, CHECKED, **options)
+
+    def reference(q, k, v):
+        return htree_attention_reference(q, k, v, offsets, CHECKED, **full, choices=chosen)
+
+    grad = torch.randn(q.shape, device="cuda")
+    actual, lossy = gradients(kernel, named, grad), gradients(reference, named, grad)
+    exact = gradients(reference, {n: x.double() for n, x in named.items()}, grad)
+    for name in actual:
+        assert_within_budget(name, actual[name], lossy[name], exact[name], factor=4)
+
+
+def run_sdpa(shape, backend):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.use_deterministic_algorithms(False)
+    q, k, v = (x.detach() for x in inputs(*shape))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    q, k, v = (x.transpose(0, 1)[None].contiguous().requires_grad_() for x in (q, k, v))
+
+    def call():
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return parts(call, [q, k, v])
+
+
+def sweep():
+    """Launch options that are worth a look: candidates of a tile, warps, stages, registers, programs of an SM."""
+    from hstu_sparse.htree.launch import Tile
+
+    for registers, programs in ((128, 16), (168, 12), (96, 20), (None, 8), (128, 32)):
+        for warps, stages in ((1, 1), (1, 3)):
+            yield Tile(16, warps, stages, registers, programs)
+    yield Tile(16, 2, 1, 128, 8)
+
+
+def cases(arguments):
+    dtype = getattr(torch, arguments.dtype)
+    options = dict(compression_rate=arguments.compression_rate, top_k=arguments.top_k)
+    for length in arguments.lengths or LENGTHS:
+        shape = (length, arguments.heads, arguments.kv_heads, arguments.head_size, dtype)
+        whole = length * arguments.head_size * dtype.itemsize / 2**20
+        described = dict(
+            length=length, heads=arguments.heads, kv_heads=arguments.kv_heads, head_size=arguments.head_size,
+            dtype=arguments.dtype, **options, qo_mb=whole * arguments.heads, kv_mb=2 * whole * arguments.kv_heads,
+        )  # fmt: skip
+        checked = functools.partial(check, shape, *options.items())
+        if arguments.sweep:
+            for tile in sweep():
+                yield Case(f"htree {tile}", described, functools.partial(run_ours, shape, options, tile=tile), checked)
+            continue
+        for deterministic in (False, True):
+            yield Case(
+                "htree" + ", deterministic" * deterministic,
+                described,
+                functools.partial(run_ours, shape, options, deterministic),
+                checked,
+            )
+        for name, backend in BACKENDS.items():
+            yield Case(name, described, functools.partial(run_sdpa, shape, backend))

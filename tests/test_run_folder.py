@@ -1,0 +1,154 @@
+"""A run's folder: one process at a time, whole files, and what a resume makes of a run that was killed or changed."""
+
+import json
+import os
+import shutil
+import sys
+
+import pytest
+
+import train
+from models.folder import FolderError, access, check_run, claimed, write_text
+from models.monitor import MetricsLog, explain_faults
+
+CONFIG = """
+name: t
+seed: 1
+device: cpu
+threads: 1
+data: {format: synthetic, protocol: leave_one_out, synthetic: {num_users: 40, num_items: 20, num_clusters: 4,
+  mean_length: 8, max_length: 12}}
+model: {block: hstu, max_seq_len: 12, embedding_dim: 8, num_layers: 1, attention: {kind: dense}}
+loss: {num_negatives: 4}
+train: {epochs: 2, batch_size: 16, checkpoint_seconds: 0}
+"""
+
+
+def test_a_folder_is_one_process_s(tmp_path):
+    folder = tmp_path / "run"
+    with claimed(folder, new=True):
+        write_text(folder / "config.yaml", "x")
+        with pytest.raises(FolderError, match=rf"another process is training in it \(process {os.getpid()} on"):
+            claimed(folder, new=False).__enter__()
+    with claimed(folder, new=False):
+        pass
+    with pytest.raises(FolderError, match="already holds a run"), claimed(folder, new=True):
+        pass
+
+
+def test_a_new_folder_goes_again_when_nothing_came_of_it(tmp_path):
+    with pytest.raises(KeyError), claimed(tmp_path / "a" / "b", new=True):
+        raise KeyError
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "a").mkdir()
+    with claimed(tmp_path / "a" / "b", new=True):
+        write_text(tmp_path / "a" / "b" / "config.yaml", "x")
+    assert (tmp_path / "a" / "b" / "config.yaml").read_text() == "x"
+
+
+def test_what_a_kill_left_is_put_right(tmp_path):
+    for name in (".config.yaml.tmp-1-a", "checkpoints/.step-00000001.tmp-1-a", ".best.old"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text("x")
+    with claimed(tmp_path, new=False):
+        assert sorted(path.name for path in tmp_path.rglob("*")) == [".lock", "best", "checkpoints", "config.yaml"]
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a" * 5000, "/proc/nope"])
+def test_places_that_cannot_be(path):
+    with pytest.raises(FolderError) as error:
+        claimed(train.Path(path), new=True).__enter__()
+    assert len(str(error.value)) < 400 and "\n" not in str(error.value)
+
+
+def test_errors_of_the_file_system_name_the_path(tmp_path):
+    with pytest.raises(FolderError, match="here: cannot be written: No space"), access(tmp_path / "here", "written"):
+        raise OSError(28, "No space left on device")
+    with pytest.raises(FolderError, match="not a run folder"):
+        check_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("found", "lost"),
+    [
+        (None, True),
+        (b"", True),
+        (b'{"a": 1}\n{"a', True),
+        (b'{"a": 1}\n{"a": 2}\n', False),
+        (b'{"a": 1}\n{"a": 2}\n{"a": 3}\n{"a"', False),
+        (b'{"a": 1}\n{"a": 2}\n\0\0\xff', False),
+        (b'\xff{"a": 1}\n{"a": 2}\n', True),
+    ],
+)
+def test_metrics_are_what_the_checkpoint_knew(tmp_path, found, lost):
+    file = tmp_path / "metrics.jsonl"
+    if found is not None:
+        file.write_bytes(found)
+    log = MetricsLog(tmp_path, [{"a": 1}, {"a": 2}], 0)
+    assert log.lost == lost
+    log.write({"a": 3, "step": 1}, 0.5)
+    log.close()
+    assert [json.loads(line)["a"] for line in file.read_text().splitlines()] == [1, 2, 3]
+    assert log.records[-1] == {"a": 3, "step": 1, "seconds": 0.5}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "config.yaml").write_text(CONFIG)
+    assert train.main([str(folder / "config.yaml"), "--run", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def metrics(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def test_killed_before_its_first_checkpoint_it_starts_from_the_beginning(finished, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(finished / "config.yaml", run / "config.yaml")
+    assert train.main(["--resume", str(run)]) == 0
+    assert metrics(run) == metrics(finished)
+
+
+def test_checkpoints_that_are_gone_are_missed(copy, capsys):
+    shutil.rmtree(copy / "checkpoints")
+    assert train.main(["--resume", str(copy)]) == 2
+    assert "no checkpoint to resume from, though metrics.jsonl tells of one" in capsys.readouterr().err
+
+
+def test_changed_configuration_is_refused_or_taken_over(copy, capsys):
+    config = copy / "config.yaml"
+    config.write_text(config.read_text().replace("epochs: 2", "epochs: 3").replace("lr: 0.001", "lr: 0.002"))
+    assert train.main(["--resume", str(copy)]) == 2
+    error = capsys.readouterr().err
+    assert "train.epochs: 2 -> 3; train.lr: 0.001 -> 0.002" in error and "--override" in error
+    assert train.main(["--resume", str(copy), "--override"]) == 0
+    assert len(metrics(copy)) == 3
+    assert train.main(["--resume", str(copy)]) == 0  # it is this run's configuration now
+
+
+def test_lost_metrics_are_restored_and_said(copy, finished, capsys):
+    (copy / "metrics.jsonl").unlink()
+    assert train.main(["--resume", str(copy)]) == 0
+    assert "restored from the checkpoint" in capsys.readouterr().out
+    assert metrics(copy) == metrics(finished)
+
+
+def test_an_unexpected_exception_keeps_its_traceback_and_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    explain_faults()
+    try:
+        raise LookupError("surprise")
+    except LookupError as error:
+        sys.excepthook(LookupError, error, error.__traceback__)
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and "LookupError: surprise" in shown and "Please report it" in shown
