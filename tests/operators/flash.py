@@ -111,7 +111,7 @@ def launches():
         case(128, bf16, right=0, local_bytes=32),
         case(
             128, bf16, right=0, pieces=2, add=True, architectures=(90,),
-            local_bytes={dkv: 128, "flash_attention_fwd_kernel": 16},
+            local_bytes={dkv: 160, "flash_attention_fwd_kernel": 16},
         ),
         case(256, bf16, right=0, v=192, architectures=(90,), local_bytes={dkv: 128}),
         case(64, torch.float16, left=100, right=0, group=2, architectures=(80,)),
