@@ -14,6 +14,7 @@ from dataclasses import fields
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from data.batches import Batch
 from hstu_sparse.ring import cut_sequences, whole_plan
@@ -39,7 +40,7 @@ class Context:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
-        mesh = dist.device_mesh.init_device_mesh("cuda" if gpu else "cpu", (self.world,), mesh_dim_names=("context",))
+        mesh = init_device_mesh("cuda" if gpu else "cpu", (self.world,), mesh_dim_names=("context",))
         self.group, self.rank = mesh.get_group("context"), mesh.get_local_rank("context")
 
     @property
@@ -52,7 +53,7 @@ class Context:
         if self.world == 1:
             return batch
         index, offsets = cut_sequences(batch.seq_offsets, self.rank, self.world, zigzag=True)
-        named = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+        named = {field.name: getattr(batch, field.name) for field in fields(Batch) if field.init}
         for name in ("item_ids", "timestamps", "target_ids", "query_timestamps", "actions"):
             if named[name] is not None:
                 named[name] = named[name].index_select(0, index)

@@ -149,3 +149,17 @@ GOOD = dict(q=Q, k=K, v=K, seq_offsets=torch.tensor([0, 6]))
 def test_what_is_refused(changes, error, message):
     with pytest.raises(error, match=message):
         flash_attention(**GOOD | changes)
+
+
+def test_compiles_whole_and_is_a_good_operator():
+    pytest.importorskip("triton")
+    inputs = [make_jagged([9, 4], (2, 16), device=DEVICE, seed=i).requires_grad_() for i in range(3)]
+    offsets, grad = make_offsets([9, 4], device=DEVICE), torch.randn(13, 2, 16, device=DEVICE)
+    attend = functools.partial(flash_attention, seq_offsets=offsets, causal=True, backend="triton")
+    expected = torch.autograd.grad(attend(*inputs), inputs, grad)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for a, b in zip(torch.autograd.grad(compiled(*inputs), inputs, grad), expected, strict=True):
+        assert torch.equal(a, b)
+    torch.library.opcheck(
+        torch.ops.hstu_sparse.flash_fwd.default, (*inputs, offsets, offsets, None, None, None, -1, 0, 0.1, 0.0)
+    )

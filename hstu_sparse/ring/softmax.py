@@ -20,8 +20,11 @@ class RingSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, ring: Ring, plan: RingPlan, options: Options, backend: str):
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=wide, device=q.device)
-        lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide, device=q.device)
+        out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=wide, device=q.device)
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device)
+        if backend == "reference":
+            out.zero_()
+            lse.fill_(-torch.inf)
         with on(q.device):
             for step, (source, (key, value)) in enumerate(ring.blocks([k, v], plan.tokens)):
                 if backend == "triton":
@@ -42,10 +45,11 @@ class RingSoftmax(torch.autograd.Function):
             return (None,) * 7
         q, k, v, out, lse = ctx.saved_tensors
         ring, plan, options, backend = ctx.rest
-        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        dq = torch.empty(q.shape, dtype=lse.dtype, device=q.device)
         gradients, rows = GradientRing(ring, plan.tokens), None
         with on(q.device):
             if backend == "reference":
+                dq.zero_()
                 delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
             for step, (source, (key, value)) in enumerate(ring.blocks([k, v], plan.tokens)):
                 layout = plan.layout(source)

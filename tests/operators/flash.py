@@ -108,10 +108,10 @@ def launches():
     bf16, dkv = torch.bfloat16, "flash_attention_bwd_dkv_kernel"
     # Spills: a few of 64 x 64 tiles, which take fewer instructions a pair than the smaller ones that have none.
     return [
-        case(128, bf16, right=0, local_bytes=96),
+        case(128, bf16, right=0, local_bytes=32),
         case(
             128, bf16, right=0, pieces=2, add=True, architectures=(90,),
-            local_bytes={dkv: 256, "flash_attention_fwd_kernel": 16},
+            local_bytes={dkv: 160, "flash_attention_fwd_kernel": 16},
         ),
         case(256, bf16, right=0, v=192, architectures=(90,), local_bytes={dkv: 128}),
         case(64, torch.float16, left=100, right=0, group=2, architectures=(80,)),

@@ -72,7 +72,7 @@ def launches():
     return [
         # What the two gathers of a bias cost in registers.
         case(128, torch.bfloat16, True, 0, local_bytes=400),
-        case(64, torch.float16, False, 10, architectures=(80, 90)),
-        case(32, torch.float32, True, 0, architectures=(90,), local_bytes=16),
+        case(64, torch.float16, False, 10, architectures=(80,)),
+        case(32, torch.float32, True, 0, architectures=(80,), local_bytes=16),
         case(256, torch.bfloat16, True, 0, architectures=(90,), local_bytes=400),
     ]

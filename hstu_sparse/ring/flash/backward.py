@@ -162,10 +162,8 @@ def _attend_dkv(
         dout = load_block(do, start, m, e, do_stride, q_length, V, PAD_V, MASKED, TMA)
         if MASKED:
             row_lse = tl.load(lse + start + m, start + m < q_length, float("inf"))[None, :]
-            row_delta = tl.load(delta + start + m, start + m < q_length, 0.0)[None, :]
         else:
             row_lse = tl.load(lse + start + m)[None, :]
-            row_delta = tl.load(delta + start + m)[None, :]
         scores = tl.dot(k, tl.trans(query), input_precision=PRECISION) * scale
         t = (q_position + start + m)[None, :]
         if slope is not None:
@@ -181,6 +179,10 @@ def _attend_dkv(
             passed = tl.where(keep, weights / (1.0 - dropout), 0.0)
             dp = tl.where(keep, dp / (1.0 - dropout), 0.0)
         dv = tl.dot(passed.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        if MASKED:
+            row_delta = tl.load(delta + start + m, start + m < q_length, 0.0)[None, :]
+        else:
+            row_delta = tl.load(delta + start + m)[None, :]
         ds = weights * (dp - row_delta)
         dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION)
     return dk, dv

@@ -34,7 +34,9 @@ def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], a
         return dict(BLOCK_M=128 if _roomy(arch) else 64, BLOCK_N=32, num_warps=8, num_stages=2 if _roomy(arch) else 1)
     if "dropout" in features:
         return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
-    if not _roomy(arch) or "alibi" in features:
+    if not _roomy(arch):
+        return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
+    if "alibi" in features:
         return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
     return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2)
 
