@@ -31,6 +31,8 @@ def campaign(name: str, device: str, seconds: float, seed: int) -> int:
                 raise
             failed.append(f"({name!r}, {case!r}),  # {type(error).__name__}: {str(error)[:300]}")
         cases += 1
+        if device == "cuda":
+            torch.cuda.empty_cache()  # other tests run beside this one
     assert not failed, f"{len(failed)} of {cases} cases failed:\n" + "\n".join(failed[:20])
     return cases
 

@@ -55,7 +55,7 @@ def naive(dataset, split, order, with_seen):
 
 
 def as_lists(batch):
-    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "phase"}
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name not in ("phase", "_found")}
     for name, value in fields.items():
         assert value is None or (value.dtype == torch.int64 and value.ndim == 1), name
     return {name: None if value is None else value.tolist() for name, value in fields.items()}

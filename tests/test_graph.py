@@ -65,7 +65,7 @@ def run(kind, *, graphs, dropout=0.0, steps=24, loss="cross_entropy"):
     model.train()
     for number in range(steps // len(batches) + 1):
         for batch in batches.epoch(number):
-            train.set_lr(config, optimizer, len(losses))
+            train.set_lr(config, optimizer, len(losses), 100)
             batch = replace(batch, phase=train.phase_at(config, len(losses)))
             losses.append({name: value.item() for name, value in step(batch).items()})
     losses = {name: torch.tensor([row[name] for row in losses]) for name in losses[0]}

@@ -2,7 +2,6 @@
 
 import json
 
-import polars as pl
 import pytest
 import torch
 from torch.nn import functional as F
@@ -101,6 +100,7 @@ def test_dropout_renormalises_in_training_alone():
 
 @pytest.mark.parametrize("loss", ["sampled_softmax", "cross_entropy", "in_batch"])
 def test_a_model_with_the_head(tmp_path, loss):
+    pl = pytest.importorskip("polars")
     folder, predictions = tmp_path / "run", tmp_path / "top.parquet"
     done = start(folder, SMALL, f"loss.kind={loss}", "train.epochs=2")
     assert done.returncode == 0, done.stderr

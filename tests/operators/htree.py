@@ -64,7 +64,9 @@ def agree(inputs, offsets, N, rate, top_k, *, scale=None, factor=3.0, rope_base=
         options = dict(compression_rate=rate, top_k=top_k, scale=width, rope_base=rope_base)
         return htree_attention_reference(q, k, v, offsets, N, **options, choices=choices or None)
 
-    compare_with_reference(kernel, reference, inputs, factor=factor)
+    # A pooled node's gradient sums what every query gives to it, in fp32 and on a GPU in any order.
+    floor = {f"grad of {name}": 1e-6 for name in "kv"} if inputs["q"].dtype == torch.float32 else None
+    compare_with_reference(kernel, reference, inputs, factor=factor, floor=floor)
 
 
 def draw(random, small):
