@@ -4,7 +4,7 @@
     python benchmarks/bsa.py bsa.jsonl                     the length from which each group size beats the dense kernel
 
 The standard cases: 131,072 tokens in sequences of one length, 4 heads of 128, bf16, blocks of 64, 16 of them chosen, no
-window; query groups of 1, 2, 16 and 64 tokens, and groups of 2 and 64 in the deterministic mode.
+window; query groups of 1, 2, 16 and 64 tokens, and groups of 2 and 64 with both biases and in the deterministic mode.
 """
 
 import functools
@@ -18,7 +18,7 @@ from run import Case
 
 LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
 GROUPS = [1, 2, 16, 64]
-DENSE = "dense"
+DENSE, DENSE_BIASED = "dense", "dense, both biases"
 
 
 def add_arguments(parser):
@@ -52,57 +52,77 @@ def parts(function, leaves):
     }
 
 
-def run_bsa(shape, options, deterministic):
+def make_bias(tokens, length):
+    """Both tables, of 128 time buckets, and timestamps with gaps of a second to half a day."""
+    from hstu_sparse.relative_bias import RelativeBias
+    from hstu_sparse.testing import make_timestamps
+
+    generator = torch.Generator("cuda").manual_seed(1)
+    tables = (torch.randn(n, device="cuda", generator=generator).requires_grad_() for n in (length, 129))
+    return RelativeBias(*tables, make_timestamps([length] * (tokens // length), device="cuda"))
+
+
+def run_bsa(shape, options, deterministic, biased):
     from hstu_sparse import bsa_attention
 
     q, k, v, gates, offsets = inputs(*shape, options["window_size"])
     three = (*gates, None)[:3]
+    bias = make_bias(*shape[:2]) if biased else None
 
     def call():
         torch.use_deterministic_algorithms(deterministic)
         # PyTorch would fill each new buffer with NaN to find reads of what nothing wrote: a check, not the mode's cost.
         torch.utils.deterministic.fill_uninitialized_memory = False
-        return bsa_attention(q, k, v, offsets, shape[1], three, **options)
+        return bsa_attention(q, k, v, offsets, shape[1], three, **options, bias=bias)
 
-    return parts(call, [q, k, v, *gates])
+    return parts(call, [q, k, v, *gates, *(bias[:2] if biased else [])])
 
 
 @functools.cache
-def check(heads, size, dtype, *items):
+def check(heads, size, dtype, biased, *items):
     """Output and gradients against the reference with the kernel's choice of blocks, at a length it has memory for."""
     from hstu_sparse import bsa_attention
     from hstu_sparse.bsa import bsa_attention_reference
+    from hstu_sparse.relative_bias import RelativeBias
     from hstu_sparse.testing import assert_within_budget, gradients
 
     options = dict(items)
     torch.use_deterministic_algorithms(False)
     q, k, v, gates, offsets = inputs(4096, 2048, heads, size, dtype, options["window_size"])
     named = dict(q=q, k=k, v=v, **dict(zip(("g_cmp", "g_slc", "g_swa"), gates)))
+    bias = make_bias(4096, 2048) if biased else RelativeBias()
+    named |= {n: x for n, x in zip(("position", "time"), bias) if x is not None}
+    times = bias.timestamps
 
-    def kernel(q, k, v, g_cmp, g_slc, g_swa=None):
-        return bsa_attention(q, k, v, offsets, 2048, (g_cmp, g_slc, g_swa), **options)
+    def kernel(q, k, v, g_cmp, g_slc, g_swa=None, position=None, time=None, **more):
+        gates, bias = (g_cmp, g_slc, g_swa), RelativeBias(position, time, times)
+        return bsa_attention(q, k, v, offsets, 2048, gates, **options, bias=bias, **more)
 
-    three = (*gates, None)[:3]
     with torch.no_grad():
-        _, chosen = bsa_attention(q, k, v, offsets, 2048, three, **options, return_block_indices=True)
+        _, chosen = kernel(**named, return_block_indices=True)
 
-    def reference(q, k, v, g_cmp, g_slc, g_swa=None):
-        fixed = dict(**options, alpha=size**-0.5, block_indices=chosen)
+    def reference(q, k, v, g_cmp, g_slc, g_swa=None, position=None, time=None):
+        bias = RelativeBias(position, time, times, times)
+        fixed = dict(**options, alpha=size**-0.5, block_indices=chosen, bias=bias)
         return bsa_attention_reference(q, k, v, offsets, 2048, (g_cmp, g_slc, g_swa), **fixed)[0]
 
     grad = torch.randn(v.shape, device="cuda")
     actual, lossy = gradients(kernel, named, grad), gradients(reference, named, grad)
     exact = gradients(reference, {n: x.double() for n, x in named.items()}, grad)
     for name in actual:
-        assert_within_budget(name, actual[name], lossy[name], exact[name], factor=3)
+        # A table's entry is a sum of millions of terms, added in fp32.
+        floor = 64 * torch.finfo(torch.float32).eps if name in ("grad of position", "grad of time") else None
+        assert_within_budget(name, actual[name], lossy[name], exact[name], factor=3, floor=floor)
 
 
-def run_dense(shape):
+def run_dense(shape, biased):
     from hstu_sparse import hstu_attention
 
     torch.use_deterministic_algorithms(False)
     q, k, v, _, offsets = inputs(*shape, 0)
-    return parts(lambda: hstu_attention(q, k, v, offsets, shape[1]), [q, k, v])
+    bias = make_bias(*shape[:2]) if biased else None
+    leaves = [q, k, v, *(bias[:2] if biased else [])]
+    return parts(lambda: hstu_attention(q, k, v, offsets, shape[1], bias=bias), leaves)
 
 
 def run_cudnn(shape):
@@ -136,28 +156,32 @@ def cases(arguments):
                 block_size=arguments.block_size, block_counts=arguments.block_counts,
                 window_size=arguments.window_size, selection_group=group,
             )  # fmt: skip
-            checked = functools.partial(check, arguments.heads, arguments.head_size, dtype, *options.items())
-            for deterministic in (False, True) if group in (2, 64) else (False,):
+            for deterministic, biased in (
+                ((False, False), (False, True), (True, False)) if group in (2, 64) else ((False, False),)
+            ):
+                more = (", both biases" if biased else "") + (", deterministic" if deterministic else "")
                 yield Case(
-                    f"bsa, groups of {group}" + (", deterministic" if deterministic else ""),
+                    f"bsa, groups of {group}" + more,
                     described,
-                    functools.partial(run_bsa, shape, options, deterministic),
-                    checked,
+                    functools.partial(run_bsa, shape, options, deterministic, biased),
+                    functools.partial(check, arguments.heads, arguments.head_size, dtype, biased, *options.items()),
                 )
-        yield Case(DENSE, described, functools.partial(run_dense, shape))
+        yield Case(DENSE, described, functools.partial(run_dense, shape, False))
+        yield Case(DENSE_BIASED, described, functools.partial(run_dense, shape, True))
         yield Case("sdpa-cudnn", described, functools.partial(run_cudnn, shape))
 
 
 def crossovers(records, part="fwd+bwd") -> dict[str, float | None]:
-    """Name -> the length at which its time falls below the dense kernel's, between measured lengths on a log scale."""
+    """Name -> the length at which it falls below the dense kernel's time, with biases where it has them; log scale."""
     times = {}
     for record in records:
         if record.get("part") == part and "ms" in record:
             times.setdefault(record["name"], {})[record["length"]] = record["ms"]
-    dense = times.pop(DENSE)
+    without, biased = times.pop(DENSE), times.pop(DENSE_BIASED, {})
     found = {}
     for name, measured in times.items():
         found[name] = None
+        dense = biased if "both biases" in name else without
         lengths = sorted(set(measured) & set(dense))
         ratio = [math.log(measured[n] / dense[n]) for n in lengths]
         if ratio and ratio[0] <= 0:

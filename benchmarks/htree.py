@@ -113,9 +113,10 @@ def sweep():
     from hstu_sparse.htree.launch import Tile
 
     for registers, programs in ((128, 16), (168, 12), (96, 20), (None, 8), (128, 32)):
-        for warps, stages in ((1, 1), (1, 3)):
-            yield Tile(16, warps, stages, registers, programs)
-    yield Tile(16, 2, 1, 128, 8)
+        for stages in (2, 3) if registers == 128 else (2,):
+            yield Tile(16, 1, stages, registers, programs)
+    yield Tile(16, 1, 1, 128, 16)
+    yield Tile(16, 2, 2, 128, 8)
 
 
 def cases(arguments):

@@ -1,5 +1,7 @@
 """Block-sparse HSTU attention: the reference by hand and by its properties, validation, the research interface."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -7,7 +9,8 @@ from torch.nn import functional as F
 import hstu_sparse
 from hstu_sparse import bsa_attention
 from hstu_sparse.bsa import bsa_attention_reference
-from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets
+from hstu_sparse.relative_bias import RelativeBias
+from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets, make_timestamps
 from models.gate import GateModel
 
 
@@ -53,6 +56,70 @@ def test_by_hand():
     torch.testing.assert_close(run((zero, zero, one), 2), torch.tensor(windowed, dtype=torch.float64))
     total = torch.tensor([0.5 * c + 2 * s + w for c, s, w in zip(compressed, selected, windowed)], dtype=torch.float64)
     torch.testing.assert_close(run((0.5 * one, 2 * one, one), 2), total)
+
+
+def test_bias_by_hand():
+    """test_by_hand's blocks with both tables: a block stands at its middle, which is its second token."""
+    q = torch.tensor([1.0, 1.0, 1.0, 2.0], dtype=torch.float64).view(4, 1, 1)
+    k = torch.tensor([1.0, 3.0, -1.0, 0.5], dtype=torch.float64).view(4, 1, 1)
+    v = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64).view(4, 1, 1)
+    one, zero = torch.ones(4, 1, dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64)
+    # Differences of 0 and 1 s fall into bucket 0, of 2 s (ln 2 / 0.301 = 2.3) into 2, of 8 s (6.9) into 6, capped at 3.
+    bias = RelativeBias(
+        torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64),
+        torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64),
+        torch.tensor([0, 1, 2, 8]),
+        torch.tensor([1, 1, 2, 10]),
+    )
+
+    def run(gates, window=0):
+        shape = dict(block_size=2, block_counts=1, window_size=window, alpha=1.0)
+        return bsa_attention(q, k, v, torch.tensor([0, 4]), 4, gates, bias=bias, **shape).flatten()
+
+    silu = lambda x: x / (1 + math.exp(-x))
+    # Block 0 (means 2 and 1.5) at token 1, block 1 (-0.25 and 3.5) at token 3. BS / N = 1/2.
+    compressed = [
+        0,
+        0.5 * silu(2 + 0.1 + 1) * 1.5,
+        0.5 * silu(2 + 0.2 + 1) * 1.5,
+        0.5 * (silu(4 + 0.3 + 4) * 1.5 + silu(-0.5 + 0.1 + 3) * 3.5),
+    ]
+    selected = [
+        silu(1 + 0.1 + 1) / 4,
+        (silu(1 + 0.2 + 1) + silu(3 + 0.1 + 1) * 2) / 4,
+        silu(-1 + 0.1 + 1) * 3 / 4,
+        (silu(-2 + 0.2 + 4) * 3 + silu(1 + 0.1 + 3) * 4) / 4,
+    ]
+    windowed = [selected[0], selected[1], (silu(3 + 0.2 + 1) * 2 + silu(-1 + 0.1 + 1) * 3) / 4, selected[3]]
+    torch.testing.assert_close(run((one, zero, None)), torch.tensor(compressed, dtype=torch.float64))
+    torch.testing.assert_close(run((zero, one, None)), torch.tensor(selected, dtype=torch.float64))
+    torch.testing.assert_close(run((zero, zero, one), 2), torch.tensor(windowed, dtype=torch.float64))
+
+
+def test_bias_takes_part_in_the_choice():
+    """Equal means, so that the position decides: greatest where it is nearest, or farthest."""
+    q, k, v, gates, offsets = draw((48,))
+    k = torch.ones_like(k)
+    rising = torch.arange(48, dtype=torch.float64)
+    shape = dict(block_size=8, block_counts=3, return_block_indices=True)
+    for table, expected in ((rising, [0, 1, 5]), (-rising, [3, 4, 5])):
+        # SiLU rises above -1.28 and falls below, so the scores are kept above.
+        bias = RelativeBias(table + 60)
+        _, indices = bsa_attention(q, k, v, offsets, 48, gates, bias=bias, **shape)
+        assert indices[47].tolist() == [expected] * 2
+
+
+def test_bias_has_gradients():
+    q, k, v, gates, offsets = draw((21, 0, 9))
+    times = make_timestamps((21, 0, 9), seed=1)
+    leaves = [x.requires_grad_() for x in (q, k, v, *gates, *(torch.randn(n, dtype=torch.float64) for n in (24, 40)))]
+    shape = dict(block_size=8, block_counts=2, window_size=4, selection_group=2, alpha=8**-0.5)
+
+    def run(q, k, v, g_cmp, g_slc, g_swa, position, time):
+        bias = RelativeBias(position, time, times, times + 50)
+        return bsa_attention_reference(q, k, v, offsets, 24, (g_cmp, g_slc, g_swa), bias=bias, **shape)[0]
+
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
 
 def test_compression_is_dense_over_complete_past_blocks_where_k_is_constant_in_a_block():
@@ -176,6 +243,9 @@ def test_given_indices_replace_the_choice():
         (dict(block_size=30, selection_group=7), ValueError, "selection_group must divide block_size=30, got 7"),
         (dict(block_counts=2.0), TypeError, "block_counts must be a whole number, got 2.0"),
         (dict(alpha=float("nan")), ValueError, "alpha must be a finite number"),
+        (dict(bias=torch.zeros(40)), TypeError, "bias must be a RelativeBias, got Tensor"),
+        (dict(bias=RelativeBias(torch.zeros(39))), ValueError, r"bias.position must be \[N=40\], got \[39\]"),
+        (dict(bias=RelativeBias(time=torch.zeros(5))), ValueError, "bias.time needs bias.timestamps"),
         (dict(backend="cuda"), ValueError, "backend must be"),
         (dict(max_seq_len=0), ValueError, "max_seq_len must be at least 1, got 0"),
         (

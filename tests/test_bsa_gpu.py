@@ -7,7 +7,8 @@ import torch
 
 from hstu_sparse import bsa_attention
 from hstu_sparse.bsa import bsa_attention_reference
-from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets
+from hstu_sparse.relative_bias import RelativeBias
+from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.operators.bsa import agree, check
 
 pytestmark = pytest.mark.gpu
@@ -60,9 +61,10 @@ def test_agrees_with_reference(case, dtype, deterministic):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("group", [1, 2, 16, 32, 64])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-def test_every_group_of_every_block(block_size, group):
+def test_every_group_of_every_block(block_size, group, biased):
     """Lengths, heads, dtypes at random (all dtypes where a group is a block): tile sizes depend on them all."""
     if group > block_size:
         pytest.skip("a group lies within a block")
@@ -82,6 +84,8 @@ def test_every_group_of_every_block(block_size, group):
             window_size=draw.choice([0, 37]),
             selection_group=group,
             seed=group,
+            position=biased,
+            buckets=128 if biased else None,
         )
 
 
@@ -102,6 +106,39 @@ def test_deterministic_mode_repeats_bit_for_bit(case):
             leaves = {n: x.detach().requires_grad_() for n, x in inputs.items()}
             out = kernel(offsets, N, shape)(**leaves)
             runs.append((out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("tables", [dict(position=True), dict(buckets=20), dict(position=True, buckets=128)])
+@pytest.mark.parametrize("group", [2, 64])
+def test_bias(group, tables, dtype):
+    """Times a few seconds and years apart, and in no order; both ways of adding up the tables' gradients."""
+    for spread, deterministic in ((10.0, False), (4e4, True), (1e9, False)):
+        check(
+            "cuda", lengths=[900, 0, 77, 400], max_seq_len=911, heads=2, head_size=64, value_size=32, dtype=dtype,
+            block_size=64, block_counts=4, window_size=30, selection_group=group, spread=spread,
+            deterministic=deterministic, **tables,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["groups of 2, window", "query-major, whole block"])
+def test_deterministic_mode_repeats_the_tables_gradients(case):
+    inputs, offsets, N, shape = problem(case, torch.bfloat16)
+    lengths = CASES[case][0]
+    inputs |= {"position": torch.randn(N, device="cuda"), "time": torch.randn(129, device="cuda")}
+    times = make_timestamps(lengths, device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(2):
+            leaves = {n: x.detach().requires_grad_() for n, x in inputs.items()}
+            bias = RelativeBias(leaves["position"], leaves["time"], times)
+            gates = (leaves["g_cmp"], leaves["g_slc"], leaves.get("g_swa"))
+            out = bsa_attention(leaves["q"], leaves["k"], leaves["v"], offsets, N, gates, **shape, bias=bias)
+            runs.append(torch.autograd.grad(out.float().square().sum(), list(leaves.values())))
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(*runs))

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from hstu_sparse import bsa_attention
-from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets
+from hstu_sparse.relative_bias import bucket_edges, time_bucket
+from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
+from tests.operators.bsa import check
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
@@ -30,6 +32,15 @@ def problem(lengths, N, BS, S, W, r, H, D, V, **options):
         inputs[name] = make_jagged(lengths, (H,), seed=5 + i).sigmoid()
     offsets = make_offsets(lengths, dtype=torch.int32)
     return inputs, offsets, N, dict(block_size=BS, block_counts=S, window_size=W, selection_group=r)
+
+
+def named(case):
+    """A case of CASES as the keywords of `check`."""
+    names = (
+        "lengths", "max_seq_len", "block_size", "block_counts", "window_size", "selection_group", "heads", "head_size",
+        "value_size",
+    )  # fmt: skip
+    return dict(zip(names, CASES[case]), dtype="float32")
 
 
 def attention(offsets, N, shape, **more):
@@ -72,6 +83,54 @@ def test_non_contiguous_inputs():
     agree(*problem((37, 9), 40, 16, 2, 4, 2, 2, 16, 16, contiguous=False))
 
 
+BIASES = {
+    "position": dict(position=True),
+    "time": dict(buckets=9, spread=1e3),
+    "both, times in no order": dict(position=True, buckets=9, spread=1e9),
+}
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("case", ["groups of 2, window, odd heads", "query-major, half a block, window"])
+def test_bias(case, bias):
+    check("cpu", **named(case), **BIASES[bias])
+
+
+@pytest.mark.parametrize("case", ["groups of 2, window, odd heads", "query-major, whole block"])
+def test_bias_in_deterministic_mode(case):
+    check("cpu", **named(case), position=True, buckets=9, deterministic=True)
+
+
+@pytest.mark.parametrize("name", ["all sequences empty", "an empty sequence in the middle", "N far above every length"])
+def test_bias_at_edge_cases(name):
+    lengths, N = EDGE_CASES[name]
+    case = named("groups of a whole small block") | dict(lengths=lengths, max_seq_len=N)
+    check("cpu", **case, position=True, buckets=5)
+
+
+def test_bias_opcheck():
+    import hstu_sparse.bsa.launch  # noqa: F401  registers the operators
+
+    inputs, offsets, N, _ = problem((18, 5), 18, 16, 2, 0, 2, 1, 16, 16)
+    times = make_timestamps((18, 5))
+    leaves = [x.requires_grad_() for x in (*inputs.values(), torch.randn(18), torch.randn(9))]
+    call = (*leaves[:3], offsets, N, *leaves[3:5], None, *leaves[5:], times, times, 16, 2, 0, 2, 0.25, False)
+    torch.library.opcheck(torch.ops.hstu_sparse.bsa_fwd, call)
+
+
+def test_buckets_of_single_differences_are_exact():
+    """As `reached` finds them, about every edge and in fp32's whole range."""
+    from hstu_sparse.bsa.bias import CELL_REST, CELL_SHIFT, FIRST_CELL, bucket_cells
+
+    for buckets in (1, 15, 128, 200):
+        edges = [int(e) for e in bucket_edges(buckets) if e < 2**62]
+        whole = torch.tensor([e + d for e in edges for d in (-2, -1, 0, 1, 2, 200)] + [*range(5000), 2**62])
+        bits = whole.float().clamp(min=1).view(torch.int32)
+        word = bucket_cells(buckets, torch.device("cpu"))[(bits >> CELL_SHIFT.value).long() - FIRST_CELL.value].long()
+        found = (word & 0xFFF) + ((bits & CELL_REST.value) > (word >> 12 & CELL_REST.value))
+        assert torch.equal(found.int(), time_bucket(whole, buckets))
+
+
 def test_strided_metadata():
     inputs, offsets, N, shape = problem((37, 9), 40, 16, 2, 4, 2, 2, 16, 16)
     inputs |= {n: g.repeat_interleave(2, 1)[:, ::2] for n, g in inputs.items() if g.dim() == 2}
@@ -101,7 +160,7 @@ def test_opcheck():
     inputs, offsets, N, shape = problem((18, 5), 18, 16, 2, 4, 2, 1, 16, 16)
     leaves = {n: x.requires_grad_() for n, x in inputs.items()}
     call = (*list(leaves.values())[:3], offsets, N, *list(leaves.values())[3:], *shape.values())
-    call = (*call[:8], 16, 2, 4, 2, 0.25, False)
+    call = (*call[:8], None, None, None, None, 16, 2, 4, 2, 0.25, False)
     torch.library.opcheck(torch.ops.hstu_sparse.bsa_fwd, call)
 
 

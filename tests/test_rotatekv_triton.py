@@ -12,12 +12,12 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
 BASE = dict(
-    lengths=[37, 0, 70, 1], asked=[1, 2, 3, 0], max_seq_len=75, groups=1, head_size=32, value_size=24, dtype="float32"
+    lengths=[37, 0, 1], asked=[1, 2, 0], max_seq_len=75, groups=1, head_size=32, value_size=24, dtype="float32"
 )  # fmt: skip
 OPTIONS = {
     **{f"{bits} bits": dict(bits=bits) for bits in (2, 3, 4, 8)},
     **{f"groups of {group} heads": dict(head_group=group, groups=4 // group) for group in (1, 2, 4)},
-    **{f"{share:.0%} pruned": dict(sparsity=share) for share in (0.2, 0.5, 0.9)},
+    **{f"{share:.0%} pruned": dict(sparsity=share, lengths=[70], asked=[2]) for share in (0.2, 0.9)},
     "pruned, 3 bits, sinks": dict(sparsity=0.7, bits=3, sink_tokens=5),
     "more sinks than tokens": dict(sink_tokens=40),
     "narrow groups": dict(quant_group=16, bits=4),
@@ -34,11 +34,11 @@ CALLS = {
     "rope, pruned, ordered": dict(rope=True, sparsity=0.5, ordered=True, softmax=True),
     "both biases": dict(position=True, timed=True),
     "both biases, softmax, split": dict(position=True, timed=True, softmax=True, splits=3, sink_tokens=3),
-    "split": dict(splits=2),
-    "many queries": dict(asked=[40, 1, 70, 35]),
-    "many queries, rope, bias": dict(asked=[40, 1, 70, 35], rope=True, timed=True),
+    "split": dict(splits=2, lengths=[130], asked=[2], max_seq_len=130),
+    "many queries": dict(asked=[70, 1, 35]),
+    "many queries, rope, bias": dict(asked=[70, 1, 35], rope=True, timed=True),
     "non-contiguous": dict(contiguous=False),
-    "nobody asks": dict(asked=[0, 0, 0, 0]),
+    "nobody asks": dict(asked=[0, 0, 0]),
 }
 
 
@@ -52,14 +52,14 @@ def test_attention(name):
     check("cpu", **(BASE | CALLS[name]))
 
 
-@pytest.mark.parametrize("name", [name for name in EDGE_CASES if name != "one sequence only"])
+@pytest.mark.parametrize("name", ["empty batch", "all sequences empty", "length 1", "N far above every length"])
 def test_edge_cases(name):
     lengths, N = EDGE_CASES[name]
     check("cpu", **(BASE | dict(lengths=list(lengths), asked=[2 for _ in lengths], max_seq_len=N)))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("options", [{}, dict(sparsity=0.7), dict(head_group=4, quant_group=16), dict(sink_tokens=9)])
+@pytest.mark.parametrize("options", [{}, dict(sparsity=0.7), dict(head_group=4, quant_group=16, sink_tokens=9)])
 def test_packed_bits_are_the_references(bits, options):
     """On whole numbers, whose sums are exact in whatever order, every tensor of the cache is the same."""
     lengths, more = (37, 0, 130, 1), (1, 70, 3, 0)
@@ -88,7 +88,7 @@ def test_codes_in_the_mantissa_of_half_precision(bits):
     torch.testing.assert_close(*found, rtol=4e-3, atol=4e-3)
 
 
-@pytest.mark.parametrize("n", [1, 4, 16, 64, 128, 512, 4096])
+@pytest.mark.parametrize("n", [1, 4, 64, 128, 2048])
 def test_hadamard(n):
     x = torch.randn(2, 3, n, generator=torch.Generator().manual_seed(n))[:, ::2]
     run = lambda backend: lambda x: hadamard_transform(x, backend=backend)

@@ -296,7 +296,7 @@ def add_time(score, bias, held, high, low, rows, mask, lowest, highest, HELD: tl
 def add_to(pointers, value, scale, mask=None):
     """pointers += value, in fp32 or, if they are to int64, in multiples of 1 / scale."""
     if pointers.dtype.element_ty == tl.int64:
-        value = (value * tl.load(scale)).to(tl.int64)
+        value = tl.floor(value * tl.load(scale) + 0.5).to(tl.int64)
     tl.atomic_add(pointers, value, mask=mask, sem="relaxed")
 
 

@@ -223,9 +223,9 @@ def launch_backward(do, *arguments):
     do, q, k, v = aligned(do), aligned(a.q), aligned(a.k), aligned(a.v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
     bias = prepare(p.bias, p.offsets, p.T, p.NB, p.BS)
-    # Of each pair's gradient: what no sum of them can exceed, for those that are kept as whole multiples.
-    pairs = p.T * p.H * (p.S * p.BS + cdiv(p.max_seq_len, p.BS) + min(p.window, p.max_seq_len))
-    sums = TableSums(p.bias, do, v, gates, pairs * p.BS) if p.biased else None
+    # Terms of a table's gradient; those of the compression, BS for one.
+    terms = p.T * p.H * (p.S * p.BS + p.max_seq_len + min(p.window, p.max_seq_len))
+    sums = TableSums(p.bias, do, v, gates, terms) if p.biased else None
     tables = sums.tables if sums else TableGradients()
 
     fp32 = dict(dtype=torch.float32, device=q.device)

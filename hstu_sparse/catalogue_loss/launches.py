@@ -78,7 +78,7 @@ def _config(part: str, dtype: torch.dtype, width: int, arch: int) -> dict:
     if INTERPRET:
         return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2, TMA=False, REGISTERS=False, resident=2)
     if dtype == torch.float32:
-        config = (_WIDE_FLOAT32 if width > 64 else _FLOAT32)[part]
+        config = (_WIDE_FLOAT32 if width > 64 or arch < 90 else _FLOAT32)[part]
     elif width > 256:
         config = _WIDEST[part]
     else:
@@ -189,6 +189,8 @@ class _Call:
         self.precision = _precision(out)
         self.negatives, self.log_q = negatives, log_q
         self.K = 0 if negatives is None else negatives.shape[-1]
+        # Of a token's negatives at a time.
+        self.drawn_rows = max(1, min(next_power_of_2(self.K), 32, 2 * ROW_TILE // self.width))
         self.per_token = negatives is not None and negatives.dim() == 2
 
     def walked(self):
@@ -270,7 +272,7 @@ def _forward_per_token(call: _Call):
         catalogue_loss_sampled_fwd_kernel[(call.T,)](
             call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, call.items, call.items.stride(0),
             call.temperature, lse, parts, call.scale, math.log(max(1, call.K)), call.K, **call.sizes,
-            ROWS=max(1, min(next_power_of_2(call.K), 2 * ROW_TILE // call.width)),
+            ROWS=call.drawn_rows,
         )  # fmt: skip
     loss, inverse_count = call.mean(parts)
     # Without the temperature the outputs' scales are one number, which ends the items' gradient.
@@ -358,7 +360,7 @@ def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
     catalogue_loss_sampled_bwd_dout_kernel[(call.T,)](
         call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, call.items, call.items.stride(0),
         call.temperature, lse, grad, inverse_count, dout, along, shares, call.scale, math.log(max(1, call.K)),
-        call.T, call.K, **call.sizes, ROWS=max(1, min(next_power_of_2(call.K), 2 * ROW_TILE // call.width)),
+        call.T, call.K, **call.sizes, ROWS=call.drawn_rows,
     )  # fmt: skip
     return _table_gradient(call, grad, inverse_count, row_scale, call.negatives, shares, None)
 

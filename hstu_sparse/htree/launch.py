@@ -51,9 +51,11 @@ def tiles(half: int, value: int, group: int, item: int) -> dict[str, Tile]:
     # Registers that a tile's operands and the query take, in units of what a warp has room for.
     load = max(half * 2, value) * group * item // (64 * 16 * 2)
     warps = min(8, max(1, load))
-    registers = 128 if load <= 1 else None
-    programs = max(1, (16 if registers else 8) // warps)
-    return {"fwd": Tile(16, warps, 1, registers, programs), "bwd": Tile(16, warps, 1, registers, programs)}
+    fwd, bwd = ((128, 16), (168, 12)) if load <= 1 else ((None, max(1, 8 // warps)),) * 2
+    # Two stages: the next tiles are on their way while these are worked on. Without, a barrier for shared memory stands
+    # between any two loads, and their latencies add up; but the largest heads have no room for it.
+    stages = 2 if load <= 8 else 1
+    return {"fwd": Tile(16, warps, stages, *fwd), "bwd": Tile(16, warps, stages, *bwd)}
 
 
 @functools.cache

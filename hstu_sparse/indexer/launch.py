@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.jagged import sequence_ids
-from hstu_sparse.launch import INTERPRET, cdiv, next_power_of_2
+from hstu_sparse.launch import INTERPRET
 from hstu_sparse.time_buckets import device_cells
 
 # Copies of a table's gradient that atomic additions are spread over. Of the time buckets a few get most pairs.
@@ -111,20 +111,3 @@ def key_block(dtype: torch.dtype, width: int) -> int:
         return 32
     bytes_of_row = dtype.itemsize * width
     return 64 if bytes_of_row <= 512 else 32 if bytes_of_row <= 1024 else 16
-
-
-__all__ = [
-    "NO_BIAS",
-    "POSITION_COPIES",
-    "TIME_COPIES",
-    "Bias",
-    "Launch",
-    "TableGradients",
-    "by_lists",
-    "cdiv",
-    "kernel_bias",
-    "key_block",
-    "next_power_of_2",
-    "pairs_by_key",
-    "token_begins",
-]

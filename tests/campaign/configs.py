@@ -58,6 +58,19 @@ data.synthetic.num_userz=3  data.synthetic.num_users=1000000000000  data.synthet
 data.synthetic.noise=.nan  data.synthetic.noise=2  data.synthetic.mean_length=.inf  data.synthetic.mean_length=3
 data.synthetic.zipf=.inf  data.synthetic.zipf=1000  data.synthetic.seed=-1  data.synthetic.seed=HUGE
 data.synthetic.num_clusters=21  data.synthetic.num_users=2.5  foo  =3  a..b=3  .=3
+model.attention={kind: htree, compression_rate: 1}  model.attention={kind: htree, top_k: 0}
+model.attention={kind: htree, rope_base: 0.0}  model.attention={kind: htree, rope_base: .inf}
+model.attention={kind: htree, num_kv_heads: 3}  model.attention={kind: htree, time_bias: true}
+model.attention={kind: htree, backend: triton}  model.attention={kind: indexer, top_k: 0}
+model.attention={kind: indexer, loss_weight: -1.0}  model.attention={kind: indexer, loss_weight: .inf}
+model.attention={kind: indexer, warmup_steps: -1}  model.attention={kind: indexer, index_dim: 0}
+model.attention={kind: indexer, backend: triton}  model.attention={kind: rotatekv, bits: 5}
+model.attention={kind: rotatekv, bits: 2.0}  model.attention={kind: rotatekv, head_group: 4}
+model.attention={kind: rotatekv, sparsity: 1.0}  model.attention={kind: rotatekv, quant_group: 24}
+model.attention={kind: rotatekv, head_group: 1}  model.attention={kind: ring}
+model.attention={kind: ring, inner: foo}  model.attention={kind: ring, inner: softmax, alpha: 0.0}
+model.attention={kind: ring, inner: softmax, num_kv_heads: 3}  model.head=3  model.head={}  model.table_dtype=foo
+loss.negatives=foo  loss.in_batch_share=0.0  loss.in_batch_share=.nan  train.matmul_precision=foo
 train.lr=!!python/object/apply:os.system [echo]  train.lr=!!float x  seed=!!int x  seed=!!int 3
 """.replace("HUGE", str(2**63))
 
@@ -67,6 +80,9 @@ model.max_seq_len=1  train.autocast=bf16  loss.kind=bce  loss.kind=in_batch  los
 train.batch_size=1  eval.batch_size=1  eval.every=0  train.group_by_length=true  train.ema_decay=0.9
 train.decay=cosine  model.attention={kind: bsa, block_size: 24}
 model.attention={kind: bsa, block_size: 1, window_size: 1000}  model.attention={kind: softmax}
+model.attention={kind: htree, compression_rate: 2, top_k: 2}  model.attention={kind: indexer, top_k: 4}
+model.num_heads=2;model.attention_dim=8;model.linear_dim=8;model.attention={kind: rotatekv}
+model.attention={kind: ring, inner: softmax}  model.attention={kind: ring, inner: hstu}  loss.kind=mixed_negatives
 model.rotary={position: true, time: true}  data.synthetic=null  data.protocol=temporal;data.valid_fraction=0
 data.protocol=published
 """

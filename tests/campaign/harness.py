@@ -62,7 +62,10 @@ class Process:
         self.answer, answer = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            self._child(run, inner, answer, nobody, disk)
+            try:
+                self._child(run, inner, answer, nobody, disk)
+            finally:
+                os._exit(1)  # whatever happened: the child must never go on with the parent's work
         for handle in (inner, answer):
             os.close(handle)
         os.set_blocking(self.out, False)
@@ -74,7 +77,7 @@ class Process:
             for target in (1, 2):
                 os.dup2(out, target)
             # Of their own: the parent's may be buffered, or pytest's.
-            sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, encoding="utf-8") for n in (1, 2))
+            sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, encoding="utf-8", closefd=False) for n in (1, 2))
             now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY,) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -91,7 +94,7 @@ class Process:
             traceback.print_exc()
             found["exception"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         os.write(answer, json.dumps(found, default=str).encode())
-        os._exit(0)  # without the parent's exit handlers, and without pytest's
+        os._exit(0)  # without the exit handlers, which are the parent's
 
     def poll(self) -> Ended | None:
         """How the process ended, or None while it goes on."""

@@ -25,7 +25,14 @@ FP32_SPILLS = {
     "bsa_choose_fwd_kernel": 320,
 }
 # Biases keep more of a tile alive at a time.
-BIAS_SPILLS = {}
+BIAS_SPILLS = {
+    "bsa_query_bwd_dq_kernel": 640,
+    "bsa_select_bwd_dkv_kernel": 1088,
+    "bsa_choose_fwd_kernel": 512,
+    "bsa_compress_bwd_dkv_kernel": 512,
+    "bsa_query_fwd_kernel": 256,
+    "bsa_select_fwd_kernel": 256,
+}
 
 
 def draw(random, small):

@@ -192,7 +192,7 @@ def check_choice(device, inputs, tables, lengths, top_k, exact):
 def launches():
     from hstu_sparse.indexer import launch_attention, launch_indexer, launch_loss
 
-    def case(label, dtype, heads, size, index_heads, top_k, *, bias, deterministic, **options):
+    def case(label, dtype, heads, size, index_heads, top_k, *, bias, deterministic):
         def call():
             tokens = 3 * top_k + 600  # more than a query has room for, so that every kernel is launched
             x = torch.zeros(tokens, heads, size, dtype=dtype)
@@ -219,8 +219,17 @@ def launches():
                 launch_loss.indexer_loss_padded.forward(*chunk)
                 launch_loss.indexer_loss_padded.backward(row, *chunk, lse, row)
 
-        return Launches(label, call, **options)
+        return Launches(label, call, spills)
 
+    # Bytes of a thread's registers that ptxas keeps in local memory.
+    spills = {
+        "lightning_indexer_sample_kernel": 160,
+        "lightning_indexer_collect_kernel": 512,
+        "lightning_indexer_refill_kernel": 64,
+        "lightning_indexer_finish_kernel": 32,
+        "sparse_attention_bwd_kernel": 96,
+        "index_loss_fwd_kernel": 32,
+    }
     return [
         case("bf16", torch.bfloat16, 16, 128, 4, 1024, bias=False, deterministic=False),
         case("fp32 bias lists", torch.float32, 4, 64, 2, 64, bias=True, deterministic=True),
