@@ -87,6 +87,14 @@ def test_compiles_whole():
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def test_a_gradient_of_expanded_rows():
+    inputs, call = attention_of([300, 41])
+    row = torch.randn(4, 128, device="cuda", dtype=torch.bfloat16)
+    whole = row.repeat(341, 1, 1)
+    found, expected = (torch.autograd.grad(call(), inputs, grad) for grad in (row.expand(341, 4, 128), whole))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_opcheck():
     from hstu_sparse.ring.flash.launch import flash_operator
 

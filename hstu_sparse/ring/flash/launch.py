@@ -73,6 +73,11 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x as the kernels read it; expanded rows have no tensor descriptor."""
+    return aligned(x.contiguous() if 0 in x.stride() else x)
+
+
 class Launch:
     """Launches for one problem; tensors are on the current device (see registration).
 
@@ -81,7 +86,7 @@ class Launch:
 
     def __init__(self, q, k, v, layout: Layout, options: Options):
         self.d_out, self.v_out = q.shape[2], v.shape[2]
-        self.q, self.k, self.v = (aligned(x) for x in (q, k, v))
+        self.q, self.k, self.v = (_rows(x) for x in (q, k, v))
         self.layout, self.options = layout, options
         self.heads, self.kv_heads = q.shape[1], k.shape[1]
         self.pieces = layout.q_offsets.shape[0] - 1
@@ -133,7 +138,7 @@ class Launch:
         """Writes dq [T, H, D], or with `add` (dq is fp32) adds to it."""
         if not self.q.shape[0]:
             return
-        grad, config = aligned(grad), config or bwd_dq_config(*self.chosen)
+        grad, config = _rows(grad), config or bwd_dq_config(*self.chosen)
         grid = ((self.q.shape[0] // config["BLOCK_M"] + self.pieces) * self.heads,)
         flash_attention_bwd_dq_kernel[grid](
             self.q, self.k, self.v, grad, rows, dq, *self._strides(self.q, self.k, self.v, grad, dq), *self.problem,
@@ -144,7 +149,7 @@ class Launch:
         """Writes dk [S, Hkv, D] and dv [S, Hkv, V]."""
         if not self.k.shape[0]:
             return
-        grad, config = aligned(grad), config or bwd_dkv_config(*self.chosen)
+        grad, config = _rows(grad), config or bwd_dkv_config(*self.chosen)
         if config["TMA"]:
             triton.set_allocator(_scratch)
         grid = ((self.k.shape[0] // config["BLOCK_N"] + self.pieces) * self.kv_heads,)

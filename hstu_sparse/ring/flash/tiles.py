@@ -46,7 +46,8 @@ def load_block(
 def matrix(base, stride, length, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
     """What `load_block` reads blocks of BLOCK rows from: `base`, or its tensor descriptor."""
     if TMA:
-        return tl.make_tensor_descriptor(base, [length, SIZE], [stride, 1], [BLOCK, WIDTH])
+        # Nothing is read of an empty piece, but a descriptor has at least one row.
+        return tl.make_tensor_descriptor(base, [tl.maximum(length, 1), SIZE], [stride, 1], [BLOCK, WIDTH])
     else:
         return base
 
