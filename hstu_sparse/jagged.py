@@ -20,7 +20,9 @@ def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.T
     """Validates jagged tensors that share one `seq_offsets`; the one place where this is done.
 
     Metadata only: shapes, dtypes, devices. With HSTU_SPARSE_DEBUG=1 in the environment (or `jagged.DEBUG = True`)
-    also the values, at the price of a device sync: offsets start at 0, never fall, end at T, lengths fit in N.
+    also the values, at the price of a device sync: offsets start at 0, never fall, end at T, lengths fit in N, and the
+    tensors are finite. A mask multiplies by 0, and 0 times NaN is NaN: one in a key or value at token t reaches outputs
+    before t of the same tile, in kernels and references alike, so this is where it is found.
 
     Args:
         seq_offsets: [B+1], int32 or int64.
@@ -53,6 +55,9 @@ def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.T
             raise ValueError(f"{name} must have T={tensors[first].shape[0]} tokens as {first}, got {tensor.shape[0]}")
     if DEBUG and not torch.compiler.is_compiling():
         check_offset_values(seq_offsets, max_seq_len, None if first is None else tensors[first].shape[0])
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.is_floating_point():
+                check_finite(name, tensor)
 
 
 def check_offset_values(seq_offsets: torch.Tensor, max_seq_len: int, total: int | None) -> None:
@@ -67,6 +72,13 @@ def check_offset_values(seq_offsets: torch.Tensor, max_seq_len: int, total: int 
             raise ValueError(f"seq_offsets must not fall: sequence {b} goes from {begin} to {end}")
         if end - begin > max_seq_len:
             raise ValueError(f"sequence {b} has {end - begin} tokens, more than max_seq_len={max_seq_len}")
+
+
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Another costly check: no NaN and no infinity in [T, ...]. Raises ValueError with the first token that has one."""
+    wrong = ~torch.isfinite(tensor).flatten(1).all(1) if tensor.dim() > 1 else ~torch.isfinite(tensor)
+    if wrong.any():
+        raise ValueError(f"{name} has NaN or infinity, first at token {int(wrong.nonzero()[0, 0])}")
 
 
 def offsets_from_lengths(lengths: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import hstu_sparse
 from hstu_sparse import jagged
 from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets
 
@@ -79,3 +80,16 @@ def test_values_are_checked_only_in_debug(monkeypatch, offsets, message):
     limit = 4 if "max_seq_len" in message else 10
     with pytest.raises(ValueError, match=message):
         jagged.check_jagged(torch.tensor(offsets), limit, q=q)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_debug_switch_finds_what_is_not_finite(monkeypatch, name, value):
+    """Under the mask a NaN would reach outputs before it (0 * NaN); it is found by name and token instead."""
+    inputs = {n: torch.randn(6, 1, 4) for n in "qkv"}
+    inputs[name][4, 0, 2] = value
+    offsets = torch.tensor([0, 6])
+    hstu_sparse.hstu_attention(**inputs, seq_offsets=offsets, max_seq_len=6)
+    monkeypatch.setattr(jagged, "DEBUG", True)
+    with pytest.raises(ValueError, match=f"{name} has NaN or infinity, first at token 4"):
+        hstu_sparse.hstu_attention(**inputs, seq_offsets=offsets, max_seq_len=6)
