@@ -135,8 +135,14 @@ def time_bucket(difference: Tensor, num_buckets: int) -> Tensor:
     Counts the bucket edges that |x| has reached in place of taking a logarithm, so no value near an edge depends on
     how a machine rounds its logarithm: exact for |x| < 2^24, and for x rounded to fp32 above.
     """
-    edges = torch.tensor(bucket_edges(num_buckets), dtype=torch.float32, device=difference.device)
+    edges = _edges_on(num_buckets, difference.device)
     return torch.bucketize(difference.abs().float(), edges, right=True, out_int32=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _edges_on(num_buckets: int, device: torch.device) -> Tensor:
+    """`bucket_edges` on a device, copied there once: a captured CUDA graph may not copy from the host."""
+    return torch.tensor(bucket_edges(num_buckets), dtype=torch.float32, device=device)
 
 
 def pair_bias(

@@ -169,7 +169,9 @@ def check_choice(indices, inputs, offsets, shape, alpha, times=None):
 def launches():
     from hstu_sparse.bsa import launch
 
-    def case(group, dtype=torch.bfloat16, size=128, block_size=64, window=0, deterministic=False, bias=False):
+    def case(
+        group, architectures, dtype=torch.bfloat16, size=128, block_size=64, window=0, deterministic=False, bias=False
+    ):
         def call():
             q, grad = (torch.zeros(256, 2, size, dtype=dtype) for _ in range(2))
             gate, offsets = torch.zeros(256, 2, dtype=dtype), torch.tensor([0, 256])
@@ -184,17 +186,18 @@ def launches():
 
         label = f"{dtype} {size} BS={block_size} r={group} W={window} deterministic={deterministic} bias={bias}"
         spills = FP32_SPILLS if dtype == torch.float32 else SPILLS
-        return Launches(label, call, spills | BIAS_SPILLS if bias else spills)
+        return Launches(label, call, spills | BIAS_SPILLS if bias else spills, architectures)
 
+    # Compiling takes long: every kernel for every architecture, every option for one.
     return [
-        case(2, window=100),
-        case(64),
-        case(2, deterministic=True),
-        case(64, torch.float32, size=64, window=100),
-        case(2, torch.float32, size=64),
-        case(32, torch.float16, size=64, block_size=32),
-        case(64, bias=True, window=100),
-        case(2, bias=True),
-        case(2, bias=True, deterministic=True),
-        case(64, torch.float32, size=64, bias=True),
+        case(2, (90,), window=100),
+        case(64, (80, 90, 100, 120)),
+        case(2, (80, 100, 120), deterministic=True),
+        case(64, (90,), torch.float32, size=64, window=100),
+        case(2, (80,), torch.float32, size=64),
+        case(32, (90,), torch.float16, size=64, block_size=32),
+        case(64, (90, 120), bias=True, window=100),
+        case(2, (80, 100), bias=True),
+        case(2, (90,), bias=True, deterministic=True),
+        case(64, (80,), torch.float32, size=64, bias=True),
     ]

@@ -90,6 +90,8 @@ def launches():
     # Behind the walk, where the gradient's end holds rows of both matrices beside the accumulators; within it only in
     # fp32 (three products, operands split in registers).
     spills = {f"catalogue_loss_bwd_{part}_kernel": 1500 for part in ("dout", "ditems")}
+    # A number or two on some architectures and compilers.
+    spills |= {f"catalogue_loss_{part}_kernel": 16 for part in ("fwd", "sampled_fwd", "sampled_bwd_dout")}
 
     def case(size, dtype, sampled="no", normalize=True, smoothing=0.0, tokens=256, bounded=True, **options):
         def call():
@@ -104,7 +106,7 @@ def launches():
             operator.backward(torch.ones(()), *arguments, *kept)
 
         label = f"{dtype} E={size} {sampled} normalize={normalize} smoothing={smoothing} T={tokens}"
-        allowed = {"catalogue_loss_fwd_kernel": 200, **spills} if dtype == torch.float32 else spills
+        allowed = spills | {"catalogue_loss_fwd_kernel": 200} if dtype == torch.float32 else spills
         return Launches(label, call, local_bytes=allowed, **options)
 
     # 40,000 tokens fill a GPU, so that nothing is split and the gradients end in the kernels that walk.
