@@ -5,7 +5,6 @@ item components, P = P_q * P_x pairs of components, C component size.
 """
 
 import math
-from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -13,11 +12,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.chunks import CHUNK, ChunkedSum
 from models.contract import AuxLoss, Strict
 
 NORM_EPS = 1e-6
-# Numbers that the largest tensor of one chunk may hold: what stays in a core's cache, or a small part of a GPU.
-CHUNK = {"cpu": 2**21, "cuda": 2**26}
 
 
 class DotConfig(Strict):
@@ -146,7 +144,7 @@ def mol_loss(
         given = dict(zip(names, rest[len(source) :]))
         return _chunk_loss(head, given, out, targets, negatives, rest[: len(source)])
 
-    total = _ChunkedSum.apply(chunk, rows, 3, out, targets, negatives, *source, *parameters)
+    total = ChunkedSum.apply(chunk, rows, 3, out, targets, negatives, *source, *parameters)
     real = targets >= 0
     count = real.sum().clamp(min=1)
     own = F.embedding(targets.clamp(min=0), item_weight)
@@ -192,35 +190,3 @@ class _Method(nn.Module):
 
     def forward(self, *given):
         return getattr(self.head, self.name)(*given)
-
-
-class _ChunkedSum(torch.autograd.Function):
-    """Sum of function(chunk of the first `rowwise` tensors, all others whole) over chunks of rows."""
-
-    @staticmethod
-    def forward(ctx, function: Callable, rows: int, rowwise: int, *tensors):
-        ctx.rowwise = rowwise
-        floating = [x is not None and x.is_floating_point() for x in tensors]
-        whole = [x.detach().requires_grad_() if f else x for x, f in zip(tensors[rowwise:], floating[rowwise:])]
-        gradients = [torch.empty_like(x) if f else None for x, f in zip(tensors[:rowwise], floating)]
-        total = tensors[0].new_zeros(())
-        with torch.enable_grad():
-            for begin in range(0, len(tensors[0]), rows):
-                part = slice(begin, begin + rows)
-                chunk = [None if x is None else x[part].detach() for x in tensors[:rowwise]]
-                chunk = [x.requires_grad_() if f else x for x, f in zip(chunk, floating)]
-                loss = function(*chunk, *whole)
-                loss.backward()
-                for gradient, x in zip(gradients, chunk):
-                    if gradient is not None:
-                        gradient[part] = x.grad
-                total += loss.detach()
-        gradients += [(torch.zeros_like(x) if x.grad is None else x.grad) if f else None
-                      for x, f in zip(whole, floating[rowwise:])]  # fmt: skip
-        ctx.save_for_backward(*gradients)
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return None, None, None, *(None if x is None else x * grad for x in ctx.saved_tensors)

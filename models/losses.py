@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hstu_sparse
+from models.chunks import CHUNK, ChunkedSum
 from models.config import LossConfig
 from models.contract import AuxLoss
 from models.heads import mol_loss
 
 NORM_EPS = 1e-6
-# Numbers that the largest tensor of one chunk may hold: what stays in a core's cache, or a small part of a GPU.
-CHUNK = {"cpu": 2**21, "cuda": 2**26}
 # Embedding sizes that the kernels take.
 MAX_KERNEL_SIZE = 512
 
@@ -122,7 +121,13 @@ def training_loss(
     width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]
     # Every chunk of gathered rows has a gradient as large as the table: larger chunks, then.
     rows = max(1, CHUNK[out.device.type] * (1 if whole else 2) // width)
-    return _Chunked.apply(config, whole, rows, out, items, targets, *(drawn or (None, None))) / count
+    ids, log_q = drawn or (None, None)
+    shared = ids if ids is not None and ids.dim() == 1 else None
+
+    def chunk(out, targets, own, items):
+        return _chunk_loss(config, whole, out, items, targets, own if shared is None else shared, log_q)
+
+    return ChunkedSum.apply(chunk, rows, 3, out, targets, ids if shared is None else None, items) / count
 
 
 def takes_whole_catalogue(config: LossConfig, out: Tensor, item_weight: Tensor) -> bool:
@@ -132,33 +137,6 @@ def takes_whole_catalogue(config: LossConfig, out: Tensor, item_weight: Tensor) 
     additions: the product wins while the catalogue is small. Negatives shared by all positions are few rows.
     """
     return config.negatives != "shared" and len(item_weight) <= config.num_negatives * out.shape[1]
-
-
-class _Chunked(torch.autograd.Function):
-    """Sum of `_chunk_loss` over chunks of rows, the gradients taken on the way: no chunk's logits outlive it."""
-
-    @staticmethod
-    def forward(ctx, config, whole, rows, out, items, targets, negatives, log_q):
-        total = out.new_zeros(())
-        out_grad = torch.empty_like(out)
-        with torch.enable_grad():
-            items = items.detach().requires_grad_()
-            for begin in range(0, len(out), rows):
-                part = slice(begin, begin + rows)
-                leaf = out[part].detach().requires_grad_()
-                drawn = negatives if negatives is None or negatives.dim() == 1 else negatives[part]
-                loss = _chunk_loss(config, whole, leaf, items, targets[part], drawn, log_q)
-                loss.backward()  # items.grad gathers the sum over the chunks
-                out_grad[part] = leaf.grad
-                total += loss.detach()
-        ctx.save_for_backward(out_grad, torch.zeros_like(items) if items.grad is None else items.grad)
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        out_grad, items_grad = ctx.saved_tensors
-        return None, None, None, out_grad * grad, items_grad * grad, None, None, None
 
 
 def _chunk_loss(

@@ -1,0 +1,43 @@
+"""Sums over rows whose intermediates would not fit at once: a chunk of rows at a time."""
+
+from collections.abc import Callable
+
+import torch
+
+# Numbers that the largest tensor of one chunk may hold: what stays in a core's cache, or a small part of a GPU.
+CHUNK = {"cpu": 2**21, "cuda": 2**26}
+
+
+class ChunkedSum(torch.autograd.Function):
+    """Sum of function(chunk of the first `rowwise` tensors, all others whole) over chunks of `rows` rows.
+
+    The gradients are taken on the way, so that no chunk's intermediates outlive it (once: no second derivative).
+    Tensors may be None; floating-point ones have gradients.
+    """
+
+    @staticmethod
+    def forward(ctx, function: Callable, rows: int, rowwise: int, *tensors):
+        floating = [x is not None and x.is_floating_point() for x in tensors]
+        whole = [x.detach().requires_grad_() if f else x for x, f in zip(tensors[rowwise:], floating[rowwise:])]
+        gradients = [torch.empty_like(x) if f else None for x, f in zip(tensors[:rowwise], floating)]
+        total = tensors[0].new_zeros(())
+        with torch.enable_grad():
+            for begin in range(0, len(tensors[0]), rows):
+                part = slice(begin, begin + rows)
+                chunk = [None if x is None else x[part].detach() for x in tensors[:rowwise]]
+                chunk = [x.requires_grad_() if f else x for x, f in zip(chunk, floating)]
+                loss = function(*chunk, *whole)
+                loss.backward()
+                for gradient, x in zip(gradients, chunk):
+                    if gradient is not None:
+                        gradient[part] = x.grad
+                total += loss.detach()
+        gradients += [(torch.zeros_like(x) if x.grad is None else x.grad) if f else None
+                      for x, f in zip(whole, floating[rowwise:])]  # fmt: skip
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return None, None, None, *(None if x is None else x * grad for x in ctx.saved_tensors)
