@@ -9,7 +9,7 @@ Blocks, groups and tiles are numbered by slots: see hstu_sparse/tiles.py.
 import triton
 import triton.language as tl
 
-from hstu_sparse.bsa.bias import add_position, add_time, load_times, reached, span
+from hstu_sparse.bsa.bias import MOST_EDGES, add_time, position_tile
 from hstu_sparse.tiles import load_rows, locate
 
 # Larger than any block index: what the sort puts last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
@@ -96,6 +96,7 @@ def bsa_choose_fwd_kernel(
     BC: tl.constexpr,
     P: tl.constexpr,
     SPLIT: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """The blocks that BG groups choose: scores of BC blocks at a time, merged into a running list of the P best.
 
@@ -111,7 +112,6 @@ def bsa_choose_fwd_kernel(
     live = first < length
     own = first // BS
     base = start // BS + b
-    asked = load_times(bias.query_high, bias.query_low, start + first, live)
     queries = load_rows(q + start * q_stride_t + h * q_stride_h, first, q_stride_t, live, D, BD)
 
     best = tl.full([BG, P], NO_KEY, tl.int64)
@@ -124,15 +124,13 @@ def bsa_choose_fwd_kernel(
             if SPLIT:
                 means = load_rows(kbar_low + (base * H + h) * D, j, H * D, j < candidates, D, BD)
                 score = tl.dot(queries, tl.trans(means), score)
-            middle = j * BS + BS // 2
-            score = add_position(score * alpha, bias, first, middle, False)
-            if bias.time is not None:
-                high, low = load_times(bias.key_high, bias.key_low, start + middle, j < candidates)
-                lowest, highest = reached(bias, span(asked[0], asked[1], live), span(high, low, j < candidates))
-                rows = start + middle
-                score = add_time(
-                    score, bias, asked, bias.key_high, bias.key_low, rows, j < candidates, lowest, highest, 0
-                )
+            place = (c * BS + BS // 2 - first).to(tl.int64)
+            added = position_tile(bias, place, tl.arange(0, BC).to(tl.int64) * BS, ASM)
+            rows = tl.where(j < candidates, start + j * BS + BS // 2, start)
+            # A row's groups stand far apart: no tile is of one bucket.
+            score = score * alpha + add_time(
+                added, bias, tl.where(live, start + first, start), rows, (0.0, 0.0), 0, MOST_EDGES + 1, 0, True, ASM
+            )
             score = score / (1.0 + tl.exp(-score))
             score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie
             bits = score.to(tl.int32, bitcast=True)
@@ -215,6 +213,8 @@ def bsa_fill_kernel(
     ranks,
     list_start,
     lists,
+    reaches,
+    list_reach,
     NB,
     H,
     B,
@@ -224,7 +224,7 @@ def bsa_fill_kernel(
     BG: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Writes each group's first token into the lists of the blocks it chose."""
+    """Writes each group's first token into the lists of the blocks it chose; with a time bias its reaches too."""
     tile, h = tl.program_id(0), tl.program_id(1)
     b, start, length, i = locate(offsets, tile, B, BG * R)
     group = i * BG + tl.arange(0, BG)
@@ -237,3 +237,5 @@ def bsa_fill_kernel(
     place += tl.load(ranks + entry, mask=past, other=0)
     token = (start + group[:, None] * R).to(tl.int32)
     tl.store(lists + place, tl.broadcast_to(token, place.shape), mask=past)
+    if reaches is not None:
+        tl.store(list_reach + place, tl.load(reaches + entry, mask=past, other=0), mask=past)

@@ -12,13 +12,15 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bsa.bias import (
-    add_pairs,
-    add_position,
+    MOST_EDGES,
+    add_position_gradient,
     add_time,
     add_time_gradient,
-    load_span,
+    load_origin,
+    load_reach,
     load_times,
-    reached,
+    means_reach,
+    position_tile,
     span,
 )
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
@@ -37,13 +39,20 @@ def listed_tokens(lists, first, row, count, stop, R: tl.constexpr, BM: tl.conste
 
 
 @triton.jit
-def rows_reach(bias, rows, live, seen):
-    """(lowest, highest) bucket between the queries at `rows` and keys of the span `seen`."""
-    lowest, highest = 0, 0
-    if bias.time is not None:
-        high, low = load_times(bias.query_high, bias.query_low, rows, live)
-        lowest, highest = reached(bias, span(high, low, live), seen)
-    return lowest, highest
+def listed_reach(reaches, first, row, count, R: tl.constexpr, BM: tl.constexpr):
+    """`load_reach` of the same."""
+    if R >= BM or reaches is None:
+        return load_reach(None if reaches is None else reaches + first + row // R, None, BM)
+    else:
+        lane = row + tl.arange(0, BM)
+        return load_reach(reaches + first + lane // R, lane < count, BM)
+
+
+@triton.jit
+def listed_bias(bias, t, position, start, first_key, key, sought, lowest, edges, ASM: tl.constexpr):
+    """The bias of listed queries t (tokens, at `position` of their sequence) and keys from `first_key` on."""
+    added = position_tile(bias, (first_key - position).to(tl.int64), key.to(tl.int64), ASM)
+    return add_time(added, bias, t.to(tl.int64), start + first_key + key, sought, lowest, edges, 0, True, ASM)
 
 
 @triton.jit
@@ -95,6 +104,7 @@ def bsa_select_fwd_kernel(
     list_start,
     chunk_start,
     chunk_list,
+    reaches,
     bias,
     q_stride_t,
     q_stride_h,
@@ -120,6 +130,7 @@ def bsa_select_fwd_kernel(
     ATOMIC: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     m, _chunk, first, count = find_chunk(chunk_list, chunk_start, list_start, m_first, NB * H, CHUNK)
     if count <= 0:
@@ -131,7 +142,7 @@ def bsa_select_fwd_kernel(
     whole = key < BN
     k += (start + j * BS) * k_stride_t + h * k_stride_h
     v += (start + j * BS) * v_stride_t + h * v_stride_h
-    times = load_times(bias.key_high, bias.key_low, start + j * BS + key, whole)
+    sought = load_origin(bias, m % NB)
     q += h * q_stride_h
     out += h * V
     if BN == BS:
@@ -140,22 +151,19 @@ def bsa_select_fwd_kernel(
     for row in range(0, count * R, BM):
         t, live = listed_tokens(lists, first, row, count * R, stop, R, BM)
         queries = load_rows(q, t, q_stride_t, live, D, BD)
-        lowest, highest = rows_reach(bias, t, live, load_span(bias.key_spans, m % NB))
+        lowest, edges = listed_reach(reaches, first, row, count * R, R, BM)
         # Rows that are not there stand behind the block, where the table has entries.
         position = tl.where(live, (t - start).to(tl.int32), (j + 1) * BS)
         if BN == BS:
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            score = add_position(score, bias, position, j * BS + key, False)
-            score = add_time(score, bias, times, bias.query_high, bias.query_low, t, live, lowest, highest, 1)
+            added = listed_bias(bias, t, position, start, j * BS, key, sought, lowest, edges, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             part = tl.dot(silu(score, FAST).to(values.dtype), values, input_precision=PRECISION)
         else:
             part = tl.zeros([BM, BV], tl.float32)
             for s in range(0, BS, BN):
                 some = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
-                score = tl.dot(queries, tl.trans(some), input_precision=PRECISION) * alpha
-                times = load_times(bias.key_high, bias.key_low, start + j * BS + s + key, whole)
-                score = add_position(score, bias, position, j * BS + s + key, False)
-                score = add_time(score, bias, times, bias.query_high, bias.query_low, t, live, lowest, highest, 1)
+                added = listed_bias(bias, t, position, start, j * BS + s, key, sought, lowest, edges, ASM)
+                score = tl.dot(queries, tl.trans(some), input_precision=PRECISION) * alpha + added
                 some = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
                 part = tl.dot(silu(score, FAST).to(some.dtype), some, part, input_precision=PRECISION)
         gate = tl.load(g_slc + t.to(tl.int64) * H + h, mask=live, other=0.0).to(tl.float32)
@@ -176,6 +184,7 @@ def bsa_select_bwd_dq_kernel(
     list_start,
     chunk_start,
     chunk_list,
+    reaches,
     bias,
     do_stride_t,
     do_stride_h,
@@ -202,6 +211,7 @@ def bsa_select_bwd_dq_kernel(
     BN: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Gradient of q and of the selection gate alone: what the deterministic mode adds up slot after slot."""
     m, _chunk, first, count = find_chunk(chunk_list, chunk_start, list_start, m_first, NB * H, CHUNK)
@@ -214,21 +224,20 @@ def bsa_select_bwd_dq_kernel(
     whole = key < BN
     k += (start + j * BS) * k_stride_t + h * k_stride_h
     v += (start + j * BS) * v_stride_t + h * v_stride_h
+    sought = load_origin(bias, m % NB)
     for row in range(0, count * R, BM):
         t, live = listed_tokens(lists, first, row, count * R, stop, R, BM)
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         upstream = load_rows(do + h * do_stride_h, t, do_stride_t, live, V, BV)
-        lowest, highest = rows_reach(bias, t, live, load_span(bias.key_spans, m % NB))
+        lowest, edges = listed_reach(reaches, first, row, count * R, R, BM)
         position = tl.where(live, (t - start).to(tl.int32), (j + 1) * BS)
         acc = tl.zeros([BM, BD], tl.float32)
         branch = tl.zeros([BM], tl.float32)
         for s in range(0, BS, BN):
             keys = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
             values = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            times = load_times(bias.key_high, bias.key_low, start + j * BS + s + key, whole)
-            score = add_position(score, bias, position, j * BS + s + key, False)
-            score = add_time(score, bias, times, bias.query_high, bias.query_low, t, live, lowest, highest, 1)
+            added = listed_bias(bias, t, position, start, j * BS + s, key, sought, lowest, edges, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
             branch += tl.sum(weight * dweight, 1)
@@ -242,19 +251,12 @@ def bsa_select_bwd_dq_kernel(
 
 
 @triton.jit
-def key_step(
-    dk, dv, keys, values, queries, upstream, gate, alpha, bias, t, s, times, rows, live, lowest, highest,
-    FAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def key_step(dk, dv, keys, values, queries, upstream, gate, alpha, added, FAST: tl.constexpr, PRECISION: tl.constexpr):
     """Adds one tile of queries to dk, dv; everything is transposed, keys first. `gate` is [1, BM] or [BN, BM].
 
-    t, s: positions of queries and keys; times: the keys'; rows, live: tokens of the queries.
-
-    Also returns the scores' gradient [BN, BM] and weight * (do.v), what the gates' gradients sum.
+    added: the bias. Also returns the scores' gradient [BN, BM] and weight * (do.v), what the gates' gradients sum.
     """
-    score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * alpha
-    score = add_position(score, bias, t, s, True)
-    score = add_time(score, bias, times, bias.query_high, bias.query_low, rows, live, lowest, highest, 0)
+    score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * alpha + added
     dweight = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
     weight, slope = silu_and_grad(score, FAST)
     dv = tl.dot((weight * gate).to(upstream.dtype), upstream, dv, input_precision=PRECISION)
@@ -284,8 +286,10 @@ def bsa_select_bwd_dkv_kernel(
     chunk_start,
     chunk_list,
     part_start,
+    reaches,
     bias,
     tables,
+    pitch,
     do_stride_t,
     do_stride_h,
     q_stride_t,
@@ -314,6 +318,7 @@ def bsa_select_bwd_dkv_kernel(
     TMA: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Gradient of BN keys and values: from the block's mean, from the queries in it (and the window), from its list.
 
@@ -333,8 +338,7 @@ def bsa_select_bwd_dkv_kernel(
     known = s < length
     keys = load_rows(k + start * k_stride_t + h * k_stride_h, s, k_stride_t, known, D, BD)
     values = load_rows(v + start * v_stride_t + h * v_stride_h, s, v_stride_t, known, V, BV)
-    times = load_times(bias.key_high, bias.key_low, start + s, known)
-    seen_span = load_span(bias.key_spans, slot)
+    sought = load_origin(bias, slot)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
@@ -358,11 +362,11 @@ def bsa_select_bwd_dkv_kernel(
             if WINDOW:
                 swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
                 gate += tl.where(seen & (t[None, :] - s[:, None] < window), swa[None, :], 0.0)
-            lowest, highest = rows_reach(bias, start + t, live, seen_span)
+            added = position_tile(bias, s.to(tl.int64), -t.to(tl.int64), ASM)
+            added = add_time(added, bias, start + t, start + s, (0.0, 0.0), 0, MOST_EDGES + 1, 1, True, ASM)
             acc_k, acc_v, _, _ = key_step(
-                acc_k, acc_v, keys, values, queries, upstream, gate, alpha,
-                bias, t, s, times, start + t, live, lowest, highest, FAST, PRECISION,
-            )  # fmt: skip
+                acc_k, acc_v, keys, values, queries, upstream, gate, alpha, added, FAST, PRECISION
+            )
 
     stop = start + length
     for row in range(0, count * R, BM):
@@ -377,19 +381,17 @@ def bsa_select_bwd_dkv_kernel(
         if R >= BM:
             # The rows are of one group, consecutive, and lie within a block.
             position = begin - origin + tl.arange(0, BM)
-            lowest, highest = reached(bias, load_span(bias.query_spans, slot - j + (begin - origin) // BS), seen_span)
         else:
             # Rows that are not there stand behind the block, where the table has entries.
             position = tl.where(live, (t - start).to(tl.int32), (j + 1) * BS)
-            lowest, highest = rows_reach(bias, t, live, seen_span)
+        lowest, edges = listed_reach(reaches, first, row, count * R, R, BM)
+        added = position_tile(bias, s.to(tl.int64), -position.to(tl.int64), ASM)
+        added = add_time(added, bias, t.to(tl.int64), start + s, sought, lowest, edges, 1, True, ASM)
         acc_k, acc_v, dscore, product = key_step(
-            acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha,
-            bias, position, s, times, t, live, lowest, highest, FAST, PRECISION,
-        )  # fmt: skip
-        add_time_gradient(tables, dscore, bias, times, bias.query_high, bias.query_low, t, live, lowest, highest, 0)
-        if tables.backwards is not None:
-            place = s[:, None] - position[None, :]
-            add_pairs(tables.backwards + place, tables, dscore, tl.broadcast_to(live[None, :], dscore.shape))
+            acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, added, FAST, PRECISION
+        )
+        add_time_gradient(tables, dscore, bias, t.to(tl.int64), start + s, sought, lowest, edges, 1, True, ASM)
+        add_position_gradient(tables, pitch, dscore, position, s, 0)
         if DQ:
             part = tl.dot(tl.trans(dscore.to(keys.dtype)), keys, input_precision=PRECISION)
             add_rows(dq + h * D, t, H * D, live, part * (alpha * inv_n), D, BD, True)
@@ -483,6 +485,7 @@ def bsa_compress_bwd_dkv_kernel(
     TMA: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Gradient of BN mean keys and values from every query after them; the queries are dealt to grid axis 2 in turn."""
     b, start, length, i = locate(offsets, tl.program_id(0), B, BN * BS)
@@ -496,8 +499,7 @@ def bsa_compress_bwd_dkv_kernel(
     keys = load_rows(kbar + base * D, j, H * D, known, D, BD)
     values = load_rows(vbar + base * V, j, H * V, known, V, BV)
     middle = j * BS + BS // 2
-    times = load_times(bias.key_high, bias.key_low, start + middle, known)
-    seen_span = span(times[0], times[1], known)
+    rows = tl.where(known, start + middle, start)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
@@ -513,11 +515,15 @@ def bsa_compress_bwd_dkv_kernel(
         upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
         cmp = tl.load(g_cmp + (start + t) * H + h, mask=live, other=0.0).to(tl.float32)
         gate = tl.where(j[:, None] < ((t + 1) // BS)[None, :], cmp[None, :], 0.0)
-        lowest, highest = rows_reach(bias, start + t, live, seen_span)
+        added = position_tile(bias, middle.to(tl.int64), -t.to(tl.int64), ASM)
+        if bias.time is not None:
+            high, low = load_times(bias.query_high, bias.query_low, start + t, live)
+            asked = span(high, low, live, 0)
+            lowest, edges = means_reach(bias, asked, rows, known & (j * BS + BS <= c + BM), ASM)
+            added = add_time(added, bias, rows, start + t, asked, lowest, edges, 0, False, ASM)
         acc_k, acc_v, _, _ = key_step(
-            acc_k, acc_v, keys, values, queries, upstream, gate, alpha,
-            bias, t, middle, times, start + t, live, lowest, highest, FAST, PRECISION,
-        )  # fmt: skip
+            acc_k, acc_v, keys, values, queries, upstream, gate, alpha, added, FAST, PRECISION
+        )
     if begin < length:
         add_rows(dkbar + base * D, j, H * D, known, acc_k * (BS * alpha * inv_n), D, BD, ATOMIC)
         add_rows(dvbar + base * V, j, H * V, known, acc_v * (BS * inv_n), V, BV, ATOMIC)

@@ -13,14 +13,16 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bsa.bias import (
-    add_diagonals,
-    add_pairs,
-    add_position,
+    MOST_EDGES,
+    add_position_gradient,
     add_time,
     add_time_gradient,
-    load_span,
+    add_to,
+    load_origin,
+    load_reach,
     load_times,
-    reached,
+    means_reach,
+    position_tile,
     span,
 )
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
@@ -39,13 +41,13 @@ def band_weight(g_slc, g_swa, t, s, window, BS: tl.constexpr, SELECT: tl.constex
 
 
 @triton.jit
-def tile_reach(bias, asked, live, rows, known):
-    """(lowest, highest) bucket between the queries of a tile and the keys at `rows`."""
-    lowest, highest = 0, 0
+def tile_span(bias, rows, live):
+    """The earliest and the latest time of queries, as `span` gives them."""
     if bias.time is not None:
-        high, low = load_times(bias.key_high, bias.key_low, rows, known)
-        lowest, highest = reached(bias, span(asked[0], asked[1], live), span(high, low, known))
-    return lowest, highest
+        high, low = load_times(bias.query_high, bias.query_low, rows, live)
+        return span(high, low, live, 0)
+    else:
+        return 0.0, 0.0, 0.0, 0.0
 
 
 @triton.jit(do_not_specialize=["B", "tiles"])
@@ -61,6 +63,7 @@ def bsa_query_fwd_kernel(
     g_slc,
     g_swa,
     bias,
+    reaches,
     out,
     q_stride_t,
     q_stride_h,
@@ -88,6 +91,7 @@ def bsa_query_fwd_kernel(
     TMA: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     # Late tiles see the most blocks: they start first.
     tile, h = tiles - 1 - tl.program_id(0), tl.program_id(1)
@@ -102,7 +106,7 @@ def bsa_query_fwd_kernel(
     queries = load_rows(q + start * q_stride_t + h * q_stride_h, t, q_stride_t, live, D, BD)
     origin = start.to(tl.int32)
     block_row = (start // BS + b).to(tl.int32)
-    asked = load_times(bias.query_high, bias.query_low, start + t, live)
+    asked = tile_span(bias, start + t, live)
     if not TMA:
         k += start * k_stride_t + h * k_stride_h
         v += start * v_stride_t + h * v_stride_h
@@ -115,11 +119,11 @@ def bsa_query_fwd_kernel(
         j = c + tl.arange(0, BN)
         known = j < end // BS
         keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
-        middle = j * BS + BS // 2
-        lowest, highest = tile_reach(bias, asked, live, start + middle, known)
-        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-        score = add_position(score, bias, t, middle, False)
-        score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + middle, known, lowest, highest, 0)
+        middle = start + j * BS + BS // 2
+        lowest, edges = means_reach(bias, asked, middle, known, ASM)
+        added = position_tile(bias, (c * BS + BS // 2 - t).to(tl.int64), tl.arange(0, BN).to(tl.int64) * BS, ASM)
+        added = add_time(added, bias, middle, start + t, asked, lowest, edges, 1, False, ASM)
+        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
         weight = tl.where(j[None, :] < complete[:, None], silu(score, FAST), 0.0)
         means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
         acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
@@ -130,7 +134,6 @@ def bsa_query_fwd_kernel(
         # One index a step, a scalar. Of a vector `index * BS + place % BS` Triton 3.6 takes every element for divisible
         # by BS once the loop is pipelined, and then the mask of a thread's first query for that of all its queries.
         tl.static_assert(BN <= BS)
-        asked_span = load_span(bias.query_spans, block_row + begin // BS)
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS + 1, S)
         for e in range(0, count * BS, BN):
@@ -138,10 +141,11 @@ def bsa_query_fwd_kernel(
             s = first + tl.arange(0, BN)
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
-            lowest, highest = reached(bias, asked_span, load_span(bias.key_spans, block_row + first // BS))
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            score = add_position(score, bias, t, s, False)
-            score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0)
+            lowest, edges = load_reach(None if reaches is None else reaches + row + e // BS, None, BM)
+            added = position_tile(bias, (first - t).to(tl.int64), tl.arange(0, BN).to(tl.int64), ASM)
+            sought = load_origin(bias, block_row + first // BS)
+            added = add_time(added, bias, start + t, start + s, sought, lowest, edges, 0, True, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             visible = known[None, :] & (s[None, :] <= t[:, None])
             weight = tl.where(visible, silu(score, FAST) * slc[:, None], 0.0)
             values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
@@ -160,10 +164,9 @@ def bsa_query_fwd_kernel(
             s = c + tl.arange(0, BN)
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-            lowest, highest = tile_reach(bias, asked, live, start + s, known)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            score = add_position(score, bias, t, s, False)
-            score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0)
+            added = position_tile(bias, (c - t).to(tl.int64), tl.arange(0, BN).to(tl.int64), ASM)
+            added = add_time(added, bias, start + t, start + s, (0.0, 0.0), 0, MOST_EDGES + 1, 0, True, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             weight = silu(score, FAST) * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
             values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
@@ -189,7 +192,9 @@ def bsa_query_bwd_dq_kernel(
     dg_slc,
     dg_swa,
     bias,
+    reaches,
     tables,
+    pitch,
     do_stride_t,
     do_stride_h,
     q_stride_t,
@@ -218,6 +223,7 @@ def bsa_query_bwd_dq_kernel(
     TMA: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Gradient of q and of the gates. A gate's gradient is its branch's output times do: the sum of weight * (do.v)."""
     tile, h = tiles - 1 - tl.program_id(0), tl.program_id(1)
@@ -233,7 +239,7 @@ def bsa_query_bwd_dq_kernel(
     upstream = load_rows(do + start * do_stride_t + h * do_stride_h, t, do_stride_t, live, V, BV)
     origin = start.to(tl.int32)
     block_row = (start // BS + b).to(tl.int32)
-    asked = load_times(bias.query_high, bias.query_low, start + t, live)
+    asked = tile_span(bias, start + t, live)
     if not TMA:
         k += start * k_stride_t + h * k_stride_h
         v += start * v_stride_t + h * v_stride_h
@@ -249,11 +255,11 @@ def bsa_query_bwd_dq_kernel(
         known = j < end // BS
         keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
         values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-        middle = j * BS + BS // 2
-        lowest, highest = tile_reach(bias, asked, live, start + middle, known)
-        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-        score = add_position(score, bias, t, middle, False)
-        score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + middle, known, lowest, highest, 0)
+        middle = start + j * BS + BS // 2
+        lowest, edges = means_reach(bias, asked, middle, known, ASM)
+        added = position_tile(bias, (c * BS + BS // 2 - t).to(tl.int64), tl.arange(0, BN).to(tl.int64) * BS, ASM)
+        added = add_time(added, bias, middle, start + t, asked, lowest, edges, 1, False, ASM)
+        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
         dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
         weight, slope = silu_and_grad(score, FAST)
         visible = j[None, :] < complete[:, None]
@@ -261,13 +267,10 @@ def bsa_query_bwd_dq_kernel(
         branch += tl.sum(weight * dweight, 1)
         grad = dweight * slope
         acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-        add_time_gradient(
-            tables, grad * cmp[:, None], bias, asked, bias.key_high, bias.key_low, start + middle, known,
-            lowest, highest, 0,
-        )  # fmt: skip
-        if tables.position is not None:
-            place = t[:, None] - middle[None, :]
-            add_pairs(tables.position + place, tables, grad * cmp[:, None], visible)
+        grad *= cmp[:, None]
+        add_time_gradient(tables, grad, bias, middle, start + t, asked, lowest, edges, 1, False, ASM)
+        if tables.ahead is not None:
+            add_to(tables.ahead + (t[:, None] - (j * BS + BS // 2)[None, :]), grad, tables.scale)
     acc *= cmp[:, None]
     tl.store(dg_cmp + token, branch * (BS * inv_n), mask=live)
 
@@ -275,7 +278,6 @@ def bsa_query_bwd_dq_kernel(
     branch = tl.zeros([BM], tl.float32)
     if SELECT:
         tl.static_assert(BN <= BS)  # as in bsa_query_fwd_kernel
-        block_span = load_span(bias.query_spans, block_row + begin // BS)
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS + 1, S)
         for e in range(0, count * BS, BN):
@@ -284,20 +286,19 @@ def bsa_query_bwd_dq_kernel(
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
             values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
-            lowest, highest = reached(bias, block_span, load_span(bias.key_spans, block_row + first // BS))
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            score = add_position(score, bias, t, s, False)
-            score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0)
+            lowest, edges = load_reach(None if reaches is None else reaches + row + e // BS, None, BM)
+            added = position_tile(bias, (first - t).to(tl.int64), tl.arange(0, BN).to(tl.int64), ASM)
+            sought = load_origin(bias, block_row + first // BS)
+            added = add_time(added, bias, start + t, start + s, sought, lowest, edges, 0, True, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
             dweight = tl.where(known[None, :] & (s[None, :] <= t[:, None]), dweight, 0.0)
             branch += tl.sum(weight * dweight, 1)
             grad = dweight * slope * slc[:, None]
             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-            add_time_gradient(
-                tables, grad, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0
-            )
-            add_diagonals(tables, grad, begin - first)
+            add_time_gradient(tables, grad, bias, start + t, start + s, sought, lowest, edges, 0, True, ASM)
+            add_position_gradient(tables, pitch, grad, t, s, 1)
 
     if WINDOW or not SELECT:
         swa = slc
@@ -314,10 +315,9 @@ def bsa_query_bwd_dq_kernel(
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
             values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-            lowest, highest = tile_reach(bias, asked, live, start + s, known)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            score = add_position(score, bias, t, s, False)
-            score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0)
+            added = position_tile(bias, (c - t).to(tl.int64), tl.arange(0, BN).to(tl.int64), ASM)
+            added = add_time(added, bias, start + t, start + s, (0.0, 0.0), 0, MOST_EDGES + 1, 0, True, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
             visible = s[None, :] <= t[:, None]
@@ -328,10 +328,8 @@ def bsa_query_bwd_dq_kernel(
                 window_branch += tl.sum(tl.where(near, weight * dweight, 0.0), 1)
             grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-            add_time_gradient(
-                tables, grad, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0
-            )
-            add_diagonals(tables, grad, begin - c)
+            add_time_gradient(tables, grad, bias, start + t, start + s, (0.0, 0.0), 0, MOST_EDGES + 1, 0, True, ASM)
+            add_position_gradient(tables, pitch, grad, t, s, 1)
         if WINDOW:
             tl.store(dg_swa + token, window_branch * inv_n, mask=live)
 
