@@ -119,7 +119,7 @@ def bsa_query_fwd_kernel(
         j = c + tl.arange(0, BN)
         known = j < end // BS
         keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
-        middle = start + j * BS + BS // 2
+        middle = tl.where(known, start + j * BS + BS // 2, start)
         lowest, edges = means_reach(bias, asked, middle, known, ASM)
         added = position_tile(bias, (c * BS + BS // 2 - t).to(tl.int64), tl.arange(0, BN).to(tl.int64) * BS, ASM)
         added = add_time(added, bias, middle, start + t, asked, lowest, edges, 1, False, ASM)
@@ -255,7 +255,7 @@ def bsa_query_bwd_dq_kernel(
         known = j < end // BS
         keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
         values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-        middle = start + j * BS + BS // 2
+        middle = tl.where(known, start + j * BS + BS // 2, start)
         lowest, edges = means_reach(bias, asked, middle, known, ASM)
         added = position_tile(bias, (c * BS + BS // 2 - t).to(tl.int64), tl.arange(0, BN).to(tl.int64) * BS, ASM)
         added = add_time(added, bias, middle, start + t, asked, lowest, edges, 1, False, ASM)
