@@ -327,7 +327,7 @@ def position_tile(bias, rows, columns, ASM: tl.constexpr):
     if bias.position is not None:
         return look_up(bias.position + rows[:, None], columns[None, :], ASM)
     else:
-        return 0.0
+        return tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
 
 
 @triton.jit

@@ -20,25 +20,9 @@ NO_KEY = tl.constexpr(-(2**63))
 
 @triton.jit(do_not_specialize=["B"])
 def bsa_pool_fwd_kernel(
-    k,
-    v,
-    offsets,
-    kbar,
-    kbar_low,
-    vbar,
-    k_stride_t,
-    k_stride_h,
-    v_stride_t,
-    v_stride_h,
-    H,
-    B,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BS: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    k, v, offsets, kbar, kbar_low, vbar, k_stride_t, k_stride_h, v_stride_t, v_stride_h, H, B,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """Means of one block's keys and values. With SPLIT the mean key is kept as a sum of two 16-bit numbers.
 
     The mean key in 16 bits is as good as any key for attention, but it would decide close choices by its rounding;
@@ -76,28 +60,10 @@ def bsa_pool_fwd_kernel(
 
 @triton.jit(do_not_specialize=["B"])
 def bsa_choose_fwd_kernel(
-    q,
-    kbar,
-    kbar_low,
-    offsets,
-    indices,
-    bias,
-    q_stride_t,
-    q_stride_h,
-    alpha,
-    H,
-    B,
-    S,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BS: tl.constexpr,
-    R: tl.constexpr,
-    BG: tl.constexpr,
-    BC: tl.constexpr,
-    P: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    q, kbar, kbar_low, offsets, indices, bias, q_stride_t, q_stride_h, alpha, H, B, S,
+    D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
+    P: tl.constexpr, SPLIT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """The blocks that BG groups choose: scores of BC blocks at a time, merged into a running list of the P best.
 
     The sort key is the fp32 score, its bits made to order as an integer, above the inverted block index: one
@@ -128,9 +94,9 @@ def bsa_choose_fwd_kernel(
             added = position_tile(bias, place, tl.arange(0, BC).to(tl.int64) * BS, ASM)
             rows = tl.where(j < candidates, start + j * BS + BS // 2, start)
             # A row's groups stand far apart: no tile is of one bucket.
-            score = score * alpha + add_time(
-                added, bias, tl.where(live, start + first, start), rows, (0.0, 0.0), 0, MOST_EDGES + 1, 0, True, ASM
-            )
+            asked = tl.where(live, start + first, start)
+            added = add_time(added, bias, asked, rows, (0.0, 0.0), first * 0, MOST_EDGES + 1, 0, True, ASM)
+            score = score * alpha + added
             score = score / (1.0 + tl.exp(-score))
             score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie
             bits = score.to(tl.int32, bitcast=True)
@@ -208,22 +174,9 @@ def bsa_chunks_kernel(chunk_start, chunk_list, M, limit, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "NB"])
 def bsa_fill_kernel(
-    indices,
-    offsets,
-    ranks,
-    list_start,
-    lists,
-    reaches,
-    list_reach,
-    NB,
-    H,
-    B,
-    S,
-    BS: tl.constexpr,
-    R: tl.constexpr,
-    BG: tl.constexpr,
-    P: tl.constexpr,
-):
+    indices, offsets, ranks, list_start, lists, reaches, list_reach, NB, H, B, S,
+    BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
     """Writes each group's first token into the lists of the blocks it chose; with a time bias its reaches too."""
     tile, h = tl.program_id(0), tl.program_id(1)
     b, start, length, i = locate(offsets, tile, B, BG * R)

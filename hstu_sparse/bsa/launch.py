@@ -205,8 +205,7 @@ def launch_forward(*arguments):
         lists = invert(p, indices, reaches, 2 * p.S * p.BS, by_slot=p.deterministic, stable=p.deterministic)
         for turn in range(lists.turns):
             key_major.bsa_select_fwd_kernel[(lists.chunks_per_turn,)](
-                q, k, v, g_slc, out, p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list,
-                lists.reaches, bias,
+                q, k, v, g_slc, out, p.offsets, lists.pointers(), bias,
                 *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n,
                 turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.options("select_fwd"),
@@ -281,8 +280,7 @@ def launch_backward(do, *arguments):
     described = p.tma(options["BM"], do, q) if options["BM"] <= p.R else None
     key_major.bsa_select_bwd_dkv_kernel[(lists.chunks_per_turn, p.BS // options["BN"])](
         *(described or (do, q)), k, v, dkbar, dvbar, g_slc, g_swa, dk, dv, parts, dq, dg_slc,
-        p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list, lists.part_start, lists.reaches,
-        bias, TableGradients() if p.query_major else tables, pitch,
+        p.offsets, lists.pointers(), lists.part_start, bias, TableGradients() if p.query_major else tables, pitch,
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         p.alpha, p.inv_n, p.window, p.NB, p.H, p.B, lists.chunk,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, WINDOW=p.window > 0, DQ=atomic_dq,
@@ -297,8 +295,7 @@ def launch_backward(do, *arguments):
         lists = invert(p, indices, reaches, 2 * p.S * p.BS, by_slot=True, stable=True)
         for turn in range(lists.turns):
             key_major.bsa_select_bwd_dq_kernel[(lists.chunks_per_turn,)](
-                do, q, k, v, g_slc, dq, dg_slc,
-                p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list, lists.reaches, bias,
+                do, q, k, v, g_slc, dq, dg_slc, p.offsets, lists.pointers(), bias,
                 *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
                 p.alpha, p.inv_n, turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.options("select_dq"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bsa import blocks
+from hstu_sparse.bsa.key_major import ListPointers
 from hstu_sparse.launch import cdiv, next_power_of_2
 
 
@@ -30,6 +31,9 @@ class Lists:
     turns: int
     chunks_per_turn: int
     max_parts: int
+
+    def pointers(self) -> ListPointers:
+        return ListPointers(self.tokens, self.start, self.chunk_start, self.chunk_list, self.reaches)
 
 
 def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_slot: bool, stable: bool) -> Lists:
