@@ -17,15 +17,17 @@ gathered; its part of the time table is summed for each bucket that the tile rea
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from hstu_sparse.bsa.plan import span
 from hstu_sparse.dense.assembly import look_up
 from hstu_sparse.launch import cdiv
-from hstu_sparse.relative_bias import RelativeBias, bucket_edges
+from hstu_sparse.relative_bias import bucket_edges
 from hstu_sparse.tiles import COMPILED, locate
 
 # The bucket has 12 bits of a cell's word.
@@ -96,38 +98,19 @@ def bucket_steps(num_buckets: int, device: torch.device) -> torch.Tensor:
     return steps.ceil().to(device)
 
 
-@triton.jit(do_not_specialize=["N", "origin", "entries", "buckets", "T", "pitch"])
-def bsa_bias_kernel(
-    position, table, N, origin, entries, time, padded, buckets, timestamps, query_timestamps, times, T, pitch,
-    MOST: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Writes the position table backwards with its margins, the time table with its own, and the times in halves."""
+@triton.jit(do_not_specialize=["N", "origin", "entries", "buckets"])
+def bsa_tables_kernel(
+    position, time, backwards, padded, N, origin, entries, buckets, MOST: tl.constexpr, SIZE: tl.constexpr
+):
+    """Writes the position table backwards with its margins, and the time table with zeros behind."""
     lane = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     if position is not None:
         distance = origin - lane
         value = tl.load(position + distance, mask=(distance >= 0) & (distance < N), other=0.0)
-        tl.store(table + lane, value.to(tl.float32), mask=lane < entries)
-    if timestamps is not None:
+        tl.store(backwards + lane, value.to(tl.float32), mask=lane < entries)
+    if time is not None:
         value = tl.load(time + lane, mask=lane < buckets, other=0.0)
         tl.store(padded + lane, value.to(tl.float32), mask=lane < buckets + MOST)
-        for side in tl.static_range(2):
-            seconds = tl.load((query_timestamps if side else timestamps) + lane, mask=lane < T, other=0)
-            low = seconds & 0xFFFFF
-            tl.store(times + 2 * side * pitch + lane, (seconds - low).to(tl.float32), mask=lane < pitch)
-            tl.store(times + (2 * side + 1) * pitch + lane, low.to(tl.float32), mask=lane < pitch)
-
-
-@triton.jit(do_not_specialize=["B"])
-def bsa_span_kernel(offsets, key_high, key_low, key_spans, B, BS: tl.constexpr):
-    slot = tl.program_id(0)
-    _b, start, length, j = locate(offsets, slot, B, BS)
-    row = j * BS + tl.arange(0, BS)
-    inside = row < length
-    if j * BS < length:
-        high, low = load_times(key_high, key_low, start + row, inside)
-        found = span(high, low, inside, 0)
-        for i in tl.static_range(4):
-            tl.store(key_spans + slot * 4 + i, found[i])
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -155,39 +138,39 @@ def bsa_reach_kernel(
     tl.store(reaches + entry, lowest | (edges << EDGE_SHIFT), mask=j >= 0)
 
 
-def prepare(bias: RelativeBias, offsets: torch.Tensor, tokens: int, slots: int, block_size: int) -> KernelBias:
-    """Two launches."""
-    if bias.position is None and bias.time is None:
+def prepare(
+    position: torch.Tensor | None, time: torch.Tensor | None, plan: Sequence[torch.Tensor | None]
+) -> KernelBias:
+    """What kernels read of the tables and of a plan's (times, spans): one launch."""
+    if position is None and time is None:
         return KernelBias()
-    device = offsets.device
+    device = (time if position is None else position).device
     fp32 = dict(dtype=torch.float32, device=device)
-    N = origin = entries = pitch = buckets = 0
-    table = times = padded = None
-    views = [None] * 4
-    # Pointers stay multiples of 16 bytes whatever N and T are: kernels are compiled anew where they do not.
-    if bias.position is not None:
-        N = bias.position.shape[0]
-        origin = cdiv(N + BEHIND, 16) * 16
+    N = origin = entries = buckets = 0
+    backwards = padded = None
+    # Pointers stay multiples of 16 bytes whatever N is: kernels are compiled anew where they do not.
+    if position is not None:
+        N = position.shape[0]
+        origin = table_origin(N)
         entries = origin + BEFORE
-        table = torch.empty(entries, **fp32)
-    if bias.time is not None:
-        buckets = bias.time.shape[0]
-        # Behind the tokens stand zeros, which tiles past a batch's end read.
-        pitch = cdiv(tokens, 16) * 16 + 256
-        times = torch.empty(4 * pitch, **fp32)
+        backwards = torch.empty(entries, **fp32)
+    if time is not None:
+        buckets = time.shape[0]
         padded = torch.empty(buckets + MOST_EDGES.value, **fp32)
-        views = [times[i * pitch :] for i in range(4)]
-    bsa_bias_kernel[(cdiv(max(entries, pitch, buckets + MOST_EDGES.value), 1024),)](
-        bias.position, table, N, origin, entries, bias.time, padded, buckets, bias.timestamps, bias.query_timestamps,
-        times, tokens, pitch, MOST=MOST_EDGES.value, SIZE=1024, num_warps=4,
-    )  # fmt: skip
-    position = None if table is None else table[origin:]
-    if times is None:
-        return KernelBias(position)
-    spans = torch.empty(slots, 4, **fp32)
-    bsa_span_kernel[(slots,)](offsets, *views[:2], spans, offsets.shape[0] - 1, BS=block_size, num_warps=1)
-    cells, steps = bucket_cells(buckets - 1, device), bucket_steps(buckets - 1, device)
-    return KernelBias(position, padded, steps, cells, *views, spans)
+    bsa_tables_kernel[(cdiv(max(entries, buckets + MOST_EDGES.value), 1024),)](
+        position, time, backwards, padded, N, origin, entries, buckets, MOST=MOST_EDGES.value, SIZE=1024, num_warps=4
+    )
+    backwards = None if backwards is None else backwards[origin:]
+    if time is None:
+        return KernelBias(backwards)
+    times, spans = plan
+    steps, cells = bucket_steps(buckets - 1, device), bucket_cells(buckets - 1, device)
+    return KernelBias(backwards, padded, steps, cells, *times, spans)
+
+
+def table_origin(N: int) -> int:
+    """Where distance 0 stands in a position table that is kept backwards, or in its gradient."""
+    return cdiv(N + BEHIND, 16) * 16
 
 
 class TableSums:
@@ -197,8 +180,8 @@ class TableSums:
     greatest of all terms stays below 2^62.
     """
 
-    def __init__(self, bias: RelativeBias, do, v, gates, terms: int):
-        self.bias, self.scale = bias, None
+    def __init__(self, position, time, do, v, gates, terms: int):
+        self.position, self.time, self.scale, self.pitch = position, time, None, 0
         kind = dict(dtype=torch.float32, device=do.device)
         if torch.are_deterministic_algorithms_enabled():
             greatest = [x.abs().amax().float() for x in (do, v)] + [
@@ -209,34 +192,31 @@ class TableSums:
             power = torch.floor(62 - math.log2(terms) - torch.log2(greatest)).clamp(-100, 100)
             self.scale = torch.exp2(power).view(1)
             kind["dtype"] = torch.int64
-        ahead = backwards = time = None
-        if bias.position is not None:
-            N = bias.position.shape[0]
-            self.ahead = torch.zeros(BEFORE + cdiv(N + BEHIND, 16) * 16, **kind)
+        ahead = backwards = buckets = None
+        if position is not None:
+            self.origin = table_origin(position.shape[0])
+            self.ahead = torch.zeros(BEFORE + self.origin, **kind)
             ahead = self.ahead[BEFORE:]
-            self.origin = cdiv(N + BEHIND, 16) * 16
-            self.backwards = torch.zeros(COPIES.value, self.origin + BEHIND, **kind)
-            backwards = self.backwards.view(-1)[self.origin :]
-        if bias.time is not None:
-            time = torch.zeros(bias.time.shape[0] + MOST_EDGES.value, LANES.value, **kind)
-        self.tables = TableGradients(ahead, backwards, time, self.scale)
-        self.pitch = 0 if backwards is None else self.backwards.shape[1]
+            self.pitch = self.origin + BEHIND
+            self.backwards = torch.zeros(COPIES.value * self.pitch, **kind)
+            backwards = self.backwards[self.origin :]
+        if time is not None:
+            buckets = torch.zeros(time.shape[0] + MOST_EDGES.value, LANES.value, **kind)
+        self.tables = TableGradients(ahead, backwards, buckets, self.scale)
 
     def gradients(self, factor: float) -> list[torch.Tensor]:
         """[position's, time's], those that there are, times `factor`."""
         found = []
-        if self.bias.position is not None:
-            N = self.bias.position.shape[0]
+        if self.position is not None:
+            N = self.position.shape[0]
             # Copy c has distance d at origin + c - d.
-            copies = self.backwards.as_strided(
-                (COPIES.value, N), (self.backwards.shape[1] + 1, 1), self.origin - (N - 1)
-            )
-            found.append(self.ahead[BEFORE : BEFORE + N] + copies.sum(0).flip(0))
-        if self.bias.time is not None:
-            found.append(self.tables.time[: self.bias.time.shape[0]].sum(1))
+            copies = self.backwards.as_strided((COPIES.value, N), (self.pitch + 1, 1), self.origin - (N - 1))
+            found.append(self.tables.ahead[:N] + copies.sum(0).flip(0))
+        if self.time is not None:
+            found.append(self.tables.time[: self.time.shape[0]].sum(1))
         if self.scale is not None:
             found = [x.double() / self.scale for x in found]
-        tables = (x for x in self.bias[:2] if x is not None)
+        tables = (x for x in (self.position, self.time) if x is not None)
         return [(x * factor).to(table.dtype) for x, table in zip(found, tables)]
 
 
@@ -247,16 +227,6 @@ def load_times(high, low, rows, mask):
         return tl.load(high + rows, mask=mask, other=0.0), tl.load(low + rows, mask=mask, other=0.0)
     else:
         return tl.zeros(rows.shape, tl.float32), tl.zeros(rows.shape, tl.float32)
-
-
-@triton.jit
-def span(high, low, mask, AXIS: tl.constexpr):
-    """(high, low, high, low) of the earliest and of the latest of some times; infinite if there are none."""
-    first = tl.min(tl.where(mask, high, float("inf")), AXIS)
-    last = tl.max(tl.where(mask, high, float("-inf")), AXIS)
-    first_low = tl.where(mask & (high == tl.expand_dims(first, AXIS)), low, float("inf"))
-    last_low = tl.where(mask & (high == tl.expand_dims(last, AXIS)), low, float("-inf"))
-    return first, tl.min(first_low, AXIS), last, tl.max(last_low, AXIS)
 
 
 @triton.jit

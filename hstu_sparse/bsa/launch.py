@@ -25,7 +25,6 @@ from hstu_sparse.bsa.lists import invert
 from hstu_sparse.dense.assembly import proven
 from hstu_sparse.launch import aligned, architecture, cdiv, next_power_of_2, padded_head, precision
 from hstu_sparse.registration import Operator
-from hstu_sparse.relative_bias import RelativeBias
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_COUNTS = 128
@@ -86,8 +85,7 @@ class Arguments(NamedTuple):
     g_swa: Tensor | None
     position: Tensor | None
     time: Tensor | None
-    timestamps: Tensor | None
-    query_timestamps: Tensor | None
+    plan: list[Tensor | None]
     block_size: int
     block_counts: int
     window_size: int
@@ -110,7 +108,6 @@ class Problem:
         self.BD, self.BV = padded_head(self.D), padded_head(self.V)
         self.query_major = group >= QUERY_MAJOR
         self.offsets, self.max_seq_len, self.deterministic = a.seq_offsets, a.max_seq_len, a.deterministic
-        self.bias = RelativeBias(a.position, a.time, a.timestamps, a.query_timestamps)
         self.biased = a.position is not None or a.time is not None
         self.split = q.dtype != torch.float32
         self.launch = launches(q.dtype, max(self.BD, self.BV), a.block_size, group, architecture(q.device), self.biased)
@@ -174,7 +171,7 @@ def launch_forward(*arguments):
         return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar
     q, k, v = aligned(q), aligned(k), aligned(v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
-    bias = prepare(p.bias, p.offsets, p.T, p.NB, p.BS)
+    bias = prepare(a.position, a.time, a.plan)
 
     kbar_low = torch.empty_like(kbar) if p.split else kbar
     blocks.bsa_pool_fwd_kernel[(p.NB, p.H)](
@@ -236,10 +233,10 @@ def launch_backward(do, *arguments):
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given]
     do, q, k, v = aligned(do), aligned(a.q), aligned(a.k), aligned(a.v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
-    bias = prepare(p.bias, p.offsets, p.T, p.NB, p.BS)
+    bias = prepare(a.position, a.time, a.plan)
     # Terms of a table's gradient; those of the compression, BS for one.
     terms = p.T * p.H * (p.S * p.BS + p.max_seq_len + min(p.window, p.max_seq_len))
-    sums = TableSums(p.bias, do, v, gates, terms) if p.biased else None
+    sums = TableSums(a.position, a.time, do, v, gates, terms) if p.biased else None
     tables, pitch = (sums.tables, sums.pitch) if sums else (TableGradients(), 0)
     reaches = p.reaches(indices, bias)
 
@@ -307,7 +304,7 @@ def launch_backward(do, *arguments):
 operator = Operator(
     "bsa",
     "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, SymInt max_seq_len, Tensor g_cmp, Tensor g_slc, Tensor? g_swa, "
-    "Tensor? position, Tensor? time, Tensor? timestamps, Tensor? query_timestamps, "
+    "Tensor? position, Tensor? time, Tensor?[] plan, "
     "int block_size, int block_counts, int window_size, int selection_group, float alpha, bool deterministic",
     forward=launch_forward,
     backward=launch_backward,

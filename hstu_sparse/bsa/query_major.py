@@ -25,8 +25,8 @@ from hstu_sparse.bsa.bias import (
     load_times,
     means_reach,
     position_tile,
-    span,
 )
+from hstu_sparse.bsa.plan import span
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
