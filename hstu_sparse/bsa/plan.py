@@ -69,16 +69,16 @@ def bsa_times_kernel(offsets, timestamps, query_timestamps, times, spans, B, pit
     row = j * BS + tl.arange(0, BS)
     inside = row < length
     if j * BS < length:
-        times += start + row
+        token = times + start + row
         high, low = _split(tl.load(timestamps + start + row, inside, 0))
-        tl.store(times, high, inside)
-        tl.store(times + pitch, low, inside)
+        tl.store(token, high, inside)
+        tl.store(token + pitch, low, inside)
         found = span(high, low, inside, 0)
         for i in tl.static_range(4):
             tl.store(spans + slot.to(tl.int64) * 4 + i, found[i])
         high, low = _split(tl.load(query_timestamps + start + row, inside, 0))
-        tl.store(times + 2 * pitch, high, inside)
-        tl.store(times + 3 * pitch, low, inside)
+        tl.store(token + 2 * pitch, high, inside)
+        tl.store(token + 3 * pitch, low, inside)
 
 
 def _times(seq_offsets, timestamps, query_timestamps, block_size):
