@@ -44,6 +44,8 @@ BEHIND, BEFORE = 256, 128 * 128 + 256
 LANES = tl.constexpr(64)
 # Edges that a tile may reach over for `reached`; fp32 counts seconds exactly up to EXACT_SECONDS.
 MOST_EDGES, EXACT_SECONDS = tl.constexpr(4), tl.constexpr(2.0**24)
+# Entries behind the time table, which tiles of few buckets read or add to.
+BEYOND = MOST_EDGES.value + 4
 # Copies of the position table's gradient.
 COPIES = tl.constexpr(16)
 EDGE_SHIFT, LOWEST = tl.constexpr(12), tl.constexpr(0xFFF)
@@ -53,7 +55,7 @@ class KernelBias(NamedTuple):
     """What kernels read of a RelativeBias: pointers, or None where a table is absent."""
 
     position: object = None  # [s - t] fp32
-    time: object = None  # [bucket] fp32, MOST_EDGES zeros behind
+    time: object = None  # [bucket] fp32, BEYOND zeros behind
     steps: object = None  # [bucket] fp32, the least whole difference in each, infinite behind
     cells: object = None  # int32, see `bucket_cells`
     key_high: object = None  # [T] fp32, times of the keys
@@ -93,14 +95,14 @@ def bucket_cells(num_buckets: int, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def bucket_steps(num_buckets: int, device: torch.device) -> torch.Tensor:
-    """[num_buckets + 1 + MOST_EDGES] fp32, the least whole number in each bucket, infinity behind."""
-    steps = torch.tensor([0.0, *bucket_edges(num_buckets), *[math.inf] * MOST_EDGES.value], dtype=torch.float32)
+    """[num_buckets + 1 + BEYOND] fp32, the least whole number in each bucket, infinity behind."""
+    steps = torch.tensor([0.0, *bucket_edges(num_buckets), *[math.inf] * BEYOND], dtype=torch.float32)
     return steps.ceil().to(device)
 
 
 @triton.jit(do_not_specialize=["N", "origin", "entries", "buckets"])
 def bsa_tables_kernel(
-    position, time, backwards, padded, N, origin, entries, buckets, MOST: tl.constexpr, SIZE: tl.constexpr
+    position, time, backwards, padded, N, origin, entries, buckets, BEYOND: tl.constexpr, SIZE: tl.constexpr
 ):
     """Writes the position table backwards with its margins, and the time table with zeros behind."""
     lane = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -110,7 +112,7 @@ def bsa_tables_kernel(
         tl.store(backwards + lane, value.to(tl.float32), mask=lane < entries)
     if time is not None:
         value = tl.load(time + lane, mask=lane < buckets, other=0.0)
-        tl.store(padded + lane, value.to(tl.float32), mask=lane < buckets + MOST)
+        tl.store(padded + lane, value.to(tl.float32), mask=lane < buckets + BEYOND)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -156,9 +158,9 @@ def prepare(
         backwards = torch.empty(entries, **fp32)
     if time is not None:
         buckets = time.shape[0]
-        padded = torch.empty(buckets + MOST_EDGES.value, **fp32)
-    bsa_tables_kernel[(cdiv(max(entries, buckets + MOST_EDGES.value), 1024),)](
-        position, time, backwards, padded, N, origin, entries, buckets, MOST=MOST_EDGES.value, SIZE=1024, num_warps=4
+        padded = torch.empty(buckets + BEYOND, **fp32)
+    bsa_tables_kernel[(cdiv(max(entries, buckets + BEYOND), 1024),)](
+        position, time, backwards, padded, N, origin, entries, buckets, BEYOND=BEYOND, SIZE=1024, num_warps=4
     )
     backwards = None if backwards is None else backwards[origin:]
     if time is None:
@@ -201,7 +203,7 @@ class TableSums:
             self.backwards = torch.zeros(COPIES.value * self.pitch, **kind)
             backwards = self.backwards[self.origin :]
         if time is not None:
-            buckets = torch.zeros(time.shape[0] + MOST_EDGES.value, LANES.value, **kind)
+            buckets = torch.zeros(time.shape[0] + BEYOND, LANES.value, **kind)
         self.tables = TableGradients(ahead, backwards, buckets, self.scale)
 
     def gradients(self, factor: float) -> list[torch.Tensor]:
@@ -242,44 +244,63 @@ def find_bucket(difference, cells, ASM: tl.constexpr):
 def reach(bias, asked, seen, mask, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr):
     """(lowest bucket, edges) between spans of times of queries (`asked`) and of keys (`seen`).
 
-    More than MOST_EDGES stand for: a key is younger than a query, or `reached` cannot tell an edge exactly.
+    There are more than MOST_EDGES too where a key is younger than a query or `reached` cannot tell an edge exactly.
     FAR_QUERIES: see `add_time`.
     """
     near = (asked[0] - seen[2]) + (asked[1] - seen[3])
     far = (asked[2] - seen[0]) + (asked[3] - seen[1])
     side = seen if FAR_QUERIES else asked
     long = (side[2] - side[0]) + (side[3] - side[1])
-    lowest = find_bucket(tl.where(mask, tl.maximum(near, 0.0), 0.0), bias.cells, ASM)
-    highest = find_bucket(tl.where(mask, tl.maximum(far, 0.0), 0.0), bias.cells, ASM)
-    edges = tl.minimum(highest - lowest, MOST_EDGES + 1)
-    edges = tl.where(tl.minimum(near, -long + (EXACT_SECONDS - 1.0)) >= 0.0, edges, MOST_EDGES + 1)
+    lowest = find_bucket(tl.where(mask, tl.maximum(tl.maximum(near, -far), 0.0), 0.0), bias.cells, ASM)
+    edges = find_bucket(tl.where(mask, tl.maximum(far, -near), 0.0), bias.cells, ASM) - lowest
+    exact = tl.minimum(near, -long + (EXACT_SECONDS - 1.0)) >= 0.0
+    edges = tl.where(exact, edges, tl.maximum(edges, MOST_EDGES + 1))
     return lowest, tl.where(mask, edges, 0)
 
 
 @triton.jit
+def all_reach(lowest, edges, mask):
+    """(lowest, the most edges of one, the lowest and the highest bucket of all), what `add_time` wants."""
+    least = tl.min(tl.where(mask, lowest, LOWEST), 0)
+    return lowest, tl.max(edges, 0), least, tl.max(tl.where(mask, lowest + edges, 0), 0)
+
+
+@triton.jit
 def means_reach(bias, asked, rows, known, ASM: tl.constexpr):
-    """(lowest buckets of blocks' middle tokens at `rows`, the most edges of one) for queries of the span `asked`."""
+    """`all_reach` of blocks' middle tokens at `rows` and queries of the span `asked`."""
     if bias.time is not None:
         rows = tl.where(known, rows, 0)
         high, low = look_up(bias.key_high, rows, ASM), look_up(bias.key_low, rows, ASM)
         lowest, edges = reach(bias, asked, (high, low, high, low), known, False, ASM)
-        return lowest, tl.max(edges, 0)
+        return all_reach(lowest, edges, known)
     else:
-        return tl.zeros(rows.shape, tl.int32), 0
+        return tl.zeros(rows.shape, tl.int32), 0, 0, 0
+
+
+@triton.jit
+def keys_reach(bias, asked, rows, known, SIZE: tl.constexpr, ASM: tl.constexpr):
+    """The same of SIZE queries of the span `asked` and the keys at `rows`, all of the queries alike."""
+    if bias.time is not None:
+        high, low = load_times(bias.key_high, bias.key_low, rows, known)
+        lowest, edges = reach(bias, asked, span(high, low, known, 0), True, True, ASM)
+        return tl.zeros([SIZE], tl.int32) + lowest, edges, lowest, lowest + edges
+    else:
+        return tl.zeros([SIZE], tl.int32), 0, 0, 0
 
 
 @triton.jit
 def load_reach(pointers, mask, SIZE: tl.constexpr):
-    """(lowest buckets, the most edges) of SIZE queries from what bsa_reach_kernel wrote: for each, or one for all."""
+    """The same of SIZE queries from what bsa_reach_kernel wrote: for each, or, without a mask, one for all."""
     if pointers is not None:
         if mask is not None:
             found = tl.load(pointers, mask=mask, other=0)
-            return found & LOWEST, tl.max(found >> EDGE_SHIFT, 0)
+            return all_reach(found & LOWEST, found >> EDGE_SHIFT, mask)
         else:
             found = tl.load(pointers)
-            return tl.full([SIZE], 0, tl.int32) + (found & LOWEST), found >> EDGE_SHIFT
+            lowest, edges = found & LOWEST, found >> EDGE_SHIFT
+            return tl.zeros([SIZE], tl.int32) + lowest, edges, lowest, lowest + edges
     else:
-        return tl.zeros([SIZE], tl.int32), 0
+        return tl.zeros([SIZE], tl.int32), 0, 0, 0
 
 
 @triton.jit
@@ -310,12 +331,12 @@ def side_times(bias, rows, QUERIES: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def pair_buckets(bias, far, near, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr):
-    """Buckets of all pairs of a tile; arguments as of `add_time`."""
+def differences(bias, far, near, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr):
+    """|differences| of all times of a tile; arguments as of `add_time`."""
     far, near = side_times(bias, far, FAR_QUERIES, ASM), side_times(bias, near, not FAR_QUERIES, ASM)
     high = tl.expand_dims(far[0], 1 - AXIS) - tl.expand_dims(near[0], AXIS)
     low = tl.expand_dims(far[1], 1 - AXIS) - tl.expand_dims(near[1], AXIS)
-    return find_bucket(high + low, bias.cells, ASM)
+    return tl.abs(high + low)
 
 
 @triton.jit
@@ -360,16 +381,18 @@ def time_step(
 
 @triton.jit
 def add_time(
-    added, bias, far, near, origin, lowest, edges, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr
+    added, bias, far, near, origin, reaches, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """added + the time's bias of a tile, [far, near] if AXIS is 0, else [near, far].
 
     far, near: tokens of both sides (int64); FAR_QUERIES: the far side is that of the queries.
-    origin: a time of the near side. lowest, of each of the far side, and edges, one number: as `reach` finds them.
+    origin: a time of the near side. reaches: as `all_reach` finds them, lowest buckets of each of the far side.
     """
     if bias.time is not None:
+        lowest, edges, _, _ = reaches
         if edges > MOST_EDGES:
-            added += look_up(bias.time, pair_buckets(bias, far, near, AXIS, FAR_QUERIES, ASM), ASM)
+            bucket = find_bucket(differences(bias, far, near, AXIS, FAR_QUERIES, ASM), bias.cells, ASM)
+            added += look_up(bias.time, bucket, ASM)
         else:
             tile = added + tl.expand_dims(look_up(bias.time, lowest, ASM), 1 - AXIS)
             if edges > 0:
@@ -407,27 +430,34 @@ def move_sum(
 
 @triton.jit
 def add_time_gradient(
-    tables, grad, bias, far, near, origin, lowest, edges, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr,
-    ASM: tl.constexpr,
+    tables, grad, bias, far, near, origin, reaches, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """Adds a tile's gradient to the buckets that it reaches; arguments as of `add_time`."""
     if tables.time is not None:
+        lowest, edges, least, greatest = reaches
         if edges > MOST_EDGES:
-            lane = tl.expand_dims(tl.arange(0, grad.shape[1 - AXIS]) % LANES, AXIS)
-            cells = pair_buckets(bias, far, near, AXIS, FAR_QUERIES, ASM) * LANES + lane
-            add_to(tables.time + cells, grad, tables.scale, grad != 0)
+            # Sums of rows, which the threads of one warp hold: no thread waits for another warp.
+            apart = differences(bias, far, near, AXIS, FAR_QUERIES, ASM)
+            sums = tables.time + least * LANES + tl.arange(0, grad.shape[0]) % LANES
+            rest = tl.sum(grad, 1)
+            for bucket in range(least + 1, greatest + 1):
+                past = tl.sum(tl.where(apart >= tl.load(bias.steps + bucket), grad, 0.0), 1)
+                add_to(sums, rest - past, tables.scale)
+                rest = past
+                sums += LANES
+            add_to(sums, rest, tables.scale)
         else:
             cell = tables.time + lowest * LANES + tl.arange(0, grad.shape[AXIS]) % LANES
             add_to(cell, tl.sum(grad, 1 - AXIS), tables.scale)
             if edges > 0:
-                place = near_place(bias, near, origin, FAR_QUERIES, ASM)
+                beside = near_place(bias, near, origin, FAR_QUERIES, ASM)
                 times = side_times(bias, far, FAR_QUERIES, ASM)
-                move_sum(tables, grad, bias, times, place, origin, lowest, cell, 1, AXIS, FAR_QUERIES, ASM)
+                move_sum(tables, grad, bias, times, beside, origin, lowest, cell, 1, AXIS, FAR_QUERIES, ASM)
                 if edges > 1:
-                    move_sum(tables, grad, bias, times, place, origin, lowest, cell, 2, AXIS, FAR_QUERIES, ASM)
+                    move_sum(tables, grad, bias, times, beside, origin, lowest, cell, 2, AXIS, FAR_QUERIES, ASM)
                 if edges > 2:
-                    move_sum(tables, grad, bias, times, place, origin, lowest, cell, 3, AXIS, FAR_QUERIES, ASM)
-                    move_sum(tables, grad, bias, times, place, origin, lowest, cell, 4, AXIS, FAR_QUERIES, ASM)
+                    move_sum(tables, grad, bias, times, beside, origin, lowest, cell, 3, AXIS, FAR_QUERIES, ASM)
+                    move_sum(tables, grad, bias, times, beside, origin, lowest, cell, 4, AXIS, FAR_QUERIES, ASM)
 
 
 @triton.jit

@@ -95,7 +95,7 @@ def bsa_choose_fwd_kernel(
             rows = tl.where(j < candidates, start + j * BS + BS // 2, start)
             # A row's groups stand far apart: no tile is of one bucket.
             asked = tl.where(live, start + first, start)
-            added = add_time(added, bias, asked, rows, (0.0, 0.0), first * 0, MOST_EDGES + 1, 0, True, ASM)
+            added = add_time(added, bias, asked, rows, (0.0, 0.0), (first * 0, MOST_EDGES + 1, 0, 0), 0, True, ASM)
             score = score * alpha + added
             score = score / (1.0 + tl.exp(-score))
             score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie
