@@ -24,31 +24,20 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.bsa.plan import span
+from hstu_sparse.bsa.reach import MOST_EDGES, bucket_cells, find_bucket
 from hstu_sparse.dense.assembly import look_up
 from hstu_sparse.launch import cdiv
 from hstu_sparse.relative_bias import bucket_edges
-from hstu_sparse.tiles import COMPILED, locate
+from hstu_sparse.tiles import COMPILED
 
-# The bucket has 12 bits of a cell's word.
-MAX_BUCKETS = 4095
-# Cells of an octave of fp32 numbers: 2 ** 3, each 1.125 times as wide as it begins, at most; a bucket is 1.35 times.
-CELL_BITS = 3
-CELL_SHIFT, CELL_REST = tl.constexpr(23 - CELL_BITS), tl.constexpr((1 << (23 - CELL_BITS)) - 1)
-FIRST_CELL = tl.constexpr(127 << CELL_BITS)
-# Powers of two that whole seconds can reach.
-OCTAVES = 65
 # Entries around the position table: past its end, and for blocks of a tile that are not there yet (128 of 128 tokens).
 BEHIND, BEFORE = 256, 128 * 128 + 256
 # Sums kept of each bucket's gradient, so that programs do not wait for another.
 LANES = tl.constexpr(64)
-# Edges that a tile may reach over for `reached`; fp32 counts seconds exactly up to EXACT_SECONDS.
-MOST_EDGES, EXACT_SECONDS = tl.constexpr(4), tl.constexpr(2.0**24)
 # Entries behind the time table, which tiles of few buckets read or add to.
 BEYOND = MOST_EDGES.value + 4
 # Copies of the position table's gradient.
 COPIES = tl.constexpr(16)
-EDGE_SHIFT, LOWEST = tl.constexpr(12), tl.constexpr(0xFFF)
 
 
 class KernelBias(NamedTuple):
@@ -63,6 +52,8 @@ class KernelBias(NamedTuple):
     query_high: object = None
     query_low: object = None
     key_spans: object = None  # [NB, 4] fp32, of each block the earliest time (high, low) and the latest
+    means: object = None  # [slots, blocks] int16, see `bsa_means_kernel`
+    blocks: object = None
 
 
 class TableGradients(NamedTuple):
@@ -72,25 +63,6 @@ class TableGradients(NamedTuple):
     backwards: object = None  # [COPIES, s - t], for keys that do
     time: object = None  # [bucket, LANES]
     scale: object = None  # one fp32 number, with int64
-
-
-@functools.cache
-def bucket_cells(num_buckets: int, device: torch.device) -> torch.Tensor:
-    """[cells] int32: the last mantissa bits of the edge within the cell, less 1 (all ones: none), and its bucket.
-
-    A number x >= 1 lies in the cell that its exponent and first mantissa bits name. Its bucket is the cell's, or the
-    next if its last bits are greater than the word's.
-    """
-    edges = torch.tensor([*bucket_edges(num_buckets), math.inf], dtype=torch.float32)
-    index = torch.arange(OCTAVES << CELL_BITS)
-    starts = torch.exp2((index >> CELL_BITS).double()) * (1 + (index % 2**CELL_BITS) / 2**CELL_BITS)
-    starts = starts.float()
-    bucket = torch.bucketize(starts, edges[:-1], right=True)
-    edge_bits, start_bits = (x.view(torch.int32).long() for x in (edges[bucket], starts))
-    none = CELL_REST.value
-    rest = torch.where(edge_bits - start_bits <= none, (edge_bits & none) - 1, none)
-    word = (rest << 12) | bucket
-    return torch.where(word >= 2**31, word - 2**32, word).int().to(device)
 
 
 @functools.cache
@@ -115,35 +87,10 @@ def bsa_tables_kernel(
         tl.store(padded + lane, value.to(tl.float32), mask=lane < buckets + BEYOND)
 
 
-@triton.jit(do_not_specialize=["B"])
-def bsa_reach_kernel(
-    indices, offsets, reaches, bias, H, B, S,
-    BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """For each group's chosen blocks what `reach` finds: the lowest bucket, and above EDGE_SHIFT the edges."""
-    tile, h = tl.program_id(0), tl.program_id(1)
-    b, start, length, i = locate(offsets, tile, B, BG * R)
-    if i * BG * R >= length:
-        return
-    group = i * BG + tl.arange(0, BG)
-    p = tl.arange(0, P)[None, :]
-    entry = ((start // R + b + group)[:, None] * H + h) * S + p
-    j = tl.load(indices + entry, mask=(group[:, None] * R < length) & (p < S), other=-1)
-    token = group[:, None] * R + tl.arange(0, R)[None, :]
-    inside = token < length
-    high, low = load_times(bias.query_high, bias.query_low, start + token, inside)
-    first, first_low, last, last_low = span(high, low, inside, 1)
-    asked = (first[:, None], first_low[:, None], last[:, None], last_low[:, None])
-    block = bias.key_spans + (start // BS + b + tl.maximum(j, 0)) * 4
-    seen = (tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3))
-    lowest, edges = reach(bias, asked, seen, j >= 0, True, ASM)
-    tl.store(reaches + entry, lowest | (edges << EDGE_SHIFT), mask=j >= 0)
-
-
 def prepare(
     position: torch.Tensor | None, time: torch.Tensor | None, plan: Sequence[torch.Tensor | None]
 ) -> KernelBias:
-    """What kernels read of the tables and of a plan's (times, spans): one launch."""
+    """What kernels read of the tables and of a plan's tensors: one launch."""
     if position is None and time is None:
         return KernelBias()
     device = (time if position is None else position).device
@@ -165,9 +112,9 @@ def prepare(
     backwards = None if backwards is None else backwards[origin:]
     if time is None:
         return KernelBias(backwards)
-    times, spans = plan
+    times, spans, means = plan
     steps, cells = bucket_steps(buckets - 1, device), bucket_cells(buckets - 1, device)
-    return KernelBias(backwards, padded, steps, cells, *times, spans)
+    return KernelBias(backwards, padded, steps, cells, *times, spans, means, means.shape[1])
 
 
 def table_origin(N: int) -> int:
@@ -220,87 +167,6 @@ class TableSums:
             found = [x.double() / self.scale for x in found]
         tables = (x for x in (self.position, self.time) if x is not None)
         return [(x * factor).to(table.dtype) for x, table in zip(found, tables)]
-
-
-@triton.jit
-def load_times(high, low, rows, mask):
-    """Times of tokens as (high, low); (0, 0) where there is no time table."""
-    if high is not None:
-        return tl.load(high + rows, mask=mask, other=0.0), tl.load(low + rows, mask=mask, other=0.0)
-    else:
-        return tl.zeros(rows.shape, tl.float32), tl.zeros(rows.shape, tl.float32)
-
-
-@triton.jit
-def find_bucket(difference, cells, ASM: tl.constexpr):
-    """The buckets of differences."""
-    bits = tl.maximum(tl.abs(difference), 1.0).to(tl.int32, bitcast=True)
-    cell = look_up(cells, ((bits >> CELL_SHIFT) - FIRST_CELL).to(tl.int64), ASM)
-    edge = (cell.to(tl.uint32, bitcast=True) >> 12).to(tl.int32)
-    return (cell & 0xFFF) + ((bits & CELL_REST) > edge).to(tl.int32)
-
-
-@triton.jit
-def reach(bias, asked, seen, mask, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr):
-    """(lowest bucket, edges) between spans of times of queries (`asked`) and of keys (`seen`).
-
-    There are more than MOST_EDGES too where a key is younger than a query or `reached` cannot tell an edge exactly.
-    FAR_QUERIES: see `add_time`.
-    """
-    near = (asked[0] - seen[2]) + (asked[1] - seen[3])
-    far = (asked[2] - seen[0]) + (asked[3] - seen[1])
-    side = seen if FAR_QUERIES else asked
-    long = (side[2] - side[0]) + (side[3] - side[1])
-    lowest = find_bucket(tl.where(mask, tl.maximum(tl.maximum(near, -far), 0.0), 0.0), bias.cells, ASM)
-    edges = find_bucket(tl.where(mask, tl.maximum(far, -near), 0.0), bias.cells, ASM) - lowest
-    exact = tl.minimum(near, -long + (EXACT_SECONDS - 1.0)) >= 0.0
-    edges = tl.where(exact, edges, tl.maximum(edges, MOST_EDGES + 1))
-    return lowest, tl.where(mask, edges, 0)
-
-
-@triton.jit
-def all_reach(lowest, edges, mask):
-    """(lowest, the most edges of one, the lowest and the highest bucket of all), what `add_time` wants."""
-    least = tl.min(tl.where(mask, lowest, LOWEST), 0)
-    return lowest, tl.max(edges, 0), least, tl.max(tl.where(mask, lowest + edges, 0), 0)
-
-
-@triton.jit
-def means_reach(bias, asked, rows, known, ASM: tl.constexpr):
-    """`all_reach` of blocks' middle tokens at `rows` and queries of the span `asked`."""
-    if bias.time is not None:
-        rows = tl.where(known, rows, 0)
-        high, low = look_up(bias.key_high, rows, ASM), look_up(bias.key_low, rows, ASM)
-        lowest, edges = reach(bias, asked, (high, low, high, low), known, False, ASM)
-        return all_reach(lowest, edges, known)
-    else:
-        return tl.zeros(rows.shape, tl.int32), 0, 0, 0
-
-
-@triton.jit
-def keys_reach(bias, asked, rows, known, SIZE: tl.constexpr, ASM: tl.constexpr):
-    """The same of SIZE queries of the span `asked` and the keys at `rows`, all of the queries alike."""
-    if bias.time is not None:
-        high, low = load_times(bias.key_high, bias.key_low, rows, known)
-        lowest, edges = reach(bias, asked, span(high, low, known, 0), True, True, ASM)
-        return tl.zeros([SIZE], tl.int32) + lowest, edges, lowest, lowest + edges
-    else:
-        return tl.zeros([SIZE], tl.int32), 0, 0, 0
-
-
-@triton.jit
-def load_reach(pointers, mask, SIZE: tl.constexpr):
-    """The same of SIZE queries from what bsa_reach_kernel wrote: for each, or, without a mask, one for all."""
-    if pointers is not None:
-        if mask is not None:
-            found = tl.load(pointers, mask=mask, other=0)
-            return all_reach(found & LOWEST, found >> EDGE_SHIFT, mask)
-        else:
-            found = tl.load(pointers)
-            lowest, edges = found & LOWEST, found >> EDGE_SHIFT
-            return tl.zeros([SIZE], tl.int32) + lowest, edges, lowest, lowest + edges
-    else:
-        return tl.zeros([SIZE], tl.int32), 0, 0, 0
 
 
 @triton.jit

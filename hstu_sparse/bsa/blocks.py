@@ -9,7 +9,8 @@ Blocks, groups and tiles are numbered by slots: see hstu_sparse/tiles.py.
 import triton
 import triton.language as tl
 
-from hstu_sparse.bsa.bias import MOST_EDGES, add_time, position_tile
+from hstu_sparse.bsa.bias import add_time, position_tile
+from hstu_sparse.bsa.reach import MOST_EDGES
 from hstu_sparse.tiles import load_rows, locate
 
 # Larger than any block index: what the sort puts last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.

@@ -14,17 +14,13 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bsa.bias import (
-    MOST_EDGES,
     add_position_gradient,
     add_time,
     add_time_gradient,
     load_origin,
-    load_reach,
-    load_times,
-    means_reach,
     position_tile,
 )
-from hstu_sparse.bsa.plan import span
+from hstu_sparse.bsa.reach import MOST_EDGES, load_reach, map_row, means_reach
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
@@ -386,9 +382,8 @@ def bsa_compress_bwd_dkv_kernel(
         gate = tl.where(j[:, None] < ((t + 1) // BS)[None, :], cmp[None, :], 0.0)
         added = position_tile(bias, middle.to(tl.int64), -t.to(tl.int64), ASM)
         if bias.time is not None:
-            high, low = load_times(bias.query_high, bias.query_low, start + t, live)
-            asked = span(high, low, live, 0)
-            reach = means_reach(bias, asked, rows, known & (j * BS + BS <= c + BM), ASM)
+            reach = means_reach(bias, map_row(start, b, c, BS), i * BN, known & (j * BS + BS <= c + BM), BN, ASM)
+            asked = tl.load(bias.query_high + start + c), tl.load(bias.query_low + start + c)
             added = add_time(added, bias, rows, start + t, asked, reach, 0, False, ASM)
         acc_k, acc_v, _, _ = key_step(
             acc_k, acc_v, keys, values, queries, upstream, gate, alpha, added, FAST, PRECISION

@@ -19,14 +19,10 @@ from hstu_sparse.bsa.bias import (
     add_time,
     add_time_gradient,
     add_to,
-    keys_reach,
     load_origin,
-    load_reach,
-    load_times,
-    means_reach,
     position_tile,
 )
-from hstu_sparse.bsa.plan import span
+from hstu_sparse.bsa.reach import keys_reach, load_reach, load_times, map_row, means_reach, span
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
@@ -59,6 +55,7 @@ class QueryTile(NamedTuple):
     t, live        [BM] positions, and whether there are such
     token          [BM] their places in [T, H]
     block_row      slot of the sequence's first block
+    map_row        see `map_row`
     asked          their earliest and latest time, as `span` gives them
     """
 
@@ -70,6 +67,7 @@ class QueryTile(NamedTuple):
     live: tl.tensor
     token: tl.tensor
     block_row: tl.tensor
+    map_row: tl.tensor
     asked: tuple
 
 
@@ -85,7 +83,7 @@ def find_queries(offsets, bias, tiles, H, B, BM: tl.constexpr, BS: tl.constexpr)
         asked = span(high, low, live, 0)
     return QueryTile(
         b, start, i * BM, tl.minimum(i * BM + BM, length), t, live, (start + t) * H + tl.program_id(1),
-        (start // BS + b).to(tl.int32), asked,
+        (start // BS + b).to(tl.int32), map_row(start, b, i * BM, BS), asked,
     )  # fmt: skip
 
 
@@ -94,7 +92,7 @@ def means_bias(bias, asks, c, known, BN: tl.constexpr, BS: tl.constexpr, ASM: tl
     """The bias of a tile with the BN mean keys from block c on, and what `add_time_gradient` wants: far to reaches."""
     middle = (c + tl.arange(0, BN)) * BS + BS // 2
     rows = tl.where(known, asks.start + middle, asks.start)
-    reaches = means_reach(bias, asks.asked, rows, known, ASM)
+    reaches = means_reach(bias, asks.map_row, c, known, BN, ASM)
     added = position_tile(bias, (c * BS + BS // 2 - asks.t).to(tl.int64), tl.arange(0, BN).to(tl.int64) * BS, ASM)
     found = rows, asks.start + asks.t, asks.asked, reaches
     return add_time(added, bias, *found, 1, False, ASM), found
