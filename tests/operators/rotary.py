@@ -39,7 +39,7 @@ def check(device, *, lengths, heads, size, dtype, position, timed, contiguous, s
 
 
 def launches():
-    from hstu_sparse.rotary_kernel import rotary_operator
+    from hstu_sparse.rotation.kernels import rotary_operator
 
     def case(size, dtype, timed):
         def call():

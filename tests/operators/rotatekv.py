@@ -181,8 +181,8 @@ def codes_are_right(cache, k, v):
 
 
 def launches():
+    from hstu_sparse import RotateKVCache
     from hstu_sparse.rotatekv import launchers
-    from hstu_sparse.rotatekv.cache import RotateKVCache
     from hstu_sparse.rotatekv.hadamard import hadamard_operator
 
     def case(what, dtype=torch.bfloat16, heads=8, size=128, value_size=128, queries=1, ordered=False, splits=None,
