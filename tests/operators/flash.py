@@ -31,6 +31,11 @@ def draw(random, small):
     )
 
 
+def reference_bytes(*, lengths, key_lengths, heads, size, value_size, **_):
+    pairs = len(lengths) * max([1, *lengths]) * max([1, *(key_lengths or lengths)])
+    return 96 * heads * (pairs + sum(lengths + (key_lengths or [])) * (size + value_size))
+
+
 def problem(
     device, lengths, key_lengths, heads, kv_heads, size, value_size, dtype, causal, window, alibi, dropout, contiguous,
     seed,

@@ -97,6 +97,17 @@ def draw(random, small):
     )
 
 
+def reference_bytes(*, lengths, group, kv_heads, head_size, value_size, rate, top_k, **_):
+    # Layer by layer it gathers each token's candidates.
+    nodes, most, candidates = max([1, *lengths]), rate * top_k, 0
+    while True:
+        candidates += min(nodes, most)
+        if nodes <= most:
+            break
+        nodes = -(-nodes // rate)
+    return 8 * sum(lengths) * kv_heads * candidates * (8 * (head_size + value_size) + 12 * group)
+
+
 def check(
     device, *, lengths, spare, group, kv_heads, head_size, value_size, rate, top_k, scale, dtype, offsets, contiguous,
     deterministic, seed,

@@ -27,6 +27,10 @@ def draw(random, small):
     )
 
 
+def reference_bytes(*, lengths, heads, size, value_size, **_):
+    return 96 * heads * (len(lengths) * max([1, *lengths]) ** 2 + sum(lengths) * (2 * size + value_size))
+
+
 def check(device, *, lengths, gap, heads, size, value_size, dtype, window, position, timed, seed):
     """gap: positions that are left out in the middle of each sequence, as between the parts of a zigzag cut."""
     dtype, longest = getattr(torch, dtype), max([1, *lengths]) + gap

@@ -51,6 +51,11 @@ def draw(random, small):
     )
 
 
+def reference_bytes(*, lengths, asked, groups, head_group, head_size, value_size, **_):
+    pairs = len(lengths) * max([1, *lengths]) * max([1, *asked])
+    return 112 * groups * head_group * (pairs + sum(lengths) * (head_size + value_size))
+
+
 def check(
     device, *, lengths, asked, max_seq_len, groups, head_size, value_size, dtype, bits=2, head_group=2, quant_group=64,
     sparsity=0.0, sink_tokens=0, ordered=False, softmax=False, rope=False, position=False, timed=False, splits=None,
