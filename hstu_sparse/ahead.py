@@ -68,9 +68,9 @@ def report(kernel: CompiledKernel) -> dict:
     """What a compiled kernel uses.
 
     Returns:
-        dict with `name`, `arch`, `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes` (dynamic and static,
-        from sm_90 on with 1 KB of the driver's), `unset_registers` (see below), `matrix_instructions` (names of the
-        tensor cores' instructions), `asm`.
+        dict with `name`, `arch`, `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes` (dynamic and
+        static, from sm_90 on with 1 KB of the driver's), `unset_registers` (see below), `matrix_instructions` (names of
+        the tensor cores' instructions), `asm`.
     """
     tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
