@@ -30,14 +30,18 @@ def turn(low, high, cos, sin):
 
 
 @triton.jit
-def load_query(base, row, stride, live, scale, HALF: tl.constexpr, BH: tl.constexpr):
+def load_query(base, row, stride, live, scale, HALF: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr):
     """Both halves of the channels of a group's heads, in fp32, scaled."""
     f = tl.arange(0, BH)[None, :]
     pointers = base + row[:, None].to(tl.int64) * stride + f
     mask = live[:, None] & (f < HALF)
-    low = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(pointers + HALF, mask=mask, other=0.0).to(tl.float32)
-    return low * scale, high * scale
+    low = tl.load(pointers, mask=mask, other=0.0)
+    high = tl.load(pointers + HALF, mask=mask, other=0.0)
+    if BH <= 32:
+        # As results of products they lie as operands of products do, and are turned where they lie.
+        one = (f == tl.arange(0, BH)[:, None]).to(low.dtype)
+        low, high = tl.dot(low, one, input_precision=PRECISION), tl.dot(high, one, input_precision=PRECISION)
+    return low.to(tl.float32) * scale, high.to(tl.float32) * scale
 
 
 @triton.jit
@@ -55,14 +59,37 @@ def row_angle(cos, sin, position, BH: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
+def first_query(low, high, cos, sin, C, BH: tl.constexpr):
+    """The queries at their position C - 1, as the tile of candidates 0 .. BN - 1 needs them."""
+    row_cos, row_sin = row_angle(cos, sin, C - 1, BH)
+    return turn(low, high, row_cos, row_sin)
+
+
+@triton.jit
+def next_query(
+    low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0, C, BH: tl.constexpr, BN: tl.constexpr,
+    SIBLINGS: tl.constexpr, STEPPED: tl.constexpr,
+):  # fmt: skip
+    """The queries as the tile that begins at c0 needs them, from those (low, high) of the tile before it.
+
+    STEPPED turns these by BN once more, in registers; else the position is looked up, and nothing adds up.
+    """
+    if STEPPED:
+        low, high = turn(low, high, step_cos, -step_sin)
+    elif SIBLINGS:
+        row_cos, row_sin = row_angle(cos, sin, tl.maximum(C - 1 - c0, 0), BH)
+        low, high = turn(q_low, q_high, row_cos, row_sin)
+    return low, high
+
+
+@triton.jit
+def load_keys(
     keys, parents, c0, C, end, cos, sin, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr
 ):
-    """The candidates c0 .. c0 + BN - 1 of C: their nodes, both halves of their keys, and what these were turned by.
+    """The candidates c0 .. c0 + BN - 1 of C: their nodes and both halves of their keys.
 
-    Keys from `end` on are zeros; with None they are whatever lies there. Where a tile holds SIBLINGS, they need one
-    parent's number, lie side by side, and stay as they are: the query is turned instead (`turned_query`). Else they are
-    turned to their positions here.
+    Keys from `end` on are zeros; with None they are whatever lies there. Where a tile holds SIBLINGS, they need one parent's number,
+    lie side by side, and stay as they are: the query is turned instead (`next_query`). Else they are turned here.
     """
     f = tl.arange(0, BH)[None, :]
     c = c0 + tl.arange(0, BN)
@@ -77,26 +104,11 @@ def load_tile(
     else:
         inside = (c < end)[:, None]
         low, high = tl.load(pointers, mask=inside, other=0.0), tl.load(pointers + BH, mask=inside, other=0.0)
-    tile_cos, tile_sin = 1.0, 0.0
     if not SIBLINGS:
         row = (c // RATE * RATE)[:, None] * BH + f
-        tile_cos, tile_sin = tl.load(cos + row), tl.load(sin + row)
-        low, high = turn(low.to(tl.float32), high.to(tl.float32), tile_cos, tile_sin)
+        low, high = turn(low.to(tl.float32), high.to(tl.float32), tl.load(cos + row), tl.load(sin + row))
         low, high = low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty)
-    return node, low, high, tile_cos, tile_sin
-
-
-@triton.jit
-def turned_query(
-    low, high, cos, sin, c0, C, dtype: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr
-):
-    """(both halves of the queries as a tile of keys needs them; cos and sin of what they were turned by)."""
-    position = C - 1
-    if SIBLINGS:
-        position = tl.maximum(C - 1 - c0 // RATE * RATE, 0)
-    row_cos, row_sin = row_angle(cos, sin, position, BH)
-    low, high = turn(low, high, row_cos, row_sin)
-    return low.to(dtype), high.to(dtype), row_cos, row_sin
+    return node, low, high
 
 
 @triton.jit
@@ -128,18 +140,17 @@ def step_down(layer, size, base, C, t, tokens, B, TOP_K: tl.constexpr, RATE: tl.
 
 @triton.jit
 def importances(
-    q_low, q_high, keys, cos, sin, parents, c0, C, G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
+    low, high, keys, cos, sin, parents, c0, C, G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
     BN: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[BN, BG] scores of a tile in base 2, -inf for heads past the last and for candidates from the last on.
 
     Candidates are the rows here: then most of a sum over the heads stays within a thread.
     """
+    _node, k_low, k_high = load_keys(keys, parents, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
+    s = tl.dot(k_low, tl.trans(low.to(k_low.dtype)), input_precision=PRECISION)
+    s = tl.dot(k_high, tl.trans(high.to(k_low.dtype)), s, input_precision=PRECISION)
     # The last candidate pools tokens after the query's.
-    _node, k_low, k_high, _c, _s = load_tile(keys, parents, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
-    low, high, _cos, _sin = turned_query(q_low, q_high, cos, sin, c0, C, k_low.dtype, BH, RATE, SIBLINGS)
-    s = tl.dot(k_low, tl.trans(low), input_precision=PRECISION)
-    s = tl.dot(k_high, tl.trans(high), s, input_precision=PRECISION)
     seen = (c0 + tl.arange(0, BN) < C - 1)[:, None]
     if G < BG:
         seen = seen & (tl.arange(0, BG) < G)[None, :]
@@ -147,63 +158,86 @@ def importances(
 
 
 @triton.jit
+def sort_keys(marks, tops, top, b0, C, HELD: tl.constexpr, LOW_BITS: tl.constexpr):
+    """[HELD // 32, 32] keys of the candidates from b0 on, -1 past the last."""
+    part = tl.arange(0, HELD // 32)
+    c = b0 + part[:, None] * 32 + tl.arange(0, 32)[None, :]
+    importance = tl.load(marks + c, mask=c < C, other=0).to(tl.float32, bitcast=True)
+    reference = tl.load(tops + b0 // 32 + part, mask=b0 + part * 32 < C, other=0).to(tl.float32, bitcast=True)
+    importance *= tl.exp2(reference - top)[:, None]
+    # NaN, of keys that are not finite, would lead the bisection astray.
+    importance = tl.where(importance >= 0.0, importance, 0.0)
+    key = (importance.to(tl.int32, bitcast=True) & ~LOW_BITS) | (LOW_BITS - c)
+    return tl.where(c < C, tl.where(c == C - 1, FIRST, key), -1)
+
+
+@triton.jit
 def choose(
-    q_low, q_high, keys, cos, sin, parents, children, marks, tops, C,
+    q_low, q_high, keys, cos, sin, step_cos, step_sin, parents, children, words, marks, tops, C,
     G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr,
-    CANDIDATES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
-    SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
+    LIST: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
+    SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes the C > TOP_K candidates' keys to `marks`, the chosen nodes to `children`; returns the least chosen key.
+    """Of C > TOP_K candidates, writes the chosen nodes to `children`, and to `words` a bit for each of the others.
 
     Importances are summed up tile by tile (two at a time) against the maximum so far, and brought to the last maximum
     afterwards. The least chosen key is found by bisection, the first HELD keys in registers: no key occurs twice, so
     some number has exactly TOP_K keys from it on.
     """
     top = -float("inf")
+    low, high = first_query(q_low, q_high, cos, sin, C, BH)
     for c0 in range(0, C, 2 * BN):
         c = c0 + tl.arange(0, BN)
-        s0 = importances(q_low, q_high, keys, cos, sin, parents, c0, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
-        s1 = importances(q_low, q_high, keys, cos, sin, parents, c0 + BN, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
+        s0 = importances(low, high, keys, cos, sin, parents, c0, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
+        low, high = next_query(
+            low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + BN, C, BH, BN, SIBLINGS, STEPPED
+        )
+        s1 = importances(low, high, keys, cos, sin, parents, c0 + BN, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
+        low, high = next_query(
+            low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + 2 * BN, C, BH, BN, SIBLINGS, STEPPED
+        )
         top = tl.maximum(top, tl.max(tl.max(tl.maximum(s0, s1), 1), 0))
         tl.store(marks + c, tl.sum(tl.exp2(s0 - top), 1).to(tl.int32, bitcast=True), mask=c < C)
         tl.store(marks + BN + c, tl.sum(tl.exp2(s1 - top), 1).to(tl.int32, bitcast=True), mask=c + BN < C)
         tl.store(tops + c0 // (2 * BN), top.to(tl.int32, bitcast=True))
     tl.debug_barrier()
 
-    for c0 in range(0, CANDIDATES, BLOCK):
-        some = c0 + tl.arange(0, BLOCK)
-        inside = some < C
-        importance = tl.load(marks + some, mask=inside, other=0).to(tl.float32, bitcast=True)
-        reference = tl.load(tops + some // (2 * BN), mask=inside, other=0).to(tl.float32, bitcast=True)
-        importance *= tl.exp2(reference - top)
-        # NaN, of keys that are not finite, would lead the bisection astray.
-        importance = tl.where(importance >= 0.0, importance, 0.0)
-        key = (importance.to(tl.int32, bitcast=True) & ~LOW_BITS) | (LOW_BITS - some)
-        tl.store(marks + some, tl.where(inside, tl.where(some == C - 1, FIRST, key), -1))
-    tl.debug_barrier()
-
-    held = tl.load(marks + tl.arange(0, HELD))
+    held = sort_keys(marks, tops, top, 0, C, HELD, LOW_BITS)
+    part, bit = tl.arange(0, HELD // 32), tl.arange(0, 32)
+    if CANDIDATES > HELD:
+        for b0 in range(HELD, CANDIDATES, HELD):
+            key = sort_keys(marks, tops, top, b0, C, HELD, LOW_BITS)
+            tl.store(marks + b0 + part[:, None] * 32 + bit[None, :], key)
+        tl.debug_barrier()
     least, limit, count = 0, LIMIT, C
     while (count != TOP_K) & (limit - least > 1):
         middle = least + (limit - least) // 2
-        found = tl.sum((held >= middle).to(tl.int32), 0)
-        for c0 in range(HELD, CANDIDATES, HELD):
-            found += tl.sum((tl.load(marks + c0 + tl.arange(0, HELD)) >= middle).to(tl.int32), 0)
+        found = tl.sum((held >= middle).to(tl.int32))
+        if CANDIDATES > HELD:
+            for b0 in range(HELD, CANDIDATES, HELD):
+                found += tl.sum((tl.load(marks + b0 + tl.arange(0, HELD)) >= middle).to(tl.int32), 0)
         if found >= TOP_K:
             least, count = middle, found
         else:
             limit = middle
 
     rank = 0
-    for c0 in range(0, C, BLOCK):
-        some = c0 + tl.arange(0, BLOCK)
-        chosen = (tl.load(marks + some) >= least).to(tl.int32)
-        place = rank + tl.cumsum(chosen, 0) - 1
-        child = candidate_nodes(parents, some, C, RATE)
-        tl.store(children + place, child, mask=(chosen > 0) & (place < TOP_K))
-        rank += tl.sum(chosen, 0)
+    for b0 in range(0, CANDIDATES, HELD):
+        if (b0 > 0) & (CANDIDATES > HELD):
+            held = tl.load(marks + b0 + part[:, None] * 32 + bit[None, :])
+        c = b0 + part[:, None] * 32 + bit[None, :]
+        chosen = (held >= least).to(tl.int32)
+        tl.store(words + b0 // 32 + part, tl.sum(((held >= 0) & (held < least)).to(tl.int32) << bit[None, :], 1))
+        many = tl.sum(chosen, 1)
+        place = rank + (tl.cumsum(many, 0) - many)[:, None] + tl.cumsum(chosen, 1) - 1
+        tl.store(children + place, c, mask=(chosen > 0) & (place < TOP_K))
+        rank += tl.sum(many, 0)
     tl.debug_barrier()
-    return least
+    j = tl.arange(0, LIST)
+    child = candidate_nodes(parents, tl.load(children + j, mask=j < TOP_K, other=0), C, RATE)
+    tl.debug_barrier()
+    tl.store(children + j, child, mask=j < TOP_K)
+    tl.debug_barrier()
 
 
 @triton.jit
