@@ -106,7 +106,7 @@ def htree_attend_bwd_kernel(
     do_stride_t, do_stride_h, q_stride_t, q_stride_h, q_scale, scale, B, tokens, layers, rows,
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
-    CANDIDATES: tl.constexpr, HELD: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
+    SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
     SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq [T, Hq, D], and sums into dk [H, rows, D] and dv [H, rows, V]; keys' gradients are turned as the keys are.
@@ -145,7 +145,7 @@ def htree_attend_bwd_kernel(
                 if layer > 0:
                     choose(
                         q_low, q_high, layer_keys, cos, sin, step_cos, step_sin, parents, children, words, marks, tops,
-                        C, G, BG, BH, BN, RATE, TOP_K, LIST, CANDIDATES, HELD, LOW_BITS, LIMIT, SIBLINGS, STEPPED,
+                        C, G, BG, BH, BN, RATE, TOP_K, LIST, SOME, CANDIDATES, HELD, LOW_BITS, LIMIT, SIBLINGS, STEPPED,
                         PRECISION,
                     )  # fmt: skip
                 dq_low, dq_high = add_gradients(

@@ -45,7 +45,7 @@ def find_sequence(offsets, token, B):
 def entering(words, above, c0, C, BN: tl.constexpr):
     """A bit for each of the candidates c0 .. c0 + 2 BN - 1 (32) that enters the softmax."""
     inside = tl.where(C - c0 >= 32, -1, (1 << tl.minimum(C - c0, 31)) - 1)
-    return tl.where(above, tl.load(words + c0 // (2 * BN)), inside)
+    return tl.where(above, ~tl.load(words + c0 // (2 * BN)), -1) & inside
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def htree_attend_fwd_kernel(
     q_stride_t, q_stride_h, scale, B, tokens, count, layers, rows,
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
-    CANDIDATES: tl.constexpr, HELD: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
+    SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
     SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for `count` tokens.
@@ -160,7 +160,7 @@ def htree_attend_fwd_kernel(
                 if layer > 0:
                     choose(
                         q_low, q_high, layer_keys, cos, sin, step_cos, step_sin, parents, children, words, marks, tops,
-                        C, G, BG, BH, BN, RATE, TOP_K, LIST, CANDIDATES, HELD, LOW_BITS, LIMIT, SIBLINGS, STEPPED,
+                        C, G, BG, BH, BN, RATE, TOP_K, LIST, SOME, CANDIDATES, HELD, LOW_BITS, LIMIT, SIBLINGS, STEPPED,
                         PRECISION,
                     )  # fmt: skip
                 scores = None

@@ -104,7 +104,7 @@ class Problem:
         limit = struct.unpack("i", struct.pack("f", 2.0 * group))[0]
         self.constants = dict(
             H=self.H, G=self.G, BG=group, HALF=half, BH=self.BH, V=self.V, BV=self.BV, RATE=rate, TOP_K=top_k,
-            LIST=max(16, next_power_of_2(top_k)), CANDIDATES=candidates,
+            LIST=max(16, next_power_of_2(top_k)), SOME=min(max(16, next_power_of_2(top_k)), 64), CANDIDATES=candidates,
             HELD=min(candidates, 1024), LOW_BITS=next_power_of_2(most) - 1, LIMIT=limit,
             SIBLINGS=rate % TILE == 0, STEPPED=rate % TILE == 0 and q.dtype != torch.float32,
             PRECISION=precision(q.dtype),

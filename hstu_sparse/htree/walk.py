@@ -19,8 +19,8 @@ candidates' keys and the maxima that their importances refer to. Scores are neve
 import triton
 import triton.language as tl
 
-# Above every other key: the last candidate's, which is chosen always.
-FIRST = tl.constexpr(0x7FFFFFFF)
+# The bits of infinity, above every other importance: the last candidate's, which is chosen always.
+INFINITE = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -148,8 +148,8 @@ def importances(
     Candidates are the rows here: then most of a sum over the heads stays within a thread.
     """
     _node, k_low, k_high = load_keys(keys, parents, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
-    s = tl.dot(k_low, tl.trans(low.to(k_low.dtype)), input_precision=PRECISION)
-    s = tl.dot(k_high, tl.trans(high.to(k_low.dtype)), s, input_precision=PRECISION)
+    s = tl.dot(k_low, tl.trans(low).to(k_low.dtype), input_precision=PRECISION)
+    s = tl.dot(k_high, tl.trans(high).to(k_low.dtype), s, input_precision=PRECISION)
     # The last candidate pools tokens after the query's.
     seen = (c0 + tl.arange(0, BN) < C - 1)[:, None]
     if G < BG:
@@ -158,27 +158,57 @@ def importances(
 
 
 @triton.jit
-def sort_keys(marks, tops, top, b0, C, HELD: tl.constexpr, LOW_BITS: tl.constexpr):
-    """[HELD // 32, 32] keys of the candidates from b0 on, -1 past the last."""
+def sort_keys(marks, tops, top, b0, HELD: tl.constexpr, LOW_BITS: tl.constexpr):
+    """[HELD // 32, 32] keys of the candidates from b0 on, from their importances; marks of -1 stay what they are."""
     part = tl.arange(0, HELD // 32)
     c = b0 + part[:, None] * 32 + tl.arange(0, 32)[None, :]
-    importance = tl.load(marks + c, mask=c < C, other=0).to(tl.float32, bitcast=True)
-    reference = tl.load(tops + b0 // 32 + part, mask=b0 + part * 32 < C, other=0).to(tl.float32, bitcast=True)
-    importance *= tl.exp2(reference - top)[:, None]
-    # NaN, of keys that are not finite, would lead the bisection astray.
-    importance = tl.where(importance >= 0.0, importance, 0.0)
-    key = (importance.to(tl.int32, bitcast=True) & ~LOW_BITS) | (LOW_BITS - c)
-    return tl.where(c < C, tl.where(c == C - 1, FIRST, key), -1)
+    mark = tl.load(marks + c)
+    reference = tl.load(tops + b0 // 32 + part).to(tl.float32, bitcast=True)
+    factor = tl.where(reference == top, 1.0, tl.exp2(reference - top))
+    # NaN, of keys that are not finite, would lead the bisection astray: the maximum is the other.
+    importance = tl.maximum(mark.to(tl.float32, bitcast=True) * factor[:, None], 0.0)
+    key = (importance.to(tl.int32, bitcast=True) & ~LOW_BITS) | (~c & LOW_BITS)
+    return tl.where(mark == -1, -1, key)
+
+
+@triton.jit
+def bits_set(word):
+    """How many, of int32."""
+    pairs = word - ((word >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    eights = (fours + (fours >> 4)) & 0x0F0F0F0F
+    return (eights * 0x01010101) >> 24
+
+
+@triton.jit
+def nth_chosen(words, counts, j, CANDIDATES: tl.constexpr):
+    """The candidate with the j-th bit that is set in `words`; counts: bits that are set up to each word."""
+    row = tl.zeros_like(j)
+    step = CANDIDATES // 64
+    while step > 0:
+        row += tl.where(tl.load(counts + row + step - 1) <= j, step, 0)
+        step //= 2
+    word = tl.load(words + row)
+    left = bits_set(word) - (tl.load(counts + row) - j)
+    place = tl.zeros_like(j)
+    width = 16
+    while width > 0:
+        below = bits_set(word & (((1 << width) - 1) << place))
+        beyond = below <= left
+        left -= tl.where(beyond, below, 0)
+        place += tl.where(beyond, width, 0)
+        width //= 2
+    return row * 32 + place
 
 
 @triton.jit
 def choose(
     q_low, q_high, keys, cos, sin, step_cos, step_sin, parents, children, words, marks, tops, C,
     G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr,
-    LIST: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
+    LIST: tl.constexpr, SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
     SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of C > TOP_K candidates, writes the chosen nodes to `children`, and to `words` a bit for each of the others.
+    """Of C > TOP_K candidates, writes the chosen nodes to `children`, and to `words` a bit for each of them.
 
     Importances are summed up tile by tile (two at a time) against the maximum so far, and brought to the last maximum
     afterwards. The least chosen key is found by bisection, the first HELD keys in registers: no key occurs twice, so
@@ -197,16 +227,20 @@ def choose(
             low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + 2 * BN, C, BH, BN, SIBLINGS, STEPPED
         )
         top = tl.maximum(top, tl.max(tl.max(tl.maximum(s0, s1), 1), 0))
-        tl.store(marks + c, tl.sum(tl.exp2(s0 - top), 1).to(tl.int32, bitcast=True), mask=c < C)
-        tl.store(marks + BN + c, tl.sum(tl.exp2(s1 - top), 1).to(tl.int32, bitcast=True), mask=c + BN < C)
+        tl.store(marks + c, tl.sum(tl.exp2(s0 - top), 1).to(tl.int32, bitcast=True))
+        tl.store(marks + BN + c, tl.sum(tl.exp2(s1 - top), 1).to(tl.int32, bitcast=True))
         tl.store(tops + c0 // (2 * BN), top.to(tl.int32, bitcast=True))
     tl.debug_barrier()
+    for c0 in range(C - 1, CANDIDATES, 64):
+        c = c0 + tl.arange(0, 64)
+        tl.store(marks + c, tl.where(c == C - 1, INFINITE, -1), mask=c < CANDIDATES)
+    tl.debug_barrier()
 
-    held = sort_keys(marks, tops, top, 0, C, HELD, LOW_BITS)
+    held = sort_keys(marks, tops, top, 0, HELD, LOW_BITS)
     part, bit = tl.arange(0, HELD // 32), tl.arange(0, 32)
     if CANDIDATES > HELD:
         for b0 in range(HELD, CANDIDATES, HELD):
-            key = sort_keys(marks, tops, top, b0, C, HELD, LOW_BITS)
+            key = sort_keys(marks, tops, top, b0, HELD, LOW_BITS)
             tl.store(marks + b0 + part[:, None] * 32 + bit[None, :], key)
         tl.debug_barrier()
     least, limit, count = 0, LIMIT, C
@@ -221,22 +255,21 @@ def choose(
         else:
             limit = middle
 
-    rank = 0
     for b0 in range(0, CANDIDATES, HELD):
         if (b0 > 0) & (CANDIDATES > HELD):
             held = tl.load(marks + b0 + part[:, None] * 32 + bit[None, :])
-        c = b0 + part[:, None] * 32 + bit[None, :]
-        chosen = (held >= least).to(tl.int32)
-        tl.store(words + b0 // 32 + part, tl.sum(((held >= 0) & (held < least)).to(tl.int32) << bit[None, :], 1))
-        many = tl.sum(chosen, 1)
-        place = rank + (tl.cumsum(many, 0) - many)[:, None] + tl.cumsum(chosen, 1) - 1
-        tl.store(children + place, c, mask=(chosen > 0) & (place < TOP_K))
+        tl.store(words + b0 // 32 + part, tl.sum(tl.where(held >= least, 1 << bit[None, :], 0), 1))
+    tl.debug_barrier()
+    rank = 0
+    for b0 in range(0, CANDIDATES // 32, HELD // 32):
+        many = bits_set(tl.load(words + b0 + part))
+        tl.store(tops + b0 + part, rank + tl.cumsum(many, 0))
         rank += tl.sum(many, 0)
     tl.debug_barrier()
-    j = tl.arange(0, LIST)
-    child = candidate_nodes(parents, tl.load(children + j, mask=j < TOP_K, other=0), C, RATE)
-    tl.debug_barrier()
-    tl.store(children + j, child, mask=j < TOP_K)
+    for j0 in range(0, LIST, SOME):
+        j = j0 + tl.arange(0, SOME)
+        c = nth_chosen(words, tops, j, CANDIDATES)
+        tl.store(children + j, candidate_nodes(parents, c, C, RATE), mask=j < TOP_K)
     tl.debug_barrier()
 
 
