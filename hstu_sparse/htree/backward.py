@@ -15,6 +15,7 @@ from hstu_sparse.htree.walk import (
     begin_walk,
     choose,
     choose_all,
+    first_node,
     first_query,
     load_keys,
     load_query,
@@ -52,9 +53,11 @@ def add_gradients(
     end = tl.where(above, C - 1, C)
     low, high = first_query(q_low, q_high, cos, sin, C, BH)
     sum_low, sum_high = tl.zeros_like(low), tl.zeros_like(high)
+    here = first_node(parents, 0, C, RATE, SIBLINGS)
     for c0 in range(0, C, BN):
+        behind = first_node(parents, c0 + BN, C, RATE, SIBLINGS)
         c = c0 + tl.arange(0, BN)
-        node, k_low, k_high = load_keys(keys, parents, c0, C, end, cos, sin, BH, BN, RATE, SIBLINGS)
+        node, k_low, k_high = load_keys(keys, parents, here, c0, C, end, cos, sin, BH, BN, RATE, SIBLINGS)
         query_low, query_high = low.to(k_low.dtype), high.to(k_low.dtype)
         s = tl.dot(query_low, tl.trans(k_low), input_precision=PRECISION)
         s = tl.dot(query_high, tl.trans(k_high), s, input_precision=PRECISION)
@@ -91,6 +94,7 @@ def add_gradients(
         low, high = next_query(
             low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + BN, C, BH, BN, SIBLINGS, STEPPED
         )
+        here = behind
     if STEPPED:
         row_cos, row_sin = row_angle(cos, sin, (C + BN - 1) // BN * BN - (C - 1), BH)
         sum_low, sum_high = turn(sum_low, sum_high, row_cos, row_sin)

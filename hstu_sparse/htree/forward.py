@@ -16,6 +16,7 @@ from hstu_sparse.htree.walk import (
     begin_walk,
     choose,
     choose_all,
+    first_node,
     first_query,
     load_keys,
     load_query,
@@ -50,11 +51,11 @@ def entering(words, above, c0, C, BN: tl.constexpr):
 
 @triton.jit
 def entering_scores(
-    low, high, keys, cos, sin, parents, word, c0, C, scores, G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
+    low, high, keys, cos, sin, parents, first, word, c0, C, scores, G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
     BN: tl.constexpr, RATE: tl.constexpr, CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(nodes of a tile, scores [BG, BN] in base 2, -inf for what does not enter the softmax)."""
-    node, k_low, k_high = load_keys(keys, parents, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
+    node, k_low, k_high = load_keys(keys, parents, first, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
     s = tl.dot(low.to(k_low.dtype), tl.trans(k_low), input_precision=PRECISION)
     s = tl.dot(high.to(k_low.dtype), tl.trans(k_high), s, input_precision=PRECISION)
     c = c0 + tl.arange(0, BN)
@@ -82,17 +83,20 @@ def accumulate(
     # The last candidate above the tokens pools tokens after the query's: not even times zero.
     end = tl.where(above, C - 1, C)
     low, high = first_query(q_low, q_high, cos, sin, C, BH)
+    here0, here1 = first_node(parents, 0, C, RATE, SIBLINGS), first_node(parents, BN, C, RATE, SIBLINGS)
     for c0 in range(0, C, 2 * BN):
+        next0 = first_node(parents, c0 + 2 * BN, C, RATE, SIBLINGS)
+        next1 = first_node(parents, c0 + 3 * BN, C, RATE, SIBLINGS)
         word = entering(words, above, c0, C, BN)
         node0, s0 = entering_scores(
-            low, high, keys, cos, sin, parents, word, c0, C, scores,
+            low, high, keys, cos, sin, parents, here0, word, c0, C, scores,
             G, BG, BH, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
         )  # fmt: skip
         low, high = next_query(
             low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + BN, C, BH, BN, SIBLINGS, STEPPED
         )
         node1, s1 = entering_scores(
-            low, high, keys, cos, sin, parents, word, c0 + BN, C, scores,
+            low, high, keys, cos, sin, parents, here1, word, c0 + BN, C, scores,
             G, BG, BH, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
         )  # fmt: skip
         low, high = next_query(
@@ -107,6 +111,7 @@ def accumulate(
         acc = add_values(acc * rescale[:, None], p0, values, node0, c0, end, BV, BN, PRECISION)
         acc = add_values(acc, p1, values, node1, c0 + BN, end, BV, BN, PRECISION)
         running_max = new_max
+        here0, here1 = next0, next1
     return running_max, running_sum, acc
 
 

@@ -52,6 +52,15 @@ def candidate_nodes(parents, c, C, RATE: tl.constexpr):
 
 
 @triton.jit
+def first_node(parents, c0, C, RATE: tl.constexpr, SIBLINGS: tl.constexpr):
+    """The node that a tile of SIBLINGS begins with."""
+    node = 0
+    if SIBLINGS:
+        node = tl.load(parents + c0 // RATE, mask=c0 < C, other=0) * RATE + c0 % RATE
+    return node
+
+
+@triton.jit
 def row_angle(cos, sin, position, BH: tl.constexpr):
     """[1, BH] cos and sin of one position."""
     row = position * BH + tl.arange(0, BH)[None, :]
@@ -84,8 +93,9 @@ def next_query(
 
 @triton.jit
 def load_keys(
-    keys, parents, c0, C, end, cos, sin, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr
-):
+    keys, parents, first, c0, C, end, cos, sin, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
+    SIBLINGS: tl.constexpr,
+):  # fmt: skip
     """The candidates c0 .. c0 + BN - 1 of C: their nodes and both halves of their keys.
 
     Keys from `end` on are zeros; with None they are whatever lies there. Where a tile holds SIBLINGS, they need one parent's number,
@@ -94,7 +104,6 @@ def load_keys(
     f = tl.arange(0, BH)[None, :]
     c = c0 + tl.arange(0, BN)
     if SIBLINGS:
-        first = tl.load(parents + c0 // RATE, mask=c0 < C, other=0) * RATE + c0 % RATE
         node = first.to(tl.int64) + tl.arange(0, BN)
     else:
         node = candidate_nodes(parents, c, C, RATE).to(tl.int64)
@@ -140,14 +149,14 @@ def step_down(layer, size, base, C, t, tokens, B, TOP_K: tl.constexpr, RATE: tl.
 
 @triton.jit
 def importances(
-    low, high, keys, cos, sin, parents, c0, C, G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
+    low, high, keys, cos, sin, parents, first, c0, C, G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
     BN: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[BN, BG] scores of a tile in base 2, -inf for heads past the last and for candidates from the last on.
 
     Candidates are the rows here: then most of a sum over the heads stays within a thread.
     """
-    _node, k_low, k_high = load_keys(keys, parents, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
+    _node, k_low, k_high = load_keys(keys, parents, first, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
     s = tl.dot(k_low, tl.trans(low).to(k_low.dtype), input_precision=PRECISION)
     s = tl.dot(k_high, tl.trans(high).to(k_low.dtype), s, input_precision=PRECISION)
     # The last candidate pools tokens after the query's.
@@ -216,13 +225,16 @@ def choose(
     """
     top = -float("inf")
     low, high = first_query(q_low, q_high, cos, sin, C, BH)
+    here0, here1 = first_node(parents, 0, C, RATE, SIBLINGS), first_node(parents, BN, C, RATE, SIBLINGS)
     for c0 in range(0, C, 2 * BN):
+        next0 = first_node(parents, c0 + 2 * BN, C, RATE, SIBLINGS)
+        next1 = first_node(parents, c0 + 3 * BN, C, RATE, SIBLINGS)
         c = c0 + tl.arange(0, BN)
-        s0 = importances(low, high, keys, cos, sin, parents, c0, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
+        s0 = importances(low, high, keys, cos, sin, parents, here0, c0, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
         low, high = next_query(
             low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + BN, C, BH, BN, SIBLINGS, STEPPED
         )
-        s1 = importances(low, high, keys, cos, sin, parents, c0 + BN, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
+        s1 = importances(low, high, keys, cos, sin, parents, here1, c0 + BN, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
         low, high = next_query(
             low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + 2 * BN, C, BH, BN, SIBLINGS, STEPPED
         )
@@ -230,6 +242,7 @@ def choose(
         tl.store(marks + c, tl.sum(tl.exp2(s0 - top), 1).to(tl.int32, bitcast=True))
         tl.store(marks + BN + c, tl.sum(tl.exp2(s1 - top), 1).to(tl.int32, bitcast=True))
         tl.store(tops + c0 // (2 * BN), top.to(tl.int32, bitcast=True))
+        here0, here1 = next0, next1
     tl.debug_barrier()
     for c0 in range(C - 1, CANDIDATES, 64):
         c = c0 + tl.arange(0, 64)
