@@ -110,8 +110,8 @@ def htree_attend_bwd_kernel(
     do_stride_t, do_stride_h, q_stride_t, q_stride_h, q_scale, scale, B, tokens, layers, rows,
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
-    SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
-    SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
+    SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr,
+    LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq [T, Hq, D], and sums into dk [H, rows, D] and dv [H, rows, V]; keys' gradients are turned as the keys are.
 
@@ -128,7 +128,7 @@ def htree_attend_bwd_kernel(
         b, start, length = find_sequence(offsets, token, B)
         t = (token - start).to(tl.int32)
         q_low, q_high = load_query(
-            q + token * q_stride_t + g * G * q_stride_h, row, q_stride_h, live, q_scale, HALF, BH, PRECISION
+            q + token * q_stride_t + g * G * q_stride_h, row, q_stride_h, live, q_scale, HALF, BH
         )
         upstream = load_rows(do + token * do_stride_t + g * G * do_stride_h, row, do_stride_h, live, V, BV)
         output = load_rows(out + (token * H + g) * G * V, row, V, live, V, BV)

@@ -79,7 +79,7 @@ def accumulate(
     RATE: tl.constexpr, CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes a layer's candidates into the softmax, two tiles at a time: above the tokens those with a bit in `words`."""
+    """Takes a layer's candidates into the softmax, two tiles at a time: above the tokens those not in `words`."""
     # The last candidate above the tokens pools tokens after the query's: not even times zero.
     end = tl.where(above, C - 1, C)
     low, high = first_query(q_low, q_high, cos, sin, C, BH)
@@ -121,8 +121,8 @@ def htree_attend_fwd_kernel(
     q_stride_t, q_stride_h, scale, B, tokens, count, layers, rows,
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
-    SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
-    SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
+    SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr,
+    LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for `count` tokens.
 
@@ -145,9 +145,7 @@ def htree_attend_fwd_kernel(
             token = tl.load(positions + i).to(tl.int64)
         b, start, length = find_sequence(offsets, token, B)
         t = (token - start).to(tl.int32)
-        q_low, q_high = load_query(
-            q + token * q_stride_t + g * G * q_stride_h, row, q_stride_h, live, scale, HALF, BH, PRECISION
-        )
+        q_low, q_high = load_query(q + token * q_stride_t + g * G * q_stride_h, row, q_stride_h, live, scale, HALF, BH)
 
         running_max = tl.full([BG], -float("inf"), tl.float32)
         running_sum = tl.zeros([BG], tl.float32)

@@ -34,6 +34,8 @@ MAX_GROUP = 64
 MAX_HEAD = 256
 # Candidates of a tile: two of them have a word of 32 bits.
 TILE = 16
+# For these a query is turned from tile to tile by a fixed step: of its rounding 4,096 steps add up to 2.5e-4.
+STEPPED = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Problem:
             H=self.H, G=self.G, BG=group, HALF=half, BH=self.BH, V=self.V, BV=self.BV, RATE=rate, TOP_K=top_k,
             LIST=max(16, next_power_of_2(top_k)), SOME=min(max(16, next_power_of_2(top_k)), 64), CANDIDATES=candidates,
             HELD=min(candidates, 1024), LOW_BITS=next_power_of_2(most) - 1, LIMIT=limit,
-            SIBLINGS=rate % TILE == 0, STEPPED=rate % TILE == 0 and q.dtype != torch.float32,
+            SIBLINGS=rate % TILE == 0, STEPPED=rate % TILE == 0 and q.dtype in STEPPED,
             PRECISION=precision(q.dtype),
         )  # fmt: skip
 

@@ -48,7 +48,8 @@ def child_angle(cos, sin, place, BH: tl.constexpr):
 @triton.jit(do_not_specialize=["B", "tokens", "total"])
 def htree_turn_fwd_kernel(
     x, nodes, offsets, cos, sin, x_stride_t, x_stride_h, B, tokens, total,
-    HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,
+    HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr,
+    ROTARY: tl.constexpr,
 ):  # fmt: skip
     """Layer 0 of the buffer nodes [H, total, BH or 2 BH]: ROWS tokens of one head, from x [T, H, HALF or 2 HALF]."""
     slot, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)

@@ -30,7 +30,7 @@ def turn(low, high, cos, sin):
 
 
 @triton.jit
-def load_query(base, row, stride, live, scale, HALF: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr):
+def load_query(base, row, stride, live, scale, HALF: tl.constexpr, BH: tl.constexpr):
     """Both halves of the channels of a group's heads, in fp32, scaled."""
     f = tl.arange(0, BH)[None, :]
     pointers = base + row[:, None].to(tl.int64) * stride + f
@@ -40,7 +40,7 @@ def load_query(base, row, stride, live, scale, HALF: tl.constexpr, BH: tl.conste
     if BH <= 32:
         # As results of products they lie as operands of products do, and are turned where they lie.
         one = (f == tl.arange(0, BH)[:, None]).to(low.dtype)
-        low, high = tl.dot(low, one, input_precision=PRECISION), tl.dot(high, one, input_precision=PRECISION)
+        low, high = tl.dot(low, one, input_precision="ieee"), tl.dot(high, one, input_precision="ieee")
     return low.to(tl.float32) * scale, high.to(tl.float32) * scale
 
 
@@ -98,8 +98,9 @@ def load_keys(
 ):  # fmt: skip
     """The candidates c0 .. c0 + BN - 1 of C: their nodes and both halves of their keys.
 
-    Keys from `end` on are zeros; with None they are whatever lies there. Where a tile holds SIBLINGS, they need one parent's number,
-    lie side by side, and stay as they are: the query is turned instead (`next_query`). Else they are turned here.
+    Keys from `end` on are zeros; with None they are whatever lies there. Where a tile holds SIBLINGS, they lie side by
+    side, from the node `first` on, and stay as they are: the query is turned instead (`next_query`). Else they are
+    turned here.
     """
     f = tl.arange(0, BH)[None, :]
     c = c0 + tl.arange(0, BN)
@@ -214,8 +215,8 @@ def nth_chosen(words, counts, j, CANDIDATES: tl.constexpr):
 def choose(
     q_low, q_high, keys, cos, sin, step_cos, step_sin, parents, children, words, marks, tops, C,
     G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr,
-    LIST: tl.constexpr, SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
-    SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
+    LIST: tl.constexpr, SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, LOW_BITS: tl.constexpr,
+    LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of C > TOP_K candidates, writes the chosen nodes to `children`, and to `words` a bit for each of them.
 
@@ -234,7 +235,9 @@ def choose(
         low, high = next_query(
             low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + BN, C, BH, BN, SIBLINGS, STEPPED
         )
-        s1 = importances(low, high, keys, cos, sin, parents, here1, c0 + BN, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
+        s1 = importances(
+            low, high, keys, cos, sin, parents, here1, c0 + BN, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION
+        )
         low, high = next_query(
             low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + 2 * BN, C, BH, BN, SIBLINGS, STEPPED
         )

@@ -13,7 +13,6 @@ from hstu_sparse.htree.reference import Tree, attend_queries, htree_attention_re
 from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets
 from tests.operators import Launches
 
-
 # Ten processes of the campaign share a GPU.
 MOST_MEMORY = 2 << 30
 
@@ -112,7 +111,7 @@ def draw(random, small):
 
 
 def memory(*, lengths, group, kv_heads, head_size, value_size, **_):
-    """Bytes of a GPU that a case takes, about: inputs, outputs and gradients in fp64 and others, the reference's chunk."""
+    """Bytes that a case takes, about: inputs, outputs and gradients, some in fp64, and the reference's chunk."""
     heads = kv_heads * (group + 2)
     return sum(lengths) * heads * (head_size + value_size) * 8 * 5 + reference.CHUNK["cuda"] * 8
 
