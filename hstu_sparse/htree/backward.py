@@ -26,8 +26,6 @@ from hstu_sparse.htree.walk import (
 )
 from hstu_sparse.tiles import load_rows, store_rows
 
-LN2 = tl.constexpr(0.6931471805599453)
-
 
 @triton.jit
 def add_rows(base, row, stride, column, value, inside, units, PLACE: tl.constexpr, FIXED: tl.constexpr):
@@ -58,37 +56,35 @@ def add_gradients(
         behind = first_node(parents, c0 + BN, C, RATE, SIBLINGS)
         c = c0 + tl.arange(0, BN)
         node, k_low, k_high = load_keys(keys, parents, here, c0, C, end, cos, sin, BH, BN, RATE, SIBLINGS)
-        query_low, query_high = low.to(k_low.dtype), high.to(k_low.dtype)
-        s = tl.dot(query_low, tl.trans(k_low), input_precision=PRECISION)
-        s = tl.dot(query_high, tl.trans(k_high), s, input_precision=PRECISION)
+        # Candidates are the rows of scores: as these and what comes of them lie, they are operands of dk and dv.
+        s = tl.dot(k_low, tl.trans(low).to(k_low.dtype), input_precision=PRECISION)
+        s = tl.dot(k_high, tl.trans(high).to(k_low.dtype), s, input_precision=PRECISION)
         word = entering(words, above, c0 // (2 * BN) * (2 * BN), C, BN)
-        enters = (word & (1 << (c % (2 * BN)))) != 0
-        p = tl.where(enters[None, :], tl.exp2(s - lse[:, None]), 0.0)
+        enters = ((word & (1 << (c % (2 * BN)))) != 0)[:, None]
+        p = tl.where(enters, tl.exp2(s - lse[None, :]), 0.0)
         value = tl.load(values + node[:, None] * BV + e, mask=(c < end)[:, None], other=0.0)
-        dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
-        ds = (p * (dp - delta[:, None])).to(k_low.dtype)
+        dp = tl.dot(value, tl.trans(do), input_precision=PRECISION)
+        ds = (p * (dp - delta[None, :])).to(k_low.dtype)
+        dk_low = tl.dot(ds, low.to(k_low.dtype), input_precision=PRECISION)
+        dk_high = tl.dot(ds, high.to(k_low.dtype), input_precision=PRECISION)
+        if not SIBLINGS:
+            row = (c // RATE * RATE)[:, None] * BH + f
+            dk_low, dk_high = turn(dk_low, dk_high, tl.load(cos + row), -tl.load(sin + row))
+        add_rows(dk, node, 2 * HALF, f, dk_low, enters & (f < HALF), units, 0, FIXED)
+        add_rows(dk + HALF, node, 2 * HALF, f, dk_high, enters & (f < HALF), units, 0, FIXED)
+        dvalue = tl.dot(p.to(do.dtype), do, input_precision=PRECISION)
+        add_rows(dv, node, V, e, dvalue, enters & (e < V), units, 1, FIXED)
+
+        ds = tl.trans(ds)
         if SIBLINGS and not STEPPED:
             part_low = tl.dot(ds, k_low, input_precision=PRECISION)
             part_high = tl.dot(ds, k_high, input_precision=PRECISION)
-            row_cos, row_sin = row_angle(cos, sin, C - 1 - c0, BH)
+            row_cos, row_sin = row_angle(cos, sin, tl.maximum(C - 1 - c0, 0), BH)
             part_low, part_high = turn(part_low, part_high, row_cos, -row_sin)
             sum_low, sum_high = sum_low + part_low, sum_high + part_high
         else:
             sum_low = tl.dot(ds, k_low, sum_low, input_precision=PRECISION)
             sum_high = tl.dot(ds, k_high, sum_high, input_precision=PRECISION)
-
-        ds = tl.trans(ds)
-        dk_low = tl.dot(ds, query_low, input_precision=PRECISION)
-        dk_high = tl.dot(ds, query_high, input_precision=PRECISION)
-        if not SIBLINGS:
-            row = (c // RATE * RATE)[:, None] * BH + f
-            dk_low, dk_high = turn(dk_low, dk_high, tl.load(cos + row), -tl.load(sin + row))
-        writes = enters[:, None] & (f < HALF)
-        # q came in base 2: its factor log2(e) goes again.
-        add_rows(dk, node, 2 * HALF, f, dk_low * LN2, writes, units, 0, FIXED)
-        add_rows(dk + HALF, node, 2 * HALF, f, dk_high * LN2, writes, units, 0, FIXED)
-        dvalue = tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
-        add_rows(dv, node, V, e, dvalue, enters[:, None] & (e < V), units, 1, FIXED)
         if STEPPED:
             sum_low, sum_high = turn(sum_low, sum_high, step_cos, -step_sin)
         low, high = next_query(

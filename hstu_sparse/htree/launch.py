@@ -176,13 +176,13 @@ def fixed_units(problem: Problem, do: Tensor, q: Tensor, v: Tensor) -> Tensor:
     """[2] powers of two: in how many parts of 1 the sums of dk and of dv may count without leaving int64.
 
     No element of dv exceeds the sum of all T * G weights, each at most 1, times the longest row of do. An element of
-    dk has do.v - do.o besides, at most twice the longest rows' product, and a row of q.
+    dk has do.v - do.o besides, at most twice the longest rows' product, and a row of q, which came in base 2.
     """
     do_row, q_row, v_row = (
         torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax().double() for x in (do, q, v)
     )
     terms = 2.0 * problem.T * problem.G
-    bounds = torch.stack([terms * 2 * do_row * v_row * q_row * abs(problem.scale), terms * do_row])
+    bounds = torch.stack([terms * 2 * do_row * v_row * q_row * abs(problem.scale) / math.log(2.0), terms * do_row])
     return torch.exp2((62 - bounds.clamp(min=1e-30).log2()).floor().clamp(max=100)).float()
 
 

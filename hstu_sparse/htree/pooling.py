@@ -13,6 +13,8 @@ import triton.language as tl
 
 from hstu_sparse.htree.walk import turn
 
+LN2 = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
 def locate_slots(offsets, slot, B, size, TOKENS: tl.constexpr):
@@ -157,6 +159,8 @@ def htree_push_bwd_kernel(
         if ROTARY:
             high += load_sum(there + HALF, inside, units, True, PLACE, FIXED) / family
     if TOKENS:
+        if ROTARY:  # queries came in base 2: their factor log2(e) goes again
+            low, high = low * LN2, high * LN2
         target = out + (slot[:, None].to(tl.int64) * tl.num_programs(1) + h) * WIDTH + f
         low, high = low.to(out.dtype.element_ty), high.to(out.dtype.element_ty)
     else:
