@@ -54,12 +54,12 @@ def add_gradients(
     here = first_node(parents, 0, C, RATE, SIBLINGS)
     for c0 in range(0, C, BN):
         behind = first_node(parents, c0 + BN, C, RATE, SIBLINGS)
+        word = entering(words, above, c0 // (2 * BN) * (2 * BN), C, BN)
         c = c0 + tl.arange(0, BN)
         node, k_low, k_high = load_keys(keys, parents, here, c0, C, end, cos, sin, BH, BN, RATE, SIBLINGS)
         # Candidates are the rows of scores: as these and what comes of them lie, they are operands of dk and dv.
         s = tl.dot(k_low, tl.trans(low).to(k_low.dtype), input_precision=PRECISION)
         s = tl.dot(k_high, tl.trans(high).to(k_low.dtype), s, input_precision=PRECISION)
-        word = entering(words, above, c0 // (2 * BN) * (2 * BN), C, BN)
         enters = ((word & (1 << (c % (2 * BN)))) != 0)[:, None]
         p = tl.where(enters, tl.exp2(s - lse[None, :]), 0.0)
         value = tl.load(values + node[:, None] * BV + e, mask=(c < end)[:, None], other=0.0)

@@ -46,7 +46,7 @@ def find_sequence(offsets, token, B):
 def entering(words, above, c0, C, BN: tl.constexpr):
     """A bit for each of the candidates c0 .. c0 + 2 BN - 1 (32) that enters the softmax."""
     inside = tl.where(C - c0 >= 32, -1, (1 << tl.minimum(C - c0, 31)) - 1)
-    return tl.where(above, ~tl.load(words + c0 // (2 * BN)), -1) & inside
+    return ~tl.load(words + c0 // (2 * BN), mask=above & (c0 < C), other=0) & inside
 
 
 @triton.jit
@@ -84,10 +84,11 @@ def accumulate(
     end = tl.where(above, C - 1, C)
     low, high = first_query(q_low, q_high, cos, sin, C, BH)
     here0, here1 = first_node(parents, 0, C, RATE, SIBLINGS), first_node(parents, BN, C, RATE, SIBLINGS)
+    word = entering(words, above, 0, C, BN)
     for c0 in range(0, C, 2 * BN):
         next0 = first_node(parents, c0 + 2 * BN, C, RATE, SIBLINGS)
         next1 = first_node(parents, c0 + 3 * BN, C, RATE, SIBLINGS)
-        word = entering(words, above, c0, C, BN)
+        next_word = entering(words, above, c0 + 2 * BN, C, BN)
         node0, s0 = entering_scores(
             low, high, keys, cos, sin, parents, here0, word, c0, C, scores,
             G, BG, BH, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
@@ -111,7 +112,7 @@ def accumulate(
         acc = add_values(acc * rescale[:, None], p0, values, node0, c0, end, BV, BN, PRECISION)
         acc = add_values(acc, p1, values, node1, c0 + BN, end, BV, BN, PRECISION)
         running_max = new_max
-        here0, here1 = next0, next1
+        here0, here1, word = next0, next1, next_word
     return running_max, running_sum, acc
 
 
