@@ -190,17 +190,20 @@ def _collect(
     take = scores >= bar[:, None]
     if MASKED:
         take = take & seen
-    # Sums along the rows as products of small numbers, exact in fp16: a scan would move the tile between threads.
+    # Sums along the rows as products of small numbers, exact in fp16: a scan would move the tile between threads. Half
+    # of one on the triangle's diagonal says of each entry whether it is taken itself. With 2^22 added, the bits of a
+    # sum are twice the place in `mine` and that half: a conversion would take longer.
     taken = take.to(tl.float16)
-    rank = tl.dot(taken, triangle)
-    # Places as the low bits of numbers from 2^23 on: a conversion would take longer. -1 for those that are not taken.
-    # Triton moves `place` to the layout that it stores in, and what is computed from it is computed there only if each
-    # use begins with a conversion of its own: hence one to a signed and one to an unsigned integer.
-    first = (tl.arange(0, ROWS) * CAPACITY + count + 8388607).to(tl.float32)
-    place = tl.where(take, rank + first[:, None], -1.0).to(tl.int32, bitcast=True)
-    packed = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | s[None, :].to(tl.int64)
-    use = place.to(tl.uint32).to(tl.int64) < 2147483648
-    tl.store(mine + place.to(tl.int64), packed, mask=use)
+    first = (tl.arange(0, ROWS) * CAPACITY + count).to(tl.float32) + 4194303.0
+    place = (tl.dot(taken, triangle) + first[:, None]).to(tl.uint32, bitcast=True)
+    # In one word with the column, and the score in the next, so that the tile may be handed to the store in any order.
+    # In an order of the store's own it would get there through shared memory, in many steps.
+    word = (place << 9) | tl.arange(0, BLOCK)[None, :].to(tl.uint32)
+    pair = (scores.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | word.to(tl.uint64)
+    pair = tl.reshape(pair, [ROWS * BLOCK], can_reorder=True)
+    word = pair.to(tl.uint32)
+    packed = (pair >> 32 << 32) | (start.to(tl.uint32) | (word & 511)).to(tl.uint64)
+    tl.store(mine + (word >> 10).to(tl.uint64), packed.to(tl.int64), mask=(word & 512) != 0)
     return count + tl.max(tl.dot(taken, ones), 1).to(tl.int32)
 
 
@@ -222,8 +225,7 @@ def lightning_indexer_collect_kernel(
     inside = t < length
     rows = begin + t
     row = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    # 2^23 comes off here, once, see `_collect`.
-    mine = candidates + (slot.to(tl.int64) * (ROWS * CAPACITY) - 0x4B000000)
+    mine = candidates + slot.to(tl.int64) * (ROWS * CAPACITY)
     threshold = tl.load(thresholds + row, mask=inside, other=float("inf"))
     above = tl.where(threshold == float("-inf"), threshold, _unordered(_ordered(threshold) + 1))
     # Where a whole block might not fit any more. There is room for all of CAPACITY tokens.
@@ -232,7 +234,7 @@ def lightning_indexer_collect_kernel(
         iq, w, rows, inside, 0, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS
     )
     step = tl.arange(0, BLOCK)
-    triangle = (step[:, None] <= step[None, :]).to(tl.float16)
+    triangle = (step[:, None] <= step[None, :]).to(tl.float16) + 0.5 * (step[:, None] == step[None, :]).to(tl.float16)
     ones = tl.full([BLOCK, 16], 1.0, tl.float16)
     count = tl.zeros([ROWS], tl.int32)
     whole = (tile * ROWS) // BLOCK * BLOCK
