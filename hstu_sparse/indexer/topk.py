@@ -202,7 +202,8 @@ def _collect(
     pair = (scores.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | word.to(tl.uint64)
     pair = tl.reshape(pair, [ROWS * BLOCK], can_reorder=True)
     word = pair.to(tl.uint32)
-    packed = (pair >> 32 << 32) | (start.to(tl.uint32) | (word & 511)).to(tl.uint64)
+    s = (word & 511).to(tl.int32) | start
+    packed = (pair >> 32 << 32) | s.to(tl.uint32).to(tl.uint64)
     tl.store(mine + (word >> 10).to(tl.uint64), packed.to(tl.int64), mask=(word & 512) != 0)
     return count + tl.max(tl.dot(taken, ones), 1).to(tl.int32)
 
