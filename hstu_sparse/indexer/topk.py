@@ -128,18 +128,29 @@ def _unordered(bits):
 
 @triton.jit
 def _cut(keys, low, high, count, least, most):
-    """The greatest number found that at least `least` keys reach, by bisection; it stops once at most `most` reach it.
+    """The greatest number found that at least `least` keys reach, by trisection; it stops once at most `most` reach it.
 
     low, high: bounds of the keys; count: how many reach `low`, at least `least` for a result that means something.
+    Fewer than 2^16 keys.
     """
     while (low < high) & (count > most):
-        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # rounded up, without overflow
-        reach = tl.sum((keys >= middle).to(tl.int32), 0)
-        if reach >= least:
-            low = middle
-            count = reach
+        # Two numbers in (low, high]; the width may exceed an int32.
+        width = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
+        step = (width + 2) // 3
+        first = low + step.to(tl.int32, bitcast=True)
+        second = first + tl.minimum(step, width - step).to(tl.int32, bitcast=True)
+        # Both counts in one sum: what takes long is that threads wait for each other.
+        both = tl.sum((keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16), 0)
+        reach_first, reach_second = both & 0xFFFF, both >> 16
+        if reach_second >= least:
+            low = second
+            count = reach_second
+        elif reach_first >= least:
+            low = first
+            count = reach_first
+            high = second - 1
         else:
-            high = middle - 1
+            high = first - 1
     return low
 
 
