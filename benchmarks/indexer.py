@@ -8,7 +8,7 @@ Standard cases, bf16. Loss: B = 1, H = 16, C = 4,096, S = 8,192, D = 128, K = 51
 uniform over what is visible. Attention and indexer: 131,072 tokens in sequences of 65,536, H = 16, D = V = 128,
 K = 1,024, indices uniform; J = 4 index heads of 64.
 
-`tflops` of the parts `gather` is TB/s of gathered rows; that of the loss is too: its keys are gathered once, in forward.
+`tflops` of the parts `gather` is TB/s of gathered rows; that of the loss is too: it gathers its keys once, in forward.
 A loss of 0.1 ms is as long as its call takes on the host, so it is timed as a replayed CUDA graph too, as training runs
 it; the compiled reference likewise.
 """
@@ -166,6 +166,7 @@ def step_parts(call, leaves, determinism=False, backward=True):
 
 def run_sparse(tokens, length, lists=False, backward=True):
     from hstu_sparse import sparse_attention
+
     q, k, v, indices, offsets = sparse_inputs(tokens, length)
     parts = step_parts(lambda: sparse_attention(q, k, v, indices, offsets), [q, k, v], backward=backward)
     return {part: within_lists(lists, function) for part, function in parts.items()}

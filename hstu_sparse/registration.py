@@ -54,8 +54,8 @@ class Operator:
         differentiable: names of the arguments with gradients.
         outputs: how many tensors forward returns.
         keep_output: the backward pass takes the first output too, before the kept ones.
-        spends: `backward` overwrites the last kept output. A second pass through a graph that was retained gets another,
-            from `forward`; the registered backward operator works on a copy.
+        spends: `backward` overwrites the last kept output. A second pass through a graph that was retained gets another
+            one from `forward`; the registered backward operator works on a copy.
     """
 
     def __init__(

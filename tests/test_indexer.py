@@ -418,7 +418,10 @@ def test_opcheck(name):
     operator, given = {
         "sparse_attention": (launch_attention.sparse_attention_jagged, (x["q"], x["k"], x["v"], indices, *rest, 0.4)),
         "lightning_indexer": (launch_indexer.lightning_indexer_operator, (x["iq"], x["ik"], x["w"], *rest, 3)),
-        "index_loss": (launch_loss.indexer_loss_jagged, (scores, x["q"], x["k"], indices, *rest, None, 0.4, 1e-10, True)),
+        "index_loss": (
+            launch_loss.indexer_loss_jagged,
+            (scores, x["q"], x["k"], indices, *rest, None, 0.4, 1e-10, True),
+        ),
     }[name]
     torch.library.opcheck(operator.registered_forward, given)
 

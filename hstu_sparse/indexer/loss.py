@@ -5,8 +5,8 @@ C queries and S keys per sequence. A row is a query of either.
 
 Heads are summed after each has been divided by its own normaliser, which is known when all chosen keys have been seen.
 Up to HELD blocks of them stay in registers as scores, and the keys are gathered once; where there are more, they are
-gathered twice. Chosen keys are the rows of the tensor cores' tile and heads its columns (padded to 16): so the sums over
-heads and the maxima over keys stay within a few threads. Scores are kept in units of log 2.
+gathered twice. Chosen keys are the rows of the tensor cores' tile and heads its columns (padded to 16): so the sums
+over heads and the maxima over keys stay within a few threads. Scores are kept in units of log 2.
 """
 
 import triton
@@ -110,10 +110,11 @@ def index_loss_kernel(
     head = tl.arange(0, BH)
     inside = head < H
     query = tl.trans(load_rows(queries, head, q_stride_h, inside, D, BD))
+    divergence = tl.zeros([BLOCK], tl.float32)
     if HELD > 0:
         held = ()
         for _ in tl.static_range(HELD):
-            held = held + (tl.zeros([BLOCK, BH], tl.float32),)
+            held += (tl.zeros([BLOCK, BH], tl.float32),)
         for start in range(0, K, BLOCK):
             attention = _attention(
                 query, keys, indices, start, row, begin, last, K, k_stride_t, scale, position, time, cells, timestamps,
@@ -122,15 +123,15 @@ def index_loss_kernel(
             # Each block to its own registers; by shifts the loop would not be pipelined.
             kept = ()
             for j in tl.static_range(HELD):
-                kept = kept + (tl.where(start == j * BLOCK, attention, held[j]),)
+                kept += (tl.where(start == j * BLOCK, attention, held[j]),)
             held = kept
         # Masks are applied here: the loop waits for nothing but the keys.
         index = ()
         masked = ()
         for j in tl.static_range(HELD):
             visible = _visible(indices, row, j * BLOCK, last, counts, K, BLOCK)
-            index = index + (_index_scores(scores, row, j * BLOCK, visible, K, BLOCK),)
-            masked = masked + (_masked(held[j], visible),)
+            index += (_index_scores(scores, row, j * BLOCK, visible, K, BLOCK),)
+            masked += (_masked(held[j], visible),)
         most = masked[0]
         index_most = index[0]
         for j in tl.static_range(1, HELD):
@@ -143,8 +144,8 @@ def index_loss_kernel(
         total = weights[0]
         index_total = index_weights[0]
         for j in tl.static_range(1, HELD):
-            weights = weights + (exp2(masked[j] - base[None, :]),)
-            index_weights = index_weights + (exp2(index[j] - index_base),)
+            weights += (exp2(masked[j] - base[None, :]),)
+            index_weights += (exp2(index[j] - index_base),)
             total += weights[j]
             index_total += index_weights[j]
         total = tl.sum(total, 0)
@@ -154,8 +155,7 @@ def index_loss_kernel(
         index_share = tl.where(index_total > 0.0, 1.0 / index_total, 0.0)
         for j in tl.static_range(HELD):
             p = tl.sum(weights[j] * share[None, :], 1)
-            part = _finish(difference, row, j * BLOCK, p, index_weights[j] * index_share, eps, K, BLOCK)
-            divergence = part if j == 0 else divergence + part
+            divergence += _finish(difference, row, j * BLOCK, p, index_weights[j] * index_share, eps, K, BLOCK)
     else:
         most = tl.full([BLOCK, BH], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK, BH], tl.float32)
@@ -173,7 +173,6 @@ def index_loss_kernel(
         logarithm = _logarithm(most, total)
         logarithm = tl.where(inside, logarithm, float("inf"))
         index_logarithm = _logarithm(index_most, index_total)
-        divergence = tl.zeros([BLOCK], tl.float32)
         for start in range(0, K, BLOCK):
             attention = _attention(
                 query, keys, indices, start, row, begin, last, K, k_stride_t, scale, position, time, cells, timestamps,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.indexer.pairs import pair_bias
-from hstu_sparse.tiles import load_rows, locate
+from hstu_sparse.tiles import COMPILED, load_rows, locate
 
 
 @triton.jit
@@ -181,6 +181,18 @@ def lightning_indexer_threshold_kernel(
 
 
 @triton.jit
+def _reaches(scores, bar):
+    """1.0 where scores >= bar and 0.0 elsewhere, also for NaN."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "set.ge.f32.f32 $0, $1, $2;", constraints="=f,f,f", args=[scores, bar], dtype=tl.float32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        return (scores >= bar).to(tl.float32)
+
+
+@triton.jit
 def _collect(
     start, count, query, weight, threshold, above, limit, triangle, ones, iq, w, ik, mine, rows, inside, begin, length,
     t, position, time, cells, timestamps, query_timestamps, positions,
@@ -198,13 +210,12 @@ def _collect(
     )  # fmt: skip
     # Of several that equal the threshold, those after the first K candidates lose. Past its limit a row takes nothing.
     bar = tl.where(count > limit, float("inf"), tl.where(count >= K, above, threshold))
-    take = scores >= bar[:, None]
     if MASKED:
-        take = take & seen
+        scores = tl.where(seen, scores, float("nan"))
     # Sums along the rows as products of small numbers, exact in fp16: a scan would move the tile between threads. Half
     # of one on the triangle's diagonal says of each entry whether it is taken itself. With 2^22 added, the bits of a
     # sum are twice the place in `mine` and that half: a conversion would take longer.
-    taken = take.to(tl.float16)
+    taken = _reaches(scores, bar[:, None]).to(tl.float16)
     first = (tl.arange(0, ROWS) * CAPACITY + count).to(tl.float32) + 4194303.0
     place = (tl.dot(taken, triangle) + first[:, None]).to(tl.uint32, bitcast=True)
     # In one word with the column, and the score in the next, so that the tile may be handed to the store in any order.
@@ -215,7 +226,9 @@ def _collect(
     word = pair.to(tl.uint32)
     s = (word & 511).to(tl.int32) | start
     packed = (pair >> 32 << 32) | s.to(tl.uint32).to(tl.uint64)
-    tl.store(mine + (word >> 10).to(tl.uint64), packed.to(tl.int64), mask=(word & 512) != 0)
+    # In halves of an entry; one less, as the bit of those taken is set.
+    halves = mine.to(tl.pointer_type(tl.int32), bitcast=True) - 1 + (word >> 9).to(tl.uint64)
+    tl.store(halves.to(tl.pointer_type(tl.int64), bitcast=True), packed.to(tl.int64), mask=(word & 512) != 0)
     return count + tl.max(tl.dot(taken, ones), 1).to(tl.int32)
 
 
