@@ -19,7 +19,6 @@ from hstu_sparse.indexer.pairs import (
     add_table_gradients,
     chosen_bias,
     chosen_tokens,
-    clamped_tokens,
     exp2,
     gather_rows,
     pair_bias,
@@ -61,9 +60,9 @@ def sparse_attention_fwd_kernel(
     result = tl.zeros([BH, BV], tl.float32)
     for start in range(0, K, BLOCK):
         s, visible = chosen_tokens(indices, token, start, t, K, BLOCK)
-        somewhere = begin + clamped_tokens(indices, token, start, t, K, BLOCK)
-        keys = gather_rows(k, somewhere, k_stride_t, D, BD)
-        values = gather_rows(v, somewhere, v_stride_t, V, BV)
+        keys = gather_rows(k, begin + s, k_stride_t, D, BD)
+        # Masked, as a weight of 0 does not hide a NaN.
+        values = load_rows(v, begin + s, v_stride_t, visible, V, BV)
         scores, _ = _scores(
             query, keys, visible, s, token, begin, t, scale, position, time, cells, timestamps, query_timestamps,
             positions, PRECISION,
@@ -77,10 +76,10 @@ def sparse_attention_fwd_kernel(
         result = result * shrink[:, None]
         result = tl.dot(weights.to(values.dtype), values, result, input_precision=PRECISION)
         most = higher
-    result = tl.where(total[:, None] > 0.0, result / total[:, None], 0.0)
+    result = tl.where(total[:, None] == 0.0, 0.0, result / total[:, None])
     store_rows(out + token * (H * OUT_V), head, OUT_V, head < H, result, OUT_V, BV)
     # 0 for a query that sees nothing: its weights exp2(-inf - 0) are then zeros in the backward pass.
-    logarithm = tl.where(total > 0.0, most + tl.log2(total), 0.0)
+    logarithm = tl.where(total == 0.0, 0.0, most + tl.log2(total))
     tl.store(lse + token * H + head, logarithm, mask=head < H)
 
 

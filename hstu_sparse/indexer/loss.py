@@ -72,7 +72,7 @@ def _logarithm(most, total):
     """The logarithm of all sums of exponentials along the first axis; 0 where there is nothing."""
     base = _base(tl.max(most, 0))
     total = tl.sum(total * exp2(most - (base[None, :] if len(most.shape) == 2 else base)), 0)
-    return tl.where(total > 0.0, base + tl.log2(total), 0.0)
+    return tl.where(total == 0.0, 0.0, base + tl.log2(total))
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def _finish(difference, row, start, p, pi, eps, K, BLOCK: tl.constexpr):
     slot = start + tl.arange(0, BLOCK)
     if difference is not None:
         tl.store(difference + row * K + slot, pi - p, mask=slot < K)
-    return tl.where(p > 0.0, p * (log2(p + eps) - log2(pi + eps)), 0.0)
+    return tl.where(p == 0.0, 0.0, p * (log2(p + eps) - log2(pi + eps)))
 
 
 @triton.jit(do_not_specialize=["positions", "offset", "C", "S"])
@@ -151,8 +151,8 @@ def index_loss_kernel(
         total = tl.sum(total, 0)
         index_total = tl.sum(index_total, 0)
         # Heads past H weigh nothing in the mean.
-        share = tl.where(inside & (total > 0.0), 1.0 / (total * H), 0.0)
-        index_share = tl.where(index_total > 0.0, 1.0 / index_total, 0.0)
+        share = tl.where(inside & (total != 0.0), 1.0 / (total * H), 0.0)
+        index_share = tl.where(index_total == 0.0, 0.0, 1.0 / index_total)
         for j in tl.static_range(HELD):
             p = tl.sum(weights[j] * share[None, :], 1)
             divergence += _finish(difference, row, j * BLOCK, p, index_weights[j] * index_share, eps, K, BLOCK)
