@@ -30,20 +30,19 @@ from models.run import set_matmul_precision
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = [200, 2048, 8192, 32768]
 # Attention kinds by the name that a record has; --kinds chooses, --attention adds one.
+NO_BIAS = {"position_bias": False, "time_bias": False}
+BSA = {"kind": "bsa", "block_size": 64, "block_counts": 16}
 KINDS = {
-    "dense": {"kind": "dense", "position_bias": False, "time_bias": False},
+    "dense": {"kind": "dense", **NO_BIAS},
     "dense both biases": {"kind": "dense"},
-    "bsa 64": {"kind": "bsa", "block_size": 64, "block_counts": 16, "selection_group": 64},
-    "bsa 64 both biases": {
-        "kind": "bsa", "block_size": 64, "block_counts": 16, "selection_group": 64, "position_bias": True,
-        "time_bias": True,
-    },
-    "bsa 2": {"kind": "bsa", "block_size": 64, "block_counts": 16, "selection_group": 2},
+    "bsa 64": {**BSA, "selection_group": 64, **NO_BIAS},
+    "bsa 64 both biases": {**BSA, "selection_group": 64},
+    "bsa 2": {**BSA, "selection_group": 2, **NO_BIAS},
     "softmax": {"kind": "softmax"},
     "htree": {"kind": "htree"},
     "indexer": {"kind": "indexer"},
     "rotatekv": {"kind": "rotatekv"},
-}  # fmt: skip
+}
 PARTS = ("embedding", "projections", "attention", "loss", "optimizer", "other")
 PEAK = 790e12
 

@@ -2,9 +2,9 @@
 
 Letters: T tokens, I items, E embedding size, K negatives, W rows of the matrix that a product walks over.
 
-Three forms: the whole catalogue; negatives [K] for the whole batch, whose rows are gathered into a matrix [K, E] and
-walked over like a catalogue; negatives [T, K], with kernels of their own. Backward computes anew what it needs: kept
-are lse and scales of the outputs, [T] each, and the scales of the matrix walked over.
+Forms: the whole catalogue; negatives [K] for the whole batch, whose rows are gathered into a matrix [K, E] and walked
+over like a catalogue; negatives [T, K], with kernels of their own, or over a small catalogue with small.py. Backward
+computes anew what it needs: kept are lse and scales of the outputs, [T] each, and the scales of the matrix walked over.
 """
 
 import functools
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse import launch
+from hstu_sparse.catalogue_loss import small
 from hstu_sparse.catalogue_loss.products import (
     catalogue_loss_bwd_ditems_kernel,
     catalogue_loss_bwd_dout_kernel,
@@ -41,6 +42,8 @@ LOG2E = math.log2(math.e)
 BOUND = 60.0
 # Bytes that the fp32 parts of a gradient may take where a product is split.
 SPLIT_BYTES = 48 * 2**20
+# Bytes that an fp32 table for atomic additions may take.
+ATOMIC_BYTES = 2**30
 # Numbers of a tile of rows in the kernels that go over a matrix once.
 ROW_TILE = 2048
 CHUNK, PIECE = 32, 1024
@@ -192,6 +195,7 @@ class _Call:
         # Of a token's negatives at a time.
         self.drawn_rows = max(1, min(next_power_of_2(self.K), 32, 2 * ROW_TILE // self.width))
         self.per_token = negatives is not None and negatives.dim() == 2
+        self.small = self.per_token and small.takes_products(self.I, self.K, self.E)
 
     def walked(self):
         """The matrix that outputs are multiplied with, its rows' ids and corrections (None: the catalogue's own)."""
@@ -233,8 +237,10 @@ class _Call:
 
 
 def _forward(*arguments):
-    """The loss, then lse, row_scale, item_scale, positive and inverse_count, kept for backward."""
+    """The loss, then lse, row_scale, item_scale, positive, inverse_count and picked, kept for backward."""
     call = _Call(*arguments)
+    if call.small:
+        return small.forward(call)
     if call.per_token:
         return _forward_per_token(call)
     matrix, ids, shift = call.walked()
@@ -263,7 +269,7 @@ def _forward(*arguments):
         SAMPLED=ids is not None,
     )  # fmt: skip
     loss, inverse_count = call.mean(parts)
-    return loss, lse, row_scale, item_scale, positive, inverse_count
+    return loss, lse, row_scale, item_scale, positive, inverse_count, call.new(0)
 
 
 def _forward_per_token(call: _Call):
@@ -279,19 +285,23 @@ def _forward_per_token(call: _Call):
     row_scale = call.new(0 if call.normalize else 1)
     if call.T and not call.normalize:
         row_scale = call.scales(call.out[:1], call.scale, call.temperature)
-    return loss, lse, row_scale, call.new(0), call.new(0), inverse_count
+    return loss, lse, row_scale, call.new(0), call.new(0), inverse_count, call.new(0)
 
 
 def _backward(grad, *given):
     """Gradients of out, items and, if it is a tensor, temperature."""
-    *arguments, lse, row_scale, item_scale, positive, inverse_count = given
+    *arguments, lse, row_scale, item_scale, positive, inverse_count, picked = given
     call = _Call(*arguments)
     if not call.T:
         given = (call.out, call.items, call.temperature)
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given if x is not None]
     dout = torch.empty_like(call.out, memory_format=torch.contiguous_format)
     along = call.new(call.T)
-    if call.per_token:
+    if call.small:
+        ditems = small.backward(
+            call, grad, lse, row_scale, item_scale, positive, inverse_count, picked, dout, along
+        )  # fmt: skip
+    elif call.per_token:
         ditems = _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along)
     else:
         ditems = _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along)
@@ -356,12 +366,23 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
 
 
 def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
-    shares = call.new(call.T * (1 + call.K))
+    shares = sums = None
+    if 4 * call.I * call.E > ATOMIC_BYTES or torch.are_deterministic_algorithms_enabled():
+        shares = call.new(call.T * (1 + call.K))
+    else:
+        sums = call.new(call.I, call.E).zero_()
     catalogue_loss_sampled_bwd_dout_kernel[(call.T,)](
         call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, call.items, call.items.stride(0),
-        call.temperature, lse, grad, inverse_count, dout, along, shares, call.scale, math.log(max(1, call.K)),
-        call.T, call.K, **call.sizes, ROWS=call.drawn_rows,
+        call.temperature, lse, grad, inverse_count, dout, along, shares, sums, call.scale,
+        math.log(max(1, call.K)), call.T, call.K, **call.sizes, ROWS=call.drawn_rows,
     )  # fmt: skip
+    if shares is None:
+        ditems = torch.empty_like(call.items, memory_format=torch.contiguous_format)
+        call.over_rows(
+            catalogue_loss_merge_bwd_ditems_kernel, call.I, sums, call.items, call.items.stride(0), row_scale, None,
+            grad, inverse_count, ditems, 0.0, call.I, 1,
+        )  # fmt: skip
+        return ditems
     return _table_gradient(call, grad, inverse_count, row_scale, call.negatives, shares, None)
 
 
@@ -391,11 +412,14 @@ def _fake(out, items, targets, temperature, negatives, log_q, scale, normalize, 
     def empty(*shape):
         return out.new_empty(shape, dtype=torch.float32)
 
-    T = out.shape[0]
+    T, W, picked = out.shape[0], items.shape[0], empty(0)
     if negatives is not None and negatives.dim() == 2:
-        return empty(), empty(T), empty(0 if normalize else 1), empty(0), empty(0), empty(1)
-    W = items.shape[0] if negatives is None else negatives.shape[0]
-    return empty(), empty(T), empty(T), empty(W if normalize else 0), empty(T), empty(1)
+        if not small.takes_products(W, negatives.shape[1], out.shape[1]):
+            return empty(), empty(T), empty(0 if normalize else 1), empty(0), empty(0), empty(1), picked
+        picked = empty(*negatives.shape)
+    elif negatives is not None:
+        W = negatives.shape[0]
+    return empty(), empty(T), empty(T), empty(W if normalize else 0), empty(T), empty(1), picked
 
 
 catalogue_loss_operator = Operator(
@@ -406,5 +430,5 @@ catalogue_loss_operator = Operator(
     backward=_backward,
     fake=_fake,
     differentiable=("out", "items", "temperature"),
-    outputs=6,
+    outputs=7,
 )
