@@ -175,7 +175,8 @@ def measure(options, name: str, attention: dict, length: int, device: torch.devi
     config = configuration(options, length, attention)
     torch.manual_seed(0)
     set_matmul_precision(config.train.matmul_precision)
-    model = SequenceModel(config.model, options.items).to(device).train()
+    with device:  # a table of gigabytes is long in coming from a CPU
+        model = SequenceModel(config.model, options.items).train()
     batch = random_batch(config, options.items, device)
     cuda = device.type == "cuda"
     if cuda:
@@ -269,7 +270,7 @@ def main(options) -> None:
     for length in options.lengths:
         for name, attention in kinds.items():
             record = {"attention": name, "length": length, "tokens": options.tokens, "items": options.items,
-                      "loss": options.loss, "train": options.train, "commit": commit.stdout.strip() or "unknown",
+                      "size": options.size, "loss": options.loss, "model": options.model, "train": options.train, "commit": commit.stdout.strip() or "unknown",
                       "environment": environment(device)}  # fmt: skip
             try:
                 record |= measure(options, name, attention, length, device)

@@ -166,7 +166,8 @@ def _walk(config: dict, matrix: Tensor, *vectors: Tensor | None):
 
 
 def _options(config: dict) -> dict:
-    return {name: value for name, value in config.items() if name not in ("TMA", "resident")}
+    found = {name: value for name, value in config.items() if name not in ("TMA", "resident")}
+    return found | {"STAGES": config["num_stages"]}
 
 
 class _Call:

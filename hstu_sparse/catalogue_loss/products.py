@@ -144,10 +144,10 @@ def _range(rows, per_split, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 def _sum_exp(
     top, total, own, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, bound, W,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """(top, total) [M] with the items first .. last: the sum of 2^logit is total * 2^top; BOUNDED: total * 2^bound."""
-    for start in range(first, last, BLOCK_N):
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
         tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
         logits = _scores(own, tile, PRECISION)
@@ -174,7 +174,7 @@ def _sum_exp(
 def catalogue_loss_fwd_kernel(
     out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, bound, T, W, per_split,
     E: tl.constexpr, BOUNDED: tl.constexpr, REGISTERS: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """lse [splits, T]: log2 of the sum of 2^logit over a split's items (-1e30 for none), for BLOCK_M outputs.
 
@@ -195,7 +195,7 @@ def catalogue_loss_fwd_kernel(
         if bounds[part] < bounds[part + 1]:
             top, total = _sum_exp(
                 top, total, own, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, ids, shift,
-                target, bound, W, E, BLOCK_E, BOUNDED, PRECISION, TMA, BLOCK_N, part == 1,
+                target, bound, W, E, BLOCK_E, BOUNDED, PRECISION, TMA, BLOCK_N, STAGES, part == 1,
             )  # fmt: skip
     if BOUNDED:
         top = tl.zeros([BLOCK_M], tl.float32) + bound
@@ -207,10 +207,10 @@ def catalogue_loss_fwd_kernel(
 def _weigh_items(
     acc, own, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, lse, skip, W,
     E: tl.constexpr, BLOCK_E: tl.constexpr, SKIP: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """acc + softmax of the items first .. last times the (normalised) items."""
-    for start in range(first, last, BLOCK_N):
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
         tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
         logits = _scores(own, tile, PRECISION)
@@ -242,7 +242,7 @@ def catalogue_loss_bwd_dout_kernel(
     table_stride, item_sum, grad, inverse_count, dout, along, partial, smoothing, skip, T, I, W, per_split,
     SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, SKIP: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of dout [T, SIZE], or (with `partial` [splits, T, SIZE]) a split's softmax times items.
 
@@ -263,7 +263,7 @@ def catalogue_loss_bwd_dout_kernel(
         if bounds[part] < bounds[part + 1]:
             acc = _weigh_items(
                 acc, own, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, ids, shift, target,
-                log_sum, skip, W, E, BLOCK_E, SKIP, HALF, PRECISION, TMA, BLOCK_N, part == 1,
+                log_sum, skip, W, E, BLOCK_E, SKIP, HALF, PRECISION, TMA, BLOCK_N, STAGES, part == 1,
             )  # fmt: skip
     if HALF:
         acc = _times(acc, 1.0 / 32768.0)
@@ -282,10 +282,10 @@ def catalogue_loss_bwd_dout_kernel(
 def _weigh_outputs(
     acc, own, first, last, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, skip, W,
     E: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, SKIP: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """acc + gradient of the logits at the outputs first .. last times the (scaled) outputs."""
-    for start in range(first, last, BLOCK_N):
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
         tile = _tile(out, start, out_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
         logits = _scores(own, tile, PRECISION)
@@ -319,7 +319,7 @@ def catalogue_loss_bwd_ditems_kernel(
     inverse_count, ditems, partial, smoothing, skip, I, W, per_split,
     SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, SKIP: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of ditems [I, SIZE], or (with `partial` [splits, I, SIZE]) a split's sum over outputs.
 
@@ -345,7 +345,7 @@ def catalogue_loss_bwd_ditems_kernel(
             acc = _weigh_outputs(
                 acc, own, bounds[part], bounds[part + 1], out, out_stride, row_scale, scale, known,
                 None if shift is None else correction, targets, lse, 1.0 - smoothing, skip, W, E, BLOCK_E, NORMALIZE,
-                ids is not None, SKIP, HALF, PRECISION, TMA, BLOCK_N, part == 1,
+                ids is not None, SKIP, HALF, PRECISION, TMA, BLOCK_N, STAGES, part == 1,
             )  # fmt: skip
     if HALF:
         acc = _times(acc, 1.0 / 32768.0)
