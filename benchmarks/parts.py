@@ -269,9 +269,9 @@ def main(options) -> None:
     kinds = {"given": options.attention} if options.attention else {name: KINDS[name] for name in options.kinds}
     for length in options.lengths:
         for name, attention in kinds.items():
-            record = {"attention": name, "length": length, "tokens": options.tokens, "items": options.items,
-                      "size": options.size, "loss": options.loss, "model": options.model, "train": options.train, "commit": commit.stdout.strip() or "unknown",
-                      "environment": environment(device)}  # fmt: skip
+            record = {"attention": name, "length": length}
+            record |= {part: getattr(options, part) for part in ("tokens", "items", "size", "loss", "model", "train")}
+            record |= {"commit": commit.stdout.strip() or "unknown", "environment": environment(device)}
             try:
                 record |= measure(options, name, attention, length, device)
             except Exception as error:  # a kind may not take such sizes, or not be here: say so and go on

@@ -51,9 +51,10 @@ def catalogue_loss(
             some thousand tokens at a time.
         log_q: [I], logarithm of the probability with which each item is drawn as a negative. No gradient.
         label_smoothing: as torch's cross_entropy, 0 <= label_smoothing < 1; only without negatives.
-        skip_below: backward leaves out tiles of the softmax (64 x 64 or so) in which no probability reaches this, which
-            saves half of its products there and loses up to I * skip_below of a token's probability. 0: nothing is left
-            out. Whole catalogue and negatives [K] in Triton only; elsewhere without effect.
+        skip_below: backward leaves out tiles of the softmax (128 x 128 or so) without a target in which no probability
+            reaches this, which spares it their products, for one more product with the whole catalogue, and loses up
+            to I * skip_below of a token's probability. 0: nothing is left out. Without negatives in Triton only;
+            elsewhere without effect.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:

@@ -19,6 +19,7 @@ from hstu_sparse.catalogue_loss.products import (
     catalogue_loss_bwd_ditems_kernel,
     catalogue_loss_bwd_dout_kernel,
     catalogue_loss_fwd_kernel,
+    catalogue_loss_mark_kernel,
 )
 from hstu_sparse.catalogue_loss.rows import (
     catalogue_loss_mean_kernel,
@@ -323,7 +324,10 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
         out_sum = call.sum(call.out, row_scale if call.normalize else None, call.targets)
     W = len(matrix)
     out, matrix = launch.aligned(call.out), launch.aligned(matrix)
-    shape = dict(E=out.shape[1], NORMALIZE=call.normalize, PRECISION=call.precision, SKIP=call.skip > 0)
+    shape = dict(E=out.shape[1], NORMALIZE=call.normalize, PRECISION=call.precision)
+    marks, mark_sizes = None, (1, 1)
+    if call.skip and not sampled:
+        marks, mark_sizes = _marks(call, out, matrix, item_scale, row_scale, lse)
     ending = (call.items, call.items.stride(0), item_sum, grad, inverse_count)
     config = config_of("dout", call.out)
     splits, per_split = plan_splits(call.T, W, config, call.out.device, 4 * call.E)
@@ -331,8 +335,9 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
     walk, lengths, tma = _walk(config, matrix, item_scale)
     catalogue_loss_bwd_dout_kernel[(cdiv(call.T, config["BLOCK_M"]) * splits,)](
         out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets, lse,
-        positive if sampled else None, *ending, dout, along, partial, call.smoothing, call.skip, call.T, call.I, W,
-        per_split, SIZE=call.E, TMA=tma, **shape, **_options(config),
+        positive if sampled else None, *ending, dout, along, partial, call.smoothing, marks,
+        0 if marks is None else marks.shape[1], call.T, call.I, W, per_split, SIZE=call.E, OWN_MARK=mark_sizes[0],
+        MARK=mark_sizes[1], TMA=tma, **shape, **_options(config),
     )  # fmt: skip
     if splits > 1:
         call.over_rows(
@@ -341,6 +346,8 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
             splits,
         )  # fmt: skip
     del partial
+    if marks is not None:
+        marks = marks.t().contiguous()
     config = config_of("ditems", call.out)
     splits, per_split = plan_splits(W, call.T, config, call.out.device, 4 * call.E)
     parts = splits > 1 or sampled
@@ -350,8 +357,9 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
     if W:
         catalogue_loss_bwd_ditems_kernel[(cdiv(W, config["BLOCK_M"]) * splits,)](
             walk, matrix, out.stride(0), matrix.stride(0), scales, item_scale, ids, shift, targets, sums, row_scale,
-            out_sum, grad, inverse_count, ditems, partial, call.smoothing, call.skip, W, call.T, per_split,
-            SIZE=call.E, TMA=tma, **shape, **_options(config),
+            out_sum, grad, inverse_count, ditems, partial, call.smoothing, marks,
+            0 if marks is None else marks.shape[1], W, call.T, per_split, SIZE=call.E, OWN_MARK=mark_sizes[1],
+            MARK=mark_sizes[0], TMA=tma, **shape, **_options(config),
         )  # fmt: skip
     if sampled:
         drawn = partial[0] if splits == 1 else partial.sum(0)
@@ -364,6 +372,23 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
             grad, inverse_count, ditems, call.smoothing, call.I, splits,
         )  # fmt: skip
     return ditems
+
+
+def _marks(call, out, matrix, item_scale, row_scale, lse):
+    """(marks of the tiles that backward takes, uint8 [rows, columns]; tokens of a row, items of a column)."""
+    config, dout, ditems = (config_of(part, call.out) for part in ("fwd", "dout", "ditems"))
+    # Powers of two: a tile of any of the kernels lies within one.
+    tokens = max(config["BLOCK_M"], dout["BLOCK_M"], ditems["BLOCK_N"])
+    items = max(config["BLOCK_N"], dout["BLOCK_N"], ditems["BLOCK_M"])
+    marks = call.new(cdiv(call.T, tokens), cdiv(call.I, items), dtype=torch.uint8).zero_()
+    splits, per_split = plan_splits(call.T, call.I, config, call.out.device, 0)
+    walk, lengths, tma = _walk(config, matrix, item_scale)
+    catalogue_loss_mark_kernel[(cdiv(call.T, config["BLOCK_M"]) * splits,)](
+        out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, call.targets, lse, marks, marks.shape[1],
+        math.log2(call.skip), call.T, call.I, per_split, E=out.shape[1], OWN_MARK=tokens, MARK=items,
+        PRECISION=call.precision, TMA=tma, **_options(config),
+    )  # fmt: skip
+    return marks, (tokens, items)
 
 
 def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
