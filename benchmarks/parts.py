@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=Path, help="append the JSON lines here too")
     parser.add_argument("--plot", type=Path, help="draw this file's lines as stacked bars into --out, measure nothing")
+    parser.add_argument("--table", type=Path, help="print this file's lines as a table, measure nothing")
 
 
 def configuration(options, length: int, attention: dict) -> RunConfig:
@@ -229,6 +230,28 @@ def timed(step, batch: Batch, cuda: bool) -> float:
     return start.elapsed_time(end)
 
 
+def read(source: Path) -> list[dict]:
+    """The records with timings in a file of JSON lines."""
+    records = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+    records = [record for record in records if "ms" in record]
+    if not records:
+        raise SystemExit(f"{source}: no timings in it")
+    return records
+
+
+def table(source: Path) -> None:
+    """In Markdown: a row for each record, milliseconds."""
+    heads = ["N", "attention", "step", *PARTS, "tokens/s", "of the bound", "peak memory"]
+    print("| " + " | ".join(heads) + " |\n" + "| --- " * len(heads) + "|")
+    for record in sorted(read(source), key=lambda record: record["length"]):
+        cells = [f"{record['length']:,}", record["attention"], f"{record['ms']:.1f}"]
+        cells += [f"{record['parts_ms'][part]:.2f}" for part in PARTS]
+        share, peak = record["fraction_of_bound"], record["peak_memory_bytes"]
+        cells += [f"{record['tokens_per_second'] / 1e6:.2f} M", "" if share is None else f"{share:.0%}"]
+        cells += ["" if peak is None else f"{peak / 2**30:.1f} GiB"]
+        print("| " + " | ".join(cells) + " |")
+
+
 def plot(source: Path, target: Path) -> None:
     """A group of stacked bars for each N, one bar a kind; the line above is the step's time."""
     import matplotlib
@@ -236,10 +259,7 @@ def plot(source: Path, target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    records = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
-    records = [record for record in records if "ms" in record]
-    if not records:
-        raise SystemExit(f"{source}: no timings in it")
+    records = read(source)
     groups = collections.defaultdict(list)
     for record in records:
         groups[record["length"]].append(record)
@@ -263,6 +283,9 @@ def plot(source: Path, target: Path) -> None:
 def main(options) -> None:
     if options.plot:
         plot(options.plot, options.out or options.plot.with_suffix(".png"))
+        return
+    if options.table:
+        table(options.table)
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
