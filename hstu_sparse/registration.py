@@ -22,16 +22,24 @@ def plain(x: torch.Tensor) -> bool:
     return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack()
 
 
-def _ready(launch: Callable) -> Callable:
-    """`launch` on the first argument's device, with integer and one-dimensional tensors made contiguous."""
+def _places(arguments: str) -> tuple[int, ...]:
+    """Which arguments of a schema are tensors."""
+    types = (argument.split(" ")[0] for argument in arguments.split(", "))
+    return tuple(i for i, type_ in enumerate(types) if type_ in ("Tensor", "Tensor?"))
+
+
+def _ready(launch: Callable, tensors: Sequence[int]) -> Callable:
+    """`launch` on the first argument's device; of the arguments at `tensors` those of integers or of one dimension are
+    made contiguous.
+    """
 
     @functools.wraps(launch)
     def run(*arguments):
         x = arguments[0]
-        arguments = [
-            a.contiguous() if isinstance(a, torch.Tensor) and (a.dim() == 1 or not a.is_floating_point()) else a
-            for a in arguments
-        ]
+        for i in tensors:
+            a = arguments[i]
+            if a is not None and not a.is_contiguous() and (a.dim() == 1 or not a.is_floating_point()):
+                arguments = *arguments[:i], a.contiguous(), *arguments[i + 1 :]
         if x.is_cuda and x.get_device() != torch.cuda.current_device():
             with torch.cuda.device(x.get_device()):
                 return launch(*arguments)
@@ -68,11 +76,12 @@ class Operator:
         outputs: int = 1,
         keep_output: bool = False,
     ):
-        types, names = zip(*(argument.split(" ") for argument in arguments.split(", ")))
+        names = [argument.split(" ")[1] for argument in arguments.split(", ")]
         self.name, self.outputs, self.keep_output = name, outputs, keep_output
-        self.tensors = [i for i, type_ in enumerate(types) if type_ in ("Tensor", "Tensor?")]
+        self.tensors = _places(arguments)
         self.differentiable = [names.index(argument) for argument in differentiable]
-        self.forward, self.backward = _ready(forward), _ready(backward)
+        self.forward = _ready(forward, self.tensors)
+        self.backward = _ready(backward, [0, *(i + 1 for i in self.tensors)])
         self.function = _autograd(self)
 
         kept = "".join(f", Tensor kept_{i}" for i in range(0 if keep_output else 1, outputs))
@@ -155,7 +164,7 @@ def register_preparation(name: str, arguments: str, *, launch: Callable, fake: C
     Returns:
         (*arguments) -> the list. Calls with plain tensors launch at once.
     """
-    ready = _ready(launch)
+    ready = _ready(launch, _places(arguments))
     _library.define(f"{name}({arguments}) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
     for device in ("CPU", "CUDA"):
         _library.impl(name, ready, device)

@@ -179,6 +179,9 @@ class SequenceModel(nn.Module):
         kinds = config.attention * (config.num_layers if len(config.attention) == 1 else 1)
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in kinds)
         self.head = MixtureOfLogits(config.head, config.embedding_dim) if config.head.kind == "mol" else None
+        # ln of the factor that has been learned for loss.temperature
+        learned = config.head.kind == "dot" and config.head.learned_temperature
+        self.log_temperature = nn.Parameter(torch.zeros(())) if learned else None
 
     @property
     def item_weight(self) -> Tensor:

@@ -5,8 +5,8 @@ Letters: T tokens, I items, E embedding size, K negatives.
 
 import torch
 
-from hstu_sparse import jagged
 from hstu_sparse.catalogue_loss.reference import catalogue_loss_reference
+from hstu_sparse.jagged import readable
 from hstu_sparse.validation import INTEGER, check_kernel, check_number, check_tensor, choose_backend
 
 MAX_EMBEDDING = 512
@@ -62,7 +62,8 @@ def catalogue_loss(
         items and temperature; the kernels have no second ones.
 
     Raises:
-        TypeError, ValueError: what was expected and what came. With jagged.DEBUG also for ids out of range.
+        TypeError, ValueError: what was expected and what came. Ids out of range are found on a CPU, and
+            elsewhere under HSTU_SPARSE_DEBUG.
 
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (arXiv 2411.09009), for the whole
     catalogue; Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019, for the correction by log_q.
@@ -95,10 +96,9 @@ def catalogue_loss(
         if log_q is not None:
             check_tensor("log_q", log_q, "I", sizes, device=out.device)
             log_q = log_q.detach()
-    if jagged.DEBUG:
-        for name, ids in (("targets", targets), ("negatives", negatives)):
-            if ids is not None and ids.numel() and int(ids.max()) >= sizes["I"]:
-                raise ValueError(f"{name} must be below I={sizes['I']}, got {int(ids.max())}")
+    for name, ids in (("targets", targets), ("negatives", negatives)):
+        if ids is not None and ids.numel() and readable(ids) and int(ids.max()) >= sizes["I"]:
+            raise ValueError(f"{name} must be below I={sizes['I']}, got {int(ids.max())}")
     if backend == "reference":
         return catalogue_loss_reference(
             out,

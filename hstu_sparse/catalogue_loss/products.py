@@ -199,7 +199,8 @@ def catalogue_loss_fwd_kernel(
             )  # fmt: skip
     if BOUNDED:
         top = tl.zeros([BLOCK_M], tl.float32) + bound
-    log_sum = tl.where(total > 0.0, top + tl.log2(tl.maximum(total, 1e-37)), -1e30)
+    # Comparisons that are false for NaN: an item that is not finite must not leave a loss that is.
+    log_sum = tl.where(total == 0.0, -1e30, top + tl.log2(tl.where(total < 1e-37, 1e-37, total)))
     tl.store(lse + split.to(tl.int64) * T + t, log_sum, t < T)
 
 

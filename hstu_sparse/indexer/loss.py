@@ -87,8 +87,8 @@ def index_loss_fwd_kernel(
         index_base = tl.where(index_higher == float("-inf"), 0.0, index_higher)
         index_total = index_total * tl.exp2(index_most - index_base) + tl.sum(tl.exp2(index - index_base), 0)
         index_most = index_higher
-    logarithm = tl.where(total > 0.0, most + tl.log2(total), 0.0)
-    index_logarithm = tl.where(index_total > 0.0, index_most + tl.log2(index_total), 0.0)
+    logarithm = tl.where(total == 0.0, 0.0, most + tl.log2(total))
+    index_logarithm = tl.where(index_total == 0.0, 0.0, index_most + tl.log2(index_total))
     tl.store(lse + row * H + head, logarithm, mask=inside)
     tl.store(index_lse + row, index_logarithm)
     # Rows past H weigh nothing in the mean.
@@ -102,7 +102,7 @@ def index_loss_fwd_kernel(
         )  # fmt: skip
         p = tl.sum(tl.exp2(attention - logarithm[:, None]), 0) / H
         pi = tl.exp2(_index_scores(scores, row, start, visible, K, BLOCK) - index_logarithm)
-        divergence += tl.where(p > 0.0, p * (tl.log2(p + eps) - tl.log2(pi + eps)), 0.0)
+        divergence += tl.where(p == 0.0, 0.0, p * (tl.log2(p + eps) - tl.log2(pi + eps)))
     tl.store(loss + row, tl.sum(divergence, 0) * LN2)
 
 

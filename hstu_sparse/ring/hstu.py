@@ -7,7 +7,7 @@ SiLU needs no normaliser, so the outputs of the blocks add; they do so in fp32.
 
 import torch
 
-from hstu_sparse.jagged import check_jagged
+from hstu_sparse.jagged import readable
 from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.ring.communication import GradientRing, Ring, on
 from hstu_sparse.ring.hstu_reference import hstu_block
@@ -74,7 +74,9 @@ def ring_hstu_attention(
         seq_offsets = torch.arange(2, device=getattr(positions, "device", None)) * tokens
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
     check_tensor("positions", positions, "T", sizes, dtype=INTEGER, device=q.device)
-    check_jagged(seq_offsets, max_seq_len, q=q)
+    if readable(positions) and ((positions < 0) | (positions >= max_seq_len)).any():
+        found = positions.aminmax()
+        raise ValueError(f"positions must be from 0 to N-1={max_seq_len - 1}, got {found.min} to {found.max}")
     check_int("window_size", window_size, 0)
     alpha = check_scale(alpha, sizes["D"])
     bias = check_bias(bias, max_seq_len, q.shape[0], q.device)

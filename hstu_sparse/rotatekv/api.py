@@ -9,7 +9,7 @@ Source: RotateKV (IJCAI 2025, arXiv 2501.16383), Mustafar (arXiv 2505.22913).
 import torch
 from torch import Tensor
 
-from hstu_sparse.jagged import check_jagged, sequence_ids
+from hstu_sparse.jagged import check_jagged, readable, sequence_ids
 from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.rotatekv import reference
 from hstu_sparse.rotatekv.cache import RotateKVCache
@@ -271,7 +271,10 @@ def rotatekv_attention(
         TypeError, ValueError: what was expected and what came.
     """
     _check_cache(cache)
+    check_jagged(cache.seq_offsets, max_seq_len)
     tokens = bias.timestamps.shape[0] if isinstance(bias, RelativeBias) and bias.timestamps is not None else 0
+    if tokens and readable(cache.seq_offsets):
+        tokens = int(cache.seq_offsets[-1])
     sizes = {"H": cache.layout.heads, "D": cache.layout.head_size}
     call = _check_attention(
         q, q_offsets, sizes, tokens, cache.seq_offsets, max_seq_len, activation, alpha, bias, rope_base, return_lse

@@ -125,7 +125,7 @@ def flash_attention_fwd_kernel(
                         k_position, scale, slope, left, right, seed, sequence * H + head, dropout, D, V, HAS_LEFT,
                         HAS_RIGHT, ALIGNED, PRECISION, part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
                     )  # fmt: skip
-    found = sums > 0.0
+    found = sums != 0.0  # true for NaN
     sums = tl.where(found, sums, 1.0)  # of a query that saw nothing acc is 0
     tl.store(lse, tl.where(found, (peak + tl.log2(sums)) / LOG2_E, float("-inf")), first_row + m < length)
     result = acc / (sums * (1.0 - dropout))[:, None]
