@@ -19,6 +19,8 @@ GIVEN = ["q_offsets", "k_offsets", "q_starts", "k_starts", "seed"]
 # What a maximum begins with: finite, so that no difference of two of them is undefined.
 LEAST = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Numbers of queries that backward computes first lie in slots of so many, at least as many as a tile has queries.
+ROW_BLOCK = tl.constexpr(128)
 
 
 @triton.jit
