@@ -3,8 +3,8 @@
 Letters: W processes of the group.
 
 In step i a process holds the block of the process i places before it. The next block is on its way, from the
-predecessor and to the successor, while the present one is at work. Gradients of a block travel behind it and gather
-what every process adds; after W steps they are home.
+predecessor and to the successor, while the present one is at work. Gradients of a block travel behind it, from step 1
+on, and gather what every process adds; its owner adds its own part last, when they are home.
 """
 
 import contextlib
@@ -124,25 +124,29 @@ class Ring:
 _agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-class GradientRing:
-    """Gradients of the blocks, fp32 sums that follow them round. Used within a loop over `Ring.blocks`."""
+def backward_round(ring: Ring, tensors: Sequence[torch.Tensor], sizes: Sequence[int], add_dq, find_dkv):
+    """The backward pass of a ring: W rounds of dq and of the gradients of keys and values, which gather on their way.
 
-    def __init__(self, ring: Ring, sizes: Sequence[int]):
-        self.ring, self.sizes, self.pending = ring, sizes, None
+    The own block's dq covers the way of the first block, and the dq of a block the way of its other gradients.
 
-    def add(self, source: int, gradients: list[torch.Tensor]) -> None:
-        """What this process adds for the block of rank `source`, from which on the tensors belong to the ring."""
-        if self.pending is not None:
-            for mine, earlier in zip(gradients, self.pending.wait(), strict=True):
-                mine += earlier
-        self.result = gradients
-        if self.ring.world > 1:
-            size = self.sizes[(source - 1) % self.ring.world]
-            self.pending = self.ring.send_on(gradients, [(size, *x.shape[1:]) for x in gradients])
+    Args:
+        tensors, sizes: as for `Ring.blocks`.
+        add_dq: (rank whose block it is, its tensors) -> None.
+        find_dkv: (rank, tensors, sums so far or None) -> list of the sums, fp32 for fp16 and bf16. May write into those
+            that it is given.
 
-    def home(self) -> list[torch.Tensor]:
-        """The sums for the own block, after the loop."""
-        return self.result if self.pending is None else self.pending.wait()
+    Returns:
+        The sums of the own block.
+    """
+    pending = None
+    for source, block in ring.blocks(tensors, sizes):
+        if source != ring.rank:
+            found = find_dkv(source, block, None if pending is None else pending.wait())
+            size = sizes[(source - 1) % ring.world]
+            pending = ring.send_on(found, [(size, *x.shape[1:]) for x in found])
+            del found
+        add_dq(source, block)
+    return find_dkv(ring.rank, list(tensors), None if pending is None else pending.wait())
 
 
 def on(device: torch.device):

@@ -164,7 +164,7 @@ def ring_hstu_bwd_dkv_kernel(
     BUCKETS: tl.constexpr, HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv (fp32) of BLOCK_N keys of one head; tiles are transposed, keys x queries."""
+    """Adds to dk and dv (fp32) of BLOCK_N keys of one head; tiles are transposed, keys x queries."""
     head = tl.program_id(0) % H
     b, begin, length, tile = locate(k_offsets, tl.program_id(0) // H, num_seqs, BLOCK_N)
     if tile * BLOCK_N >= length:
@@ -198,6 +198,8 @@ def ring_hstu_bwd_dkv_kernel(
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
     target = dk + head * dk_stride_h + token[:, None] * dk_stride_t + d[None, :]
-    tl.store(target, acc_k * (alpha * inverse_n), inside[:, None] & (d < D_OUT)[None, :])
+    mask = inside[:, None] & (d < D_OUT)[None, :]
+    tl.store(target, tl.load(target, mask, 0.0) + acc_k * (alpha * inverse_n), mask)
     target = dv + head * dv_stride_h + token[:, None] * dv_stride_t + e[None, :]
-    tl.store(target, acc_v * inverse_n, inside[:, None] & (e < V_OUT)[None, :])
+    mask = inside[:, None] & (e < V_OUT)[None, :]
+    tl.store(target, tl.load(target, mask, 0.0) + acc_v * inverse_n, mask)

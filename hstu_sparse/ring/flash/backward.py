@@ -150,7 +150,8 @@ def flash_attention_bwd_dq_kernel(
                     acc = _attend_dq(
                         acc, query, dout, row_lse, row_delta, bounds[part], bounds[part + 1], t, t_first, q_inside,
                         keys, values, k_stride_t, v_stride_t, k_length, k_position, scale, slope, left, right, seed,
-                        sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+                        sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1,
+                        BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     inside = q_inside & (d < D_OUT)[None, :]
     dq += (begin + first_row) * dq_stride_t + head * dq_stride_h
@@ -254,17 +255,28 @@ def _one_head(
     return dk, dv
 
 
+@triton.jit
+def _store_sum(target, sums, place, value, inside):
+    if sums is not None:
+        value += tl.load(sums + place, inside, 0.0)
+    tl.store(target + place, value.to(target.dtype.element_ty), inside)
+
+
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
 def flash_attention_bwd_dkv_kernel(
-    q, k, v, do, rows, dk, dv, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
-    do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h, q_offsets, k_offsets, q_starts, k_starts,
-    num_pieces, total, scale, left, right, slopes, slope_stride, seed, dropout,
+    q, k, v, do, rows, dk, dv, dk_sums, dv_sums, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t,
+    v_stride_h, do_stride_t, do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h,
+    q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, scale, left, right, slopes, slope_stride,
+    seed, dropout,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program: dk and dv of BLOCK_N keys of one head of keys, over the GROUP heads of queries that share it."""
+    """One program: dk and dv of BLOCK_N keys of one head of keys, over the GROUP heads of queries that share it.
+
+    dk_sums, dv_sums: None, or what is added to them, at the same places.
+    """
     k_head = tl.program_id(0) % (H // GROUP)
     index, begin, length, tile = locate(k_offsets, tl.program_id(0) // (H // GROUP), num_pieces, BLOCK_N)
     # With a causal mask the first tile of a piece has the most work, and it comes first.
@@ -301,9 +313,7 @@ def flash_attention_bwd_dkv_kernel(
                 slopes, slope_stride, seed, dropout, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
                 BLOCK_N, PAD_D, PAD_V, TMA,
             )  # fmt: skip
-    dk += (begin + first_row) * dk_stride_t + k_head * dk_stride_h
-    result = (acc_k * (scale / LOG2_E)).to(dk.dtype.element_ty)
-    tl.store(dk + n[:, None] * dk_stride_t + d[None, :], result, k_inside & (d < D_OUT)[None, :])
-    dv += (begin + first_row) * dv_stride_t + k_head * dv_stride_h
-    result = acc_v.to(dv.dtype.element_ty)
-    tl.store(dv + n[:, None] * dv_stride_t + e[None, :], result, k_inside & (e < V_OUT)[None, :])
+    place = (begin + first_row) * dk_stride_t + k_head * dk_stride_h + n[:, None] * dk_stride_t + d[None, :]
+    _store_sum(dk, dk_sums, place, acc_k * (scale / LOG2_E), k_inside & (d < D_OUT)[None, :])
+    place = (begin + first_row) * dv_stride_t + k_head * dv_stride_h + n[:, None] * dv_stride_t + e[None, :]
+    _store_sum(dv, dv_sums, place, acc_v, k_inside & (e < V_OUT)[None, :])

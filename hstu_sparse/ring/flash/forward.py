@@ -130,7 +130,8 @@ def flash_attention_fwd_kernel(
                     acc, peak, sums = _attend(
                         acc, peak, sums, query, bounds[part], bounds[part + 1], t, t_first, q_inside,
                         keys, values, k_stride_t, v_stride_t, k_length, k_position, scale, slope, left, right, seed,
-                        sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA, STEADY,
+                        sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1,
+                        BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA, STEADY,
                     )  # fmt: skip
     found = sums != 0.0  # true for NaN
     sums = tl.where(found, sums, 1.0)  # of a query that saw nothing acc is 0

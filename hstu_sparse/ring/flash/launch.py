@@ -153,15 +153,15 @@ class Launch:
             **self.constants, ADD=add, **config,
         )  # fmt: skip
 
-    def dkv(self, grad: torch.Tensor, rows: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, config=None) -> None:
-        """Writes dk [S, Hkv, D] and dv [S, Hkv, V]."""
+    def dkv(self, grad, rows: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, sums=None, config=None) -> None:
+        """Writes dk [S, Hkv, D] and dv [S, Hkv, V], contiguous; `sums`: two such that are added, perhaps the same."""
         if not self.k.shape[0]:
             return
         grad, config = _rows(grad), self._prepared(config or bwd_dkv_config(*self.chosen))
         grid = ((self.k.shape[0] // config["BLOCK_N"] + self.pieces) * self.kv_heads,)
         flash_attention_bwd_dkv_kernel[grid](
-            self.q, self.k, self.v, grad, rows, dk, dv, *self._strides(self.q, self.k, self.v, grad, dk, dv),
-            *self.problem, **self.constants, **config,
+            self.q, self.k, self.v, grad, rows, dk, dv, *(sums or (None, None)),
+            *self._strides(self.q, self.k, self.v, grad, dk, dv), *self.problem, **self.constants, **config,
         )  # fmt: skip
 
 
