@@ -15,6 +15,7 @@ from hstu_sparse.ring.flash.tiles import (
     LOG2_E,
     PER_BATCH,
     ROW_BLOCK,
+    find_tile,
     hide,
     in_registers,
     kept,
@@ -103,32 +104,26 @@ def flash_attention_bwd_dq_kernel(
     PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One program: dq of BLOCK_M queries of one head. ADD: to what `dq` holds. scale: times log2(e)."""
-    head = tl.program_id(0) % H
-    index, begin, length, tile = locate(q_offsets, tl.program_id(0) // H, num_pieces, BLOCK_M)
-    first_row = ((length + BLOCK_M - 1) // BLOCK_M - 1 - tile) * BLOCK_M
-    if first_row < 0:
+    own = find_tile(q_offsets, q_starts, num_pieces, H, PIECES, BLOCK_M, True)
+    if own.first < 0:
         return
-    _, _, q_position = piece(index, q_offsets, q_starts)
-    sequence = index // PIECES
     if ADD:
-        seen = keys_seen(
-            first_row, length, q_position, sequence, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT,
-            BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        seen = keys_seen(own, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
         if seen == 0:
             return
+    head, sequence, begin, length, first_row = own.head, own.sequence, own.begin, own.length, own.first
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
     q_inside = (first_row + m < length)[:, None]
-    t_first = q_position + first_row
+    t_first = own.position + first_row
     t = (t_first + m)[:, None]
     q += begin * q_stride_t + head * q_stride_h
     do += begin * do_stride_t + head * do_stride_h
     query = in_registers(load_block(q, first_row, m, d, q_stride_t, length, D, PAD_D, True), WGMMA)
     dout = in_registers(load_block(do, first_row, m, e, do_stride_t, length, V, PAD_V, True), WGMMA)
     width = row_width(num_pieces, total)
-    rows += head * width + (begin // ROW_BLOCK + index) * ROW_BLOCK + first_row + m
+    rows += head * width + (begin // ROW_BLOCK + own.index) * ROW_BLOCK + first_row + m
     row_lse = tl.load(rows)[:, None]
     row_delta = tl.load(rows + H * width)[:, None]
     slope = None
@@ -140,7 +135,7 @@ def flash_attention_bwd_dq_kernel(
     for i in tl.static_range(PIECES):
         k_begin, k_length, k_position = piece(sequence * PIECES + i, k_offsets, k_starts)
         bounds = key_ranges(
-            first_row, length, k_length, q_position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+            first_row, length, k_length, own.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
         )
         keys = matrix(k + k_begin * k_stride_t, k_stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
         values = matrix(v + k_begin * v_stride_t, v_stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
@@ -222,7 +217,7 @@ def _attend_dkv(
 
 @triton.jit
 def _one_head(
-    dk, dv, key, value, head, sequence, first_row, k_length, k_position, s, s_first, k_inside, q, do, rows, width,
+    dk, dv, key, value, head, own, s, s_first, k_inside, q, do, rows, width,
     q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, scale, left, right, slopes, slope_stride,
     seed, dropout,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr, HAS_LEFT: tl.constexpr,
@@ -232,25 +227,26 @@ def _one_head(
     """dk and dv + what one head of queries adds."""
     slope = None
     if slopes is not None:
-        slope = tl.load(slopes + sequence * slope_stride + head) * LOG2_E
+        slope = tl.load(slopes + own.sequence * slope_stride + head) * LOG2_E
     for i in tl.static_range(PIECES):
-        begin, length, q_position = piece(sequence * PIECES + i, q_offsets, q_starts)
+        index = own.sequence * PIECES + i
+        begin, length, position = piece(index, q_offsets, q_starts)
         bounds = query_ranges(
-            first_row, length, k_length, q_position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+            own.first, length, own.length, position - own.position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
         )
         query = matrix(q + begin * q_stride_t + head * q_stride_h, q_stride_t, length, D, BLOCK_M, PAD_D, TMA)
         dout = matrix(do + begin * do_stride_t + head * do_stride_h, do_stride_t, length, V, BLOCK_M, PAD_V, TMA)
-        own = rows + head * width + (begin // ROW_BLOCK + sequence * PIECES + i) * ROW_BLOCK
-        lse = row_source(own, length, BLOCK_M, TMA)
-        delta = row_source(own + H * width, length, BLOCK_M, TMA)
+        lse = rows + head * width + (begin // ROW_BLOCK + index) * ROW_BLOCK
+        delta = row_source(lse + H * width, length, BLOCK_M, TMA)
+        lse = row_source(lse, length, BLOCK_M, TMA)
         for part in tl.static_range(3):
             if part > 0 or HAS_RIGHT:  # noqa: SIM102  known to the compiler
                 if bounds[part] < bounds[part + 1]:
                     dk, dv = _attend_dkv(
                         dk, dv, key, value, bounds[part], bounds[part + 1], s, s_first, k_inside, query, dout, lse,
-                        delta, q_stride_t, do_stride_t, length, q_position, scale, slope,
-                        left, right, seed, sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION,
-                        part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+                        delta, q_stride_t, do_stride_t, length, position, scale, slope, left, right, seed,
+                        own.sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1,
+                        BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     return dk, dv
 
@@ -277,19 +273,16 @@ def flash_attention_bwd_dkv_kernel(
 
     dk_sums, dv_sums: None, or what is added to them, at the same places.
     """
-    k_head = tl.program_id(0) % (H // GROUP)
-    index, begin, length, tile = locate(k_offsets, tl.program_id(0) // (H // GROUP), num_pieces, BLOCK_N)
-    # With a causal mask the first tile of a piece has the most work, and it comes first.
-    first_row = tile * BLOCK_N
-    if first_row >= length:
+    # With a causal mask the first tile of a piece has the most work.
+    own = find_tile(k_offsets, k_starts, num_pieces, H // GROUP, PIECES, BLOCK_N, False)
+    if own.first < 0:
         return
-    _, _, k_position = piece(index, k_offsets, k_starts)
-    sequence = index // PIECES
+    k_head, begin, length, first_row = own.head, own.begin, own.length, own.first
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
     k_inside = (first_row + n < length)[:, None]
-    s_first = k_position + first_row
+    s_first = own.position + first_row
     s = (s_first + n)[:, None]
     k += begin * k_stride_t + k_head * k_stride_h
     v += begin * v_stride_t + k_head * v_stride_h
@@ -300,7 +293,7 @@ def flash_attention_bwd_dkv_kernel(
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
     if GROUP == 1:
         acc_k, acc_v = _one_head(
-            acc_k, acc_v, key, value, k_head, sequence, first_row, length, k_position, s, s_first, k_inside, q, do,
+            acc_k, acc_v, key, value, k_head, own, s, s_first, k_inside, q, do,
             rows, width, q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, scale, left, right,
             slopes, slope_stride, seed, dropout, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
             BLOCK_N, PAD_D, PAD_V, TMA,
@@ -308,7 +301,7 @@ def flash_attention_bwd_dkv_kernel(
     else:
         for head in range(k_head * GROUP, (k_head + 1) * GROUP):
             acc_k, acc_v = _one_head(
-                acc_k, acc_v, key, value, head, sequence, first_row, length, k_position, s, s_first, k_inside, q, do,
+                acc_k, acc_v, key, value, head, own, s, s_first, k_inside, q, do,
                 rows, width, q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, scale, left, right,
                 slopes, slope_stride, seed, dropout, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
                 BLOCK_N, PAD_D, PAD_V, TMA,

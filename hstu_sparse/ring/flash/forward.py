@@ -12,6 +12,7 @@ from hstu_sparse.ring.flash.tiles import (
     LEAST,
     LOG2_E,
     PER_BATCH,
+    find_tile,
     hide,
     kept,
     key_ranges,
@@ -20,7 +21,6 @@ from hstu_sparse.ring.flash.tiles import (
     matrix,
     piece,
 )
-from hstu_sparse.tiles import locate
 
 
 @triton.jit
@@ -75,25 +75,19 @@ def flash_attention_fwd_kernel(
     TMA: tl.constexpr, STEADY: tl.constexpr = False,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head. ADD: `out` and `lse` hold what earlier calls found, of other keys."""
-    head = tl.program_id(0) % H
-    index, begin, length, tile = locate(q_offsets, tl.program_id(0) // H, num_pieces, BLOCK_M)
-    # The last tile of a piece has the most work: it comes first.
-    first_row = ((length + BLOCK_M - 1) // BLOCK_M - 1 - tile) * BLOCK_M
-    if first_row < 0:
+    # The last tile of a piece has the most work.
+    own = find_tile(q_offsets, q_starts, num_pieces, H, PIECES, BLOCK_M, True)
+    if own.first < 0:
         return
-    _, _, q_position = piece(index, q_offsets, q_starts)
-    sequence = index // PIECES
     if ADD:
-        seen = keys_seen(
-            first_row, length, q_position, sequence, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT,
-            BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        seen = keys_seen(own, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
         if seen == 0:
             return
+    head, sequence, begin, length, first_row = own.head, own.sequence, own.begin, own.length, own.first
     m = tl.arange(0, BLOCK_M)
     e = tl.arange(0, PAD_V)
     q_inside = (first_row + m < length)[:, None]
-    t_first = q_position + first_row
+    t_first = own.position + first_row
     t = (t_first + m)[:, None]
     q += begin * q_stride_t + head * q_stride_h
     query = load_block(q, first_row, m, tl.arange(0, PAD_D), q_stride_t, length, D, PAD_D, True)
@@ -120,7 +114,7 @@ def flash_attention_fwd_kernel(
     for i in tl.static_range(PIECES):
         k_begin, k_length, k_position = piece(sequence * PIECES + i, k_offsets, k_starts)
         bounds = key_ranges(
-            first_row, length, k_length, q_position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+            first_row, length, k_length, own.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
         )
         keys = matrix(k + k_begin * k_stride_t, k_stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
         values = matrix(v + k_begin * v_stride_t, v_stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
