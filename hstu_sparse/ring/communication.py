@@ -8,6 +8,7 @@ on, and gather what every process adds; its owner adds its own part last, when t
 """
 
 import contextlib
+import json
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -84,24 +85,35 @@ class Ring:
                 current = pending.wait()
 
     def agree(self, what: str, mine: dict, *, always: bool = False) -> list[dict]:
-        """What every rank calls its own, after a check that all agree; only in a group's first call, unless `always`
-        or HSTU_SPARSE_DEBUG=1 asks for it in each.
+        """What every rank calls its own, after a check that all agree; only in a group's first call with this `mine`,
+        unless `always` or HSTU_SPARSE_DEBUG=1 asks for it in each.
 
-        what: names the function. mine: name -> a small object; those whose name begins with "own" may differ.
+        Goes by the process group's store, which knows who is late; neither gloo nor NCCL says.
+
+        what: names the function. mine: name -> what JSON can hold; those whose name begins with "own" may differ.
 
         Raises:
             ValueError: on every rank, naming one that differs.
+            RuntimeError: a rank did not come within the process group's timeout; it is named.
         """
         if self.world == 1:
             return [mine]
-        known = _agreed.setdefault(self.group, set())
-        if what in known and not (always or jagged.DEBUG):
+        calls, known = _agreed.setdefault(self.group, ({}, set()))
+        text = json.dumps(mine)
+        if (what, text) in known and not (always or jagged.DEBUG):
             return []
-        found: list[dict] = [{} for _ in range(self.world)]
-        try:
-            dist.all_gather_object(found, mine, self.group)
-        except RuntimeError as error:
-            raise RuntimeError(f"{what}: rank {dist.get_rank()} lost a rank of the group: {error}") from error
+        call = calls[what] = calls.get(what, 0) + 1
+        store = dist.PrefixStore(f"{self.group.group_name}/{what}", dist.distributed_c10d._get_default_store())
+        store.set(f"{call}/{self.rank}", text)
+        found = []
+        for rank in range(self.world):
+            try:
+                found.append(json.loads(store.get(f"{call}/{rank}")))
+            except RuntimeError as error:
+                late = dist.get_global_rank(self.group, rank)
+                raise RuntimeError(f"{what}: rank {dist.get_rank()} lost rank {late}: {error}") from error
+        # All have come to this call, and so have read those of the one before.
+        store.delete_key(f"{call - 1}/{self.rank}")
         for name in mine:
             if name.startswith("own"):
                 continue
@@ -111,7 +123,7 @@ class Ring:
                 if value != usual:
                     other = values.index(usual)
                     raise ValueError(f"{what}: rank {rank} has {name}={value}, rank {other} has {name}={usual}")
-        known.add(what)
+        known.add((what, text))
         return found
 
     def lost(self, peer: int | None, error: Exception) -> RuntimeError:
@@ -120,7 +132,7 @@ class Ring:
         return RuntimeError(f"ring attention: rank {dist.get_rank()} lost {ranks}: {error}")
 
 
-# Process group -> the functions in which its ranks have been found to agree.
+# Process group -> (function -> how often its ranks were compared, what they were found to agree in).
 _agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
