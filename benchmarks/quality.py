@@ -14,10 +14,11 @@ interval: 2,000 draws, each of users (the same for all runs) and of seeds (of ea
 
 import argparse
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
@@ -27,33 +28,38 @@ ROOT = Path(__file__).resolve().parents[1]
 DRAWS = 2000
 
 
-def work(jobs: list, out: Path, split: str) -> None:
-    """Runs in a worker: trains and ranks one job after another, in this process."""
+def start(out: Path) -> None:
+    """What a worker does first: its output goes to a file of its own."""
+    log = os.open(out / f"worker-{os.getpid()}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     sys.path.insert(0, str(ROOT))
+
+
+def train_and_rank(name: str, seed: int, arguments: list[str], out: Path, split: str) -> None:
     import torch
 
     import eval as evaluation
     import train
     from models.retrieval import model_scorer, rank_targets
 
-    for name, seed, arguments in jobs:
-        folder, started = out / "runs" / f"{name}-{seed}", time.monotonic()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        status = train.main([*arguments, f"seed={seed}", "--run", str(folder)])
-        if status:
-            raise SystemExit(f"{name}, seed {seed}: train.py ended with {status}")
-        seconds = time.monotonic() - started
-        config, data, model, _ = evaluation.open_run(folder, [])
-        score = model_scorer(model, config.train.autocast == "bf16")
-        (ranks,) = rank_targets(score, data.eval_batches(split).epoch(0), filters=[config.eval.filter_seen])
-        np.save(out / "ranks" / f"{name}-{seed}.npy", ranks)
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        line = {"name": name, "seed": seed, "arguments": arguments, "seconds": round(seconds, 1)}
-        line |= {"training_seconds": result["seconds"], "peak_memory_bytes": result.get("peak_memory_bytes")}
-        line |= result["model"][config.eval.filter_seen] | {"environment": result["environment"]}
-        with (out / "runs.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+    folder, started = out / "runs" / f"{name}-{seed}", time.monotonic()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    status = train.main([*arguments, f"seed={seed}", "--run", str(folder)])
+    if status:
+        raise RuntimeError(f"train.py ended with {status}")
+    seconds = time.monotonic() - started
+    config, data, model, _ = evaluation.open_run(folder, [])
+    score = model_scorer(model, config.train.autocast == "bf16")
+    (ranks,) = rank_targets(score, data.eval_batches(split).epoch(0), filters=[config.eval.filter_seen])
+    np.save(out / "ranks" / f"{name}-{seed}.npy", ranks)
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    line = {"name": name, "seed": seed, "arguments": arguments, "seconds": round(seconds, 1)}
+    line |= {"training_seconds": result["seconds"], "peak_memory_bytes": result.get("peak_memory_bytes")}
+    line |= result["model"][config.eval.filter_seen] | {"environment": result["environment"]}
+    with (out / "runs.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def gains(out: Path) -> dict[str, np.ndarray]:
@@ -100,13 +106,9 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--report", type=Path, metavar="OUT")
     parser.add_argument("--baseline", default="dense")
-    parser.add_argument("--jobs", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.report:
         print(report(options.report, options.baseline))
-        return
-    if options.jobs:
-        work(json.loads(options.jobs), options.out, options.split)
         return
     if not options.plan or not options.out:
         parser.error("PLAN.yaml and --out are needed, or --report")
@@ -118,25 +120,19 @@ def main() -> None:
         if (not options.only or name in options.only) and not (options.out / "ranks" / f"{name}-{seed}.npy").exists()
     ]
     (options.out / "ranks").mkdir(parents=True, exist_ok=True)
-    workers = []
-    for k in range(min(options.parallel, len(jobs))):
-        command = [
-            sys.executable,
-            __file__,
-            "--out",
-            str(options.out),
-            "--jobs",
-            json.dumps(jobs[k :: options.parallel]),
-        ]
-        log = (options.out / f"worker-{k}.log").open("w")
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        workers.append((subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT), log))
-    failed = [log.name for worker, log in workers if worker.wait()]
-    if jobs and failed:
-        print(f"failed, see {', '.join(failed)}", file=sys.stderr)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    failed = False
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.parallel, mp_context=spawn, initializer=start, initargs=(options.out,)) as pool:
+        runs = {pool.submit(train_and_rank, *job, options.out, options.split): job for job in jobs}
+        for run in as_completed(runs):
+            if error := run.exception():
+                failed = True
+                name, seed, _ = runs[run]
+                print(f"{name}, seed {seed}: {error} ({options.out}/worker-*.log)", file=sys.stderr)
     if options.baseline in gains(options.out):
         print(report(options.out, options.baseline))
-    sys.exit(bool(failed))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

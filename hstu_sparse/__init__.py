@@ -39,7 +39,6 @@ from hstu_sparse.ring import (
     zigzag_triton_ring_flash_attn_varlen_kvpacked_func,
     zigzag_triton_ring_flash_attn_varlen_qkvpacked_func,
 )
-from hstu_sparse.rotary import rotary
 from hstu_sparse.rotatekv import (
     RotateKVCache,
     calibrate,
@@ -51,6 +50,7 @@ from hstu_sparse.rotatekv import (
     rotatekv_decompress,
     rotatekv_round_trip,
 )
+from hstu_sparse.rotation import rotary
 
 __all__ = [
     "RelativeBias",

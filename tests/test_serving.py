@@ -78,7 +78,7 @@ def test_gradients_pass_straight_through():
     """They are dense attention's gradients at the keys and values that the codes say."""
     batch = make_batch([30])
     from hstu_sparse import hstu_attention, rotatekv_round_trip
-    from models.attention import own_token
+    from models.attention.rotatekv import own_token
 
     kind = make_model(ROTATE | {"position_bias": False, "time_bias": False}).layers[0].attention
     q, k, v = (torch.randn(30, 2, 16, requires_grad=True) for _ in range(3))

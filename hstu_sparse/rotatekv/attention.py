@@ -340,9 +340,9 @@ def rotatekv_attention_fwd_kernel(
 
     greatest, total = state
     row = split * Tq.to(tl.int64) + query
-    divisor = tl.where(total > 0.0, total, 1.0) if SOFTMAX else tl.full([COLUMNS], 1.0, tl.float32)
+    divisor = tl.where(total == 0.0, 1.0, total) if SOFTMAX else tl.full([COLUMNS], 1.0, tl.float32)
     if LSE:
-        tl.store(lse + row * (HG * G) + head, tl.where(total > 0.0, greatest + tl.log(divisor), float("-inf")), real)
+        tl.store(lse + row * (HG * G) + head, tl.where(total == 0.0, float("-inf"), greatest + tl.log(divisor)), real)
     for i in tl.static_range(OUT_V):
         channel = (first_v + i) * V_BLOCK + tl.arange(0, V_BLOCK)
         x = sums[i]
@@ -381,8 +381,8 @@ def rotatekv_attention_merge_kernel(
         else:
             total += x
     if SOFTMAX:
-        divisor = tl.where(weight > 0.0, weight, 1.0)
+        divisor = tl.where(weight == 0.0, 1.0, weight)
         total = total / divisor[:, None]
         if LSE:
-            tl.store(lse + row, tl.where(weight > 0.0, greatest + tl.log(divisor), float("-inf")), real)
+            tl.store(lse + row, tl.where(weight == 0.0, float("-inf"), greatest + tl.log(divisor)), real)
     tl.store(out + row[:, None] * V + column, total.to(out.dtype.element_ty), inside)

@@ -62,6 +62,11 @@ def draw(random, small):
     )
 
 
+def reference_bytes(*, lengths, heads, head_size, value_size, block_size, **_):
+    padded = max([1, *lengths]) + block_size
+    return 96 * heads * (len(lengths) * padded**2 + sum(lengths) * (2 * head_size + value_size))
+
+
 def check(
     device, *, lengths, max_seq_len, heads, head_size, value_size, dtype, block_size, block_counts, window_size,
     selection_group, contiguous=True, deterministic=False, position=False, buckets=None, table_dtype="float32",
