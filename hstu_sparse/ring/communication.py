@@ -7,7 +7,6 @@ predecessor and to the successor, while the present one is at work. Gradients of
 what every process adds; after W steps they are home.
 """
 
-import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -143,8 +142,3 @@ class GradientRing:
     def home(self) -> list[torch.Tensor]:
         """The sums for the own block, after the loop."""
         return self.result if self.pending is None else self.pending.wait()
-
-
-def on(device: torch.device):
-    """Inside, `device` is the current one, which kernels are launched on."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

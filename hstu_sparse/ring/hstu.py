@@ -8,8 +8,9 @@ SiLU needs no normaliser, so the outputs of the blocks add; they do so in fp32.
 import torch
 
 from hstu_sparse.jagged import readable
+from hstu_sparse.launch import on_device
 from hstu_sparse.relative_bias import RelativeBias, check_bias
-from hstu_sparse.ring.communication import GradientRing, Ring, on
+from hstu_sparse.ring.communication import GradientRing, Ring
 from hstu_sparse.ring.hstu_reference import hstu_block
 from hstu_sparse.ring.plan import RingPlan, ring_plan
 from hstu_sparse.validation import (
@@ -109,7 +110,7 @@ class RingHSTU(torch.autograd.Function):
             if backend == "triton":
                 from hstu_sparse.ring.hstu_launch import block_forward
 
-                with on(q.device):
+                with on_device(q.device):
                     block_forward(*given, bias, out)
             else:
                 out += hstu_block(*given, bias)
@@ -131,7 +132,7 @@ class RingHSTU(torch.autograd.Function):
             if backend == "triton":
                 from hstu_sparse.ring.hstu_launch import block_backward
 
-                with on(q.device):
+                with on_device(q.device):
                     bias = RelativeBias(position, time, *times)
                     dk, dv = block_backward(grad, q, key, value, *where, *options, bias, dq, *sums)
             else:

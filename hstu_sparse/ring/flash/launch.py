@@ -5,9 +5,8 @@ size.
 """
 
 import torch
-import triton
 
-from hstu_sparse.launch import aligned, architecture, cdiv, padded_head, precision
+from hstu_sparse.launch import aligned, allow_descriptors, architecture, cdiv, padded_head, precision
 from hstu_sparse.registration import Operator
 from hstu_sparse.ring.flash.backward import (
     flash_attention_bwd_dkv_kernel,
@@ -66,11 +65,6 @@ def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str
     if not _roomy(arch) or "dropout" in features:
         return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=4, num_stages=1)
     return dict(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Where the programs put their tensor descriptors."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -151,7 +145,7 @@ class Launch:
             return
         grad, config = _rows(grad), config or bwd_dkv_config(*self.chosen)
         if config["TMA"]:
-            triton.set_allocator(_scratch)
+            allow_descriptors()
         grid = ((self.k.shape[0] // config["BLOCK_N"] + self.pieces) * self.kv_heads,)
         flash_attention_bwd_dkv_kernel[grid](
             self.q, self.k, self.v, grad, rows, dk, dv, *self._strides(self.q, self.k, self.v, grad, dk, dv),
