@@ -3,6 +3,7 @@
 from hstu_sparse.bsa import (
     TritonHSTUBSAAttention,
     bsa_attention,
+    bsa_plan,
     triton_block_sparse_attn,
     triton_hstu_attention_with_bsa,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "TritonHSTUBSAAttention",
     "attention_plan",
     "bsa_attention",
+    "bsa_plan",
     "calibrate",
     "catalogue_loss",
     "compute_index_loss_sparse",

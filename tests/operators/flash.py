@@ -105,7 +105,8 @@ def launches():
             launch.forward(out, lse, add=add)
             rows = launch.rows(out, out.to(dtype), lse)
             launch.dq(out.to(dtype), rows, q.float() if add else q, add=add)
-            launch.dkv(out.to(dtype), rows, k.float() if add else k, value.float() if add else value)
+            sums = (k.float(), value.float()) if add else None
+            launch.dkv(out.to(dtype), rows, *(sums or (k, value)), sums=sums)
 
         label = f"{dtype} D={size} G={group} window={left, right} P={pieces} add={add} alibi={alibi} {dropout=}"
         return Launches(label, call, **more)
