@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from hstu_sparse.dense.assembly import proven
+from hstu_sparse.assembly import proven
 from hstu_sparse.dense.backward_dkv import dense_attention_bwd_dkv_kernel
 from hstu_sparse.dense.backward_dq import dense_attention_bwd_dq_kernel
 from hstu_sparse.dense.bias import POSITION_MARGIN, bucket_steps, hidden_bucket
