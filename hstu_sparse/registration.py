@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from hstu_sparse.launch import on_device
+
 _library = torch.library.Library("hstu_sparse", "FRAGMENT")
 
 
@@ -41,7 +43,7 @@ def _ready(launch: Callable, tensors: Sequence[int]) -> Callable:
             if a is not None and not a.is_contiguous() and (a.dim() == 1 or not a.is_floating_point()):
                 arguments = *arguments[:i], a.contiguous(), *arguments[i + 1 :]
         if x.is_cuda and x.get_device() != torch.cuda.current_device():
-            with torch.cuda.device(x.get_device()):
+            with on_device(x.device):
                 return launch(*arguments)
         return launch(*arguments)
 

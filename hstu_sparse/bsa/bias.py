@@ -24,8 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.reach import MOST_EDGES, bucket_cells, find_bucket
-from hstu_sparse.dense.assembly import look_up
 from hstu_sparse.launch import cdiv
 from hstu_sparse.relative_bias import bucket_edges
 from hstu_sparse.tiles import COMPILED

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hstu_sparse.assembly import proven
 from hstu_sparse.bsa.reach import LEAST_TILE, bsa_means_kernel, bucket_cells, span
-from hstu_sparse.dense.assembly import proven
 from hstu_sparse.launch import cdiv
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.relative_bias import RelativeBias

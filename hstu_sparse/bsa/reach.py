@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.dense.assembly import look_up, scalar
+from hstu_sparse.assembly import look_up, scalar
 from hstu_sparse.relative_bias import bucket_edges
 from hstu_sparse.tiles import locate
 

@@ -5,9 +5,8 @@ size.
 """
 
 import torch
-import triton
 
-from hstu_sparse.launch import aligned, architecture, padded_head, precision
+from hstu_sparse.launch import aligned, allow_descriptors, architecture, padded_head, precision
 from hstu_sparse.registration import Operator
 from hstu_sparse.ring.flash.backward import (
     flash_attention_bwd_dkv_kernel,
@@ -70,11 +69,6 @@ def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str
     return dict(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Where the programs put their tensor descriptors."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """x as the kernels read it; expanded rows have no tensor descriptor."""
     return aligned(x.contiguous() if 0 in x.stride() else x)
@@ -111,7 +105,7 @@ class Launch:
 
     def _prepared(self, config: dict) -> dict:
         if config["TMA"]:
-            triton.set_allocator(_scratch)
+            allow_descriptors()
         return config
 
     def _strides(self, *tensors):
