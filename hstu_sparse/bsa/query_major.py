@@ -92,8 +92,8 @@ def means_bias(bias, asks, c, known, BN: tl.constexpr, BS: tl.constexpr, ASM: tl
     """The bias of a tile with the BN mean keys from block c on, and what `add_time_gradient` wants: far to reaches."""
     middle = (c + tl.arange(0, BN)) * BS + BS // 2
     rows = tl.where(known, asks.start + middle, asks.start)
-    reaches = means_reach(bias, asks.map_row, c, known, BN, ASM)
-    added = position_tile(bias, (c * BS + BS // 2 - asks.t).to(tl.int64), tl.arange(0, BN).to(tl.int64) * BS, ASM)
+    reaches = means_reach(bias, asks.map_row, c, BN, ASM)
+    added = position_tile(bias, c * BS + BS // 2, -asks.t, tl.arange(0, BN).to(tl.int64) * BS, ASM)
     found = rows, asks.start + asks.t, asks.asked, reaches
     return add_time(added, bias, *found, 1, False, ASM), found
 
@@ -102,7 +102,7 @@ def means_bias(bias, asks, c, known, BN: tl.constexpr, BS: tl.constexpr, ASM: tl
 def keys_bias(bias, asks, first, sought, reaches, BN: tl.constexpr, ASM: tl.constexpr):
     """The same with the BN keys from position `first` on."""
     column = tl.arange(0, BN).to(tl.int64)
-    added = position_tile(bias, (first - asks.t).to(tl.int64), column, ASM)
+    added = position_tile(bias, first, -asks.t, column, ASM)
     found = asks.start + asks.t, asks.start + first + column, sought, reaches
     return add_time(added, bias, *found, 0, True, ASM), found
 
