@@ -4,8 +4,7 @@
     python benchmarks/bsa.py bsa.jsonl                     the length from which each group size beats the dense kernel
 
 The standard cases: 131,072 tokens in sequences of one length, 4 heads of 128, bf16, blocks of 64, 16 of them chosen, no
-window; query groups of 1, 2, 16 and 64 tokens, without and with both biases; groups of 2 and 64 also in the deterministic
-mode.
+window; query groups of 1, 2, 16 and 64 tokens, without and with both biases; groups of 2 and 64 also deterministic.
 """
 
 import functools
