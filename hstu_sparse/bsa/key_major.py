@@ -260,11 +260,14 @@ def bsa_select_bwd_dkv_kernel(
         q += h * q_stride_h
         do += h * do_stride_h
 
-    if chunk == 0:
-        end = block.begin + BS
-        if WINDOW:
-            end = tl.maximum(end, block.begin + offset + BN - 1 + window)
-        for c in range((block.begin + offset) // BM * BM, tl.minimum(end, length), BM):
+    end = block.begin + BS
+    if WINDOW:
+        end = tl.maximum(end, block.begin + offset + BN - 1 + window)
+    # Only the first chunk has queries of the block itself.
+    first = (block.begin + offset) // BM * BM
+    end = tl.where(chunk == 0, tl.minimum(end, length), first)
+    if first < end:  # see query_major.py
+        for c in range(first, end, BM):
             t = c + tl.arange(0, BM)
             live = t < length
             queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
@@ -284,22 +287,23 @@ def bsa_select_bwd_dkv_kernel(
                 acc_k, acc_v, keys, values, queries, upstream, gate, alpha, added, FAST, PRECISION
             )
 
-    for row in range(0, block.rows, BM):
-        t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS)
-        queries = load_tile(q, t, q_stride_t, live, origin + begin, h * D, D, BD, TMA)
-        upstream = load_tile(do, t, do_stride_t, live, origin + begin, h * V, V, BV, TMA)
-        token = t.to(tl.int64) * H + h
-        gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-        added, found = listed_bias(bias, block, t, begin, ahead, reach, place, 1, ASM)
-        acc_k, acc_v, dscore, product = key_step(
-            acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, added, FAST, PRECISION
-        )
-        add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)
-        add_position_gradient(tables, pitch, dscore, begin + ahead, s, 0)
-        if DQ:
-            part = tl.dot(tl.trans(dscore.to(keys.dtype)), keys, input_precision=PRECISION)
-            add_rows(dq + h * D, t, H * D, live, part * (alpha * inv_n), D, BD, True)
-            tl.atomic_add(dg_slc + token, tl.sum(product, 0) * inv_n, mask=live, sem="relaxed")
+    if block.rows > 0:
+        for row in range(0, block.rows, BM):
+            t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS)
+            queries = load_tile(q, t, q_stride_t, live, origin + begin, h * D, D, BD, TMA)
+            upstream = load_tile(do, t, do_stride_t, live, origin + begin, h * V, V, BV, TMA)
+            token = t.to(tl.int64) * H + h
+            gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
+            added, found = listed_bias(bias, block, t, begin, ahead, reach, place, 1, ASM)
+            acc_k, acc_v, dscore, product = key_step(
+                acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, added, FAST, PRECISION
+            )
+            add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)
+            add_position_gradient(tables, pitch, dscore, begin + ahead, s, 0)
+            if DQ:
+                part = tl.dot(tl.trans(dscore.to(keys.dtype)), keys, input_precision=PRECISION)
+                add_rows(dq + h * D, t, H * D, live, part * (alpha * inv_n), D, BD, True)
+                tl.atomic_add(dg_slc + token, tl.sum(product, 0) * inv_n, mask=live, sem="relaxed")
 
     acc_k *= alpha * inv_n
     acc_v *= inv_n
