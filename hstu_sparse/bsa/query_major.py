@@ -125,7 +125,7 @@ def chosen_keys(bias, asks, indices, reaches, e, BM: tl.constexpr, BN: tl.conste
 
     indices, reaches: pointers to the queries' row.
     """
-    first = tl.load(indices + e // BS) * BS + e % BS
+    first = tl.multiple_of(tl.load(indices + e // BS) * BS + e % BS, BN)
     found = load_reach(None if reaches is None else reaches + e // BS, None, BM)
     sought = load_origin(bias, asks.block_row + first // BS)
     added, found = keys_bias(bias, asks, first, sought, found, BN, ASM)
