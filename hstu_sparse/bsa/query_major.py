@@ -19,7 +19,6 @@ from hstu_sparse.bsa.bias import (
     add_position_gradient,
     add_time,
     add_time_gradient,
-    add_to,
     load_origin,
     load_reach,
     load_times,
@@ -27,7 +26,7 @@ from hstu_sparse.bsa.bias import (
     position_tile,
 )
 from hstu_sparse.bsa.plan import span
-from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
+from hstu_sparse.tiles import add_to, load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
 @triton.jit

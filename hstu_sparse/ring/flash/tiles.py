@@ -192,16 +192,3 @@ def kept(seed, pair, t_first, s_first, dropout, ALIGNED: tl.constexpr, M: tl.con
         word = s % 4
         bits = tl.where(word < 2, tl.where(word == 0, first, second), tl.where(word == 2, third, fourth))
     return (bits >> 8).to(tl.float32) >= dropout * 16777216.0
-
-
-@triton.jit
-def in_registers(x, WGMMA: tl.constexpr):
-    """x, the left operand of products, held in registers and not read from shared memory for every one of them.
-
-    Triton does so only with what comes out of a product: this one adds zeros.
-    """
-    if WGMMA:
-        none = tl.dot(tl.zeros([x.shape[0], 16], x.dtype), tl.zeros([16, x.shape[1]], x.dtype))
-        return (x.to(tl.float32) + none).to(x.dtype)
-    else:
-        return x
