@@ -133,7 +133,7 @@ class RotateKVCache:
         return self
 
     def save(self, path) -> None:
-        """Writes the cache to one safetensors file, which appears whole or not at all."""
+        """Writes the cache to one safetensors file, which appears whole or not at all; OSError where it cannot be."""
         from hstu_sparse.rotatekv.files import save
 
         save(self, path)
