@@ -39,7 +39,10 @@ def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], a
         return dict(BLOCK_M=64, BLOCK_N=64, TMA=False, num_warps=4, num_stages=2)
     if "alibi" in features:
         return dict(BLOCK_M=128, BLOCK_N=64, TMA=True, num_warps=8, num_stages=2)
-    return dict(BLOCK_M=128, BLOCK_N=128, TMA=True, num_warps=8, num_stages=2)
+    if arch == 90:
+        # Few registers, so that two programs share a multiprocessor: one's softmax runs beside the other's products.
+        return dict(BLOCK_M=128, BLOCK_N=32, TMA=True, num_warps=8, num_stages=3, maxnreg=128)
+    return dict(BLOCK_M=128, BLOCK_N=128, TMA=False, num_warps=8, num_stages=2)
 
 
 def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
@@ -54,7 +57,7 @@ def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str]
         return dict(BLOCK_M=64, BLOCK_N=32, WGMMA=False, TMA=_roomy(arch), num_warps=warps, num_stages=1)
     if not _roomy(arch):
         return dict(BLOCK_M=64, BLOCK_N=64, WGMMA=False, TMA=False, num_warps=4, num_stages=1)
-    return dict(BLOCK_M=64, BLOCK_N=64, WGMMA=arch == 90, TMA=True, num_warps=4, num_stages=2)
+    return dict(BLOCK_M=64, BLOCK_N=64, WGMMA=arch == 90, TMA=True, num_warps=4, num_stages=3)
 
 
 def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
