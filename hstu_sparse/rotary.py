@@ -24,6 +24,7 @@ def rotary(
     times: torch.Tensor | None = None,
     origins: torch.Tensor | None = None,
     position: bool = True,
+    positions: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """x with pairs of channels turned by angles that grow with the token's position and time.
@@ -45,6 +46,7 @@ def rotary(
         origins: [B] int64, the time that counts as 0 in each sequence; absent, the first of its `times`. Queries and
             keys need the same for their difference to be that of their times.
         position: whether pairs turn by position.
+        positions: [T] int64, where the tokens stand, for sequences of which x has parts; absent, they count from 0.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
@@ -59,6 +61,8 @@ def rotary(
     check_tensor("x", x, "T H D", sizes)
     if times is not None:
         check_tensor("times", times, "T", sizes, dtype=torch.int64)
+    if positions is not None:
+        check_tensor("positions", positions, "T", sizes, dtype=torch.int64, device=x.device)
     check_jagged(seq_offsets, max_seq_len, x=x, times=times)
     if origins is not None:
         sizes["B"] = seq_offsets.shape[0] - 1
@@ -66,21 +70,27 @@ def rotary(
     if times is None and not position:
         raise ValueError("rotary needs position=True or times [T]")
     if choose_backend(backend, x, "rotary") == "reference":
-        return rotary_reference(x, seq_offsets, max_seq_len, times=times, origins=origins, position=position)
+        return rotary_reference(
+            x, seq_offsets, max_seq_len, times=times, origins=origins, position=position, positions=positions
+        )
     check_kernel("rotary", x, {"D": sizes["D"]})
     from hstu_sparse.rotary_kernel import rotary_operator
 
     if times is not None and origins is None:
         origins = _origins(times, seq_offsets)
-    return rotary_operator(x, seq_offsets, times, origins, max_seq_len, position)
+    return rotary_operator(x, seq_offsets, times, origins, positions, max_seq_len, position)
 
 
-def rotary_reference(x, seq_offsets, max_seq_len, *, times=None, origins=None, position=True) -> torch.Tensor:
+def rotary_reference(
+    x, seq_offsets, max_seq_len, *, times=None, origins=None, position=True, positions=None
+) -> torch.Tensor:
     """Arguments and result as `rotary`, in plain PyTorch; differentiable."""
     tokens, _, size = x.shape
     n, sequence = size // 2, sequence_ids(seq_offsets, tokens)
     by_position = split(size, position, times is not None)
-    units = (torch.arange(tokens, device=x.device) - seq_offsets.long()[sequence]).double()[:, None].expand(-1, n)
+    if positions is None:
+        positions = torch.arange(tokens, device=x.device) - seq_offsets.long()[sequence]
+    units = positions.double()[:, None].expand(-1, n)
     if times is not None:
         origins = _origins(times, seq_offsets) if origins is None else origins
         elapsed = (times - origins[sequence]).double()[:, None]
