@@ -23,6 +23,9 @@ GIVEN = ["q_offsets", "k_offsets", "q_starts", "k_starts", "seed"]
 # What a maximum begins with: finite, so that no difference of two of them is undefined.
 LEAST = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Where no score (in units of log2) can be further from 0 than this, the softmax needs no maximum: its weights and their
+# sums, 2^-80 to 2^80 times the number of keys, are far from the bounds of fp32 and of bf16.
+STEADY = tl.constexpr(80.0)
 # Numbers of queries that backward computes first lie in slots of so many, at least as many as a tile has queries.
 ROW_BLOCK = tl.constexpr(128)
 
