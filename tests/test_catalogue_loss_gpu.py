@@ -127,7 +127,7 @@ def test_opcheck(form):
 
 
 def test_batches_do_not_recompile_kernels():
-    from hstu_sparse.catalogue_loss import products, rows, sampled
+    from hstu_sparse.catalogue import products, rows, sampled
 
     def compiled():
         kernels = [x for m in (products, rows, sampled) for x in vars(m).values() if hasattr(x, "device_caches")]

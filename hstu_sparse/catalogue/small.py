@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hstu_sparse import launch
-from hstu_sparse.catalogue_loss.rows import (
+from hstu_sparse.catalogue.rows import (
     LN2,
     LOG2E,
     catalogue_loss_merge_bwd_ditems_kernel,
