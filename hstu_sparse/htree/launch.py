@@ -55,9 +55,9 @@ def tiles(half: int, value: int, group: int, item: int) -> dict[str, Tile]:
     load = max(half * 2, value) * group * item // (64 * 16 * 2)
     warps = min(8, max(1, load))
     fwd, bwd = ((128, 16), (168, 12)) if load <= 1 else ((None, max(1, 8 // warps)),) * 2
-    # Two stages: the next tiles are on their way while these are worked on. Without, a barrier for shared memory stands
-    # between any two loads, and their latencies add up; but the largest heads have no room for it.
-    stages = 2 if load <= 8 else 1
+    # Three stages: the next tiles are on their way while these are worked on. With one a barrier for shared memory
+    # stands between any two loads, and their latencies add up; but the largest heads have no room for more.
+    stages = 3 if load <= 1 else 2 if load <= 8 else 1
     return {"fwd": Tile(warps, stages, *fwd), "bwd": Tile(warps, stages, *bwd)}
 
 
@@ -97,7 +97,7 @@ class Problem:
         self.offsets, self.scale, self.device = seq_offsets, scale, q.device
         half = self.D // 2
         group, self.BH, self.BV = max(16, next_power_of_2(self.G)), padded_head(half), padded_head(self.V)
-        candidates = max(32, next_power_of_2(most))
+        candidates = max(4 * TILE, next_power_of_2(most))
         self.tiles = tiles(self.BH, self.BV, group, q.dtype.itemsize)
         # The last two tiles of candidates may reach past the most that there are.
         rows = most + 2 * TILE
