@@ -45,6 +45,13 @@ def draw(random, small):
     )
 
 
+def reference_bytes(*, operator, lengths, heads, size, value_size, top_k, **_):
+    longest = max([1, *lengths])
+    if operator == "compute_index_loss_sparse":
+        return 96 * len(lengths) * longest * top_k * (heads + size)
+    return 96 * (heads * len(lengths) * longest**2 + sum(lengths) * (heads * size + value_size))
+
+
 @contextlib.contextmanager
 def deterministic_algorithms(on: bool):
     before = torch.are_deterministic_algorithms_enabled()
