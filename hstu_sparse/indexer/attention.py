@@ -69,7 +69,7 @@ def sparse_attention_fwd_kernel(
         most = higher
     result = tl.where(total[:, None] == 0.0, 0.0, result / total[:, None])
     store_rows(out + token * (H * OUT_V), head, OUT_V, head < H, result, OUT_V, BV)
-    # 0 for a query that sees nothing: its weights tl.exp2(-inf - 0) are then zeros in the backward pass.
+    # 0 for a query that sees nothing: its weights exp2(-inf - 0) are then zeros in the backward pass.
     logarithm = tl.where(total == 0.0, 0.0, most + tl.log2(total))
     tl.store(lse + token * H + head, logarithm, mask=head < H)
 
