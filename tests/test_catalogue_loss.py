@@ -257,11 +257,12 @@ def test_an_item_of_norm_zero():
 
 
 @interpreter
-def test_opcheck():
+@pytest.mark.parametrize("shape", [(7,), (20, 7), (20, 1)], ids=["of the batch", "products", "gathered"])
+def test_opcheck(shape):
     pytest.importorskip("hstu_sparse.catalogue_loss.launches")
     generator = torch.Generator().manual_seed(0)
     out, items = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (20, 30))
-    targets, negatives = (torch.randint(-1, 30, (n,), generator=generator) for n in (20, 7))
+    targets, negatives = (torch.randint(-1, 30, n, generator=generator) for n in ((20,), shape))
     temperature = torch.tensor(0.3, requires_grad=True)
     torch.library.opcheck(
         torch.ops.hstu_sparse.catalogue_loss_fwd.default,
