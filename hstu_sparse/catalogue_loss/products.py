@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.catalogue_loss.rows import finish_items, finish_outputs, store_rows
+from hstu_sparse.tiles import in_registers
 
 # Sizes that differ between batches.
 PER_BATCH = ["T", "W", "per_split"]
@@ -51,26 +52,13 @@ def _chunk(base, start, first_column, stride, limit, E: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
-def _in_registers(x, REGISTERS: tl.constexpr):
-    """x, the left operand of products, held in registers and not read from shared memory for every one of them.
-
-    Triton does so only with what comes out of a product: this one adds zeros.
-    """
-    if REGISTERS:
-        none = tl.dot(tl.zeros([x.shape[0], 16], x.dtype), tl.zeros([16, x.shape[1]], x.dtype))
-        return (x.to(tl.float32) + none).to(x.dtype)
-    else:
-        return x
-
-
-@triton.jit
 def _tile(base, start, stride, limit, E: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
           TMA: tl.constexpr, REGISTERS: tl.constexpr):  # fmt: skip
     """ROWS whole rows of a matrix: a tuple of chunks of WIDTH columns."""
     tile = ()
     for chunk in tl.static_range((E + WIDTH - 1) // WIDTH):
         part = _chunk(base, start, chunk * WIDTH, stride, limit, E, WIDTH, ROWS, MASKED, TMA)
-        tile = tile + (_in_registers(part, REGISTERS),)  # noqa: RUF005  Triton knows no starred tuples
+        tile = tile + (in_registers(part, REGISTERS),)  # noqa: RUF005  Triton knows no starred tuples
     return tile
 
 

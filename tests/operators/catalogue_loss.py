@@ -34,6 +34,12 @@ def draw(random, small):
     )
 
 
+def reference_bytes(*, tokens, items, size, sampled, num_negatives, **_):
+    gathered = size if sampled == "per token" else 1
+    scores = tokens * (items if sampled == "no" else num_negatives * gathered)
+    return 96 * (scores + (tokens + items) * size)
+
+
 def problem(device, *, tokens, items, size, sampled, num_negatives, corrected, normalize, temperature, learned,
             smoothing, ignored, ids, strided, dtype, seed):  # fmt: skip
     """(tensors with gradients, the other arguments of catalogue_loss)."""
