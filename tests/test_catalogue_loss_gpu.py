@@ -29,7 +29,14 @@ CASES = {
     "negatives of the batch, E = 64": {"sampled": "shared", "size": 64, "normalize": False, "temperature": 10.0},
     "negatives of each token": {"sampled": "per token", "corrected": True},
     "negatives of each token, E = 50": {"sampled": "per token", "size": 50, "items": 40},
-    "negatives of each token, several chunks": {"sampled": "per token", "tokens": 20_000, "num_negatives": 20},
+    "negatives of each token, several chunks": {
+        "sampled": "per token",
+        "tokens": 50_000,
+        "size": 64,
+        "items": 1500,
+        "num_negatives": 100,
+        "temperature": 0.3,
+    },
     "rows gathered": {"sampled": "per token", "items": 20_000, "corrected": True},
     "rows gathered, E = 50": {
         "sampled": "per token",
@@ -83,8 +90,10 @@ FORMS = [None, "shared", "per token", "gathered"]
 
 
 def problem(tokens=3000, items=7000, size=256, negatives=None, dtype=torch.bfloat16):
-    if negatives == "gathered":
-        negatives, items = "per token", 60 * size + 1000
+    if negatives == "per token":
+        items = 15 * size
+    elif negatives == "gathered":
+        negatives, items = "per token", 60 * size
     generator = torch.Generator().manual_seed(0)
     out, table = (torch.randn(n, size, generator=generator).to("cuda", dtype) for n in (tokens, items))
     targets = torch.randint(-1, items, (tokens,), generator=generator).cuda()
