@@ -62,6 +62,8 @@ class Operator:
         differentiable: names of the arguments with gradients.
         outputs: how many tensors forward returns.
         keep_output: the backward pass takes the first output too, before the kept ones.
+        spends: `backward` overwrites the last kept output. A second pass through a graph that was retained gets another
+            one from `forward`; the registered backward operator works on a copy.
     """
 
     def __init__(
@@ -75,9 +77,10 @@ class Operator:
         differentiable: Sequence[str],
         outputs: int = 1,
         keep_output: bool = False,
+        spends: bool = False,
     ):
         names = [argument.split(" ")[1] for argument in arguments.split(", ")]
-        self.name, self.outputs, self.keep_output = name, outputs, keep_output
+        self.name, self.outputs, self.keep_output, self.spends = name, outputs, keep_output, spends
         self.tensors = _places(arguments)
         self.differentiable = [names.index(argument) for argument in differentiable]
         self.forward = _ready(forward, self.tensors)
@@ -91,9 +94,10 @@ class Operator:
             ("bwd", f"(Tensor grad, {arguments}{kept}) -> Tensor[]"),
         ):
             _library.define(f"{name}_{part}{schema}", tags=torch.Tag.pt2_compliant_tag)
+        backward = self._spend_copy if spends else self.backward
         for device in ("CPU", "CUDA"):
             _library.impl(f"{name}_fwd", self.forward, device)
-            _library.impl(f"{name}_bwd", self.backward, device)
+            _library.impl(f"{name}_bwd", backward, device)
         _library.impl(f"{name}_fwd", self.function.apply, "Autograd")
         torch.library.register_fake(f"hstu_sparse::{name}_fwd", fake, lib=_library)
         torch.library.register_fake(f"hstu_sparse::{name}_bwd", self._fake_gradients, lib=_library)
@@ -106,6 +110,9 @@ class Operator:
         if not torch.is_grad_enabled() and plain(arguments[0]):
             return self.forward(*arguments)
         return self.function.apply(*arguments)
+
+    def _spend_copy(self, *arguments):
+        return self.backward(*arguments[:-1], arguments[-1].clone())
 
     def _fake_gradients(self, grad, *arguments):
         given = (arguments[i] for i in self.differentiable)
@@ -123,9 +130,11 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
                     found = operator.registered_forward(*arguments)
             out, *kept = (found,) if operator.outputs == 1 else found
             output = (out,) if operator.keep_output else ()
-            ctx.save_for_backward(*(arguments[i] for i in operator.tensors), *output, *kept)
             ctx.others = [None if i in operator.tensors else a for i, a in enumerate(arguments)]
             ctx.mark_non_differentiable(*kept)
+            if operator.spends:
+                ctx.spent = kept.pop()
+            ctx.save_for_backward(*(arguments[i] for i in operator.tensors), *output, *kept)
             ctx.set_materialize_grads(False)
             return found
 
@@ -137,6 +146,9 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
             for place, tensor in zip(operator.tensors, saved):
                 arguments[place] = tensor
             given = (grad, *arguments, *saved[len(operator.tensors) :])
+            if operator.spends:
+                spent, ctx.spent = ctx.spent, None
+                given += (operator.registered_forward(*arguments)[-1] if spent is None else spent,)
             if not plain(grad):
                 found = operator.registered_backward(*given)
             elif torch.is_grad_enabled():

@@ -105,11 +105,7 @@ def training_loss(
         share = (targets >= 0).sum() / count
         if drawn is not None and drawn.ids.dim() == 2:
             drawn = drawn._replace(ids=drawn.ids[part])
-    whole = drawn is None or takes_whole_catalogue(config, out, item_weight)
-    # Negatives drawn for each position: the kernel gathers them and sorts their gradients, which pays where one product
-    # with the whole catalogue would be the larger work.
-    by_kernel = config.kind != "bce" and (drawn is None or not whole) and out.shape[1] <= MAX_KERNEL_SIZE
-    if out.is_cuda and by_kernel:
+    if out.is_cuda and config.kind != "bce" and out.shape[1] <= MAX_KERNEL_SIZE:
         dtype = dtype or item_weight.dtype
         return share * hstu_sparse.catalogue_loss(
             out.to(dtype),
@@ -122,6 +118,7 @@ def training_loss(
     if temperature is not None:
         out = out * (config.temperature / temperature)
     item_weight = item_weight.to(out.dtype)
+    whole = drawn is None or takes_whole_catalogue(config, out, item_weight)
     items = F.normalize(item_weight, dim=-1, eps=NORM_EPS) if whole else item_weight
     width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]
     # Every chunk of gathered rows has a gradient as large as the table: larger chunks, then.

@@ -14,7 +14,7 @@ from hstu_sparse.launch import cdiv, next_power_of_2, padded_head, precision
 from hstu_sparse.registration import Operator
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
-from hstu_sparse.rotatekv.cache import RotateKVCache
+from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.decode import rotatekv_decompress_kernel, rotatekv_round_trip_kernel
 from hstu_sparse.rotatekv.encode import rotatekv_compress_kernel
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
@@ -78,8 +78,8 @@ def check_compress(k: Tensor, layout: Layout) -> None:
 
 
 @on_device
-def compress(cache: RotateKVCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_offsets: Tensor) -> None:
-    """Packs new tokens into a cache that has grown for them (`RotateKVCache.grow`)."""
+def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_offsets: Tensor) -> None:
+    """Packs new tokens into a cache that has grown for them (`PackedCache.grow`)."""
     layout = cache.layout
     k, v = rows(k), rows(v)
     constants = sizes(layout, cache.channel_order, cache.dtype)
@@ -130,7 +130,7 @@ round_trip_operator = Operator(
 
 
 @on_device
-def decompress(cache: RotateKVCache, tokens: int) -> tuple[Tensor, Tensor]:
+def decompress(cache: PackedCache, tokens: int) -> tuple[Tensor, Tensor]:
     """(k [T, H, D], v [T, H, V]) of the cache's dtype; tokens: T."""
     layout = cache.layout
     k = torch.empty(tokens, layout.heads, layout.head_size, dtype=cache.dtype, device=cache.device)
@@ -177,7 +177,7 @@ def processors(device: torch.device) -> int:
 def attention(
     q: Tensor,
     q_offsets: Tensor,
-    source: RotateKVCache | Plain,
+    source: PackedCache | Plain,
     max_seq_len: int,
     *,
     softmax: bool,
@@ -193,7 +193,7 @@ def attention(
     rotate: "queries" or "keys", the choice of `rotatekv_attention_fwd_kernel`; splits: the parts into which a history
     is cut. By default what is faster.
     """
-    cache = source if isinstance(source, RotateKVCache) else None
+    cache = source if isinstance(source, PackedCache) else None
     heads, head_size = q.shape[1:]
     if cache is None:
         # The sizes of packed keys go unused; no head is too odd for them.

@@ -50,7 +50,14 @@ class BlockSparseAttention(HSTUAttention):
         warn_if_too_short(sizes.max_seq_len, config.selection_group)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
-        c = self.config
+        c, bias = self.config, self.bias(batch)
+        # Layers of the same block size share a plan, whatever their tables hold.
+        plan = batch.once(
+            (type(self), c.block_size, c.time_bias, c.backend, self.normalizer),
+            lambda: hstu_sparse.bsa_plan(
+                q, batch.seq_offsets, self.normalizer, block_size=c.block_size, bias=bias, backend=c.backend
+            ),
+        )
         out = hstu_sparse.bsa_attention(
             q,
             k,
@@ -63,7 +70,8 @@ class BlockSparseAttention(HSTUAttention):
             window_size=c.window_size,
             selection_group=c.selection_group,
             alpha=c.alpha,
-            bias=self.bias(batch),
+            bias=bias,
             backend=c.backend,
+            plan=plan,
         )
         return out, {}

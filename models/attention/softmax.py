@@ -31,6 +31,10 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
         if q.is_cuda and self.bias(batch) is None:
             dropout = self.config.dropout if self.training else 0.0
             return hstu_sparse.flash_attention(q, k, v, batch.seq_offsets, causal=True, dropout=dropout), {}
+        return self.padded(q, k, v, batch), {}
+
+    def padded(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """[T, H, V] by torch's own attention, over sequences padded to one length."""
         # On a GPU, padding to max_seq_len spares the host from waiting for the longest length of the batch.
         longest = self.sizes.max_seq_len
         if not q.is_cuda:
@@ -49,7 +53,7 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
             enable_gqa=k.shape[1] != q.shape[1],
         )
         out = padded_to_jagged(out.transpose(1, 2).flatten(2), batch.seq_offsets, q.shape[0])
-        return out.unflatten(-1, (q.shape[1], v.shape[2])), {}
+        return out.unflatten(-1, (q.shape[1], v.shape[2]))
 
     def mask(self, batch: Batch, longest: int, q: Tensor) -> Tensor | None:
         """The relative bias as an additive mask [B or 1, 1, longest, longest], -inf where a query does not see."""
