@@ -18,7 +18,7 @@ from models.attention import ATTENTION
 from models.config import ModelConfig
 from models.contract import AttentionKind, AuxLoss, ContextBatch, LayerSizes
 from models.embedding import InputEmbedding
-from models.heads import MixtureOfLogits
+from models.heads import MixtureOfLogits, normalized
 
 NORM_EPS = 1e-6
 
@@ -185,6 +185,11 @@ class SequenceModel(nn.Module):
         return self.embedding.item_weight
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        x, aux = self.raw_output(batch)
+        return normalized(x), aux
+
+    def raw_output(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        """As `forward`, before normalisation: for losses that divide by the norms themselves."""
         batch = dataclasses.replace(batch)  # what layers share (`Batch.once`) lasts for this pass
         x = self.embedding(batch)
         total: dict[str, AuxLoss] = {}
@@ -192,4 +197,4 @@ class SequenceModel(nn.Module):
             x, aux = layer(x, batch)
             for name, loss in aux.items():
                 total[name] = total[name] + loss if name in total else loss
-        return F.normalize(x.float(), dim=-1, eps=NORM_EPS), total
+        return x.float(), total

@@ -234,16 +234,19 @@ SPECIFIC: list[tuple[str, dict]] = [
 ]  # fmt: skip
 
 
-# Harmless, though they look wrong: each works.
-LARGE = [
-    *[("htree_attention", {name: 10**12}) for name in ("compression_rate", "top_k")],
-    *[("hstu_attention", {"window_size": 10**12}), ("hstu_attention", {"max_seq_len": 10**12})],
-    ("bsa_attention", {"block_counts": 10**6}),
-    ("rotatekv_compress", {"quant_group": 2**40}),
-    ("flash_attention", {"window_size": (10**12, 10**12)}),
-    ("ring_hstu_attention", {"max_seq_len": 10**12}),
-    ("hstu_attention", {"bias": RelativeBias(None, random(5), torch.tensor([-(2**63)] * 4 + [2**63 - 1] * 5))}),
-]
+EXTREME = RelativeBias(None, random(5), torch.tensor([-(2**63)] * 4 + [2**63 - 1] * 5))
+# Harmless though they look wrong, each with its reason in accepted.py: (operator, name) -> changes.
+LARGE = {
+    ("htree_attention", "compression_rate 10^12"): {"compression_rate": 10**12},
+    ("htree_attention", "top_k 10^12"): {"top_k": 10**12},
+    ("hstu_attention", "window_size 10^12"): {"window_size": 10**12},
+    ("hstu_attention", "max_seq_len 10^12"): {"max_seq_len": 10**12},
+    ("hstu_attention", "timestamps from end to end of int64"): {"bias": EXTREME},
+    ("bsa_attention", "block_counts 10^6"): {"block_counts": 10**6},
+    ("rotatekv_compress", "quant_group 2^40"): {"quant_group": 2**40},
+    ("flash_attention", "window_size (10^12, 10^12)"): {"window_size": (10**12, 10**12)},
+    ("ring_hstu_attention", "max_seq_len 10^12"): {"max_seq_len": 10**12},
+}
 
 
 def call(operator: str, changes: dict) -> int:
@@ -306,9 +309,8 @@ def _changes() -> Iterator[tuple[str, str, dict, str]]:
     for operator, changes in SPECIFIC:
         (name, value) = next(iter(changes.items()))
         yield operator, f"{name} {_short(value)}", changes, ERROR
-    for operator, changes in LARGE:
-        (name, value) = next(iter(changes.items()))
-        yield operator, f"{name} {_short(value)}", changes, WORKS
+    for (operator, name), changes in LARGE.items():
+        yield operator, name, changes, WORKS
 
 
 def _short(value: object) -> str:
