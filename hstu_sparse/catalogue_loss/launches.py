@@ -88,7 +88,9 @@ def _config(part: str, dtype: torch.dtype, width: int, arch: int) -> dict:
     else:
         config = (_WIDE if width > 128 else _NARROW)[part]
     if arch < 90:
-        config = config | dict(TMA=False, REGISTERS=False)
+        config = config | dict(TMA=False)
+    if arch != 90:  # left operands come from registers in Hopper's products alone
+        config = config | dict(REGISTERS=False)
     return _fitting(config, width * dtype.itemsize, _SHARED.get(arch, 99) * 1024)
 
 
