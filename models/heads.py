@@ -37,7 +37,7 @@ class MoLConfig(Strict):
     # On the mixture's weights, which are renormalised after it.
     dropout: float = Field(0.1, ge=0, lt=1)
     # Divides the components' cosines; loss.temperature is the dot head's.
-    temperature: float = Field(0.05, gt=0)
+    temperature: float = Field(0.05, ge=1e-4, le=1e4)
     # Of the auxiliary loss that keeps pairs of components from being left out.
     balance_weight: float = Field(0.001, ge=0)
 

@@ -16,7 +16,7 @@ import hstu_sparse
 from data.batches import Batch
 from models.attention import ATTENTION
 from models.config import ModelConfig
-from models.contract import AttentionKind, AuxLoss, LayerSizes
+from models.contract import AttentionKind, AuxLoss, ContextBatch, LayerSizes
 from models.embedding import InputEmbedding
 from models.heads import MixtureOfLogits, normalized
 
@@ -27,18 +27,15 @@ def turned(config: ModelConfig, q: Tensor, k: Tensor, batch: Batch) -> tuple[Ten
     """q and k turned as `model.rotary` says: queries by the times at which they ask, keys by those of their events."""
     if config.rotary is None:
         return q, k
-    origins = None
-    if config.rotary.time:
-        starts = batch.seq_offsets[:-1].clamp(max=max(batch.num_tokens - 1, 0))
-        origins = batch.timestamps[starts] if batch.num_tokens else batch.timestamps.new_zeros(starts.shape)
     q, k = (
         hstu_sparse.rotary(
             x,
             batch.seq_offsets,
             config.max_seq_len,
             times=times if config.rotary.time else None,
-            origins=origins,
+            origins=batch.origins if config.rotary.time else None,
             position=config.rotary.position,
+            positions=batch.place if isinstance(batch, ContextBatch) else None,
         )
         for x, times in ((q, batch.query_timestamps), (k, batch.timestamps))
     )

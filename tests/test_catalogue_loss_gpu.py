@@ -172,7 +172,7 @@ def test_opcheck(form, deterministic):
 
 
 def test_batches_do_not_recompile_kernels():
-    from hstu_sparse.catalogue_loss import products, rows, sampled, small
+    from hstu_sparse.catalogue import products, rows, sampled, small
 
     def compiled():
         kernels = [x for m in (products, rows, sampled, small) for x in vars(m).values() if hasattr(x, "device_caches")]

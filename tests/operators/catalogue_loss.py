@@ -91,7 +91,7 @@ def check(device, **case):
 
 
 def launches():
-    from hstu_sparse.catalogue_loss.launches import catalogue_loss_operator as operator
+    from hstu_sparse.catalogue.launches import catalogue_loss_operator as operator
 
     # Behind the walk, where the gradient's end holds rows of both matrices beside the accumulators; within it only in
     # fp32 (three products, operands split in registers).

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from hstu_sparse import launch
-from hstu_sparse.catalogue_loss import small
-from hstu_sparse.catalogue_loss.products import (
+from hstu_sparse.catalogue import small
+from hstu_sparse.catalogue.products import (
     catalogue_loss_bwd_ditems_kernel,
     catalogue_loss_bwd_dout_kernel,
     catalogue_loss_fwd_kernel,
     catalogue_loss_mark_kernel,
 )
-from hstu_sparse.catalogue_loss.rows import (
+from hstu_sparse.catalogue.rows import (
     catalogue_loss_mean_kernel,
     catalogue_loss_merge_bwd_ditems_kernel,
     catalogue_loss_merge_bwd_dout_kernel,
@@ -29,7 +29,7 @@ from hstu_sparse.catalogue_loss.rows import (
     catalogue_loss_scale_kernel,
     catalogue_loss_sum_kernel,
 )
-from hstu_sparse.catalogue_loss.sampled import (
+from hstu_sparse.catalogue.sampled import (
     catalogue_loss_pieces_bwd_kernel,
     catalogue_loss_sampled_bwd_dout_kernel,
     catalogue_loss_sampled_fwd_kernel,

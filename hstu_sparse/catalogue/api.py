@@ -5,7 +5,7 @@ Letters: T tokens, I items, E embedding size, K negatives.
 
 import torch
 
-from hstu_sparse.catalogue_loss.reference import catalogue_loss_reference
+from hstu_sparse.catalogue.reference import catalogue_loss_reference
 from hstu_sparse.jagged import readable
 from hstu_sparse.validation import INTEGER, check_kernel, check_number, check_tensor, choose_backend
 
@@ -111,7 +111,7 @@ def catalogue_loss(
             label_smoothing=label_smoothing,
         )
     check_kernel("catalogue_loss", out, {"E": sizes["E"]}, most=MAX_EMBEDDING)
-    from hstu_sparse.catalogue_loss.launches import catalogue_loss_operator
+    from hstu_sparse.catalogue.launches import catalogue_loss_operator
 
     learned = isinstance(temperature, torch.Tensor)
     return catalogue_loss_operator(

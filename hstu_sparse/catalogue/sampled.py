@@ -16,7 +16,7 @@ at most two for each PIECE entries, and are summed up by a second kernel.
 import triton
 import triton.language as tl
 
-from hstu_sparse.catalogue_loss.rows import EPS, LN2, LOG2E, finish_items, inverse_norm, load_fp32
+from hstu_sparse.catalogue.rows import EPS, LN2, LOG2E, finish_items, inverse_norm, load_fp32
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hstu_sparse import launch
-from hstu_sparse.catalogue_loss.rows import (
+from hstu_sparse.catalogue.rows import (
     catalogue_loss_merge_bwd_ditems_kernel,
     catalogue_loss_merge_bwd_dout_kernel,
 )
