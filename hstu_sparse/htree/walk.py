@@ -6,9 +6,9 @@ channels, the first of RoPE's pairs, in a tile of BH. HELD sort keys are in regi
 
 Candidate c is child c % r of parent c // r: all parents but the last have all their children. Where a tile holds
 SIBLINGS, children of one parent, its keys come turned to their positions in the tile (`pooling.py`), and what is left,
-the tile's c0 and the query's C - 1, is taken into the query: scores depend on the difference of positions. From tile to
-tile that is a step of BN, which 16-bit queries take in registers (STEPPED). Else keys come turned to c % r, and the tile
-of keys is turned on by the parent's c // r * r.
+the tile's c0 and the query's C - 1, is taken into the query: scores depend on the difference of positions. From tile
+to tile that is a step of BN, which 16-bit queries take in registers (STEPPED). Else keys come turned to c % r, and the
+tile of keys is turned on by the parent's c // r * r.
 
 Forward and backward pass make the same choice, bit by bit, for they call the same functions, and whatever a compiler
 could contract to a fused multiply-add is written as one.
