@@ -165,7 +165,7 @@ class RotateKVCache(PackedCache):
         return self
 
     def save(self, path) -> None:
-        """Writes the cache to one safetensors file, which appears whole or not at all."""
+        """Writes the cache to one safetensors file, which appears whole or not at all; OSError where it cannot be."""
         files.save(self, path)
 
     @classmethod
