@@ -189,7 +189,7 @@ def build_step(
         targets, batch = batch.target_ids, context.cut(batch)
         # A cache of cast weights would outlive the step that a graph captures.
         with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
-            out, aux = model(batch)
+            out, aux = model.raw_output(batch)
         part = batch.part if isinstance(batch, ContextBatch) else None
         loss, of_head = head_loss(model, config.loss, out, targets, dtype, part)
         aux |= of_head

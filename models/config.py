@@ -256,8 +256,8 @@ class RunConfig(Strict):
         if self.parallel.context > 1:
             if any(attention.kind != "ring" for attention in self.model.attention):
                 raise ValueError("parallel.context: only model.attention.kind=ring sees tokens of other processes")
-            if self.model.rotary or self.model.head.kind != "dot":
-                raise ValueError("parallel.context: model.rotary and other heads than dot see whole sequences only")
+            if self.model.head.kind != "dot":
+                raise ValueError("parallel.context: the loss of heads other than dot sees whole batches only")
         if self.eval.patience and not self.eval.every:
             raise ValueError("eval.patience needs eval.every >= 1")
         return self

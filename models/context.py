@@ -67,6 +67,7 @@ class Context:
             **named | {"seq_offsets": offsets},
             place=batch.positions.index_select(0, index),
             part=index,
+            origins=batch.origins,
             plan=whole_plan(batch.seq_offsets, self.rank, self.world, zigzag=True),
             group=self.group,
         )
