@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hstu_sparse.launch import cdiv, next_power_of_2, padded_head, precision
+from hstu_sparse.launch import cdiv, next_power_of_2, on_device, padded_head, precision
 from hstu_sparse.registration import Operator
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
@@ -55,15 +55,13 @@ def rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def on_device(launch):
+def current(launch):
     """`launch(cache or tensor, ...)` with its device the current one, as Triton wants it."""
 
     @functools.wraps(launch)
     def run(x, *arguments, **options):
-        if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
-            with torch.cuda.device(x.device):
-                return launch(x, *arguments, **options)
-        return launch(x, *arguments, **options)
+        with on_device(x.device):
+            return launch(x, *arguments, **options)
 
     return run
 
@@ -77,7 +75,7 @@ def check_compress(k: Tensor, layout: Layout) -> None:
     check_kernel("rotatekv_compress", k, {"D": layout.head_size, "V": layout.value_size})
 
 
-@on_device
+@current
 def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_offsets: Tensor) -> None:
     """Packs new tokens into a cache that has grown for them (`PackedCache.grow`)."""
     layout = cache.layout
@@ -129,7 +127,7 @@ round_trip_operator = Operator(
 )
 
 
-@on_device
+@current
 def decompress(cache: PackedCache, tokens: int) -> tuple[Tensor, Tensor]:
     """(k [T, H, D], v [T, H, V]) of the cache's dtype; tokens: T."""
     layout = cache.layout
@@ -173,7 +171,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@on_device
+@current
 def attention(
     q: Tensor,
     q_offsets: Tensor,
