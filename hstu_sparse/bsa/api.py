@@ -211,8 +211,9 @@ def _pad_head(x: Tensor) -> Tensor:
 
 
 def _check_gates(gates, sizes: dict[str, int], device: torch.device, window_size: int) -> None:
-    if len(gates) != 3:
-        raise ValueError(f"gates must be (g_cmp, g_slc, g_swa), got {len(gates)} entries")
+    if not isinstance(gates, (tuple, list)) or len(gates) != 3:
+        what = f"{len(gates)} entries" if isinstance(gates, (tuple, list)) else type(gates).__name__
+        raise ValueError(f"gates must be (g_cmp, g_slc, g_swa), got {what}")
     for name, gate in zip(("g_cmp", "g_slc", "g_swa"), gates):
         if gate is not None:
             check_tensor(name, gate, "T H", sizes, device=device)

@@ -28,7 +28,7 @@ from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.reach import MOST_EDGES, bucket_cells, find_bucket
 from hstu_sparse.launch import cdiv
 from hstu_sparse.relative_bias import bucket_edges
-from hstu_sparse.tiles import COMPILED
+from hstu_sparse.tiles import COMPILED, add_to
 
 # Entries around the position table: past its end, and for blocks of a tile that are not there yet (128 of 128 tokens).
 BEHIND, BEFORE = 256, 128 * 128 + 256
@@ -278,14 +278,6 @@ def add_time(
                     tile += time_step(bias, times, place, origin, lowest, 4, AXIS, FAR_QUERIES, ASM)
             added = tile
     return added
-
-
-@triton.jit
-def add_to(pointers, value, scale, mask=None):
-    """pointers += value, in fp32 or, if they are to int64, in multiples of 1 / scale."""
-    if pointers.dtype.element_ty == tl.int64:
-        value = tl.floor(value * tl.load(scale) + 0.5).to(tl.int64)
-    tl.atomic_add(pointers, value, mask=mask, sem="relaxed")
 
 
 @triton.jit

@@ -22,12 +22,11 @@ from hstu_sparse.bsa.bias import (
     add_position_gradient,
     add_time,
     add_time_gradient,
-    add_to,
     load_origin,
     position_tile,
 )
 from hstu_sparse.bsa.reach import keys_reach, load_reach, load_times, map_row, means_reach, span
-from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
+from hstu_sparse.tiles import add_to, load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
 @triton.jit

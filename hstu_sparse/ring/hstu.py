@@ -12,7 +12,7 @@ from hstu_sparse.launch import on_device
 from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.ring.communication import Ring, backward_round
 from hstu_sparse.ring.hstu_reference import hstu_block
-from hstu_sparse.ring.plan import RingPlan, ring_plan
+from hstu_sparse.ring.plan import RingPlan, check_plan, ring_plan
 from hstu_sparse.validation import (
     INTEGER,
     check_int,
@@ -79,6 +79,7 @@ def ring_hstu_attention(
         found = positions.aminmax()
         raise ValueError(f"positions must be from 0 to N-1={max_seq_len - 1}, got {found.min} to {found.max}")
     check_int("window_size", window_size, 0)
+    check_plan(plan)
     alpha = check_scale(alpha, sizes["D"])
     bias = check_bias(bias, max_seq_len, q.shape[0], q.device)
     backend = choose_backend(backend, q, name)
