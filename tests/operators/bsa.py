@@ -20,8 +20,8 @@ SPILLS = {
 # Three TF32 products for one, and a sort of 64 groups by 64 scores without matrix instructions.
 FP32_SPILLS = {
     "bsa_select_bwd_dkv_kernel": 1088,
-    "bsa_compress_bwd_dkv_kernel": 16,
-    "bsa_query_bwd_dq_kernel": 112,
+    "bsa_compress_bwd_dkv_kernel": 64,
+    "bsa_query_bwd_dq_kernel": 512,
     "bsa_choose_fwd_kernel": 320,
 }
 # Biases keep more of a tile alive at a time.
