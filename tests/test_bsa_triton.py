@@ -220,10 +220,9 @@ def test_a_plan_that_does_not_fit_is_refused():
     assert bsa_plan(q, *rest[2:4], block_size=16, bias=bias) is None
 
 
-@pytest.mark.parametrize("group", [2, 32])
-@pytest.mark.parametrize("gap", [1, 40, 4000, 10**7])
+@pytest.mark.parametrize(("group", "gap"), [(2, 4000), (32, 40), (32, 10**7)])
 def test_tiles_of_few_buckets(group, gap):
     """Times at even distances, so that chosen blocks reach over none to four edges; blocks longer than fp32 counts."""
     case = named("query-major, whole block")
-    case |= dict(lengths=(330,), max_seq_len=330, selection_group=group, block_counts=4)
+    case |= dict(lengths=(200,), max_seq_len=200, selection_group=group, block_counts=4)
     check("cpu", **case, position=True, buckets=60, gap=gap)
