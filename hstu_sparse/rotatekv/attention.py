@@ -123,19 +123,27 @@ def turned_keys(
 
 
 @triton.jit
-def take(
-    scores, values_state, inside, position, token, length, alpha, tables, asked,
-    SOFTMAX: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Weights [R, columns] of scores, and for softmax the new state and the factor for what was summed before."""
+def biased(
+    scores, inside, position, token, length, tables, asked, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr
+):
+    """Scores [R, columns] of tokens at `position` [R] with the bias of position and time."""
     position_table, time_table, cells, timestamps = tables
-    greatest, total = values_state
-    scores *= alpha
     if HAS_POSITION:
         scores += tl.load(position_table + length - position, inside, 0.0).to(tl.float32)[:, None]
     if HAS_TIME:
         seen = tl.load(timestamps + token, inside, 0)
         scores += time_bias(time_table, cells, asked, seen)
+    return scores
+
+
+@triton.jit
+def take(
+    scores, values_state, inside, position, token, length, alpha, tables, asked,
+    SOFTMAX: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Weights [R, columns] of scores, and for softmax the new state and the factor for what was summed before."""
+    greatest, total = values_state
+    scores = biased(scores * alpha, inside, position, token, length, tables, asked, HAS_POSITION, HAS_TIME)
     factor = 1.0
     if SOFTMAX:
         scores = tl.where(inside[:, None], scores, float("-inf"))

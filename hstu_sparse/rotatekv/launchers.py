@@ -17,6 +17,7 @@ from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotate
 from hstu_sparse.rotatekv.cache import RotateKVCache
 from hstu_sparse.rotatekv.decode import rotatekv_decompress_kernel, rotatekv_round_trip_kernel
 from hstu_sparse.rotatekv.encode import rotatekv_compress_kernel
+from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.time_buckets import device_cells
 from hstu_sparse.validation import check_kernel
@@ -160,6 +161,12 @@ def rope_table(base: float, half: int, first: int, step: int, count: int, device
     return torch.stack((angle.cos(), angle.sin()), 1).float().to(device)
 
 
+@functools.lru_cache(maxsize=16)
+def angle_table(base: float, half: int, count: int, device: torch.device) -> Tensor:
+    """`rope_table` of positions 0, 1, .. in fp16, as int32 pairs: [count, 2, half / 2]."""
+    return rope_table(base, half, 0, 1, count, device).half().view(torch.int32)
+
+
 class Plain(NamedTuple):
     """Keys [T, H, D] and values [T, H, V] that are not packed, of the sequences that seq_offsets [B+1] gives."""
 
@@ -171,6 +178,57 @@ class Plain(NamedTuple):
 @functools.cache
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def launch_few(
+    q, q_offsets, cache, max_seq_len, out, lse, softmax, alpha, bias, rope_base, splits, R=16, prefetch=False, lazy=True, maxnreg=168,
+    num_warps=1,
+):
+    layout = cache.layout
+    constants = sizes(layout, cache.channel_order, cache.dtype)
+    for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK"):
+        constants.pop(name)
+    group, groups = layout.options.head_group, layout.values.groups
+    pairs = max(groups, group)
+    block_q = max(1, 8 // pairs)
+    queries, sequences, heads, value_size = q.shape[0], q_offsets.shape[0] - 1, q.shape[1], layout.value_size
+    slots = queries // block_q + sequences
+    tiles = cdiv(max_seq_len, R)
+    if splits is None:
+        splits = max(1, min(cdiv(8 * processors(q.device), slots * layout.head_groups), tiles // 8))
+    timed = bias.time is not None
+    rope = (None, None, None)
+    if rope_base is not None:
+        half, count = q.shape[2] // 2, next_power_of_2(max_seq_len // TILE + 2)
+        rope = (
+            rope_table(rope_base, half, 0, 1, TILE, q.device),
+            rope_table(rope_base, half, 0, TILE, count, q.device),
+            angle_table(rope_base, half, count * TILE, q.device),
+        )
+    part, part_lse = out, lse
+    if splits > 1:
+        part = out.new_empty(splits, queries, heads, value_size, dtype=torch.float32)
+        part_lse = part.new_empty(splits, queries, heads) if softmax else None
+    packed = cache.packed
+    options = dict(maxnreg=maxnreg) if maxnreg else {}
+    rotatekv_few_fwd_kernel[(slots, layout.head_groups, splits)](
+        q, q.stride(0), q.stride(1), q_offsets.contiguous(), cache.seq_offsets, cache.page_offsets, cache.page_table,
+        cache.channel_order, packed["k_codes"], packed["k_scales"], packed["k_zeros"],
+        packed["v_codes"], packed["v_scales"], packed["v_zeros"],
+        bias.position, bias.time, device_cells(bias.time.shape[0] - 1, q.device) if timed else None,
+        bias.timestamps if timed else None, bias.query_timestamps if timed else None, *rope,
+        part, part_lse, sequences, layout.options.sink_tokens, queries, splits, alpha, layout.keys.channels**-0.5,
+        1.0 / max_seq_len, 1, **constants, R=R, SOFTMAX=softmax, ROPE=rope_base is not None, HAS_POSITION=bias.position is not None, HAS_TIME=timed,
+        PAIRS=pairs, BQ=block_q, FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype), LSE=part_lse is not None,
+        PREFETCH=prefetch, LAZY=lazy, num_warps=num_warps, num_stages=1, **options,
+    )  # fmt: skip
+    if splits > 1:
+        total, rows_of = queries * heads, 16
+        rotatekv_attention_merge_kernel[(cdiv(total, rows_of),)](
+            part, part_lse, out, lse, total, splits, V=value_size, PAD=next_power_of_2(value_size), ROWS=rows_of,
+            SOFTMAX=softmax, LSE=lse is not None, num_warps=4,
+        )  # fmt: skip
+    return out, lse
 
 
 @on_device
@@ -187,6 +245,7 @@ def attention(
     return_lse: bool,
     rotate: str | None = None,
     splits: int | None = None,
+    few: dict | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(out [Tq, H, V], log-sum-exp [Tq, H] or None) of queries against a cache or plain keys and values.
 
@@ -215,6 +274,8 @@ def attention(
     if queries == 0:
         return out, lse
 
+    if few is not None:
+        return launch_few(q, q_offsets, cache, max_seq_len, out, lse, softmax, alpha, bias, rope_base, splits, **few)
     group = layout.options.head_group
     many = queries >= MANY_QUERIES * sequences
     keys_back = rope_base is not None or (many if rotate is None else rotate == "keys")

@@ -1,0 +1,412 @@
+"""The fused attention kernel for few queries, whose time goes into unpacking: no more instructions a code than needed.
+
+Letters: T cached tokens, Tq queries, B sequences, S sink tokens, H heads, D query/key and V value head size, G heads of
+a head group, C its key and CV its value channels, HG = H / G, R tokens of a tile, NW words of a token's values, BQ
+queries of a program.
+
+The codes are the left operand of both products and go to it from the registers where they were unpacked. For the
+scores a pair of neighbouring channels must lie in a register, which is how the words hold them. For the sums over
+tokens it must be a pair of neighbouring tokens: two words of two tokens trade halves before they are unpacked.
+
+A column of scores, weights and sums stands for a query and for a run of value channels that has one head and one
+quantisation group; there are PAIRS such runs. A column's weights are scaled by its own group's scale, so that one
+product serves all groups, and each channel takes its sum from its own column.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.rotatekv.attention import biased, load_queries, plain_queries
+from hstu_sparse.rotatekv.codec import butterfly, sign
+from hstu_sparse.tiles import locate, silu
+
+
+@triton.jit
+def places(PLANE: tl.constexpr, FIELDS: tl.constexpr, MANTISSA: tl.constexpr):
+    """(shift, place, offset) int32 [FIELDS]: a field's bits come to `place` of the mantissa and leave 2 ** offset on top.
+
+    At place p of a mantissa of M bits a step is worth 1 if the number is 2 ** (M - p) and more: several fields take
+    one shift.
+    """
+    PER: tl.constexpr = MANTISSA // PLANE
+    field = tl.arange(0, FIELDS)
+    place = field % PER * PLANE
+    return field // PER * (PER * PLANE), place, MANTISSA - place
+
+
+@triton.jit
+def code_pairs(x, shift, place, offset, unit, PLANE: tl.constexpr, DTYPE: tl.constexpr):
+    """The two halves of x (int32, fields broadcast against it) as 2 ** offset + code in DTYPE: [..., 2]."""
+    MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
+    BIAS: tl.constexpr = 15 if tl.float16 == DTYPE else 127
+    x = (x >> shift) & ((((1 << PLANE) - 1) * 0x10001) << place)
+    if tl.bfloat16 == DTYPE:
+        x |= (((BIAS + offset) << MANTISSA) * 0x10001) * unit
+    return tl.join(x.to(tl.int16), (x >> 16).to(tl.int16)).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def power(offset):
+    """2 ** offset in fp32."""
+    return ((127 + offset) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def key_codes(words, unit, PLANE: tl.constexpr, DTYPE: tl.constexpr, R: tl.constexpr):
+    """Codes [R, CHUNK] of words [R, 4], plus what `code_offsets` says."""
+    FIELDS: tl.constexpr = 16 // PLANE
+    MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
+    if tl.float32 == DTYPE:
+        place = PLANE * tl.arange(0, FIELDS)[None, :, None, None] + 16 * tl.arange(0, 2)[None, None, None, :]
+        found = ((words[:, None, :, None] >> place) & ((1 << PLANE) - 1)).to(DTYPE)
+    else:
+        shift, place, offset = places(PLANE, FIELDS, MANTISSA)
+        found = code_pairs(words[:, None, :], shift[None, :, None], place[None, :, None], offset[None, :, None],
+                           unit, PLANE, DTYPE)  # fmt: skip
+    found = tl.reshape(found, [R, FIELDS // 2, 2, 4, 2])
+    return tl.reshape(tl.permute(found, 0, 1, 3, 2, 4), [R, FIELDS * 8])
+
+
+@triton.jit
+def key_channels(PLANE: tl.constexpr):
+    """(channel of a chunk, its field), in the order in which `key_codes` gives them."""
+    k = tl.arange(0, 128 // PLANE)
+    field = k // 16 * 2 + k // 2 % 2
+    return field * 8 + k // 4 % 4 * 2 + k % 2, field
+
+
+@triton.jit
+def value_codes(words, unit, PLANE: tl.constexpr, DTYPE: tl.constexpr, NW: tl.constexpr, P: tl.constexpr):
+    """Codes [FIELDS * 2 * NW, 16 P], plus offsets by field, of a tuple of words [NW, 4]: of tokens 4j, 4j + 1, ..
+
+    A row of the result stands for (field, half of the word, word).
+    """
+    FIELDS: tl.constexpr = 16 // PLANE
+    MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
+    pairs = ()
+    for i in tl.static_range(2 * P):
+        a, b = words[2 * i], words[2 * i + 1]
+        if tl.float32 == DTYPE:
+            pairs += (tl.join(a, b),)  # [NW, 4, token]
+        else:
+            low = (a & 0xFFFF) | (b << 16)
+            high = ((a >> 16) & 0xFFFF) | (b & -65536)
+            pairs += (tl.join(low, high),)  # [NW, 4, half]
+    if P == 2:
+        x = tl.join(tl.join(pairs[0], pairs[1]), tl.join(pairs[2], pairs[3]))
+        x = tl.permute(x, 2, 0, 4, 1, 3)
+    else:
+        x = tl.permute(tl.join(pairs[0], pairs[1]), 2, 0, 1, 3)
+    if tl.float32 == DTYPE:
+        x = tl.reshape(x, [2, NW, 8 * P])  # token, word, pair
+        x = tl.reshape(tl.permute(x, 1, 2, 0), [1, 1, NW, 16 * P])
+        place = PLANE * tl.arange(0, FIELDS)[:, None, None, None] + 16 * tl.arange(0, 2)[None, :, None, None]
+        return tl.reshape(((x >> place) & ((1 << PLANE) - 1)).to(DTYPE), [FIELDS * 2 * NW, 16 * P])
+    else:
+        shift, place, offset = places(PLANE, FIELDS, MANTISSA)
+        x = tl.reshape(x, [1, 2 * NW, 8 * P])
+        found = code_pairs(x, shift[:, None, None], place[:, None, None], offset[:, None, None], unit, PLANE, DTYPE)
+        return tl.reshape(found, [FIELDS * 2 * NW, 16 * P])
+
+
+@triton.jit
+def rows_of(page_table, tile, P: tl.constexpr, R: tl.constexpr):
+    """Pages of a tile's tokens, int64: [R], or a number where the tile is one page."""
+    if P == 1:
+        return tl.load(page_table + tile).to(tl.int64)
+    else:
+        return tl.load(page_table + tile * P + tl.arange(0, R) // 16).to(tl.int64)
+
+
+@triton.jit
+def load_words(
+    k_codes, v_codes, page_table, tile, unit, HG: tl.constexpr, group, PAGE: tl.constexpr, K_BLOCKS: tl.constexpr,
+    K_WORDS: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr, NW: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Words of a tile of whole pages: keys' [R, 4] by block and chunk, values' [NW, 4] by page, and tokens within."""
+    P: tl.constexpr = R // 16
+    r = tl.arange(0, R)
+    four = tl.arange(0, 4) * unit
+    base = k_codes + (rows_of(page_table, tile, P, R) * HG + group) * (K_BLOCKS * PAGE * K_WORDS)
+    if P > 1:
+        base = base[None, :]
+    base += four[:, None] + ((r % 16 * K_WORDS) * unit)[None, :]
+    keys = ()
+    for i in tl.static_range(K_BLOCKS):
+        for c in tl.static_range(K_WORDS // 4):
+            keys += (tl.trans(tl.load(base + (i * PAGE * K_WORDS + c * 4))),)
+    values = ()
+    word = tl.arange(0, NW)
+    word = ((word // V_WORDS) * (PAGE * V_WORDS) + word % V_WORDS) * unit
+    for p in tl.static_range(P):
+        page = tl.load(page_table + tile * P + p).to(tl.int64) * HG + group
+        base = v_codes + page * (V_BLOCKS * PAGE * V_WORDS) + ((4 * V_WORDS * four)[:, None] + word[None, :])
+        for i in tl.static_range(4):
+            values += (tl.trans(tl.load(base + i * V_WORDS)),)
+    return keys, values
+
+
+@triton.jit
+def load_angles(table, position, unit, HALF: tl.constexpr, FIRST: tl.constexpr, DTYPE: tl.constexpr, R: tl.constexpr):
+    """(cos, sin) [R, 16] of DTYPE at positions [R], of angles from FIRST on; table: int32 pairs of fp16, [.., 2, HALF]."""
+    four = tl.arange(0, 4) * unit
+    base = table + (position * (HALF * unit))[None, :] + four[:, None]
+    found = ()
+    for which in tl.static_range(2):
+        parts = ()
+        for n in tl.static_range(2):
+            x = tl.trans(tl.load(base + (which * HALF + FIRST + 8 * n) // 2))
+            x = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16)).to(tl.float16, bitcast=True)
+            parts += (tl.reshape(x, [R, 8]),)
+        x = tl.permute(tl.join(parts[0], parts[1]), 0, 2, 1)
+        found += (tl.reshape(x, [R, 16]).to(DTYPE),)
+    return found
+
+
+@triton.jit
+def paired(x, R: tl.constexpr):
+    """x [R, 16] with its columns in the order 0, 1, 8, 9, 2, 3, ..: as a thread has them of a product, for the next."""
+    return tl.reshape(tl.permute(tl.reshape(x, [R, 2, 4, 2]), 0, 2, 1, 3), [R, 16])
+
+
+@triton.jit
+def turned_scores(
+    codes, scales, zeros, queries, matrices, table, position, unit, D: tl.constexpr, K_BLOCKS: tl.constexpr,
+    K_PER: tl.constexpr, CHUNKS: tl.constexpr, KT: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores [R, COLUMNS] of keys that are turned back and to their positions, 16 channels of each block at a time."""
+    HALF: tl.constexpr = D // 128  # blocks of half a head
+    scores = tl.zeros([R, COLUMNS], tl.float32)
+    first = (tl.arange(0, 16) == 0).to(tl.float32) * 64
+    for w in tl.static_range(4):
+        x = ()
+        for i in tl.static_range(K_BLOCKS):
+            y = tl.zeros([R, 16], tl.float32)
+            for c in tl.static_range(CHUNKS):
+                y = tl.dot(codes[i * CHUNKS + c], tl.trans(matrices[w * CHUNKS + c]), y, input_precision=PRECISION)
+            y *= scales[i * CHUNKS // K_PER][:, None]
+            if w == 0:
+                y += zeros[i * CHUNKS // K_PER][:, None] * first[None, :]
+            x += (y,)
+        x = butterfly(x, K_BLOCKS, 1)
+        low = ()
+        for i in tl.static_range(K_BLOCKS):
+            low += (x[i].to(KT),)
+        for a in tl.static_range(HALF):
+            cos, sin = load_angles(table, position, unit, D // 2, a * 64 + w * 16, KT, R)
+            for o in tl.static_range(a, K_BLOCKS, 2 * HALF):
+                near = low[o] * cos - low[o + HALF] * sin
+                far = low[o + HALF] * cos + low[o] * sin
+                for half in tl.static_range(2):
+                    query_t = queries[(o + half * HALF) * 4 + w]
+                    key = paired(far if half else near, R)
+                    scores = tl.dot(key, tl.trans(query_t), scores, input_precision=PRECISION)
+    return scores
+
+
+@triton.jit(do_not_specialize=["B", "S", "Tq", "SPLITS", "unit"])
+def rotatekv_few_fwd_kernel(
+    q, q_stride_t, q_stride_h, q_offsets, seq_offsets, page_offsets, page_table, order,
+    k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros,
+    position_table, time_table, cells, timestamps, query_timestamps, near, far, angles,
+    out, lse, B, S, Tq, SPLITS, alpha, scale, inverse_n, unit,
+    HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
+    K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr,
+    V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
+    SOFTMAX: tl.constexpr, ROPE: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PAIRS: tl.constexpr, BQ: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, LSE: tl.constexpr, PREFETCH: tl.constexpr, LAZY: tl.constexpr,
+):  # fmt: skip
+    """One part of BQ queries, of one head group; out and lse: [SPLITS, Tq, H, ...], or the final ones."""
+    C: tl.constexpr = D * G
+    CV: tl.constexpr = V * G
+    COLUMNS: tl.constexpr = PAIRS * BQ
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    FIELDS: tl.constexpr = 16 // BITS
+    NW: tl.constexpr = V_BLOCKS * V_WORDS
+    P: tl.constexpr = R // 16
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    KT: tl.constexpr = tl.float32 if tl.float32 == DTYPE else tl.float16
+    b, first_query, asked_count, q_tile = locate(q_offsets, tl.program_id(0), B, BQ)
+    if q_tile * BQ >= asked_count:
+        return
+    group = tl.program_id(1)
+    split = tl.program_id(2)
+    if HAS_ORDER:
+        order += group * C
+    column = tl.arange(0, COLUMNS)
+    index = q_tile * BQ + column // PAIRS
+    real = index < asked_count
+    query = first_query + index
+    head = group * G + column % PAIRS * G // PAIRS
+    own_group = column % PAIRS * V_GROUPS // PAIRS
+    begin = tl.load(seq_offsets + b).to(tl.int64)
+    length = (tl.load(seq_offsets + b + 1) - begin).to(tl.int32)
+    asked = tl.zeros([COLUMNS], tl.int64)
+    if HAS_TIME:
+        asked = tl.load(query_timestamps + query, real, 0)
+    tables = (position_table, time_table, cells, timestamps)
+
+    # Queries are divided by their greatest element, so that fp16 holds them. A code is 2 ** -24 of itself in fp16, and
+    # more the higher its place: what takes that off is exact.
+    place = tl.arange(0, 64)
+    permuted, field = key_channels(BITS)
+    CHUNKS: tl.constexpr = K_WORDS // 4
+    K_PER: tl.constexpr = K_BLOCKS * CHUNKS // K_GROUPS
+    shrink = power(15 - field % (10 // BITS) * BITS) if KT == tl.float16 else tl.full(field.shape, 1.0, tl.float32)
+    BACK: tl.constexpr = 512 if KT == tl.float16 else 1
+    queries = ()
+    q_sums = ()
+    matrices = ()
+    most = tl.zeros([COLUMNS], tl.float32)
+    if ROPE:
+        plain = plain_queries(q, query, head, real, group, 0, length, near, far, q_stride_t, q_stride_h, G, D, 16, 16,
+                              C // 16, True)  # fmt: skip
+        for i in tl.static_range(C // 16):
+            most = tl.maximum(most, tl.max(tl.abs(plain[i].to(tl.float32)), 0))
+        divisor = 1.0 / tl.where(most > 0.0, most, 1.0)
+        for i in tl.static_range(C // 16):
+            queries += (paired(tl.trans((plain[i].to(tl.float32) * divisor[None, :]).to(KT)), COLUMNS),)
+        for w in tl.static_range(4):
+            for c in tl.static_range(CHUNKS):
+                out_channel = w * 16 + tl.arange(0, 16)
+                matrix = sign(out_channel[:, None], (c * (64 // CHUNKS) + permuted)[None, :])
+                matrices += ((matrix * shrink[None, :]).to(KT),)
+        q_scale = most * alpha
+    else:
+        turned = ()
+        for i in tl.static_range(K_BLOCKS):
+            channel = i * 64 + place
+            if HAS_ORDER:
+                channel = tl.load(order + channel).to(tl.int32)
+            x = load_queries(q, query, head, real, channel, group * G, q_stride_t, q_stride_h, D)
+            for c in tl.static_range(CHUNKS):
+                matrix = sign(place[:, None], (c * (64 // CHUNKS) + permuted)[None, :]).to(DTYPE)
+                turned += (tl.dot(tl.trans(x), matrix, input_precision=PRECISION),)
+        turned = butterfly(turned, K_BLOCKS, CHUNKS)
+        for i in tl.static_range(K_BLOCKS * CHUNKS):
+            most = tl.maximum(most, tl.max(tl.abs(turned[i]), 1))
+        divisor = 1.0 / tl.where(most > 0.0, most, 1.0)
+        for g in tl.static_range(K_GROUPS):
+            total = tl.zeros([COLUMNS], tl.float32)
+            for i in tl.static_range(K_PER):
+                low = (turned[g * K_PER + i] * divisor[:, None]).to(KT).to(tl.float32)
+                queries += ((low * shrink[None, :]).to(KT),)
+                total += tl.sum(low, 1)
+            q_sums += (total / BACK,)
+        q_scale = most * (scale * alpha * BACK)
+
+    sums = tl.zeros([CV, COLUMNS], tl.float32)
+    scaled = tl.zeros([R, COLUMNS], tl.float32)
+    constant = tl.zeros([R, COLUMNS], tl.float32)
+    totals = tl.zeros([R, COLUMNS], tl.float32)
+    greatest = tl.full([COLUMNS], float("-inf"), tl.float32)
+    packed = tl.maximum(length - S, 0)
+    tiles = (packed + R - 1) // R
+    per = (tiles + SPLITS - 1) // SPLITS
+    page_table += tl.load(page_offsets + b)
+    first = split * per
+    last = tl.minimum(tiles, first + per)
+    if first < last:
+        r = tl.arange(0, R)
+        words = load_words(k_codes, v_codes, page_table, first, unit, HG, group, PAGE, K_BLOCKS, K_WORDS, V_BLOCKS,
+                           V_WORDS, NW, R)  # fmt: skip
+        for tile in tl.range(first, last, num_stages=1):
+            now = words
+            if PREFETCH:
+                words = load_words(k_codes, v_codes, page_table, tl.minimum(tile + 1, last - 1), unit, HG, group,
+                                   PAGE, K_BLOCKS, K_WORDS, V_BLOCKS, V_WORDS, NW, R)  # fmt: skip
+            else:
+                now = load_words(k_codes, v_codes, page_table, tile, unit, HG, group, PAGE, K_BLOCKS, K_WORDS,
+                                 V_BLOCKS, V_WORDS, NW, R)  # fmt: skip
+            keys, values = now
+            behind = tile * R + r
+            inside = behind < packed
+            row = rows_of(page_table, tile, P, R) * HG + group
+            slot = r % 16
+            codes = ()
+            for i in tl.static_range(K_BLOCKS * CHUNKS):
+                codes += (key_codes(keys[i], unit, BITS, KT, R),)
+            scales = ()
+            zeros = ()
+            at = row * (K_GROUPS * PAGE)
+            for g in tl.static_range(K_GROUPS):
+                scales += (tl.load(k_scales + at + slot + g * PAGE).to(tl.float32),)
+                zeros += (tl.load(k_zeros + at + slot + g * PAGE).to(tl.float32),)
+            if ROPE:
+                small_scales = ()
+                small_zeros = ()
+                for g in tl.static_range(K_GROUPS):
+                    small_scales += (scales[g] * (scale * BACK),)
+                    small_zeros += (zeros[g] * scale,)
+                scores = turned_scores(codes, small_scales, small_zeros, queries, matrices, angles, S + behind, unit,
+                                       D, K_BLOCKS, K_PER, CHUNKS, KT, R, COLUMNS, PRECISION)  # fmt: skip
+            else:
+                scores = tl.zeros([R, COLUMNS], tl.float32)
+                for g in tl.static_range(K_GROUPS):
+                    part = tl.zeros([R, COLUMNS], tl.float32)
+                    for i in tl.static_range(g * K_PER, (g + 1) * K_PER):
+                        query_t = queries[i]
+                        part = tl.dot(codes[i], tl.trans(query_t), part, input_precision=PRECISION)
+                    scores += scales[g][:, None] * part + zeros[g][:, None] * q_sums[g][None, :]
+            scores = biased(
+                scores * q_scale[None, :], inside, S + behind, begin + S + behind, length, tables, asked, HAS_POSITION, HAS_TIME
+            )
+            if SOFTMAX:
+                scores = tl.where(inside[:, None], scores, float("-inf"))
+                most = tl.max(scores, 0)
+                if LAZY:
+                    if tl.max((most > greatest + 8.0).to(tl.int32), 0) > 0:
+                        new = tl.maximum(greatest, most)
+                        factor = tl.exp(greatest - tl.where(new == float("-inf"), 0.0, new))[None, :]
+                        greatest = new
+                        sums *= factor
+                        scaled *= factor
+                        constant *= factor
+                        totals *= factor
+                else:
+                    new = tl.maximum(greatest, most)
+                    factor = tl.exp(greatest - tl.where(new == float("-inf"), 0.0, new))[None, :]
+                    greatest = new
+                    sums *= factor
+                    scaled *= factor
+                    constant *= factor
+                    totals *= factor
+                weights = tl.exp(scores - tl.where(greatest == float("-inf"), 0.0, greatest)[None, :])
+                totals += weights
+            else:
+                weights = tl.where(inside[:, None], silu(scores, FAST), 0.0)
+            at = row * (V_GROUPS * PAGE)
+            if P > 1:
+                at = at[:, None]
+            own_place = slot[:, None] + (own_group * PAGE)[None, :]
+            v_scale = tl.load(v_scales + at + own_place).to(tl.float32)
+            v_zero = tl.load(v_zeros + at + own_place).to(tl.float32)
+            low_weights = (weights * v_scale).to(DTYPE)
+            scaled += low_weights.to(tl.float32)
+            constant += weights * (v_zero + LEVELS / 2 * v_scale)
+            v_now = value_codes(values, unit, BITS, DTYPE, NW, P)
+            sums = tl.dot(v_now, low_weights, sums, input_precision=PRECISION)
+
+    total = tl.sum(totals, 0)
+    row = split * Tq.to(tl.int64) + query
+    divisor = tl.where(total > 0.0, total, 1.0) if SOFTMAX else tl.full([COLUMNS], 1.0, tl.float32)
+    m = tl.arange(0, CV)
+    field = m // (2 * NW)
+    half = m // NW % 2
+    word = m % NW
+    above = tl.full([CV], LEVELS / 2, tl.float32)
+    if tl.bfloat16 == DTYPE:
+        above += power(7 - field % (7 // BITS) * BITS)
+    if tl.float16 == DTYPE:
+        sums *= power(24 - field % (10 // BITS) * BITS)[:, None]
+    channel = word // V_WORDS * 64 + ((word % V_WORDS // 4 * FIELDS + field) * 4 + word % 4) * 2 + half
+    x = sums - above[:, None] * tl.sum(scaled, 0)[None, :] + tl.sum(constant, 0)[None, :]
+    x = x / divisor[None, :] if SOFTMAX else x * inverse_n
+    own = (channel * PAIRS // CV)[:, None] == (column % PAIRS)[None, :]
+    pointers = out + (row * (HG * G) + head)[None, :] * V + (channel % V)[:, None]
+    tl.store(pointers, x.to(out.dtype.element_ty), own & real[None, :])
+    if LSE:
+        first_of_head = column % PAIRS % (PAIRS // G) == 0
+        value = tl.where(total > 0.0, greatest + tl.log(divisor), float("-inf"))
+        tl.store(lse + row * (HG * G) + head, value, real & first_of_head)

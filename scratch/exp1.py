@@ -1,0 +1,49 @@
+import sys, time, json, os
+sys.path.insert(0, "."); sys.path.insert(0, "benchmarks")
+t0 = time.time()
+import torch
+import rotatekv as bench
+from run import time_call
+from hstu_sparse import rotatekv_compress
+from hstu_sparse.relative_bias import RelativeBias
+from hstu_sparse.rotatekv import reference, launchers
+print("import", round(time.time() - t0, 1), flush=True)
+
+def call(q, qo, cache, N, rope=None, splits=None, few=None, softmax=True):
+    return launchers.attention(q, qo, cache, N, softmax=softmax, alpha=q.shape[2] ** -0.5, bias=RelativeBias(), rope_base=rope, return_lse=False, splits=splits, few=few)[0]
+
+def errors(rope, softmax=True, **few):
+    q, qo, k, v, off = bench.inputs(2, 1000, 8, 128, 1)
+    cache = rotatekv_compress(k, v, off)
+    ref = [reference.attention_reference(q.to(t), qo, *reference.decompress_reference(cache, t), off, 1000, activation="softmax" if softmax else "silu", alpha=128**-0.5, bias=RelativeBias(), rope_base=rope)[0].double() for t in (torch.float64, torch.bfloat16)]
+    got = call(q, qo, cache, 1000, rope, None, few, softmax).double()
+    return [round(float((x - ref[0]).norm() / ref[0].norm()), 5) for x in (got, ref[1])]
+
+q, qo, k, v, off = bench.inputs(64, 8192, 8, 128, 1)
+cache = rotatekv_compress(k, v, off)
+del k, v
+def show(name, f):
+    t = time.time()
+    try:
+        r = time_call(f, warmup=3, repeats=15)
+        print(f"{name}: {r['ms']} ({r['ms_p10']}-{r['ms_p90']})  [{time.time()-t:.1f}s, {time.time()-t0:.0f}]", flush=True)
+    except Exception as e:
+        print(name, type(e).__name__, str(e)[:200], flush=True)
+D = dict(maxnreg=168, lazy=True, prefetch=False)
+print("errors (ours, bf16 reference)", errors(None, **D), flush=True)
+for s in (6, 8, 12, 16, 32):
+    show(f"few 168 lazy splits {s}", lambda: call(q, qo, cache, 8192, splits=s, few=D))
+for over in (dict(maxnreg=None), dict(maxnreg=128), dict(lazy=False), dict(prefetch=True), dict(maxnreg=None, prefetch=True)):
+    for s in (8, 16):
+        show(f"few {over} splits {s}", lambda: call(q, qo, cache, 8192, splits=s, few=D | over))
+print("silu", errors(None, False, **D), flush=True)
+show("few silu 8", lambda: call(q, qo, cache, 8192, splits=8, few=D, softmax=False))
+print("rope errors", errors(1e4, **(D | dict(maxnreg=None))), flush=True)
+for s in (8, 16):
+    show(f"rope none splits {s}", lambda: call(q, qo, cache, 8192, rope=1e4, splits=s, few=D | dict(maxnreg=None)))
+show("rope 168 splits 12", lambda: call(q, qo, cache, 8192, rope=1e4, splits=12, few=D))
+show("merge only (parts 8)", lambda: None)
+for name in ("CUDNN_ATTENTION",):
+    del cache
+    f = bench.run_sdpa(name, 64, 8192, 8, 128, 1)["fwd"]
+    show("sdpa " + name, f)
