@@ -31,18 +31,18 @@ def show(name, f):
         print(name, type(e).__name__, str(e)[:200], flush=True)
 D = dict(maxnreg=168, lazy=True, prefetch=False)
 print("errors (ours, bf16 reference)", errors(None, **D), flush=True)
-for s in (6, 8, 12, 16, 32):
+for s in (4, 6, 8, 12, 18, 24):
     show(f"few 168 lazy splits {s}", lambda: call(q, qo, cache, 8192, splits=s, few=D))
 for over in (dict(maxnreg=None), dict(maxnreg=128), dict(lazy=False), dict(prefetch=True), dict(maxnreg=None, prefetch=True)):
-    for s in (8, 16):
+    for s in (4, 8, 16):
         show(f"few {over} splits {s}", lambda: call(q, qo, cache, 8192, splits=s, few=D | over))
 print("silu", errors(None, False, **D), flush=True)
 show("few silu 8", lambda: call(q, qo, cache, 8192, splits=8, few=D, softmax=False))
 print("rope errors", errors(1e4, **(D | dict(maxnreg=None))), flush=True)
-for s in (8, 16):
-    show(f"rope none splits {s}", lambda: call(q, qo, cache, 8192, rope=1e4, splits=s, few=D | dict(maxnreg=None)))
-show("rope 168 splits 12", lambda: call(q, qo, cache, 8192, rope=1e4, splits=12, few=D))
-show("merge only (parts 8)", lambda: None)
+for m in (None, 208, 168):
+    for s in (4, 6, 8, 16):
+        show(f"rope {m} splits {s}", lambda: call(q, qo, cache, 8192, rope=1e4, splits=s, few=D | dict(maxnreg=m)))
+print("rope silu", errors(1e4, False, **(D | dict(maxnreg=None))), flush=True)
 for name in ("CUDNN_ATTENTION",):
     del cache
     f = bench.run_sdpa(name, 64, 8192, 8, 128, 1)["fwd"]

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from hstu_sparse.rotatekv.attention import biased, load_queries, plain_queries
 from hstu_sparse.rotatekv.codec import butterfly, sign
-from hstu_sparse.tiles import locate, silu
+from hstu_sparse.tiles import COMPILED, locate, silu
 
 
 @triton.jit
@@ -147,20 +147,51 @@ def load_words(
 
 
 @triton.jit
-def load_angles(table, position, unit, HALF: tl.constexpr, FIRST: tl.constexpr, DTYPE: tl.constexpr, R: tl.constexpr):
-    """(cos, sin) [R, 16] of DTYPE at positions [R], of angles from FIRST on; table: int32 pairs of fp16, [.., 2, HALF]."""
-    four = tl.arange(0, 4) * unit
-    base = table + (position * (HALF * unit))[None, :] + four[:, None]
+def load_angles(table, position, unit, HALF: tl.constexpr, FIRST: tl.constexpr, R: tl.constexpr):
+    """(cos, sin) at positions [R] of 16 angles from FIRST on, as two [R, 4] of pairs each; table [.., 2, HALF / 2]."""
+    base = table + (position * (HALF * unit))[None, :] + (tl.arange(0, 4) * unit)[:, None]
     found = ()
-    for which in tl.static_range(2):
-        parts = ()
-        for n in tl.static_range(2):
-            x = tl.trans(tl.load(base + (which * HALF + FIRST + 8 * n) // 2))
-            x = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16)).to(tl.float16, bitcast=True)
-            parts += (tl.reshape(x, [R, 8]),)
-        x = tl.permute(tl.join(parts[0], parts[1]), 0, 2, 1)
-        found += (tl.reshape(x, [R, 16]).to(DTYPE),)
-    return found
+    for i in tl.static_range(4):
+        found += (tl.trans(tl.load(base + (i // 2 * HALF + FIRST + 8 * (i % 2)) // 2)),)
+    return (found[0], found[1]), (found[2], found[3])
+
+
+@triton.jit
+def halves(pairs):
+    """The two fp16 numbers [.., 2] of int32 pairs."""
+    return tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def pair(low, high):
+    """int32 pairs of fp16 numbers, rounded from fp32."""
+    if COMPILED:
+        return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
+    else:
+        low = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return low | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def turned_pairs(a, b, cos, sin):
+    """a * cos + b * sin and b * cos - a * sin of int32 pairs of fp16 numbers."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 x, y;
+            mul.rn.f16x2 x, $3, $5;
+            fma.rn.f16x2 $0, $2, $4, x;
+            mul.rn.f16x2 x, $2, $5;
+            neg.f16x2 y, x;
+            fma.rn.f16x2 $1, $3, $4, y;
+            }""",
+            "=r,=r,r,r,r,r", [a, b, cos, sin], (tl.int32, tl.int32), True, 1,
+        )  # fmt: skip
+    else:
+        x, y, c, s = halves(a), halves(b), halves(cos), halves(sin)
+        first = tl.split((x * c + y * s).to(tl.float32))
+        second = tl.split((y * c - x * s).to(tl.float32))
+        return pair(first[0], first[1]), pair(second[0], second[1])
 
 
 @triton.jit
@@ -172,8 +203,7 @@ def paired(x, R: tl.constexpr):
 @triton.jit
 def turned_scores(
     codes, scales, zeros, queries, matrices, table, position, unit, D: tl.constexpr, K_BLOCKS: tl.constexpr,
-    K_PER: tl.constexpr, CHUNKS: tl.constexpr, KT: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K_PER: tl.constexpr, CHUNKS: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Scores [R, COLUMNS] of keys that are turned back and to their positions, 16 channels of each block at a time."""
     HALF: tl.constexpr = D // 128  # blocks of half a head
@@ -184,7 +214,7 @@ def turned_scores(
         for i in tl.static_range(K_BLOCKS):
             y = tl.zeros([R, 16], tl.float32)
             for c in tl.static_range(CHUNKS):
-                y = tl.dot(codes[i * CHUNKS + c], tl.trans(matrices[w * CHUNKS + c]), y, input_precision=PRECISION)
+                y = tl.dot(codes[i * CHUNKS + c], tl.trans(matrices[w * CHUNKS + c]), y)
             y *= scales[i * CHUNKS // K_PER][:, None]
             if w == 0:
                 y += zeros[i * CHUNKS // K_PER][:, None] * first[None, :]
@@ -192,16 +222,23 @@ def turned_scores(
         x = butterfly(x, K_BLOCKS, 1)
         low = ()
         for i in tl.static_range(K_BLOCKS):
-            low += (x[i].to(KT),)
+            y = tl.reshape(tl.permute(tl.reshape(x[i], [R, 2, 4, 2]), 0, 2, 1, 3), [R, 4, 2, 2])
+            lows, highs = tl.split(y)
+            low0, low1 = tl.split(lows)
+            high0, high1 = tl.split(highs)
+            low += (pair(low0, high0), pair(low1, high1))
         for a in tl.static_range(HALF):
-            cos, sin = load_angles(table, position, unit, D // 2, a * 64 + w * 16, KT, R)
+            cos, sin = load_angles(table, position, unit, D // 2, a * 64 + w * 16, R)
             for o in tl.static_range(a, K_BLOCKS, 2 * HALF):
-                near = low[o] * cos - low[o + HALF] * sin
-                far = low[o + HALF] * cos + low[o] * sin
-                for half in tl.static_range(2):
-                    query_t = queries[(o + half * HALF) * 4 + w]
-                    key = paired(far if half else near, R)
-                    scores = tl.dot(key, tl.trans(query_t), scores, input_precision=PRECISION)
+                far0, near0 = turned_pairs(low[2 * (o + HALF)], low[2 * o], cos[0], sin[0])
+                far1, near1 = turned_pairs(low[2 * (o + HALF) + 1], low[2 * o + 1], cos[1], sin[1])
+                # far = second * cos + first * sin, near = first * cos - second * sin
+                near_t = queries[o * 4 + w]
+                far_t = queries[(o + HALF) * 4 + w]
+                key = tl.reshape(tl.permute(tl.join(halves(near0), halves(near1)), 0, 1, 3, 2), [R, 16])
+                scores = tl.dot(key, tl.trans(near_t), scores)
+                key = tl.reshape(tl.permute(tl.join(halves(far0), halves(far1)), 0, 1, 3, 2), [R, 16])
+                scores = tl.dot(key, tl.trans(far_t), scores)
     return scores
 
 
@@ -340,7 +377,7 @@ def rotatekv_few_fwd_kernel(
                     small_scales += (scales[g] * (scale * BACK),)
                     small_zeros += (zeros[g] * scale,)
                 scores = turned_scores(codes, small_scales, small_zeros, queries, matrices, angles, S + behind, unit,
-                                       D, K_BLOCKS, K_PER, CHUNKS, KT, R, COLUMNS, PRECISION)  # fmt: skip
+                                       D, K_BLOCKS, K_PER, CHUNKS, R, COLUMNS)  # fmt: skip
             else:
                 scores = tl.zeros([R, COLUMNS], tl.float32)
                 for g in tl.static_range(K_GROUPS):
