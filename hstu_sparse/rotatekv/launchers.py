@@ -18,6 +18,7 @@ from hstu_sparse.rotatekv.cache import RotateKVCache
 from hstu_sparse.rotatekv.decode import rotatekv_decompress_kernel, rotatekv_round_trip_kernel
 from hstu_sparse.rotatekv.encode import rotatekv_compress_kernel
 from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
+from hstu_sparse.rotatekv.many import rotatekv_many_fwd_kernel
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.time_buckets import device_cells
 from hstu_sparse.validation import check_kernel
@@ -180,6 +181,46 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def launch_many(
+    q, q_offsets, cache, max_seq_len, out, lse, softmax, alpha, bias, rope_base, splits, BQ=128, R=64, prefetch=False,
+    lazy=True, maxnreg=None, num_warps=8,
+):
+    layout = cache.layout
+    constants = sizes(layout, cache.channel_order, cache.dtype)
+    for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK", "HAS_ORDER"):
+        constants.pop(name)
+    queries, sequences, heads, value_size = q.shape[0], q_offsets.shape[0] - 1, q.shape[1], layout.value_size
+    slots = queries // BQ + sequences
+    tiles = cdiv(max_seq_len, R)
+    if splits is None:
+        splits = max(1, min(cdiv(2 * processors(q.device), slots * heads), tiles // 8))
+    timed = bias.time is not None
+    part, part_lse = out, lse
+    if splits > 1:
+        part = out.new_empty(splits, queries, heads, value_size, dtype=torch.float32)
+        part_lse = part.new_empty(splits, queries, heads) if softmax else None
+    packed = cache.packed
+    options = dict(maxnreg=maxnreg) if maxnreg else {}
+    rotatekv_many_fwd_kernel[(slots, heads, splits)](
+        q, q.stride(0), q.stride(1), q_offsets.contiguous(), cache.seq_offsets, cache.page_offsets, cache.page_table,
+        packed["k_codes"], packed["k_scales"], packed["k_zeros"], packed["v_codes"], packed["v_scales"],
+        packed["v_zeros"],
+        bias.position, bias.time, device_cells(bias.time.shape[0] - 1, q.device) if timed else None,
+        bias.timestamps if timed else None, bias.query_timestamps if timed else None, None,
+        part, part_lse, sequences, layout.options.sink_tokens, queries, splits, alpha, layout.keys.channels**-0.5,
+        1.0 / max_seq_len, 1, **constants, R=R, SOFTMAX=softmax, ROPE=rope_base is not None,
+        HAS_POSITION=bias.position is not None, HAS_TIME=timed, BQ=BQ, FAST=q.dtype != torch.float32,
+        LSE=part_lse is not None, PREFETCH=prefetch, LAZY=lazy, num_warps=num_warps, num_stages=1, **options,
+    )  # fmt: skip
+    if splits > 1:
+        total, rows_of = queries * heads, 16
+        rotatekv_attention_merge_kernel[(cdiv(total, rows_of),)](
+            part, part_lse, out, lse, total, splits, V=value_size, PAD=next_power_of_2(value_size), ROWS=rows_of,
+            SOFTMAX=softmax, LSE=lse is not None, num_warps=4,
+        )  # fmt: skip
+    return out, lse
+
+
 def launch_few(
     q, q_offsets, cache, max_seq_len, out, lse, softmax, alpha, bias, rope_base, splits, R=16, prefetch=False, lazy=True, maxnreg=168,
     num_warps=1,
@@ -274,6 +315,8 @@ def attention(
     if queries == 0:
         return out, lse
 
+    if few is not None and "BQ" in few:
+        return launch_many(q, q_offsets, cache, max_seq_len, out, lse, softmax, alpha, bias, rope_base, splits, **few)
     if few is not None:
         return launch_few(q, q_offsets, cache, max_seq_len, out, lse, softmax, alpha, bias, rope_base, splits, **few)
     group = layout.options.head_group
