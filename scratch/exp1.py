@@ -53,6 +53,7 @@ try:
     print("many errors", err_many(True, **M), flush=True)
     for over in (dict(), dict(maxnreg=None), dict(prefetch=True), dict(lazy=False)):
         show(f"many {over}", lambda: call(q, qo, cache, 8192, splits=1, few=M | over))
+    show("many rope", lambda: call(q, qo, cache, 8192, rope=1e4, splits=1, few=M | dict(maxnreg=None)))
 except Exception as e:
     print("many", type(e).__name__, str(e)[:300], flush=True)
 q, qo = q1, qo1
@@ -60,7 +61,16 @@ print("rope errors", errors(1e4, **(D | dict(maxnreg=None))), flush=True)
 for m in (None, 168):
     for s in (4, 6, 8):
         show(f"rope {m} splits {s}", lambda: call(q, qo, cache, 8192, rope=1e4, splits=s, few=D | dict(maxnreg=m)))
+del cache
+torch.cuda.empty_cache()
+show("copy", bench.run_copy(64, 8192, 8, 128)["compress"])
+for over in (dict(), dict(R=64, num_warps=8), dict(R=16, num_warps=1), dict(R=16, num_warps=2), dict(R=32, num_warps=2), dict(R=64, maxnreg=168)):
+    launch = launchers.compress
+    launchers.compress = lambda *a: launch(*a, **over)
+    f = bench.run_compress(64, 8192, 8, 128, 2, 0.0)["compress"]
+    show(f"compress {over}", f)
+    launchers.compress = launch
+    del f
 for name in ("CUDNN_ATTENTION",):
-    del cache
     f = bench.run_sdpa(name, 64, 8192, 8, 128, 1)["fwd"]
     show("sdpa " + name, f)

@@ -80,11 +80,13 @@ def check_compress(k: Tensor, layout: Layout) -> None:
 
 
 @on_device
-def compress(cache: RotateKVCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_offsets: Tensor) -> None:
+def compress(cache: RotateKVCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_offsets: Tensor, R=None, num_warps=4, **more) -> None:
     """Packs new tokens into a cache that has grown for them (`RotateKVCache.grow`)."""
     layout = cache.layout
     k, v = rows(k), rows(v)
     constants = sizes(layout, cache.channel_order, cache.dtype)
+    if R:
+        constants["R"] = R
     slots = k.shape[0] // constants["R"] + cache.num_sequences
     if k.shape[0] == 0:
         return
@@ -96,7 +98,7 @@ def compress(cache: RotateKVCache, k: Tensor, v: Tensor, new_offsets: Tensor, ol
         packed["v_scales"], packed["v_zeros"], cache.num_sequences, layout.options.sink_tokens,
         layout.keys.channels**-0.5, **constants, SINKS=layout.options.sink_tokens > 0,
         # Fused into a product and a sum, scaling and shifting would round otherwise than the reference does.
-        enable_fp_fusion=False, num_warps=4,
+        enable_fp_fusion=False, num_warps=num_warps, **more,
     )  # fmt: skip
 
 
@@ -195,6 +197,14 @@ def launch_many(
     if splits is None:
         splits = max(1, min(cdiv(2 * processors(q.device), slots * heads), tiles // 8))
     timed = bias.time is not None
+    rope = (None, None, None)
+    if rope_base is not None:
+        half, count = q.shape[2] // 2, next_power_of_2(max_seq_len // TILE + 2)
+        rope = (
+            rope_table(rope_base, half, 0, 1, TILE, q.device),
+            rope_table(rope_base, half, 0, TILE, count, q.device),
+            angle_table(rope_base, half, count * TILE, q.device).view(torch.float16),
+        )
     part, part_lse = out, lse
     if splits > 1:
         part = out.new_empty(splits, queries, heads, value_size, dtype=torch.float32)
@@ -206,7 +216,7 @@ def launch_many(
         packed["k_codes"], packed["k_scales"], packed["k_zeros"], packed["v_codes"], packed["v_scales"],
         packed["v_zeros"],
         bias.position, bias.time, device_cells(bias.time.shape[0] - 1, q.device) if timed else None,
-        bias.timestamps if timed else None, bias.query_timestamps if timed else None, None,
+        bias.timestamps if timed else None, bias.query_timestamps if timed else None, *rope,
         part, part_lse, sequences, layout.options.sink_tokens, queries, splits, alpha, layout.keys.channels**-0.5,
         1.0 / max_seq_len, 1, **constants, R=R, SOFTMAX=softmax, ROPE=rope_base is not None,
         HAS_POSITION=bias.position is not None, HAS_TIME=timed, BQ=BQ, FAST=q.dtype != torch.float32,

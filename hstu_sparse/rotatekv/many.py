@@ -11,7 +11,7 @@ few additions as codes are unpacked, and the rest goes to the queries (or, for R
 import triton
 import triton.language as tl
 
-from hstu_sparse.rotatekv.attention import time_bias
+from hstu_sparse.rotatekv.attention import time_bias, turn
 from hstu_sparse.rotatekv.codec import butterfly, sign
 from hstu_sparse.rotatekv.few import halves
 from hstu_sparse.tiles import COMPILED, locate, silu
@@ -115,7 +115,7 @@ def load_tile(
 def rotatekv_many_fwd_kernel(
     q, q_stride_t, q_stride_h, q_offsets, seq_offsets, page_offsets, page_table,
     k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros,
-    position_table, time_table, cells, timestamps, query_timestamps, angles,
+    position_table, time_table, cells, timestamps, query_timestamps, near, far, angles,
     out, lse, B, S, Tq, SPLITS, alpha, scale, inverse_n, unit,
     HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr,
@@ -153,22 +153,36 @@ def rotatekv_many_fwd_kernel(
     FIELDS: tl.constexpr = 16 // BITS
     permuted = channel_of(tl.arange(0, WIDTH), FIELDS)
     turned = ()
-    base = q + query[:, None] * q_stride_t + head.to(tl.int64) * q_stride_h
-    for i in tl.static_range(OWN_K):
-        x = tl.load(base + (i * 64 + place)[None, :], real[:, None], 0.0)
+    matrices = ()
+    base = q + query[None, :] * q_stride_t + head.to(tl.int64) * q_stride_h
+    if ROPE:
+        for i in tl.static_range(OWN_K):
+            low_half = i < OWN_K // 2
+            other = i + OWN_K // 2 if low_half else i - OWN_K // 2
+            x = tl.load(base + (i * 64 + place)[:, None], real[None, :], 0.0).to(tl.float32)
+            y = tl.load(base + (other * 64 + place)[:, None], real[None, :], 0.0).to(tl.float32)
+            cos, sin = turn(length, 0, i % (OWN_K // 2) * 64 + place, near, far, D // 2)
+            sin = -sin if low_half else sin
+            turned += (x * cos[:, None] + y * sin[:, None],)
         for c in tl.static_range(CHUNKS):
-            matrix = sign((c * WIDTH + permuted)[:, None], place[None, :]).to(DTYPE)
-            turned += (tl.dot(matrix, tl.trans(x)),)
-    turned = butterfly(turned, OWN_K, CHUNKS)
+            matrices += (sign((c * WIDTH + permuted)[:, None], place[None, :]).to(KT),)
+    else:
+        for i in tl.static_range(OWN_K):
+            x = tl.load(base + (i * 64 + place)[:, None], real[None, :], 0.0)
+            for c in tl.static_range(CHUNKS):
+                matrix = sign((c * WIDTH + permuted)[:, None], place[None, :]).to(DTYPE)
+                turned += (tl.dot(matrix, x),)
+        turned = butterfly(turned, OWN_K, CHUNKS)
     most = tl.zeros([BQ], tl.float32)
-    for i in tl.static_range(OWN_K * CHUNKS):
+    PARTS: tl.constexpr = OWN_K if ROPE else OWN_K * CHUNKS
+    for i in tl.static_range(PARTS):
         most = tl.maximum(most, tl.max(tl.abs(turned[i]), 0))
     divisor = 1.0 / tl.where(most > 0.0, most, 1.0)
     queries = ()
-    for i in tl.static_range(OWN_K * CHUNKS):
+    for i in tl.static_range(PARTS):
         queries += ((turned[i] * divisor[None, :]).to(KT),)
     LOG2E: tl.constexpr = 1.4426950408889634
-    q_scale = tl.where(most > 0.0, most, 1.0) * (scale * alpha * (LOG2E if SOFTMAX else 1.0))
+    q_scale = tl.where(most > 0.0, most, 1.0) * ((1.0 if ROPE else scale) * alpha * (LOG2E if SOFTMAX else 1.0))
 
     sums = ()
     for _ in tl.static_range(OWN_V * CHUNKS):
@@ -204,11 +218,13 @@ def rotatekv_many_fwd_kernel(
         behind = tile * R + r
         inside = behind < packed
         scores = tl.zeros([BQ, R], tl.float32)
+        restored = ()
         for i in tl.static_range(OWN_K):
             zero = both(key_ranges[2 * (i // K_PER) + 1])
             for g in tl.static_range(1, G):
                 z = both(key_ranges[2 * ((g * OWN_K + i) // K_PER) + 1])
                 zero = fused_pairs(z, tl.full([R], 0x3C003C00, tl.int32) ^ negative[g], zero, KT)
+            own_space = tl.zeros([R, 64], tl.float32)
             for c in tl.static_range(CHUNKS):
                 pairs = ()
                 for _ in tl.static_range(FIELDS):
@@ -221,7 +237,23 @@ def rotatekv_many_fwd_kernel(
                         new += (fused_pairs(codes[f], tl.broadcast_to(step[:, None], [R, 4]), pairs[f], KT),)
                     pairs = new
                 key = side_by_side(pairs, R, FIELDS, KT)
-                query_t = queries[i * CHUNKS + c]
+                if ROPE:
+                    own_space = tl.dot(key, matrices[c], own_space)
+                else:
+                    query_t = queries[i * CHUNKS + c]
+                    scores = tl.dot(tl.trans(query_t), tl.trans(key), scores)
+            restored += (own_space,)
+        if ROPE:
+            restored = butterfly(restored, OWN_K, 1)
+            for a in tl.static_range(OWN_K // 2):
+                at = angles + ((S + behind) * D)[:, None] + (a * 64 + place)[None, :]
+                key_cos, key_sin = tl.load(at).to(tl.float32) * scale, tl.load(at + D // 2).to(tl.float32) * scale
+                first_half, second_half = restored[a], restored[a + OWN_K // 2]
+                key = (first_half * key_cos - second_half * key_sin).to(KT)
+                query_t = queries[a]
+                scores = tl.dot(tl.trans(query_t), tl.trans(key), scores)
+                key = (second_half * key_cos + first_half * key_sin).to(KT)
+                query_t = queries[a + OWN_K // 2]
                 scores = tl.dot(tl.trans(query_t), tl.trans(key), scores)
         if SOFTMAX:
             if (tile + 1) * R > packed:
