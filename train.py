@@ -139,9 +139,11 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool,
             progress.epoch, progress.batch, means = progress.epoch + 1, 0, Means(data.device, {})
             record = {"epoch": progress.epoch, "step": progress.step, **losses, "split": watched}
             if config.eval.every and progress.epoch % config.eval.every == 0:
+                phase = phase_at(config, progress.step)
                 with judged(average):
-                    metrics = context.of_first(evaluate(config, model, eval_batches, phase_at(config, progress.step)))
-                    if watched == "valid":
+                    metrics = context.of_first(evaluate(config, model, eval_batches, phase))
+                    # An earlier phase is another model than the one that is judged: nothing is chosen in it.
+                    if watched == "valid" and phase == phase_at(config, math.inf):
                         keep_best(config, folder if context.first else None, model, progress, metrics)
                 record |= metrics
                 bar.print(
@@ -222,7 +224,7 @@ def was_saved(folder: Path) -> bool:
     return found
 
 
-def phase_at(config: RunConfig, step: int) -> int:
+def phase_at(config: RunConfig, step: float) -> int:
     """The greatest end of a phase that this step has reached, over all attention layers; 0 before the first."""
     ends = (end for attention in config.model.attention for end in attention.phase_ends())
     return max((end for end in ends if end <= step), default=0)

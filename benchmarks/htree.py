@@ -5,8 +5,9 @@
     python benchmarks/run.py --op htree --lengths 65536 --repeats 5 --sweep    other tiles and launch options
 
 The standard cases: 64 query heads on 4 key/value heads, D = V = 32, bf16, compression_rate 16, top_k 64. SDPA gets keys
-and values repeated for all heads, outside of the timing. `peak_mb` contains the output and the gradients; `qo_mb` and
-`kv_mb` say how large q or the output, and k and v together, are.
+and values repeated for all heads, outside of the timing, or (gqa) repeats them itself. `beyond_mb` is memory beyond
+inputs and outputs, to be held against `kv_mb`, k and v together, and `qo_mb`, q or the output: forward below 2 kv_mb,
+backward below half of kv_mb + 2 qo_mb.
 """
 
 import functools
@@ -15,7 +16,14 @@ import torch
 from run import Case
 
 LENGTHS = [8192, 16384, 32768, 65536, 131072, 262144]
-BACKENDS = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION", "sdpa-efficient": "EFFICIENT_ATTENTION"}
+# Name -> SDPA's backend, and whether it repeats keys and values itself.
+BACKENDS = {
+    "sdpa-flash": ("FLASH_ATTENTION", False),
+    "sdpa-flash, gqa": ("FLASH_ATTENTION", True),
+    "sdpa-cudnn": ("CUDNN_ATTENTION", False),
+    "sdpa-cudnn, gqa": ("CUDNN_ATTENTION", True),
+    "sdpa-efficient": ("EFFICIENT_ATTENTION", False),
+}
 # A length with three layers for which the reference in fp64 has memory.
 CHECKED = 18000
 
@@ -39,18 +47,23 @@ def inputs(length, heads, kv_heads, size, dtype):
 
 
 def parts(function, leaves):
-    """Forward alone and a training step's two passes."""
-    grad = torch.randn_like(function())
-    return {"fwd": function, "fwd+bwd": lambda: torch.autograd.grad(function(), leaves, grad)}
+    """Forward alone, backward alone, and a training step's two passes."""
+    out = function()
+    grad = torch.randn_like(out)
+    return {
+        "fwd": function,
+        "bwd": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
+        "fwd+bwd": lambda: torch.autograd.grad(function(), leaves, grad),
+    }
 
 
-def run_ours(shape, options, deterministic=False, tile=None):
+def run_ours(shape, options, deterministic=False, tiles=None):
     from hstu_sparse import htree_attention
     from hstu_sparse.htree import launch
     from hstu_sparse.testing import make_offsets
 
-    if tile is not None:
-        launch.tiles = lambda *_: {"fwd": tile, "bwd": tile}
+    if tiles is not None:
+        launch.tiles = lambda *_: tiles
     q, k, v = inputs(*shape)
     offsets = make_offsets([shape[0]], device="cuda")
 
@@ -93,30 +106,30 @@ def check(shape, *items):
         assert_within_budget(name, actual[name], lossy[name], exact[name], factor=4)
 
 
-def run_sdpa(shape, backend):
+def run_sdpa(shape, backend, gqa):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     torch.use_deterministic_algorithms(False)
     q, k, v = (x.detach() for x in inputs(*shape))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    if not gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     q, k, v = (x.transpose(0, 1)[None].contiguous().requires_grad_() for x in (q, k, v))
 
     def call():
         with sdpa_kernel(getattr(SDPBackend, backend)):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
 
     return parts(call, [q, k, v])
 
 
 def sweep():
-    """Launch options that are worth a look: candidates of a tile, warps, stages, registers, programs of an SM."""
+    """Launch options of the two walking kernels that are worth a look."""
     from hstu_sparse.htree.launch import Tile
 
-    for registers, programs in ((128, 16), (168, 12), (96, 20), (None, 8), (128, 32)):
-        for stages in (2, 3) if registers == 128 else (2,):
-            yield Tile(16, 1, stages, registers, programs)
-    yield Tile(16, 1, 1, 128, 16)
-    yield Tile(16, 2, 2, 128, 8)
+    options = [(2, 128, 16), (3, 128, 16), (4, 128, 16), (3, 168, 12), (4, 168, 12), (3, 96, 20), (2, None, 8)]
+    for stages, registers, programs in options:
+        tile = Tile(1, stages, registers, programs)
+        yield {"fwd": tile, "bwd": tile}
 
 
 def cases(arguments):
@@ -129,10 +142,13 @@ def cases(arguments):
             length=length, heads=arguments.heads, kv_heads=arguments.kv_heads, head_size=arguments.head_size,
             dtype=arguments.dtype, **options, qo_mb=whole * arguments.heads, kv_mb=2 * whole * arguments.kv_heads,
         )  # fmt: skip
+        kv, qo = described["kv_mb"], described["qo_mb"]
+        sizes = {"fwd": qo, "bwd": qo + kv, "fwd+bwd": 2 * qo + kv}
         checked = functools.partial(check, shape, *options.items())
         if arguments.sweep:
-            for tile in sweep():
-                yield Case(f"htree {tile}", described, functools.partial(run_ours, shape, options, tile=tile), checked)
+            for tiles in sweep():
+                setup = functools.partial(run_ours, shape, options, tiles=tiles)
+                yield Case(f"htree {tiles['fwd']}", described, setup, checked)
             continue
         for deterministic in (False, True):
             yield Case(
@@ -140,6 +156,7 @@ def cases(arguments):
                 described,
                 functools.partial(run_ours, shape, options, deterministic),
                 checked,
+                outputs_mb=sizes,
             )
         for name, backend in BACKENDS.items():
-            yield Case(name, described, functools.partial(run_sdpa, shape, backend))
+            yield Case(name, described, functools.partial(run_sdpa, shape, *backend))

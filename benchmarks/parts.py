@@ -30,20 +30,19 @@ from models.run import set_matmul_precision
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = [200, 2048, 8192, 32768]
 # Attention kinds by the name that a record has; --kinds chooses, --attention adds one.
+NO_BIAS = {"position_bias": False, "time_bias": False}
+BSA = {"kind": "bsa", "block_size": 64, "block_counts": 16}
 KINDS = {
-    "dense": {"kind": "dense", "position_bias": False, "time_bias": False},
+    "dense": {"kind": "dense", **NO_BIAS},
     "dense both biases": {"kind": "dense"},
-    "bsa 64": {"kind": "bsa", "block_size": 64, "block_counts": 16, "selection_group": 64},
-    "bsa 64 both biases": {
-        "kind": "bsa", "block_size": 64, "block_counts": 16, "selection_group": 64, "position_bias": True,
-        "time_bias": True,
-    },
-    "bsa 2": {"kind": "bsa", "block_size": 64, "block_counts": 16, "selection_group": 2},
+    "bsa 64": {**BSA, "selection_group": 64, **NO_BIAS},
+    "bsa 64 both biases": {**BSA, "selection_group": 64},
+    "bsa 2": {**BSA, "selection_group": 2, **NO_BIAS},
     "softmax": {"kind": "softmax"},
     "htree": {"kind": "htree"},
     "indexer": {"kind": "indexer"},
     "rotatekv": {"kind": "rotatekv"},
-}  # fmt: skip
+}
 PARTS = ("embedding", "projections", "attention", "loss", "optimizer", "other")
 PEAK = 790e12
 
@@ -63,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=Path, help="append the JSON lines here too")
     parser.add_argument("--plot", type=Path, help="draw this file's lines as stacked bars into --out, measure nothing")
+    parser.add_argument("--table", type=Path, help="print this file's lines as a table, measure nothing")
 
 
 def configuration(options, length: int, attention: dict) -> RunConfig:
@@ -176,7 +176,8 @@ def measure(options, name: str, attention: dict, length: int, device: torch.devi
     config = configuration(options, length, attention)
     torch.manual_seed(0)
     set_matmul_precision(config.train.matmul_precision)
-    model = SequenceModel(config.model, options.items).to(device).train()
+    with device:  # a table of gigabytes is long in coming from a CPU
+        model = SequenceModel(config.model, options.items).train()
     batch = random_batch(config, options.items, device)
     cuda = device.type == "cuda"
     if cuda:
@@ -229,6 +230,28 @@ def timed(step, batch: Batch, cuda: bool) -> float:
     return start.elapsed_time(end)
 
 
+def read(source: Path) -> list[dict]:
+    """The records with timings in a file of JSON lines."""
+    records = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+    records = [record for record in records if "ms" in record]
+    if not records:
+        raise SystemExit(f"{source}: no timings in it")
+    return records
+
+
+def table(source: Path) -> None:
+    """In Markdown: a row for each record, milliseconds."""
+    heads = ["N", "attention", "step", *PARTS, "tokens/s", "of the bound", "peak memory"]
+    print("| " + " | ".join(heads) + " |\n" + "| --- " * len(heads) + "|")
+    for record in sorted(read(source), key=lambda record: record["length"]):
+        cells = [f"{record['length']:,}", record["attention"], f"{record['ms']:.1f}"]
+        cells += [f"{record['parts_ms'][part]:.2f}" for part in PARTS]
+        share, peak = record["fraction_of_bound"], record["peak_memory_bytes"]
+        cells += [f"{record['tokens_per_second'] / 1e6:.2f} M", "" if share is None else f"{share:.0%}"]
+        cells += ["" if peak is None else f"{peak / 2**30:.1f} GiB"]
+        print("| " + " | ".join(cells) + " |")
+
+
 def plot(source: Path, target: Path) -> None:
     """A group of stacked bars for each N, one bar a kind; the line above is the step's time."""
     import matplotlib
@@ -236,10 +259,7 @@ def plot(source: Path, target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    records = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
-    records = [record for record in records if "ms" in record]
-    if not records:
-        raise SystemExit(f"{source}: no timings in it")
+    records = read(source)
     groups = collections.defaultdict(list)
     for record in records:
         groups[record["length"]].append(record)
@@ -264,14 +284,17 @@ def main(options) -> None:
     if options.plot:
         plot(options.plot, options.out or options.plot.with_suffix(".png"))
         return
+    if options.table:
+        table(options.table)
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     kinds = {"given": options.attention} if options.attention else {name: KINDS[name] for name in options.kinds}
     for length in options.lengths:
         for name, attention in kinds.items():
-            record = {"attention": name, "length": length, "tokens": options.tokens, "items": options.items,
-                      "loss": options.loss, "train": options.train, "commit": commit.stdout.strip() or "unknown",
-                      "environment": environment(device)}  # fmt: skip
+            record = {"attention": name, "length": length}
+            record |= {part: getattr(options, part) for part in ("tokens", "items", "size", "loss", "model", "train")}
+            record |= {"commit": commit.stdout.strip() or "unknown", "environment": environment(device)}
             try:
                 record |= measure(options, name, attention, length, device)
             except Exception as error:  # a kind may not take such sizes, or not be here: say so and go on

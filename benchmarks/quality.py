@@ -9,15 +9,17 @@ config's own filter, goes to OUT/ranks/NAME-SEED.npy, and a line about the run t
 are kept.
 
 The report: means over seeds, and for each setting the ratio of its mean NDCG@10 to the baseline's with a bootstrap
-interval: 2,000 draws, each of users (the same for all runs) and of seeds (of each setting by itself), 2.5% to 97.5%.
+interval: 2,000 draws, each of users (the same for all runs) and of seeds (of each setting by itself, unless both are the
+same runs, ranked in two ways), 2.5% to 97.5%.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
@@ -27,33 +29,38 @@ ROOT = Path(__file__).resolve().parents[1]
 DRAWS = 2000
 
 
-def work(jobs: list, out: Path, split: str) -> None:
-    """Runs in a worker: trains and ranks one job after another, in this process."""
+def start(out: Path) -> None:
+    """What a worker does first: its output goes to a file of its own."""
+    log = os.open(out / f"worker-{os.getpid()}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     sys.path.insert(0, str(ROOT))
+
+
+def train_and_rank(name: str, seed: int, arguments: list[str], out: Path, split: str) -> None:
     import torch
 
     import eval as evaluation
     import train
     from models.retrieval import model_scorer, rank_targets
 
-    for name, seed, arguments in jobs:
-        folder, started = out / "runs" / f"{name}-{seed}", time.monotonic()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        status = train.main([*arguments, f"seed={seed}", "--run", str(folder)])
-        if status:
-            raise SystemExit(f"{name}, seed {seed}: train.py ended with {status}")
-        seconds = time.monotonic() - started
-        config, data, model, _ = evaluation.open_run(folder, [])
-        score = model_scorer(model, config.train.autocast == "bf16")
-        (ranks,) = rank_targets(score, data.eval_batches(split).epoch(0), filters=[config.eval.filter_seen])
-        np.save(out / "ranks" / f"{name}-{seed}.npy", ranks)
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        line = {"name": name, "seed": seed, "arguments": arguments, "seconds": round(seconds, 1)}
-        line |= {"training_seconds": result["seconds"], "peak_memory_bytes": result.get("peak_memory_bytes")}
-        line |= result["model"][config.eval.filter_seen] | {"environment": result["environment"]}
-        with (out / "runs.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+    folder, started = out / "runs" / f"{name}-{seed}", time.monotonic()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    status = train.main([*arguments, f"seed={seed}", "--run", str(folder)])
+    if status:
+        raise RuntimeError(f"train.py ended with {status}")
+    seconds = time.monotonic() - started
+    config, data, model, _ = evaluation.open_run(folder, [])
+    score = model_scorer(model, config.train.autocast == "bf16")
+    (ranks,) = rank_targets(score, data.eval_batches(split).epoch(0), filters=[config.eval.filter_seen])
+    np.save(out / "ranks" / f"{name}-{seed}.npy", ranks)
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    line = {"name": name, "seed": seed, "arguments": arguments, "seconds": round(seconds, 1)}
+    line |= {"training_seconds": result["seconds"], "peak_memory_bytes": result.get("peak_memory_bytes")}
+    line |= result["model"][config.eval.filter_seen] | {"environment": result["environment"]}
+    with (out / "runs.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def gains(out: Path) -> dict[str, np.ndarray]:
@@ -65,16 +72,19 @@ def gains(out: Path) -> dict[str, np.ndarray]:
     return {name: np.stack(rows) for name, rows in found.items()}
 
 
-def ratio_interval(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float]:
-    """(ratio of means, 2.5% and 97.5% of the bootstrap) of two [seeds, users] over the same users."""
-    if ours.shape[1] != theirs.shape[1]:
-        raise SystemExit(f"the runs rank {ours.shape[1]} and {theirs.shape[1]} users: not the same test")
+def ratio_interval(ours: np.ndarray, theirs: np.ndarray, same_runs: bool = False) -> tuple[float, float, float]:
+    """(ratio of means, 2.5% and 97.5% of the bootstrap) of two [seeds, users] over the same users.
+
+    same_runs: row i of both is the same trained model, ranked in two ways; then the same rows are drawn of both.
+    """
+    if ours.shape[1] != theirs.shape[1] or (same_runs and len(ours) != len(theirs)):
+        raise SystemExit(f"the runs are {ours.shape} and {theirs.shape} (seeds, users): not the same test")
     rng = np.random.default_rng(0)
     ratios = []
     for _ in range(DRAWS):
         users = rng.integers(ours.shape[1], size=ours.shape[1])
-        drawn = (x[rng.integers(len(x), size=len(x))].mean(0)[users].mean() for x in (ours, theirs))
-        ratios.append(next(drawn) / next(drawn))
+        own, other = (rng.integers(len(x), size=len(x)) for x in (ours, theirs))
+        ratios.append(ours[own].mean(0)[users].mean() / theirs[own if same_runs else other].mean(0)[users].mean())
     return ours.mean() / theirs.mean(), *np.quantile(ratios, [0.025, 0.975])
 
 
@@ -84,7 +94,8 @@ def report(out: Path, baseline: str) -> str:
         raise SystemExit(f"--baseline {baseline}: none of {', '.join(found)}")
     lines = [f"| setting | NDCG@10 | by seed | over {baseline} | 95% interval |", "| --- | --- | --- | --- | --- |"]
     for name, rows in found.items():
-        ratio, low, high = ratio_interval(rows, found[baseline])
+        # benchmarks/kv_cache.py names what it ranks again NAME+...
+        ratio, low, high = ratio_interval(rows, found[baseline], name.startswith(f"{baseline}+"))
         seeds = " ".join(f"{x:.4f}" for x in rows.mean(1))
         lines.append(f"| {name} | {rows.mean():.4f} | {seeds} | {ratio:.3f} | {low:.3f} to {high:.3f} |")
     return "\n".join(lines)
@@ -100,13 +111,9 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--report", type=Path, metavar="OUT")
     parser.add_argument("--baseline", default="dense")
-    parser.add_argument("--jobs", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.report:
         print(report(options.report, options.baseline))
-        return
-    if options.jobs:
-        work(json.loads(options.jobs), options.out, options.split)
         return
     if not options.plan or not options.out:
         parser.error("PLAN.yaml and --out are needed, or --report")
@@ -118,25 +125,19 @@ def main() -> None:
         if (not options.only or name in options.only) and not (options.out / "ranks" / f"{name}-{seed}.npy").exists()
     ]
     (options.out / "ranks").mkdir(parents=True, exist_ok=True)
-    workers = []
-    for k in range(min(options.parallel, len(jobs))):
-        command = [
-            sys.executable,
-            __file__,
-            "--out",
-            str(options.out),
-            "--jobs",
-            json.dumps(jobs[k :: options.parallel]),
-        ]
-        log = (options.out / f"worker-{k}.log").open("w")
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        workers.append((subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT), log))
-    failed = [log.name for worker, log in workers if worker.wait()]
-    if jobs and failed:
-        print(f"failed, see {', '.join(failed)}", file=sys.stderr)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    failed = False
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.parallel, mp_context=spawn, initializer=start, initargs=(options.out,)) as pool:
+        runs = {pool.submit(train_and_rank, *job, options.out, options.split): job for job in jobs}
+        for run in as_completed(runs):
+            if error := run.exception():
+                failed = True
+                name, seed, _ = runs[run]
+                print(f"{name}, seed {seed}: {error} ({options.out}/worker-*.log)", file=sys.stderr)
     if options.baseline in gains(options.out):
         print(report(options.out, options.baseline))
-    sys.exit(bool(failed))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

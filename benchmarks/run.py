@@ -39,6 +39,7 @@ class Case:
     setup: Callable[[], dict[str, Callable[[], object]]]
     check: Callable[[], None] | None = None
     flops: dict[str, float] = dataclasses.field(default_factory=dict)
+    outputs_mb: dict[str, float] = dataclasses.field(default_factory=dict)  # of a part: `beyond_mb` is the peak without
     note: str = ""
 
 
@@ -93,6 +94,8 @@ def measure(op: str, cases, *, warmup: int, repeats: int, emit: Callable[[dict],
                 result = time_call(function, warmup=warmup, repeats=repeats)
                 if part in case.flops:
                     result["tflops"] = round(case.flops[part] / result["ms"] / 1e9, 1)
+                if part in case.outputs_mb:
+                    result["beyond_mb"] = round(result["peak_mb"] - case.outputs_mb[part], 1)
                 emit({**record, "part": part, **result})
         except AssertionError:
             raise

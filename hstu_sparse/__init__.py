@@ -3,6 +3,7 @@
 from hstu_sparse.bsa import (
     TritonHSTUBSAAttention,
     bsa_attention,
+    bsa_plan,
     triton_block_sparse_attn,
     triton_hstu_attention_with_bsa,
 )
@@ -38,7 +39,6 @@ from hstu_sparse.ring import (
     zigzag_triton_ring_flash_attn_varlen_kvpacked_func,
     zigzag_triton_ring_flash_attn_varlen_qkvpacked_func,
 )
-from hstu_sparse.rotary import rotary
 from hstu_sparse.rotatekv import (
     RotateKVCache,
     calibrate,
@@ -50,6 +50,7 @@ from hstu_sparse.rotatekv import (
     rotatekv_decompress,
     rotatekv_round_trip,
 )
+from hstu_sparse.rotation import rotary
 
 __all__ = [
     "RelativeBias",
@@ -58,6 +59,7 @@ __all__ = [
     "TritonHSTUBSAAttention",
     "attention_plan",
     "bsa_attention",
+    "bsa_plan",
     "calibrate",
     "catalogue_loss",
     "compute_index_loss_sparse",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -25,7 +25,8 @@ class _Driver:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self):
-        return 0
+        # Triton keeps what it compiled by device: each architecture is one, so that none gets another's kernels.
+        return self.arch
 
     def get_current_stream(self, device):
         return 0
@@ -67,9 +68,9 @@ def report(kernel: CompiledKernel) -> dict:
     """What a compiled kernel uses.
 
     Returns:
-        dict with `name`, `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes` (dynamic and static,
-        from sm_90 on with 1 KB of the driver's), `unset_registers` (see below), `matrix_instructions` (names of the
-        tensor cores' instructions), `asm`.
+        dict with `name`, `arch`, `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes` (dynamic and
+        static, from sm_90 on with 1 KB of the driver's), `unset_registers` (see below), `matrix_instructions` (names of
+        the tensor cores' instructions), `asm`.
     """
     tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -83,6 +84,7 @@ def report(kernel: CompiledKernel) -> dict:
     registers, stack, static, local = (int(x) for x in usage.groups())
     return {
         "name": kernel.metadata.name,
+        "arch": kernel.metadata.target.arch,
         "registers": registers,
         "local_bytes": stack + local,
         "shared_bytes": kernel.metadata.shared + static,
@@ -93,30 +95,6 @@ def report(kernel: CompiledKernel) -> dict:
         ),
         "asm": kernel.asm,
     }
-
-
-def compile_ahead(
-    kernel, signature: dict, constexprs: dict, *, arch: int, num_warps=4, num_stages=2, divisible=True, **options
-) -> dict:
-    """Compiles one kernel for sm_`arch` from a hand-written signature; returns its `report`.
-
-    Args:
-        kernel: a triton.jit function.
-        signature: argument name -> Triton type, e.g. {"q": "*bf16", "n": "i32"}; every argument must be in it or in
-            `constexprs`.
-        constexprs: argument name -> value.
-        divisible: strides (`*stride_t`, `*stride_h`) are multiples of 16, as they are for most head sizes.
-        options: Triton's other compile options, e.g. maxnreg.
-    """
-    if launch.INTERPRET:
-        raise RuntimeError("compile_ahead needs a process without TRITON_INTERPRET")
-    names = kernel.arg_names
-    signature = {name: signature.get(name, "constexpr") for name in names}
-    aligned = [n for n in names if signature[n].startswith("*") or (n.endswith(("stride_t", "stride_h")) and divisible)]
-    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
-    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constexprs.items()}, attrs)
-    options = {"num_warps": num_warps, "num_stages": num_stages, **options}
-    return report(triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options))
 
 
 def _unset_registers(listing: str) -> list[str]:

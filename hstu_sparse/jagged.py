@@ -10,19 +10,33 @@ import os
 
 import torch
 
-# Checks that read the offsets' values cost a device sync, so they run only when asked for.
+from hstu_sparse.registration import plain
+
+# Checks that read values on a device wait for it, so there they run only when asked for.
 DEBUG = os.environ.get("HSTU_SPARSE_DEBUG", "0") not in ("", "0")
 
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def readable(x: torch.Tensor) -> bool:
+    """Whether checks may read x's values: on a CPU, where that is next to nothing, elsewhere with the debug switch.
+
+    Never while torch.compile, torch.func, a fake tensor or a dispatch mode looks on: there are no values, or reading
+    them would be recorded.
+    """
+    if torch.compiler.is_compiling() or not plain(x) or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return DEBUG or x.device.type == "cpu"
+
+
 def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.Tensor) -> None:
     """Validates jagged tensors that share one `seq_offsets`; the one place where this is done.
 
-    Metadata only: shapes, dtypes, devices. With HSTU_SPARSE_DEBUG=1 in the environment (or `jagged.DEBUG = True`)
-    also the values, at the price of a device sync: offsets start at 0, never fall, end at T, lengths fit in N, and the
-    tensors are finite. A mask multiplies by 0, and 0 times NaN is NaN: one in a key or value at token t reaches outputs
-    before t of the same tile, in kernels and references alike, so this is where it is found.
+    Shapes, dtypes, devices; of offsets on a CPU also the values: they start at 0, never fall, end at T, and lengths fit
+    in N. On a GPU that waits for the device, and is done with HSTU_SPARSE_DEBUG=1 in the environment (or
+    `jagged.DEBUG = True`). The switch also has the tensors checked for NaN and infinity. A mask multiplies by 0, and 0
+    times NaN is NaN: in the kernels one in a value at token t may reach outputs before t of the same tile, so this is
+    where it is found.
 
     Args:
         seq_offsets: [B+1], int32 or int64.
@@ -53,15 +67,16 @@ def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.T
             first = name
         elif tensor.shape[0] != tensors[first].shape[0]:
             raise ValueError(f"{name} must have T={tensors[first].shape[0]} tokens as {first}, got {tensor.shape[0]}")
-    if DEBUG and not torch.compiler.is_compiling():
+    if readable(seq_offsets):
         check_offset_values(seq_offsets, max_seq_len, None if first is None else tensors[first].shape[0])
+    if DEBUG and readable(seq_offsets):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_floating_point():
                 check_finite(name, tensor)
 
 
 def check_offset_values(seq_offsets: torch.Tensor, max_seq_len: int, total: int | None) -> None:
-    """The costly half of `check_jagged`: reads the offsets. Raises ValueError."""
+    """The half of `check_jagged` that reads the offsets. Raises ValueError."""
     values = seq_offsets.tolist()
     if values[0] != 0:
         raise ValueError(f"seq_offsets must begin at 0, got {values[0]}")
@@ -75,10 +90,24 @@ def check_offset_values(seq_offsets: torch.Tensor, max_seq_len: int, total: int 
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Another costly check: no NaN and no infinity in [T, ...]. Raises ValueError with the first token that has one."""
+    """No NaN and no infinity in [T, ...]: for the debug switch alone. ValueError names the first token that has one."""
     wrong = ~torch.isfinite(tensor).flatten(1).all(1) if tensor.dim() > 1 else ~torch.isfinite(tensor)
     if wrong.any():
         raise ValueError(f"{name} has NaN or infinity, first at token {int(wrong.nonzero()[0, 0])}")
+
+
+def masked_product(weights: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """weights @ values for weights [..., n, m] that are 0 where `hidden` (bool, broadcasts to them), [..., m, V].
+
+    0 times NaN is NaN, so a product alone would carry what is not finite to queries that it is hidden from. On a CPU
+    it reaches only those that see it.
+    """
+    out = weights @ values
+    if not readable(values) or values.detach().sum().isfinite():  # a sum with one of them is none, and costs little
+        return out
+    wrong = ~values.isfinite()
+    reached = (~hidden).to(values.dtype) @ wrong.to(values.dtype) > 0
+    return torch.where(reached, out, weights @ values.masked_fill(wrong, 0))
 
 
 def offsets_from_lengths(lengths: torch.Tensor) -> torch.Tensor:

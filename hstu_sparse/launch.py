@@ -74,13 +74,13 @@ def start(kernel, grid: int, arguments: tuple, constants: dict, options: dict, k
 
     Args:
         kernel: a triton.jit function whose constexprs come last.
-        arguments: all others, in their order; the first is a tensor.
+        arguments: all others, in their order; the first that is not None is a tensor.
         constants: name -> value, of the constexprs.
         options: num_warps and the like.
         key: with constants and options everything that Triton would tell calls apart by: dtypes, which arguments are
             None, and of pointers and integers that the kernel does not exempt whether they are multiples of 16.
     """
-    device = arguments[0].get_device()
+    device = next(x for x in arguments if x is not None).get_device()
     if device < 0:
         kernel[(grid,)](*arguments, **constants, **options)
         return

@@ -22,16 +22,24 @@ def plain(x: torch.Tensor) -> bool:
     return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack()
 
 
-def _ready(launch: Callable) -> Callable:
-    """`launch` on the first argument's device, with integer and one-dimensional tensors made contiguous."""
+def _places(arguments: str) -> tuple[int, ...]:
+    """Which arguments of a schema are tensors."""
+    types = (argument.split(" ")[0] for argument in arguments.split(", "))
+    return tuple(i for i, type_ in enumerate(types) if type_ in ("Tensor", "Tensor?"))
+
+
+def _ready(launch: Callable, tensors: Sequence[int]) -> Callable:
+    """`launch` on the first argument's device; of the arguments at `tensors` those of integers or of one dimension are
+    made contiguous.
+    """
 
     @functools.wraps(launch)
     def run(*arguments):
         x = arguments[0]
-        arguments = [
-            a.contiguous() if isinstance(a, torch.Tensor) and (a.dim() == 1 or not a.is_floating_point()) else a
-            for a in arguments
-        ]
+        for i in tensors:
+            a = arguments[i]
+            if a is not None and not a.is_contiguous() and (a.dim() == 1 or not a.is_floating_point()):
+                arguments = *arguments[:i], a.contiguous(), *arguments[i + 1 :]
         if x.is_cuda and x.get_device() != torch.cuda.current_device():
             with torch.cuda.device(x.get_device()):
                 return launch(*arguments)
@@ -54,6 +62,8 @@ class Operator:
         differentiable: names of the arguments with gradients.
         outputs: how many tensors forward returns.
         keep_output: the backward pass takes the first output too, before the kept ones.
+        spends: `backward` overwrites the last kept output. A second pass through a graph that was retained gets another
+            one from `forward`; the registered backward operator works on a copy.
     """
 
     def __init__(
@@ -67,12 +77,14 @@ class Operator:
         differentiable: Sequence[str],
         outputs: int = 1,
         keep_output: bool = False,
+        spends: bool = False,
     ):
-        types, names = zip(*(argument.split(" ") for argument in arguments.split(", ")))
-        self.name, self.outputs, self.keep_output = name, outputs, keep_output
-        self.tensors = [i for i, type_ in enumerate(types) if type_ in ("Tensor", "Tensor?")]
+        names = [argument.split(" ")[1] for argument in arguments.split(", ")]
+        self.name, self.outputs, self.keep_output, self.spends = name, outputs, keep_output, spends
+        self.tensors = _places(arguments)
         self.differentiable = [names.index(argument) for argument in differentiable]
-        self.forward, self.backward = _ready(forward), _ready(backward)
+        self.forward = _ready(forward, self.tensors)
+        self.backward = _ready(backward, [0, *(i + 1 for i in self.tensors)])
         self.function = _autograd(self)
 
         kept = "".join(f", Tensor kept_{i}" for i in range(0 if keep_output else 1, outputs))
@@ -82,9 +94,10 @@ class Operator:
             ("bwd", f"(Tensor grad, {arguments}{kept}) -> Tensor[]"),
         ):
             _library.define(f"{name}_{part}{schema}", tags=torch.Tag.pt2_compliant_tag)
+        backward = self._spend_copy if spends else self.backward
         for device in ("CPU", "CUDA"):
             _library.impl(f"{name}_fwd", self.forward, device)
-            _library.impl(f"{name}_bwd", self.backward, device)
+            _library.impl(f"{name}_bwd", backward, device)
         _library.impl(f"{name}_fwd", self.function.apply, "Autograd")
         torch.library.register_fake(f"hstu_sparse::{name}_fwd", fake, lib=_library)
         torch.library.register_fake(f"hstu_sparse::{name}_bwd", self._fake_gradients, lib=_library)
@@ -97,6 +110,9 @@ class Operator:
         if not torch.is_grad_enabled() and plain(arguments[0]):
             return self.forward(*arguments)
         return self.function.apply(*arguments)
+
+    def _spend_copy(self, *arguments):
+        return self.backward(*arguments[:-1], arguments[-1].clone())
 
     def _fake_gradients(self, grad, *arguments):
         given = (arguments[i] for i in self.differentiable)
@@ -114,9 +130,11 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
                     found = operator.registered_forward(*arguments)
             out, *kept = (found,) if operator.outputs == 1 else found
             output = (out,) if operator.keep_output else ()
-            ctx.save_for_backward(*(arguments[i] for i in operator.tensors), *output, *kept)
             ctx.others = [None if i in operator.tensors else a for i, a in enumerate(arguments)]
             ctx.mark_non_differentiable(*kept)
+            if operator.spends:
+                ctx.spent = kept.pop()
+            ctx.save_for_backward(*(arguments[i] for i in operator.tensors), *output, *kept)
             ctx.set_materialize_grads(False)
             return found
 
@@ -128,6 +146,9 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
             for place, tensor in zip(operator.tensors, saved):
                 arguments[place] = tensor
             given = (grad, *arguments, *saved[len(operator.tensors) :])
+            if operator.spends:
+                spent, ctx.spent = ctx.spent, None
+                given += (operator.registered_forward(*arguments)[-1] if spent is None else spent,)
             if not plain(grad):
                 found = operator.registered_backward(*given)
             elif torch.is_grad_enabled():
@@ -155,7 +176,7 @@ def register_preparation(name: str, arguments: str, *, launch: Callable, fake: C
     Returns:
         (*arguments) -> the list. Calls with plain tensors launch at once.
     """
-    ready = _ready(launch)
+    ready = _ready(launch, _places(arguments))
     _library.define(f"{name}({arguments}) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
     for device in ("CPU", "CUDA"):
         _library.impl(name, ready, device)

@@ -97,3 +97,26 @@ def store_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.c
     columns = tl.arange(0, PADDED)
     pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
     tl.store(pointers, value.to(base.dtype.element_ty), mask=mask[:, None] & (columns < SIZE)[None, :])
+
+
+@triton.jit
+def in_registers(x, WANTED: tl.constexpr):
+    """x, the left operand of products, WANTED in registers and not read from shared memory for every one of them.
+
+    Triton does so only with what comes out of a product: this one adds zeros.
+    """
+    if WANTED:
+        none = tl.dot(tl.zeros([x.shape[0], 16], x.dtype), tl.zeros([16, x.shape[1]], x.dtype))
+        return (x.to(tl.float32) + none).to(x.dtype)
+    else:
+        return x
+
+
+@triton.jit
+def add_to(pointers, value, unit=None, mask=None):
+    """pointers += value, in fp32; to int64 cells in multiples of 1 / unit[0], which no order of additions changes."""
+    if pointers.dtype.element_ty == tl.int64:
+        if unit is not None:
+            value *= tl.load(unit)
+        value = tl.floor(value + 0.5).to(tl.int64)
+    tl.atomic_add(pointers, value, mask=mask, sem="relaxed")

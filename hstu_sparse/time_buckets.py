@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hstu_sparse.launch import start
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.relative_bias import bucket_edges
 from hstu_sparse.tiles import locate
@@ -81,6 +82,15 @@ def load_split_times(times, inside):
     return high, (value - high.to(tl.int64)).to(tl.float32)
 
 
+@triton.jit
+def store_split_times(times, origin, split, offset, total, token, inside):
+    """Writes the `TokenTimes` of tokens of one sequence, whose first key has the timestamp `origin`."""
+    high, low = load_split_times(times + token, inside)
+    tl.store(split + token, high, inside)
+    tl.store(split + total + token, low, inside)
+    tl.store(offset + token, (tl.load(times + token, inside, 0) - origin).to(tl.int32), inside)
+
+
 @triton.jit(
     do_not_specialize=["num_seqs", "total"], do_not_specialize_on_alignment=["seq_offsets", "times", "key_times"]
 )
@@ -89,21 +99,15 @@ def split_times_kernel(seq_offsets, times, key_times, split, offset, num_seqs, t
     _, begin, length, tile = locate(seq_offsets, tl.program_id(0), num_seqs, BLOCK)
     if tile * BLOCK < length:
         place = tile * BLOCK + tl.arange(0, BLOCK)
-        inside = place < length
-        token = begin + place
-        high, low = load_split_times(times + token, inside)
-        tl.store(split + token, high, inside)
-        tl.store(split + total + token, low, inside)
-        tl.store(offset + token, (tl.load(times + token, inside, 0) - tl.load(key_times + begin)).to(tl.int32), inside)
+        store_split_times(times, tl.load(key_times + begin), split, offset, total, begin + place, place < length)
 
 
 def _split_times(seq_offsets, times, key_times):
     total, num_seqs = times.shape[0], seq_offsets.shape[0] - 1
     split, offset = _fake_split_times(seq_offsets, times, key_times)
     if total and num_seqs:
-        split_times_kernel[(total // _BLOCK + num_seqs,)](
-            seq_offsets, times, key_times, split, offset, num_seqs, total, BLOCK=_BLOCK
-        )
+        given = seq_offsets, times, key_times, split, offset, num_seqs, total
+        start(split_times_kernel, total // _BLOCK + num_seqs, given, dict(BLOCK=_BLOCK), {}, (seq_offsets.dtype,))
     return [split, offset]
 
 

@@ -92,8 +92,16 @@ def check_qkv(
     check_tensor("v", v, f"T {kv_heads} V", sizes, dtype=q.dtype, device=q.device)
     if kv_heads != "H" and (sizes[kv_heads] == 0 or sizes["H"] % sizes[kv_heads]):
         raise ValueError(f"k's heads must divide q's {sizes['H']}, got {sizes[kv_heads]}")
+    check_some(sizes, "H", "D", "V")
     check_jagged(seq_offsets, max_seq_len, q=q, k=k, v=v)
     return sizes
+
+
+def check_some(sizes: dict[str, int], *letters: str) -> None:
+    """None of these sizes is 0: heads, channels."""
+    for letter in letters:
+        if sizes[letter] < 1:
+            raise ValueError(f"{letter} must be at least 1, got {letter}={sizes[letter]}")
 
 
 def check_int(name: str, value: int, least: int, most: int | None = None) -> None:
@@ -118,6 +126,7 @@ def check_number(name: str, value: float, *, above: float = -math.inf, below: fl
 
 def check_scale(alpha: float | None, head_size: int, name: str = "alpha") -> float:
     """The scale of the scores: as given, or head_size ** -0.5."""
+    check_some({"D": head_size}, "D")
     return head_size**-0.5 if alpha is None else check_number(name, alpha)
 
 

@@ -212,7 +212,8 @@ class EvalConfig(Strict):
     # figures), or none.
     filter_seen: Literal["history", "window", "none"] = "history"
     best_metric: str = "NDCG@10"
-    # Evaluations without a better best_metric before training stops; absent: never.
+    # Evaluations without a better best_metric before training stops; absent: never. As for the choice of best/, those
+    # count that come when all of the attentions' warm-ups are over.
     patience: int | None = Field(None, ge=1)
 
     @field_validator("best_metric")

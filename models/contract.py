@@ -1,6 +1,6 @@
 """What an attention kind is to the rest of the house: its module, its configuration, its auxiliary losses.
 
-The kinds themselves stand in attention.py. Letters: T tokens, E embedding size, H heads, Hkv key/value heads, D
+The kinds themselves stand in attention/. Letters: T tokens, E embedding size, H heads, Hkv key/value heads, D
 query/key head size, V value head size.
 """
 

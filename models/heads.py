@@ -20,6 +20,8 @@ NORM_EPS = 1e-6
 
 class DotConfig(Strict):
     kind: Literal["dot"] = "dot"
+    # The temperature is trained along, from loss.temperature on.
+    learned_temperature: bool = False
 
 
 class MoLConfig(Strict):

@@ -45,6 +45,13 @@ def turned(config: ModelConfig, q: Tensor, k: Tensor, batch: Batch) -> tuple[Ten
     return q, k
 
 
+def normed_input(x: Tensor) -> Tensor:
+    """Layer norm of x in the dtype that products have: under autocast nothing is then written twice."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return hstu_sparse.layer_norm(x, eps=NORM_EPS, dtype=dtype)
+
+
 class SwiGLU(nn.Module):
     """x + dropout(contract(SiLU(gate) * value)) with gate, value = expand(norm(x)) (Shazeer, arXiv 2002.05202)."""
 
@@ -58,7 +65,7 @@ class SwiGLU(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.expand(hstu_sparse.layer_norm(x, eps=NORM_EPS)).chunk(2, dim=-1)
+        gate, value = self.expand(normed_input(x)).chunk(2, dim=-1)
         return x + F.dropout(self.contract(F.silu(gate) * value), self.dropout, self.training)
 
 
@@ -86,7 +93,7 @@ class HSTULayer(nn.Module):
             self.feed_forward = SwiGLU(config.embedding_dim, config.feed_forward_dim, config.dropout)
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
-        normed = hstu_sparse.layer_norm(x, eps=NORM_EPS)
+        normed = normed_input(x)
         u, v, q, k = F.silu(normed @ self.uvqk).split(self.sizes, dim=-1)
         q = q.unflatten(-1, (self.heads, -1))
         k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in (k, v))
@@ -172,6 +179,9 @@ class SequenceModel(nn.Module):
         kinds = config.attention * (config.num_layers if len(config.attention) == 1 else 1)
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in kinds)
         self.head = MixtureOfLogits(config.head, config.embedding_dim) if config.head.kind == "mol" else None
+        # ln of the factor that has been learned for loss.temperature
+        learned = config.head.kind == "dot" and config.head.learned_temperature
+        self.log_temperature = nn.Parameter(torch.zeros(())) if learned else None
 
     @property
     def item_weight(self) -> Tensor:

@@ -41,7 +41,9 @@ def head_loss(
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
     """(training loss, auxiliary losses) of a model's outputs [T, E] by its own head; arguments as `training_loss`."""
     if model.head is None:
-        return training_loss(config, out, model.item_weight, targets, dtype, part), {}
+        learned = model.log_temperature
+        temperature = None if learned is None else config.temperature * learned.exp()
+        return training_loss(config, out, model.item_weight, targets, dtype, part, temperature), {}
     drawn = draw_negatives(config, len(model.item_weight), targets)
     ids = None if drawn is None else drawn.ids.expand(len(targets), -1)
     return mol_loss(model.head, out, model.item_weight, targets, ids)
@@ -82,6 +84,7 @@ def training_loss(
     targets: Tensor,
     dtype: torch.dtype | None = None,
     part: Tensor | None = None,
+    temperature: Tensor | None = None,
 ) -> Tensor:
     """Mean loss over the positions, with gradients for `out` and `item_weight` (once: no second derivative).
 
@@ -92,7 +95,7 @@ def training_loss(
     probability that this gives an item. A negative equal to the positive does not count.
 
     part: positions that `out` is of, where it is of some only; the result is then their share of the mean, with the
-    negatives that all of them would get.
+    negatives that all of them would get. temperature: 0-d, in place of config's, with a gradient.
     """
     count = (targets >= 0).sum().clamp(min=1)
     drawn = draw_negatives(config, len(item_weight), targets)
@@ -102,21 +105,20 @@ def training_loss(
         share = (targets >= 0).sum() / count
         if drawn is not None and drawn.ids.dim() == 2:
             drawn = drawn._replace(ids=drawn.ids[part])
-    whole = drawn is None or takes_whole_catalogue(config, out, item_weight)
-    # Negatives drawn for each position: the kernel gathers them and sorts their gradients, which pays where one product
-    # with the whole catalogue would be the larger work.
-    by_kernel = config.kind != "bce" and (drawn is None or not whole) and out.shape[1] <= MAX_KERNEL_SIZE
-    if out.is_cuda and by_kernel:
+    if out.is_cuda and config.kind != "bce" and out.shape[1] <= MAX_KERNEL_SIZE:
         dtype = dtype or item_weight.dtype
         return share * hstu_sparse.catalogue_loss(
             out.to(dtype),
             item_weight.to(dtype),
             targets,
-            temperature=config.temperature,
+            temperature=config.temperature if temperature is None else temperature,
             negatives=None if drawn is None else drawn.ids,
             log_q=None if drawn is None else drawn.log_q,
         )
+    if temperature is not None:
+        out = out * (config.temperature / temperature)
     item_weight = item_weight.to(out.dtype)
+    whole = drawn is None or takes_whole_catalogue(config, out, item_weight)
     items = F.normalize(item_weight, dim=-1, eps=NORM_EPS) if whole else item_weight
     width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]
     # Every chunk of gathered rows has a gradient as large as the table: larger chunks, then.

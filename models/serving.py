@@ -15,7 +15,8 @@ import hstu_sparse
 from data.batches import Batch
 from hstu_sparse.jagged import offsets_from_lengths
 from hstu_sparse.relative_bias import RelativeBias
-from models.attention import DenseAttention, RotateKVAttention, SoftmaxAttention, own_scores, own_token
+from models.attention import DenseAttention, RotateKVAttention, SoftmaxAttention
+from models.attention.rotatekv import own_scores, own_token
 from models.contract import AttentionKind, AuxLoss
 
 SERVED = (DenseAttention, RotateKVAttention, SoftmaxAttention)

@@ -1,4 +1,4 @@
-"""Compiles all kernels ahead of time, with the launchers' own constants; `python -m tests.compiling OPERATOR ARCH`.
+"""Compiles all kernels ahead of time, with the launchers' own constants; `python -m tests.compiling OPERATOR ARCH...`.
 
 Triton's interpreter compiles nothing and cannot be switched off in a process, so the tests start one with it off; the
 program prints a JSON line for each kernel.
@@ -23,6 +23,15 @@ SHARED = {80: 163 * 1024, 90: 228 * 1024}
 MEMORY = re.compile(r"\b(ld|st|red|atom|cp)\.")
 
 
+def compiled(name: str, *architectures: int) -> list[dict]:
+    """What `compile_operator` finds, of all architectures in one process."""
+    command = [sys.executable, "-m", "tests.compiling", name, *map(str, architectures)]
+    environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
 def compile_test(arch: int):
     """A test, for each operator, that its kernels compile for sm_`arch` as they should."""
 
@@ -32,11 +41,7 @@ def compile_test(arch: int):
         pytest.importorskip("triton")
         if not any(arch in case.architectures for case in operator(name).launches()):
             pytest.skip(f"has no kernels for sm_{arch}")
-        command = [sys.executable, "-m", "tests.compiling", name, str(arch)]
-        environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-        run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr[-3000:]
-        kernels = [json.loads(line) for line in run.stdout.splitlines()]
+        kernels = compiled(name, arch)
         assert kernels
         wrong = [
             k
@@ -67,5 +72,6 @@ def compile_operator(name: str, arch: int):
 
 
 if __name__ == "__main__":
-    for found in compile_operator(sys.argv[1], int(sys.argv[2])):
-        print(json.dumps(found), flush=True)
+    for architecture in map(int, sys.argv[2:]):
+        for found in compile_operator(sys.argv[1], architecture):
+            print(json.dumps(found), flush=True)

@@ -1,4 +1,4 @@
-"""Skips what the machine cannot run; keeps torch from oversubscribing the cores; no GPU: Triton's interpreter."""
+"""Skips what the machine cannot run; shares cores and GPU among the processes; no GPU: Triton's interpreter."""
 
 import os
 
@@ -9,15 +9,19 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+# Of the GPU's memory, for all processes together: the rest is their contexts and kernels.
+SHARED_MEMORY = 0.9
+MOST_CACHED = 2**30  # bytes that a test may leave in torch's cache
+
 
 def pytest_addoption(parser):
-    parser.addoption("--seconds", type=float, default=10.0, help="of the campaign of random shapes, over all operators")
+    parser.addoption("--seconds", type=float, default=10.0, help="that the campaign of random shapes takes")
     parser.addoption("--campaign-seed", type=int, default=0, help="which random shapes")
 
 
 def pytest_configure(config):
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // WORKERS))
 
 
 def pytest_collection_modifyitems(items):
@@ -26,3 +30,26 @@ def pytest_collection_modifyitems(items):
         for marker, needed in (("gpu", 1), ("multigpu", 2)):
             if item.get_closest_marker(marker) and gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {gpus}"))
+
+
+def pytest_runtest_setup(item):
+    """Each process has its share of the GPU, so that a test that asks for too much fails, and not one beside it."""
+    if WORKERS > 1 and item.get_closest_marker("gpu") and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(SHARED_MEMORY / WORKERS)
+
+
+def pytest_runtest_teardown(item):
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_CACHED:
+        torch.cuda.empty_cache()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many random cases each operator passed, over all processes."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for report in terminalreporter.stats.get("passed", []):
+        for key, value in report.user_properties:
+            if key == "campaign":
+                found.setdefault(value[0], []).append(value[1:])
+    for name, parts in sorted(found.items()):
+        cases, most = zip(*parts)
+        terminalreporter.write_line(f"campaign: {name}: {sum(cases)} cases passed, at most {max(most):.1f} GiB")

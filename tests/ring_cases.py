@@ -32,18 +32,18 @@ PACKED = [f"{form} {packing}" for form in FORMS for packing in ("kvpacked", "qkv
 CASES = [(form, option) for form in FORMS for option in OPTIONS] + [(form, "causal") for form in PACKED]
 
 
-def lengths_of(form: str, world: int) -> list[int]:
+def lengths_of(form: str, world: int, longer: int = 1) -> list[int]:
     """Whole sequences: of one length, divisible among the ranks, or uneven, some shorter than there are ranks."""
-    return [37, 3, 0, 26, 1] if "varlen" in form else [8 * world, 8 * world]
+    return [37 * longer, 3, 0, 26 * longer, 1] if "varlen" in form else [8 * world * longer] * 2
 
 
-def inputs(form: str, option: str, world: int):
-    """Whole q, k, v [T, heads, D], the output's gradient, offsets, and the keywords."""
+def inputs(form: str, option: str, world: int, *, size: int = 16, longer: int = 1, dtype: torch.dtype | None = None):
+    """Whole q, k, v [T, heads, D], the output's gradient, offsets, and the keywords; dtype: instead of the option's."""
     keywords = {"kv_heads": 4, "dtype": "float32"} | OPTIONS[option]
-    kv_heads, dtype = keywords.pop("kv_heads"), getattr(torch, keywords.pop("dtype"))
-    lengths = lengths_of(form, world)
+    kv_heads, own_dtype = keywords.pop("kv_heads"), getattr(torch, keywords.pop("dtype"))
+    lengths = lengths_of(form, world, longer)
     q, k, v, grad = (
-        make_jagged(lengths, (heads, 16), dtype=dtype, seed=seed)
+        make_jagged(lengths, (heads, size), dtype=dtype or own_dtype, seed=seed)
         for seed, heads in enumerate((4, kv_heads, kv_heads, 4))
     )
     slopes = torch.rand(len(lengths), 4, generator=torch.Generator().manual_seed(5))
@@ -67,18 +67,22 @@ def function_of(form: str):
     return getattr(ring, f"{name}func"), None
 
 
-def expected(form: str, option: str, world: int) -> list[torch.Tensor]:
-    """out, lse [H, T], dq, dk, dv of all tokens, by one process."""
-    leaves, grad, offsets, keywords = inputs(form, option, world)
+def expected(form: str, option: str, world: int, *, exact: str = "", **sizes) -> list[torch.Tensor]:
+    """out, lse [H, T], dq, dk, dv of all tokens, by one process; exact: in fp64, on this device."""
+    leaves, grad, offsets, keywords = inputs(form, option, world, **sizes)
+    if exact:
+        *leaves, grad = (x.to(exact, torch.float64) for x in (*leaves, grad))
+        offsets = offsets.to(exact)
+        keywords = {name: x.to(exact) if isinstance(x, torch.Tensor) else x for name, x in keywords.items()}
     leaves = [x.requires_grad_() for x in leaves]
     keywords = {{"dropout_p": "dropout", "softmax_scale": "scale"}.get(name, name): x for name, x in keywords.items()}
     out, lse = flash_attention(*leaves, offsets, **keywords, return_lse=True, backend="reference")
     return [out.detach(), lse, *torch.autograd.grad(out, leaves, grad)]
 
 
-def of_rank(rank: int, world: int, form: str, option: str, backend: str, device="cpu") -> list[torch.Tensor]:
+def of_rank(rank: int, world: int, form: str, option: str, backend: str, device="cpu", **sizes) -> list[torch.Tensor]:
     """The same of this rank's tokens, by the ring."""
-    tensors, grad, offsets, keywords = inputs(form, option, world)
+    tensors, grad, offsets, keywords = inputs(form, option, world, **sizes)
     *tensors, grad, offsets = (x.to(device) for x in (*tensors, grad, offsets))
     keywords = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in keywords.items()}
     index, local = cut_sequences(offsets, rank, world, zigzag="zigzag" in form)

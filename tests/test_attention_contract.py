@@ -17,6 +17,7 @@ from models.attention import ATTENTION
 from models.config import ConfigError, ModelConfig, load_config
 from models.contract import AttentionKind, AuxLoss
 from models.hstu import SequenceModel
+from models.metrics import ranking_metrics
 from tests.test_models import CONFIG, make_batch
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -146,3 +147,16 @@ def test_it_trains_is_logged_resumed_and_judged(tmp_path, monkeypatch):
     assert train.main(["--resume", str(tmp_path / "other")]) == 0
     again = [json.loads(line) for line in (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()]
     assert [line | {"seconds": 0} for line in again] == [line | {"seconds": 0} for line in history]
+
+
+@pytest.mark.parametrize(("epochs", "weights", "epoch"), [(4, "best", 3), (1, "step-00000013", 1)])
+def test_nothing_is_chosen_before_the_last_phase(tmp_path, monkeypatch, epochs, weights, epoch):
+    """The warm-up's model, which is another one, has the best figure; the others' best comes in the third epoch."""
+    figures = iter([0.9, 0.3, 0.5, 0.4])
+    monkeypatch.setattr(train, "ranking_metrics", lambda ranks: ranking_metrics(ranks) | {"NDCG@10": next(figures)})
+    settings = ["data.synthetic={num_users: 200, num_items: 80, mean_length: 15}", "model.attention.kind=toy"]
+    settings += ["model.max_seq_len=20", "model.embedding_dim=16", f"train.epochs={epochs}", "train.batch_size=16"]
+    settings += ["device=cpu", "threads=1", "eval.patience=2"]
+    assert train.main([str(CONFIGS / "synthetic-hstu.yaml"), *settings, "--run", str(tmp_path / "run")]) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["weights"], result["epoch"]) == (weights, epoch)

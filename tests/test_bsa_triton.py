@@ -113,8 +113,10 @@ def test_bias_opcheck():
 
     inputs, offsets, N, _ = problem((18, 5), 18, 16, 2, 0, 2, 1, 16, 16)
     times = make_timestamps((18, 5))
+    torch.library.opcheck(torch.ops.hstu_sparse.bsa_times, (offsets, times, times, 16))
+    plan = torch.ops.hstu_sparse.bsa_times(offsets, times, times, 16)
     leaves = [x.requires_grad_() for x in (*inputs.values(), torch.randn(18), torch.randn(9))]
-    call = (*leaves[:3], offsets, N, *leaves[3:5], None, *leaves[5:], times, times, 16, 2, 0, 2, 0.25, False)
+    call = (*leaves[:3], offsets, N, *leaves[3:5], None, *leaves[5:], plan, 16, 2, 0, 2, 0.25, False)
     torch.library.opcheck(torch.ops.hstu_sparse.bsa_fwd, call)
 
 

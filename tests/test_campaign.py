@@ -1,40 +1,58 @@
 """The campaign of random shapes: every operator's kernels against its reference, for as long as it is given.
 
-    python -m pytest -m gpu tests/test_campaign.py --seconds 300 [--campaign-seed 1]
+    python -m pytest -m gpu tests/test_campaign.py --seconds 300 [--campaign-seed 1] [-n 10]
 
-Without a GPU it runs in Triton's interpreter, some seconds in all. A failing case is printed as it goes into FIXED.
+`--seconds` is how long it takes: operators have equal parts of it, and with -n every process has cases of its own of
+each. Without a GPU it runs in Triton's interpreter, some seconds in all. A failing case is printed as it goes into
+FIXED.
 """
 
+import os
 import random
 import time
 
 import pytest
 import torch
 
-from tests.operators import NAMES, operator
+from tests.operators import MOST_BYTES, NAMES, draw, operator
 
 # Failures that the campaign found, as it printed them: (operator, case).
 FIXED: list[tuple[str, dict]] = []
+# Each process runs every operator once, so that all of them end at the same time.
+PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+GIB = 1024**3
 
 
-def campaign(name: str, device: str, seconds: float, seed: int) -> int:
-    """Checks random cases of an operator until the time is up; returns their number."""
-    module, numbers, cases = operator(name), random.Random(f"{name} {seed}"), 0
+def campaign(name: str, device: str, seconds: float, seed: str) -> tuple[int, float]:
+    """Checks random cases of an operator until the time is up; returns (their number, most GiB that one took)."""
+    module, numbers, cases, most = operator(name), random.Random(f"{name} {seed}"), 0, 0.0
     end = time.monotonic() + seconds
     failed = []
     while not cases or time.monotonic() < end:
-        case = module.draw(numbers, device == "cpu")
-        try:
-            module.check(device, **case)
-        except Exception as error:
-            if isinstance(error, torch.cuda.OutOfMemoryError):
-                raise
-            failed.append(f"({name!r}, {case!r}),  # {type(error).__name__}: {str(error)[:300]}")
+        case = draw(module, numbers, device == "cpu")
         cases += 1
+        if error := attempt(module, device, case):
+            failed.append(f"({name!r}, {case!r}),  # {error}")
         if device == "cuda":
-            torch.cuda.empty_cache()  # other tests run beside this one
-    assert not failed, f"{len(failed)} of {cases} cases failed:\n" + "\n".join(failed[:20])
-    return cases
+            taken = torch.cuda.max_memory_allocated() / GIB
+            most = max(most, taken)
+            if taken > 3 * MOST_BYTES / GIB:
+                failed.append(f"({name!r}, {case!r}),  # took {taken:.1f} GiB: its reference_bytes expects less")
+            torch.cuda.empty_cache()  # other processes run beside this one
+            torch.cuda.reset_peak_memory_stats()
+    assert not failed, f"{len(failed)} failures in {cases} cases:\n" + "\n".join(failed[:20])
+    return cases, most
+
+
+def attempt(module, device: str, case: dict) -> str:
+    """What is wrong with a case, in a line; empty if nothing is. Nothing of it stays on the device."""
+    try:
+        module.check(device, **case)
+    except Exception as error:
+        if "CUDA error" in str(error):  # the process can compute nothing more
+            raise RuntimeError(f"{case!r}: {error}") from error
+        return f"{type(error).__name__}: {error}"[:300].replace("\n", " ")
+    return ""
 
 
 def fixed(name):
@@ -43,12 +61,14 @@ def fixed(name):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize("part", range(PROCESSES))
 @pytest.mark.parametrize("name", NAMES)
-def test_random_shapes_on_gpu(name, request, record_property):
+def test_random_shapes_on_gpu(name, part, request, record_property):
     for case in fixed(name):
         operator(name).check("cuda", **case)
     seconds, seed = request.config.getoption("--seconds"), request.config.getoption("--campaign-seed")
-    record_property("cases", campaign(name, "cuda", seconds / len(NAMES), seed))
+    cases, most = campaign(name, "cuda", seconds / len(NAMES), f"{seed} {part}")
+    record_property("campaign", (name, cases, most))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
@@ -59,4 +79,24 @@ def test_random_shapes_in_the_interpreter(name, request):
         if case.get("dtype", "float32") == "float32":
             operator(name).check("cpu", **case)
     seconds, seed = request.config.getoption("--seconds"), request.config.getoption("--campaign-seed")
-    campaign(name, "cpu", seconds / len(NAMES), seed)
+    campaign(name, "cpu", seconds / len(NAMES), str(seed))
+
+
+def test_a_failure_is_printed_as_a_case(monkeypatch):
+    module = operator("norm_gate")
+    wrong = module.draw(random.Random(0), True)
+
+    def check(device, **case):
+        if case == wrong:
+            raise AssertionError("two numbers\ndiffer")
+
+    monkeypatch.setattr(module, "check", check)
+    cases = iter([module.draw(random.Random(1), True), wrong])
+    monkeypatch.setattr(module, "draw", lambda *_: next(cases))
+    clock = iter([0.0, 0.0, 2.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with pytest.raises(AssertionError) as found:
+        campaign("norm_gate", "cpu", 1.0, "0")
+    printed = str(found.value).splitlines()[1]
+    assert printed.endswith("# AssertionError: two numbers differ")
+    assert eval(printed) == (("norm_gate", wrong),)

@@ -189,6 +189,25 @@ def test_kernels_agree_with_the_reference(name):
 
 
 @interpreter
+@pytest.mark.parametrize("most", [0, 2**30], ids=["sorted", "atomic"])
+@pytest.mark.parametrize("name", [name for name in CASES if "each token" in name])
+def test_rows_gathered_for_each_token(name, most, monkeypatch):
+    """As where the catalogue is too large for products with all of it."""
+    launches = pytest.importorskip("hstu_sparse.catalogue_loss.launches")
+    monkeypatch.setattr(launches.small, "takes_products", lambda *_: False)
+    monkeypatch.setattr(launches, "ATOMIC_BYTES", most)
+    check("cpu", **{**CASE, **CASES[name]})
+
+
+@interpreter
+def test_products_with_a_small_catalogue_in_chunks(monkeypatch):
+    small = pytest.importorskip("hstu_sparse.catalogue_loss.small")
+    monkeypatch.setattr(small, "HELD", 128)
+    for corrected in (False, True):
+        check("cpu", **{**CASE, "sampled": "per token", "tokens": 270, "num_negatives": 40, "corrected": corrected})
+
+
+@interpreter
 @pytest.mark.parametrize("name", ["whole catalogue", "no normalisation", "several chunks", "negatives of the batch"])
 def test_kernels_with_tensor_descriptors(name, monkeypatch):
     launches = pytest.importorskip("hstu_sparse.catalogue_loss.launches")
@@ -201,6 +220,8 @@ def test_kernels_with_tensor_descriptors(name, monkeypatch):
 def test_popular_items_are_cut_and_merged(sampled, monkeypatch):
     """Runs of the table's gradient longer than a piece: cut within a window, over several, and at its very end."""
     launches = pytest.importorskip("hstu_sparse.catalogue_loss.launches")
+    monkeypatch.setattr(launches.small, "takes_products", lambda *_: False)
+    monkeypatch.setattr(launches, "ATOMIC_BYTES", 0)
     monkeypatch.setattr(launches, "PIECE", 16)
     monkeypatch.setattr(launches, "CHUNK", 8)
     for items in (1, 2, 3, 5):

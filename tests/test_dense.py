@@ -250,7 +250,7 @@ def test_opcheck_of_what_a_plan_is_made_by():
     from hstu_sparse.dense import plan  # noqa: F401  registers the operators
 
     x = inputs((12, 0, 5), 13, features=("targets", "time", "query_times"))
-    given = x["seq_offsets"], x["num_targets"], x["timestamps"], x["query_timestamps"], 17, 13, 4, 128, 32, 16, True
+    given = x["seq_offsets"], x["num_targets"], x["timestamps"], x["query_timestamps"], 17, 13, 4, 128, 32, 16, True, 2
     # What the kernels do not read of a map is not written, so two runs differ there.
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.hstu_sparse.dense_tile_map.default, given, test_utils=tests)

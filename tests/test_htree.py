@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hstu_sparse import htree_attention
+from hstu_sparse.htree import reference
 from hstu_sparse.testing import make_jagged, make_offsets
 
 
@@ -94,3 +95,30 @@ def test_reference_is_the_definition(lengths, heads, kv_heads, r, top_k):
     offsets = make_offsets(lengths)
     out = htree_attention(q, k, v, offsets, max(lengths), compression_rate=r, top_k=top_k)
     torch.testing.assert_close(out, literal(q, k, v, lengths, r, top_k), rtol=1e-9, atol=1e-9)
+
+
+def test_enough_nodes_are_dense_attention_with_rope():
+    lengths, base = (12, 7), 50.0
+    q, k, v = qkv(lengths, 4, 2, 6, 5, dtype=torch.float64)
+    out = htree_attention(q, k, v, make_offsets(lengths), 12, compression_rate=3, top_k=4, rope_base=base)
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        for h in range(4):
+            queries = torch.stack([turn(x, t, base) for t, x in enumerate(q[part, h])])
+            keys = torch.stack([turn(x, t, base) for t, x in enumerate(k[part, h // 2])])
+            scores = (queries @ keys.T * 6**-0.5).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+            torch.testing.assert_close(out[part, h], scores.softmax(-1) @ v[part, h // 2])
+        start += length
+
+
+def test_reference_in_chunks(monkeypatch):
+    lengths = (33, 0, 20)
+    inputs = [x.requires_grad_() for x in qkv(lengths, 2, 1, 6, 5, dtype=torch.float64)]
+    options = dict(seq_offsets=make_offsets(lengths), max_seq_len=40, compression_rate=2, top_k=2)
+    found = []
+    for most in (1 << 26, 5000):
+        monkeypatch.setitem(reference.CHUNK, "cpu", most)
+        out = htree_attention(*inputs, **options)
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    torch.testing.assert_close(*found)

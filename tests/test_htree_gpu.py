@@ -35,6 +35,13 @@ def test_agrees_with_reference(case, dtype):
     agree(*problem(*CASES[case], dtype=dtype), factor=4.0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rate, most, top_k, group", [(2, 7, 4, 4), (4, 5, 2, 1), (16, 3, 4, 16)])
+def test_lengths_around_powers(rate, most, top_k, group, dtype):
+    lengths = [rate**power + off for power in range(1, most + 1) for off in (-1, 0, 1)]
+    agree(*problem(lengths, max(lengths), 2 * group, 2, 32, 32, rate, top_k, dtype=dtype), factor=4.0)
+
+
 @pytest.mark.parametrize("name", EDGE_CASES)
 def test_edge_cases(name):
     lengths, N = EDGE_CASES[name]
@@ -60,8 +67,10 @@ def test_deterministic_mode_gives_the_same_bits(dtype):
 
 
 @pytest.mark.parametrize("value", [1e4, float("nan")])
-def test_the_future_does_not_reach_the_past(value):
-    inputs, offsets, N, rate, top_k = problem((5000,), 5000, 32, 2, 32, 32, 16, 8, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rate", [4, 16])
+def test_the_future_does_not_reach_the_past(rate, dtype, value):
+    inputs, offsets, N, rate, top_k = problem((5000,), 5000, 32, 2, 32, 32, rate, 8, dtype=dtype)
     options = dict(seq_offsets=offsets, max_seq_len=N, compression_rate=rate, top_k=top_k)
     before = htree_attention(**inputs, **options)
     for t in (0, 15, 16, 300, 2047, 4095, 4998):

@@ -8,6 +8,7 @@ from hstu_sparse.testing import EDGE_CASES, make_offsets
 from tests.operators.htree import agree, kernel_choices, make_inputs
 
 pytest.importorskip("triton")
+launch = pytest.importorskip("hstu_sparse.htree.launch")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
 CASES = {
@@ -15,7 +16,7 @@ CASES = {
     "one layer": ((7,), 8, 2, 1, 16, 16, 2, 4),
     "two layers, around r^k": ((3, 4, 5), 5, 2, 1, 16, 16, 2, 1),
     "three layers": ((9,), 9, 1, 1, 16, 16, 2, 2),
-    "four layers, groups of 4": ((9,), 9, 4, 1, 16, 12, 2, 1),
+    "four layers around r^k, groups of 4": ((8, 9), 9, 4, 1, 16, 12, 2, 1),
     "groups of 16": ((9,), 9, 16, 1, 16, 16, 3, 1),
     "two key/value heads, odd sizes": ((10,), 10, 4, 2, 20, 7, 3, 2),
     "tiles of siblings": ((19,), 19, 2, 1, 16, 16, 16, 1),
@@ -31,6 +32,13 @@ def problem(lengths, N, heads, kv_heads, D, V, rate, top_k, **options):
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_reference(case):
     agree(*problem(*CASES[case]))
+
+
+@pytest.mark.parametrize("rate, length", [(16, 19), (32, 35)])
+def test_queries_turned_step_by_step(rate, length, monkeypatch):
+    """As in the 16-bit types, which the interpreter does not take."""
+    monkeypatch.setattr(launch, "STEPPED", (torch.float32,))
+    agree(*problem((length,), length, 1, 1, 16, 16, rate, 1))
 
 
 @pytest.mark.parametrize("name", ["empty batch", "all sequences empty", "length 1"])
@@ -71,11 +79,12 @@ def test_ties_go_to_the_smaller_position():
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("value", [1e4, float("nan")])
-def test_the_future_does_not_reach_the_past(value):
-    inputs, offsets, N, rate, top_k = problem((11,), 11, 1, 1, 16, 16, 2, 1)
+@pytest.mark.parametrize("length, rate, tokens", [(11, 2, (4, 8)), (19, 16, (15, 17))], ids=["any", "siblings"])
+def test_the_future_does_not_reach_the_past(length, rate, tokens, value):
+    inputs, offsets, N, rate, top_k = problem((length,), length, 1, 1, 16, 16, rate, 1)
     options = dict(compression_rate=rate, top_k=top_k, backend="triton")
     before = htree_attention(**inputs, seq_offsets=offsets, max_seq_len=N, **options)
-    for t in (4, 8):
+    for t in tokens:
         changed = {name: x.clone() for name, x in inputs.items()}
         for x in changed.values():
             x[t + 1 :] = value

@@ -144,6 +144,38 @@ def test_the_loss_gradient_is_pi_less_p_and_leaves_q_and_k_alone(backend, valid)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_the_loss_gradient_of_a_retained_graph(backend):
+    lengths = (5, 8)
+    x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
+    indices = cases.any_indices(lengths, 4, torch.Generator().manual_seed(0))
+    scores = torch.randn(13, 4, requires_grad=True)
+    loss = indexer_loss(x["q"], x["k"], scores, indices, offsets, backend=backend)
+    first = torch.autograd.grad(loss, scores, torch.tensor(3.0), retain_graph=True)[0].clone()
+    for _ in range(2):
+        (again,) = torch.autograd.grad(loss, scores, retain_graph=True)
+        torch.testing.assert_close(3 * again, first)
+        again.zero_()  # what was given away is no longer the graph's
+
+
+@interpreter
+def test_scores_kept_and_gathered_again_give_one_loss(monkeypatch):
+    from hstu_sparse.indexer import launch_loss
+
+    lengths = (50, 37)
+    x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
+    scores = torch.randn(87, 50, requires_grad=True)
+    indices = cases.any_indices(lengths, 50, torch.Generator().manual_seed(0))
+    bias = tables(lengths, torch.float32)
+    found = []
+    for held in (0, 2, 4):
+        monkeypatch.setattr(launch_loss, "options", lambda *_, held=held: launch_loss.Launch(32, held, 4, 2))
+        loss = indexer_loss(x["q"], x["k"], scores, indices, offsets, bias=bias, backend="triton")
+        found.append((loss.detach(), *torch.autograd.grad(loss, scores)))
+    for others in found[1:]:
+        torch.testing.assert_close(others, found[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_no_token_that_counts_makes_a_loss_of_zero(backend):
     offsets, none = make_offsets((0, 0)), torch.zeros(0, 2, dtype=torch.int32)
     x = inputs((3,), dtype=torch.float32)
@@ -386,7 +418,10 @@ def test_opcheck(name):
     operator, given = {
         "sparse_attention": (launch_attention.sparse_attention_jagged, (x["q"], x["k"], x["v"], indices, *rest, 0.4)),
         "lightning_indexer": (launch_indexer.lightning_indexer_operator, (x["iq"], x["ik"], x["w"], *rest, 3)),
-        "index_loss": (launch_loss.indexer_loss_jagged, (scores, x["q"], x["k"], indices, *rest, None, 0.4, 1e-10)),
+        "index_loss": (
+            launch_loss.indexer_loss_jagged,
+            (scores, x["q"], x["k"], indices, *rest, None, 0.4, 1e-10, True),
+        ),
     }[name]
     torch.library.opcheck(operator.registered_forward, given)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hstu_sparse
 from hstu_sparse import jagged
@@ -63,29 +64,51 @@ def test_token_counts_must_agree():
         jagged.check_jagged(torch.tensor([0, 5]), 5, q=torch.zeros(5, 1, 1), k=torch.zeros(4, 1, 1))
 
 
-@pytest.mark.parametrize(
-    ("offsets", "message"),
-    [
-        ([0, 2, 4], "seq_offsets must end at T=5, got 4"),
-        ([1, 2, 5], "seq_offsets must begin at 0, got 1"),
-        ([0, 6, 5], "seq_offsets must not fall: sequence 1 goes from 6 to 5"),
-        ([0, 5], "sequence 0 has 5 tokens, more than max_seq_len=4"),
-    ],
-)
-def test_values_are_checked_only_in_debug(monkeypatch, offsets, message):
-    q = torch.zeros(5, 1, 1)
-    monkeypatch.setattr(jagged, "DEBUG", False)
-    jagged.check_jagged(torch.tensor(offsets), 4, q=q)
-    monkeypatch.setattr(jagged, "DEBUG", True)
-    limit = 4 if "max_seq_len" in message else 10
+WRONG = [
+    ([0, 2, 4], "seq_offsets must end at T=5, got 4"),
+    ([1, 2, 5], "seq_offsets must begin at 0, got 1"),
+    ([0, 6, 5], "seq_offsets must not fall: sequence 1 goes from 6 to 5"),
+    ([0, 2**62, 5], f"seq_offsets must not fall: sequence 1 goes from {2**62} to 5"),
+    ([0, 5], "sequence 0 has 5 tokens, more than max_seq_len=4"),
+    ([0], "seq_offsets must end at T=5, got 0"),
+]
+
+
+@pytest.mark.parametrize(("offsets", "message"), WRONG)
+def test_values_are_checked_on_a_cpu(offsets, message):
+    limit = 4 if "max_seq_len" in message else 2**63
     with pytest.raises(ValueError, match=message):
-        jagged.check_jagged(torch.tensor(offsets), limit, q=q)
+        jagged.check_jagged(torch.tensor(offsets), limit, q=torch.zeros(5, 1, 1))
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize(("offsets", "message"), WRONG)
+def test_values_are_not_read_where_there_are_none(monkeypatch, debug, offsets, message):
+    """Without a device to wait for, on which a GPU's are read with the debug switch alone: fake and meta tensors."""
+    monkeypatch.setattr(jagged, "DEBUG", debug)
+    jagged.check_jagged(torch.tensor(offsets, device="meta"), 4, q=torch.zeros(5, 1, 1, device="meta"))
+    with FakeTensorMode() as mode:
+        given, q = mode.from_tensor(torch.tensor(offsets)), torch.zeros(5, 1, 1)
+        jagged.check_jagged(given, 4, q=q)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(given, q):
+        jagged.check_jagged(given, 4, q=q)
+        return q + 1
+
+    compiled(torch.tensor(offsets), torch.zeros(5, 1, 1))
+
+
+def test_reading_a_mapped_tensor_is_left_out():
+    weights, values, hidden = torch.ones(3, 2, 4), torch.randn(3, 4, 5), torch.zeros(2, 4, dtype=torch.bool)
+    mapped = torch.vmap(lambda w, v: jagged.masked_product(w, v, hidden))(weights, values)
+    torch.testing.assert_close(mapped, weights @ values)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_debug_switch_finds_what_is_not_finite(monkeypatch, name, value):
-    """Under the mask a NaN would reach outputs before it (0 * NaN); it is found by name and token instead."""
+    """In a kernel a NaN would reach outputs before it (0 * NaN); it is found by name and token instead."""
     inputs = {n: torch.randn(6, 1, 4) for n in "qkv"}
     inputs[name][4, 0, 2] = value
     offsets = torch.tensor([0, 6])

@@ -82,6 +82,24 @@ def test_loss_and_gradients(inputs, kind, chunk, whole, form, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_learned_temperature_gets_its_gradient(inputs, kind, device):
+    """Against the slope of the loss between two temperatures beside it."""
+    out, items, targets = (x.detach().to(device) for x in inputs)
+
+    def loss(temperature):
+        torch.manual_seed(3)
+        return training_loss(config(kind), out, items, targets, temperature=temperature)
+
+    middle = torch.tensor(0.3, device=device, requires_grad=True)
+    value = loss(middle)
+    (gradient,) = torch.autograd.grad(value, middle)
+    below, above = loss(torch.tensor(0.299, device=device)), loss(torch.tensor(0.301, device=device))
+    torch.testing.assert_close(value, (below + above) / 2, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(gradient, (above - below) / 0.002, rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["per_position", "shared"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from data.batches import Batch
-from models.attention import warn_if_too_short
+from models.attention.bsa import warn_if_too_short
 from models.config import ModelConfig
 from models.hstu import SequenceModel
 

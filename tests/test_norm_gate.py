@@ -83,6 +83,19 @@ def test_reference():
     assert norm_gate(x.double(), u).dtype == torch.float64
 
 
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreter)])
+def test_norm_in_another_dtype(backend):
+    """The fp32 result rounded once, and the gradient as if it had not been rounded."""
+    x = inputs(7, 25)["x"]
+    x, grad = x.clone().requires_grad_(), torch.randn(7, 25, device=x.device).half()
+    exact, rounded = layer_norm(x, backend=backend), layer_norm(x, dtype=torch.float16, backend=backend)
+    assert rounded.dtype == torch.float16
+    torch.testing.assert_close(rounded.float(), exact, rtol=1e-3, atol=1e-4)
+    (wanted,), (found,) = (torch.autograd.grad(y, x, g) for y, g in ((exact, grad.float()), (rounded, grad)))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -200,7 +213,7 @@ def test_opcheck(gate, dropout):
     import hstu_sparse.gated_norm.kernels  # noqa: F401  registers the operators
 
     x, u = inputs(5, 6).values()
-    rest = (u if gate else None, torch.tensor([3]) if dropout else None, 1e-6, dropout)
+    rest = (u if gate else None, torch.tensor([3]) if dropout else None, 1e-6, dropout, None)
     torch.library.opcheck(torch.ops.hstu_sparse.norm_gate_bwd.default, (torch.randn(5, 6), x, *rest))
     u.requires_grad_()
     torch.library.opcheck(torch.ops.hstu_sparse.norm_gate_fwd.default, (x.requires_grad_(), *rest))

@@ -21,7 +21,7 @@ def test_hstu_kernels_against_reference(seed):
 @pytest.mark.multigpu
 @pytest.mark.timeout(110)
 def test_two_gpus():
-    """Every form and option as over gloo, in the dtypes that the kernels take."""
+    """Every form over NCCL, at the bounds of the errors and at no more than twice those of SDPA on one GPU."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*command, "-m", "tests.ring_on_gpus"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

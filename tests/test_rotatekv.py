@@ -334,7 +334,7 @@ def test_attention_is_refused():
     for given, error, message in (
         (dict(q=q[:, :1]), ValueError, "H=2, D=32"),
         (dict(q=q.double()), TypeError, "float32 as the cache"),
-        (dict(q_offsets=q_offsets[:-1]), ValueError, "B\\+1=5"),
+        (dict(q=q[:3], q_offsets=q_offsets[:-1]), ValueError, "B\\+1=5"),
         (dict(cache=k), TypeError, "RotateKVCache"),
         (dict(activation="relu"), ValueError, "silu or softmax"),
         (dict(return_lse=True), ValueError, "softmax"),

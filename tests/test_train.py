@@ -17,6 +17,7 @@ import pytest
 
 import eval as evaluation
 import train
+from models.checkpoint import checkpoints, load_folder
 from models.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -176,7 +177,7 @@ def test_early_stopping(tmp_path):
 
 
 def test_options_of_training(tmp_path):
-    """bf16, clipping, warm-up, length groups, another loss and other attention kinds go through."""
+    """bf16, clipping, warm-up, length groups, another loss, a learned temperature, other attention kinds go through."""
     done = start(
         tmp_path / "run",
         "train.autocast=bf16",
@@ -186,9 +187,12 @@ def test_options_of_training(tmp_path):
         "train.epochs=1",
         "loss.kind=cross_entropy",
         "model.attention=[{kind: bsa, block_size: 4}, {kind: softmax}]",
+        "model.head={kind: dot, learned_temperature: true}",
         "data.protocol=temporal",
     )
     assert done.returncode == 0, done.stderr
+    tensors, _ = load_folder(checkpoints(tmp_path / "run")[-1], "model")
+    assert 0.001 < tensors["model"]["log_temperature"].abs() < 1
     assert "temporal" in (tmp_path / "run" / "report.md").read_text()
 
 

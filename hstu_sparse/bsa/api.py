@@ -4,16 +4,20 @@ Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key
 size, S blocks chosen per query group (block_counts), r tokens per group (selection_group), W window.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hstu_sparse.bsa.reference import bsa_attention_reference
-from hstu_sparse.jagged import sequence_ids
+from hstu_sparse.jagged import check_jagged, sequence_ids
 from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.validation import check_int, check_kernel, check_qkv, check_scale, check_tensor, choose_backend
+
+if TYPE_CHECKING:
+    from hstu_sparse.bsa.plan import BlockPlan
 
 MOST = 1 << 20  # of block_size and block_counts: the reference lays out as many slots for each block and query
 
@@ -34,6 +38,7 @@ def bsa_attention(
     bias: RelativeBias | None = None,
     backend: Literal["auto", "triton", "reference"] = "auto",
     return_block_indices: bool = False,
+    plan: "BlockPlan | None" = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """HSTU attention over block means, chosen blocks and a window: the sum of the three branches, each gated.
 
@@ -62,6 +67,7 @@ def bsa_attention(
         alpha: scale of the logits; D ** -0.5 by default.
         bias: b(t, s) by relative position and time, see `RelativeBias`; both tables get gradients.
         backend: "triton", "reference", or "auto": triton for CUDA tensors and the reference for CPU tensors.
+        plan: what `bsa_plan` made of this batch, shared by the calls of several layers; made anew without.
         return_block_indices: also return the chosen blocks [T, H, S] int32: ascending, -1 behind them.
 
     Returns:
@@ -88,6 +94,8 @@ def bsa_attention(
     bias = check_bias(bias, max_seq_len, sizes["T"], q.device)
     alpha = check_scale(alpha, sizes["D"])
     if backend == "reference":
+        if plan is not None:
+            raise ValueError(f"a plan is for the kernels, the reference takes none, got {type(plan).__name__}")
         out, indices = bsa_attention_reference(
             q,
             k,
@@ -106,20 +114,21 @@ def bsa_attention(
 
     from hstu_sparse.bsa import launch  # triton is needed from here on
     from hstu_sparse.bsa.bias import MAX_BUCKETS
+    from hstu_sparse.bsa.plan import make_plan, purpose_of
 
     check_kernel("bsa_attention", q, {"D": sizes["D"], "V": sizes["V"]})
-    for name, value, taken in (
-        ("block_size", block_size, launch.BLOCK_SIZES),
-        ("block_counts", block_counts, range(1, launch.MAX_BLOCK_COUNTS + 1)),
-    ):
-        if value not in taken:
-            expected = f"up to {taken[-1]}" if isinstance(taken, range) else " ".join(map(str, taken))
-            raise ValueError(f"bsa_attention: the kernels take {name} {expected}, got {value}; use backend='reference'")
+    _check_taken("bsa_attention", "block_size", block_size, launch.BLOCK_SIZES)
+    _check_taken("bsa_attention", "block_counts", block_counts, range(1, launch.MAX_BLOCK_COUNTS + 1))
     if bias.time is not None and bias.time.shape[0] > MAX_BUCKETS + 1:
         raise ValueError(
             f"bsa_attention: the kernels take bias.time [up to {MAX_BUCKETS + 1}], got [{bias.time.shape[0]}]; "
             "use backend='reference'"
         )
+    purpose = purpose_of(sizes["T"], seq_offsets, block_size, bias)
+    if plan is None:
+        plan = make_plan(purpose, seq_offsets, bias)
+    elif plan.purpose != purpose:
+        raise ValueError(f"plan was made for {plan.purpose}, this call needs one for {purpose}")
     q, k, v = (_pad_head(x) for x in (q, k, v))
     g_cmp, g_slc, g_swa = gates
     out, groups, _, _ = launch.operator(
@@ -131,7 +140,8 @@ def bsa_attention(
         g_cmp,
         g_slc,
         g_swa if window_size > 0 else None,
-        *bias,
+        *bias[:2],
+        list(plan[1:]),
         block_size,
         block_counts,
         window_size,
@@ -147,6 +157,51 @@ def bsa_attention(
     begin = seq_offsets.long()[sequence]
     position = torch.arange(q.shape[0], device=q.device) - begin
     return out, groups[begin // selection_group + sequence + position // selection_group]
+
+
+def bsa_plan(
+    q: Tensor,
+    seq_offsets: Tensor,
+    max_seq_len: int,
+    *,
+    block_size: int = 32,
+    bias: RelativeBias | None = None,
+    backend: Literal["auto", "triton", "reference"] = "auto",
+) -> "BlockPlan | None":
+    """What `bsa_attention` computes of a batch's times before it attends, for calls that share a batch.
+
+    The layers of a model see one batch, so one plan serves them all, forward and backward, as long as their block size
+    agrees and all or none have a time bias. It holds 16 bytes a token, and 16 a block.
+
+    Args:
+        q: [T, H, D] of one of the calls; only its shape and device are looked at.
+        seq_offsets, max_seq_len, block_size, bias: as for `bsa_attention`; the tables' values are not read.
+        backend: as for `bsa_attention`.
+
+    Returns:
+        The `plan` to pass on; None for the reference, which needs none.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+    """
+    if choose_backend(backend, q, "bsa_plan") == "reference":
+        return None
+    sizes: dict[str, int] = {}
+    check_tensor("q", q, "T H D", sizes)
+    check_int("block_size", block_size, 1, MOST)
+    check_jagged(seq_offsets, max_seq_len, q=q)
+    bias = check_bias(bias, max_seq_len, sizes["T"], q.device)
+    from hstu_sparse.bsa.launch import BLOCK_SIZES
+    from hstu_sparse.bsa.plan import make_plan, purpose_of
+
+    _check_taken("bsa_plan", "block_size", block_size, BLOCK_SIZES)
+    return make_plan(purpose_of(sizes["T"], seq_offsets, block_size, bias), seq_offsets, bias)
+
+
+def _check_taken(function: str, name: str, value: int, taken: Sequence[int]) -> None:
+    if value not in taken:
+        expected = f"up to {taken[-1]}" if isinstance(taken, range) else " ".join(map(str, taken))
+        raise ValueError(f"{function}: the kernels take {name} {expected}, got {value}; use backend='reference'")
 
 
 def _pad_head(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ Blocks, groups and tiles are numbered by slots: see hstu_sparse/tiles.py.
 import triton
 import triton.language as tl
 
-from hstu_sparse.bsa.bias import add_position, add_time, load_times, reached, span
+from hstu_sparse.bsa.bias import MOST_EDGES, add_time, position_tile
 from hstu_sparse.tiles import load_rows, locate
 
 # Larger than any block index: what the sort puts last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
@@ -20,25 +20,9 @@ NO_KEY = tl.constexpr(-(2**63))
 
 @triton.jit(do_not_specialize=["B"])
 def bsa_pool_fwd_kernel(
-    k,
-    v,
-    offsets,
-    kbar,
-    kbar_low,
-    vbar,
-    k_stride_t,
-    k_stride_h,
-    v_stride_t,
-    v_stride_h,
-    H,
-    B,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BS: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    k, v, offsets, kbar, kbar_low, vbar, k_stride_t, k_stride_h, v_stride_t, v_stride_h, H, B,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """Means of one block's keys and values. With SPLIT the mean key is kept as a sum of two 16-bit numbers.
 
     The mean key in 16 bits is as good as any key for attention, but it would decide close choices by its rounding;
@@ -76,27 +60,10 @@ def bsa_pool_fwd_kernel(
 
 @triton.jit(do_not_specialize=["B"])
 def bsa_choose_fwd_kernel(
-    q,
-    kbar,
-    kbar_low,
-    offsets,
-    indices,
-    bias,
-    q_stride_t,
-    q_stride_h,
-    alpha,
-    H,
-    B,
-    S,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BS: tl.constexpr,
-    R: tl.constexpr,
-    BG: tl.constexpr,
-    BC: tl.constexpr,
-    P: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    q, kbar, kbar_low, offsets, indices, bias, q_stride_t, q_stride_h, alpha, H, B, S,
+    D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
+    P: tl.constexpr, SPLIT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """The blocks that BG groups choose: scores of BC blocks at a time, merged into a running list of the P best.
 
     The sort key is the fp32 score, its bits made to order as an integer, above the inverted block index: one
@@ -111,7 +78,6 @@ def bsa_choose_fwd_kernel(
     live = first < length
     own = first // BS
     base = start // BS + b
-    asked = load_times(bias.query_high, bias.query_low, start + first, live)
     queries = load_rows(q + start * q_stride_t + h * q_stride_h, first, q_stride_t, live, D, BD)
 
     best = tl.full([BG, P], NO_KEY, tl.int64)
@@ -124,15 +90,13 @@ def bsa_choose_fwd_kernel(
             if SPLIT:
                 means = load_rows(kbar_low + (base * H + h) * D, j, H * D, j < candidates, D, BD)
                 score = tl.dot(queries, tl.trans(means), score)
-            middle = j * BS + BS // 2
-            score = add_position(score * alpha, bias, first, middle, False)
-            if bias.time is not None:
-                high, low = load_times(bias.key_high, bias.key_low, start + middle, j < candidates)
-                lowest, highest = reached(bias, span(asked[0], asked[1], live), span(high, low, j < candidates))
-                rows = start + middle
-                score = add_time(
-                    score, bias, asked, bias.key_high, bias.key_low, rows, j < candidates, lowest, highest, 0
-                )
+            place = (c * BS + BS // 2 - first).to(tl.int64)
+            added = position_tile(bias, place, tl.arange(0, BC).to(tl.int64) * BS, ASM)
+            rows = tl.where(j < candidates, start + j * BS + BS // 2, start)
+            # A row's groups stand far apart: no tile is of one bucket.
+            asked = tl.where(live, start + first, start)
+            added = add_time(added, bias, asked, rows, (0.0, 0.0), first * 0, MOST_EDGES + 1, 0, True, ASM)
+            score = score * alpha + added
             score = score / (1.0 + tl.exp(-score))
             score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie
             bits = score.to(tl.int32, bitcast=True)
@@ -210,21 +174,10 @@ def bsa_chunks_kernel(chunk_start, chunk_list, M, limit, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "NB"])
 def bsa_fill_kernel(
-    indices,
-    offsets,
-    ranks,
-    list_start,
-    lists,
-    NB,
-    H,
-    B,
-    S,
-    BS: tl.constexpr,
-    R: tl.constexpr,
-    BG: tl.constexpr,
-    P: tl.constexpr,
-):
-    """Writes each group's first token into the lists of the blocks it chose."""
+    indices, offsets, ranks, list_start, lists, reaches, list_reach, NB, H, B, S,
+    BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Writes each group's first token into the lists of the blocks it chose; with a time bias its reaches too."""
     tile, h = tl.program_id(0), tl.program_id(1)
     b, start, length, i = locate(offsets, tile, B, BG * R)
     group = i * BG + tl.arange(0, BG)
@@ -237,3 +190,5 @@ def bsa_fill_kernel(
     place += tl.load(ranks + entry, mask=past, other=0)
     token = (start + group[:, None] * R).to(tl.int32)
     tl.store(lists + place, tl.broadcast_to(token, place.shape), mask=past)
+    if reaches is not None:
+        tl.store(list_reach + place, tl.load(reaches + entry, mask=past, other=0), mask=past)

@@ -8,42 +8,115 @@ Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key
 size, S blocks chosen per group, R tokens per group, NB block slots, BM queries and BN keys of a tile.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from hstu_sparse.bsa.bias import (
-    add_pairs,
-    add_position,
+    MOST_EDGES,
+    add_position_gradient,
     add_time,
     add_time_gradient,
-    load_span,
+    load_origin,
+    load_reach,
     load_times,
-    reached,
-    span,
+    means_reach,
+    position_tile,
 )
+from hstu_sparse.bsa.plan import span
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
+class ListPointers(NamedTuple):
+    """What kernels read of `Lists` (lists.py)."""
+
+    tokens: object
+    start: object
+    chunk_start: object
+    chunk_list: object
+    reaches: object
+
+
+class ListedBlock(NamedTuple):
+    """A program's chunk of a list, and the block of keys that the list is of.
+
+    m, chunk       the list, -1 if there is none for the program, and the chunk's number in it
+    first, rows    its first entry, and its queries, R for each entry
+    h, slot        head and slot of the block
+    start, stop    the first token of its sequence, and the one behind the last
+    begin          position of its first key
+    origin         its earliest time, see `load_origin`
+    """
+
+    m: tl.tensor
+    chunk: tl.tensor
+    first: tl.tensor
+    rows: tl.tensor
+    h: tl.tensor
+    slot: tl.tensor
+    start: tl.tensor
+    stop: tl.tensor
+    begin: tl.tensor
+    origin: tuple
+
+
 @triton.jit
-def listed_tokens(lists, first, row, count, stop, R: tl.constexpr, BM: tl.constexpr):
-    """The BM tokens from row `row` of a list of `count` rows on, and which of them exist (before token `stop`)."""
-    lane = row + tl.arange(0, BM)
+def find_listed_block(lists, offsets, bias, m_first, NB, H, B, CHUNK, BS: tl.constexpr, R: tl.constexpr):
+    """The program's `ListedBlock`; the chunks of the lists m_first .. m_first + NB * H - 1 are the grid's."""
+    chunk = tl.load(lists.chunk_start + m_first) + tl.program_id(0)
+    m = -1
+    part = 0
+    first = 0
+    count = 0
+    if chunk < tl.load(lists.chunk_start + m_first + NB * H):
+        m = tl.load(lists.chunk_list + chunk)
+        part = chunk - tl.load(lists.chunk_start + m)
+        first = tl.load(lists.start + m) + part * CHUNK
+        count = tl.minimum(tl.load(lists.start + m + 1) - first, CHUNK)
+    slot = tl.maximum(m, 0) % NB
+    _b, start, length, j = locate(offsets, slot, B, BS)
+    return ListedBlock(
+        m, part, first, count * R, (m - m_first) // NB, slot, start, start + length, j * BS, load_origin(bias, slot)
+    )
+
+
+@triton.jit
+def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr):
+    """The BM queries from row `row` of a list on: (tokens, which there are, positions, and what `load_reach` finds).
+
+    Rows that are not there stand behind the block, where the position table has entries.
+    """
     if R >= BM:
-        t = tl.load(lists + first + row // R) + row % R + tl.arange(0, BM)
-        return t, t < stop
+        place = lists.tokens + block.first + row // R
+        reaches = None if lists.reaches is None else lists.reaches + block.first + row // R
+        t = tl.load(place) + row % R + tl.arange(0, BM)
+        live = t < block.stop
+        lowest, edges = load_reach(reaches, None, BM)
+        position = (t - block.start).to(tl.int32)
     else:
-        t = tl.load(lists + first + lane // R, mask=lane < count, other=0) + lane % R
-        return t, (lane < count) & (t < stop)
+        lane = row + tl.arange(0, BM)
+        inside = lane < block.rows
+        entry = block.first + lane // R
+        t = tl.load(lists.tokens + entry, mask=inside, other=0) + lane % R
+        live = inside & (t < block.stop)
+        lowest, edges = load_reach(None if lists.reaches is None else lists.reaches + entry, inside, BM)
+        position = tl.where(live, (t - block.start).to(tl.int32), block.begin + BS)
+    return t, live, position, lowest, edges
 
 
 @triton.jit
-def rows_reach(bias, rows, live, seen):
-    """(lowest, highest) bucket between the queries at `rows` and keys of the span `seen`."""
-    lowest, highest = 0, 0
-    if bias.time is not None:
-        high, low = load_times(bias.query_high, bias.query_low, rows, live)
-        lowest, highest = reached(bias, span(high, low, live), seen)
-    return lowest, highest
+def listed_bias(bias, block, t, position, lowest, edges, place, AXIS: tl.constexpr, ASM: tl.constexpr):
+    """The bias of listed queries and the keys at `place` of the block (the queries on the tile's axis AXIS), and what
+    `add_time_gradient` wants: far to edges.
+    """
+    s = block.begin + place
+    found = t.to(tl.int64), block.start + s, block.origin, lowest, edges
+    if AXIS == 0:
+        added = position_tile(bias, (block.begin - position).to(tl.int64), place.to(tl.int64), ASM)
+    else:
+        added = position_tile(bias, s.to(tl.int64), -position.to(tl.int64), ASM)
+    return add_time(added, bias, *found, AXIS, True, ASM), found
 
 
 @triton.jit
@@ -64,171 +137,70 @@ def add_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.con
         tl.store(pointers, total, mask=inside)
 
 
-@triton.jit
-def find_chunk(chunk_list, chunk_start, list_start, m_first, M, CHUNK):
-    """(list, chunk within the list, first entry, entries) of this program's chunk; list -1 if there is none.
-
-    The chunks of the lists m_first .. m_first + M - 1 are the grid's.
-    """
-    chunk = tl.load(chunk_start + m_first) + tl.program_id(0)
-    m = -1
-    part = 0
-    first = 0
-    count = 0
-    if chunk < tl.load(chunk_start + m_first + M):
-        m = tl.load(chunk_list + chunk)
-        part = chunk - tl.load(chunk_start + m)
-        first = tl.load(list_start + m) + part * CHUNK
-        count = tl.minimum(tl.load(list_start + m + 1) - first, CHUNK)
-    return m, part, first, count
-
-
 @triton.jit(do_not_specialize=["B", "NB", "m_first"])
 def bsa_select_fwd_kernel(
-    q,
-    k,
-    v,
-    g_slc,
-    out,
-    offsets,
-    lists,
-    list_start,
-    chunk_start,
-    chunk_list,
-    bias,
-    q_stride_t,
-    q_stride_h,
-    k_stride_t,
-    k_stride_h,
-    v_stride_t,
-    v_stride_h,
-    alpha,
-    inv_n,
-    m_first,
-    NB,
-    H,
-    B,
-    CHUNK,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BS: tl.constexpr,
-    R: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    ATOMIC: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    m, _chunk, first, count = find_chunk(chunk_list, chunk_start, list_start, m_first, NB * H, CHUNK)
-    if count <= 0:
+    q, k, v, g_slc, out, offsets, lists, bias, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    alpha, inv_n, m_first, NB, H, B, CHUNK,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, ATOMIC: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    block = find_listed_block(lists, offsets, bias, m_first, NB, H, B, CHUNK, BS, R)
+    if block.rows <= 0:
         return
-    h = (m - m_first) // NB
-    _b, start, length, j = locate(offsets, m % NB, B, BS)
-    stop = start + length
+    h = block.h
     key = tl.arange(0, BN)
     whole = key < BN
-    k += (start + j * BS) * k_stride_t + h * k_stride_h
-    v += (start + j * BS) * v_stride_t + h * v_stride_h
-    times = load_times(bias.key_high, bias.key_low, start + j * BS + key, whole)
-    q += h * q_stride_h
-    out += h * V
+    k += (block.start + block.begin) * k_stride_t + h * k_stride_h
+    v += (block.start + block.begin) * v_stride_t + h * v_stride_h
     if BN == BS:
         keys = load_rows(k, key, k_stride_t, whole, D, BD)
         values = load_rows(v, key, v_stride_t, whole, V, BV)
-    for row in range(0, count * R, BM):
-        t, live = listed_tokens(lists, first, row, count * R, stop, R, BM)
-        queries = load_rows(q, t, q_stride_t, live, D, BD)
-        lowest, highest = rows_reach(bias, t, live, load_span(bias.key_spans, m % NB))
-        # Rows that are not there stand behind the block, where the table has entries.
-        position = tl.where(live, (t - start).to(tl.int32), (j + 1) * BS)
+    for row in range(0, block.rows, BM):
+        t, live, position, lowest, edges = listed_queries(lists, block, row, R, BM, BS)
+        queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         if BN == BS:
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            score = add_position(score, bias, position, j * BS + key, False)
-            score = add_time(score, bias, times, bias.query_high, bias.query_low, t, live, lowest, highest, 1)
+            added, _ = listed_bias(bias, block, t, position, lowest, edges, key, 0, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             part = tl.dot(silu(score, FAST).to(values.dtype), values, input_precision=PRECISION)
         else:
             part = tl.zeros([BM, BV], tl.float32)
             for s in range(0, BS, BN):
                 some = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
-                score = tl.dot(queries, tl.trans(some), input_precision=PRECISION) * alpha
-                times = load_times(bias.key_high, bias.key_low, start + j * BS + s + key, whole)
-                score = add_position(score, bias, position, j * BS + s + key, False)
-                score = add_time(score, bias, times, bias.query_high, bias.query_low, t, live, lowest, highest, 1)
+                added, _ = listed_bias(bias, block, t, position, lowest, edges, s + key, 0, ASM)
+                score = tl.dot(queries, tl.trans(some), input_precision=PRECISION) * alpha + added
                 some = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
                 part = tl.dot(silu(score, FAST).to(some.dtype), some, part, input_precision=PRECISION)
         gate = tl.load(g_slc + t.to(tl.int64) * H + h, mask=live, other=0.0).to(tl.float32)
-        add_rows(out, t, H * V, live, part * (gate * inv_n)[:, None], V, BV, ATOMIC)
+        add_rows(out + h * V, t, H * V, live, part * (gate * inv_n)[:, None], V, BV, ATOMIC)
 
 
 @triton.jit(do_not_specialize=["B", "NB", "m_first"])
 def bsa_select_bwd_dq_kernel(
-    do,
-    q,
-    k,
-    v,
-    g_slc,
-    dq,
-    dg_slc,
-    offsets,
-    lists,
-    list_start,
-    chunk_start,
-    chunk_list,
-    bias,
-    do_stride_t,
-    do_stride_h,
-    q_stride_t,
-    q_stride_h,
-    k_stride_t,
-    k_stride_h,
-    v_stride_t,
-    v_stride_h,
-    alpha,
-    inv_n,
-    m_first,
-    NB,
-    H,
-    B,
-    CHUNK,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BS: tl.constexpr,
-    R: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    do, q, k, v, g_slc, dq, dg_slc, offsets, lists, bias, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
+    k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, m_first, NB, H, B, CHUNK,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Gradient of q and of the selection gate alone: what the deterministic mode adds up slot after slot."""
-    m, _chunk, first, count = find_chunk(chunk_list, chunk_start, list_start, m_first, NB * H, CHUNK)
-    if count <= 0:
+    block = find_listed_block(lists, offsets, bias, m_first, NB, H, B, CHUNK, BS, R)
+    if block.rows <= 0:
         return
-    h = (m - m_first) // NB
-    _b, start, length, j = locate(offsets, m % NB, B, BS)
-    stop = start + length
-    key = tl.arange(0, BN)
-    whole = key < BN
-    k += (start + j * BS) * k_stride_t + h * k_stride_h
-    v += (start + j * BS) * v_stride_t + h * v_stride_h
-    for row in range(0, count * R, BM):
-        t, live = listed_tokens(lists, first, row, count * R, stop, R, BM)
+    h = block.h
+    place = tl.arange(0, BN)
+    k += (block.start + block.begin) * k_stride_t + h * k_stride_h
+    v += (block.start + block.begin) * v_stride_t + h * v_stride_h
+    for row in range(0, block.rows, BM):
+        t, live, position, lowest, edges = listed_queries(lists, block, row, R, BM, BS)
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         upstream = load_rows(do + h * do_stride_h, t, do_stride_t, live, V, BV)
-        lowest, highest = rows_reach(bias, t, live, load_span(bias.key_spans, m % NB))
-        position = tl.where(live, (t - start).to(tl.int32), (j + 1) * BS)
         acc = tl.zeros([BM, BD], tl.float32)
         branch = tl.zeros([BM], tl.float32)
         for s in range(0, BS, BN):
-            keys = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
-            values = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            times = load_times(bias.key_high, bias.key_low, start + j * BS + s + key, whole)
-            score = add_position(score, bias, position, j * BS + s + key, False)
-            score = add_time(score, bias, times, bias.query_high, bias.query_low, t, live, lowest, highest, 1)
+            keys = load_rows(k + s * k_stride_t, place, k_stride_t, place < BN, D, BD)
+            values = load_rows(v + s * v_stride_t, place, v_stride_t, place < BN, V, BV)
+            added, _ = listed_bias(bias, block, t, position, lowest, edges, s + place, 0, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
             branch += tl.sum(weight * dweight, 1)
@@ -242,19 +214,12 @@ def bsa_select_bwd_dq_kernel(
 
 
 @triton.jit
-def key_step(
-    dk, dv, keys, values, queries, upstream, gate, alpha, bias, t, s, times, rows, live, lowest, highest,
-    FAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def key_step(dk, dv, keys, values, queries, upstream, gate, alpha, added, FAST: tl.constexpr, PRECISION: tl.constexpr):
     """Adds one tile of queries to dk, dv; everything is transposed, keys first. `gate` is [1, BM] or [BN, BM].
 
-    t, s: positions of queries and keys; times: the keys'; rows, live: tokens of the queries.
-
-    Also returns the scores' gradient [BN, BM] and weight * (do.v), what the gates' gradients sum.
+    added: the bias. Also returns the scores' gradient [BN, BM] and weight * (do.v), what the gates' gradients sum.
     """
-    score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * alpha
-    score = add_position(score, bias, t, s, True)
-    score = add_time(score, bias, times, bias.query_high, bias.query_low, rows, live, lowest, highest, 0)
+    score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * alpha + added
     dweight = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
     weight, slope = silu_and_grad(score, FAST)
     dv = tl.dot((weight * gate).to(upstream.dtype), upstream, dv, input_precision=PRECISION)
@@ -265,76 +230,29 @@ def key_step(
 
 @triton.jit(do_not_specialize=["B", "NB"])
 def bsa_select_bwd_dkv_kernel(
-    do,
-    q,
-    k,
-    v,
-    dkbar,
-    dvbar,
-    g_slc,
-    g_swa,
-    dk,
-    dv,
-    parts,
-    dq,
-    dg_slc,
-    offsets,
-    lists,
-    list_start,
-    chunk_start,
-    chunk_list,
-    part_start,
-    bias,
-    tables,
-    do_stride_t,
-    do_stride_h,
-    q_stride_t,
-    q_stride_h,
-    k_stride_t,
-    k_stride_h,
-    v_stride_t,
-    v_stride_h,
-    alpha,
-    inv_n,
-    window,
-    NB,
-    H,
-    B,
-    CHUNK,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BS: tl.constexpr,
-    R: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DQ: tl.constexpr,
-    TMA: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    do, q, k, v, dkbar, dvbar, g_slc, g_swa, dk, dv, parts, dq, dg_slc, offsets, lists, part_start, bias, tables,
+    pitch, do_stride_t, do_stride_h, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha,
+    inv_n, window, NB, H, B, CHUNK,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, DQ: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Gradient of BN keys and values: from the block's mean, from the queries in it (and the window), from its list.
 
     With DQ it also adds the list's part of dq and of the selection gate's gradient, by fp32 atomics. A block of one
     chunk is written at once; the chunks of longer lists leave partial sums for bsa_merge_bwd_dkv_kernel.
     """
-    m, chunk, first, count = find_chunk(chunk_list, chunk_start, list_start, 0, NB * H, CHUNK)
-    if m < 0:
-        return
-    h = m // NB
-    slot = m % NB
-    _b, start, length, j = locate(offsets, slot, B, BS)
-    if j * BS >= length:
+    block = find_listed_block(lists, offsets, bias, 0, NB, H, B, CHUNK, BS, R)
+    h, start, stop, chunk = block.h, block.start, block.stop, block.chunk
+    length = (stop - start).to(tl.int32)
+    if (block.m < 0) | (block.begin >= length):
         return
     offset = tl.program_id(1) * BN
-    s = j * BS + offset + tl.arange(0, BN)
+    place = offset + tl.arange(0, BN)
+    s = block.begin + place
     known = s < length
     keys = load_rows(k + start * k_stride_t + h * k_stride_h, s, k_stride_t, known, D, BD)
     values = load_rows(v + start * v_stride_t + h * v_stride_h, s, v_stride_t, known, V, BV)
-    times = load_times(bias.key_high, bias.key_low, start + s, known)
-    seen_span = load_span(bias.key_spans, slot)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
@@ -343,10 +261,10 @@ def bsa_select_bwd_dkv_kernel(
         do += h * do_stride_h
 
     if chunk == 0:
-        reach = (j + 1) * BS
+        reach = block.begin + BS
         if WINDOW:
-            reach = tl.maximum(reach, j * BS + offset + BN - 1 + window)
-        for c in range((j * BS + offset) // BM * BM, tl.minimum(reach, length), BM):
+            reach = tl.maximum(reach, block.begin + offset + BN - 1 + window)
+        for c in range((block.begin + offset) // BM * BM, tl.minimum(reach, length), BM):
             t = c + tl.arange(0, BM)
             live = t < length
             queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
@@ -354,42 +272,31 @@ def bsa_select_bwd_dkv_kernel(
             token = (start + t) * H + h
             slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
             seen = s[:, None] <= t[None, :]
-            gate = tl.where(seen & (t[None, :] < (j + 1) * BS), slc[None, :], 0.0)
+            gate = tl.where(seen & (t[None, :] < block.begin + BS), slc[None, :], 0.0)
             if WINDOW:
                 swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
                 gate += tl.where(seen & (t[None, :] - s[:, None] < window), swa[None, :], 0.0)
-            lowest, highest = rows_reach(bias, start + t, live, seen_span)
+            none = tl.zeros([BM], tl.int32)
+            added, _ = listed_bias(bias, block, start + t, t, none, MOST_EDGES + 1, place, 1, ASM)
             acc_k, acc_v, _, _ = key_step(
-                acc_k, acc_v, keys, values, queries, upstream, gate, alpha,
-                bias, t, s, times, start + t, live, lowest, highest, FAST, PRECISION,
-            )  # fmt: skip
+                acc_k, acc_v, keys, values, queries, upstream, gate, alpha, added, FAST, PRECISION
+            )
 
-    stop = start + length
-    for row in range(0, count * R, BM):
-        t, live = listed_tokens(lists, first, row, count * R, stop, R, BM)
+    for row in range(0, block.rows, BM):
+        t, live, position, lowest, edges = listed_queries(lists, block, row, R, BM, BS)
         begin = 0
         if R >= BM:
-            begin = tl.load(lists + first + row // R) + row % R
+            begin = tl.load(lists.tokens + block.first + row // R) + row % R
         queries = load_tile(q, t, q_stride_t, live, begin, h * D, D, BD, TMA)
         upstream = load_tile(do, t, do_stride_t, live, begin, h * V, V, BV, TMA)
         token = t.to(tl.int64) * H + h
         gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-        if R >= BM:
-            # The rows are of one group, consecutive, and lie within a block.
-            position = begin - origin + tl.arange(0, BM)
-            lowest, highest = reached(bias, load_span(bias.query_spans, slot - j + (begin - origin) // BS), seen_span)
-        else:
-            # Rows that are not there stand behind the block, where the table has entries.
-            position = tl.where(live, (t - start).to(tl.int32), (j + 1) * BS)
-            lowest, highest = rows_reach(bias, t, live, seen_span)
+        added, found = listed_bias(bias, block, t, position, lowest, edges, place, 1, ASM)
         acc_k, acc_v, dscore, product = key_step(
-            acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha,
-            bias, position, s, times, t, live, lowest, highest, FAST, PRECISION,
-        )  # fmt: skip
-        add_time_gradient(tables, dscore, bias, times, bias.query_high, bias.query_low, t, live, lowest, highest, 0)
-        if tables.backwards is not None:
-            place = s[:, None] - position[None, :]
-            add_pairs(tables.backwards + place, tables, dscore, tl.broadcast_to(live[None, :], dscore.shape))
+            acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, added, FAST, PRECISION
+        )
+        add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)
+        add_position_gradient(tables, pitch, dscore, position, s, 0)
         if DQ:
             part = tl.dot(tl.trans(dscore.to(keys.dtype)), keys, input_precision=PRECISION)
             add_rows(dq + h * D, t, H * D, live, part * (alpha * inv_n), D, BD, True)
@@ -399,13 +306,13 @@ def bsa_select_bwd_dkv_kernel(
     acc_v *= inv_n
     if chunk == 0:
         # The mean's gradient goes to the block's tokens in equal shares.
-        size = tl.minimum(length - j * BS, BS)
-        place = slot.to(tl.int64) * H + h
+        size = tl.minimum(length - block.begin, BS)
+        mean = block.slot.to(tl.int64) * H + h
         d, e = tl.arange(0, BD), tl.arange(0, BV)
-        acc_k += (tl.load(dkbar + place * D + d, mask=d < D, other=0.0) / size)[None, :]
-        acc_v += (tl.load(dvbar + place * V + e, mask=e < V, other=0.0) / size)[None, :]
-    part = tl.load(part_start + m)
-    if tl.load(part_start + m + 1) == part:
+        acc_k += (tl.load(dkbar + mean * D + d, mask=d < D, other=0.0) / size)[None, :]
+        acc_v += (tl.load(dvbar + mean * V + e, mask=e < V, other=0.0) / size)[None, :]
+    part = tl.load(part_start + block.m)
+    if tl.load(part_start + block.m + 1) == part:
         store_rows(dk + (start * H + h) * D, s, H * D, known, acc_k, D, BD)
         store_rows(dv + (start * H + h) * V, s, H * V, known, acc_v, V, BV)
     else:
@@ -417,21 +324,9 @@ def bsa_select_bwd_dkv_kernel(
 
 @triton.jit(do_not_specialize=["B", "NB"])
 def bsa_merge_bwd_dkv_kernel(
-    parts,
-    part_start,
-    offsets,
-    dk,
-    dv,
-    NB,
-    H,
-    B,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BS: tl.constexpr,
-    BN: tl.constexpr,
-):
+    parts, part_start, offsets, dk, dv, NB, H, B,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     """Adds the partial sums of a long list's chunks, in their order, into dk and dv."""
     m = tl.program_id(0)
     part = tl.load(part_start + m)
@@ -455,35 +350,12 @@ def bsa_merge_bwd_dkv_kernel(
 
 @triton.jit(do_not_specialize=["B"])
 def bsa_compress_bwd_dkv_kernel(
-    do,
-    q,
-    kbar,
-    vbar,
-    offsets,
-    g_cmp,
-    dkbar,
-    dvbar,
-    bias,
-    do_stride_t,
-    do_stride_h,
-    q_stride_t,
-    q_stride_h,
-    alpha,
-    inv_n,
-    H,
-    B,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    ATOMIC: tl.constexpr,
-    TMA: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    do, q, kbar, vbar, offsets, g_cmp, dkbar, dvbar, bias, do_stride_t, do_stride_h, q_stride_t, q_stride_h, alpha,
+    inv_n, H, B,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, ATOMIC: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
     """Gradient of BN mean keys and values from every query after them; the queries are dealt to grid axis 2 in turn."""
     b, start, length, i = locate(offsets, tl.program_id(0), B, BN * BS)
     h = tl.program_id(1)
@@ -496,8 +368,7 @@ def bsa_compress_bwd_dkv_kernel(
     keys = load_rows(kbar + base * D, j, H * D, known, D, BD)
     values = load_rows(vbar + base * V, j, H * V, known, V, BV)
     middle = j * BS + BS // 2
-    times = load_times(bias.key_high, bias.key_low, start + middle, known)
-    seen_span = span(times[0], times[1], known)
+    rows = tl.where(known, start + middle, start)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
@@ -513,11 +384,15 @@ def bsa_compress_bwd_dkv_kernel(
         upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
         cmp = tl.load(g_cmp + (start + t) * H + h, mask=live, other=0.0).to(tl.float32)
         gate = tl.where(j[:, None] < ((t + 1) // BS)[None, :], cmp[None, :], 0.0)
-        lowest, highest = rows_reach(bias, start + t, live, seen_span)
+        added = position_tile(bias, middle.to(tl.int64), -t.to(tl.int64), ASM)
+        if bias.time is not None:
+            high, low = load_times(bias.query_high, bias.query_low, start + t, live)
+            asked = span(high, low, live, 0)
+            lowest, edges = means_reach(bias, asked, rows, known & (j * BS + BS <= c + BM), ASM)
+            added = add_time(added, bias, rows, start + t, asked, lowest, edges, 0, False, ASM)
         acc_k, acc_v, _, _ = key_step(
-            acc_k, acc_v, keys, values, queries, upstream, gate, alpha,
-            bias, t, middle, times, start + t, live, lowest, highest, FAST, PRECISION,
-        )  # fmt: skip
+            acc_k, acc_v, keys, values, queries, upstream, gate, alpha, added, FAST, PRECISION
+        )
     if begin < length:
         add_rows(dkbar + base * D, j, H * D, known, acc_k * (BS * alpha * inv_n), D, BD, ATOMIC)
         add_rows(dvbar + base * V, j, H * V, known, acc_v * (BS * inv_n), V, BV, ATOMIC)

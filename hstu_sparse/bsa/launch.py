@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bsa import blocks, key_major, query_major
-from hstu_sparse.bsa.bias import TableGradients, TableSums, prepare
+from hstu_sparse.bsa.bias import KernelBias, TableGradients, TableSums, bsa_reach_kernel, prepare
 from hstu_sparse.bsa.lists import invert
+from hstu_sparse.dense.assembly import proven
 from hstu_sparse.launch import aligned, architecture, cdiv, next_power_of_2, padded_head, precision
 from hstu_sparse.registration import Operator
-from hstu_sparse.relative_bias import RelativeBias
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_COUNTS = 128
@@ -85,8 +85,7 @@ class Arguments(NamedTuple):
     g_swa: Tensor | None
     position: Tensor | None
     time: Tensor | None
-    timestamps: Tensor | None
-    query_timestamps: Tensor | None
+    plan: list[Tensor | None]
     block_size: int
     block_counts: int
     window_size: int
@@ -109,14 +108,14 @@ class Problem:
         self.BD, self.BV = padded_head(self.D), padded_head(self.V)
         self.query_major = group >= QUERY_MAJOR
         self.offsets, self.max_seq_len, self.deterministic = a.seq_offsets, a.max_seq_len, a.deterministic
-        self.bias = RelativeBias(a.position, a.time, a.timestamps, a.query_timestamps)
         self.biased = a.position is not None or a.time is not None
         self.split = q.dtype != torch.float32
         self.launch = launches(q.dtype, max(self.BD, self.BV), a.block_size, group, architecture(q.device), self.biased)
         self.heads = dict(D=self.D, V=self.V, BD=self.BD, BV=self.BV)
         self.numeric = dict(
-            FAST=q.dtype != torch.float32, PRECISION="tf32" if precision(q.dtype) == "tf32" else "tf32x3"
-        )
+            FAST=q.dtype != torch.float32, PRECISION="tf32" if precision(q.dtype) == "tf32" else "tf32x3",
+            ASM=proven(q.device),
+        )  # fmt: skip
 
     def slots(self, size: int) -> int:
         return self.T // size + self.B
@@ -140,6 +139,17 @@ class Problem:
             for x in tensors
         ]
 
+    def reaches(self, indices: Tensor, bias: KernelBias) -> Tensor | None:
+        """[NG, H, S] int32, of each chosen block what bsa_reach_kernel finds; None without a time bias."""
+        if bias.time is None:
+            return None
+        found, groups = torch.zeros_like(indices), 16
+        bsa_reach_kernel[(self.slots(groups * self.R), self.H)](
+            indices, self.offsets, found, bias, self.H, self.B, self.S,
+            BS=self.BS, R=self.R, BG=groups, P=max(2, next_power_of_2(self.S)), ASM=self.numeric["ASM"], num_warps=4,
+        )  # fmt: skip
+        return found
+
     def group_tile(self) -> int:
         """Groups per program: fewer where a group is long, for then there are few of them in all."""
         return 64 if self.R < 8 else 16
@@ -161,7 +171,7 @@ def launch_forward(*arguments):
         return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar
     q, k, v = aligned(q), aligned(k), aligned(v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
-    bias = prepare(p.bias, p.offsets, p.T, p.NB, p.BS)
+    bias = prepare(a.position, a.time, a.plan)
 
     kbar_low = torch.empty_like(kbar) if p.split else kbar
     blocks.bsa_pool_fwd_kernel[(p.NB, p.H)](
@@ -173,25 +183,26 @@ def launch_forward(*arguments):
     blocks.bsa_choose_fwd_kernel[(p.slots(groups * p.R), p.H)](
         q, kbar, kbar_low, p.offsets, indices, bias, *q.stride()[:2], p.alpha, p.H, p.B, p.S,
         D=p.D, BD=p.BD, BS=p.BS, R=p.R, BG=groups, BC=max(64 if p.split else 32, width), P=width, SPLIT=p.split,
-        num_warps=4, num_stages=2,
+        ASM=p.numeric["ASM"], num_warps=4, num_stages=2,
     )  # fmt: skip
 
+    reaches = p.reaches(indices, bias)
     # fp32 where the key-major kernel adds to it
     out = torch.empty(p.T, p.H, p.V, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
     options = p.options("query_fwd")
     tiles = p.slots(options["BM"])
     described = p.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= p.BS else None
     query_major.bsa_query_fwd_kernel[(tiles, p.H)](
-        q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, bias, out,
+        q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, bias, reaches, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
         TMA=described is not None, **options,
     )  # fmt: skip
     if not p.query_major and p.S > 1:
-        lists = invert(p, indices, 2 * p.S * p.BS, by_slot=p.deterministic, stable=p.deterministic)
+        lists = invert(p, indices, reaches, 2 * p.S * p.BS, by_slot=p.deterministic, stable=p.deterministic)
         for turn in range(lists.turns):
             key_major.bsa_select_fwd_kernel[(lists.chunks_per_turn,)](
-                q, k, v, g_slc, out, p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list, bias,
+                q, k, v, g_slc, out, p.offsets, lists.pointers(), bias,
                 *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n,
                 turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.options("select_fwd"),
@@ -222,11 +233,12 @@ def launch_backward(do, *arguments):
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given]
     do, q, k, v = aligned(do), aligned(a.q), aligned(a.k), aligned(a.v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
-    bias = prepare(p.bias, p.offsets, p.T, p.NB, p.BS)
+    bias = prepare(a.position, a.time, a.plan)
     # Terms of a table's gradient; those of the compression, BS for one.
     terms = p.T * p.H * (p.S * p.BS + p.max_seq_len + min(p.window, p.max_seq_len))
-    sums = TableSums(p.bias, do, v, gates, terms) if p.biased else None
-    tables = sums.tables if sums else TableGradients()
+    sums = TableSums(a.position, a.time, do, v, gates, terms) if p.biased else None
+    tables, pitch = (sums.tables, sums.pitch) if sums else (TableGradients(), 0)
+    reaches = p.reaches(indices, bias)
 
     fp32 = dict(dtype=torch.float32, device=q.device)
     dq = torch.empty(p.T, p.H, p.D, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
@@ -237,7 +249,7 @@ def launch_backward(do, *arguments):
     described = p.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= p.BS else None
     query_major.bsa_query_bwd_dq_kernel[(tiles, p.H)](
         do, q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa,
-        bias, tables, *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        bias, reaches, tables, pitch, *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
         TMA=described is not None, **options,
@@ -255,7 +267,7 @@ def launch_backward(do, *arguments):
     )  # fmt: skip
 
     atomic_dq = not p.query_major and not p.deterministic
-    lists = invert(p, indices, 8 * p.S * p.BS, by_slot=False, stable=p.deterministic)
+    lists = invert(p, indices, reaches, 8 * p.S * p.BS, by_slot=False, stable=p.deterministic)
     dk, dv = (
         torch.empty(p.T, p.H, p.D, **fp32 | dict(dtype=k.dtype)),
         torch.empty(p.T, p.H, p.V, **fp32 | dict(dtype=v.dtype)),
@@ -265,8 +277,7 @@ def launch_backward(do, *arguments):
     described = p.tma(options["BM"], do, q) if options["BM"] <= p.R else None
     key_major.bsa_select_bwd_dkv_kernel[(lists.chunks_per_turn, p.BS // options["BN"])](
         *(described or (do, q)), k, v, dkbar, dvbar, g_slc, g_swa, dk, dv, parts, dq, dg_slc,
-        p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list, lists.part_start,
-        bias, TableGradients() if p.query_major else tables,
+        p.offsets, lists.pointers(), lists.part_start, bias, TableGradients() if p.query_major else tables, pitch,
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         p.alpha, p.inv_n, p.window, p.NB, p.H, p.B, lists.chunk,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, WINDOW=p.window > 0, DQ=atomic_dq,
@@ -278,11 +289,10 @@ def launch_backward(do, *arguments):
     del parts, lists
 
     if not p.query_major and p.deterministic and p.S > 1:
-        lists = invert(p, indices, 2 * p.S * p.BS, by_slot=True, stable=True)
+        lists = invert(p, indices, reaches, 2 * p.S * p.BS, by_slot=True, stable=True)
         for turn in range(lists.turns):
             key_major.bsa_select_bwd_dq_kernel[(lists.chunks_per_turn,)](
-                do, q, k, v, g_slc, dq, dg_slc,
-                p.offsets, lists.tokens, lists.start, lists.chunk_start, lists.chunk_list, bias,
+                do, q, k, v, g_slc, dq, dg_slc, p.offsets, lists.pointers(), bias,
                 *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
                 p.alpha, p.inv_n, turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.options("select_dq"),
@@ -294,7 +304,7 @@ def launch_backward(do, *arguments):
 operator = Operator(
     "bsa",
     "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, SymInt max_seq_len, Tensor g_cmp, Tensor g_slc, Tensor? g_swa, "
-    "Tensor? position, Tensor? time, Tensor? timestamps, Tensor? query_timestamps, "
+    "Tensor? position, Tensor? time, Tensor?[] plan, "
     "int block_size, int block_counts, int window_size, int selection_group, float alpha, bool deterministic",
     forward=launch_forward,
     backward=launch_backward,

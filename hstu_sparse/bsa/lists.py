@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bsa import blocks
+from hstu_sparse.bsa.key_major import ListPointers
 from hstu_sparse.launch import cdiv, next_power_of_2
 
 
@@ -21,6 +22,7 @@ class Lists:
     """
 
     tokens: Tensor  # [entries] int32
+    reaches: Tensor | None  # [entries] int32, see bsa_reach_kernel
     start: Tensor  # [turns * M + 1] int32, first entry of each list
     chunk_start: Tensor  # [turns * M + 1], first chunk of each list
     part_start: Tensor  # [turns * M + 1], first partial result of each list with several chunks
@@ -30,13 +32,17 @@ class Lists:
     chunks_per_turn: int
     max_parts: int
 
+    def pointers(self) -> ListPointers:
+        return ListPointers(self.tokens, self.start, self.chunk_start, self.chunk_list, self.reaches)
 
-def invert(p, indices: Tensor, chunk_rows: int, *, by_slot: bool, stable: bool) -> Lists:
+
+def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_slot: bool, stable: bool) -> Lists:
     """Builds Lists; sizes are bounds that the host knows.
 
     Args:
         p: the launcher's `Problem`.
         indices: [NG, H, S] int32, the chosen blocks.
+        reaches: [NG, H, S] int32 with a time bias, see bsa_reach_kernel.
         chunk_rows: tokens of a chunk.
         by_slot: a set of lists for each slot of the choice but the own block's.
         stable: lists in the order of the tokens, the same in every run.
@@ -46,11 +52,12 @@ def invert(p, indices: Tensor, chunk_rows: int, *, by_slot: bool, stable: bool) 
     turns = p.S - 1 if by_slot else 1
     most = p.NG * p.H * max(p.S - 1, 0)  # entries, at most: the own block is in no list
     if stable:
-        tokens, start = _sorted_lists(p, indices, by_slot)
+        tokens, start, list_reach = _sorted_lists(p, indices, reaches, by_slot)
         counts = start.diff()
     else:
         tokens, start = torch.empty(max(most, 1), **int32), torch.empty(M + 1, **int32)
         counts = torch.zeros(M, **int32)
+        list_reach = None if reaches is None else torch.empty_like(tokens)
         ranks = torch.empty_like(indices)
         groups = 64
         grid, width = (p.slots(groups * p.R), p.H), max(2, next_power_of_2(p.S))
@@ -60,16 +67,20 @@ def invert(p, indices: Tensor, chunk_rows: int, *, by_slot: bool, stable: bool) 
     chunk_start, part_start = torch.empty(turns * M + 1, **int32), torch.empty(turns * M + 1, **int32)
     blocks.bsa_plan_kernel[(1,)](counts, start, chunk_start, part_start, turns * M, chunk, SIZE=1024, num_warps=4)
     if not stable:
-        blocks.bsa_fill_kernel[grid](indices, p.offsets, ranks, start, tokens, p.NB, p.H, p.B, p.S, **shape)
+        blocks.bsa_fill_kernel[grid](
+            indices, p.offsets, ranks, start, tokens, reaches, list_reach, p.NB, p.H, p.B, p.S, **shape
+        )
     limit = most // chunk + turns * M
     chunk_list = torch.empty(limit, **int32)
     blocks.bsa_chunks_kernel[(cdiv(limit, 256),)](chunk_start, chunk_list, turns * M, limit, SIZE=256, num_warps=4)
     per_turn = limit if turns == 1 else p.NG * p.H // chunk + M
     # A list of n > chunk entries has at most n / chunk + 1 <= 2 n / chunk chunks.
-    return Lists(tokens, start, chunk_start, part_start, chunk_list, chunk, turns, per_turn, 2 * most // chunk + 1)
+    return Lists(
+        tokens, list_reach, start, chunk_start, part_start, chunk_list, chunk, turns, per_turn, 2 * most // chunk + 1
+    )
 
 
-def _sorted_lists(p, indices: Tensor, by_slot: bool) -> tuple[Tensor, Tensor]:
+def _sorted_lists(p, indices: Tensor, reaches: Tensor | None, by_slot: bool):
     """The lists in the order of the tokens, by a stable sort over all choices."""
     device, M = indices.device, p.H * p.NB
     begin = p.offsets[:-1].long()
@@ -87,4 +98,4 @@ def _sorted_lists(p, indices: Tensor, by_slot: bool) -> tuple[Tensor, Tensor]:
     key, order = key.sort(stable=True)
     tokens = (begin[sequence] + group * p.R).int()[order // (p.H * p.S)]
     start = torch.searchsorted(key, torch.arange(turns * M + 1, dtype=torch.int32, device=device), out_int32=True)
-    return tokens, start
+    return tokens, start, None if reaches is None else reaches.flatten()[order]

@@ -9,20 +9,24 @@ size, S blocks chosen per group, R tokens per group, BM queries and BN keys of a
 SiLU has no normaliser, so a branch is its gate times a plain sum, and the gate can be multiplied into the weights.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from hstu_sparse.bsa.bias import (
-    add_diagonals,
-    add_pairs,
-    add_position,
+    MOST_EDGES,
+    add_position_gradient,
     add_time,
     add_time_gradient,
-    load_span,
+    add_to,
+    load_origin,
+    load_reach,
     load_times,
-    reached,
-    span,
+    means_reach,
+    position_tile,
 )
+from hstu_sparse.bsa.plan import span
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
@@ -39,70 +43,102 @@ def band_weight(g_slc, g_swa, t, s, window, BS: tl.constexpr, SELECT: tl.constex
 
 
 @triton.jit
-def tile_reach(bias, asked, live, rows, known):
-    """(lowest, highest) bucket between the queries of a tile and the keys at `rows`."""
-    lowest, highest = 0, 0
+def band_start(begin, window, BS: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr):
+    """The first key of the window, and without SELECT of the own block, of queries from `begin` on."""
+    nearest = tl.maximum(begin - window + 1, 0)
+    if not SELECT:
+        nearest = tl.minimum(nearest, begin // BS * BS)
+    return nearest // BN * BN
+
+
+class QueryTile(NamedTuple):
+    """A program's queries.
+
+    b, start       their sequence and its first token
+    begin, end     their positions begin .. end - 1, none if end <= begin
+    t, live        [BM] positions, and whether there are such
+    token          [BM] their places in [T, H]
+    block_row      slot of the sequence's first block
+    asked          their earliest and latest time, as `span` gives them
+    """
+
+    b: tl.tensor
+    start: tl.tensor
+    begin: tl.tensor
+    end: tl.tensor
+    t: tl.tensor
+    live: tl.tensor
+    token: tl.tensor
+    block_row: tl.tensor
+    asked: tuple
+
+
+@triton.jit
+def find_queries(offsets, bias, tiles, H, B, BM: tl.constexpr, BS: tl.constexpr):
+    # Late tiles see the most blocks: they start first.
+    b, start, length, i = locate(offsets, tiles - 1 - tl.program_id(0), B, BM)
+    t = i * BM + tl.arange(0, BM)
+    live = t < length
+    asked = (0.0, 0.0, 0.0, 0.0)
     if bias.time is not None:
-        high, low = load_times(bias.key_high, bias.key_low, rows, known)
-        lowest, highest = reached(bias, span(asked[0], asked[1], live), span(high, low, known))
-    return lowest, highest
+        high, low = load_times(bias.query_high, bias.query_low, start + t, live)
+        asked = span(high, low, live, 0)
+    return QueryTile(
+        b, start, i * BM, tl.minimum(i * BM + BM, length), t, live, (start + t) * H + tl.program_id(1),
+        (start // BS + b).to(tl.int32), asked,
+    )  # fmt: skip
+
+
+@triton.jit
+def means_bias(bias, asks, c, known, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+    """The bias of the tile with the BN mean keys from block c on, and what `add_time_gradient` wants: far to edges."""
+    middle = (c + tl.arange(0, BN)) * BS + BS // 2
+    rows = tl.where(known, asks.start + middle, asks.start)
+    lowest, edges = means_reach(bias, asks.asked, rows, known, ASM)
+    added = position_tile(bias, (c * BS + BS // 2 - asks.t).to(tl.int64), tl.arange(0, BN).to(tl.int64) * BS, ASM)
+    found = rows, asks.start + asks.t, asks.asked, lowest, edges
+    return add_time(added, bias, *found, 1, False, ASM), found
+
+
+@triton.jit
+def keys_bias(bias, asks, first, sought, lowest, edges, BN: tl.constexpr, ASM: tl.constexpr):
+    """The same with the BN keys from position `first` on, whose lowest buckets and edges are known."""
+    column = tl.arange(0, BN).to(tl.int64)
+    added = position_tile(bias, (first - asks.t).to(tl.int64), column, ASM)
+    found = asks.start + asks.t, asks.start + first + column, sought, lowest, edges
+    return add_time(added, bias, *found, 0, True, ASM), found
+
+
+@triton.jit
+def chosen_keys(bias, asks, indices, reaches, e, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+                ASM: tl.constexpr):  # fmt: skip
+    """Of the chosen keys e .. e + BN - 1: the first one's position, their bias, and what `keys_bias` gives beside it.
+
+    indices, reaches: pointers to the queries' row.
+    """
+    first = tl.load(indices + e // BS) * BS + e % BS
+    lowest, edges = load_reach(None if reaches is None else reaches + e // BS, None, BM)
+    sought = load_origin(bias, asks.block_row + first // BS)
+    added, found = keys_bias(bias, asks, first, sought, lowest, edges, BN, ASM)
+    return first, added, found
 
 
 @triton.jit(do_not_specialize=["B", "tiles"])
 def bsa_query_fwd_kernel(
-    q,
-    k,
-    v,
-    kbar,
-    vbar,
-    offsets,
-    indices,
-    g_cmp,
-    g_slc,
-    g_swa,
-    bias,
-    out,
-    q_stride_t,
-    q_stride_h,
-    k_stride_t,
-    k_stride_h,
-    v_stride_t,
-    v_stride_h,
-    alpha,
-    inv_n,
-    H,
-    B,
-    S,
-    window,
-    tiles,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BS: tl.constexpr,
-    R: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    SELECT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TMA: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    # Late tiles see the most blocks: they start first.
-    tile, h = tiles - 1 - tl.program_id(0), tl.program_id(1)
-    b, start, length, i = locate(offsets, tile, B, BM)
-    begin = i * BM
-    if begin >= length:
+    q, k, v, kbar, vbar, offsets, indices, g_cmp, g_slc, g_swa, bias, reaches, out, q_stride_t, q_stride_h,
+    k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1)
+    asks = find_queries(offsets, bias, tiles, H, B, BM, BS)
+    b, start, begin, end, t, live, token = asks.b, asks.start, asks.begin, asks.end, asks.t, asks.live, asks.token
+    if end <= begin:
         return
-    end = tl.minimum(begin + BM, length)
-    t = begin + tl.arange(0, BM)
-    live = t < length
-    token = (start + t) * H + h
     queries = load_rows(q + start * q_stride_t + h * q_stride_h, t, q_stride_t, live, D, BD)
     origin = start.to(tl.int32)
-    block_row = (start // BS + b).to(tl.int32)
-    asked = load_times(bias.query_high, bias.query_low, start + t, live)
+    block_row = asks.block_row
     if not TMA:
         k += start * k_stride_t + h * k_stride_h
         v += start * v_stride_t + h * v_stride_h
@@ -115,11 +151,8 @@ def bsa_query_fwd_kernel(
         j = c + tl.arange(0, BN)
         known = j < end // BS
         keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
-        middle = j * BS + BS // 2
-        lowest, highest = tile_reach(bias, asked, live, start + middle, known)
-        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-        score = add_position(score, bias, t, middle, False)
-        score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + middle, known, lowest, highest, 0)
+        added, _ = means_bias(bias, asks, c, known, BN, BS, ASM)
+        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
         weight = tl.where(j[None, :] < complete[:, None], silu(score, FAST), 0.0)
         means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
         acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
@@ -130,18 +163,15 @@ def bsa_query_fwd_kernel(
         # One index a step, a scalar. Of a vector `index * BS + place % BS` Triton 3.6 takes every element for divisible
         # by BS once the loop is pipelined, and then the mask of a thread's first query for that of all its queries.
         tl.static_assert(BN <= BS)
-        asked_span = load_span(bias.query_spans, block_row + begin // BS)
         row = ((start // R + b + begin // R) * H + h) * S
+        chosen, reached = indices + row, None if reaches is None else reaches + row
         count = tl.minimum(begin // BS + 1, S)
         for e in range(0, count * BS, BN):
-            first = tl.load(indices + row + e // BS) * BS + e % BS
+            first, added, _ = chosen_keys(bias, asks, chosen, reached, e, BM, BN, BS, ASM)
             s = first + tl.arange(0, BN)
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
-            lowest, highest = reached(bias, asked_span, load_span(bias.key_spans, block_row + first // BS))
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            score = add_position(score, bias, t, s, False)
-            score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             visible = known[None, :] & (s[None, :] <= t[:, None])
             weight = tl.where(visible, silu(score, FAST) * slc[:, None], 0.0)
             values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
@@ -149,21 +179,17 @@ def bsa_query_fwd_kernel(
 
     if WINDOW or not SELECT:
         swa = slc
+        none = tl.zeros([BM], tl.int32)
         nearest = begin // BS * BS
         if WINDOW:
             swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
-            nearest = tl.maximum(begin - window + 1, 0)
-            if not SELECT:
-                nearest = tl.minimum(nearest, begin // BS * BS)
-            nearest = nearest // BN * BN
+            nearest = band_start(begin, window, BS, BN, SELECT)
         for c in range(nearest, end, BN):
             s = c + tl.arange(0, BN)
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-            lowest, highest = tile_reach(bias, asked, live, start + s, known)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            score = add_position(score, bias, t, s, False)
-            score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0)
+            added, _ = keys_bias(bias, asks, c, (0.0, 0.0), none, MOST_EDGES + 1, BN, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             weight = silu(score, FAST) * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
             values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
@@ -173,67 +199,23 @@ def bsa_query_fwd_kernel(
 
 @triton.jit(do_not_specialize=["B", "tiles"])
 def bsa_query_bwd_dq_kernel(
-    do,
-    q,
-    k,
-    v,
-    kbar,
-    vbar,
-    offsets,
-    indices,
-    g_cmp,
-    g_slc,
-    g_swa,
-    dq,
-    dg_cmp,
-    dg_slc,
-    dg_swa,
-    bias,
-    tables,
-    do_stride_t,
-    do_stride_h,
-    q_stride_t,
-    q_stride_h,
-    k_stride_t,
-    k_stride_h,
-    v_stride_t,
-    v_stride_h,
-    alpha,
-    inv_n,
-    H,
-    B,
-    S,
-    window,
-    tiles,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BS: tl.constexpr,
-    R: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    SELECT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TMA: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    do, q, k, v, kbar, vbar, offsets, indices, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, reaches, tables,
+    pitch, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
+    k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Gradient of q and of the gates. A gate's gradient is its branch's output times do: the sum of weight * (do.v)."""
-    tile, h = tiles - 1 - tl.program_id(0), tl.program_id(1)
-    b, start, length, i = locate(offsets, tile, B, BM)
-    begin = i * BM
-    if begin >= length:
+    h = tl.program_id(1)
+    asks = find_queries(offsets, bias, tiles, H, B, BM, BS)
+    b, start, begin, end, t, live, token = asks.b, asks.start, asks.begin, asks.end, asks.t, asks.live, asks.token
+    if end <= begin:
         return
-    end = tl.minimum(begin + BM, length)
-    t = begin + tl.arange(0, BM)
-    live = t < length
-    token = (start + t) * H + h
     queries = load_rows(q + start * q_stride_t + h * q_stride_h, t, q_stride_t, live, D, BD)
     upstream = load_rows(do + start * do_stride_t + h * do_stride_h, t, do_stride_t, live, V, BV)
     origin = start.to(tl.int32)
-    block_row = (start // BS + b).to(tl.int32)
-    asked = load_times(bias.query_high, bias.query_low, start + t, live)
+    block_row = asks.block_row
     if not TMA:
         k += start * k_stride_t + h * k_stride_h
         v += start * v_stride_t + h * v_stride_h
@@ -249,25 +231,18 @@ def bsa_query_bwd_dq_kernel(
         known = j < end // BS
         keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
         values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-        middle = j * BS + BS // 2
-        lowest, highest = tile_reach(bias, asked, live, start + middle, known)
-        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-        score = add_position(score, bias, t, middle, False)
-        score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + middle, known, lowest, highest, 0)
+        added, found = means_bias(bias, asks, c, known, BN, BS, ASM)
+        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
         dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
         weight, slope = silu_and_grad(score, FAST)
-        visible = j[None, :] < complete[:, None]
-        dweight = tl.where(visible, dweight, 0.0)
+        dweight = tl.where(j[None, :] < complete[:, None], dweight, 0.0)
         branch += tl.sum(weight * dweight, 1)
         grad = dweight * slope
         acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-        add_time_gradient(
-            tables, grad * cmp[:, None], bias, asked, bias.key_high, bias.key_low, start + middle, known,
-            lowest, highest, 0,
-        )  # fmt: skip
-        if tables.position is not None:
-            place = t[:, None] - middle[None, :]
-            add_pairs(tables.position + place, tables, grad * cmp[:, None], visible)
+        grad *= cmp[:, None]
+        add_time_gradient(tables, grad, bias, *found, 1, False, ASM)
+        if tables.ahead is not None:
+            add_to(tables.ahead + (t[:, None] - (j * BS + BS // 2)[None, :]), grad, tables.scale)
     acc *= cmp[:, None]
     tl.store(dg_cmp + token, branch * (BS * inv_n), mask=live)
 
@@ -275,49 +250,40 @@ def bsa_query_bwd_dq_kernel(
     branch = tl.zeros([BM], tl.float32)
     if SELECT:
         tl.static_assert(BN <= BS)  # as in bsa_query_fwd_kernel
-        block_span = load_span(bias.query_spans, block_row + begin // BS)
         row = ((start // R + b + begin // R) * H + h) * S
+        chosen, reached = indices + row, None if reaches is None else reaches + row
         count = tl.minimum(begin // BS + 1, S)
         for e in range(0, count * BS, BN):
-            first = tl.load(indices + row + e // BS) * BS + e % BS
+            first, added, found = chosen_keys(bias, asks, chosen, reached, e, BM, BN, BS, ASM)
             s = first + tl.arange(0, BN)
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
             values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
-            lowest, highest = reached(bias, block_span, load_span(bias.key_spans, block_row + first // BS))
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            score = add_position(score, bias, t, s, False)
-            score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
             dweight = tl.where(known[None, :] & (s[None, :] <= t[:, None]), dweight, 0.0)
             branch += tl.sum(weight * dweight, 1)
             grad = dweight * slope * slc[:, None]
             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-            add_time_gradient(
-                tables, grad, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0
-            )
-            add_diagonals(tables, grad, begin - first)
+            add_time_gradient(tables, grad, bias, *found, 0, True, ASM)
+            add_position_gradient(tables, pitch, grad, t, s, 1)
 
     if WINDOW or not SELECT:
         swa = slc
+        none = tl.zeros([BM], tl.int32)
         window_branch = tl.zeros([BM], tl.float32)
         nearest = begin // BS * BS
         if WINDOW:
             swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
-            nearest = tl.maximum(begin - window + 1, 0)
-            if not SELECT:
-                nearest = tl.minimum(nearest, begin // BS * BS)
-            nearest = nearest // BN * BN
+            nearest = band_start(begin, window, BS, BN, SELECT)
         for c in range(nearest, end, BN):
             s = c + tl.arange(0, BN)
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
             values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-            lowest, highest = tile_reach(bias, asked, live, start + s, known)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-            score = add_position(score, bias, t, s, False)
-            score = add_time(score, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0)
+            added, found = keys_bias(bias, asks, c, (0.0, 0.0), none, MOST_EDGES + 1, BN, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
             visible = s[None, :] <= t[:, None]
@@ -328,10 +294,8 @@ def bsa_query_bwd_dq_kernel(
                 window_branch += tl.sum(tl.where(near, weight * dweight, 0.0), 1)
             grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-            add_time_gradient(
-                tables, grad, bias, asked, bias.key_high, bias.key_low, start + s, known, lowest, highest, 0
-            )
-            add_diagonals(tables, grad, begin - c)
+            add_time_gradient(tables, grad, bias, *found, 0, True, ASM)
+            add_position_gradient(tables, pitch, grad, t, s, 1)
         if WINDOW:
             tl.store(dg_swa + token, window_branch * inv_n, mask=live)
 

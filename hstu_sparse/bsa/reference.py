@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hstu_sparse.jagged import masked_product
 from hstu_sparse.relative_bias import RelativeBias, pair_bias
 
 
@@ -82,7 +83,7 @@ def bsa_attention_reference(
     complete = first + block_size <= t[:, None] + 1  # [L, M]
     added = bias_of(first + block_size // 2)
     weights = F.silu(alpha * (q @ kbar.mT) + added).to(q.dtype).masked_fill(~complete, 0)
-    out = g_cmp * (weights @ vbar) * (block_size / max_seq_len)
+    out = g_cmp * masked_product(weights, vbar, ~complete) * (block_size / max_seq_len)
 
     if block_indices is None:
         if isinstance(added, Tensor):
@@ -97,11 +98,13 @@ def bsa_attention_reference(
         chosen = chosen.scatter(-1, places.where(places >= 0, blocks), True)[..., :blocks]
 
     # Selection and window share the token scores.
-    weights = F.silu(alpha * (q @ k.mT) + bias_of(t)).to(q.dtype).masked_fill(t > t[:, None], 0)
-    selected = chosen.repeat_interleave(block_size, 3)
-    out = out + g_slc * (weights.masked_fill(~selected, 0) @ v) / max_seq_len
+    weights = F.silu(alpha * (q @ k.mT) + bias_of(t)).to(q.dtype)
+    after = t > t[:, None]
+    hidden = after | ~chosen.repeat_interleave(block_size, 3)
+    out = out + g_slc * masked_product(weights.masked_fill(hidden, 0), v, hidden) / max_seq_len
     if window_size > 0:
-        out = out + g_swa * (weights.masked_fill(t[:, None] - t >= window_size, 0) @ v) / max_seq_len
+        hidden = after | (t[:, None] - t >= window_size)
+        out = out + g_swa * masked_product(weights.masked_fill(hidden, 0), v, hidden) / max_seq_len
 
     return unpad(out), block_indices
 

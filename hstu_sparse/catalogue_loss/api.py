@@ -5,8 +5,8 @@ Letters: T tokens, I items, E embedding size, K negatives.
 
 import torch
 
-from hstu_sparse import jagged
 from hstu_sparse.catalogue_loss.reference import catalogue_loss_reference
+from hstu_sparse.jagged import readable
 from hstu_sparse.validation import INTEGER, check_kernel, check_number, check_tensor, choose_backend
 
 MAX_EMBEDDING = 512
@@ -36,9 +36,10 @@ def catalogue_loss(
     with c_k = log_q[neg_k] + ln K, or 0 without log_q: the positive is not corrected, repeated negatives count as often
     as they stand, and without a valid negative the row counts 0.
 
-    In Triton nothing of size T x I is ever written, forward keeps numbers for each token and item only, and every
-    gradient is the same bits in every run (sampled negatives: entries of the table's gradient are sorted by item and
-    summed in that order, no atomics). Memory beyond inputs and gradients: docs/catalogue_loss.md.
+    In Triton nothing of size T x I is ever written, and forward keeps numbers for each token and item only, with
+    negatives [T, K] at most their logits. Gradients are the same bits in every run, but for that of a table of which
+    each token drew its own: its entries are added by atomics, in no order, unless I <= K * E, the table is over 2^28
+    numbers or torch.are_deterministic_algorithms_enabled(). Memory beyond inputs and gradients: docs/catalogue_loss.md.
 
     Args:
         out: [T, E], fp16, bf16 or fp32 (the reference also fp64); E up to 512 in Triton.
@@ -46,12 +47,14 @@ def catalogue_loss(
         targets: [T] int32 or int64 below I; a negative one does not count.
         temperature: a number above 0, or a floating point tensor of no dimension, which gets a gradient.
         negatives: [K] for all tokens, or [T, K], int32 or int64 below I; negative ones do not count. The [T, K] form
-            gathers rows in the kernel and never holds [T, K, E].
+            never holds [T, K, E]: it gathers rows in the kernel, or, where I <= K * E, takes products with all items,
+            some thousand tokens at a time.
         log_q: [I], logarithm of the probability with which each item is drawn as a negative. No gradient.
         label_smoothing: as torch's cross_entropy, 0 <= label_smoothing < 1; only without negatives.
-        skip_below: backward leaves out tiles of the softmax (64 x 64 or so) in which no probability reaches this, which
-            saves half of its products there and loses up to I * skip_below of a token's probability. 0: nothing is left
-            out. Whole catalogue and negatives [K] in Triton only; elsewhere without effect.
+        skip_below: backward leaves out tiles of the softmax (128 x 128 or so) without a target in which no probability
+            reaches this, which spares it their products, for one more product with the whole catalogue, and loses up
+            to I * skip_below of a token's probability. 0: nothing is left out. Without negatives in Triton only;
+            elsewhere without effect.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
@@ -59,7 +62,8 @@ def catalogue_loss(
         items and temperature; the kernels have no second ones.
 
     Raises:
-        TypeError, ValueError: what was expected and what came. With jagged.DEBUG also for ids out of range.
+        TypeError, ValueError: what was expected and what came. Ids out of range are found on a CPU, and
+            elsewhere under HSTU_SPARSE_DEBUG.
 
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (arXiv 2411.09009), for the whole
     catalogue; Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019, for the correction by log_q.
@@ -92,10 +96,9 @@ def catalogue_loss(
         if log_q is not None:
             check_tensor("log_q", log_q, "I", sizes, device=out.device)
             log_q = log_q.detach()
-    if jagged.DEBUG:
-        for name, ids in (("targets", targets), ("negatives", negatives)):
-            if ids is not None and ids.numel() and int(ids.max()) >= sizes["I"]:
-                raise ValueError(f"{name} must be below I={sizes['I']}, got {int(ids.max())}")
+    for name, ids in (("targets", targets), ("negatives", negatives)):
+        if ids is not None and ids.numel() and readable(ids) and int(ids.max()) >= sizes["I"]:
+            raise ValueError(f"{name} must be below I={sizes['I']}, got {int(ids.max())}")
     if backend == "reference":
         return catalogue_loss_reference(
             out,

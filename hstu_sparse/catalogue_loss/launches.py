@@ -2,9 +2,9 @@
 
 Letters: T tokens, I items, E embedding size, K negatives, W rows of the matrix that a product walks over.
 
-Three forms: the whole catalogue; negatives [K] for the whole batch, whose rows are gathered into a matrix [K, E] and
-walked over like a catalogue; negatives [T, K], with kernels of their own. Backward computes anew what it needs: kept
-are lse and scales of the outputs, [T] each, and the scales of the matrix walked over.
+Forms: the whole catalogue; negatives [K] for the whole batch, whose rows are gathered into a matrix [K, E] and walked
+over like a catalogue; negatives [T, K], with kernels of their own, or over a small catalogue with small.py. Backward
+computes anew what it needs: kept are lse and scales of the outputs, [T] each, and the scales of the matrix walked over.
 """
 
 import functools
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from hstu_sparse import launch
+from hstu_sparse.catalogue_loss import small
 from hstu_sparse.catalogue_loss.products import (
     catalogue_loss_bwd_ditems_kernel,
     catalogue_loss_bwd_dout_kernel,
     catalogue_loss_fwd_kernel,
+    catalogue_loss_mark_kernel,
 )
 from hstu_sparse.catalogue_loss.rows import (
     catalogue_loss_mean_kernel,
@@ -41,6 +43,8 @@ LOG2E = math.log2(math.e)
 BOUND = 60.0
 # Bytes that the fp32 parts of a gradient may take where a product is split.
 SPLIT_BYTES = 48 * 2**20
+# Bytes that an fp32 table for atomic additions may take.
+ATOMIC_BYTES = 2**30
 # Numbers of a tile of rows in the kernels that go over a matrix once.
 ROW_TILE = 2048
 CHUNK, PIECE = 32, 1024
@@ -163,7 +167,8 @@ def _walk(config: dict, matrix: Tensor, *vectors: Tensor | None):
 
 
 def _options(config: dict) -> dict:
-    return {name: value for name, value in config.items() if name not in ("TMA", "resident")}
+    found = {name: value for name, value in config.items() if name not in ("TMA", "resident")}
+    return found | {"STAGES": config["num_stages"]}
 
 
 class _Call:
@@ -192,6 +197,7 @@ class _Call:
         # Of a token's negatives at a time.
         self.drawn_rows = max(1, min(next_power_of_2(self.K), 32, 2 * ROW_TILE // self.width))
         self.per_token = negatives is not None and negatives.dim() == 2
+        self.small = self.per_token and small.takes_products(self.I, self.K, self.E)
 
     def walked(self):
         """The matrix that outputs are multiplied with, its rows' ids and corrections (None: the catalogue's own)."""
@@ -233,8 +239,10 @@ class _Call:
 
 
 def _forward(*arguments):
-    """The loss, then lse, row_scale, item_scale, positive and inverse_count, kept for backward."""
+    """The loss, then lse, row_scale, item_scale, positive, inverse_count and picked, kept for backward."""
     call = _Call(*arguments)
+    if call.small:
+        return small.forward(call)
     if call.per_token:
         return _forward_per_token(call)
     matrix, ids, shift = call.walked()
@@ -263,7 +271,7 @@ def _forward(*arguments):
         SAMPLED=ids is not None,
     )  # fmt: skip
     loss, inverse_count = call.mean(parts)
-    return loss, lse, row_scale, item_scale, positive, inverse_count
+    return loss, lse, row_scale, item_scale, positive, inverse_count, call.new(0)
 
 
 def _forward_per_token(call: _Call):
@@ -279,19 +287,23 @@ def _forward_per_token(call: _Call):
     row_scale = call.new(0 if call.normalize else 1)
     if call.T and not call.normalize:
         row_scale = call.scales(call.out[:1], call.scale, call.temperature)
-    return loss, lse, row_scale, call.new(0), call.new(0), inverse_count
+    return loss, lse, row_scale, call.new(0), call.new(0), inverse_count, call.new(0)
 
 
 def _backward(grad, *given):
     """Gradients of out, items and, if it is a tensor, temperature."""
-    *arguments, lse, row_scale, item_scale, positive, inverse_count = given
+    *arguments, lse, row_scale, item_scale, positive, inverse_count, picked = given
     call = _Call(*arguments)
     if not call.T:
         given = (call.out, call.items, call.temperature)
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given if x is not None]
     dout = torch.empty_like(call.out, memory_format=torch.contiguous_format)
     along = call.new(call.T)
-    if call.per_token:
+    if call.small:
+        ditems = small.backward(
+            call, grad, lse, row_scale, item_scale, positive, inverse_count, picked, dout, along
+        )  # fmt: skip
+    elif call.per_token:
         ditems = _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along)
     else:
         ditems = _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along)
@@ -312,7 +324,10 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
         out_sum = call.sum(call.out, row_scale if call.normalize else None, call.targets)
     W = len(matrix)
     out, matrix = launch.aligned(call.out), launch.aligned(matrix)
-    shape = dict(E=out.shape[1], NORMALIZE=call.normalize, PRECISION=call.precision, SKIP=call.skip > 0)
+    shape = dict(E=out.shape[1], NORMALIZE=call.normalize, PRECISION=call.precision)
+    marks, mark_sizes = None, (1, 1)
+    if call.skip and not sampled:
+        marks, mark_sizes = _marks(call, out, matrix, item_scale, row_scale, lse)
     ending = (call.items, call.items.stride(0), item_sum, grad, inverse_count)
     config = config_of("dout", call.out)
     splits, per_split = plan_splits(call.T, W, config, call.out.device, 4 * call.E)
@@ -320,8 +335,9 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
     walk, lengths, tma = _walk(config, matrix, item_scale)
     catalogue_loss_bwd_dout_kernel[(cdiv(call.T, config["BLOCK_M"]) * splits,)](
         out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets, lse,
-        positive if sampled else None, *ending, dout, along, partial, call.smoothing, call.skip, call.T, call.I, W,
-        per_split, SIZE=call.E, TMA=tma, **shape, **_options(config),
+        positive if sampled else None, *ending, dout, along, partial, call.smoothing, marks,
+        0 if marks is None else marks.shape[1], call.T, call.I, W, per_split, SIZE=call.E, OWN_MARK=mark_sizes[0],
+        MARK=mark_sizes[1], TMA=tma, **shape, **_options(config),
     )  # fmt: skip
     if splits > 1:
         call.over_rows(
@@ -330,6 +346,8 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
             splits,
         )  # fmt: skip
     del partial
+    if marks is not None:
+        marks = marks.t().contiguous()
     config = config_of("ditems", call.out)
     splits, per_split = plan_splits(W, call.T, config, call.out.device, 4 * call.E)
     parts = splits > 1 or sampled
@@ -339,8 +357,9 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
     if W:
         catalogue_loss_bwd_ditems_kernel[(cdiv(W, config["BLOCK_M"]) * splits,)](
             walk, matrix, out.stride(0), matrix.stride(0), scales, item_scale, ids, shift, targets, sums, row_scale,
-            out_sum, grad, inverse_count, ditems, partial, call.smoothing, call.skip, W, call.T, per_split,
-            SIZE=call.E, TMA=tma, **shape, **_options(config),
+            out_sum, grad, inverse_count, ditems, partial, call.smoothing, marks,
+            0 if marks is None else marks.shape[1], W, call.T, per_split, SIZE=call.E, OWN_MARK=mark_sizes[1],
+            MARK=mark_sizes[0], TMA=tma, **shape, **_options(config),
         )  # fmt: skip
     if sampled:
         drawn = partial[0] if splits == 1 else partial.sum(0)
@@ -355,13 +374,41 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
     return ditems
 
 
+def _marks(call, out, matrix, item_scale, row_scale, lse):
+    """(marks of the tiles that backward takes, uint8 [rows, columns]; tokens of a row, items of a column)."""
+    config, dout, ditems = (config_of(part, call.out) for part in ("fwd", "dout", "ditems"))
+    # Powers of two: a tile of any of the kernels lies within one.
+    tokens = max(config["BLOCK_M"], dout["BLOCK_M"], ditems["BLOCK_N"])
+    items = max(config["BLOCK_N"], dout["BLOCK_N"], ditems["BLOCK_M"])
+    marks = call.new(cdiv(call.T, tokens), cdiv(call.I, items), dtype=torch.uint8).zero_()
+    splits, per_split = plan_splits(call.T, call.I, config, call.out.device, 0)
+    walk, lengths, tma = _walk(config, matrix, item_scale)
+    catalogue_loss_mark_kernel[(cdiv(call.T, config["BLOCK_M"]) * splits,)](
+        out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, call.targets, lse, marks, marks.shape[1],
+        math.log2(call.skip), call.T, call.I, per_split, E=out.shape[1], OWN_MARK=tokens, MARK=items,
+        PRECISION=call.precision, TMA=tma, **_options(config),
+    )  # fmt: skip
+    return marks, (tokens, items)
+
+
 def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
-    shares = call.new(call.T * (1 + call.K))
+    shares = sums = None
+    if 4 * call.I * call.E > ATOMIC_BYTES or torch.are_deterministic_algorithms_enabled():
+        shares = call.new(call.T * (1 + call.K))
+    else:
+        sums = call.new(call.I, call.E).zero_()
     catalogue_loss_sampled_bwd_dout_kernel[(call.T,)](
         call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, call.items, call.items.stride(0),
-        call.temperature, lse, grad, inverse_count, dout, along, shares, call.scale, math.log(max(1, call.K)),
-        call.T, call.K, **call.sizes, ROWS=call.drawn_rows,
+        call.temperature, lse, grad, inverse_count, dout, along, shares, sums, call.scale,
+        math.log(max(1, call.K)), call.T, call.K, **call.sizes, ROWS=call.drawn_rows,
     )  # fmt: skip
+    if shares is None:
+        ditems = torch.empty_like(call.items, memory_format=torch.contiguous_format)
+        call.over_rows(
+            catalogue_loss_merge_bwd_ditems_kernel, call.I, sums, call.items, call.items.stride(0), row_scale, None,
+            grad, inverse_count, ditems, 0.0, call.I, 1,
+        )  # fmt: skip
+        return ditems
     return _table_gradient(call, grad, inverse_count, row_scale, call.negatives, shares, None)
 
 
@@ -391,11 +438,14 @@ def _fake(out, items, targets, temperature, negatives, log_q, scale, normalize, 
     def empty(*shape):
         return out.new_empty(shape, dtype=torch.float32)
 
-    T = out.shape[0]
+    T, W, picked = out.shape[0], items.shape[0], empty(0)
     if negatives is not None and negatives.dim() == 2:
-        return empty(), empty(T), empty(0 if normalize else 1), empty(0), empty(0), empty(1)
-    W = items.shape[0] if negatives is None else negatives.shape[0]
-    return empty(), empty(T), empty(T), empty(W if normalize else 0), empty(T), empty(1)
+        if not small.takes_products(W, negatives.shape[1], out.shape[1]):
+            return empty(), empty(T), empty(0 if normalize else 1), empty(0), empty(0), empty(1), picked
+        picked = empty(*negatives.shape)
+    elif negatives is not None:
+        W = negatives.shape[0]
+    return empty(), empty(T), empty(T), empty(W if normalize else 0), empty(T), empty(1), picked
 
 
 catalogue_loss_operator = Operator(
@@ -406,5 +456,5 @@ catalogue_loss_operator = Operator(
     backward=_backward,
     fake=_fake,
     differentiable=("out", "items", "temperature"),
-    outputs=6,
+    outputs=7,
 )

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.catalogue_loss.rows import finish_items, finish_outputs, store_rows
+from hstu_sparse.tiles import in_registers
 
 # Sizes that differ between batches.
 PER_BATCH = ["T", "W", "per_split"]
@@ -51,26 +52,13 @@ def _chunk(base, start, first_column, stride, limit, E: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
-def _in_registers(x, REGISTERS: tl.constexpr):
-    """x, the left operand of products, held in registers and not read from shared memory for every one of them.
-
-    Triton does so only with what comes out of a product: this one adds zeros.
-    """
-    if REGISTERS:
-        none = tl.dot(tl.zeros([x.shape[0], 16], x.dtype), tl.zeros([16, x.shape[1]], x.dtype))
-        return (x.to(tl.float32) + none).to(x.dtype)
-    else:
-        return x
-
-
-@triton.jit
 def _tile(base, start, stride, limit, E: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
           TMA: tl.constexpr, REGISTERS: tl.constexpr):  # fmt: skip
     """ROWS whole rows of a matrix: a tuple of chunks of WIDTH columns."""
     tile = ()
     for chunk in tl.static_range((E + WIDTH - 1) // WIDTH):
         part = _chunk(base, start, chunk * WIDTH, stride, limit, E, WIDTH, ROWS, MASKED, TMA)
-        tile = tile + (_in_registers(part, REGISTERS),)  # noqa: RUF005  Triton knows no starred tuples
+        tile = tile + (in_registers(part, REGISTERS),)  # noqa: RUF005  Triton knows no starred tuples
     return tile
 
 
@@ -144,10 +132,10 @@ def _range(rows, per_split, W, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 def _sum_exp(
     top, total, own, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, bound, W,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """(top, total) [M] with the items first .. last: the sum of 2^logit is total * 2^top; BOUNDED: total * 2^bound."""
-    for start in range(first, last, BLOCK_N):
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
         tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
         logits = _scores(own, tile, PRECISION)
@@ -174,7 +162,7 @@ def _sum_exp(
 def catalogue_loss_fwd_kernel(
     out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, bound, T, W, per_split,
     E: tl.constexpr, BOUNDED: tl.constexpr, REGISTERS: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """lse [splits, T]: log2 of the sum of 2^logit over a split's items (-1e30 for none), for BLOCK_M outputs.
 
@@ -195,58 +183,127 @@ def catalogue_loss_fwd_kernel(
         if bounds[part] < bounds[part + 1]:
             top, total = _sum_exp(
                 top, total, own, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, ids, shift,
-                target, bound, W, E, BLOCK_E, BOUNDED, PRECISION, TMA, BLOCK_N, part == 1,
+                target, bound, W, E, BLOCK_E, BOUNDED, PRECISION, TMA, BLOCK_N, STAGES, part == 1,
             )  # fmt: skip
     if BOUNDED:
         top = tl.zeros([BLOCK_M], tl.float32) + bound
-    log_sum = tl.where(total > 0.0, top + tl.log2(tl.maximum(total, 1e-37)), -1e30)
+    # Comparisons that are false for NaN: an item that is not finite must not leave a loss that is.
+    log_sum = tl.where(total == 0.0, -1e30, top + tl.log2(tl.where(total < 1e-37, 1e-37, total)))
     tl.store(lse + split.to(tl.int64) * T + t, log_sum, t < T)
 
 
 @triton.jit
-def _weigh_items(
-    acc, own, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, lse, skip, W,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, SKIP: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+def _mark(
+    marks, own, first, last, items, items_stride, row_scale, item_scale, limit, W,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MARK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """acc + softmax of the items first .. last times the (normalised) items."""
-    for start in range(first, last, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
         logits = _scores(own, tile, PRECISION)
-        length = None
         if item_scale is not None:
-            length = _numbers(item_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)
-            logits *= length[None, :]
-        logits = logits * row_scale - lse
-        if shift is not None:
-            logits -= _numbers(shift, start, W, 0.0, BLOCK_N, MASKED, False)[None, :]
+            logits *= _numbers(item_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)[None, :]
         if MASKED:
-            logits = tl.where((n < W)[None, :], logits, float("-inf"))
-        weights = tl.exp2(logits)
-        if ids is not None:
-            drawn = _numbers(ids, start, W, -1, BLOCK_N, MASKED, False)[None, :]
-            weights = tl.where((drawn == target) | (drawn < 0), 0.0, weights)
-        if not SKIP or tl.max(tl.max(weights, 1), 0) >= skip:
-            if HALF:
-                weights *= 32768.0
-            elif item_scale is not None:
-                weights *= length[None, :]
-            acc = _add_product(acc, weights, tile, length if HALF else None, PRECISION)
+            logits = tl.where((start + tl.arange(0, BLOCK_N) < W)[None, :], logits, float("-inf"))
+        reaches = tl.max(logits, 1) * row_scale >= limit
+        # Every token that finds something writes the same.
+        tl.store(marks + start // MARK + tl.zeros([BLOCK_M], tl.int32), tl.full([BLOCK_M], 1, tl.uint8), reaches)
+
+
+@triton.jit(do_not_specialize=[*PER_BATCH, "log_skip", "marks_stride"], do_not_specialize_on_alignment=GIVEN)
+def catalogue_loss_mark_kernel(
+    out, items, out_stride, items_stride, row_scale, item_scale, targets, lse, marks, marks_stride, log_skip, T, W,
+    per_split, E: tl.constexpr, OWN_MARK: tl.constexpr, MARK: tl.constexpr, REGISTERS: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """marks [rows of OWN_MARK tokens, columns of MARK items]: 1 where a probability reaches 2^log_skip, or a target is.
+
+    row_scale is positive: the greatest logit of a row is the greatest product.
+    """
+    tile, split, bounds = _range(T, per_split, W, BLOCK_M, BLOCK_N)
+    t = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    own = _tile(out, tile * BLOCK_M, out_stride, T, E, BLOCK_E, BLOCK_M, True, False, REGISTERS)
+    scale = tl.load(row_scale + t, t < T, 0.0)
+    # Tokens without a target have an lse of infinity: they mark nothing.
+    limit = tl.load(lse + t, t < T, float("inf")) + log_skip
+    marks += tile * BLOCK_M // OWN_MARK * marks_stride
+    if split == 0:
+        target = tl.load(targets + t, t < T, -1)
+        tl.store(marks + target // MARK, tl.full([BLOCK_M], 1, tl.uint8), target >= 0)
+    for part in tl.static_range(2):
+        if bounds[part] < bounds[part + 1]:
+            _mark(
+                marks, own, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, limit, W, E,
+                BLOCK_E, PRECISION, TMA, BLOCK_M, BLOCK_N, STAGES, MARK, part == 1,
+            )  # fmt: skip
+
+
+@triton.jit
+def _weigh_item_tile(
+    acc, own, start, items, items_stride, row_scale, item_scale, ids, shift, target, lse, W,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """acc + softmax of BLOCK_N items times the (normalised) items."""
+    n = start + tl.arange(0, BLOCK_N)
+    tile = _tile(items, start, items_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
+    logits = _scores(own, tile, PRECISION)
+    length = None
+    if item_scale is not None:
+        length = _numbers(item_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)
+        logits *= length[None, :]
+    logits = logits * row_scale - lse
+    if shift is not None:
+        logits -= _numbers(shift, start, W, 0.0, BLOCK_N, MASKED, False)[None, :]
+    if MASKED:
+        logits = tl.where((n < W)[None, :], logits, float("-inf"))
+    weights = tl.exp2(logits)
+    if ids is not None:
+        drawn = _numbers(ids, start, W, -1, BLOCK_N, MASKED, False)[None, :]
+        weights = tl.where((drawn == target) | (drawn < 0), 0.0, weights)
+    if HALF:
+        weights *= 32768.0
+    elif item_scale is not None:
+        weights *= length[None, :]
+    return _add_product(acc, weights, tile, length if HALF else None, PRECISION)
+
+
+@triton.jit
+def _weigh_items(
+    acc, own, first, last, items, items_stride, row_scale, item_scale, ids, shift, target, lse, marks, W,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MARK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """acc + softmax of the items first .. last times the (normalised) items; with marks, of every MARK items marked."""
+    if marks is None:
+        for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+            acc = _weigh_item_tile(
+                acc, own, start, items, items_stride, row_scale, item_scale, ids, shift, target, lse, W, E, BLOCK_E,
+                HALF, PRECISION, TMA, BLOCK_N, MASKED,
+            )  # fmt: skip
+    else:
+        for start in tl.range(first, last, BLOCK_N, num_stages=1):
+            if tl.load(marks + start // MARK) != 0:
+                acc = _weigh_item_tile(
+                    acc, own, start, items, items_stride, row_scale, item_scale, ids, shift, target, lse, W, E,
+                    BLOCK_E, HALF, PRECISION, TMA, BLOCK_N, MASKED,
+                )  # fmt: skip
     return acc
 
 
-@triton.jit(do_not_specialize=[*PER_BATCH, "smoothing", "skip"], do_not_specialize_on_alignment=GIVEN)
+@triton.jit(do_not_specialize=[*PER_BATCH, "smoothing", "marks_stride"], do_not_specialize_on_alignment=GIVEN)
 def catalogue_loss_bwd_dout_kernel(
     out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, positive, table,
-    table_stride, item_sum, grad, inverse_count, dout, along, partial, smoothing, skip, T, I, W, per_split,
-    SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, SKIP: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    table_stride, item_sum, grad, inverse_count, dout, along, partial, smoothing, marks, marks_stride, T, I, W,
+    per_split, SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, OWN_MARK: tl.constexpr,
+    MARK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of dout [T, SIZE], or (with `partial` [splits, T, SIZE]) a split's softmax times items.
 
-    E: columns of the matrices, SIZE and zeros behind them.
+    E: columns of the matrices, SIZE and zeros behind them. marks [rows of OWN_MARK tokens, columns of MARK items]:
+    what is not marked is left out.
     """
     tile, split, bounds = _range(T, per_split, W, BLOCK_M, BLOCK_N)
     t = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -258,12 +315,14 @@ def catalogue_loss_bwd_dout_kernel(
     target = -1
     if ids is not None:
         target = tl.load(targets + t, t < T, -1)[:, None]
+    if marks is not None:
+        marks += tile * BLOCK_M // OWN_MARK * marks_stride
     acc = _zeros(BLOCK_M, E, BLOCK_E)
     for part in tl.static_range(2):
         if bounds[part] < bounds[part + 1]:
             acc = _weigh_items(
                 acc, own, bounds[part], bounds[part + 1], items, items_stride, scale, item_scale, ids, shift, target,
-                log_sum, skip, W, E, BLOCK_E, SKIP, HALF, PRECISION, TMA, BLOCK_N, part == 1,
+                log_sum, marks, W, E, BLOCK_E, HALF, PRECISION, TMA, BLOCK_N, STAGES, MARK, part == 1,
             )  # fmt: skip
     if HALF:
         acc = _times(acc, 1.0 / 32768.0)
@@ -279,52 +338,73 @@ def catalogue_loss_bwd_dout_kernel(
 
 
 @triton.jit
-def _weigh_outputs(
-    acc, own, first, last, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, skip, W,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, SKIP: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+def _weigh_output_tile(
+    acc, own, start, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, W,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, HALF: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """acc + gradient of the logits at the outputs first .. last times the (scaled) outputs."""
-    for start in range(first, last, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        tile = _tile(out, start, out_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
-        logits = _scores(own, tile, PRECISION)
-        if NORMALIZE:
-            logits *= item_scale
-        scale = _numbers(row_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)
-        logits = logits * scale[None, :] - _numbers(lse, start, W, 0.0, BLOCK_N, MASKED, TMA)[None, :]
-        if shift is not None:
-            logits -= shift
-        hit = ids == _numbers(targets, start, W, -1, BLOCK_N, MASKED, TMA)[None, :]
-        if MASKED:
-            logits = tl.where((n < W)[None, :], logits, float("-inf"))
-            hit = hit & (n < W)[None, :]
-        weights = tl.exp2(logits)
-        if SAMPLED:
-            weights = tl.where(hit, 0.0, weights)
-        else:
-            weights = tl.where(hit, weights - keep, weights)
-        if not SKIP or tl.max(tl.max(tl.abs(weights), 1), 0) >= skip:
-            if HALF:
-                weights *= 32768.0
-            elif NORMALIZE:
-                weights *= scale[None, :]
-            acc = _add_product(acc, weights, tile, scale if HALF and NORMALIZE else None, PRECISION)
+    """acc + gradient of the logits at BLOCK_N outputs times the (scaled) outputs."""
+    n = start + tl.arange(0, BLOCK_N)
+    tile = _tile(out, start, out_stride, W, E, BLOCK_E, BLOCK_N, MASKED, TMA, False)
+    logits = _scores(own, tile, PRECISION)
+    if NORMALIZE:
+        logits *= item_scale
+    scale = _numbers(row_scale, start, W, 0.0, BLOCK_N, MASKED, TMA)
+    logits = logits * scale[None, :] - _numbers(lse, start, W, 0.0, BLOCK_N, MASKED, TMA)[None, :]
+    if shift is not None:
+        logits -= shift
+    hit = ids == _numbers(targets, start, W, -1, BLOCK_N, MASKED, TMA)[None, :]
+    if MASKED:
+        logits = tl.where((n < W)[None, :], logits, float("-inf"))
+        hit = hit & (n < W)[None, :]
+    weights = tl.exp2(logits)
+    if SAMPLED:
+        weights = tl.where(hit, 0.0, weights)
+    else:
+        weights = tl.where(hit, weights - keep, weights)
+    if HALF:
+        weights *= 32768.0
+    elif NORMALIZE:
+        weights *= scale[None, :]
+    return _add_product(acc, weights, tile, scale if HALF and NORMALIZE else None, PRECISION)
+
+
+@triton.jit
+def _weigh_outputs(
+    acc, own, first, last, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, marks, W,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr, HALF: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MARK: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """acc + gradient of the logits at the outputs first .. last times the outputs; with marks, as `_weigh_items`."""
+    if marks is None:
+        for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+            acc = _weigh_output_tile(
+                acc, own, start, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, W, E, BLOCK_E,
+                NORMALIZE, SAMPLED, HALF, PRECISION, TMA, BLOCK_N, MASKED,
+            )  # fmt: skip
+    else:
+        for start in tl.range(first, last, BLOCK_N, num_stages=1):
+            if tl.load(marks + start // MARK) != 0:
+                acc = _weigh_output_tile(
+                    acc, own, start, out, out_stride, row_scale, item_scale, ids, shift, targets, lse, keep, W, E,
+                    BLOCK_E, NORMALIZE, SAMPLED, HALF, PRECISION, TMA, BLOCK_N, MASKED,
+                )  # fmt: skip
     return acc
 
 
-@triton.jit(do_not_specialize=[*PER_BATCH, "smoothing", "skip"], do_not_specialize_on_alignment=GIVEN)
+@triton.jit(do_not_specialize=[*PER_BATCH, "smoothing", "marks_stride"], do_not_specialize_on_alignment=GIVEN)
 def catalogue_loss_bwd_ditems_kernel(
     out, items, out_stride, items_stride, row_scale, item_scale, ids, shift, targets, lse, first_scale, out_sum, grad,
-    inverse_count, ditems, partial, smoothing, skip, I, W, per_split,
-    SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, SKIP: tl.constexpr,
+    inverse_count, ditems, partial, smoothing, marks, marks_stride, I, W, per_split,
+    SIZE: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, OWN_MARK: tl.constexpr, MARK: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, REGISTERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of ditems [I, SIZE], or (with `partial` [splits, I, SIZE]) a split's sum over outputs.
 
     TMA: out, row_scale, targets and lse are tensor descriptors. first_scale: row_scale as a pointer. I: rows of
-    `items`, W: T.
+    `items`, W: T. marks [rows of OWN_MARK items, columns of MARK tokens].
     """
     tile, split, bounds = _range(I, per_split, W, BLOCK_M, BLOCK_N)
     i = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -339,13 +419,15 @@ def catalogue_loss_bwd_ditems_kernel(
         known = tl.load(ids + i, i < I, -1)[:, None]
     if shift is not None:
         correction = tl.load(shift + i, i < I, 0.0)[:, None]
+    if marks is not None:
+        marks += tile * BLOCK_M // OWN_MARK * marks_stride
     acc = _zeros(BLOCK_M, E, BLOCK_E)
     for part in tl.static_range(2):
         if bounds[part] < bounds[part + 1]:
             acc = _weigh_outputs(
                 acc, own, bounds[part], bounds[part + 1], out, out_stride, row_scale, scale, known,
-                None if shift is None else correction, targets, lse, 1.0 - smoothing, skip, W, E, BLOCK_E, NORMALIZE,
-                ids is not None, SKIP, HALF, PRECISION, TMA, BLOCK_N, part == 1,
+                None if shift is None else correction, targets, lse, 1.0 - smoothing, marks, W, E, BLOCK_E, NORMALIZE,
+                ids is not None, HALF, PRECISION, TMA, BLOCK_N, STAGES, MARK, part == 1,
             )  # fmt: skip
     if HALF:
         acc = _times(acc, 1.0 / 32768.0)

@@ -5,10 +5,12 @@ Letters: T tokens, I items, E embedding size, K negatives. Logits are in base 2,
 With negatives [T, K] there is no matrix to multiply with: a program owns a token and gathers its K rows, in forward and
 again in backward, where it leaves the K + 1 numbers with which the token's output enters the gradients of those rows.
 
-The table's gradient is a sum over entries, the T targets and the negatives behind them. Entries are sorted by item
-(stable), and each item's run is summed in that order by one program, which then writes the item's row: no atomics, the
-same bits in every run. Runs are cut at multiples of PIECE entries, so that a popular item does not keep one program for
-long: a cut run's pieces go to slots, at most two for each PIECE entries, and are summed up by a second kernel.
+The table's gradient is a sum over entries, the T targets and the negatives behind them. Where negatives are each
+token's own, the program that owns the token adds to an fp32 table by atomic additions, in no order, if that table is
+small and torch is not to be deterministic. Else entries are sorted by item (stable), and each item's run is summed in
+that order by one program, which then writes the item's row: no atomics, the same bits in every run. Runs are cut at
+multiples of PIECE entries, so that a popular item does not keep one program for long: a cut run's pieces go to slots,
+at most two for each PIECE entries, and are summed up by a second kernel.
 """
 
 import triton
@@ -85,20 +87,25 @@ def catalogue_loss_sampled_fwd_kernel(
 @triton.jit(do_not_specialize=["T", "K", "scale", "log_k"])
 def catalogue_loss_sampled_bwd_dout_kernel(
     out, out_stride, targets, negatives, log_q, table, table_stride, temperature, lse, grad, inverse_count, dout, along,
-    shares, scale, log_k, T, K, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
+    shares, sums, scale, log_k, T, K, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A row of dout; along[t] = sum of logit times its gradient; shares [T + T * K] of the output in table rows."""
+    """A row of dout; along[t] = sum of logit times its gradient; the output's part in rows of the table's gradient.
+
+    That part is shares [T + T * K], or added to sums [I, E] if they are given.
+    """
     t = tl.program_id(0)
     one = tl.arange(0, 1)
     e = tl.arange(0, PAD_E)
-    base = shares + T + t.to(tl.int64) * K
+    place = T + t.to(tl.int64) * K
     if tl.load(targets + t) < 0:
         tl.store(along + t, 0.0)
         tl.store(dout + t.to(tl.int64) * E + e, tl.zeros([PAD_E], tl.float32).to(dout.dtype.element_ty), e < E)
-        tl.store(shares + t, 0.0)
-        for first in range(0, K, ROWS):
-            k = first + tl.arange(0, ROWS)
-            tl.store(base + k, tl.zeros([ROWS], tl.float32), k < K)
+        if sums is None:
+            tl.store(shares + t, 0.0)
+            for first in range(0, K, ROWS):
+                k = first + tl.arange(0, ROWS)
+                tl.store(shares + place + k, tl.zeros([ROWS], tl.float32), k < K)
         return
     x, factor, target, y, y_scale, logit = _token(
         t, out, out_stride, targets, table, table_stride, temperature, scale, E, PAD_E, NORMALIZE
@@ -106,7 +113,11 @@ def catalogue_loss_sampled_bwd_dout_kernel(
     log_sum = tl.load(lse + t + one)
     share = tl.exp2(logit - log_sum) - 1.0
     acc = y * (share * y_scale)[:, None]
-    tl.store(shares + t + one, share * factor if NORMALIZE else share)
+    own = share * factor if NORMALIZE else share
+    if sums is None:
+        tl.store(shares + t + one, own)
+    else:
+        tl.atomic_add(sums + target * E + e[None, :], own[:, None] * x, (e < E)[None, :], sem="relaxed")
     for first in range(0, K, ROWS):
         rows, scales, logits = _drawn(
             t, first, x, factor, target, negatives, log_q, table, table_stride, log_k, K, E, PAD_E, NORMALIZE, ROWS
@@ -114,7 +125,16 @@ def catalogue_loss_sampled_bwd_dout_kernel(
         weights = tl.exp2(logits - log_sum)
         acc += tl.sum(rows * (weights * scales)[:, None], 0)[None, :]
         k = first + tl.arange(0, ROWS)
-        tl.store(base + k, weights * factor if NORMALIZE else weights, k < K)
+        part = weights * factor if NORMALIZE else weights
+        if sums is None:
+            tl.store(shares + place + k, part, k < K)
+        else:
+            ids = tl.load(negatives + place - T + k, k < K, -1).to(tl.int64)
+            counts = (ids >= 0) & (ids != target)
+            tl.atomic_add(
+                sums + ids[:, None] * E + e[None, :], part[:, None] * x, counts[:, None] & (e < E)[None, :],
+                sem="relaxed",
+            )  # fmt: skip
     projection = tl.sum(x * acc, 1)
     tl.store(along + t + one, projection * factor * LN2)
     if NORMALIZE:

@@ -7,9 +7,8 @@ import typing
 
 import torch
 
-from hstu_sparse import jagged
 from hstu_sparse.dense.reference import hstu_attention_reference
-from hstu_sparse.jagged import check_jagged
+from hstu_sparse.jagged import check_jagged, readable
 from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.validation import (
     INTEGER,
@@ -134,7 +133,7 @@ def _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, tok
     if num_targets is not None:
         num_seqs = seq_offsets.shape[0] - 1
         check_tensor("num_targets", num_targets, "B", {"B": num_seqs}, dtype=INTEGER, device=seq_offsets.device)
-        if jagged.DEBUG and not torch.compiler.is_compiling():
+        if readable(num_targets) and readable(seq_offsets):
             for b, (targets, length) in enumerate(zip(num_targets.tolist(), seq_offsets.diff().tolist())):
                 if not 0 <= targets <= length:
                     raise ValueError(f"num_targets of sequence {b} must be 0 to its length {length}, got {targets}")

@@ -19,12 +19,12 @@ from hstu_sparse.time_buckets import MAX_BUCKETS, bucket_of, cell_index
 
 PROVEN_ARCHITECTURES = (80, 90)
 PROVEN_TRITON = ("3.6", "3.7")
+_PROVEN_VERSION = not INTERPRET and ".".join(triton.__version__.split(".")[:2]) in PROVEN_TRITON
 
 
 def proven(device: torch.device) -> bool:
     """Whether kernels on this device may use this file's assembly."""
-    version = ".".join(triton.__version__.split(".")[:2])
-    return not INTERPRET and architecture(device) in PROVEN_ARCHITECTURES and version in PROVEN_TRITON
+    return _PROVEN_VERSION and architecture(device) in PROVEN_ARCHITECTURES
 
 
 # Reads.

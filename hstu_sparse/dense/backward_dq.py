@@ -30,16 +30,7 @@ from hstu_sparse.dense.ranges import (
     store_block,
     visible,
 )
-
-
-@triton.jit
-def _in_registers(x):
-    """x, the left operand of products, held in registers and not read from shared memory for every one of them.
-
-    Triton does so only with what comes out of a product: this one adds zeros.
-    """
-    none = tl.dot(tl.zeros([x.shape[0], 16], x.dtype), tl.zeros([16, x.shape[1]], x.dtype))
-    return (x.to(tl.float32) + none).to(x.dtype)
+from hstu_sparse.tiles import in_registers
 
 
 @triton.jit
@@ -109,9 +100,7 @@ def dense_attention_bwd_dq_kernel(
     do += begin * do_stride_t + head * do_stride_h
     query = load_block(q, first_row, m, q_stride_t, sequence.length, D, PAD_D, True)
     dout = load_block(do, first_row, m, do_stride_t, sequence.length, V, PAD_V, True)
-    if HOLD:
-        query = _in_registers(query)
-        dout = _in_registers(dout)
+    query, dout = in_registers(query, HOLD), in_registers(dout, HOLD)
     bounds, own = query_tile_bias(
         b, begin, block, first_row, t, sequence, q_times, q_offset, k_times, k_offset, entries, runs, near, row, total,
         HAS_TARGETS, HAS_WINDOW, HAS_TIME, BLOCK_M, BLOCK_N,

@@ -38,6 +38,7 @@ from hstu_sparse.dense.bias import (
     other_place,
     reached,
 )
+from hstu_sparse.tiles import add_to
 
 # The greatest integer that a ds becomes: `ring_add` rounds correctly up to twice as much.
 _GREATEST_TERM = tl.constexpr(2.0**21 - 1)
@@ -65,15 +66,6 @@ class Gradients(NamedTuple):
 
 
 @triton.jit
-def atomic_add(pointers, value, mask=None):
-    """Adds to fp32 cells, or to int64 ones, rounded."""
-    if pointers.dtype.element_ty == tl.int64:
-        tl.atomic_add(pointers, tl.extra.cuda.libdevice.rint(value).to(tl.int64), mask, sem="relaxed")
-    else:
-        tl.atomic_add(pointers, value, mask, sem="relaxed")
-
-
-@triton.jit
 def add_diagonals(grad, ds, first_row, start, length, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """grad[d] += the sum of ds [BLOCK_M, BLOCK_N] along its diagonal t - s = d.
 
@@ -88,9 +80,9 @@ def add_diagonals(grad, ds, first_row, start, length, scale, BLOCK_M: tl.constex
     above = tl.sum(tl.reshape(tl.where(wraps, 0.0, rotated), [REPEATS, BLOCK_M // REPEATS, BLOCK_N]), 1)
     below = tl.sum(tl.reshape(tl.where(wraps, rotated, 0.0), [REPEATS, BLOCK_M // REPEATS, BLOCK_N]), 1)
     distance = first_row - start + column + BLOCK_N * tl.arange(0, REPEATS)[:, None]
-    atomic_add(grad + distance, above * scale, (distance >= 0) & (distance < length))
+    add_to(grad + distance, above * scale, None, (distance >= 0) & (distance < length))
     distance -= BLOCK_N
-    atomic_add(grad + distance, below * scale, (distance >= 0) & (distance < length))
+    add_to(grad + distance, below * scale, None, (distance >= 0) & (distance < length))
 
 
 @triton.jit
@@ -105,7 +97,7 @@ def add_position(
         candidate = (t >= sequence.history)[:, None]
         column = tl.sum(tl.where(candidate, ds, 0.0), 0) * gradients.scale
         seen = (s < sequence.length) & (column != 0.0)
-        atomic_add(gradients.position + tl.maximum(sequence.history - s, 0), column, seen)
+        add_to(gradients.position + tl.maximum(sequence.history - s, 0), column, None, seen)
         along = tl.where(candidate, 0.0, ds)
     if EXACT and kind.ASM:
         length = sequence.length
@@ -130,7 +122,7 @@ def _add_sum(gradients, bucket, ds, ASM: tl.constexpr, EXACT: tl.constexpr):
     if ASM:
         histogram_add_sum(gradients.lane, bucket, ds, gradients.time_scale, EXACT)
     else:
-        atomic_add(gradients.time + bucket, tl.sum(ds) * gradients.scale)
+        add_to(gradients.time + bucket, tl.sum(ds) * gradients.scale)
 
 
 @triton.jit
@@ -141,8 +133,8 @@ def _move_sum(gradients, bucket, ds, own, other, origin, edge, ASM: tl.constexpr
         histogram_move_sum(gradients.lane, bucket, ds, place, other, gradients.time_scale, EXACT)
     else:
         total = tl.sum(ds * reached(place, other)) * gradients.scale
-        atomic_add(gradients.time + bucket, total)
-        atomic_add(gradients.time + bucket - 1, -total)
+        add_to(gradients.time + bucket, total)
+        add_to(gradients.time + bucket - 1, -total)
 
 
 @triton.jit
@@ -157,7 +149,7 @@ def add_time(
         if ASM:
             histogram_add(gradients.lane, buckets, ds, gradients.time_scale, EXACT)
         else:
-            atomic_add(gradients.time + buckets, ds * gradients.scale, ds != 0.0)
+            add_to(gradients.time + buckets, ds * gradients.scale, None, ds != 0.0)
     else:
         lowest = entry >> ENTRY_SHIFT
         edges = entry & ENTRY_EDGES

@@ -7,6 +7,8 @@ bias_grad.py. Their settings: configs.py.
 """
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,7 +22,7 @@ from hstu_sparse.dense.bias_grad import (
     dense_attention_norms_kernel,
     dense_attention_tables_kernel,
 )
-from hstu_sparse.dense.configs import bwd_dkv_config, bwd_dq_config, fwd_config
+from hstu_sparse.dense.configs import Features, bwd_dkv_config, bwd_dq_config, fwd_config
 from hstu_sparse.dense.forward import dense_attention_fwd_kernel
 from hstu_sparse.dense.plan import (
     AttentionPlan,
@@ -77,24 +79,32 @@ def _tables_kept(bias: RelativeBias, max_seq_len: int) -> tuple[int, int]:
     return cdiv(position, _ALIGNMENT) * _ALIGNMENT, time
 
 
+class _Case(NamedTuple):
+    """What an attention kernel's constants depend on, beside the sizes of its tiles."""
+
+    features: Features
+    heads: int
+    d: int
+    v: int
+    targets: bool
+    window: bool
+    precision: str
+    asm: bool
+
+
 @functools.cache
-def _constants(
-    heads: int, d: int, v: int, dtype: torch.dtype, targets: bool, window: bool, position: bool, time: bool,
-    products: str, asm: bool,
-) -> dict:  # fmt: skip
-    """The attention kernels' constants, except the sizes of their tiles. Heads are padded by `aligned`."""
-    whole_d, whole_v = cdiv(d, 16) * 16, cdiv(v, 16) * 16
-    return dict(
-        H=heads, D=whole_d, V=whole_v, D_OUT=d, V_OUT=v, PAD_D=padded_head(whole_d), PAD_V=padded_head(whole_v),
-        HAS_TARGETS=targets, HAS_WINDOW=window, HAS_POSITION=position, HAS_TIME=time, FAST=dtype != torch.float32,
-        PRECISION=products, ASM=asm,
+def _constants(case: _Case, config: Callable[[Features], dict]) -> tuple[dict, dict]:
+    """(An attention kernel's constants, Triton's own options), `config` one of configs.py. `aligned` pads the heads."""
+    d, v, f = cdiv(case.d, 16) * 16, cdiv(case.v, 16) * 16, case.features
+    constants = dict(
+        H=case.heads, D=d, V=v, D_OUT=case.d, V_OUT=case.v, PAD_D=padded_head(d), PAD_V=padded_head(v),
+        HAS_TARGETS=case.targets, HAS_WINDOW=case.window, HAS_POSITION=f.position, HAS_TIME=f.time,
+        FAST=f.dtype != torch.float32, PRECISION=case.precision, ASM=case.asm,
     )  # fmt: skip
-
-
-def _split(config: dict) -> tuple[dict, dict]:
-    """(a kernel's constants, Triton's own options) of one of the settings in configs.py."""
-    constants = {name: x for name, x in config.items() if name.isupper()}
-    return constants, {name: x for name, x in config.items() if not name.isupper()}
+    options = {}
+    for name, x in config(f).items():
+        (constants if name.isupper() else options)[name] = x
+    return constants, options
 
 
 class _Launch:
@@ -115,22 +125,21 @@ class _Launch:
         self.alpha = alpha
         self.empty = purpose.total == 0 or purpose.num_seqs == 0
         self.biased = position is not None or time is not None
-        self.constants = _constants(
-            q.shape[1], self.d_out, self.v_out, q.dtype, purpose.targets, window_size > 0, position is not None,
-            time is not None, precision(q.dtype), proven(q.device),
+        self.case = _Case(
+            self.features, q.shape[1], self.d_out, self.v_out, purpose.targets, window_size > 0, precision(q.dtype),
+            proven(q.device),
         )  # fmt: skip
         # With the constants, what Triton would specialise on: pointers and strides are multiples of 16, see `aligned`.
-        targets = None if num_targets is None else num_targets.dtype
-        self.key = q.dtype, seq_offsets.dtype, targets, max(self.strides) < 2**31
+        dtypes = [None if x is None else x.dtype for x in (num_targets, position, time)]
+        self.key = q.dtype, seq_offsets.dtype, *dtypes, max(self.strides) < 2**31
 
     def new(self, size: int) -> torch.Tensor:
         """[T, H, size]."""
         return torch.empty(*self.q.shape[:2], size, dtype=self.q.dtype, device=self.q.device)
 
-    def start(self, kernel, tiles: TileMap, arguments: tuple, config: dict, how=start, **constants) -> None:
-        sizes, options = _split(config)
-        grid = tiles.schedule.shape[0] * self.q.shape[1]
-        how(kernel, grid, arguments, self.constants | constants | sizes, options, self.key)
+    def start(self, kernel, tiles: TileMap, arguments: tuple, config: Callable, how=start, **more) -> None:
+        constants, options = _constants(self.case, config)
+        how(kernel, tiles.schedule.shape[0] * self.q.shape[1], arguments, constants | more, options, self.key)
 
     def planned(self, tiles: TileMap, tables: torch.Tensor) -> tuple:
         """The arguments of an attention kernel from `schedule` on: its tile map, the times, the halved tables."""
@@ -156,8 +165,9 @@ class _Launch:
             given = tables, tables[position_width:], position, time
             times = 0 if time is None else self.plan.purpose.num_buckets + 1
             sizes = dict(N=n, WIDTH=position_width, TIMES=times, MARGIN=POSITION_MARGIN, BLOCK=1024)
-            key = tuple(None if table is None else table.dtype for table in (position, time))
-            start(dense_attention_tables_kernel, cdiv(max(position_width, time_width), 1024), given, sizes, {}, key)
+            start(
+                dense_attention_tables_kernel, cdiv(max(position_width, time_width), 1024), given, sizes, {}, self.key
+            )
         return tables
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,7 +180,7 @@ class _Launch:
             self.q, self.k, self.v, out, *self.strides, *out.stride()[:2], *self.metadata[:2], purpose.window_size,
             0.5 * self.alpha, 1.0 / purpose.max_seq_len, *self.planned(tiles, tables),
         )  # fmt: skip
-        self.start(dense_attention_fwd_kernel, tiles, arguments, fwd_config(self.features))
+        self.start(dense_attention_fwd_kernel, tiles, arguments, fwd_config)
         return out, tables
 
     def backward(self, do: torch.Tensor, tables: torch.Tensor) -> list[torch.Tensor]:
@@ -182,19 +192,19 @@ class _Launch:
             return [dq, dk, dv, *(x.zero_() for x in given)]
         self.plan = with_backward(self.plan, *self.metadata)
         do = aligned(do)
+        self.key = *self.key, max(do.stride()[:2]) < 2**31
         purpose, strides = self.plan.purpose, (*self.strides, *do.stride()[:2])
         numbers = (
             *self.metadata[:2], purpose.window_size, 0.5 * self.alpha, 0.5 / purpose.max_seq_len, self.alpha,
         )  # fmt: skip
 
-        config = bwd_dkv_config(self.features)
-        if config["TMA"]:
+        if bwd_dkv_config(self.features)["TMA"]:
             triton.set_allocator(_scratch)
         arguments = (
             self.q, self.k, self.v, do, dk, dv, *strides, *dk.stride()[:2], *dv.stride()[:2], *numbers,
             *self.planned(self.plan.dkv, tables),
         )  # fmt: skip
-        self.start(dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, config)
+        self.start(dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, bwd_dkv_config)
 
         config = bwd_dq_config(self.features)
         position_sums, time_sums, norms = self._sums(do)
@@ -207,15 +217,15 @@ class _Launch:
             *numbers, *self.planned(self.plan.dq, tables),
         )  # fmt: skip
         self.start(
-            dense_attention_bwd_dq_kernel, self.plan.dq, arguments, config, _start_with_static_memory, TABLE=table,
-            COPIES=_COPIES,
+            dense_attention_bwd_dq_kernel, self.plan.dq, arguments, bwd_dq_config, _start_with_static_memory,
+            TABLE=table, COPIES=_COPIES,
         )  # fmt: skip
         if self.biased:
             position, time = (0 if x is None else x.shape[0] for x in grads)
-            dense_attention_gradients_kernel[(cdiv(max(position, time), 128),)](
-                position_sums, time_sums, *grads, norms, 0.5 / purpose.max_seq_len, N=position,
-                TIMES=0 if time == 0 else purpose.num_buckets + 1, ALL=time, TABLE=table, COPIES=_COPIES, BLOCK=128,
-            )  # fmt: skip
+            arguments = position_sums, time_sums, *grads, norms, 0.5 / purpose.max_seq_len
+            times = 0 if time == 0 else purpose.num_buckets + 1
+            constants = dict(N=position, TIMES=times, ALL=time, TABLE=table, COPIES=_COPIES, BLOCK=128)
+            start(dense_attention_gradients_kernel, cdiv(max(position, time), 128), arguments, constants, {}, self.key)
         return [dq, dk, dv, *given]
 
     def _sums(self, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -235,10 +245,9 @@ class _Launch:
         if exact:
             norms = sums[-1:].view(torch.float32)
             rows, block = self.v.shape[0] * self.v.shape[1], 128
-            dense_attention_norms_kernel[(cdiv(rows, block),)](
-                self.v, do, norms, *self.v.stride()[:2], *do.stride()[:2], self.v.shape[0], H=self.v.shape[1],
-                V=self.v.shape[2], PAD_V=padded_head(self.v.shape[2]), BLOCK=block, num_warps=8,
-            )  # fmt: skip
+            arguments = self.v, do, norms, *self.v.stride()[:2], *do.stride()[:2], self.v.shape[0]
+            constants = dict(H=self.v.shape[1], V=self.v.shape[2], PAD_V=padded_head(self.v.shape[2]), BLOCK=block)
+            start(dense_attention_norms_kernel, cdiv(rows, block), arguments, constants, dict(num_warps=8), self.key)
         return (
             None if position is None else sums[:width], None if time is None else sums[width:-1], norms,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from hstu_sparse.dense.plan_kernels import dense_attention_plan_kernel
 from hstu_sparse.launch import architecture, cdiv, padded_head, start
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.relative_bias import RelativeBias
-from hstu_sparse.time_buckets import MAX_BUCKETS, TokenTimes, device_cells, split_times
+from hstu_sparse.time_buckets import MAX_BUCKETS, TokenTimes, device_cells
 
 
 class Tiling(NamedTuple):
@@ -99,7 +99,12 @@ class AttentionPlan(NamedTuple):
 
 
 def features(q: torch.Tensor, v: torch.Tensor, position: bool, time: bool) -> Features:
-    return Features(padded_head(q.shape[-1]), padded_head(v.shape[-1]), q.dtype, position, time, architecture(q.device))
+    return _features(q.shape[-1], v.shape[-1], q.dtype, position, time, architecture(q.device))
+
+
+@functools.cache
+def _features(d: int, v: int, *rest) -> Features:
+    return Features(padded_head(d), padded_head(v), *rest)
 
 
 def num_time_buckets(time: torch.Tensor | None) -> int | None:
@@ -126,23 +131,25 @@ def _tilings(f: Features) -> tuple[Tiling, Tiling, Tiling]:
 
 
 def _fake_map(seq_offsets, num_targets, timestamps, query_timestamps, total, max_seq_len, window_size, num_buckets,
-              own, other, by_query):  # fmt: skip
+              own, other, by_query, roles, least=torch.sym_min):  # fmt: skip
     slots = total // own + seq_offsets.shape[0] - 1
-    new = seq_offsets.new_empty
+    new = functools.partial(torch.empty, device=seq_offsets.device)
     found = [new(slots, 2, dtype=torch.int32)]
     if timestamps is not None:
-        row = cdiv(torch.sym_min(max_seq_len, total), other) + 2
+        row = cdiv(least(max_seq_len, total), other) + 2
         found += [new(slots * row, dtype=torch.int16), new(slots, dtype=torch.int32)]
-        found.append(new(slots, torch.sym_min(NEAR.value, row), own * other, dtype=torch.uint8))
+        found.append(new(slots, least(NEAR.value, row), own * other, dtype=torch.uint8))
+    for _ in range(roles):
+        found += [new(2, total, dtype=torch.float32), new(total, dtype=torch.int32)]
     return found
 
 
 def _map(*arguments):
     (
-        seq_offsets, num_targets, timestamps, query_timestamps, total, _, window_size, num_buckets, own,
-        other, by_query,
+        seq_offsets, num_targets, timestamps, query_timestamps, total, _, window_size, num_buckets, own, other,
+        by_query, roles,
     ) = arguments  # fmt: skip
-    found = _fake_map(*arguments)
+    found = _fake_map(*arguments, least=min)
     num_seqs, timed = seq_offsets.shape[0] - 1, timestamps is not None
     slots = found[0].shape[0]
     if total == 0 or num_seqs == 0:
@@ -150,14 +157,14 @@ def _map(*arguments):
     cells = device_cells(num_buckets, seq_offsets.device) if timed else None
     row = found[1].shape[0] // slots if timed else 0
     given = (
-        seq_offsets, num_targets, query_timestamps, timestamps, cells, *found, *[None] * (4 - len(found)), row,
-        num_seqs, slots, window_size,
+        seq_offsets, num_targets, query_timestamps, timestamps, cells, *found, *[None] * (8 - len(found)), row,
+        num_seqs, slots, total, window_size,
     )  # fmt: skip
     constants = dict(
         HAS_TARGETS=num_targets is not None, HAS_WINDOW=window_size > 0, OWN=own, OTHER=other, BY_QUERY=by_query,
         HIDDEN=hidden_bucket(num_buckets) if timed else 0, ASM=proven(seq_offsets.device), CHUNK=16,
     )  # fmt: skip
-    key = seq_offsets.dtype, None if num_targets is None else num_targets.dtype, timed
+    key = seq_offsets.dtype, None if num_targets is None else num_targets.dtype, timed, roles
     grid = num_seqs + (slots if timed else 0)
     start(dense_attention_plan_kernel, grid, given, constants, dict(num_warps=8 if timed else 4), key)
     return found
@@ -166,20 +173,22 @@ def _map(*arguments):
 _map_operator = register_preparation(
     "dense_tile_map",
     "Tensor seq_offsets, Tensor? num_targets, Tensor? timestamps, Tensor? query_timestamps, SymInt total, "
-    "SymInt max_seq_len, SymInt window_size, int num_buckets, int own, int other, bool by_query",
+    "SymInt max_seq_len, SymInt window_size, int num_buckets, int own, int other, bool by_query, int roles",
     launch=_map,
     fake=_fake_map,
 )
 
 
-def tile_map(purpose: Purpose, tiling: Tiling, seq_offsets, num_targets, timestamps, query_timestamps) -> TileMap:
+def tile_map(
+    purpose: Purpose, tiling: Tiling, seq_offsets, num_targets, timestamps, query_timestamps, roles: int = 0
+) -> tuple[TileMap, list[TokenTimes]]:
+    """(the map, the times of the keys and of the queries), both times or (roles) only those of the first or none."""
     timed = purpose.num_buckets is not None
-    return TileMap(
-        *_map_operator(
-            seq_offsets, num_targets, timestamps if timed else None, query_timestamps if timed else None,
-            purpose.total, purpose.max_seq_len, purpose.window_size, purpose.num_buckets if timed else 0, *tiling,
-        )
+    found = _map_operator(
+        seq_offsets, num_targets, timestamps if timed else None, query_timestamps if timed else None, purpose.total,
+        purpose.max_seq_len, purpose.window_size, purpose.num_buckets if timed else 0, *tiling, roles,
     )  # fmt: skip
+    return TileMap(*found[:4]), [TokenTimes(*pair) for pair in (found[4:6], found[6:8]) if pair]
 
 
 def with_backward(plan: AttentionPlan, seq_offsets, num_targets, timestamps, query_timestamps) -> AttentionPlan:
@@ -193,7 +202,7 @@ def with_backward(plan: AttentionPlan, seq_offsets, num_targets, timestamps, que
     dq, dkv = purpose.effective(purpose.dq), purpose.effective(purpose.dkv)
     for tiling in (dq, dkv):
         if tiling not in made:
-            made[tiling] = tile_map(purpose, tiling, seq_offsets, num_targets, timestamps, query_timestamps)
+            made[tiling], _ = tile_map(purpose, tiling, seq_offsets, num_targets, timestamps, query_timestamps)
     return plan._replace(dq=made[dq], dkv=made[dkv])
 
 
@@ -201,11 +210,11 @@ def make_plan(
     purpose: Purpose, seq_offsets, num_targets, timestamps, query_timestamps, *, backward: bool
 ) -> AttentionPlan:
     """`attention_plan` of checked arguments. Without `backward` only what the forward pass reads."""
-    keys = queries = None
-    if purpose.num_buckets is not None:
-        keys, queries = split_times(seq_offsets, timestamps, query_timestamps)
     given = seq_offsets, num_targets, timestamps, query_timestamps
-    forward = tile_map(purpose, purpose.effective(purpose.forward), *given)
+    # What is computed of one tensor serves both roles.
+    roles = 0 if purpose.num_buckets is None else 1 if query_timestamps is timestamps else 2
+    forward, times = tile_map(purpose, purpose.effective(purpose.forward), *given, roles)
+    keys, queries = (times[0], times[-1]) if roles else (None, None)
     shared = purpose.effective(purpose.dq) == purpose.effective(purpose.forward)
     plan = AttentionPlan(purpose, keys, queries, forward, forward if shared else None, None)
     return with_backward(plan, *given) if backward else plan

@@ -10,7 +10,7 @@ from hstu_sparse.dense.assembly import bucket
 from hstu_sparse.dense.bias import ENTRY_SHIFT, MOST_EDGES, NEAR, near_order
 from hstu_sparse.dense.ranges import find_sequence, key_ranges, query_ranges, visible
 from hstu_sparse.tiles import locate
-from hstu_sparse.time_buckets import load_split_times
+from hstu_sparse.time_buckets import load_split_times, store_split_times
 
 LEAST, GREATEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 # fp32 counts seconds exactly up to here.
@@ -123,15 +123,18 @@ def _map_tile(
 
 
 @triton.jit(
-    do_not_specialize=["window_size", "row", "num_seqs", "num_slots"],
+    do_not_specialize=["window_size", "row", "num_seqs", "num_slots", "total"],
     do_not_specialize_on_alignment=["seq_offsets", "num_targets", "k_times", "q_times"],
 )
 def dense_attention_plan_kernel(
-    seq_offsets, num_targets, q_times, k_times, cells, schedule, entries, runs, near, row, num_seqs, num_slots,
-    window_size, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    seq_offsets, num_targets, q_times, k_times, cells, schedule, entries, runs, near, k_split, k_offset, q_split,
+    q_offset, row, num_seqs, num_slots, total, window_size,
+    HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
     BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Fills a `TileMap`: a program for each sequence writes the schedule; with times, one for each slot its tile."""
+    """Fills a `TileMap`: a program for each sequence writes the schedule; with times, one for each slot its tile, and
+    of its tokens the `TokenTimes` for which there is room.
+    """
     program = tl.program_id(0)
     if program < num_seqs:
         _write_schedule(program, seq_offsets, schedule, num_seqs, num_slots, OWN, 256)
@@ -145,3 +148,10 @@ def dense_attention_plan_kernel(
                 index * OWN, slot.to(tl.int64), begin, sequence, own_times, times, k_times, cells, entries, runs, near,
                 row, HAS_TARGETS, HAS_WINDOW, OWN, OTHER, BY_QUERY, HIDDEN, CHUNK, ASM,
             )  # fmt: skip
+            place = index * OWN + tl.arange(0, OWN)
+            inside = place < sequence.length
+            if k_split is not None:
+                origin = tl.load(k_times + begin)
+                store_split_times(k_times, origin, k_split, k_offset, total, begin + place, inside)
+                if q_split is not None:
+                    store_split_times(q_times, origin, q_split, q_offset, total, begin + place, inside)

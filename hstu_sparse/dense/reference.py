@@ -11,6 +11,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from hstu_sparse.jagged import masked_product
 from hstu_sparse.relative_bias import RelativeBias, pair_bias
 
 
@@ -95,5 +96,6 @@ def _attend(q, k, v, begins, lengths, max_seq_len, alpha, num_targets, window_si
         found = pair_bias(bias, distance, asked, seen)  # [n, n] or [B, n, n]
         scores = scores + (found if found.dim() == 2 else found[:, None])
     weights = F.silu(scores).masked_fill(hidden, 0).to(v.dtype)
-    padded = torch.matmul(weights, pad(v / max_seq_len)).transpose(1, 2).reshape(batch * longest, heads, v.shape[2])
+    padded = masked_product(weights, pad(v / max_seq_len), hidden)
+    padded = padded.transpose(1, 2).reshape(batch * longest, heads, v.shape[2])
     return padded.index_select(0, inside.flatten().nonzero()[:, 0])

@@ -56,7 +56,9 @@ def norm_gate(
     return norm_gate_triton(x, u, eps, float(dropout), seed)
 
 
-def layer_norm(x: torch.Tensor, *, eps: float = 1e-6, backend: str = "auto") -> torch.Tensor:
+def layer_norm(
+    x: torch.Tensor, *, eps: float = 1e-6, dtype: torch.dtype | None = None, backend: str = "auto"
+) -> torch.Tensor:
     """LayerNorm(x) over C without affine parameters: (x - mean) / sqrt(variance + eps), as torch's.
 
     For few channels: torch's CUDA kernel gives each row a block of threads, these kernels give it a tile of many rows.
@@ -64,20 +66,23 @@ def layer_norm(x: torch.Tensor, *, eps: float = 1e-6, backend: str = "auto") -> 
     Args:
         x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows may lie apart, as for `norm_gate`.
         eps: added to the variance.
+        dtype: of the result, floating point; absent, x's. Statistics are fp32 whatever it is.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        [T, C], contiguous, dtype of x. Gradients flow to x; the kernels have no second ones.
+        [T, C], contiguous, of that dtype. Gradients flow to x; the kernels have no second ones.
 
     Raises:
         TypeError, ValueError: what was expected and what came.
     """
     eps, backend, _ = _check(x, eps, backend, "layer_norm")
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"dtype must be floating point, got {dtype}")
     if backend == "reference":
-        return norm_gate_reference(x, None, eps=eps, dropout=0.0)
+        return norm_gate_reference(x, None, eps=eps, dropout=0.0).to(dtype or x.dtype)
     from hstu_sparse.gated_norm.kernels import norm_gate_triton
 
-    return norm_gate_triton(x, None, eps, 0.0, None)
+    return norm_gate_triton(x, None, eps, 0.0, None, dtype)
 
 
 def _check(x, eps, backend, op) -> tuple[float, str, dict[str, int]]:

@@ -129,10 +129,14 @@ def _launch(kernel, key, arguments, tokens, rows, warps):
         compiled_kernels[key] = compiled
 
 
-def _forward(x, u, seed, eps, dropout):
+def _result(x, u, dtype):
+    return dtype or (x.dtype if u is None or u.dtype == x.dtype else torch.promote_types(x.dtype, u.dtype))
+
+
+def _forward(x, u, seed, eps, dropout, dtype):
     tokens, channels = x.shape
     x, u = _rows(x), _rows(u)
-    dtype = x.dtype if u is None or u.dtype == x.dtype else torch.promote_types(x.dtype, u.dtype)
+    dtype = _result(x, u, dtype)
     out = torch.empty((tokens, channels), dtype=dtype, device=x.device)
     if tokens:
         if not dropout:
@@ -141,14 +145,14 @@ def _forward(x, u, seed, eps, dropout):
         x_key, u_key = _key(x), _key(u)
         _launch(
             norm_gate_fwd_kernel,
-            (x.get_device(), channels, x_key, u_key, seed is None),
+            (x.get_device(), channels, x_key, u_key, seed is None, dtype),
             (x, u, out, x_key[1], u_key and u_key[1], tokens, eps, seed, dropout, channels, rows, width),
             tokens, rows, warps,
         )  # fmt: skip
     return out
 
 
-def _backward(grad, x, u, seed, eps, dropout):
+def _backward(grad, x, u, seed, eps, dropout, _):
     """[dx, du], or [dx] without u."""
     tokens, channels = x.shape
     grad, x, u = _rows(grad), _rows(x), _rows(u)
@@ -170,13 +174,13 @@ def _backward(grad, x, u, seed, eps, dropout):
     return found
 
 
-def _fake(x, u, *_):
-    return x.new_empty(x.shape, dtype=x.dtype if u is None else torch.promote_types(x.dtype, u.dtype))
+def _fake(x, u, seed, eps, dropout, dtype):
+    return x.new_empty(x.shape, dtype=_result(x, u, dtype))
 
 
 norm_gate_operator = Operator(
     "norm_gate",
-    "Tensor x, Tensor? u, Tensor? seed, float eps, float dropout",
+    "Tensor x, Tensor? u, Tensor? seed, float eps, float dropout, ScalarType? dtype",
     forward=_forward,
     backward=_backward,
     fake=_fake,
@@ -184,7 +188,7 @@ norm_gate_operator = Operator(
 )
 
 
-def norm_gate_triton(x, u, eps, dropout, seed):
+def norm_gate_triton(x, u, eps, dropout, seed, dtype=None):
     """Arguments and result as `hstu_sparse.norm_gate`, without u `hstu_sparse.layer_norm`; on CUDA or interpreted."""
     for name, a in (("x", x), ("u", u)):
         if a is not None:
@@ -201,4 +205,4 @@ def norm_gate_triton(x, u, eps, dropout, seed):
                 f"seed must be an int64 tensor of one element on {x.device}, got {seed.dtype} of shape "
                 f"{list(seed.shape)} on {seed.device}"
             )
-    return norm_gate_operator(x, u, seed, eps, dropout)
+    return norm_gate_operator(x, u, seed, eps, dropout, dtype)

@@ -10,21 +10,21 @@ the tokens have gathered goes down to their children afterwards (`pooling.py`).
 import triton
 import triton.language as tl
 
-from hstu_sparse.htree.forward import find_sequence
+from hstu_sparse.htree.forward import entering, find_sequence
 from hstu_sparse.htree.walk import (
-    FIRST,
     begin_walk,
     choose,
     choose_all,
+    first_node,
+    first_query,
+    load_keys,
     load_query,
-    load_tile,
+    next_query,
+    row_angle,
     step_down,
     turn,
-    turned_query,
 )
 from hstu_sparse.tiles import load_rows, store_rows
-
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -38,42 +38,66 @@ def add_rows(base, row, stride, column, value, inside, units, PLACE: tl.constexp
 
 @triton.jit
 def add_gradients(
-    dq_low, dq_high, q_low, q_high, do, lse, delta, keys, values, dk, dv, cos, sin, units, parents, marks, above, least,
-    C, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
-    SIBLINGS: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
+    dq_low, dq_high, q_low, q_high, do, lse, delta, keys, values, dk, dv, cos, sin, step_cos, step_sin, units, parents,
+    words, above, C, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    RATE: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A layer's share of dq, and the gradients of its candidates that entered the softmax."""
+    """A layer's share of dq, and the gradients of its candidates that entered the softmax.
+
+    STEPPED turns the sum for dq with the queries, and back once, at the end.
+    """
     f, e = tl.arange(0, BH)[None, :], tl.arange(0, BV)[None, :]
+    # The last candidate above the tokens pools tokens after the query's.
     end = tl.where(above, C - 1, C)
+    low, high = first_query(q_low, q_high, cos, sin, C, BH)
+    sum_low, sum_high = tl.zeros_like(low), tl.zeros_like(high)
+    here = first_node(parents, 0, C, RATE, SIBLINGS)
     for c0 in range(0, C, BN):
+        behind = first_node(parents, c0 + BN, C, RATE, SIBLINGS)
+        word = entering(words, above, c0 // (2 * BN) * (2 * BN), C, BN)
         c = c0 + tl.arange(0, BN)
-        node, k_low, k_high, tile_cos, tile_sin = load_tile(keys, parents, c0, C, end, cos, sin, BH, BN, RATE, SIBLINGS)
-        low, high, row_cos, row_sin = turned_query(q_low, q_high, cos, sin, c0, C, k_low.dtype, BH, RATE, SIBLINGS)
-        enters = (c < C) & (tl.load(marks + c, mask=above & (c < C), other=-1) < least)
-        s = tl.dot(low, tl.trans(k_low), input_precision=PRECISION)
-        s = tl.dot(high, tl.trans(k_high), s, input_precision=PRECISION)
-        p = tl.where(enters[None, :], tl.exp2(s - lse[:, None]), 0.0)
+        node, k_low, k_high = load_keys(keys, parents, here, c0, C, end, cos, sin, BH, BN, RATE, SIBLINGS)
+        # Candidates are the rows of scores: as these and what comes of them lie, they are operands of dk and dv.
+        s = tl.dot(k_low, tl.trans(low).to(k_low.dtype), input_precision=PRECISION)
+        s = tl.dot(k_high, tl.trans(high).to(k_low.dtype), s, input_precision=PRECISION)
+        enters = ((word & (1 << (c % (2 * BN)))) != 0)[:, None]
+        p = tl.where(enters, tl.exp2(s - lse[None, :]), 0.0)
         value = tl.load(values + node[:, None] * BV + e, mask=(c < end)[:, None], other=0.0)
-        dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
-        ds = (p * (dp - delta[:, None])).to(k_low.dtype)
-        part_low = tl.dot(ds, k_low, input_precision=PRECISION)
-        part_high = tl.dot(ds, k_high, input_precision=PRECISION)
-        part_low, part_high = turn(part_low, part_high, row_cos, -row_sin)
-        dq_low += part_low
-        dq_high += part_high
+        dp = tl.dot(value, tl.trans(do), input_precision=PRECISION)
+        ds = (p * (dp - delta[None, :])).to(k_low.dtype)
+        dk_low = tl.dot(ds, low.to(k_low.dtype), input_precision=PRECISION)
+        dk_high = tl.dot(ds, high.to(k_low.dtype), input_precision=PRECISION)
+        if not SIBLINGS:
+            row = (c // RATE * RATE)[:, None] * BH + f
+            dk_low, dk_high = turn(dk_low, dk_high, tl.load(cos + row), -tl.load(sin + row))
+        add_rows(dk, node, 2 * HALF, f, dk_low, enters & (f < HALF), units, 0, FIXED)
+        add_rows(dk + HALF, node, 2 * HALF, f, dk_high, enters & (f < HALF), units, 0, FIXED)
+        dvalue = tl.dot(p.to(do.dtype), do, input_precision=PRECISION)
+        add_rows(dv, node, V, e, dvalue, enters & (e < V), units, 1, FIXED)
 
         ds = tl.trans(ds)
-        dk_low = tl.dot(ds, low, input_precision=PRECISION)
-        dk_high = tl.dot(ds, high, input_precision=PRECISION)
-        if not SIBLINGS:
-            dk_low, dk_high = turn(dk_low, dk_high, tile_cos, -tile_sin)
-        writes = enters[:, None] & (f < HALF)
-        # q came in base 2: its factor log2(e) goes again.
-        add_rows(dk, node, 2 * HALF, f, dk_low * LN2, writes, units, 0, FIXED)
-        add_rows(dk + HALF, node, 2 * HALF, f, dk_high * LN2, writes, units, 0, FIXED)
-        dvalue = tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
-        add_rows(dv, node, V, e, dvalue, enters[:, None] & (e < V), units, 1, FIXED)
-    return dq_low, dq_high
+        if SIBLINGS and not STEPPED:
+            part_low = tl.dot(ds, k_low, input_precision=PRECISION)
+            part_high = tl.dot(ds, k_high, input_precision=PRECISION)
+            row_cos, row_sin = row_angle(cos, sin, tl.maximum(C - 1 - c0, 0), BH)
+            part_low, part_high = turn(part_low, part_high, row_cos, -row_sin)
+            sum_low, sum_high = sum_low + part_low, sum_high + part_high
+        else:
+            sum_low = tl.dot(ds, k_low, sum_low, input_precision=PRECISION)
+            sum_high = tl.dot(ds, k_high, sum_high, input_precision=PRECISION)
+        if STEPPED:
+            sum_low, sum_high = turn(sum_low, sum_high, step_cos, -step_sin)
+        low, high = next_query(
+            low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + BN, C, BH, BN, SIBLINGS, STEPPED
+        )
+        here = behind
+    if STEPPED:
+        row_cos, row_sin = row_angle(cos, sin, (C + BN - 1) // BN * BN - (C - 1), BH)
+        sum_low, sum_high = turn(sum_low, sum_high, row_cos, row_sin)
+    elif not SIBLINGS:
+        row_cos, row_sin = row_angle(cos, sin, C - 1, BH)
+        sum_low, sum_high = turn(sum_low, sum_high, row_cos, -row_sin)
+    return dq_low + sum_low, dq_high + sum_high
 
 
 @triton.jit(do_not_specialize=["B", "tokens", "layers", "rows"])
@@ -82,15 +106,17 @@ def htree_attend_bwd_kernel(
     do_stride_t, do_stride_h, q_stride_t, q_stride_h, q_scale, scale, B, tokens, layers, rows,
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
-    CANDIDATES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, NOTES: tl.constexpr,
-    LOW_BITS: tl.constexpr, LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
+    SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr,
+    LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq [T, Hq, D], and sums into dk [H, rows, D] and dv [H, rows, V]; keys' gradients are turned as the keys are.
 
     units [2]: with FIXED, in how many parts of 1 the sums of dk and of dv count.
     """
     notes += tl.program_id(0).to(tl.int64) * NOTES
-    marks, tops = notes + 2 * LIST, notes + 2 * LIST + CANDIDATES
+    marks = notes + 2 * LIST
+    tops, words = marks + CANDIDATES, marks + CANDIDATES + CANDIDATES // 32
+    step_cos, step_sin = row_angle(cos, sin, BN, BH)
     row = tl.arange(0, BG)
     live = row < G
     for item in range(tl.program_id(0), tokens * H, tl.num_programs(0)):
@@ -116,16 +142,16 @@ def htree_attend_bwd_kernel(
             if (layer > 0) & (C <= TOP_K):
                 choose_all(parents, children, C, LIST, RATE)
             else:
-                least = FIRST
                 if layer > 0:
-                    least = choose(
-                        q_low, q_high, layer_keys, cos, sin, parents, children, marks, tops, C,
-                        G, BG, BH, BN, RATE, TOP_K, CANDIDATES, HELD, BLOCK, LOW_BITS, LIMIT, SIBLINGS, PRECISION,
+                    choose(
+                        q_low, q_high, layer_keys, cos, sin, step_cos, step_sin, parents, children, words, marks, tops,
+                        C, G, BG, BH, BN, RATE, TOP_K, LIST, SOME, CANDIDATES, HELD, LOW_BITS, LIMIT, SIBLINGS, STEPPED,
+                        PRECISION,
                     )  # fmt: skip
                 dq_low, dq_high = add_gradients(
                     dq_low, dq_high, q_low, q_high, upstream, total, delta, layer_keys, values + first * BV,
-                    dk + first * (2 * HALF), dv + first * V, cos, sin, units, parents, marks, layer > 0, least, C,
-                    HALF, BH, V, BV, BN, RATE, SIBLINGS, FIXED, PRECISION,
+                    dk + first * (2 * HALF), dv + first * V, cos, sin, step_cos, step_sin, units, parents, words,
+                    layer > 0, C, HALF, BH, V, BV, BN, RATE, SIBLINGS, STEPPED, FIXED, PRECISION,
                 )  # fmt: skip
                 tl.debug_barrier()
             here = 1 - here

@@ -13,14 +13,16 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.htree.walk import (
-    FIRST,
     begin_walk,
     choose,
     choose_all,
+    first_node,
+    first_query,
+    load_keys,
     load_query,
-    load_tile,
+    next_query,
+    row_angle,
     step_down,
-    turned_query,
 )
 from hstu_sparse.tiles import store_rows
 
@@ -41,22 +43,26 @@ def find_sequence(offsets, token, B):
 
 
 @triton.jit
+def entering(words, above, c0, C, BN: tl.constexpr):
+    """A bit for each of the candidates c0 .. c0 + 2 BN - 1 (32) that enters the softmax."""
+    inside = tl.where(C - c0 >= 32, -1, (1 << tl.minimum(C - c0, 31)) - 1)
+    return ~tl.load(words + c0 // (2 * BN), mask=above & (c0 < C), other=0) & inside
+
+
+@triton.jit
 def entering_scores(
-    q_low, q_high, keys, cos, sin, parents, marks, above, least, c0, C, scores,
-    G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
-    CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
+    low, high, keys, cos, sin, parents, first, word, c0, C, scores, G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
+    BN: tl.constexpr, RATE: tl.constexpr, CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(nodes of a tile, scores [BG, BN] in base 2, -inf for what does not enter the softmax)."""
-    node, k_low, k_high, _c, _s = load_tile(keys, parents, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
-    low, high, _cos, _sin = turned_query(q_low, q_high, cos, sin, c0, C, k_low.dtype, BH, RATE, SIBLINGS)
-    s = tl.dot(low, tl.trans(k_low), input_precision=PRECISION)
-    s = tl.dot(high, tl.trans(k_high), s, input_precision=PRECISION)
+    node, k_low, k_high = load_keys(keys, parents, first, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
+    s = tl.dot(low.to(k_low.dtype), tl.trans(k_low), input_precision=PRECISION)
+    s = tl.dot(high.to(k_low.dtype), tl.trans(k_high), s, input_precision=PRECISION)
     c = c0 + tl.arange(0, BN)
     if scores is not None:
         h = tl.arange(0, BG)[:, None]
         tl.store(scores + h * CANDIDATES + c[None, :], s, mask=(h < G) & (c < C)[None, :])
-    enters = (c < C) & (tl.load(marks + c, mask=above & (c < C), other=-1) < least)
-    return node, tl.where(enters[None, :], s, -float("inf"))
+    return node, tl.where(((word & (1 << (c % (2 * BN)))) != 0)[None, :], s, -float("inf"))
 
 
 @triton.jit
@@ -68,22 +74,35 @@ def add_values(acc, p, values, node, c0, end, BV: tl.constexpr, BN: tl.constexpr
 
 @triton.jit
 def accumulate(
-    running_max, running_sum, acc, q_low, q_high, keys, values, cos, sin, parents, marks, above, least, C, scores,
-    G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
-    CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
+    running_max, running_sum, acc, q_low, q_high, keys, values, cos, sin, step_cos, step_sin, parents, words, above, C,
+    scores, G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    RATE: tl.constexpr, CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes a layer's candidates into the softmax, two tiles at a time: above the tokens those with a key < `least`."""
+    """Takes a layer's candidates into the softmax, two tiles at a time: above the tokens those not in `words`."""
     # The last candidate above the tokens pools tokens after the query's: not even times zero.
     end = tl.where(above, C - 1, C)
+    low, high = first_query(q_low, q_high, cos, sin, C, BH)
+    here0, here1 = first_node(parents, 0, C, RATE, SIBLINGS), first_node(parents, BN, C, RATE, SIBLINGS)
+    word = entering(words, above, 0, C, BN)
     for c0 in range(0, C, 2 * BN):
+        next0 = first_node(parents, c0 + 2 * BN, C, RATE, SIBLINGS)
+        next1 = first_node(parents, c0 + 3 * BN, C, RATE, SIBLINGS)
+        next_word = entering(words, above, c0 + 2 * BN, C, BN)
         node0, s0 = entering_scores(
-            q_low, q_high, keys, cos, sin, parents, marks, above, least, c0, C, scores,
+            low, high, keys, cos, sin, parents, here0, word, c0, C, scores,
             G, BG, BH, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
         )  # fmt: skip
+        low, high = next_query(
+            low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + BN, C, BH, BN, SIBLINGS, STEPPED
+        )
         node1, s1 = entering_scores(
-            q_low, q_high, keys, cos, sin, parents, marks, above, least, c0 + BN, C, scores,
+            low, high, keys, cos, sin, parents, here1, word, c0 + BN, C, scores,
             G, BG, BH, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
         )  # fmt: skip
+        low, high = next_query(
+            low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + 2 * BN, C, BH, BN, SIBLINGS, STEPPED
+        )
         new_max = tl.maximum(running_max, tl.max(tl.maximum(s0, s1), 1))
         # Until something has entered, the maximum is -inf, from which nothing may be subtracted.
         reference = tl.where(new_max == -float("inf"), 0.0, new_max)
@@ -93,6 +112,7 @@ def accumulate(
         acc = add_values(acc * rescale[:, None], p0, values, node0, c0, end, BV, BN, PRECISION)
         acc = add_values(acc, p1, values, node1, c0 + BN, end, BV, BN, PRECISION)
         running_max = new_max
+        here0, here1, word = next0, next1, next_word
     return running_max, running_sum, acc
 
 
@@ -102,8 +122,8 @@ def htree_attend_fwd_kernel(
     q_stride_t, q_stride_h, scale, B, tokens, count, layers, rows,
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
-    CANDIDATES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, NOTES: tl.constexpr,
-    LOW_BITS: tl.constexpr, LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
+    SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr,
+    LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for `count` tokens.
 
@@ -114,7 +134,9 @@ def htree_attend_fwd_kernel(
     BV + 2] output, maximum and sum after each layer.
     """
     notes += tl.program_id(0).to(tl.int64) * NOTES
-    marks, tops = notes + 2 * LIST, notes + 2 * LIST + CANDIDATES
+    marks = notes + 2 * LIST
+    tops, words = marks + CANDIDATES, marks + CANDIDATES + CANDIDATES // 32
+    step_cos, step_sin = row_angle(cos, sin, BN, BH)
     row = tl.arange(0, BG)
     live = row < G
     for item in range(tl.program_id(0), count * H, tl.num_programs(0)):
@@ -139,18 +161,19 @@ def htree_attend_fwd_kernel(
             if (layer > 0) & (C <= TOP_K):
                 choose_all(parents, children, C, LIST, RATE)
             else:
-                least = FIRST
                 if layer > 0:
-                    least = choose(
-                        q_low, q_high, layer_keys, cos, sin, parents, children, marks, tops, C,
-                        G, BG, BH, BN, RATE, TOP_K, CANDIDATES, HELD, BLOCK, LOW_BITS, LIMIT, SIBLINGS, PRECISION,
+                    choose(
+                        q_low, q_high, layer_keys, cos, sin, step_cos, step_sin, parents, children, words, marks, tops,
+                        C, G, BG, BH, BN, RATE, TOP_K, LIST, SOME, CANDIDATES, HELD, LOW_BITS, LIMIT, SIBLINGS, STEPPED,
+                        PRECISION,
                     )  # fmt: skip
                 scores = None
                 if trace_scores is not None:
                     scores = trace_scores + trace * G * CANDIDATES
                 running_max, running_sum, acc = accumulate(
-                    running_max, running_sum, acc, q_low, q_high, layer_keys, values + first * BV, cos, sin, parents,
-                    marks, layer > 0, least, C, scores, G, BG, BH, BV, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
+                    running_max, running_sum, acc, q_low, q_high, layer_keys, values + first * BV, cos, sin, step_cos,
+                    step_sin, parents, words, layer > 0, C, scores,
+                    G, BG, BH, BV, BN, RATE, CANDIDATES, SIBLINGS, STEPPED, PRECISION,
                 )  # fmt: skip
                 tl.debug_barrier()
             if choices is not None:

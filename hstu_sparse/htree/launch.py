@@ -32,13 +32,16 @@ from hstu_sparse.validation import check_kernel
 MAX_CANDIDATES = 65536
 MAX_GROUP = 64
 MAX_HEAD = 256
+# Candidates of a tile: two of them have a word of 32 bits.
+TILE = 16
+# For these a query is turned from tile to tile by a fixed step: of its rounding 4,096 steps add up to 2.5e-4.
+STEPPED = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Candidates of a tile, launch options, and programs that an SM is given at once."""
+    """Launch options, and programs that an SM is given at once."""
 
-    BN: int
     num_warps: int
     num_stages: int
     registers: int | None
@@ -55,7 +58,7 @@ def tiles(half: int, value: int, group: int, item: int) -> dict[str, Tile]:
     # Two stages: the next tiles are on their way while these are worked on. Without, a barrier for shared memory stands
     # between any two loads, and their latencies add up; but the largest heads have no room for it.
     stages = 2 if load <= 8 else 1
-    return {"fwd": Tile(16, warps, stages, *fwd), "bwd": Tile(16, warps, stages, *bwd)}
+    return {"fwd": Tile(warps, stages, *fwd), "bwd": Tile(warps, stages, *bwd)}
 
 
 @functools.cache
@@ -85,6 +88,8 @@ class Problem:
         self.G = heads // self.H
         self.B = seq_offsets.shape[0] - 1
         self.rate, self.top_k = rate, top_k
+        # What a child's key is turned by repeats after so many.
+        self.turn = TILE if rate % TILE == 0 else rate
         most = rate * top_k
         self.top = depth(max_seq_len, rate, most)
         self.layers = list(tree_layers(self.top, self.T, self.B, rate))
@@ -92,18 +97,19 @@ class Problem:
         self.offsets, self.scale, self.device = seq_offsets, scale, q.device
         half = self.D // 2
         group, self.BH, self.BV = max(16, next_power_of_2(self.G)), padded_head(half), padded_head(self.V)
-        candidates = next_power_of_2(most)
+        candidates = max(32, next_power_of_2(most))
         self.tiles = tiles(self.BH, self.BV, group, q.dtype.itemsize)
         # The last two tiles of candidates may reach past the most that there are.
-        rows = most + 2 * max(tile.BN for tile in self.tiles.values())
+        rows = most + 2 * TILE
         self.cos, self.sin = tables(rows, self.D, self.BH, rope_base, q.device)
         # The importances add up to no more than G and its rounding.
         limit = struct.unpack("i", struct.pack("f", 2.0 * group))[0]
         self.constants = dict(
             H=self.H, G=self.G, BG=group, HALF=half, BH=self.BH, V=self.V, BV=self.BV, RATE=rate, TOP_K=top_k,
-            LIST=max(16, next_power_of_2(top_k)), CANDIDATES=candidates,
-            HELD=min(candidates, 1024), BLOCK=min(candidates, 256),
-            LOW_BITS=candidates - 1, LIMIT=limit, PRECISION=precision(q.dtype),
+            LIST=max(16, next_power_of_2(top_k)), SOME=min(max(16, next_power_of_2(top_k)), 64), CANDIDATES=candidates,
+            HELD=min(candidates, 1024), LOW_BITS=next_power_of_2(most) - 1, LIMIT=limit,
+            SIBLINGS=rate % TILE == 0, STEPPED=rate % TILE == 0 and q.dtype in STEPPED,
+            PRECISION=precision(q.dtype),
         )  # fmt: skip
 
     def options(self, kernel: str, items: int) -> tuple[tuple[int], Tensor, dict]:
@@ -111,10 +117,9 @@ class Problem:
         tile = self.tiles[kernel]
         programs = min(items, processors(self.device) * tile.programs)
         candidates = self.constants["CANDIDATES"]
-        size = cdiv(2 * self.constants["LIST"] + candidates + cdiv(candidates, tile.BN), 32) * 32
+        size = 2 * self.constants["LIST"] + candidates + cdiv(candidates // 16, 32) * 32
         notes = torch.empty(programs * size, dtype=torch.int32, device=self.device)
-        options = dict(BN=tile.BN, NOTES=size, SIBLINGS=self.rate % tile.BN == 0)
-        options |= dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
+        options = dict(BN=TILE, NOTES=size, num_warps=tile.num_warps, num_stages=tile.num_stages)
         if tile.registers:
             options["maxnreg"] = tile.registers
         return (programs,), notes, self.constants | options
@@ -130,8 +135,8 @@ def grow(problem: Problem, x: Tensor, keys: bool) -> Tensor:
     p, x = problem, adjacent(x)
     padded = p.BH if keys else p.BV
     # The walk reads a tile to its end: spare rows behind the last.
-    nodes = x.new_empty(p.H * p.rows + 2 * max(tile.BN for tile in p.tiles.values()), 2 * padded if keys else padded)
-    shared = dict(BH=padded, RATE=p.rate, ROWS=max(1, 2048 // padded), ROTARY=keys)
+    nodes = x.new_empty(p.H * p.rows + 2 * TILE, 2 * padded if keys else padded)
+    shared = dict(BH=padded, RATE=p.rate, TURN=p.turn, ROWS=max(1, 2048 // padded), ROTARY=keys)
     grid = (cdiv(p.T, shared["ROWS"]), p.H)
     htree_turn_fwd_kernel[grid](
         x, nodes, p.offsets, p.cos, p.sin, x.stride(0), x.stride(1), p.B, p.T, p.rows,
@@ -171,13 +176,13 @@ def fixed_units(problem: Problem, do: Tensor, q: Tensor, v: Tensor) -> Tensor:
     """[2] powers of two: in how many parts of 1 the sums of dk and of dv may count without leaving int64.
 
     No element of dv exceeds the sum of all T * G weights, each at most 1, times the longest row of do. An element of
-    dk has do.v - do.o besides, at most twice the longest rows' product, and a row of q.
+    dk has do.v - do.o besides, at most twice the longest rows' product, and a row of q, which came in base 2.
     """
     do_row, q_row, v_row = (
         torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax().double() for x in (do, q, v)
     )
     terms = 2.0 * problem.T * problem.G
-    bounds = torch.stack([terms * 2 * do_row * v_row * q_row * abs(problem.scale), terms * do_row])
+    bounds = torch.stack([terms * 2 * do_row * v_row * q_row * abs(problem.scale) / math.log(2.0), terms * do_row])
     return torch.exp2((62 - bounds.clamp(min=1e-30).log2()).floor().clamp(max=100)).float()
 
 
@@ -212,7 +217,7 @@ def push_down(problem: Problem, sums: Tensor, target: Tensor, units: Tensor | No
     for layer in reversed(p.layers):
         htree_push_bwd_kernel[(cdiv(layer.slots, rows), p.H)](
             sums, target, p.offsets, p.cos, p.sin, units, p.B, layer.size, layer.slots, layer.base, above, p.rows,
-            HALF=width // 2 if keys else width, BH=padded, RATE=p.rate, ROWS=rows, ROTARY=keys,
+            HALF=width // 2 if keys else width, BH=padded, RATE=p.rate, TURN=p.turn, ROWS=rows, ROTARY=keys,
             PARENTS=layer.number < p.top, TOKENS=layer.number == 0, PLACE=0 if keys else 1, FIXED=units is not None,
         )  # fmt: skip
         above = layer.base

@@ -13,6 +13,8 @@ import triton.language as tl
 
 from hstu_sparse.htree.walk import turn
 
+LN2 = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
 def locate_slots(offsets, slot, B, size, TOKENS: tl.constexpr):
@@ -48,7 +50,8 @@ def child_angle(cos, sin, place, BH: tl.constexpr):
 @triton.jit(do_not_specialize=["B", "tokens", "total"])
 def htree_turn_fwd_kernel(
     x, nodes, offsets, cos, sin, x_stride_t, x_stride_h, B, tokens, total,
-    HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,
+    HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr,
+    ROTARY: tl.constexpr,
 ):  # fmt: skip
     """Layer 0 of the buffer nodes [H, total, BH or 2 BH]: ROWS tokens of one head, from x [T, H, HALF or 2 HALF]."""
     slot, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
@@ -60,7 +63,7 @@ def htree_turn_fwd_kernel(
         target = nodes + (h * total + slot)[:, None] * (2 * BH) + f
         high = tl.load(source + HALF, mask=inside & (f < HALF), other=0.0).to(tl.float32)
         _b, _start, _length, t = locate_slots(offsets, slot, B, 1, True)
-        angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(t, 0) % RATE, BH)
+        angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(t, 0) % TURN, BH)
         low, high = turn(low.to(tl.float32), high, angle_cos, angle_sin)
         tl.store(target, low.to(nodes.dtype.element_ty), mask=inside)
         tl.store(target + BH, high.to(nodes.dtype.element_ty), mask=inside)
@@ -71,7 +74,8 @@ def htree_turn_fwd_kernel(
 @triton.jit(do_not_specialize=["B", "size", "slots", "base", "below", "total"])
 def htree_pool_fwd_kernel(
     nodes, offsets, cos, sin, B, size, slots, base, below, total,
-    BH: tl.constexpr, RATE: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr, TOKENS: tl.constexpr,
+    BH: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     """ROWS means of one head: a layer of nodes [H, total, BH or 2 BH] from the layer below, TOKENS if that is layer 0.
 
@@ -96,7 +100,7 @@ def htree_pool_fwd_kernel(
         child_low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         if ROTARY:
             child_high = tl.load(source + BH, mask=inside, other=0.0).to(tl.float32)
-            child_cos, child_sin = tl.load(cos + i * BH + f), tl.load(sin + i * BH + f)
+            child_cos, child_sin = tl.load(cos + i % TURN * BH + f), tl.load(sin + i % TURN * BH + f)
             child_low, child_high = turn(child_low, child_high, child_cos, -child_sin)
             high += child_high
         low += child_low
@@ -104,7 +108,7 @@ def htree_pool_fwd_kernel(
     low, high = low / count, high / count
     target = nodes + (h * total + base + slot)[:, None] * WIDTH + f
     if ROTARY:
-        angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(p, 0) % RATE, BH)
+        angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(p, 0) % TURN, BH)
         low, high = turn(low, high, angle_cos, angle_sin)
         tl.store(target + BH, high.to(nodes.dtype.element_ty), mask=live[:, None])
     tl.store(target, low.to(nodes.dtype.element_ty), mask=live[:, None])
@@ -125,7 +129,7 @@ def load_sum(pointers, inside, units, DONE: tl.constexpr, PLACE: tl.constexpr, F
 @triton.jit(do_not_specialize=["B", "size", "slots", "base", "above", "total"])
 def htree_push_bwd_kernel(
     grads, out, offsets, cos, sin, units, B, size, slots, base, above, total,
-    HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr,
     ROTARY: tl.constexpr, PARENTS: tl.constexpr, TOKENS: tl.constexpr, PLACE: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """ROWS nodes of one head: their gradients turned back, and their share of their parents' added.
@@ -145,7 +149,7 @@ def htree_push_bwd_kernel(
     high = tl.zeros_like(low)
     if ROTARY:
         high = load_sum(here + HALF, inside, units, False, PLACE, FIXED)
-        angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(p, 0) % RATE, BH)
+        angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(p, 0) % TURN, BH)
         low, high = turn(low, high, angle_cos, -angle_sin)
     if PARENTS:
         parent = h * total + above + start // (size * RATE) + b + p // RATE
@@ -155,6 +159,8 @@ def htree_push_bwd_kernel(
         if ROTARY:
             high += load_sum(there + HALF, inside, units, True, PLACE, FIXED) / family
     if TOKENS:
+        if ROTARY:  # queries came in base 2: their factor log2(e) goes again
+            low, high = low * LN2, high * LN2
         target = out + (slot[:, None].to(tl.int64) * tl.num_programs(1) + h) * WIDTH + f
         low, high = low.to(out.dtype.element_ty), high.to(out.dtype.element_ty)
     else:

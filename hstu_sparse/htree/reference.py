@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hstu_sparse.htree.layout import depth, tree_layers
 
-# Elements of a tile of gathered keys: queries are worked off in chunks of as many as fit. On a CPU into the cache.
-CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}
+# Elements that queries gather and compute (see `queries_at_once`): they are worked off in chunks of as many as fit. On
+# a CPU few, for the cache.
+CHUNK = {"cpu": 1 << 26, "cuda": 1 << 27}
 
 
 @dataclass
@@ -56,8 +57,7 @@ def htree_attention_reference(
     if tokens == 0:  # nothing to compute, but still a function of every input
         return (q.sum() + k.sum() + v.sum()).to(q.dtype) + q.new_zeros(0, q.shape[1], v.shape[2])
     tree = Tree(k, v, seq_offsets, max_seq_len, compression_rate, top_k)
-    width = min(tree.most, max_seq_len)
-    chunk = max(1, CHUNK.get(q.device.type, 1 << 22) // (k.shape[1] * width * max(k.shape[2], v.shape[2])))
+    chunk = queries_at_once(tree, q.shape[1] // k.shape[1])
     levels = [x for pair in zip(tree.keys, tree.values) for x in pair]
 
     def attend(queries: Tensor, rows: Tensor, chosen: list[Tensor] | None, *nodes: Tensor) -> Tensor:
@@ -111,6 +111,16 @@ class Tree:
     def nodes(self, layer: int) -> Tensor:
         """[B] number of nodes of each sequence."""
         return (self.lengths + self.rate**layer - 1) // self.rate**layer
+
+
+def queries_at_once(tree: Tree, group: int) -> int:
+    """A chunk of queries. In every layer each has, for all candidates, keys and values, scores and weights, and turned
+    queries for all parents; what autograd keeps of them is counted in."""
+    kv_heads, head_size = tree.keys[0].shape[1:]
+    scores = group * (8 + 3 * head_size // tree.rate)
+    candidates = (tree.depth + 1) * kv_heads * min(tree.most, tree.max_seq_len)
+    elements = candidates * (2 * head_size + 2 * tree.values[0].shape[2] + scores)
+    return max(1, CHUNK[tree.keys[0].device.type] // elements)
 
 
 def rope_tables(most: int, head_size: int, rope_base: float, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,8 @@ candidates' keys and the maxima that their importances refer to. Scores are neve
 import triton
 import triton.language as tl
 
-# Above every other key: the last candidate's, which is chosen always.
-FIRST = tl.constexpr(0x7FFFFFFF)
+# The bits of infinity, above every other importance: the last candidate's, which is chosen always.
+INFINITE = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -35,9 +35,13 @@ def load_query(base, row, stride, live, scale, HALF: tl.constexpr, BH: tl.conste
     f = tl.arange(0, BH)[None, :]
     pointers = base + row[:, None].to(tl.int64) * stride + f
     mask = live[:, None] & (f < HALF)
-    low = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(pointers + HALF, mask=mask, other=0.0).to(tl.float32)
-    return low * scale, high * scale
+    low = tl.load(pointers, mask=mask, other=0.0)
+    high = tl.load(pointers + HALF, mask=mask, other=0.0)
+    if BH <= 32:
+        # As results of products they lie as operands of products do, and are turned where they lie.
+        one = (f == tl.arange(0, BH)[:, None]).to(low.dtype)
+        low, high = tl.dot(low, one, input_precision="ieee"), tl.dot(high, one, input_precision="ieee")
+    return low.to(tl.float32) * scale, high.to(tl.float32) * scale
 
 
 @triton.jit
@@ -48,6 +52,15 @@ def candidate_nodes(parents, c, C, RATE: tl.constexpr):
 
 
 @triton.jit
+def first_node(parents, c0, C, RATE: tl.constexpr, SIBLINGS: tl.constexpr):
+    """The node that a tile of SIBLINGS begins with."""
+    node = 0
+    if SIBLINGS:
+        node = tl.load(parents + c0 // RATE, mask=c0 < C, other=0) * RATE + c0 % RATE
+    return node
+
+
+@triton.jit
 def row_angle(cos, sin, position, BH: tl.constexpr):
     """[1, BH] cos and sin of one position."""
     row = position * BH + tl.arange(0, BH)[None, :]
@@ -55,19 +68,43 @@ def row_angle(cos, sin, position, BH: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
-    keys, parents, c0, C, end, cos, sin, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr
-):
-    """The candidates c0 .. c0 + BN - 1 of C: their nodes, both halves of their keys, and what these were turned by.
+def first_query(low, high, cos, sin, C, BH: tl.constexpr):
+    """The queries at their position C - 1, as the tile of candidates 0 .. BN - 1 needs them."""
+    row_cos, row_sin = row_angle(cos, sin, C - 1, BH)
+    return turn(low, high, row_cos, row_sin)
 
-    Keys from `end` on are zeros; with None they are whatever lies there. Where a tile holds SIBLINGS, they need one
-    parent's number, lie side by side, and stay as they are: the query is turned instead (`turned_query`). Else they are
-    turned to their positions here.
+
+@triton.jit
+def next_query(
+    low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0, C, BH: tl.constexpr, BN: tl.constexpr,
+    SIBLINGS: tl.constexpr, STEPPED: tl.constexpr,
+):  # fmt: skip
+    """The queries as the tile that begins at c0 needs them, from those (low, high) of the tile before it.
+
+    STEPPED turns these by BN once more, in registers; else the position is looked up, and nothing adds up.
+    """
+    if STEPPED:
+        low, high = turn(low, high, step_cos, -step_sin)
+    elif SIBLINGS:
+        row_cos, row_sin = row_angle(cos, sin, tl.maximum(C - 1 - c0, 0), BH)
+        low, high = turn(q_low, q_high, row_cos, row_sin)
+    return low, high
+
+
+@triton.jit
+def load_keys(
+    keys, parents, first, c0, C, end, cos, sin, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
+    SIBLINGS: tl.constexpr,
+):  # fmt: skip
+    """The candidates c0 .. c0 + BN - 1 of C: their nodes and both halves of their keys.
+
+    Keys from `end` on are zeros; with None they are whatever lies there. Where a tile holds SIBLINGS, they lie side by
+    side, from the node `first` on, and stay as they are: the query is turned instead (`next_query`). Else they are
+    turned here.
     """
     f = tl.arange(0, BH)[None, :]
     c = c0 + tl.arange(0, BN)
     if SIBLINGS:
-        first = tl.load(parents + c0 // RATE, mask=c0 < C, other=0) * RATE + c0 % RATE
         node = first.to(tl.int64) + tl.arange(0, BN)
     else:
         node = candidate_nodes(parents, c, C, RATE).to(tl.int64)
@@ -77,26 +114,11 @@ def load_tile(
     else:
         inside = (c < end)[:, None]
         low, high = tl.load(pointers, mask=inside, other=0.0), tl.load(pointers + BH, mask=inside, other=0.0)
-    tile_cos, tile_sin = 1.0, 0.0
     if not SIBLINGS:
         row = (c // RATE * RATE)[:, None] * BH + f
-        tile_cos, tile_sin = tl.load(cos + row), tl.load(sin + row)
-        low, high = turn(low.to(tl.float32), high.to(tl.float32), tile_cos, tile_sin)
+        low, high = turn(low.to(tl.float32), high.to(tl.float32), tl.load(cos + row), tl.load(sin + row))
         low, high = low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty)
-    return node, low, high, tile_cos, tile_sin
-
-
-@triton.jit
-def turned_query(
-    low, high, cos, sin, c0, C, dtype: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr
-):
-    """(both halves of the queries as a tile of keys needs them; cos and sin of what they were turned by)."""
-    position = C - 1
-    if SIBLINGS:
-        position = tl.maximum(C - 1 - c0 // RATE * RATE, 0)
-    row_cos, row_sin = row_angle(cos, sin, position, BH)
-    low, high = turn(low, high, row_cos, row_sin)
-    return low.to(dtype), high.to(dtype), row_cos, row_sin
+    return node, low, high
 
 
 @triton.jit
@@ -128,18 +150,17 @@ def step_down(layer, size, base, C, t, tokens, B, TOP_K: tl.constexpr, RATE: tl.
 
 @triton.jit
 def importances(
-    q_low, q_high, keys, cos, sin, parents, c0, C, G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
+    low, high, keys, cos, sin, parents, first, c0, C, G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
     BN: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[BN, BG] scores of a tile in base 2, -inf for heads past the last and for candidates from the last on.
 
     Candidates are the rows here: then most of a sum over the heads stays within a thread.
     """
+    _node, k_low, k_high = load_keys(keys, parents, first, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
+    s = tl.dot(k_low, tl.trans(low).to(k_low.dtype), input_precision=PRECISION)
+    s = tl.dot(k_high, tl.trans(high).to(k_low.dtype), s, input_precision=PRECISION)
     # The last candidate pools tokens after the query's.
-    _node, k_low, k_high, _c, _s = load_tile(keys, parents, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
-    low, high, _cos, _sin = turned_query(q_low, q_high, cos, sin, c0, C, k_low.dtype, BH, RATE, SIBLINGS)
-    s = tl.dot(k_low, tl.trans(low), input_precision=PRECISION)
-    s = tl.dot(k_high, tl.trans(high), s, input_precision=PRECISION)
     seen = (c0 + tl.arange(0, BN) < C - 1)[:, None]
     if G < BG:
         seen = seen & (tl.arange(0, BG) < G)[None, :]
@@ -147,63 +168,125 @@ def importances(
 
 
 @triton.jit
+def sort_keys(marks, tops, top, b0, HELD: tl.constexpr, LOW_BITS: tl.constexpr):
+    """[HELD // 32, 32] keys of the candidates from b0 on, from their importances; marks of -1 stay what they are."""
+    part = tl.arange(0, HELD // 32)
+    c = b0 + part[:, None] * 32 + tl.arange(0, 32)[None, :]
+    mark = tl.load(marks + c)
+    reference = tl.load(tops + b0 // 32 + part).to(tl.float32, bitcast=True)
+    factor = tl.where(reference == top, 1.0, tl.exp2(reference - top))
+    # NaN, of keys that are not finite, would lead the bisection astray: the maximum is the other.
+    importance = tl.maximum(mark.to(tl.float32, bitcast=True) * factor[:, None], 0.0)
+    key = (importance.to(tl.int32, bitcast=True) & ~LOW_BITS) | (~c & LOW_BITS)
+    return tl.where(mark == -1, -1, key)
+
+
+@triton.jit
+def bits_set(word):
+    """How many, of int32."""
+    pairs = word - ((word >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    eights = (fours + (fours >> 4)) & 0x0F0F0F0F
+    return (eights * 0x01010101) >> 24
+
+
+@triton.jit
+def nth_chosen(words, counts, j, CANDIDATES: tl.constexpr):
+    """The candidate with the j-th bit that is set in `words`; counts: bits that are set up to each word."""
+    row = tl.zeros_like(j)
+    step = CANDIDATES // 64
+    while step > 0:
+        row += tl.where(tl.load(counts + row + step - 1) <= j, step, 0)
+        step //= 2
+    word = tl.load(words + row)
+    left = bits_set(word) - (tl.load(counts + row) - j)
+    place = tl.zeros_like(j)
+    width = 16
+    while width > 0:
+        below = bits_set(word & (((1 << width) - 1) << place))
+        beyond = below <= left
+        left -= tl.where(beyond, below, 0)
+        place += tl.where(beyond, width, 0)
+        width //= 2
+    return row * 32 + place
+
+
+@triton.jit
 def choose(
-    q_low, q_high, keys, cos, sin, parents, children, marks, tops, C,
+    q_low, q_high, keys, cos, sin, step_cos, step_sin, parents, children, words, marks, tops, C,
     G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr,
-    CANDIDATES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
-    SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
+    LIST: tl.constexpr, SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, LOW_BITS: tl.constexpr,
+    LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes the C > TOP_K candidates' keys to `marks`, the chosen nodes to `children`; returns the least chosen key.
+    """Of C > TOP_K candidates, writes the chosen nodes to `children`, and to `words` a bit for each of them.
 
     Importances are summed up tile by tile (two at a time) against the maximum so far, and brought to the last maximum
     afterwards. The least chosen key is found by bisection, the first HELD keys in registers: no key occurs twice, so
     some number has exactly TOP_K keys from it on.
     """
     top = -float("inf")
+    low, high = first_query(q_low, q_high, cos, sin, C, BH)
+    here0, here1 = first_node(parents, 0, C, RATE, SIBLINGS), first_node(parents, BN, C, RATE, SIBLINGS)
     for c0 in range(0, C, 2 * BN):
+        next0 = first_node(parents, c0 + 2 * BN, C, RATE, SIBLINGS)
+        next1 = first_node(parents, c0 + 3 * BN, C, RATE, SIBLINGS)
         c = c0 + tl.arange(0, BN)
-        s0 = importances(q_low, q_high, keys, cos, sin, parents, c0, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
-        s1 = importances(q_low, q_high, keys, cos, sin, parents, c0 + BN, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
+        s0 = importances(low, high, keys, cos, sin, parents, here0, c0, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
+        low, high = next_query(
+            low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + BN, C, BH, BN, SIBLINGS, STEPPED
+        )
+        s1 = importances(
+            low, high, keys, cos, sin, parents, here1, c0 + BN, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION
+        )
+        low, high = next_query(
+            low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + 2 * BN, C, BH, BN, SIBLINGS, STEPPED
+        )
         top = tl.maximum(top, tl.max(tl.max(tl.maximum(s0, s1), 1), 0))
-        tl.store(marks + c, tl.sum(tl.exp2(s0 - top), 1).to(tl.int32, bitcast=True), mask=c < C)
-        tl.store(marks + BN + c, tl.sum(tl.exp2(s1 - top), 1).to(tl.int32, bitcast=True), mask=c + BN < C)
+        tl.store(marks + c, tl.sum(tl.exp2(s0 - top), 1).to(tl.int32, bitcast=True))
+        tl.store(marks + BN + c, tl.sum(tl.exp2(s1 - top), 1).to(tl.int32, bitcast=True))
         tl.store(tops + c0 // (2 * BN), top.to(tl.int32, bitcast=True))
+        here0, here1 = next0, next1
+    tl.debug_barrier()
+    for c0 in range(C - 1, CANDIDATES, 64):
+        c = c0 + tl.arange(0, 64)
+        tl.store(marks + c, tl.where(c == C - 1, INFINITE, -1), mask=c < CANDIDATES)
     tl.debug_barrier()
 
-    for c0 in range(0, CANDIDATES, BLOCK):
-        some = c0 + tl.arange(0, BLOCK)
-        inside = some < C
-        importance = tl.load(marks + some, mask=inside, other=0).to(tl.float32, bitcast=True)
-        reference = tl.load(tops + some // (2 * BN), mask=inside, other=0).to(tl.float32, bitcast=True)
-        importance *= tl.exp2(reference - top)
-        # NaN, of keys that are not finite, would lead the bisection astray.
-        importance = tl.where(importance >= 0.0, importance, 0.0)
-        key = (importance.to(tl.int32, bitcast=True) & ~LOW_BITS) | (LOW_BITS - some)
-        tl.store(marks + some, tl.where(inside, tl.where(some == C - 1, FIRST, key), -1))
-    tl.debug_barrier()
-
-    held = tl.load(marks + tl.arange(0, HELD))
+    held = sort_keys(marks, tops, top, 0, HELD, LOW_BITS)
+    part, bit = tl.arange(0, HELD // 32), tl.arange(0, 32)
+    if CANDIDATES > HELD:
+        for b0 in range(HELD, CANDIDATES, HELD):
+            key = sort_keys(marks, tops, top, b0, HELD, LOW_BITS)
+            tl.store(marks + b0 + part[:, None] * 32 + bit[None, :], key)
+        tl.debug_barrier()
     least, limit, count = 0, LIMIT, C
     while (count != TOP_K) & (limit - least > 1):
         middle = least + (limit - least) // 2
-        found = tl.sum((held >= middle).to(tl.int32), 0)
-        for c0 in range(HELD, CANDIDATES, HELD):
-            found += tl.sum((tl.load(marks + c0 + tl.arange(0, HELD)) >= middle).to(tl.int32), 0)
+        found = tl.sum((held >= middle).to(tl.int32))
+        if CANDIDATES > HELD:
+            for b0 in range(HELD, CANDIDATES, HELD):
+                found += tl.sum((tl.load(marks + b0 + tl.arange(0, HELD)) >= middle).to(tl.int32), 0)
         if found >= TOP_K:
             least, count = middle, found
         else:
             limit = middle
 
-    rank = 0
-    for c0 in range(0, C, BLOCK):
-        some = c0 + tl.arange(0, BLOCK)
-        chosen = (tl.load(marks + some) >= least).to(tl.int32)
-        place = rank + tl.cumsum(chosen, 0) - 1
-        child = candidate_nodes(parents, some, C, RATE)
-        tl.store(children + place, child, mask=(chosen > 0) & (place < TOP_K))
-        rank += tl.sum(chosen, 0)
+    for b0 in range(0, CANDIDATES, HELD):
+        if (b0 > 0) & (CANDIDATES > HELD):
+            held = tl.load(marks + b0 + part[:, None] * 32 + bit[None, :])
+        tl.store(words + b0 // 32 + part, tl.sum(tl.where(held >= least, 1 << bit[None, :], 0), 1))
     tl.debug_barrier()
-    return least
+    rank = 0
+    for b0 in range(0, CANDIDATES // 32, HELD // 32):
+        many = bits_set(tl.load(words + b0 + part))
+        tl.store(tops + b0 + part, rank + tl.cumsum(many, 0))
+        rank += tl.sum(many, 0)
+    tl.debug_barrier()
+    for j0 in range(0, LIST, SOME):
+        j = j0 + tl.arange(0, SOME)
+        c = nth_chosen(words, tops, j, CANDIDATES)
+        tl.store(children + j, candidate_nodes(parents, c, C, RATE), mask=j < TOP_K)
+    tl.debug_barrier()
 
 
 @triton.jit

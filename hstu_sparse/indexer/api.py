@@ -7,9 +7,8 @@ E index head size, K chosen tokens per query; in padded chunks C queries and S k
 import torch
 from torch import Tensor
 
-from hstu_sparse import jagged
 from hstu_sparse.indexer import reference
-from hstu_sparse.jagged import check_jagged
+from hstu_sparse.jagged import check_jagged, readable
 from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.validation import (
     FLOATING,
@@ -305,8 +304,8 @@ def _check_some_heads(name: str, heads: int, letter: str = "H") -> None:
 
 
 def _check_positions(bias: RelativeBias, seq_offsets: Tensor) -> None:
-    """A costly check: the position table reaches over the longest sequence."""
-    if jagged.DEBUG and bias.position is not None and not torch.compiler.is_compiling():
+    """The position table reaches over the longest sequence."""
+    if bias.position is not None and readable(seq_offsets):
         longest = max(seq_offsets.diff().tolist(), default=0)
         if bias.position.shape[0] < longest:
             raise ValueError(

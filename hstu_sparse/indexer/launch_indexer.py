@@ -39,6 +39,7 @@ class Sizes(NamedTuple):
     HEADS: int  # index heads in one product
     num_warps: int
     num_stages: int = 3
+    maxnreg: int | None = None  # registers of a thread, so that more programs fit on a multiprocessor
 
 
 @functools.cache
@@ -92,7 +93,7 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
             )
         topk.lightning_indexer_collect_kernel[(slots,)](
             iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, top_k,
-            CAPACITY=capacity, **heads, **tile, num_stages=size.num_stages,
+            CAPACITY=capacity, **heads, **tile, num_stages=size.num_stages, maxnreg=size.maxnreg,
         )  # fmt: skip
         if capacity < T:
             topk.lightning_indexer_refill_kernel[(T,)](

@@ -1,50 +1,73 @@
-"""Launches the kernels of the index loss and registers them: jagged as torch.ops.hstu_sparse.index_loss_fwd and _bwd,
-in padded chunks as index_loss_padded_fwd and _bwd. Both give the loss of each row, [rows] fp32.
+"""Launches the kernel of the index loss and registers it: jagged as torch.ops.hstu_sparse.index_loss_fwd and _bwd, in
+padded chunks as index_loss_padded_fwd and _bwd. Both give the loss of each row, [rows] fp32.
 
 Letters: T tokens of the batch, B sequences, H heads, D query/key head size, K chosen tokens per query; C queries and S
 keys of a padded chunk.
+
+Forward writes pi - p, where it will be wanted: the gradient but for a factor of each row, by which backward multiplies
+it in place.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hstu_sparse.indexer.launch import NO_BIAS, Launch, kernel_bias, key_block, token_begins
-from hstu_sparse.indexer.loss import index_loss_bwd_kernel, index_loss_fwd_kernel
-from hstu_sparse.launch import aligned, padded_head, precision
+from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias, specialization, token_begins
+from hstu_sparse.indexer.loss import index_loss_kernel
+from hstu_sparse.launch import INTERPRET, aligned, cdiv, next_power_of_2, padded_head, precision, start
 from hstu_sparse.registration import Operator
 
-
-def launches(dtype: torch.dtype, width: int) -> dict[str, Launch]:
-    """By kernel. `width` is that of a key, padded. Fixed rather than tuned at run time."""
-    block = key_block(dtype, 2 * width)
-    return {"fwd": Launch(block, 4, 3), "bwd": Launch(block, 4, 3)}
+# Scores of one query that its program keeps in registers: all heads', as many as half of a multiprocessor's hold.
+MOST_HELD = 16 * 2048
 
 
-def _launch_forward(scores, q, k, indices, begins, valid, bias, strides, chunk, scale, eps, rows, H):
-    loss, index_lse = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
-    lse = torch.empty(rows, H, dtype=torch.float32, device=q.device)
+class Launch(NamedTuple):
+    """See `index_loss_kernel`."""
+
+    BLOCK: int
+    HELD: int
+    num_warps: int
+    num_stages: int
+
+
+def options(dtype: torch.dtype, width: int, heads: int, top_k: int) -> Launch:
+    """Of a head padded to `width` and padded `heads`. Fixed rather than tuned at run time."""
+    if INTERPRET:
+        return Launch(32, next_power_of_2(cdiv(top_k, 32)) if top_k <= 64 else 0, 4, 2)
+    if dtype.itemsize == 4 or width > 128:
+        return Launch(64 if dtype.itemsize == 2 else 32, 0, 4, 3)
+    held = heads * next_power_of_2(max(top_k, 64))
+    if held > MOST_HELD:
+        return Launch(64, 0, 4, 5)
+    warps = 4 if held <= MOST_HELD // 4 else 8
+    block = 16 * warps
+    return Launch(block, cdiv(held, heads * block), warps, 5)
+
+
+def _launch(scores, q, k, indices, begins, valid, bias, strides, chunk, scale, eps, rows, H, with_grad):
+    """(loss of each row, pi - p in the shape of `scores` or nothing)."""
+    loss = torch.empty(rows, dtype=torch.float32, device=q.device)
+    difference = torch.empty(scores.shape if with_grad else 0, dtype=scores.dtype, device=scores.device)
     if rows:
-        index_loss_fwd_kernel[(rows,)](
-            scores.contiguous(), q, k, indices, begins, valid, loss, lse, index_lse, *bias, *strides, *chunk, scale,
-            eps, indices.shape[-1], **_tiles(q, H, "fwd"), PADDED=begins is None,
+        width, heads, K = padded_head(q.shape[-1]), padded_head(H), indices.shape[-1]
+        arguments = (
+            scores.contiguous(), q, k, indices, begins, valid, loss, difference if with_grad else None, *bias,
+            *strides, *chunk, scale, eps, K,
         )  # fmt: skip
-    return loss, lse, index_lse
-
-
-def _launch_backward(grad, scores, q, k, indices, begins, valid, bias, strides, chunk, scale, H, lse, index_lse):
-    dscores = torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
-    if dscores.numel():
-        index_loss_bwd_kernel[(lse.shape[0],)](
-            grad, scores.contiguous(), q, k, indices, begins, valid, lse, index_lse, dscores, *bias, *strides, *chunk,
-            scale, indices.shape[-1], **_tiles(q, H, "bwd"), PADDED=begins is None,
+        chosen = options(q.dtype, width, heads, K)
+        sizes = dict(H=H, D=q.shape[-1], BH=heads, BD=width, BLOCK=chosen.BLOCK, HELD=chosen.HELD)
+        start(
+            index_loss_kernel, rows, arguments, sizes | dict(PADDED=begins is None, PRECISION=precision(q.dtype)),
+            dict(num_warps=chosen.num_warps, num_stages=chosen.num_stages), specialization(arguments),
         )  # fmt: skip
-    return [dscores]
+    return loss, difference
 
 
-def _tiles(q: Tensor, heads: int, kernel: str) -> dict:
-    width = padded_head(q.shape[-1])
-    sizes = dict(H=heads, D=q.shape[-1], BH=padded_head(heads), BD=width, PRECISION=precision(q.dtype))
-    return sizes | launches(q.dtype, width)[kernel]._asdict()
+def _backward(grad, *arguments):
+    """Overwrites the difference, the last argument."""
+    difference = arguments[-1]
+    return [difference.mul_(grad.view(difference.shape[:-1])[..., None])]
 
 
 def _jagged(q, k, seq_offsets, position, time, timestamps, query_timestamps):
@@ -55,35 +78,29 @@ def _jagged(q, k, seq_offsets, position, time, timestamps, query_timestamps):
     return q, k, begins, bias, (0, *q.stride()[:2], 0, k.stride(0)), (0, 1, 1)
 
 
-def _forward(scores, q, k, indices, seq_offsets, position, time, timestamps, query_timestamps, valid, scale, eps):
+def _forward(
+    scores, q, k, indices, seq_offsets, position, time, timestamps, query_timestamps, valid, scale, eps, with_grad
+):  # fmt: skip
     rows, H, _ = q.shape
     q, k, begins, bias, strides, chunk = _jagged(q, k, seq_offsets, position, time, timestamps, query_timestamps)
-    return _launch_forward(scores, q, k, indices, begins, valid, bias, strides, chunk, scale, eps, rows, H)
+    return _launch(scores, q, k, indices, begins, valid, bias, strides, chunk, scale, eps, rows, H, with_grad)
 
 
-def _backward(
-    grad, scores, q, k, indices, seq_offsets, position, time, timestamps, query_timestamps, valid, scale, eps, lse,
-    index_lse,
-):  # fmt: skip
-    H = q.shape[1]
-    q, k, begins, bias, strides, chunk = _jagged(q, k, seq_offsets, position, time, timestamps, query_timestamps)
-    return _launch_backward(grad, scores, q, k, indices, begins, valid, bias, strides, chunk, scale, H, lse, index_lse)
-
-
-def _fake(scores, q, *_):
-    loss = q.new_empty(q.shape[:1], dtype=torch.float32)
-    return loss, q.new_empty(q.shape[:2], dtype=torch.float32), torch.empty_like(loss)
+def _fake(scores, *others):
+    rows = scores.new_empty(scores.shape[:-1].numel(), dtype=torch.float32)
+    return rows, scores.new_empty(scores.shape if others[-1] else 0)
 
 
 indexer_loss_jagged = Operator(
     "index_loss",
     "Tensor scores, Tensor q, Tensor k, Tensor indices, Tensor seq_offsets, Tensor? position, Tensor? time, "
-    "Tensor? timestamps, Tensor? query_timestamps, Tensor? valid, float scale, float eps",
+    "Tensor? timestamps, Tensor? query_timestamps, Tensor? valid, float scale, float eps, bool with_grad",
     forward=_forward,
     backward=_backward,
     fake=_fake,
     differentiable=("scores",),
-    outputs=3,
+    outputs=2,
+    spends=True,
 )
 
 
@@ -93,42 +110,30 @@ def _padded(query, key, chunk_offset):
     return query, key, (batch, row, head, *key.stride()[:2]), (chunk_offset, query.shape[2], key.shape[1])
 
 
-def _padded_forward(scores, query, key, indices, scale, chunk_offset, eps):
+def _padded_forward(scores, query, key, indices, scale, chunk_offset, eps, with_grad):
     B, H, C, _ = query.shape
     query, key, strides, chunk = _padded(query, key, chunk_offset)
-    return _launch_forward(scores, query, key, indices, None, None, NO_BIAS, strides, chunk, scale, eps, B * C, H)
-
-
-def _padded_backward(grad, scores, query, key, indices, scale, chunk_offset, eps, lse, index_lse):
-    H = query.shape[1]
-    query, key, strides, chunk = _padded(query, key, chunk_offset)
-    return _launch_backward(
-        grad, scores, query, key, indices, None, None, NO_BIAS, strides, chunk, scale, H, lse, index_lse
-    )
-
-
-def _padded_fake(scores, query, *_):
-    B, H, C, _ = query.shape
-    loss = query.new_empty(B * C, dtype=torch.float32)
-    return loss, query.new_empty(B * C, H, dtype=torch.float32), torch.empty_like(loss)
+    return _launch(scores, query, key, indices, None, None, NO_BIAS, strides, chunk, scale, eps, B * C, H, with_grad)
 
 
 indexer_loss_padded = Operator(
     "index_loss_padded",
-    "Tensor scores, Tensor query, Tensor key, Tensor indices, float scale, SymInt chunk_offset, float eps",
+    "Tensor scores, Tensor query, Tensor key, Tensor indices, float scale, SymInt chunk_offset, float eps, "
+    "bool with_grad",
     forward=_padded_forward,
-    backward=_padded_backward,
-    fake=_padded_fake,
+    backward=_backward,
+    fake=_fake,
     differentiable=("scores",),
-    outputs=3,
+    outputs=2,
+    spends=True,
 )
 
 
-def indexer_loss_operator(*arguments) -> Tensor:
-    """Arguments as registered for jagged tensors; the rows' losses alone."""
-    return indexer_loss_jagged(*arguments)[0]
+def indexer_loss_operator(scores: Tensor, *arguments) -> Tensor:
+    """Arguments as registered for jagged tensors, `with_grad` left out; the rows' losses alone."""
+    return indexer_loss_jagged(scores, *arguments, torch.is_grad_enabled() and scores.requires_grad)[0]
 
 
-def padded_loss_operator(*arguments) -> Tensor:
-    """Arguments as registered for padded chunks; the rows' losses alone."""
-    return indexer_loss_padded(*arguments)[0]
+def padded_loss_operator(scores: Tensor, *arguments) -> Tensor:
+    """Arguments as registered for padded chunks, `with_grad` left out; the rows' losses alone."""
+    return indexer_loss_padded(scores, *arguments, torch.is_grad_enabled() and scores.requires_grad)[0]

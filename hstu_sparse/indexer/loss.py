@@ -1,139 +1,186 @@
-"""The index loss: its kernels, one program for each query.
+"""The index loss: its kernel, one program for each query.
 
 Letters: T tokens of the batch, B sequences, H heads, D query/key head size, K chosen tokens per query; in padded chunks
 C queries and S keys per sequence. A row is a query of either.
 
-Keys are gathered twice in the forward pass: heads are summed after each has been divided by its own normaliser, which
-the first walk over the chosen keys finds. Normalisers (one number for a head) are kept, so that the backward pass
-gathers once and nothing of size K but the gradient itself is ever written. Scores are kept in units of log 2.
+Heads are summed after each has been divided by its own normaliser, which is known when all chosen keys have been seen.
+Up to HELD blocks of them stay in registers as scores, and the keys are gathered once; where there are more, they are
+gathered twice. Chosen keys are the rows of the tensor cores' tile and heads its columns (padded to 16): so the sums
+over heads and the maxima over keys stay within a few threads. Scores are kept in units of log 2.
 """
 
 import triton
 import triton.language as tl
 
-from hstu_sparse.indexer.pairs import LN2, LOG2E, chosen_bias, chosen_tokens
+from hstu_sparse.indexer.pairs import LN2, LOG2E, chosen_bias, chosen_tokens, clamped_tokens, exp2, gather_rows, log2
 from hstu_sparse.tiles import load_rows
 
 
 @triton.jit
-def _row(q, k, begins, row, q_stride_b, q_stride_t, k_stride_b, offset, C, S, PADDED: tl.constexpr):
-    """(its queries, its sequence's first key, that key's token, its last visible position) of a row."""
-    if PADDED:
-        sequence, i = row // C, row % C
-        last = tl.minimum(offset + i, S - 1).to(tl.int32)
-        return q + sequence * q_stride_b + i * q_stride_t, k + sequence * k_stride_b, row * 0, last
-    else:
-        begin = tl.load(begins + row)
-        return q + row * q_stride_t, k, begin, (row - begin).to(tl.int32)
+def _attention(
+    query, keys, indices, start, row, begin, last, K, k_stride_t, scale, position, time, cells, timestamps,
+    query_timestamps, positions, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores of the attention [BLOCK, heads] of the slots from `start` on, not masked."""
+    s = clamped_tokens(indices, row, start, last, K, BLOCK)
+    chosen = gather_rows(keys, begin + s, k_stride_t, D, BD)
+    scores = tl.dot(chosen, query, input_precision=PRECISION) * (scale * LOG2E)
+    if (position is not None) or (time is not None):
+        bias, _ = chosen_bias(
+            s, s >= 0, row, begin, last, position, time, cells, timestamps, query_timestamps, positions
+        )
+        scores += (bias * LOG2E)[:, None]
+    return scores
 
 
 @triton.jit
-def _attention(
-    query, keys, s, visible, row, begin, t, k_stride_t, scale, position, time, cells, timestamps, query_timestamps,
-    positions, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Scores of the attention [heads, BLOCK] in units of log 2, -inf where masked."""
-    chosen = load_rows(keys, begin + s, k_stride_t, visible, D, BD)
-    scores = tl.dot(query, tl.trans(chosen), input_precision=PRECISION) * (scale * LOG2E)
-    if (position is not None) or (time is not None):
-        bias, _ = chosen_bias(s, visible, row, begin, t, position, time, cells, timestamps, query_timestamps, positions)
-        scores += (bias * LOG2E)[None, :]
-    return tl.where(visible[None, :], scores, float("-inf"))
+def _visible(indices, row, start, last, counts, K, BLOCK: tl.constexpr):
+    _, visible = chosen_tokens(indices, row, start, last, K, BLOCK)
+    return visible & counts
+
+
+@triton.jit
+def _masked(scores, visible):
+    return tl.where(visible[:, None], scores, float("-inf"))
 
 
 @triton.jit
 def _index_scores(scores, row, start, visible, K, BLOCK: tl.constexpr):
-    """The indexer's scores [BLOCK] in units of log 2, -inf where masked."""
+    """The indexer's scores of the BLOCK slots from `start` on, -inf where masked."""
     slot = start + tl.arange(0, BLOCK)
-    found = tl.load(scores + row * K + slot, mask=visible, other=0.0).to(tl.float32)
+    # Loaded without a look at `visible`, for which the load would have to wait.
+    found = tl.load(scores + row * K + slot, mask=slot < K, other=0.0).to(tl.float32)
     return tl.where(visible, found * LOG2E, float("-inf"))
 
 
+@triton.jit
+def _base(most):
+    """What to subtract from scores of which `most` is the greatest: where all are -inf a difference were no number."""
+    return tl.where(most == float("-inf"), 0.0, most)
+
+
+@triton.jit
+def _add_exponentials(most, total, values):
+    """(maxima, sums of exponentials below them) with more values: element by element, so that no step reduces."""
+    higher = tl.maximum(most, values)
+    base = _base(higher)
+    return higher, total * exp2(most - base) + exp2(values - base)
+
+
+@triton.jit
+def _logarithm(most, total):
+    """The logarithm of all sums of exponentials along the first axis; 0 where there is nothing."""
+    base = _base(tl.max(most, 0))
+    total = tl.sum(total * exp2(most - (base[None, :] if len(most.shape) == 2 else base)), 0)
+    return tl.where(total == 0.0, 0.0, base + tl.log2(total))
+
+
+@triton.jit
+def _finish(difference, row, start, p, pi, eps, K, BLOCK: tl.constexpr):
+    """The divergence of the BLOCK slots from `start` on; writes pi - p."""
+    slot = start + tl.arange(0, BLOCK)
+    if difference is not None:
+        tl.store(difference + row * K + slot, pi - p, mask=slot < K)
+    return tl.where(p == 0.0, 0.0, p * (log2(p + eps) - log2(pi + eps)))
+
+
 @triton.jit(do_not_specialize=["positions", "offset", "C", "S"])
-def index_loss_fwd_kernel(
-    scores, q, k, indices, begins, valid, loss, lse, index_lse,
+def index_loss_kernel(
+    scores, q, k, indices, begins, valid, loss, difference,
     position, time, cells, timestamps, query_timestamps, positions,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, offset, C, S, scale, eps, K,
-    H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
+    PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The loss of one row, and the log-sum-exps of its attention by head and of its index scores."""
-    row = tl.program_id(0).to(tl.int64)
-    if valid is not None:  # noqa: SIM102
-        if tl.load(valid + row) == 0:
-            tl.store(loss + row, 0.0)
-            return
-    queries, keys, begin, t = _row(q, k, begins, row, q_stride_b, q_stride_t, k_stride_b, offset, C, S, PADDED)
-    head = tl.arange(0, BH)
-    inside = head < H
-    query = load_rows(queries, head, q_stride_h, inside, D, BD)
-    most = tl.full([BH], float("-inf"), tl.float32)
-    total = tl.zeros([BH], tl.float32)
-    index_most = float("-inf")
-    index_total = 0.0
-    for start in range(0, K, BLOCK):
-        s, visible = chosen_tokens(indices, row, start, t, K, BLOCK)
-        attention = _attention(
-            query, keys, s, visible, row, begin, t, k_stride_t, scale, position, time, cells, timestamps,
-            query_timestamps, positions, D, BD, PRECISION,
-        )  # fmt: skip
-        higher = tl.maximum(most, tl.max(attention, 1))
-        # Where nothing has been seen yet the maximum is -inf, and a difference with it would not be a number.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp2(most - base) + tl.sum(tl.exp2(attention - base[:, None]), 1)
-        most = higher
-        index = _index_scores(scores, row, start, visible, K, BLOCK)
-        index_higher = tl.maximum(index_most, tl.max(index, 0))
-        index_base = tl.where(index_higher == float("-inf"), 0.0, index_higher)
-        index_total = index_total * tl.exp2(index_most - index_base) + tl.sum(tl.exp2(index - index_base), 0)
-        index_most = index_higher
-    logarithm = tl.where(total > 0.0, most + tl.log2(total), 0.0)
-    index_logarithm = tl.where(index_total > 0.0, index_most + tl.log2(index_total), 0.0)
-    tl.store(lse + row * H + head, logarithm, mask=inside)
-    tl.store(index_lse + row, index_logarithm)
-    # Rows past H weigh nothing in the mean.
-    logarithm = tl.where(inside, logarithm, float("inf"))
-    divergence = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, K, BLOCK):
-        s, visible = chosen_tokens(indices, row, start, t, K, BLOCK)
-        attention = _attention(
-            query, keys, s, visible, row, begin, t, k_stride_t, scale, position, time, cells, timestamps,
-            query_timestamps, positions, D, BD, PRECISION,
-        )  # fmt: skip
-        p = tl.sum(tl.exp2(attention - logarithm[:, None]), 0) / H
-        pi = tl.exp2(_index_scores(scores, row, start, visible, K, BLOCK) - index_logarithm)
-        divergence += tl.where(p > 0.0, p * (tl.log2(p + eps) - tl.log2(pi + eps)), 0.0)
-    tl.store(loss + row, tl.sum(divergence, 0) * LN2)
+    """The loss of one row and, if there is room for it, the gradient pi - p of its index scores, 0 where masked.
 
-
-@triton.jit(do_not_specialize=["positions", "offset", "C", "S"])
-def index_loss_bwd_kernel(
-    grad, scores, q, k, indices, begins, valid, lse, index_lse, dscores,
-    position, time, cells, timestamps, query_timestamps, positions,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, offset, C, S, scale, K,
-    H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The gradient of one row's index scores: grad * (pi - p), 0 where masked."""
+    HELD: blocks of scores that are kept, at least K / BLOCK; 0 for none.
+    """
     row = tl.program_id(0).to(tl.int64)
     counts = True
     if valid is not None:
         counts = tl.load(valid + row) != 0
-    queries, keys, begin, t = _row(q, k, begins, row, q_stride_b, q_stride_t, k_stride_b, offset, C, S, PADDED)
+    if PADDED:
+        sequence, i = row // C, row % C
+        last = tl.minimum(offset + i, S - 1).to(tl.int32)
+        queries, keys, begin = q + sequence * q_stride_b + i * q_stride_t, k + sequence * k_stride_b, row * 0
+    else:
+        begin = tl.load(begins + row)
+        queries, keys, last = q + row * q_stride_t, k, (row - begin).to(tl.int32)
     head = tl.arange(0, BH)
-    inside = (head < H) & counts
-    query = load_rows(queries, head, q_stride_h, inside, D, BD)
-    logarithm = tl.load(lse + row * H + head, mask=inside, other=float("inf"))
-    index_logarithm = tl.load(index_lse + row, mask=counts, other=0.0)
-    factor = tl.load(grad + row, mask=counts, other=0.0)
-    for start in range(0, K, BLOCK):
-        s, visible = chosen_tokens(indices, row, start, t, K, BLOCK)
-        visible = visible & counts
-        attention = _attention(
-            query, keys, s, visible, row, begin, t, k_stride_t, scale, position, time, cells, timestamps,
-            query_timestamps, positions, D, BD, PRECISION,
-        )  # fmt: skip
-        p = tl.sum(tl.exp2(attention - logarithm[:, None]), 0) / H
-        pi = tl.exp2(_index_scores(scores, row, start, visible, K, BLOCK) - index_logarithm)
-        slot = start + tl.arange(0, BLOCK)
-        tl.store(dscores + row * K + slot, factor * (pi - p), mask=slot < K)
+    inside = head < H
+    query = tl.trans(load_rows(queries, head, q_stride_h, inside, D, BD))
+    divergence = tl.zeros([BLOCK], tl.float32)
+    if HELD > 0:
+        held = ()
+        for _ in tl.static_range(HELD):
+            held += (tl.zeros([BLOCK, BH], tl.float32),)
+        for start in range(0, K, BLOCK):
+            attention = _attention(
+                query, keys, indices, start, row, begin, last, K, k_stride_t, scale, position, time, cells, timestamps,
+                query_timestamps, positions, D, BD, BLOCK, PRECISION,
+            )  # fmt: skip
+            # Each block to its own registers; by shifts the loop would not be pipelined.
+            kept = ()
+            for j in tl.static_range(HELD):
+                kept += (tl.where(start == j * BLOCK, attention, held[j]),)
+            held = kept
+        # Masks are applied here: the loop waits for nothing but the keys.
+        index = ()
+        masked = ()
+        for j in tl.static_range(HELD):
+            visible = _visible(indices, row, j * BLOCK, last, counts, K, BLOCK)
+            index += (_index_scores(scores, row, j * BLOCK, visible, K, BLOCK),)
+            masked += (_masked(held[j], visible),)
+        most = masked[0]
+        index_most = index[0]
+        for j in tl.static_range(1, HELD):
+            most = tl.maximum(most, masked[j])
+            index_most = tl.maximum(index_most, index[j])
+        base = _base(tl.max(most, 0))
+        index_base = _base(tl.max(index_most, 0))
+        weights = (exp2(masked[0] - base[None, :]),)
+        index_weights = (exp2(index[0] - index_base),)
+        total = weights[0]
+        index_total = index_weights[0]
+        for j in tl.static_range(1, HELD):
+            weights += (exp2(masked[j] - base[None, :]),)
+            index_weights += (exp2(index[j] - index_base),)
+            total += weights[j]
+            index_total += index_weights[j]
+        total = tl.sum(total, 0)
+        index_total = tl.sum(index_total, 0)
+        # Heads past H weigh nothing in the mean.
+        share = tl.where(inside & (total != 0.0), 1.0 / (total * H), 0.0)
+        index_share = tl.where(index_total == 0.0, 0.0, 1.0 / index_total)
+        for j in tl.static_range(HELD):
+            p = tl.sum(weights[j] * share[None, :], 1)
+            divergence += _finish(difference, row, j * BLOCK, p, index_weights[j] * index_share, eps, K, BLOCK)
+    else:
+        most = tl.full([BLOCK, BH], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK, BH], tl.float32)
+        index_most = tl.full([BLOCK], float("-inf"), tl.float32)
+        index_total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, K, BLOCK):
+            attention = _attention(
+                query, keys, indices, start, row, begin, last, K, k_stride_t, scale, position, time, cells, timestamps,
+                query_timestamps, positions, D, BD, BLOCK, PRECISION,
+            )  # fmt: skip
+            visible = _visible(indices, row, start, last, counts, K, BLOCK)
+            most, total = _add_exponentials(most, total, _masked(attention, visible))
+            index = _index_scores(scores, row, start, visible, K, BLOCK)
+            index_most, index_total = _add_exponentials(index_most, index_total, index)
+        logarithm = _logarithm(most, total)
+        logarithm = tl.where(inside, logarithm, float("inf"))
+        index_logarithm = _logarithm(index_most, index_total)
+        for start in range(0, K, BLOCK):
+            attention = _attention(
+                query, keys, indices, start, row, begin, last, K, k_stride_t, scale, position, time, cells, timestamps,
+                query_timestamps, positions, D, BD, BLOCK, PRECISION,
+            )  # fmt: skip
+            visible = _visible(indices, row, start, last, counts, K, BLOCK)
+            p = tl.sum(exp2(_masked(attention, visible) - logarithm[None, :]), 1) / H
+            index = _index_scores(scores, row, start, visible, K, BLOCK)
+            pi = exp2(index - index_logarithm)
+            divergence += _finish(difference, row, start, p, pi, eps, K, BLOCK)
+    tl.store(loss + row, tl.sum(divergence, 0) * LN2)

@@ -9,6 +9,7 @@ for none), the cells that find buckets, the tokens' times and N.
 import triton
 import triton.language as tl
 
+from hstu_sparse.tiles import COMPILED
 from hstu_sparse.time_buckets import bucket_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -25,6 +26,53 @@ def chosen_tokens(indices, row, start, last, K, BLOCK: tl.constexpr):
     s = tl.load(indices + row * K + slot, mask=slot < K, other=-1)
     visible = (s >= 0) & (s <= last)
     return tl.where(visible, s, 0).to(tl.int32), visible
+
+
+@triton.jit
+def clamped_tokens(indices, row, start, last, K, BLOCK: tl.constexpr):
+    """Positions int32 of BLOCK slots of a row from `start` on: some position up to `last` >= 0 where masked.
+
+    For gathers whose results are masked later: a mask costs them more instructions than all else.
+    """
+    slot = start + tl.arange(0, BLOCK)
+    s = tl.load(indices + row * K + slot, mask=slot < K, other=0)
+    if s.dtype == tl.int64:
+        return tl.minimum(s.to(tl.uint64), last.to(tl.uint64)).to(tl.int32)
+    else:
+        return tl.minimum(s.to(tl.uint32), last.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def gather_rows(base, rows, stride, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """`load_rows` of rows that are all there."""
+    columns = tl.arange(0, PADDED)
+    pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
+    if SIZE == PADDED:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=(columns < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def exp2(x):
+    """2^x in one instruction, 0 where that is below 2^-126; tl.exp2 takes three more for such numbers."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", constraints="=f,f", args=[x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def log2(x):
+    """The logarithm in one instruction and a multiplication, good to 2^-22, of numbers from 2^-126 on."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", constraints="=f,f", args=[x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
 
 
 @triton.jit

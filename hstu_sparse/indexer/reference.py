@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hstu_sparse.jagged import padded_index
+from hstu_sparse.jagged import masked_product, padded_index
 from hstu_sparse.relative_bias import RelativeBias, pair_bias
 
 
@@ -60,7 +60,8 @@ def sparse_attention_reference(
         2, slots.where(visible, n), logits.new_ones(slots.shape)
     )[:, None, :, :n]
     weights = masked_softmax(logits + times.clamp(min=1).log(), times > 0)
-    return padding.unpad((weights.to(v.dtype) @ padding.pad(v)[:, None]).transpose(1, 2))
+    out = masked_product(weights.to(v.dtype), padding.pad(v)[:, None], times == 0)
+    return padding.unpad(out.transpose(1, 2))
 
 
 def indexer_loss_reference(

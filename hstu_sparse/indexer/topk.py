@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.indexer.pairs import pair_bias
-from hstu_sparse.tiles import load_rows, locate
+from hstu_sparse.tiles import COMPILED, load_rows, locate
 
 
 @triton.jit
@@ -128,18 +128,29 @@ def _unordered(bits):
 
 @triton.jit
 def _cut(keys, low, high, count, least, most):
-    """The greatest number found that at least `least` keys reach, by bisection; it stops once at most `most` reach it.
+    """The greatest number found that at least `least` keys reach, by trisection; it stops once at most `most` reach it.
 
     low, high: bounds of the keys; count: how many reach `low`, at least `least` for a result that means something.
+    Fewer than 2^16 keys.
     """
     while (low < high) & (count > most):
-        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # rounded up, without overflow
-        reach = tl.sum((keys >= middle).to(tl.int32), 0)
-        if reach >= least:
-            low = middle
-            count = reach
+        # Two numbers in (low, high]; the width may exceed an int32.
+        width = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
+        step = (width + 2) // 3
+        first = low + step.to(tl.int32, bitcast=True)
+        second = first + tl.minimum(step, width - step).to(tl.int32, bitcast=True)
+        # Both counts in one sum: what takes long is that threads wait for each other.
+        both = tl.sum((keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16), 0)
+        reach_first, reach_second = both & 0xFFFF, both >> 16
+        if reach_second >= least:
+            low = second
+            count = reach_second
+        elif reach_first >= least:
+            low = first
+            count = reach_first
+            high = second - 1
         else:
-            high = middle - 1
+            high = first - 1
     return low
 
 
@@ -170,6 +181,18 @@ def lightning_indexer_threshold_kernel(
 
 
 @triton.jit
+def _reaches(scores, bar):
+    """1.0 where scores >= bar and 0.0 elsewhere, also for NaN."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "set.ge.f32.f32 $0, $1, $2;", constraints="=f,f,f", args=[scores, bar], dtype=tl.float32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        return (scores >= bar).to(tl.float32)
+
+
+@triton.jit
 def _collect(
     start, count, query, weight, threshold, above, limit, triangle, ones, iq, w, ik, mine, rows, inside, begin, length,
     t, position, time, cells, timestamps, query_timestamps, positions,
@@ -187,20 +210,25 @@ def _collect(
     )  # fmt: skip
     # Of several that equal the threshold, those after the first K candidates lose. Past its limit a row takes nothing.
     bar = tl.where(count > limit, float("inf"), tl.where(count >= K, above, threshold))
-    take = scores >= bar[:, None]
     if MASKED:
-        take = take & seen
-    # Sums along the rows as products of small numbers, exact in fp16: a scan would move the tile between threads.
-    taken = take.to(tl.float16)
-    rank = tl.dot(taken, triangle)
-    # Places as the low bits of numbers from 2^23 on: a conversion would take longer. -1 for those that are not taken.
-    # Triton moves `place` to the layout that it stores in, and what is computed from it is computed there only if each
-    # use begins with a conversion of its own: hence one to a signed and one to an unsigned integer.
-    first = (tl.arange(0, ROWS) * CAPACITY + count + 8388607).to(tl.float32)
-    place = tl.where(take, rank + first[:, None], -1.0).to(tl.int32, bitcast=True)
-    packed = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | s[None, :].to(tl.int64)
-    use = place.to(tl.uint32).to(tl.int64) < 2147483648
-    tl.store(mine + place.to(tl.int64), packed, mask=use)
+        scores = tl.where(seen, scores, float("nan"))
+    # Sums along the rows as products of small numbers, exact in fp16: a scan would move the tile between threads. Half
+    # of one on the triangle's diagonal says of each entry whether it is taken itself. With 2^22 added, the bits of a
+    # sum are twice the place in `mine` and that half: a conversion would take longer.
+    taken = _reaches(scores, bar[:, None]).to(tl.float16)
+    first = (tl.arange(0, ROWS) * CAPACITY + count).to(tl.float32) + 4194303.0
+    place = (tl.dot(taken, triangle) + first[:, None]).to(tl.uint32, bitcast=True)
+    # In one word with the column, and the score in the next, so that the tile may be handed to the store in any order.
+    # In an order of the store's own it would get there through shared memory, in many steps.
+    word = (place << 9) | tl.arange(0, BLOCK)[None, :].to(tl.uint32)
+    pair = (scores.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | word.to(tl.uint64)
+    pair = tl.reshape(pair, [ROWS * BLOCK], can_reorder=True)
+    word = pair.to(tl.uint32)
+    s = (word & 511).to(tl.int32) | start
+    packed = (pair >> 32 << 32) | s.to(tl.uint32).to(tl.uint64)
+    # In halves of an entry; one less, as the bit of those taken is set.
+    halves = mine.to(tl.pointer_type(tl.int32), bitcast=True) - 1 + (word >> 9).to(tl.uint64)
+    tl.store(halves.to(tl.pointer_type(tl.int64), bitcast=True), packed.to(tl.int64), mask=(word & 512) != 0)
     return count + tl.max(tl.dot(taken, ones), 1).to(tl.int32)
 
 
@@ -222,8 +250,7 @@ def lightning_indexer_collect_kernel(
     inside = t < length
     rows = begin + t
     row = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    # 2^23 comes off here, once, see `_collect`.
-    mine = candidates + (slot.to(tl.int64) * (ROWS * CAPACITY) - 0x4B000000)
+    mine = candidates + slot.to(tl.int64) * (ROWS * CAPACITY)
     threshold = tl.load(thresholds + row, mask=inside, other=float("inf"))
     above = tl.where(threshold == float("-inf"), threshold, _unordered(_ordered(threshold) + 1))
     # Where a whole block might not fit any more. There is room for all of CAPACITY tokens.
@@ -232,7 +259,7 @@ def lightning_indexer_collect_kernel(
         iq, w, rows, inside, 0, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS
     )
     step = tl.arange(0, BLOCK)
-    triangle = (step[:, None] <= step[None, :]).to(tl.float16)
+    triangle = (step[:, None] <= step[None, :]).to(tl.float16) + 0.5 * (step[:, None] == step[None, :]).to(tl.float16)
     ones = tl.full([BLOCK, 16], 1.0, tl.float16)
     count = tl.zeros([ROWS], tl.int32)
     whole = (tile * ROWS) // BLOCK * BLOCK

@@ -17,9 +17,9 @@ Every form takes, besides its own arguments,
     backend                "triton", "reference" or "auto": triton for CUDA tensors, reference for CPU tensors
 
 and returns the output of this rank's tokens in q's shape and dtype. Gradients flow to q, k and v, in their dtypes; sums
-over the ring are in fp32. All ranks have to call with the same shapes and options: the first call in a group compares
-them, each call with HSTU_SPARSE_DEBUG=1, and a difference raises ValueError on every rank; a rank that is lost raises
-RuntimeError, which names it, within the group's timeout.
+over the ring are in fp32. All ranks have to call with the same shapes and options: a group's first call with them
+compares them, each call with HSTU_SPARSE_DEBUG=1, and a difference raises ValueError on every rank; a rank that is lost
+raises RuntimeError, which names it, within the group's timeout.
 
 Source: Liu et al., Ring Attention (arXiv 2310.01889); the zigzag placement and the functions' forms: the
 ring-flash-attention project.

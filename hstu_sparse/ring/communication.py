@@ -3,11 +3,12 @@
 Letters: W processes of the group.
 
 In step i a process holds the block of the process i places before it. The next block is on its way, from the
-predecessor and to the successor, while the present one is at work. Gradients of a block travel behind it and gather
-what every process adds; after W steps they are home.
+predecessor and to the successor, while the present one is at work. Gradients of a block travel behind it, from step 1
+on, and gather what every process adds; its owner adds its own part last, when they are home.
 """
 
 import contextlib
+import json
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -84,24 +85,35 @@ class Ring:
                 current = pending.wait()
 
     def agree(self, what: str, mine: dict, *, always: bool = False) -> list[dict]:
-        """What every rank calls its own, after a check that all agree; only in a group's first call, unless `always`
-        or HSTU_SPARSE_DEBUG=1 asks for it in each.
+        """What every rank calls its own, after a check that all agree; only in a group's first call with this `mine`,
+        unless `always` or HSTU_SPARSE_DEBUG=1 asks for it in each.
 
-        what: names the function. mine: name -> a small object; those whose name begins with "own" may differ.
+        Goes by the process group's store, which knows who is late; neither gloo nor NCCL says.
+
+        what: names the function. mine: name -> what JSON can hold; those whose name begins with "own" may differ.
 
         Raises:
             ValueError: on every rank, naming one that differs.
+            RuntimeError: a rank did not come within the process group's timeout; it is named.
         """
         if self.world == 1:
             return [mine]
-        known = _agreed.setdefault(self.group, set())
-        if what in known and not (always or jagged.DEBUG):
+        calls, known = _agreed.setdefault(self.group, ({}, set()))
+        text = json.dumps(mine)
+        if (what, text) in known and not (always or jagged.DEBUG):
             return []
-        found: list[dict] = [{} for _ in range(self.world)]
-        try:
-            dist.all_gather_object(found, mine, self.group)
-        except RuntimeError as error:
-            raise RuntimeError(f"{what}: rank {dist.get_rank()} lost a rank of the group: {error}") from error
+        call = calls[what] = calls.get(what, 0) + 1
+        store = dist.PrefixStore(f"{self.group.group_name}/{what}", dist.distributed_c10d._get_default_store())
+        store.set(f"{call}/{self.rank}", text)
+        found = []
+        for rank in range(self.world):
+            try:
+                found.append(json.loads(store.get(f"{call}/{rank}")))
+            except RuntimeError as error:
+                late = dist.get_global_rank(self.group, rank)
+                raise RuntimeError(f"{what}: rank {dist.get_rank()} lost rank {late}: {error}") from error
+        # All have come to this call, and so have read those of the one before.
+        store.delete_key(f"{call - 1}/{self.rank}")
         for name in mine:
             if name.startswith("own"):
                 continue
@@ -111,7 +123,7 @@ class Ring:
                 if value != usual:
                     other = values.index(usual)
                     raise ValueError(f"{what}: rank {rank} has {name}={value}, rank {other} has {name}={usual}")
-        known.add(what)
+        known.add((what, text))
         return found
 
     def lost(self, peer: int | None, error: Exception) -> RuntimeError:
@@ -120,29 +132,33 @@ class Ring:
         return RuntimeError(f"ring attention: rank {dist.get_rank()} lost {ranks}: {error}")
 
 
-# Process group -> the functions in which its ranks have been found to agree.
+# Process group -> (function -> how often its ranks were compared, what they were found to agree in).
 _agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-class GradientRing:
-    """Gradients of the blocks, fp32 sums that follow them round. Used within a loop over `Ring.blocks`."""
+def backward_round(ring: Ring, tensors: Sequence[torch.Tensor], sizes: Sequence[int], add_dq, find_dkv):
+    """The backward pass of a ring: W rounds of dq and of the gradients of keys and values, which gather on their way.
 
-    def __init__(self, ring: Ring, sizes: Sequence[int]):
-        self.ring, self.sizes, self.pending = ring, sizes, None
+    The own block's dq covers the way of the first block, and the dq of a block the way of its other gradients.
 
-    def add(self, source: int, gradients: list[torch.Tensor]) -> None:
-        """What this process adds for the block of rank `source`, from which on the tensors belong to the ring."""
-        if self.pending is not None:
-            for mine, earlier in zip(gradients, self.pending.wait(), strict=True):
-                mine += earlier
-        self.result = gradients
-        if self.ring.world > 1:
-            size = self.sizes[(source - 1) % self.ring.world]
-            self.pending = self.ring.send_on(gradients, [(size, *x.shape[1:]) for x in gradients])
+    Args:
+        tensors, sizes: as for `Ring.blocks`.
+        add_dq: (rank whose block it is, its tensors) -> None.
+        find_dkv: (rank, tensors, sums so far or None) -> list of the sums, fp32 for fp16 and bf16. May write into those
+            that it is given.
 
-    def home(self) -> list[torch.Tensor]:
-        """The sums for the own block, after the loop."""
-        return self.result if self.pending is None else self.pending.wait()
+    Returns:
+        The sums of the own block.
+    """
+    pending = None
+    for source, block in ring.blocks(tensors, sizes):
+        if source != ring.rank:
+            found = find_dkv(source, block, None if pending is None else pending.wait())
+            size = sizes[(source - 1) % ring.world]
+            pending = ring.send_on(found, [(size, *x.shape[1:]) for x in found])
+            del found
+        add_dq(source, block)
+    return find_dkv(ring.rank, list(tensors), None if pending is None else pending.wait())
 
 
 def on(device: torch.device):

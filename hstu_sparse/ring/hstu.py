@@ -7,9 +7,9 @@ SiLU needs no normaliser, so the outputs of the blocks add; they do so in fp32.
 
 import torch
 
-from hstu_sparse.jagged import check_jagged
+from hstu_sparse.jagged import readable
 from hstu_sparse.relative_bias import RelativeBias, check_bias
-from hstu_sparse.ring.communication import GradientRing, Ring, on
+from hstu_sparse.ring.communication import Ring, backward_round, on
 from hstu_sparse.ring.hstu_reference import hstu_block
 from hstu_sparse.ring.plan import RingPlan, ring_plan
 from hstu_sparse.validation import (
@@ -74,7 +74,9 @@ def ring_hstu_attention(
         seq_offsets = torch.arange(2, device=getattr(positions, "device", None)) * tokens
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
     check_tensor("positions", positions, "T", sizes, dtype=INTEGER, device=q.device)
-    check_jagged(seq_offsets, max_seq_len, q=q)
+    if readable(positions) and ((positions < 0) | (positions >= max_seq_len)).any():
+        found = positions.aminmax()
+        raise ValueError(f"positions must be from 0 to N-1={max_seq_len - 1}, got {found.min} to {found.max}")
     check_int("window_size", window_size, 0)
     alpha = check_scale(alpha, sizes["D"])
     bias = check_bias(bias, max_seq_len, q.shape[0], q.device)
@@ -122,28 +124,46 @@ class RingHSTU(torch.autograd.Function):
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
         # Tables' gradients gather in fp32, or in fp64 for fp64 tables.
         sums = [None if x is None else torch.zeros(x.shape, dtype=_wide(x), device=x.device) for x in (position, time)]
-        travelling = GradientRing(ring, plan.tokens)
-        for source, (key, value, *rest) in ring.blocks(_payload(k, v, positions, timestamps), plan.tokens):
-            where = _where(plan, source, positions, rest[0])
-            times = (*rest[1:], query_timestamps if rest[1:] else None)
-            if backend == "triton":
-                from hstu_sparse.ring.hstu_launch import block_backward
 
-                with on(q.device):
-                    bias = RelativeBias(position, time, *times)
-                    dk, dv = block_backward(grad, q, key, value, *where, *options, bias, dq, *sums)
-            else:
+        def block_of(source, rest):
+            """Offsets and positions, and the timestamps, of queries and of a block's keys."""
+            return _where(plan, source, positions, rest[0]), (*rest[1:], query_timestamps if rest[1:] else None)
+
+        if backend == "triton":
+            from hstu_sparse.ring.hstu_launch import block_dkv, block_dq
+
+            def add_dq(source, block):
+                where, times = block_of(source, block[2:])
+                block_dq(grad, q, *block[:2], *where, *options, RelativeBias(position, time, *times), dq, *sums)
+
+            def find_dkv(source, block, found):
+                where, times = block_of(source, block[2:])
+                if found is None:
+                    found = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in block[:2]]
+                block_dkv(grad, q, *block[:2], *where, *options, RelativeBias(position, time, *times), *found)
+                return found
+
+        else:
+
+            def add_dq(source, block):
+                """Done with the other gradients."""
+
+            def find_dkv(source, block, found):
+                where, times = block_of(source, block[2:])
                 with torch.enable_grad():
-                    leaves = [x.detach().to(wide).requires_grad_() for x in (q, key, value)]
+                    leaves = [x.detach().to(wide).requires_grad_() for x in (q, *block[:2])]
                     tables = [None if x is None else x.detach().to(_wide(x)).requires_grad_() for x in (position, time)]
                     out = hstu_block(*leaves, *where, *options, RelativeBias(*tables, *times))
                     wanted = [*leaves, *(x for x in tables if x is not None)]
-                    more, dk, dv, *found = torch.autograd.grad(out, wanted, grad.to(out.dtype))
-                dq += more
-                for total, part in zip((x for x in sums if x is not None), found, strict=True):
+                    more, dk, dv, *parts = torch.autograd.grad(out, wanted, grad.to(out.dtype))
+                dq.add_(more)
+                for total, part in zip((x for x in sums if x is not None), parts, strict=True):
                     total += part
-            travelling.add(source, [dk, dv])
-        dk, dv = travelling.home()
+                return [dk, dv] if found is None else [dk + found[0], dv + found[1]]
+
+        with on(q.device):
+            payload = _payload(k, v, positions, timestamps)
+            dk, dv = backward_round(ring, payload, plan.tokens, add_dq, find_dkv)
         tables = (None if x is None else total.to(x.dtype) for total, x in zip(sums, (position, time)))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *tables, *[None] * 7
 

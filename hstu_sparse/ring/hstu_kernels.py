@@ -47,6 +47,14 @@ def _times(times, token, inside, time_table):
 
 
 @triton.jit
+def _own_tile(offsets, num_seqs, H: tl.constexpr, BLOCK: tl.constexpr):
+    """(head, sequence, tokens, which of them are the sequence's, whether any is) of the tile that a program owns."""
+    b, begin, length, tile = locate(offsets, tl.program_id(0) // H, num_seqs, BLOCK)
+    row = tile * BLOCK + tl.arange(0, BLOCK)
+    return tl.program_id(0) % H, b, begin + row, row < length, tile * BLOCK < length
+
+
+@triton.jit
 def _overlap(t, s, window_size, HAS_WINDOW: tl.constexpr):
     """Whether some query of a tile may see some key; t and s are vectors, with NO_QUERY and NO_KEY in them."""
     found = tl.min(s, 0) <= tl.max(t, 0)
@@ -74,13 +82,9 @@ def ring_hstu_fwd_kernel(
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
     """Adds to `out` (fp32) of BLOCK_M queries of one head."""
-    head = tl.program_id(0) % H
-    b, begin, length, tile = locate(q_offsets, tl.program_id(0) // H, num_seqs, BLOCK_M)
-    if tile * BLOCK_M >= length:
+    head, b, token, inside, some = _own_tile(q_offsets, num_seqs, H, BLOCK_M)
+    if not some:
         return
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = row < length
-    token = begin + row
     t = tl.load(q_positions + token, inside, NO_QUERY).to(tl.int32)
     q_time = _times(q_times, token, inside, time_table)[:, None]
     query = load_rows(q + head * q_stride_h, token, q_stride_t, inside, D, PAD_D)
@@ -115,13 +119,9 @@ def ring_hstu_bwd_dq_kernel(
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
     """Adds to `dq` (fp32) of BLOCK_M queries of one head, and to the tables' gradients (fp32)."""
-    head = tl.program_id(0) % H
-    b, begin, length, tile = locate(q_offsets, tl.program_id(0) // H, num_seqs, BLOCK_M)
-    if tile * BLOCK_M >= length:
+    head, b, token, inside, some = _own_tile(q_offsets, num_seqs, H, BLOCK_M)
+    if not some:
         return
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = row < length
-    token = begin + row
     t = tl.load(q_positions + token, inside, NO_QUERY).to(tl.int32)
     q_time = _times(q_times, token, inside, time_table)[:, None]
     query = load_rows(q + head * q_stride_h, token, q_stride_t, inside, D, PAD_D)
@@ -164,14 +164,10 @@ def ring_hstu_bwd_dkv_kernel(
     BUCKETS: tl.constexpr, HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv (fp32) of BLOCK_N keys of one head; tiles are transposed, keys x queries."""
-    head = tl.program_id(0) % H
-    b, begin, length, tile = locate(k_offsets, tl.program_id(0) // H, num_seqs, BLOCK_N)
-    if tile * BLOCK_N >= length:
+    """Adds to dk and dv (fp32) of BLOCK_N keys of one head; tiles are transposed, keys x queries."""
+    head, b, token, inside, some = _own_tile(k_offsets, num_seqs, H, BLOCK_N)
+    if not some:
         return
-    row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = row < length
-    token = begin + row
     s = tl.load(k_positions + token, inside, NO_KEY).to(tl.int32)
     k_time = _times(k_times, token, inside, time_table)[:, None]
     key = load_rows(k + head * k_stride_h, token, k_stride_t, inside, D, PAD_D)
@@ -198,6 +194,8 @@ def ring_hstu_bwd_dkv_kernel(
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
     target = dk + head * dk_stride_h + token[:, None] * dk_stride_t + d[None, :]
-    tl.store(target, acc_k * (alpha * inverse_n), inside[:, None] & (d < D_OUT)[None, :])
+    mask = inside[:, None] & (d < D_OUT)[None, :]
+    tl.store(target, tl.load(target, mask, 0.0) + acc_k * (alpha * inverse_n), mask)
     target = dv + head * dv_stride_h + token[:, None] * dv_stride_t + e[None, :]
-    tl.store(target, acc_v * inverse_n, inside[:, None] & (e < V_OUT)[None, :])
+    mask = inside[:, None] & (e < V_OUT)[None, :]
+    tl.store(target, tl.load(target, mask, 0.0) + acc_v * inverse_n, mask)

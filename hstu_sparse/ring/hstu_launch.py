@@ -64,21 +64,24 @@ def block_forward(q, k, v, *rest_and_out) -> None:
         )  # fmt: skip
 
 
-def block_backward(grad, q, k, v, *rest_and_sums) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds these keys' part to dq [T, H, D] fp32 and to the tables' gradients, fp32; returns (dk, dv), fp32.
+def block_dq(grad, q, k, v, *rest_and_sums) -> None:
+    """Adds these keys' part to dq [T, H, D] and to the tables' gradients, all fp32.
 
     Arguments: the output's gradient, those of `hstu_block`, bias, dq, the gradients of both tables or None.
     """
     *rest, bias, dq, position_grad, time_grad = rest_and_sums
-    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-    if not q.shape[0] or not k.shape[0]:
-        return dk, dv
-    given, config = [aligned(x) for x in (q, k, v, grad)], _config(q, v, bias, True)
-    sizes = {"D_OUT": q.shape[2]}
-    _launch(
-        ring_hstu_bwd_dq_kernel, q.shape[0], "BLOCK_M", [*given, dq], [position_grad, time_grad], *rest, bias, sizes,
-        config,
-    )  # fmt: skip
-    sizes["V_OUT"] = v.shape[2]
-    _launch(ring_hstu_bwd_dkv_kernel, k.shape[0], "BLOCK_N", [*given, dk, dv], [], *rest, bias, sizes, config)
-    return dk, dv
+    if q.shape[0] and k.shape[0]:
+        _launch(
+            ring_hstu_bwd_dq_kernel, q.shape[0], "BLOCK_M", [*(aligned(x) for x in (q, k, v, grad)), dq],
+            [position_grad, time_grad], *rest, bias, {"D_OUT": q.shape[2]}, _config(q, v, bias, True),
+        )  # fmt: skip
+
+
+def block_dkv(grad, q, k, v, *rest_and_sums) -> None:
+    """Adds to dk [S, H, D] and dv [S, H, V], fp32; arguments as `block_dq`, but these two behind bias."""
+    *rest, bias, dk, dv = rest_and_sums
+    if q.shape[0] and k.shape[0]:
+        _launch(
+            ring_hstu_bwd_dkv_kernel, k.shape[0], "BLOCK_N", [*(aligned(x) for x in (q, k, v, grad)), dk, dv], [],
+            *rest, bias, {"D_OUT": q.shape[2], "V_OUT": v.shape[2]}, _config(q, v, bias, True),
+        )  # fmt: skip

@@ -7,7 +7,7 @@ query/key and V value head size.
 import torch
 import torch.nn.functional as F
 
-from hstu_sparse.jagged import padded_index, sequence_ids
+from hstu_sparse.jagged import masked_product, padded_index, sequence_ids
 from hstu_sparse.relative_bias import RelativeBias, pair_bias
 
 
@@ -40,7 +40,8 @@ def hstu_block(
         if bias.time is not None:
             asked, seen = pad(bias.query_timestamps, q_index)[:, :, None], pad(bias.timestamps, k_index)[:, None, :]
         scores = scores + pair_bias(bias, distance, asked, seen)[:, None]
-    out = F.silu(scores).masked_fill(~visible[:, None], 0).to(v.dtype) @ (values / max_seq_len)
+    hidden = ~visible[:, None]
+    out = masked_product(F.silu(scores).masked_fill(hidden, 0).to(v.dtype), values / max_seq_len, hidden)
     owner = sequence_ids(q_offsets, q.shape[0])
     row = torch.arange(q.shape[0], device=q.device) - q_offsets[:-1].long()[owner]
     return out.transpose(1, 2)[owner, row]

@@ -8,7 +8,7 @@ steps of the ring too: rounding to 16 bits after each step is what makes other r
 
 import torch
 
-from hstu_sparse.ring.communication import GradientRing, Ring, on
+from hstu_sparse.ring.communication import Ring, backward_round, on
 from hstu_sparse.ring.flash import reference
 from hstu_sparse.ring.flash.problem import Options
 from hstu_sparse.ring.plan import RingPlan
@@ -46,23 +46,36 @@ class RingSoftmax(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         ring, plan, options, backend = ctx.rest
         dq = torch.empty(q.shape, dtype=lse.dtype, device=q.device)
-        gradients, rows = GradientRing(ring, plan.tokens), None
         with on(q.device):
             if backend == "reference":
                 dq.zero_()
                 delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
-            for step, (source, (key, value)) in enumerate(ring.blocks([k, v], plan.tokens)):
-                layout = plan.layout(source)
-                if backend == "reference":
-                    dk, dv = reference.backward_step(grad, q, key, value, layout, options, lse, delta, dq)
-                else:
-                    launch = _launch(q, key, value, layout, options)
-                    rows = launch.rows(out, grad, lse) if rows is None else rows
-                    dk, dv = (torch.empty(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))
-                    launch.dkv(grad, rows, dk, dv)
-                    launch.dq(grad, rows, dq, add=step > 0)
-                gradients.add(source, [dk, dv])
-        dk, dv = gradients.home()
+
+                def add_dq(source, block):
+                    """Done with the other gradients."""
+
+                def find_dkv(source, block, sums):
+                    given = *block, plan.layout(source), options
+                    found = reference.backward_step(grad, q, *given, lse, delta, dq)
+                    return found if sums is None else [x + y for x, y in zip(found, sums, strict=True)]
+
+            else:
+                rows = _launch(q, k, v, plan.layout(ring.rank), options).rows(out, grad, lse)
+
+                def add_dq(source, block):
+                    launch = _launch(q, *block, plan.layout(source), options)
+                    launch.dq(grad, rows, dq, add=source != ring.rank)
+
+                def find_dkv(source, block, sums):
+                    launch = _launch(q, *block, plan.layout(source), options)
+                    dtype = block[0].dtype if source == ring.rank else lse.dtype
+                    found = sums
+                    if sums is None or source == ring.rank:
+                        found = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in block]
+                    launch.dkv(grad, rows, *found, sums=sums)
+                    return found
+
+            dk, dv = backward_round(ring, [k, v], plan.tokens, add_dq, find_dkv)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 

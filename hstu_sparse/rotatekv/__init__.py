@@ -1,4 +1,7 @@
+"""RotateKV: a rotated, low-bit, optionally pruned cache of keys and values."""
+
 from hstu_sparse.rotatekv.api import (
+    RotateKVCache,
     calibrate,
     hadamard_transform,
     mustafar_attention_with_rope,
@@ -8,7 +11,6 @@ from hstu_sparse.rotatekv.api import (
     rotatekv_decompress,
     rotatekv_round_trip,
 )
-from hstu_sparse.rotatekv.cache import RotateKVCache
 
 __all__ = [
     "RotateKVCache",

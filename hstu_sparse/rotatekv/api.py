@@ -6,13 +6,15 @@ a head group (head_group).
 Source: RotateKV (IJCAI 2025, arXiv 2501.16383), Mustafar (arXiv 2505.22913).
 """
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
-from hstu_sparse.jagged import check_jagged, sequence_ids
+from hstu_sparse.jagged import check_jagged, readable, sequence_ids
 from hstu_sparse.relative_bias import RelativeBias, check_bias
-from hstu_sparse.rotatekv import reference
-from hstu_sparse.rotatekv.cache import RotateKVCache
+from hstu_sparse.rotatekv import files, reference
+from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
 from hstu_sparse.validation import FLOATING_DTYPES, check_int, check_number, check_scale, check_tensor, choose_backend
 
@@ -99,6 +101,70 @@ def _check_order(channel_order: Tensor | None, layout: Layout, device: torch.dev
     return channel_order.contiguous()
 
 
+class RotateKVCache(PackedCache):
+    """Keys and values of B sequences at a few bits each; made by `rotatekv_compress`."""
+
+    @staticmethod
+    def check(heads: int, head_size: int, **options) -> None:
+        """Whether keys of H heads of D can be cached so; TypeError or ValueError with what is wrong.
+
+        options: `bits`, `head_group`, `quant_group`, `sparsity`, `sink_tokens` of `rotatekv_compress`.
+        """
+        Layout(RotateKVOptions(**options), heads, head_size, 1)
+
+    @torch.no_grad()
+    def append(self, k: Tensor, v: Tensor, seq_offsets: Tensor, *, backend: str = "auto") -> Self:
+        """Adds new tokens at the end of the sequences, in place; what is packed stays as it is, bit for bit.
+
+        Args:
+            k: [T', H, D] new keys, of the dtype that the cache was made of; v: [T', H, V].
+            seq_offsets: [B+1], the new tokens of each sequence (which may be none).
+            backend: as `rotatekv_compress`.
+
+        Returns:
+            The cache itself. Waits for the device once, to learn how many pages it needs.
+        """
+        sizes = _check_kv(k, v, seq_offsets)
+        layout = self.layout
+        expected = {"H": layout.heads, "D": layout.head_size, "V": layout.value_size}
+        for letter, size in expected.items():
+            if sizes[letter] != size:
+                raise ValueError(f"the cache has {letter}={size}, got keys and values with {letter}={sizes[letter]}")
+        if k.dtype != self.dtype or k.device != self.device:
+            raise TypeError(f"the cache is of {self.dtype} on {self.device}, got {k.dtype} on {k.device}")
+        if seq_offsets.shape[0] != self.num_sequences + 1:
+            raise ValueError(f"seq_offsets must be [B+1={self.num_sequences + 1}], got {list(seq_offsets.shape)}")
+        chosen = choose_backend(backend, k, "rotatekv_compress")
+        if chosen == "triton":
+            from hstu_sparse.rotatekv.launchers import check_compress
+
+            check_compress(k, layout)
+        old_offsets = self.seq_offsets
+        self.grow(seq_offsets.diff().long())
+        if chosen == "triton":
+            from hstu_sparse.rotatekv.launchers import compress
+
+            compress(self, k, v, seq_offsets, old_offsets)
+            return self
+        sequence = torch.repeat_interleave(seq_offsets.diff())
+        position = torch.arange(len(sequence), device=k.device) - (seq_offsets[:-1] - old_offsets.diff())[sequence]
+        sinks = position < layout.options.sink_tokens
+        self.sink_k[sequence[sinks], position[sinks]] = k[sinks]
+        self.sink_v[sequence[sinks], position[sinks]] = v[sinks]
+        codes = reference.encode(k[~sinks], v[~sinks], layout, self.channel_order)
+        reference.write(self, *codes, *self.place(sequence[~sinks], position[~sinks]))
+        return self
+
+    def save(self, path) -> None:
+        """Writes the cache to one safetensors file, which appears whole or not at all."""
+        files.save(self, path)
+
+    @classmethod
+    def load(cls, path, device: torch.device | str = "cpu") -> Self:
+        """Reads what `save` wrote; ValueError, in one line, for a file that is missing, damaged or something else."""
+        return files.load(cls, path).to(device)
+
+
 def rotatekv_compress(
     k: Tensor,
     v: Tensor,
@@ -143,42 +209,7 @@ def rotatekv_compress(
     layout = Layout(options, sizes["H"], sizes["D"], sizes["V"])
     order = _check_order(channel_order, layout, k.device)
     cache = RotateKVCache.empty(layout, seq_offsets.shape[0] - 1, k.dtype, k.device, order)
-    append(cache, k, v, seq_offsets, backend)
-    return cache
-
-
-@torch.no_grad()
-def append(cache: RotateKVCache, k: Tensor, v: Tensor, seq_offsets: Tensor, backend: str) -> None:
-    """`RotateKVCache.append`."""
-    sizes = _check_kv(k, v, seq_offsets)
-    layout = cache.layout
-    expected = {"H": layout.heads, "D": layout.head_size, "V": layout.value_size}
-    for letter, size in expected.items():
-        if sizes[letter] != size:
-            raise ValueError(f"the cache has {letter}={size}, got keys and values with {letter}={sizes[letter]}")
-    if k.dtype != cache.dtype or k.device != cache.device:
-        raise TypeError(f"the cache is of {cache.dtype} on {cache.device}, got {k.dtype} on {k.device}")
-    if seq_offsets.shape[0] != cache.num_sequences + 1:
-        raise ValueError(f"seq_offsets must be [B+1={cache.num_sequences + 1}], got {list(seq_offsets.shape)}")
-    chosen = choose_backend(backend, k, "rotatekv_compress")
-    if chosen == "triton":
-        from hstu_sparse.rotatekv.launchers import check_compress
-
-        check_compress(k, layout)
-    old_offsets = cache.seq_offsets
-    cache.grow(seq_offsets.diff().long())
-    if chosen == "triton":
-        from hstu_sparse.rotatekv.launchers import compress
-
-        compress(cache, k, v, seq_offsets, old_offsets)
-        return
-    sequence = torch.repeat_interleave(seq_offsets.diff())
-    position = torch.arange(len(sequence), device=k.device) - (seq_offsets[:-1] - old_offsets.diff())[sequence]
-    sinks = position < layout.options.sink_tokens
-    cache.sink_k[sequence[sinks], position[sinks]] = k[sinks]
-    cache.sink_v[sequence[sinks], position[sinks]] = v[sinks]
-    codes = reference.encode(k[~sinks], v[~sinks], layout, cache.channel_order)
-    reference.write(cache, *codes, *cache.place(sequence[~sinks], position[~sinks]))
+    return cache.append(k, v, seq_offsets, backend=backend)
 
 
 @torch.no_grad()
@@ -271,7 +302,10 @@ def rotatekv_attention(
         TypeError, ValueError: what was expected and what came.
     """
     _check_cache(cache)
+    check_jagged(cache.seq_offsets, max_seq_len)
     tokens = bias.timestamps.shape[0] if isinstance(bias, RelativeBias) and bias.timestamps is not None else 0
+    if tokens and readable(cache.seq_offsets):
+        tokens = int(cache.seq_offsets[-1])
     sizes = {"H": cache.layout.heads, "D": cache.layout.head_size}
     call = _check_attention(
         q, q_offsets, sizes, tokens, cache.seq_offsets, max_seq_len, activation, alpha, bias, rope_base, return_lse

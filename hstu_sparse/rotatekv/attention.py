@@ -169,15 +169,15 @@ def rotatekv_attention_fwd_kernel(
     K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr,
     KEPT_WORDS: tl.constexpr, V_BLOCK: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
     V_GROUPS: tl.constexpr, SPARSE: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr, OFFSET: tl.constexpr,
-    PACKED: tl.constexpr, PLAIN: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
+    PACKED: tl.constexpr, PLAIN: tl.constexpr, SINKS: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, KEYS_BACK: tl.constexpr, SCALED_WEIGHTS: tl.constexpr,
     HEADS: tl.constexpr, BQ: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr, P_PAD: tl.constexpr,
     OUT_V: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """One part of one tile of queries; out and lse: [SPLITS, Tq, H, ...], or the final ones where SPLITS is 1.
 
-    PLAIN: the first S tokens of a sequence (all, without PACKED) come from plain_k and plain_v; with PACKED these are
-    the sinks, [B, S, H, ...], else [T, H, ...].
+    PLAIN: tokens that come from plain_k and plain_v: with SINKS the first S of a sequence, [B, S, H, ...], else all,
+    [T, H, ...]. PACKED: tokens that come from the pages.
     """
     C: tl.constexpr = D * G
     CV: tl.constexpr = V * G
@@ -221,7 +221,7 @@ def rotatekv_attention_fwd_kernel(
     if PLAIN:
         HALVES: tl.constexpr = 2 if ROPE else 1
         WIDTH: tl.constexpr = D // HALVES
-        plain = tl.minimum(S, length) if PACKED else length
+        plain = tl.minimum(S, length) if SINKS else length
         tiles = (plain + R - 1) // R
         per = (tiles + SPLITS - 1) // SPLITS
         place = tl.arange(0, P_PAD)
@@ -229,9 +229,9 @@ def rotatekv_attention_fwd_kernel(
             q, query, head, real, group, first_channel, length, near, far, q_stride_t, q_stride_h, G, D, WIDTH,
             P_PAD, HEADS * HALVES, ROPE,
         )  # fmt: skip
-        row_begin = b.to(tl.int64) * S if PACKED else begin
+        row_begin = b.to(tl.int64) * S if SINKS else begin
         # Sinks are few: copies in flight would take more shared memory than they save time.
-        for tile in tl.range(split * per, tl.minimum(tiles, split * per + per), num_stages=1 if PACKED else None):
+        for tile in tl.range(split * per, tl.minimum(tiles, split * per + per), num_stages=1 if SINKS else None):
             position = tile * R + tl.arange(0, R)
             inside = position < plain
             scores = tl.zeros([R, COLUMNS], tl.float32)
@@ -348,9 +348,9 @@ def rotatekv_attention_fwd_kernel(
 
     greatest, total = state
     row = split * Tq.to(tl.int64) + query
-    divisor = tl.where(total > 0.0, total, 1.0) if SOFTMAX else tl.full([COLUMNS], 1.0, tl.float32)
+    divisor = tl.where(total == 0.0, 1.0, total) if SOFTMAX else tl.full([COLUMNS], 1.0, tl.float32)
     if LSE:
-        tl.store(lse + row * (HG * G) + head, tl.where(total > 0.0, greatest + tl.log(divisor), float("-inf")), real)
+        tl.store(lse + row * (HG * G) + head, tl.where(total == 0.0, float("-inf"), greatest + tl.log(divisor)), real)
     for i in tl.static_range(OUT_V):
         channel = (first_v + i) * V_BLOCK + tl.arange(0, V_BLOCK)
         x = sums[i]
@@ -389,8 +389,8 @@ def rotatekv_attention_merge_kernel(
         else:
             total += x
     if SOFTMAX:
-        divisor = tl.where(weight > 0.0, weight, 1.0)
+        divisor = tl.where(weight == 0.0, 1.0, weight)
         total = total / divisor[:, None]
         if LSE:
-            tl.store(lse + row, tl.where(weight > 0.0, greatest + tl.log(divisor), float("-inf")), real)
+            tl.store(lse + row, tl.where(weight == 0.0, float("-inf"), greatest + tl.log(divisor)), real)
     tl.store(out + row[:, None] * V + column, total.to(out.dtype.element_ty), inside)

@@ -1,10 +1,11 @@
-"""`RotateKVCache`: the packed keys and values of B sequences, that grow.
+"""What a `RotateKVCache` holds: the packed keys and values of B sequences, and where they lie.
 
 Letters: T cached tokens, B sequences, H heads, D query/key and V value head size, HG head groups, P pages, S sink
 tokens. Sizes of the packed tensors: `layout.Layout.shapes`.
 """
 
 import dataclasses
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ DTYPES = {"codes": torch.int32, "scales": torch.float16, "zeros": torch.float16,
 
 
 @dataclasses.dataclass(eq=False)
-class RotateKVCache:
-    """Keys and values of B sequences at a few bits each; made by `rotatekv_compress`.
+class PackedCache:
+    """Keys and values of B sequences at a few bits each.
 
     options          how it was compressed
     layout           the sizes that follow from them
@@ -44,7 +45,7 @@ class RotateKVCache:
     @classmethod
     def empty(
         cls, layout: Layout, sequences: int, dtype: torch.dtype, device: torch.device, channel_order: Tensor | None
-    ) -> "RotateKVCache":
+    ) -> Self:
         """A cache of `sequences` sequences without a token."""
         sinks = (sequences, layout.options.sink_tokens, layout.heads)
         return cls(
@@ -63,14 +64,6 @@ class RotateKVCache:
             used_pages=0,
         )
 
-    @staticmethod
-    def check(heads: int, head_size: int, **options) -> None:
-        """Whether keys of H heads of D can be cached so; TypeError or ValueError with what is wrong.
-
-        options: `bits`, `head_group`, `quant_group`, `sparsity`, `sink_tokens` of `rotatekv_compress`.
-        """
-        Layout(RotateKVOptions(**options), heads, head_size, 1)
-
     @property
     def options(self) -> RotateKVOptions:
         return self.layout.options
@@ -86,7 +79,7 @@ class RotateKVCache:
     def __getattr__(self, name: str) -> Tensor:
         if name in PACKED and "packed" in self.__dict__ and name in self.packed:
             return self.packed[name]
-        raise AttributeError(f"RotateKVCache has no {name}")
+        raise AttributeError(f"{type(self).__name__} has no {name}")
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the cache by name, the packed ones cut to the pages in use."""
@@ -103,7 +96,7 @@ class RotateKVCache:
         """
         return sum(x.numel() * x.element_size() for x in self.tensors().values())
 
-    def to(self, device: torch.device | str) -> "RotateKVCache":
+    def to(self, device: torch.device | str) -> Self:
         """The cache on another device (itself if it is there already)."""
         device = torch.device(device)
         if self.seq_offsets.to(device).device == self.device:
@@ -115,35 +108,6 @@ class RotateKVCache:
         }
         packed = {name: x[: self.used_pages].to(device) for name, x in self.packed.items()}
         return dataclasses.replace(self, packed=packed, **moved)
-
-    def append(self, k: Tensor, v: Tensor, seq_offsets: Tensor, *, backend: str = "auto") -> "RotateKVCache":
-        """Adds new tokens at the end of the sequences, in place; what is packed stays as it is, bit for bit.
-
-        Args:
-            k: [T', H, D] new keys, of the dtype that the cache was made of; v: [T', H, V].
-            seq_offsets: [B+1], the new tokens of each sequence (which may be none).
-            backend: as `rotatekv_compress`.
-
-        Returns:
-            The cache itself. Waits for the device once, to learn how many pages it needs.
-        """
-        from hstu_sparse.rotatekv.api import append
-
-        append(self, k, v, seq_offsets, backend)
-        return self
-
-    def save(self, path) -> None:
-        """Writes the cache to one safetensors file, which appears whole or not at all."""
-        from hstu_sparse.rotatekv.files import save
-
-        save(self, path)
-
-    @classmethod
-    def load(cls, path, device: torch.device | str = "cpu") -> "RotateKVCache":
-        """Reads what `save` wrote; ValueError, in one line, for a file that is missing, damaged or something else."""
-        from hstu_sparse.rotatekv.files import load
-
-        return load(path).to(device)
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """(sequence, position in it) of every cached token: [T] int64 each. Waits for the device."""

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hstu_sparse.rotatekv.cache import DTYPES, PACKED, RotateKVCache
+from hstu_sparse.rotatekv.cache import DTYPES, PACKED, PackedCache
 from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
 
 FORMAT = "hstu_sparse.rotatekv.1"
 INDEX = ("seq_offsets", "page_offsets", "page_table")
 
 
-def save(cache: RotateKVCache, path) -> None:
+def save(cache: PackedCache, path) -> None:
     from safetensors.torch import save as to_bytes
 
     path = Path(path)
@@ -42,7 +42,8 @@ def save(cache: RotateKVCache, path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def load(path) -> RotateKVCache:
+def load(kind: type[PackedCache], path) -> PackedCache:
+    """A cache of the class `kind`."""
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
@@ -55,13 +56,13 @@ def load(path) -> RotateKVCache:
         text = metadata.get("facts", "")
         if metadata.get("sha256") != _checksum(text, tensors):
             raise ValueError("damaged (its checksum differs from the one it was written with)")
-        return _build(json.loads(text), tensors)
+        return _build(kind, json.loads(text), tensors)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = "not found" if isinstance(error, FileNotFoundError) else str(error) or type(error).__name__
         raise ValueError(f"{path}: {reason}".splitlines()[0]) from None
 
 
-def _build(facts: dict, tensors: dict[str, Tensor]) -> RotateKVCache:
+def _build(kind: type[PackedCache], facts: dict, tensors: dict[str, Tensor]) -> PackedCache:
     layout = Layout(RotateKVOptions(**facts["options"]), facts["heads"], facts["head_size"], facts["value_size"])
     dtype, pages = getattr(torch, facts["dtype"]), facts["used_pages"]
     sequences = tensors["seq_offsets"].shape[0] - 1
@@ -83,7 +84,7 @@ def _build(facts: dict, tensors: dict[str, Tensor]) -> RotateKVCache:
         if tuple(x.shape) != tuple(shape) or x.dtype != wanted:
             raise ValueError(f"{name} must be {list(shape)} {wanted}, got {list(x.shape)} {x.dtype}")
     _check_index(layout, tensors, pages)
-    empty = RotateKVCache.empty(layout, sequences, dtype, torch.device("cpu"), order)
+    empty = kind.empty(layout, sequences, dtype, torch.device("cpu"), order)
     empty.packed = {name: tensors[name] for name in PACKED if name in tensors}
     for name in (*INDEX, "sink_k", "sink_v"):
         if name in tensors:

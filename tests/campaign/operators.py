@@ -1,7 +1,7 @@
 """Operators: arguments of another type, shape, dtype, device or value, and jagged batches that are none.
 
-Each operator has a valid call, in keywords; a case changes some of them. Values of offsets are checked under the debug
-switch, which is on here; without it they are not, as documented, and what a wrong one does is open.
+Each operator has a valid call, in keywords; a case changes some of them. On a CPU, as here, values of offsets,
+candidates, positions and ids are checked in every call; on a GPU, where that would wait, under the debug switch alone.
 
 Letters: T tokens, B sequences, N max_seq_len, H heads, D query/key and V value head size.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import hstu_sparse
-from hstu_sparse import RelativeBias, jagged
+from hstu_sparse import RelativeBias
 from tests.campaign.harness import ERROR, WORKS, Case
 
 T, H, D, V, N = 9, 2, 8, 5, 6
@@ -70,7 +70,6 @@ BAD_OFFSETS = {
     "empty": offsets[:0],
     "2-d": offsets[None],
 }
-# Refused with HSTU_SPARSE_DEBUG.
 WRONG_OFFSETS = {
     "fall": [0, 6, 4, 9],
     "end before T": [0, 4, 4, 7],
@@ -126,8 +125,7 @@ SPECIFIC: list[tuple[str, dict]] = [
 ]  # fmt: skip
 
 
-def call(operator: str, changes: dict, debug: bool = True) -> int:
-    jagged.DEBUG = debug
+def call(operator: str, changes: dict) -> int:
     try:
         out = getattr(hstu_sparse, operator)(**VALID[operator] | changes)
     except (TypeError, ValueError) as error:
@@ -161,14 +159,14 @@ def _changes() -> Iterator[tuple[str, str, dict, str]]:
             for what, value in BAD_OFFSETS.items():
                 yield operator, f"seq_offsets: {what}", {"seq_offsets": value}, ERROR
             for what, values in WRONG_OFFSETS.items():
-                yield operator, f"seq_offsets {what}, debug", {"seq_offsets": torch.tensor(values)}, ERROR
+                yield operator, f"seq_offsets {what}", {"seq_offsets": torch.tensor(values)}, ERROR
             yield operator, "int32 offsets", {"seq_offsets": offsets.int()}, WORKS
         for name in ("k", "v"):
             if name in valid and "q" in valid:
                 yield operator, f"{name} of other T", {name: valid[name][:5]}, ERROR
                 yield operator, f"{name} of fp64", {name: valid[name].double()}, ERROR
         if "max_seq_len" in valid:
-            yield operator, "a sequence longer than N, debug", {"seq_offsets": torch.tensor([0, 9, 9, 9])}, ERROR
+            yield operator, "a sequence longer than N", {"seq_offsets": torch.tensor([0, 9, 9, 9])}, ERROR
         for name, values in NUMBERS.items():
             known = name in inspect.signature(getattr(hstu_sparse, operator)).parameters
             for value in values if known else ():

@@ -3,6 +3,8 @@
 A module has
     draw(random, small) -> dict       a random case as literals: the keywords of `check` but `device`. small: for the
                                       interpreter (fp32, about a hundred tokens), else for a GPU, every dtype and size.
+    reference_bytes(**case) -> int    about what the reference in fp64, with its gradients, takes: a case that asks for
+                                      over MOST_BYTES is not tried, since the campaign's processes share a GPU.
     check(device, **case) -> None     asserts that kernels and reference agree on it, forward and every gradient.
     launches() -> list[Launches]      calls whose kernels test_compile_*.py compile ahead of time.
 """
@@ -12,6 +14,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import NamedTuple
 
+MOST_BYTES = 2 * 1024**3
 NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
@@ -23,6 +26,13 @@ class Launches(NamedTuple):
     # Bytes of stack and spills a thread may have; of a kernel (by name), where only that one has any.
     local_bytes: int | dict[str, int] = 0
     architectures: tuple[int, ...] = (80, 90, 100, 120)
+
+
+def draw(module, random, small: bool) -> dict:
+    """A case of an operator's module that the machine has room for."""
+    while module.reference_bytes(**(case := module.draw(random, small))) > MOST_BYTES:
+        pass
+    return case
 
 
 def operator(name: str):

@@ -62,6 +62,11 @@ def draw(random, small):
     )
 
 
+def reference_bytes(*, lengths, heads, head_size, value_size, block_size, **_):
+    padded = max([1, *lengths]) + block_size
+    return 96 * heads * (len(lengths) * padded**2 + sum(lengths) * (2 * head_size + value_size))
+
+
 def check(
     device, *, lengths, max_seq_len, heads, head_size, value_size, dtype, block_size, block_counts, window_size,
     selection_group, contiguous=True, deterministic=False, position=False, buckets=None, table_dtype="float32",
@@ -168,7 +173,7 @@ def check_choice(indices, inputs, offsets, shape, alpha, times=None):
 
 
 def launches():
-    from hstu_sparse.bsa import launch
+    from hstu_sparse.bsa import launch, plan
 
     def case(
         group, architectures, dtype=torch.bfloat16, size=128, block_size=64, window=0, deterministic=False, bias=False
@@ -177,9 +182,10 @@ def launches():
             q, grad = (torch.zeros(256, 2, size, dtype=dtype) for _ in range(2))
             gate, offsets = torch.zeros(256, 2, dtype=dtype), torch.tensor([0, 256])
             times = torch.zeros(256, dtype=torch.int64)
-            tables = (torch.zeros(256), torch.zeros(129), times, times) if bias else (None,) * 4
+            tables = RelativeBias(torch.zeros(256), torch.zeros(129), times, times) if bias else RelativeBias()
+            made = plan.make_plan(plan.purpose_of(256, offsets, block_size, tables), offsets, tables)
             options = (block_size, 16, window, group, 0.1, deterministic)
-            given = (q, q, q, offsets, 256, gate, gate, gate if window else None, *tables, *options)
+            given = (q, q, q, offsets, 256, gate, gate, gate if window else None, *tables[:2], list(made[1:]), *options)
             torch.use_deterministic_algorithms(deterministic)
             out = launch.launch_forward(*given)
             launch.launch_backward(grad, *given, *out[1:])

@@ -34,6 +34,12 @@ def draw(random, small):
     )
 
 
+def reference_bytes(*, tokens, items, size, sampled, num_negatives, **_):
+    gathered = size if sampled == "per token" else 1
+    scores = tokens * (items if sampled == "no" else num_negatives * gathered)
+    return 96 * (scores + (tokens + items) * size)
+
+
 def problem(device, *, tokens, items, size, sampled, num_negatives, corrected, normalize, temperature, learned,
             smoothing, ignored, ids, strided, dtype, seed):  # fmt: skip
     """(tensors with gradients, the other arguments of catalogue_loss)."""
@@ -91,29 +97,47 @@ def launches():
     # fp32 (three products, operands split in registers).
     spills = {f"catalogue_loss_bwd_{part}_kernel": 1500 for part in ("dout", "ditems")}
     # A number or two on some architectures and compilers.
-    spills |= {f"catalogue_loss_{part}_kernel": 16 for part in ("fwd", "sampled_fwd", "sampled_bwd_dout")}
+    spills |= {
+        f"catalogue_loss_{part}_kernel": 16
+        for part in ("fwd", "mark", "sampled_fwd", "sampled_bwd_dout", "merge_bwd_ditems")
+    }
 
-    def case(size, dtype, sampled="no", normalize=True, smoothing=0.0, tokens=256, bounded=True, **options):
+    def case(
+        size,
+        dtype,
+        sampled="no",
+        normalize=True,
+        smoothing=0.0,
+        tokens=256,
+        items=1000,
+        bounded=True,
+        skip=0.0,
+        **options,
+    ):
         def call():
-            out, items = torch.zeros(tokens, size, dtype=dtype), torch.zeros(1000, size, dtype=dtype)
+            out, table = torch.zeros(tokens, size, dtype=dtype), torch.zeros(items, size, dtype=dtype)
             targets = torch.zeros(tokens, dtype=torch.int64)
             shape = {"no": None, "shared": (40,), "per token": (tokens, 40)}[sampled]
             negatives = None if shape is None else torch.zeros(shape, dtype=torch.int64)
-            log_q = None if shape is None else torch.zeros(1000)
+            log_q = None if shape is None else torch.zeros(items)
             temperature = None if bounded else torch.ones(())
-            arguments = (out, items, targets, temperature, negatives, log_q, 0.05, normalize, smoothing, 0.0)
+            arguments = (out, table, targets, temperature, negatives, log_q, 0.05, normalize, smoothing, skip)
             _, *kept = operator.forward(*arguments)
             operator.backward(torch.ones(()), *arguments, *kept)
 
-        label = f"{dtype} E={size} {sampled} normalize={normalize} smoothing={smoothing} T={tokens}"
+        label = f"{dtype} E={size} {sampled} normalize={normalize} smoothing={smoothing} T={tokens} skip={skip}"
         allowed = spills | {"catalogue_loss_fwd_kernel": 200} if dtype == torch.float32 else spills
         return Launches(label, call, local_bytes=allowed, **options)
 
     # 40,000 tokens fill a GPU, so that nothing is split and the gradients end in the kernels that walk.
     return [
         case(256, torch.bfloat16, tokens=40_000),
+        case(256, torch.bfloat16, tokens=40_000, items=20_000, skip=0.01, architectures=(80, 90)),
         case(256, torch.bfloat16, "shared", tokens=64),
+        # A small catalogue, and one whose rows are gathered.
         case(50, torch.float32, "per token"),
+        case(256, torch.bfloat16, "per token"),
+        case(50, torch.float32, "per token", items=4000),
         case(50, torch.float32, bounded=False, architectures=(80, 90)),
         case(512, torch.float16, tokens=40_000, smoothing=0.1, architectures=(90,)),
         case(256, torch.float32, normalize=False, architectures=(80,)),

@@ -137,6 +137,10 @@ def draw(random, small):
     )
 
 
+def reference_bytes(*, lengths, heads, d, v, **_):
+    return 96 * heads * (sum(n * n for n in lengths) + sum(lengths) * (2 * d + v))
+
+
 def check(
     device, *, lengths, longer, heads, d, v, window, targets, position, time, query_times, ordered, num_buckets, gap,
     dtype, contiguous, seed,

@@ -31,6 +31,11 @@ def draw(random, small):
     )
 
 
+def reference_bytes(*, lengths, key_lengths, heads, size, value_size, **_):
+    pairs = len(lengths) * max([1, *lengths]) * max([1, *(key_lengths or lengths)])
+    return 96 * heads * (pairs + sum(lengths + (key_lengths or [])) * (size + value_size))
+
+
 def problem(
     device, lengths, key_lengths, heads, kv_heads, size, value_size, dtype, causal, window, alibi, dropout, contiguous,
     seed,
@@ -100,7 +105,8 @@ def launches():
             launch.forward(out, lse, add=add)
             rows = launch.rows(out, out.to(dtype), lse)
             launch.dq(out.to(dtype), rows, q.float() if add else q, add=add)
-            launch.dkv(out.to(dtype), rows, k.float() if add else k, value.float() if add else value)
+            sums = (k.float(), value.float()) if add else None
+            launch.dkv(out.to(dtype), rows, *(sums or (k, value)), sums=sums)
 
         label = f"{dtype} D={size} G={group} window={left, right} P={pieces} add={add} alibi={alibi} {dropout=}"
         return Launches(label, call, **more)

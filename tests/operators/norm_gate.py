@@ -20,6 +20,10 @@ def draw(random, small):
     )
 
 
+def reference_bytes(*, tokens, channels, **_):
+    return 120 * tokens * channels
+
+
 def check(device, *, tokens, channels, dtype, u_dtype, gate, stride, seed):
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(2, tokens, stride * channels, generator=generator)
@@ -42,8 +46,8 @@ def launches():
             x = torch.zeros(64, channels, dtype=dtype)
             u, seed = x if gate else None, torch.zeros(1, dtype=torch.int64) if dropout else None
             kernels.compiled_kernels.clear()
-            kernels.norm_gate_operator.forward(x, u, seed, 1e-6, dropout)
-            kernels.norm_gate_operator.backward(x, x, u, seed, 1e-6, dropout)
+            kernels.norm_gate_operator.forward(x, u, seed, 1e-6, dropout, None)
+            kernels.norm_gate_operator.backward(x, x, u, seed, 1e-6, dropout, None)
 
         return Launches(f"{dtype} C={channels} gate={gate} dropout={dropout}", call)
 

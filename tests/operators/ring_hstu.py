@@ -27,6 +27,10 @@ def draw(random, small):
     )
 
 
+def reference_bytes(*, lengths, heads, size, value_size, **_):
+    return 96 * heads * (len(lengths) * max([1, *lengths]) ** 2 + sum(lengths) * (2 * size + value_size))
+
+
 def check(device, *, lengths, gap, heads, size, value_size, dtype, window, position, timed, seed):
     """gap: positions that are left out in the middle of each sequence, as between the parts of a zigzag cut."""
     dtype, longest = getattr(torch, dtype), max([1, *lengths]) + gap
@@ -57,7 +61,7 @@ def check(device, *, lengths, gap, heads, size, value_size, dtype, window, posit
 
 
 def launches():
-    from hstu_sparse.ring.hstu_launch import block_backward, block_forward
+    from hstu_sparse.ring.hstu_launch import block_dkv, block_dq, block_forward
 
     def case(size, dtype, biased, window, **more):
         def call():
@@ -67,7 +71,8 @@ def launches():
             bias = RelativeBias(*tables, *([places, places] if biased else []))
             given = q, q, q, offsets, offsets, places, places, 64, 0.1, window, bias
             block_forward(*given, out)
-            block_backward(q, *given, out, *tables)
+            block_dq(q, *given, out, *tables)
+            block_dkv(q, *given, out, out)
 
         return Launches(f"{dtype} D={size} {biased=} {window=}", call, **more)
 

@@ -22,6 +22,10 @@ def draw(random, small):
     )
 
 
+def reference_bytes(*, lengths, heads, size, **_):
+    return 100 * sum(lengths) * heads * size
+
+
 def check(device, *, lengths, heads, size, dtype, position, timed, contiguous, seed):
     x = make_jagged(lengths, (heads, size), dtype=getattr(torch, dtype), seed=seed, contiguous=contiguous).to(device)
     given = dict(
@@ -39,7 +43,7 @@ def check(device, *, lengths, heads, size, dtype, position, timed, contiguous, s
 
 
 def launches():
-    from hstu_sparse.rotary_kernel import rotary_operator
+    from hstu_sparse.rotation.kernels import rotary_operator
 
     def case(size, dtype, timed):
         def call():

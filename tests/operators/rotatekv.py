@@ -51,6 +51,11 @@ def draw(random, small):
     )
 
 
+def reference_bytes(*, lengths, asked, groups, head_group, head_size, value_size, **_):
+    pairs = len(lengths) * max([1, *lengths]) * max([1, *asked])
+    return 112 * groups * head_group * (pairs + sum(lengths) * (head_size + value_size))
+
+
 def check(
     device, *, lengths, asked, max_seq_len, groups, head_size, value_size, dtype, bits=2, head_group=2, quant_group=64,
     sparsity=0.0, sink_tokens=0, ordered=False, softmax=False, rope=False, position=False, timed=False, splits=None,
@@ -181,8 +186,8 @@ def codes_are_right(cache, k, v):
 
 
 def launches():
+    from hstu_sparse import RotateKVCache
     from hstu_sparse.rotatekv import launchers
-    from hstu_sparse.rotatekv.cache import RotateKVCache
     from hstu_sparse.rotatekv.hadamard import hadamard_operator
 
     def case(what, dtype=torch.bfloat16, heads=8, size=128, value_size=128, queries=1, ordered=False, splits=None,

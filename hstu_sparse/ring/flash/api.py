@@ -9,7 +9,14 @@ import torch
 from hstu_sparse.jagged import check_jagged
 from hstu_sparse.ring.flash.problem import Layout, Options
 from hstu_sparse.ring.flash.reference import flash_attention_reference
-from hstu_sparse.validation import check_kernel, check_number, check_tensor, choose_backend
+from hstu_sparse.validation import (
+    check_kernel,
+    check_number,
+    check_scale,
+    check_some,
+    check_tensor,
+    choose_backend,
+)
 
 
 def flash_attention(
@@ -91,13 +98,14 @@ def check_heads(q, k, v, tokens: str = "T") -> dict[str, int]:
     check_tensor("v", v, f"{tokens} Hkv V", sizes, dtype=q.dtype, device=q.device)
     if not sizes["Hkv"] or sizes["H"] % sizes["Hkv"]:
         raise ValueError(f"k's heads must divide q's {sizes['H']}, got {sizes['Hkv']}")
+    check_some(sizes, "H", "D", "V")
     return sizes
 
 
 def check_options(q, num_seqs: int, scale, causal, window_size, alibi_slopes, dropout, seed) -> Options:
     """The options as the kernels take them; q: [..., H, D]."""
     heads, size = q.shape[-2:]
-    scale = size**-0.5 if scale is None else check_number("scale", scale, above=0.0)
+    scale = check_scale(None, size) if scale is None else check_number("scale", scale, above=0.0)
     if not (isinstance(window_size, tuple | list) and len(window_size) == 2):
         raise TypeError(f"window_size must be (left, right), got {window_size!r}")
     for bound in window_size:

@@ -14,6 +14,8 @@ from hstu_sparse.ring.flash.tiles import (
     GIVEN,
     LOG2_E,
     PER_BATCH,
+    ROW_BLOCK,
+    find_tile,
     hide,
     in_registers,
     kept,
@@ -27,22 +29,36 @@ from hstu_sparse.ring.flash.tiles import (
 from hstu_sparse.tiles import load_rows, locate
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["num_pieces", "total"], do_not_specialize_on_alignment=["q_offsets"])
 def flash_attention_bwd_rows_kernel(
-    out, do, lse, rows, out_stride_t, out_stride_h, do_stride_t, do_stride_h, total,
+    out, do, lse, rows, out_stride_t, out_stride_h, do_stride_t, do_stride_h, q_offsets, num_pieces, total,
     H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
-    """rows [2, H, T]: the log-sum-exp in units of log2, +inf where a query saw nothing, so that its weights are 0; and
-    the sum of output times gradient."""
+    """rows [2, H, slots * ROW_BLOCK]: the log-sum-exp in units of log2, and the sum of output times gradient.
+
+    Behind a piece's end, and where a query saw nothing, the log-sum-exp is +inf, so that weights are 0.
+    """
+    PARTS: tl.constexpr = ROW_BLOCK // BLOCK
     head = tl.program_id(0) % H
-    token = (tl.program_id(0) // H).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < total
+    slot = tl.program_id(0) // (H * PARTS)
+    _, begin, length, tile = locate(q_offsets, slot, num_pieces, ROW_BLOCK)
+    part = tl.program_id(0) // H % PARTS * BLOCK + tl.arange(0, BLOCK)
+    row = tile * ROW_BLOCK + part
+    token = begin + row
+    inside = row < length
     product = load_rows(out + head * out_stride_h, token, out_stride_t, inside, V, PAD_V).to(tl.float32)
     product *= load_rows(do + head * do_stride_h, token, do_stride_t, inside, V, PAD_V).to(tl.float32)
-    place = head.to(tl.int64) * total + token
-    before = tl.load(lse + place, inside, 0.0)
-    tl.store(rows + place, tl.where(before > float("-inf"), before * LOG2_E, float("inf")), inside)
-    tl.store(rows + H * tl.cast(total, tl.int64) + place, tl.sum(product, 1), inside)
+    before = tl.load(lse + head.to(tl.int64) * total + token, inside, float("-inf"))
+    width = row_width(num_pieces, total)
+    rows += head * width + tl.cast(slot, tl.int64) * ROW_BLOCK + part
+    tl.store(rows, tl.where(before > float("-inf"), before * LOG2_E, float("inf")))
+    tl.store(rows + H * width, tl.sum(product, 1))
+
+
+@triton.jit
+def row_width(num_pieces, total):
+    """Entries of a head in `rows`: each piece begins at a multiple of ROW_BLOCK, in slots as `locate` numbers them."""
+    return (tl.cast(total, tl.int64) // ROW_BLOCK + num_pieces) * ROW_BLOCK
 
 
 @triton.jit
@@ -51,15 +67,15 @@ def _attend_dq(
     scale, slope, left, right, seed, pair, dropout,
     D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAD_D: tl.constexpr, PAD_V: tl.constexpr,
+    PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """acc [m, D] + the keys first .. last of a piece."""
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
     for start in range(first, last, BLOCK_N):
-        key = load_block(k, start, n, d, k_stride, k_length, D, PAD_D, MASKED)
-        value = load_block(v, start, n, e, v_stride, k_length, V, PAD_V, MASKED)
+        key = load_block(k, start, n, d, k_stride, k_length, D, PAD_D, MASKED, TMA)
+        value = load_block(v, start, n, e, v_stride, k_length, V, PAD_V, MASKED, TMA)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
         dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
         s = (k_position + start + n)[None, :]
@@ -85,37 +101,31 @@ def flash_attention_bwd_dq_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WGMMA: tl.constexpr,
-    PAD_D: tl.constexpr, PAD_V: tl.constexpr,
+    PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One program: dq of BLOCK_M queries of one head. ADD: to what `dq` holds. scale: times log2(e)."""
-    head = tl.program_id(0) % H
-    index, begin, length, tile = locate(q_offsets, tl.program_id(0) // H, num_pieces, BLOCK_M)
-    first_row = ((length + BLOCK_M - 1) // BLOCK_M - 1 - tile) * BLOCK_M
-    if first_row < 0:
+    own = find_tile(q_offsets, q_starts, num_pieces, H, PIECES, BLOCK_M, True)
+    if own.first < 0:
         return
-    _, _, q_position = piece(index, q_offsets, q_starts)
-    sequence = index // PIECES
     if ADD:
-        seen = keys_seen(
-            first_row, length, q_position, sequence, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT,
-            BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        seen = keys_seen(own, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
         if seen == 0:
             return
+    head, sequence, begin, length, first_row = own.head, own.sequence, own.begin, own.length, own.first
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
-    rows_inside = first_row + m < length
-    q_inside = rows_inside[:, None]
-    t_first = q_position + first_row
+    q_inside = (first_row + m < length)[:, None]
+    t_first = own.position + first_row
     t = (t_first + m)[:, None]
     q += begin * q_stride_t + head * q_stride_h
     do += begin * do_stride_t + head * do_stride_h
     query = in_registers(load_block(q, first_row, m, d, q_stride_t, length, D, PAD_D, True), WGMMA)
     dout = in_registers(load_block(do, first_row, m, e, do_stride_t, length, V, PAD_V, True), WGMMA)
-    place = head.to(tl.int64) * total + begin + first_row + m
-    row_lse = tl.load(rows + place, rows_inside, float("inf"))[:, None]
-    row_delta = tl.load(rows + H * tl.cast(total, tl.int64) + place, rows_inside, 0.0)[:, None]
+    width = row_width(num_pieces, total)
+    rows += head * width + (begin // ROW_BLOCK + own.index) * ROW_BLOCK + first_row + m
+    row_lse = tl.load(rows)[:, None]
+    row_delta = tl.load(rows + H * width)[:, None]
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + sequence * slope_stride + head) * LOG2_E
@@ -125,16 +135,18 @@ def flash_attention_bwd_dq_kernel(
     for i in tl.static_range(PIECES):
         k_begin, k_length, k_position = piece(sequence * PIECES + i, k_offsets, k_starts)
         bounds = key_ranges(
-            first_row, length, k_length, q_position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+            first_row, length, k_length, own.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
         )
+        keys = matrix(k + k_begin * k_stride_t, k_stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
+        values = matrix(v + k_begin * v_stride_t, v_stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
         for part in tl.static_range(3):
             if part > 0 or HAS_LEFT:  # noqa: SIM102  known to the compiler
                 if bounds[part] < bounds[part + 1]:
                     acc = _attend_dq(
                         acc, query, dout, row_lse, row_delta, bounds[part], bounds[part + 1], t, t_first, q_inside,
-                        k + k_begin * k_stride_t, v + k_begin * v_stride_t, k_stride_t, v_stride_t, k_length,
-                        k_position, scale, slope, left, right, seed, sequence * H + head, dropout, D, V, HAS_LEFT,
-                        HAS_RIGHT, ALIGNED, PRECISION, part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
+                        keys, values, k_stride_t, v_stride_t, k_length, k_position, scale, slope, left, right, seed,
+                        sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1,
+                        BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     inside = q_inside & (d < D_OUT)[None, :]
     dq += (begin + first_row) * dq_stride_t + head * dq_stride_h
@@ -143,6 +155,28 @@ def flash_attention_bwd_dq_kernel(
     if ADD:
         result += tl.load(targets, inside, 0.0)
     tl.store(targets, result.to(dq.dtype.element_ty), inside)
+
+
+@triton.jit
+def row_source(base, length, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """What `load_row` reads a piece's entries of `rows` from."""
+    if TMA:
+        blocks = tl.maximum((length + BLOCK - 1) // BLOCK, 1)
+        return tl.make_tensor_descriptor(base, [blocks * BLOCK], [1], [BLOCK])
+    else:
+        return base
+
+
+@triton.jit
+def load_row(base, start, rows, TMA: tl.constexpr):
+    """[1, m]: entries start + rows.
+
+    By descriptor since Triton would have each thread copy all that it uses of them, four bytes at a time.
+    """
+    if TMA:
+        return base.load([start])[None, :]
+    else:
+        return tl.load(base + start + rows)[None, :]
 
 
 @triton.jit
@@ -160,10 +194,7 @@ def _attend_dkv(
     for start in range(first, last, BLOCK_M):
         query = load_block(q, start, m, d, q_stride, q_length, D, PAD_D, MASKED, TMA)
         dout = load_block(do, start, m, e, do_stride, q_length, V, PAD_V, MASKED, TMA)
-        if MASKED:
-            row_lse = tl.load(lse + start + m, start + m < q_length, float("inf"))[None, :]
-        else:
-            row_lse = tl.load(lse + start + m)[None, :]
+        row_lse = load_row(lse, start, m, TMA)
         scores = tl.dot(k, tl.trans(query), input_precision=PRECISION) * scale
         t = (q_position + start + m)[None, :]
         if slope is not None:
@@ -178,21 +209,17 @@ def _attend_dkv(
             keep = tl.trans(kept(seed, pair, q_position + start, s_first, dropout, ALIGNED, BLOCK_M, BLOCK_N))
             passed = tl.where(keep, weights / (1.0 - dropout), 0.0)
             dp = tl.where(keep, dp / (1.0 - dropout), 0.0)
+        ds = weights * (dp - load_row(delta, start, m, TMA))
         dv = tl.dot(passed.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        if MASKED:
-            row_delta = tl.load(delta + start + m, start + m < q_length, 0.0)[None, :]
-        else:
-            row_delta = tl.load(delta + start + m)[None, :]
-        ds = weights * (dp - row_delta)
         dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION)
     return dk, dv
 
 
 @triton.jit
 def _one_head(
-    dk, dv, key, value, head, sequence, first_row, k_length, k_position, s, s_first, k_inside, q, do, rows, q_stride_t,
-    q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, total, scale, left, right, slopes, slope_stride, seed,
-    dropout,
+    dk, dv, key, value, head, own, s, s_first, k_inside, q, do, rows, width,
+    q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, scale, left, right, slopes, slope_stride,
+    seed, dropout,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
@@ -200,76 +227,86 @@ def _one_head(
     """dk and dv + what one head of queries adds."""
     slope = None
     if slopes is not None:
-        slope = tl.load(slopes + sequence * slope_stride + head) * LOG2_E
+        slope = tl.load(slopes + own.sequence * slope_stride + head) * LOG2_E
     for i in tl.static_range(PIECES):
-        begin, length, q_position = piece(sequence * PIECES + i, q_offsets, q_starts)
+        index = own.sequence * PIECES + i
+        begin, length, position = piece(index, q_offsets, q_starts)
         bounds = query_ranges(
-            first_row, length, k_length, q_position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+            own.first, length, own.length, position - own.position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
         )
         query = matrix(q + begin * q_stride_t + head * q_stride_h, q_stride_t, length, D, BLOCK_M, PAD_D, TMA)
         dout = matrix(do + begin * do_stride_t + head * do_stride_h, do_stride_t, length, V, BLOCK_M, PAD_V, TMA)
-        lse = rows + tl.cast(head, tl.int64) * total + begin
+        lse = rows + head * width + (begin // ROW_BLOCK + index) * ROW_BLOCK
+        delta = row_source(lse + H * width, length, BLOCK_M, TMA)
+        lse = row_source(lse, length, BLOCK_M, TMA)
         for part in tl.static_range(3):
             if part > 0 or HAS_RIGHT:  # noqa: SIM102  known to the compiler
                 if bounds[part] < bounds[part + 1]:
                     dk, dv = _attend_dkv(
                         dk, dv, key, value, bounds[part], bounds[part + 1], s, s_first, k_inside, query, dout, lse,
-                        lse + H * tl.cast(total, tl.int64), q_stride_t, do_stride_t, length, q_position, scale, slope,
-                        left, right, seed, sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION,
-                        part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+                        delta, q_stride_t, do_stride_t, length, position, scale, slope, left, right, seed,
+                        own.sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1,
+                        BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     return dk, dv
 
 
+@triton.jit
+def _store_sum(target, sums, place, value, inside):
+    if sums is not None:
+        value += tl.load(sums + place, inside, 0.0)
+    tl.store(target + place, value.to(target.dtype.element_ty), inside)
+
+
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
 def flash_attention_bwd_dkv_kernel(
-    q, k, v, do, rows, dk, dv, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
-    do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h, q_offsets, k_offsets, q_starts, k_starts,
-    num_pieces, total, scale, left, right, slopes, slope_stride, seed, dropout,
+    q, k, v, do, rows, dk, dv, dk_sums, dv_sums, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t,
+    v_stride_h, do_stride_t, do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h,
+    q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, scale, left, right, slopes, slope_stride,
+    seed, dropout,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program: dk and dv of BLOCK_N keys of one head of keys, over the GROUP heads of queries that share it."""
-    k_head = tl.program_id(0) % (H // GROUP)
-    index, begin, length, tile = locate(k_offsets, tl.program_id(0) // (H // GROUP), num_pieces, BLOCK_N)
-    # With a causal mask the first tile of a piece has the most work, and it comes first.
-    first_row = tile * BLOCK_N
-    if first_row >= length:
+    """One program: dk and dv of BLOCK_N keys of one head of keys, over the GROUP heads of queries that share it.
+
+    dk_sums, dv_sums: None, or what is added to them, at the same places.
+    """
+    # With a causal mask the first tile of a piece has the most work.
+    own = find_tile(k_offsets, k_starts, num_pieces, H // GROUP, PIECES, BLOCK_N, False)
+    if own.first < 0:
         return
-    _, _, k_position = piece(index, k_offsets, k_starts)
-    sequence = index // PIECES
+    k_head, begin, length, first_row = own.head, own.begin, own.length, own.first
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
     k_inside = (first_row + n < length)[:, None]
-    s_first = k_position + first_row
+    s_first = own.position + first_row
     s = (s_first + n)[:, None]
     k += begin * k_stride_t + k_head * k_stride_h
     v += begin * v_stride_t + k_head * v_stride_h
     key = load_block(k, first_row, n, d, k_stride_t, length, D, PAD_D, True)
     value = load_block(v, first_row, n, e, v_stride_t, length, V, PAD_V, True)
+    width = row_width(num_pieces, total)
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
     if GROUP == 1:
         acc_k, acc_v = _one_head(
-            acc_k, acc_v, key, value, k_head, sequence, first_row, length, k_position, s, s_first, k_inside, q, do,
-            rows, q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, total, scale, left, right,
+            acc_k, acc_v, key, value, k_head, own, s, s_first, k_inside, q, do,
+            rows, width, q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, scale, left, right,
             slopes, slope_stride, seed, dropout, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
             BLOCK_N, PAD_D, PAD_V, TMA,
         )  # fmt: skip
     else:
         for head in range(k_head * GROUP, (k_head + 1) * GROUP):
             acc_k, acc_v = _one_head(
-                acc_k, acc_v, key, value, head, sequence, first_row, length, k_position, s, s_first, k_inside, q, do,
-                rows, q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, total, scale, left, right,
+                acc_k, acc_v, key, value, head, own, s, s_first, k_inside, q, do,
+                rows, width, q_stride_t, q_stride_h, do_stride_t, do_stride_h, q_offsets, q_starts, scale, left, right,
                 slopes, slope_stride, seed, dropout, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
                 BLOCK_N, PAD_D, PAD_V, TMA,
             )  # fmt: skip
-    dk += (begin + first_row) * dk_stride_t + k_head * dk_stride_h
-    result = (acc_k * (scale / LOG2_E)).to(dk.dtype.element_ty)
-    tl.store(dk + n[:, None] * dk_stride_t + d[None, :], result, k_inside & (d < D_OUT)[None, :])
-    dv += (begin + first_row) * dv_stride_t + k_head * dv_stride_h
-    result = acc_v.to(dv.dtype.element_ty)
-    tl.store(dv + n[:, None] * dv_stride_t + e[None, :], result, k_inside & (e < V_OUT)[None, :])
+    place = (begin + first_row) * dk_stride_t + k_head * dk_stride_h + n[:, None] * dk_stride_t + d[None, :]
+    _store_sum(dk, dk_sums, place, acc_k * (scale / LOG2_E), k_inside & (d < D_OUT)[None, :])
+    place = (begin + first_row) * dv_stride_t + k_head * dv_stride_h + n[:, None] * dv_stride_t + e[None, :]
+    _store_sum(dv, dv_sums, place, acc_v, k_inside & (e < V_OUT)[None, :])

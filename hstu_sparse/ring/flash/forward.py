@@ -12,14 +12,15 @@ from hstu_sparse.ring.flash.tiles import (
     LEAST,
     LOG2_E,
     PER_BATCH,
+    find_tile,
     hide,
     kept,
     key_ranges,
     keys_seen,
     load_block,
+    matrix,
     piece,
 )
-from hstu_sparse.tiles import locate
 
 
 @triton.jit
@@ -28,14 +29,14 @@ def _attend(
     slope, left, right, seed, pair, dropout,
     D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAD_D: tl.constexpr, PAD_V: tl.constexpr,
+    PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr, STEADY: tl.constexpr,
 ):  # fmt: skip
     """(output before normalisation [m, V], maximum [m], sum [m]) with the keys first .. last of a piece."""
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, PAD_D)
     e = tl.arange(0, PAD_V)
     for start in range(first, last, BLOCK_N):
-        key = load_block(k, start, n, d, k_stride, k_length, D, PAD_D, MASKED)
+        key = load_block(k, start, n, d, k_stride, k_length, D, PAD_D, MASKED, TMA)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
         s = (k_position + start + n)[None, :]
         factor = scale
@@ -45,17 +46,21 @@ def _attend(
         if MASKED:
             inside = (start + n < k_length)[None, :]
             scores = hide(scores, t, s, q_inside, inside, left, right, HAS_LEFT, HAS_RIGHT)
-        higher = tl.maximum(peak, tl.max(scores, 1) * factor)
-        weights = tl.exp2(scores * factor - higher[:, None])
-        correction = tl.exp2(peak - higher)
-        total = total * correction + tl.sum(weights, 1)
-        acc = acc * correction[:, None]
+        if STEADY:
+            weights = tl.exp2(scores * factor - peak[:, None])
+            total += tl.sum(weights, 1)
+        else:
+            higher = tl.maximum(peak, tl.max(scores, 1) * factor)
+            weights = tl.exp2(scores * factor - higher[:, None])
+            correction = tl.exp2(peak - higher)
+            total = total * correction + tl.sum(weights, 1)
+            acc = acc * correction[:, None]
+            peak = higher
         if seed is not None:
             keep = kept(seed, pair, t_first, k_position + start, dropout, ALIGNED, BLOCK_M, BLOCK_N)
             weights = tl.where(keep, weights, 0.0)
-        value = load_block(v, start, n, e, v_stride, k_length, V, PAD_V, MASKED)
+        value = load_block(v, start, n, e, v_stride, k_length, V, PAD_V, MASKED, TMA)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
-        peak = higher
     return acc, peak, total
 
 
@@ -67,27 +72,22 @@ def flash_attention_fwd_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
+    TMA: tl.constexpr, STEADY: tl.constexpr = False,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head. ADD: `out` and `lse` hold what earlier calls found, of other keys."""
-    head = tl.program_id(0) % H
-    index, begin, length, tile = locate(q_offsets, tl.program_id(0) // H, num_pieces, BLOCK_M)
-    # The last tile of a piece has the most work: it comes first.
-    first_row = ((length + BLOCK_M - 1) // BLOCK_M - 1 - tile) * BLOCK_M
-    if first_row < 0:
+    # The last tile of a piece has the most work.
+    own = find_tile(q_offsets, q_starts, num_pieces, H, PIECES, BLOCK_M, True)
+    if own.first < 0:
         return
-    _, _, q_position = piece(index, q_offsets, q_starts)
-    sequence = index // PIECES
     if ADD:
-        seen = keys_seen(
-            first_row, length, q_position, sequence, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT,
-            BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        seen = keys_seen(own, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
         if seen == 0:
             return
+    head, sequence, begin, length, first_row = own.head, own.sequence, own.begin, own.length, own.first
     m = tl.arange(0, BLOCK_M)
     e = tl.arange(0, PAD_V)
     q_inside = (first_row + m < length)[:, None]
-    t_first = q_position + first_row
+    t_first = own.position + first_row
     t = (t_first + m)[:, None]
     q += begin * q_stride_t + head * q_stride_h
     query = load_block(q, first_row, m, tl.arange(0, PAD_D), q_stride_t, length, D, PAD_D, True)
@@ -100,7 +100,7 @@ def flash_attention_fwd_kernel(
     lse += head.to(tl.int64) * total + begin + first_row + m
 
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
-    peak = tl.full([BLOCK_M], LEAST, tl.float32)
+    peak = tl.full([BLOCK_M], 0.0 if STEADY else LEAST, tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
     if ADD:
         before = tl.load(lse, first_row + m < length, float("-inf"))
@@ -114,18 +114,20 @@ def flash_attention_fwd_kernel(
     for i in tl.static_range(PIECES):
         k_begin, k_length, k_position = piece(sequence * PIECES + i, k_offsets, k_starts)
         bounds = key_ranges(
-            first_row, length, k_length, q_position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+            first_row, length, k_length, own.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
         )
+        keys = matrix(k + k_begin * k_stride_t, k_stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
+        values = matrix(v + k_begin * v_stride_t, v_stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
         for part in tl.static_range(3):
             if part > 0 or HAS_LEFT:  # noqa: SIM102  known to the compiler
                 if bounds[part] < bounds[part + 1]:
                     acc, peak, sums = _attend(
                         acc, peak, sums, query, bounds[part], bounds[part + 1], t, t_first, q_inside,
-                        k + k_begin * k_stride_t, v + k_begin * v_stride_t, k_stride_t, v_stride_t, k_length,
-                        k_position, scale, slope, left, right, seed, sequence * H + head, dropout, D, V, HAS_LEFT,
-                        HAS_RIGHT, ALIGNED, PRECISION, part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V,
+                        keys, values, k_stride_t, v_stride_t, k_length, k_position, scale, slope, left, right, seed,
+                        sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1,
+                        BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA, STEADY,
                     )  # fmt: skip
-    found = sums > 0.0
+    found = sums != 0.0  # true for NaN
     sums = tl.where(found, sums, 1.0)  # of a query that saw nothing acc is 0
     tl.store(lse, tl.where(found, (peak + tl.log2(sums)) / LOG2_E, float("-inf")), first_row + m < length)
     result = acc / (sums * (1.0 - dropout))[:, None]

@@ -7,7 +7,7 @@ size.
 import torch
 import triton
 
-from hstu_sparse.launch import aligned, architecture, cdiv, padded_head, precision
+from hstu_sparse.launch import aligned, architecture, padded_head, precision
 from hstu_sparse.registration import Operator
 from hstu_sparse.ring.flash.backward import (
     flash_attention_bwd_dkv_kernel,
@@ -16,7 +16,7 @@ from hstu_sparse.ring.flash.backward import (
 )
 from hstu_sparse.ring.flash.forward import flash_attention_fwd_kernel
 from hstu_sparse.ring.flash.problem import Layout, Options
-from hstu_sparse.ring.flash.tiles import LOG2_E
+from hstu_sparse.ring.flash.tiles import LOG2_E, ROW_BLOCK
 
 
 def _roomy(arch: int) -> bool:
@@ -29,30 +29,32 @@ def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], a
     use, of dropout, alibi."""
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
-        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2 if widest <= 128 else 1)
+        return dict(BLOCK_M=32, BLOCK_N=32, TMA=False, num_warps=4, num_stages=2 if widest <= 128 else 1)
     if widest > 128:
-        return dict(BLOCK_M=128 if _roomy(arch) else 64, BLOCK_N=32, num_warps=8, num_stages=2 if _roomy(arch) else 1)
+        roomy = _roomy(arch)
+        return dict(BLOCK_M=128 if roomy else 64, BLOCK_N=32, TMA=roomy, num_warps=8, num_stages=2 if roomy else 1)
     if "dropout" in features:
-        return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
+        return dict(BLOCK_M=64, BLOCK_N=32, TMA=_roomy(arch), num_warps=4, num_stages=2)
     if not _roomy(arch):
-        return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
+        return dict(BLOCK_M=64, BLOCK_N=64, TMA=False, num_warps=4, num_stages=2)
     if "alibi" in features:
-        return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
-    return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2)
+        return dict(BLOCK_M=128, BLOCK_N=64, TMA=True, num_warps=8, num_stages=2)
+    return dict(BLOCK_M=128, BLOCK_N=128, TMA=True, num_warps=8, num_stages=2)
 
 
 def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
     """The same for the kernel of dq. WGMMA: made for sm_90; q and do are held in registers."""
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
-        return dict(BLOCK_M=16, BLOCK_N=32, WGMMA=False, num_warps=4, num_stages=1)
+        return dict(BLOCK_M=16, BLOCK_N=32, WGMMA=False, TMA=False, num_warps=4, num_stages=1)
     if widest > 128 and _roomy(arch):
-        return dict(BLOCK_M=128, BLOCK_N=32, WGMMA=False, num_warps=8, num_stages=2)
+        return dict(BLOCK_M=128, BLOCK_N=32, WGMMA=False, TMA=True, num_warps=8, num_stages=2)
     if widest > 128 or widest <= 32 or "dropout" in features:
-        return dict(BLOCK_M=64, BLOCK_N=32, WGMMA=False, num_warps=8 if widest > 128 else 4, num_stages=1)
+        warps = 8 if widest > 128 else 4
+        return dict(BLOCK_M=64, BLOCK_N=32, WGMMA=False, TMA=_roomy(arch), num_warps=warps, num_stages=1)
     if not _roomy(arch):
-        return dict(BLOCK_M=64, BLOCK_N=64, WGMMA=False, num_warps=4, num_stages=1)
-    return dict(BLOCK_M=64, BLOCK_N=32, WGMMA=arch == 90, num_warps=4, num_stages=3)
+        return dict(BLOCK_M=64, BLOCK_N=64, WGMMA=False, TMA=False, num_warps=4, num_stages=1)
+    return dict(BLOCK_M=64, BLOCK_N=64, WGMMA=arch == 90, TMA=True, num_warps=4, num_stages=2)
 
 
 def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
@@ -107,6 +109,11 @@ class Launch:
             ALIGNED=layout.k_starts is None, PRECISION=precision(q.dtype), PAD_D=self.sizes[0], PAD_V=self.sizes[1],
         )  # fmt: skip
 
+    def _prepared(self, config: dict) -> dict:
+        if config["TMA"]:
+            triton.set_allocator(_scratch)
+        return config
+
     def _strides(self, *tensors):
         return [stride for x in tensors for stride in x.stride()[:2]]
 
@@ -114,7 +121,7 @@ class Launch:
         """Writes out [T, H, V] and lse [H, T] fp32; `add`: merges with what they hold, of other keys; out is fp32."""
         if not self.q.shape[0]:
             return
-        config = config or fwd_config(*self.chosen)
+        config = self._prepared(config or fwd_config(*self.chosen))
         grid = ((self.q.shape[0] // config["BLOCK_M"] + self.pieces) * self.heads,)
         flash_attention_fwd_kernel[grid](
             self.q, self.k, self.v, out, lse, *self._strides(self.q, self.k, self.v, out), *self.problem,
@@ -122,15 +129,16 @@ class Launch:
         )  # fmt: skip
 
     def rows(self, out: torch.Tensor, grad: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """[2, H, T] fp32, what the backward kernels need of each query."""
+        """fp32, what the backward kernels need of each query: see `flash_attention_bwd_rows_kernel`."""
         tokens = self.q.shape[0]
-        rows = torch.empty(2, self.heads, tokens, dtype=torch.float32, device=self.q.device)
+        slots = tokens // ROW_BLOCK.value + self.pieces
+        rows = torch.empty(2, self.heads, slots * ROW_BLOCK.value, dtype=torch.float32, device=self.q.device)
         if tokens:
             grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-            block = max(16, 4096 // self.sizes[1])
-            flash_attention_bwd_rows_kernel[(cdiv(tokens, block) * self.heads,)](
-                out, grad, lse, rows, *self._strides(out, grad), tokens, H=self.heads, V=self.v_out, BLOCK=block,
-                PAD_V=self.sizes[1],
+            block = min(ROW_BLOCK.value, max(16, 4096 // self.sizes[1]))
+            flash_attention_bwd_rows_kernel[(slots * ROW_BLOCK.value // block * self.heads,)](
+                out, grad, lse, rows, *self._strides(out, grad), self.layout.q_offsets, self.pieces, tokens,
+                H=self.heads, V=self.v_out, BLOCK=block, PAD_V=self.sizes[1],
             )  # fmt: skip
         return rows
 
@@ -138,24 +146,22 @@ class Launch:
         """Writes dq [T, H, D], or with `add` (dq is fp32) adds to it."""
         if not self.q.shape[0]:
             return
-        grad, config = _rows(grad), config or bwd_dq_config(*self.chosen)
+        grad, config = _rows(grad), self._prepared(config or bwd_dq_config(*self.chosen))
         grid = ((self.q.shape[0] // config["BLOCK_M"] + self.pieces) * self.heads,)
         flash_attention_bwd_dq_kernel[grid](
             self.q, self.k, self.v, grad, rows, dq, *self._strides(self.q, self.k, self.v, grad, dq), *self.problem,
             **self.constants, ADD=add, **config,
         )  # fmt: skip
 
-    def dkv(self, grad: torch.Tensor, rows: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, config=None) -> None:
-        """Writes dk [S, Hkv, D] and dv [S, Hkv, V]."""
+    def dkv(self, grad, rows: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, sums=None, config=None) -> None:
+        """Writes dk [S, Hkv, D] and dv [S, Hkv, V], contiguous; `sums`: two such that are added, perhaps the same."""
         if not self.k.shape[0]:
             return
-        grad, config = _rows(grad), config or bwd_dkv_config(*self.chosen)
-        if config["TMA"]:
-            triton.set_allocator(_scratch)
+        grad, config = _rows(grad), self._prepared(config or bwd_dkv_config(*self.chosen))
         grid = ((self.k.shape[0] // config["BLOCK_N"] + self.pieces) * self.kv_heads,)
         flash_attention_bwd_dkv_kernel[grid](
-            self.q, self.k, self.v, grad, rows, dk, dv, *self._strides(self.q, self.k, self.v, grad, dk, dv),
-            *self.problem, **self.constants, **config,
+            self.q, self.k, self.v, grad, rows, dk, dv, *(sums or (None, None)),
+            *self._strides(self.q, self.k, self.v, grad, dk, dv), *self.problem, **self.constants, **config,
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ finds into an output and its log-sum-exp, `backward_step` adds a block's part of
 
 import torch
 
-from hstu_sparse.jagged import padded_index, sequence_ids
+from hstu_sparse.jagged import masked_product, padded_index, sequence_ids
 from hstu_sparse.ring.flash.problem import Layout, Options
 
 
@@ -29,7 +29,7 @@ def flash_attention_reference(q, k, v, layout: Layout, options: Options) -> tupl
     weights = weights / total.masked_fill(total == 0, 1.0)
     if block.kept is not None:
         weights = weights * block.kept
-    return block.to_tokens(weights @ block.v), block.rows_to_tokens(lse)
+    return block.to_tokens(masked_product(weights, block.v, scores.isneginf())), block.rows_to_tokens(lse)
 
 
 def forward_step(q, k, v, layout: Layout, options: Options, out: torch.Tensor, lse: torch.Tensor) -> None:

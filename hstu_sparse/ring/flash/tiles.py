@@ -9,8 +9,12 @@ of tiles that it walks over, only the first and the last ones need masks.
 Scores are in units of log2: exp2 is one instruction, and the scale is folded into the product with log2(e).
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+from hstu_sparse.tiles import locate
 
 # Numbers that differ between batches, on which Triton would compile anew, and the caller's pointers.
 PER_BATCH = ["num_pieces", "total", "left", "right", "slope_stride"]
@@ -19,6 +23,8 @@ GIVEN = ["q_offsets", "k_offsets", "q_starts", "k_starts", "seed"]
 # What a maximum begins with: finite, so that no difference of two of them is undefined.
 LEAST = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Numbers of queries that backward computes first lie in slots of so many, at least as many as a tile has queries.
+ROW_BLOCK = tl.constexpr(128)
 
 
 @triton.jit
@@ -63,6 +69,33 @@ def piece(index, offsets, starts):
     return begin, length, position
 
 
+class Tile(NamedTuple):
+    """Rows first .. of a piece: what a program owns of one head. `index`: the piece's."""
+
+    head: tl.tensor
+    index: tl.tensor
+    sequence: tl.tensor
+    begin: tl.tensor
+    length: tl.tensor
+    position: tl.tensor
+    first: tl.tensor
+
+
+@triton.jit
+def find_tile(
+    offsets, starts, num_pieces, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    LAST_FIRST: tl.constexpr,
+):  # fmt: skip
+    """The program's Tile, `first` negative where there is none. LAST_FIRST: a piece's tiles from its end on."""
+    index, begin, length, tile = locate(offsets, tl.program_id(0) // HEADS, num_pieces, BLOCK)
+    _, _, position = piece(index, offsets, starts)
+    if LAST_FIRST:
+        first = ((length + BLOCK - 1) // BLOCK - 1 - tile) * BLOCK
+    else:
+        first = tl.where(tile * BLOCK < length, tile * BLOCK, -1)
+    return Tile(tl.program_id(0) % HEADS, index, index // PIECES, begin, length, position, first)
+
+
 @triton.jit
 def key_ranges(
     first_row, q_length, k_length, ahead, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -91,16 +124,17 @@ def key_ranges(
 
 @triton.jit
 def keys_seen(
-    first_row, q_length, q_position, sequence, k_offsets, k_starts, left, right, PIECES: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    own, k_offsets, k_starts, left, right, PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """How many keys, 0 where none, a tile of queries has to walk over."""
     found = 0
     for i in tl.static_range(PIECES):
-        _, k_length, k_position = piece(sequence * PIECES + i, k_offsets, k_starts)
+        _, k_length, k_position = piece(own.sequence * PIECES + i, k_offsets, k_starts)
         begin, _, _, end = key_ranges(
-            first_row, q_length, k_length, q_position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
-        )
+            own.first, own.length, k_length, own.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
+            BLOCK_N,
+        )  # fmt: skip
         found += tl.maximum(end - begin, 0)
     return found
 

@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import next_power_of_2
+from hstu_sparse.launch import next_power_of_2, start
 from hstu_sparse.registration import Operator
-from hstu_sparse.rotary import split, turns_per_unit
+from hstu_sparse.rotation.reference import split, turns_per_unit
 from hstu_sparse.tiles import locate
 
 TILE = 2048  # angles of a program
@@ -64,10 +64,10 @@ def _rotate(x, seq_offsets, times, origins, max_seq_len, position, sign) -> torc
     if out.numel():
         num_seqs, pairs = seq_offsets.shape[0] - 1, next_power_of_2(max(1, size // 2))
         rows = min(64, TILE // pairs)
-        rotary_kernel[(tokens // rows + num_seqs,)](
-            x, out, *x.stride(), seq_offsets, times, origins, turns, num_seqs, H=heads, D=size,
-            BY_POSITION=by_position, SIGN=sign, ROWS=rows, PAIRS=pairs, num_warps=4,
-        )  # fmt: skip
+        given = x, out, *x.stride(), seq_offsets, times, origins, turns, num_seqs
+        constants = dict(H=heads, D=size, BY_POSITION=by_position, SIGN=sign, ROWS=rows, PAIRS=pairs)
+        key = x.dtype, x.stride(), x.data_ptr() % 16, seq_offsets.dtype, times is None
+        start(rotary_kernel, tokens // rows + num_seqs, given, constants, dict(num_warps=4), key)
     return out
 
 

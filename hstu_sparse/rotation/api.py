@@ -1,19 +1,14 @@
-"""Rotation of queries and keys by position and time: with it a score depends on how far apart two tokens are.
+"""Rotation of queries and keys by position and time, the public function: with it a score depends on how far apart two
+tokens are.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D head size, n = D // 2 pairs of channels.
 """
 
-import functools
-import math
-
 import torch
 
-from hstu_sparse.jagged import check_jagged, sequence_ids
+from hstu_sparse.jagged import check_jagged
+from hstu_sparse.rotation.reference import first_times, rotary_reference
 from hstu_sparse.validation import check_kernel, check_tensor, choose_backend
-
-# Periods of the pairs, in tokens from the first to N and in seconds from the first to the second (four years).
-SHORTEST_POSITION = 4.0
-SHORTEST_TIME, LONGEST_TIME = 60.0, 1.3e8
 
 
 def rotary(
@@ -68,51 +63,8 @@ def rotary(
     if choose_backend(backend, x, "rotary") == "reference":
         return rotary_reference(x, seq_offsets, max_seq_len, times=times, origins=origins, position=position)
     check_kernel("rotary", x, {"D": sizes["D"]})
-    from hstu_sparse.rotary_kernel import rotary_operator
+    from hstu_sparse.rotation.kernels import rotary_operator
 
     if times is not None and origins is None:
-        origins = _origins(times, seq_offsets)
+        origins = first_times(times, seq_offsets)
     return rotary_operator(x, seq_offsets, times, origins, max_seq_len, position)
-
-
-def rotary_reference(x, seq_offsets, max_seq_len, *, times=None, origins=None, position=True) -> torch.Tensor:
-    """Arguments and result as `rotary`, in plain PyTorch; differentiable."""
-    tokens, _, size = x.shape
-    n, sequence = size // 2, sequence_ids(seq_offsets, tokens)
-    by_position = split(size, position, times is not None)
-    units = (torch.arange(tokens, device=x.device) - seq_offsets.long()[sequence]).double()[:, None].expand(-1, n)
-    if times is not None:
-        origins = _origins(times, seq_offsets) if origins is None else origins
-        elapsed = (times - origins[sequence]).double()[:, None]
-        units = torch.where(torch.arange(n, device=x.device) < by_position, units, elapsed)
-    turned = (units * turns_per_unit(n, by_position, max_seq_len, x.device)).frac()
-    wide = torch.promote_types(x.dtype, torch.float32)
-    angles = (turned * (2 * math.pi)).to(wide)[:, None]
-    cos, sin = angles.cos(), angles.sin()
-    first, second, rest = x.to(wide).split([n, n, size - 2 * n], dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(x.dtype)
-
-
-def split(head_size: int, position: bool, timed: bool) -> int:
-    """How many of a head's pairs turn by position; the others turn by time."""
-    pairs = head_size // 2
-    return (pairs + 1) // 2 if position and timed else pairs if position else 0
-
-
-@functools.lru_cache(maxsize=64)
-def turns_per_unit(pairs: int, by_position: int, max_seq_len: int, device: torch.device) -> torch.Tensor:
-    """[n] fp64: whole turns of each pair in one token or one second."""
-
-    def turns(count, shortest, longest):
-        return [1 / (shortest * (longest / shortest) ** (i / max(count - 1, 1))) for i in range(count)]
-
-    found = turns(by_position, SHORTEST_POSITION, float(max_seq_len))
-    found += turns(pairs - by_position, SHORTEST_TIME, LONGEST_TIME)
-    return torch.tensor(found, dtype=torch.float64, device=device)
-
-
-def _origins(times: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
-    """[B]: the time of each sequence's first token; of an empty one, whatever stands there."""
-    if not len(times):
-        return times.new_zeros(seq_offsets.shape[0] - 1)
-    return times[seq_offsets[:-1].long().clamp(max=len(times) - 1)]

@@ -1,0 +1,77 @@
+"""The kind `bsa`."""
+
+import warnings
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+import hstu_sparse
+from data.batches import Batch
+from models.attention.shared import HSTUAttention
+from models.contract import AuxLoss, LayerSizes
+from models.gate import GateModel
+
+# selection_group -> the length from which bsa's forward and backward together take less time than dense's, measured
+# on an H200 (docs/bsa.md: bf16, 4 heads of 128, blocks of 64, 16 chosen).
+BSA_CROSSOVER = {1: 7457, 2: 6900, 16: 6481, 64: 2710}
+
+
+def warn_if_too_short(max_seq_len: int, selection_group: int) -> None:
+    """Says so when no sequence of a run is long enough for block sparsity to pay."""
+    group = max(size for size in BSA_CROSSOVER if size <= selection_group)
+    if max_seq_len < BSA_CROSSOVER[group]:
+        warnings.warn(
+            f"bsa pays from about {BSA_CROSSOVER[group]:,} tokens a sequence on (selection_group={group}, measured on "
+            f"an H200: docs/bsa.md); max_seq_len={max_seq_len} is less, so dense attention is faster here",
+            stacklevel=2,
+        )
+
+
+class BlockSparseAttention(HSTUAttention):
+    """Compression, block selection and sliding window, mixed by a gate on the queries."""
+
+    class Config(HSTUAttention.Config):
+        kind: Literal["bsa"]
+        block_size: int = Field(32, ge=1)
+        block_counts: int = Field(4, ge=1)
+        window_size: int = Field(0, ge=0)
+        selection_group: int = Field(1, ge=1)
+        gate_hidden_dim: int = Field(32, ge=1)
+
+        def check_model(self, model) -> None:
+            super().check_model(model)
+            if self.block_size % self.selection_group:
+                raise ValueError(f"selection_group={self.selection_group} does not divide block_size={self.block_size}")
+
+    def __init__(self, config: Config, sizes: LayerSizes):
+        super().__init__(config, sizes)
+        self.gate = GateModel(sizes.attention_dim, config.gate_hidden_dim)
+        warn_if_too_short(sizes.max_seq_len, config.selection_group)
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        c, bias = self.config, self.bias(batch)
+        # Layers of the same block size share a plan, whatever their tables hold.
+        plan = batch.once(
+            (type(self), c.block_size, c.time_bias, c.backend, self.normalizer),
+            lambda: hstu_sparse.bsa_plan(
+                q, batch.seq_offsets, self.normalizer, block_size=c.block_size, bias=bias, backend=c.backend
+            ),
+        )
+        out = hstu_sparse.bsa_attention(
+            q,
+            k,
+            v,
+            batch.seq_offsets,
+            self.normalizer,
+            self.gate(q),
+            block_size=c.block_size,
+            block_counts=c.block_counts,
+            window_size=c.window_size,
+            selection_group=c.selection_group,
+            alpha=c.alpha,
+            bias=bias,
+            backend=c.backend,
+            plan=plan,
+        )
+        return out, {}

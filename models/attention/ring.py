@@ -1,0 +1,74 @@
+"""The kind `ring`. Letters: T tokens, D query/key head size."""
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+import hstu_sparse
+from data.batches import Batch
+from models.attention.shared import HSTUAttention, SharedKeys
+from models.contract import AuxLoss, ContextBatch
+
+
+class RingAttention(SharedKeys, HSTUAttention):
+    """Softmax or dense HSTU attention whose sequences may be spread over the ranks of a ring (parallel.context)."""
+
+    class Config(SharedKeys.Config, HSTUAttention.Config):
+        """`alpha` defaults to D ** -0.5 for softmax and to 1 for hstu; with hstu the result is dense's."""
+
+        kind: Literal["ring"]
+        inner: Literal["softmax", "hstu"]
+        alpha: float | None = Field(None, gt=0)
+        window_size: int = Field(0, ge=0)
+        position_bias: bool = False
+        time_bias: bool = False
+        dropout: float = Field(0.0, ge=0, lt=1)  # for softmax only, as is num_kv_heads
+
+        def check_model(self, model) -> None:
+            super().check_model(model)
+            if self.inner == "softmax" and (self.position_bias or self.time_bias):
+                raise ValueError("position_bias and time_bias are for inner=hstu: set them to false")
+            if self.inner == "hstu" and (self.dropout or self.num_kv_heads):
+                raise ValueError("dropout and num_kv_heads are for inner=softmax: leave them out")
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        c, cut, offsets = self.config, isinstance(batch, ContextBatch), batch.seq_offsets
+        if c.inner == "softmax":
+            dropout = c.dropout if self.training else 0.0
+            options = dict(causal=True, window_size=(c.window_size - 1, -1), backend=c.backend)
+            if not cut:
+                out = hstu_sparse.flash_attention(q, k, v, offsets, scale=c.alpha, dropout=dropout, **options)
+            else:
+                out = hstu_sparse.zigzag_triton_ring_flash_attn_varlen_func(
+                    q,
+                    k,
+                    v,
+                    offsets,
+                    dropout_p=dropout,
+                    softmax_scale=c.alpha,
+                    group=batch.group,
+                    plan=batch.plan,
+                    **options,
+                )
+            return out, {}
+        options = dict(
+            alpha=1.0 if c.alpha is None else c.alpha,
+            window_size=c.window_size,
+            bias=self.bias(batch),
+            backend=c.backend,
+        )
+        if not cut:
+            return hstu_sparse.hstu_attention(q, k, v, offsets, self.normalizer, **options), {}
+        out = hstu_sparse.ring_hstu_attention(
+            q,
+            k,
+            v,
+            batch.positions,
+            self.normalizer,
+            seq_offsets=offsets,
+            group=batch.group,
+            plan=batch.plan,
+            **options,
+        )
+        return out, {}

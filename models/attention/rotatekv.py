@@ -1,0 +1,71 @@
+"""The kind `rotatekv`. Letters: T tokens, H heads, V value head size."""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+import hstu_sparse
+from data.batches import Batch
+from hstu_sparse.relative_bias import RelativeBias, pair_bias
+from models.attention.shared import HSTUAttention
+from models.contract import AuxLoss
+
+
+class RotateKVAttention(HSTUAttention):
+    """Dense attention whose keys and values went through a rotated low-bit cache: a model made ready for its own.
+
+    As with a cache, a token sees the others by what their codes say and itself as it is. Gradients pass straight
+    through the codes.
+    """
+
+    class Config(HSTUAttention.Config):
+        """The options of `hstu_sparse.rotatekv_compress`."""
+
+        kind: Literal["rotatekv"]
+        bits: Literal[2, 3, 4, 8] = 2
+        head_group: Literal[1, 2, 4] = 2
+        quant_group: int = Field(64, ge=1)
+        sparsity: float = Field(0.0, ge=0, le=0.9)
+        sink_tokens: int = Field(0, ge=0)
+
+        def check_model(self, model) -> None:
+            super().check_model(model)
+            size = model.attention_dim or model.embedding_dim // model.num_heads
+            try:
+                hstu_sparse.RotateKVCache.check(model.num_heads, size, **self.cache_options())
+            except ValueError as error:
+                raise ValueError(f"head_group={self.head_group}: {error}") from None
+
+        def cache_options(self) -> dict:
+            names = ("bits", "head_group", "quant_group", "sparsity", "sink_tokens")
+            return {name: getattr(self, name) for name in names}
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        c, bias = self.config, self.bias(batch)
+        options = c.cache_options()
+        found = hstu_sparse.rotatekv_round_trip(k, v, batch.seq_offsets, **options, backend=c.backend)
+        # The differences are 0: they carry the gradients.
+        cached_k, cached_v = (y + (x - x.detach()) for x, y in zip((k, v), found))
+        out = hstu_sparse.hstu_attention(
+            q, cached_k, cached_v, batch.seq_offsets, self.normalizer, alpha=c.alpha, bias=bias, backend=c.backend
+        )
+        own = own_token(q, k, v, bias, c.alpha, self.normalizer)
+        return out + own - own_token(q, cached_k, cached_v, bias, c.alpha, self.normalizer), {}
+
+
+def own_scores(q: Tensor, k: Tensor, bias: RelativeBias | None, alpha: float) -> Tensor:
+    """Score of each token by itself, [T, H] fp32 (or fp64)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = alpha * (q.to(wide) * k.to(wide)).sum(-1)
+    if bias is None:
+        return scores
+    here = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+    return scores + pair_bias(bias, here, bias.query_timestamps, bias.timestamps)[:, None]
+
+
+def own_token(q: Tensor, k: Tensor, v: Tensor, bias: RelativeBias | None, alpha: float, normalizer: int) -> Tensor:
+    """What a token's own key and value give to its SiLU attention, [T, H, V]."""
+    return (F.silu(own_scores(q, k, bias, alpha))[..., None] * v / normalizer).to(v.dtype)

@@ -1,0 +1,87 @@
+"""What several kinds have in common: tables of a relative bias, the normaliser of the SiLU kinds, shared key heads.
+
+Letters: N normaliser, H heads, Hkv key/value heads.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from data.batches import Batch
+from hstu_sparse.relative_bias import RelativeBias
+from models.contract import AttentionKind, LayerSizes
+
+# The room that the published HSTU adds to max_seq_len in its normaliser and bias tables.
+EXTRA_POSITIONS = 11
+
+
+def new_table(size: int) -> nn.Parameter:
+    return nn.Parameter(nn.init.normal_(torch.empty(size), std=0.02))
+
+
+def relative_bias(position: Tensor | None, time: Tensor | None, batch: Batch) -> RelativeBias | None:
+    if position is None and time is None:
+        return None
+    return RelativeBias(position, time, batch.timestamps, batch.query_timestamps)
+
+
+class BiasedAttention(AttentionKind):
+    """Kinds that add a relative bias by position and time to their scores; its tables serve all heads."""
+
+    class Config(AttentionKind.Config):
+        position_bias: bool = True
+        time_bias: bool = True
+        num_time_buckets: int = Field(128, ge=1)
+
+        def check_data(self, dataset) -> None:
+            if self.time_bias and not dataset.has_timestamps:
+                raise ValueError(f"time_bias: {dataset.name} has no timestamps, set it to false")
+
+    def __init__(self, config: Config, sizes: LayerSizes, positions: int):
+        super().__init__(config, sizes)
+        self.position_bias = new_table(positions) if config.position_bias else None
+        self.time_bias = new_table(config.num_time_buckets + 1) if config.time_bias else None
+
+    def bias(self, batch: Batch) -> RelativeBias | None:
+        return relative_bias(self.position_bias, self.time_bias, batch)
+
+
+class HSTUAttention(BiasedAttention):
+    """What the SiLU kinds share: N, which is `normalizer` if it is given, else max_seq_len + 11."""
+
+    class Config(BiasedAttention.Config):
+        """`alpha` scales the logits."""
+
+        alpha: float = 1.0
+        normalizer: int | None = Field(None, ge=1)
+        backend: Literal["auto", "triton", "reference"] = "auto"
+
+        def check_model(self, model) -> None:
+            super().check_model(model)
+            if self.normalizer is not None and self.normalizer < model.max_seq_len:
+                raise ValueError(f"normalizer={self.normalizer} is less than model.max_seq_len={model.max_seq_len}")
+
+    def __init__(self, config: Config, sizes: LayerSizes):
+        normalizer = config.normalizer or sizes.max_seq_len + EXTRA_POSITIONS
+        super().__init__(config, sizes, positions=normalizer)
+        self.normalizer = normalizer
+
+
+class SharedKeys(AttentionKind):
+    """Kinds whose key and value heads may each serve several heads of queries (arXiv 2305.13245)."""
+
+    class Config(AttentionKind.Config):
+        """`num_kv_heads` heads of keys and values; absent, each head of queries has its own."""
+
+        num_kv_heads: int | None = Field(None, ge=1)
+
+        def check_model(self, model) -> None:
+            super().check_model(model)
+            if self.num_kv_heads and model.num_heads % self.num_kv_heads:
+                raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide model.num_heads={model.num_heads}")
+
+    @classmethod
+    def kv_heads(cls, config: Config, num_heads: int) -> int:
+        return config.num_kv_heads or num_heads

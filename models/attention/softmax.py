@@ -1,0 +1,73 @@
+"""The kind `softmax`. Letters: T tokens, B sequences."""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+import hstu_sparse
+from data.batches import Batch
+from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
+from hstu_sparse.relative_bias import pair_bias
+from models.attention.shared import BiasedAttention, SharedKeys
+from models.contract import AuxLoss, LayerSizes
+
+
+class SoftmaxAttention(SharedKeys, BiasedAttention):
+    """Causal softmax attention, the transformer's own (arXiv 1706.03762); dropout on the attention weights."""
+
+    class Config(SharedKeys.Config, BiasedAttention.Config):
+        kind: Literal["softmax"]
+        dropout: float = Field(0.0, ge=0, lt=1)
+        position_bias: bool = False
+        time_bias: bool = False
+
+    def __init__(self, config: Config, sizes: LayerSizes):
+        super().__init__(config, sizes, positions=sizes.max_seq_len)
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        if q.is_cuda and self.bias(batch) is None:
+            dropout = self.config.dropout if self.training else 0.0
+            return hstu_sparse.flash_attention(q, k, v, batch.seq_offsets, causal=True, dropout=dropout), {}
+        return self.padded(q, k, v, batch), {}
+
+    def padded(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """[T, H, V] by torch's own attention, over sequences padded to one length."""
+        # On a GPU, padding to max_seq_len spares the host from waiting for the longest length of the batch.
+        longest = self.sizes.max_seq_len
+        if not q.is_cuda:
+            longest = int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
+
+        def pad(y: Tensor) -> Tensor:  # [T, ...] -> [B, longest, ...]
+            return jagged_to_padded(y.flatten(1), batch.seq_offsets, longest).unflatten(-1, y.shape[1:])
+
+        # Sequences start at 0, so the causal mask alone hides the padding behind them.
+        mask = self.mask(batch, longest, q)
+        out = F.scaled_dot_product_attention(
+            *(pad(y).transpose(1, 2) for y in (q, k, v)),
+            attn_mask=mask,
+            dropout_p=self.config.dropout if self.training else 0.0,
+            is_causal=mask is None,
+            enable_gqa=k.shape[1] != q.shape[1],
+        )
+        out = padded_to_jagged(out.transpose(1, 2).flatten(2), batch.seq_offsets, q.shape[0])
+        return out.unflatten(-1, (q.shape[1], v.shape[2]))
+
+    def mask(self, batch: Batch, longest: int, q: Tensor) -> Tensor | None:
+        """The relative bias as an additive mask [B or 1, 1, longest, longest], -inf where a query does not see."""
+        bias = self.bias(batch)
+        if bias is None:
+            return None
+        place = torch.arange(longest, device=q.device)
+        distance = place[:, None] - place
+        asked = seen = None
+        if bias.time is not None:
+            asked, seen = (
+                jagged_to_padded(y, batch.seq_offsets, longest) for y in (bias.query_timestamps, bias.timestamps)
+            )
+            asked, seen = asked[:, :, None], seen[:, None, :]
+        added = pair_bias(bias, distance, asked, seen)
+        added = added[:, None] if added.dim() == 3 else added[None, None]
+        return added.to(q.dtype).masked_fill(distance < 0, float("-inf"))

@@ -1,0 +1,78 @@
+"""What a NaN or an infinity in an input reaches: no output before its token, and no result that looks sound.
+
+Letters: T tokens, N max_seq_len, H heads, D query/key and V value head size.
+"""
+
+import pytest
+import torch
+
+import hstu_sparse as hs
+from hstu_sparse import launch
+
+NAN, INFINITY = float("nan"), float("inf")
+OFFSETS, N = torch.tensor([0, 20, 20, 31]), 24
+GATES = [torch.rand(31, 2, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+TARGETS = torch.tensor([1, 0, 3])
+CHOSEN = torch.arange(20).sub(6).clamp(min=0).repeat(2)[:31, None] + torch.arange(8)  # later ones are masked
+POSITIONS = torch.cat([torch.arange(20), torch.arange(11)])
+BSA = {"block_size": 16, "block_counts": 2, "window_size": 3}
+# (q [T, H, D], k [T, H, D], v [T, H, V]) -> [T, H, V].
+CAUSAL = {
+    "dense": lambda q, k, v, **o: hs.hstu_attention(q, k, v, OFFSETS, N, **o),
+    "dense, candidates": lambda q, k, v, **o: hs.hstu_attention(q, k, v, OFFSETS, N, num_targets=TARGETS, **o),
+    "dense, window": lambda q, k, v, **o: hs.hstu_attention(q, k, v, OFFSETS, N, window_size=5, **o),
+    "bsa": lambda q, k, v, **o: hs.bsa_attention(q, k, v, OFFSETS, N, GATES, **(BSA | o)),
+    "bsa, blocks of 4": lambda q, k, v, **o: hs.bsa_attention(q, k, v, OFFSETS, N, GATES, **BSA | {"block_size": 4}),
+    "htree": lambda q, k, v, **o: hs.htree_attention(q, k, v, OFFSETS, N, compression_rate=4, top_k=2, **o),
+    "indexer": lambda q, k, v, **o: hs.sparse_attention(q, k[:, 0], v[:, 0], CHOSEN, OFFSETS, **o),
+    "flash": lambda q, k, v, **o: hs.flash_attention(q, k, v, OFFSETS, causal=True, **o),
+    "ring": lambda q, k, v, **o: hs.ring_hstu_attention(q, k, v, POSITIONS, N, seq_offsets=OFFSETS, **o),
+}
+# The kernels that keep to it too, and for which input: the others multiply a tile of values by weights of 0.
+KERNELS = [("dense", "k"), ("flash", "k"), ("ring", "k"), *((kind, x) for kind in ("htree", "indexer") for x in "kv")]
+CASES = [(kind, x, "reference", value) for kind in CAUSAL for x in "kv" for value in (NAN, INFINITY)]
+CASES += [(*case, "triton", NAN) for case in KERNELS]
+interpreter = pytest.mark.skipif(not launch.INTERPRET, reason="kernels on a CPU need TRITON_INTERPRET=1")
+
+
+@pytest.mark.parametrize(("kind", "name", "backend", "value"), CASES)
+def test_it_stays_behind(kind, name, backend, value):
+    """From token 13 on in its own sequence, and nowhere else; it does reach what sees it."""
+    if backend == "triton" and not launch.INTERPRET:
+        pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
+    numbers = torch.Generator().manual_seed(3)
+    inputs = {x: torch.randn(31, 2, 16, generator=numbers) for x in "qkv"}
+    before = CAUSAL[kind](**inputs, backend=backend)
+    inputs[name][13] = value
+    after = CAUSAL[kind](**inputs, backend=backend)
+    assert not after[13].isfinite().all()
+    rest = [t for t in range(31) if not 13 <= t < 20]
+    assert torch.equal(after[rest], before[rest])
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreter)])
+@pytest.mark.parametrize("negatives", [None, torch.tensor([5, 1]), torch.tensor([[5, 1]] * 4)], ids=["all", "K", "TK"])
+@pytest.mark.parametrize(("which", "row"), [("out", 0), ("items", 0), ("items", 5)])
+def test_catalogue_loss_is_no_number_then(which, row, negatives, backend):
+    given = {"out": torch.randn(4, 16), "items": torch.randn(9, 16), "targets": torch.tensor([0, 8, -1, 3])}
+    given[which][row] = NAN
+    assert hs.catalogue_loss(**given, temperature=0.1, negatives=negatives, backend=backend).isnan()
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreter)])
+@pytest.mark.parametrize("name", ["q", "k", "scores"])
+def test_indexer_loss_is_no_number_then(name, backend):
+    given = {"q": torch.randn(5, 2, 16), "k": torch.randn(5, 16), "scores": torch.randn(5, 2)}
+    given[name][0] = NAN
+    chosen = torch.tensor([[0, -1], [0, 1], [0, 2], [1, 3], [2, 4]])
+    assert hs.indexer_loss(**given, indices=chosen, seq_offsets=torch.tensor([0, 5]), backend=backend).isnan()
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreter)])
+def test_cache_attention_is_no_number_then(backend):
+    k, v, offsets = torch.randn(5, 2, 16), torch.randn(5, 2, 16), torch.tensor([0, 5])
+    k[1] = NAN
+    cache = hs.rotatekv_compress(k, v, offsets, sink_tokens=2, backend=backend)
+    call = {"activation": "softmax", "return_lse": True, "backend": backend}
+    for found in hs.rotatekv_attention(torch.randn(1, 2, 16), torch.tensor([0, 1]), cache, 8, **call):
+        assert found.isnan().all()
