@@ -35,14 +35,23 @@ def places(PLANE: tl.constexpr, FIELDS: tl.constexpr, MANTISSA: tl.constexpr):
 
 
 @triton.jit
+def halves(pairs, DTYPE: tl.constexpr):
+    """The two 16-bit numbers [.., 2] of int32 pairs."""
+    return tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(DTYPE, bitcast=True)
+
+
+@triton.jit
 def code_pairs(x, shift, place, offset, unit, PLANE: tl.constexpr, DTYPE: tl.constexpr):
-    """The two halves of x (int32, fields broadcast against it) as 2 ** offset + code in DTYPE: [..., 2]."""
-    MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
-    BIAS: tl.constexpr = 15 if tl.float16 == DTYPE else 127
+    """The codes in the two halves of x (int32, fields broadcast against it), as numbers of DTYPE: [..., 2].
+
+    In fp16 a code is a number below the least normal one, code * 2 ** (place - 24); in bf16 2 ** offset + code.
+    """
     x = (x >> shift) & ((((1 << PLANE) - 1) * 0x10001) << place)
     if tl.bfloat16 == DTYPE:
-        x |= (((BIAS + offset) << MANTISSA) * 0x10001) * unit
-    return tl.join(x.to(tl.int16), (x >> 16).to(tl.int16)).to(DTYPE, bitcast=True)
+        # By `unit`, which the compiler does not know, the constant comes to stand in a register: then one instruction
+        # takes both constants.
+        x |= (((127 + offset) << 7) * 0x10001) * unit
+    return halves(x, DTYPE)
 
 
 @triton.jit
@@ -52,19 +61,14 @@ def power(offset):
 
 
 @triton.jit
-def key_codes(words, unit, PLANE: tl.constexpr, DTYPE: tl.constexpr, R: tl.constexpr):
-    """Codes [R, CHUNK] of words [R, 4], plus what `code_offsets` says."""
+def key_codes(words, unit, PLANE: tl.constexpr):
+    """Codes [16, CHUNK] in fp16 of words [16, 4]: see `code_pairs`; their channels: `key_channels`."""
     FIELDS: tl.constexpr = 16 // PLANE
-    MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
-    if tl.float32 == DTYPE:
-        place = PLANE * tl.arange(0, FIELDS)[None, :, None, None] + 16 * tl.arange(0, 2)[None, None, None, :]
-        found = ((words[:, None, :, None] >> place) & ((1 << PLANE) - 1)).to(DTYPE)
-    else:
-        shift, place, offset = places(PLANE, FIELDS, MANTISSA)
-        found = code_pairs(words[:, None, :], shift[None, :, None], place[None, :, None], offset[None, :, None],
-                           unit, PLANE, DTYPE)  # fmt: skip
-    found = tl.reshape(found, [R, FIELDS // 2, 2, 4, 2])
-    return tl.reshape(tl.permute(found, 0, 1, 3, 2, 4), [R, FIELDS * 8])
+    shift, place, offset = places(PLANE, FIELDS, 10)
+    shift, place, offset = shift[None, :, None], place[None, :, None], offset[None, :, None]
+    found = code_pairs(words[:, None, :], shift, place, offset, unit, PLANE, tl.float16)
+    found = tl.reshape(found, [16, FIELDS // 2, 2, 4, 2])
+    return tl.reshape(tl.permute(found, 0, 1, 3, 2, 4), [16, FIELDS * 8])
 
 
 @triton.jit
@@ -76,74 +80,57 @@ def key_channels(PLANE: tl.constexpr):
 
 
 @triton.jit
-def value_codes(words, unit, PLANE: tl.constexpr, DTYPE: tl.constexpr, NW: tl.constexpr, P: tl.constexpr):
-    """Codes [FIELDS * 2 * NW, 16 P], plus offsets by field, of a tuple of words [NW, 4]: of tokens 4j, 4j + 1, ..
+def value_codes(words, unit, PLANE: tl.constexpr, DTYPE: tl.constexpr, NW: tl.constexpr):
+    """Codes [FIELDS * 2 * NW, 16] of DTYPE (see `code_pairs`) of a tuple of words [NW, 4], of tokens 4j + i by i.
 
     A row of the result stands for (field, half of the word, word).
     """
     FIELDS: tl.constexpr = 16 // PLANE
-    MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
     pairs = ()
-    for i in tl.static_range(2 * P):
+    for i in tl.static_range(2):
         a, b = words[2 * i], words[2 * i + 1]
-        if tl.float32 == DTYPE:
-            pairs += (tl.join(a, b),)  # [NW, 4, token]
-        else:
-            low = (a & 0xFFFF) | (b << 16)
-            high = ((a >> 16) & 0xFFFF) | (b & -65536)
-            pairs += (tl.join(low, high),)  # [NW, 4, half]
-    if P == 2:
-        x = tl.join(tl.join(pairs[0], pairs[1]), tl.join(pairs[2], pairs[3]))
-        x = tl.permute(x, 2, 0, 4, 1, 3)
-    else:
-        x = tl.permute(tl.join(pairs[0], pairs[1]), 2, 0, 1, 3)
-    if tl.float32 == DTYPE:
-        x = tl.reshape(x, [2, NW, 8 * P])  # token, word, pair
-        x = tl.reshape(tl.permute(x, 1, 2, 0), [1, 1, NW, 16 * P])
-        place = PLANE * tl.arange(0, FIELDS)[:, None, None, None] + 16 * tl.arange(0, 2)[None, :, None, None]
-        return tl.reshape(((x >> place) & ((1 << PLANE) - 1)).to(DTYPE), [FIELDS * 2 * NW, 16 * P])
-    else:
-        shift, place, offset = places(PLANE, FIELDS, MANTISSA)
-        x = tl.reshape(x, [1, 2 * NW, 8 * P])
-        found = code_pairs(x, shift[:, None, None], place[:, None, None], offset[:, None, None], unit, PLANE, DTYPE)
-        return tl.reshape(found, [FIELDS * 2 * NW, 16 * P])
+        pairs += (tl.join((a & 0xFFFF) | (b << 16), ((a >> 16) & 0xFFFF) | (b & -65536)),)  # [NW, 4, half]
+    x = tl.permute(tl.join(pairs[0], pairs[1]), 2, 0, 1, 3)
+    shift, place, offset = places(PLANE, FIELDS, 10 if tl.float16 == DTYPE else 7)
+    shift, place, offset = shift[:, None, None], place[:, None, None], offset[:, None, None]
+    found = code_pairs(tl.reshape(x, [1, 2 * NW, 8]), shift, place, offset, unit, PLANE, DTYPE)
+    return tl.reshape(found, [FIELDS * 2 * NW, 16])
 
 
 @triton.jit
-def rows_of(page_table, tile, P: tl.constexpr, R: tl.constexpr):
-    """Pages of a tile's tokens, int64: [R], or a number where the tile is one page."""
-    if P == 1:
-        return tl.load(page_table + tile).to(tl.int64)
-    else:
-        return tl.load(page_table + tile * P + tl.arange(0, R) // 16).to(tl.int64)
-
-
-@triton.jit
-def load_words(
-    k_codes, v_codes, page_table, tile, unit, HG: tl.constexpr, group, PAGE: tl.constexpr, K_BLOCKS: tl.constexpr,
-    K_WORDS: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr, NW: tl.constexpr, R: tl.constexpr,
+def load_tile(
+    k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros, page, own_group, unit, HG: tl.constexpr, group,
+    K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
+    V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Words of a tile of whole pages: keys' [R, 4] by block and chunk, values' [NW, 4] by page, and tokens within."""
-    P: tl.constexpr = R // 16
+    """All that is kept of a page: keys' words [16, 4] by block and chunk, their scales and zeros [16] by group, values'
+    words [NW, 4] of tokens 4j + i by i, and their scales and zeros [16, columns].
+
+    unit: 1, which the compiler does not know. Where it cannot tell what lies side by side it gives each thread one word
+    of a tensor, row by row, and so the words where a product wants them.
+    """
+    R: tl.constexpr = 16
+    NW: tl.constexpr = V_BLOCKS * V_WORDS
+    row = page.to(tl.int64) * HG + group
     r = tl.arange(0, R)
     four = tl.arange(0, 4) * unit
-    base = k_codes + (rows_of(page_table, tile, P, R) * HG + group) * (K_BLOCKS * PAGE * K_WORDS)
-    if P > 1:
-        base = base[None, :]
-    base += four[:, None] + ((r % 16 * K_WORDS) * unit)[None, :]
+    base = k_codes + row * (K_BLOCKS * R * K_WORDS) + (four[:, None] + (r * K_WORDS * unit)[None, :])
     keys = ()
     for i in tl.static_range(K_BLOCKS):
         for c in tl.static_range(K_WORDS // 4):
-            keys += (tl.trans(tl.load(base + (i * PAGE * K_WORDS + c * 4))),)
-    values = ()
+            keys += (tl.trans(tl.load(base + (i * R * K_WORDS + c * 4))),)
+    ranges = ()
+    at = row * (K_GROUPS * R)
+    for g in tl.static_range(K_GROUPS):
+        ranges += (tl.load(k_scales + at + r + g * R), tl.load(k_zeros + at + r + g * R))
     word = tl.arange(0, NW)
-    word = ((word // V_WORDS) * (PAGE * V_WORDS) + word % V_WORDS) * unit
-    for p in tl.static_range(P):
-        page = tl.load(page_table + tile * P + p).to(tl.int64) * HG + group
-        base = v_codes + page * (V_BLOCKS * PAGE * V_WORDS) + ((4 * V_WORDS * four)[:, None] + word[None, :])
-        for i in tl.static_range(4):
-            values += (tl.trans(tl.load(base + i * V_WORDS)),)
-    return keys, values
+    word = ((word // V_WORDS) * (R * V_WORDS) + word % V_WORDS) * unit
+    base = v_codes + row * (V_BLOCKS * R * V_WORDS) + ((4 * V_WORDS * four)[:, None] + word[None, :])
+    values = ()
+    for i in tl.static_range(4):
+        values += (tl.trans(tl.load(base + i * V_WORDS)),)
+    at = row * (V_GROUPS * R) + (r[:, None] + (own_group * R)[None, :])
+    return keys, ranges, values, (tl.load(v_scales + at), tl.load(v_zeros + at))
 
 
 @triton.jit
@@ -154,12 +141,6 @@ def load_angles(table, position, unit, HALF: tl.constexpr, FIRST: tl.constexpr, 
     for i in tl.static_range(4):
         found += (tl.trans(tl.load(base + (i // 2 * HALF + FIRST + 8 * (i % 2)) // 2)),)
     return (found[0], found[1]), (found[2], found[3])
-
-
-@triton.jit
-def halves(pairs):
-    """The two fp16 numbers [.., 2] of int32 pairs."""
-    return tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -188,7 +169,7 @@ def turned_pairs(a, b, cos, sin):
             "=r,=r,r,r,r,r", [a, b, cos, sin], (tl.int32, tl.int32), True, 1,
         )  # fmt: skip
     else:
-        x, y, c, s = halves(a), halves(b), halves(cos), halves(sin)
+        x, y, c, s = halves(a, tl.float16), halves(b, tl.float16), halves(cos, tl.float16), halves(sin, tl.float16)
         first = tl.split((x * c + y * s).to(tl.float32))
         second = tl.split((y * c - x * s).to(tl.float32))
         return pair(first[0], first[1]), pair(second[0], second[1])
@@ -209,7 +190,15 @@ def turned_scores(
     HALF: tl.constexpr = D // 128  # blocks of half a head
     scores = tl.zeros([R, COLUMNS], tl.float32)
     first = (tl.arange(0, 16) == 0).to(tl.float32) * 64
+    coming = ()
+    for a in tl.static_range(HALF):
+        coming += (load_angles(table, position, unit, D // 2, a * 64, R),)
     for w in tl.static_range(4):
+        # The next channels' angles are under way while these are worked on.
+        turns = coming
+        coming = ()
+        for a in tl.static_range(HALF):
+            coming += (load_angles(table, position, unit, D // 2, a * 64 + (w + 1) % 4 * 16, R),)
         x = ()
         for i in tl.static_range(K_BLOCKS):
             y = tl.zeros([R, 16], tl.float32)
@@ -228,21 +217,21 @@ def turned_scores(
             high0, high1 = tl.split(highs)
             low += (pair(low0, high0), pair(low1, high1))
         for a in tl.static_range(HALF):
-            cos, sin = load_angles(table, position, unit, D // 2, a * 64 + w * 16, R)
+            cos, sin = turns[a]
             for o in tl.static_range(a, K_BLOCKS, 2 * HALF):
                 far0, near0 = turned_pairs(low[2 * (o + HALF)], low[2 * o], cos[0], sin[0])
                 far1, near1 = turned_pairs(low[2 * (o + HALF) + 1], low[2 * o + 1], cos[1], sin[1])
                 # far = second * cos + first * sin, near = first * cos - second * sin
                 near_t = queries[o * 4 + w]
                 far_t = queries[(o + HALF) * 4 + w]
-                key = tl.reshape(tl.permute(tl.join(halves(near0), halves(near1)), 0, 1, 3, 2), [R, 16])
+                key = tl.reshape(tl.permute(tl.join(halves(near0, tl.float16), halves(near1, tl.float16)), 0, 1, 3, 2), [R, 16])
                 scores = tl.dot(key, tl.trans(near_t), scores)
-                key = tl.reshape(tl.permute(tl.join(halves(far0), halves(far1)), 0, 1, 3, 2), [R, 16])
+                key = tl.reshape(tl.permute(tl.join(halves(far0, tl.float16), halves(far1, tl.float16)), 0, 1, 3, 2), [R, 16])
                 scores = tl.dot(key, tl.trans(far_t), scores)
     return scores
 
 
-@triton.jit(do_not_specialize=["B", "S", "Tq", "SPLITS", "unit"])
+@triton.jit(do_not_specialize=["q_stride_t", "q_stride_h", "B", "S", "Tq", "SPLITS", "unit"])
 def rotatekv_few_fwd_kernel(
     q, q_stride_t, q_stride_h, q_offsets, seq_offsets, page_offsets, page_table, order,
     k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros,
@@ -250,9 +239,9 @@ def rotatekv_few_fwd_kernel(
     out, lse, B, S, Tq, SPLITS, alpha, scale, inverse_n, unit,
     HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr,
-    V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
+    V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, HAS_ORDER: tl.constexpr,
     SOFTMAX: tl.constexpr, ROPE: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PAIRS: tl.constexpr, BQ: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr, LSE: tl.constexpr, PREFETCH: tl.constexpr, LAZY: tl.constexpr,
+    FAST: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """One part of BQ queries, of one head group; out and lse: [SPLITS, Tq, H, ...], or the final ones."""
     C: tl.constexpr = D * G
@@ -261,14 +250,13 @@ def rotatekv_few_fwd_kernel(
     LEVELS: tl.constexpr = (1 << BITS) - 1
     FIELDS: tl.constexpr = 16 // BITS
     NW: tl.constexpr = V_BLOCKS * V_WORDS
-    P: tl.constexpr = R // 16
+    R: tl.constexpr = 16
     DTYPE: tl.constexpr = q.dtype.element_ty
-    KT: tl.constexpr = tl.float32 if tl.float32 == DTYPE else tl.float16
-    b, first_query, asked_count, q_tile = locate(q_offsets, tl.program_id(0), B, BQ)
+    b, first_query, asked_count, q_tile = locate(q_offsets, tl.program_id(0) // (SPLITS * HG), B, BQ)
     if q_tile * BQ >= asked_count:
         return
-    group = tl.program_id(1)
-    split = tl.program_id(2)
+    split = tl.program_id(0) % SPLITS
+    group = tl.program_id(0) // SPLITS % HG
     if HAS_ORDER:
         order += group * C
     column = tl.arange(0, COLUMNS)
@@ -290,8 +278,8 @@ def rotatekv_few_fwd_kernel(
     permuted, field = key_channels(BITS)
     CHUNKS: tl.constexpr = K_WORDS // 4
     K_PER: tl.constexpr = K_BLOCKS * CHUNKS // K_GROUPS
-    shrink = power(15 - field % (10 // BITS) * BITS) if KT == tl.float16 else tl.full(field.shape, 1.0, tl.float32)
-    BACK: tl.constexpr = 512 if KT == tl.float16 else 1
+    shrink = power(15 - field % (10 // BITS) * BITS)
+    BACK: tl.constexpr = 512
     queries = ()
     q_sums = ()
     matrices = ()
@@ -303,12 +291,12 @@ def rotatekv_few_fwd_kernel(
             most = tl.maximum(most, tl.max(tl.abs(plain[i].to(tl.float32)), 0))
         divisor = 1.0 / tl.where(most > 0.0, most, 1.0)
         for i in tl.static_range(C // 16):
-            queries += (paired(tl.trans((plain[i].to(tl.float32) * divisor[None, :]).to(KT)), COLUMNS),)
+            queries += (paired(tl.trans((plain[i].to(tl.float32) * divisor[None, :]).to(tl.float16)), COLUMNS),)
         for w in tl.static_range(4):
             for c in tl.static_range(CHUNKS):
                 out_channel = w * 16 + tl.arange(0, 16)
                 matrix = sign(out_channel[:, None], (c * (64 // CHUNKS) + permuted)[None, :])
-                matrices += ((matrix * shrink[None, :]).to(KT),)
+                matrices += ((matrix * shrink[None, :]).to(tl.float16),)
         q_scale = most * alpha
     else:
         turned = ()
@@ -319,7 +307,7 @@ def rotatekv_few_fwd_kernel(
             x = load_queries(q, query, head, real, channel, group * G, q_stride_t, q_stride_h, D)
             for c in tl.static_range(CHUNKS):
                 matrix = sign(place[:, None], (c * (64 // CHUNKS) + permuted)[None, :]).to(DTYPE)
-                turned += (tl.dot(tl.trans(x), matrix, input_precision=PRECISION),)
+                turned += (tl.dot(tl.trans(x), matrix),)
         turned = butterfly(turned, K_BLOCKS, CHUNKS)
         for i in tl.static_range(K_BLOCKS * CHUNKS):
             most = tl.maximum(most, tl.max(tl.abs(turned[i]), 1))
@@ -327,8 +315,8 @@ def rotatekv_few_fwd_kernel(
         for g in tl.static_range(K_GROUPS):
             total = tl.zeros([COLUMNS], tl.float32)
             for i in tl.static_range(K_PER):
-                low = (turned[g * K_PER + i] * divisor[:, None]).to(KT).to(tl.float32)
-                queries += ((low * shrink[None, :]).to(KT),)
+                low = (turned[g * K_PER + i] * divisor[:, None]).to(tl.float16).to(tl.float32)
+                queries += ((low * shrink[None, :]).to(tl.float16),)
                 total += tl.sum(low, 1)
             q_sums += (total / BACK,)
         q_scale = most * (scale * alpha * BACK)
@@ -346,30 +334,31 @@ def rotatekv_few_fwd_kernel(
     last = tl.minimum(tiles, first + per)
     if first < last:
         r = tl.arange(0, R)
-        words = load_words(k_codes, v_codes, page_table, first, unit, HG, group, PAGE, K_BLOCKS, K_WORDS, V_BLOCKS,
-                           V_WORDS, NW, R)  # fmt: skip
+        # The page after next is known, and all of the next one under way, while one is worked on.
+        page = tl.load(page_table + first)
+        next_page = tl.load(page_table + tl.minimum(first + 1, last - 1))
+        coming = load_tile(
+            k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros, page, own_group, unit, HG, group, K_BLOCKS, K_WORDS,
+            K_GROUPS, V_BLOCKS, V_WORDS, V_GROUPS,
+        )  # fmt: skip
         for tile in tl.range(first, last, num_stages=1):
-            now = words
-            if PREFETCH:
-                words = load_words(k_codes, v_codes, page_table, tl.minimum(tile + 1, last - 1), unit, HG, group,
-                                   PAGE, K_BLOCKS, K_WORDS, V_BLOCKS, V_WORDS, NW, R)  # fmt: skip
-            else:
-                now = load_words(k_codes, v_codes, page_table, tile, unit, HG, group, PAGE, K_BLOCKS, K_WORDS,
-                                 V_BLOCKS, V_WORDS, NW, R)  # fmt: skip
-            keys, values = now
+            keys, ranges, values, v_ranges = coming
+            page = next_page
+            next_page = tl.load(page_table + tl.minimum(tile + 2, last - 1))
+            coming = load_tile(
+                k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros, page, own_group, unit, HG, group, K_BLOCKS,
+                K_WORDS, K_GROUPS, V_BLOCKS, V_WORDS, V_GROUPS,
+            )  # fmt: skip
             behind = tile * R + r
             inside = behind < packed
-            row = rows_of(page_table, tile, P, R) * HG + group
-            slot = r % 16
             codes = ()
             for i in tl.static_range(K_BLOCKS * CHUNKS):
-                codes += (key_codes(keys[i], unit, BITS, KT, R),)
+                codes += (key_codes(keys[i], unit, BITS),)
             scales = ()
             zeros = ()
-            at = row * (K_GROUPS * PAGE)
             for g in tl.static_range(K_GROUPS):
-                scales += (tl.load(k_scales + at + slot + g * PAGE).to(tl.float32),)
-                zeros += (tl.load(k_zeros + at + slot + g * PAGE).to(tl.float32),)
+                scales += (ranges[2 * g].to(tl.float32),)
+                zeros += (ranges[2 * g + 1].to(tl.float32),)
             if ROPE:
                 small_scales = ()
                 small_zeros = ()
@@ -384,7 +373,7 @@ def rotatekv_few_fwd_kernel(
                     part = tl.zeros([R, COLUMNS], tl.float32)
                     for i in tl.static_range(g * K_PER, (g + 1) * K_PER):
                         query_t = queries[i]
-                        part = tl.dot(codes[i], tl.trans(query_t), part, input_precision=PRECISION)
+                        part = tl.dot(codes[i], tl.trans(query_t), part)
                     scores += scales[g][:, None] * part + zeros[g][:, None] * q_sums[g][None, :]
             scores = biased(
                 scores * q_scale[None, :], inside, S + behind, begin + S + behind, length, tables, asked, HAS_POSITION, HAS_TIME
@@ -392,16 +381,8 @@ def rotatekv_few_fwd_kernel(
             if SOFTMAX:
                 scores = tl.where(inside[:, None], scores, float("-inf"))
                 most = tl.max(scores, 0)
-                if LAZY:
-                    if tl.max((most > greatest + 8.0).to(tl.int32), 0) > 0:
-                        new = tl.maximum(greatest, most)
-                        factor = tl.exp(greatest - tl.where(new == float("-inf"), 0.0, new))[None, :]
-                        greatest = new
-                        sums *= factor
-                        scaled *= factor
-                        constant *= factor
-                        totals *= factor
-                else:
+                # What was summed is scaled anew only where weights would grow beyond e ** 8.
+                if tl.max((most > greatest + 8.0).to(tl.int32), 0) > 0:
                     new = tl.maximum(greatest, most)
                     factor = tl.exp(greatest - tl.where(new == float("-inf"), 0.0, new))[None, :]
                     greatest = new
@@ -413,17 +394,12 @@ def rotatekv_few_fwd_kernel(
                 totals += weights
             else:
                 weights = tl.where(inside[:, None], silu(scores, FAST), 0.0)
-            at = row * (V_GROUPS * PAGE)
-            if P > 1:
-                at = at[:, None]
-            own_place = slot[:, None] + (own_group * PAGE)[None, :]
-            v_scale = tl.load(v_scales + at + own_place).to(tl.float32)
-            v_zero = tl.load(v_zeros + at + own_place).to(tl.float32)
+            v_scale, v_zero = v_ranges[0].to(tl.float32), v_ranges[1].to(tl.float32)
             low_weights = (weights * v_scale).to(DTYPE)
             scaled += low_weights.to(tl.float32)
             constant += weights * (v_zero + LEVELS / 2 * v_scale)
-            v_now = value_codes(values, unit, BITS, DTYPE, NW, P)
-            sums = tl.dot(v_now, low_weights, sums, input_precision=PRECISION)
+            v_now = value_codes(values, unit, BITS, DTYPE, NW)
+            sums = tl.dot(v_now, low_weights, sums)
 
     total = tl.sum(totals, 0)
     row = split * Tq.to(tl.int64) + query

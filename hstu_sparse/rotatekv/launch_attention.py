@@ -80,7 +80,7 @@ def ways(cache: PackedCache | Plain, dtype: torch.dtype, alpha: float, rope: boo
     if max(layout.keys.channels, layout.values.channels) <= 256 and turned and not (rope and ordered):
         found += ("few",)
     heads = layout.head_size % TILE == 0 and layout.value_size % TILE == 0
-    if heads and max(layout.head_size, layout.value_size) <= 128 and turned and not ordered and alpha > 0:
+    if heads and max(layout.head_size, layout.value_size) <= 128 and not ordered and alpha > 0:
         found += ("many",)
     return found
 
@@ -97,10 +97,9 @@ class Call(NamedTuple):
     bias: RelativeBias
     rope_base: float | None
 
-    @property
-    def slots(self) -> Callable[[int], int]:
-        """Tiles of so many queries that `tiles.locate` finds."""
-        return lambda size: self.q.shape[0] // size + self.q_offsets.shape[0] - 1
+    def slots(self, size: int) -> int:
+        """Tiles of `size` queries, as `tiles.locate` finds them."""
+        return self.q.shape[0] // size + self.q_offsets.shape[0] - 1
 
     @property
     def many(self) -> bool:
@@ -119,7 +118,7 @@ class Call(NamedTuple):
     def constants(self) -> dict:
         return dict(
             SOFTMAX=self.softmax, ROPE=self.rope_base is not None, HAS_POSITION=self.bias.position is not None,
-            HAS_TIME=self.bias.time is not None,
+            HAS_TIME=self.bias.time is not None, FAST=self.q.dtype != torch.float32,
         )  # fmt: skip
 
     def angles(self, first: int = 0) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -161,7 +160,6 @@ def few(call: Call) -> Plan:
     constants = sizes(layout, cache.channel_order, cache.dtype)
     for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK"):
         constants.pop(name)
-    rope = call.rope_base is not None
 
     def launch(part, part_lse, splits):
         packed = cache.packed
@@ -173,10 +171,10 @@ def few(call: Call) -> Plan:
             call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len, 1,
         )  # fmt: skip
         given = constants | call.constants() | dict(PAIRS=pairs, BQ=block_q, LSE=part_lse is not None)
-        options = dict(num_warps=1, num_stages=1) | ({} if rope else dict(maxnreg=168))
+        options = dict(num_warps=1, num_stages=1)
         start(rotatekv_few_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
 
-    wanted = max(1, 8 * processors(call.q.device) // programs)
+    wanted = max(1, 16 * processors(call.q.device) // programs)
     return Plan(launch, min(wanted, max(1, call.max_seq_len // 256)))
 
 
@@ -240,7 +238,7 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
         packed = {} if cache is None else cache.packed
         order = None if cache is None else cache.channel_order
         rotatekv_attention_fwd_kernel[(slots, heads // of_program, splits)](
-            q, q.stride(0), q.stride(1), call.q_offsets, source.seq_offsets,
+            q, q.stride(0), q.stride(1), call.q_offsets, source.seq_offsets.contiguous(),
             None if cache is None else cache.page_offsets, None if cache is None else cache.page_table, order,
             inverse(order), packed.get("k_codes"), packed.get("k_scales"), packed.get("k_zeros"),
             packed.get("k_bitmap"), packed.get("v_codes"), packed.get("v_scales"), packed.get("v_zeros"),
@@ -250,7 +248,7 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
             **constants, **call.constants(), OFFSET=code_offset(layout.options.bits, q.dtype, layout.sparse),
             PACKED=packed_part, PLAIN=cache is None or sinks > 0, SINKS=cache is not None, KEYS_BACK=keys_back,
             SCALED_WEIGHTS=packed_part and not call.many, HEADS=of_program, BQ=block_q, OW=width, PAD=max(16, width),
-            P_PAD=padded_head(head_size // 2 if rope else head_size), OUT_V=values_out, FAST=q.dtype != torch.float32,
+            P_PAD=padded_head(head_size // 2 if rope else head_size), OUT_V=values_out,
             PRECISION=precision(q.dtype), LSE=part_lse is not None, num_warps=4, num_stages=2,
         )  # fmt: skip
 
