@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hstu_sparse.launch import cdiv, next_power_of_2, padded_head, precision, start
+from hstu_sparse.launch import architecture, cdiv, next_power_of_2, padded_head, precision, start
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
 from hstu_sparse.rotatekv.cache import PackedCache
@@ -25,6 +25,8 @@ from hstu_sparse.validation import check_kernel
 # Queries of a sequence, on average: from the first on `many` is faster than `few`, from the second on the general kernel
 # turns keys back and gives heads programs of their own.
 MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
+# Most registers of a thread, where fewer than it would take let more programs run side by side: way, with RoPE.
+REGISTERS = {("many", False): 128}
 
 
 @functools.lru_cache(maxsize=16)
@@ -151,6 +153,11 @@ def launch_key(arguments: tuple) -> tuple:
     return tuple((x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else None for x in arguments)
 
 
+def registers(way: str, call: Call) -> dict:
+    most = REGISTERS.get((way, call.rope_base is not None))
+    return dict(maxnreg=most) if most and architecture(call.q.device) >= 90 else {}
+
+
 def few(call: Call) -> Plan:
     """A warp for a few queries of a head group."""
     cache, layout = call.source, call.source.layout
@@ -171,7 +178,7 @@ def few(call: Call) -> Plan:
             call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len, 1,
         )  # fmt: skip
         given = constants | call.constants() | dict(PAIRS=pairs, BQ=block_q, LSE=part_lse is not None)
-        options = dict(num_warps=1, num_stages=1)
+        options = dict(num_warps=1, num_stages=1) | registers("few", call)
         start(rotatekv_few_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
 
     wanted = max(1, 16 * processors(call.q.device) // programs)
@@ -187,7 +194,6 @@ def many(call: Call) -> Plan:
     constants = sizes(layout, None, cache.dtype)
     for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK", "HAS_ORDER"):
         constants.pop(name)
-    rope = call.rope_base is not None
 
     def launch(part, part_lse, splits):
         packed = cache.packed
@@ -201,7 +207,7 @@ def many(call: Call) -> Plan:
             1.0 / call.max_seq_len, 1,
         )  # fmt: skip
         given = constants | call.constants() | dict(R=64, BQ=block_q, LSE=part_lse is not None)
-        options = dict(num_warps=block_q // 16, num_stages=1) | ({} if rope else dict(maxnreg=128))
+        options = dict(num_warps=block_q // 16, num_stages=1) | registers("many", call)
         start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
 
     wanted = cdiv(2 * processors(call.q.device), programs)

@@ -16,6 +16,7 @@ from hstu_sparse.rotatekv.encode import rotatekv_compress_kernel
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.validation import check_kernel
 
+COMPRESS = (64, 4)  # most tokens of a program that compresses, and its warps
 LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}  # what a 16-bit type's mantissa holds beside its first bit
 
 
@@ -72,15 +73,14 @@ def check_compress(k: Tensor, layout: Layout) -> None:
 
 
 @on_device
-def compress(
-    cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_offsets: Tensor, R=None, num_warps=4, **more
-) -> None:
+def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_offsets: Tensor) -> None:
     """Packs new tokens into a cache that has grown for them (`PackedCache.grow`)."""
     layout = cache.layout
     k, v = rows(k), rows(v)
     constants = sizes(layout, cache.channel_order, cache.dtype)
-    if R:
-        constants["R"] = R
+    tokens, warps = COMPRESS
+    if not layout.sparse:
+        constants["R"] = min(tokens, constants["R"])
     slots = k.shape[0] // constants["R"] + cache.num_sequences
     if k.shape[0] == 0:
         return
@@ -92,7 +92,7 @@ def compress(
         packed["v_scales"], packed["v_zeros"], cache.num_sequences, layout.options.sink_tokens,
         layout.keys.channels**-0.5, **constants, SINKS=layout.options.sink_tokens > 0,
         # Fused into a product and a sum, scaling and shifting would round otherwise than the reference does.
-        enable_fp_fusion=False, num_warps=num_warps, **more,
+        enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
 
 
