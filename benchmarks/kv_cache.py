@@ -31,7 +31,10 @@ def rank(folder: Path, out: Path, split: str, options: dict) -> None:
 
     name, _, seed = folder.name.rpartition("-")
     sinks = options["sink_tokens"]
-    name += f"+{options['bits']}bit" + (f"+{sinks}sinks" if sinks else "")
+    groups = options.get("quant_group", 64)
+    name += (
+        f"+{options['bits']}bit" + (f"+{sinks}sinks" if sinks else "") + (f"+{groups}groups" if groups != 64 else "")
+    )
     target = out / "ranks" / f"{name}-{seed}.npy"
     if target.exists():
         return
@@ -97,6 +100,7 @@ def main() -> None:
     parser.add_argument("--names", default="dense", help="which of its settings, by comma")
     parser.add_argument("--bits", type=numbers, default=[2, 3, 4, 8])
     parser.add_argument("--sinks", type=numbers, default=[0, 4])
+    parser.add_argument("--groups", type=numbers, default=[64], help="channels that share a scale (quant_group)")
     parser.add_argument("--split", default="test")
     parser.add_argument("--plot", type=Path, help="a PNG of what is there; ranks nothing")
     arguments = parser.parse_args()
@@ -105,9 +109,13 @@ def main() -> None:
             for folder in sorted((arguments.out / "runs").glob(f"{name}-[0-9]*")):
                 for bits in arguments.bits:
                     for sinks in arguments.sinks:
-                        rank(folder, arguments.out, arguments.split, {"bits": bits, "sink_tokens": sinks})
+                        for group in arguments.groups:
+                            options = {"bits": bits, "sink_tokens": sinks, "quant_group": group}
+                            rank(folder, arguments.out, arguments.split, options)
     rows = table(arguments.out)
-    print("| setting | bytes of a user | NDCG@10 | over the full cache | 95% interval |\n| --- | ---: | ---: | ---: | --- |")
+    print(
+        "| setting | bytes of a user | NDCG@10 | over the full cache | 95% interval |\n| --- | ---: | ---: | ---: | --- |"
+    )
     for row in rows:
         interval = f"{row.ratio:.3f} | {row.low:.3f} to {row.high:.3f}"
         print(f"| {row.name} | {row.size:,.0f} | {row.value:.4f} | {interval} |")

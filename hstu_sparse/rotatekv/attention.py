@@ -123,9 +123,7 @@ def turned_keys(
 
 
 @triton.jit
-def biased(
-    scores, inside, position, token, length, tables, asked, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr
-):
+def biased(scores, inside, position, token, length, tables, asked, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr):
     """Scores [R, columns] of tokens at `position` [R] with the bias of position and time."""
     position_table, time_table, cells, timestamps = tables
     if HAS_POSITION:

@@ -23,7 +23,7 @@ from hstu_sparse.tiles import COMPILED, locate, silu
 
 @triton.jit
 def places(PLANE: tl.constexpr, FIELDS: tl.constexpr, MANTISSA: tl.constexpr):
-    """(shift, place, offset) int32 [FIELDS]: a field's bits come to `place` of the mantissa and leave 2 ** offset on top.
+    """(shift, place, offset) int32 [FIELDS]: a field comes to `place` of the mantissa and leaves 2 ** offset on top.
 
     At place p of a mantissa of M bits a step is worth 1 if the number is 2 ** (M - p) and more: several fields take
     one shift.
@@ -182,6 +182,13 @@ def paired(x, R: tl.constexpr):
 
 
 @triton.jit
+def rejoined(low, high, R: tl.constexpr):
+    """[R, 16] in the order of `paired`, of int32 pairs [R, 4] of columns 0 to 7 and of those behind."""
+    x = tl.join(halves(low, tl.float16), halves(high, tl.float16))
+    return tl.reshape(tl.permute(x, 0, 1, 3, 2), [R, 16])
+
+
+@triton.jit
 def turned_scores(
     codes, scales, zeros, queries, matrices, table, position, unit, D: tl.constexpr, K_BLOCKS: tl.constexpr,
     K_PER: tl.constexpr, CHUNKS: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr,
@@ -224,10 +231,8 @@ def turned_scores(
                 # far = second * cos + first * sin, near = first * cos - second * sin
                 near_t = queries[o * 4 + w]
                 far_t = queries[(o + HALF) * 4 + w]
-                key = tl.reshape(tl.permute(tl.join(halves(near0, tl.float16), halves(near1, tl.float16)), 0, 1, 3, 2), [R, 16])
-                scores = tl.dot(key, tl.trans(near_t), scores)
-                key = tl.reshape(tl.permute(tl.join(halves(far0, tl.float16), halves(far1, tl.float16)), 0, 1, 3, 2), [R, 16])
-                scores = tl.dot(key, tl.trans(far_t), scores)
+                scores = tl.dot(rejoined(near0, near1, R), tl.trans(near_t), scores)
+                scores = tl.dot(rejoined(far0, far1, R), tl.trans(far_t), scores)
     return scores
 
 
@@ -238,10 +243,10 @@ def rotatekv_few_fwd_kernel(
     position_table, time_table, cells, timestamps, query_timestamps, near, far, angles,
     out, lse, B, S, Tq, SPLITS, alpha, scale, inverse_n, unit,
     HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
-    K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr,
-    V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, HAS_ORDER: tl.constexpr,
-    SOFTMAX: tl.constexpr, ROPE: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PAIRS: tl.constexpr, BQ: tl.constexpr,
-    FAST: tl.constexpr, LSE: tl.constexpr,
+    K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
+    V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, HAS_ORDER: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PAIRS: tl.constexpr, BQ: tl.constexpr, FAST: tl.constexpr,
+    LSE: tl.constexpr,
 ):  # fmt: skip
     """One part of BQ queries, of one head group; out and lse: [SPLITS, Tq, H, ...], or the final ones."""
     C: tl.constexpr = D * G
@@ -252,6 +257,7 @@ def rotatekv_few_fwd_kernel(
     NW: tl.constexpr = V_BLOCKS * V_WORDS
     R: tl.constexpr = 16
     DTYPE: tl.constexpr = q.dtype.element_ty
+    SLACK: tl.constexpr = 8.0 if tl.bfloat16 == DTYPE else 0.0  # fp16 has no room for it
     b, first_query, asked_count, q_tile = locate(q_offsets, tl.program_id(0) // (SPLITS * HG), B, BQ)
     if q_tile * BQ >= asked_count:
         return
@@ -375,14 +381,16 @@ def rotatekv_few_fwd_kernel(
                         query_t = queries[i]
                         part = tl.dot(codes[i], tl.trans(query_t), part)
                     scores += scales[g][:, None] * part + zeros[g][:, None] * q_sums[g][None, :]
+            position = S + behind
             scores = biased(
-                scores * q_scale[None, :], inside, S + behind, begin + S + behind, length, tables, asked, HAS_POSITION, HAS_TIME
-            )
+                scores * q_scale[None, :], inside, position, begin + position, length, tables, asked, HAS_POSITION,
+                HAS_TIME,
+            )  # fmt: skip
             if SOFTMAX:
                 scores = tl.where(inside[:, None], scores, float("-inf"))
                 most = tl.max(scores, 0)
-                # What was summed is scaled anew only where weights would grow beyond e ** 8.
-                if tl.max((most > greatest + 8.0).to(tl.int32), 0) > 0:
+                # What was summed is scaled anew only where weights would grow beyond e ** SLACK.
+                if tl.max((most > greatest + SLACK).to(tl.int32), 0) > 0:
                     new = tl.maximum(greatest, most)
                     factor = tl.exp(greatest - tl.where(new == float("-inf"), 0.0, new))[None, :]
                     greatest = new

@@ -22,8 +22,8 @@ from hstu_sparse.rotatekv.many import rotatekv_many_fwd_kernel
 from hstu_sparse.time_buckets import device_cells
 from hstu_sparse.validation import check_kernel
 
-# Queries of a sequence, on average: from the first on `many` is faster than `few`, from the second on the general kernel
-# turns keys back and gives heads programs of their own.
+# Queries of a sequence, on average: from the first on `many` is faster than `few`; from the second on the general
+# kernel turns keys back and gives heads programs of their own.
 MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
 # Most registers of a thread, where fewer than it would take let more programs run side by side: way, with RoPE.
 REGISTERS = {("many", False): 128}
@@ -281,7 +281,8 @@ def attention(
     """(out [Tq, H, V], log-sum-exp [Tq, H] or None) of queries against a cache or plain keys and values.
 
     way: "few" and "many" for the kernels of those files, "queries" and "keys" for that of attention.py, which takes
-    everything, with queries or keys rotated; only one of `ways`. splits: the parts into which a history is cut. By default what is faster.
+    everything, with queries or keys rotated; only one of `ways`. splits: the parts into which a history is cut. By
+    default what is faster.
     """
     cache = source if isinstance(source, PackedCache) else None
     value_size = source.v.shape[2] if cache is None else cache.layout.value_size

@@ -4,7 +4,7 @@ Letters: T cached tokens, Tq queries, B sequences, S sink tokens, H heads, D que
 a head group, HG = H / G, R tokens of a tile, BQ queries of a program.
 
 A program has one head. The transform of a head group is that of its heads, D channels each, and then one across heads:
-what head h sees of a key is the sum over g of sign(h, g) * k'_g, D channels, to be turned by the transform of D. The sum
+A program has one head. The transform of a head group is that of its heads, D channels each, and one across heads:
 costs little as codes are unpacked; the turn goes to the queries, or, for RoPE, to the key.
 
 Numbers are unpacked two at a time, as int32 pairs, and the channels of a tile stand in whatever order that leaves them
@@ -74,9 +74,9 @@ def side_by_side(x, COUNT: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def channel_of(place, COUNT: tl.constexpr, FIELDS: tl.constexpr):
-    """The channel of a head at each place of `side_by_side`'s order: word, the bits of the pair's number backwards, half.
+    """The channel of a head at each place of `side_by_side`'s order.
 
-    Pairs are numbered by block, chunk and field.
+    That is: word, the bits of the pair's number backwards, half. Pairs are numbered by block, chunk and field.
     """
     rest = place % (2 * COUNT) // 2
     number = rest * 0
