@@ -18,7 +18,7 @@ from models.checkpoint import CheckpointError, load_weights
 from models.config import ConfigError, load_config
 from models.folder import FolderError, access, check_run, write_text
 from models.metrics import ranking_metrics
-from models.monitor import explain_faults
+from models.monitor import explain_faults, memory_fault
 from models.report import print_result
 from models.retrieval import best_items, model_scorer, rank_targets, sampled_candidates, seen_by
 from models.run import Data, build_model, check_fingerprint, final_weights, judge, open_data
@@ -156,6 +156,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     except (ConfigError, DataError, CheckpointError, FolderError, ServingError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if (line := memory_fault(error)) is None:
+            raise
+        print(f"error: {line}", file=sys.stderr)
         return 2
 
 

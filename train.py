@@ -38,7 +38,7 @@ from models.folder import FolderError, access, check_run, claimed, write_text
 from models.graph import GraphedStep, Losses, Step
 from models.losses import head_loss
 from models.metrics import metric_names, ranking_metrics
-from models.monitor import Means, MetricsLog, ProgressBar, StopSignal, explain_faults
+from models.monitor import Means, MetricsLog, ProgressBar, StopSignal, explain_faults, memory_fault
 from models.report import environment, print_result, write_report
 from models.retrieval import model_scorer, rank_targets
 from models.run import Data, build_model, check_fingerprint, check_same_run, final_weights, judge, open_data
@@ -189,7 +189,7 @@ def build_step(
         targets, batch = batch.target_ids, context.cut(batch)
         # A cache of cast weights would outlive the step that a graph captures.
         with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
-            out, aux = model(batch)
+            out, aux = model.raw_output(batch)
         part = batch.part if isinstance(batch, ContextBatch) else None
         loss, of_head = head_loss(model, config.loss, out, targets, dtype, part)
         aux |= of_head
@@ -325,6 +325,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     if (options.config is None) == (options.resume is None):
         parser.error("give either a config or --resume RUN")
+    if options.run and options.resume:
+        parser.error("--run is for a new run: --resume names its folder")
     if options.override and not options.resume:
         parser.error("--override belongs to --resume")
     try:
@@ -337,6 +339,11 @@ def main(arguments: list[str] | None = None) -> int:
         return train(config, folder, bool(options.resume), options.override)
     except (ConfigError, DataError, CheckpointError, FolderError, TrainingError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if (line := memory_fault(error)) is None:
+            raise
+        print(f"error: {line}", file=sys.stderr)
         return 2
 
 

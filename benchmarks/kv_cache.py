@@ -50,7 +50,7 @@ def rank(folder: Path, out: Path, split: str, options: dict) -> None:
 
 
 class Row(NamedTuple):
-    """A setting: name, bytes of a user, mean NDCG@10 over the seeds, its ratio to the full cache's with 95% interval."""
+    """A setting: name, bytes of a user, mean NDCG@10 over seeds, its ratio to the full cache's and 95% interval."""
 
     name: str
     size: float
@@ -113,9 +113,8 @@ def main() -> None:
                             options = {"bits": bits, "sink_tokens": sinks, "quant_group": group}
                             rank(folder, arguments.out, arguments.split, options)
     rows = table(arguments.out)
-    print(
-        "| setting | bytes of a user | NDCG@10 | over the full cache | 95% interval |\n| --- | ---: | ---: | ---: | --- |"
-    )
+    print("| setting | bytes of a user | NDCG@10 | over the full cache | 95% interval |")
+    print("| --- | ---: | ---: | ---: | --- |")
     for row in rows:
         interval = f"{row.ratio:.3f} | {row.low:.3f} to {row.high:.3f}"
         print(f"| {row.name} | {row.size:,.0f} | {row.value:.4f} | {interval} |")

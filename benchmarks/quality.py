@@ -9,8 +9,8 @@ config's own filter, goes to OUT/ranks/NAME-SEED.npy, and a line about the run t
 are kept.
 
 The report: means over seeds, and for each setting the ratio of its mean NDCG@10 to the baseline's with a bootstrap
-interval: 2,000 draws, each of users (the same for all runs) and of seeds (of each setting by itself, unless both are the
-same runs, ranked in two ways), 2.5% to 97.5%.
+interval: 2,000 draws, each of users (the same for all runs) and of seeds (of each setting by itself, unless both are
+the same runs, ranked in two ways), 2.5% to 97.5%.
 """
 
 import argparse

@@ -79,6 +79,12 @@ class Batch:
         begins = self.seq_offsets[sequence_ids(self.seq_offsets, self.num_tokens)]
         return torch.arange(self.num_tokens, device=begins.device) - begins
 
+    @property
+    def origins(self) -> Tensor:
+        """[B] int64: time of the first event of each sequence; of an empty one, whatever stands there."""
+        starts = self.seq_offsets[:-1].clamp(max=max(self.num_tokens - 1, 0))
+        return self.timestamps[starts] if self.num_tokens else self.timestamps.new_zeros(starts.shape)
+
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 

@@ -7,7 +7,7 @@ from hstu_sparse.bsa import (
     triton_block_sparse_attn,
     triton_hstu_attention_with_bsa,
 )
-from hstu_sparse.catalogue_loss import catalogue_loss
+from hstu_sparse.catalogue import catalogue_loss
 from hstu_sparse.dense import attention_plan, hstu_attention
 from hstu_sparse.gated_norm import layer_norm, norm_gate
 from hstu_sparse.htree import htree_attention

@@ -6,6 +6,7 @@ Two environments run the same kernel source. On CUDA the kernels are compiled; u
 set before triton is first imported, they run on the CPU, in fp32 as a rule: the interpreter is wrong for bf16.
 """
 
+import contextlib
 import functools
 import os
 
@@ -40,6 +41,22 @@ def architecture(device: torch.device) -> int:
 def _capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def on_device(device: torch.device):
+    """Inside, `device` is the current one, which kernels are launched on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def allow_descriptors() -> None:
+    """Before a launch whose programs make tensor descriptors: they put them on the current device."""
+    import triton
+
+    triton.set_allocator(_scratch)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from hstu_sparse.launch import on_device
+
 _library = torch.library.Library("hstu_sparse", "FRAGMENT")
 
 
@@ -41,7 +43,7 @@ def _ready(launch: Callable, tensors: Sequence[int]) -> Callable:
             if a is not None and not a.is_contiguous() and (a.dim() == 1 or not a.is_floating_point()):
                 arguments = *arguments[:i], a.contiguous(), *arguments[i + 1 :]
         if x.is_cuda and x.get_device() != torch.cuda.current_device():
-            with torch.cuda.device(x.get_device()):
+            with on_device(x.device):
                 return launch(*arguments)
         return launch(*arguments)
 
@@ -82,6 +84,7 @@ class Operator:
         names = [argument.split(" ")[1] for argument in arguments.split(", ")]
         self.name, self.outputs, self.keep_output, self.spends = name, outputs, keep_output, spends
         self.tensors = _places(arguments)
+        self.others = [i for i in range(len(names)) if i not in self.tensors]
         self.differentiable = [names.index(argument) for argument in differentiable]
         self.forward = _ready(forward, self.tensors)
         self.backward = _ready(backward, [0, *(i + 1 for i in self.tensors)])
@@ -130,7 +133,7 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
                     found = operator.registered_forward(*arguments)
             out, *kept = (found,) if operator.outputs == 1 else found
             output = (out,) if operator.keep_output else ()
-            ctx.others = [None if i in operator.tensors else a for i, a in enumerate(arguments)]
+            ctx.others = [arguments[i] for i in operator.others]
             ctx.mark_non_differentiable(*kept)
             if operator.spends:
                 ctx.spent = kept.pop()
@@ -140,11 +143,13 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
 
         @staticmethod
         def backward(ctx, grad, *_):
-            arguments, saved = ctx.others.copy(), ctx.saved_tensors
+            count = len(operator.tensors) + len(operator.others)
             if grad is None:
-                return (None,) * len(arguments)
-            for place, tensor in zip(operator.tensors, saved):
-                arguments[place] = tensor
+                return (None,) * count
+            arguments, saved = [None] * count, ctx.saved_tensors
+            for places, values in ((operator.tensors, saved), (operator.others, ctx.others)):
+                for place, value in zip(places, values):
+                    arguments[place] = value
             given = (grad, *arguments, *saved[len(operator.tensors) :])
             if operator.spends:
                 spent, ctx.spent = ctx.spent, None

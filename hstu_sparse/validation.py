@@ -124,6 +124,25 @@ def check_number(name: str, value: float, *, above: float = -math.inf, below: fl
     return float(value)
 
 
+def check_dropout(dropout: float) -> float:
+    """The share that is dropped, from 0 to less than 1."""
+    dropout = check_number("dropout", dropout)
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout}")
+    return dropout
+
+
+def check_seed(seed: torch.Tensor, device: torch.device) -> None:
+    """Where random numbers begin: a tensor, so that drawing it does not wait for the device."""
+    if not isinstance(seed, torch.Tensor):
+        raise TypeError(f"seed must be an int64 tensor of one element, got {type(seed).__name__}")
+    if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
+        raise ValueError(
+            f"seed must be an int64 tensor of one element on {device}, got {seed.dtype} of shape {list(seed.shape)} on "
+            f"{seed.device}"
+        )
+
+
 def check_scale(alpha: float | None, head_size: int, name: str = "alpha") -> float:
     """The scale of the scores: as given, or head_size ** -0.5."""
     check_some({"D": head_size}, "D")

@@ -21,6 +21,7 @@ from data.types import shown
 from models.average import WeightAverage
 
 KEEP = 2
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
 
 
 class CheckpointError(ValueError):
@@ -169,10 +170,13 @@ def load_checkpoint(
         progress = Progress.of(facts, source)
         if source.name != f"step-{progress.step:08d}":
             raise CheckpointError(f"{source}: damaged, it holds step {progress.step}")
-        _check_state(tensors["state"], optimizer, moments, source)
+        if model.state_dict().keys() == tensors["model"].keys():  # else it is another model's, as is told below
+            _check_state(tensors["state"], optimizer, moments, source)
     except CheckpointError as error:
         older = f"; remove that folder to go on from {found[-2].name}" if len(found) > 1 else ""
         raise CheckpointError(f"{error}{older}") from None
+    if progress.best is not None and not find_folder(run / "best").is_dir():
+        raise CheckpointError(f"{run / 'best'}: not there, though the checkpoint tells of the best weights so far")
     load_weights(model, tensors["model"], source)
     state = tensors["state"]
     try:
@@ -185,6 +189,8 @@ def load_checkpoint(
     if bool(raw) != (average is not None):
         raise CheckpointError(f"{source}: was saved {'with' if raw else 'without'} train.ema_decay")
     if average is not None:
+        if missing := sorted({name for name, _ in model.named_parameters()} - raw.keys()):
+            raise CheckpointError(f"{source}: damaged, no raw.{missing[0]} and {len(missing) - 1} others")
         average.take_from_model()
         load_weights(model, model.state_dict() | raw, source)
     entries: dict[int, dict[str, Tensor]] = {}
@@ -202,13 +208,17 @@ def _check_state(state: dict[str, Tensor], optimizer, moments: object, source: P
     for name, value in state.items():
         if name.startswith(("random.", "raw.")):
             continue
-        kind, index, *_ = f"{name}..".split(".")
-        if kind != "optimizer" or not index.isdecimal() or int(index) >= len(parameters):
+        kind, index, key, *_ = f"{name}...".split(".")
+        known = kind == "optimizer" and index.isdecimal() and int(index) < len(parameters) and key in MOMENTS
+        if not known:
             raise CheckpointError(f"{source}: damaged, tensor {shown(name)} belongs to nothing")
-        if value.shape not in ((), parameters[int(index)].shape) or not value.is_floating_point():
+        shape = () if key == "step" else parameters[int(index)].shape
+        if value.shape != shape or not value.is_floating_point():
             raise CheckpointError(f"{source}: damaged, {name} is {value.dtype} of shape {list(value.shape)}")
         if not value.isfinite().all():
             raise CheckpointError(f"{source}: {name} is not finite")
+        if key != "exp_avg" and (value < 0).any():
+            raise CheckpointError(f"{source}: damaged, {name} is below 0")
     if "random.cpu" not in state:
         raise CheckpointError(f"{source}: damaged, no state of random numbers")
     if moments != sorted(name for name in state if name.startswith("optimizer.")):

@@ -114,7 +114,7 @@ class ModelConfig(Strict):
     block: Literal["hstu", "transformer"]
     max_seq_len: int = Field(ge=1)
     embedding_dim: int = Field(ge=1)
-    num_layers: int = Field(ge=1)
+    num_layers: int = Field(ge=1, le=1000)
     num_heads: int = Field(1, ge=1)
     # Head sizes: query and key, then value. Absent, embedding_dim / num_heads.
     attention_dim: int | None = Field(None, ge=1)
@@ -256,8 +256,8 @@ class RunConfig(Strict):
         if self.parallel.context > 1:
             if any(attention.kind != "ring" for attention in self.model.attention):
                 raise ValueError("parallel.context: only model.attention.kind=ring sees tokens of other processes")
-            if self.model.rotary or self.model.head.kind != "dot":
-                raise ValueError("parallel.context: model.rotary and other heads than dot see whole sequences only")
+            if self.model.head.kind != "dot":
+                raise ValueError("parallel.context: the loss of heads other than dot sees whole batches only")
         if self.eval.patience and not self.eval.every:
             raise ValueError("eval.patience needs eval.every >= 1")
         return self
@@ -370,6 +370,8 @@ def _override(tree: dict, assignment: str) -> None:
             known = ATTENTION[value].Config.model_fields
             for key in [key for key in node if key not in known]:
                 del node[key]
+        if parents == ["model", "head"] and last == "kind" and node.get("kind") != value:
+            node.clear()
         node[last] = value
 
 
@@ -417,12 +419,18 @@ def _explain(item: dict, tree: dict) -> str:
     location = list(item["loc"])
     if location[:3] == ["model", "attention", 0] and not isinstance(tree["model"]["attention"], list):
         del location[2]  # one mapping for all layers: the list around it is ours
+    if location[:2] == ["model", "head"] and location[2:3] in (["dot"], ["mol"]):
+        del location[2]  # the kind by which the mapping was read
     key = ".".join(map(str, location)) or "config"
     kind = item["type"]
     if kind == "extra_forbidden":
         valid = _keys_beside(location, tree)
         near = difflib.get_close_matches(str(location[-1]), valid, 1)
         return f"{key}: unknown key, " + (f"did you mean {near[0]}?" if near else f"known here: {', '.join(valid)}")
+    if kind == "union_tag_not_found":
+        return f"{key}.kind: missing"
+    if kind == "union_tag_invalid":
+        return f"{key}.kind: {shown(item['ctx']['tag'], 200)} is none of {item['ctx']['expected_tags']}"
     if kind == "missing":
         return f"{key}: missing"
     if kind in (WHOLE, OPTION):
@@ -444,5 +452,9 @@ def _keys_beside(location: list, tree: dict) -> list[str]:
         if part in model.model_fields:
             annotation = model.model_fields[part].annotation
             options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-            model = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), model)
+            models = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
+            if part == "head":
+                kind = tree["model"]["head"].get("kind")
+                models = [o for o in models if kind in typing.get_args(o.model_fields["kind"].annotation)]
+            model = next(iter(models), model)
     return list(model.model_fields)

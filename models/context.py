@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from data.batches import Batch
+from data.types import shown
 from hstu_sparse.ring import cut_sequences, whole_plan
 from models.config import ConfigError, RunConfig
 from models.contract import ContextBatch
@@ -27,7 +28,7 @@ class Context:
 
     def __init__(self, config: RunConfig):
         self.world, self.rank, self.group = config.parallel.context, 0, None
-        started = int(os.environ.get("WORLD_SIZE", "1"))
+        started = _told("WORLD_SIZE", 1, 2**31) if "WORLD_SIZE" in os.environ else 1
         if started != self.world:
             raise ConfigError(
                 f"parallel.context: {self.world}, but {started} process(es) were started: "
@@ -35,6 +36,11 @@ class Context:
             )
         if self.world == 1:
             return
+        _told("RANK", 0, self.world - 1)
+        _told("LOCAL_RANK", 0, self.world - 1)
+        _told("MASTER_PORT", 0, 65535)
+        if not os.environ.get("MASTER_ADDR"):
+            raise ConfigError("parallel.context: MASTER_ADDR is not in the environment: start it by torchrun")
         gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
         if gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -61,6 +67,7 @@ class Context:
             **named | {"seq_offsets": offsets},
             place=batch.positions.index_select(0, index),
             part=index,
+            origins=batch.origins,
             plan=whole_plan(batch.seq_offsets, self.rank, self.world, zigzag=True),
             group=self.group,
         )
@@ -94,6 +101,17 @@ class Context:
         box = [value]
         dist.broadcast_object_list(box, dist.get_global_rank(self.group, 0), self.group)
         return box[0]
+
+
+def _told(name: str, least: int, most: int) -> int:
+    """A number that torchrun leaves in the environment; ConfigError where it is none."""
+    text = os.environ.get(name, "")
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise ConfigError(
+            f"parallel.context: {name} in the environment must be {least} to {most}, got {shown(text) or 'nothing'}: "
+            "start it by torchrun"
+        )
+    return int(text)
 
 
 class NoLog:

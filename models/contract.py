@@ -42,12 +42,14 @@ class ContextBatch(Batch):
 
     place          [T] int64, positions in the whole sequences
     part           [T] int64, which tokens of the whole batch these are
+    origins        [B] int64, the time of the first event of each whole sequence
     plan           where every rank's tokens lie
     group          process group of the mesh's dimension
     """
 
     place: Tensor | None = None
     part: Tensor | None = None
+    origins: Tensor | None = None
     plan: RingPlan | None = None
     group: Any = None
 

@@ -37,12 +37,17 @@ class MoLConfig(Strict):
     # On the mixture's weights, which are renormalised after it.
     dropout: float = Field(0.1, ge=0, lt=1)
     # Divides the components' cosines; loss.temperature is the dot head's.
-    temperature: float = Field(0.05, gt=0)
+    temperature: float = Field(0.05, ge=1e-4, le=1e4)
     # Of the auxiliary loss that keeps pairs of components from being left out.
     balance_weight: float = Field(0.001, ge=0)
 
 
 HeadConfig = Annotated[DotConfig | MoLConfig, Field(discriminator="kind")]
+
+
+def normalized(x: Tensor) -> Tensor:
+    """Rows [..., E] of length one."""
+    return F.normalize(x, dim=-1, eps=NORM_EPS)
 
 
 class Side(NamedTuple):
@@ -90,12 +95,12 @@ class MixtureOfLogits(nn.Module):
 
     def items(self, item_weight: Tensor) -> Side:
         """Of rows [..., E] of the item table."""
-        rows = F.normalize(item_weight, dim=-1, eps=NORM_EPS) * math.sqrt(item_weight.shape[-1])
+        rows = normalized(item_weight) * math.sqrt(item_weight.shape[-1])
         return self._side(rows, self.item, self.item_gate, self.config.item_components)
 
     def _side(self, x: Tensor, components: nn.Linear, gate: nn.Module, count: int) -> Side:
         parts = components(x).unflatten(-1, (count, self.config.component_dim))
-        return Side(F.normalize(parts, dim=-1, eps=NORM_EPS), gate(x))
+        return Side(normalized(parts), gate(x))
 
     def scores(self, queries: Side, items: Side) -> tuple[Tensor, Tensor]:
         """(scores [R, K], pi [R, K, P] before dropout) of R queries and K items, of [R, K, ...] or of [K, ...]."""

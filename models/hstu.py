@@ -16,9 +16,9 @@ import hstu_sparse
 from data.batches import Batch
 from models.attention import ATTENTION
 from models.config import ModelConfig
-from models.contract import AttentionKind, AuxLoss, LayerSizes
+from models.contract import AttentionKind, AuxLoss, ContextBatch, LayerSizes
 from models.embedding import InputEmbedding
-from models.heads import MixtureOfLogits
+from models.heads import MixtureOfLogits, normalized
 
 NORM_EPS = 1e-6
 
@@ -27,18 +27,15 @@ def turned(config: ModelConfig, q: Tensor, k: Tensor, batch: Batch) -> tuple[Ten
     """q and k turned as `model.rotary` says: queries by the times at which they ask, keys by those of their events."""
     if config.rotary is None:
         return q, k
-    origins = None
-    if config.rotary.time:
-        starts = batch.seq_offsets[:-1].clamp(max=max(batch.num_tokens - 1, 0))
-        origins = batch.timestamps[starts] if batch.num_tokens else batch.timestamps.new_zeros(starts.shape)
     q, k = (
         hstu_sparse.rotary(
             x,
             batch.seq_offsets,
             config.max_seq_len,
             times=times if config.rotary.time else None,
-            origins=origins,
+            origins=batch.origins if config.rotary.time else None,
             position=config.rotary.position,
+            positions=batch.place if isinstance(batch, ContextBatch) else None,
         )
         for x, times in ((q, batch.query_timestamps), (k, batch.timestamps))
     )
@@ -188,6 +185,11 @@ class SequenceModel(nn.Module):
         return self.embedding.item_weight
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        x, aux = self.raw_output(batch)
+        return normalized(x), aux
+
+    def raw_output(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        """As `forward`, before normalisation: for losses that divide by the norms themselves."""
         batch = dataclasses.replace(batch)  # what layers share (`Batch.once`) lasts for this pass
         x = self.embedding(batch)
         total: dict[str, AuxLoss] = {}
@@ -195,4 +197,4 @@ class SequenceModel(nn.Module):
             x, aux = layer(x, batch)
             for name, loss in aux.items():
                 total[name] = total[name] + loss if name in total else loss
-        return F.normalize(x.float(), dim=-1, eps=NORM_EPS), total
+        return x.float(), total

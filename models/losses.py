@@ -17,7 +17,7 @@ import hstu_sparse
 from models.chunks import CHUNK, ChunkedSum
 from models.config import LossConfig
 from models.contract import AuxLoss
-from models.heads import mol_loss
+from models.heads import mol_loss, normalized
 
 NORM_EPS = 1e-6
 # Embedding sizes that the kernels take.
@@ -39,7 +39,12 @@ def head_loss(
     dtype: torch.dtype | None = None,
     part: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
-    """(training loss, auxiliary losses) of a model's outputs [T, E] by its own head; arguments as `training_loss`."""
+    """(training loss, auxiliary losses) of a model's outputs [T, E] by its own head; arguments as `training_loss`.
+
+    out: of `SequenceModel.raw_output`. Where the loss is not a kernel that divides by the norms, it is done here.
+    """
+    if model.head is not None or not takes_kernel(config, out):
+        out = normalized(out)
     if model.head is None:
         learned = model.log_temperature
         temperature = None if learned is None else config.temperature * learned.exp()
@@ -88,11 +93,12 @@ def training_loss(
 ) -> Tensor:
     """Mean loss over the positions, with gradients for `out` and `item_weight` (once: no second derivative).
 
-    out: [T, E] fp32, L2-normalised. item_weight: [I, E]. targets: [T] int64; positions of padding, with target -1, come
-    last and do not count. dtype: of the products on a GPU; absent, the table's. Negatives come from torch's global
-    generator: uniform over the catalogue; for `in_batch` over the targets of the batch, so that an item is drawn as
-    often as it is popular there; for `mixed_negatives` a share each, logits corrected by the logarithm of the
-    probability that this gives an item. A negative equal to the positive does not count.
+    out: [T, E] fp32, L2-normalised; where `takes_kernel`, of any length. item_weight: [I, E]. targets: [T] int64;
+    positions of padding, with target -1, come last and do not count. dtype: of the products on a GPU; absent, the
+    table's. Negatives come from torch's global generator: uniform over the catalogue; for `in_batch` over the targets
+    of the batch, so that an item is drawn as often as it is popular there; for `mixed_negatives` a share each, logits
+    corrected by the logarithm of the probability that this gives an item. A negative equal to the positive does not
+    count.
 
     part: positions that `out` is of, where it is of some only; the result is then their share of the mean, with the
     negatives that all of them would get. temperature: 0-d, in place of config's, with a gradient.
@@ -105,7 +111,7 @@ def training_loss(
         share = (targets >= 0).sum() / count
         if drawn is not None and drawn.ids.dim() == 2:
             drawn = drawn._replace(ids=drawn.ids[part])
-    if out.is_cuda and config.kind != "bce" and out.shape[1] <= MAX_KERNEL_SIZE:
+    if takes_kernel(config, out):
         dtype = dtype or item_weight.dtype
         return share * hstu_sparse.catalogue_loss(
             out.to(dtype),
@@ -130,6 +136,11 @@ def training_loss(
         return _chunk_loss(config, whole, out, items, targets, own if shared is None else shared, log_q)
 
     return ChunkedSum.apply(chunk, rows, 3, out, targets, ids if shared is None else None, items) / count
+
+
+def takes_kernel(config: LossConfig, out: Tensor) -> bool:
+    """Whether the loss is `hstu_sparse.catalogue_loss`, which normalises both sides."""
+    return out.is_cuda and config.kind != "bce" and out.shape[1] <= MAX_KERNEL_SIZE
 
 
 def takes_whole_catalogue(config: LossConfig, out: Tensor, item_weight: Tensor) -> bool:

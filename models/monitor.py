@@ -1,6 +1,7 @@
 """What a run shows and hears while it goes on: metrics.jsonl and TensorBoard, the progress bar, signals."""
 
 import json
+import re
 import signal
 import sys
 import time
@@ -74,6 +75,17 @@ class MetricsLog:
         with access(self.path, "written"):
             self.file.close()
             self.board.close()
+
+
+def memory_fault(error: Exception) -> str | None:
+    """The line for an error that says that memory is not enough, on the host or a device; None for any other."""
+    text = str(error)
+    on_host = any(sign in text for sign in ("DefaultCPUAllocator: can't allocate memory", "Storage size calculation"))
+    if not (on_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))):
+        return None
+    wanted = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ [KMGT]iB)", text)
+    asked = f" ({wanted[1] + ' bytes' if wanted[1] else wanted[2]} asked for at once)" if wanted else ""
+    return f"not enough memory{asked}: lower the model's sizes, the batch sizes or loss.num_negatives"
 
 
 class StopSignal:

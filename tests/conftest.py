@@ -1,6 +1,7 @@
 """Skips what the machine cannot run; shares cores and GPU among the processes; no GPU: Triton's interpreter."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -41,6 +42,17 @@ def pytest_runtest_setup(item):
 def pytest_runtest_teardown(item):
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_CACHED:
         torch.cuda.empty_cache()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A process whose GPU context is lost would fail all its other tests too: pytest-xdist gets to start another."""
+    report = yield
+    if WORKERS > 1 and call.excinfo and "CUDA error" in str(call.excinfo.value):
+        with item.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print(f"\n{item.nodeid}: {call.excinfo.value}", file=sys.stderr, flush=True)
+        os._exit(1)
+    return report
 
 
 def pytest_terminal_summary(terminalreporter):

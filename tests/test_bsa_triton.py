@@ -109,12 +109,13 @@ def test_bias_at_edge_cases(name):
 
 
 def test_bias_opcheck():
-    import hstu_sparse.bsa.launch  # noqa: F401  registers the operators
+    import hstu_sparse.bsa.launch
+    import hstu_sparse.bsa.plan  # noqa: F401  both register operators
 
     inputs, offsets, N, _ = problem((18, 5), 18, 16, 2, 0, 2, 1, 16, 16)
     times = make_timestamps((18, 5))
-    torch.library.opcheck(torch.ops.hstu_sparse.bsa_times, (offsets, times, times, 16))
-    plan = torch.ops.hstu_sparse.bsa_times(offsets, times, times, 16)
+    torch.library.opcheck(torch.ops.hstu_sparse.bsa_times, (offsets, times, times, 18, 16, 8))
+    plan = torch.ops.hstu_sparse.bsa_times(offsets, times, times, 18, 16, 8)
     leaves = [x.requires_grad_() for x in (*inputs.values(), torch.randn(18), torch.randn(9))]
     call = (*leaves[:3], offsets, N, *leaves[3:5], None, *leaves[5:], plan, 16, 2, 0, 2, 0.25, False)
     torch.library.opcheck(torch.ops.hstu_sparse.bsa_fwd, call)
@@ -122,7 +123,7 @@ def test_bias_opcheck():
 
 def test_buckets_of_single_differences_are_exact():
     """As `reached` finds them, about every edge and in fp32's whole range."""
-    from hstu_sparse.bsa.bias import CELL_REST, CELL_SHIFT, FIRST_CELL, bucket_cells
+    from hstu_sparse.bsa.reach import CELL_REST, CELL_SHIFT, FIRST_CELL, bucket_cells
 
     for buckets in (1, 15, 128, 200):
         edges = [int(e) for e in bucket_edges(buckets) if e < 2**62]
@@ -157,12 +158,13 @@ def test_long_lists_are_cut_into_chunks():
 
 
 def test_opcheck():
-    import hstu_sparse.bsa.launch  # noqa: F401  registers the operators
+    import hstu_sparse.bsa.launch
+    import hstu_sparse.bsa.plan  # noqa: F401  both register operators
 
     inputs, offsets, N, shape = problem((18, 5), 18, 16, 2, 4, 2, 1, 16, 16)
     leaves = {n: x.requires_grad_() for n, x in inputs.items()}
     call = (*list(leaves.values())[:3], offsets, N, *list(leaves.values())[3:], *shape.values())
-    call = (*call[:8], None, None, None, None, 16, 2, 4, 2, 0.25, False)
+    call = (*call[:8], None, None, [None] * 3, 16, 2, 4, 2, 0.25, False)
     torch.library.opcheck(torch.ops.hstu_sparse.bsa_fwd, call)
 
 

@@ -48,8 +48,10 @@ def attempt(module, device: str, case: dict) -> str:
     """What is wrong with a case, in a line; empty if nothing is. Nothing of it stays on the device."""
     try:
         module.check(device, **case)
+        if device == "cuda":
+            torch.cuda.synchronize()  # what a kernel did wrong is this case's
     except Exception as error:
-        if "CUDA error" in str(error):  # the process can compute nothing more
+        if "CUDA error" in str(error):  # the process can compute nothing more, see conftest.py
             raise RuntimeError(f"{case!r}: {error}") from error
         return f"{type(error).__name__}: {error}"[:300].replace("\n", " ")
     return ""

@@ -189,20 +189,21 @@ def test_kernels_agree_with_the_reference(name):
 
 
 @interpreter
-@pytest.mark.parametrize("most", [0, 2**30], ids=["sorted", "atomic"])
+@pytest.mark.parametrize("way", ["products", "sorted"])
 @pytest.mark.parametrize("name", [name for name in CASES if "each token" in name])
-def test_rows_gathered_for_each_token(name, most, monkeypatch):
-    """As where the catalogue is too large for products with all of it."""
-    launches = pytest.importorskip("hstu_sparse.catalogue_loss.launches")
-    monkeypatch.setattr(launches.small, "takes_products", lambda *_: False)
-    monkeypatch.setattr(launches, "ATOMIC_BYTES", most)
+def test_other_ways_to_negatives_of_each_token(name, way, monkeypatch):
+    """Not rows gathered and added by atomics: products with a small catalogue; a gradient summed in order."""
+    launches = pytest.importorskip("hstu_sparse.catalogue.launches")
+    monkeypatch.setattr(launches.small, "takes_products", lambda *_: way == "products")
+    monkeypatch.setattr(launches, "ATOMIC_BYTES", 0)
     check("cpu", **{**CASE, **CASES[name]})
 
 
 @interpreter
 def test_products_with_a_small_catalogue_in_chunks(monkeypatch):
-    small = pytest.importorskip("hstu_sparse.catalogue_loss.small")
+    small = pytest.importorskip("hstu_sparse.catalogue.small")
     monkeypatch.setattr(small, "HELD", 128)
+    monkeypatch.setattr(small, "takes_products", lambda *_: True)
     for corrected in (False, True):
         check("cpu", **{**CASE, "sampled": "per token", "tokens": 270, "num_negatives": 40, "corrected": corrected})
 
@@ -210,7 +211,7 @@ def test_products_with_a_small_catalogue_in_chunks(monkeypatch):
 @interpreter
 @pytest.mark.parametrize("name", ["whole catalogue", "no normalisation", "several chunks", "negatives of the batch"])
 def test_kernels_with_tensor_descriptors(name, monkeypatch):
-    launches = pytest.importorskip("hstu_sparse.catalogue_loss.launches")
+    launches = pytest.importorskip("hstu_sparse.catalogue.launches")
     monkeypatch.setattr(launches, "overrides", {part: {"TMA": True} for part in ("fwd", "dout", "ditems")})
     check("cpu", **{**CASE, **CASES[name]})
 
@@ -219,7 +220,7 @@ def test_kernels_with_tensor_descriptors(name, monkeypatch):
 @pytest.mark.parametrize("sampled", ["shared", "per token"])
 def test_popular_items_are_cut_and_merged(sampled, monkeypatch):
     """Runs of the table's gradient longer than a piece: cut within a window, over several, and at its very end."""
-    launches = pytest.importorskip("hstu_sparse.catalogue_loss.launches")
+    launches = pytest.importorskip("hstu_sparse.catalogue.launches")
     monkeypatch.setattr(launches.small, "takes_products", lambda *_: False)
     monkeypatch.setattr(launches, "ATOMIC_BYTES", 0)
     monkeypatch.setattr(launches, "PIECE", 16)
@@ -257,11 +258,12 @@ def test_an_item_of_norm_zero():
 
 
 @interpreter
-def test_opcheck():
-    pytest.importorskip("hstu_sparse.catalogue_loss.launches")
+@pytest.mark.parametrize("shape", [(7,), (20, 9), (20, 1)], ids=["of the batch", "products", "gathered"])
+def test_opcheck(shape):
+    pytest.importorskip("hstu_sparse.catalogue.launches")
     generator = torch.Generator().manual_seed(0)
     out, items = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (20, 30))
-    targets, negatives = (torch.randint(-1, 30, (n,), generator=generator) for n in (20, 7))
+    targets, negatives = (torch.randint(-1, 30, n, generator=generator) for n in ((20,), shape))
     temperature = torch.tensor(0.3, requires_grad=True)
     torch.library.opcheck(
         torch.ops.hstu_sparse.catalogue_loss_fwd.default,

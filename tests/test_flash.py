@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hstu_sparse import flash_attention
-from hstu_sparse.ring.flash.reference import philox
+from hstu_sparse.ring.flash.problem import Layout, Options
+from hstu_sparse.ring.flash.reference import flash_attention_reference, philox
 from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets
 from tests.operators import flash
 
@@ -112,6 +113,38 @@ def test_head_sizes(size):
         dropout=0.0, contiguous=True, seed=2,
     )  # fmt: skip
     flash.check(DEVICE, lengths=[33, 5], size=size, value_size=max(16, size // 2), **base)
+
+
+@pytest.mark.parametrize("large", [1.0, 30.0, float("inf"), float("nan")])
+def test_with_and_without_a_maximum(large):
+    """Forward of many tokens leaves the running maximum out for the tiles whose scores are bounded, and adds to what
+    either found: heads whose keys are short, long, or hold an inf or NaN."""
+    launch = pytest.importorskip("hstu_sparse.ring.flash.launch")
+    lengths = [70, 3, 0, 41]
+    q, k, v = (make_jagged(lengths, (heads, 16), device=DEVICE, seed=heads) for heads in (4, 2, 2))
+    k[90, 1] *= large  # in the last sequence
+    scale = 1.0
+    offsets = make_offsets(lengths, device=DEVICE)
+    parts = [offsets.clone() for _ in range(2)]  # of each sequence's keys: the first 40, the rest
+    cut = offsets.diff().clamp(max=40)
+    parts[0][1:] = cut.cumsum(0)
+    parts[1][1:] = (offsets.diff() - cut).cumsum(0)
+    first = torch.cat([torch.arange(n, device=DEVICE) < 40 for n in lengths])
+    starts = [torch.zeros(4, dtype=torch.int32, device=DEVICE), cut.int()]
+    out, lse = torch.full_like(q, torch.nan), torch.full((4, len(q)), torch.nan, device=DEVICE)
+    config = dict(BLOCK_M=32, BLOCK_N=16, TMA=False, STEADY=True, num_warps=4, num_stages=1)
+    for step, keep in enumerate((first, ~first)):
+        layout = Layout(offsets, parts[step], torch.zeros_like(starts[0]), starts[step])
+        given = launch.Launch(q, k[keep], v[keep], layout, Options(scale, -1, 0))
+        given.forward(out, lse, add=step > 0, config=config)
+    wide = [x.double() for x in (q, k, v)]
+    right, right_lse = flash_attention_reference(*wide, Layout(offsets, offsets), Options(scale, -1, 0))
+    torch.testing.assert_close(out.double(), right, rtol=1e-4, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(lse.double(), right_lse, rtol=1e-5, atol=1e-5, equal_nan=True)
+    # What this is about: heads of both kinds.
+    longest = [x.square().sum(-1).amax(0) for x in (q, k)]
+    bounded = longest[0] * longest[1].repeat_interleave(2) * (scale / math.log(2)) ** 2 <= 80**2
+    assert bounded.tolist() == [True, True, large == 1, large == 1]
 
 
 def test_gradients_of_the_reference():

@@ -139,3 +139,9 @@ def test_operators_do_not_import_one_another():
 def test_every_module_imports_alone():
     run = subprocess.run([sys.executable, "-c", EACH_ALONE, *MODULES], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+
+
+def test_no_function_hides_a_module():
+    import hstu_sparse
+
+    assert not [name for name in hstu_sparse.__all__ if f"hstu_sparse.{name}" in MODULES]

@@ -28,6 +28,28 @@ def test_agrees_with_reference(operator, dtype):
     agree(operator, (90, 130), dtype, heads=20, size=200, value_size=256, top_k=130, wide_indices=True, strided=True)
 
 
+@pytest.mark.parametrize("top_k", [100, 512, 1000, 2048, 2100])
+def test_loss_of_each_size(top_k):
+    """Scores of one block, of many, and more than are kept."""
+    for operator in ("indexer_loss", "compute_index_loss_sparse"):
+        agree(operator, (260, 30), "bfloat16", heads=16, size=128, top_k=top_k)
+        agree(operator, (90,), "float16", heads=33, size=40, top_k=top_k)
+
+
+def test_loss_needs_one_buffer_of_its_gradient_s_size():
+    rows, top_k = 2000, 512
+    q, k = torch.randn(rows, 16, 64, device="cuda").bfloat16(), torch.randn(rows, 64, device="cuda").bfloat16()
+    scores = torch.randn(rows, top_k, device="cuda", requires_grad=True)
+    indices = torch.randint(0, rows, (rows, top_k), device="cuda", dtype=torch.int32)
+    offsets = make_offsets((rows,), device="cuda")
+    for _ in range(2):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(indexer_loss(q, k, scores, indices, offsets), scores)
+        assert torch.cuda.max_memory_allocated() - before < 1.2 * 4 * scores.numel()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("index_heads", [1, 3, 4, 9])
 def test_choice_among_many(index_heads, dtype):

@@ -25,7 +25,10 @@ SETTINGS = [
 ]
 KINDS = {
     "softmax": ["model.attention={kind: ring, inner: softmax, num_kv_heads: 1}"],
-    "hstu": ["model.attention={kind: ring, inner: hstu, position_bias: true, time_bias: true}"],
+    "hstu": [
+        "model.attention={kind: ring, inner: hstu, position_bias: true, time_bias: true}",
+        "model.rotary={position: true, time: true}",
+    ],
 }
 
 
@@ -66,7 +69,7 @@ def test_the_number_of_processes_must_fit(tmp_path):
     ("overrides", "message"),
     [
         (["parallel.context=2"], "only model.attention.kind=ring"),
-        (["parallel.context=2", "model.rotary={position: true}", *KINDS["hstu"]], "model.rotary"),
+        (["parallel.context=2", "model.head={kind: mol}", *KINDS["hstu"]], "heads other than dot"),
         (["model.attention={kind: ring, inner: softmax, time_bias: true}"], "for inner=hstu"),
         (["model.attention={kind: ring, inner: hstu, dropout: 0.1}"], "for inner=softmax"),
     ],

@@ -57,6 +57,24 @@ def test_kernel_against_reference(case, timed):
     compare_with_reference(kernel, reference, {"x": make_jagged(lengths, (2, 24), device=DEVICE)}, factor=4.0)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_parts_of_sequences(backend):
+    """Tokens with given positions and origins turn as in the whole sequence."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    lengths = [9, 0, 6]
+    x = make_jagged(lengths, (2, 10), device=DEVICE)
+    times, offsets = make_timestamps(lengths, scale=1e7, device=DEVICE), make_offsets(lengths, device=DEVICE)
+    whole = rotary(x, offsets, 20, times=times, backend=backend)
+    part = torch.tensor([1, 2, 7, 8, 10, 14], device=DEVICE)
+    found = rotary(
+        x[part], make_offsets([4, 0, 2], device=DEVICE), 20, times=times[part],
+        origins=times[torch.tensor([0, 9, 9], device=DEVICE)],
+        positions=torch.tensor([1, 2, 7, 8, 1, 5], device=DEVICE), backend=backend,
+    )  # fmt: skip
+    torch.testing.assert_close(found, whole[part], rtol=1e-6, atol=1e-6)
+
+
 def test_scores_depend_on_differences_alone():
     """Years of seconds, in fp32: the score of two tokens is the same wherever they stand, if their origins agree."""
     q, k = (make_jagged([1], (1, 64), seed=seed).expand(4, 1, 64) for seed in (0, 1))

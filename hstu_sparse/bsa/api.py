@@ -113,8 +113,8 @@ def bsa_attention(
         return (out, indices) if return_block_indices else out
 
     from hstu_sparse.bsa import launch  # triton is needed from here on
-    from hstu_sparse.bsa.bias import MAX_BUCKETS
     from hstu_sparse.bsa.plan import make_plan, purpose_of
+    from hstu_sparse.bsa.reach import MAX_BUCKETS
 
     check_kernel("bsa_attention", q, {"D": sizes["D"], "V": sizes["V"]})
     _check_taken("bsa_attention", "block_size", block_size, launch.BLOCK_SIZES)
@@ -124,7 +124,7 @@ def bsa_attention(
             f"bsa_attention: the kernels take bias.time [up to {MAX_BUCKETS + 1}], got [{bias.time.shape[0]}]; "
             "use backend='reference'"
         )
-    purpose = purpose_of(sizes["T"], seq_offsets, block_size, bias)
+    purpose = purpose_of(sizes["T"], seq_offsets, max_seq_len, block_size, bias)
     if plan is None:
         plan = make_plan(purpose, seq_offsets, bias)
     elif plan.purpose != purpose:
@@ -171,7 +171,8 @@ def bsa_plan(
     """What `bsa_attention` computes of a batch's times before it attends, for calls that share a batch.
 
     The layers of a model see one batch, so one plan serves them all, forward and backward, as long as their block size
-    agrees and all or none have a time bias. It holds 16 bytes a token, and 16 a block.
+    N and number of time buckets agree; the biases' values may differ. It holds 16 bytes a token, 16 a block, and 2 for
+    each tile of max(64, BS) queries and each block of a sequence of N.
 
     Args:
         q: [T, H, D] of one of the calls; only its shape and device are looked at.
@@ -195,7 +196,7 @@ def bsa_plan(
     from hstu_sparse.bsa.plan import make_plan, purpose_of
 
     _check_taken("bsa_plan", "block_size", block_size, BLOCK_SIZES)
-    return make_plan(purpose_of(sizes["T"], seq_offsets, block_size, bias), seq_offsets, bias)
+    return make_plan(purpose_of(sizes["T"], seq_offsets, max_seq_len, block_size, bias), seq_offsets, bias)
 
 
 def _check_taken(function: str, name: str, value: int, taken: Sequence[int]) -> None:
@@ -210,8 +211,9 @@ def _pad_head(x: Tensor) -> Tensor:
 
 
 def _check_gates(gates, sizes: dict[str, int], device: torch.device, window_size: int) -> None:
-    if len(gates) != 3:
-        raise ValueError(f"gates must be (g_cmp, g_slc, g_swa), got {len(gates)} entries")
+    if not isinstance(gates, (tuple, list)) or len(gates) != 3:
+        what = f"{len(gates)} entries" if isinstance(gates, (tuple, list)) else type(gates).__name__
+        raise ValueError(f"gates must be (g_cmp, g_slc, g_swa), got {what}")
     for name, gate in zip(("g_cmp", "g_slc", "g_swa"), gates):
         if gate is not None:
             check_tensor(name, gate, "T H", sizes, device=device)

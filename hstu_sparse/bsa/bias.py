@@ -24,36 +24,27 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.bsa.plan import span
-from hstu_sparse.dense.assembly import look_up
+from hstu_sparse.assembly import look_up
+from hstu_sparse.bsa.reach import MOST_EDGES, bucket_cells, find_bucket
 from hstu_sparse.launch import cdiv
 from hstu_sparse.relative_bias import bucket_edges
-from hstu_sparse.tiles import COMPILED, locate
+from hstu_sparse.tiles import COMPILED, add_to
 
-# The bucket has 12 bits of a cell's word.
-MAX_BUCKETS = 4095
-# Cells of an octave of fp32 numbers: 2 ** 3, each 1.125 times as wide as it begins, at most; a bucket is 1.35 times.
-CELL_BITS = 3
-CELL_SHIFT, CELL_REST = tl.constexpr(23 - CELL_BITS), tl.constexpr((1 << (23 - CELL_BITS)) - 1)
-FIRST_CELL = tl.constexpr(127 << CELL_BITS)
-# Powers of two that whole seconds can reach.
-OCTAVES = 65
 # Entries around the position table: past its end, and for blocks of a tile that are not there yet (128 of 128 tokens).
 BEHIND, BEFORE = 256, 128 * 128 + 256
 # Sums kept of each bucket's gradient, so that programs do not wait for another.
 LANES = tl.constexpr(64)
-# Edges that a tile may reach over for `reached`; fp32 counts seconds exactly up to EXACT_SECONDS.
-MOST_EDGES, EXACT_SECONDS = tl.constexpr(4), tl.constexpr(2.0**24)
+# Entries behind the time table, which tiles of few buckets read or add to.
+BEYOND = MOST_EDGES.value + 4
 # Copies of the position table's gradient.
 COPIES = tl.constexpr(16)
-EDGE_SHIFT, LOWEST = tl.constexpr(12), tl.constexpr(0xFFF)
 
 
 class KernelBias(NamedTuple):
     """What kernels read of a RelativeBias: pointers, or None where a table is absent."""
 
     position: object = None  # [s - t] fp32
-    time: object = None  # [bucket] fp32, MOST_EDGES zeros behind
+    time: object = None  # [bucket] fp32, BEYOND zeros behind
     steps: object = None  # [bucket] fp32, the least whole difference in each, infinite behind
     cells: object = None  # int32, see `bucket_cells`
     key_high: object = None  # [T] fp32, times of the keys
@@ -61,6 +52,8 @@ class KernelBias(NamedTuple):
     query_high: object = None
     query_low: object = None
     key_spans: object = None  # [NB, 4] fp32, of each block the earliest time (high, low) and the latest
+    means: object = None  # [slots, blocks] int16, see `bsa_means_kernel`
+    blocks: object = None
 
 
 class TableGradients(NamedTuple):
@@ -73,34 +66,15 @@ class TableGradients(NamedTuple):
 
 
 @functools.cache
-def bucket_cells(num_buckets: int, device: torch.device) -> torch.Tensor:
-    """[cells] int32: the last mantissa bits of the edge within the cell, less 1 (all ones: none), and its bucket.
-
-    A number x >= 1 lies in the cell that its exponent and first mantissa bits name. Its bucket is the cell's, or the
-    next if its last bits are greater than the word's.
-    """
-    edges = torch.tensor([*bucket_edges(num_buckets), math.inf], dtype=torch.float32)
-    index = torch.arange(OCTAVES << CELL_BITS)
-    starts = torch.exp2((index >> CELL_BITS).double()) * (1 + (index % 2**CELL_BITS) / 2**CELL_BITS)
-    starts = starts.float()
-    bucket = torch.bucketize(starts, edges[:-1], right=True)
-    edge_bits, start_bits = (x.view(torch.int32).long() for x in (edges[bucket], starts))
-    none = CELL_REST.value
-    rest = torch.where(edge_bits - start_bits <= none, (edge_bits & none) - 1, none)
-    word = (rest << 12) | bucket
-    return torch.where(word >= 2**31, word - 2**32, word).int().to(device)
-
-
-@functools.cache
 def bucket_steps(num_buckets: int, device: torch.device) -> torch.Tensor:
-    """[num_buckets + 1 + MOST_EDGES] fp32, the least whole number in each bucket, infinity behind."""
-    steps = torch.tensor([0.0, *bucket_edges(num_buckets), *[math.inf] * MOST_EDGES.value], dtype=torch.float32)
+    """[num_buckets + 1 + BEYOND] fp32, the least whole number in each bucket, infinity behind."""
+    steps = torch.tensor([0.0, *bucket_edges(num_buckets), *[math.inf] * BEYOND], dtype=torch.float32)
     return steps.ceil().to(device)
 
 
 @triton.jit(do_not_specialize=["N", "origin", "entries", "buckets"])
 def bsa_tables_kernel(
-    position, time, backwards, padded, N, origin, entries, buckets, MOST: tl.constexpr, SIZE: tl.constexpr
+    position, time, backwards, padded, N, origin, entries, buckets, BEYOND: tl.constexpr, SIZE: tl.constexpr
 ):
     """Writes the position table backwards with its margins, and the time table with zeros behind."""
     lane = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -110,38 +84,13 @@ def bsa_tables_kernel(
         tl.store(backwards + lane, value.to(tl.float32), mask=lane < entries)
     if time is not None:
         value = tl.load(time + lane, mask=lane < buckets, other=0.0)
-        tl.store(padded + lane, value.to(tl.float32), mask=lane < buckets + MOST)
-
-
-@triton.jit(do_not_specialize=["B"])
-def bsa_reach_kernel(
-    indices, offsets, reaches, bias, H, B, S,
-    BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """For each group's chosen blocks what `reach` finds: the lowest bucket, and above EDGE_SHIFT the edges."""
-    tile, h = tl.program_id(0), tl.program_id(1)
-    b, start, length, i = locate(offsets, tile, B, BG * R)
-    if i * BG * R >= length:
-        return
-    group = i * BG + tl.arange(0, BG)
-    p = tl.arange(0, P)[None, :]
-    entry = ((start // R + b + group)[:, None] * H + h) * S + p
-    j = tl.load(indices + entry, mask=(group[:, None] * R < length) & (p < S), other=-1)
-    token = group[:, None] * R + tl.arange(0, R)[None, :]
-    inside = token < length
-    high, low = load_times(bias.query_high, bias.query_low, start + token, inside)
-    first, first_low, last, last_low = span(high, low, inside, 1)
-    asked = (first[:, None], first_low[:, None], last[:, None], last_low[:, None])
-    block = bias.key_spans + (start // BS + b + tl.maximum(j, 0)) * 4
-    seen = (tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3))
-    lowest, edges = reach(bias, asked, seen, j >= 0, True, ASM)
-    tl.store(reaches + entry, lowest | (edges << EDGE_SHIFT), mask=j >= 0)
+        tl.store(padded + lane, value.to(tl.float32), mask=lane < buckets + BEYOND)
 
 
 def prepare(
     position: torch.Tensor | None, time: torch.Tensor | None, plan: Sequence[torch.Tensor | None]
 ) -> KernelBias:
-    """What kernels read of the tables and of a plan's (times, spans): one launch."""
+    """What kernels read of the tables and of a plan's tensors: one launch."""
     if position is None and time is None:
         return KernelBias()
     device = (time if position is None else position).device
@@ -156,16 +105,16 @@ def prepare(
         backwards = torch.empty(entries, **fp32)
     if time is not None:
         buckets = time.shape[0]
-        padded = torch.empty(buckets + MOST_EDGES.value, **fp32)
-    bsa_tables_kernel[(cdiv(max(entries, buckets + MOST_EDGES.value), 1024),)](
-        position, time, backwards, padded, N, origin, entries, buckets, MOST=MOST_EDGES.value, SIZE=1024, num_warps=4
+        padded = torch.empty(buckets + BEYOND, **fp32)
+    bsa_tables_kernel[(cdiv(max(entries, buckets + BEYOND), 1024),)](
+        position, time, backwards, padded, N, origin, entries, buckets, BEYOND=BEYOND, SIZE=1024, num_warps=4
     )
     backwards = None if backwards is None else backwards[origin:]
     if time is None:
         return KernelBias(backwards)
-    times, spans = plan
+    times, spans, means = plan
     steps, cells = bucket_steps(buckets - 1, device), bucket_cells(buckets - 1, device)
-    return KernelBias(backwards, padded, steps, cells, *times, spans)
+    return KernelBias(backwards, padded, steps, cells, *times, spans, means, means.shape[1])
 
 
 def table_origin(N: int) -> int:
@@ -201,7 +150,7 @@ class TableSums:
             self.backwards = torch.zeros(COPIES.value * self.pitch, **kind)
             backwards = self.backwards[self.origin :]
         if time is not None:
-            buckets = torch.zeros(time.shape[0] + MOST_EDGES.value, LANES.value, **kind)
+            buckets = torch.zeros(time.shape[0] + BEYOND, LANES.value, **kind)
         self.tables = TableGradients(ahead, backwards, buckets, self.scale)
 
     def gradients(self, factor: float) -> list[torch.Tensor]:
@@ -218,68 +167,6 @@ class TableSums:
             found = [x.double() / self.scale for x in found]
         tables = (x for x in (self.position, self.time) if x is not None)
         return [(x * factor).to(table.dtype) for x, table in zip(found, tables)]
-
-
-@triton.jit
-def load_times(high, low, rows, mask):
-    """Times of tokens as (high, low); (0, 0) where there is no time table."""
-    if high is not None:
-        return tl.load(high + rows, mask=mask, other=0.0), tl.load(low + rows, mask=mask, other=0.0)
-    else:
-        return tl.zeros(rows.shape, tl.float32), tl.zeros(rows.shape, tl.float32)
-
-
-@triton.jit
-def find_bucket(difference, cells, ASM: tl.constexpr):
-    """The buckets of differences."""
-    bits = tl.maximum(tl.abs(difference), 1.0).to(tl.int32, bitcast=True)
-    cell = look_up(cells, ((bits >> CELL_SHIFT) - FIRST_CELL).to(tl.int64), ASM)
-    edge = (cell.to(tl.uint32, bitcast=True) >> 12).to(tl.int32)
-    return (cell & 0xFFF) + ((bits & CELL_REST) > edge).to(tl.int32)
-
-
-@triton.jit
-def reach(bias, asked, seen, mask, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr):
-    """(lowest bucket, edges) between spans of times of queries (`asked`) and of keys (`seen`).
-
-    More than MOST_EDGES stand for: a key is younger than a query, or `reached` cannot tell an edge exactly.
-    FAR_QUERIES: see `add_time`.
-    """
-    near = (asked[0] - seen[2]) + (asked[1] - seen[3])
-    far = (asked[2] - seen[0]) + (asked[3] - seen[1])
-    side = seen if FAR_QUERIES else asked
-    long = (side[2] - side[0]) + (side[3] - side[1])
-    lowest = find_bucket(tl.where(mask, tl.maximum(near, 0.0), 0.0), bias.cells, ASM)
-    highest = find_bucket(tl.where(mask, tl.maximum(far, 0.0), 0.0), bias.cells, ASM)
-    edges = tl.minimum(highest - lowest, MOST_EDGES + 1)
-    edges = tl.where(tl.minimum(near, -long + (EXACT_SECONDS - 1.0)) >= 0.0, edges, MOST_EDGES + 1)
-    return lowest, tl.where(mask, edges, 0)
-
-
-@triton.jit
-def means_reach(bias, asked, rows, known, ASM: tl.constexpr):
-    """(lowest buckets of blocks' middle tokens at `rows`, the most edges of one) for queries of the span `asked`."""
-    if bias.time is not None:
-        rows = tl.where(known, rows, 0)
-        high, low = look_up(bias.key_high, rows, ASM), look_up(bias.key_low, rows, ASM)
-        lowest, edges = reach(bias, asked, (high, low, high, low), known, False, ASM)
-        return lowest, tl.max(edges, 0)
-    else:
-        return tl.zeros(rows.shape, tl.int32), 0
-
-
-@triton.jit
-def load_reach(pointers, mask, SIZE: tl.constexpr):
-    """(lowest buckets, the most edges) of SIZE queries from what bsa_reach_kernel wrote: for each, or one for all."""
-    if pointers is not None:
-        if mask is not None:
-            found = tl.load(pointers, mask=mask, other=0)
-            return found & LOWEST, tl.max(found >> EDGE_SHIFT, 0)
-        else:
-            found = tl.load(pointers)
-            return tl.full([SIZE], 0, tl.int32) + (found & LOWEST), found >> EDGE_SHIFT
-    else:
-        return tl.zeros([SIZE], tl.int32), 0
 
 
 @triton.jit
@@ -310,12 +197,12 @@ def side_times(bias, rows, QUERIES: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def pair_buckets(bias, far, near, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr):
-    """Buckets of all pairs of a tile; arguments as of `add_time`."""
+def differences(bias, far, near, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr):
+    """|differences| of all times of a tile; arguments as of `add_time`."""
     far, near = side_times(bias, far, FAR_QUERIES, ASM), side_times(bias, near, not FAR_QUERIES, ASM)
     high = tl.expand_dims(far[0], 1 - AXIS) - tl.expand_dims(near[0], AXIS)
     low = tl.expand_dims(far[1], 1 - AXIS) - tl.expand_dims(near[1], AXIS)
-    return find_bucket(high + low, bias.cells, ASM)
+    return tl.abs(high + low)
 
 
 @triton.jit
@@ -360,16 +247,18 @@ def time_step(
 
 @triton.jit
 def add_time(
-    added, bias, far, near, origin, lowest, edges, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr
+    added, bias, far, near, origin, reaches, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """added + the time's bias of a tile, [far, near] if AXIS is 0, else [near, far].
 
     far, near: tokens of both sides (int64); FAR_QUERIES: the far side is that of the queries.
-    origin: a time of the near side. lowest, of each of the far side, and edges, one number: as `reach` finds them.
+    origin: a time of the near side. reaches: as `all_reach` finds them, lowest buckets of each of the far side.
     """
     if bias.time is not None:
+        lowest, edges, _, _ = reaches
         if edges > MOST_EDGES:
-            added += look_up(bias.time, pair_buckets(bias, far, near, AXIS, FAR_QUERIES, ASM), ASM)
+            bucket = find_bucket(differences(bias, far, near, AXIS, FAR_QUERIES, ASM), bias.cells, ASM)
+            added += look_up(bias.time, bucket, ASM)
         else:
             tile = added + tl.expand_dims(look_up(bias.time, lowest, ASM), 1 - AXIS)
             if edges > 0:
@@ -386,14 +275,6 @@ def add_time(
 
 
 @triton.jit
-def add_to(pointers, value, scale, mask=None):
-    """pointers += value, in fp32 or, if they are to int64, in multiples of 1 / scale."""
-    if pointers.dtype.element_ty == tl.int64:
-        value = tl.floor(value * tl.load(scale) + 0.5).to(tl.int64)
-    tl.atomic_add(pointers, value, mask=mask, sem="relaxed")
-
-
-@triton.jit
 def move_sum(
     tables, grad, bias, far, near, origin, lowest, cell, E: tl.constexpr, AXIS: tl.constexpr,
     FAR_QUERIES: tl.constexpr, ASM: tl.constexpr,
@@ -407,27 +288,34 @@ def move_sum(
 
 @triton.jit
 def add_time_gradient(
-    tables, grad, bias, far, near, origin, lowest, edges, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr,
-    ASM: tl.constexpr,
+    tables, grad, bias, far, near, origin, reaches, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """Adds a tile's gradient to the buckets that it reaches; arguments as of `add_time`."""
     if tables.time is not None:
+        lowest, edges, least, greatest = reaches
         if edges > MOST_EDGES:
-            lane = tl.expand_dims(tl.arange(0, grad.shape[1 - AXIS]) % LANES, AXIS)
-            cells = pair_buckets(bias, far, near, AXIS, FAR_QUERIES, ASM) * LANES + lane
-            add_to(tables.time + cells, grad, tables.scale, grad != 0)
+            # Sums of rows, which the threads of one warp hold: no thread waits for another warp.
+            apart = differences(bias, far, near, AXIS, FAR_QUERIES, ASM)
+            sums = tables.time + least * LANES + tl.arange(0, grad.shape[0]) % LANES
+            rest = tl.sum(grad, 1)
+            for bucket in range(least + 1, greatest + 1):
+                past = tl.sum(tl.where(apart >= tl.load(bias.steps + bucket), grad, 0.0), 1)
+                add_to(sums, rest - past, tables.scale)
+                rest = past
+                sums += LANES
+            add_to(sums, rest, tables.scale)
         else:
             cell = tables.time + lowest * LANES + tl.arange(0, grad.shape[AXIS]) % LANES
             add_to(cell, tl.sum(grad, 1 - AXIS), tables.scale)
             if edges > 0:
-                place = near_place(bias, near, origin, FAR_QUERIES, ASM)
+                beside = near_place(bias, near, origin, FAR_QUERIES, ASM)
                 times = side_times(bias, far, FAR_QUERIES, ASM)
-                move_sum(tables, grad, bias, times, place, origin, lowest, cell, 1, AXIS, FAR_QUERIES, ASM)
+                move_sum(tables, grad, bias, times, beside, origin, lowest, cell, 1, AXIS, FAR_QUERIES, ASM)
                 if edges > 1:
-                    move_sum(tables, grad, bias, times, place, origin, lowest, cell, 2, AXIS, FAR_QUERIES, ASM)
+                    move_sum(tables, grad, bias, times, beside, origin, lowest, cell, 2, AXIS, FAR_QUERIES, ASM)
                 if edges > 2:
-                    move_sum(tables, grad, bias, times, place, origin, lowest, cell, 3, AXIS, FAR_QUERIES, ASM)
-                    move_sum(tables, grad, bias, times, place, origin, lowest, cell, 4, AXIS, FAR_QUERIES, ASM)
+                    move_sum(tables, grad, bias, times, beside, origin, lowest, cell, 3, AXIS, FAR_QUERIES, ASM)
+                    move_sum(tables, grad, bias, times, beside, origin, lowest, cell, 4, AXIS, FAR_QUERIES, ASM)
 
 
 @triton.jit

@@ -9,7 +9,8 @@ Blocks, groups and tiles are numbered by slots: see hstu_sparse/tiles.py.
 import triton
 import triton.language as tl
 
-from hstu_sparse.bsa.bias import MOST_EDGES, add_time, position_tile
+from hstu_sparse.bsa.bias import add_time, position_tile
+from hstu_sparse.bsa.reach import MOST_EDGES
 from hstu_sparse.tiles import load_rows, locate
 
 # Larger than any block index: what the sort puts last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
@@ -95,7 +96,7 @@ def bsa_choose_fwd_kernel(
             rows = tl.where(j < candidates, start + j * BS + BS // 2, start)
             # A row's groups stand far apart: no tile is of one bucket.
             asked = tl.where(live, start + first, start)
-            added = add_time(added, bias, asked, rows, (0.0, 0.0), first * 0, MOST_EDGES + 1, 0, True, ASM)
+            added = add_time(added, bias, asked, rows, (0.0, 0.0), (first * 0, MOST_EDGES + 1, 0, 0), 0, True, ASM)
             score = score * alpha + added
             score = score / (1.0 + tl.exp(-score))
             score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie

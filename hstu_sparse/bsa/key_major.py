@@ -14,17 +14,13 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bsa.bias import (
-    MOST_EDGES,
     add_position_gradient,
     add_time,
     add_time_gradient,
     load_origin,
-    load_reach,
-    load_times,
-    means_reach,
     position_tile,
 )
-from hstu_sparse.bsa.plan import span
+from hstu_sparse.bsa.reach import MOST_EDGES, load_reach, map_row, means_reach
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
@@ -92,7 +88,7 @@ def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.
         reaches = None if lists.reaches is None else lists.reaches + block.first + row // R
         t = tl.load(place) + row % R + tl.arange(0, BM)
         live = t < block.stop
-        lowest, edges = load_reach(reaches, None, BM)
+        reach = load_reach(reaches, None, BM)
         position = (t - block.start).to(tl.int32)
     else:
         lane = row + tl.arange(0, BM)
@@ -100,18 +96,18 @@ def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.
         entry = block.first + lane // R
         t = tl.load(lists.tokens + entry, mask=inside, other=0) + lane % R
         live = inside & (t < block.stop)
-        lowest, edges = load_reach(None if lists.reaches is None else lists.reaches + entry, inside, BM)
+        reach = load_reach(None if lists.reaches is None else lists.reaches + entry, inside, BM)
         position = tl.where(live, (t - block.start).to(tl.int32), block.begin + BS)
-    return t, live, position, lowest, edges
+    return t, live, position, reach
 
 
 @triton.jit
-def listed_bias(bias, block, t, position, lowest, edges, place, AXIS: tl.constexpr, ASM: tl.constexpr):
+def listed_bias(bias, block, t, position, reach, place, AXIS: tl.constexpr, ASM: tl.constexpr):
     """The bias of listed queries and the keys at `place` of the block (the queries on the tile's axis AXIS), and what
-    `add_time_gradient` wants: far to edges.
+    `add_time_gradient` wants: far to reaches.
     """
     s = block.begin + place
-    found = t.to(tl.int64), block.start + s, block.origin, lowest, edges
+    found = t.to(tl.int64), block.start + s, block.origin, reach
     if AXIS == 0:
         added = position_tile(bias, (block.begin - position).to(tl.int64), place.to(tl.int64), ASM)
     else:
@@ -157,17 +153,17 @@ def bsa_select_fwd_kernel(
         keys = load_rows(k, key, k_stride_t, whole, D, BD)
         values = load_rows(v, key, v_stride_t, whole, V, BV)
     for row in range(0, block.rows, BM):
-        t, live, position, lowest, edges = listed_queries(lists, block, row, R, BM, BS)
+        t, live, position, reach = listed_queries(lists, block, row, R, BM, BS)
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         if BN == BS:
-            added, _ = listed_bias(bias, block, t, position, lowest, edges, key, 0, ASM)
+            added, _ = listed_bias(bias, block, t, position, reach, key, 0, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             part = tl.dot(silu(score, FAST).to(values.dtype), values, input_precision=PRECISION)
         else:
             part = tl.zeros([BM, BV], tl.float32)
             for s in range(0, BS, BN):
                 some = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
-                added, _ = listed_bias(bias, block, t, position, lowest, edges, s + key, 0, ASM)
+                added, _ = listed_bias(bias, block, t, position, reach, s + key, 0, ASM)
                 score = tl.dot(queries, tl.trans(some), input_precision=PRECISION) * alpha + added
                 some = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
                 part = tl.dot(silu(score, FAST).to(some.dtype), some, part, input_precision=PRECISION)
@@ -191,7 +187,7 @@ def bsa_select_bwd_dq_kernel(
     k += (block.start + block.begin) * k_stride_t + h * k_stride_h
     v += (block.start + block.begin) * v_stride_t + h * v_stride_h
     for row in range(0, block.rows, BM):
-        t, live, position, lowest, edges = listed_queries(lists, block, row, R, BM, BS)
+        t, live, position, reach = listed_queries(lists, block, row, R, BM, BS)
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         upstream = load_rows(do + h * do_stride_h, t, do_stride_t, live, V, BV)
         acc = tl.zeros([BM, BD], tl.float32)
@@ -199,7 +195,7 @@ def bsa_select_bwd_dq_kernel(
         for s in range(0, BS, BN):
             keys = load_rows(k + s * k_stride_t, place, k_stride_t, place < BN, D, BD)
             values = load_rows(v + s * v_stride_t, place, v_stride_t, place < BN, V, BV)
-            added, _ = listed_bias(bias, block, t, position, lowest, edges, s + place, 0, ASM)
+            added, _ = listed_bias(bias, block, t, position, reach, s + place, 0, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
@@ -261,10 +257,10 @@ def bsa_select_bwd_dkv_kernel(
         do += h * do_stride_h
 
     if chunk == 0:
-        reach = block.begin + BS
+        end = block.begin + BS
         if WINDOW:
-            reach = tl.maximum(reach, block.begin + offset + BN - 1 + window)
-        for c in range((block.begin + offset) // BM * BM, tl.minimum(reach, length), BM):
+            end = tl.maximum(end, block.begin + offset + BN - 1 + window)
+        for c in range((block.begin + offset) // BM * BM, tl.minimum(end, length), BM):
             t = c + tl.arange(0, BM)
             live = t < length
             queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
@@ -277,13 +273,13 @@ def bsa_select_bwd_dkv_kernel(
                 swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
                 gate += tl.where(seen & (t[None, :] - s[:, None] < window), swa[None, :], 0.0)
             none = tl.zeros([BM], tl.int32)
-            added, _ = listed_bias(bias, block, start + t, t, none, MOST_EDGES + 1, place, 1, ASM)
+            added, _ = listed_bias(bias, block, start + t, t, (none, MOST_EDGES + 1, 0, 0), place, 1, ASM)
             acc_k, acc_v, _, _ = key_step(
                 acc_k, acc_v, keys, values, queries, upstream, gate, alpha, added, FAST, PRECISION
             )
 
     for row in range(0, block.rows, BM):
-        t, live, position, lowest, edges = listed_queries(lists, block, row, R, BM, BS)
+        t, live, position, reach = listed_queries(lists, block, row, R, BM, BS)
         begin = 0
         if R >= BM:
             begin = tl.load(lists.tokens + block.first + row // R) + row % R
@@ -291,7 +287,7 @@ def bsa_select_bwd_dkv_kernel(
         upstream = load_tile(do, t, do_stride_t, live, begin, h * V, V, BV, TMA)
         token = t.to(tl.int64) * H + h
         gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-        added, found = listed_bias(bias, block, t, position, lowest, edges, place, 1, ASM)
+        added, found = listed_bias(bias, block, t, position, reach, place, 1, ASM)
         acc_k, acc_v, dscore, product = key_step(
             acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, added, FAST, PRECISION
         )
@@ -386,10 +382,9 @@ def bsa_compress_bwd_dkv_kernel(
         gate = tl.where(j[:, None] < ((t + 1) // BS)[None, :], cmp[None, :], 0.0)
         added = position_tile(bias, middle.to(tl.int64), -t.to(tl.int64), ASM)
         if bias.time is not None:
-            high, low = load_times(bias.query_high, bias.query_low, start + t, live)
-            asked = span(high, low, live, 0)
-            lowest, edges = means_reach(bias, asked, rows, known & (j * BS + BS <= c + BM), ASM)
-            added = add_time(added, bias, rows, start + t, asked, lowest, edges, 0, False, ASM)
+            reach = means_reach(bias, map_row(start, b, c, BS), i * BN, known & (j * BS + BS <= c + BM), BN, ASM)
+            asked = tl.load(bias.query_high + start + c), tl.load(bias.query_low + start + c)
+            added = add_time(added, bias, rows, start + t, asked, reach, 0, False, ASM)
         acc_k, acc_v, _, _ = key_step(
             acc_k, acc_v, keys, values, queries, upstream, gate, alpha, added, FAST, PRECISION
         )

@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hstu_sparse.assembly import proven
 from hstu_sparse.bsa import blocks, key_major, query_major
-from hstu_sparse.bsa.bias import KernelBias, TableGradients, TableSums, bsa_reach_kernel, prepare
+from hstu_sparse.bsa.bias import KernelBias, TableGradients, TableSums, prepare
 from hstu_sparse.bsa.lists import invert
-from hstu_sparse.dense.assembly import proven
+from hstu_sparse.bsa.reach import bsa_reach_kernel
 from hstu_sparse.launch import aligned, architecture, cdiv, next_power_of_2, padded_head, precision
 from hstu_sparse.registration import Operator
 

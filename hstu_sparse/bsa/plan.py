@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hstu_sparse.assembly import proven
+from hstu_sparse.bsa.reach import LEAST_TILE, bsa_means_kernel, bucket_cells, span
 from hstu_sparse.launch import cdiv
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.relative_bias import RelativeBias
@@ -26,8 +28,9 @@ class Purpose(NamedTuple):
 
     total: int
     num_seqs: int
+    max_seq_len: int
     block_size: int
-    timed: bool
+    num_buckets: int | None
 
 
 class BlockPlan(NamedTuple):
@@ -35,21 +38,13 @@ class BlockPlan(NamedTuple):
 
     times  [4, at least T + MARGIN] fp32: the keys' high and low parts, the queries' high and low parts
     spans  [NB, 4] fp32: of each block's keys the earliest time (high, low) and the latest
+    means  [slots, at least N / BS] int16: of tiles of queries and blocks' middle tokens the buckets, see `means_reach`
     """
 
     purpose: Purpose
     times: torch.Tensor | None = None
     spans: torch.Tensor | None = None
-
-
-@triton.jit
-def span(high, low, mask, AXIS: tl.constexpr):
-    """(high, low, high, low) of the earliest and of the latest of some times; infinite if there are none."""
-    first = tl.min(tl.where(mask, high, float("inf")), AXIS)
-    last = tl.max(tl.where(mask, high, float("-inf")), AXIS)
-    first_low = tl.where(mask & (high == tl.expand_dims(first, AXIS)), low, float("inf"))
-    last_low = tl.where(mask & (high == tl.expand_dims(last, AXIS)), low, float("-inf"))
-    return first, tl.min(first_low, AXIS), last, tl.max(last_low, AXIS)
+    means: torch.Tensor | None = None
 
 
 @triton.jit
@@ -81,39 +76,55 @@ def bsa_times_kernel(offsets, timestamps, query_timestamps, times, spans, B, pit
         tl.store(token + 3 * pitch, low, inside)
 
 
-def _times(seq_offsets, timestamps, query_timestamps, block_size):
-    times, spans = found = _fake_times(seq_offsets, timestamps, query_timestamps, block_size)
-    times.zero_()
+def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets):
+    times, spans, means = found = _fake_times(
+        seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets
+    )
+    for x in found:  # what no program writes
+        x.zero_()
     if timestamps.shape[0] and spans.shape[0]:
+        num_seqs, pitch, device = seq_offsets.shape[0] - 1, times.shape[1], seq_offsets.device
         bsa_times_kernel[(spans.shape[0],)](
-            seq_offsets, timestamps, query_timestamps, times, spans, seq_offsets.shape[0] - 1, times.shape[1],
-            BS=block_size, num_warps=1,
+            seq_offsets, timestamps, query_timestamps, times, spans, num_seqs, pitch, BS=block_size, num_warps=1
+        )
+        bsa_means_kernel[(means.shape[0],)](
+            seq_offsets, times, bucket_cells(num_buckets, device), means, num_seqs, pitch, means.shape[1],
+            BS=block_size, TILE=max(block_size, LEAST_TILE.value), CHUNK=128, ASM=proven(device), num_warps=4,
         )  # fmt: skip
     return found
 
 
-def _fake_times(seq_offsets, timestamps, query_timestamps, block_size):
-    tokens = timestamps.shape[0]
-    new, kind = seq_offsets.new_empty, torch.float32
-    slots = tokens // block_size + seq_offsets.shape[0] - 1
-    # Rows stay multiples of 16 bytes whatever T is: kernels are compiled anew where they do not.
-    return [new(4, cdiv(tokens, 16) * 16 + MARGIN, dtype=kind), new(slots, 4, dtype=kind)]
+def _fake_times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets):
+    tokens, num_seqs = timestamps.shape[0], seq_offsets.shape[0] - 1
+    new = seq_offsets.new_empty
+    # Rows stay multiples of 16 elements whatever T and N are: kernels are compiled anew where they do not.
+    blocks = cdiv(torch.sym_min(max_seq_len, tokens) // block_size + 1, 16) * 16
+    return [
+        new(4, cdiv(tokens, 16) * 16 + MARGIN, dtype=torch.float32),
+        new(tokens // block_size + num_seqs, 4, dtype=torch.float32),
+        new(tokens // max(block_size, LEAST_TILE.value) + num_seqs, blocks, dtype=torch.int16),
+    ]
 
 
 _times_operator = register_preparation(
     "bsa_times",
-    "Tensor seq_offsets, Tensor timestamps, Tensor query_timestamps, int block_size",
+    "Tensor seq_offsets, Tensor timestamps, Tensor query_timestamps, SymInt max_seq_len, int block_size, "
+    "int num_buckets",
     launch=_times,
     fake=_fake_times,
 )
 
 
-def purpose_of(tokens: int, seq_offsets: torch.Tensor, block_size: int, bias: RelativeBias) -> Purpose:
-    return Purpose(tokens, seq_offsets.shape[0] - 1, block_size, bias.time is not None)
+def purpose_of(
+    tokens: int, seq_offsets: torch.Tensor, max_seq_len: int, block_size: int, bias: RelativeBias
+) -> Purpose:
+    buckets = None if bias.time is None else bias.time.shape[0] - 1
+    return Purpose(tokens, seq_offsets.shape[0] - 1, max_seq_len, block_size, buckets)
 
 
 def make_plan(purpose: Purpose, seq_offsets: torch.Tensor, bias: RelativeBias) -> BlockPlan:
     """`bsa_plan` of checked arguments."""
-    if not purpose.timed:
+    if purpose.num_buckets is None:
         return BlockPlan(purpose)
-    return BlockPlan(purpose, *_times_operator(seq_offsets, *bias[2:], purpose.block_size))
+    sizes = purpose.max_seq_len, purpose.block_size, purpose.num_buckets
+    return BlockPlan(purpose, *_times_operator(seq_offsets, *bias[2:], *sizes))

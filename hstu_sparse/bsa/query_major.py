@@ -15,19 +15,14 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bsa.bias import (
-    MOST_EDGES,
     add_position_gradient,
     add_time,
     add_time_gradient,
-    add_to,
     load_origin,
-    load_reach,
-    load_times,
-    means_reach,
     position_tile,
 )
-from hstu_sparse.bsa.plan import span
-from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
+from hstu_sparse.bsa.reach import keys_reach, load_reach, load_times, map_row, means_reach, span
+from hstu_sparse.tiles import add_to, load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
 @triton.jit
@@ -59,6 +54,7 @@ class QueryTile(NamedTuple):
     t, live        [BM] positions, and whether there are such
     token          [BM] their places in [T, H]
     block_row      slot of the sequence's first block
+    map_row        see `map_row`
     asked          their earliest and latest time, as `span` gives them
     """
 
@@ -70,6 +66,7 @@ class QueryTile(NamedTuple):
     live: tl.tensor
     token: tl.tensor
     block_row: tl.tensor
+    map_row: tl.tensor
     asked: tuple
 
 
@@ -85,28 +82,35 @@ def find_queries(offsets, bias, tiles, H, B, BM: tl.constexpr, BS: tl.constexpr)
         asked = span(high, low, live, 0)
     return QueryTile(
         b, start, i * BM, tl.minimum(i * BM + BM, length), t, live, (start + t) * H + tl.program_id(1),
-        (start // BS + b).to(tl.int32), asked,
+        (start // BS + b).to(tl.int32), map_row(start, b, i * BM, BS), asked,
     )  # fmt: skip
 
 
 @triton.jit
 def means_bias(bias, asks, c, known, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
-    """The bias of the tile with the BN mean keys from block c on, and what `add_time_gradient` wants: far to edges."""
+    """The bias of a tile with the BN mean keys from block c on, and what `add_time_gradient` wants: far to reaches."""
     middle = (c + tl.arange(0, BN)) * BS + BS // 2
     rows = tl.where(known, asks.start + middle, asks.start)
-    lowest, edges = means_reach(bias, asks.asked, rows, known, ASM)
+    reaches = means_reach(bias, asks.map_row, c, known, BN, ASM)
     added = position_tile(bias, (c * BS + BS // 2 - asks.t).to(tl.int64), tl.arange(0, BN).to(tl.int64) * BS, ASM)
-    found = rows, asks.start + asks.t, asks.asked, lowest, edges
+    found = rows, asks.start + asks.t, asks.asked, reaches
     return add_time(added, bias, *found, 1, False, ASM), found
 
 
 @triton.jit
-def keys_bias(bias, asks, first, sought, lowest, edges, BN: tl.constexpr, ASM: tl.constexpr):
-    """The same with the BN keys from position `first` on, whose lowest buckets and edges are known."""
+def keys_bias(bias, asks, first, sought, reaches, BN: tl.constexpr, ASM: tl.constexpr):
+    """The same with the BN keys from position `first` on."""
     column = tl.arange(0, BN).to(tl.int64)
     added = position_tile(bias, (first - asks.t).to(tl.int64), column, ASM)
-    found = asks.start + asks.t, asks.start + first + column, sought, lowest, edges
+    found = asks.start + asks.t, asks.start + first + column, sought, reaches
     return add_time(added, bias, *found, 0, True, ASM), found
+
+
+@triton.jit
+def band_bias(bias, asks, c, known, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+    """The same with keys of the own block or the window."""
+    reaches = keys_reach(bias, asks.asked, asks.start + c + tl.arange(0, BN), known, BM, ASM)
+    return keys_bias(bias, asks, c, load_origin(bias, asks.block_row + c // BS), reaches, BN, ASM)
 
 
 @triton.jit
@@ -117,9 +121,9 @@ def chosen_keys(bias, asks, indices, reaches, e, BM: tl.constexpr, BN: tl.conste
     indices, reaches: pointers to the queries' row.
     """
     first = tl.load(indices + e // BS) * BS + e % BS
-    lowest, edges = load_reach(None if reaches is None else reaches + e // BS, None, BM)
+    found = load_reach(None if reaches is None else reaches + e // BS, None, BM)
     sought = load_origin(bias, asks.block_row + first // BS)
-    added, found = keys_bias(bias, asks, first, sought, lowest, edges, BN, ASM)
+    added, found = keys_bias(bias, asks, first, sought, found, BN, ASM)
     return first, added, found
 
 
@@ -179,7 +183,6 @@ def bsa_query_fwd_kernel(
 
     if WINDOW or not SELECT:
         swa = slc
-        none = tl.zeros([BM], tl.int32)
         nearest = begin // BS * BS
         if WINDOW:
             swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
@@ -188,7 +191,7 @@ def bsa_query_fwd_kernel(
             s = c + tl.arange(0, BN)
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-            added, _ = keys_bias(bias, asks, c, (0.0, 0.0), none, MOST_EDGES + 1, BN, ASM)
+            added, _ = band_bias(bias, asks, c, known, BM, BN, BS, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             weight = silu(score, FAST) * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
             values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
@@ -271,7 +274,6 @@ def bsa_query_bwd_dq_kernel(
 
     if WINDOW or not SELECT:
         swa = slc
-        none = tl.zeros([BM], tl.int32)
         window_branch = tl.zeros([BM], tl.float32)
         nearest = begin // BS * BS
         if WINDOW:
@@ -282,7 +284,7 @@ def bsa_query_bwd_dq_kernel(
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
             values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-            added, found = keys_bias(bias, asks, c, (0.0, 0.0), none, MOST_EDGES + 1, BN, ASM)
+            added, found = band_bias(bias, asks, c, known, BM, BN, BS, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)

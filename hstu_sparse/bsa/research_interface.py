@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from hstu_sparse.bsa.api import bsa_attention
 from hstu_sparse.jagged import jagged_to_padded
+from hstu_sparse.validation import check_int, check_tensor
 
 GateFunction = Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]
 NORM_EPS = 1e-6
@@ -44,8 +45,13 @@ def triton_block_sparse_attn(
     Returns:
         (output [B, N, H, V], block indices [B, H, N, S] int32, ascending, -1 behind them).
     """
-    if q.dim() != 4:
-        raise ValueError(f"q must be [B, N, H, D], got shape {tuple(q.shape)}")
+    sizes: dict[str, int] = {}
+    for name, x, shape in (("q", q, "B N H D"), ("k", k, "B N H D"), ("v", v, "B N H V")):
+        check_tensor(name, x, shape, sizes)
+    for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
+        if gate is not None or name != "g_swa":
+            check_tensor(name, gate, "B N H", sizes)
+    check_int("block_size", block_size, 1)
     batch, length = q.shape[:2]
     offsets = torch.arange(batch + 1, device=q.device) * length
     out, indices = bsa_attention(
@@ -92,7 +98,19 @@ def triton_hstu_attention_with_bsa(
     Returns:
         (output [T, H*V], padded q [B, N, H, D], padded k [B, N, H, D]).
     """
+    if not isinstance(invalid_attn_mask, Tensor) or not invalid_attn_mask.dim():
+        raise TypeError("invalid_attn_mask must be a tensor whose last size is N")
     length = invalid_attn_mask.shape[-1]
+    for name, size in (("num_heads", num_heads), ("attention_dim", attention_dim), ("linear_dim", linear_dim)):
+        check_int(name, size, 1)
+    check_int("block_size", block_size, 1)
+    sizes = {"H*D": num_heads * attention_dim, "H*V": num_heads * linear_dim}
+    for name, x, shape in (("q", q, "T H*D"), ("k", k, "T H*D"), ("v", v, "T H*V"), ("u", u, "T H*V")):
+        check_tensor(name, x, shape, sizes)
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, q on {q.device}")
+    if not callable(gate_model):
+        raise TypeError(f"gate_model must be a function of q, got {type(gate_model).__name__}")
     q, k = (x.unflatten(-1, (num_heads, attention_dim)) for x in (q, k))
     out = bsa_attention(
         q,

@@ -16,6 +16,7 @@ from hstu_sparse.validation import (
     check_kernel,
     check_qkv,
     check_scale,
+    check_some,
     check_tensor,
     choose_backend,
 )
@@ -114,13 +115,15 @@ def attention_plan(
         The `plan` to pass on; None for the reference, which needs none. Made under `torch.no_grad` it has no part for
         the backward pass, which is then computed there.
     """
-    if choose_backend(backend, q, "attention_plan") == "reference":
-        return None
+    backend = choose_backend(backend, q, "attention_plan")
     sizes: dict[str, int] = {}
     check_tensor("q", q, "T H D", sizes)
     check_tensor("v", v, "T H V", sizes, dtype=q.dtype, device=q.device)
     check_jagged(seq_offsets, max_seq_len, q=q, v=v)
+    check_some(sizes, "H", "D", "V")
     bias = _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, sizes["T"])
+    if backend == "reference":
+        return None
     check_kernel("attention_plan", q, {"D": sizes["D"], "V": sizes["V"]})
     from hstu_sparse.dense.plan import make_plan, purpose_of
 

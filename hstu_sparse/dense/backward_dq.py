@@ -10,7 +10,7 @@ of 2 in the slope of SiLU (see ranges.py) are applied once, to the accumulator.
 import triton
 import triton.language as tl
 
-from hstu_sparse.dense.assembly import (
+from hstu_sparse.assembly import (
     RING,
     histogram_close,
     histogram_lane,

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.dense.assembly import bucket, look_up, scalar
+from hstu_sparse.assembly import bucket, look_up, scalar
 from hstu_sparse.dense.ranges import key_ranges
 from hstu_sparse.relative_bias import bucket_edges
 from hstu_sparse.tiles import COMPILED

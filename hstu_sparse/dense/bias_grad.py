@@ -18,7 +18,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hstu_sparse.dense.assembly import (
+from hstu_sparse.assembly import (
     RING,
     barrier,
     histogram_add,

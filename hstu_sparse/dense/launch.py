@@ -11,9 +11,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
 
-from hstu_sparse.dense.assembly import proven
+from hstu_sparse.assembly import proven
 from hstu_sparse.dense.backward_dkv import dense_attention_bwd_dkv_kernel
 from hstu_sparse.dense.backward_dq import dense_attention_bwd_dq_kernel
 from hstu_sparse.dense.bias import POSITION_MARGIN, bucket_steps, hidden_bucket
@@ -32,7 +31,7 @@ from hstu_sparse.dense.plan import (
     purpose_of,
     with_backward,
 )
-from hstu_sparse.launch import INTERPRET, aligned, cdiv, padded_head, precision, start
+from hstu_sparse.launch import INTERPRET, aligned, allow_descriptors, cdiv, padded_head, precision, start
 from hstu_sparse.registration import Operator
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.time_buckets import device_cells
@@ -65,11 +64,6 @@ def _start_with_static_memory(kernel, grid, arguments, constants, options, key):
     if status:
         raise RuntimeError(f"cuFuncSetAttribute failed with CUDA error {status} for {kernel.__name__}")
     return start(kernel, grid, arguments, constants, options, key)
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Where the programs put their tensor descriptors: on the current device, which is the tensors' in a launcher."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _tables_kept(bias: RelativeBias, max_seq_len: int) -> tuple[int, int]:
@@ -199,7 +193,7 @@ class _Launch:
         )  # fmt: skip
 
         if bwd_dkv_config(self.features)["TMA"]:
-            triton.set_allocator(_scratch)
+            allow_descriptors()
         arguments = (
             self.q, self.k, self.v, do, dk, dv, *strides, *dk.stride()[:2], *dv.stride()[:2], *numbers,
             *self.planned(self.plan.dkv, tables),

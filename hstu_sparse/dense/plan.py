@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from hstu_sparse.dense.assembly import proven
+from hstu_sparse.assembly import proven
 from hstu_sparse.dense.bias import NEAR, hidden_bucket
 from hstu_sparse.dense.configs import Features, bwd_dkv_config, bwd_dq_config, fwd_config
 from hstu_sparse.dense.plan_kernels import dense_attention_plan_kernel

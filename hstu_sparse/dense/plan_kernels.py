@@ -6,7 +6,7 @@ Letters: T tokens of the batch, B sequences; t and s: the positions of queries a
 import triton
 import triton.language as tl
 
-from hstu_sparse.dense.assembly import bucket
+from hstu_sparse.assembly import bucket
 from hstu_sparse.dense.bias import ENTRY_SHIFT, MOST_EDGES, NEAR, near_order
 from hstu_sparse.dense.ranges import find_sequence, key_ranges, query_ranges, visible
 from hstu_sparse.tiles import locate

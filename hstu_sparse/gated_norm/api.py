@@ -6,7 +6,7 @@ Letters: T tokens of the batch, C channels.
 import torch
 
 from hstu_sparse.gated_norm.reference import norm_gate_reference
-from hstu_sparse.validation import check_number, check_tensor, choose_backend
+from hstu_sparse.validation import check_dropout, check_number, check_tensor, choose_backend
 
 
 def norm_gate(
@@ -47,13 +47,12 @@ def norm_gate(
     """
     eps, backend, sizes = _check(x, eps, backend, "norm_gate")
     check_tensor("u", u, "T C", sizes, device=x.device)
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout}")
+    dropout = check_dropout(dropout)
     if backend == "reference":
         return norm_gate_reference(x, u, eps=eps, dropout=dropout)
     from hstu_sparse.gated_norm.kernels import norm_gate_triton
 
-    return norm_gate_triton(x, u, eps, float(dropout), seed)
+    return norm_gate_triton(x, u, eps, dropout, seed)
 
 
 def layer_norm(

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from hstu_sparse.launch import cdiv, next_power_of_2
 from hstu_sparse.registration import Operator
-from hstu_sparse.validation import check_kernel
+from hstu_sparse.validation import check_kernel, check_seed
 
 MAX_CHANNELS = 4096
 TILE = 2048
@@ -200,9 +200,5 @@ def norm_gate_triton(x, u, eps, dropout, seed, dtype=None):
     if dropout:
         if seed is None:
             raise ValueError("dropout > 0 needs a seed: an int64 tensor of one element on x's device")
-        if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != x.device:
-            raise ValueError(
-                f"seed must be an int64 tensor of one element on {x.device}, got {seed.dtype} of shape "
-                f"{list(seed.shape)} on {seed.device}"
-            )
+        check_seed(seed, x.device)
     return norm_gate_operator(x, u, seed, eps, dropout, dtype)

@@ -62,6 +62,8 @@ def htree_attention(
     check_int("top_k", top_k, 1)
     scale = check_scale(scale, sizes["D"], "scale")
     rope_base = check_number("rope_base", rope_base, above=0.0)
+    # Beyond N they change nothing but the size of tables.
+    compression_rate, top_k = min(compression_rate, max(2, max_seq_len)), min(top_k, max_seq_len)
     if choose_backend(backend, q, "htree_attention") == "reference":
         return htree_attention_reference(
             q, k, v, seq_offsets, max_seq_len,

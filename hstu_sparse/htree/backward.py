@@ -22,6 +22,7 @@ from hstu_sparse.htree.walk import (
     next_query,
     row_angle,
     step_down,
+    tile_query,
     turn,
 )
 from hstu_sparse.tiles import load_rows, store_rows
@@ -44,13 +45,15 @@ def add_gradients(
 ):  # fmt: skip
     """A layer's share of dq, and the gradients of its candidates that entered the softmax.
 
-    STEPPED turns the sum for dq with the queries, and back once, at the end.
+    Where queries are turned by steps, or not at all, the sum for dq is turned with them, and back once, at the end.
     """
     f, e = tl.arange(0, BH)[None, :], tl.arange(0, BV)[None, :]
     # The last candidate above the tokens pools tokens after the query's.
     end = tl.where(above, C - 1, C)
     low, high = first_query(q_low, q_high, cos, sin, C, BH)
-    sum_low, sum_high = tl.zeros_like(low), tl.zeros_like(high)
+    sum_low, sum_high = dq_low, dq_high
+    if STEPPED or not SIBLINGS:
+        sum_low, sum_high = tl.zeros_like(low), tl.zeros_like(high)
     here = first_node(parents, 0, C, RATE, SIBLINGS)
     for c0 in range(0, C, BN):
         behind = first_node(parents, c0 + BN, C, RATE, SIBLINGS)
@@ -58,15 +61,16 @@ def add_gradients(
         c = c0 + tl.arange(0, BN)
         node, k_low, k_high = load_keys(keys, parents, here, c0, C, end, cos, sin, BH, BN, RATE, SIBLINGS)
         # Candidates are the rows of scores: as these and what comes of them lie, they are operands of dk and dv.
-        s = tl.dot(k_low, tl.trans(low).to(k_low.dtype), input_precision=PRECISION)
-        s = tl.dot(k_high, tl.trans(high).to(k_low.dtype), s, input_precision=PRECISION)
+        tile_low, tile_high = tile_query(low, high, q_low, q_high, cos, sin, c0, C, BH, SIBLINGS, STEPPED)
+        s = tl.dot(k_low, tl.trans(tile_low).to(k_low.dtype), input_precision=PRECISION)
+        s = tl.dot(k_high, tl.trans(tile_high).to(k_low.dtype), s, input_precision=PRECISION)
         enters = ((word & (1 << (c % (2 * BN)))) != 0)[:, None]
         p = tl.where(enters, tl.exp2(s - lse[None, :]), 0.0)
         value = tl.load(values + node[:, None] * BV + e, mask=(c < end)[:, None], other=0.0)
         dp = tl.dot(value, tl.trans(do), input_precision=PRECISION)
         ds = (p * (dp - delta[None, :])).to(k_low.dtype)
-        dk_low = tl.dot(ds, low.to(k_low.dtype), input_precision=PRECISION)
-        dk_high = tl.dot(ds, high.to(k_low.dtype), input_precision=PRECISION)
+        dk_low = tl.dot(ds, tile_low.to(k_low.dtype), input_precision=PRECISION)
+        dk_high = tl.dot(ds, tile_high.to(k_low.dtype), input_precision=PRECISION)
         if not SIBLINGS:
             row = (c // RATE * RATE)[:, None] * BH + f
             dk_low, dk_high = turn(dk_low, dk_high, tl.load(cos + row), -tl.load(sin + row))
@@ -87,9 +91,7 @@ def add_gradients(
             sum_high = tl.dot(ds, k_high, sum_high, input_precision=PRECISION)
         if STEPPED:
             sum_low, sum_high = turn(sum_low, sum_high, step_cos, -step_sin)
-        low, high = next_query(
-            low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + BN, C, BH, BN, SIBLINGS, STEPPED
-        )
+        low, high = next_query(low, high, step_cos, step_sin, STEPPED)
         here = behind
     if STEPPED:
         row_cos, row_sin = row_angle(cos, sin, (C + BN - 1) // BN * BN - (C - 1), BH)
@@ -97,7 +99,9 @@ def add_gradients(
     elif not SIBLINGS:
         row_cos, row_sin = row_angle(cos, sin, C - 1, BH)
         sum_low, sum_high = turn(sum_low, sum_high, row_cos, -row_sin)
-    return dq_low + sum_low, dq_high + sum_high
+    if STEPPED or not SIBLINGS:
+        sum_low, sum_high = dq_low + sum_low, dq_high + sum_high
+    return sum_low, sum_high
 
 
 @triton.jit(do_not_specialize=["B", "tokens", "layers", "rows"])

@@ -23,6 +23,7 @@ from hstu_sparse.htree.walk import (
     next_query,
     row_angle,
     step_down,
+    tile_query,
 )
 from hstu_sparse.tiles import store_rows
 
@@ -51,10 +52,12 @@ def entering(words, above, c0, C, BN: tl.constexpr):
 
 @triton.jit
 def entering_scores(
-    low, high, keys, cos, sin, parents, first, word, c0, C, scores, G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
-    BN: tl.constexpr, RATE: tl.constexpr, CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
+    low, high, q_low, q_high, keys, cos, sin, parents, first, word, c0, C, scores, G: tl.constexpr, BG: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, CANDIDATES: tl.constexpr, SIBLINGS: tl.constexpr,
+    STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(nodes of a tile, scores [BG, BN] in base 2, -inf for what does not enter the softmax)."""
+    low, high = tile_query(low, high, q_low, q_high, cos, sin, c0, C, BH, SIBLINGS, STEPPED)
     node, k_low, k_high = load_keys(keys, parents, first, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
     s = tl.dot(low.to(k_low.dtype), tl.trans(k_low), input_precision=PRECISION)
     s = tl.dot(high.to(k_low.dtype), tl.trans(k_high), s, input_precision=PRECISION)
@@ -90,19 +93,15 @@ def accumulate(
         next1 = first_node(parents, c0 + 3 * BN, C, RATE, SIBLINGS)
         next_word = entering(words, above, c0 + 2 * BN, C, BN)
         node0, s0 = entering_scores(
-            low, high, keys, cos, sin, parents, here0, word, c0, C, scores,
-            G, BG, BH, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
+            low, high, q_low, q_high, keys, cos, sin, parents, here0, word, c0, C, scores,
+            G, BG, BH, BN, RATE, CANDIDATES, SIBLINGS, STEPPED, PRECISION,
         )  # fmt: skip
-        low, high = next_query(
-            low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + BN, C, BH, BN, SIBLINGS, STEPPED
-        )
+        low, high = next_query(low, high, step_cos, step_sin, STEPPED)
         node1, s1 = entering_scores(
-            low, high, keys, cos, sin, parents, here1, word, c0 + BN, C, scores,
-            G, BG, BH, BN, RATE, CANDIDATES, SIBLINGS, PRECISION,
+            low, high, q_low, q_high, keys, cos, sin, parents, here1, word, c0 + BN, C, scores,
+            G, BG, BH, BN, RATE, CANDIDATES, SIBLINGS, STEPPED, PRECISION,
         )  # fmt: skip
-        low, high = next_query(
-            low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + 2 * BN, C, BH, BN, SIBLINGS, STEPPED
-        )
+        low, high = next_query(low, high, step_cos, step_sin, STEPPED)
         new_max = tl.maximum(running_max, tl.max(tl.maximum(s0, s1), 1))
         # Until something has entered, the maximum is -inf, from which nothing may be subtracted.
         reference = tl.where(new_max == -float("inf"), 0.0, new_max)

@@ -34,7 +34,7 @@ MAX_GROUP = 64
 MAX_HEAD = 256
 # Candidates of a tile: two of them have a word of 32 bits.
 TILE = 16
-# For these a query is turned from tile to tile by a fixed step: of its rounding 4,096 steps add up to 2.5e-4.
+# For these dtypes a query is turned from tile to tile by a fixed step: of its rounding 4,096 steps add up to 2.5e-4.
 STEPPED = (torch.float16, torch.bfloat16)
 
 
@@ -54,11 +54,12 @@ def tiles(half: int, value: int, group: int, item: int) -> dict[str, Tile]:
     # Registers that a tile's operands and the query take, in units of what a warp has room for.
     load = max(half * 2, value) * group * item // (64 * 16 * 2)
     warps = min(8, max(1, load))
-    fwd, bwd = ((128, 16), (168, 12)) if load <= 1 else ((None, max(1, 8 // warps)),) * 2
-    # Two stages: the next tiles are on their way while these are worked on. Without, a barrier for shared memory stands
-    # between any two loads, and their latencies add up; but the largest heads have no room for it.
-    stages = 2 if load <= 8 else 1
-    return {"fwd": Tile(warps, stages, *fwd), "bwd": Tile(warps, stages, *bwd)}
+    alone = None, max(1, 8 // warps)
+    fwd = (128, 16) if load <= 1 and item == 2 else alone
+    # Three stages: the next tiles are on their way while these are worked on. With one a barrier for shared memory
+    # stands between any two loads, and their latencies add up; but the largest heads have no room for more.
+    stages = 3 if load <= 1 else 2 if load <= 8 else 1
+    return {"fwd": Tile(warps, stages, *fwd), "bwd": Tile(warps, stages, *alone)}
 
 
 @functools.cache
@@ -97,7 +98,7 @@ class Problem:
         self.offsets, self.scale, self.device = seq_offsets, scale, q.device
         half = self.D // 2
         group, self.BH, self.BV = max(16, next_power_of_2(self.G)), padded_head(half), padded_head(self.V)
-        candidates = max(32, next_power_of_2(most))
+        candidates = max(4 * TILE, next_power_of_2(most))
         self.tiles = tiles(self.BH, self.BV, group, q.dtype.itemsize)
         # The last two tiles of candidates may reach past the most that there are.
         rows = most + 2 * TILE
@@ -108,7 +109,7 @@ class Problem:
             H=self.H, G=self.G, BG=group, HALF=half, BH=self.BH, V=self.V, BV=self.BV, RATE=rate, TOP_K=top_k,
             LIST=max(16, next_power_of_2(top_k)), SOME=min(max(16, next_power_of_2(top_k)), 64), CANDIDATES=candidates,
             HELD=min(candidates, 1024), LOW_BITS=next_power_of_2(most) - 1, LIMIT=limit,
-            SIBLINGS=rate % TILE == 0, STEPPED=rate % TILE == 0 and q.dtype in STEPPED,
+            SIBLINGS=rate % TILE == 0, STEPPED=rate % TILE == 0 and q.dtype in STEPPED and self.BH <= 32,
             PRECISION=precision(q.dtype),
         )  # fmt: skip
 

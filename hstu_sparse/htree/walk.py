@@ -37,7 +37,7 @@ def load_query(base, row, stride, live, scale, HALF: tl.constexpr, BH: tl.conste
     mask = live[:, None] & (f < HALF)
     low = tl.load(pointers, mask=mask, other=0.0)
     high = tl.load(pointers + HALF, mask=mask, other=0.0)
-    if BH <= 32:
+    if BH <= 32 and low.dtype != tl.float32:
         # As results of products they lie as operands of products do, and are turned where they lie.
         one = (f == tl.arange(0, BH)[:, None]).to(low.dtype)
         low, high = tl.dot(low, one, input_precision="ieee"), tl.dot(high, one, input_precision="ieee")
@@ -75,19 +75,24 @@ def first_query(low, high, cos, sin, C, BH: tl.constexpr):
 
 
 @triton.jit
-def next_query(
-    low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0, C, BH: tl.constexpr, BN: tl.constexpr,
-    SIBLINGS: tl.constexpr, STEPPED: tl.constexpr,
-):  # fmt: skip
-    """The queries as the tile that begins at c0 needs them, from those (low, high) of the tile before it.
+def tile_query(
+    low, high, q_low, q_high, cos, sin, c0, C, BH: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr
+):
+    """The queries as the tile that begins at c0 needs them.
 
-    STEPPED turns these by BN once more, in registers; else the position is looked up, and nothing adds up.
+    STEPPED they are low and high, which `next_query` turns by a fixed step; else the position is looked up, and no
+    rounding adds up. Where a tile holds no siblings its keys are turned instead.
     """
-    if STEPPED:
-        low, high = turn(low, high, step_cos, -step_sin)
-    elif SIBLINGS:
+    if SIBLINGS and not STEPPED:
         row_cos, row_sin = row_angle(cos, sin, tl.maximum(C - 1 - c0, 0), BH)
         low, high = turn(q_low, q_high, row_cos, row_sin)
+    return low, high
+
+
+@triton.jit
+def next_query(low, high, step_cos, step_sin, STEPPED: tl.constexpr):
+    if STEPPED:
+        low, high = turn(low, high, step_cos, -step_sin)
     return low, high
 
 
@@ -150,13 +155,15 @@ def step_down(layer, size, base, C, t, tokens, B, TOP_K: tl.constexpr, RATE: tl.
 
 @triton.jit
 def importances(
-    low, high, keys, cos, sin, parents, first, c0, C, G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr,
-    BN: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr, PRECISION: tl.constexpr,
+    low, high, q_low, q_high, keys, cos, sin, parents, first, c0, C, G: tl.constexpr, BG: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[BN, BG] scores of a tile in base 2, -inf for heads past the last and for candidates from the last on.
 
     Candidates are the rows here: then most of a sum over the heads stays within a thread.
     """
+    low, high = tile_query(low, high, q_low, q_high, cos, sin, c0, C, BH, SIBLINGS, STEPPED)
     _node, k_low, k_high = load_keys(keys, parents, first, c0, C, None, cos, sin, BH, BN, RATE, SIBLINGS)
     s = tl.dot(k_low, tl.trans(low).to(k_low.dtype), input_precision=PRECISION)
     s = tl.dot(k_high, tl.trans(high).to(k_low.dtype), s, input_precision=PRECISION)
@@ -231,16 +238,16 @@ def choose(
         next0 = first_node(parents, c0 + 2 * BN, C, RATE, SIBLINGS)
         next1 = first_node(parents, c0 + 3 * BN, C, RATE, SIBLINGS)
         c = c0 + tl.arange(0, BN)
-        s0 = importances(low, high, keys, cos, sin, parents, here0, c0, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION)
-        low, high = next_query(
-            low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + BN, C, BH, BN, SIBLINGS, STEPPED
-        )
+        s0 = importances(
+            low, high, q_low, q_high, keys, cos, sin, parents, here0, c0, C,
+            G, BG, BH, BN, RATE, SIBLINGS, STEPPED, PRECISION,
+        )  # fmt: skip
+        low, high = next_query(low, high, step_cos, step_sin, STEPPED)
         s1 = importances(
-            low, high, keys, cos, sin, parents, here1, c0 + BN, C, G, BG, BH, BN, RATE, SIBLINGS, PRECISION
-        )
-        low, high = next_query(
-            low, high, q_low, q_high, cos, sin, step_cos, step_sin, c0 + 2 * BN, C, BH, BN, SIBLINGS, STEPPED
-        )
+            low, high, q_low, q_high, keys, cos, sin, parents, here1, c0 + BN, C,
+            G, BG, BH, BN, RATE, SIBLINGS, STEPPED, PRECISION,
+        )  # fmt: skip
+        low, high = next_query(low, high, step_cos, step_sin, STEPPED)
         top = tl.maximum(top, tl.max(tl.max(tl.maximum(s0, s1), 1), 0))
         tl.store(marks + c, tl.sum(tl.exp2(s0 - top), 1).to(tl.int32, bitcast=True))
         tl.store(marks + BN + c, tl.sum(tl.exp2(s1 - top), 1).to(tl.int32, bitcast=True))

@@ -24,6 +24,7 @@ from hstu_sparse.validation import (
 # What the kernels of `lightning_indexer` take, and all kernels for the heads of one query.
 MOST_CHOSEN = 2048
 MOST_HEADS = 128
+MOST_SLOTS = 1 << 20  # of top_k in the reference: the result has as many slots for each query
 
 
 def lightning_indexer(
@@ -64,7 +65,7 @@ def lightning_indexer(
     Source: DeepSeek-V3.2-Exp, DeepSeek Sparse Attention, equation 1.
     """
     bias = _check_indexer(iq, ik, w, seq_offsets, bias)
-    check_int("top_k", top_k, 1)
+    check_int("top_k", top_k, 1, MOST_SLOTS)
     if choose_backend(backend, iq, "lightning_indexer") == "reference":
         return reference.lightning_indexer_reference(iq, ik, w, seq_offsets, top_k, bias=bias)
     _check_index_kernel("lightning_indexer", iq)

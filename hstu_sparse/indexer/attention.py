@@ -14,15 +14,7 @@ it: no atomics, the same bits in every run, but H (D + V) elements for a pair in
 import triton
 import triton.language as tl
 
-from hstu_sparse.indexer.pairs import (
-    LOG2E,
-    add_table_gradients,
-    chosen_bias,
-    chosen_tokens,
-    exp2,
-    gather_rows,
-    pair_bias,
-)
+from hstu_sparse.indexer.pairs import LOG2E, add_table_gradients, chosen_bias, chosen_tokens, pair_bias
 from hstu_sparse.tiles import load_rows, store_rows
 
 
@@ -60,8 +52,7 @@ def sparse_attention_fwd_kernel(
     result = tl.zeros([BH, BV], tl.float32)
     for start in range(0, K, BLOCK):
         s, visible = chosen_tokens(indices, token, start, t, K, BLOCK)
-        keys = gather_rows(k, begin + s, k_stride_t, D, BD)
-        # Masked, as a weight of 0 does not hide a NaN.
+        keys = load_rows(k, begin + s, k_stride_t, visible, D, BD)
         values = load_rows(v, begin + s, v_stride_t, visible, V, BV)
         scores, _ = _scores(
             query, keys, visible, s, token, begin, t, scale, position, time, cells, timestamps, query_timestamps,
@@ -70,8 +61,8 @@ def sparse_attention_fwd_kernel(
         higher = tl.maximum(most, tl.max(scores, 1))
         # Where nothing has been seen yet the maximum is -inf, and a difference with it would not be a number.
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = exp2(scores - base[:, None])
-        shrink = exp2(most - base)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(most - base)
         total = total * shrink + tl.sum(weights, 1)
         result = result * shrink[:, None]
         result = tl.dot(weights.to(values.dtype), values, result, input_precision=PRECISION)

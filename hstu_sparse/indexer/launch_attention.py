@@ -29,7 +29,7 @@ from hstu_sparse.registration import Operator
 def launches(dtype: torch.dtype, width: int) -> dict[str, Launch]:
     """By kernel. `width` is that of a key and a value, padded. Fixed rather than tuned at run time."""
     block = key_block(dtype, width)
-    return {"fwd": Launch(block, 4, 3), "bwd": Launch(block, 4, 2)}
+    return {"fwd": Launch(block, 4, 3), "bwd": Launch(min(block, 32), 4, 3)}
 
 
 def _forward(q, k, v, indices, seq_offsets, position, time, timestamps, query_timestamps, scale):

@@ -27,6 +27,8 @@ from hstu_sparse.registration import Operator
 
 # Bytes of candidates that are held at a time.
 SCRATCH = 2**31
+# Candidates of a query for each warp of the program that takes the greatest of them.
+PER_WARP = 256
 
 
 class Sizes(NamedTuple):
@@ -101,10 +103,12 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
                 **heads, BJ=padded_head(J), BLOCK=key_block(iq.dtype, BE), SIZE=SIZE, num_warps=max(4, warps),
                 num_stages=2,
             )  # fmt: skip
-        topk.lightning_indexer_finish_kernel[(T,)](
-            begins, places, candidates, counts, scores, indices, first * ROWS, rows, capacity, top_k, SIZE=SIZE,
-            BLOCK=min(1024, next_power_of_2(top_k)), num_warps=warps,
-        )  # fmt: skip
+        # Most rows have far fewer candidates than there is room for; a program for as many has fewer registers.
+        for least, most in ((0, SIZE // 2), (SIZE // 2 + 1, SIZE)):
+            topk.lightning_indexer_finish_kernel[(T,)](
+                begins, places, candidates, counts, scores, indices, first * ROWS, rows, capacity, top_k, LEAST=least,
+                SIZE=most, BLOCK=min(1024, next_power_of_2(top_k)), num_warps=max(1, min(16, most // PER_WARP)),
+            )  # fmt: skip
     return scores, indices
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias, specialization, token_begins
 from hstu_sparse.indexer.loss import index_loss_kernel
-from hstu_sparse.launch import INTERPRET, aligned, cdiv, next_power_of_2, padded_head, precision, start
+from hstu_sparse.launch import INTERPRET, aligned, architecture, cdiv, next_power_of_2, padded_head, precision, start
 from hstu_sparse.registration import Operator
 
 # Scores of one query that its program keeps in registers: all heads', as many as half of a multiprocessor's hold.
@@ -29,20 +29,27 @@ class Launch(NamedTuple):
     HELD: int
     num_warps: int
     num_stages: int
+    many: bool = False  # a program for each multiprocessor, not for each row
 
 
-def options(dtype: torch.dtype, width: int, heads: int, top_k: int) -> Launch:
+def options(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: int) -> Launch:
     """Of a head padded to `width` and padded `heads`. Fixed rather than tuned at run time."""
     if INTERPRET:
         return Launch(32, next_power_of_2(cdiv(top_k, 32)) if top_k <= 64 else 0, 4, 2)
     if dtype.itemsize == 4 or width > 128:
         return Launch(64 if dtype.itemsize == 2 else 32, 0, 4, 3)
     held = heads * next_power_of_2(max(top_k, 64))
-    if held > MOST_HELD:
+    if held <= MOST_HELD // 4:
+        return Launch(64, held // (64 * heads), 4, 4)
+    # One program fills a multiprocessor, or half of it, and needs its shared memory: these have 160 KB and more.
+    if held > MOST_HELD or arch not in (80, 90, 100, 103):
         return Launch(64, 0, 4, 5)
-    warps = 4 if held <= MOST_HELD // 4 else 8
-    block = 16 * warps
-    return Launch(block, cdiv(held, heads * block), warps, 5)
+    block = 128 if held <= MOST_HELD // 2 else 256
+    return Launch(block, held // (block * heads), 8, 5, many=held > MOST_HELD // 2)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def _launch(scores, q, k, indices, begins, valid, bias, strides, chunk, scale, eps, rows, H, with_grad):
@@ -53,12 +60,13 @@ def _launch(scores, q, k, indices, begins, valid, bias, strides, chunk, scale, e
         width, heads, K = padded_head(q.shape[-1]), padded_head(H), indices.shape[-1]
         arguments = (
             scores.contiguous(), q, k, indices, begins, valid, loss, difference if with_grad else None, *bias,
-            *strides, *chunk, scale, eps, K,
+            *strides, rows, *chunk, scale, eps, K,
         )  # fmt: skip
-        chosen = options(q.dtype, width, heads, K)
-        sizes = dict(H=H, D=q.shape[-1], BH=heads, BD=width, BLOCK=chosen.BLOCK, HELD=chosen.HELD)
+        chosen = options(q.dtype, width, heads, K, architecture(q.device))
+        programs = min(rows, _multiprocessors(q.device)) if chosen.many else rows
+        sizes = dict(H=H, D=q.shape[-1], BH=heads, BD=width, BLOCK=chosen.BLOCK, HELD=chosen.HELD, MANY=chosen.many)
         start(
-            index_loss_kernel, rows, arguments, sizes | dict(PADDED=begins is None, PRECISION=precision(q.dtype)),
+            index_loss_kernel, programs, arguments, sizes | dict(PADDED=begins is None, PRECISION=precision(q.dtype)),
             dict(num_warps=chosen.num_warps, num_stages=chosen.num_stages), specialization(arguments),
         )  # fmt: skip
     return loss, difference

@@ -9,7 +9,7 @@ for none), the cells that find buckets, the tokens' times and N.
 import triton
 import triton.language as tl
 
-from hstu_sparse.tiles import COMPILED
+from hstu_sparse.tiles import COMPILED, add_to
 from hstu_sparse.time_buckets import bucket_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -110,13 +110,6 @@ def add_table_gradients(
     """Adds the pairs' gradients `value` [BLOCK] to a copy of each table's: fp32 cells, or int64 ones in 1 / `unit`."""
     if position_grad is not None:
         copy = position_grad + (token % POSITION_COPIES) * positions
-        _add(copy + (t - s), value, unit, visible & (t - s < positions))
+        add_to(copy + (t - s), value, unit, visible & (t - s < positions))
     if time_grad is not None:
-        _add(time_grad + (token % TIME_COPIES) * buckets + bucket, value, unit, visible)
-
-
-@triton.jit
-def _add(pointers, value, unit, mask):
-    if pointers.dtype.element_ty == tl.int64:
-        value = tl.floor(value * tl.load(unit) + 0.5).to(tl.int64)
-    tl.atomic_add(pointers, value, mask=mask, sem="relaxed")
+        add_to(time_grad + (token % TIME_COPIES) * buckets + bucket, value, unit, visible)

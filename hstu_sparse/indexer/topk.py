@@ -351,33 +351,26 @@ def lightning_indexer_refill_kernel(
     tl.store(counts + row, held)
 
 
-@triton.jit
-def _finish(mine, count, scores, indices, K, SIZE: tl.constexpr):
+@triton.jit(do_not_specialize=["first_row", "rows"])
+def lightning_indexer_finish_kernel(
+    begins, places, candidates, counts, scores, indices, first_row, rows, capacity, K,
+    LEAST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The K greatest of one query's candidates, and -1 behind them, if they are LEAST to SIZE."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(places + token) - first_row
+    if (row < 0) | (row >= rows):
+        return
+    count = tl.load(counts + row)
+    if (count < LEAST) | (count > SIZE):
+        return
+    mine, scores, indices = candidates + row * capacity, scores + token * K, indices + token * K
     place = tl.arange(0, SIZE)
     inside = place < count
     packed = tl.load(mine + place, mask=inside, other=0)
     kept, target, _ = _keep(packed, inside, count, K)
     tl.store(scores + target, (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=kept)
     tl.store(indices + target, packed.to(tl.int32), mask=kept)
-
-
-@triton.jit(do_not_specialize=["first_row", "rows"])
-def lightning_indexer_finish_kernel(
-    begins, places, candidates, counts, scores, indices, first_row, rows, capacity, K,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The K greatest of one query's candidates, at most SIZE, and -1 behind them."""
-    token = tl.program_id(0).to(tl.int64)
-    row = tl.load(places + token) - first_row
-    if (row < 0) | (row >= rows):
-        return
-    count = tl.load(counts + row)
-    mine, scores, indices = candidates + row * capacity, scores + token * K, indices + token * K
-    # Most rows have far fewer candidates than there is room for.
-    if count <= SIZE // 2:
-        _finish(mine, count, scores, indices, K, SIZE // 2)
-    else:
-        _finish(mine, count, scores, indices, K, SIZE)
     for start in range(count, K, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         tl.store(scores + slot, float("-inf"), mask=slot < K)

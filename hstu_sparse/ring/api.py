@@ -30,7 +30,7 @@ import torch
 from hstu_sparse.jagged import check_jagged
 from hstu_sparse.ring.communication import Ring
 from hstu_sparse.ring.flash.api import check_heads, check_options, flash_attention
-from hstu_sparse.ring.plan import RingPlan, fixed_plan, ring_plan
+from hstu_sparse.ring.plan import RingPlan, check_plan, fixed_plan, ring_plan
 from hstu_sparse.ring.softmax import RingSoftmax
 from hstu_sparse.validation import check_kernel, choose_backend
 
@@ -165,7 +165,9 @@ def _fixed(name, q, k, v, options, return_lse, group, backend, *, zigzag):
 
 
 def _varlen(name, q, k, v, cu_seqlens, options, return_lse, group, plan, backend, *, zigzag):
+    check_heads(q, k, v)
     check_jagged(cu_seqlens, 2**31 - 1, q=q, k=k, v=v)
+    check_plan(plan)
     ring = Ring(group)
 
     def make():
@@ -189,7 +191,7 @@ def _attend(name, ring, q, k, v, plan, batch, options, backend, shapes, cu_seqle
         if cu_seqlens is None:
             cu_seqlens = plan().offsets[0]
         return flash_attention(
-            q, k, v, cu_seqlens, scale=scale, causal=causal, window_size=tuple(window), alibi_slopes=slopes,
+            q, k, v, cu_seqlens, scale=scale, causal=causal, window_size=window, alibi_slopes=slopes,
             dropout=dropout, seed=seed, return_lse=True, backend=backend,
         )  # fmt: skip
     sizes = check_heads(q, k, v)

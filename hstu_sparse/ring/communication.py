@@ -7,7 +7,6 @@ predecessor and to the successor, while the present one is at work. Gradients of
 on, and gather what every process adds; its owner adds its own part last, when they are home.
 """
 
-import contextlib
 import json
 import weakref
 from collections.abc import Iterator, Sequence
@@ -159,8 +158,3 @@ def backward_round(ring: Ring, tensors: Sequence[torch.Tensor], sizes: Sequence[
             del found
         add_dq(source, block)
     return find_dkv(ring.rank, list(tensors), None if pending is None else pending.wait())
-
-
-def on(device: torch.device):
-    """Inside, `device` is the current one, which kernels are launched on."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

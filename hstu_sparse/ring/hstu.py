@@ -8,10 +8,11 @@ SiLU needs no normaliser, so the outputs of the blocks add; they do so in fp32.
 import torch
 
 from hstu_sparse.jagged import readable
+from hstu_sparse.launch import on_device
 from hstu_sparse.relative_bias import RelativeBias, check_bias
-from hstu_sparse.ring.communication import Ring, backward_round, on
+from hstu_sparse.ring.communication import Ring, backward_round
 from hstu_sparse.ring.hstu_reference import hstu_block
-from hstu_sparse.ring.plan import RingPlan, ring_plan
+from hstu_sparse.ring.plan import RingPlan, check_plan, ring_plan
 from hstu_sparse.validation import (
     INTEGER,
     check_int,
@@ -78,6 +79,7 @@ def ring_hstu_attention(
         found = positions.aminmax()
         raise ValueError(f"positions must be from 0 to N-1={max_seq_len - 1}, got {found.min} to {found.max}")
     check_int("window_size", window_size, 0)
+    check_plan(plan)
     alpha = check_scale(alpha, sizes["D"])
     bias = check_bias(bias, max_seq_len, q.shape[0], q.device)
     backend = choose_backend(backend, q, name)
@@ -109,7 +111,7 @@ class RingHSTU(torch.autograd.Function):
             if backend == "triton":
                 from hstu_sparse.ring.hstu_launch import block_forward
 
-                with on(q.device):
+                with on_device(q.device):
                     block_forward(*given, bias, out)
             else:
                 out += hstu_block(*given, bias)
@@ -161,7 +163,7 @@ class RingHSTU(torch.autograd.Function):
                     total += part
                 return [dk, dv] if found is None else [dk + found[0], dv + found[1]]
 
-        with on(q.device):
+        with on_device(q.device):
             payload = _payload(k, v, positions, timestamps)
             dk, dv = backward_round(ring, payload, plan.tokens, add_dq, find_dkv)
         tables = (None if x is None else total.to(x.dtype) for total, x in zip(sums, (position, time)))

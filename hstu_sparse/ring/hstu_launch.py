@@ -21,7 +21,9 @@ def tile_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, backwa
     if widest > 128:
         return dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)
     warps = 8 if biased and widest > 64 else 4
-    return dict(BLOCK_M=32 if backward else 64, BLOCK_N=64, num_warps=warps, num_stages=1)
+    # Forward's keys and values take turns in one buffer. Where values are narrow, ptxas 12.8 then forgets to set a
+    # register of wgmma's (`ahead.report`: unset_registers), which tiles of 32 rows do without.
+    return dict(BLOCK_M=32 if backward or pad_v < 64 else 64, BLOCK_N=64, num_warps=warps, num_stages=1)
 
 
 @functools.lru_cache(maxsize=16)

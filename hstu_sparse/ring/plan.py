@@ -12,8 +12,13 @@ from typing import NamedTuple
 
 import torch
 
+from hstu_sparse.jagged import check_jagged, check_offset_values
 from hstu_sparse.ring.communication import Ring
 from hstu_sparse.ring.flash.problem import Layout
+from hstu_sparse.validation import check_int
+
+MOST_RANKS = 1 << 16
+LONGEST = 2**31 - 1  # tokens of a sequence
 
 
 class RingPlan(NamedTuple):
@@ -31,6 +36,18 @@ class RingPlan(NamedTuple):
         return Layout(mine[0], self.offsets[source], mine[1], self.starts[source], self.pieces)
 
 
+def check_plan(plan) -> None:
+    if plan is not None and not isinstance(plan, RingPlan):
+        raise TypeError(f"plan must be a RingPlan or None, got {type(plan).__name__}")
+
+
+def _check_cut(seq_offsets: torch.Tensor, rank: int, world: int) -> None:
+    check_jagged(seq_offsets, LONGEST)
+    check_offset_values(seq_offsets, LONGEST, None)  # what follows waits for the device anyway
+    check_int("world", world, 1, MOST_RANKS)
+    check_int("rank", rank, 0, world - 1)
+
+
 def cut_sequences(
     seq_offsets: torch.Tensor, rank: int, world: int, *, zigzag: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,8 +62,7 @@ def cut_sequences(
         index [T] int64: which tokens the rank holds, so that x[index] is its part; and the part's offsets [B+1], of the
         dtype and on the device of seq_offsets. Waits for the device.
     """
-    if not 0 <= rank < world:
-        raise ValueError(f"rank must be from 0 to {world - 1}, got {rank}")
+    _check_cut(seq_offsets, rank, world)
     offsets = seq_offsets.detach().cpu().long()
     starts, lengths = _chunks(offsets.diff(), world, zigzag)
     begins = (offsets[:-1, None] + starts[rank]).flatten()
@@ -89,6 +105,7 @@ def whole_plan(seq_offsets: torch.Tensor, rank: int, world: int, *, zigzag: bool
 
     No communication; waits for the device.
     """
+    _check_cut(seq_offsets, rank, world)
     starts, lengths = _chunks(seq_offsets.detach().cpu().long().diff(), world, zigzag)
     return _plan(starts, lengths, rank, seq_offsets.device)
 
@@ -105,6 +122,7 @@ def ring_plan(cu_seqlens: torch.Tensor, *, zigzag: bool = False, group=None) -> 
     Raises:
         ValueError: on every rank, naming one that does not fit.
     """
+    check_jagged(cu_seqlens, LONGEST)
     ring = Ring(group)
     own = cu_seqlens.tolist()
     everyone = ring.agree("ring_plan", {"sequences": len(own) - 1, "zigzag": zigzag, "own_offsets": own}, always=True)

@@ -8,7 +8,8 @@ steps of the ring too: rounding to 16 bits after each step is what makes other r
 
 import torch
 
-from hstu_sparse.ring.communication import Ring, backward_round, on
+from hstu_sparse.launch import on_device
+from hstu_sparse.ring.communication import Ring, backward_round
 from hstu_sparse.ring.flash import reference
 from hstu_sparse.ring.flash.problem import Options
 from hstu_sparse.ring.plan import RingPlan
@@ -25,7 +26,7 @@ class RingSoftmax(torch.autograd.Function):
         if backend == "reference":
             out.zero_()
             lse.fill_(-torch.inf)
-        with on(q.device):
+        with on_device(q.device):
             for step, (source, (key, value)) in enumerate(ring.blocks([k, v], plan.tokens)):
                 if backend == "triton":
                     _launch(q, key, value, plan.layout(source), options).forward(out, lse, add=step > 0)
@@ -46,7 +47,7 @@ class RingSoftmax(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         ring, plan, options, backend = ctx.rest
         dq = torch.empty(q.shape, dtype=lse.dtype, device=q.device)
-        with on(q.device):
+        with on_device(q.device):
             if backend == "reference":
                 dq.zero_()
                 delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T

@@ -16,7 +16,15 @@ from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.rotatekv import files, reference
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
-from hstu_sparse.validation import FLOATING_DTYPES, check_int, check_number, check_scale, check_tensor, choose_backend
+from hstu_sparse.validation import (
+    FLOATING_DTYPES,
+    check_int,
+    check_number,
+    check_scale,
+    check_some,
+    check_tensor,
+    choose_backend,
+)
 
 MOST_HADAMARD = 4096
 
@@ -90,13 +98,14 @@ def _check_kv(k: Tensor, v: Tensor, seq_offsets: Tensor) -> dict[str, int]:
     return sizes
 
 
-def _check_order(channel_order: Tensor | None, layout: Layout, device: torch.device) -> Tensor | None:
-    """[HG, C] int64 contiguous."""
+def _check_order(channel_order: Tensor | None, layout: Layout, device: torch.device, wait: bool) -> Tensor | None:
+    """[HG, C] int64 contiguous. wait: its values are read on a GPU too."""
     if channel_order is None:
         return None
     sizes = {"HG": layout.head_groups, "C": layout.keys.channels}
     check_tensor("channel_order", channel_order, "HG C", sizes, dtype=torch.int64, device=device)
-    if not torch.equal(channel_order.sort(-1).values, torch.arange(sizes["C"], device=device).expand_as(channel_order)):
+    everyone = torch.arange(sizes["C"], device=device).expand_as(channel_order)
+    if (wait or readable(channel_order)) and not torch.equal(channel_order.sort(-1).values, everyone):
         raise ValueError(f"channel_order must hold each of 0 .. {sizes['C'] - 1} once in every row")
     return channel_order.contiguous()
 
@@ -156,7 +165,7 @@ class RotateKVCache(PackedCache):
         return self
 
     def save(self, path) -> None:
-        """Writes the cache to one safetensors file, which appears whole or not at all."""
+        """Writes the cache to one safetensors file, which appears whole or not at all; OSError where it cannot be."""
         files.save(self, path)
 
     @classmethod
@@ -207,7 +216,7 @@ def rotatekv_compress(
     sizes = _check_kv(k, v, seq_offsets)
     options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens)
     layout = Layout(options, sizes["H"], sizes["D"], sizes["V"])
-    order = _check_order(channel_order, layout, k.device)
+    order = _check_order(channel_order, layout, k.device, wait=True)
     cache = RotateKVCache.empty(layout, seq_offsets.shape[0] - 1, k.dtype, k.device, order)
     return cache.append(k, v, seq_offsets, backend=backend)
 
@@ -234,9 +243,7 @@ def rotatekv_round_trip(
     sizes = _check_kv(k, v, seq_offsets)
     options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens)
     layout = Layout(options, sizes["H"], sizes["D"], sizes["V"])
-    if channel_order is not None:
-        expected = {"HG": layout.head_groups, "C": layout.keys.channels}
-        check_tensor("channel_order", channel_order, "HG C", expected, dtype=torch.int64, device=k.device)
+    channel_order = _check_order(channel_order, layout, k.device, wait=False)
     if choose_backend(backend, k, "rotatekv_round_trip") == "reference":
         position = torch.arange(sizes["T"], device=k.device)
         position = position - seq_offsets[sequence_ids(seq_offsets, sizes["T"])]
@@ -346,6 +353,7 @@ def mustafar_attention_with_rope(
     check_tensor("k", k, "T H D", sizes)
     check_tensor("v", v, "T H V", sizes, dtype=k.dtype, device=k.device)
     check_jagged(seq_offsets, max_seq_len, k=k, v=v)
+    check_some(sizes, "H", "D", "V")
     tokens = sizes.pop("T")
     call = _check_attention(
         q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, activation, alpha, bias, rope_base, return_lse

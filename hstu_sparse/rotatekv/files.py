@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hstu_sparse.rotatekv.cache import DTYPES, PACKED, PackedCache
 from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
+from hstu_sparse.validation import FLOATING_DTYPES, check_int
 
 FORMAT = "hstu_sparse.rotatekv.1"
 INDEX = ("seq_offsets", "page_offsets", "page_table")
@@ -33,13 +34,16 @@ def save(cache: PackedCache, path) -> None:
     metadata = {"format": FORMAT, "facts": text, "sha256": _checksum(text, tensors)}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(to_bytes(tensors, metadata))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(to_bytes(tensors, metadata))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:  # in the name of the file that the caller knows
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def load(kind: type[PackedCache], path) -> PackedCache:
@@ -57,14 +61,17 @@ def load(kind: type[PackedCache], path) -> PackedCache:
         if metadata.get("sha256") != _checksum(text, tensors):
             raise ValueError("damaged (its checksum differs from the one it was written with)")
         return _build(kind, json.loads(text), tensors)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = "not found" if isinstance(error, FileNotFoundError) else str(error) or type(error).__name__
-        raise ValueError(f"{path}: {reason}".splitlines()[0]) from None
+        raise ValueError(f"{str(path)[:200]}: {reason[:300]}".splitlines()[0]) from None
 
 
 def _build(kind: type[PackedCache], facts: dict, tensors: dict[str, Tensor]) -> PackedCache:
     layout = Layout(RotateKVOptions(**facts["options"]), facts["heads"], facts["head_size"], facts["value_size"])
     dtype, pages = getattr(torch, facts["dtype"]), facts["used_pages"]
+    check_int("used_pages", pages, 0)
+    if dtype not in FLOATING_DTYPES:
+        raise ValueError(f"cannot hold keys of {dtype}")
     sequences = tensors["seq_offsets"].shape[0] - 1
     sinks = (sequences, layout.options.sink_tokens, layout.heads)
     expected = {name: (shape, DTYPES[name[2:]]) for name, shape in layout.shapes(pages).items()}
@@ -84,6 +91,7 @@ def _build(kind: type[PackedCache], facts: dict, tensors: dict[str, Tensor]) -> 
         if tuple(x.shape) != tuple(shape) or x.dtype != wanted:
             raise ValueError(f"{name} must be {list(shape)} {wanted}, got {list(x.shape)} {x.dtype}")
     _check_index(layout, tensors, pages)
+    _check_values(tensors, order)
     empty = kind.empty(layout, sequences, dtype, torch.device("cpu"), order)
     empty.packed = {name: tensors[name] for name in PACKED if name in tensors}
     for name in (*INDEX, "sink_k", "sink_v"):
@@ -101,6 +109,14 @@ def _check_index(layout: Layout, tensors: dict[str, Tensor], pages: int) -> None
     whole = int(tensors["seq_offsets"][0]) == 0 and int(tensors["page_offsets"][0]) == 0 and bool((lengths >= 0).all())
     if not (whole and torch.equal(needed, counts.long()) and torch.equal(table, torch.arange(pages))):
         raise ValueError("its offsets and page table do not fit together")
+
+
+def _check_values(tensors: dict[str, Tensor], order: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if (x.is_floating_point() and not x.isfinite().all()) or (name.endswith("scales") and (x < 0).any()):
+            raise ValueError(f"{name} holds numbers that no cache has")
+    if order is not None and not torch.equal(order.sort(-1).values, torch.arange(order.shape[1]).expand_as(order)):
+        raise ValueError("channel_order does not hold each channel once")
 
 
 def _checksum(facts: str, tensors: dict[str, Tensor]) -> str:

@@ -16,7 +16,7 @@ from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
-from hstu_sparse.rotatekv.launchers import code_offset, inverse, on_device, rows, sizes
+from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, rows, sizes
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.rotatekv.many import rotatekv_many_fwd_kernel
 from hstu_sparse.time_buckets import device_cells
@@ -263,7 +263,7 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
     return Plan(launch, max(1, min(wanted, tiles // 8)))
 
 
-@on_device
+@current
 def attention(
     q: Tensor,
     q_offsets: Tensor,

@@ -9,6 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
+from hstu_sparse.launch import on_device
 from hstu_sparse.registration import Operator
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.decode import rotatekv_decompress_kernel, rotatekv_round_trip_kernel
@@ -50,15 +51,13 @@ def rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def on_device(launch):
+def current(launch):
     """`launch(cache or tensor, ...)` with its device the current one, as Triton wants it."""
 
     @functools.wraps(launch)
     def run(x, *arguments, **options):
-        if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
-            with torch.cuda.device(x.device):
-                return launch(x, *arguments, **options)
-        return launch(x, *arguments, **options)
+        with on_device(x.device):
+            return launch(x, *arguments, **options)
 
     return run
 
@@ -72,7 +71,7 @@ def check_compress(k: Tensor, layout: Layout) -> None:
     check_kernel("rotatekv_compress", k, {"D": layout.head_size, "V": layout.value_size})
 
 
-@on_device
+@current
 def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_offsets: Tensor) -> None:
     """Packs new tokens into a cache that has grown for them (`PackedCache.grow`)."""
     layout = cache.layout
@@ -127,7 +126,7 @@ round_trip_operator = Operator(
 )
 
 
-@on_device
+@current
 def decompress(cache: PackedCache, tokens: int) -> tuple[Tensor, Tensor]:
     """(k [T, H, D], v [T, H, V]) of the cache's dtype; tokens: T."""
     layout = cache.layout

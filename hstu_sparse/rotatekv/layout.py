@@ -24,6 +24,7 @@ BITS = (2, 3, 4, 8)
 HEAD_GROUPS = (1, 2, 4)
 TILE = 64  # tokens that kernels take at once, and those of a bitmap's word
 MOST_CHANNELS = 1024
+MOST_SINKS = 1 << 20  # each sequence has as many slots for them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class RotateKVOptions:
         sparsity = check_number("sparsity", self.sparsity)
         if not 0 <= sparsity <= 0.9:
             raise ValueError(f"sparsity must be from 0 to 0.9, got {self.sparsity}")
-        check_int("sink_tokens", self.sink_tokens, 0)
+        check_int("sink_tokens", self.sink_tokens, 0, MOST_SINKS)
 
 
 @dataclasses.dataclass(frozen=True)

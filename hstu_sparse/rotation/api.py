@@ -19,6 +19,7 @@ def rotary(
     times: torch.Tensor | None = None,
     origins: torch.Tensor | None = None,
     position: bool = True,
+    positions: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """x with pairs of channels turned by angles that grow with the token's position and time.
@@ -40,6 +41,7 @@ def rotary(
         origins: [B] int64, the time that counts as 0 in each sequence; absent, the first of its `times`. Queries and
             keys need the same for their difference to be that of their times.
         position: whether pairs turn by position.
+        positions: [T] int64, where the tokens stand, for sequences of which x has parts; absent, they count from 0.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
@@ -54,6 +56,8 @@ def rotary(
     check_tensor("x", x, "T H D", sizes)
     if times is not None:
         check_tensor("times", times, "T", sizes, dtype=torch.int64)
+    if positions is not None:
+        check_tensor("positions", positions, "T", sizes, dtype=torch.int64, device=x.device)
     check_jagged(seq_offsets, max_seq_len, x=x, times=times)
     if origins is not None:
         sizes["B"] = seq_offsets.shape[0] - 1
@@ -61,10 +65,12 @@ def rotary(
     if times is None and not position:
         raise ValueError("rotary needs position=True or times [T]")
     if choose_backend(backend, x, "rotary") == "reference":
-        return rotary_reference(x, seq_offsets, max_seq_len, times=times, origins=origins, position=position)
+        return rotary_reference(
+            x, seq_offsets, max_seq_len, times=times, origins=origins, position=position, positions=positions
+        )
     check_kernel("rotary", x, {"D": sizes["D"]})
     from hstu_sparse.rotation.kernels import rotary_operator
 
     if times is not None and origins is None:
         origins = first_times(times, seq_offsets)
-    return rotary_operator(x, seq_offsets, times, origins, max_seq_len, position)
+    return rotary_operator(x, seq_offsets, times, origins, positions, max_seq_len, position)

@@ -24,9 +24,11 @@ def _turned(units, turns, SIGN: tl.constexpr):
     return tl.cos(angle), SIGN * tl.sin(angle)
 
 
-@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["seq_offsets", "times", "origins"])
+@triton.jit(
+    do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["seq_offsets", "times", "origins", "positions"]
+)
 def rotary_kernel(
-    x, out, x_stride_t, x_stride_h, x_stride_d, seq_offsets, times, origins, turns, num_seqs,
+    x, out, x_stride_t, x_stride_h, x_stride_d, seq_offsets, times, origins, positions, turns, num_seqs,
     H: tl.constexpr, D: tl.constexpr, BY_POSITION: tl.constexpr, SIGN: tl.constexpr,
     ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -34,13 +36,16 @@ def rotary_kernel(
     b, start, length, tile = locate(seq_offsets, tl.program_id(0), num_seqs, ROWS)
     if tile * ROWS >= length:
         return
-    position = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tile * ROWS + tl.arange(0, ROWS)[:, None]
     pair = tl.arange(0, PAIRS)[None, :]
-    inside = (position < length) & (pair < D // 2)
-    token = start + position
-    units = position.to(tl.int64) + tl.zeros([ROWS, PAIRS], tl.int64)
+    inside = (row < length) & (pair < D // 2)
+    token = start + row
+    position = row.to(tl.int64)
+    if positions is not None:
+        position = tl.load(positions + token, row < length, 0)
+    units = position + tl.zeros([ROWS, PAIRS], tl.int64)
     if times is not None:
-        elapsed = tl.load(times + token, position < length, 0) - tl.load(origins + b)
+        elapsed = tl.load(times + token, row < length, 0) - tl.load(origins + b)
         units = tl.where(pair < BY_POSITION, units, elapsed)
     cos, sin = _turned(units, tl.load(turns + pair, pair < D // 2, 0.0), SIGN)
     x += token * x_stride_t
@@ -52,11 +57,11 @@ def rotary_kernel(
         tl.store(target + pair, first * cos - second * sin, inside)
         tl.store(target + pair + D // 2, second * cos + first * sin, inside)
         if D % 2:
-            last = tl.load(source + (D - 1) * x_stride_d, position < length, 0.0)
-            tl.store(target + D - 1, last, position < length)
+            last = tl.load(source + (D - 1) * x_stride_d, row < length, 0.0)
+            tl.store(target + D - 1, last, row < length)
 
 
-def _rotate(x, seq_offsets, times, origins, max_seq_len, position, sign) -> torch.Tensor:
+def _rotate(x, seq_offsets, times, origins, positions, max_seq_len, position, sign) -> torch.Tensor:
     tokens, heads, size = x.shape
     by_position = split(size, position, times is not None)
     turns = turns_per_unit(size // 2, by_position, max_seq_len, x.device)
@@ -64,9 +69,10 @@ def _rotate(x, seq_offsets, times, origins, max_seq_len, position, sign) -> torc
     if out.numel():
         num_seqs, pairs = seq_offsets.shape[0] - 1, next_power_of_2(max(1, size // 2))
         rows = min(64, TILE // pairs)
-        given = x, out, *x.stride(), seq_offsets, times, origins, turns, num_seqs
+        given = x, out, *x.stride(), seq_offsets, times, origins, positions, turns, num_seqs
         constants = dict(H=heads, D=size, BY_POSITION=by_position, SIGN=sign, ROWS=rows, PAIRS=pairs)
-        key = x.dtype, x.stride(), x.data_ptr() % 16, seq_offsets.dtype, times is None
+        dtypes = [None if y is None else y.dtype for y in (seq_offsets, times, positions)]
+        key = x.dtype, x.stride(), x.data_ptr() % 16, *dtypes
         start(rotary_kernel, tokens // rows + num_seqs, given, constants, dict(num_warps=4), key)
     return out
 
@@ -81,7 +87,8 @@ def _backward(grad, x, *others):
 
 rotary_operator = Operator(
     "rotary",
-    "Tensor x, Tensor seq_offsets, Tensor? times, Tensor? origins, SymInt max_seq_len, bool position",
+    "Tensor x, Tensor seq_offsets, Tensor? times, Tensor? origins, Tensor? positions, SymInt max_seq_len, "
+    "bool position",
     forward=_forward,
     backward=_backward,
     fake=lambda x, *_: x.new_empty(x.shape),

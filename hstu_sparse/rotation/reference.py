@@ -15,12 +15,16 @@ SHORTEST_POSITION = 4.0
 SHORTEST_TIME, LONGEST_TIME = 60.0, 1.3e8
 
 
-def rotary_reference(x, seq_offsets, max_seq_len, *, times=None, origins=None, position=True) -> torch.Tensor:
+def rotary_reference(
+    x, seq_offsets, max_seq_len, *, times=None, origins=None, position=True, positions=None
+) -> torch.Tensor:
     """Arguments and result as `rotary`, in plain PyTorch; differentiable."""
     tokens, _, size = x.shape
     n, sequence = size // 2, sequence_ids(seq_offsets, tokens)
     by_position = split(size, position, times is not None)
-    units = (torch.arange(tokens, device=x.device) - seq_offsets.long()[sequence]).double()[:, None].expand(-1, n)
+    if positions is None:
+        positions = torch.arange(tokens, device=x.device) - seq_offsets.long()[sequence]
+    units = positions.double()[:, None].expand(-1, n)
     if times is not None:
         origins = first_times(times, seq_offsets) if origins is None else origins
         elapsed = (times - origins[sequence]).double()[:, None]

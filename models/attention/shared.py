@@ -33,7 +33,7 @@ class BiasedAttention(AttentionKind):
     class Config(AttentionKind.Config):
         position_bias: bool = True
         time_bias: bool = True
-        num_time_buckets: int = Field(128, ge=1)
+        num_time_buckets: int = Field(128, ge=1, le=10_000)
 
         def check_data(self, dataset) -> None:
             if self.time_bias and not dataset.has_timestamps:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.utils.tensorboard  # noqa: F401 (once here, not in each child)
 from matplotlib import pyplot  # noqa: F401
 
-from tests.campaign import caches, configs, downloads, kills, operators, raw, runs
+from tests.campaign import caches, configs, downloads, features, kills, operators, raw, runs
 from tests.campaign.accepted import ACCEPTED
 from tests.campaign.harness import VERDICTS, run_all
 
@@ -25,6 +25,7 @@ AREAS = {
     "raw": raw.cases,
     "cache": caches.cases,
     "run": runs.cases,
+    "feature": features.cases,
     "operator": operators.cases,
     "download": downloads.cases,
     "kill": kills.cases,

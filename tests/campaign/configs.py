@@ -70,6 +70,33 @@ model.attention={kind: rotatekv, sparsity: 1.0}  model.attention={kind: rotatekv
 model.attention={kind: rotatekv, head_group: 1}  model.attention={kind: ring}
 model.attention={kind: ring, inner: foo}  model.attention={kind: ring, inner: softmax, alpha: 0.0}
 model.attention={kind: ring, inner: softmax, num_kv_heads: 3}  model.head=3  model.head={}  model.table_dtype=foo
+model.head={kind: mol, query_components: 0}  model.head={kind: mol, item_components: 1.5}
+model.head={kind: mol, component_dim: 1000000000000}  model.head={kind: mol, query_components: 1000000000}
+model.head={kind: mol, gate_hidden_dim: 0}  model.head={kind: mol, dropout: 1.0}  model.head={kind: mol, dropout: .nan}
+model.head={kind: mol, temperature: 0.0}  model.head={kind: mol, temperature: 1e-300}
+model.head={kind: mol, temperature: .inf}  model.head={kind: mol, balance_weight: -1.0}
+model.head={kind: mol, balance_weight: .inf}  model.head={kind: mol, learned_temperature: true}  model.head={kind: foo}
+model.head={kind: [1]}  model.head.kind=null  model.head.foo=1  model.head={kind: dot, learned_temperature: 1}
+model.head={kind: dot, temperature: 0.1}  model.head=[{kind: dot}]  model.rotary=true  model.rotary={position: null}
+model.rotary={position: false, time: false}  model.rotary=[position]  model.feed_forward_dim=-1
+model.feed_forward_dim=1.5  model.feed_forward_dim=true  model.feed_forward_dim=1000000000
+model.embedding_dim=1000000000  model.num_layers=1000000000  model.max_seq_len=1000000000
+model.attention.num_time_buckets=1000000000  model.linear_dim=1000000000  model.table_dtype=float16
+model.table_dtype=null  model.attention={kind: rotatekv, sink_tokens: -1}  model.attention={kind: rotatekv, bits: true}
+model.attention={kind: rotatekv, sink_tokens: 1.5}  model.attention={kind: rotatekv, sparsity: .nan}
+model.attention={kind: rotatekv, sparsity: 0.95}  model.attention={kind: rotatekv, window_size: 3}
+model.attention={kind: indexer, num_index_heads: 0}  model.attention={kind: indexer, top_k: 1000000000000}
+model.attention={kind: indexer, warmup_steps: 1.5}  model.attention={kind: indexer, alpha: .nan}
+model.attention={kind: ring, inner: softmax, position_bias: true}
+model.attention={kind: ring, inner: hstu, dropout: 0.1}
+model.attention={kind: ring, inner: [softmax]}  model.attention={kind: ring, inner: softmax, window_size: -1}
+model.attention={kind: softmax, num_kv_heads: 0}  parallel=null  parallel=3  parallel.context=0  parallel.context=-1
+parallel.context=1.5  parallel.context=true  parallel.context=null  parallel.context=2  parallel.context=HUGE
+parallel.foo=1  parallel.context.x=1  train.matmul_precision=true  train.matmul_precision=null
+train.matmul_precision=[high]  train.ema_decay=0  train.ema_decay=-0.5  train.ema_decay=.inf  train.ema_decay=true
+train.decay=null  train.decay=true  train.cuda_graphs=1  train.warmup_steps=.inf  loss.negatives=null
+loss.negatives=[shared]  loss.in_batch_share=1.0  loss.in_batch_share=2  loss.in_batch_share=true
+loss.temperature=true  loss.temperature=null  loss.kind=null  loss.kind=[bce]
 loss.negatives=foo  loss.in_batch_share=0.0  loss.in_batch_share=.nan  train.matmul_precision=foo
 train.lr=!!python/object/apply:os.system [echo]  train.lr=!!float x  seed=!!int x  seed=!!int 3
 """.replace("HUGE", str(2**63))
@@ -83,6 +110,15 @@ model.attention={kind: bsa, block_size: 1, window_size: 1000}  model.attention={
 model.attention={kind: htree, compression_rate: 2, top_k: 2}  model.attention={kind: indexer, top_k: 4}
 model.num_heads=2;model.attention_dim=8;model.linear_dim=8;model.attention={kind: rotatekv}
 model.attention={kind: ring, inner: softmax}  model.attention={kind: ring, inner: hstu}  loss.kind=mixed_negatives
+train.matmul_precision=high  loss.negatives=shared  model.table_dtype=bfloat16  model.head={kind: mol}
+model.head={kind: dot, learned_temperature: true}  model.head.kind=mol;loss.kind=in_batch
+model.head.kind=mol;loss.kind=cross_entropy;train.ema_decay=0.5;model.feed_forward_dim=4;loss.temperature=0.1
+model.block=transformer;model.feed_forward_dim=8;model.head.kind=mol;model.rotary={time: true}
+model.attention={kind: indexer, top_k: 4, warmup_steps: 3};train.ema_decay=0.999
+loss.kind=in_batch;loss.negatives=shared
+model.num_heads=2;model.attention_dim=8;model.linear_dim=8;model.attention={kind: rotatekv, sink_tokens: 1000000}
+model.num_layers=2;model.attention=[{kind: dense}, {kind: ring, inner: softmax}]  eval.patience=1;train.epochs=3
+model.attention_dim=1;model.rotary={position: true}  model.attention={kind: indexer, top_k: 1000000}
 model.rotary={position: true, time: true}  data.synthetic=null  data.protocol=temporal;data.valid_fraction=0
 data.protocol=published
 """
@@ -92,6 +128,18 @@ TOGETHER = [
     ["data.protocol=temporal", "data.valid_fraction=0.6", "data.test_fraction=0.6"],
     ["data.protocol=published", "eval.patience=3"],
     ["eval.every=0", "eval.patience=3"],
+    ["loss.num_negatives=1000000000", "train.epochs=1"],
+    ["model.head.kind=mol", "loss.kind=bce"],
+    ["model.head.kind=mol", "loss.kind=mixed_negatives"],
+    ["model.head.kind=mol", "model.table_dtype=bfloat16"],
+    ["loss.kind=mixed_negatives", "loss.num_negatives=1"],
+    ["loss.kind=mixed_negatives", "loss.in_batch_share=0.01"],
+    ["parallel.context=2", "model.attention={kind: ring, inner: hstu}"],
+    ["parallel.context=2", "model.attention={kind: ring, inner: hstu}", "model.rotary={position: true}"],
+    ["parallel.context=2", "model.attention={kind: ring, inner: hstu}", "model.head.kind=mol"],
+    ["data.format=lines", "data.path=x", "model.rotary={time: true}"],
+    ["model.head.kind=dot", "model.head.query_components=3"],
+    ["model.head.kind=mol", "model.head.learned_temperature=true"],
 ]
 
 DEEP = {"model: {": "model: &m {again: *m, ", "data: {": "data: &d {columns: *d, "}

@@ -91,7 +91,7 @@ def check(device, **case):
 
 
 def launches():
-    from hstu_sparse.catalogue_loss.launches import catalogue_loss_operator as operator
+    from hstu_sparse.catalogue.launches import catalogue_loss_operator as operator
 
     # Behind the walk, where the gradient's end holds rows of both matrices beside the accumulators; within it only in
     # fp32 (three products, operands split in registers).
@@ -135,9 +135,9 @@ def launches():
         case(256, torch.bfloat16, tokens=40_000, items=20_000, skip=0.01, architectures=(80, 90)),
         case(256, torch.bfloat16, "shared", tokens=64),
         # A small catalogue, and one whose rows are gathered.
-        case(50, torch.float32, "per token"),
+        case(50, torch.float32, "per token", items=400),
         case(256, torch.bfloat16, "per token"),
-        case(50, torch.float32, "per token", items=4000),
+        case(50, torch.float32, "per token"),
         case(50, torch.float32, bounded=False, architectures=(80, 90)),
         case(512, torch.float16, tokens=40_000, smoothing=0.1, architectures=(90,)),
         case(256, torch.float32, normalize=False, architectures=(80,)),

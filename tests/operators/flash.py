@@ -89,7 +89,10 @@ def launches():
     from hstu_sparse.ring.flash.launch import Launch
     from hstu_sparse.ring.flash.problem import Layout, Options
 
-    def case(size, dtype, *, group=1, left=-1, right=-1, pieces=1, add=False, alibi=False, dropout=0.0, v=None, **more):
+    def case(
+        size, dtype, *, group=1, left=-1, right=-1, pieces=1, add=False, alibi=False, dropout=0.0, v=None, many=False,
+        **more,
+    ):  # fmt: skip
         def call():
             q = torch.zeros(64, 2, size, dtype=dtype)
             k = torch.zeros(64, 2 // group, size, dtype=dtype)
@@ -100,6 +103,7 @@ def launches():
             seed = torch.zeros(1, dtype=torch.int64) if dropout else None
             options = Options(0.1, left, right, torch.ones(2) if alibi else None, dropout, seed)
             launch = Launch(q, k, value, layout, options)
+            launch.chosen[3].update({"many"} if many else {})
             out = torch.zeros(64, 2, v or size, dtype=torch.float32 if add else dtype)
             lse = torch.zeros(2, 64)
             launch.forward(out, lse, add=add)
@@ -114,10 +118,11 @@ def launches():
     bf16, dkv = torch.bfloat16, "flash_attention_bwd_dkv_kernel"
     # Spills: a few of 64 x 64 tiles, which take fewer instructions a pair than the smaller ones that have none.
     return [
-        case(128, bf16, right=0, local_bytes=32),
+        case(128, bf16, right=0, local_bytes={dkv: 64, "flash_attention_bwd_dq_kernel": 32}),
+        case(128, bf16, right=0, many=True, architectures=(90,), local_bytes={dkv: 64}),
         case(
-            128, bf16, right=0, pieces=2, add=True, architectures=(90,),
-            local_bytes={dkv: 160, "flash_attention_fwd_kernel": 16},
+            128, bf16, right=0, pieces=2, add=True, many=True, architectures=(90,),
+            local_bytes={dkv: 160, "flash_attention_fwd_kernel": 64},
         ),
         case(256, bf16, right=0, v=192, architectures=(90,), local_bytes={dkv: 128}),
         case(64, torch.float16, left=100, right=0, group=2, architectures=(80,)),

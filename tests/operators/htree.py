@@ -162,4 +162,5 @@ def launches():
         case(torch.bfloat16, 64, 4, 32, 32, 16, 64, 65536),
         case(torch.float16, 4, 1, 128, 100, 16, 512, 65536, fixed=True),
         case(torch.float32, 2, 2, 50, 50, 4, 8, 200),
+        case(torch.float16, 5, 1, 24, 16, 7, 1, 200),
     ]

@@ -10,9 +10,11 @@ from hstu_sparse.jagged import check_jagged
 from hstu_sparse.ring.flash.problem import Layout, Options
 from hstu_sparse.ring.flash.reference import flash_attention_reference
 from hstu_sparse.validation import (
+    check_dropout,
     check_kernel,
     check_number,
     check_scale,
+    check_seed,
     check_some,
     check_tensor,
     choose_backend,
@@ -124,15 +126,11 @@ def check_options(q, num_seqs: int, scale, causal, window_size, alibi_slopes, dr
         if alibi_slopes.device != q.device:
             raise ValueError(f"alibi_slopes is on {alibi_slopes.device}, q on {q.device}")
         alibi_slopes = alibi_slopes.detach().contiguous()
-    dropout = check_number("dropout", dropout)
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout}")
+    dropout = check_dropout(dropout)
     if not dropout:
         seed = None
     elif seed is None:
         seed = torch.randint(2**62, (1,), device=q.device)
-    elif not isinstance(seed, torch.Tensor) or seed.dtype != torch.int64 or seed.numel() != 1:
-        raise TypeError("seed must be an int64 tensor of one element")
-    elif seed.device != q.device:
-        raise ValueError(f"seed is on {seed.device}, q on {q.device}")
+    else:
+        check_seed(seed, q.device)
     return Options(scale, left, right, alibi_slopes, dropout, seed)

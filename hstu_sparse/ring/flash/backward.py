@@ -17,7 +17,6 @@ from hstu_sparse.ring.flash.tiles import (
     ROW_BLOCK,
     find_tile,
     hide,
-    in_registers,
     kept,
     key_ranges,
     keys_seen,
@@ -26,7 +25,7 @@ from hstu_sparse.ring.flash.tiles import (
     piece,
     query_ranges,
 )
-from hstu_sparse.tiles import load_rows, locate
+from hstu_sparse.tiles import in_registers, load_rows, locate
 
 
 @triton.jit(do_not_specialize=["num_pieces", "total"], do_not_specialize_on_alignment=["q_offsets"])

@@ -12,6 +12,7 @@ from hstu_sparse.ring.flash.tiles import (
     LEAST,
     LOG2_E,
     PER_BATCH,
+    STEADY,
     find_tile,
     hide,
     kept,
@@ -21,6 +22,7 @@ from hstu_sparse.ring.flash.tiles import (
     matrix,
     piece,
 )
+from hstu_sparse.tiles import load_rows
 
 
 @triton.jit
@@ -28,8 +30,8 @@ def _attend(
     acc, peak, total, q, first, last, t, t_first, q_inside, k, v, k_stride, v_stride, k_length, k_position, scale,
     slope, left, right, seed, pair, dropout,
     D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr, STEADY: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr, IS_STEADY: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """(output before normalisation [m, V], maximum [m], sum [m]) with the keys first .. last of a piece."""
     n = tl.arange(0, BLOCK_N)
@@ -46,7 +48,7 @@ def _attend(
         if MASKED:
             inside = (start + n < k_length)[None, :]
             scores = hide(scores, t, s, q_inside, inside, left, right, HAS_LEFT, HAS_RIGHT)
-        if STEADY:
+        if IS_STEADY:
             weights = tl.exp2(scores * factor - peak[:, None])
             total += tl.sum(weights, 1)
         else:
@@ -64,17 +66,67 @@ def _attend(
     return acc, peak, total
 
 
+@triton.jit
+def _walk(
+    acc, before, query, own, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale, slope,
+    left, right, seed, pair, dropout,
+    D: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    ADD: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, IS_STEADY: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """`_attend` over all keys. acc, before: output and log-sum-exp (in units of log2) of other keys, with ADD."""
+    peak = tl.full([BLOCK_M], 0.0 if IS_STEADY else LEAST, tl.float32)
+    sums = tl.zeros([BLOCK_M], tl.float32)
+    if ADD:
+        peak = tl.maximum(before, peak)
+        sums = tl.exp2(before - peak)
+        acc = acc * sums[:, None]
+    for i in tl.static_range(PIECES):
+        k_begin, k_length, k_position = piece(own.sequence * PIECES + i, k_offsets, k_starts)
+        bounds = key_ranges(
+            own.first, own.length, k_length, own.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
+            BLOCK_N,
+        )  # fmt: skip
+        keys = matrix(k + k_begin * k_stride_t, k_stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
+        values = matrix(v + k_begin * v_stride_t, v_stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
+        for part in tl.static_range(3):
+            if part > 0 or HAS_LEFT:  # noqa: SIM102  known to the compiler
+                if bounds[part] < bounds[part + 1]:
+                    acc, peak, sums = _attend(
+                        acc, peak, sums, query, bounds[part], bounds[part + 1], t, t_first, q_inside, keys, values,
+                        k_stride_t, v_stride_t, k_length, k_position, scale, slope, left, right, seed, pair, dropout,
+                        D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1, IS_STEADY, BLOCK_M, BLOCK_N, PAD_D,
+                        PAD_V, TMA,
+                    )  # fmt: skip
+    return acc, peak, sums
+
+
+@triton.jit(do_not_specialize=["total"])
+def flash_attention_longest_kernel(
+    k, longest, k_stride_t, k_stride_h, total,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PAD_D: tl.constexpr,
+):  # fmt: skip
+    """longest [Hkv]: the square of each head's greatest norm of a key."""
+    head = tl.program_id(0) % HEADS
+    token = (tl.program_id(0) // HEADS).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    key = load_rows(k + head * k_stride_h, token, k_stride_t, token < total, D, PAD_D).to(tl.float32)
+    tl.atomic_max(longest + head, tl.max(tl.sum(key * key, 1)), sem="relaxed")
+
+
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
 def flash_attention_fwd_kernel(
-    q, k, v, out, lse, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t,
+    q, k, v, longest, out, lse, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t,
     out_stride_h, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, scale, left, right, slopes, slope_stride,
     seed, dropout,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
     PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
-    TMA: tl.constexpr, STEADY: tl.constexpr = False,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head. ADD: `out` and `lse` hold what earlier calls found, of other keys."""
+    """One program: BLOCK_M queries of one head. ADD: `out` and `lse` hold what earlier calls found, of other keys.
+
+    longest: None, or for each head of keys the square of the greatest norm (see `STEADY`).
+    """
     # The last tile of a piece has the most work.
     own = find_tile(q_offsets, q_starts, num_pieces, H, PIECES, BLOCK_M, True)
     if own.first < 0:
@@ -100,33 +152,30 @@ def flash_attention_fwd_kernel(
     lse += head.to(tl.int64) * total + begin + first_row + m
 
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
-    peak = tl.full([BLOCK_M], 0.0 if STEADY else LEAST, tl.float32)
-    sums = tl.zeros([BLOCK_M], tl.float32)
+    before = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if ADD:
-        before = tl.load(lse, first_row + m < length, float("-inf"))
-        found = before > float("-inf")
-        peak = tl.where(found, before * LOG2_E, LEAST)
-        sums = tl.where(found, 1.0, 0.0)
+        before = tl.load(lse, first_row + m < length, float("-inf")) * LOG2_E
         # What is stored has been divided by 1 - dropout.
         acc = tl.load(outputs, inside, 0.0) * (1.0 - dropout)
     k += head // GROUP * k_stride_h
     v += head // GROUP * v_stride_h
-    for i in tl.static_range(PIECES):
-        k_begin, k_length, k_position = piece(sequence * PIECES + i, k_offsets, k_starts)
-        bounds = key_ranges(
-            first_row, length, k_length, own.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
-        )
-        keys = matrix(k + k_begin * k_stride_t, k_stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
-        values = matrix(v + k_begin * v_stride_t, v_stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
-        for part in tl.static_range(3):
-            if part > 0 or HAS_LEFT:  # noqa: SIM102  known to the compiler
-                if bounds[part] < bounds[part + 1]:
-                    acc, peak, sums = _attend(
-                        acc, peak, sums, query, bounds[part], bounds[part + 1], t, t_first, q_inside,
-                        keys, values, k_stride_t, v_stride_t, k_length, k_position, scale, slope, left, right, seed,
-                        sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1,
-                        BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA, STEADY,
-                    )  # fmt: skip
+    steady = False
+    if longest is not None:
+        # The product of two norms is no less than any score: NaN or inf is not steady.
+        norm = tl.max(tl.sum(query.to(tl.float32) * query.to(tl.float32), 1))
+        steady = norm * tl.load(longest + head // GROUP) * (scale * scale) <= STEADY * STEADY
+    if steady:
+        acc, peak, sums = _walk(
+            acc, before, query, own, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale,
+            slope, left, right, seed, sequence * H + head, dropout, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ADD, ALIGNED,
+            PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+        )  # fmt: skip
+    else:
+        acc, peak, sums = _walk(
+            acc, before, query, own, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale,
+            slope, left, right, seed, sequence * H + head, dropout, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ADD, ALIGNED,
+            PRECISION, False, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+        )  # fmt: skip
     found = sums != 0.0  # true for NaN
     sums = tl.where(found, sums, 1.0)  # of a query that saw nothing acc is 0
     tl.store(lse, tl.where(found, (peak + tl.log2(sums)) / LOG2_E, float("-inf")), first_row + m < length)

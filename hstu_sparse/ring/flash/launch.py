@@ -5,18 +5,20 @@ size.
 """
 
 import torch
-import triton
 
-from hstu_sparse.launch import aligned, architecture, padded_head, precision
+from hstu_sparse.launch import aligned, allow_descriptors, architecture, cdiv, padded_head, precision
 from hstu_sparse.registration import Operator
 from hstu_sparse.ring.flash.backward import (
     flash_attention_bwd_dkv_kernel,
     flash_attention_bwd_dq_kernel,
     flash_attention_bwd_rows_kernel,
 )
-from hstu_sparse.ring.flash.forward import flash_attention_fwd_kernel
+from hstu_sparse.ring.flash.forward import flash_attention_fwd_kernel, flash_attention_longest_kernel
 from hstu_sparse.ring.flash.problem import Layout, Options
 from hstu_sparse.ring.flash.tiles import LOG2_E, ROW_BLOCK
+
+# Tokens of a batch from which on the launch that STEADY needs is less than what it saves.
+MANY = 2**15
 
 
 def _roomy(arch: int) -> bool:
@@ -25,8 +27,10 @@ def _roomy(arch: int) -> bool:
 
 
 def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
-    """Tile sizes, warps and pipeline stages of the forward kernel: chosen, not tuned at run time. `features`: those in
-    use, of dropout, alibi."""
+    """Tile sizes, warps and pipeline stages of the forward kernel: chosen, not tuned at run time.
+
+    features: those there are, of dropout, alibi, many (tokens). STEADY: first look whether a maximum is needed.
+    """
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
         return dict(BLOCK_M=32, BLOCK_N=32, TMA=False, num_warps=4, num_stages=2 if widest <= 128 else 1)
@@ -39,7 +43,11 @@ def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], a
         return dict(BLOCK_M=64, BLOCK_N=64, TMA=False, num_warps=4, num_stages=2)
     if "alibi" in features:
         return dict(BLOCK_M=128, BLOCK_N=64, TMA=True, num_warps=8, num_stages=2)
-    return dict(BLOCK_M=128, BLOCK_N=128, TMA=True, num_warps=8, num_stages=2)
+    if arch == 90:
+        # Few registers, so that two programs share a multiprocessor: one's softmax runs beside the other's products.
+        steady = "many" in features and dtype == torch.bfloat16
+        return dict(BLOCK_M=128, BLOCK_N=32, TMA=True, STEADY=steady, num_warps=8, num_stages=3, maxnreg=128)
+    return dict(BLOCK_M=128, BLOCK_N=128, TMA=False, num_warps=8, num_stages=2)
 
 
 def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
@@ -54,7 +62,7 @@ def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str]
         return dict(BLOCK_M=64, BLOCK_N=32, WGMMA=False, TMA=_roomy(arch), num_warps=warps, num_stages=1)
     if not _roomy(arch):
         return dict(BLOCK_M=64, BLOCK_N=64, WGMMA=False, TMA=False, num_warps=4, num_stages=1)
-    return dict(BLOCK_M=64, BLOCK_N=64, WGMMA=arch == 90, TMA=True, num_warps=4, num_stages=2)
+    return dict(BLOCK_M=64, BLOCK_N=64, WGMMA=arch == 90, TMA=True, num_warps=4, num_stages=3)
 
 
 def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
@@ -68,11 +76,6 @@ def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str
     if not _roomy(arch) or "dropout" in features:
         return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=4, num_stages=1)
     return dict(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Where the programs put their tensor descriptors."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -101,6 +104,7 @@ class Launch:
         )  # fmt: skip
         features = {"dropout"} if options.dropout else set()
         features |= {"alibi"} if slopes is not None else set()
+        features |= {"many"} if q.shape[0] >= MANY else set()
         self.sizes = padded_head(self.q.shape[2]), padded_head(self.v.shape[2])
         self.chosen = (*self.sizes, q.dtype, features, architecture(q.device))
         self.constants = dict(
@@ -111,8 +115,19 @@ class Launch:
 
     def _prepared(self, config: dict) -> dict:
         if config["TMA"]:
-            triton.set_allocator(_scratch)
+            allow_descriptors()
         return config
+
+    def _longest(self) -> torch.Tensor:
+        """[Hkv] fp32: the square of the greatest norm of each head's keys."""
+        longest = torch.zeros(self.kv_heads, dtype=torch.float32, device=self.k.device)
+        tokens, block = self.k.shape[0], max(16, 8192 // self.sizes[0])
+        if tokens:
+            flash_attention_longest_kernel[(cdiv(tokens, block) * self.kv_heads,)](
+                self.k, longest, *self._strides(self.k), tokens, HEADS=self.kv_heads, D=self.k.shape[2], BLOCK=block,
+                PAD_D=self.sizes[0],
+            )  # fmt: skip
+        return longest
 
     def _strides(self, *tensors):
         return [stride for x in tensors for stride in x.stride()[:2]]
@@ -121,10 +136,11 @@ class Launch:
         """Writes out [T, H, V] and lse [H, T] fp32; `add`: merges with what they hold, of other keys; out is fp32."""
         if not self.q.shape[0]:
             return
-        config = self._prepared(config or fwd_config(*self.chosen))
+        config = dict(self._prepared(config or fwd_config(*self.chosen)))
+        longest = self._longest() if config.pop("STEADY", False) else None
         grid = ((self.q.shape[0] // config["BLOCK_M"] + self.pieces) * self.heads,)
         flash_attention_fwd_kernel[grid](
-            self.q, self.k, self.v, out, lse, *self._strides(self.q, self.k, self.v, out), *self.problem,
+            self.q, self.k, self.v, longest, out, lse, *self._strides(self.q, self.k, self.v, out), *self.problem,
             **self.constants, ADD=add, **config,
         )  # fmt: skip
 

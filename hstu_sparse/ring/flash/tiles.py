@@ -23,6 +23,9 @@ GIVEN = ["q_offsets", "k_offsets", "q_starts", "k_starts", "seed"]
 # What a maximum begins with: finite, so that no difference of two of them is undefined.
 LEAST = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Where no score (in units of log2) can be further from 0 than this, the softmax needs no maximum: its weights and their
+# sums, 2^-80 to 2^80 times the number of keys, are far from the bounds of fp32 and of bf16.
+STEADY = tl.constexpr(80.0)
 # Numbers of queries that backward computes first lie in slots of so many, at least as many as a tile has queries.
 ROW_BLOCK = tl.constexpr(128)
 
@@ -192,16 +195,3 @@ def kept(seed, pair, t_first, s_first, dropout, ALIGNED: tl.constexpr, M: tl.con
         word = s % 4
         bits = tl.where(word < 2, tl.where(word == 0, first, second), tl.where(word == 2, third, fourth))
     return (bits >> 8).to(tl.float32) >= dropout * 16777216.0
-
-
-@triton.jit
-def in_registers(x, WGMMA: tl.constexpr):
-    """x, the left operand of products, held in registers and not read from shared memory for every one of them.
-
-    Triton does so only with what comes out of a product: this one adds zeros.
-    """
-    if WGMMA:
-        none = tl.dot(tl.zeros([x.shape[0], 16], x.dtype), tl.zeros([16, x.shape[1]], x.dtype))
-        return (x.to(tl.float32) + none).to(x.dtype)
-    else:
-        return x

@@ -16,7 +16,7 @@ at most two for each PIECE entries, and are summed up by a second kernel.
 import triton
 import triton.language as tl
 
-from hstu_sparse.catalogue_loss.rows import EPS, LN2, LOG2E, finish_items, inverse_norm, load_fp32
+from hstu_sparse.catalogue.rows import EPS, LN2, LOG2E, finish_items, inverse_norm, load_fp32
 
 
 @triton.jit
@@ -112,7 +112,8 @@ def catalogue_loss_sampled_bwd_dout_kernel(
     )
     log_sum = tl.load(lse + t + one)
     share = tl.exp2(logit - log_sum) - 1.0
-    acc = y * (share * y_scale)[:, None]
+    # Summed over its rows at the end: threads of different rows would wait for each other in every turn.
+    acc = tl.zeros([ROWS, PAD_E], tl.float32)
     own = share * factor if NORMALIZE else share
     if sums is None:
         tl.store(shares + t + one, own)
@@ -123,7 +124,7 @@ def catalogue_loss_sampled_bwd_dout_kernel(
             t, first, x, factor, target, negatives, log_q, table, table_stride, log_k, K, E, PAD_E, NORMALIZE, ROWS
         )
         weights = tl.exp2(logits - log_sum)
-        acc += tl.sum(rows * (weights * scales)[:, None], 0)[None, :]
+        acc += rows * (weights * scales)[:, None]
         k = first + tl.arange(0, ROWS)
         part = weights * factor if NORMALIZE else weights
         if sums is None:
@@ -135,14 +136,15 @@ def catalogue_loss_sampled_bwd_dout_kernel(
                 sums + ids[:, None] * E + e[None, :], part[:, None] * x, counts[:, None] & (e < E)[None, :],
                 sem="relaxed",
             )  # fmt: skip
-    projection = tl.sum(x * acc, 1)
+    total = tl.sum(acc, 0)[None, :] + y * (share * y_scale)[:, None]
+    projection = tl.sum(x * total, 1)
     tl.store(along + t + one, projection * factor * LN2)
     if NORMALIZE:
         square = tl.sum(x * x, 1)
-        acc -= x * tl.where(square > EPS * EPS, projection / tl.maximum(square, EPS * EPS), 0.0)[:, None]
-    acc *= (factor * LN2 * tl.load(grad).to(tl.float32) * tl.load(inverse_count))[:, None]
+        total -= x * tl.where(square > EPS * EPS, projection / tl.maximum(square, EPS * EPS), 0.0)[:, None]
+    total *= (factor * LN2 * tl.load(grad).to(tl.float32) * tl.load(inverse_count))[:, None]
     address = dout + t.to(tl.int64) * E + e[None, :]
-    tl.store(address, acc.to(dout.dtype.element_ty), (e < E)[None, :])
+    tl.store(address, total.to(dout.dtype.element_ty), (e < E)[None, :])
 
 
 @triton.jit

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from hstu_sparse import launch
-from hstu_sparse.catalogue_loss import small
-from hstu_sparse.catalogue_loss.products import (
+from hstu_sparse.catalogue import small
+from hstu_sparse.catalogue.products import (
     catalogue_loss_bwd_ditems_kernel,
     catalogue_loss_bwd_dout_kernel,
     catalogue_loss_fwd_kernel,
     catalogue_loss_mark_kernel,
 )
-from hstu_sparse.catalogue_loss.rows import (
+from hstu_sparse.catalogue.rows import (
     catalogue_loss_mean_kernel,
     catalogue_loss_merge_bwd_ditems_kernel,
     catalogue_loss_merge_bwd_dout_kernel,
@@ -29,7 +29,7 @@ from hstu_sparse.catalogue_loss.rows import (
     catalogue_loss_scale_kernel,
     catalogue_loss_sum_kernel,
 )
-from hstu_sparse.catalogue_loss.sampled import (
+from hstu_sparse.catalogue.sampled import (
     catalogue_loss_pieces_bwd_kernel,
     catalogue_loss_sampled_bwd_dout_kernel,
     catalogue_loss_sampled_fwd_kernel,
@@ -52,7 +52,7 @@ CHUNK, PIECE = 32, 1024
 # Tile sizes and options of the three products, for 16-bit inputs by padded E; `resident`: programs that share a
 # multiprocessor, by which the work is split.
 _WIDE = {
-    "fwd": dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2, TMA=True, REGISTERS=False, resident=1),
+    "fwd": dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=True, resident=2),
     "dout": dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, TMA=True, REGISTERS=False, resident=2),
     "ditems": dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, TMA=True, REGISTERS=False, resident=2),
 }
@@ -194,10 +194,11 @@ class _Call:
         self.precision = _precision(out)
         self.negatives, self.log_q = negatives, log_q
         self.K = 0 if negatives is None else negatives.shape[-1]
-        # Of a token's negatives at a time.
-        self.drawn_rows = max(1, min(next_power_of_2(self.K), 32, 2 * ROW_TILE // self.width))
+        # Of a token's negatives at a time: loads wait for each other, so many small programs do better than few.
+        rows = max(1, min(next_power_of_2(self.K), 16, 2 * ROW_TILE // self.width))
+        self.drawn = dict(ROWS=rows, num_warps=max(1, min(4, rows * self.width // 1024)))
         self.per_token = negatives is not None and negatives.dim() == 2
-        self.small = self.per_token and small.takes_products(self.I, self.K, self.E)
+        self.small = self.per_token and small.takes_products(self.I, self.K, self.E, out.dtype)
 
     def walked(self):
         """The matrix that outputs are multiplied with, its rows' ids and corrections (None: the catalogue's own)."""
@@ -234,7 +235,9 @@ class _Call:
 
     def mean(self, parts: Tensor) -> tuple[Tensor, Tensor]:
         loss, inverse_count = self.new(), self.new(1)
-        catalogue_loss_mean_kernel[(1,)](parts, loss, inverse_count, len(parts), SIZE=1024)
+        # One program: it adds in one order, and the fewer turns the sooner.
+        size = 1024 if len(parts) <= 4096 else 8192
+        catalogue_loss_mean_kernel[(1,)](parts, loss, inverse_count, len(parts), SIZE=size, num_warps=size // 512)
         return loss, inverse_count
 
 
@@ -280,7 +283,7 @@ def _forward_per_token(call: _Call):
         catalogue_loss_sampled_fwd_kernel[(call.T,)](
             call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, call.items, call.items.stride(0),
             call.temperature, lse, parts, call.scale, math.log(max(1, call.K)), call.K, **call.sizes,
-            ROWS=call.drawn_rows,
+            **call.drawn,
         )  # fmt: skip
     loss, inverse_count = call.mean(parts)
     # Without the temperature the outputs' scales are one number, which ends the items' gradient.
@@ -400,7 +403,7 @@ def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
     catalogue_loss_sampled_bwd_dout_kernel[(call.T,)](
         call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, call.items, call.items.stride(0),
         call.temperature, lse, grad, inverse_count, dout, along, shares, sums, call.scale,
-        math.log(max(1, call.K)), call.T, call.K, **call.sizes, ROWS=call.drawn_rows,
+        math.log(max(1, call.K)), call.T, call.K, **call.sizes, **call.drawn,
     )  # fmt: skip
     if shares is None:
         ditems = torch.empty_like(call.items, memory_format=torch.contiguous_format)
@@ -440,7 +443,7 @@ def _fake(out, items, targets, temperature, negatives, log_q, scale, normalize, 
 
     T, W, picked = out.shape[0], items.shape[0], empty(0)
     if negatives is not None and negatives.dim() == 2:
-        if not small.takes_products(W, negatives.shape[1], out.shape[1]):
+        if not small.takes_products(W, negatives.shape[1], out.shape[1], out.dtype):
             return empty(), empty(T), empty(0 if normalize else 1), empty(0), empty(0), empty(1), picked
         picked = empty(*negatives.shape)
     elif negatives is not None:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hstu_sparse import launch
-from hstu_sparse.catalogue_loss.rows import (
+from hstu_sparse.catalogue.rows import (
     LN2,
     LOG2E,
     catalogue_loss_merge_bwd_ditems_kernel,
@@ -31,9 +31,12 @@ from hstu_sparse.catalogue_loss.rows import (
 HELD = 2**26
 
 
-def takes_products(items: int, negatives: int, size: int) -> bool:
-    """Whether products with all items are the smaller work: they move I numbers a token, gathered rows K * E."""
-    return items <= negatives * size
+def takes_products(items: int, negatives: int, size: int, dtype: torch.dtype) -> bool:
+    """Whether products with all items are the smaller work: I numbers a token against K * E gathered and added.
+
+    Where they take the same time, measured on an H200: 13,000 items for 128 negatives of 256 in bf16 (docs).
+    """
+    return items * (4.0 if dtype == torch.float32 else 2.5) <= negatives * size
 
 
 @triton.jit(do_not_specialize=["begin", "K", "log_k"], do_not_specialize_on_alignment=["targets", "negatives"])

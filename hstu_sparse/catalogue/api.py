@@ -5,7 +5,7 @@ Letters: T tokens, I items, E embedding size, K negatives.
 
 import torch
 
-from hstu_sparse.catalogue_loss.reference import catalogue_loss_reference
+from hstu_sparse.catalogue.reference import catalogue_loss_reference
 from hstu_sparse.jagged import readable
 from hstu_sparse.validation import INTEGER, check_kernel, check_number, check_tensor, choose_backend
 
@@ -38,8 +38,8 @@ def catalogue_loss(
 
     In Triton nothing of size T x I is ever written, and forward keeps numbers for each token and item only, with
     negatives [T, K] at most their logits. Gradients are the same bits in every run, but for that of a table of which
-    each token drew its own: its entries are added by atomics, in no order, unless I <= K * E, the table is over 2^28
-    numbers or torch.are_deterministic_algorithms_enabled(). Memory beyond inputs and gradients: docs/catalogue_loss.md.
+    each token drew its own: its entries are added by atomics, in no order, unless I is small beside K * E, the table is
+    over 2^28 numbers or torch.are_deterministic_algorithms_enabled(). Memory beyond inputs and gradients: docs/catalogue_loss.md.
 
     Args:
         out: [T, E], fp16, bf16 or fp32 (the reference also fp64); E up to 512 in Triton.
@@ -47,8 +47,8 @@ def catalogue_loss(
         targets: [T] int32 or int64 below I; a negative one does not count.
         temperature: a number above 0, or a floating point tensor of no dimension, which gets a gradient.
         negatives: [K] for all tokens, or [T, K], int32 or int64 below I; negative ones do not count. The [T, K] form
-            never holds [T, K, E]: it gathers rows in the kernel, or, where I <= K * E, takes products with all items,
-            some thousand tokens at a time.
+            never holds [T, K, E]: it gathers rows in the kernel, or, for I up to K * E / 2.5 (fp32: / 4), takes products
+            with all items, some thousand tokens at a time.
         log_q: [I], logarithm of the probability with which each item is drawn as a negative. No gradient.
         label_smoothing: as torch's cross_entropy, 0 <= label_smoothing < 1; only without negatives.
         skip_below: backward leaves out tiles of the softmax (128 x 128 or so) without a target in which no probability
@@ -111,7 +111,7 @@ def catalogue_loss(
             label_smoothing=label_smoothing,
         )
     check_kernel("catalogue_loss", out, {"E": sizes["E"]}, most=MAX_EMBEDDING)
-    from hstu_sparse.catalogue_loss.launches import catalogue_loss_operator
+    from hstu_sparse.catalogue.launches import catalogue_loss_operator
 
     learned = isinstance(temperature, torch.Tensor)
     return catalogue_loss_operator(

@@ -1,0 +1,200 @@
+"""Which buckets of time differences two sides reach: between a query's times and a block's, or a tile's.
+
+Letters: T tokens of the batch, B sequences, H heads, BS block size, S blocks chosen per group, R tokens per group, NB
+block slots (see hstu_sparse/tiles.py).
+
+It follows from the earliest and the latest time of the two sides, in any order of times. Most chosen blocks lie so far
+back that it is one bucket.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from hstu_sparse.assembly import look_up, scalar
+from hstu_sparse.relative_bias import bucket_edges
+from hstu_sparse.tiles import locate
+
+# The bucket has 12 bits of a cell's word.
+MAX_BUCKETS = 4095
+# Cells of an octave of fp32 numbers: 2 ** 3, each 1.125 times as wide as it begins, at most; a bucket is 1.35 times.
+CELL_BITS = 3
+CELL_SHIFT, CELL_REST = tl.constexpr(23 - CELL_BITS), tl.constexpr((1 << (23 - CELL_BITS)) - 1)
+FIRST_CELL = tl.constexpr(127 << CELL_BITS)
+# Powers of two that whole seconds can reach.
+OCTAVES = 65
+# Edges that `reached` (bias.py) takes a tile over; fp32 counts seconds exactly up to EXACT_SECONDS.
+MOST_EDGES, EXACT_SECONDS = tl.constexpr(4), tl.constexpr(2.0**24)
+# The lowest bucket and the number of edges in one word, of 32 bits or of 16: no difference of int64 seconds gets past
+# bucket 145.
+EDGE_SHIFT, LOWEST = tl.constexpr(12), tl.constexpr(0xFFF)
+SHORT_SHIFT, SHORT = tl.constexpr(8), tl.constexpr(0xFF)
+# The least tile of queries that the map of means tells apart.
+LEAST_TILE = tl.constexpr(64)
+
+
+@functools.cache
+def bucket_cells(num_buckets: int, device: torch.device) -> torch.Tensor:
+    """[cells] int32: the last mantissa bits of the edge within the cell, less 1 (all ones: none), and its bucket.
+
+    A number x >= 1 lies in the cell that its exponent and first mantissa bits name. Its bucket is the cell's, or the
+    next if its last bits are greater than the word's.
+    """
+    edges = torch.tensor([*bucket_edges(num_buckets), math.inf], dtype=torch.float32)
+    index = torch.arange(OCTAVES << CELL_BITS)
+    starts = torch.exp2((index >> CELL_BITS).double()) * (1 + (index % 2**CELL_BITS) / 2**CELL_BITS)
+    starts = starts.float()
+    bucket = torch.bucketize(starts, edges[:-1], right=True)
+    edge_bits, start_bits = (x.view(torch.int32).long() for x in (edges[bucket], starts))
+    none = CELL_REST.value
+    rest = torch.where(edge_bits - start_bits <= none, (edge_bits & none) - 1, none)
+    word = (rest << 12) | bucket
+    return torch.where(word >= 2**31, word - 2**32, word).int().to(device)
+
+
+@triton.jit
+def span(high, low, mask, AXIS: tl.constexpr):
+    """(high, low, high, low) of the earliest and of the latest of some times; infinite if there are none."""
+    first = tl.min(tl.where(mask, high, float("inf")), AXIS)
+    last = tl.max(tl.where(mask, high, float("-inf")), AXIS)
+    first_low = tl.where(mask & (high == tl.expand_dims(first, AXIS)), low, float("inf"))
+    last_low = tl.where(mask & (high == tl.expand_dims(last, AXIS)), low, float("-inf"))
+    return first, tl.min(first_low, AXIS), last, tl.max(last_low, AXIS)
+
+
+@triton.jit
+def load_times(high, low, rows, mask):
+    """Times of tokens as (high, low); (0, 0) where there is no time table."""
+    if high is not None:
+        return tl.load(high + rows, mask=mask, other=0.0), tl.load(low + rows, mask=mask, other=0.0)
+    else:
+        return tl.zeros(rows.shape, tl.float32), tl.zeros(rows.shape, tl.float32)
+
+
+@triton.jit
+def find_bucket(difference, cells, ASM: tl.constexpr):
+    """The buckets of differences."""
+    bits = tl.maximum(tl.abs(difference), 1.0).to(tl.int32, bitcast=True)
+    cell = look_up(cells, ((bits >> CELL_SHIFT) - FIRST_CELL).to(tl.int64), ASM)
+    edge = (cell.to(tl.uint32, bitcast=True) >> 12).to(tl.int32)
+    return (cell & 0xFFF) + ((bits & CELL_REST) > edge).to(tl.int32)
+
+
+@triton.jit
+def reach(cells, asked, seen, mask, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr):
+    """(lowest bucket, edges) between spans of times of queries (`asked`) and of keys (`seen`).
+
+    There are more than MOST_EDGES too where a key is younger than a query or `reached` cannot tell an edge exactly.
+    FAR_QUERIES: see `add_time`.
+    """
+    near = (asked[0] - seen[2]) + (asked[1] - seen[3])
+    far = (asked[2] - seen[0]) + (asked[3] - seen[1])
+    side = seen if FAR_QUERIES else asked
+    long = (side[2] - side[0]) + (side[3] - side[1])
+    lowest = find_bucket(tl.where(mask, tl.maximum(tl.maximum(near, -far), 0.0), 0.0), cells, ASM)
+    edges = find_bucket(tl.where(mask, tl.maximum(far, -near), 0.0), cells, ASM) - lowest
+    exact = tl.minimum(near, -long + (EXACT_SECONDS - 1.0)) >= 0.0
+    edges = tl.where(exact, edges, tl.maximum(edges, MOST_EDGES + 1))
+    return lowest, tl.where(mask, edges, 0)
+
+
+@triton.jit
+def all_reach(lowest, edges, mask):
+    """(lowest, the most edges of one, the lowest and the highest bucket of all), what `add_time` wants."""
+    least = tl.min(tl.where(mask, lowest, LOWEST), 0)
+    return lowest, tl.max(edges, 0), least, tl.max(tl.where(mask, lowest + edges, 0), 0)
+
+
+@triton.jit
+def map_row(start, b, begin, BS: tl.constexpr):
+    """The row in the plan's map of means for queries from position `begin` on of sequence b."""
+    SIZE: tl.constexpr = BS if BS > LEAST_TILE else LEAST_TILE
+    return (start // SIZE + b + begin // SIZE).to(tl.int64)
+
+
+@triton.jit
+def means_reach(bias, row, first, known, SIZE: tl.constexpr, ASM: tl.constexpr):
+    """`all_reach` of SIZE blocks' middle tokens, from block `first` on, for queries of a `map_row`."""
+    if bias.time is not None:
+        place = bias.means + row * bias.blocks + first
+        found = scalar(place + tl.where(known, tl.arange(0, SIZE), 0), ASM).to(tl.int32)
+        lowest, edges = found & SHORT, (found >> SHORT_SHIFT) & SHORT
+        return all_reach(tl.where(known, lowest, 0), tl.where(known, edges, 0), known)
+    else:
+        return tl.zeros([SIZE], tl.int32), 0, 0, 0
+
+
+@triton.jit
+def keys_reach(bias, asked, rows, known, SIZE: tl.constexpr, ASM: tl.constexpr):
+    """The same of SIZE queries of the span `asked` and the keys at `rows`, all of the queries alike."""
+    if bias.time is not None:
+        high, low = load_times(bias.key_high, bias.key_low, rows, known)
+        lowest, edges = reach(bias.cells, asked, span(high, low, known, 0), True, True, ASM)
+        return tl.zeros([SIZE], tl.int32) + lowest, edges, lowest, lowest + edges
+    else:
+        return tl.zeros([SIZE], tl.int32), 0, 0, 0
+
+
+@triton.jit
+def load_reach(pointers, mask, SIZE: tl.constexpr):
+    """The same of SIZE queries from what bsa_reach_kernel wrote: for each, or, without a mask, one for all."""
+    if pointers is not None:
+        if mask is not None:
+            found = tl.load(pointers, mask=mask, other=0)
+            return all_reach(found & LOWEST, found >> EDGE_SHIFT, mask)
+        else:
+            found = tl.load(pointers)
+            lowest, edges = found & LOWEST, found >> EDGE_SHIFT
+            return tl.zeros([SIZE], tl.int32) + lowest, edges, lowest, lowest + edges
+    else:
+        return tl.zeros([SIZE], tl.int32), 0, 0, 0
+
+
+@triton.jit(do_not_specialize=["B"])
+def bsa_reach_kernel(
+    indices, offsets, reaches, bias, H, B, S,
+    BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """For each group's chosen blocks what `reach` finds: the lowest bucket, and above EDGE_SHIFT the edges."""
+    tile, h = tl.program_id(0), tl.program_id(1)
+    b, start, length, i = locate(offsets, tile, B, BG * R)
+    if i * BG * R >= length:
+        return
+    group = i * BG + tl.arange(0, BG)
+    p = tl.arange(0, P)[None, :]
+    entry = ((start // R + b + group)[:, None] * H + h) * S + p
+    j = tl.load(indices + entry, mask=(group[:, None] * R < length) & (p < S), other=-1)
+    token = group[:, None] * R + tl.arange(0, R)[None, :]
+    inside = token < length
+    high, low = load_times(bias.query_high, bias.query_low, start + token, inside)
+    first, first_low, last, last_low = span(high, low, inside, 1)
+    asked = (first[:, None], first_low[:, None], last[:, None], last_low[:, None])
+    block = bias.key_spans + (start // BS + b + tl.maximum(j, 0)) * 4
+    seen = (tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3))
+    lowest, edges = reach(bias.cells, asked, seen, j >= 0, True, ASM)
+    tl.store(reaches + entry, lowest | (edges << EDGE_SHIFT), mask=j >= 0)
+
+
+@triton.jit(do_not_specialize=["B", "pitch", "blocks"])
+def bsa_means_kernel(
+    offsets, times, cells, means, B, pitch, blocks, BS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """For each tile of TILE queries and each block that is complete for one of them what `reach` finds, 16 bits."""
+    slot = tl.program_id(0)
+    _b, start, length, i = locate(offsets, slot, B, TILE)
+    t = i * TILE + tl.arange(0, TILE)
+    live = t < length
+    if i * TILE < length:
+        high, low = load_times(times + 2 * pitch, times + 3 * pitch, start + t, live)
+        asked = span(high, low, live, 0)
+        end = tl.minimum(i * TILE + TILE, length) // BS
+        for c in range(0, end, CHUNK):
+            j = c + tl.arange(0, CHUNK)
+            known = j < end
+            mean = load_times(times, times + pitch, start + j * BS + BS // 2, known)
+            lowest, edges = reach(cells, asked, (mean[0], mean[1], mean[0], mean[1]), known, False, ASM)
+            tl.store(means + slot.to(tl.int64) * blocks + j, (lowest | (edges << SHORT_SHIFT)).to(tl.int16), known)
