@@ -294,7 +294,7 @@ def attention(
     if queries == 0:
         return out, lse
     bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
-    call = Call(q, q_offsets.contiguous(), source, max_seq_len, softmax, alpha, bias, rope_base)
+    call = Call(q, q_offsets.contiguous(), source, max_seq_len, softmax, float(alpha), bias, rope_base)
     if way is None:
         sequences = q_offsets.shape[0] - 1
         wanted = ("few", "queries", "keys")
