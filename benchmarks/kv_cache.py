@@ -20,7 +20,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.quality import gains, ratio_interval  # noqa: E402
+from benchmarks.quality import ratio_interval  # noqa: E402
 
 
 def rank(folder: Path, out: Path, split: str, options: dict) -> None:
@@ -60,17 +60,26 @@ class Row(NamedTuple):
     high: float = 1.0
 
 
+def gains(out: Path, name: str) -> dict[str, np.ndarray]:
+    """seed -> NDCG@10 of every user."""
+    paths = sorted((out / "ranks").glob(f"{name}-*.npy"))
+    ranks = {path.stem.removeprefix(f"{name}-"): np.load(path, allow_pickle=False) for path in paths}
+    return {seed: np.where(x <= 10, 1 / np.log2(x + 1.0), 0.0) for seed, x in ranks.items() if seed.isdigit()}
+
+
 def table(out: Path) -> list[Row]:
-    """All settings, the full caches in bf16 first."""
+    """All settings, the full caches in bf16 first. A setting is compared with the full runs of the seeds that it has."""
     lines = [json.loads(line) for line in (out / "kv_cache.jsonl").read_text(encoding="utf-8").splitlines()]
-    found = gains(out)
     whole, packed = {}, []
     for name, own in {line["name"]: line for line in lines}.items():
         base = name.partition("+")[0]
-        if base in found:
-            whole[base] = Row(base, own["bytes_per_user_bf16"], found[base].mean())
-        interval = ratio_interval(found[name], found[base], same_runs=True) if base in found else ()
-        packed.append(Row(name, own["bytes_per_user"], found[name].mean(), *interval))
+        full, served = gains(out, base), gains(out, name)
+        seeds = sorted(full.keys() & served.keys())
+        if full:
+            whole[base] = Row(base, own["bytes_per_user_bf16"], float(np.mean(list(full.values()))))
+        both = [np.stack([x[seed] for seed in seeds]) for x in (served, full)] if seeds else ()
+        interval = ratio_interval(*both, same_runs=True) if seeds else ()
+        packed.append(Row(name, own["bytes_per_user"], float(np.mean(list(served.values()))), *interval))
     return [*whole.values(), *packed]
 
 

@@ -95,7 +95,8 @@ def report(out: Path, baseline: str) -> str:
     lines = [f"| setting | NDCG@10 | by seed | over {baseline} | 95% interval |", "| --- | --- | --- | --- | --- |"]
     for name, rows in found.items():
         # benchmarks/kv_cache.py names what it ranks again NAME+...
-        ratio, low, high = ratio_interval(rows, found[baseline], name.startswith(f"{baseline}+"))
+        same_runs = name.startswith(f"{baseline}+") and len(rows) == len(found[baseline])
+        ratio, low, high = ratio_interval(rows, found[baseline], same_runs)
         seeds = " ".join(f"{x:.4f}" for x in rows.mean(1))
         lines.append(f"| {name} | {rows.mean():.4f} | {seeds} | {ratio:.3f} | {low:.3f} to {high:.3f} |")
     return "\n".join(lines)
