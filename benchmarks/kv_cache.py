@@ -68,7 +68,7 @@ def gains(out: Path, name: str) -> dict[str, np.ndarray]:
 
 
 def table(out: Path) -> list[Row]:
-    """All settings, the full caches in bf16 first. A setting is compared with the full runs of the seeds that it has."""
+    """All settings, the full caches in bf16 first. A setting is compared with the full runs of its own seeds."""
     lines = [json.loads(line) for line in (out / "kv_cache.jsonl").read_text(encoding="utf-8").splitlines()]
     whole, packed = {}, []
     for name, own in {line["name"]: line for line in lines}.items():
@@ -90,10 +90,10 @@ def plot(rows: list[Row], target: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(7, 4.5))
-    for row in rows:
+    for i, row in enumerate(rows):
         place = row.size / 1024, row.value
         axis.scatter(*place)
-        axis.annotate(row.name, place, textcoords="offset points", xytext=(4, 4), fontsize=8)
+        axis.annotate(row.name, place, textcoords="offset points", xytext=(4, -10 if i % 2 else 4), fontsize=8)
     axis.set(xscale="log", xlabel="cache of a user, KiB", ylabel="NDCG@10, mean over seeds")
     axis.grid(alpha=0.3)
     figure.tight_layout()
