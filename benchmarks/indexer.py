@@ -279,26 +279,31 @@ def tuned(module, name, value, setup):
 def tuning(tokens, length):
     from hstu_sparse.indexer import launch_attention, launch_indexer, launch_loss
 
-    shape = dict(tokens=tokens, length=length)
-    for block, warps, stages in (
-        (64, 4, 3), (64, 4, 4), (64, 4, 2), (32, 4, 4), (32, 2, 4), (32, 1, 4), (64, 2, 3), (64, 8, 3), (128, 8, 3),
+    for top_k, *sizes in (
+        (512, 64, 8, 4, 4), (512, 64, 8, 4, 5), (512, 128, 4, 4, 5), (512, 128, 4, 8, 4), (512, 64, 0, 4, 5),
+        (2048, 256, 8, 8, 5, True), (2048, 256, 8, 8, 4, True), (2048, 256, 8, 16, 5, True), (2048, 256, 8, 8, 5),
+        (2048, 256, 8, 16, 5), (2048, 128, 16, 8, 5), (2048, 64, 0, 4, 5), (2048, 128, 0, 4, 5),
     ):  # fmt: skip
+        option = launch_loss.Launch(*sizes)
+        replace = lambda *_, option=option: option
+        setup = functools.partial(run_loss, top_k, "triton", False)
+        yield Case(f"loss {tuple(sizes)}", {"top_k": top_k}, tuned(launch_loss, "options", replace, setup))
+    shape = dict(tokens=tokens, length=length)
+    for block, warps, stages in ((64, 4, 3), (64, 4, 5), (64, 4, 7), (32, 4, 5), (32, 2, 5), (32, 4, 7), (128, 8, 5)):
         option = launch_attention.Launch(block, warps, stages)
         forward = lambda dtype, width, option=option: {"fwd": option, "bwd": option}
         setup = functools.partial(run_sparse, tokens, length, backward=False)
         yield Case(f"attention fwd {tuple(option)}", shape, tuned(launch_attention, "launches", forward, setup))
-        setup = functools.partial(run_loss, 2048, "triton", False)
-        yield Case(f"loss {tuple(option)}", {"top_k": 2048}, tuned(launch_loss, "launches", forward, setup))
-    for block, warps, stages in ((64, 4, 2), (64, 8, 2), (64, 8, 3), (32, 4, 2), (32, 4, 3), (32, 8, 3), (16, 4, 3)):
+    for block, warps, stages in ((64, 4, 2), (64, 4, 5), (64, 8, 5), (32, 4, 3), (32, 4, 5), (16, 4, 3)):
         both = {"fwd": launch_attention.Launch(64, 4, 3), "bwd": launch_attention.Launch(block, warps, stages)}
         replace = lambda dtype, width, both=both: both
         setup = functools.partial(run_sparse, tokens, length)
         yield Case(f"attention bwd {tuple(both['bwd'])}", shape, tuned(launch_attention, "launches", replace, setup))
-    for capacity, sample, rows, block, warps, stages in (
-        (3072, 4096, 64, 64, 4, 3), (3072, 4096, 64, 64, 4, 2), (3072, 2048, 64, 64, 4, 3), (4096, 2048, 64, 64, 4, 3),
-        (3072, 4096, 128, 64, 8, 3), (3072, 4096, 64, 32, 4, 3), (3072, 4096, 64, 128, 8, 3),
+    for capacity, sample, rows, block, *others in (
+        (3072, 4096, 64, 64, 4, 3), (3072, 2048, 64, 64, 4, 3), (4096, 2048, 64, 64, 4, 3), (3072, 4096, 64, 64, 4, 4),
+        (3072, 4096, 64, 32, 4, 3), (3072, 4096, 64, 32, 4, 3, 168), (3072, 4096, 128, 32, 8, 3, 168),
     ):  # fmt: skip
-        sizes = launch_indexer.Sizes(capacity, sample, rows, block, INDEX_HEADS, warps, stages)
+        sizes = launch_indexer.Sizes(capacity, sample, rows, block, INDEX_HEADS, *others)
         replace = lambda *_, sizes=sizes: sizes
         setup = functools.partial(run_indexer, tokens, length, backward=False)
         yield Case(f"indexer {tuple(sizes)}", shape, tuned(launch_indexer, "sizes", replace, setup))
@@ -321,7 +326,7 @@ def cases(arguments):
             functools.partial(check_loss, top_k),
             {"fwd graph": gathered, "fwd+bwd graph": gathered},
         )
-        yield Case("loss, reference compiled", shape, functools.partial(run_loss, top_k, "reference", True))
+        yield Case("loss reference compiled", shape, functools.partial(run_loss, top_k, "reference", True))
         setup = functools.partial(run_gather, KEYS, SIZE, ROWS, top_k)
         yield Case("gather", shape, setup, None, {"gather": gathered})
     shape = dict(tokens=tokens, length=length, heads=HEADS, head_size=SIZE, top_k=TOP_K)
@@ -330,7 +335,7 @@ def cases(arguments):
     yield Case("gather", shape, setup, None, {"gather": gathered})
     for lists in (False, True):
         yield Case(
-            "sparse attention" + (", lists" if lists else ""),
+            "sparse attention" + (" lists" if lists else ""),
             shape,
             functools.partial(run_sparse, tokens, length, lists),
             functools.partial(check_sparse, tokens, length, lists),

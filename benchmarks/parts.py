@@ -172,22 +172,30 @@ def predicted_memory(config: RunConfig, tokens: int, items: int) -> int:
     return 5 * table + 4 * items + 32 * tokens * m.num_layers * m.embedding_dim
 
 
-def measure(options, name: str, attention: dict, length: int, device: torch.device) -> dict:
+def prepare(options, attention: dict, length: int, device: torch.device) -> tuple:
+    """(config, model, batch, step, peak memory in bytes) of a step that has compiled, and was captured."""
     config = configuration(options, length, attention)
     torch.manual_seed(0)
     set_matmul_precision(config.train.matmul_precision)
+    cuda, before = device.type == "cuda", 0
+    if cuda:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
     with device:  # a table of gigabytes is long in coming from a CPU
         model = SequenceModel(config.model, options.items).train()
     batch = random_batch(config, options.items, device)
-    cuda = device.type == "cuda"
     if cuda:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     _, step = train.build_step(config, model, device)
-    for _ in range(3):  # compiles, captures
+    for _ in range(3):
         step(batch)
-    times = [timed(step, batch, cuda) for _ in range(options.steps)]
-    peak = torch.cuda.max_memory_allocated() if cuda else None
+    return config, model, batch, step, torch.cuda.max_memory_allocated() - before if cuda else None
+
+
+def finish(options, config: RunConfig, model, batch: Batch, step, peak: int | None) -> dict:
+    """The record of what `prepare` made."""
+    device = batch.item_ids.device
+    times = [timed(step, batch, device.type == "cuda") for _ in range(options.steps)]
 
     model.embedding.forward = marked(model.embedding.forward, "embedding")
     for layer in model.layers:
@@ -214,6 +222,14 @@ def measure(options, name: str, attention: dict, length: int, device: torch.devi
         "bound_ms": least,
         "fraction_of_bound": least and least / ms,
     }
+
+
+def described(options, name: str, length: int, device: torch.device) -> dict:
+    """What a record was measured with."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    record = {"attention": name, "length": length}
+    record |= {part: getattr(options, part) for part in ("tokens", "items", "size", "loss", "model", "train")}
+    return record | {"commit": found.stdout.strip() or "unknown", "environment": environment(device)}
 
 
 def timed(step, batch: Batch, cuda: bool) -> float:
@@ -288,15 +304,12 @@ def main(options) -> None:
         table(options.table)
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     kinds = {"given": options.attention} if options.attention else {name: KINDS[name] for name in options.kinds}
     for length in options.lengths:
         for name, attention in kinds.items():
-            record = {"attention": name, "length": length}
-            record |= {part: getattr(options, part) for part in ("tokens", "items", "size", "loss", "model", "train")}
-            record |= {"commit": commit.stdout.strip() or "unknown", "environment": environment(device)}
+            record = described(options, name, length, device)
             try:
-                record |= measure(options, name, attention, length, device)
+                record |= finish(options, *prepare(options, attention, length, device))
             except Exception as error:  # a kind may not take such sizes, or not be here: say so and go on
                 record["error"] = f"{type(error).__name__}: {error}"[:300]
             line = json.dumps(record)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_short_campaign():
-    command = [sys.executable, "-m", "tests.campaign", "--short", "--quiet", "--jobs", "1"]
+    command = [sys.executable, "-m", "tests.campaign", "--short", "--quiet", "--jobs", "2"]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )

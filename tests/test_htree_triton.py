@@ -18,7 +18,7 @@ CASES = {
     "three layers": ((9,), 9, 1, 1, 16, 16, 2, 2),
     "four layers around r^k, groups of 4": ((8, 9), 9, 4, 1, 16, 12, 2, 1),
     "groups of 16": ((9,), 9, 16, 1, 16, 16, 3, 1),
-    "two key/value heads, odd sizes": ((10,), 10, 4, 2, 20, 7, 3, 2),
+    "two key/value heads, odd sizes": ((8,), 8, 4, 2, 20, 7, 3, 2),
     "tiles of siblings": ((19,), 19, 2, 1, 16, 16, 16, 1),
     "siblings, two tiles a parent": ((35,), 35, 1, 1, 16, 16, 32, 1),
     "shorter than N says": ((6, 2), 40, 1, 1, 16, 16, 2, 2),
@@ -48,7 +48,7 @@ def test_edge_cases(name):
 
 
 def test_non_contiguous_inputs_and_int32_offsets():
-    inputs, offsets, *rest = problem((9, 0, 5), 9, 2, 1, 16, 16, 2, 2, contiguous=False)
+    inputs, offsets, *rest = problem((6, 0, 2), 6, 2, 1, 16, 16, 2, 2, contiguous=False)
     inputs["v"] = inputs["v"].transpose(1, 2).contiguous().transpose(1, 2)
     agree(inputs, offsets.int(), *rest)
 
@@ -61,11 +61,11 @@ def deterministic():
 
 
 def test_deterministic_mode(deterministic):
-    agree(*problem((13, 5), 13, 2, 1, 16, 16, 2, 2))
+    agree(*problem((9, 2), 9, 2, 1, 16, 16, 2, 2))
 
 
 def test_negative_scale_and_rope_base():
-    inputs, offsets, *rest = problem((11,), 11, 2, 1, 16, 16, 2, 2)
+    inputs, offsets, *rest = problem((7,), 7, 2, 1, 16, 16, 2, 2)
     agree(inputs, offsets, *rest, scale=-0.4, rope_base=100.0)
 
 
@@ -93,6 +93,6 @@ def test_the_future_does_not_reach_the_past(length, rate, tokens, value):
 
 
 def test_torch_opcheck():
-    inputs, offsets, N, rate, top_k = problem((5, 4), 5, 2, 1, 16, 16, 2, 1)
+    inputs, offsets, N, rate, top_k = problem((3, 2), 3, 2, 1, 16, 16, 2, 1)
     arguments = (*(x.requires_grad_() for x in inputs.values()), offsets, N, rate, top_k, 0.25, 10000.0)
     torch.library.opcheck(torch.ops.hstu_sparse.htree_fwd.default, arguments)

@@ -106,10 +106,9 @@ def test_the_sample_rarely_misleads(monkeypatch):
     class Look:
         def __getitem__(self, grid):
             def launch(*arguments, **options):
-                counts, places = arguments[6], arguments[4]
+                counts, tokens = arguments[6], arguments[4]
                 capacity, top_k = arguments[-2], arguments[-1]
-                found = counts[places]
-                t = torch.arange(len(places), device="cuda")
+                found, t = counts[tokens >= 0], tokens[tokens >= 0]
                 seen.append(((found > capacity) | (found < (t + 1).clamp(max=top_k))).sum().item())
                 return kernel[grid](*arguments, **options)
 
@@ -122,7 +121,7 @@ def test_the_sample_rarely_misleads(monkeypatch):
         for shape in ((4, 64), (64,), (4,))
     )
     lightning_indexer(iq, ik, w, make_offsets((n,), device="cuda"), 1024)
-    assert sum(seen) <= 20, seen
+    assert sum(seen) <= 2, seen
 
 
 def problem(lengths, dtype=torch.bfloat16):

@@ -37,9 +37,9 @@ def catalogue_loss(
     as they stand, and without a valid negative the row counts 0.
 
     In Triton nothing of size T x I is ever written, and forward keeps numbers for each token and item only, with
-    negatives [T, K] at most their logits. Gradients are the same bits in every run, but for that of a table of which
-    each token drew its own: its entries are added by atomics, in no order, unless I is small beside K * E, the table is
-    over 2^28 numbers or torch.are_deterministic_algorithms_enabled(). Memory beyond inputs and gradients: docs/catalogue_loss.md.
+    negatives [T, K] at most their logits. Gradients are the same bits in every run, but for the table's with negatives
+    [T, K]: entries are added by atomics, in no order, unless I is small beside K * E, the table is over 2^28 numbers or
+    torch.are_deterministic_algorithms_enabled(). Memory beyond inputs and gradients: docs/catalogue_loss.md.
 
     Args:
         out: [T, E], fp16, bf16 or fp32 (the reference also fp64); E up to 512 in Triton.
@@ -47,8 +47,8 @@ def catalogue_loss(
         targets: [T] int32 or int64 below I; a negative one does not count.
         temperature: a number above 0, or a floating point tensor of no dimension, which gets a gradient.
         negatives: [K] for all tokens, or [T, K], int32 or int64 below I; negative ones do not count. The [T, K] form
-            never holds [T, K, E]: it gathers rows in the kernel, or, for I up to K * E / 2.5 (fp32: / 4), takes products
-            with all items, some thousand tokens at a time.
+            never holds [T, K, E]: it gathers rows in the kernel, or, for I up to K * E / 2.5 (fp32: / 4), takes
+            products with all items, some thousand tokens at a time.
         log_q: [I], logarithm of the probability with which each item is drawn as a negative. No gradient.
         label_smoothing: as torch's cross_entropy, 0 <= label_smoothing < 1; only without negatives.
         skip_below: backward leaves out tiles of the softmax (128 x 128 or so) without a target in which no probability

@@ -88,7 +88,9 @@ def _config(part: str, dtype: torch.dtype, width: int, arch: int) -> dict:
     else:
         config = (_WIDE if width > 128 else _NARROW)[part]
     if arch < 90:
-        config = config | dict(TMA=False, REGISTERS=False)
+        config = config | dict(TMA=False)
+    if arch != 90:  # left operands come from registers in Hopper's products alone
+        config = config | dict(REGISTERS=False)
     return _fitting(config, width * dtype.itemsize, _SHARED.get(arch, 99) * 1024)
 
 
@@ -244,8 +246,6 @@ class _Call:
 def _forward(*arguments):
     """The loss, then lse, row_scale, item_scale, positive, inverse_count and picked, kept for backward."""
     call = _Call(*arguments)
-    if call.small:
-        return small.forward(call)
     if call.per_token:
         return _forward_per_token(call)
     matrix, ids, shift = call.walked()
@@ -279,18 +279,21 @@ def _forward(*arguments):
 
 def _forward_per_token(call: _Call):
     lse, parts = call.new(call.T), call.new(call.T, 2)
+    positive, picked = (call.new(call.T), call.new(call.T, call.K)) if call.small else (None, None)
     if call.T:
         catalogue_loss_sampled_fwd_kernel[(call.T,)](
             call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, call.items, call.items.stride(0),
-            call.temperature, lse, parts, call.scale, math.log(max(1, call.K)), call.K, **call.sizes,
-            **call.drawn,
+            call.temperature, lse, positive, picked, parts, call.scale, math.log(max(1, call.K)), call.K,
+            **call.sizes, **call.drawn,
         )  # fmt: skip
     loss, inverse_count = call.mean(parts)
     # Without the temperature the outputs' scales are one number, which ends the items' gradient.
     row_scale = call.new(0 if call.normalize else 1)
     if call.T and not call.normalize:
         row_scale = call.scales(call.out[:1], call.scale, call.temperature)
-    return loss, lse, row_scale, call.new(0), call.new(0), inverse_count, call.new(0)
+    if not call.small:
+        positive, picked = call.new(0), call.new(0)
+    return loss, lse, row_scale, call.new(0), positive, inverse_count, picked
 
 
 def _backward(grad, *given):
@@ -303,9 +306,7 @@ def _backward(grad, *given):
     dout = torch.empty_like(call.out, memory_format=torch.contiguous_format)
     along = call.new(call.T)
     if call.small:
-        ditems = small.backward(
-            call, grad, lse, row_scale, item_scale, positive, inverse_count, picked, dout, along
-        )  # fmt: skip
+        ditems = small.backward(call, grad, lse, positive, inverse_count, picked, dout, along)
     elif call.per_token:
         ditems = _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along)
     else:
@@ -441,14 +442,14 @@ def _fake(out, items, targets, temperature, negatives, log_q, scale, normalize, 
     def empty(*shape):
         return out.new_empty(shape, dtype=torch.float32)
 
-    T, W, picked = out.shape[0], items.shape[0], empty(0)
+    T, W = out.shape[0], items.shape[0]
     if negatives is not None and negatives.dim() == 2:
-        if not small.takes_products(W, negatives.shape[1], out.shape[1], out.dtype):
-            return empty(), empty(T), empty(0 if normalize else 1), empty(0), empty(0), empty(1), picked
-        picked = empty(*negatives.shape)
-    elif negatives is not None:
+        few = small.takes_products(W, negatives.shape[1], out.shape[1], out.dtype)
+        positive, picked = (empty(T), empty(*negatives.shape)) if few else (empty(0), empty(0))
+        return empty(), empty(T), empty(0 if normalize else 1), empty(0), positive, empty(1), picked
+    if negatives is not None:
         W = negatives.shape[0]
-    return empty(), empty(T), empty(T), empty(W if normalize else 0), empty(T), empty(1), picked
+    return empty(), empty(T), empty(T), empty(W if normalize else 0), empty(T), empty(1), empty(0)
 
 
 catalogue_loss_operator = Operator(

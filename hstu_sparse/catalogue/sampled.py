@@ -56,10 +56,13 @@ def _drawn(t, first, x, factor, target, negatives, log_q, table, table_stride, l
 
 @triton.jit(do_not_specialize=["K", "scale", "log_k"])
 def catalogue_loss_sampled_fwd_kernel(
-    out, out_stride, targets, negatives, log_q, table, table_stride, temperature, lse, parts, scale, log_k, K,
-    E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
+    out, out_stride, targets, negatives, log_q, table, table_stride, temperature, lse, positive, picked, parts, scale,
+    log_k, K, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """lse [T] of a token's target and negatives, and its loss and 1 in parts [T, 2] (0 and 0 without a target)."""
+    """lse [T] of a token's target and negatives, and its loss and 1 in parts [T, 2] (0 and 0 without a target).
+
+    For small.py also the logits, positive [T] and picked [T, K], -inf for negatives that do not count.
+    """
     t = tl.program_id(0)
     one = tl.arange(0, 1)
     if tl.load(targets + t) < 0:
@@ -75,11 +78,16 @@ def catalogue_loss_sampled_fwd_kernel(
         logits = _drawn(
             t, first, x, factor, target, negatives, log_q, table, table_stride, log_k, K, E, PAD_E, NORMALIZE, ROWS
         )[2]
+        if picked is not None:
+            k = first + tl.arange(0, ROWS)
+            tl.store(picked + t.to(tl.int64) * K + k, logits, k < K)
         higher = tl.maximum(top, tl.max(logits, 0))
         total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher), 0)
         top = higher
     log_sum = top + tl.log2(total)
     tl.store(lse + t + one, log_sum)
+    if positive is not None:
+        tl.store(positive + t + one, logit)
     tl.store(parts + 2 * t + one, (log_sum - logit) * LN2)
     tl.store(parts + 2 * t + 1, 1.0)
 

@@ -4,9 +4,8 @@ Letters: T tokens of the batch, B sequences, H key/value heads, G query heads of
 size, r compression_rate (RATE), C a query's candidates in a layer; tile sizes as in `walk.py`.
 
 A program takes one token and one key/value head at a time: the heads of the group are the rows of its products. Tokens
-that are worked off at the same time are neighbours, of the same head, so that what they read in common lies in the L1
-and L2 caches. The programs stay for the whole launch, as many as the GPU holds at once: memory for notes is needed for
-these alone.
+that are worked off at the same time are neighbours, of the same head, so that the L2 cache holds what they read. The
+programs stay for the whole launch, as many as the GPU holds at once: memory for notes is needed for these alone.
 """
 
 import triton

@@ -3,9 +3,10 @@
 Letters: T tokens of the batch, B sequences, H key/value heads, D query/key and V value head size, r compression_rate
 (RATE), i a node's place among its parent's children. Slots are numbered as `layout.py` says.
 
-The walking kernels read keys that are already turned by RoPE to position i: candidate c is child i = c % r of parent
-c // r, so what is left to turn is the same for all children of a parent. Rows are padded with zeros: both halves of a
-key to BH channels, values to BV. HALF is D / 2; without ROTARY (values) it is V, and there is one half only.
+The walking kernels read keys that are already turned by RoPE to position i % TURN: candidate c is child i = c % r of
+parent c // r, so what is left to turn is the same for TURN neighbours (r of them, or a tile that divides r). Rows are
+padded with zeros: both halves of a key to BH channels, values to BV. HALF is D / 2; without ROTARY (values) it is V,
+and there is one half only.
 """
 
 import triton

@@ -2,18 +2,20 @@
 
 Letters: T tokens of the batch, B sequences, G query heads of a key/value head, D query/key and V value head size, r
 compression_rate (RATE), C a query's candidates in a layer. BG, BN: rows of heads and candidates of a tile; HALF = D / 2
-channels, the first of RoPE's pairs, in a tile of BH.
+channels, the first of RoPE's pairs, in a tile of BH. HELD sort keys are in registers at once, and SOME of the chosen.
 
-Candidate c is child c % r of parent c // r: all parents but the last have all their children. Its key comes turned to
-position c % r (`pooling.py`); what is left, the parent's c // r * r and the query's C - 1, is turned on here. Where a
-tile holds the children of one parent, both are taken into the query, whose tile is the smaller: scores depend on the
-difference of positions. Else the tile of keys is turned.
+Candidate c is child c % r of parent c // r: all parents but the last have all their children. Where a tile holds
+SIBLINGS, children of one parent, its keys come turned to their positions in the tile (`pooling.py`), and what is left,
+the tile's c0 and the query's C - 1, is taken into the query: scores depend on the difference of positions. From tile
+to tile that is a step of BN, which 16-bit queries take in registers (STEPPED). Else keys come turned to c % r, and the
+tile of keys is turned on by the parent's c // r * r.
 
 Forward and backward pass make the same choice, bit by bit, for they call the same functions, and whatever a compiler
 could contract to a fused multiply-add is written as one.
 
 A program's notes, in global memory: the list of parents of this layer, the list that becomes the next layer's, the
-candidates' keys and the maxima that their importances refer to. Scores are never kept.
+candidates' marks (importances, then sort keys), the maxima that they refer to (later, counts of the chosen), and words,
+of which each has a bit for 32 candidates: set if they are chosen. Scores are never kept.
 """
 
 import triton

@@ -277,7 +277,7 @@ def compute_index_loss_sparse(
     from hstu_sparse.indexer.launch_loss import padded_loss_operator
 
     rows = padded_loss_operator(index_score, query, key, indices, scaling, chunk_offset, eps)
-    return rows.sum() / sizes["B"]
+    return rows.sum() if sizes["B"] == 1 else rows.sum() / sizes["B"]
 
 
 def _check_indexer(iq, ik, w, seq_offsets, bias) -> RelativeBias:

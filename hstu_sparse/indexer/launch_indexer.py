@@ -22,7 +22,7 @@ from hstu_sparse.indexer.launch import (
     token_begins,
 )
 from hstu_sparse.indexer.scores import index_scores_bwd_dik_kernel, index_scores_bwd_kernel, index_scores_fwd_kernel
-from hstu_sparse.launch import INTERPRET, aligned, next_power_of_2, padded_head, precision
+from hstu_sparse.launch import INTERPRET, aligned, cdiv, next_power_of_2, padded_head, precision
 from hstu_sparse.registration import Operator
 
 # Bytes of candidates that are held at a time.
@@ -47,8 +47,9 @@ class Sizes(NamedTuple):
 @functools.cache
 def sizes(top_k: int, heads: int, width: int, dtype: torch.dtype) -> Sizes:
     """`heads` index heads, padded to `width`."""
-    capacity = max(3 * top_k, 512)
-    SAMPLE = min(4096, max(1024, 4 * next_power_of_2(top_k)))
+    # Room for what a threshold from SAMPLE of 65,536 keys lets through, by several standard deviations.
+    capacity = 1024 if top_k <= 192 else max(3 * top_k, top_k + 1024)
+    SAMPLE = 1024 if INTERPRET else 4096
     # More heads than fit into one product are read anew for every block of keys; then registers count for more.
     HEADS = next_power_of_2(heads) if heads <= 4 else 2
     if INTERPRET:
@@ -72,11 +73,14 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
     capacity, SAMPLE, ROWS = size.capacity, size.SAMPLE, size.ROWS
     SIZE = next_power_of_2(capacity)
     warps = max(1, min(16, SIZE // 512))
-    # A tile's queries have neighbouring rows of candidates, also those past a sequence's end.
-    places = (begins // ROWS + sequence) * ROWS + torch.arange(T, device=iq.device) - begins
     all_slots = T // ROWS + B
     slots = min(all_slots, max(1, SCRATCH // (8 * capacity * ROWS)))
     rows = slots * ROWS
+    # A tile's queries have neighbouring rows of candidates, and so have the places past a sequence's end: -1 there.
+    token = torch.arange(T, device=iq.device)
+    places = (begins // ROWS + sequence) * ROWS + token - begins
+    tokens = torch.full((cdiv(all_slots, slots), rows), -1, device=iq.device)
+    tokens.view(-1).index_copy_(0, places, token)
     candidates = torch.empty(rows * capacity, dtype=torch.int64, device=iq.device)
     sampled = candidates.view(torch.float32)
     thresholds = torch.full((rows,), float("-inf"), dtype=torch.float32, device=iq.device)
@@ -84,30 +88,30 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
     strides = (*iq.stride()[:2], ik.stride(0), *w.stride())
     heads = dict(J=J, E=E, BE=BE, PRECISION=precision(iq.dtype))
     tile = dict(HEADS=size.HEADS, ROWS=ROWS, BLOCK=size.BLOCK, num_warps=size.num_warps)
-    for first in range(0, all_slots, slots):
+    for mine, first in zip(tokens, range(0, all_slots, slots)):
         if capacity < T:
             topk.lightning_indexer_sample_kernel[(slots,)](
                 iq, ik, w, seq_offsets, sampled, *bias, *strides, B, first, capacity, **heads, **tile, SAMPLE=SAMPLE,
                 num_stages=2,
             )  # fmt: skip
-            topk.lightning_indexer_threshold_kernel[(T,)](
-                sampled, begins, places, thresholds, first * ROWS, rows, capacity, top_k, SAMPLE=SAMPLE, num_warps=4
+            topk.lightning_indexer_threshold_kernel[(rows,)](
+                sampled, begins, mine, thresholds, capacity, top_k, SAMPLE=SAMPLE, num_warps=4
             )
         topk.lightning_indexer_collect_kernel[(slots,)](
             iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, top_k,
             CAPACITY=capacity, **heads, **tile, num_stages=size.num_stages, maxnreg=size.maxnreg,
         )  # fmt: skip
         if capacity < T:
-            topk.lightning_indexer_refill_kernel[(T,)](
-                iq, ik, w, begins, places, candidates, counts, *bias, *strides, first * ROWS, rows, capacity, top_k,
-                **heads, BJ=padded_head(J), BLOCK=key_block(iq.dtype, BE), SIZE=SIZE, num_warps=max(4, warps),
+            topk.lightning_indexer_refill_kernel[(slots,)](
+                iq, ik, w, begins, mine, candidates, counts, *bias, *strides, capacity, top_k, **heads,
+                BJ=padded_head(J), ROWS=ROWS, BLOCK=key_block(iq.dtype, BE), SIZE=SIZE, num_warps=max(4, warps),
                 num_stages=2,
             )  # fmt: skip
         # Most rows have far fewer candidates than there is room for; a program for as many has fewer registers.
         for least, most in ((0, SIZE // 2), (SIZE // 2 + 1, SIZE)):
-            topk.lightning_indexer_finish_kernel[(T,)](
-                begins, places, candidates, counts, scores, indices, first * ROWS, rows, capacity, top_k, LEAST=least,
-                SIZE=most, BLOCK=min(1024, next_power_of_2(top_k)), num_warps=max(1, min(16, most // PER_WARP)),
+            topk.lightning_indexer_finish_kernel[(rows,)](
+                mine, candidates, counts, scores, indices, capacity, top_k, LEAST=least, SIZE=most,
+                BLOCK=min(1024, next_power_of_2(top_k)), num_warps=max(1, min(16, most // PER_WARP)),
             )  # fmt: skip
     return scores, indices
 

@@ -42,10 +42,11 @@ def options(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: int) -
     if held <= MOST_HELD // 4:
         return Launch(64, held // (64 * heads), 4, 4)
     # One program fills a multiprocessor, or half of it, and needs its shared memory: these have 160 KB and more.
-    if held > MOST_HELD or arch not in (80, 90, 100, 103):
+    if held > MOST_HELD or heads > 32 or arch not in (80, 90, 100, 103):
         return Launch(64, 0, 4, 5)
     block = 128 if held <= MOST_HELD // 2 else 256
-    return Launch(block, held // (block * heads), 8, 5, many=held > MOST_HELD // 2)
+    # Triton 3.7 does not compile the loop over many rows for sm_100.
+    return Launch(block, held // (block * heads), 8, 5, many=held > MOST_HELD // 2 and arch in (80, 90))
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -97,11 +97,16 @@ def lightning_indexer_sample_kernel(
     inside = t < length
     rows = begin + t
     row = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    stride = (end + SAMPLE - 1) // SAMPLE
+    # A quarter of the keys is enough where they are few.
+    stride = tl.maximum((end + SAMPLE - 1) // SAMPLE, 4)
+    sampled_keys = tl.cdiv(tl.cdiv(end, stride), BLOCK) * BLOCK
     query, weight = _load_heads(
         iq, w, rows, inside, 0, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS
     )
-    for start in range(0, SAMPLE, BLOCK):
+    for start in range(sampled_keys, SAMPLE, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(sampled + row[:, None] * SAMPLE + i[None, :], tl.full([ROWS, BLOCK], float("-inf"), tl.float32))
+    for start in range(0, sampled_keys, BLOCK):
         i = start + tl.arange(0, BLOCK)
         s = _sampled(i, stride, end)
         seen = (s[None, :] <= t[:, None]) & inside[:, None]
@@ -154,14 +159,12 @@ def _cut(keys, low, high, count, least, most):
     return low
 
 
-@triton.jit(do_not_specialize=["first_row", "rows"])
-def lightning_indexer_threshold_kernel(
-    sampled, begins, places, thresholds, first_row, rows, capacity, K, SAMPLE: tl.constexpr
-):
+@triton.jit
+def lightning_indexer_threshold_kernel(sampled, begins, tokens, thresholds, capacity, K, SAMPLE: tl.constexpr):
     """For one query a score that in all likelihood K to `capacity` of its keys reach; -inf where all fit anyway."""
-    token = tl.program_id(0).to(tl.int64)
-    row = tl.load(places + token) - first_row
-    if (row < 0) | (row >= rows):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + row)
+    if token < 0:
         return
     seen = (token - tl.load(begins + token) + 1).to(tl.int32)
     threshold = float("-inf")
@@ -171,7 +174,7 @@ def lightning_indexer_threshold_kernel(
         size = tl.sum(visible.to(tl.int32), 0)
         # How many of the K greatest the sample is expected to hold, and a margin of several standard deviations.
         expected = K * (size.to(tl.float32) / seen)
-        rank = (expected + 3.5 * tl.sqrt(expected) + 3.0).to(tl.int32)
+        rank = (expected + 5.0 * tl.sqrt(expected) + 3.0).to(tl.int32)
         if rank < size:
             keys = _ordered(scores)
             low = tl.min(tl.where(visible, keys, 0x7FFFFFFF), 0)
@@ -294,25 +297,15 @@ def _keep(packed, inside, count, K):
     return above | (equal & ((ranks >> 16) <= wanted)), place, cut
 
 
-@triton.jit(do_not_specialize=["positions", "first_row", "rows"])
-def lightning_indexer_refill_kernel(
-    iq, ik, w, begins, places, candidates, counts,
-    position, time, cells, timestamps, query_timestamps, positions,
-    iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, first_row, rows, capacity, K,
+@triton.jit
+def _refill(
+    iq, ik, w, token, begin, mine, position, time, cells, timestamps, query_timestamps, positions,
+    iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, capacity, K,
     J: tl.constexpr, E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Candidates of one query anew, without a threshold, if those that it has will not do."""
-    token = tl.program_id(0).to(tl.int64)
-    row = tl.load(places + token) - first_row
-    if (row < 0) | (row >= rows):
-        return
-    begin = tl.load(begins + token)
+    """Writes a query's candidates to `mine` anew, without a threshold; returns how many."""
     t = (token - begin).to(tl.int32)
-    count = tl.load(counts + row)
-    if (count >= tl.minimum(K, t + 1)) & (count <= capacity):
-        return
-    mine = candidates + row * capacity
     head = tl.arange(0, BJ)
     inside = head < J
     query = load_rows(iq + token * iq_stride_t, head, iq_stride_h, inside, E, BE)
@@ -348,18 +341,52 @@ def lightning_indexer_refill_kernel(
             tl.debug_barrier()
             bar = _unordered(cut)
             held = tl.minimum(held, K)
-    tl.store(counts + row, held)
+    return held
 
 
-@triton.jit(do_not_specialize=["first_row", "rows"])
+@triton.jit(do_not_specialize=["positions"])
+def lightning_indexer_refill_kernel(
+    iq, ik, w, begins, tokens, candidates, counts,
+    position, time, cells, timestamps, query_timestamps, positions,
+    iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, capacity, K,
+    J: tl.constexpr, E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Candidates anew of those queries of a tile whose candidates will not do: hardly any."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    each = tl.arange(0, ROWS)
+    token = tl.load(tokens + first + each)
+    inside = token >= 0
+    begin = tl.load(begins + token, mask=inside, other=0)
+    count = tl.load(counts + first + each, mask=inside, other=0)
+    wanted = tl.minimum(token - begin + 1, K)
+    wrong = (inside & ((count < wanted) | (count > capacity))).to(tl.int32)
+    left = tl.sum(wrong, 0)
+    while left > 0:
+        # The first one, and then the next.
+        one = tl.min(tl.where(wrong > 0, each, ROWS), 0)
+        wrong = tl.where(each == one, 0, wrong)
+        left -= 1
+        row = first + one
+        asked = tl.load(tokens + row)
+        held = _refill(
+            iq, ik, w, asked, tl.load(begins + asked), candidates + row * capacity,
+            position, time, cells, timestamps, query_timestamps, positions,
+            iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, capacity, K, J, E, BJ, BE, BLOCK, SIZE,
+            PRECISION,
+        )  # fmt: skip
+        tl.store(counts + row, held)
+
+
+@triton.jit
 def lightning_indexer_finish_kernel(
-    begins, places, candidates, counts, scores, indices, first_row, rows, capacity, K,
-    LEAST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    tokens, candidates, counts, scores, indices, capacity, K, LEAST: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The K greatest of one query's candidates, and -1 behind them, if they are LEAST to SIZE."""
-    token = tl.program_id(0).to(tl.int64)
-    row = tl.load(places + token) - first_row
-    if (row < 0) | (row >= rows):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + row)
+    if token < 0:
         return
     count = tl.load(counts + row)
     if (count < LEAST) | (count > SIZE):

@@ -360,7 +360,7 @@ def cases(place: Path) -> list[Case]:
     for number, (operator, name, changes, expect) in enumerate(_changes()):
         run = lambda folder, o=operator, c=changes: call(o, c)
         # In CI a few: each takes little, but there are many.
-        quick = number % 16 == 0
+        quick = number % 20 == 0
         found.append(Case("operator", f"operator {operator}: {name}", run, expect, short=quick, seconds=30))
     for operator, valid in VALID.items():
         if operator in (*PLANS, "rotatekv_compress", "catalogue_loss", "attention_plan"):

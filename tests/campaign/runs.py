@@ -301,7 +301,9 @@ def cases(place: Path) -> list[Case]:
 
         return go
 
-    found = [case(f"resume: {n}", resume(c), check=harmless) for n, c in (DAMAGE | RESUME).items()]
+    found = []
+    for number, (name, change) in enumerate((DAMAGE | RESUME).items()):
+        found.append(case(f"resume: {name}", resume(change), check=harmless, short=number % 2 == 0))
     for number, (name, change) in enumerate(DAMAGE.items()):
         found.append(case(f"eval: {name}", judge_it(change), check=harmless, short=number % 3 == 0))
     found += [case(f"resume: {n}", resume(c), WORKS, check=same, short=n == "nothing") for n, c in MENDED.items()]

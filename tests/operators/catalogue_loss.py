@@ -135,8 +135,8 @@ def launches():
         case(256, torch.bfloat16, tokens=40_000, items=20_000, skip=0.01, architectures=(80, 90)),
         case(256, torch.bfloat16, "shared", tokens=64),
         # A small catalogue, and one whose rows are gathered.
-        case(50, torch.float32, "per token", items=400),
-        case(256, torch.bfloat16, "per token"),
+        case(50, torch.float32, "per token", items=400, architectures=(90,)),
+        case(256, torch.bfloat16, "per token", architectures=(80,)),
         case(50, torch.float32, "per token"),
         case(50, torch.float32, bounded=False, architectures=(80, 90)),
         case(512, torch.float16, tokens=40_000, smoothing=0.1, architectures=(90,)),
