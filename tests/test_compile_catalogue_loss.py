@@ -1,4 +1,4 @@
-"""Every kernel of catalogue_loss compiles for sm_80 and sm_90; for the later architectures: the file beside this one."""
+"""Every kernel of catalogue_loss compiles for sm_80 and sm_90; later architectures: the file beside this one."""
 
 from tests.compiling import compile_test
 
