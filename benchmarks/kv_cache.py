@@ -5,18 +5,22 @@
     python benchmarks/quality.py --report quality/ --baseline dense         everything side by side, user by user
 
 For every run OUT/runs/NAME-SEED the ranks of its users' targets go to OUT/ranks/NAME+2bit+4sinks-SEED.npy, and a line
-with the cache's size to OUT/kv_cache.jsonl. With --plot the mean NDCG@10 is drawn over the bytes of a user.
+with the cache's size to OUT/kv_cache.jsonl. The table's ratios and intervals are over users and runs, each run compared
+with itself. With --plot the mean NDCG@10 is drawn over the bytes of a user.
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from benchmarks.quality import ratio_interval  # noqa: E402
 
 
 def rank(folder: Path, out: Path, split: str, options: dict) -> None:
@@ -27,7 +31,10 @@ def rank(folder: Path, out: Path, split: str, options: dict) -> None:
 
     name, _, seed = folder.name.rpartition("-")
     sinks = options["sink_tokens"]
-    name += f"+{options['bits']}bit" + (f"+{sinks}sinks" if sinks else "")
+    groups = options.get("quant_group", 64)
+    name += (
+        f"+{options['bits']}bit" + (f"+{sinks}sinks" if sinks else "") + (f"+{groups}groups" if groups != 64 else "")
+    )
     target = out / "ranks" / f"{name}-{seed}.npy"
     if target.exists():
         return
@@ -42,34 +49,51 @@ def rank(folder: Path, out: Path, split: str, options: dict) -> None:
     print(json.dumps(line), flush=True)
 
 
-def table(out: Path) -> list[tuple[str, float, float]]:
-    """(setting, bytes of a user, mean NDCG@10 over seeds), with the full models in bf16 first."""
+class Row(NamedTuple):
+    """A setting: name, bytes of a user, mean NDCG@10 over seeds, its ratio to the full cache's and 95% interval."""
+
+    name: str
+    size: float
+    value: float
+    ratio: float = 1.0
+    low: float = 1.0
+    high: float = 1.0
+
+
+def gains(out: Path, name: str) -> dict[str, np.ndarray]:
+    """seed -> NDCG@10 of every user."""
+    paths = sorted((out / "ranks").glob(f"{name}-*.npy"))
+    ranks = {path.stem.removeprefix(f"{name}-"): np.load(path, allow_pickle=False) for path in paths}
+    return {seed: np.where(x <= 10, 1 / np.log2(x + 1.0), 0.0) for seed, x in ranks.items() if seed.isdigit()}
+
+
+def table(out: Path) -> list[Row]:
+    """All settings, the full caches in bf16 first. A setting is compared with the full runs of its own seeds."""
     lines = [json.loads(line) for line in (out / "kv_cache.jsonl").read_text(encoding="utf-8").splitlines()]
-    found: dict[str, list[dict]] = {}
-    for line in lines:
-        found.setdefault(line["name"], []).append(line)
-    rows = []
-    for path in sorted({out / "ranks" / f"{name.partition('+')[0]}" for name in found}):
-        gains = [np.load(x, allow_pickle=False) for x in sorted(path.parent.glob(f"{path.name}-*.npy"))]
-        if gains:
-            mean = float(np.mean([np.where(x <= 10, 1 / np.log2(x + 1.0), 0.0).mean() for x in gains]))
-            whole = next(x[0]["bytes_per_user_bf16"] for name, x in found.items() if name.startswith(f"{path.name}+"))
-            rows.append((path.name, whole, mean))
-    for name, own in found.items():
-        rows.append((name, own[0]["bytes_per_user"], float(np.mean([line["NDCG@10"] for line in own]))))
-    return rows
+    whole, packed = {}, []
+    for name, own in {line["name"]: line for line in lines}.items():
+        base = name.partition("+")[0]
+        full, served = gains(out, base), gains(out, name)
+        seeds = sorted(full.keys() & served.keys())
+        if full:
+            whole[base] = Row(base, own["bytes_per_user_bf16"], float(np.mean(list(full.values()))))
+        both = [np.stack([x[seed] for seed in seeds]) for x in (served, full)] if seeds else ()
+        interval = ratio_interval(*both, same_runs=True) if seeds else ()
+        packed.append(Row(name, own["bytes_per_user"], float(np.mean(list(served.values()))), *interval))
+    return [*whole.values(), *packed]
 
 
-def plot(rows: list[tuple[str, float, float]], target: Path) -> None:
+def plot(rows: list[Row], target: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(7, 4.5))
-    for name, size, value in rows:
-        axis.scatter(size / 1024, value)
-        axis.annotate(name, (size / 1024, value), textcoords="offset points", xytext=(4, 4), fontsize=8)
+    for i, row in enumerate(rows):
+        place = row.size / 1024, row.value
+        axis.scatter(*place)
+        axis.annotate(row.name, place, textcoords="offset points", xytext=(4, -10 if i % 2 else 4), fontsize=8)
     axis.set(xscale="log", xlabel="cache of a user, KiB", ylabel="NDCG@10, mean over seeds")
     axis.grid(alpha=0.3)
     figure.tight_layout()
@@ -85,6 +109,7 @@ def main() -> None:
     parser.add_argument("--names", default="dense", help="which of its settings, by comma")
     parser.add_argument("--bits", type=numbers, default=[2, 3, 4, 8])
     parser.add_argument("--sinks", type=numbers, default=[0, 4])
+    parser.add_argument("--groups", type=numbers, default=[64], help="channels that share a scale (quant_group)")
     parser.add_argument("--split", default="test")
     parser.add_argument("--plot", type=Path, help="a PNG of what is there; ranks nothing")
     arguments = parser.parse_args()
@@ -93,10 +118,15 @@ def main() -> None:
             for folder in sorted((arguments.out / "runs").glob(f"{name}-[0-9]*")):
                 for bits in arguments.bits:
                     for sinks in arguments.sinks:
-                        rank(folder, arguments.out, arguments.split, {"bits": bits, "sink_tokens": sinks})
+                        for group in arguments.groups:
+                            options = {"bits": bits, "sink_tokens": sinks, "quant_group": group}
+                            rank(folder, arguments.out, arguments.split, options)
     rows = table(arguments.out)
-    print("\n".join(["| setting | bytes of a user | NDCG@10 |", "| --- | ---: | ---: |"]
-                    + [f"| {name} | {size:,.0f} | {value:.4f} |" for name, size, value in rows]))  # fmt: skip
+    print("| setting | bytes of a user | NDCG@10 | over the full cache | 95% interval |")
+    print("| --- | ---: | ---: | ---: | --- |")
+    for row in rows:
+        interval = f"{row.ratio:.3f} | {row.low:.3f} to {row.high:.3f}"
+        print(f"| {row.name} | {row.size:,.0f} | {row.value:.4f} | {interval} |")
     if arguments.plot:
         plot(rows, arguments.plot)
 

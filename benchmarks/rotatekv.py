@@ -12,7 +12,7 @@ import functools
 import torch
 from run import Case
 
-PARTS = ("fused", "fused rope", "two stages", "two stages rope", "queries rotated", "keys rotated")
+PARTS = ("fused", "fused rope", "two stages", "two stages rope", "few", "many", "queries", "keys")
 SDPA = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION", "sdpa-efficient": "EFFICIENT_ATTENTION"}
 BASE = 10000.0
 
@@ -43,7 +43,7 @@ def attend(name, q, q_offsets, cache, length):
     """One call of the named way; softmax, as SDPA has it."""
     from hstu_sparse import mustafar_attention_with_rope, mustafar_decompress_with_hadamard_inverse, rotatekv_attention
     from hstu_sparse.relative_bias import RelativeBias
-    from hstu_sparse.rotatekv import launchers
+    from hstu_sparse.rotatekv import launch_attention
 
     given = dict(activation="softmax", rope_base=BASE if "rope" in name else None)
     if name.startswith("fused"):
@@ -51,9 +51,9 @@ def attend(name, q, q_offsets, cache, length):
     if name.startswith("two stages"):
         found = mustafar_decompress_with_hadamard_inverse(cache)
         return mustafar_attention_with_rope(q, q_offsets, *found, cache.seq_offsets, length, **given)
-    return launchers.attention(
+    return launch_attention.attention(
         q, q_offsets, cache, length, softmax=True, alpha=q.shape[2] ** -0.5, bias=RelativeBias(), rope_base=None,
-        return_lse=False, rotate=name.split()[0],
+        return_lse=False, way=name,
     )[0]  # fmt: skip
 
 

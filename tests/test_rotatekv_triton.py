@@ -27,6 +27,7 @@ OPTIONS = {
     "smallest heads": dict(head_size=8, value_size=1, head_group=2),
     "large heads": dict(head_size=256, lengths=[20], asked=[2], value_size=72),
 }
+HALF = dict(dtype="float16", value_size=32)
 CALLS = {
     "softmax": dict(softmax=True),
     "rope": dict(rope=True),
@@ -39,6 +40,13 @@ CALLS = {
     "many queries, rope, bias": dict(asked=[70, 1, 35], rope=True, timed=True),
     "non-contiguous": dict(contiguous=False),
     "nobody asks": dict(asked=[0, 0, 0]),
+    # Kernels that take 16-bit numbers alone: `launch_attention.ways`.
+    "few": dict(HALF, sink_tokens=5, position=True, timed=True),
+    "few, 4 bits, softmax, ordered": dict(HALF, bits=4, softmax=True, ordered=True, splits=2),
+    "few, rope": dict(HALF, head_size=128, rope=True, softmax=True, lengths=[20], asked=[1]),
+    "many": dict(HALF, head_size=64, value_size=64, position=True, timed=True, lengths=[30, 3], asked=[3, 1]),
+    "many, 4 bits, softmax": dict(HALF, bits=4, head_size=64, value_size=128, softmax=True, lengths=[66], asked=[1]),
+    "many, rope, sinks": dict(HALF, value_size=64, head_size=64, rope=True, sink_tokens=5, lengths=[30], asked=[2]),
 }
 
 

@@ -398,12 +398,12 @@ def _attend(q, q_offsets, source, max_seq_len, call, return_lse, chosen):
             source = (*reference.decompress_reference(source), source.seq_offsets)
         out, lse = reference.attention_reference(q, q_offsets, *source, max_seq_len, **call)
     else:
-        from hstu_sparse.rotatekv import launchers
+        from hstu_sparse.rotatekv import launch_attention
 
         if not isinstance(source, RotateKVCache):
-            source = launchers.Plain(*source)
+            source = launch_attention.Plain(*source)
         softmax = call.pop("activation") == "softmax"
-        out, lse = launchers.attention(
+        out, lse = launch_attention.attention(
             q, q_offsets, source, max_seq_len, softmax=softmax, return_lse=return_lse, **call
         )
     return (out, lse.float()) if return_lse else out

@@ -123,19 +123,25 @@ def turned_keys(
 
 
 @triton.jit
-def take(
-    scores, values_state, inside, position, token, length, alpha, tables, asked,
-    SOFTMAX: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Weights [R, columns] of scores, and for softmax the new state and the factor for what was summed before."""
+def biased(scores, inside, position, token, length, tables, asked, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr):
+    """Scores [R, columns] of tokens at `position` [R] with the bias of position and time."""
     position_table, time_table, cells, timestamps = tables
-    greatest, total = values_state
-    scores *= alpha
     if HAS_POSITION:
         scores += tl.load(position_table + length - position, inside, 0.0).to(tl.float32)[:, None]
     if HAS_TIME:
         seen = tl.load(timestamps + token, inside, 0)
         scores += time_bias(time_table, cells, asked, seen)
+    return scores
+
+
+@triton.jit
+def take(
+    scores, values_state, inside, position, token, length, alpha, tables, asked,
+    SOFTMAX: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Weights [R, columns] of scores, and for softmax the new state and the factor for what was summed before."""
+    greatest, total = values_state
+    scores = biased(scores * alpha, inside, position, token, length, tables, asked, HAS_POSITION, HAS_TIME)
     factor = 1.0
     if SOFTMAX:
         scores = tl.where(inside[:, None], scores, float("-inf"))
@@ -161,15 +167,15 @@ def rotatekv_attention_fwd_kernel(
     K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr,
     KEPT_WORDS: tl.constexpr, V_BLOCK: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
     V_GROUPS: tl.constexpr, SPARSE: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr, OFFSET: tl.constexpr,
-    PACKED: tl.constexpr, PLAIN: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
+    PACKED: tl.constexpr, PLAIN: tl.constexpr, SINKS: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, KEYS_BACK: tl.constexpr, SCALED_WEIGHTS: tl.constexpr,
     HEADS: tl.constexpr, BQ: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr, P_PAD: tl.constexpr,
     OUT_V: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """One part of one tile of queries; out and lse: [SPLITS, Tq, H, ...], or the final ones where SPLITS is 1.
 
-    PLAIN: the first S tokens of a sequence (all, without PACKED) come from plain_k and plain_v; with PACKED these are
-    the sinks, [B, S, H, ...], else [T, H, ...].
+    PLAIN: tokens that come from plain_k and plain_v: with SINKS the first S of a sequence, [B, S, H, ...], else all,
+    [T, H, ...]. PACKED: tokens that come from the pages.
     """
     C: tl.constexpr = D * G
     CV: tl.constexpr = V * G
@@ -213,7 +219,7 @@ def rotatekv_attention_fwd_kernel(
     if PLAIN:
         HALVES: tl.constexpr = 2 if ROPE else 1
         WIDTH: tl.constexpr = D // HALVES
-        plain = tl.minimum(S, length) if PACKED else length
+        plain = tl.minimum(S, length) if SINKS else length
         tiles = (plain + R - 1) // R
         per = (tiles + SPLITS - 1) // SPLITS
         place = tl.arange(0, P_PAD)
@@ -221,9 +227,9 @@ def rotatekv_attention_fwd_kernel(
             q, query, head, real, group, first_channel, length, near, far, q_stride_t, q_stride_h, G, D, WIDTH,
             P_PAD, HEADS * HALVES, ROPE,
         )  # fmt: skip
-        row_begin = b.to(tl.int64) * S if PACKED else begin
+        row_begin = b.to(tl.int64) * S if SINKS else begin
         # Sinks are few: copies in flight would take more shared memory than they save time.
-        for tile in tl.range(split * per, tl.minimum(tiles, split * per + per), num_stages=1 if PACKED else None):
+        for tile in tl.range(split * per, tl.minimum(tiles, split * per + per), num_stages=1 if SINKS else None):
             position = tile * R + tl.arange(0, R)
             inside = position < plain
             scores = tl.zeros([R, COLUMNS], tl.float32)

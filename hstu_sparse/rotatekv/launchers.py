@@ -1,28 +1,24 @@
-"""Launches of the RotateKV kernels: what each is compiled for, and how work is cut up. Imported only when it is needed.
+"""Launches of the kernels that pack and unpack: what each is compiled for. Imported only when it is needed.
 
 Letters: T cached tokens, Tq queries, B sequences, N max_seq_len, H heads, D query/key and V value head size, G heads of
 a head group, S sink tokens, R tokens of a tile.
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hstu_sparse.launch import cdiv, next_power_of_2, on_device, padded_head, precision
+from hstu_sparse.launch import on_device
 from hstu_sparse.registration import Operator
-from hstu_sparse.relative_bias import RelativeBias
-from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.decode import rotatekv_decompress_kernel, rotatekv_round_trip_kernel
 from hstu_sparse.rotatekv.encode import rotatekv_compress_kernel
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
-from hstu_sparse.time_buckets import device_cells
 from hstu_sparse.validation import check_kernel
 
+COMPRESS = (64, 4)  # most tokens of a program that compresses, and its warps
 LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}  # what a 16-bit type's mantissa holds beside its first bit
-MANY_QUERIES = 32  # of a sequence, on average: from there on keys are turned back, and heads have programs of their own
 
 
 def code_offset(bits: int, dtype: torch.dtype, sparse: bool = False) -> int:
@@ -81,6 +77,9 @@ def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_
     layout = cache.layout
     k, v = rows(k), rows(v)
     constants = sizes(layout, cache.channel_order, cache.dtype)
+    tokens, warps = COMPRESS
+    if not layout.sparse:
+        constants["R"] = min(tokens, constants["R"])
     slots = k.shape[0] // constants["R"] + cache.num_sequences
     if k.shape[0] == 0:
         return
@@ -92,7 +91,7 @@ def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_
         packed["v_scales"], packed["v_zeros"], cache.num_sequences, layout.options.sink_tokens,
         layout.keys.channels**-0.5, **constants, SINKS=layout.options.sink_tokens > 0,
         # Fused into a product and a sum, scaling and shifting would round otherwise than the reference does.
-        enable_fp_fusion=False, num_warps=4,
+        enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
 
 
@@ -148,123 +147,3 @@ def decompress(cache: PackedCache, tokens: int) -> tuple[Tensor, Tensor]:
         OFFSET=code_offset(layout.options.bits, cache.dtype, layout.sparse), OUT=out, num_warps=4,
     )  # fmt: skip
     return k, v
-
-
-@functools.lru_cache(maxsize=16)
-def rope_table(base: float, half: int, first: int, step: int, count: int, device: torch.device) -> Tensor:
-    """[count, 2, half] fp32: cos and sin of the angles of positions first, first + step, ..."""
-    position = first + step * torch.arange(count, dtype=torch.float64)
-    angle = position[:, None] * base ** (-torch.arange(half, dtype=torch.float64) / half)
-    return torch.stack((angle.cos(), angle.sin()), 1).float().to(device)
-
-
-class Plain(NamedTuple):
-    """Keys [T, H, D] and values [T, H, V] that are not packed, of the sequences that seq_offsets [B+1] gives."""
-
-    k: Tensor
-    v: Tensor
-    seq_offsets: Tensor
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@current
-def attention(
-    q: Tensor,
-    q_offsets: Tensor,
-    source: PackedCache | Plain,
-    max_seq_len: int,
-    *,
-    softmax: bool,
-    alpha: float,
-    bias: RelativeBias,
-    rope_base: float | None,
-    return_lse: bool,
-    rotate: str | None = None,
-    splits: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """(out [Tq, H, V], log-sum-exp [Tq, H] or None) of queries against a cache or plain keys and values.
-
-    rotate: "queries" or "keys", the choice of `rotatekv_attention_fwd_kernel`; splits: the parts into which a history
-    is cut. By default what is faster.
-    """
-    cache = source if isinstance(source, PackedCache) else None
-    heads, head_size = q.shape[1:]
-    if cache is None:
-        # The sizes of packed keys go unused; no head is too odd for them.
-        value_size = source.v.shape[2]
-        layout = Layout(RotateKVOptions(head_group=1), heads, 64, value_size)
-        constants = sizes(layout, None, q.dtype) | dict(D=head_size)
-        plain_k, plain_v = rows(source.k), rows(source.v)
-        sinks = 0
-    else:
-        layout, value_size = cache.layout, cache.layout.value_size
-        constants = sizes(layout, cache.channel_order, cache.dtype)
-        sinks = layout.options.sink_tokens
-        plain_k, plain_v = cache.sink_k.flatten(0, 1), cache.sink_v.flatten(0, 1)
-    check_kernel("rotatekv_attention", q, {"D": head_size, "V": value_size})
-    q = rows(q)
-    queries, sequences = q.shape[0], q_offsets.shape[0] - 1
-    out = torch.empty(queries, heads, value_size, dtype=q.dtype, device=q.device)
-    lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device) if return_lse else None
-    if queries == 0:
-        return out, lse
-
-    group = layout.options.head_group
-    many = queries >= MANY_QUERIES * sequences
-    keys_back = rope_base is not None or (many if rotate is None else rotate == "keys")
-    # Keys that are turned back take many registers: with more channels than these a program does one head's.
-    of_program = 1 if many or (keys_back and group * head_size > 256) else group
-    block_q = 64 if many else 16 // of_program
-    whole_heads = value_size % constants["V_BLOCK"] == 0 and of_program == 1
-    values_out = value_size // constants["V_BLOCK"] if whole_heads else constants["V_BLOCKS"]
-    width = min(constants["K_BLOCK"], head_size // 2 if rope_base is not None else head_size)
-    slots = queries // block_q + sequences
-    tiles = cdiv(max_seq_len, constants["R"])
-    if splits is None:
-        # Enough programs for several on each processor, none with less than 8 tiles.
-        wanted = cdiv(12 * processors(q.device), slots * heads // of_program)
-        splits = max(1, min(wanted, tiles // 8))
-    rope = (None, None, None)
-    if rope_base is not None:
-        count = next_power_of_2(max_seq_len // TILE + 2)
-        rope = (
-            rope_table(rope_base, head_size // 2, 0, 1, TILE, q.device),
-            rope_table(rope_base, head_size // 2, 0, TILE, count, q.device),
-            rope_table(rope_base, head_size // 2, sinks, TILE, count, q.device),
-        )
-    packed = {} if cache is None else cache.packed
-    bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
-    timed = bias.time is not None
-    part, part_lse = out, lse
-    if splits > 1:
-        part = out.new_empty(splits, queries, heads, value_size, dtype=torch.float32)
-        part_lse = part.new_empty(splits, queries, heads) if softmax else None
-    rotatekv_attention_fwd_kernel[(slots, heads // of_program, splits)](
-        q, q.stride(0), q.stride(1), q_offsets.contiguous(), source.seq_offsets.contiguous(),
-        None if cache is None else cache.page_offsets, None if cache is None else cache.page_table,
-        None if cache is None else cache.channel_order, None if cache is None else inverse(cache.channel_order),
-        packed.get("k_codes"), packed.get("k_scales"), packed.get("k_zeros"), packed.get("k_bitmap"),
-        packed.get("v_codes"), packed.get("v_scales"), packed.get("v_zeros"),
-        plain_k, plain_k.stride(0), plain_k.stride(1), plain_v, plain_v.stride(0), plain_v.stride(1),
-        bias.position, bias.time, device_cells(bias.time.shape[0] - 1, q.device) if timed else None,
-        bias.timestamps if timed else None, bias.query_timestamps if timed else None, *rope,
-        part, part_lse, sequences, sinks, queries, splits, alpha, layout.keys.channels**-0.5, 1.0 / max_seq_len,
-        **constants, OFFSET=code_offset(layout.options.bits, q.dtype, layout.sparse), PACKED=cache is not None,
-        PLAIN=cache is None or sinks > 0, SOFTMAX=softmax, ROPE=rope_base is not None,
-        HAS_POSITION=bias.position is not None, HAS_TIME=timed, KEYS_BACK=keys_back,
-        SCALED_WEIGHTS=cache is not None and not many, HEADS=of_program, BQ=block_q, OW=width, PAD=max(16, width),
-        P_PAD=padded_head(head_size if rope_base is None else head_size // 2), OUT_V=values_out,
-        FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype), LSE=part_lse is not None, num_warps=4,
-        num_stages=2,
-    )  # fmt: skip
-    if splits > 1:
-        total, rows_of = queries * heads, 16
-        rotatekv_attention_merge_kernel[(cdiv(total, rows_of),)](
-            part, part_lse, out, lse, total, splits, V=value_size, PAD=next_power_of_2(value_size), ROWS=rows_of,
-            SOFTMAX=softmax, LSE=return_lse, num_warps=4,
-        )  # fmt: skip
-    return out, lse

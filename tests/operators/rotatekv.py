@@ -18,7 +18,13 @@ from tests.operators import Launches
 
 # Bytes of local memory a thread may use for registers that do not fit. Keys that are turned back stand in the registers
 # with all of a group's channels: one head at a time nothing spills, and the work is a third more.
-SPILLS = {"rotatekv_attention_fwd_kernel": 704, "rotatekv_round_trip_kernel": 640, "rotatekv_compress_kernel": 128}
+SPILLS = {
+    "rotatekv_attention_fwd_kernel": 704,
+    "rotatekv_round_trip_kernel": 640,
+    "rotatekv_compress_kernel": 128,
+    "rotatekv_few_fwd_kernel": 256,
+    "rotatekv_many_fwd_kernel": 640,
+}
 
 
 def draw(random, small):
@@ -33,11 +39,11 @@ def draw(random, small):
         max_seq_len=max([1, *lengths]) + random.choice([0, 11]),
         groups=random.randint(1, 2),
         head_size=max(size, 16 // group),
-        value_size=random.choice([1, 16, 24, 40] if small else [1, 16, 40, 64, 96, 128, 200, 256]),
-        dtype="float32" if small else random.choice(["float32", "float16", "bfloat16"]),
+        value_size=random.choice([1, 16, 24, 32, 40, 64] if small else [1, 16, 40, 64, 96, 128, 200, 256]),
+        dtype=random.choice(["float32", "float16"] if small else ["float32", "float16", "bfloat16"]),
         bits=random.choice([2, 3, 4, 8]),
         head_group=group,
-        quant_group=random.choice([16, 32, 64, 128]),
+        quant_group=random.choice([16, 32, 64, 64, 128]),
         sparsity=random.choice([0.0, 0.0, random.uniform(0.05, 0.9)]),
         sink_tokens=random.choice([0, 0, random.randint(1, 90)]),
         ordered=random.random() < 0.3,
@@ -118,19 +124,11 @@ def check(
         "fused": rotatekv_attention(q, q_offsets, cache, max_seq_len, **public),
         "two stages": mustafar_attention_with_rope(q, q_offsets, *found, offsets, max_seq_len, **public),
     }
-    from hstu_sparse.rotatekv import launchers
+    from hstu_sparse.rotatekv import launch_attention
 
-    for rotate in ["keys"] if rope else ["keys", "queries"]:
-        ways[f"{rotate} rotated"] = launchers.attention(
-            q,
-            q_offsets,
-            cache,
-            max_seq_len,
-            softmax=softmax,
-            return_lse=softmax,
-            rotate=rotate,
-            splits=splits,
-            **wanted,
+    for way in launch_attention.ways(cache, dtype, wanted["alpha"], rope):
+        ways[way] = launch_attention.attention(
+            q, q_offsets, cache, max_seq_len, softmax=softmax, return_lse=softmax, way=way, splits=splits, **wanted
         )
     for way, got in ways.items():
         out, lse = got if isinstance(got, tuple) else (got, None)
@@ -187,11 +185,11 @@ def codes_are_right(cache, k, v):
 
 def launches():
     from hstu_sparse import RotateKVCache
-    from hstu_sparse.rotatekv import launchers
+    from hstu_sparse.rotatekv import launch_attention, launchers
     from hstu_sparse.rotatekv.hadamard import hadamard_operator
 
     def case(what, dtype=torch.bfloat16, heads=8, size=128, value_size=128, queries=1, ordered=False, splits=None,
-             attend=None, local_bytes=SPILLS, **options):  # fmt: skip
+             attend=None, local_bytes=SPILLS, architectures=(80, 90, 100, 120), **options):  # fmt: skip
         def call():
             layout = Layout(RotateKVOptions(**options), heads, size, value_size)
             order = torch.arange(layout.keys.channels).expand(layout.head_groups, -1).contiguous() if ordered else None
@@ -210,12 +208,13 @@ def launches():
                     k, v, offsets, order, o.bits, o.head_group, o.quant_group, o.sparsity, o.sink_tokens
                 )
             else:
-                source = launchers.Plain(k, v, offsets) if what == "plain" else cache
+                source = launch_attention.Plain(k, v, offsets) if what == "plain" else cache
                 rest = dict(softmax=False, alpha=0.1, bias=RelativeBias(), rope_base=None, return_lse=False)
-                launchers.attention(q, make_offsets((queries,)), source, 200, splits=splits, **(rest | (attend or {})))
+                rest |= attend or {}
+                launch_attention.attention(q, make_offsets((queries,)), source, 200, splits=splits, **rest)
 
         label = f"{what} {dtype} H={heads} D={size} V={value_size} Tq={queries} {options} {list(attend or [])}"
-        return Launches(label, call, local_bytes=local_bytes)
+        return Launches(label, call, local_bytes, architectures)
 
     zeros = torch.zeros(100, dtype=torch.int64)
     biased = dict(
@@ -239,12 +238,17 @@ def launches():
         case("decompress", sparsity=0.7, **small),
         case("round trip"),
         case("round trip", dtype=torch.float32, **small),
-        case("attention", local_bytes=0),
-        case("attention", splits=3, local_bytes=0),
+        case("attention"),
+        case("attention", splits=3, attend=dict(softmax=True)),
         case("attention", attend=biased, **small),
         case("attention", bits=4, sink_tokens=4, **small),
         case("attention", attend=dict(rope_base=10000.0)),
-        case("attention", queries=128),
+        case("attention", queries=128, attend=dict(softmax=True)),
+        case("attention", queries=16, bits=4, dtype=torch.float16, attend=biased, architectures=(90,)),
+        case("attention", queries=128, attend=dict(rope_base=10000.0), architectures=(90,)),
+        case("attention", attend=dict(way="queries"), local_bytes=0, architectures=(90,)),
+        case("attention", attend=dict(way="keys", rope_base=10000.0)),
+        case("attention", queries=128, attend=dict(way="keys"), architectures=(90,)),
         case("attention", sparsity=0.7, **small),
         case("attention", ordered=True, attend=dict(rope_base=10000.0), dtype=torch.float16, **small),
         case("plain"),

@@ -1,0 +1,325 @@
+"""Launches of attention to a cache: which kernel, what it is compiled for, and how the history is cut up.
+
+Letters: T cached tokens, Tq queries, B sequences, N max_seq_len, H heads, D query/key and V value head size, G heads of
+a head group, S sink tokens, R tokens of a tile, BQ queries of a program.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hstu_sparse.launch import architecture, cdiv, next_power_of_2, padded_head, precision, start
+from hstu_sparse.relative_bias import RelativeBias
+from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
+from hstu_sparse.rotatekv.cache import PackedCache
+from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
+from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, rows, sizes
+from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
+from hstu_sparse.rotatekv.many import rotatekv_many_fwd_kernel
+from hstu_sparse.time_buckets import device_cells
+from hstu_sparse.validation import check_kernel
+
+# Queries of a sequence, on average: from the first on `many` is faster than `few`; from the second on the general
+# kernel turns keys back and gives heads programs of their own.
+MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
+# Most registers of a thread, where fewer than it would take let more programs run side by side: way, with RoPE.
+REGISTERS = {("many", False): 128}
+
+
+@functools.lru_cache(maxsize=16)
+def rope_table(base: float, half: int, first: int, step: int, count: int, device: torch.device) -> Tensor:
+    """[count, 2, half] fp32: cos and sin of the angles of positions first, first + step, ..."""
+    position = first + step * torch.arange(count, dtype=torch.float64)
+    angle = position[:, None] * base ** (-torch.arange(half, dtype=torch.float64) / half)
+    return torch.stack((angle.cos(), angle.sin()), 1).float().to(device)
+
+
+@functools.lru_cache(maxsize=16)
+def angle_table(base: float, half: int, count: int, device: torch.device) -> Tensor:
+    """`rope_table` of positions 0, 1, .. in fp16, as int32 pairs: [count, 2, half / 2]."""
+    return rope_table(base, half, 0, 1, count, device).half().view(torch.int32)
+
+
+class Plain(NamedTuple):
+    """Keys [T, H, D] and values [T, H, V] that are not packed, of the sequences that seq_offsets [B+1] gives."""
+
+    k: Tensor
+    v: Tensor
+    seq_offsets: Tensor
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def whole_blocks(layout: Layout, dtype: torch.dtype) -> bool:
+    """Whether `few` and `many` take a cache: 2 or 4 bits of 16-bit numbers, unpruned, in whole blocks."""
+    keys, values = layout.keys, layout.values
+    return (
+        dtype in (torch.float16, torch.bfloat16)
+        and layout.options.bits in (2, 4)
+        and not layout.sparse
+        and keys.block == values.block == TILE
+        and values.blocks * TILE == values.channels
+        and values.blocks & (values.blocks - 1) == 0
+    )
+
+
+def ways(cache: PackedCache | Plain, dtype: torch.dtype, alpha: float, rope: bool) -> tuple[str, ...]:
+    """The ways that take a call: see `attention`."""
+    if not isinstance(cache, PackedCache):
+        return ("keys",)
+    layout = cache.layout
+    found = ("keys",) if rope else ("queries", "keys")
+    if not whole_blocks(layout, dtype):
+        return found
+    ordered = cache.channel_order is not None
+    turned = not rope or layout.head_size % 128 == 0
+    if max(layout.keys.channels, layout.values.channels) <= 256 and turned and not (rope and ordered):
+        found += ("few",)
+    heads = layout.head_size % TILE == 0 and layout.value_size % TILE == 0
+    if heads and max(layout.head_size, layout.value_size) <= 128 and not ordered and alpha > 0:
+        found += ("many",)
+    return found
+
+
+class Call(NamedTuple):
+    """What every way of attention is given."""
+
+    q: Tensor
+    q_offsets: Tensor
+    source: PackedCache | Plain
+    max_seq_len: int
+    softmax: bool
+    alpha: float
+    bias: RelativeBias
+    rope_base: float | None
+
+    def slots(self, size: int) -> int:
+        """Tiles of `size` queries, as `tiles.locate` finds them."""
+        return self.q.shape[0] // size + self.q_offsets.shape[0] - 1
+
+    @property
+    def many(self) -> bool:
+        return self.q.shape[0] >= GENERAL_MANY_QUERIES * (self.q_offsets.shape[0] - 1)
+
+    def bias_arguments(self) -> tuple:
+        timed = self.bias.time is not None
+        return (
+            self.bias.position,
+            self.bias.time,
+            device_cells(self.bias.time.shape[0] - 1, self.q.device) if timed else None,
+            self.bias.timestamps if timed else None,
+            self.bias.query_timestamps if timed else None,
+        )
+
+    def constants(self) -> dict:
+        return dict(
+            SOFTMAX=self.softmax, ROPE=self.rope_base is not None, HAS_POSITION=self.bias.position is not None,
+            HAS_TIME=self.bias.time is not None, FAST=self.q.dtype != torch.float32,
+        )  # fmt: skip
+
+    def angles(self, first: int = 0) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Tables for `turn` of positions in a tile, and of tiles from 0 and from `first` on."""
+        if self.rope_base is None:
+            return None, None, None
+        half, count = self.q.shape[2] // 2, next_power_of_2(self.max_seq_len // TILE + 2)
+        return (
+            rope_table(self.rope_base, half, 0, 1, TILE, self.q.device),
+            rope_table(self.rope_base, half, 0, TILE, count, self.q.device),
+            rope_table(self.rope_base, half, first, TILE, count, self.q.device),
+        )
+
+    def all_angles(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Tables for `turn`, and fp16 ones of every position."""
+        near, far, _ = self.angles()
+        if near is None:
+            return None, None, None
+        return near, far, angle_table(self.rope_base, self.q.shape[2] // 2, far.shape[0] * TILE, self.q.device)
+
+
+class Plan(NamedTuple):
+    """A way's launch(part, part_lse, splits), and the splits that it would like."""
+
+    launch: Callable[[Tensor, Tensor | None, int], None]
+    splits: int
+
+
+def launch_key(arguments: tuple) -> tuple:
+    return tuple((x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else None for x in arguments)
+
+
+def registers(way: str, call: Call) -> dict:
+    most = REGISTERS.get((way, call.rope_base is not None))
+    return dict(maxnreg=most) if most and architecture(call.q.device) >= 90 else {}
+
+
+def few(call: Call) -> Plan:
+    """A warp for a few queries of a head group."""
+    cache, layout = call.source, call.source.layout
+    pairs = max(layout.values.groups, layout.options.head_group)
+    block_q = max(1, 8 // pairs)
+    programs = call.slots(block_q) * layout.head_groups
+    constants = sizes(layout, cache.channel_order, cache.dtype)
+    for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK"):
+        constants.pop(name)
+
+    def launch(part, part_lse, splits):
+        packed = cache.packed
+        arguments = (
+            call.q, call.q.stride(0), call.q.stride(1), call.q_offsets, cache.seq_offsets, cache.page_offsets,
+            cache.page_table, cache.channel_order, packed["k_codes"], packed["k_scales"], packed["k_zeros"],
+            packed["v_codes"], packed["v_scales"], packed["v_zeros"], *call.bias_arguments(), *call.all_angles(),
+            part, part_lse, call.q_offsets.shape[0] - 1, layout.options.sink_tokens, call.q.shape[0], splits,
+            call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len, 1,
+        )  # fmt: skip
+        given = constants | call.constants() | dict(PAIRS=pairs, BQ=block_q, LSE=part_lse is not None)
+        options = dict(num_warps=1, num_stages=1) | registers("few", call)
+        start(rotatekv_few_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
+
+    wanted = max(1, 16 * processors(call.q.device) // programs)
+    return Plan(launch, min(wanted, max(1, call.max_seq_len // 256)))
+
+
+def many(call: Call) -> Plan:
+    """A program for many queries of a head."""
+    cache, layout = call.source, call.source.layout
+    heads = call.q.shape[1]
+    block_q = 128 if call.q.shape[0] > 64 * (call.q_offsets.shape[0] - 1) else 64
+    programs = call.slots(block_q) * heads
+    constants = sizes(layout, None, cache.dtype)
+    for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK", "HAS_ORDER"):
+        constants.pop(name)
+
+    def launch(part, part_lse, splits):
+        packed = cache.packed
+        near, far, table = call.all_angles()
+        arguments = (
+            call.q, call.q.stride(0), call.q.stride(1), call.q_offsets, cache.seq_offsets, cache.page_offsets,
+            cache.page_table, packed["k_codes"], packed["k_scales"], packed["k_zeros"], packed["v_codes"],
+            packed["v_scales"], packed["v_zeros"], *call.bias_arguments(), near, far,
+            None if table is None else table.view(torch.float16), part, part_lse, call.q_offsets.shape[0] - 1,
+            layout.options.sink_tokens, call.q.shape[0], splits, call.alpha, layout.keys.channels**-0.5,
+            1.0 / call.max_seq_len, 1,
+        )  # fmt: skip
+        given = constants | call.constants() | dict(R=64, BQ=block_q, LSE=part_lse is not None)
+        options = dict(num_warps=block_q // 16, num_stages=1) | registers("many", call)
+        start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
+
+    wanted = cdiv(2 * processors(call.q.device), programs)
+    return Plan(launch, max(1, min(wanted, call.max_seq_len // 512)))
+
+
+def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
+    """The kernel that takes everything: whole caches, plain keys and values, or the sinks of a cache alone."""
+    q, source = call.q, call.source
+    heads, head_size = q.shape[1:]
+    cache = source if isinstance(source, PackedCache) else None
+    rope = call.rope_base is not None
+    if cache is None:
+        # The sizes of packed keys go unused; no head is too odd for them.
+        layout = Layout(RotateKVOptions(head_group=1), heads, 64, source.v.shape[2])
+        constants = sizes(layout, None, q.dtype) | dict(D=head_size)
+        plain_k, plain_v = rows(source.k), rows(source.v)
+    else:
+        layout = cache.layout
+        constants = sizes(layout, cache.channel_order, cache.dtype)
+        plain_k, plain_v = cache.sink_k.flatten(0, 1), cache.sink_v.flatten(0, 1)
+    group, sinks = layout.options.head_group, 0 if cache is None else layout.options.sink_tokens
+    # Keys that are turned back take many registers: with more channels than these a program does one head's.
+    of_program = 1 if call.many or (keys_back and group * head_size > 256) else group
+    block_q = 64 if call.many else 16 // of_program
+    whole_heads = layout.value_size % constants["V_BLOCK"] == 0 and of_program == 1
+    values_out = layout.value_size // constants["V_BLOCK"] if whole_heads else constants["V_BLOCKS"]
+    width = min(constants["K_BLOCK"], head_size // 2 if rope else head_size)
+    packed_part = cache is not None and not sinks_only
+    slots = call.slots(block_q)
+    tiles = cdiv(call.max_seq_len, constants["R"])
+
+    def launch(part, part_lse, splits):
+        packed = {} if cache is None else cache.packed
+        order = None if cache is None else cache.channel_order
+        rotatekv_attention_fwd_kernel[(slots, heads // of_program, splits)](
+            q, q.stride(0), q.stride(1), call.q_offsets, source.seq_offsets.contiguous(),
+            None if cache is None else cache.page_offsets, None if cache is None else cache.page_table, order,
+            inverse(order), packed.get("k_codes"), packed.get("k_scales"), packed.get("k_zeros"),
+            packed.get("k_bitmap"), packed.get("v_codes"), packed.get("v_scales"), packed.get("v_zeros"),
+            plain_k, plain_k.stride(0), plain_k.stride(1), plain_v, plain_v.stride(0), plain_v.stride(1),
+            *call.bias_arguments(), *call.angles(sinks), part, part_lse, call.q_offsets.shape[0] - 1, sinks,
+            q.shape[0], splits, call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
+            **constants, **call.constants(), OFFSET=code_offset(layout.options.bits, q.dtype, layout.sparse),
+            PACKED=packed_part, PLAIN=cache is None or sinks > 0, SINKS=cache is not None, KEYS_BACK=keys_back,
+            SCALED_WEIGHTS=packed_part and not call.many, HEADS=of_program, BQ=block_q, OW=width, PAD=max(16, width),
+            P_PAD=padded_head(head_size // 2 if rope else head_size), OUT_V=values_out,
+            PRECISION=precision(q.dtype), LSE=part_lse is not None, num_warps=4, num_stages=2,
+        )  # fmt: skip
+
+    # Enough programs for several on each processor, none with less than 8 tiles.
+    wanted = cdiv(12 * processors(q.device), slots * heads // of_program)
+    return Plan(launch, max(1, min(wanted, tiles // 8)))
+
+
+@current
+def attention(
+    q: Tensor,
+    q_offsets: Tensor,
+    source: PackedCache | Plain,
+    max_seq_len: int,
+    *,
+    softmax: bool,
+    alpha: float,
+    bias: RelativeBias,
+    rope_base: float | None,
+    return_lse: bool,
+    way: str | None = None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(out [Tq, H, V], log-sum-exp [Tq, H] or None) of queries against a cache or plain keys and values.
+
+    way: "few" and "many" for the kernels of those files, "queries" and "keys" for that of attention.py, which takes
+    everything, with queries or keys rotated; only one of `ways`. splits: the parts into which a history is cut. By
+    default what is faster.
+    """
+    cache = source if isinstance(source, PackedCache) else None
+    value_size = source.v.shape[2] if cache is None else cache.layout.value_size
+    check_kernel("rotatekv_attention", q, {"D": q.shape[2], "V": value_size})
+    q = rows(q)
+    queries, heads, _ = q.shape
+    out = torch.empty(queries, heads, value_size, dtype=q.dtype, device=q.device)
+    lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device) if return_lse else None
+    if queries == 0:
+        return out, lse
+    bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
+    call = Call(q, q_offsets.contiguous(), source, max_seq_len, softmax, float(alpha), bias, rope_base)
+    if way is None:
+        sequences = q_offsets.shape[0] - 1
+        wanted = ("few", "queries", "keys")
+        if queries >= GENERAL_MANY_QUERIES * sequences:
+            wanted = ("many", "keys")
+        elif queries >= MANY_QUERIES * sequences:
+            wanted = ("many", "queries", "keys")
+        able = ways(source, q.dtype, alpha, rope_base is not None)
+        way = next(x for x in wanted if x in able)
+    plan = few(call) if way == "few" else many(call) if way == "many" else general(call, way == "keys")
+    splits = splits or plan.splits
+    # The kernels for few and for many leave the sinks to the general one: a part of their own.
+    sinks = cache is not None and cache.layout.options.sink_tokens > 0 and way in ("few", "many")
+    parts = splits + sinks
+    part, part_lse = out, lse
+    if parts > 1:
+        part = out.new_empty(parts, queries, heads, value_size, dtype=torch.float32)
+        part_lse = part.new_empty(parts, queries, heads) if softmax else None
+    plan.launch(part, part_lse, splits)
+    if sinks:
+        last = None if part_lse is None else part_lse[splits]
+        general(call, keys_back=True, sinks_only=True).launch(part[splits], last, 1)
+    if parts > 1:
+        arguments = (part, part_lse, out, lse, queries * heads, parts)
+        constants = dict(V=value_size, PAD=next_power_of_2(value_size), ROWS=16, SOFTMAX=softmax, LSE=return_lse)
+        start(rotatekv_attention_merge_kernel, cdiv(queries * heads, 16), arguments, constants, dict(num_warps=4),
+              launch_key(arguments))  # fmt: skip
+    return out, lse
