@@ -17,7 +17,13 @@ import torch
 from tests.operators import MOST_BYTES, NAMES, draw, operator
 
 # Failures that the campaign found, as it printed them: (operator, case).
-FIXED: list[tuple[str, dict]] = []
+FIXED: list[tuple[str, dict]] = [
+    ("htree", {
+        "lengths": [1], "spare": 0, "group": 16, "kv_heads": 2, "head_size": 32, "value_size": 7, "rate": 3, "top_k": 8,
+        "scale": None, "dtype": "float32", "offsets": "int32", "contiguous": False, "deterministic": False,
+        "seed": 326397,
+    }),
+]  # fmt: skip
 # Each process runs every operator once, so that all of them end at the same time.
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 GIB = 1024**3
@@ -33,6 +39,8 @@ def campaign(name: str, device: str, seconds: float, seed: str) -> tuple[int, fl
         cases += 1
         if error := attempt(module, device, case):
             failed.append(f"({name!r}, {case!r}),  # {error}")
+            if "CUDA error" in error:  # the process can compute nothing more, see conftest.py
+                raise RuntimeError("\n".join(failed))
         if device == "cuda":
             taken = torch.cuda.max_memory_allocated() / GIB
             most = max(most, taken)
@@ -47,12 +55,12 @@ def campaign(name: str, device: str, seconds: float, seed: str) -> tuple[int, fl
 def attempt(module, device: str, case: dict) -> str:
     """What is wrong with a case, in a line; empty if nothing is. Nothing of it stays on the device."""
     try:
-        module.check(device, **case)
-        if device == "cuda":
-            torch.cuda.synchronize()  # what a kernel did wrong is this case's
+        try:
+            module.check(device, **case)
+        finally:
+            if device == "cuda":
+                torch.cuda.synchronize()  # what a kernel did wrong is this case's, also where it was seen otherwise
     except Exception as error:
-        if "CUDA error" in str(error):  # the process can compute nothing more, see conftest.py
-            raise RuntimeError(f"{case!r}: {error}") from error
         return f"{type(error).__name__}: {error}"[:300].replace("\n", " ")
     return ""
 

@@ -6,7 +6,7 @@ a head group (head_group).
 Source: RotateKV (IJCAI 2025, arXiv 2501.16383), Mustafar (arXiv 2505.22913).
 """
 
-from typing import Self
+from typing import Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -27,6 +27,26 @@ from hstu_sparse.validation import (
 )
 
 MOST_HADAMARD = 4096
+
+
+class CacheOptions(TypedDict, total=False):
+    """How keys and values are packed: see `rotatekv_compress`."""
+
+    bits: int
+    head_group: int
+    quant_group: int
+    sparsity: float
+    sink_tokens: int
+
+
+class AttentionOptions(TypedDict, total=False):
+    """What attention does: see `rotatekv_attention`."""
+
+    activation: str
+    alpha: float | None
+    bias: RelativeBias | None
+    rope_base: float | None
+    return_lse: bool
 
 
 def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
@@ -227,13 +247,9 @@ def rotatekv_round_trip(
     v: Tensor,
     seq_offsets: Tensor,
     *,
-    bits: int = 2,
-    head_group: int = 2,
-    quant_group: int = 64,
-    sparsity: float = 0.0,
-    sink_tokens: int = 0,
     channel_order: Tensor | None = None,
     backend: str = "auto",
+    **options: Unpack[CacheOptions],
 ) -> tuple[Tensor, Tensor]:
     """(k [T, H, D], v [T, H, V]) as a cache would give them back, without a cache and without waiting for the device.
 
@@ -241,17 +257,19 @@ def rotatekv_round_trip(
     Arguments and errors: as `rotatekv_compress`.
     """
     sizes = _check_kv(k, v, seq_offsets)
-    options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens)
-    layout = Layout(options, sizes["H"], sizes["D"], sizes["V"])
+    given = RotateKVOptions(**options)
+    layout = Layout(given, sizes["H"], sizes["D"], sizes["V"])
     channel_order = _check_order(channel_order, layout, k.device, wait=False)
     if choose_backend(backend, k, "rotatekv_round_trip") == "reference":
         position = torch.arange(sizes["T"], device=k.device)
         position = position - seq_offsets[sequence_ids(seq_offsets, sizes["T"])]
-        return reference.round_trip_reference(k, v, position < sink_tokens, layout, channel_order)
+        return reference.round_trip_reference(k, v, position < given.sink_tokens, layout, channel_order)
     from hstu_sparse.rotatekv.launchers import round_trip_operator
 
-    return round_trip_operator(k, v, seq_offsets, channel_order, bits, head_group, quant_group, options.sparsity,
-                               sink_tokens)  # fmt: skip
+    return round_trip_operator(
+        k, v, seq_offsets, channel_order, given.bits, given.head_group, given.quant_group, float(given.sparsity),
+        given.sink_tokens,
+    )  # fmt: skip
 
 
 def rotatekv_decompress(cache: RotateKVCache, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
@@ -315,12 +333,13 @@ def rotatekv_attention(
         tokens = int(cache.seq_offsets[-1])
     sizes = {"H": cache.layout.heads, "D": cache.layout.head_size}
     call = _check_attention(
-        q, q_offsets, sizes, tokens, cache.seq_offsets, max_seq_len, activation, alpha, bias, rope_base, return_lse
-    )
+        q, q_offsets, sizes, tokens, cache.seq_offsets, max_seq_len, activation=activation, alpha=alpha, bias=bias,
+        rope_base=rope_base, return_lse=return_lse,
+    )  # fmt: skip
     if q.dtype != cache.dtype:
         raise TypeError(f"q must be {cache.dtype} as the cache, got {q.dtype}")
     chosen = choose_backend(backend, q, "rotatekv_attention")
-    return _attend(q, q_offsets, cache, max_seq_len, call, return_lse, chosen)
+    return _attend(q, q_offsets, cache, max_seq_len, call, chosen)
 
 
 def mustafar_decompress_with_hadamard_inverse(cache: RotateKVCache, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
@@ -336,12 +355,8 @@ def mustafar_attention_with_rope(
     seq_offsets: Tensor,
     max_seq_len: int,
     *,
-    activation: str = "silu",
-    alpha: float | None = None,
-    bias: RelativeBias | None = None,
-    rope_base: float | None = None,
-    return_lse: bool = False,
     backend: str = "auto",
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The second stage: `rotatekv_attention` on keys and values that the first has unpacked.
 
@@ -355,13 +370,11 @@ def mustafar_attention_with_rope(
     check_jagged(seq_offsets, max_seq_len, k=k, v=v)
     check_some(sizes, "H", "D", "V")
     tokens = sizes.pop("T")
-    call = _check_attention(
-        q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, activation, alpha, bias, rope_base, return_lse
-    )
+    call = _check_attention(q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, **options)
     if q.dtype != k.dtype:
         raise TypeError(f"q must be {k.dtype} as k, got {q.dtype}")
     chosen = choose_backend(backend, q, "mustafar_attention_with_rope")
-    return _attend(q, q_offsets, (k, v, seq_offsets), max_seq_len, call, return_lse, chosen)
+    return _attend(q, q_offsets, (k, v, seq_offsets), max_seq_len, call, chosen)
 
 
 def _check_cache(cache) -> None:
@@ -370,8 +383,9 @@ def _check_cache(cache) -> None:
 
 
 def _check_attention(
-    q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, activation, alpha, bias, rope_base, return_lse
-) -> dict:
+    q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, *, activation="silu", alpha=None, bias=None, rope_base=None,
+    return_lse=False,
+) -> dict:  # fmt: skip
     """The options of an attention call, complete."""
     sizes = {letter: size for letter, size in sizes.items() if letter != "V"}
     check_tensor("q", q, "Tq H D", sizes, device=seq_offsets.device)
@@ -388,14 +402,17 @@ def _check_attention(
         if sizes["D"] % 2:
             raise ValueError(f"rope_base needs an even head size, got D={sizes['D']}")
     bias = check_bias(bias, max_seq_len + 1, tokens, q.device, query_tokens=sizes["Tq"], longer=True)
-    return dict(activation=activation, alpha=check_scale(alpha, sizes["D"]), bias=bias, rope_base=rope_base)
+    alpha = check_scale(alpha, sizes["D"])
+    return dict(activation=activation, alpha=alpha, bias=bias, rope_base=rope_base, return_lse=return_lse)
 
 
 @torch.no_grad()
-def _attend(q, q_offsets, source, max_seq_len, call, return_lse, chosen):
+def _attend(q, q_offsets, source, max_seq_len, call, chosen):
+    return_lse = call["return_lse"]
     if chosen == "reference":
         if isinstance(source, RotateKVCache):
             source = (*reference.decompress_reference(source), source.seq_offsets)
+        del call["return_lse"]
         out, lse = reference.attention_reference(q, q_offsets, *source, max_seq_len, **call)
     else:
         from hstu_sparse.rotatekv import launch_attention
@@ -403,7 +420,5 @@ def _attend(q, q_offsets, source, max_seq_len, call, return_lse, chosen):
         if not isinstance(source, RotateKVCache):
             source = launch_attention.Plain(*source)
         softmax = call.pop("activation") == "softmax"
-        out, lse = launch_attention.attention(
-            q, q_offsets, source, max_seq_len, softmax=softmax, return_lse=return_lse, **call
-        )
+        out, lse = launch_attention.attention(q, q_offsets, source, max_seq_len, softmax=softmax, **call)
     return (out, lse.float()) if return_lse else out

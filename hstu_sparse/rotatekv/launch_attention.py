@@ -56,6 +56,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@functools.lru_cache(maxsize=64)
 def whole_blocks(layout: Layout, dtype: torch.dtype) -> bool:
     """Whether `few` and `many` take a cache: 2 or 4 bits of 16-bit numbers, unpruned, in whole blocks."""
     keys, values = layout.keys, layout.values

@@ -17,7 +17,7 @@ from hstu_sparse.rotatekv.encode import rotatekv_compress_kernel
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.validation import check_kernel
 
-COMPRESS = (64, 4)  # most tokens of a program that compresses, and its warps
+COMPRESS = (16, 2)  # most tokens of a program that compresses, and its warps
 LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}  # what a 16-bit type's mantissa holds beside its first bit
 
 
@@ -36,13 +36,18 @@ def tile_tokens(layout: Layout, dtype: torch.dtype) -> int:
 
 def sizes(layout: Layout, order: Tensor | None, dtype: torch.dtype) -> dict:
     """The constants that all kernels on a cache have in common."""
+    return dict(_sizes(layout, order is not None, dtype))
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(layout: Layout, ordered: bool, dtype: torch.dtype) -> dict:
     keys, values = layout.keys, layout.values
     return dict(
         HG=layout.head_groups, G=layout.options.head_group, D=layout.head_size, V=layout.value_size, PAGE=layout.page,
         BITS=layout.options.bits, K_BLOCK=keys.block, K_BLOCKS=keys.blocks, K_WORDS=keys.words, K_GROUPS=keys.groups,
         KEPT=layout.kept, KEPT_WORDS=layout.shapes(0)["k_codes"][-1] if layout.sparse else 0, V_BLOCK=values.block,
         V_BLOCKS=values.blocks, V_WORDS=values.words, V_GROUPS=values.groups, SPARSE=layout.sparse,
-        HAS_ORDER=order is not None, R=tile_tokens(layout, dtype),
+        HAS_ORDER=ordered, R=tile_tokens(layout, dtype),
     )  # fmt: skip
 
 

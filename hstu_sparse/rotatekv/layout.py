@@ -15,6 +15,7 @@ channels' codes are packed one after another, every token having as many of them
 """
 
 import dataclasses
+import functools
 import math
 
 from hstu_sparse.launch import cdiv, next_power_of_2
@@ -110,11 +111,11 @@ class Layout:
     def head_groups(self) -> int:
         return self.heads // self.options.head_group
 
-    @property
+    @functools.cached_property
     def keys(self) -> Side:
         return Side.of(self.head_size * self.options.head_group, self.options.quant_group, self.options.bits)
 
-    @property
+    @functools.cached_property
     def values(self) -> Side:
         return Side.of(self.value_size * self.options.head_group, self.options.quant_group, self.options.bits)
 

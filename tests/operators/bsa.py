@@ -14,14 +14,14 @@ GATES = ("g_cmp", "g_slc", "g_swa")
 SPILLS = {
     "bsa_select_bwd_dkv_kernel": 320,
     "bsa_compress_bwd_dkv_kernel": 256,
-    "bsa_query_bwd_dq_kernel": 192,  # none on Hopper
+    "bsa_query_bwd_dq_kernel": 352,  # none on Hopper
     "bsa_query_fwd_kernel": 8,
 }
 # Three TF32 products for one, and a sort of 64 groups by 64 scores without matrix instructions.
 FP32_SPILLS = {
     "bsa_select_bwd_dkv_kernel": 1088,
-    "bsa_compress_bwd_dkv_kernel": 16,
-    "bsa_query_bwd_dq_kernel": 112,
+    "bsa_compress_bwd_dkv_kernel": 64,
+    "bsa_query_bwd_dq_kernel": 512,
     "bsa_choose_fwd_kernel": 320,
 }
 # Biases keep more of a tile alive at a time.

@@ -22,8 +22,8 @@ SPILLS = {
     "rotatekv_attention_fwd_kernel": 704,
     "rotatekv_round_trip_kernel": 640,
     "rotatekv_compress_kernel": 128,
-    "rotatekv_few_fwd_kernel": 256,
-    "rotatekv_many_fwd_kernel": 640,
+    "rotatekv_few_fwd_kernel": 384,
+    "rotatekv_many_fwd_kernel": 1536,
 }
 
 
@@ -242,7 +242,7 @@ def launches():
         case("attention", splits=3, attend=dict(softmax=True)),
         case("attention", attend=biased, **small),
         case("attention", bits=4, sink_tokens=4, **small),
-        case("attention", attend=dict(rope_base=10000.0)),
+        case("attention", attend=dict(rope_base=10000.0), architectures=(90,)),
         case("attention", queries=128, attend=dict(softmax=True)),
         case("attention", queries=16, bits=4, dtype=torch.float16, attend=biased, architectures=(90,)),
         case("attention", queries=128, attend=dict(rope_base=10000.0), architectures=(90,)),
