@@ -4,7 +4,7 @@
     python benchmarks/bsa.py bsa.jsonl                     the length from which each group size beats the dense kernel
 
 The standard cases: 131,072 tokens in sequences of one length, 4 heads of 128, bf16, blocks of 64, 16 of them chosen, no
-window; query groups of 1, 2, 16 and 64 tokens, and groups of 2 and 64 with both biases and in the deterministic mode.
+window; query groups of 1, 2, 16 and 64 tokens, without and with both biases; groups of 2 and 64 also deterministic.
 """
 
 import functools
@@ -18,10 +18,13 @@ from run import Case
 
 LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
 GROUPS = [1, 2, 16, 64]
+MODES = {"plain": "", "biased": ", both biases", "deterministic": ", deterministic"}
 DENSE, DENSE_BIASED = "dense", "dense, both biases"
 
 
 def add_arguments(parser):
+    parser.add_argument("--groups", type=lambda x: [int(n) for n in x.split(",")], default=GROUPS)
+    parser.add_argument("--modes", type=lambda x: x.split(","), default=list(MODES), help=" ".join(MODES))
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-size", type=int, default=128)
@@ -151,19 +154,19 @@ def cases(arguments):
             dtype=arguments.dtype, block_size=arguments.block_size, block_counts=arguments.block_counts,
             window_size=arguments.window_size,
         )  # fmt: skip
-        for group in GROUPS:
+        for group in arguments.groups:
             options = dict(
                 block_size=arguments.block_size, block_counts=arguments.block_counts,
                 window_size=arguments.window_size, selection_group=group,
             )  # fmt: skip
-            for deterministic, biased in (
-                ((False, False), (False, True), (True, False)) if group in (2, 64) else ((False, False),)
-            ):
-                more = (", both biases" if biased else "") + (", deterministic" if deterministic else "")
+            for mode in arguments.modes:
+                if mode == "deterministic" and group not in (2, 64):
+                    continue
+                biased = mode == "biased"
                 yield Case(
-                    f"bsa, groups of {group}" + more,
+                    f"bsa, groups of {group}" + MODES[mode],
                     described,
-                    functools.partial(run_bsa, shape, options, deterministic, biased),
+                    functools.partial(run_bsa, shape, options, mode == "deterministic", biased),
                     functools.partial(check, arguments.heads, arguments.head_size, dtype, biased, *options.items()),
                 )
         yield Case(DENSE, described, functools.partial(run_dense, shape, False))

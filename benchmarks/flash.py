@@ -17,28 +17,31 @@ from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
 from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets
 
 LENGTHS = [4096, 16384]
-# BLOCK_M, BLOCK_N, num_warps, num_stages, and: maxnreg of fwd, WGMMA of dq, TMA of dkv.
+
+
+def tiles(m: int, n: int, warps: int, stages: int, **more) -> dict:
+    return dict(BLOCK_M=m, BLOCK_N=n, TMA=True, num_warps=warps, num_stages=stages) | more
+
+
 SWEEP = {
     "fwd": [
-        (128, 128, 8, 2, None),
-        (128, 64, 8, 2, None),
-        (128, 64, 8, 3, None),
-        (128, 32, 8, 3, 128),
-        (64, 64, 4, 2, None),
-        (64, 128, 4, 2, None),
-        (64, 64, 4, 2, 168),
-        (64, 32, 4, 3, 168),
+        tiles(128, 32, 8, 3, STEADY=True, maxnreg=128),
+        tiles(128, 32, 8, 3, maxnreg=128),
+        tiles(64, 32, 4, 3, maxnreg=168),
+        tiles(64, 64, 4, 2),
+        tiles(128, 128, 8, 2),
+        tiles(128, 128, 8, 2, TMA=False),
     ],
-    "dq": [(64, 32, 4, 3, True), (64, 64, 4, 2, False), (64, 64, 4, 2, True), (128, 32, 8, 3, True)],
-    "dkv": [
-        (64, 64, 4, 2, True),
-        (32, 64, 4, 2, True),
-        (32, 64, 4, 3, True),
-        (64, 128, 8, 2, True),
-        (32, 128, 8, 2, True),
+    "dq": [
+        tiles(64, 64, 4, 3, WGMMA=True),
+        tiles(64, 64, 4, 2, WGMMA=True),
+        tiles(64, 32, 4, 3, WGMMA=True),
+        tiles(64, 32, 4, 3, WGMMA=True, TMA=False),
+        tiles(64, 64, 4, 2, WGMMA=False),
+        tiles(128, 64, 8, 2, WGMMA=True),
     ],
+    "dkv": [tiles(64, 64, 4, 2), tiles(64, 64, 4, 3), tiles(64, 128, 8, 2), tiles(32, 64, 4, 2), tiles(32, 64, 4, 3)],
 }
-LAST = {"fwd": "maxnreg", "dq": "WGMMA", "dkv": "TMA"}
 
 
 def add_arguments(parser):
@@ -123,9 +126,6 @@ def kernel(part, config, tokens, length, heads, size, dtype):
     from hstu_sparse.ring.flash.launch import Launch
     from hstu_sparse.ring.flash.problem import Layout, Options
 
-    m, n, warps, stages, last = config
-    config = dict(BLOCK_M=m, BLOCK_N=n, num_warps=warps, num_stages=stages)
-    config |= {} if last is None else {LAST[part]: last}
     q, k, v = (x.detach() for x in inputs([length] * (tokens // length), heads, size, dtype))
     offsets = make_offsets([length] * (tokens // length), device="cuda")
     launch = Launch(q, k, v, Layout(offsets, offsets), Options(size**-0.5, -1, 0))

@@ -269,7 +269,10 @@ def table(source: Path) -> None:
 
 
 def plot(source: Path, target: Path) -> None:
-    """A group of stacked bars for each N, one bar a kind; the line above is the step's time."""
+    """A group of stacked bars for each N, one bar a kind; the line above is the step's time.
+
+    Records with a `note` were disturbed: no line.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -286,7 +289,12 @@ def plot(source: Path, target: Path) -> None:
             heights = [record["parts_ms"][part] for record in group]
             axis.bar(names, heights, bottom=below, label=part)
             below = [a + b for a, b in zip(below, heights)]
-        axis.scatter(names, [record["ms"] for record in group], marker="_", s=300, color="black", label="step")
+        alone = [record for record in group if "note" not in record]
+        if alone:
+            steps = [record["ms"] for record in alone]
+            axis.scatter(
+                [record["attention"] for record in alone], steps, marker="_", s=300, color="black", label="step"
+            )
         axis.set(title=f"N = {length:,}", ylabel="ms")
         axis.tick_params(axis="x", rotation=60)
         axis.grid(alpha=0.3, axis="y")

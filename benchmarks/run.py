@@ -79,7 +79,8 @@ def environment() -> dict:
     }
 
 
-def measure(op: str, cases, *, warmup: int, repeats: int, emit: Callable[[dict], None]) -> None:
+def measure(op: str, cases, *, warmup: int, repeats: int, emit: Callable[[dict], None], parts=None) -> None:
+    """parts: names of those to time, None for all."""
     described = environment()
     for case in cases:
         record = {"op": op, "name": case.name, **case.shape, **described}
@@ -91,6 +92,8 @@ def measure(op: str, cases, *, warmup: int, repeats: int, emit: Callable[[dict],
                 record["checked"] = True
             torch.cuda.empty_cache()
             for part, function in case.setup().items():
+                if parts and part not in parts:
+                    continue
                 result = time_call(function, warmup=warmup, repeats=repeats)
                 if part in case.flops:
                     result["tflops"] = round(case.flops[part] / result["ms"] / 1e9, 1)
@@ -142,6 +145,7 @@ def main() -> None:
     parser.add_argument("--op", help="which operator: a module of this folder")
     parser.add_argument("--lengths", type=lambda x: [int(n) for n in x.split(",")], help="sequence lengths")
     parser.add_argument("--only", type=lambda x: x.split(","), help="names of the cases to run")
+    parser.add_argument("--parts", type=lambda x: x.split(","), help="of each case, like fwd+bwd; all by default")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=pathlib.Path, help="append the JSON lines here too; with --plot, the PNG")
@@ -170,7 +174,7 @@ def main() -> None:
             file.flush()
 
     cases = (c for c in module.cases(arguments) if not arguments.only or c.name in arguments.only)
-    measure(chosen, cases, warmup=arguments.warmup, repeats=arguments.repeats, emit=emit)
+    measure(chosen, cases, warmup=arguments.warmup, repeats=arguments.repeats, emit=emit, parts=arguments.parts)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hstu_sparse import bsa_attention
-from hstu_sparse.relative_bias import bucket_edges, time_bucket
+from hstu_sparse import bsa_attention, bsa_plan
+from hstu_sparse.relative_bias import RelativeBias, bucket_edges, time_bucket
 from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.operators.bsa import check
 
@@ -177,3 +177,53 @@ def test_unsupported_options_name_the_way_out():
         attention(offsets, N, shape, backend="triton")(**wide)
     with pytest.raises(TypeError, match="float64"):
         attention(offsets, N, shape, backend="triton")(**{n: x.double() for n, x in inputs.items()})
+
+
+def biased(lengths, N):
+    """(arguments, RelativeBias) of a call with both biases."""
+    inputs, offsets, N, shape = problem(lengths, N, 16, 2, 0, 2, 1, 16, 16)
+    q, k, v, g_cmp, g_slc = inputs.values()
+    times = make_timestamps(lengths)
+    return (q, k, v, offsets, N, (g_cmp, g_slc, None)), shape, RelativeBias(torch.randn(N), torch.randn(9), times)
+
+
+def test_layers_that_share_a_plan_compute_it_once(monkeypatch):
+    from hstu_sparse.bsa import plan
+
+    kernel, launches = plan.bsa_times_kernel, []
+
+    class Counted:
+        def __getitem__(self, grid):
+            launches.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(plan, "bsa_times_kernel", Counted())
+    (q, *rest), shape, bias = biased((37, 21), 40)
+    alone = bsa_attention(q, *rest, **shape, bias=bias, backend="triton")
+    made = bsa_plan(q, *rest[2:4], block_size=16, bias=bias, backend="triton")
+    launches.clear()
+    out = q.requires_grad_()
+    for layer in range(2):
+        out = bsa_attention(out, *rest, **shape, bias=bias, backend="triton", plan=made)
+        assert layer or torch.equal(out, alone)
+    out.sum().backward()
+    assert launches == [] and q.grad.abs().sum() > 0
+
+
+def test_a_plan_that_does_not_fit_is_refused():
+    (q, *rest), shape, bias = biased((37, 21), 40)
+    made = bsa_plan(q, *rest[2:4], block_size=32, bias=bias, backend="triton")
+    with pytest.raises(ValueError, match=r"plan was made for .*block_size=32.* needs one for .*block_size=16"):
+        bsa_attention(q, *rest, **shape, bias=bias, backend="triton", plan=made)
+    with pytest.raises(ValueError, match="the reference takes none"):
+        bsa_attention(q, *rest, **shape, bias=bias, plan=made)
+    assert bsa_plan(q, *rest[2:4], block_size=16, bias=bias) is None
+
+
+@pytest.mark.parametrize("group", [2, 32])
+@pytest.mark.parametrize("gap", [1, 40, 4000, 10**7])
+def test_tiles_of_few_buckets(group, gap):
+    """Times at even distances, so that chosen blocks reach over none to four edges; blocks longer than fp32 counts."""
+    case = named("query-major, whole block")
+    case |= dict(lengths=(330,), max_seq_len=330, selection_group=group, block_counts=4)
+    check("cpu", **case, position=True, buckets=60, gap=gap)

@@ -33,6 +33,8 @@ def campaign(name: str, device: str, seconds: float, seed: str) -> tuple[int, fl
         cases += 1
         if error := attempt(module, device, case):
             failed.append(f"({name!r}, {case!r}),  # {error}")
+            if "CUDA error" in error:  # the process can compute nothing more, see conftest.py
+                raise RuntimeError("\n".join(failed))
         if device == "cuda":
             taken = torch.cuda.max_memory_allocated() / GIB
             most = max(most, taken)
@@ -47,12 +49,12 @@ def campaign(name: str, device: str, seconds: float, seed: str) -> tuple[int, fl
 def attempt(module, device: str, case: dict) -> str:
     """What is wrong with a case, in a line; empty if nothing is. Nothing of it stays on the device."""
     try:
-        module.check(device, **case)
-        if device == "cuda":
-            torch.cuda.synchronize()  # what a kernel did wrong is this case's
+        try:
+            module.check(device, **case)
+        finally:
+            if device == "cuda":
+                torch.cuda.synchronize()  # what a kernel did wrong is this case's, also where it was seen otherwise
     except Exception as error:
-        if "CUDA error" in str(error):  # the process can compute nothing more, see conftest.py
-            raise RuntimeError(f"{case!r}: {error}") from error
         return f"{type(error).__name__}: {error}"[:300].replace("\n", " ")
     return ""
 

@@ -171,7 +171,11 @@ def test_scores_kept_and_gathered_again_give_one_loss(monkeypatch):
         chosen = launch_loss.Launch(32, held, 4, 2, many)
         monkeypatch.setattr(launch_loss, "options", lambda *_, chosen=chosen: chosen)
         loss = indexer_loss(x["q"], x["k"], scores, indices, offsets, bias=bias, backend="triton")
-        found.append((loss.detach(), *torch.autograd.grad(loss, scores)))
+        padded = compute_index_loss_sparse(
+            x["q"][:6].view(2, 3, *x["q"].shape[1:]).transpose(1, 2), x["k"][:6].view(2, 3, -1),
+            scores[:6].view(2, 3, 50), indices[:6].view(2, 3, 50), 0.4, backend="triton",
+        )  # fmt: skip
+        found.append((loss.detach(), padded.detach(), *torch.autograd.grad(loss + padded, scores)))
     for others in found[1:]:
         torch.testing.assert_close(others, found[0])
 

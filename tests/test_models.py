@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from data.batches import Batch
-from models.attention.bsa import warn_if_too_short
+from models.attention.bsa import CROSSOVER, CROSSOVER_BIASED, warn_if_too_short
 from models.config import ModelConfig
 from models.hstu import SequenceModel
 
@@ -240,10 +240,33 @@ def test_batches_without_tokens_train(kind, sequences):
     assert model.item_weight.grad.abs().sum() == 0
 
 
-@pytest.mark.parametrize(("group", "length", "expected"), [(1, 200, "7,457"), (4, 200, "6,900"), (64, 3000, None)])
-def test_bsa_warns_where_dense_is_faster(group, length, expected, recwarn):
-    warn_if_too_short(length, group)
-    assert [expected in str(warning.message) for warning in recwarn] == ([True] if expected else [])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("group", "row"), [(1, 1), (4, 2), (64, 64)])
+def test_bsa_warns_where_dense_is_faster(group, row, biased, recwarn):
+    crossover = (CROSSOVER_BIASED if biased else CROSSOVER)[row]
+    warn_if_too_short(crossover, group, biased)
+    assert not list(recwarn)
+    warn_if_too_short(crossover - 1, group, biased)
+    (warning,) = recwarn
+    assert f"{crossover:,} tokens" in str(warning.message) and ("with biases" in str(warning.message)) == biased
+
+
+@pytest.mark.parametrize("tables", [(False, False), (True, False), (False, True)], ids=str)
+def test_bsa_warns_by_the_crossover_of_its_biases(tables, monkeypatch):
+    asked = []
+    monkeypatch.setattr("models.attention.bsa.warn_if_too_short", lambda *arguments: asked.append(arguments))
+    attention = KINDS["bsa"]["attention"] | dict(zip(("position_bias", "time_bias"), tables))
+    make_model("bsa", num_layers=1, attention=attention)
+    assert asked == [(CONFIG["max_seq_len"], 1, any(tables))]
+
+
+def test_bsa_layers_share_a_plan(monkeypatch):
+    calls = []
+    monkeypatch.setattr("hstu_sparse.bsa_plan", lambda *_, block_size, **__: calls.append(block_size))
+    batch, attention = make_batch([5, 3]), KINDS["bsa"]["attention"]
+    model = make_model("bsa", num_layers=3, attention=[attention | {"block_size": size} for size in (2, 4, 2)])
+    model(batch)
+    assert calls == [2, 4]
 
 
 def test_layers_of_different_kinds_mix():

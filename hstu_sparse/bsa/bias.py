@@ -34,8 +34,9 @@ from hstu_sparse.tiles import COMPILED, add_to
 BEHIND, BEFORE = 256, 128 * 128 + 256
 # Sums kept of each bucket's gradient, so that programs do not wait for another.
 LANES = tl.constexpr(64)
-# Entries behind the time table, which tiles of few buckets read or add to.
-BEYOND = MOST_EDGES.value + 4
+# Buckets whose sums are taken side by side, and entries behind the time table, which tiles read or add to.
+AT_ONCE = tl.constexpr(4)
+BEYOND = MOST_EDGES.value + AT_ONCE.value
 # Copies of the position table's gradient.
 COPIES = tl.constexpr(16)
 
@@ -53,6 +54,7 @@ class KernelBias(NamedTuple):
     query_low: object = None
     key_spans: object = None  # [NB, 4] fp32, of each block the earliest time (high, low) and the latest
     means: object = None  # [slots, blocks] int16, see `bsa_means_kernel`
+    summaries: object = None  # [slots, blocks / CHUNK] int32
     blocks: object = None
 
 
@@ -112,9 +114,9 @@ def prepare(
     backwards = None if backwards is None else backwards[origin:]
     if time is None:
         return KernelBias(backwards)
-    times, spans, means = plan
+    times, spans, means, summaries = plan
     steps, cells = bucket_steps(buckets - 1, device), bucket_cells(buckets - 1, device)
-    return KernelBias(backwards, padded, steps, cells, *times, spans, means, means.shape[1])
+    return KernelBias(backwards, padded, steps, cells, *times, spans, means, summaries, means.shape[1])
 
 
 def table_origin(N: int) -> int:
@@ -179,10 +181,14 @@ def load_origin(bias, slot):
 
 
 @triton.jit
-def position_tile(bias, rows, columns, ASM: tl.constexpr):
-    """The position's bias of a tile whose pairs are s - t = rows + columns (int64) apart; 0 without a table."""
+def position_tile(bias, apart, rows, columns, ASM: tl.constexpr):
+    """The position's bias of a tile whose pairs are s - t = apart + rows + columns apart; 0 without a table.
+
+    In 64 bits, and with `apart` one number, so that the compiler sees which neighbours read neighbouring addresses.
+    """
     if bias.position is not None:
-        return look_up(bias.position + rows[:, None], columns[None, :], ASM)
+        place = bias.position + tl.cast(apart, tl.int64)
+        return look_up(place + rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :], ASM)
     else:
         return tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
 
@@ -298,11 +304,12 @@ def add_time_gradient(
             apart = differences(bias, far, near, AXIS, FAR_QUERIES, ASM)
             sums = tables.time + least * LANES + tl.arange(0, grad.shape[0]) % LANES
             rest = tl.sum(grad, 1)
-            for bucket in range(least + 1, greatest + 1):
-                past = tl.sum(tl.where(apart >= tl.load(bias.steps + bucket), grad, 0.0), 1)
-                add_to(sums, rest - past, tables.scale)
-                rest = past
-                sums += LANES
+            for bucket in range(least + 1, greatest + 1, AT_ONCE):
+                for i in tl.static_range(AT_ONCE):
+                    past = tl.sum(tl.where(apart >= tl.load(bias.steps + bucket + i), grad, 0.0), 1)
+                    add_to(sums + i * LANES, rest - past, tables.scale, rest != past)
+                    rest = past
+                sums += AT_ONCE * LANES
             add_to(sums, rest, tables.scale)
         else:
             cell = tables.time + lowest * LANES + tl.arange(0, grad.shape[AXIS]) % LANES

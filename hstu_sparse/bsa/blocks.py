@@ -91,8 +91,7 @@ def bsa_choose_fwd_kernel(
             if SPLIT:
                 means = load_rows(kbar_low + (base * H + h) * D, j, H * D, j < candidates, D, BD)
                 score = tl.dot(queries, tl.trans(means), score)
-            place = (c * BS + BS // 2 - first).to(tl.int64)
-            added = position_tile(bias, place, tl.arange(0, BC).to(tl.int64) * BS, ASM)
+            added = position_tile(bias, 0, c * BS + BS // 2 - first, tl.arange(0, BC) * BS, ASM)
             rows = tl.where(j < candidates, start + j * BS + BS // 2, start)
             # A row's groups stand far apart: no tile is of one bucket.
             asked = tl.where(live, start + first, start)

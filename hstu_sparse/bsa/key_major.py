@@ -79,17 +79,21 @@ def find_listed_block(lists, offsets, bias, m_first, NB, H, B, CHUNK, BS: tl.con
 
 @triton.jit
 def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr):
-    """The BM queries from row `row` of a list on: (tokens, which there are, positions, and what `load_reach` finds).
+    """The BM queries from row `row` of a list on: (tokens, which there are, two parts of their positions, and what
+    `load_reach` finds).
 
-    Rows that are not there stand behind the block, where the position table has entries.
+    The parts are the first one's position and the others' distance from it, where they are consecutive, else 0 and all
+    positions. Rows that are not there stand behind the block, where the position table has entries.
     """
+    begin = 0
     if R >= BM:
-        place = lists.tokens + block.first + row // R
+        token = tl.load(lists.tokens + block.first + row // R) + row % R
         reaches = None if lists.reaches is None else lists.reaches + block.first + row // R
-        t = tl.load(place) + row % R + tl.arange(0, BM)
+        ahead = tl.arange(0, BM)
+        t = token + ahead
         live = t < block.stop
         reach = load_reach(reaches, None, BM)
-        position = (t - block.start).to(tl.int32)
+        begin = token - block.start.to(tl.int32)
     else:
         lane = row + tl.arange(0, BM)
         inside = lane < block.rows
@@ -97,21 +101,21 @@ def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.
         t = tl.load(lists.tokens + entry, mask=inside, other=0) + lane % R
         live = inside & (t < block.stop)
         reach = load_reach(None if lists.reaches is None else lists.reaches + entry, inside, BM)
-        position = tl.where(live, (t - block.start).to(tl.int32), block.begin + BS)
-    return t, live, position, reach
+        ahead = tl.where(live, (t - block.start).to(tl.int32), block.begin + BS)
+    return t, live, begin, ahead, reach
 
 
 @triton.jit
-def listed_bias(bias, block, t, position, reach, place, AXIS: tl.constexpr, ASM: tl.constexpr):
-    """The bias of listed queries and the keys at `place` of the block (the queries on the tile's axis AXIS), and what
+def listed_bias(bias, block, t, begin, ahead, reach, place, AXIS: tl.constexpr, ASM: tl.constexpr):
+    """The bias of listed queries and the keys at `place` of a block (the queries on the tile's axis AXIS), and what
     `add_time_gradient` wants: far to reaches.
     """
     s = block.begin + place
     found = t.to(tl.int64), block.start + s, block.origin, reach
     if AXIS == 0:
-        added = position_tile(bias, (block.begin - position).to(tl.int64), place.to(tl.int64), ASM)
+        added = position_tile(bias, block.begin - begin, -ahead, place, ASM)
     else:
-        added = position_tile(bias, s.to(tl.int64), -position.to(tl.int64), ASM)
+        added = position_tile(bias, block.begin - begin, place, -ahead, ASM)
     return add_time(added, bias, *found, AXIS, True, ASM), found
 
 
@@ -153,17 +157,17 @@ def bsa_select_fwd_kernel(
         keys = load_rows(k, key, k_stride_t, whole, D, BD)
         values = load_rows(v, key, v_stride_t, whole, V, BV)
     for row in range(0, block.rows, BM):
-        t, live, position, reach = listed_queries(lists, block, row, R, BM, BS)
+        t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS)
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         if BN == BS:
-            added, _ = listed_bias(bias, block, t, position, reach, key, 0, ASM)
+            added, _ = listed_bias(bias, block, t, begin, ahead, reach, key, 0, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             part = tl.dot(silu(score, FAST).to(values.dtype), values, input_precision=PRECISION)
         else:
             part = tl.zeros([BM, BV], tl.float32)
             for s in range(0, BS, BN):
                 some = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
-                added, _ = listed_bias(bias, block, t, position, reach, s + key, 0, ASM)
+                added, _ = listed_bias(bias, block, t, begin, ahead, reach, s + key, 0, ASM)
                 score = tl.dot(queries, tl.trans(some), input_precision=PRECISION) * alpha + added
                 some = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
                 part = tl.dot(silu(score, FAST).to(some.dtype), some, part, input_precision=PRECISION)
@@ -187,7 +191,7 @@ def bsa_select_bwd_dq_kernel(
     k += (block.start + block.begin) * k_stride_t + h * k_stride_h
     v += (block.start + block.begin) * v_stride_t + h * v_stride_h
     for row in range(0, block.rows, BM):
-        t, live, position, reach = listed_queries(lists, block, row, R, BM, BS)
+        t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS)
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         upstream = load_rows(do + h * do_stride_h, t, do_stride_t, live, V, BV)
         acc = tl.zeros([BM, BD], tl.float32)
@@ -195,7 +199,7 @@ def bsa_select_bwd_dq_kernel(
         for s in range(0, BS, BN):
             keys = load_rows(k + s * k_stride_t, place, k_stride_t, place < BN, D, BD)
             values = load_rows(v + s * v_stride_t, place, v_stride_t, place < BN, V, BV)
-            added, _ = listed_bias(bias, block, t, position, reach, s + place, 0, ASM)
+            added, _ = listed_bias(bias, block, t, begin, ahead, reach, s + place, 0, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
@@ -256,11 +260,14 @@ def bsa_select_bwd_dkv_kernel(
         q += h * q_stride_h
         do += h * do_stride_h
 
-    if chunk == 0:
-        end = block.begin + BS
-        if WINDOW:
-            end = tl.maximum(end, block.begin + offset + BN - 1 + window)
-        for c in range((block.begin + offset) // BM * BM, tl.minimum(end, length), BM):
+    end = block.begin + BS
+    if WINDOW:
+        end = tl.maximum(end, block.begin + offset + BN - 1 + window)
+    # Only the first chunk has queries of the block itself.
+    first = (block.begin + offset) // BM * BM
+    end = tl.where(chunk == 0, tl.minimum(end, length), first)
+    if first < end:  # see query_major.py
+        for c in range(first, end, BM):
             t = c + tl.arange(0, BM)
             live = t < length
             queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
@@ -273,30 +280,30 @@ def bsa_select_bwd_dkv_kernel(
                 swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
                 gate += tl.where(seen & (t[None, :] - s[:, None] < window), swa[None, :], 0.0)
             none = tl.zeros([BM], tl.int32)
-            added, _ = listed_bias(bias, block, start + t, t, (none, MOST_EDGES + 1, 0, 0), place, 1, ASM)
+            added, _ = listed_bias(
+                bias, block, start + t, c, tl.arange(0, BM), (none, MOST_EDGES + 1, 0, 0), place, 1, ASM
+            )
             acc_k, acc_v, _, _ = key_step(
                 acc_k, acc_v, keys, values, queries, upstream, gate, alpha, added, FAST, PRECISION
             )
 
-    for row in range(0, block.rows, BM):
-        t, live, position, reach = listed_queries(lists, block, row, R, BM, BS)
-        begin = 0
-        if R >= BM:
-            begin = tl.load(lists.tokens + block.first + row // R) + row % R
-        queries = load_tile(q, t, q_stride_t, live, begin, h * D, D, BD, TMA)
-        upstream = load_tile(do, t, do_stride_t, live, begin, h * V, V, BV, TMA)
-        token = t.to(tl.int64) * H + h
-        gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-        added, found = listed_bias(bias, block, t, position, reach, place, 1, ASM)
-        acc_k, acc_v, dscore, product = key_step(
-            acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, added, FAST, PRECISION
-        )
-        add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)
-        add_position_gradient(tables, pitch, dscore, position, s, 0)
-        if DQ:
-            part = tl.dot(tl.trans(dscore.to(keys.dtype)), keys, input_precision=PRECISION)
-            add_rows(dq + h * D, t, H * D, live, part * (alpha * inv_n), D, BD, True)
-            tl.atomic_add(dg_slc + token, tl.sum(product, 0) * inv_n, mask=live, sem="relaxed")
+    if block.rows > 0:
+        for row in range(0, block.rows, BM):
+            t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS)
+            queries = load_tile(q, t, q_stride_t, live, origin + begin, h * D, D, BD, TMA)
+            upstream = load_tile(do, t, do_stride_t, live, origin + begin, h * V, V, BV, TMA)
+            token = t.to(tl.int64) * H + h
+            gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
+            added, found = listed_bias(bias, block, t, begin, ahead, reach, place, 1, ASM)
+            acc_k, acc_v, dscore, product = key_step(
+                acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, added, FAST, PRECISION
+            )
+            add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)
+            add_position_gradient(tables, pitch, dscore, begin + ahead, s, 0)
+            if DQ:
+                part = tl.dot(tl.trans(dscore.to(keys.dtype)), keys, input_precision=PRECISION)
+                add_rows(dq + h * D, t, H * D, live, part * (alpha * inv_n), D, BD, True)
+                tl.atomic_add(dg_slc + token, tl.sum(product, 0) * inv_n, mask=live, sem="relaxed")
 
     acc_k *= alpha * inv_n
     acc_v *= inv_n
@@ -363,8 +370,7 @@ def bsa_compress_bwd_dkv_kernel(
     base = (start // BS + b) * H + h
     keys = load_rows(kbar + base * D, j, H * D, known, D, BD)
     values = load_rows(vbar + base * V, j, H * V, known, V, BV)
-    middle = j * BS + BS // 2
-    rows = tl.where(known, start + middle, start)
+    rows = tl.where(known, start + j * BS + BS // 2, start)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
@@ -380,9 +386,9 @@ def bsa_compress_bwd_dkv_kernel(
         upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
         cmp = tl.load(g_cmp + (start + t) * H + h, mask=live, other=0.0).to(tl.float32)
         gate = tl.where(j[:, None] < ((t + 1) // BS)[None, :], cmp[None, :], 0.0)
-        added = position_tile(bias, middle.to(tl.int64), -t.to(tl.int64), ASM)
+        added = position_tile(bias, i * BN * BS + BS // 2 - c, tl.arange(0, BN) * BS, -tl.arange(0, BM), ASM)
         if bias.time is not None:
-            reach = means_reach(bias, map_row(start, b, c, BS), i * BN, known & (j * BS + BS <= c + BM), BN, ASM)
+            reach = means_reach(bias, map_row(start, b, c, BS), i * BN, BN, ASM)
             asked = tl.load(bias.query_high + start + c), tl.load(bias.query_low + start + c)
             added = add_time(added, bias, rows, start + t, asked, reach, 0, False, ASM)
         acc_k, acc_v, _, _ = key_step(

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import proven
-from hstu_sparse.bsa.reach import LEAST_TILE, bsa_means_kernel, bucket_cells, span
+from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, bsa_means_kernel, bucket_cells, span
 from hstu_sparse.launch import cdiv
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.relative_bias import RelativeBias
@@ -38,13 +38,15 @@ class BlockPlan(NamedTuple):
 
     times  [4, at least T + MARGIN] fp32: the keys' high and low parts, the queries' high and low parts
     spans  [NB, 4] fp32: of each block's keys the earliest time (high, low) and the latest
-    means  [slots, at least N / BS] int16: of tiles of queries and blocks' middle tokens the buckets, see `means_reach`
+    means  [slots, at least N / BS] int16: of tiles of queries and blocks' middle tokens the lowest bucket
+    summaries  [slots, a CHUNK-th of that] int32: of CHUNK blocks together what `means_reach` gives behind it
     """
 
     purpose: Purpose
     times: torch.Tensor | None = None
     spans: torch.Tensor | None = None
     means: torch.Tensor | None = None
+    summaries: torch.Tensor | None = None
 
 
 @triton.jit
@@ -77,7 +79,7 @@ def bsa_times_kernel(offsets, timestamps, query_timestamps, times, spans, B, pit
 
 
 def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets):
-    times, spans, means = found = _fake_times(
+    times, spans, means, summaries = found = _fake_times(
         seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets
     )
     for x in found:  # what no program writes
@@ -88,8 +90,8 @@ def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, n
             seq_offsets, timestamps, query_timestamps, times, spans, num_seqs, pitch, BS=block_size, num_warps=1
         )
         bsa_means_kernel[(means.shape[0],)](
-            seq_offsets, times, bucket_cells(num_buckets, device), means, num_seqs, pitch, means.shape[1],
-            BS=block_size, TILE=max(block_size, LEAST_TILE.value), CHUNK=128, ASM=proven(device), num_warps=4,
+            seq_offsets, times, bucket_cells(num_buckets, device), means, summaries, num_seqs, pitch, means.shape[1],
+            BS=block_size, TILE=max(block_size, LEAST_TILE.value), ASM=proven(device), num_warps=1,
         )  # fmt: skip
     return found
 
@@ -97,12 +99,15 @@ def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, n
 def _fake_times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets):
     tokens, num_seqs = timestamps.shape[0], seq_offsets.shape[0] - 1
     new = seq_offsets.new_empty
-    # Rows stay multiples of 16 elements whatever T and N are: kernels are compiled anew where they do not.
-    blocks = cdiv(torch.sym_min(max_seq_len, tokens) // block_size + 1, 16) * 16
+    # Rows stay multiples of 16 elements whatever T and N are: kernels are compiled anew where they do not. Of blocks a
+    # tile may have 64.
+    blocks = cdiv(torch.sym_min(max_seq_len, tokens) // block_size + 1, 64) * 64
+    slots = tokens // max(block_size, LEAST_TILE.value) + num_seqs
     return [
         new(4, cdiv(tokens, 16) * 16 + MARGIN, dtype=torch.float32),
         new(tokens // block_size + num_seqs, 4, dtype=torch.float32),
-        new(tokens // max(block_size, LEAST_TILE.value) + num_seqs, blocks, dtype=torch.int16),
+        new(slots, blocks, dtype=torch.int16),
+        new(slots, blocks // CHUNK.value, dtype=torch.int32),
     ]
 
 

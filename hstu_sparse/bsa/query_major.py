@@ -7,6 +7,10 @@ Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key
 size, S blocks chosen per group, R tokens per group, BM queries and BN keys of a tile.
 
 SiLU has no normaliser, so a branch is its gate times a plain sum, and the gate can be multiplied into the weights.
+
+An `if` stands around each loop that adds to an accumulator, and none around that: where ptxas sees a path on which the
+accumulator may have been set by other instructions meanwhile, it waits for each of the tensor cores' instructions by
+itself (C7515).
 """
 
 from typing import NamedTuple
@@ -91,8 +95,8 @@ def means_bias(bias, asks, c, known, BN: tl.constexpr, BS: tl.constexpr, ASM: tl
     """The bias of a tile with the BN mean keys from block c on, and what `add_time_gradient` wants: far to reaches."""
     middle = (c + tl.arange(0, BN)) * BS + BS // 2
     rows = tl.where(known, asks.start + middle, asks.start)
-    reaches = means_reach(bias, asks.map_row, c, known, BN, ASM)
-    added = position_tile(bias, (c * BS + BS // 2 - asks.t).to(tl.int64), tl.arange(0, BN).to(tl.int64) * BS, ASM)
+    reaches = means_reach(bias, asks.map_row, c, BN, ASM)
+    added = position_tile(bias, c * BS + BS // 2, -asks.t, tl.arange(0, BN).to(tl.int64) * BS, ASM)
     found = rows, asks.start + asks.t, asks.asked, reaches
     return add_time(added, bias, *found, 1, False, ASM), found
 
@@ -101,7 +105,7 @@ def means_bias(bias, asks, c, known, BN: tl.constexpr, BS: tl.constexpr, ASM: tl
 def keys_bias(bias, asks, first, sought, reaches, BN: tl.constexpr, ASM: tl.constexpr):
     """The same with the BN keys from position `first` on."""
     column = tl.arange(0, BN).to(tl.int64)
-    added = position_tile(bias, (first - asks.t).to(tl.int64), column, ASM)
+    added = position_tile(bias, first, -asks.t, column, ASM)
     found = asks.start + asks.t, asks.start + first + column, sought, reaches
     return add_time(added, bias, *found, 0, True, ASM), found
 
@@ -120,7 +124,7 @@ def chosen_keys(bias, asks, indices, reaches, e, BM: tl.constexpr, BN: tl.conste
 
     indices, reaches: pointers to the queries' row.
     """
-    first = tl.load(indices + e // BS) * BS + e % BS
+    first = tl.multiple_of(tl.load(indices + e // BS) * BS + e % BS, BN)
     found = load_reach(None if reaches is None else reaches + e // BS, None, BM)
     sought = load_origin(bias, asks.block_row + first // BS)
     added, found = keys_bias(bias, asks, first, sought, found, BN, ASM)
@@ -151,15 +155,16 @@ def bsa_query_fwd_kernel(
     acc = tl.zeros([BM, BV], tl.float32)
 
     complete = (t + 1) // BS
-    for c in range(0, end // BS, BN):
-        j = c + tl.arange(0, BN)
-        known = j < end // BS
-        keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
-        added, _ = means_bias(bias, asks, c, known, BN, BS, ASM)
-        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
-        weight = tl.where(j[None, :] < complete[:, None], silu(score, FAST), 0.0)
-        means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-        acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
+    if end >= BS:  # see the head of this file
+        for c in range(0, end // BS, BN):
+            j = c + tl.arange(0, BN)
+            known = j < end // BS
+            keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
+            added, _ = means_bias(bias, asks, c, known, BN, BS, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
+            weight = tl.where(j[None, :] < complete[:, None], silu(score, FAST), 0.0)
+            means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
+            acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
     acc *= (tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS)[:, None]
 
     slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
@@ -170,16 +175,17 @@ def bsa_query_fwd_kernel(
         row = ((start // R + b + begin // R) * H + h) * S
         chosen, reached = indices + row, None if reaches is None else reaches + row
         count = tl.minimum(begin // BS + 1, S)
-        for e in range(0, count * BS, BN):
-            first, added, _ = chosen_keys(bias, asks, chosen, reached, e, BM, BN, BS, ASM)
-            s = first + tl.arange(0, BN)
-            known = s < end
-            keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
-            visible = known[None, :] & (s[None, :] <= t[:, None])
-            weight = tl.where(visible, silu(score, FAST) * slc[:, None], 0.0)
-            values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
-            acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+        if count > 0:
+            for e in range(0, count * BS, BN):
+                first, added, _ = chosen_keys(bias, asks, chosen, reached, e, BM, BN, BS, ASM)
+                s = first + tl.arange(0, BN)
+                known = s < end
+                keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
+                score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
+                visible = known[None, :] & (s[None, :] <= t[:, None])
+                weight = tl.where(visible, silu(score, FAST) * slc[:, None], 0.0)
+                values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
+                acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
     if WINDOW or not SELECT:
         swa = slc
@@ -187,15 +193,16 @@ def bsa_query_fwd_kernel(
         if WINDOW:
             swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
             nearest = band_start(begin, window, BS, BN, SELECT)
-        for c in range(nearest, end, BN):
-            s = c + tl.arange(0, BN)
-            known = s < end
-            keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-            added, _ = band_bias(bias, asks, c, known, BM, BN, BS, ASM)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
-            weight = silu(score, FAST) * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
-            values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-            acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+        if nearest < end:
+            for c in range(nearest, end, BN):
+                s = c + tl.arange(0, BN)
+                known = s < end
+                keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
+                added, _ = band_bias(bias, asks, c, known, BM, BN, BS, ASM)
+                score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
+                weight = silu(score, FAST) * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
+                values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
+                acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
     store_rows(out + (start * H + h) * V, t, H * V, live, acc * inv_n, V, BV)
 
@@ -229,23 +236,24 @@ def bsa_query_bwd_dq_kernel(
     cmp = tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS
     complete = (t + 1) // BS
     branch = tl.zeros([BM], tl.float32)
-    for c in range(0, end // BS, BN):
-        j = c + tl.arange(0, BN)
-        known = j < end // BS
-        keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
-        values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-        added, found = means_bias(bias, asks, c, known, BN, BS, ASM)
-        score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
-        dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-        weight, slope = silu_and_grad(score, FAST)
-        dweight = tl.where(j[None, :] < complete[:, None], dweight, 0.0)
-        branch += tl.sum(weight * dweight, 1)
-        grad = dweight * slope
-        acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-        grad *= cmp[:, None]
-        add_time_gradient(tables, grad, bias, *found, 1, False, ASM)
-        if tables.ahead is not None:
-            add_to(tables.ahead + (t[:, None] - (j * BS + BS // 2)[None, :]), grad, tables.scale)
+    if end >= BS:  # see the head of this file
+        for c in range(0, end // BS, BN):
+            j = c + tl.arange(0, BN)
+            known = j < end // BS
+            keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
+            values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
+            added, found = means_bias(bias, asks, c, known, BN, BS, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
+            dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
+            weight, slope = silu_and_grad(score, FAST)
+            dweight = tl.where(j[None, :] < complete[:, None], dweight, 0.0)
+            branch += tl.sum(weight * dweight, 1)
+            grad = dweight * slope
+            acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+            grad *= cmp[:, None]
+            add_time_gradient(tables, grad, bias, *found, 1, False, ASM)
+            if tables.ahead is not None:
+                add_to(tables.ahead + (t[:, None] - (j * BS + BS // 2)[None, :]), grad, tables.scale)
     acc *= cmp[:, None]
     tl.store(dg_cmp + token, branch * (BS * inv_n), mask=live)
 
@@ -256,21 +264,22 @@ def bsa_query_bwd_dq_kernel(
         row = ((start // R + b + begin // R) * H + h) * S
         chosen, reached = indices + row, None if reaches is None else reaches + row
         count = tl.minimum(begin // BS + 1, S)
-        for e in range(0, count * BS, BN):
-            first, added, found = chosen_keys(bias, asks, chosen, reached, e, BM, BN, BS, ASM)
-            s = first + tl.arange(0, BN)
-            known = s < end
-            keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
-            values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
-            dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-            weight, slope = silu_and_grad(score, FAST)
-            dweight = tl.where(known[None, :] & (s[None, :] <= t[:, None]), dweight, 0.0)
-            branch += tl.sum(weight * dweight, 1)
-            grad = dweight * slope * slc[:, None]
-            acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-            add_time_gradient(tables, grad, bias, *found, 0, True, ASM)
-            add_position_gradient(tables, pitch, grad, t, s, 1)
+        if count > 0:
+            for e in range(0, count * BS, BN):
+                first, added, found = chosen_keys(bias, asks, chosen, reached, e, BM, BN, BS, ASM)
+                s = first + tl.arange(0, BN)
+                known = s < end
+                keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
+                values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
+                score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
+                dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
+                weight, slope = silu_and_grad(score, FAST)
+                dweight = tl.where(known[None, :] & (s[None, :] <= t[:, None]), dweight, 0.0)
+                branch += tl.sum(weight * dweight, 1)
+                grad = dweight * slope * slc[:, None]
+                acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+                add_time_gradient(tables, grad, bias, *found, 0, True, ASM)
+                add_position_gradient(tables, pitch, grad, t, s, 1)
 
     if WINDOW or not SELECT:
         swa = slc
@@ -279,25 +288,28 @@ def bsa_query_bwd_dq_kernel(
         if WINDOW:
             swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
             nearest = band_start(begin, window, BS, BN, SELECT)
-        for c in range(nearest, end, BN):
-            s = c + tl.arange(0, BN)
-            known = s < end
-            keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-            values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-            added, found = band_bias(bias, asks, c, known, BM, BN, BS, ASM)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
-            dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-            weight, slope = silu_and_grad(score, FAST)
-            visible = s[None, :] <= t[:, None]
-            if not SELECT:
-                branch += tl.sum(tl.where(visible & (s[None, :] // BS == t[:, None] // BS), weight * dweight, 0.0), 1)
-            if WINDOW:
-                near = visible & (t[:, None] - s[None, :] < window)
-                window_branch += tl.sum(tl.where(near, weight * dweight, 0.0), 1)
-            grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
-            acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-            add_time_gradient(tables, grad, bias, *found, 0, True, ASM)
-            add_position_gradient(tables, pitch, grad, t, s, 1)
+        if nearest < end:
+            for c in range(nearest, end, BN):
+                s = c + tl.arange(0, BN)
+                known = s < end
+                keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
+                values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
+                added, found = band_bias(bias, asks, c, known, BM, BN, BS, ASM)
+                score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
+                dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
+                weight, slope = silu_and_grad(score, FAST)
+                visible = s[None, :] <= t[:, None]
+                if not SELECT:
+                    branch += tl.sum(
+                        tl.where(visible & (s[None, :] // BS == t[:, None] // BS), weight * dweight, 0.0), 1
+                    )
+                if WINDOW:
+                    near = visible & (t[:, None] - s[None, :] < window)
+                    window_branch += tl.sum(tl.where(near, weight * dweight, 0.0), 1)
+                grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
+                acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+                add_time_gradient(tables, grad, bias, *found, 0, True, ASM)
+                add_position_gradient(tables, pitch, grad, t, s, 1)
         if WINDOW:
             tl.store(dg_swa + token, window_branch * inv_n, mask=live)
 

@@ -28,12 +28,12 @@ FIRST_CELL = tl.constexpr(127 << CELL_BITS)
 OCTAVES = 65
 # Edges that `reached` (bias.py) takes a tile over; fp32 counts seconds exactly up to EXACT_SECONDS.
 MOST_EDGES, EXACT_SECONDS = tl.constexpr(4), tl.constexpr(2.0**24)
-# The lowest bucket and the number of edges in one word, of 32 bits or of 16: no difference of int64 seconds gets past
-# bucket 145.
+# The lowest bucket and, above, the number of edges in one word.
 EDGE_SHIFT, LOWEST = tl.constexpr(12), tl.constexpr(0xFFF)
+# A bucket that is reached fits into eight bits: no difference of int64 seconds gets past the 145th.
 SHORT_SHIFT, SHORT = tl.constexpr(8), tl.constexpr(0xFF)
-# The least tile of queries that the map of means tells apart.
-LEAST_TILE = tl.constexpr(64)
+# Of the map of means: the least tile of queries that it tells apart, and the blocks that it sums up.
+LEAST_TILE, CHUNK = tl.constexpr(64), tl.constexpr(32)
 
 
 @functools.cache
@@ -116,13 +116,19 @@ def map_row(start, b, begin, BS: tl.constexpr):
 
 
 @triton.jit
-def means_reach(bias, row, first, known, SIZE: tl.constexpr, ASM: tl.constexpr):
+def means_reach(bias, row, first, SIZE: tl.constexpr, ASM: tl.constexpr):
     """`all_reach` of SIZE blocks' middle tokens, from block `first` on, for queries of a `map_row`."""
     if bias.time is not None:
-        place = bias.means + row * bias.blocks + first
-        found = scalar(place + tl.where(known, tl.arange(0, SIZE), 0), ASM).to(tl.int32)
-        lowest, edges = found & SHORT, (found >> SHORT_SHIFT) & SHORT
-        return all_reach(tl.where(known, lowest, 0), tl.where(known, edges, 0), known)
+        place = row * bias.blocks + first
+        lowest = scalar(bias.means + place + tl.arange(0, SIZE), ASM).to(tl.int32) & SHORT
+        word = tl.load(bias.summaries + place // CHUNK)
+        edges, least, greatest = word & SHORT, (word >> SHORT_SHIFT) & SHORT, word >> 2 * SHORT_SHIFT
+        for i in tl.static_range(1, SIZE // CHUNK):
+            word = tl.load(bias.summaries + place // CHUNK + i)
+            edges = tl.maximum(edges, word & SHORT)
+            least = tl.minimum(least, (word >> SHORT_SHIFT) & SHORT)
+            greatest = tl.maximum(greatest, word >> 2 * SHORT_SHIFT)
+        return lowest, edges, least, greatest
     else:
         return tl.zeros([SIZE], tl.int32), 0, 0, 0
 
@@ -180,10 +186,11 @@ def bsa_reach_kernel(
 
 @triton.jit(do_not_specialize=["B", "pitch", "blocks"])
 def bsa_means_kernel(
-    offsets, times, cells, means, B, pitch, blocks, BS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """For each tile of TILE queries and each block that is complete for one of them what `reach` finds, 16 bits."""
+    offsets, times, cells, means, summaries, B, pitch, blocks, BS: tl.constexpr, TILE: tl.constexpr, ASM: tl.constexpr
+):
+    """For each tile of TILE queries and each block that is complete for one of them the lowest bucket, and of CHUNK
+    blocks together the most edges of one, the lowest and the highest bucket.
+    """
     slot = tl.program_id(0)
     _b, start, length, i = locate(offsets, slot, B, TILE)
     t = i * TILE + tl.arange(0, TILE)
@@ -197,4 +204,7 @@ def bsa_means_kernel(
             known = j < end
             mean = load_times(times, times + pitch, start + j * BS + BS // 2, known)
             lowest, edges = reach(cells, asked, (mean[0], mean[1], mean[0], mean[1]), known, False, ASM)
-            tl.store(means + slot.to(tl.int64) * blocks + j, (lowest | (edges << SHORT_SHIFT)).to(tl.int16), known)
+            _, edges, least, greatest = all_reach(lowest, edges, known)
+            place = slot.to(tl.int64) * blocks + c
+            tl.store(means + place + tl.arange(0, CHUNK), lowest.to(means.dtype.element_ty), known)
+            tl.store(summaries + place // CHUNK, edges | (least << SHORT_SHIFT) | (greatest << 2 * SHORT_SHIFT))

@@ -128,50 +128,55 @@ def _divergence(
 
 
 @triton.jit
-def _row(q, k, begins, row, q_stride_b, q_stride_t, k_stride_b, offset, C, S, PADDED: tl.constexpr):
-    """(its queries, its sequence's first key, that key's token, its last visible position) of a row."""
+def _row(q, k, begins, sequence, i, q_stride_b, q_stride_t, k_stride_b, offset, C, S, PADDED: tl.constexpr):
+    """Of row i of a sequence, among all rows if not PADDED: (itself among all, its queries, its sequence's first key,
+    that key's token, its last visible position).
+    """
+    row = sequence * C + i
     if PADDED:
-        sequence, i = row // C, row % C
         last = tl.minimum(offset + i, S - 1).to(tl.int32)
-        return q + sequence * q_stride_b + i * q_stride_t, k + sequence * k_stride_b, row * 0, last
+        return row, q + sequence * q_stride_b + i * q_stride_t, k + sequence * k_stride_b, row * 0, last
     else:
         begin = tl.load(begins + row)
-        return q + row * q_stride_t, k, begin, (row - begin).to(tl.int32)
+        return row, q + row * q_stride_t, k, begin, (row - begin).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["positions", "rows", "offset", "C", "S"])
+@triton.jit(do_not_specialize=["positions", "share", "offset", "C", "S"])
 def index_loss_kernel(
     scores, q, k, indices, begins, valid, loss, difference,
     position, time, cells, timestamps, query_timestamps, positions,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, rows, offset, C, S, scale, eps, K,
+    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, share, offset, C, S, scale, eps, K,
     H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
     MANY: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The loss of each row and, if there is room for it, the gradient pi - p of its index scores, 0 where masked.
 
-    HELD: blocks of scores that are kept, at least K / BLOCK; 0 for none. MANY: a program takes every n-th row, n the
-    number of programs, in one loop over the blocks of them all, so that the next row's keys are on their way while a
-    row comes to its end; else there is a program for each row.
+    share: programs of a sequence of C rows, each of which takes every `share`-th; C if not MANY, and one row for each.
+    HELD: blocks of scores that are kept, at least K / BLOCK; 0 for none. MANY: a program takes its rows in one loop
+    over the blocks of them all, HELD a row, so that the next row's keys are on their way while a row comes to its end.
     """
-    row = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
+    sequence, first = (program // share).to(tl.int64), (program % share).to(tl.int64)
+    row, queries, keys, begin, last = _row(
+        q, k, begins, sequence, first, q_stride_b, q_stride_t, k_stride_b, offset, C, S, PADDED
+    )
     head = tl.arange(0, BH)
+    query = tl.trans(load_rows(queries, head, q_stride_h, head < H, D, BD))
     if HELD > 0:
         held = ()
         for _ in tl.static_range(HELD):
             held += (tl.zeros([BLOCK, BH], tl.float32),)
-        blocks = tl.cdiv(K, BLOCK)
-        steps = blocks
         if MANY:
-            steps *= tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))
-        queries, keys, begin, last = _row(q, k, begins, row, q_stride_b, q_stride_t, k_stride_b, offset, C, S, PADDED)
-        query = tl.trans(load_rows(queries, head, q_stride_h, head < H, D, BD))
+            steps = tl.cdiv(C - program % share, share) * HELD
+        else:
+            steps = tl.cdiv(K, BLOCK)
         for step in range(0, steps):
             block = step
             if MANY:
-                block = step % blocks
-                row = tl.program_id(0).to(tl.int64) + (step // blocks).to(tl.int64) * tl.num_programs(0)
-                queries, keys, begin, last = _row(
-                    q, k, begins, row, q_stride_b, q_stride_t, k_stride_b, offset, C, S, PADDED
+                block = step % HELD
+                i = first + step // HELD * share
+                row, queries, keys, begin, last = _row(
+                    q, k, begins, sequence, i, q_stride_b, q_stride_t, k_stride_b, offset, C, S, PADDED
                 )
                 query = tl.trans(load_rows(queries, head, q_stride_h, head < H, D, BD))
             attention = _attention(
@@ -184,7 +189,7 @@ def index_loss_kernel(
                 kept += (tl.where(block == j, attention, held[j]),)
             held = kept
             if MANY:  # noqa: SIM102
-                if block == blocks - 1:
+                if block == HELD - 1:
                     found = _divergence(held, scores, indices, valid, difference, row, last, eps, K, H, BH, BLOCK, HELD)
                     tl.store(loss + row, found * LN2)
         if not MANY:
@@ -194,8 +199,6 @@ def index_loss_kernel(
         counts = True
         if valid is not None:
             counts = tl.load(valid + row) != 0
-        queries, keys, begin, last = _row(q, k, begins, row, q_stride_b, q_stride_t, k_stride_b, offset, C, S, PADDED)
-        query = tl.trans(load_rows(queries, head, q_stride_h, head < H, D, BD))
         most = tl.full([BLOCK, BH], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK, BH], tl.float32)
         index_most = tl.full([BLOCK], float("-inf"), tl.float32)

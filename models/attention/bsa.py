@@ -13,17 +13,20 @@ from models.contract import AuxLoss, LayerSizes
 from models.gate import GateModel
 
 # selection_group -> the length from which bsa's forward and backward together take less time than dense's, measured
-# on an H200 (docs/bsa.md: bf16, 4 heads of 128, blocks of 64, 16 chosen).
-BSA_CROSSOVER = {1: 7457, 2: 6900, 16: 6481, 64: 2710}
+# on an H200 (docs/bsa.md: bf16, 4 heads of 128, blocks of 64, 16 chosen), without biases and both with two.
+CROSSOVER = {1: 7457, 2: 6900, 16: 6481, 64: 2710}
+CROSSOVER_BIASED = {1: 7457, 2: 6900, 16: 6481, 64: 2710}
 
 
-def warn_if_too_short(max_seq_len: int, selection_group: int) -> None:
-    """Says so when no sequence of a run is long enough for block sparsity to pay."""
-    group = max(size for size in BSA_CROSSOVER if size <= selection_group)
-    if max_seq_len < BSA_CROSSOVER[group]:
+def warn_if_too_short(max_seq_len: int, selection_group: int, biased: bool) -> None:
+    """Says so when no sequence of a run is long enough for block sparsity to pay. biased: by position, time or both."""
+    crossover = CROSSOVER_BIASED if biased else CROSSOVER
+    group = max(size for size in crossover if size <= selection_group)
+    if max_seq_len < crossover[group]:
         warnings.warn(
-            f"bsa pays from about {BSA_CROSSOVER[group]:,} tokens a sequence on (selection_group={group}, measured on "
-            f"an H200: docs/bsa.md); max_seq_len={max_seq_len} is less, so dense attention is faster here",
+            f"bsa pays from about {crossover[group]:,} tokens a sequence on (selection_group={group}, "
+            f"{'with' if biased else 'without'} biases, measured on an H200: docs/bsa.md); max_seq_len={max_seq_len} is "
+            "less, so dense attention is faster here",
             stacklevel=2,
         )
 
@@ -47,7 +50,7 @@ class BlockSparseAttention(HSTUAttention):
     def __init__(self, config: Config, sizes: LayerSizes):
         super().__init__(config, sizes)
         self.gate = GateModel(sizes.attention_dim, config.gate_hidden_dim)
-        warn_if_too_short(sizes.max_seq_len, config.selection_group)
+        warn_if_too_short(sizes.max_seq_len, config.selection_group, config.position_bias or config.time_bias)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c, bias = self.config, self.bias(batch)

@@ -14,14 +14,14 @@ GATES = ("g_cmp", "g_slc", "g_swa")
 SPILLS = {
     "bsa_select_bwd_dkv_kernel": 320,
     "bsa_compress_bwd_dkv_kernel": 256,
-    "bsa_query_bwd_dq_kernel": 192,  # none on Hopper
+    "bsa_query_bwd_dq_kernel": 352,  # none on Hopper
     "bsa_query_fwd_kernel": 8,
 }
 # Three TF32 products for one, and a sort of 64 groups by 64 scores without matrix instructions.
 FP32_SPILLS = {
     "bsa_select_bwd_dkv_kernel": 1088,
-    "bsa_compress_bwd_dkv_kernel": 16,
-    "bsa_query_bwd_dq_kernel": 112,
+    "bsa_compress_bwd_dkv_kernel": 64,
+    "bsa_query_bwd_dq_kernel": 512,
     "bsa_choose_fwd_kernel": 320,
 }
 # Biases keep more of a tile alive at a time.
@@ -70,12 +70,12 @@ def reference_bytes(*, lengths, heads, head_size, value_size, block_size, **_):
 def check(
     device, *, lengths, max_seq_len, heads, head_size, value_size, dtype, block_size, block_counts, window_size,
     selection_group, contiguous=True, deterministic=False, position=False, buckets=None, table_dtype="float32",
-    spread=4e4, seed=0,
+    spread=4e4, gap=None, seed=0,
 ):  # fmt: skip
     """Output and gradients are the reference's for the blocks that the kernel chose, and the choice is a best one.
 
     buckets: of a time table, or None for none; spread: the longest gap between timestamps, which are out of order
-    where it is 1e9.
+    where it is 1e9; gap: between all timestamps, in place of random ones.
     """
     made = dict(dtype=getattr(torch, dtype), device=device, contiguous=contiguous)
     inputs = {
@@ -93,6 +93,8 @@ def check(
     times = {}
     if buckets is not None:
         times["timestamps"] = make_timestamps(lengths, seed=seed, scale=spread)
+        if gap:
+            times["timestamps"] = torch.cat([torch.arange(n) * gap for n in lengths])
         if spread == 1e9:
             times["timestamps"] = times["timestamps"][torch.randperm(sum(lengths), generator=generator)]
         times["query_timestamps"] = times["timestamps"] + torch.randint(0, 1000, (sum(lengths),), generator=generator)

@@ -76,13 +76,15 @@ def check(device, **case):
     )
     actual, lossy = (gradients(function, inputs, grad.to(inputs["q"])) for function in (kernel, reference))
     exact = gradients(reference, wide, grad.to(wide["q"]))
+    # Weights come from a log-sum-exp that is rounded to fp32: relative to them, an error of its size times eps / 2.
+    floor = 4 * torch.finfo(torch.float32).eps if case["dtype"] == "float32" else None
     for name in actual:
         # Where queries see one key, the gradients of q and k are 0 but for the rounding of numbers of this size.
         parts = (case["value_size"] / case["size"] * actual[name].numel()) ** 0.5
         if name in ("grad of q", "grad of k") and exact[name].norm() < 1e-6 * parts:
             assert actual[name].norm() <= 8 * torch.finfo(actual[name].dtype).eps * parts, name
         else:
-            assert_within_budget(name, actual[name], lossy[name], exact[name], factor=4.0)
+            assert_within_budget(name, actual[name], lossy[name], exact[name], factor=4.0, floor=floor)
 
 
 def launches():
@@ -124,8 +126,8 @@ def launches():
             128, bf16, right=0, pieces=2, add=True, many=True, architectures=(90,),
             local_bytes={dkv: 160, "flash_attention_fwd_kernel": 64},
         ),
-        case(256, bf16, right=0, v=192, architectures=(90,), local_bytes={dkv: 128}),
+        case(256, bf16, right=0, v=192, architectures=(90,), local_bytes={dkv: 160}),
         case(64, torch.float16, left=100, right=0, group=2, architectures=(80,)),
         case(50, bf16, alibi=True, dropout=0.1, architectures=(80,)),
-        case(64, torch.float32, right=0, dropout=0.1, architectures=(80,), local_bytes=16),
+        case(64, torch.float32, right=0, dropout=0.1, architectures=(80, 90), local_bytes=160),
     ]  # fmt: skip

@@ -6,7 +6,7 @@ size.
 
 import torch
 
-from hstu_sparse.launch import aligned, allow_descriptors, architecture, cdiv, padded_head, precision
+from hstu_sparse.launch import INTERPRET, aligned, allow_descriptors, architecture, cdiv, padded_head, precision
 from hstu_sparse.registration import Operator
 from hstu_sparse.ring.flash.backward import (
     flash_attention_bwd_dkv_kernel,
@@ -54,7 +54,7 @@ def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str]
     """The same for the kernel of dq. WGMMA: made for sm_90; q and do are held in registers."""
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
-        return dict(BLOCK_M=16, BLOCK_N=32, WGMMA=False, TMA=False, num_warps=4, num_stages=1)
+        return dict(BLOCK_M=32 if widest <= 64 else 16, BLOCK_N=32, WGMMA=False, TMA=False, num_warps=4, num_stages=1)
     if widest > 128 and _roomy(arch):
         return dict(BLOCK_M=128, BLOCK_N=32, WGMMA=False, TMA=True, num_warps=8, num_stages=2)
     if widest > 128 or widest <= 32 or "dropout" in features:
@@ -69,7 +69,7 @@ def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str
     """The same for the kernel of dk and dv. TMA: queries come by tensor descriptor, which needs few registers."""
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
-        return dict(BLOCK_M=16, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
+        return dict(BLOCK_M=32 if widest <= 64 else 16, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
     if widest > 128:
         roomy = _roomy(arch)
         return dict(BLOCK_M=32, BLOCK_N=64 if roomy else 32, TMA=False, num_warps=8, num_stages=2 if roomy else 1)
@@ -78,8 +78,19 @@ def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str
     return dict(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
 
 
+def _precision(dtype: torch.dtype, widest: int) -> str:
+    """`input_precision` of the products. Exact ones of fp32 are six products of bf16, of three parts of each number: on
+    the tensor cores, with errors no larger than those of fp32's own. Wider heads have no registers for the parts."""
+    found = precision(dtype)
+    parts = dtype == torch.float32 and found == "ieee" and widest <= 64 and not INTERPRET
+    return "bf16x6" if parts else found
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x as the kernels read it; expanded rows have no tensor descriptor."""
+    """x as the kernels read it. fp32 stays as it is: a padded copy of heads of, say, 50 costs more than it saves. What
+    comes by tensor descriptor must not be expanded."""
+    if x.dtype == torch.float32:
+        return x if x.stride(-1) == 1 else x.contiguous()
     return aligned(x.contiguous() if 0 in x.stride() else x)
 
 
@@ -110,7 +121,8 @@ class Launch:
         self.constants = dict(
             H=self.heads, GROUP=self.heads // self.kv_heads, D=self.q.shape[2], V=self.v.shape[2], D_OUT=self.d_out,
             V_OUT=self.v_out, PIECES=layout.pieces, HAS_LEFT=options.left >= 0, HAS_RIGHT=options.right >= 0,
-            ALIGNED=layout.k_starts is None, PRECISION=precision(q.dtype), PAD_D=self.sizes[0], PAD_V=self.sizes[1],
+            ALIGNED=layout.k_starts is None, PRECISION=_precision(q.dtype, max(self.sizes)), PAD_D=self.sizes[0],
+            PAD_V=self.sizes[1],
         )  # fmt: skip
 
     def _prepared(self, config: dict) -> dict:
