@@ -17,7 +17,7 @@ from hstu_sparse.rotatekv.encode import rotatekv_compress_kernel
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.validation import check_kernel
 
-COMPRESS = (16, 2)  # most tokens of a program that compresses, and its warps
+COMPRESS = (64, 4)  # most tokens of a program that compresses, and its warps
 LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}  # what a 16-bit type's mantissa holds beside its first bit
 
 

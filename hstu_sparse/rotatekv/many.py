@@ -61,18 +61,29 @@ def code_pairs(words, unit, PLANE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def side_by_side(x, R: tl.constexpr, DTYPE: tl.constexpr):
-    """[R, 64] of a tuple of 8 int32 pairs [R, 4], by chunk and field: channels in the order of `channel_of`."""
-    low = tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3]))
-    high = tl.join(tl.join(x[4], x[5]), tl.join(x[6], x[7]))
-    return tl.reshape(halves(tl.join(low, high), DTYPE), [R, 64])
+def side_by_side(x, COUNT: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr):
+    """[R, 8 COUNT] of a tuple of COUNT int32 pairs [R, 4]: channels in the order of `channel_of`."""
+    for level in tl.static_range(5):
+        if COUNT >> level > 1:
+            y = ()
+            for i in tl.static_range(COUNT >> (level + 1)):
+                y += (tl.join(x[2 * i], x[2 * i + 1]),)
+            x = y
+    return tl.reshape(halves(x[0], DTYPE), [R, 8 * COUNT])
 
 
 @triton.jit
-def channel_of(place):
-    """The channel of a block at each place of `side_by_side`'s order: word, the bits of the number of the pair, half."""
-    number = place // 8 % 2 + place // 4 % 2 * 2 + place // 2 % 2 * 4
-    return (number * 4 + place // 16) * 2 + place % 2
+def channel_of(place, COUNT: tl.constexpr, FIELDS: tl.constexpr):
+    """The channel of a head at each place of `side_by_side`'s order.
+
+    That is: word, the bits of the pair's number backwards, half. Pairs are numbered by block, chunk and field.
+    """
+    rest = place % (2 * COUNT) // 2
+    number = rest * 0
+    for bit in tl.static_range(5):
+        if COUNT >> bit > 1:
+            number = number * 2 + (rest >> bit) % 2
+    return (number * 4 + place // (2 * COUNT)) * 2 + place % 2
 
 
 @triton.jit
@@ -114,7 +125,7 @@ def head_keys(
     keys, ranges, own, unit, G: tl.constexpr, OWN_K: tl.constexpr, K_PER: tl.constexpr, CHUNKS: tl.constexpr,
     PLANE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """A tuple of blocks [R, 64] fp16: what head `own` of the group sees of its keys, up to the transform of D."""
+    """[R, D] fp16: what head `own` of the group sees of its keys, up to the transform of D."""
     FIELDS: tl.constexpr = 16 // PLANE
     found = ()
     for i in tl.static_range(OWN_K):
@@ -122,7 +133,6 @@ def head_keys(
         for g in tl.static_range(1, G):
             one = tl.full([R], 0x3C003C00, tl.int32) ^ tl.where(sign(g, own) < 0, SIGNS, 0)
             zero = fused_pairs(both(ranges[2 * ((g * OWN_K + i) // K_PER) + 1]), one, zero, tl.float16)
-        block = ()
         for c in tl.static_range(CHUNKS):
             pairs = ()
             for _ in tl.static_range(FIELDS):
@@ -135,9 +145,8 @@ def head_keys(
                 for f in tl.static_range(FIELDS):
                     new += (fused_pairs(codes[f], step, pairs[f], tl.float16),)
                 pairs = new
-            block += pairs
-        found += (side_by_side(block, R, tl.float16),)
-    return found
+            found += pairs
+    return side_by_side(found, OWN_K * CHUNKS * FIELDS, R, tl.float16)
 
 
 @triton.jit
@@ -145,19 +154,17 @@ def head_values(
     values, ranges, unit, OWN_V: tl.constexpr, V_PER: tl.constexpr, CHUNKS: tl.constexpr, PLANE: tl.constexpr,
     DTYPE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """A tuple of blocks [R, 64] of DTYPE: a head's values."""
+    """[R, V] of DTYPE: a head's values."""
     FIELDS: tl.constexpr = 16 // PLANE
     found = ()
     for i in tl.static_range(OWN_V):
         step = tl.broadcast_to(both(ranges[2 * (i // V_PER)].to(tl.float32).to(DTYPE))[:, None], [R, 4])
         zero = tl.broadcast_to(both(ranges[2 * (i // V_PER) + 1].to(tl.float32).to(DTYPE))[:, None], [R, 4])
-        block = ()
         for c in tl.static_range(CHUNKS):
             codes = code_pairs(values[i * CHUNKS + c], unit, PLANE, DTYPE)
             for f in tl.static_range(FIELDS):
-                block += (fused_pairs(codes[f], step, zero, DTYPE),)
-        found += (side_by_side(block, R, DTYPE),)
-    return found
+                found += (fused_pairs(codes[f], step, zero, DTYPE),)
+    return side_by_side(found, OWN_V * CHUNKS * FIELDS, R, DTYPE)
 
 
 @triton.jit(do_not_specialize=["q_stride_t", "q_stride_h", "B", "S", "Tq", "SPLITS", "unit"])
@@ -200,10 +207,8 @@ def rotatekv_many_fwd_kernel(
         asked = tl.load(query_timestamps + query, real, 0)
 
     # Queries [channels, BQ] are divided by their greatest element, so that fp16 holds them.
-    block = tl.arange(0, 64)
-    channel = channel_of(block)
+    channel = channel_of(tl.arange(0, D), D // 8, FIELDS)
     base = q + query[None, :] * q_stride_t + head.to(tl.int64) * q_stride_h
-    PARTS: tl.constexpr = 2 if ROPE else OWN_K
     turned = ()
     matrices = ()
     if ROPE:
@@ -212,28 +217,25 @@ def rotatekv_many_fwd_kernel(
         y = tl.load(base + HALF + place[:, None], real[None, :], 0.0).to(tl.float32)
         q_cos, q_sin = turn(length, 0, place, near, far, HALF)
         turned += (x * q_cos[:, None] - y * q_sin[:, None], y * q_cos[:, None] + x * q_sin[:, None])
-        for i in tl.static_range(OWN_K):
-            matrices += (sign((i * 64 + channel)[:, None], place[None, :]).to(tl.float16),)
-            matrices += (sign((i * 64 + channel)[:, None], HALF + place[None, :]).to(tl.float16),)
+        matrices += (sign(channel[:, None], place[None, :]).to(tl.float16),)
+        matrices += (sign(channel[:, None], HALF + place[None, :]).to(tl.float16),)
     else:
+        whole = tl.zeros([D, BQ], tl.float32)
         for i in tl.static_range(OWN_K):
-            x = tl.zeros([64, BQ], tl.float32)
-            for j in tl.static_range(OWN_K):
-                y = tl.load(base + (j * 64 + block)[:, None], real[None, :], 0.0)
-                x = tl.dot(sign((i * 64 + channel)[:, None], (j * 64 + block)[None, :]).to(DTYPE), y, x)
-            turned += (x,)
+            place = i * 64 + tl.arange(0, 64)
+            x = tl.load(base + place[:, None], real[None, :], 0.0)
+            whole = tl.dot(sign(channel[:, None], place[None, :]).to(DTYPE), x, whole)
+        turned += (whole,)
     most = tl.zeros([BQ], tl.float32)
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(2 if ROPE else 1):
         most = tl.maximum(most, tl.max(tl.abs(turned[i]), 0))
     most = tl.where(most > 0.0, most, 1.0)
     queries = ()
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(2 if ROPE else 1):
         queries += ((turned[i] * (1.0 / most)[None, :]).to(tl.float16),)
     q_scale = most * ((1.0 if ROPE else scale) * alpha * LOG2E)
 
-    sums = ()
-    for _ in tl.static_range(OWN_V):
-        sums += (tl.zeros([BQ, 64], tl.float32),)
+    sums = tl.zeros([BQ, V], tl.float32)
     total = tl.zeros([BQ], tl.float32)
     greatest = tl.full([BQ], float("-inf"), tl.float32)
     packed = tl.maximum(length - S, 0)
@@ -247,26 +249,20 @@ def rotatekv_many_fwd_kernel(
         )  # fmt: skip
         behind = tile * R + tl.arange(0, R)
         inside = behind < packed
-        own_keys = head_keys(keys, key_ranges, own, unit, G, OWN_K, K_PER, CHUNKS, BITS, R)
+        key = head_keys(keys, key_ranges, own, unit, G, OWN_K, K_PER, CHUNKS, BITS, R)
         scores = tl.zeros([BQ, R], tl.float32)
         if ROPE:
             angle = angles + ((S + behind) * D)[:, None] + tl.arange(0, HALF)[None, :]
             cos, sin = tl.load(angle).to(tl.float32) * scale, tl.load(angle + HALF).to(tl.float32) * scale
-            near_half = tl.zeros([R, HALF], tl.float32)
-            far_half = tl.zeros([R, HALF], tl.float32)
-            for i in tl.static_range(OWN_K):
-                near_half = tl.dot(own_keys[i], matrices[2 * i], near_half)
-                far_half = tl.dot(own_keys[i], matrices[2 * i + 1], far_half)
+            near_half, far_half = tl.dot(key, matrices[0]), tl.dot(key, matrices[1])
             near_key = (near_half * cos - far_half * sin).to(tl.float16)
             far_key = (far_half * cos + near_half * sin).to(tl.float16)
             near_query, far_query = queries
             scores = tl.dot(tl.trans(near_query), tl.trans(near_key), scores)
             scores = tl.dot(tl.trans(far_query), tl.trans(far_key), scores)
         else:
-            for i in tl.static_range(OWN_K):
-                own_query = queries[i]
-                own_key = own_keys[i]
-                scores = tl.dot(tl.trans(own_query), tl.trans(own_key), scores)
+            own_query = queries[0]
+            scores = tl.dot(tl.trans(own_query), tl.trans(key), scores)
         factor = q_scale
         if HAS_POSITION or HAS_TIME:
             scores *= q_scale[:, None]
@@ -284,26 +280,22 @@ def rotatekv_many_fwd_kernel(
             shrink = tl.exp2(greatest - safe)
             weights = tl.exp2(scores * factor[:, None] - safe[:, None])
             total = total * shrink + tl.sum(weights, 1)
-            shrunk = ()
-            for i in tl.static_range(OWN_V):
-                shrunk += (sums[i] * shrink[:, None],)
-            sums = shrunk
+            sums *= shrink[:, None]
             greatest = new
         else:
             weights = tl.where(inside[None, :], silu(scores * factor[:, None], FAST), 0.0)
-        own_values = head_values(values, value_ranges, unit, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
-        low = weights.to(DTYPE)
-        new_sums = ()
-        for i in tl.static_range(OWN_V):
-            new_sums += (tl.dot(low, own_values[i], sums[i]),)
-        sums = new_sums
+        value = head_values(values, value_ranges, unit, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
+        sums = tl.dot(weights.to(DTYPE), value, sums)
 
     row = split * Tq.to(tl.int64) + query
-    divisor = tl.where(total > 0.0, total, 1.0) if SOFTMAX else tl.full([BQ], 1.0, tl.float32)
-    if LSE:
-        value = tl.where(total > 0.0, greatest / LOG2E + tl.log(divisor), float("-inf"))
-        tl.store(lse + row * (HG * G) + head, value, real)
-    for i in tl.static_range(OWN_V):
-        result = sums[i] / divisor[:, None] if SOFTMAX else sums[i] * inverse_n
-        pointers = out + ((row * (HG * G) + head) * V + i * 64)[:, None] + channel[None, :]
-        tl.store(pointers, result.to(out.dtype.element_ty), real[:, None])
+    if SOFTMAX:
+        divisor = tl.where(total > 0.0, total, 1.0)
+        sums = sums / divisor[:, None]
+        if LSE:
+            value = tl.where(total > 0.0, greatest / LOG2E + tl.log(divisor), float("-inf"))
+            tl.store(lse + row * (HG * G) + head, value, real)
+    else:
+        sums *= inverse_n
+    out_channel = channel_of(tl.arange(0, V), V // 8, FIELDS)
+    pointers = out + ((row * (HG * G) + head) * V)[:, None] + out_channel[None, :]
+    tl.store(pointers, sums.to(out.dtype.element_ty), real[:, None])

@@ -247,7 +247,7 @@ def launches():
         case("attention", queries=16, bits=4, dtype=torch.float16, attend=biased, architectures=(90,)),
         case("attention", queries=128, attend=dict(rope_base=10000.0), architectures=(90,)),
         case("attention", attend=dict(way="queries"), local_bytes=0, architectures=(90,)),
-        case("attention", attend=dict(way="keys", rope_base=10000.0)),
+        case("attention", attend=dict(way="keys", rope_base=10000.0), architectures=(90,)),
         case("attention", queries=128, attend=dict(way="keys"), architectures=(90,)),
         case("attention", sparsity=0.7, **small),
         case("attention", ordered=True, attend=dict(rope_base=10000.0), dtype=torch.float16, **small),
