@@ -113,6 +113,7 @@ def assert_within_budget(
     *,
     factor: float = 2.0,
     floor: float | None = None,
+    terms: torch.Tensor | None = None,
 ) -> None:
     """The kernel may lose `factor` times what the reference itself loses in this dtype, and not more.
 
@@ -121,6 +122,8 @@ def assert_within_budget(
         lossy: what the reference gave on the same inputs in the same dtype.
         exact: what the reference gave in fp64.
         floor: an error relative to the size of `exact` that is always allowed; defaults to two roundings of the dtype.
+        terms: of the shape of `exact`, the size of what cancels in it, where that may be nearly all. The floor is
+            relative to it if that is larger.
 
     Two errors are held against the budget: the norm of the difference, and its largest element (with twice the
     allowance, since a maximum scatters).
@@ -138,11 +141,12 @@ def assert_within_budget(
         ("norm", lambda x: x.norm().item(), factor),
         ("largest element", lambda x: x.abs().max().item(), 2 * factor),
     ):
-        budget = allowance * max(measure(own), floor * measure(exact))
+        size = max(measure(exact), 0.0 if terms is None else measure(terms.detach().cpu().double()))
+        budget = allowance * max(measure(own), floor * size)
         got = measure(error)
         where = int(error.abs().argmax())
         assert got <= budget, (
             f"{name}: {what} of the error is {got:.3e}, the budget {budget:.3e} ({allowance:g} times the reference's "
-            f"own {measure(own):.3e} or {floor:.1e} of {measure(exact):.3e}); worst at flat index {where}: "
+            f"own {measure(own):.3e} or {floor:.1e} of {size:.3e}); worst at flat index {where}: "
             f"got {actual.flatten()[where].item():.6e}, expected {exact.flatten()[where].item():.6e}"
         )

@@ -17,7 +17,13 @@ import torch
 from tests.operators import MOST_BYTES, NAMES, draw, operator
 
 # Failures that the campaign found, as it printed them: (operator, case).
-FIXED: list[tuple[str, dict]] = []
+FIXED: list[tuple[str, dict]] = [
+    ("htree", {
+        "lengths": [1], "spare": 0, "group": 16, "kv_heads": 2, "head_size": 32, "value_size": 7, "rate": 3, "top_k": 8,
+        "scale": None, "dtype": "float32", "offsets": "int32", "contiguous": False, "deterministic": False,
+        "seed": 326397,
+    }),
+]  # fmt: skip
 # Each process runs every operator once, so that all of them end at the same time.
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 GIB = 1024**3

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from data.batches import Batch
-from models.attention.bsa import CROSSOVER, CROSSOVER_BIASED, warn_if_too_short
+from models.attention.bsa import warn_if_too_short
 from models.config import ModelConfig
 from models.hstu import SequenceModel
 
@@ -240,15 +241,21 @@ def test_batches_without_tokens_train(kind, sequences):
     assert model.item_weight.grad.abs().sum() == 0
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("group", "row"), [(1, 1), (4, 2), (64, 64)])
-def test_bsa_warns_where_dense_is_faster(group, row, biased, recwarn):
-    crossover = (CROSSOVER_BIASED if biased else CROSSOVER)[row]
-    warn_if_too_short(crossover, group, biased)
-    assert not list(recwarn)
-    warn_if_too_short(crossover - 1, group, biased)
-    (warning,) = recwarn
-    assert f"{crossover:,} tokens" in str(warning.message) and ("with biases" in str(warning.message)) == biased
+@pytest.mark.parametrize(
+    ("group", "biased", "length", "expected"),
+    [
+        (1, False, 7456, "from about 7,457 tokens.* dense attention is faster"),
+        (4, False, 200, "from about 6,900 tokens"),
+        (64, False, 2710, None),
+        (64, True, 2710, "at 16,384 tokens.* dense attention may be faster"),
+        (2, True, 200, "at 16,384 tokens.* dense attention is faster"),
+        (2, True, 16384, None),
+    ],
+)
+def test_bsa_warns_where_dense_is_faster(group, biased, length, expected, recwarn):
+    warn_if_too_short(length, group, biased)
+    said = [str(warning.message) for warning in recwarn]
+    assert len(said) == (expected is not None) and all(re.search(expected, message) for message in said)
 
 
 @pytest.mark.parametrize("tables", [(False, False), (True, False), (False, True)], ids=str)

@@ -86,7 +86,7 @@ def test_a_lost_rank_is_named(when, how):
     for rank in (0, 1, 3):
         seconds, found = ranks[rank]
         assert re.match(rf"RuntimeError: (ring attention|triton_ring\w+): rank {rank} lost rank \d", found), found
-        assert seconds < TIMEOUT + 2
+        assert seconds < TIMEOUT + 4
     # The neighbours of the lost rank see it first; what they do about it is what rank 0 sees.
     assert any("lost rank 2" in ranks[rank][1] for rank in (1, 3))
     if when == "first call":

@@ -6,13 +6,12 @@ keys of a tile, t and s positions of queries and keys in their sequence, BS bloc
 Position. The table is kept backwards, `position[s - t]` with a pointer to entry 0, and with zeros around it, so that no
 index of a pair that is not seen needs a bound.
 
-Time. Seconds are kept as two fp32 numbers, a multiple of 2^20 and the rest. The difference of two times is then right
-to the last bit of fp32. Which buckets a tile reaches follows from the earliest and the latest time of its two sides.
-Most chosen blocks lie so far back that it is one bucket, and then one number is added to the tile; else each pair's
-entry is found by comparing its difference with the edges between the tile's buckets.
+Time. Of a tile one side is the far one: each of it has its lowest bucket, and so many edges behind it (reach.py). Most
+chosen blocks lie so far back that there is no edge, and then one number is added; of a few edges each costs an addition
+that saturates and a multiply-add a pair; else every pair's bucket is looked up.
 
-Gradients. A tile's part of the position table is summed along its diagonals, or added pair by pair where rows are
-gathered; its part of the time table is summed for each bucket that the tile reaches.
+Gradients. Of the position table there are copies, in which four neighbouring keys are added at once. To the time table
+go sums over the near side, one for each of the far side and each edge; where a tile reaches many buckets, sums of rows.
 """
 
 import functools

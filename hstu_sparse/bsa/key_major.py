@@ -266,7 +266,12 @@ def bsa_select_bwd_dkv_kernel(
     # Only the first chunk has queries of the block itself.
     first = (block.begin + offset) // BM * BM
     end = tl.where(chunk == 0, tl.minimum(end, length), first)
-    if first < end:  # see query_major.py
+    # The reason for the conditions is in query_major.py. With DQ others: there the products that run side by side cost
+    # registers that there are not.
+    inside, listed = first < end, block.rows > 0
+    if DQ:
+        inside, listed = chunk == 0, True
+    if inside:
         for c in range(first, end, BM):
             t = c + tl.arange(0, BM)
             live = t < length
@@ -287,7 +292,7 @@ def bsa_select_bwd_dkv_kernel(
                 acc_k, acc_v, keys, values, queries, upstream, gate, alpha, added, FAST, PRECISION
             )
 
-    if block.rows > 0:
+    if listed:
         for row in range(0, block.rows, BM):
             t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS)
             queries = load_tile(q, t, q_stride_t, live, origin + begin, h * D, D, BD, TMA)

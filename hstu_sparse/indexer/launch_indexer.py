@@ -74,14 +74,16 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
     SIZE = next_power_of_2(capacity)
     warps = max(1, min(16, SIZE // 512))
     all_slots = T // ROWS + B
-    slots = min(all_slots, max(1, SCRATCH // (8 * capacity * ROWS)))
+    # Before a row holds candidates, its sample (fp32) lies there.
+    room = max(capacity, SAMPLE // 2)
+    slots = min(all_slots, max(1, SCRATCH // (8 * room * ROWS)))
     rows = slots * ROWS
     # A tile's queries have neighbouring rows of candidates, and so have the places past a sequence's end: -1 there.
     token = torch.arange(T, device=iq.device)
     places = (begins // ROWS + sequence) * ROWS + token - begins
     tokens = torch.full((cdiv(all_slots, slots), rows), -1, device=iq.device)
     tokens.view(-1).index_copy_(0, places, token)
-    candidates = torch.empty(rows * capacity, dtype=torch.int64, device=iq.device)
+    candidates = torch.empty(rows * room, dtype=torch.int64, device=iq.device)
     sampled = candidates.view(torch.float32)
     thresholds = torch.full((rows,), float("-inf"), dtype=torch.float32, device=iq.device)
     counts = torch.empty(rows, dtype=torch.int32, device=iq.device)

@@ -29,7 +29,6 @@ class Launch(NamedTuple):
     HELD: int
     num_warps: int
     num_stages: int
-    many: bool = False  # a program for each multiprocessor, not for each row
 
 
 def options(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: int) -> Launch:
@@ -45,13 +44,7 @@ def options(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: int) -
     if held > MOST_HELD or heads > 32 or arch not in (80, 90, 100, 103):
         return Launch(64, 0, 4, 5)
     block = 128 if held <= MOST_HELD // 2 else 256
-    held = cdiv(top_k, block) * block * heads
-    # Triton 3.7 does not compile the loop over many rows for sm_100.
-    return Launch(block, held // (block * heads), 8, 5, many=held > MOST_HELD // 2 and arch in (80, 90))
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return Launch(block, cdiv(top_k, block), 8, 5)
 
 
 def _launch(scores, q, k, indices, begins, valid, bias, strides, chunk, scale, eps, rows, H, with_grad):
@@ -60,19 +53,14 @@ def _launch(scores, q, k, indices, begins, valid, bias, strides, chunk, scale, e
     difference = torch.empty(scores.shape if with_grad else 0, dtype=scores.dtype, device=scores.device)
     if rows:
         width, heads, K = padded_head(q.shape[-1]), padded_head(H), indices.shape[-1]
-        chosen = options(q.dtype, width, heads, K, architecture(q.device))
-        C = chunk[1]
-        share = min(C, cdiv(_multiprocessors(q.device), rows // C)) if chosen.many else C
         arguments = (
             scores.contiguous(), q, k, indices, begins, valid, loss, difference if with_grad else None, *bias,
-            *strides, share, *chunk, scale, eps, K,
+            *strides, *chunk, scale, eps, K,
         )  # fmt: skip
-        sizes = dict(
-            H=H, D=q.shape[-1], BH=heads, BD=width, BLOCK=chosen.BLOCK, HELD=chosen.HELD, MANY=chosen.many,
-            PADDED=begins is None, PRECISION=precision(q.dtype),
-        )  # fmt: skip
+        chosen = options(q.dtype, width, heads, K, architecture(q.device))
+        sizes = dict(H=H, D=q.shape[-1], BH=heads, BD=width, BLOCK=chosen.BLOCK, HELD=chosen.HELD)
         start(
-            index_loss_kernel, rows // C * share, arguments, sizes,
+            index_loss_kernel, rows, arguments, sizes | dict(PADDED=begins is None, PRECISION=precision(q.dtype)),
             dict(num_warps=chosen.num_warps, num_stages=chosen.num_stages), specialization(arguments),
         )  # fmt: skip
     return loss, difference
@@ -89,7 +77,7 @@ def _jagged(q, k, seq_offsets, position, time, timestamps, query_timestamps):
     q, k = aligned(q), aligned(k)
     begins = token_begins(seq_offsets, q.shape[0])[0]
     bias = kernel_bias(position, time, timestamps, query_timestamps)
-    return q, k, begins, bias, (0, *q.stride()[:2], 0, k.stride(0)), (0, q.shape[0], 1)
+    return q, k, begins, bias, (0, *q.stride()[:2], 0, k.stride(0)), (0, 1, 1)
 
 
 def _forward(

@@ -84,121 +84,79 @@ def _finish(difference, row, start, p, pi, eps, K, BLOCK: tl.constexpr):
     return tl.where(p == 0.0, 0.0, p * (log2(p + eps) - log2(pi + eps)))
 
 
-@triton.jit
-def _divergence(
-    held, scores, indices, valid, difference, row, last, eps, K, H: tl.constexpr, BH: tl.constexpr,
-    BLOCK: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
-    """The loss of a row from `held`, the blocks of its attention's scores, over LN2; writes pi - p."""
-    counts = True
-    if valid is not None:
-        counts = tl.load(valid + row) != 0
-    index = ()
-    masked = ()
-    for j in tl.static_range(HELD):
-        visible = _visible(indices, row, j * BLOCK, last, counts, K, BLOCK)
-        index += (_index_scores(scores, row, j * BLOCK, visible, K, BLOCK),)
-        masked += (_masked(held[j], visible),)
-    most = masked[0]
-    index_most = index[0]
-    for j in tl.static_range(1, HELD):
-        most = tl.maximum(most, masked[j])
-        index_most = tl.maximum(index_most, index[j])
-    base = _base(tl.max(most, 0))
-    index_base = _base(tl.max(index_most, 0))
-    weights = (exp2(masked[0] - base[None, :]),)
-    index_weights = (exp2(index[0] - index_base),)
-    total = weights[0]
-    index_total = index_weights[0]
-    for j in tl.static_range(1, HELD):
-        weights += (exp2(masked[j] - base[None, :]),)
-        index_weights += (exp2(index[j] - index_base),)
-        total += weights[j]
-        index_total += index_weights[j]
-    total = tl.sum(total, 0)
-    index_total = tl.sum(index_total, 0)
-    # Heads past H weigh nothing in the mean.
-    share = tl.where((tl.arange(0, BH) < H) & (total != 0.0), 1.0 / (total * H), 0.0)
-    index_share = tl.where(index_total == 0.0, 0.0, 1.0 / index_total)
-    divergence = tl.zeros([BLOCK], tl.float32)
-    for j in tl.static_range(HELD):
-        p = tl.sum(weights[j] * share[None, :], 1)
-        divergence += _finish(difference, row, j * BLOCK, p, index_weights[j] * index_share, eps, K, BLOCK)
-    return tl.sum(divergence, 0)
-
-
-@triton.jit
-def _row(q, k, begins, sequence, i, q_stride_b, q_stride_t, k_stride_b, offset, C, S, PADDED: tl.constexpr):
-    """Of row i of a sequence, among all rows if not PADDED: (itself among all, its queries, its sequence's first key,
-    that key's token, its last visible position).
-    """
-    row = sequence * C + i
-    if PADDED:
-        last = tl.minimum(offset + i, S - 1).to(tl.int32)
-        return row, q + sequence * q_stride_b + i * q_stride_t, k + sequence * k_stride_b, row * 0, last
-    else:
-        begin = tl.load(begins + row)
-        return row, q + row * q_stride_t, k, begin, (row - begin).to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["positions", "share", "offset", "C", "S"])
+@triton.jit(do_not_specialize=["positions", "offset", "C", "S"])
 def index_loss_kernel(
     scores, q, k, indices, begins, valid, loss, difference,
     position, time, cells, timestamps, query_timestamps, positions,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, share, offset, C, S, scale, eps, K,
+    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, offset, C, S, scale, eps, K,
     H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
-    MANY: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The loss of each row and, if there is room for it, the gradient pi - p of its index scores, 0 where masked.
+    """The loss of one row and, if there is room for it, the gradient pi - p of its index scores, 0 where masked.
 
-    share: programs of a sequence of C rows, each of which takes every `share`-th; C if not MANY, and one row for each.
-    HELD: blocks of scores that are kept, at least K / BLOCK; 0 for none. MANY: a program takes its rows in one loop
-    over the blocks of them all, HELD a row, so that the next row's keys are on their way while a row comes to its end.
+    HELD: blocks of scores that are kept, at least K / BLOCK; 0 for none.
     """
-    program = tl.program_id(0)
-    sequence, first = (program // share).to(tl.int64), (program % share).to(tl.int64)
-    row, queries, keys, begin, last = _row(
-        q, k, begins, sequence, first, q_stride_b, q_stride_t, k_stride_b, offset, C, S, PADDED
-    )
+    row = tl.program_id(0).to(tl.int64)
+    counts = True
+    if valid is not None:
+        counts = tl.load(valid + row) != 0
+    if PADDED:
+        sequence, i = row // C, row % C
+        last = tl.minimum(offset + i, S - 1).to(tl.int32)
+        queries, keys, begin = q + sequence * q_stride_b + i * q_stride_t, k + sequence * k_stride_b, row * 0
+    else:
+        begin = tl.load(begins + row)
+        queries, keys, last = q + row * q_stride_t, k, (row - begin).to(tl.int32)
     head = tl.arange(0, BH)
-    query = tl.trans(load_rows(queries, head, q_stride_h, head < H, D, BD))
+    inside = head < H
+    query = tl.trans(load_rows(queries, head, q_stride_h, inside, D, BD))
+    divergence = tl.zeros([BLOCK], tl.float32)
     if HELD > 0:
         held = ()
         for _ in tl.static_range(HELD):
             held += (tl.zeros([BLOCK, BH], tl.float32),)
-        if MANY:
-            steps = tl.cdiv(C - program % share, share) * HELD
-        else:
-            steps = tl.cdiv(K, BLOCK)
-        for step in range(0, steps):
-            block = step
-            if MANY:
-                block = step % HELD
-                i = first + step // HELD * share
-                row, queries, keys, begin, last = _row(
-                    q, k, begins, sequence, i, q_stride_b, q_stride_t, k_stride_b, offset, C, S, PADDED
-                )
-                query = tl.trans(load_rows(queries, head, q_stride_h, head < H, D, BD))
+        for start in range(0, K, BLOCK):
             attention = _attention(
-                query, keys, indices, block * BLOCK, row, begin, last, K, k_stride_t, scale, position, time, cells,
-                timestamps, query_timestamps, positions, D, BD, BLOCK, PRECISION,
+                query, keys, indices, start, row, begin, last, K, k_stride_t, scale, position, time, cells, timestamps,
+                query_timestamps, positions, D, BD, BLOCK, PRECISION,
             )  # fmt: skip
             # Each block to its own registers; by shifts the loop would not be pipelined.
             kept = ()
             for j in tl.static_range(HELD):
-                kept += (tl.where(block == j, attention, held[j]),)
+                kept += (tl.where(start == j * BLOCK, attention, held[j]),)
             held = kept
-            if MANY:  # noqa: SIM102
-                if block == HELD - 1:
-                    found = _divergence(held, scores, indices, valid, difference, row, last, eps, K, H, BH, BLOCK, HELD)
-                    tl.store(loss + row, found * LN2)
-        if not MANY:
-            found = _divergence(held, scores, indices, valid, difference, row, last, eps, K, H, BH, BLOCK, HELD)
-            tl.store(loss + row, found * LN2)
+        # Masks are applied here: the loop waits for nothing but the keys.
+        index = ()
+        masked = ()
+        for j in tl.static_range(HELD):
+            visible = _visible(indices, row, j * BLOCK, last, counts, K, BLOCK)
+            index += (_index_scores(scores, row, j * BLOCK, visible, K, BLOCK),)
+            masked += (_masked(held[j], visible),)
+        most = masked[0]
+        index_most = index[0]
+        for j in tl.static_range(1, HELD):
+            most = tl.maximum(most, masked[j])
+            index_most = tl.maximum(index_most, index[j])
+        base = _base(tl.max(most, 0))
+        index_base = _base(tl.max(index_most, 0))
+        weights = (exp2(masked[0] - base[None, :]),)
+        index_weights = (exp2(index[0] - index_base),)
+        total = weights[0]
+        index_total = index_weights[0]
+        for j in tl.static_range(1, HELD):
+            weights += (exp2(masked[j] - base[None, :]),)
+            index_weights += (exp2(index[j] - index_base),)
+            total += weights[j]
+            index_total += index_weights[j]
+        total = tl.sum(total, 0)
+        index_total = tl.sum(index_total, 0)
+        # Heads past H weigh nothing in the mean.
+        share = tl.where(inside & (total != 0.0), 1.0 / (total * H), 0.0)
+        index_share = tl.where(index_total == 0.0, 0.0, 1.0 / index_total)
+        for j in tl.static_range(HELD):
+            p = tl.sum(weights[j] * share[None, :], 1)
+            divergence += _finish(difference, row, j * BLOCK, p, index_weights[j] * index_share, eps, K, BLOCK)
     else:
-        counts = True
-        if valid is not None:
-            counts = tl.load(valid + row) != 0
         most = tl.full([BLOCK, BH], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK, BH], tl.float32)
         index_most = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -213,9 +171,8 @@ def index_loss_kernel(
             index = _index_scores(scores, row, start, visible, K, BLOCK)
             index_most, index_total = _add_exponentials(index_most, index_total, index)
         logarithm = _logarithm(most, total)
-        logarithm = tl.where(head < H, logarithm, float("inf"))
+        logarithm = tl.where(inside, logarithm, float("inf"))
         index_logarithm = _logarithm(index_most, index_total)
-        divergence = tl.zeros([BLOCK], tl.float32)
         for start in range(0, K, BLOCK):
             attention = _attention(
                 query, keys, indices, start, row, begin, last, K, k_stride_t, scale, position, time, cells, timestamps,
@@ -226,4 +183,4 @@ def index_loss_kernel(
             index = _index_scores(scores, row, start, visible, K, BLOCK)
             pi = exp2(index - index_logarithm)
             divergence += _finish(difference, row, start, p, pi, eps, K, BLOCK)
-        tl.store(loss + row, tl.sum(divergence, 0) * LN2)
+    tl.store(loss + row, tl.sum(divergence, 0) * LN2)

@@ -253,7 +253,7 @@ def launches():
         launch_loss.indexer_loss_jagged.forward(*given)
 
     return [
-        Launches("loss, 2,048 kept", kept, 320, (80, 90, 100)),
+        Launches("loss, 2,048 kept", kept, architectures=(80, 90, 100)),
         case("bf16", torch.bfloat16, 16, 128, 4, 1024, bias=False, deterministic=False),
         case("fp32 bias lists", torch.float32, 4, 64, 2, 64, bias=True, deterministic=True),
         case("fp16 wide", torch.float16, 20, 256, 9, 2048, bias=False, deterministic=False),
