@@ -25,8 +25,8 @@ from hstu_sparse.validation import check_kernel
 # Queries of a sequence, on average: from the first on `many` is faster than `few`; from the second on the general
 # kernel turns keys back and gives heads programs of their own.
 MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
-# Most registers of a thread, where fewer than it would take let more programs run side by side: way, with RoPE. Measured
-# on Hopper, and used there.
+# Most registers of a thread, where fewer than it would take let more programs run side by side: way, with RoPE.
+# Measured on Hopper, and used there.
 REGISTERS = {("many", False): 128}
 
 
