@@ -159,7 +159,7 @@ def launches():
             torch.use_deterministic_algorithms(False)
 
         label = f"{dtype} heads={heads}/{kv_heads} D={D} V={V} r={rate} top_k={top_k} fixed={fixed}"
-        return Launches(label, call, 128)
+        return Launches(label, call, 160)
 
     return [
         case(torch.bfloat16, 64, 4, 32, 32, 16, 64, 65536),
