@@ -14,7 +14,7 @@ import pathlib
 import sys
 
 import torch
-from run import Case
+from run import Case, parts
 
 LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
 GROUPS = [1, 2, 16, 64]
@@ -42,17 +42,6 @@ def inputs(tokens, length, heads, size, dtype, window):
     q, k, v = (draw(tokens, heads, size).requires_grad_() for _ in range(3))
     gates = [draw(tokens, heads).sigmoid().requires_grad_() for _ in range(3 if window else 2)]
     return q, k, v, gates, make_offsets([length] * (tokens // length), device="cuda")
-
-
-def parts(function, leaves):
-    """Forward alone, backward alone of a graph that is kept, and a training step's two together."""
-    out = function()
-    grad = torch.randn_like(out)
-    return {
-        "fwd": function,
-        "bwd": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
-        "fwd+bwd": lambda: torch.autograd.grad(function(), leaves, grad),
-    }
 
 
 def make_bias(tokens, length):

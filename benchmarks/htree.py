@@ -13,7 +13,7 @@ backward below half of kv_mb + 2 qo_mb.
 import functools
 
 import torch
-from run import Case
+from run import Case, parts
 
 LENGTHS = [8192, 16384, 32768, 65536, 131072, 262144]
 # Name -> SDPA's backend, and whether it repeats keys and values itself.
@@ -45,17 +45,6 @@ def inputs(length, heads, kv_heads, size, dtype):
         torch.randn(length, h, size, device="cuda", dtype=dtype, generator=generator).requires_grad_()
         for h in (heads, kv_heads, kv_heads)
     ]
-
-
-def parts(function, leaves):
-    """Forward alone, backward alone, and a training step's two passes."""
-    out = function()
-    grad = torch.randn_like(out)
-    return {
-        "fwd": function,
-        "bwd": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
-        "fwd+bwd": lambda: torch.autograd.grad(function(), leaves, grad),
-    }
 
 
 def run_ours(shape, options, deterministic=False, tiles=None):

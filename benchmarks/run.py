@@ -43,6 +43,17 @@ class Case:
     note: str = ""
 
 
+def parts(function: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
+    """Forward alone, backward alone of a graph that is kept, and a training step's two together."""
+    out = function()
+    grad = torch.randn_like(out)
+    return {
+        "fwd": function,
+        "bwd": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
+        "fwd+bwd": lambda: torch.autograd.grad(function(), leaves, grad),
+    }
+
+
 def time_call(function: Callable[[], object], *, warmup: int, repeats: int) -> dict:
     """{"ms", "ms_p10", "ms_p90", "peak_mb"} of one function."""
     for _ in range(warmup):
