@@ -183,7 +183,8 @@ def load_origin(bias, slot):
 def position_tile(bias, apart, rows, columns, ASM: tl.constexpr):
     """The position's bias of a tile whose pairs are s - t = apart + rows + columns apart; 0 without a table.
 
-    In 64 bits, and with `apart` one number, so that the compiler sees which neighbours read neighbouring addresses.
+    In 64 bits, negated only there, and with `apart` one number, so that the compiler sees which neighbours read
+    neighbouring addresses, and which the same.
     """
     if bias.position is not None:
         place = bias.position + tl.cast(apart, tl.int64)

@@ -107,16 +107,20 @@ def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.
 
 
 @triton.jit
-def listed_bias(bias, block, t, begin, ahead, reach, place, AXIS: tl.constexpr, ASM: tl.constexpr):
-    """The bias of listed queries and the keys at `place` of a block (the queries on the tile's axis AXIS), and what
-    `add_time_gradient` wants: far to reaches.
+def listed_bias(
+    bias, block, t, begin, ahead, reach, first, BN: tl.constexpr, AXIS: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """The bias of listed queries and a block's BN keys from place `first` on (the queries on the tile's axis AXIS), and
+    what `add_time_gradient` wants: far to reaches.
     """
-    s = block.begin + place
+    place = tl.arange(0, BN)
+    s = block.begin + first + place
+    rows, ahead = place.to(tl.int64), -ahead.to(tl.int64)
     found = t.to(tl.int64), block.start + s, block.origin, reach
     if AXIS == 0:
-        position = position_tile(bias, block.begin - begin, -ahead, place, ASM)
+        position = position_tile(bias, block.begin + first - begin, ahead, rows, ASM)
     else:
-        position = position_tile(bias, block.begin - begin, place, -ahead, ASM)
+        position = position_tile(bias, block.begin + first - begin, rows, ahead, ASM)
     return (position, time_tile(bias, *found, AXIS, True, ASM)), found
 
 
@@ -161,14 +165,14 @@ def bsa_select_fwd_kernel(
         t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS)
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         if BN == BS:
-            added, _ = listed_bias(bias, block, t, begin, ahead, reach, key, 0, ASM)
+            added, _ = listed_bias(bias, block, t, begin, ahead, reach, 0, BN, 0, ASM)
             score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
             part = tl.dot(silu(score, FAST).to(values.dtype), values, input_precision=PRECISION)
         else:
             part = tl.zeros([BM, BV], tl.float32)
             for s in range(0, BS, BN):
                 some = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
-                added, _ = listed_bias(bias, block, t, begin, ahead, reach, s + key, 0, ASM)
+                added, _ = listed_bias(bias, block, t, begin, ahead, reach, s, BN, 0, ASM)
                 score = with_bias(tl.dot(queries, tl.trans(some), input_precision=PRECISION) * alpha, bias, added)
                 some = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
                 part = tl.dot(silu(score, FAST).to(some.dtype), some, part, input_precision=PRECISION)
@@ -200,7 +204,7 @@ def bsa_select_bwd_dq_kernel(
         for s in range(0, BS, BN):
             keys = load_rows(k + s * k_stride_t, place, k_stride_t, place < BN, D, BD)
             values = load_rows(v + s * v_stride_t, place, v_stride_t, place < BN, V, BV)
-            added, _ = listed_bias(bias, block, t, begin, ahead, reach, s + place, 0, ASM)
+            added, _ = listed_bias(bias, block, t, begin, ahead, reach, s, BN, 0, ASM)
             score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
@@ -289,7 +293,7 @@ def bsa_select_bwd_dkv_kernel(
                 gate += tl.where(seen & (t[None, :] - s[:, None] < window), swa[None, :], 0.0)
             none = tl.zeros([BM], tl.int32)
             added, _ = listed_bias(
-                bias, block, start + t, c, tl.arange(0, BM), (none, MOST_EDGES + 1, 0, 0), place, 1, ASM
+                bias, block, start + t, c, tl.arange(0, BM), (none, MOST_EDGES + 1, 0, 0), offset, BN, 1, ASM
             )
             acc_k, acc_v, _, _ = key_step(
                 acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, added, FAST, PRECISION
@@ -302,7 +306,7 @@ def bsa_select_bwd_dkv_kernel(
             upstream = load_tile(do, t, do_stride_t, live, origin + begin, h * V, V, BV, TMA)
             token = t.to(tl.int64) * H + h
             gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-            added, found = listed_bias(bias, block, t, begin, ahead, reach, place, 1, ASM)
+            added, found = listed_bias(bias, block, t, begin, ahead, reach, offset, BN, 1, ASM)
             acc_k, acc_v, dscore, product = key_step(
                 acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added, FAST, PRECISION
             )

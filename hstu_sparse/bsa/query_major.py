@@ -50,6 +50,7 @@ class QueryTile(NamedTuple):
 
     b, start       their sequence and its first token
     begin, end     their positions begin .. end - 1, none if end <= begin
+    lane           [BM] 0 .. BM - 1, int64
     t, live        [BM] positions, and whether there are such
     token          [BM] their places in [T, H]
     block_row      slot of the sequence's first block
@@ -61,6 +62,7 @@ class QueryTile(NamedTuple):
     start: tl.tensor
     begin: tl.tensor
     end: tl.tensor
+    lane: tl.tensor
     t: tl.tensor
     live: tl.tensor
     token: tl.tensor
@@ -80,8 +82,8 @@ def find_queries(offsets, bias, tiles, H, B, BM: tl.constexpr, BS: tl.constexpr)
         high, low = load_times(bias.query_high, bias.query_low, start + t, live)
         asked = span(high, low, live, 0)
     return QueryTile(
-        b, start, i * BM, tl.minimum(i * BM + BM, length), t, live, (start + t) * H + tl.program_id(1),
-        (start // BS + b).to(tl.int32), map_row(start, b, i * BM, BS), asked,
+        b, start, i * BM, tl.minimum(i * BM + BM, length), tl.arange(0, BM).to(tl.int64), t, live,
+        (start + t) * H + tl.program_id(1), (start // BS + b).to(tl.int32), map_row(start, b, i * BM, BS), asked,
     )  # fmt: skip
 
 
@@ -91,7 +93,8 @@ def means_bias(bias, asks, c, known, BN: tl.constexpr, BS: tl.constexpr, ASM: tl
     middle = (c + tl.arange(0, BN)) * BS + BS // 2
     rows = tl.where(known, asks.start + middle, asks.start)
     reaches = means_reach(bias, asks.map_row, c, BN, ASM)
-    position = position_tile(bias, c * BS + BS // 2, -asks.t, tl.arange(0, BN).to(tl.int64) * BS, ASM)
+    column = tl.arange(0, BN).to(tl.int64) * BS
+    position = position_tile(bias, c * BS + BS // 2 - asks.begin, -asks.lane, column, ASM)
     found = rows, asks.start + asks.t, asks.asked, reaches
     return (position, time_tile(bias, *found, 1, False, ASM)), found
 
@@ -100,7 +103,7 @@ def means_bias(bias, asks, c, known, BN: tl.constexpr, BS: tl.constexpr, ASM: tl
 def keys_bias(bias, asks, first, sought, reaches, BN: tl.constexpr, ASM: tl.constexpr):
     """The same with the BN keys from position `first` on."""
     column = tl.arange(0, BN).to(tl.int64)
-    position = position_tile(bias, first, -asks.t, column, ASM)
+    position = position_tile(bias, first - asks.begin, -asks.lane, column, ASM)
     found = asks.start + asks.t, asks.start + first + column, sought, reaches
     return (position, time_tile(bias, *found, 0, True, ASM)), found
 
