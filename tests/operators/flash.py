@@ -108,9 +108,10 @@ def launches():
             launch.chosen[3].update({"many"} if many else {})
             out = torch.zeros(64, 2, v or size, dtype=torch.float32 if add else dtype)
             lse = torch.zeros(2, 64)
-            launch.forward(out, lse, add=add)
+            launch.forward(out, lse, before=out if add else None)
             rows = launch.rows(out, out.to(dtype), lse)
-            launch.dq(out.to(dtype), rows, q.float() if add else q, add=add)
+            wide = q.float() if add else None
+            launch.dq(out.to(dtype), rows, q if wide is None else wide, before=wide)
             sums = (k.float(), value.float()) if add else None
             launch.dkv(out.to(dtype), rows, *(sums or (k, value)), sums=sums)
 
