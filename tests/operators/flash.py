@@ -116,8 +116,8 @@ def launches():
         return Launches(label, call, **more)
 
     bf16, dkv = torch.bfloat16, "flash_attention_bwd_dkv_kernel"
-    # Spills: a few of 64 x 64 tiles, which take fewer instructions a pair than the smaller ones that have none; those of
-    # forward and dq on sm_120 alone, for which nothing is tuned.
+    # Spills: a few of 64 x 64 tiles, which take fewer instructions a pair than the smaller ones that have none; those
+    # of forward and dq on sm_120 alone, for which nothing is tuned.
     few = {dkv: 32, "flash_attention_bwd_dq_kernel": 32, "flash_attention_fwd_kernel": 48}
     return [
         case(128, bf16, right=0, local_bytes=few),
