@@ -97,18 +97,6 @@ def by_lists(deterministic: bool) -> bool:
 _force_lists = False
 
 
-def specialization(arguments: tuple) -> tuple:
-    """What Triton tells calls of a kernel apart by: the key of `hstu_sparse.launch.start`."""
-    return tuple(
-        (x.dtype, x.data_ptr() % 16)
-        if isinstance(x, Tensor)
-        else (x % 16 == 0, x == 1, x.bit_length() > 31)
-        if isinstance(x, int)
-        else x is None
-        for x in arguments
-    )
-
-
 class Launch(NamedTuple):
     """Chosen keys per step and Triton's options of one kernel."""
 

@@ -13,9 +13,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias, specialization, token_begins
+from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias, token_begins
 from hstu_sparse.indexer.loss import index_loss_kernel
-from hstu_sparse.launch import INTERPRET, aligned, architecture, cdiv, next_power_of_2, padded_head, precision, start
+from hstu_sparse.launch import (
+    INTERPRET,
+    aligned,
+    architecture,
+    cdiv,
+    next_power_of_2,
+    padded_head,
+    precision,
+    specialization,
+    start,
+)
 from hstu_sparse.registration import Operator
 
 # Scores of one query that its program keeps in registers: all heads', as many as half of a multiprocessor's hold.
