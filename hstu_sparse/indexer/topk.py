@@ -211,8 +211,9 @@ def _collect(
         position, time, cells, timestamps, query_timestamps, positions,
         iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS, BLOCK, PRECISION,
     )  # fmt: skip
-    # Of several that equal the threshold, those after the first K candidates lose. Past its limit a row takes nothing.
-    bar = tl.where(count > limit, float("inf"), tl.where(count >= K, above, threshold))
+    # Of several that equal the threshold, those after the first K candidates lose. Past its limit a row takes nothing,
+    # an infinite score neither.
+    bar = tl.where(count > limit, float("nan"), tl.where(count >= K, above, threshold))
     if MASKED:
         scores = tl.where(seen, scores, float("nan"))
     # Sums along the rows as products of small numbers, exact in fp16: a scan would move the tile between threads. Half
