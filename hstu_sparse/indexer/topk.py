@@ -223,7 +223,7 @@ def _reaches(scores, bar):
 
 @triton.jit
 def _collect(
-    start, count, queries, weights, threshold, above, limit, triangle, ones, iq, w, ik, mine, rows, inside, begin,
+    start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, mine, rows, inside, begin,
     length, t, position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K,
     CAPACITY: tl.constexpr, J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr,
@@ -244,9 +244,10 @@ def _collect(
         scores = tl.where(seen, scores, float("nan"))
     # Sums along the rows as products of small numbers, exact in fp16: a scan would move the tile between threads. Half
     # of one on the triangle's diagonal says of each entry whether it is taken itself. With 2^22 added, the bits of a
-    # sum are twice the place in `mine` and that half: a conversion would take longer.
+    # sum are twice the place behind the entry in `mine` and that half: a conversion would take longer.
     taken = _reaches(scores, bar[:, None]).to(tl.float16)
-    first = (tl.arange(0, ROWS) * CAPACITY + count).to(tl.float32) + 4194303.0
+    row = tl.arange(0, ROWS) * CAPACITY
+    first = (row + count).to(tl.float32) + 4194304.0
     place = (tl.dot(taken, triangle) + first[:, None]).to(tl.uint32, bitcast=True)
     # In one word with the column, and the score in the next, so that the tile may be handed to the store in any order.
     # In an order of the store's own it would get there through shared memory, in many steps.
@@ -256,10 +257,11 @@ def _collect(
     word = pair.to(tl.uint32)
     s = (word & 511).to(tl.int32) | start
     packed = (pair >> 32 << 32) | s.to(tl.uint32).to(tl.uint64)
-    # In halves of an entry; one less, as the bit of those taken is set.
-    halves = mine.to(tl.pointer_type(tl.int32), bitcast=True) - 1 + (word >> 9).to(tl.uint64)
+    # In halves of an entry; an entry and a half less, as the place is that behind it and the bit of those taken is set.
+    halves = mine.to(tl.pointer_type(tl.int32), bitcast=True) - 3 + (word >> 9).to(tl.uint64)
     tl.store(halves.to(tl.pointer_type(tl.int64), bitcast=True), packed.to(tl.int64), mask=(word & 512) != 0)
-    return count + tl.max(tl.dot(taken, ones), 1).to(tl.int32)
+    last = tl.sum(tl.where((tl.arange(0, BLOCK) == BLOCK - 1)[None, :], place, 0), 1)
+    return ((last & 0x7FFFFF) >> 1).to(tl.int32) - row
 
 
 @triton.jit(do_not_specialize=["positions", "B", "first_slot", "slots"])
@@ -290,18 +292,17 @@ def lightning_indexer_collect_kernel(
     )
     step = tl.arange(0, BLOCK)
     triangle = (step[:, None] <= step[None, :]).to(tl.float16) + 0.5 * (step[:, None] == step[None, :]).to(tl.float16)
-    ones = tl.full([BLOCK, 16], 1.0, tl.float16)
     count = tl.zeros([ROWS], tl.int32)
     whole = (tile * ROWS) // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         count = _collect(
-            start, count, queries, weights, threshold, above, limit, triangle, ones, iq, w, ik, mine, rows, inside,
+            start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, mine, rows, inside,
             begin, length, t, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t, iq_stride_h,
             ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, HEADS, ROWS, BLOCK, False, PRECISION,
         )  # fmt: skip
     for start in range(whole, tl.minimum(tile * ROWS + ROWS, length), BLOCK):
         count = _collect(
-            start, count, queries, weights, threshold, above, limit, triangle, ones, iq, w, ik, mine, rows, inside,
+            start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, mine, rows, inside,
             begin, length, t, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t, iq_stride_h,
             ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, HEADS, ROWS, BLOCK, True, PRECISION,
         )  # fmt: skip
