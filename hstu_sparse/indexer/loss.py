@@ -129,8 +129,8 @@ def index_loss_kernel(
             held = kept
         # Masks are applied here: the loop waits for nothing but the keys.
         seen = (chosen >= 0) & (chosen <= last) & counts
-        # Triton brings to the products' order what meets one of them: this once, by a sum with zeros, not every mask.
-        bits = tl.sum(tl.where(seen, bit, 0), 1)[:, None] + (held[0] > float("inf")).to(tl.int32)
+        # Triton brings into the products' order what meets a product: with these zeros all masks at once.
+        bits = tl.sum(tl.where(seen, bit, 0), 1)[:, None] + (held[0] < float("-inf")).to(tl.int32)
         masked = ()
         for j in tl.static_range(HELD):
             masked += (tl.where((bits & (1 << j)) != 0, held[j], float("-inf")),)
