@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.jagged import sequence_ids
-from hstu_sparse.launch import INTERPRET
+from hstu_sparse.launch import INTERPRET, specialization, start
 from hstu_sparse.time_buckets import device_cells
 
 # Copies of a table's gradient that atomic additions are spread over. Of the time buckets a few get most pairs.
@@ -95,6 +95,10 @@ def by_lists(deterministic: bool) -> bool:
 
 # For the benchmark, which measures both.
 _force_lists = False
+
+
+def run(kernel, programs: int, arguments: tuple, constants: dict, **options) -> None:
+    start(kernel, programs, arguments, constants, options, specialization(arguments))
 
 
 class Launch(NamedTuple):
