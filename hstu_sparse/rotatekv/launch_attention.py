@@ -44,6 +44,16 @@ def angle_table(base: float, half: int, count: int, device: torch.device) -> Ten
     return rope_table(base, half, 0, 1, count, device).half().view(torch.int32)
 
 
+@functools.lru_cache(maxsize=16)
+def angle_pairs(base: float, half: int, count: int, device: torch.device) -> Tensor:
+    """`angle_table`, [count, half], with what a thread of `few` takes side by side.
+
+    Of each 16 angles it has, for j in 0 .. 3, those that are 2j and 2j + 1 and those that are 8 more: cos, cos, sin, sin.
+    """
+    table = angle_table(base, half, count, device).view(count, 2, half // 16, 2, 4)
+    return table.permute(0, 2, 4, 1, 3).reshape(count, half).contiguous()
+
+
 class Plain(NamedTuple):
     """Keys [T, H, D] and values [T, H, V] that are not packed, of the sequences that seq_offsets [B+1] gives."""
 
@@ -136,12 +146,12 @@ class Call(NamedTuple):
             rope_table(self.rope_base, half, first, TILE, count, self.q.device),
         )
 
-    def all_angles(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Tables for `turn`, and fp16 ones of every position."""
+    def all_angles(self, table) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Tables for `turn`, and fp16 ones of every position: `angle_table` or `angle_pairs`."""
         near, far, _ = self.angles()
         if near is None:
             return None, None, None
-        return near, far, angle_table(self.rope_base, self.q.shape[2] // 2, far.shape[0] * TILE, self.q.device)
+        return near, far, table(self.rope_base, self.q.shape[2] // 2, far.shape[0] * TILE, self.q.device)
 
 
 class Plan(NamedTuple):
@@ -175,8 +185,8 @@ def few(call: Call) -> Plan:
         arguments = (
             call.q, call.q.stride(0), call.q.stride(1), call.q_offsets, cache.seq_offsets, cache.page_offsets,
             cache.page_table, cache.channel_order, packed["k_codes"], packed["k_scales"], packed["k_zeros"],
-            packed["v_codes"], packed["v_scales"], packed["v_zeros"], *call.bias_arguments(), *call.all_angles(),
-            part, part_lse, call.q_offsets.shape[0] - 1, layout.options.sink_tokens, call.q.shape[0], splits,
+            packed["v_codes"], packed["v_scales"], packed["v_zeros"], *call.bias_arguments(),
+            *call.all_angles(angle_pairs), part, part_lse, call.q_offsets.shape[0] - 1, layout.options.sink_tokens, call.q.shape[0], splits,
             call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len, 1,
         )  # fmt: skip
         given = constants | call.constants() | dict(PAIRS=pairs, BQ=block_q, LSE=part_lse is not None)
@@ -199,7 +209,7 @@ def many(call: Call) -> Plan:
 
     def launch(part, part_lse, splits):
         packed = cache.packed
-        near, far, table = call.all_angles()
+        near, far, table = call.all_angles(angle_table)
         arguments = (
             call.q, call.q.stride(0), call.q.stride(1), call.q_offsets, cache.seq_offsets, cache.page_offsets,
             cache.page_table, packed["k_codes"], packed["k_scales"], packed["k_zeros"], packed["v_codes"],
