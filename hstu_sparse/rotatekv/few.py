@@ -181,14 +181,13 @@ def by_twos(OPERATION: tl.constexpr, a, b):
 
 @triton.jit
 def load_angles(table, position, WORDS: tl.constexpr, STEP: tl.constexpr, R: tl.constexpr):
-    """cos and sin [R, 16] fp16 of 16 angles from 16 * STEP on at positions [R].
+    """cos and sin [R, 16] fp16, in the order of `paired`, of 16 angles from 16 * STEP on at positions [R].
 
     table: [.., WORDS] int32, in the order in which threads want it: see `launch_attention.angle_pairs`.
     """
     found = tl.load(table + position[:, None] * WORDS + (STEP * 16 + tl.arange(0, 16))[None, :])
     cos, sin = tl.split(tl.permute(tl.reshape(found, [R, 4, 2, 2]), 0, 1, 3, 2))  # [R, 4, first 8 or others]
-    cos = tl.reshape(tl.permute(halves(cos, tl.float16), 0, 2, 1, 3), [R, 16])
-    return cos, tl.reshape(tl.permute(halves(sin, tl.float16), 0, 2, 1, 3), [R, 16])
+    return tl.reshape(halves(cos, tl.float16), [R, 16]), tl.reshape(halves(sin, tl.float16), [R, 16])
 
 
 @triton.jit
@@ -209,7 +208,7 @@ def load_turns(table, position, HALF: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def transformed(words, matrix, centre, FIRST: tl.constexpr, PLANE: tl.constexpr, R: tl.constexpr):
-    """Sylvester's transform of a block of codes, less their middle, / 512: four times [R, 16] fp16, exact.
+    """Sylvester's transform of a block of codes, less their middle, / 512: four times `paired` [R, 16] fp16, exact.
 
     words: a tuple of [R, 4], of which the block's begin at FIRST. The transform of 64 is one of 16 on tensor cores, and
     one of 4 across runs of 16 channels. centre: what the middle of 16 codes is after theirs.
@@ -220,7 +219,7 @@ def transformed(words, matrix, centre, FIRST: tl.constexpr, PLANE: tl.constexpr,
     for t in tl.static_range(4):
         fields = words[FIRST + 2 * t // FIELDS] >> (2 * t % FIELDS * PLANE)
         codes = side_by_side(fields & MASK, fields & (MASK << PLANE), R)
-        x += (tl.dot(codes, matrix, centre, out_dtype=tl.float16),)
+        x += (paired(tl.dot(codes, matrix, centre, out_dtype=tl.float16), R),)
     for stage in tl.static_range(2):
         y = ()
         for i in tl.static_range(4):
@@ -248,8 +247,8 @@ def turning_queries(
 
     Returns:
         (queries, zero queries, greatest element [COLUMNS]). queries: for each block i of a head, each o and each 16
-        channels what meets key i * cos, and what meets key i * sin: int32 pairs [COLUMNS, 4] of the first 8 channels
-        and of the others. zero queries: for each o what meets channel 0 of all blocks, [COLUMNS, 4] by block.
+        channels what meets key i * cos, and what meets key i * sin, [16, COLUMNS] fp16 in the order of `paired`.
+        zero queries: for each o what meets channel 0 of all blocks, int32 pairs [COLUMNS, 4] by block.
     """
     BLOCKS: tl.constexpr = D // 64
     HALF: tl.constexpr = D // 128
@@ -272,13 +271,15 @@ def turning_queries(
             first, second = sign(i + j * 0, o)[:, None] * divisor, sign(i + j * 0, o + HALF)[:, None] * divisor
             for a in tl.static_range(4):
                 for by_sin in tl.static_range(2):
+                    eighths = ()
                     for eighth in tl.static_range(2):
                         both = ()
                         for odd in tl.static_range(2):
                             x = turned[(((o * 4 + a) * 2 + eighth) * 2 + odd) * 2]
                             y = turned[(((o * 4 + a) * 2 + eighth) * 2 + odd) * 2 + 1]
                             both += (first * y - second * x if by_sin else first * x + second * y,)
-                        queries += (tl.trans(pair(both[0], both[1])),)
+                        eighths += (tl.trans(pair(both[0], both[1])),)
+                    queries += (tl.trans(side_by_side(eighths[0], eighths[1], COLUMNS)),)
     zero_queries = ()
     of_head = tl.where(j[:, None] < K_BLOCKS, sign((j // BLOCKS)[:, None], own[None, :]), 0.0) * divisor * zero_scale
     for o in tl.static_range(HALF):
@@ -315,10 +316,8 @@ def turned_scores(
         for o in tl.static_range(HALF):
             for a in tl.static_range(4):
                 for c in tl.static_range(2):
-                    key = paired(by_twos("mul", x[a], turns[o * 4 + a][c]), R)
-                    low_query = queries[(((i % OWN * HALF + o) * 4 + a) * 2 + c) * 2]
-                    high_query = queries[(((i % OWN * HALF + o) * 4 + a) * 2 + c) * 2 + 1]
-                    part = tl.dot(key, tl.trans(side_by_side(low_query, high_query, COLUMNS)), part)
+                    query = queries[((i % OWN * HALF + o) * 4 + a) * 2 + c]
+                    part = tl.dot(by_twos("mul", x[a], turns[o * 4 + a][c]), query, part)
         part *= scales[i // K_PER][:, None]
         scores += part if i < OWN else part * signs[i // OWN][None, :]
     return scores

@@ -179,6 +179,8 @@ def few(call: Call) -> Plan:
     pairs = max(layout.values.groups, layout.options.head_group)
     block_q = max(1, 8 // pairs)
     programs = call.slots(block_q) * layout.head_groups
+    sequences = max(1, call.q_offsets.shape[0] - 1)
+    at_work = sequences * cdiv(cdiv(call.q.shape[0], sequences), block_q) * layout.head_groups
     constants = sizes(layout, cache.channel_order, cache.dtype)
     for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK"):
         constants.pop(name)
@@ -196,7 +198,8 @@ def few(call: Call) -> Plan:
         options = dict(num_warps=1, num_stages=1) | registers("few", call)
         start(rotatekv_few_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
 
-    wanted = max(1, 16 * processors(call.q.device) // programs)
+    # Eight warps a processor have room, and two rounds of them.
+    wanted = max(1, 16 * processors(call.q.device) // at_work)
     return Plan(launch, min(wanted, max(1, call.max_seq_len // 256)))
 
 
