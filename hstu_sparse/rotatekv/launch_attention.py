@@ -51,7 +51,7 @@ def angle_table(base: float, half: int, count: int, device: torch.device) -> Ten
 def angle_pairs(base: float, half: int, count: int, device: torch.device) -> Tensor:
     """`angle_table`, [count, half], with what a thread of `few` takes side by side.
 
-    Of each 16 angles it has, for j in 0 .. 3, those that are 2j and 2j + 1 and those that are 8 more: cos, cos, sin, sin.
+    Of each 16 angles it has for j = 0 .. 3 a pair of cos of angles 2j, 2j + 1, one of those 8 behind, and two of sin.
     """
     table = angle_table(base, half, count, device).view(count, 2, half // 16, 2, 4)
     return table.permute(0, 2, 4, 1, 3).reshape(count, half).contiguous()
@@ -191,8 +191,8 @@ def few(call: Call) -> Plan:
             call.q, call.q.stride(0), call.q.stride(1), call.q_offsets, cache.seq_offsets, cache.page_offsets,
             cache.page_table, cache.channel_order, packed["k_codes"], packed["k_scales"], packed["k_zeros"],
             packed["v_codes"], packed["v_scales"], packed["v_zeros"], *call.bias_arguments(),
-            *call.all_angles(angle_pairs), part, part_lse, call.q_offsets.shape[0] - 1, layout.options.sink_tokens, call.q.shape[0], splits,
-            call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len, 1,
+            *call.all_angles(angle_pairs), part, part_lse, call.q_offsets.shape[0] - 1, layout.options.sink_tokens,
+            call.q.shape[0], splits, call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len, 1,
         )  # fmt: skip
         given = constants | call.constants() | dict(PAIRS=pairs, BQ=block_q, LSE=part_lse is not None)
         options = dict(num_warps=1, num_stages=1) | registers("few", call)
@@ -219,7 +219,9 @@ def many(call: Call) -> Plan:
         rope = near is not None
         prepared = torch.empty(call.q.shape, dtype=torch.float16, device=call.q.device)
         factors = torch.empty(call.q.shape[:2], dtype=torch.float32, device=call.q.device)
-        factor = call.alpha * (1.0 if rope else layout.keys.channels**-0.5) * (math.log2(math.e) if call.softmax else 1.0)
+        factor = (
+            call.alpha * (1.0 if rope else layout.keys.channels**-0.5) * (math.log2(math.e) if call.softmax else 1.0)
+        )
         arguments = (
             call.q, call.q.stride(0), call.q.stride(1), call.q_offsets, cache.seq_offsets, near, far, prepared, factors,
             call.q_offsets.shape[0] - 1, factor,

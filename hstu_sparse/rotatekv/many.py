@@ -4,8 +4,8 @@ Letters: T cached tokens, Tq queries, B sequences, S sink tokens, H heads, D que
 a head group, HG = H / G, R tokens of a tile, BQ queries of a program.
 
 A program has one head. The transform of a head group is that of its heads, D channels each, and then one across heads:
-the latter costs little as codes are unpacked, the former goes to the queries, or, for RoPE, to the key. Queries are made
-ready by a kernel of their own.
+the latter costs little as codes are unpacked, the former goes to the queries, or, for RoPE, to the key. Queries are
+made ready by a kernel of their own.
 
 Numbers are unpacked two at a time, as int32 pairs, and the channels of a tile stand in whatever order that leaves them
 in (`channel_of`): the queries and the result follow it.
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from hstu_sparse.rotatekv.attention import time_bias, turn
 from hstu_sparse.rotatekv.codec import sign
-from hstu_sparse.rotatekv.few import halves
+from hstu_sparse.rotatekv.turning import halves
 from hstu_sparse.tiles import COMPILED, locate, silu
 
 SIGNS = tl.constexpr(-2147450880)  # the sign bits of a pair
@@ -293,10 +293,13 @@ def rotatekv_many_fwd_kernel(
         page = tl.load(page_table + tl.minimum((first * R + r) // PAGE, pages - 1))
         none = (page >> 31)[:, None]
         for tile in tl.range(first, last, num_stages=1):
-            keys, key_ranges = load_keys(k_codes, k_scales, k_zeros, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS,
-                                         K_GROUPS)  # fmt: skip
-            values, value_ranges = load_values(v_codes, v_scales, v_zeros, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS,
-                                               V_WORDS, V_GROUPS, OWN_V, OWN_GROUPS)  # fmt: skip
+            keys, key_ranges = load_keys(
+                k_codes, k_scales, k_zeros, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
+            )
+            values, value_ranges = load_values(
+                v_codes, v_scales, v_zeros, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
+                OWN_GROUPS,
+            )  # fmt: skip
             behind = tile * R + r
             inside = behind < packed
             key = head_keys(keys, key_ranges, own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
