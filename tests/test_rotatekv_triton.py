@@ -45,6 +45,10 @@ CALLS = {
     "few": dict(HALF, sink_tokens=5, position=True, timed=True),
     "few, 4 bits, softmax, ordered": dict(HALF, bits=4, softmax=True, ordered=True, splits=2),
     "few, rope": dict(HALF, head_size=128, rope=True, softmax=True, lengths=[20], asked=[1]),
+    "few, rope, 4 bits, one head": dict(
+        HALF, head_size=128, head_group=1, rope=True, bits=4, lengths=[40], asked=[2], quant_group=128, sink_tokens=3
+    ),
+    "few, rope, 256": dict(HALF, head_size=256, head_group=1, rope=True, softmax=True, lengths=[20], asked=[1]),
     "many": dict(HALF, head_size=64, value_size=64, position=True, timed=True, lengths=[30, 3], asked=[3, 1]),
     "many, 4 bits, softmax": dict(HALF, bits=4, head_size=64, value_size=128, softmax=True, lengths=[66], asked=[1]),
     "many, rope, sinks": dict(HALF, value_size=64, head_size=64, rope=True, sink_tokens=5, lengths=[30], asked=[2]),
