@@ -150,11 +150,6 @@ def plan_splits(rows: int, walked: int, config: dict, device: torch.device, row_
     return max(1, cdiv(walked, per_split)), per_split
 
 
-def _precision(x: Tensor) -> str:
-    """fp32 products: TF32 where torch's own may be, else three of them, which lose next to nothing."""
-    return "tf32" if launch.precision(x.dtype) == "tf32" else "tf32x3" if x.dtype == torch.float32 else "ieee"
-
-
 def _walk(config: dict, matrix: Tensor, *vectors: Tensor | None):
     """What a product's kernel walks over, as it is or as tensor descriptors; and the constant that says which."""
     if not config["TMA"] or not len(matrix):
@@ -193,7 +188,7 @@ class _Call:
         self.width = max(16, next_power_of_2(self.E))
         self.sizes = dict(E=self.E, PAD_E=self.width, NORMALIZE=normalize)
         self.rows = dict(**self.sizes, ROWS=max(1, ROW_TILE // self.width))
-        self.precision = _precision(out)
+        self.precision = launch.close_precision(out.dtype)
         self.negatives, self.log_q = negatives, log_q
         self.K = 0 if negatives is None else negatives.shape[-1]
         # Of a token's negatives at a time: loads wait for each other, so many small programs do better than few.
