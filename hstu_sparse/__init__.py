@@ -9,7 +9,7 @@ from hstu_sparse.bsa import (
 )
 from hstu_sparse.catalogue import catalogue_loss
 from hstu_sparse.dense import attention_plan, hstu_attention
-from hstu_sparse.gated_norm import layer_norm, norm_gate
+from hstu_sparse.gated_norm import layer_norm, norm_gate, residual_add, residual_norm
 from hstu_sparse.gates import query_gates
 from hstu_sparse.htree import htree_attention
 from hstu_sparse.indexer import (
@@ -78,6 +78,8 @@ __all__ = [
     "mustafar_decompress_with_hadamard_inverse",
     "norm_gate",
     "query_gates",
+    "residual_add",
+    "residual_norm",
     "ring_hstu_attention",
     "ring_plan",
     "rotary",

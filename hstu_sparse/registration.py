@@ -31,8 +31,8 @@ def _places(arguments: str) -> tuple[int, ...]:
 
 
 def _ready(launch: Callable, tensors: Sequence[int]) -> Callable:
-    """`launch` on the device of the first argument that there is; of the arguments at `tensors` those of integers or of one dimension are
-    made contiguous.
+    """`launch` on the device of the first argument that there is; of the arguments at `tensors` those of integers or of
+    one dimension are made contiguous.
     """
 
     @functools.wraps(launch)
