@@ -27,7 +27,11 @@ def test_reference():
     [
         (lambda: residual_add(torch.zeros(3), torch.zeros(3)), ValueError, r"x must be \[T, C\], got shape \[3\]"),
         (lambda: residual_add(torch.zeros(3, 4), torch.zeros(3, 5)), ValueError, r"added must be \[T=3, C=4\]"),
-        (lambda: residual_add(torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(3)), ValueError, r"bias must be \[C=4\]"),
+        (
+            lambda: residual_add(torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(3)),
+            ValueError,
+            r"bias must be \[C=4\]",
+        ),
         (lambda: residual_norm(torch.zeros(3, 4), dtype=torch.int32), TypeError, "dtype must be floating point"),
         (lambda: norm(torch.zeros(3, 5000)), ValueError, "the kernels take C up to 4096, got 5000|needs CUDA tensors"),
     ],
@@ -82,7 +86,9 @@ def test_dispatch_modes_get_torchs_operations():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "added_dtype"), [("float32", "bfloat16"), ("float32", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "added_dtype"), [("float32", "bfloat16"), ("float32", "float32"), ("bfloat16", "bfloat16")]
+)
 @pytest.mark.parametrize(("tokens", "channels"), [(3000, 256), (15_000, 50), (9, 4096)])
 def test_kernels_on_gpu(tokens, channels, dtype, added_dtype):
     check("cuda", tokens=tokens, channels=channels, dtype=dtype, added_dtype=added_dtype, biased=True, stride=1, seed=0)
@@ -90,6 +96,8 @@ def test_kernels_on_gpu(tokens, channels, dtype, added_dtype):
 
 @pytest.mark.gpu
 def test_the_same_bits_in_every_run():
-    x, added, bias = (torch.randn(*shape, device="cuda", requires_grad=True) for shape in ((20_000, 64), (20_000, 64), (64,)))
+    x, added, bias = (
+        torch.randn(*shape, device="cuda", requires_grad=True) for shape in ((20_000, 64), (20_000, 64), (64,))
+    )
     runs = [torch.autograd.grad(add(x, added, bias).square().sum(), bias)[0] for _ in range(2)]
     assert torch.equal(*runs)

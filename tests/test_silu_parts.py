@@ -36,7 +36,9 @@ def test_errors(x, sizes, error, message):
 
 @interpreter
 @pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize(("tokens", "sizes"), [(0, (4,) * 4), (1, (1, 1, 1, 1)), (37, (50,) * 4), (9, (64, 7, 16, 100))])
+@pytest.mark.parametrize(
+    ("tokens", "sizes"), [(0, (4,) * 4), (1, (1, 1, 1, 1)), (37, (50,) * 4), (9, (64, 7, 16, 100))]
+)
 def test_kernels(tokens, sizes, strided):
     check("cpu", tokens=tokens, sizes=sizes, dtype="float32", strided=strided, seed=0)
 

@@ -1,5 +1,6 @@
-"""Layer norm without affine, alone, beside a residual or times a gate with dropout: public functions, validation, choice
-of backend.
+"""Layer norm without affine, alone, beside a residual or times a gate with dropout: the public functions.
+
+They validate and choose the backend.
 
 Letters: T tokens of the batch, C channels.
 """

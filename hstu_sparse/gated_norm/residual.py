@@ -2,10 +2,10 @@
 
 Letters: T tokens of the batch, C channels.
 
-Two gradients meet at x, of its norm and of the stream that goes on: the norm's kernel adds the other. The sum's gradient
-goes on as it is; what was added gets it in its own dtype, and its bias the sum over tokens, by one kernel that reads it
-once. Under torch.compile and dispatch modes both are torch's operations: what passes a function as it is cannot be an
-operator's output.
+Two gradients meet at x, of its norm and of the stream that goes on: the norm's kernel adds the other. The sum's
+gradient goes on as it is; what was added gets it in its own dtype, and its bias the sum over tokens, by one kernel that
+reads it once. Under torch.compile and dispatch modes both are torch's operations: what passes a function as it is
+cannot be an operator's output.
 """
 
 import functools
@@ -58,7 +58,7 @@ def residual_add_fwd_kernel(
 def residual_add_bwd_kernel(
     grad, dadded, parts, grad_stride_t, tokens, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """dadded: grad in its dtype, where that is another; parts [programs, C]: a program's share of the sum over tokens."""
+    """dadded: grad in its dtype, where that is another; parts [programs, C]: each program's share of the sum."""
     column = tl.arange(0, BLOCK_C)[None, :]
     total = tl.zeros([ROWS, BLOCK_C], tl.float32)
     for first in range(tl.program_id(0) * ROWS, tokens, tl.num_programs(0) * ROWS):

@@ -12,7 +12,9 @@ kernel = functools.partial(query_gates, backend="triton")
 reference = functools.partial(query_gates, backend="reference")
 
 
-def inputs(tokens, heads, size, hidden, gates, *, dtype=torch.float32, weights=None, strided=False, device="cpu", seed=0):
+def inputs(
+    tokens, heads, size, hidden, gates, *, dtype=torch.float32, weights=None, strided=False, device="cpu", seed=0
+):
     """q [T, H, D], strided: as a part of a wider tensor, and the weights of a network whose gates are not all alike."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(tokens, heads, size * (2 if strided else 1), generator=generator).to(device, dtype)
@@ -74,4 +76,9 @@ def launches():
         return Launches(f"{dtype} D={size} F={hidden}", call, local_bytes)
 
     few = {"query_gates_bwd_kernel": 64}  # on later architectures
-    return [case(64, 32, torch.bfloat16, few), case(50, 32, torch.float32), case(128, 64, torch.float16), case(64, 64, torch.float32)]
+    return [
+        case(64, 32, torch.bfloat16, few),
+        case(50, 32, torch.float32),
+        case(128, 64, torch.float16),
+        case(64, 64, torch.float32),
+    ]

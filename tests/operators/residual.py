@@ -1,4 +1,4 @@
-"""A residual stream: what is added at the end of a block, and the norm at the next one's start. T tokens, C channels."""
+"""A residual stream: what is added at a block's end, and the norm at the next one's start. T tokens, C channels."""
 
 import torch
 
