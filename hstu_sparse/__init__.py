@@ -19,6 +19,7 @@ from hstu_sparse.indexer import (
     lightning_indexer,
     sparse_attention,
 )
+from hstu_sparse.inputs import embed_inputs
 from hstu_sparse.parts import silu_parts
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.ring import (
@@ -66,6 +67,7 @@ __all__ = [
     "catalogue_loss",
     "compute_index_loss_sparse",
     "cut_sequences",
+    "embed_inputs",
     "flash_attention",
     "hadamard_transform",
     "hstu_attention",

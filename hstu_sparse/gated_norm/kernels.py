@@ -39,7 +39,7 @@ def _normalise(x, column, eps, C: tl.constexpr):
 
 
 @triton.jit
-def _drop(values, seed, row, dropout, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
+def drop(values, seed, row, dropout, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
     """Zeroes what the mask of (seed, row, column) drops, divides the rest by 1 - dropout.
 
     One Philox call gives four columns their random numbers, of which 24 bits decide.
@@ -68,7 +68,7 @@ def norm_gate_fwd_kernel(
     if u is not None:
         y *= _load(u, row, column, u_stride_t, inside)
     if seed is not None:
-        y = _drop(y, seed, row, dropout, ROWS, BLOCK_C)
+        y = drop(y, seed, row, dropout, ROWS, BLOCK_C)
     tl.store(out + row.to(tl.int64) * C + column, y, inside)
 
 
@@ -85,7 +85,7 @@ def norm_gate_bwd_kernel(
     y, rstd = _normalise(_load(x, row, column, x_stride_t, inside), column, eps, C)
     target = row.to(tl.int64) * C + column
     if seed is not None:
-        h = _drop(h, seed, row, dropout, ROWS, BLOCK_C)
+        h = drop(h, seed, row, dropout, ROWS, BLOCK_C)
     if u is not None:
         tl.store(du + target, h * y, inside)
         h *= _load(u, row, column, u_stride_t, inside)
