@@ -87,6 +87,11 @@ VALID: dict[str, dict] = {
     "hadamard_transform": {"x": q},
     "norm_gate": {"x": random(5, 7), "u": random(5, 7) + 1},
     "layer_norm": {"x": random(5, 7)},
+    "residual_norm": {"x": random(5, 7)},
+    "residual_add": {"x": random(5, 7), "added": random(5, 7), "bias": random(7)},
+    "embed_inputs": {"rows": random(T, 6), "position": random(N, 6), "seq_offsets": offsets, "more": random(T, 6)},
+    "silu_parts": {"x": random(5, 7), "sizes": [1, 2, 3, 1]},
+    "query_gates": {"q": q, "w1": random(8, D), "b1": random(8), "w2": random(3, 8), "b2": random(3)},
     "catalogue_loss": {
         "out": random(4, 6),
         "items": random(9, 6),
