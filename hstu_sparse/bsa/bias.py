@@ -25,7 +25,7 @@ import triton.language as tl
 
 from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.reach import MOST_EDGES, bucket_cells, find_bucket
-from hstu_sparse.launch import cdiv
+from hstu_sparse.launch import cdiv, run
 from hstu_sparse.relative_bias import bucket_edges
 from hstu_sparse.tiles import COMPILED, add_to
 
@@ -107,8 +107,20 @@ def prepare(
     if time is not None:
         buckets = time.shape[0]
         padded = torch.empty(buckets + BEYOND, **fp32)
-    bsa_tables_kernel[(cdiv(max(entries, buckets + BEYOND), 1024),)](
-        position, time, backwards, padded, N, origin, entries, buckets, BEYOND=BEYOND, SIZE=1024, num_warps=4
+    run(
+        bsa_tables_kernel,
+        (cdiv(max(entries, buckets + BEYOND), 1024),),
+        position,
+        time,
+        backwards,
+        padded,
+        N,
+        origin,
+        entries,
+        buckets,
+        BEYOND=BEYOND,
+        SIZE=1024,
+        num_warps=4,
     )
     backwards = None if backwards is None else backwards[origin:]
     if time is None:
