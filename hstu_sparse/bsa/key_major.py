@@ -282,6 +282,10 @@ def bsa_select_bwd_dkv_kernel(
         for c in range(first, end, BM):
             t = c + tl.arange(0, BM)
             live = t < length
+            none = tl.zeros([BM], tl.int32)
+            added, _ = listed_bias(
+                bias, block, start + t, c, tl.arange(0, BM), (none, MOST_EDGES + 1, 0, 0), offset, BN, 1, ASM
+            )
             queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
             upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
             token = (start + t) * H + h
@@ -291,10 +295,6 @@ def bsa_select_bwd_dkv_kernel(
             if WINDOW:
                 swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
                 gate += tl.where(seen & (t[None, :] - s[:, None] < window), swa[None, :], 0.0)
-            none = tl.zeros([BM], tl.int32)
-            added, _ = listed_bias(
-                bias, block, start + t, c, tl.arange(0, BM), (none, MOST_EDGES + 1, 0, 0), offset, BN, 1, ASM
-            )
             acc_k, acc_v, _, _ = key_step(
                 acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, added, FAST, PRECISION
             )
@@ -302,11 +302,11 @@ def bsa_select_bwd_dkv_kernel(
     if listed:
         for row in range(0, block.rows, BM):
             t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS)
+            added, found = listed_bias(bias, block, t, begin, ahead, reach, offset, BN, 1, ASM)
             queries = load_tile(q, t, q_stride_t, live, origin + begin, h * D, D, BD, TMA)
             upstream = load_tile(do, t, do_stride_t, live, origin + begin, h * V, V, BV, TMA)
             token = t.to(tl.int64) * H + h
             gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-            added, found = listed_bias(bias, block, t, begin, ahead, reach, offset, BN, 1, ASM)
             acc_k, acc_v, dscore, product = key_step(
                 acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added, FAST, PRECISION
             )
@@ -383,6 +383,7 @@ def bsa_compress_bwd_dkv_kernel(
     keys = load_rows(kbar + base * D, j, H * D, known, D, BD)
     values = load_rows(vbar + base * V, j, H * V, known, V, BV)
     rows = tl.where(known, start + j * BS + BS // 2, start)
+    spaced, side = tl.arange(0, BN).to(tl.int64) * BS, -tl.arange(0, BM).to(tl.int64)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
@@ -394,18 +395,15 @@ def bsa_compress_bwd_dkv_kernel(
     for c in range(begin, length, BM * tl.num_programs(2)):
         t = c + tl.arange(0, BM)
         live = t < length
-        queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
-        upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
-        cmp = tl.load(g_cmp + (start + t) * H + h, mask=live, other=0.0).to(tl.float32)
-        gate = tl.where(j[:, None] < ((t + 1) // BS)[None, :], cmp[None, :], 0.0)
-        position, time = (
-            position_tile(bias, i * BN * BS + BS // 2 - c, tl.arange(0, BN) * BS, -tl.arange(0, BM), ASM),
-            None,
-        )
+        position, time = position_tile(bias, i * BN * BS + BS // 2 - c, spaced, side, ASM), None
         if bias.time is not None:
             reach = means_reach(bias, map_row(start, b, c, BS), i * BN, BN, ASM)
             asked = tl.load(bias.query_high + start + c), tl.load(bias.query_low + start + c)
             time = time_tile(bias, rows, start + t, asked, reach, 0, False, ASM)
+        queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
+        upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
+        cmp = tl.load(g_cmp + (start + t) * H + h, mask=live, other=0.0).to(tl.float32)
+        gate = tl.where(j[:, None] < ((t + 1) // BS)[None, :], cmp[None, :], 0.0)
         acc_k, acc_v, _, _ = key_step(
             acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, (position, time), FAST, PRECISION
         )

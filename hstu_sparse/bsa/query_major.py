@@ -157,8 +157,8 @@ def bsa_query_fwd_kernel(
         for c in range(0, end // BS, BN):
             j = c + tl.arange(0, BN)
             known = j < end // BS
-            keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
             added, _ = means_bias(bias, asks, c, known, BN, BS, ASM)
+            keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
             score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
             score = tl.where(j[None, :] < complete[:, None], score, HIDDEN)
             weight = silu(score, FAST)
@@ -266,9 +266,9 @@ def bsa_query_bwd_dq_kernel(
         for c in range(0, end // BS, BN):
             j = c + tl.arange(0, BN)
             known = j < end // BS
+            added, found = means_bias(bias, asks, c, known, BN, BS, ASM)
             keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
             values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-            added, found = means_bias(bias, asks, c, known, BN, BS, ASM)
             score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
