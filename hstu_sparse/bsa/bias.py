@@ -108,20 +108,9 @@ def prepare(
         buckets = time.shape[0]
         padded = torch.empty(buckets + BEYOND, **fp32)
     run(
-        bsa_tables_kernel,
-        (cdiv(max(entries, buckets + BEYOND), 1024),),
-        position,
-        time,
-        backwards,
-        padded,
-        N,
-        origin,
-        entries,
-        buckets,
-        BEYOND=BEYOND,
-        SIZE=1024,
-        num_warps=4,
-    )
+        bsa_tables_kernel, (cdiv(max(entries, buckets + BEYOND), 1024),), position, time, backwards, padded,
+        N, origin, entries, buckets, BEYOND=BEYOND, SIZE=1024, num_warps=4,
+    )  # fmt: skip
     backwards = None if backwards is None else backwards[origin:]
     if time is None:
         return KernelBias(backwards)

@@ -312,21 +312,9 @@ def launch_backward(do, *arguments):
         TMA=described is not None, **options,
     )  # fmt: skip
     run(
-        key_major.bsa_merge_bwd_dkv_kernel,
-        (p.H * p.NB, p.BS // 16),
-        parts,
-        lists.part_start,
-        p.offsets,
-        dk,
-        dv,
-        p.NB,
-        p.H,
-        p.B,
-        **p.heads,
-        BS=p.BS,
-        BN=16,
-        num_warps=4,
-    )
+        key_major.bsa_merge_bwd_dkv_kernel, (p.H * p.NB, p.BS // 16),
+        parts, lists.part_start, p.offsets, dk, dv, p.NB, p.H, p.B, **p.heads, BS=p.BS, BN=16, num_warps=4,
+    )  # fmt: skip
     del parts, lists
 
     if not p.query_major and p.deterministic and p.S > 1:
