@@ -9,6 +9,7 @@ set before triton is first imported, they run on the CPU, in fp32 as a rule: the
 import contextlib
 import functools
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -67,6 +68,11 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
+def close_precision(dtype: torch.dtype) -> str:
+    """As `precision`, but fp32 products as three of TF32, which lose next to nothing and run on tensor cores."""
+    return "tf32x3" if dtype == torch.float32 and precision(dtype) == "ieee" else precision(dtype)
+
+
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """x [T, H, D] with rows that can be read 16 bytes at a time: x itself, or a copy, heads padded with zeros.
 
@@ -118,13 +124,17 @@ def run(kernel, grid: tuple[int, ...], *arguments, **settings) -> None:
         kernel[grid](*arguments, **settings)
         return
     options = {name: settings.pop(name) for name in _OPTIONS if name in settings}
-    key = tuple(
-        _kind(x, p.do_not_specialize, p.do_not_specialize_on_alignment) for x, p in zip(arguments, kernel.params)
-    )
-    start(kernel, grid, arguments, settings, options, key)
+    start(kernel, grid, arguments, settings, options, specialization(arguments, kernel.params))
 
 
 _OPTIONS = "num_warps", "num_stages", "maxnreg"
+
+
+def specialization(arguments: tuple, parameters: Sequence | None = None) -> tuple:
+    """What Triton tells calls of a kernel apart by: the key of `start`. parameters: a kernel's, with its exemptions."""
+    if parameters is None:
+        return tuple(map(_kind, arguments))
+    return tuple(_kind(x, p.do_not_specialize, p.do_not_specialize_on_alignment) for x, p in zip(arguments, parameters))
 
 
 def _kind(x, exempt: bool = False, unaligned: bool = False):
