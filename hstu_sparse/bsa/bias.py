@@ -172,10 +172,11 @@ class TableSums:
 
 
 @triton.jit
-def load_origin(bias, slot):
+def load_origin(bias, slot, ASM: tl.constexpr):
     """The earliest time of a block's keys as (high, low); (0, 0) where there is no time table."""
     if bias.time is not None:
-        return tl.load(bias.key_spans + slot * 4), tl.load(bias.key_spans + slot * 4 + 1)
+        place = slot.to(tl.int64) * 4
+        return look_up(bias.key_spans, place, ASM), look_up(bias.key_spans, place + 1, ASM)
     else:
         return 0.0, 0.0
 
