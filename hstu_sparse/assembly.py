@@ -318,7 +318,7 @@ def _copy_bytes(cells: int) -> int:
 
 _RING, _SMALL = tl.constexpr(17 * _KB), tl.constexpr(4 * _KB)
 _COPY, _SMALL_COPY = _copy_bytes(RING_CELLS), _copy_bytes(2 * STRETCH.value)
-assert _COPIES * _COPY <= _RING.value and _COPIES * _SMALL_COPY <= _SMALL.value
+assert all(size.value >= _COPIES * copy for size, copy in ((_RING, _COPY), (_SMALL, _SMALL_COPY)))
 _OPEN_RING, _OPEN_SMALL = (
     tl.constexpr(f"{{ .shared .align 16 .b8 hstu_ring[{size.value}]; mov.u32 $0, hstu_ring; }}")
     for size in (_RING, _SMALL)
