@@ -18,7 +18,7 @@ from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
-from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, rows, sizes
+from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, rows, sizes, words
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.rotatekv.many import rotatekv_many_fwd_kernel, rotatekv_queries_fwd_kernel
 from hstu_sparse.time_buckets import device_cells
@@ -27,6 +27,7 @@ from hstu_sparse.validation import check_kernel
 # Queries of a sequence, on average: from the first on `many` is faster than `few`; from the second on the general
 # kernel turns keys back and gives heads programs of their own.
 MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
+MANY_STAGES = 3
 KERNEL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Most registers of a thread, where fewer than it would take let more programs run side by side: way, with RoPE.
 # Measured on Hopper, and used there.
@@ -189,8 +190,8 @@ def few(call: Call) -> Plan:
         packed = cache.packed
         arguments = (
             call.q, call.q.stride(0), call.q.stride(1), call.q_offsets, cache.seq_offsets, cache.page_offsets,
-            cache.page_table, cache.channel_order, packed["k_codes"], packed["k_scales"], packed["k_zeros"],
-            packed["v_codes"], packed["v_scales"], packed["v_zeros"], *call.bias_arguments(),
+            cache.page_table, cache.channel_order, packed["k_codes"], words(packed["k_ranges"]),
+            packed["v_codes"], words(packed["v_ranges"]), *call.bias_arguments(),
             *call.all_angles(angle_pairs), part, part_lse, call.q_offsets.shape[0] - 1, layout.options.sink_tokens,
             call.q.shape[0], splits, call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len, 1,
         )  # fmt: skip
@@ -231,13 +232,13 @@ def many(call: Call) -> Plan:
               launch_key(arguments))  # fmt: skip
         arguments = (
             prepared, factors, call.q_offsets, cache.seq_offsets, cache.page_offsets, cache.page_table,
-            packed["k_codes"], packed["k_scales"], packed["k_zeros"], packed["v_codes"], packed["v_scales"],
-            packed["v_zeros"], *call.bias_arguments(), None if table is None else table.view(torch.float16), part,
-            part_lse, call.q_offsets.shape[0] - 1, layout.options.sink_tokens, call.q.shape[0], splits,
+            packed["k_codes"], words(packed["k_ranges"]), packed["v_codes"], words(packed["v_ranges"]),
+            *call.bias_arguments(), None if table is None else table.view(torch.float16), part, part_lse,
+            call.q_offsets.shape[0] - 1, layout.options.sink_tokens, call.q.shape[0], splits,
             layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
         )  # fmt: skip
         given = dict(DTYPE=KERNEL_TYPES[call.q.dtype]) | constants | call.constants()
-        given |= dict(R=64, BQ=block_q, LSE=part_lse is not None)
+        given |= dict(R=64, BQ=block_q, LSE=part_lse is not None, STAGES=MANY_STAGES)
         options = dict(num_warps=block_q // 16, num_stages=1) | registers("many", call)
         start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
 
@@ -277,8 +278,8 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
         rotatekv_attention_fwd_kernel[(slots, heads // of_program, splits)](
             q, q.stride(0), q.stride(1), call.q_offsets, source.seq_offsets.contiguous(),
             None if cache is None else cache.page_offsets, None if cache is None else cache.page_table, order,
-            inverse(order), packed.get("k_codes"), packed.get("k_scales"), packed.get("k_zeros"),
-            packed.get("k_bitmap"), packed.get("v_codes"), packed.get("v_scales"), packed.get("v_zeros"),
+            inverse(order), packed.get("k_codes"), words(packed.get("k_ranges")),
+            packed.get("k_bitmap"), packed.get("v_codes"), words(packed.get("v_ranges")),
             plain_k, plain_k.stride(0), plain_k.stride(1), plain_v, plain_v.stride(0), plain_v.stride(1),
             *call.bias_arguments(), *call.angles(sinks), part, part_lse, call.q_offsets.shape[0] - 1, sinks,
             q.shape[0], splits, call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len,

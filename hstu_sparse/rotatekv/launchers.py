@@ -56,6 +56,11 @@ def rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def words(x: Tensor | None) -> Tensor | None:
+    """Scales and zeros as the kernels take them: an int32 for both."""
+    return None if x is None else x.view(torch.int32)
+
+
 def current(launch):
     """`launch(cache or tensor, ...)` with its device the current one, as Triton wants it."""
 
@@ -92,8 +97,8 @@ def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_
     rotatekv_compress_kernel[(slots, layout.head_groups)](
         k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), new_offsets.contiguous(), old_offsets,
         cache.page_offsets, cache.page_table, cache.channel_order, cache.sink_k, cache.sink_v,
-        packed["k_codes"], packed["k_scales"], packed["k_zeros"], packed.get("k_bitmap"), packed["v_codes"],
-        packed["v_scales"], packed["v_zeros"], cache.num_sequences, layout.options.sink_tokens,
+        packed["k_codes"], words(packed["k_ranges"]), packed.get("k_bitmap"), packed["v_codes"],
+        words(packed["v_ranges"]), cache.num_sequences, layout.options.sink_tokens,
         layout.keys.channels**-0.5, **constants, SINKS=layout.options.sink_tokens > 0,
         # Fused into a product and a sum, scaling and shifting would round otherwise than the reference does.
         enable_fp_fusion=False, num_warps=warps,
@@ -146,8 +151,8 @@ def decompress(cache: PackedCache, tokens: int) -> tuple[Tensor, Tensor]:
     grid = (tokens // constants["R"] + cache.num_sequences, layout.head_groups, layout.keys.blocks // out)
     rotatekv_decompress_kernel[grid](
         cache.seq_offsets, cache.page_offsets, cache.page_table, inverse(cache.channel_order),
-        packed["k_codes"], packed["k_scales"], packed["k_zeros"], packed.get("k_bitmap"), packed["v_codes"],
-        packed["v_scales"], packed["v_zeros"], cache.sink_k, cache.sink_v, k, v, cache.num_sequences, sinks,
+        packed["k_codes"], words(packed["k_ranges"]), packed.get("k_bitmap"), packed["v_codes"],
+        words(packed["v_ranges"]), cache.sink_k, cache.sink_v, k, v, cache.num_sequences, sinks,
         layout.keys.channels**-0.5, **constants, SINKS=sinks > 0,
         OFFSET=code_offset(layout.options.bits, cache.dtype, layout.sparse), OUT=out, num_warps=4,
     )  # fmt: skip
