@@ -242,28 +242,10 @@ def rotatekv_few_fwd_kernel(
     last = tl.minimum(tiles, first + per)
     if first < last:
         r = tl.arange(0, R)
-        # The page after next is known, and what the next one needs is under way while one is worked on. With RoPE there
-        # are too few registers for all of it at once.
-        row = tl.load(page_table + first).to(tl.int64) * HG + group
-        next_page = tl.load(page_table + tl.minimum(first + 1, last - 1))
-        next_keys = load_keys(k_codes, k_ranges, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, ROPE)
-        next_values = ()
-        turns = ()
-        if ROPE:
-            turns = load_turns(angles, S + first * R + r, D // 128, R)
-        else:
-            next_values = load_values(v_codes, v_ranges, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)
-        for tile in tl.range(first, last, num_stages=1):
-            keys, ranges = next_keys
-            if ROPE:
-                values = load_values(v_codes, v_ranges, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)
-            else:
-                values = next_values
-            row = next_page.to(tl.int64) * HG + group
-            next_page = tl.load(page_table + tl.minimum(tile + 2, last - 1))
-            if not ROPE:
-                next_keys = load_keys(k_codes, k_ranges, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, ROPE)
-                next_values = load_values(v_codes, v_ranges, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)
+        for tile in tl.range(first, last, num_stages=3):
+            row = tl.load(page_table + tile).to(tl.int64) * HG + group
+            keys, ranges = load_keys(k_codes, k_ranges, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, ROPE)
+            values = load_values(v_codes, v_ranges, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)
             behind = tile * R + r
             inside = behind < packed
             scales = ()
@@ -273,6 +255,7 @@ def rotatekv_few_fwd_kernel(
                 scales += (k_scale,)
                 zeros += (k_zero,)
             if ROPE:
+                turns = load_turns(angles, S + behind, D // 128, R)
                 small_scales = ()
                 for g in tl.static_range(K_GROUPS):
                     small_scales += (scales[g] * (scale * BACK),)
@@ -280,8 +263,6 @@ def rotatekv_few_fwd_kernel(
                 middle = k_zero + LEVELS / 2 * k_scale
                 scores = turned_scores(keys, small_scales, middle, queries, zero_queries, signs, matrix, centre,
                                        turns, D, K_BLOCKS, K_PER // CHUNKS, CHUNKS, BITS, R, COLUMNS)  # fmt: skip
-                next_keys = load_keys(k_codes, k_ranges, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, ROPE)
-                turns = load_turns(angles, S + behind + R, D // 128, R)
             else:
                 scores = tl.zeros([R, COLUMNS], tl.float32)
                 for g in tl.static_range(K_GROUPS):
