@@ -9,7 +9,8 @@ from hstu_sparse.bsa import (
 )
 from hstu_sparse.catalogue import catalogue_loss
 from hstu_sparse.dense import attention_plan, hstu_attention
-from hstu_sparse.gated_norm import layer_norm, norm_gate
+from hstu_sparse.gated_norm import layer_norm, norm_gate, residual_add, residual_norm
+from hstu_sparse.gates import query_gates
 from hstu_sparse.htree import htree_attention
 from hstu_sparse.indexer import (
     compute_index_loss_sparse,
@@ -18,6 +19,8 @@ from hstu_sparse.indexer import (
     lightning_indexer,
     sparse_attention,
 )
+from hstu_sparse.inputs import embed_inputs
+from hstu_sparse.parts import silu_parts
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.ring import (
     RingPlan,
@@ -64,6 +67,7 @@ __all__ = [
     "catalogue_loss",
     "compute_index_loss_sparse",
     "cut_sequences",
+    "embed_inputs",
     "flash_attention",
     "hadamard_transform",
     "hstu_attention",
@@ -75,6 +79,9 @@ __all__ = [
     "mustafar_attention_with_rope",
     "mustafar_decompress_with_hadamard_inverse",
     "norm_gate",
+    "query_gates",
+    "residual_add",
+    "residual_norm",
     "ring_hstu_attention",
     "ring_plan",
     "rotary",
@@ -82,6 +89,7 @@ __all__ = [
     "rotatekv_compress",
     "rotatekv_decompress",
     "rotatekv_round_trip",
+    "silu_parts",
     "sparse_attention",
     "triton_block_sparse_attn",
     "triton_hstu_attention_with_bsa",

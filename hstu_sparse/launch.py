@@ -67,6 +67,11 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
+def close_precision(dtype: torch.dtype) -> str:
+    """As `precision`, but fp32 products as three of TF32, which lose next to nothing and run on tensor cores."""
+    return "tf32x3" if dtype == torch.float32 and precision(dtype) == "ieee" else precision(dtype)
+
+
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """x [T, H, D] with rows that can be read 16 bytes at a time: x itself, or a copy, heads padded with zeros.
 
@@ -82,6 +87,18 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 # (kernel's name, key) -> compiled kernel, and its constants in the order of its signature.
 compiled_kernels: dict[tuple, tuple] = {}
+
+
+def specialization(arguments: tuple) -> tuple:
+    """What Triton tells calls of a kernel apart by: the key of `start`."""
+    return tuple(
+        (x.dtype, x.data_ptr() % 16)
+        if isinstance(x, torch.Tensor)
+        else (x % 16 == 0, x == 1, x.bit_length() > 31)
+        if isinstance(x, int)
+        else x is None
+        for x in arguments
+    )
 
 
 def start(kernel, grid: int, arguments: tuple, constants: dict, options: dict, key: tuple) -> None:

@@ -31,13 +31,13 @@ def _places(arguments: str) -> tuple[int, ...]:
 
 
 def _ready(launch: Callable, tensors: Sequence[int]) -> Callable:
-    """`launch` on the first argument's device; of the arguments at `tensors` those of integers or of one dimension are
-    made contiguous.
+    """`launch` on the device of the first argument that there is; of the arguments at `tensors` those of integers or of
+    one dimension are made contiguous.
     """
 
     @functools.wraps(launch)
     def run(*arguments):
-        x = arguments[0]
+        x = next(a for a in arguments if a is not None)
         for i in tensors:
             a = arguments[i]
             if a is not None and not a.is_contiguous() and (a.dim() == 1 or not a.is_floating_point()):
@@ -56,13 +56,15 @@ class Operator:
     Args:
         name: of the operator.
         arguments: their schema, like "Tensor q, Tensor? u, Tensor?[] plan, SymInt n, float eps"; the first is a Tensor.
-        forward: (*arguments) -> the output, or a tuple of `outputs` tensors. Only the first has a gradient; the others
-            are kept for the backward pass.
-        backward: (gradient of the first output, *arguments, *kept outputs) -> one gradient for each differentiable
-            argument that is not None, in their order, contiguous, shape and dtype as the argument.
+        forward: (*arguments) -> the output, or a tuple of `outputs` tensors. Only the first `graded` have gradients;
+            the others are kept for the backward pass.
+        backward: (gradients of the graded outputs, *arguments, *kept outputs) -> one gradient for each differentiable
+            argument that is not None, in their order, contiguous, shape and dtype as the argument. Of several
+            graded outputs some may have no gradient: None.
         fake: (*arguments) -> outputs of the right shape and dtype (new_empty), computed without the data.
         differentiable: names of the arguments with gradients.
         outputs: how many tensors forward returns.
+        graded: how many of them have gradients.
         keep_output: the backward pass takes the first output too, before the kept ones.
         spends: `backward` overwrites the last kept output. A second pass through a graph that was retained gets another
             one from `forward`; the registered backward operator works on a copy.
@@ -78,23 +80,26 @@ class Operator:
         fake: Callable,
         differentiable: Sequence[str],
         outputs: int = 1,
+        graded: int = 1,
         keep_output: bool = False,
         spends: bool = False,
     ):
         names = [argument.split(" ")[1] for argument in arguments.split(", ")]
-        self.name, self.outputs, self.keep_output, self.spends = name, outputs, keep_output, spends
+        self.name, self.outputs, self.graded = name, outputs, graded
+        self.keep_output, self.spends = keep_output, spends
         self.tensors = _places(arguments)
         self.others = [i for i in range(len(names)) if i not in self.tensors]
         self.differentiable = [names.index(argument) for argument in differentiable]
         self.forward = _ready(forward, self.tensors)
-        self.backward = _ready(backward, [0, *(i + 1 for i in self.tensors)])
+        self.backward = _ready(backward, [*range(graded), *(i + graded for i in self.tensors)])
         self.function = _autograd(self)
 
-        kept = "".join(f", Tensor kept_{i}" for i in range(0 if keep_output else 1, outputs))
+        kept = "".join(f", Tensor kept_{i}" for i in range(0 if keep_output else graded, outputs))
+        grads = "Tensor grad" if graded == 1 else ", ".join(f"Tensor? grad_{i}" for i in range(graded))
         result = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
         for part, schema in (
             ("fwd", f"({arguments}) -> {result}"),
-            ("bwd", f"(Tensor grad, {arguments}{kept}) -> Tensor[]"),
+            ("bwd", f"({grads}, {arguments}{kept}) -> Tensor[]"),
         ):
             _library.define(f"{name}_{part}{schema}", tags=torch.Tag.pt2_compliant_tag)
         backward = self._spend_copy if spends else self.backward
@@ -117,8 +122,8 @@ class Operator:
     def _spend_copy(self, *arguments):
         return self.backward(*arguments[:-1], arguments[-1].clone())
 
-    def _fake_gradients(self, grad, *arguments):
-        given = (arguments[i] for i in self.differentiable)
+    def _fake_gradients(self, *arguments):
+        given = (arguments[i + self.graded] for i in self.differentiable)
         return [x.new_empty(x.shape) for x in given if x is not None]
 
 
@@ -131,8 +136,8 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
             else:
                 with torch._C._AutoDispatchBelowAutograd():
                     found = operator.registered_forward(*arguments)
-            out, *kept = (found,) if operator.outputs == 1 else found
-            output = (out,) if operator.keep_output else ()
+            every = (found,) if operator.outputs == 1 else found
+            kept, output = list(every[operator.graded :]), every[:1] if operator.keep_output else ()
             ctx.others = [arguments[i] for i in operator.others]
             ctx.mark_non_differentiable(*kept)
             if operator.spends:
@@ -142,15 +147,16 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
             return found
 
         @staticmethod
-        def backward(ctx, grad, *_):
-            count = len(operator.tensors) + len(operator.others)
+        def backward(ctx, *grads):
+            count, grads = len(operator.tensors) + len(operator.others), grads[: operator.graded]
+            grad = next((x for x in grads if x is not None), None)
             if grad is None:
                 return (None,) * count
             arguments, saved = [None] * count, ctx.saved_tensors
             for places, values in ((operator.tensors, saved), (operator.others, ctx.others)):
                 for place, value in zip(places, values):
                     arguments[place] = value
-            given = (grad, *arguments, *saved[len(operator.tensors) :])
+            given = (*grads, *arguments, *saved[len(operator.tensors) :])
             if operator.spends:
                 spent, ctx.spent = ctx.spent, None
                 given += (operator.registered_forward(*arguments)[-1] if spent is None else spent,)

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
+import hstu_sparse
 from data.batches import Batch
+from models.contract import ContextBatch
 
 # torchrec asks a question of torch.fx whose answer is a warning in every process.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
@@ -81,7 +83,16 @@ class InputEmbedding(nn.Module):
                 length_per_key=[tokens] * len(features),
             )
         )
-        x = looked_up["item"].values() * self.scale + self.position.index_select(0, batch.positions)
-        if "action" in features:
-            x = x + looked_up["action"].values()
+        rows = looked_up["item"].values()
+        more = looked_up["action"].values() if "action" in features else None
+        dropout = self.dropout if self.training else 0.0
+        if rows.is_cuda and not isinstance(batch, ContextBatch):
+            # The kernels draw their mask from a seed of their own.
+            seed = torch.randint(2**62, (1,), device=rows.device) if dropout else None
+            return hstu_sparse.embed_inputs(
+                rows, self.position, batch.seq_offsets, scale=self.scale, more=more, dropout=dropout, seed=seed
+            )
+        x = rows * self.scale + self.position.index_select(0, batch.positions)
+        if more is not None:
+            x = x + more
         return F.dropout(x, self.dropout, self.training)

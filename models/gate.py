@@ -2,11 +2,14 @@
 
 from torch import Tensor, nn
 
+import hstu_sparse
+from hstu_sparse.gates.api import takes_kernel
+
 
 class GateModel(nn.Module):
     """q [..., H, D] -> (g_cmp, g_slc, g_swa), each [..., H] in (0, 1); one small network shared by the heads.
 
-    `in_features` is D.
+    `in_features` is D. On a GPU it is one kernel (`hstu_sparse.query_gates`) where that takes the sizes.
     """
 
     def __init__(self, in_features: int, hidden_dim: int):
@@ -16,4 +19,7 @@ class GateModel(nn.Module):
         )
 
     def forward(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first, _, last, _ = self.layers
+        if q.is_cuda and q.dim() == 3 and takes_kernel(first.in_features, first.out_features, q.dtype):
+            return hstu_sparse.query_gates(q, first.weight, first.bias, last.weight, last.bias).unbind(0)
         return self.layers(q).unbind(-1)

@@ -42,11 +42,18 @@ def turned(config: ModelConfig, q: Tensor, k: Tensor, batch: Batch) -> tuple[Ten
     return q, k
 
 
-def normed_input(x: Tensor) -> Tensor:
-    """Layer norm of x in the dtype that products have: under autocast nothing is then written twice."""
+def normed_input(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(x, its layer norm in the dtype that products have: under autocast nothing is then written twice)."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return hstu_sparse.layer_norm(x, eps=NORM_EPS, dtype=dtype)
+    return hstu_sparse.residual_norm(x, eps=NORM_EPS, dtype=dtype)
+
+
+def added(x: Tensor, linear: nn.Linear, inner: Tensor) -> Tensor:
+    """x + linear(inner)."""
+    if x.is_cuda:
+        return hstu_sparse.residual_add(x, F.linear(inner, linear.weight), linear.bias)
+    return x + linear(inner)
 
 
 class SwiGLU(nn.Module):
@@ -62,7 +69,8 @@ class SwiGLU(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.expand(normed_input(x)).chunk(2, dim=-1)
+        x, normed = normed_input(x)
+        gate, value = self.expand(normed).chunk(2, dim=-1)
         return x + F.dropout(self.contract(F.silu(gate) * value), self.dropout, self.training)
 
 
@@ -90,8 +98,8 @@ class HSTULayer(nn.Module):
             self.feed_forward = SwiGLU(config.embedding_dim, config.feed_forward_dim, config.dropout)
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
-        normed = normed_input(x)
-        u, v, q, k = F.silu(normed @ self.uvqk).split(self.sizes, dim=-1)
+        x, normed = normed_input(x)
+        u, v, q, k = hstu_sparse.silu_parts(normed @ self.uvqk, self.sizes)
         q = q.unflatten(-1, (self.heads, -1))
         k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in (k, v))
         attended, aux = self.attention(normed, *turned(self.config, q, k, batch), v, batch)
@@ -99,7 +107,7 @@ class HSTULayer(nn.Module):
         # The kernels draw their mask from a seed of their own; on a CPU the reference draws from torch's generator.
         seed = torch.randint(2**62, (1,), device=x.device) if dropout and x.is_cuda else None
         gated = hstu_sparse.norm_gate(attended.flatten(1), u, eps=NORM_EPS, dropout=dropout, seed=seed)
-        x = x + self.output(gated)
+        x = added(x, self.output, gated)
         return x if self.feed_forward is None else self.feed_forward(x), aux
 
 

@@ -59,9 +59,11 @@ def draw_negatives(config: LossConfig, num_items: int, targets: Tensor) -> Negat
     if config.kind == "cross_entropy":
         return None
     rows = () if config.negatives == "shared" else (len(targets),)
+    # The kernels read them often: half the bytes. On a CPU torch indexes by int64 alone.
+    options = dict(device=targets.device, dtype=torch.int32 if targets.is_cuda else torch.int64)
 
     def uniform(count: int) -> Tensor:
-        return torch.randint(num_items, (*rows, count), device=targets.device)
+        return torch.randint(num_items, (*rows, count), **options)
 
     if config.kind in ("sampled_softmax", "bce"):
         return Negatives(uniform(config.num_negatives))
@@ -71,7 +73,9 @@ def draw_negatives(config: LossConfig, num_items: int, targets: Tensor) -> Negat
     def of_batch(count: int) -> Tensor:
         if not len(targets):
             return uniform(count)
-        return targets[torch.randint(2**62, (*rows, count), device=targets.device) % total]
+        most = 2**31 - 1 if targets.is_cuda else 2**62
+        places = torch.randint(most, (*rows, count), **options) % total.to(options["dtype"])
+        return targets.to(options["dtype"]).index_select(0, places.flatten()).view(places.shape)
 
     if config.kind == "in_batch":
         return Negatives(of_batch(config.num_negatives))

@@ -31,7 +31,7 @@ CASES = {
     "negatives of each token, E = 50": {"sampled": "per token", "size": 50, "items": 40},
     "negatives of each token, several chunks": {
         "sampled": "per token",
-        "tokens": 50_000,
+        "tokens": 3000,
         "size": 64,
         "items": 1500,
         "num_negatives": 100,
@@ -59,7 +59,11 @@ def deterministic():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", CASES)
-def test_agrees_with_the_reference(name, dtype):
+def test_agrees_with_the_reference(name, dtype, monkeypatch):
+    from hstu_sparse.catalogue import small
+
+    if "several chunks" in name:
+        monkeypatch.setattr(small, "HELD", 2**21)
     check("cuda", **{**CASE, **CASES[name], "dtype": dtype})
 
 
@@ -183,10 +187,10 @@ def test_batches_do_not_recompile_kernels():
             out, items, targets, negatives = problem(tokens, 3000, 64, form)
             catalogue_loss(out, items, targets, temperature=0.05, negatives=negatives).backward()
 
-    for tokens in (300, 100_000):  # with and without splits
+    for tokens in (1, 300, 100_000):  # one gradient split, both, the other
         step(tokens)
     count = compiled()
-    for tokens in (1, 17, 301, 4096, 90_001):
+    for tokens in (2, 17, 301, 4096, 90_001):
         step(tokens)
     assert count > 0
     assert compiled() == count
@@ -222,7 +226,7 @@ def test_addresses_beyond_32_bits(form):
     last = items.detach()[-1000:].float().requires_grad_()
     tail = F.normalize(last, dim=1)
     if form is None:
-        parts = [(x @ F.normalize(p.float(), dim=1).T / 0.2).logsumexp(1) for p in items.detach()[:-1000].split(2**20)]
+        parts = [(x @ F.normalize(p.float(), dim=1).T / 0.2).logsumexp(1) for p in items.detach()[:-1000].split(2**17)]
         logits = torch.cat([torch.stack(parts, 1), x @ tail.T / 0.2], 1)
         expected = F.cross_entropy(logits, targets - (I - 1000) + len(parts))
     else:

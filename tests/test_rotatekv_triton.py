@@ -20,6 +20,7 @@ OPTIONS = {
     **{f"{share:.0%} pruned": dict(sparsity=share, lengths=[70], asked=[2]) for share in (0.2, 0.9)},
     "pruned, 3 bits, sinks": dict(sparsity=0.7, bits=3, sink_tokens=5),
     "more sinks than tokens": dict(sink_tokens=40),
+    "clipped": dict(clip=0.7, sparsity=0.3),
     "narrow groups": dict(quant_group=16, bits=4),
     "wide groups": dict(head_size=64, quant_group=128),
     "ordered": dict(ordered=True, head_size=16, head_group=4, quant_group=32),

@@ -45,6 +45,8 @@ BOUND = 60.0
 SPLIT_BYTES = 48 * 2**20
 # Bytes that an fp32 table for atomic additions may take.
 ATOMIC_BYTES = 2**30
+# Items whose norms are found once, where tokens gather rows: fewer than there are gathered, whatever the batch.
+FEW_ITEMS = 2**16
 # Numbers of a tile of rows in the kernels that go over a matrix once.
 ROW_TILE = 2048
 CHUNK, PIECE = 32, 1024
@@ -150,9 +152,10 @@ def plan_splits(rows: int, walked: int, config: dict, device: torch.device, row_
     return max(1, cdiv(walked, per_split)), per_split
 
 
-def _precision(x: Tensor) -> str:
-    """fp32 products: TF32 where torch's own may be, else three of them, which lose next to nothing."""
-    return "tf32" if launch.precision(x.dtype) == "tf32" else "tf32x3" if x.dtype == torch.float32 else "ieee"
+def _gather_tile(K: int, width: int) -> dict:
+    """Of a token's negatives at a time: loads wait for each other, so many small programs do better than few."""
+    rows = max(1, min(next_power_of_2(K), 16, 2 * ROW_TILE // width))
+    return dict(ROWS=rows, num_warps=max(1, min(4, rows * width // 1024)))
 
 
 def _walk(config: dict, matrix: Tensor, *vectors: Tensor | None):
@@ -193,12 +196,10 @@ class _Call:
         self.width = max(16, next_power_of_2(self.E))
         self.sizes = dict(E=self.E, PAD_E=self.width, NORMALIZE=normalize)
         self.rows = dict(**self.sizes, ROWS=max(1, ROW_TILE // self.width))
-        self.precision = _precision(out)
+        self.precision = launch.close_precision(out.dtype)
         self.negatives, self.log_q = negatives, log_q
         self.K = 0 if negatives is None else negatives.shape[-1]
-        # Of a token's negatives at a time: loads wait for each other, so many small programs do better than few.
-        rows = max(1, min(next_power_of_2(self.K), 16, 2 * ROW_TILE // self.width))
-        self.drawn = dict(ROWS=rows, num_warps=max(1, min(4, rows * self.width // 1024)))
+        self.drawn = _gather_tile(self.K, self.width)
         self.per_token = negatives is not None and negatives.dim() == 2
         self.small = self.per_token and small.takes_products(self.I, self.K, self.E, out.dtype)
 
@@ -210,6 +211,12 @@ class _Call:
         known = ids.clamp(min=0)
         shift = None if self.log_q is None else (self.log_q.float()[known] + math.log(max(1, self.K))) * LOG2E
         return self.items.index_select(0, known), ids, shift
+
+    def gathered(self) -> tuple[Tensor, Tensor | None]:
+        """The table as rows are gathered from it: contiguous [I, WIDTH], and its rows' scales, if they are few."""
+        table = launch.aligned(self.items).contiguous()
+        few = self.normalize and self.I <= FEW_ITEMS
+        return table, self.scales(self.items, 1.0, None) if few else None
 
     def new(self, *shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=self.out.device)
@@ -279,12 +286,13 @@ def _forward(*arguments):
 
 def _forward_per_token(call: _Call):
     lse, parts = call.new(call.T), call.new(call.T, 2)
+    table, item_scale = call.gathered()
     positive, picked = (call.new(call.T), call.new(call.T, call.K)) if call.small else (None, None)
     if call.T:
         catalogue_loss_sampled_fwd_kernel[(call.T,)](
-            call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, call.items, call.items.stride(0),
+            call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, table, item_scale,
             call.temperature, lse, positive, picked, parts, call.scale, math.log(max(1, call.K)), call.K,
-            **call.sizes, **call.drawn,
+            WIDTH=table.shape[1], **call.sizes, **call.drawn,
         )  # fmt: skip
     loss, inverse_count = call.mean(parts)
     # Without the temperature the outputs' scales are one number, which ends the items' gradient.
@@ -397,17 +405,19 @@ def _marks(call, out, matrix, item_scale, row_scale, lse):
 
 def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
     shares = sums = None
+    table, item_scale = call.gathered()
     if 4 * call.I * call.E > ATOMIC_BYTES or torch.are_deterministic_algorithms_enabled():
         shares = call.new(call.T * (1 + call.K))
     else:
-        sums = call.new(call.I, call.E).zero_()
+        sums = call.new(*table.shape).zero_()
     catalogue_loss_sampled_bwd_dout_kernel[(call.T,)](
-        call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, call.items, call.items.stride(0),
+        call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, table, item_scale,
         call.temperature, lse, grad, inverse_count, dout, along, shares, sums, call.scale,
-        math.log(max(1, call.K)), call.T, call.K, **call.sizes, **call.drawn,
+        math.log(max(1, call.K)), call.T, call.K, WIDTH=table.shape[1], **call.sizes, **call.drawn,
     )  # fmt: skip
     if shares is None:
         ditems = torch.empty_like(call.items, memory_format=torch.contiguous_format)
+        sums = sums[:, : call.E].contiguous()
         call.over_rows(
             catalogue_loss_merge_bwd_ditems_kernel, call.I, sums, call.items, call.items.stride(0), row_scale, None,
             grad, inverse_count, ditems, 0.0, call.I, 1,

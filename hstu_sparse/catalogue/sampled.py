@@ -4,6 +4,8 @@ Letters: T tokens, I items, E embedding size, K negatives. Logits are in base 2,
 
 With negatives [T, K] there is no matrix to multiply with: a program owns a token and gathers its K rows, in forward and
 again in backward, where it leaves the K + 1 numbers with which the token's output enters the gradients of those rows.
+Rows are read 16 bytes at a time: where E does not allow that, the table is copied, its rows padded to WIDTH columns.
+Over a small catalogue item_scale [I] has one over the norm of each row; else a program finds it anew.
 
 The table's gradient is a sum over entries, the T targets and the negatives behind them. Where negatives are each
 token's own, the program that owns the token adds to an fp32 table by atomic additions, in no order, if that table is
@@ -20,13 +22,13 @@ from hstu_sparse.catalogue.rows import EPS, LN2, LOG2E, finish_items, inverse_no
 
 
 @triton.jit
-def _token(t, out, out_stride, targets, table, table_stride, temperature, scale, E: tl.constexpr, PAD_E: tl.constexpr,
-           NORMALIZE: tl.constexpr):  # fmt: skip
+def _token(t, out, out_stride, targets, table, temperature, scale, E: tl.constexpr, WIDTH: tl.constexpr,
+           PAD_E: tl.constexpr, NORMALIZE: tl.constexpr):  # fmt: skip
     """(x [1, PAD_E], its scale, target, y [1, PAD_E], y's scale, logit of the target) of one token."""
     one = tl.arange(0, 1)
     target = tl.load(targets + t).to(tl.int64)
     x = load_fp32(out, t + one, t + one >= 0, out_stride, E, PAD_E)
-    y = load_fp32(table, target + one, target + one >= 0, table_stride, E, PAD_E)
+    y = load_fp32(table, target + one, target + one >= 0, WIDTH, WIDTH, PAD_E)
     factor = tl.zeros([1], tl.float32) + scale
     if temperature is not None:
         factor /= tl.load(temperature).to(tl.float32)
@@ -38,15 +40,17 @@ def _token(t, out, out_stride, targets, table, table_stride, temperature, scale,
 
 
 @triton.jit
-def _drawn(t, first, x, factor, target, negatives, log_q, table, table_stride, log_k, K, E: tl.constexpr,
+def _drawn(t, first, x, factor, target, negatives, log_q, table, item_scale, log_k, K, WIDTH: tl.constexpr,
            PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """(rows [ROWS, PAD_E], their scales, corrected logits) of a token's negatives first .. first + ROWS."""
     k = first + tl.arange(0, ROWS)
     ids = tl.load(negatives + t.to(tl.int64) * K + k, k < K, -1)
     counts = (ids >= 0) & (ids != target)
-    rows = load_fp32(table, ids, counts, table_stride, E, PAD_E)
+    rows = load_fp32(table, ids, counts, WIDTH, WIDTH, PAD_E)
     scales = tl.zeros([ROWS], tl.float32) + 1.0
-    if NORMALIZE:
+    if item_scale is not None:
+        scales = tl.load(item_scale + ids, counts, 1.0)
+    elif NORMALIZE:
         scales = inverse_norm(rows)
     logits = tl.sum(rows * x, 1) * factor * scales
     if log_q is not None:
@@ -56,8 +60,8 @@ def _drawn(t, first, x, factor, target, negatives, log_q, table, table_stride, l
 
 @triton.jit(do_not_specialize=["K", "scale", "log_k"])
 def catalogue_loss_sampled_fwd_kernel(
-    out, out_stride, targets, negatives, log_q, table, table_stride, temperature, lse, positive, picked, parts, scale,
-    log_k, K, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
+    out, out_stride, targets, negatives, log_q, table, item_scale, temperature, lse, positive, picked, parts, scale,
+    log_k, K, E: tl.constexpr, WIDTH: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """lse [T] of a token's target and negatives, and its loss and 1 in parts [T, 2] (0 and 0 without a target).
 
@@ -70,21 +74,24 @@ def catalogue_loss_sampled_fwd_kernel(
         tl.store(parts + 2 * t + 1, 0.0)
         return
     x, factor, target, _y, _y_scale, logit = _token(
-        t, out, out_stride, targets, table, table_stride, temperature, scale, E, PAD_E, NORMALIZE
+        t, out, out_stride, targets, table, temperature, scale, E, WIDTH, PAD_E, NORMALIZE
     )
-    top = logit
-    total = tl.zeros([1], tl.float32) + 1.0
+    # A maximum and a sum for each row of the tile, put together at the end: threads of different rows would wait for
+    # each other in every turn.
+    top = tl.zeros([ROWS], tl.float32) + logit
+    total = tl.zeros([ROWS], tl.float32)
     for first in range(0, K, ROWS):
         logits = _drawn(
-            t, first, x, factor, target, negatives, log_q, table, table_stride, log_k, K, E, PAD_E, NORMALIZE, ROWS
+            t, first, x, factor, target, negatives, log_q, table, item_scale, log_k, K, WIDTH, PAD_E, NORMALIZE, ROWS
         )[2]
         if picked is not None:
             k = first + tl.arange(0, ROWS)
             tl.store(picked + t.to(tl.int64) * K + k, logits, k < K)
-        higher = tl.maximum(top, tl.max(logits, 0))
-        total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher), 0)
+        higher = tl.maximum(top, logits)
+        total = total * tl.exp2(top - higher) + tl.exp2(logits - higher)
         top = higher
-    log_sum = top + tl.log2(total)
+    most = tl.max(top, 0)
+    log_sum = most + tl.log2(tl.exp2(logit - most) + tl.sum(total * tl.exp2(top - most), 0))
     tl.store(lse + t + one, log_sum)
     if positive is not None:
         tl.store(positive + t + one, logit)
@@ -94,13 +101,13 @@ def catalogue_loss_sampled_fwd_kernel(
 
 @triton.jit(do_not_specialize=["T", "K", "scale", "log_k"])
 def catalogue_loss_sampled_bwd_dout_kernel(
-    out, out_stride, targets, negatives, log_q, table, table_stride, temperature, lse, grad, inverse_count, dout, along,
-    shares, sums, scale, log_k, T, K, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr,
-    ROWS: tl.constexpr,
+    out, out_stride, targets, negatives, log_q, table, item_scale, temperature, lse, grad, inverse_count, dout, along,
+    shares, sums, scale, log_k, T, K, E: tl.constexpr, WIDTH: tl.constexpr, PAD_E: tl.constexpr,
+    NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A row of dout; along[t] = sum of logit times its gradient; the output's part in rows of the table's gradient.
 
-    That part is shares [T + T * K], or added to sums [I, E] if they are given.
+    That part is shares [T + T * K], or added to sums [I, WIDTH] if they are given.
     """
     t = tl.program_id(0)
     one = tl.arange(0, 1)
@@ -116,7 +123,7 @@ def catalogue_loss_sampled_bwd_dout_kernel(
                 tl.store(shares + place + k, tl.zeros([ROWS], tl.float32), k < K)
         return
     x, factor, target, y, y_scale, logit = _token(
-        t, out, out_stride, targets, table, table_stride, temperature, scale, E, PAD_E, NORMALIZE
+        t, out, out_stride, targets, table, temperature, scale, E, WIDTH, PAD_E, NORMALIZE
     )
     log_sum = tl.load(lse + t + one)
     share = tl.exp2(logit - log_sum) - 1.0
@@ -126,10 +133,10 @@ def catalogue_loss_sampled_bwd_dout_kernel(
     if sums is None:
         tl.store(shares + t + one, own)
     else:
-        tl.atomic_add(sums + target * E + e[None, :], own[:, None] * x, (e < E)[None, :], sem="relaxed")
+        tl.atomic_add(sums + target * WIDTH + e[None, :], own[:, None] * x, (e < WIDTH)[None, :], sem="relaxed")
     for first in range(0, K, ROWS):
         rows, scales, logits = _drawn(
-            t, first, x, factor, target, negatives, log_q, table, table_stride, log_k, K, E, PAD_E, NORMALIZE, ROWS
+            t, first, x, factor, target, negatives, log_q, table, item_scale, log_k, K, WIDTH, PAD_E, NORMALIZE, ROWS
         )
         weights = tl.exp2(logits - log_sum)
         acc += rows * (weights * scales)[:, None]
@@ -141,7 +148,7 @@ def catalogue_loss_sampled_bwd_dout_kernel(
             ids = tl.load(negatives + place - T + k, k < K, -1).to(tl.int64)
             counts = (ids >= 0) & (ids != target)
             tl.atomic_add(
-                sums + ids[:, None] * E + e[None, :], part[:, None] * x, counts[:, None] & (e < E)[None, :],
+                sums + ids[:, None] * WIDTH + e[None, :], part[:, None] * x, counts[:, None] & (e < WIDTH)[None, :],
                 sem="relaxed",
             )  # fmt: skip
     total = tl.sum(acc, 0)[None, :] + y * (share * y_scale)[:, None]

@@ -31,7 +31,7 @@ from hstu_sparse.dense.plan import (
     purpose_of,
     with_backward,
 )
-from hstu_sparse.launch import INTERPRET, aligned, allow_descriptors, cdiv, padded_head, precision, start
+from hstu_sparse.launch import INTERPRET, aligned, allow_descriptors, cdiv, close_precision, padded_head, start
 from hstu_sparse.registration import Operator
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.time_buckets import device_cells
@@ -120,8 +120,8 @@ class _Launch:
         self.empty = purpose.total == 0 or purpose.num_seqs == 0
         self.biased = position is not None or time is not None
         self.case = _Case(
-            self.features, q.shape[1], self.d_out, self.v_out, purpose.targets, window_size > 0, precision(q.dtype),
-            proven(q.device),
+            self.features, q.shape[1], self.d_out, self.v_out, purpose.targets, window_size > 0,
+            close_precision(q.dtype), proven(q.device),
         )  # fmt: skip
         # With the constants, what Triton would specialise on: pointers and strides are multiples of 16, see `aligned`.
         dtypes = [None if x is None else x.dtype for x in (num_targets, position, time)]

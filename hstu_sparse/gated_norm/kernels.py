@@ -39,7 +39,7 @@ def _normalise(x, column, eps, C: tl.constexpr):
 
 
 @triton.jit
-def _drop(values, seed, row, dropout, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
+def drop(values, seed, row, dropout, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
     """Zeroes what the mask of (seed, row, column) drops, divides the rest by 1 - dropout.
 
     One Philox call gives four columns their random numbers, of which 24 bits decide.
@@ -68,16 +68,16 @@ def norm_gate_fwd_kernel(
     if u is not None:
         y *= _load(u, row, column, u_stride_t, inside)
     if seed is not None:
-        y = _drop(y, seed, row, dropout, ROWS, BLOCK_C)
+        y = drop(y, seed, row, dropout, ROWS, BLOCK_C)
     tl.store(out + row.to(tl.int64) * C + column, y, inside)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["seed"])
 def norm_gate_bwd_kernel(
-    grad, x, u, dx, du, grad_stride_t, x_stride_t, u_stride_t, tokens, eps, seed, dropout,
+    grad, x, u, beside, dx, du, grad_stride_t, x_stride_t, u_stride_t, beside_stride_t, tokens, eps, seed, dropout,
     C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the gradients of x and, if there is one, u."""
+    """ROWS rows of the gradients of x and, if there is one, u. beside: another gradient of x, which is added."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     inside = (row < tokens) & (column < C)
@@ -85,13 +85,16 @@ def norm_gate_bwd_kernel(
     y, rstd = _normalise(_load(x, row, column, x_stride_t, inside), column, eps, C)
     target = row.to(tl.int64) * C + column
     if seed is not None:
-        h = _drop(h, seed, row, dropout, ROWS, BLOCK_C)
+        h = drop(h, seed, row, dropout, ROWS, BLOCK_C)
     if u is not None:
         tl.store(du + target, h * y, inside)
         h *= _load(u, row, column, u_stride_t, inside)
     mean = tl.sum(h, 1, keep_dims=True) / C
     along = tl.sum(h * y, 1, keep_dims=True) / C
-    tl.store(dx + target, (h - mean - y * along) * rstd, inside)
+    total = (h - mean - y * along) * rstd
+    if beside is not None:
+        total += _load(beside, row, column, beside_stride_t, inside)
+    tl.store(dx + target, total, inside)
 
 
 @functools.cache
@@ -154,20 +157,24 @@ def _forward(x, u, seed, eps, dropout, dtype):
 
 def _backward(grad, x, u, seed, eps, dropout, _):
     """[dx, du], or [dx] without u."""
+    return _gradients(grad, x, u, None, seed, eps, dropout)
+
+
+def _gradients(grad, x, u, beside, seed, eps, dropout):
     tokens, channels = x.shape
-    grad, x, u = _rows(grad), _rows(x), _rows(u)
+    grad, x, u, beside = _rows(grad), _rows(x), _rows(u), _rows(beside)
     found = [torch.empty((tokens, channels), dtype=a.dtype, device=x.device) for a in (x, u) if a is not None]
     if tokens:
         if not dropout:
             seed = None
         rows, width, warps = tile(channels)
-        grad_key, x_key, u_key = _key(grad), _key(x), _key(u)
+        grad_key, x_key, u_key, beside_key = _key(grad), _key(x), _key(u), _key(beside)
         _launch(
             norm_gate_bwd_kernel,
-            (x.get_device(), channels, grad_key, x_key, u_key, seed is None),
+            (x.get_device(), channels, grad_key, x_key, u_key, beside_key, seed is None),
             (
-                grad, x, u, found[0], None if u is None else found[1], grad_key[1], x_key[1], u_key and u_key[1],
-                tokens, eps, seed, dropout, channels, rows, width,
+                grad, x, u, beside, found[0], None if u is None else found[1], grad_key[1], x_key[1],
+                u_key and u_key[1], beside_key and beside_key[1], tokens, eps, seed, dropout, channels, rows, width,
             ),
             tokens, rows, warps,
         )  # fmt: skip
@@ -188,15 +195,21 @@ norm_gate_operator = Operator(
 )
 
 
+def check_sizes(**given: torch.Tensor | None) -> None:
+    """What the kernels do not take of [T, C] tensors, the first of them by name x, and the reference does."""
+    for name, x in given.items():
+        if x is not None:
+            check_kernel(name, x, {})
+    tokens, channels = given["x"].shape
+    if channels > MAX_CHANNELS:
+        raise ValueError(f"the kernels take C up to {MAX_CHANNELS}, got {channels}; use backend='reference'")
+    if tokens >= 2**31:
+        raise ValueError(f"the kernels take T below 2^31, got {tokens}")
+
+
 def norm_gate_triton(x, u, eps, dropout, seed, dtype=None):
     """Arguments and result as `hstu_sparse.norm_gate`, without u `hstu_sparse.layer_norm`; on CUDA or interpreted."""
-    for name, a in (("x", x), ("u", u)):
-        if a is not None:
-            check_kernel(name, a, {})
-    if x.shape[1] > MAX_CHANNELS:
-        raise ValueError(f"the kernels take C up to {MAX_CHANNELS}, got {x.shape[1]}; use backend='reference'")
-    if x.shape[0] >= 2**31:
-        raise ValueError(f"the kernels take T below 2^31, got {x.shape[0]}")
+    check_sizes(x=x, u=u)
     if dropout:
         if seed is None:
             raise ValueError("dropout > 0 needs a seed: an int64 tensor of one element on x's device")

@@ -1,0 +1,174 @@
+"""Gates of queries: Triton kernels and launchers. Letters: see api.py; R = T * H rows.
+
+A program owns a tile of rows. What stands between the two products stays in registers, and backward computes it anew.
+The weights' gradients are sums over all rows: each program of backward walks over every so-manieth tile and leaves its
+sums in a row of `parts`, whose sum another kernel makes: one order, the same bits in every run.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from hstu_sparse.launch import INTERPRET, cdiv, close_precision, next_power_of_2, padded_head
+from hstu_sparse.registration import Operator
+
+# Programs of the backward kernel for each multiprocessor.
+_RESIDENT = 2
+_GATES = 16  # G padded: the least that a product takes
+
+
+@triton.jit
+def _rows(r, q, stride_t, stride_h, inside, H: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr):
+    """Pointers and mask of rows r of a [T, H, D] tensor."""
+    d = tl.arange(0, PAD_D)[None, :]
+    pointers = q + ((r // H).to(tl.int64) * stride_t + (r % H) * stride_h)[:, None] + d
+    return pointers, inside[:, None] & (d < D)
+
+
+@triton.jit
+def _matrix(w, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAD_R: tl.constexpr, PAD_C: tl.constexpr):
+    """A contiguous [ROWS, COLUMNS] matrix, padded with zeros."""
+    i = tl.arange(0, PAD_R)[:, None]
+    j = tl.arange(0, PAD_C)[None, :]
+    return tl.load(w + i * COLUMNS + j, (i < ROWS) & (j < COLUMNS), 0.0)
+
+
+@triton.jit
+def _vector(b, SIZE: tl.constexpr, PAD: tl.constexpr):
+    i = tl.arange(0, PAD)
+    return tl.load(b + i, i < SIZE, 0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _network(x, w1, b1, w2, b2, PRECISION: tl.constexpr):
+    """(hidden [M, F] in fp32, gates [M, G]) of rows x."""
+    hidden = tl.maximum(tl.dot(x, tl.trans(w1), input_precision=PRECISION) + b1, 0.0)
+    logits = tl.dot(hidden.to(x.dtype), tl.trans(w2), input_precision=PRECISION) + b2
+    return hidden, 1.0 / (1.0 + tl.exp(-logits))
+
+
+@triton.jit(do_not_specialize=["R"])
+def query_gates_fwd_kernel(
+    q, w1, b1, w2, b2, gates, stride_t, stride_h, R, H: tl.constexpr, D: tl.constexpr, F: tl.constexpr, G: tl.constexpr,
+    PAD_D: tl.constexpr, PAD_F: tl.constexpr, PAD_G: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """gates [G, R] of ROWS rows."""
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    pointers, inside = _rows(r, q, stride_t, stride_h, r < R, H, D, PAD_D)
+    x = tl.load(pointers, inside, 0.0)
+    first, second = (_matrix(w1, F, D, PAD_F, PAD_D).to(x.dtype), _matrix(w2, G, F, PAD_G, PAD_F).to(x.dtype))
+    _hidden, found = _network(x, first, _vector(b1, F, PAD_F), second, _vector(b2, G, PAD_G), PRECISION)
+    g = tl.arange(0, PAD_G)[None, :]
+    tl.store(gates + g.to(tl.int64) * R + r[:, None], found.to(gates.dtype.element_ty), (r < R)[:, None] & (g < G))
+
+
+@triton.jit(do_not_specialize=["R"])
+def query_gates_bwd_kernel(
+    q, w1, b1, w2, b2, grad, dq, parts, stride_t, stride_h, R, H: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    G: tl.constexpr, PAD_D: tl.constexpr, PAD_F: tl.constexpr, PAD_G: tl.constexpr, ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq [R, D], and in the program's row of parts its rows' part in the gradients of w1, b1, w2 and b2."""
+    g = tl.arange(0, PAD_G)[None, :]
+    w1 = _matrix(w1, F, D, PAD_F, PAD_D).to(q.dtype.element_ty)
+    w2 = _matrix(w2, G, F, PAD_G, PAD_F).to(q.dtype.element_ty)
+    b1, b2 = _vector(b1, F, PAD_F), _vector(b2, G, PAD_G)
+    dw1 = tl.zeros([PAD_F, PAD_D], tl.float32)
+    db1 = tl.zeros([PAD_F], tl.float32)
+    dw2 = tl.zeros([PAD_G, PAD_F], tl.float32)
+    db2 = tl.zeros([PAD_G], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, R, tl.num_programs(0) * ROWS):
+        r = first + tl.arange(0, ROWS)
+        pointers, inside = _rows(r, q, stride_t, stride_h, r < R, H, D, PAD_D)
+        x = tl.load(pointers, inside, 0.0)
+        hidden, gates = _network(x, w1, b1, w2, b2, PRECISION)
+        given = tl.load(grad + g.to(tl.int64) * R + r[:, None], (r < R)[:, None] & (g < G), 0.0).to(tl.float32)
+        dlogits = given * gates * (1.0 - gates)
+        narrow = dlogits.to(x.dtype)
+        dhidden = tl.where(hidden > 0.0, tl.dot(narrow, w2, input_precision=PRECISION), 0.0)
+        dw2 = tl.dot(tl.trans(narrow), hidden.to(x.dtype), dw2, input_precision=PRECISION)
+        db2 += tl.sum(dlogits, 0)
+        db1 += tl.sum(dhidden, 0)
+        narrow = dhidden.to(x.dtype)
+        dw1 = tl.dot(tl.trans(narrow), x, dw1, input_precision=PRECISION)
+        own, inside = _rows(r, dq, H * D, D, r < R, H, D, PAD_D)
+        tl.store(own, tl.dot(narrow, w1, input_precision=PRECISION).to(dq.dtype.element_ty), inside)
+    f, d = tl.arange(0, PAD_F), tl.arange(0, PAD_D)
+    parts += tl.program_id(0) * (F * D + F + G * F + G)
+    tl.store(parts + f[:, None] * D + d[None, :], dw1, (f < F)[:, None] & (d < D)[None, :])
+    parts += F * D
+    tl.store(parts + f, db1, f < F)
+    parts += F
+    row = tl.arange(0, PAD_G)
+    tl.store(parts + row[:, None] * F + f[None, :], dw2, (row < G)[:, None] & (f < F)[None, :])
+    tl.store(parts + G * F + row, db2, row < G)
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """Of the backward kernel, at most."""
+    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return 2 if INTERPRET else _RESIDENT * count
+
+
+def _constants(q, w2, hidden: int) -> dict:
+    _, H, D = q.shape
+    width, inner = padded_head(D), padded_head(hidden)
+    # What a program's products and sums leave room for in registers.
+    small = q.dtype != torch.float32 and width * inner <= 4096
+    rows = 16 if INTERPRET else 64 if small else 32
+    return dict(
+        H=H, D=D, F=hidden, G=len(w2), PAD_D=width, PAD_F=inner, PAD_G=max(_GATES, next_power_of_2(len(w2))),
+        ROWS=rows, PRECISION=close_precision(q.dtype), num_warps=4 if small else 8,
+    )  # fmt: skip
+
+
+def _ready(q, *weights):
+    """Channels and weights side by side."""
+    return q if q.stride(2) == 1 else q.contiguous(), *(x.contiguous() for x in weights)
+
+
+def _forward(*arguments):
+    q, w1, b1, w2, b2 = _ready(*arguments)
+    constants = _constants(q, w2, len(w1))
+    gates = torch.empty(len(w2), *q.shape[:2], dtype=q.dtype, device=q.device)
+    rows = q.shape[0] * q.shape[1]
+    if rows:
+        grid = (cdiv(rows, constants["ROWS"]),)
+        query_gates_fwd_kernel[grid](q, w1, b1, w2, b2, gates, q.stride(0), q.stride(1), rows, **constants)
+    return gates
+
+
+def _backward(grad, *arguments):
+    """Gradients of q, w1, b1, w2 and b2."""
+    q, *weights = _ready(*arguments)
+    constants = _constants(q, weights[2], len(weights[0]))
+    rows = q.shape[0] * q.shape[1]
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    programs = min(_programs(q.device), cdiv(rows, constants["ROWS"]))
+    parts = torch.empty(programs, sum(x.numel() for x in weights), dtype=torch.float32, device=q.device)
+    if rows:
+        query_gates_bwd_kernel[(programs,)](
+            q, *weights, grad.contiguous(), dq, parts, q.stride(0), q.stride(1), rows, **constants
+        )
+    found, begin = [dq], 0
+    for x in weights:
+        found.append(parts[:, begin : begin + x.numel()].sum(0).view(x.shape).to(x.dtype))
+        begin += x.numel()
+    return found
+
+
+def _fake(q, w1, b1, w2, b2):
+    return q.new_empty(w2.shape[0], *q.shape[:2])
+
+
+query_gates_operator = Operator(
+    "query_gates",
+    "Tensor q, Tensor w1, Tensor b1, Tensor w2, Tensor b2",
+    forward=_forward,
+    backward=_backward,
+    fake=_fake,
+    differentiable=("q", "w1", "b1", "w2", "b2"),
+)

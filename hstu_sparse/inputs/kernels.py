@@ -1,0 +1,139 @@
+"""A model's input: Triton kernels and launchers. Letters: see api.py.
+
+Forward and the tokens' gradients: a program owns a tile of a sequence's tokens (`tiles.locate`), whose places are
+neighbours. The positions' gradient: a program owns a tile of places and walks over every so-manieth sequence; where
+there are many sequences, several share a tile, and their parts are summed up after it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hstu_sparse.gated_norm.kernels import drop
+from hstu_sparse.launch import cdiv, next_power_of_2
+from hstu_sparse.registration import Operator
+from hstu_sparse.tiles import locate
+
+# Numbers of a program's tile.
+TILE = 2048
+# Sequences that a program of the positions' gradient walks over at least, and programs that share a tile at most.
+_WALKED, _SHARING = 8, 16
+
+
+@triton.jit
+def _own(seq_offsets, B, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr):
+    """(tokens [ROWS, 1], their places, channels [1, PAD_E], mask) of a program's tile."""
+    _b, start, length, tile = locate(seq_offsets, tl.program_id(0), B, ROWS)
+    place = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, PAD_E)[None, :]
+    return start + place, place, column, (place < length) & (column < E)
+
+
+@triton.jit(do_not_specialize=["B", "N", "scale", "dropout"], do_not_specialize_on_alignment=["seed"])
+def embed_inputs_fwd_kernel(
+    rows, position, seq_offsets, more, seed, out, scale, dropout, B, N, E: tl.constexpr, PAD_E: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """A tile of tokens: the sum of what there is, dropped out."""
+    token, place, column, inside = _own(seq_offsets, B, E, PAD_E, ROWS)
+    at = token * E + column
+    x = tl.load(rows + at, inside, 0.0).to(tl.float32) * scale
+    x += tl.load(position + place * E + column, inside & (place < N), 0.0).to(tl.float32)
+    if more is not None:
+        x += tl.load(more + at, inside, 0.0).to(tl.float32)
+    if seed is not None:
+        x = drop(x, seed, token.to(tl.int32), dropout, ROWS, PAD_E)
+    tl.store(out + at, x.to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["B", "scale", "dropout"], do_not_specialize_on_alignment=["seed"])
+def embed_inputs_bwd_rows_kernel(
+    grad, seq_offsets, seed, drows, dmore, scale, dropout, B, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr
+):
+    """A tile of tokens: the gradients of rows and, if there is one, more."""
+    token, _place, column, inside = _own(seq_offsets, B, E, PAD_E, ROWS)
+    at = token * E + column
+    x = tl.load(grad + at, inside, 0.0).to(tl.float32)
+    if seed is not None:
+        x = drop(x, seed, token.to(tl.int32), dropout, ROWS, PAD_E)
+    tl.store(drows + at, (x * scale).to(drows.dtype.element_ty), inside)
+    if dmore is not None:
+        tl.store(dmore + at, x.to(dmore.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["B", "N", "sharing", "dropout"], do_not_specialize_on_alignment=["seed"])
+def embed_inputs_bwd_position_kernel(
+    grad, seq_offsets, seed, parts, dropout, B, N, sharing, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr
+):
+    """parts [sharing, N, E]: the sums of a tile of places over the sequences s, s + sharing, .. for s of `sharing`."""
+    first = tl.program_id(0) // sharing * ROWS
+    share = tl.program_id(0) % sharing
+    place = first + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, PAD_E)[None, :]
+    total = tl.zeros([ROWS, PAD_E], tl.float32)
+    for b in range(share, B, sharing):
+        start = tl.load(seq_offsets + b).to(tl.int64)
+        length = (tl.load(seq_offsets + b + 1) - start).to(tl.int32)
+        if first < length:
+            token = start + place
+            x = tl.load(grad + token * E + column, (place < length) & (column < E), 0.0).to(tl.float32)
+            if seed is not None:
+                x = drop(x, seed, token.to(tl.int32), dropout, ROWS, PAD_E)
+            total += x
+    at = (share * N + place).to(tl.int64) * E + column
+    tl.store(parts + at, total, (place < N) & (column < E))
+
+
+def _constants(size: int) -> dict:
+    width = max(4, next_power_of_2(size))
+    return dict(E=size, PAD_E=width, ROWS=max(1, TILE // width), num_warps=max(4, width // 512))
+
+
+def _result(rows, position, more) -> torch.dtype:
+    dtype = torch.promote_types(rows.dtype, position.dtype)
+    return dtype if more is None else torch.promote_types(dtype, more.dtype)
+
+
+def _forward(rows, position, seq_offsets, more, seed, scale, dropout):
+    out = torch.empty(rows.shape, dtype=_result(rows, position, more), device=rows.device)
+    sequences, constants = len(seq_offsets) - 1, _constants(rows.shape[1])
+    if len(rows):
+        embed_inputs_fwd_kernel[(len(rows) // constants["ROWS"] + sequences,)](
+            rows.contiguous(), position.contiguous(), seq_offsets, None if more is None else more.contiguous(), seed,
+            out, scale, dropout, sequences, len(position), **constants,
+        )  # fmt: skip
+    return out
+
+
+def _backward(grad, rows, position, seq_offsets, more, seed, scale, dropout):
+    """Gradients of rows, position and, if there is one, more."""
+    drows, dposition, *dmore = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (rows, position, more) if x is not None
+    )
+    if not len(rows):
+        return [drows, dposition.zero_(), *dmore]
+    grad, sequences, constants = grad.contiguous(), len(seq_offsets) - 1, _constants(rows.shape[1])
+    embed_inputs_bwd_rows_kernel[(len(rows) // constants["ROWS"] + sequences,)](
+        grad, seq_offsets, seed, drows, *(dmore or [None]), scale, dropout, sequences, **constants
+    )
+    sharing = max(1, min(_SHARING, sequences // _WALKED))
+    direct = sharing == 1 and position.dtype == torch.float32
+    parts = dposition if direct else torch.empty(sharing, *position.shape, dtype=torch.float32, device=grad.device)
+    embed_inputs_bwd_position_kernel[(cdiv(len(position), constants["ROWS"]) * sharing,)](
+        grad, seq_offsets, seed, parts, dropout, sequences, len(position), sharing, **constants
+    )
+    return [drows, dposition if direct else parts.sum(0).to(position.dtype), *dmore]
+
+
+def _fake(rows, position, seq_offsets, more, *_):
+    return rows.new_empty(rows.shape, dtype=_result(rows, position, more))
+
+
+embed_inputs_operator = Operator(
+    "embed_inputs",
+    "Tensor rows, Tensor position, Tensor seq_offsets, Tensor? more, Tensor? seed, float scale, float dropout",
+    forward=_forward,
+    backward=_backward,
+    fake=_fake,
+    differentiable=("rows", "position", "more"),
+)

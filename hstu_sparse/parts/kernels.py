@@ -1,0 +1,113 @@
+"""SiLU in parts: Triton kernels and launchers. Letters: T tokens, C channels; A, B, M, N columns of the four parts.
+
+A program owns whole rows. Both kernels move bytes and nothing else: reading x anew in backward is all they have to do.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hstu_sparse.launch import INTERPRET, cdiv, next_power_of_2
+from hstu_sparse.registration import Operator
+from hstu_sparse.tiles import silu, silu_and_grad
+
+# Numbers of the widest part in a program's tile.
+TILE = 2048
+
+
+@triton.jit
+def _place(base, row, stride, tokens, SIZE: tl.constexpr, PAD: tl.constexpr):
+    """Pointers to SIZE columns of the rows, and the mask of those that there are."""
+    column = tl.arange(0, PAD)[None, :]
+    return base + row[:, None].to(tl.int64) * stride + column, (row < tokens)[:, None] & (column < SIZE)
+
+
+@triton.jit
+def _forward_part(x, out, row, tokens, C: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr):
+    source, inside = _place(x, row, C, tokens, SIZE, PAD)
+    target, _ = _place(out, row, SIZE, tokens, SIZE, PAD)
+    value = silu(tl.load(source, inside, 0.0).to(tl.float32), False)
+    tl.store(target, value.to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def silu_parts_fwd_kernel(
+    x, a, b, m, n, tokens, A: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PAD_A: tl.constexpr,
+    PAD_B: tl.constexpr, PAD_M: tl.constexpr, PAD_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The four parts of ROWS rows of x."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    _forward_part(x, a, row, tokens, A + B + M + N, A, PAD_A)
+    _forward_part(x + A, b, row, tokens, A + B + M + N, B, PAD_B)
+    _forward_part(x + A + B, m, row, tokens, A + B + M + N, M, PAD_M)
+    _forward_part(x + A + B + M, n, row, tokens, A + B + M + N, N, PAD_N)
+
+
+@triton.jit
+def _backward_part(grad, grad_stride, x, dx, row, tokens, C: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr):
+    target, inside = _place(dx, row, C, tokens, SIZE, PAD)
+    if grad is None:
+        tl.store(target, tl.zeros(target.shape, dx.dtype.element_ty), inside)
+    else:
+        source, _ = _place(x, row, C, tokens, SIZE, PAD)
+        given, _ = _place(grad, row, grad_stride, tokens, SIZE, PAD)
+        _, slope = silu_and_grad(tl.load(source, inside, 0.0).to(tl.float32), False)
+        value = tl.load(given, inside, 0.0).to(tl.float32) * slope
+        tl.store(target, value.to(dx.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def silu_parts_bwd_kernel(
+    da, db, dm, dn, x, dx, a_stride, b_stride, m_stride, n_stride, tokens, A: tl.constexpr, B: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PAD_A: tl.constexpr, PAD_B: tl.constexpr, PAD_M: tl.constexpr,
+    PAD_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of x's gradient from those of the four parts; None: zero."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    _backward_part(da, a_stride, x, dx, row, tokens, A + B + M + N, A, PAD_A)
+    _backward_part(db, b_stride, x + A, dx + A, row, tokens, A + B + M + N, B, PAD_B)
+    _backward_part(dm, m_stride, x + A + B, dx + A + B, row, tokens, A + B + M + N, M, PAD_M)
+    _backward_part(dn, n_stride, x + A + B + M, dx + A + B + M, row, tokens, A + B + M + N, N, PAD_N)
+
+
+def _constants(sizes) -> dict:
+    widths = [next_power_of_2(size) for size in sizes]
+    names = [f"{kind}{name}" for kind in ("", "PAD_") for name in "ABMN"]
+    rows = max(1, min(64, TILE // max(widths)))
+    return dict(zip(names, (*sizes, *widths)), ROWS=8 if INTERPRET else rows, num_warps=4)
+
+
+def _forward(x, *sizes):
+    found = tuple(torch.empty(len(x), size, dtype=x.dtype, device=x.device) for size in sizes)
+    if len(x):
+        constants = _constants(sizes)
+        silu_parts_fwd_kernel[(cdiv(len(x), constants["ROWS"]),)](x.contiguous(), *found, len(x), **constants)
+    return found
+
+
+def _backward(da, db, dm, dn, x, *sizes):
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if len(x):
+        grads = [None if g is None else g if g.stride(1) == 1 else g.contiguous() for g in (da, db, dm, dn)]
+        strides = [0 if g is None else g.stride(0) for g in grads]
+        constants = _constants(sizes)
+        silu_parts_bwd_kernel[(cdiv(len(x), constants["ROWS"]),)](
+            *grads, x.contiguous(), dx, *strides, len(x), **constants
+        )
+    return [dx]
+
+
+def _fake(x, *sizes):
+    return tuple(x.new_empty(x.shape[0], size) for size in sizes)
+
+
+silu_parts_operator = Operator(
+    "silu_parts",
+    "Tensor x, int a, int b, int m, int n",
+    forward=_forward,
+    backward=_backward,
+    fake=_fake,
+    differentiable=("x",),
+    outputs=4,
+    graded=4,
+)
