@@ -149,7 +149,7 @@ def rotatekv_few_fwd_kernel(
     K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, HAS_ORDER: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PAIRS: tl.constexpr, BQ: tl.constexpr, FAST: tl.constexpr,
-    LSE: tl.constexpr,
+    LSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One part of BQ queries, of one head group; out and lse: [SPLITS, Tq, H, ...], or the final ones."""
     C: tl.constexpr = D * G
@@ -242,7 +242,7 @@ def rotatekv_few_fwd_kernel(
     last = tl.minimum(tiles, first + per)
     if first < last:
         r = tl.arange(0, R)
-        for tile in tl.range(first, last, num_stages=3):
+        for tile in tl.range(first, last, num_stages=STAGES):
             row = tl.load(page_table + tile).to(tl.int64) * HG + group
             keys, ranges = load_keys(k_codes, k_ranges, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, ROPE)
             values = load_values(v_codes, v_ranges, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)

@@ -34,9 +34,9 @@ def tile_tokens(layout: Layout, dtype: torch.dtype) -> int:
     return max(16, min(most, TILE * 256 // layout.keys.channels))
 
 
-def sizes(layout: Layout, order: Tensor | None, dtype: torch.dtype) -> dict:
-    """The constants that all kernels on a cache have in common."""
-    return dict(_sizes(layout, order is not None, dtype))
+def sizes(layout: Layout, ordered: bool, dtype: torch.dtype) -> dict:
+    """The constants that all kernels on a cache have in common; ordered: it has a channel order."""
+    return dict(_sizes(layout, ordered, dtype))
 
 
 @functools.lru_cache(maxsize=64)
@@ -86,7 +86,7 @@ def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_
     """Packs new tokens into a cache that has grown for them (`PackedCache.grow`)."""
     layout = cache.layout
     k, v = rows(k), rows(v)
-    constants = sizes(layout, cache.channel_order, cache.dtype)
+    constants = sizes(layout, cache.channel_order is not None, cache.dtype)
     tokens, warps = COMPRESS
     if not layout.sparse:
         constants["R"] = min(tokens, constants["R"])
@@ -111,7 +111,7 @@ def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group,
     check_kernel("rotatekv_round_trip", k, {"D": layout.head_size, "V": layout.value_size})
     found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
     k, v = rows(k), rows(v)
-    constants = sizes(layout, channel_order, k.dtype)
+    constants = sizes(layout, channel_order is not None, k.dtype)
     for name in ("PAGE", "K_WORDS", "V_WORDS", "KEPT_WORDS"):
         constants.pop(name)
     batch = seq_offsets.shape[0] - 1
@@ -146,7 +146,7 @@ def decompress(cache: PackedCache, tokens: int) -> tuple[Tensor, Tensor]:
     check_kernel("rotatekv_decompress", k, {"V": layout.value_size})
     if tokens == 0:
         return k, v
-    constants = sizes(layout, cache.channel_order, cache.dtype)
+    constants = sizes(layout, cache.channel_order is not None, cache.dtype)
     packed, sinks = cache.packed, layout.options.sink_tokens
     out = min(4, layout.keys.blocks)
     grid = (tokens // constants["R"] + cache.num_sequences, layout.head_groups, layout.keys.blocks // out)
