@@ -32,7 +32,7 @@ KERNEL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Most registers of a thread, where fewer than it would take let more programs run side by side: way, with RoPE.
 # Measured on Hopper, and used there.
 REGISTERS = {("few", False): 168, ("many", False): 128}
-FEW_STAGES, FEW_PROGRAMS = 3, 12  # of `few`: pages under way, programs of a processor
+FEW_STAGES = 3  # pages of a program of `few` that are under way, with the one that it works on
 
 
 @functools.lru_cache(maxsize=16)
@@ -221,13 +221,14 @@ def few(call: Call) -> Plan:
             layout.options.sink_tokens, queries, splits, call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
             1,
         )  # fmt: skip
-        options = dict(num_warps=1, num_stages=1) | registers("few", call)
+        options = dict(num_warps=1, num_stages=1) | most
         key = *key, *launch_key((call.q, call.q_offsets, *others))
         grid = call.slots(block_q) * layout.head_groups * splits
         start(rotatekv_few_fwd_kernel, grid, arguments, given, options, key)
 
-    # So many programs are at work at once, and two rounds of them.
-    room = FEW_PROGRAMS * processors(call.q.device)
+    # Two rounds of as many programs as have registers at once.
+    most = registers("few", call)
+    room = 2048 // most.get("maxnreg", 256) * processors(call.q.device)
     wanted = 2 * room // (sequences * cdiv(cdiv(queries, sequences), block_q) * layout.head_groups)
     return Plan(launch, max(1, min(wanted, call.max_seq_len // 256)))
 
