@@ -30,7 +30,7 @@ MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
 MANY_STAGES = 3
 KERNEL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Most registers of a thread, where fewer than it would take let more programs run side by side: way, with RoPE.
-# Measured on Hopper, and used there.
+# Measured on Hopper with 2 bits, and used there; 4 bits take more.
 REGISTERS = {("few", False): 168, ("many", False): 128}
 FEW_STAGES = 3  # pages of a program of `few` that are under way, with the one that it works on
 
@@ -179,7 +179,8 @@ def launch_key(arguments: tuple) -> tuple:
 
 def registers(way: str, call: Call) -> dict:
     most = REGISTERS.get((way, call.rope_base is not None))
-    return dict(maxnreg=most) if most and architecture(call.q.device) == 90 else {}
+    measured = architecture(call.q.device) == 90 and call.source.layout.options.bits == 2
+    return dict(maxnreg=most) if most and measured else {}
 
 
 def kept(cache: PackedCache) -> tuple[tuple, tuple]:
