@@ -339,7 +339,6 @@ def test_a_padded_batch_is_overwritten_as_another_would_be_padded(actions):
                 assert torch.equal(getattr(padded, name), x), name
 
 
-
 def test_softmax_with_biases_and_a_shared_key_head_by_hand():
     model, batch = make_model("softmax with biases"), make_batch([5, 3])
     attention, generator = model.layers[0].attention, torch.Generator().manual_seed(3)
