@@ -1,4 +1,7 @@
-"""Heads padded to rows that can be read 16 bytes at a time, several tensors by one kernel. Letters: T tokens, H heads."""
+"""Heads padded to rows that can be read 16 bytes at a time, several tensors by one kernel.
+
+Letters: T tokens, H heads.
+"""
 
 import torch
 import triton
