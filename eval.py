@@ -33,7 +33,9 @@ CACHE_OPTIONS = (
     ("quant_group", int, 64),
     ("sparsity", float, 0.0),
     ("sink_tokens", int, 0),
+    ("clip", float, 1.0),
 )
+CLIPS = {2: 0.75, 3: 0.9}  # the default of clip at so many bits: what loses the least, see docs/rotatekv.md
 
 
 def open_run(folder: Path, overrides: list[str]):
@@ -93,6 +95,10 @@ def check_options(options: argparse.Namespace) -> None:
             raise ConfigError(f"{options.predict.parent}: no such folder")
 
 
+def cache_defaults(bits: int) -> dict:
+    return {name: default for name, _, default in CACHE_OPTIONS} | {"bits": bits, "clip": CLIPS.get(bits, 1.0)}
+
+
 def cache_options(options: argparse.Namespace) -> dict | None:
     """What `serve_from_cache` takes, or None without --kv-cache; ConfigError for options without a cache."""
     given = {name: value for name, _, _ in CACHE_OPTIONS if (value := getattr(options, name)) is not None}
@@ -100,7 +106,7 @@ def cache_options(options: argparse.Namespace) -> dict | None:
         if given:
             raise ConfigError(f"--{next(iter(given)).replace('_', '-')} is an option of --kv-cache, which is not given")
         return None
-    return {name: default for name, _, default in CACHE_OPTIONS} | given
+    return cache_defaults(given.get("bits", 2)) | given
 
 
 def result_name(split: str, cache: dict | None) -> str:
@@ -108,7 +114,8 @@ def result_name(split: str, cache: dict | None) -> str:
     if cache is None:
         return f"eval-{split}.json"
     parts = [f"eval-{split}-rotatekv-{cache['bits']}bit"]
-    parts += [f"{name}={cache[name]}" for name, _, default in CACHE_OPTIONS[1:] if cache[name] != default]
+    defaults = cache_defaults(cache["bits"])
+    parts += [f"{name}={cache[name]}" for name, default in defaults.items() if cache[name] != default]
     return "-".join(parts) + ".json"
 
 
@@ -123,7 +130,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sampled candidates")
     parser.add_argument("--kv-cache", choices=("rotatekv",), help="the last query reads its history from such a cache")
     for name, kind, default in CACHE_OPTIONS:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"of the cache; by default {default}")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            help=f"of the cache; by default {CLIPS if name == 'clip' else default}",
+        )
     options = parser.parse_intermixed_args(arguments)
     try:
         check_options(options)

@@ -130,13 +130,13 @@ def kernel(part, config, tokens, length, heads, size, dtype):
     offsets = make_offsets([length] * (tokens // length), device="cuda")
     launch = Launch(q, k, v, Layout(offsets, offsets), Options(size**-0.5, -1, 0))
     out, lse = torch.empty_like(q), torch.empty(heads, tokens, device="cuda")
-    launch.forward(out, lse, add=False)
+    launch.forward(out, lse)
     grad, dq, dk, dv = torch.randn_like(q), torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
     rows = launch.rows(out, grad, lse)
     return {
         part: {
-            "fwd": lambda: launch.forward(out, lse, add=False, config=config),
-            "dq": lambda: launch.dq(grad, rows, dq, add=False, config=config),
+            "fwd": lambda: launch.forward(out, lse, config=config),
+            "dq": lambda: launch.dq(grad, rows, dq, config=config),
             "dkv": lambda: launch.dkv(grad, rows, dk, dv, config=config),
         }[part]
     }

@@ -31,10 +31,10 @@ def rank(folder: Path, out: Path, split: str, options: dict) -> None:
 
     name, _, seed = folder.name.rpartition("-")
     sinks = options["sink_tokens"]
-    groups = options.get("quant_group", 64)
+    groups, clip = options.get("quant_group", 64), options.get("clip", 1.0)
     name += (
         f"+{options['bits']}bit" + (f"+{sinks}sinks" if sinks else "") + (f"+{groups}groups" if groups != 64 else "")
-    )
+    ) + (f"+{clip}clip" if clip != 1 else "")
     target = out / "ranks" / f"{name}-{seed}.npy"
     if target.exists():
         return
@@ -95,6 +95,9 @@ def plot(rows: list[Row], target: Path) -> None:
         axis.scatter(*place)
         axis.annotate(row.name, place, textcoords="offset points", xytext=(4, -10 if i % 2 else 4), fontsize=8)
     axis.set(xscale="log", xlabel="cache of a user, KiB", ylabel="NDCG@10, mean over seeds")
+    axis.margins(x=0.15)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("{x:g}")
     axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(target, dpi=120)
@@ -110,6 +113,7 @@ def main() -> None:
     parser.add_argument("--bits", type=numbers, default=[2, 3, 4, 8])
     parser.add_argument("--sinks", type=numbers, default=[0, 4])
     parser.add_argument("--groups", type=numbers, default=[64], help="channels that share a scale (quant_group)")
+    parser.add_argument("--clip", type=float, default=1.0, help="share of a group's range that the codes reach over")
     parser.add_argument("--split", default="test")
     parser.add_argument("--plot", type=Path, help="a PNG of what is there; ranks nothing")
     arguments = parser.parse_args()
@@ -119,7 +123,7 @@ def main() -> None:
                 for bits in arguments.bits:
                     for sinks in arguments.sinks:
                         for group in arguments.groups:
-                            options = {"bits": bits, "sink_tokens": sinks, "quant_group": group}
+                            options = {"bits": bits, "sink_tokens": sinks, "quant_group": group, "clip": arguments.clip}
                             rank(folder, arguments.out, arguments.split, options)
     rows = table(arguments.out)
     print("| setting | bytes of a user | NDCG@10 | over the full cache | 95% interval |")

@@ -1,12 +1,14 @@
 """Ring attention against SDPA on one GPU and against a ring of SDPA calls: errors first, then times.
 
-    torchrun --nproc-per-node 2 benchmarks/ring.py                       errors, then 16,384 and 131,072 tokens
-    torchrun --nproc-per-node 2 benchmarks/ring.py --trace ring.json     and a trace of one step, with its overlap
+    torchrun --nproc-per-node 2 benchmarks/ring.py                   errors, then 16,384 and 131,072 tokens
+    torchrun --nproc-per-node 2 benchmarks/ring.py --cases ours --trace traces
+                                                                     without SDPA; and where the time of a step goes
 
 One causal sequence, bf16. Errors at --check tokens against fp64; those of the ring may be at most BOUNDS, and twice
 those of SDPA on one GPU, else the exit code is 1. Rank 0 prints a JSON line for each case; times are medians of whole
 calls over which all ranks wait for each other. `efficiency` is the time of the same attention on one GPU over W times
-that of the ring: of ours for ours, of SDPA for the ring of SDPA. Letters: N tokens, W ranks, H heads, D head size.
+that of the ring: of ours for ours, of SDPA for the ring of SDPA. `extra_memory`: a rank's peak, inputs and all, over a
+W-th of that of one GPU with the whole sequence, less 1. Letters: N tokens, W ranks, H heads, D head size.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from run import environment
 from hstu_sparse import cut_sequences, flash_attention, zigzag_triton_ring_flash_attn_func
 from hstu_sparse.ring.communication import Ring, backward_round
 
+SHOWN = 30  # kernels at each end of a timeline
 NAMES = ("out", "lse", "dq", "dk", "dv")
 BOUNDS = {"out": 1e-2, "lse": 1e-2, "dq": 5e-2, "dk": 5e-2, "dv": 5e-2}
 
@@ -97,7 +100,7 @@ def ours(q, k, v):
 
 
 def our_ring(q, k, v):
-    return zigzag_triton_ring_flash_attn_func(q[None], k[None], v[None], causal=True)[0]
+    return zigzag_triton_ring_flash_attn_func(q[None], k[None], v[None], causal=True).squeeze(0)
 
 
 def sdpa_ring(ring, q, k, v):
@@ -175,36 +178,84 @@ def timed(step, repeats) -> dict:
         times.append(slowest.item())
     low, middle, high = torch.tensor(times).quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
     peak = torch.cuda.max_memory_allocated() - before
-    return dict(ms=middle, ms_p10=low, ms_p90=high, per_second=1e3 / middle, peak_mb=peak / 2**20)
+    return dict(ms=middle, ms_p10=low, ms_p90=high, per_second=1e3 / middle, beyond_inputs_mb=peak / 2**20)
 
 
-def overlap(step, path) -> dict:
-    """Milliseconds of communication in one step, and the part of them in which an attention kernel runs."""
-    dist.barrier()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+def traced(step, path) -> tuple[dict, list[str]]:
+    """Where the time of one step goes, from a trace that is written to `path`; and a line for each of its kernels.
+
+    Milliseconds: communication, `hidden` the share of it beside which an attention kernel runs; attention kernels; the
+    others; idle, in which none of any kind runs; host, until the last is queued.
+    """
+    wait = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=wait) as profile:
+        step()
+        torch.cuda.synchronize()
+        dist.barrier()
         step()
         torch.cuda.synchronize()
     profile.export_chrome_trace(str(path))
-    spans: dict[bool, list] = {True: [], False: []}
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and ("nccl" in event.name or "flash" in event.name):
-            spans["nccl" in event.name].append((event.time_range.start, event.time_range.end))
-    total = sum(end - begin for begin, end in spans[True])
-    hidden = sum(max(0, min(end, e) - max(begin, b)) for begin, end in spans[True] for b, e in spans[False])
-    return {"communication_ms": total / 1e3, "hidden": hidden / total if total else 1.0}
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
+    queued = {
+        e["args"]["correlation"]: e["ts"]
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e["args"]
+    }
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    kernels.sort(key=lambda e: e["ts"])
+    barrier = max(i for i, e in enumerate(kernels) if "AllReduce" in e["name"])
+    kernels = kernels[barrier + 1 :]
+    begin = min(queued[e["args"]["correlation"]] for e in kernels)
+    spans = {"communication": [], "attention": [], "other": []}
+    lines = []
+    for e in kernels:
+        kind = "communication" if "nccl" in e["name"] else "attention" if "flash_" in e["name"] else "other"
+        spans[kind].append((e["ts"], e["ts"] + e["dur"]))
+        called = queued[e["args"]["correlation"]] - begin
+        lines.append(
+            f"{e['ts'] - begin:9.0f} +{e['dur']:7.0f} us, queued at {called:6.0f}, stream {e['args'].get('stream')}: "
+            f"{e['name'][:60]}"
+        )
+    total = {kind: sum(end - start for start, end in found) for kind, found in spans.items()}
+    hidden = sum(
+        max(0, min(end, e) - max(start, s)) for start, end in spans["communication"] for s, e in spans["attention"]
+    )
+    busy, until = 0.0, kernels[0]["ts"]
+    for start, end in sorted(span for found in spans.values() for span in found):
+        busy += max(0, end - max(start, until))
+        until = max(until, end)
+    record = {f"{kind}_ms": us / 1e3 for kind, us in total.items()}
+    record["hidden"] = hidden / total["communication"] if total["communication"] else 1.0
+    record["idle_ms"] = (until - begin - busy) / 1e3
+    record["host_ms"] = (max(queued[e["args"]["correlation"]] for e in kernels) - begin) / 1e3
+    return record, lines
+
+
+def say(ring, lines: list[str]) -> None:
+    """Prints every rank's lines, one rank behind the other, on rank 0; long ones without their middle."""
+    if len(lines) > 2 * SHOWN:
+        lines = [*lines[:SHOWN], f"... {len(lines) - 2 * SHOWN} more", *lines[-SHOWN:]]
+    found = [None] * ring.world
+    dist.all_gather_object(found, lines)
+    if ring.rank == 0:
+        for rank, those in enumerate(found):
+            print(f"rank {rank}:", *those, sep="\n  ", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=lambda x: [int(n) for n in x.split(",")], default=[16384, 131072])
-    parser.add_argument("--check", type=int, default=4096, help="tokens at which errors are measured")
+    parser.add_argument("--check", type=int, default=4096, help="tokens at which errors are measured, 0 for none")
+    parser.add_argument("--cases", choices=["all", "ours", "sdpa"], default="all")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--trace", type=pathlib.Path, help="write a trace of the longest case's step here")
+    parser.add_argument("--trace", type=pathlib.Path, help="folder: trace and show a step of ours at each length")
     arguments = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    priority = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    dist.init_process_group("nccl", device_id=device, pg_options=priority)
     ring = Ring()
     described = {"op": "ring", "ranks": ring.world, "heads": arguments.heads, "size": arguments.size, **environment()}
 
@@ -212,29 +263,36 @@ def main() -> int:
         if ring.rank == 0:
             print(json.dumps(described | record), flush=True)
 
-    checked = errors(arguments, ring)
+    checked = errors(arguments, ring) if arguments.check else []
     for record in checked:
         emit(record)
-    for tokens in arguments.tokens:
-        tensors = whole(tokens, arguments.heads, arguments.size, torch.bfloat16)
-        index, _ = cut_sequences(torch.tensor([0, tokens]), ring.rank, ring.world, zigzag=True)
-        local = [x[index.cuda()].contiguous() for x in tensors]
-        alone: dict[str, float] = {}
-        for name, attend, given, baseline in (
-            ("sdpa, one GPU", sdpa, tensors, None),
-            ("ours, one GPU", ours, tensors, None),
-            ("sdpa ring", functools.partial(sdpa_ring, ring), local, "sdpa, one GPU"),
-            ("ours", our_ring, local, "ours, one GPU"),
-        ):
-            step = functools.partial(with_gradients, attend, *given)
-            record = {"name": name, "tokens": tokens, "part": "fwd+bwd", **timed(step, arguments.repeats)}
-            if baseline:
-                record["efficiency"] = alone[baseline] / (ring.world * record["ms"])
-            else:
-                alone[name] = record["ms"]
-            if name == "ours" and arguments.trace and tokens == max(arguments.tokens):
-                record |= overlap(step, arguments.trace.with_stem(f"{arguments.trace.stem}-{ring.rank}"))
+    cases = {
+        "ours": (("ours, one GPU", ours), ("ours", our_ring)),
+        "sdpa": (("sdpa, one GPU", sdpa), ("sdpa ring", functools.partial(sdpa_ring, ring))),
+    }
+    for kind, ((alone, attend), (spread, attend_ring)) in cases.items():
+        for tokens in arguments.tokens if arguments.cases in ("all", kind) else ():
+            tensors = whole(tokens, arguments.heads, arguments.size, torch.bfloat16)
+            step = functools.partial(with_gradients, attend, *tensors)
+            inputs = sum(x.nbytes for x in tensors) / 2**20
+            one = {"name": alone, "tokens": tokens, "part": "fwd+bwd", **timed(step, arguments.repeats)}
+            emit(one | {"inputs_mb": inputs})
+            index, _ = cut_sequences(torch.tensor([0, tokens]), ring.rank, ring.world, zigzag=True)
+            tensors = [x[index.cuda()] for x in tensors]
+            step = functools.partial(with_gradients, attend_ring, *tensors)
+            record = {"name": spread, "tokens": tokens, "part": "fwd+bwd", **timed(step, arguments.repeats)}
+            record["efficiency"] = one["ms"] / (ring.world * record["ms"])
+            record["inputs_mb"] = inputs / ring.world
+            share = (inputs + one["beyond_inputs_mb"]) / ring.world
+            record["extra_memory"] = (inputs / ring.world + record["beyond_inputs_mb"]) / share - 1
+            lines = []
+            if kind == "ours" and arguments.trace:
+                arguments.trace.mkdir(parents=True, exist_ok=True)
+                more, lines = traced(step, arguments.trace / f"{tokens}-{ring.rank}.json")
+                record |= more
             emit(record)
+            if lines:
+                say(ring, lines)
     dist.destroy_process_group()
     return 0 if all(record.get("within", True) for record in checked) else 1
 

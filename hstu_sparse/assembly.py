@@ -283,16 +283,20 @@ _TOTAL, _TOTAL_FP32 = (tl.constexpr(_total_assembly(exact)) for exact in (True, 
 
 
 @triton.jit
-def histogram_close(base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.constexpr):
-    """grad[bucket] += scale * histogram[bucket]; EXACT: histogram[bucket] << shift."""
+def histogram_close(base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.constexpr, STRIDE: tl.constexpr = 1):
+    """grad[STRIDE * bucket] += scale * histogram[bucket]; EXACT, and an int64 grad: histogram[bucket] << shift."""
     tl.debug_barrier()
     bucket = tl.arange(0, 256)
     if EXACT:
-        total = tl.inline_asm_elementwise(_TOTAL, "=&l,r,r", [base, bucket], tl.int64, is_pure=False, pack=1) << shift
+        total = tl.inline_asm_elementwise(_TOTAL, "=&l,r,r", [base, bucket], tl.int64, is_pure=False, pack=1)
+        if grad.dtype.element_ty == tl.int64:
+            total = total << shift
+        else:
+            total = total.to(tl.float32) * scale
     else:
         total = tl.inline_asm_elementwise(_TOTAL_FP32, "=&f,r,r", [base, bucket], tl.float32, is_pure=False, pack=1)
         total *= scale
-    tl.atomic_add(grad + bucket, total, (bucket < TABLE) & (total != 0), sem="relaxed")
+    tl.atomic_add(grad + STRIDE * bucket, total, (bucket < TABLE) & (total != 0), sem="relaxed")
 
 
 # The ring, for the position bias's gradient: a cell per distance t - s. A program meets the distances in descending
@@ -351,12 +355,17 @@ def ring_add(cell, value, to_exact):
 
 
 @triton.jit
+def ring_take(base, cell):
+    """The sums of these 128 cells behind `base`, which become zero; 0 past the ring's end. For 4 warps."""
+    return tl.inline_asm_elementwise(_TAKE, "=&r,r,r,r", [cell, RING, base + 4 * cell], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def ring_flush(base, grad, low, first, last, length):
     """Moves the distances first .. last - 1 to grad [N] int64; low: the distance of the first cell. For 4 warps."""
     lane = tl.arange(0, 128)
     for start in range(first, last, 128):
         distance = start + lane
-        operands = [distance - low, RING, base + 4 * (distance - low)]
-        value = tl.inline_asm_elementwise(_TAKE, "=&r,r,r,r", operands, tl.int32, is_pure=False, pack=1)
+        value = ring_take(base, distance - low)
         use = (distance >= 0) & (distance < length) & (value != 0)
         tl.atomic_add(grad + distance, value.to(tl.int64), use, sem="relaxed")

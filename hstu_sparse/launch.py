@@ -89,6 +89,18 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 compiled_kernels: dict[tuple, tuple] = {}
 
 
+def specialization(arguments: tuple) -> tuple:
+    """What Triton tells calls of a kernel apart by: the key of `start`."""
+    return tuple(
+        (x.dtype, x.data_ptr() % 16)
+        if isinstance(x, torch.Tensor)
+        else (x % 16 == 0, x == 1, x.bit_length() > 31)
+        if isinstance(x, int)
+        else x is None
+        for x in arguments
+    )
+
+
 def start(kernel, grid: int, arguments: tuple, constants: dict, options: dict, key: tuple) -> None:
     """kernel[(grid,)](*arguments, **constants, **options), on a GPU without Triton's dispatch from the second time on.
 

@@ -115,6 +115,23 @@ def store_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.c
 
 
 @triton.jit
+def opaque(x):
+    """x, without the compiler's knowing it: what is computed from it is computed anew, not kept in registers."""
+    if COMPILED:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=True, pack=1)
+    else:
+        return x
+
+
+@triton.jit
+def row_norms(x):
+    """Norms of the rows of x, fp32, each divided by its largest element first: no square leaves fp32's range."""
+    largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
+    ratio = x / largest[:, None]
+    return largest * tl.sqrt(tl.sum(ratio * ratio, 1))
+
+
+@triton.jit
 def in_registers(x, WANTED: tl.constexpr):
     """x, the left operand of products, WANTED in registers and not read from shared memory for every one of them.
 

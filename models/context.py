@@ -10,6 +10,7 @@ Letters: T tokens of a rank, W ranks.
 import os
 from collections.abc import Iterable
 from dataclasses import fields
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -44,8 +45,12 @@ class Context:
         gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
         if gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        if not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        if not dist.is_initialized() and gpu:
+            # Transfers come before attention kernels, which else would leave them no multiprocessor: docs/ring.md.
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(minutes=10), pg_options=options)
+        elif not dist.is_initialized():
+            dist.init_process_group("gloo")
         mesh = init_device_mesh("cuda" if gpu else "cpu", (self.world,), mesh_dim_names=("context",))
         self.group, self.rank = mesh.get_group("context"), mesh.get_local_rank("context")
 

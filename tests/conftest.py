@@ -65,3 +65,19 @@ def pytest_terminal_summary(terminalreporter):
     for name, parts in sorted(found.items()):
         cases, most = zip(*parts)
         terminalreporter.write_line(f"campaign: {name}: {sum(cases)} cases passed, at most {max(most):.1f} GiB")
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(format, text or path, **options) -> Dataset, through a cache in tmp_path."""
+
+    from data.datasets import load_dataset
+
+    def load(format, content, name="raw.txt", **options):
+        path = content
+        if isinstance(content, (str, bytes)):
+            path = tmp_path / name
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return load_dataset(format, str(path), cache_dir=str(tmp_path / "cache"), **options)
+
+    return load

@@ -136,7 +136,7 @@ def test_with_and_without_a_maximum(large):
     for step, keep in enumerate((first, ~first)):
         layout = Layout(offsets, parts[step], torch.zeros_like(starts[0]), starts[step])
         given = launch.Launch(q, k[keep], v[keep], layout, Options(scale, -1, 0))
-        given.forward(out, lse, add=step > 0, config=config)
+        given.forward(out, lse, before=out if step else None, config=config)
     wide = [x.double() for x in (q, k, v)]
     right, right_lse = flash_attention_reference(*wide, Layout(offsets, offsets), Options(scale, -1, 0))
     torch.testing.assert_close(out.double(), right, rtol=1e-4, atol=1e-5, equal_nan=True)
@@ -145,6 +145,25 @@ def test_with_and_without_a_maximum(large):
     longest = [x.square().sum(-1).amax(0) for x in (q, k)]
     bounded = longest[0] * longest[1].repeat_interleave(2) * (scale / math.log(2)) ** 2 <= 80**2
     assert bounded.tolist() == [True, True, large == 1, large == 1]
+
+
+def test_what_is_known_is_not_lost_beside_no_maximum():
+    """Scores of the first step are far below 0, those of the second are bounded, and some of its rows see none."""
+    launch = pytest.importorskip("hstu_sparse.ring.flash.launch")
+    q, k, v = torch.ones(70, 1, 16, device=DEVICE), *(make_jagged([70], (1, 16), device=DEVICE, seed=i) for i in (1, 2))
+    k[:40] -= 20.0
+    out, lse = torch.empty_like(q), torch.empty(1, 70, device=DEVICE)
+    config = dict(BLOCK_M=32, BLOCK_N=16, TMA=False, STEADY=True, num_warps=4, num_stages=1)
+    whole = make_offsets([70], device=DEVICE)
+    for keys in (slice(0, 40), slice(40, 70)):
+        start = torch.tensor([keys.start], dtype=torch.int32, device=DEVICE)
+        layout = Layout(whole, make_offsets([keys.stop - keys.start], device=DEVICE), torch.zeros_like(start), start)
+        given = launch.Launch(q, k[keys], v[keys], layout, Options(1.0, -1, 0))
+        given.forward(out, lse, before=out if keys.start else None, config=config)
+    wide = [x.double() for x in (q, k, v)]
+    right, right_lse = flash_attention_reference(*wide, Layout(whole, whole), Options(1.0, -1, 0))
+    torch.testing.assert_close(out.double(), right, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse.double(), right_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_of_the_reference():

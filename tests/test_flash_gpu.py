@@ -150,13 +150,13 @@ def test_steps_of_a_ring_add_up(parts, dtype):
         dq = torch.zeros_like(out)
         blocks = [(plan.layout(s), *(x.detach()[places[s]] for x in inputs[1:])) for s in range(parts)]
         for step, (layout, key, value) in enumerate(blocks):
-            Launch(q, key, value, layout, options).forward(out, lse, add=step > 0)
+            Launch(q, key, value, layout, options).forward(out, lse, before=out if step else None)
         rows = Launch(q, k, v, blocks[0][0], options).rows(out.to(dtype), grad[mine], lse)
         for step, (layout, key, value) in enumerate(blocks):
             launch = Launch(q, key, value, layout, options)
             dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (key, value))
             launch.dkv(grad[mine], rows, dk, dv)
-            launch.dq(grad[mine], rows, dq, add=step > 0)
+            launch.dq(grad[mine], rows, dq, before=dq if step else None)
             found[2][places[step]] += dk
             found[3][places[step]] += dv
         found[0][mine], found[1][mine] = out, dq

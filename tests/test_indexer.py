@@ -203,14 +203,14 @@ def test_no_token_that_counts_makes_a_loss_of_zero(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["few numbers", "all zero", "none above zero", "ascending", "descending"])
+@pytest.mark.parametrize("kind", ["few numbers", "all zero", "none above zero", "ascending", "descending", "infinite"])
 def test_ties_are_exact(kind, backend, monkeypatch):
     """Whole numbers, so that equal scores are equal bits; rows with so little room that every kernel has work."""
     lengths, top_k = (70, 0, 19, 1), 7
     if backend == "triton":
         from hstu_sparse.indexer import launch_indexer
 
-        sizes = launch_indexer.Sizes(capacity=48, SAMPLE=16, ROWS=32, BLOCK=16, HEADS=2, num_warps=4)
+        sizes = launch_indexer.Sizes(capacity=48, SAMPLE=16, ROWS=32, BLOCK=16, HEADS=2, PRODUCTS=2, num_warps=4)
         monkeypatch.setattr(launch_indexer, "sizes", lambda *_: sizes)
         monkeypatch.setattr(launch_indexer, "SCRATCH", 8 * 48 * 64)  # some tiles at a time
     generator = torch.Generator().manual_seed(0)
@@ -223,6 +223,9 @@ def test_ties_are_exact(kind, backend, monkeypatch):
     if kind.endswith("scending"):
         ik = torch.arange(90.0)[:, None].expand(90, 4) * (1 if kind == "ascending" else -1) + 100
         iq, w = torch.ones_like(iq), torch.ones_like(w)
+    if kind == "infinite":  # scores that nothing exceeds, and more of them than a row has room for
+        iq, w = torch.ones_like(iq), torch.ones_like(w)
+        ik = torch.where(torch.arange(90)[:, None] % 8 == 5, ik, 3e38)
     scores, indices = lightning_indexer(iq, ik, w, make_offsets(lengths), top_k, backend=backend)
     begin = 0
     for length in lengths:
@@ -247,7 +250,7 @@ def test_the_sample_spares_the_refill(monkeypatch):
             return lambda *arguments, **options: counts.append((arguments[6].clone(), arguments[4]))  # and tokens
 
     monkeypatch.setattr(topk, "lightning_indexer_refill_kernel", Look())
-    sizes = launch_indexer.Sizes(capacity=96, SAMPLE=256, ROWS=32, BLOCK=16, HEADS=2, num_warps=4)
+    sizes = launch_indexer.Sizes(capacity=96, SAMPLE=256, ROWS=32, BLOCK=16, HEADS=2, PRODUCTS=1, num_warps=4)
     monkeypatch.setattr(launch_indexer, "sizes", lambda *_: sizes)
     x = inputs((160,), dtype=torch.float32)
     given = x["iq"], x["ik"], x["w"].abs(), make_offsets((160,)), 4

@@ -98,30 +98,27 @@ def test_choice_of_each_distribution(kind, top_k):
 
 def test_the_sample_rarely_misleads(monkeypatch):
     """At the size of the benchmark's keys hardly a row needs the kernel that walks over its keys again."""
-    from hstu_sparse.indexer import topk
+    from hstu_sparse.indexer import launch_indexer, topk
 
     seen = []
-    kernel = topk.lightning_indexer_refill_kernel
+    run = launch_indexer.run
 
-    class Look:
-        def __getitem__(self, grid):
-            def launch(*arguments, **options):
-                counts, tokens = arguments[6], arguments[4]
-                capacity, top_k = arguments[-2], arguments[-1]
-                found, t = counts[tokens >= 0], tokens[tokens >= 0]
-                seen.append(((found > capacity) | (found < (t + 1).clamp(max=top_k))).sum().item())
-                return kernel[grid](*arguments, **options)
+    def look(kernel, programs, arguments, constants, **options):
+        if kernel is topk.lightning_indexer_refill_kernel:
+            counts, tokens = arguments[6], arguments[4]
+            capacity, top_k = arguments[-2:]
+            found, t = counts[tokens >= 0], tokens[tokens >= 0]
+            seen.append(((found > capacity) | (found < (t + 1).clamp(max=top_k))).sum().item())
+        run(kernel, programs, arguments, constants, **options)
 
-            return launch
-
-    monkeypatch.setattr(topk, "lightning_indexer_refill_kernel", Look())
+    monkeypatch.setattr(launch_indexer, "run", look)
     n, generator = 20_000, torch.Generator("cuda").manual_seed(0)
     iq, ik, w = (
         torch.randn(n, *shape, device="cuda", dtype=torch.bfloat16, generator=generator)
         for shape in ((4, 64), (64,), (4,))
     )
     lightning_indexer(iq, ik, w, make_offsets((n,), device="cuda"), 1024)
-    assert sum(seen) <= 2, seen
+    assert seen and sum(seen) <= 2, seen
 
 
 def problem(lengths, dtype=torch.bfloat16):

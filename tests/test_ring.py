@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from hstu_sparse.ring import cut_sequences
+from hstu_sparse.ring import cut_sequences, softmax
 from hstu_sparse.testing import make_offsets
 from tests.distributed import run_ranks
 from tests.ring_cases import CASES, FORMS, OPTIONS, all_of_rank, expected, lengths_of, of_rank
@@ -58,6 +58,20 @@ def test_a_group_of_one():
     check("zigzag varlen", "causal", 1, run_ranks(all_of_rank, 1, 1, [("zigzag varlen", "causal")], "reference"))
 
 
+def by_single_heads(rank, *arguments):
+    """`all_of_rank` with as few heads as may be going round together, as those of long sequences do."""
+    softmax.TILES = 1
+    return all_of_rank(rank, *arguments)
+
+
+def test_heads_go_round_one_after_another():
+    options = ("alibi", "alibi by sequence, full", "dropout", "shared keys")
+    cases = [(form, option) for form in FORMS for option in options]
+    ranks = run_ranks(by_single_heads, 2, 2, cases, "reference")
+    for form, option in cases:
+        check(form, option, 2, ranks)
+
+
 KERNEL_CASES = [("zigzag varlen", "all at once")]
 
 
@@ -65,6 +79,7 @@ def test_kernels_in_the_interpreter():
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter runs where there is no GPU")
-    ranks = run_ranks(all_of_rank, 2, 2, KERNEL_CASES, "triton")
-    for form, option in KERNEL_CASES:
-        check(form, option, 2, ranks)
+    for function, cases in ((all_of_rank, KERNEL_CASES), (by_single_heads, [("zigzag varlen", "shared keys")])):
+        ranks = run_ranks(function, 2, 2, cases, "triton")
+        for form, option in cases:
+            check(form, option, 2, ranks)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.operators import ring_hstu
+from tests.ring_on_gpus import CASES, HSTU_CASES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,9 +20,9 @@ def test_hstu_kernels_against_reference(seed):
 
 
 @pytest.mark.multigpu
-@pytest.mark.timeout(110)
-def test_two_gpus():
+@pytest.mark.parametrize("case", [*CASES, *HSTU_CASES])
+def test_two_gpus(case):
     """Every form over NCCL, at the bounds of the errors and at no more than twice those of SDPA on one GPU."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, "-m", "tests.ring_on_gpus"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([*command, "-m", "tests.ring_on_gpus", case], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -17,6 +17,7 @@ CASES = {
     **{f"groups of {group} heads of 64": dict(head_group=group, head_size=64, value_size=40) for group in (1, 2, 4)},
     "as trained on MovieLens": dict(head_size=32, value_size=32, groups=1, position=True, timed=True, sink_tokens=4),
     "pruned": dict(sparsity=0.7),
+    "clipped": dict(clip=0.75),
     "pruned, 3 bits, sinks, softmax": dict(sparsity=0.5, bits=3, sink_tokens=5, softmax=True),
     "pruned, rope": dict(sparsity=0.5, rope=True),
     "narrow groups, ordered": dict(quant_group=16, ordered=True),

@@ -20,6 +20,7 @@ OPTIONS = {
     **{f"{share:.0%} pruned": dict(sparsity=share, lengths=[70], asked=[2]) for share in (0.2, 0.9)},
     "pruned, 3 bits, sinks": dict(sparsity=0.7, bits=3, sink_tokens=5),
     "more sinks than tokens": dict(sink_tokens=40),
+    "clipped": dict(clip=0.7, sparsity=0.3),
     "narrow groups": dict(quant_group=16, bits=4),
     "wide groups": dict(head_size=64, quant_group=128),
     "ordered": dict(ordered=True, head_size=16, head_group=4, quant_group=32),
@@ -44,6 +45,10 @@ CALLS = {
     "few": dict(HALF, sink_tokens=5, position=True, timed=True),
     "few, 4 bits, softmax, ordered": dict(HALF, bits=4, softmax=True, ordered=True, splits=2),
     "few, rope": dict(HALF, head_size=128, rope=True, softmax=True, lengths=[20], asked=[1]),
+    "few, rope, 4 bits, one head": dict(
+        HALF, head_size=128, head_group=1, rope=True, bits=4, lengths=[40], asked=[2], quant_group=128, sink_tokens=3
+    ),
+    "few, rope, 256": dict(HALF, head_size=256, head_group=1, rope=True, softmax=True, lengths=[20], asked=[1]),
     "many": dict(HALF, head_size=64, value_size=64, position=True, timed=True, lengths=[30, 3], asked=[3, 1]),
     "many, 4 bits, softmax": dict(HALF, bits=4, head_size=64, value_size=128, softmax=True, lengths=[66], asked=[1]),
     "many, rope, sinks": dict(HALF, value_size=64, head_size=64, rope=True, sink_tokens=5, lengths=[30], asked=[2]),

@@ -131,7 +131,7 @@ def bsa_attention(
         raise ValueError(f"plan was made for {plan.purpose}, this call needs one for {purpose}")
     q, k, v = (_pad_head(x) for x in (q, k, v))
     g_cmp, g_slc, g_swa = gates
-    out, groups, _, _ = launch.operator(
+    out, groups, *_ = launch.operator(
         q,
         k,
         v,

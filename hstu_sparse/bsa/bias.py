@@ -183,13 +183,14 @@ def load_origin(bias, slot):
 def position_tile(bias, apart, rows, columns, ASM: tl.constexpr):
     """The position's bias of a tile whose pairs are s - t = apart + rows + columns apart; 0 without a table.
 
-    In 64 bits, and with `apart` one number, so that the compiler sees which neighbours read neighbouring addresses.
+    In 64 bits, negated only there, and with `apart` one number, so that the compiler sees which neighbours read
+    neighbouring addresses, and which the same.
     """
     if bias.position is not None:
         place = bias.position + tl.cast(apart, tl.int64)
         return look_up(place + rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :], ASM)
     else:
-        return tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
+        return 0.0
 
 
 @triton.jit
@@ -203,7 +204,7 @@ def side_times(bias, rows, QUERIES: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def differences(bias, far, near, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr):
-    """|differences| of all times of a tile; arguments as of `add_time`."""
+    """|differences| of all times of a tile; arguments as of `time_tile`."""
     far, near = side_times(bias, far, FAR_QUERIES, ASM), side_times(bias, near, not FAR_QUERIES, ASM)
     high = tl.expand_dims(far[0], 1 - AXIS) - tl.expand_dims(near[0], AXIS)
     low = tl.expand_dims(far[1], 1 - AXIS) - tl.expand_dims(near[1], AXIS)
@@ -251,21 +252,21 @@ def time_step(
 
 
 @triton.jit
-def add_time(
-    added, bias, far, near, origin, reaches, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
-    """added + the time's bias of a tile, [far, near] if AXIS is 0, else [near, far].
+def time_tile(bias, far, near, origin, reaches, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr):
+    """The time's bias of a tile, [far, near] if AXIS is 0, else [near, far]; 0 without a table.
 
     far, near: tokens of both sides (int64); FAR_QUERIES: the far side is that of the queries.
     origin: a time of the near side. reaches: as `all_reach` finds them, lowest buckets of each of the far side.
     """
     if bias.time is not None:
+        M: tl.constexpr = far.shape[0] if AXIS == 0 else near.shape[0]
+        N: tl.constexpr = near.shape[0] if AXIS == 0 else far.shape[0]
         lowest, edges, _, _ = reaches
         if edges > MOST_EDGES:
             bucket = find_bucket(differences(bias, far, near, AXIS, FAR_QUERIES, ASM), bias.cells, ASM)
-            added += look_up(bias.time, bucket, ASM)
+            tile = look_up(bias.time, bucket, ASM)
         else:
-            tile = added + tl.expand_dims(look_up(bias.time, lowest, ASM), 1 - AXIS)
+            tile = tl.broadcast_to(tl.expand_dims(look_up(bias.time, lowest, ASM), 1 - AXIS), [M, N])
             if edges > 0:
                 place = near_place(bias, near, origin, FAR_QUERIES, ASM)
                 times = side_times(bias, far, FAR_QUERIES, ASM)
@@ -275,8 +276,23 @@ def add_time(
                 if edges > 2:
                     tile += time_step(bias, times, place, origin, lowest, 3, AXIS, FAR_QUERIES, ASM)
                     tile += time_step(bias, times, place, origin, lowest, 4, AXIS, FAR_QUERIES, ASM)
-            added = tile
-    return added
+        return tile
+    else:
+        return 0.0
+
+
+@triton.jit
+def with_bias(score, bias, added):
+    """Scores + a tile's biases, (`position_tile`, `time_tile`).
+
+    Added up only here, behind the product that made the scores: the branches of the time's then wait for no look-up of
+    the position's, nor does the product.
+    """
+    if bias.position is not None:
+        score += added[0]
+    if bias.time is not None:
+        score += added[1]
+    return score
 
 
 @triton.jit
@@ -295,7 +311,7 @@ def move_sum(
 def add_time_gradient(
     tables, grad, bias, far, near, origin, reaches, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """Adds a tile's gradient to the buckets that it reaches; arguments as of `add_time`."""
+    """Adds a tile's gradient to the buckets that it reaches; arguments as of `time_tile`."""
     if tables.time is not None:
         lowest, edges, least, greatest = reaches
         if edges > MOST_EDGES:

@@ -9,9 +9,9 @@ Blocks, groups and tiles are numbered by slots: see hstu_sparse/tiles.py.
 import triton
 import triton.language as tl
 
-from hstu_sparse.bsa.bias import add_time, position_tile
+from hstu_sparse.bsa.bias import position_tile, time_tile, with_bias
 from hstu_sparse.bsa.reach import MOST_EDGES
-from hstu_sparse.tiles import load_rows, locate
+from hstu_sparse.tiles import load_rows, locate, row_norms
 
 # Larger than any block index: what the sort puts last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
@@ -21,13 +21,15 @@ NO_KEY = tl.constexpr(-(2**63))
 
 @triton.jit(do_not_specialize=["B"])
 def bsa_pool_fwd_kernel(
-    k, v, offsets, kbar, kbar_low, vbar, k_stride_t, k_stride_h, v_stride_t, v_stride_h, H, B,
+    k, v, offsets, kbar, kbar_low, vbar, norm, k_stride_t, k_stride_h, v_stride_t, v_stride_h, H, B,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Means of one block's keys and values. With SPLIT the mean key is kept as a sum of two 16-bit numbers.
 
     The mean key in 16 bits is as good as any key for attention, but it would decide close choices by its rounding;
     high and low part together are nearly fp32, and the tensor cores take them as two products.
+
+    norm: [1], None or at first 0, becomes the greatest norm of a value, infinity if one is not a number.
     """
     slot, h = tl.program_id(0), tl.program_id(1)
     _b, start, length, j = locate(offsets, slot, B, BS)
@@ -43,13 +45,11 @@ def bsa_pool_fwd_kernel(
         )
         / size
     )
-    mean_v = (
-        tl.sum(
-            load_rows(v + (start + j * BS) * v_stride_t + h * v_stride_h, rows, v_stride_t, live, V, BV).to(tl.float32),
-            0,
-        )
-        / size
-    )
+    values = load_rows(v + (start + j * BS) * v_stride_t + h * v_stride_h, rows, v_stride_t, live, V, BV).to(tl.float32)
+    mean_v = tl.sum(values, 0) / size
+    if norm is not None:
+        found = row_norms(values)
+        tl.atomic_max(norm, tl.max(tl.where(found == found, found, float("inf")), 0), sem="relaxed")
     d, e = tl.arange(0, BD), tl.arange(0, BV)
     row = slot.to(tl.int64) * H + h
     high = mean_k.to(kbar.dtype.element_ty)
@@ -91,12 +91,12 @@ def bsa_choose_fwd_kernel(
             if SPLIT:
                 means = load_rows(kbar_low + (base * H + h) * D, j, H * D, j < candidates, D, BD)
                 score = tl.dot(queries, tl.trans(means), score)
-            added = position_tile(bias, 0, c * BS + BS // 2 - first, tl.arange(0, BC) * BS, ASM)
+            position = position_tile(bias, 0, c * BS + BS // 2 - first, tl.arange(0, BC) * BS, ASM)
             rows = tl.where(j < candidates, start + j * BS + BS // 2, start)
             # A row's groups stand far apart: no tile is of one bucket.
             asked = tl.where(live, start + first, start)
-            added = add_time(added, bias, asked, rows, (0.0, 0.0), (first * 0, MOST_EDGES + 1, 0, 0), 0, True, ASM)
-            score = score * alpha + added
+            time = time_tile(bias, asked, rows, (0.0, 0.0), (first * 0, MOST_EDGES + 1, 0, 0), 0, True, ASM)
+            score = with_bias(score * alpha, bias, (position, time))
             score = score / (1.0 + tl.exp(-score))
             score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie
             bits = score.to(tl.int32, bitcast=True)

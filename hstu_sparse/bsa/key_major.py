@@ -15,10 +15,11 @@ import triton.language as tl
 
 from hstu_sparse.bsa.bias import (
     add_position_gradient,
-    add_time,
     add_time_gradient,
     load_origin,
     position_tile,
+    time_tile,
+    with_bias,
 )
 from hstu_sparse.bsa.reach import MOST_EDGES, load_reach, map_row, means_reach
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
@@ -106,17 +107,21 @@ def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.
 
 
 @triton.jit
-def listed_bias(bias, block, t, begin, ahead, reach, place, AXIS: tl.constexpr, ASM: tl.constexpr):
-    """The bias of listed queries and the keys at `place` of a block (the queries on the tile's axis AXIS), and what
-    `add_time_gradient` wants: far to reaches.
+def listed_bias(
+    bias, block, t, begin, ahead, reach, first, BN: tl.constexpr, AXIS: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """The bias of listed queries and a block's BN keys from place `first` on (the queries on the tile's axis AXIS), and
+    what `add_time_gradient` wants: far to reaches.
     """
-    s = block.begin + place
+    place = tl.arange(0, BN)
+    s = block.begin + first + place
+    rows, ahead = place.to(tl.int64), -ahead.to(tl.int64)
     found = t.to(tl.int64), block.start + s, block.origin, reach
     if AXIS == 0:
-        added = position_tile(bias, block.begin - begin, -ahead, place, ASM)
+        position = position_tile(bias, block.begin + first - begin, ahead, rows, ASM)
     else:
-        added = position_tile(bias, block.begin - begin, place, -ahead, ASM)
-    return add_time(added, bias, *found, AXIS, True, ASM), found
+        position = position_tile(bias, block.begin + first - begin, rows, ahead, ASM)
+    return (position, time_tile(bias, *found, AXIS, True, ASM)), found
 
 
 @triton.jit
@@ -160,15 +165,15 @@ def bsa_select_fwd_kernel(
         t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS)
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         if BN == BS:
-            added, _ = listed_bias(bias, block, t, begin, ahead, reach, key, 0, ASM)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
+            added, _ = listed_bias(bias, block, t, begin, ahead, reach, 0, BN, 0, ASM)
+            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
             part = tl.dot(silu(score, FAST).to(values.dtype), values, input_precision=PRECISION)
         else:
             part = tl.zeros([BM, BV], tl.float32)
             for s in range(0, BS, BN):
                 some = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
-                added, _ = listed_bias(bias, block, t, begin, ahead, reach, s + key, 0, ASM)
-                score = tl.dot(queries, tl.trans(some), input_precision=PRECISION) * alpha + added
+                added, _ = listed_bias(bias, block, t, begin, ahead, reach, s, BN, 0, ASM)
+                score = with_bias(tl.dot(queries, tl.trans(some), input_precision=PRECISION) * alpha, bias, added)
                 some = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
                 part = tl.dot(silu(score, FAST).to(some.dtype), some, part, input_precision=PRECISION)
         gate = tl.load(g_slc + t.to(tl.int64) * H + h, mask=live, other=0.0).to(tl.float32)
@@ -199,8 +204,8 @@ def bsa_select_bwd_dq_kernel(
         for s in range(0, BS, BN):
             keys = load_rows(k + s * k_stride_t, place, k_stride_t, place < BN, D, BD)
             values = load_rows(v + s * v_stride_t, place, v_stride_t, place < BN, V, BV)
-            added, _ = listed_bias(bias, block, t, begin, ahead, reach, s + place, 0, ASM)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
+            added, _ = listed_bias(bias, block, t, begin, ahead, reach, s, BN, 0, ASM)
+            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
             branch += tl.sum(weight * dweight, 1)
@@ -214,12 +219,14 @@ def bsa_select_bwd_dq_kernel(
 
 
 @triton.jit
-def key_step(dk, dv, keys, values, queries, upstream, gate, alpha, added, FAST: tl.constexpr, PRECISION: tl.constexpr):
+def key_step(
+    dk, dv, keys, values, queries, upstream, gate, alpha, bias, added, FAST: tl.constexpr, PRECISION: tl.constexpr
+):
     """Adds one tile of queries to dk, dv; everything is transposed, keys first. `gate` is [1, BM] or [BN, BM].
 
     added: the bias. Also returns the scores' gradient [BN, BM] and weight * (do.v), what the gates' gradients sum.
     """
-    score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * alpha + added
+    score = with_bias(tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * alpha, bias, added)
     dweight = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
     weight, slope = silu_and_grad(score, FAST)
     dv = tl.dot((weight * gate).to(upstream.dtype), upstream, dv, input_precision=PRECISION)
@@ -286,10 +293,10 @@ def bsa_select_bwd_dkv_kernel(
                 gate += tl.where(seen & (t[None, :] - s[:, None] < window), swa[None, :], 0.0)
             none = tl.zeros([BM], tl.int32)
             added, _ = listed_bias(
-                bias, block, start + t, c, tl.arange(0, BM), (none, MOST_EDGES + 1, 0, 0), place, 1, ASM
+                bias, block, start + t, c, tl.arange(0, BM), (none, MOST_EDGES + 1, 0, 0), offset, BN, 1, ASM
             )
             acc_k, acc_v, _, _ = key_step(
-                acc_k, acc_v, keys, values, queries, upstream, gate, alpha, added, FAST, PRECISION
+                acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, added, FAST, PRECISION
             )
 
     if listed:
@@ -299,9 +306,9 @@ def bsa_select_bwd_dkv_kernel(
             upstream = load_tile(do, t, do_stride_t, live, origin + begin, h * V, V, BV, TMA)
             token = t.to(tl.int64) * H + h
             gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-            added, found = listed_bias(bias, block, t, begin, ahead, reach, place, 1, ASM)
+            added, found = listed_bias(bias, block, t, begin, ahead, reach, offset, BN, 1, ASM)
             acc_k, acc_v, dscore, product = key_step(
-                acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, added, FAST, PRECISION
+                acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added, FAST, PRECISION
             )
             add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)
             add_position_gradient(tables, pitch, dscore, begin + ahead, s, 0)
@@ -391,13 +398,16 @@ def bsa_compress_bwd_dkv_kernel(
         upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
         cmp = tl.load(g_cmp + (start + t) * H + h, mask=live, other=0.0).to(tl.float32)
         gate = tl.where(j[:, None] < ((t + 1) // BS)[None, :], cmp[None, :], 0.0)
-        added = position_tile(bias, i * BN * BS + BS // 2 - c, tl.arange(0, BN) * BS, -tl.arange(0, BM), ASM)
+        position, time = (
+            position_tile(bias, i * BN * BS + BS // 2 - c, tl.arange(0, BN) * BS, -tl.arange(0, BM), ASM),
+            None,
+        )
         if bias.time is not None:
             reach = means_reach(bias, map_row(start, b, c, BS), i * BN, BN, ASM)
             asked = tl.load(bias.query_high + start + c), tl.load(bias.query_low + start + c)
-            added = add_time(added, bias, rows, start + t, asked, reach, 0, False, ASM)
+            time = time_tile(bias, rows, start + t, asked, reach, 0, False, ASM)
         acc_k, acc_v, _, _ = key_step(
-            acc_k, acc_v, keys, values, queries, upstream, gate, alpha, added, FAST, PRECISION
+            acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, (position, time), FAST, PRECISION
         )
     if begin < length:
         add_rows(dkbar + base * D, j, H * D, known, acc_k * (BS * alpha * inv_n), D, BD, ATOMIC)

@@ -13,7 +13,7 @@ atomics, and for small groups the choice is worked off slot by slot, so that no 
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -35,12 +35,13 @@ QUERY_MAJOR = 32
 
 @dataclass(frozen=True)
 class Launch:
-    """Tile sizes and launch options of one kernel: BM queries, BN keys."""
+    """Tile sizes and launch options of one kernel: BM queries, BN keys; maxnreg: registers of a thread, if limited."""
 
     BM: int
     BN: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
 
 
 @functools.cache
@@ -118,12 +119,24 @@ class Problem:
             ASM=proven(q.device),
         )  # fmt: skip
 
+        dq = self.launch["query_dq"]
+        # See program_sums.py: integers, which fp32 would lose by; a thread must have 16 values of a tile.
+        self.sums = (
+            self.biased and self.numeric["ASM"] and self.numeric["FAST"] and not self.deterministic
+            and dq.num_warps == 4 and dq.BM * dq.BN >= 2048
+        )  # fmt: skip
+
+    def time_unit(self, tile: int) -> float:
+        """What keeps the sum of a histogram's cell below 2^31: a lane's share of a tile's pairs, each of 21 bits."""
+        pairs = tile * (self.S * self.BS + self.window + 2 * tile + self.max_seq_len // self.BS) // 32
+        return 2.0 ** -max(0, pairs.bit_length() - 9)
+
     def slots(self, size: int) -> int:
         return self.T // size + self.B
 
     def options(self, kernel: str) -> dict:
-        launch = self.launch[kernel]
-        return dict(BM=launch.BM, BN=launch.BN, num_warps=launch.num_warps, num_stages=launch.num_stages)
+        """Of a kernel, as its launch wants them."""
+        return {name: x for name, x in asdict(self.launch[kernel]).items() if x is not None}
 
     def tma(self, rows: int, *tensors: Tensor) -> list | None:
         """Descriptors over [T, H * size] whose tiles are `rows` rows of one head, for the tensor memory accelerator.
@@ -163,20 +176,24 @@ def contiguous_gates(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def launch_forward(*arguments):
-    """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V])."""
+    """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V], norm [0 or 1]).
+
+    norm: the greatest of a value's, where the backward pass wants it.
+    """
     a = Arguments(*arguments)
     p, q, k, v = Problem(a), a.q, a.k, a.v
     kbar, vbar = q.new_zeros(p.NB, p.H, p.D), v.new_zeros(p.NB, p.H, p.V)
     indices = torch.full((p.NG, p.H, p.S), -1, dtype=torch.int32, device=q.device)
+    norm = torch.zeros(int(p.biased), device=q.device)
     if p.T == 0 or p.H == 0:
-        return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar
+        return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar, norm
     q, k, v = aligned(q), aligned(k), aligned(v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
     bias = prepare(a.position, a.time, a.plan)
 
     kbar_low = torch.empty_like(kbar) if p.split else kbar
     blocks.bsa_pool_fwd_kernel[(p.NB, p.H)](
-        k, v, p.offsets, kbar, kbar_low, vbar, *k.stride()[:2], *v.stride()[:2], p.H, p.B,
+        k, v, p.offsets, kbar, kbar_low, vbar, norm if p.sums else None, *k.stride()[:2], *v.stride()[:2], p.H, p.B,
         **p.heads, BS=p.BS, SPLIT=p.split, num_warps=4,
     )  # fmt: skip
     width = max(2, next_power_of_2(p.S))
@@ -208,7 +225,7 @@ def launch_forward(*arguments):
                 turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.options("select_fwd"),
             )  # fmt: skip
-    return out.to(q.dtype), indices, kbar, vbar
+    return out.to(q.dtype), indices, kbar, vbar, norm
 
 
 def fake_forward(*arguments):
@@ -220,12 +237,13 @@ def fake_forward(*arguments):
         q.new_empty(T // a.selection_group + B, H, a.block_counts, dtype=torch.int32),
         q.new_empty(T // a.block_size + B, H, D),
         v.new_empty(T // a.block_size + B, H, v.shape[2]),
+        q.new_empty(int(a.position is not None or a.time is not None), dtype=torch.float32),
     )
 
 
 def launch_backward(do, *arguments):
     """Gradients of q, k, v, g_cmp, g_slc and, where they are there, g_swa and the tables."""
-    *arguments, indices, kbar, vbar = arguments
+    *arguments, indices, kbar, vbar, norm = arguments
     a = Arguments(*arguments)
     p = Problem(a)
     gates = [g for g in (a.g_cmp, a.g_slc, a.g_swa) if g is not None]
@@ -250,9 +268,10 @@ def launch_backward(do, *arguments):
     described = p.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= p.BS else None
     query_major.bsa_query_bwd_dq_kernel[(tiles, p.H)](
         do, q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa,
-        bias, reaches, tables, pitch, *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        bias, reaches, tables, pitch, norm if p.sums else None, p.time_unit(options["BM"]) if p.sums else 1.0,
+        *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
-        **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
+        **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,
         TMA=described is not None, **options,
     )  # fmt: skip
 
@@ -311,5 +330,5 @@ operator = Operator(
     backward=launch_backward,
     fake=fake_forward,
     differentiable=("q", "k", "v", "g_cmp", "g_slc", "g_swa", "position", "time"),
-    outputs=4,
+    outputs=5,
 )

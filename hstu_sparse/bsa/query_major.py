@@ -1,7 +1,7 @@
 """Query-major kernels: a program owns a tile of queries and walks over the keys it sees.
 
 They compute the compression branch, the group's own block and the window; with SELECT, where a group fills the tile
-(BM == R), the chosen blocks too. Then one program holds the whole output, and nothing is added up in memory.
+(BM == R), the chosen past blocks too. Then one program holds the whole output, and nothing is added up in memory.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per group, R tokens per group, BM queries and BN keys of a tile.
@@ -20,34 +20,29 @@ import triton.language as tl
 
 from hstu_sparse.bsa.bias import (
     add_position_gradient,
-    add_time,
     add_time_gradient,
     load_origin,
     position_tile,
+    time_tile,
+    with_bias,
 )
+from hstu_sparse.bsa.program_sums import add_keys, add_means, close_sums, open_sums
 from hstu_sparse.bsa.reach import keys_reach, load_reach, load_times, map_row, means_reach, span
 from hstu_sparse.tiles import add_to, load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
 @triton.jit
-def band_weight(g_slc, g_swa, t, s, window, BS: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr):
-    """[BM, BN] weight of key s for query t: the window's gate, and without SELECT the own block's, where s <= t."""
+def band_weight(g_slc, g_swa, t, s, window, BS: tl.constexpr, WINDOW: tl.constexpr):
+    """[BM, BN] weight of key s for query t: the own block's gate and the window's, where s <= t."""
     seen = s[None, :] <= t[:, None]
-    weight = tl.zeros([t.shape[0], s.shape[0]], tl.float32)
-    if not SELECT:
-        weight += tl.where(seen & (s[None, :] // BS == t[:, None] // BS), g_slc[:, None], 0.0)
+    weight = tl.where(seen & (s[None, :] // BS == t[:, None] // BS), g_slc[:, None], 0.0)
     if WINDOW:
         weight += tl.where(seen & (t[:, None] - s[None, :] < window), g_swa[:, None], 0.0)
     return weight
 
 
-@triton.jit
-def band_start(begin, window, BS: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr):
-    """The first key of the window, and without SELECT of the own block, of queries from `begin` on."""
-    nearest = tl.maximum(begin - window + 1, 0)
-    if not SELECT:
-        nearest = tl.minimum(nearest, begin // BS * BS)
-    return nearest // BN * BN
+# A score whose SiLU and its slope are 0.
+HIDDEN = tl.constexpr(-80.0)
 
 
 class QueryTile(NamedTuple):
@@ -55,6 +50,7 @@ class QueryTile(NamedTuple):
 
     b, start       their sequence and its first token
     begin, end     their positions begin .. end - 1, none if end <= begin
+    lane           [BM] 0 .. BM - 1, int64
     t, live        [BM] positions, and whether there are such
     token          [BM] their places in [T, H]
     block_row      slot of the sequence's first block
@@ -66,6 +62,7 @@ class QueryTile(NamedTuple):
     start: tl.tensor
     begin: tl.tensor
     end: tl.tensor
+    lane: tl.tensor
     t: tl.tensor
     live: tl.tensor
     token: tl.tensor
@@ -85,8 +82,8 @@ def find_queries(offsets, bias, tiles, H, B, BM: tl.constexpr, BS: tl.constexpr)
         high, low = load_times(bias.query_high, bias.query_low, start + t, live)
         asked = span(high, low, live, 0)
     return QueryTile(
-        b, start, i * BM, tl.minimum(i * BM + BM, length), t, live, (start + t) * H + tl.program_id(1),
-        (start // BS + b).to(tl.int32), map_row(start, b, i * BM, BS), asked,
+        b, start, i * BM, tl.minimum(i * BM + BM, length), tl.arange(0, BM).to(tl.int64), t, live,
+        (start + t) * H + tl.program_id(1), (start // BS + b).to(tl.int32), map_row(start, b, i * BM, BS), asked,
     )  # fmt: skip
 
 
@@ -96,18 +93,19 @@ def means_bias(bias, asks, c, known, BN: tl.constexpr, BS: tl.constexpr, ASM: tl
     middle = (c + tl.arange(0, BN)) * BS + BS // 2
     rows = tl.where(known, asks.start + middle, asks.start)
     reaches = means_reach(bias, asks.map_row, c, BN, ASM)
-    added = position_tile(bias, c * BS + BS // 2, -asks.t, tl.arange(0, BN).to(tl.int64) * BS, ASM)
+    column = tl.arange(0, BN).to(tl.int64) * BS
+    position = position_tile(bias, c * BS + BS // 2 - asks.begin, -asks.lane, column, ASM)
     found = rows, asks.start + asks.t, asks.asked, reaches
-    return add_time(added, bias, *found, 1, False, ASM), found
+    return (position, time_tile(bias, *found, 1, False, ASM)), found
 
 
 @triton.jit
 def keys_bias(bias, asks, first, sought, reaches, BN: tl.constexpr, ASM: tl.constexpr):
     """The same with the BN keys from position `first` on."""
     column = tl.arange(0, BN).to(tl.int64)
-    added = position_tile(bias, first, -asks.t, column, ASM)
+    position = position_tile(bias, first - asks.begin, -asks.lane, column, ASM)
     found = asks.start + asks.t, asks.start + first + column, sought, reaches
-    return add_time(added, bias, *found, 0, True, ASM), found
+    return (position, time_tile(bias, *found, 0, True, ASM)), found
 
 
 @triton.jit
@@ -161,8 +159,9 @@ def bsa_query_fwd_kernel(
             known = j < end // BS
             keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
             added, _ = means_bias(bias, asks, c, known, BN, BS, ASM)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
-            weight = tl.where(j[None, :] < complete[:, None], silu(score, FAST), 0.0)
+            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
+            score = tl.where(j[None, :] < complete[:, None], score, HIDDEN)
+            weight = silu(score, FAST)
             means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
             acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
     acc *= (tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS)[:, None]
@@ -174,49 +173,68 @@ def bsa_query_fwd_kernel(
         tl.static_assert(BN <= BS)
         row = ((start // R + b + begin // R) * H + h) * S
         chosen, reached = indices + row, None if reaches is None else reaches + row
-        count = tl.minimum(begin // BS + 1, S)
+        # The own block is the last one, and the next loop's.
+        count = tl.minimum(begin // BS, S - 1)
         if count > 0:
             for e in range(0, count * BS, BN):
                 first, added, _ = chosen_keys(bias, asks, chosen, reached, e, BM, BN, BS, ASM)
                 s = first + tl.arange(0, BN)
                 known = s < end
                 keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
-                score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
-                visible = known[None, :] & (s[None, :] <= t[:, None])
-                weight = tl.where(visible, silu(score, FAST) * slc[:, None], 0.0)
+                score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
+                weight = silu(score, FAST) * slc[:, None]
                 values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
                 acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
-    if WINDOW or not SELECT:
-        swa = slc
-        nearest = begin // BS * BS
-        if WINDOW:
-            swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
-            nearest = band_start(begin, window, BS, BN, SELECT)
-        if nearest < end:
-            for c in range(nearest, end, BN):
-                s = c + tl.arange(0, BN)
-                known = s < end
-                keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-                added, _ = band_bias(bias, asks, c, known, BM, BN, BS, ASM)
-                score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
-                weight = silu(score, FAST) * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
-                values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-                acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+    swa = slc
+    nearest = begin // BS * BS
+    if WINDOW:
+        swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
+        nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
+    if nearest < end:
+        for c in range(nearest, end, BN):
+            s = c + tl.arange(0, BN)
+            known = s < end
+            keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
+            added, _ = band_bias(bias, asks, c, known, BM, BN, BS, ASM)
+            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
+            weight = silu(score, FAST) * band_weight(slc, swa, t, s, window, BS, WINDOW)
+            values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
+            acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
     store_rows(out + (start * H + h) * V, t, H * V, live, acc * inv_n, V, BV)
+
+
+@triton.jit
+def add_keys_gradient(
+    tables, pitch, sums, grad, bias, found, t, s, first_apart, BS: tl.constexpr, SUMS: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """Adds a tile's gradient to the tables; its keys stand side by side. first_apart: of its first query and first key.
+
+    Returns `sums`, where such are kept.
+    """
+    if SUMS:
+        return add_keys(tables, sums, grad, bias, *found, first_apart, ASM)
+    else:
+        add_time_gradient(tables, grad, bias, *found, 0, True, ASM)
+        add_position_gradient(tables, pitch, grad, t, s, 1)
+        return sums
 
 
 @triton.jit(do_not_specialize=["B", "tiles"])
 def bsa_query_bwd_dq_kernel(
     do, q, k, v, kbar, vbar, offsets, indices, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, reaches, tables,
-    pitch, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
+    pitch, norm, time_unit, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, SUMS: tl.constexpr,
+    TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of q and of the gates. A gate's gradient is its branch's output times do: the sum of weight * (do.v)."""
+    """Gradient of q and of the gates. A gate's gradient is its branch's output times do: the sum of weight * (do.v).
+
+    SUMS: the tables' gradients are summed up in shared memory first, see program_sums.py, which says what `norm` and
+    `time_unit` are.
+    """
     h = tl.program_id(1)
     asks = find_queries(offsets, bias, tiles, H, B, BM, BS)
     b, start, begin, end, t, live, token = asks.b, asks.start, asks.begin, asks.end, asks.t, asks.live, asks.token
@@ -231,9 +249,17 @@ def bsa_query_bwd_dq_kernel(
         v += start * v_stride_t + h * v_stride_h
         kbar += ((start // BS + b) * H + h) * D
         vbar += ((start // BS + b) * H + h) * V
-    acc = tl.zeros([BM, BD], tl.float32)
 
     cmp = tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS
+    slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
+    swa = slc
+    if WINDOW:
+        swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
+    sums = 0
+    if SUMS:
+        sums = open_sums(bias, upstream, norm, cmp, tl.abs(slc) + tl.abs(swa) if WINDOW else slc, time_unit)
+
+    acc = tl.zeros([BM, BD], tl.float32)
     complete = (t + 1) // BS
     branch = tl.zeros([BM], tl.float32)
     if end >= BS:  # see the head of this file
@@ -243,7 +269,7 @@ def bsa_query_bwd_dq_kernel(
             keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
             values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
             added, found = means_bias(bias, asks, c, known, BN, BS, ASM)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
+            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
             dweight = tl.where(j[None, :] < complete[:, None], dweight, 0.0)
@@ -251,19 +277,21 @@ def bsa_query_bwd_dq_kernel(
             grad = dweight * slope
             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
             grad *= cmp[:, None]
-            add_time_gradient(tables, grad, bias, *found, 1, False, ASM)
+            if SUMS:
+                add_means(sums, grad, bias, *found, ASM)
+            else:
+                add_time_gradient(tables, grad, bias, *found, 1, False, ASM)
             if tables.ahead is not None:
                 add_to(tables.ahead + (t[:, None] - (j * BS + BS // 2)[None, :]), grad, tables.scale)
     acc *= cmp[:, None]
     tl.store(dg_cmp + token, branch * (BS * inv_n), mask=live)
 
-    slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
     branch = tl.zeros([BM], tl.float32)
     if SELECT:
         tl.static_assert(BN <= BS)  # as in bsa_query_fwd_kernel
         row = ((start // R + b + begin // R) * H + h) * S
         chosen, reached = indices + row, None if reaches is None else reaches + row
-        count = tl.minimum(begin // BS + 1, S)
+        count = tl.minimum(begin // BS, S - 1)
         if count > 0:
             for e in range(0, count * BS, BN):
                 first, added, found = chosen_keys(bias, asks, chosen, reached, e, BM, BN, BS, ASM)
@@ -271,47 +299,41 @@ def bsa_query_bwd_dq_kernel(
                 known = s < end
                 keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
                 values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
-                score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
+                score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
                 dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
                 weight, slope = silu_and_grad(score, FAST)
-                dweight = tl.where(known[None, :] & (s[None, :] <= t[:, None]), dweight, 0.0)
                 branch += tl.sum(weight * dweight, 1)
                 grad = dweight * slope * slc[:, None]
                 acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-                add_time_gradient(tables, grad, bias, *found, 0, True, ASM)
-                add_position_gradient(tables, pitch, grad, t, s, 1)
+                sums = add_keys_gradient(tables, pitch, sums, grad, bias, found, t, s, begin - first, BS, SUMS, ASM)
 
-    if WINDOW or not SELECT:
-        swa = slc
-        window_branch = tl.zeros([BM], tl.float32)
-        nearest = begin // BS * BS
-        if WINDOW:
-            swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
-            nearest = band_start(begin, window, BS, BN, SELECT)
-        if nearest < end:
-            for c in range(nearest, end, BN):
-                s = c + tl.arange(0, BN)
-                known = s < end
-                keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-                values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-                added, found = band_bias(bias, asks, c, known, BM, BN, BS, ASM)
-                score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha + added
-                dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-                weight, slope = silu_and_grad(score, FAST)
-                visible = s[None, :] <= t[:, None]
-                if not SELECT:
-                    branch += tl.sum(
-                        tl.where(visible & (s[None, :] // BS == t[:, None] // BS), weight * dweight, 0.0), 1
-                    )
-                if WINDOW:
-                    near = visible & (t[:, None] - s[None, :] < window)
-                    window_branch += tl.sum(tl.where(near, weight * dweight, 0.0), 1)
-                grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, SELECT, WINDOW)
-                acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-                add_time_gradient(tables, grad, bias, *found, 0, True, ASM)
-                add_position_gradient(tables, pitch, grad, t, s, 1)
-        if WINDOW:
-            tl.store(dg_swa + token, window_branch * inv_n, mask=live)
+    window_branch = tl.zeros([BM], tl.float32)
+    nearest = begin // BS * BS
+    if WINDOW:
+        nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
+    if nearest < end:
+        for c in range(nearest, end, BN):
+            s = c + tl.arange(0, BN)
+            known = s < end
+            keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
+            values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
+            added, found = band_bias(bias, asks, c, known, BM, BN, BS, ASM)
+            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
+            dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
+            weight, slope = silu_and_grad(score, FAST)
+            visible = s[None, :] <= t[:, None]
+            dweight = tl.where(visible, dweight, 0.0)
+            branch += tl.sum(tl.where(s[None, :] // BS == t[:, None] // BS, weight * dweight, 0.0), 1)
+            if WINDOW:
+                near = t[:, None] - s[None, :] < window
+                window_branch += tl.sum(tl.where(near, weight * dweight, 0.0), 1)
+            grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, WINDOW)
+            acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+            sums = add_keys_gradient(tables, pitch, sums, grad, bias, found, t, s, begin - c, BS, SUMS, ASM)
+    if WINDOW:
+        tl.store(dg_swa + token, window_branch * inv_n, mask=live)
+    if SUMS:
+        close_sums(tables, sums)
 
     tl.store(dg_slc + token, branch * inv_n, mask=live)
     store_rows(dq + (start * H + h) * D, t, H * D, live, acc * (alpha * inv_n), D, BD)

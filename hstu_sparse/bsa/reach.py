@@ -88,7 +88,7 @@ def reach(cells, asked, seen, mask, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr
     """(lowest bucket, edges) between spans of times of queries (`asked`) and of keys (`seen`).
 
     There are more than MOST_EDGES too where a key is younger than a query or `reached` cannot tell an edge exactly.
-    FAR_QUERIES: see `add_time`.
+    FAR_QUERIES: see `time_tile`.
     """
     near = (asked[0] - seen[2]) + (asked[1] - seen[3])
     far = (asked[2] - seen[0]) + (asked[3] - seen[1])
@@ -103,7 +103,7 @@ def reach(cells, asked, seen, mask, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr
 
 @triton.jit
 def all_reach(lowest, edges, mask):
-    """(lowest, the most edges of one, the lowest and the highest bucket of all), what `add_time` wants."""
+    """(lowest, the most edges of one, the lowest and the highest bucket of all), what `time_tile` wants."""
     least = tl.min(tl.where(mask, lowest, LOWEST), 0)
     return lowest, tl.max(edges, 0), least, tl.max(tl.where(mask, lowest + edges, 0), 0)
 

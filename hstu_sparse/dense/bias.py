@@ -25,7 +25,7 @@ import triton.language as tl
 from hstu_sparse.assembly import bucket, look_up, scalar
 from hstu_sparse.dense.ranges import key_ranges
 from hstu_sparse.relative_bias import bucket_edges
-from hstu_sparse.tiles import COMPILED
+from hstu_sparse.tiles import COMPILED, opaque
 
 MOST_EDGES = tl.constexpr(4)
 NEAR = tl.constexpr(16)
@@ -78,15 +78,6 @@ def bucket_steps(num_buckets: int, device: torch.device) -> torch.Tensor:
     """[num_buckets + 1 + MOST_EDGES] int64: the least integer in each bucket, then some beyond all."""
     steps = [min(math.ceil(edge), _NEVER) if edge < math.inf else _NEVER for edge in bucket_edges(num_buckets)]
     return torch.tensor([0, *steps, *[_NEVER] * MOST_EDGES.value], device=device)
-
-
-@triton.jit
-def opaque(x):
-    """x, without the compiler's knowing it: what is computed from it is computed anew, not kept in registers."""
-    if COMPILED:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=True, pack=1)
-    else:
-        return x
 
 
 @triton.jit

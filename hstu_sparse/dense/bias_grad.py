@@ -38,7 +38,7 @@ from hstu_sparse.dense.bias import (
     other_place,
     reached,
 )
-from hstu_sparse.tiles import add_to
+from hstu_sparse.tiles import add_to, row_norms
 
 # The greatest integer that a ds becomes: `ring_add` rounds correctly up to twice as much.
 _GREATEST_TERM = tl.constexpr(2.0**21 - 1)
@@ -180,10 +180,7 @@ def _keep_greatest_norm(rows, columns, inside, base, stride_t, stride_h, norm, H
     """norm [1] becomes at least the greatest norm of the rows: infinity if one is not a number."""
     pointers = base + (rows // H).to(tl.int64) * stride_t + (rows % H) * stride_h
     x = tl.load(pointers[:, None] + columns[None, :], inside, 0.0).to(tl.float32)
-    # Divided by its largest element, so that no square leaves fp32's range.
-    largest = tl.maximum(tl.max(tl.abs(x), 1), _TINY)
-    ratio = x / largest[:, None]
-    found = largest * tl.sqrt(tl.sum(ratio * ratio, 1))
+    found = row_norms(x)
     tl.atomic_max(norm, tl.max(tl.where(found == found, found, _INFINITY), 0), sem="relaxed")
 
 

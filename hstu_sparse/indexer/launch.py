@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.jagged import sequence_ids
-from hstu_sparse.launch import INTERPRET
+from hstu_sparse.launch import INTERPRET, specialization, start
 from hstu_sparse.time_buckets import device_cells
 
 # Copies of a table's gradient that atomic additions are spread over. Of the time buckets a few get most pairs.
@@ -97,16 +97,8 @@ def by_lists(deterministic: bool) -> bool:
 _force_lists = False
 
 
-def specialization(arguments: tuple) -> tuple:
-    """What Triton tells calls of a kernel apart by: the key of `hstu_sparse.launch.start`."""
-    return tuple(
-        (x.dtype, x.data_ptr() % 16)
-        if isinstance(x, Tensor)
-        else (x % 16 == 0, x == 1, x.bit_length() > 31)
-        if isinstance(x, int)
-        else x is None
-        for x in arguments
-    )
+def run(kernel, programs: int, arguments: tuple, constants: dict, **options) -> None:
+    start(kernel, programs, arguments, constants, options, specialization(arguments))
 
 
 class Launch(NamedTuple):

@@ -20,6 +20,7 @@ from hstu_sparse.indexer.launch import (
     kernel_bias,
     key_block,
     pairs_by_key,
+    run,
     token_begins,
 )
 from hstu_sparse.launch import aligned, next_power_of_2, padded_head, precision
@@ -40,12 +41,12 @@ def _forward(q, k, v, indices, seq_offsets, position, time, timestamps, query_ti
         return out, lse
     q, k, v = aligned(q), aligned(k), aligned(v)
     bias = kernel_bias(position, time, timestamps, query_timestamps)
-    sparse_attention_fwd_kernel[(T,)](
-        q, k, v, indices, token_begins(seq_offsets, T)[0], out, lse, *bias,
-        *q.stride()[:2], k.stride(0), v.stride(0), scale, indices.shape[1],
-        H=H, D=q.shape[2], V=v.shape[1], OUT_V=V, **_tiles(q, v), PRECISION=precision(q.dtype),
-        **_options(q, v, "fwd"),
+    arguments = (
+        q, k, v, indices, token_begins(seq_offsets, T)[0], out, lse, *bias, *q.stride()[:2], k.stride(0), v.stride(0),
+        scale, indices.shape[1],
     )  # fmt: skip
+    constants = dict(H=H, D=q.shape[2], V=v.shape[1], OUT_V=V, PRECISION=precision(q.dtype))
+    _run(sparse_attention_fwd_kernel, "fwd", q, v, arguments, constants)
     return out, lse
 
 
@@ -69,19 +70,20 @@ def _backward(do, q, k, v, indices, seq_offsets, position, time, timestamps, que
     begins, delta = token_begins(seq_offsets, T)[0], torch.empty_like(lse)
     strides = (*do.stride()[:2], *q.stride()[:2], k.stride(0), v.stride(0))
     sizes = dict(H=H, D=q.shape[2], V=v.shape[1], OUT_D=D, OUT_V=V)
-    sparse_attention_bwd_kernel[(T,)](
-        do, q, k, v, out, lse, indices, begins, dq, dk, dv, delta, tables.position, tables.time, tables.unit,
-        *bias, tables.buckets, *strides, scale, K, **sizes, **_tiles(q, v), POSITION_COPIES=POSITION_COPIES,
-        TIME_COPIES=TIME_COPIES, ATOMIC=not lists, PRECISION=precision(q.dtype), **_options(q, v, "bwd"),
+    arguments = (
+        do, q, k, v, out, lse, indices, begins, dq, dk, dv, delta, tables.position, tables.time, tables.unit, *bias,
+        tables.buckets, *strides, scale, K,
     )  # fmt: skip
+    constants = dict(POSITION_COPIES=POSITION_COPIES, TIME_COPIES=TIME_COPIES, ATOMIC=not lists)
+    _run(sparse_attention_bwd_kernel, "bwd", q, v, arguments, sizes | constants | dict(PRECISION=precision(q.dtype)))
     if lists:
         heads = next_power_of_2(H)
         width = padded_head(max(q.shape[2], v.shape[1]))
-        sparse_attention_bwd_dkv_kernel[(T,)](
+        arguments = (
             do, q, k, v, lse, delta, *pairs_by_key(indices, begins), dk, dv, *bias, *strides, scale, K,
-            **sizes, BH=heads, BD=padded_head(q.shape[2]), BV=padded_head(v.shape[1]),
-            QUERIES=max(1, 4096 // (heads * width)), num_warps=4, num_stages=2,
         )  # fmt: skip
+        tiles = _tiles(q, v) | dict(BH=heads, QUERIES=max(1, 4096 // (heads * width)))
+        run(sparse_attention_bwd_dkv_kernel, T, arguments, sizes | tiles, num_warps=4, num_stages=2)
     return [dq, dk.to(k.dtype), dv.to(v.dtype), *tables.finish()]
 
 
@@ -89,8 +91,13 @@ def _tiles(q: Tensor, v: Tensor) -> dict[str, int]:
     return dict(BH=padded_head(q.shape[1]), BD=padded_head(q.shape[2]), BV=padded_head(v.shape[1]))
 
 
-def _options(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
-    return launches(q.dtype, padded_head(q.shape[2]) + padded_head(v.shape[1]))[kernel]._asdict()
+def _run(kernel, part: str, q: Tensor, v: Tensor, arguments: tuple, constants: dict) -> None:
+    tiles = _tiles(q, v)
+    chosen = launches(q.dtype, tiles["BD"] + tiles["BV"])[part]
+    run(
+        kernel, q.shape[0], arguments, constants | tiles | dict(BLOCK=chosen.BLOCK), num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+    )  # fmt: skip
 
 
 def _fake(q, k, v, *_):

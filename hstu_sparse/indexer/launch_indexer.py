@@ -19,6 +19,7 @@ from hstu_sparse.indexer.launch import (
     kernel_bias,
     key_block,
     pairs_by_key,
+    run,
     token_begins,
 )
 from hstu_sparse.indexer.scores import index_scores_bwd_dik_kernel, index_scores_bwd_kernel, index_scores_fwd_kernel
@@ -39,6 +40,7 @@ class Sizes(NamedTuple):
     ROWS: int  # queries of a tile
     BLOCK: int  # keys of a tile
     HEADS: int  # index heads in one product
+    PRODUCTS: int  # whose queries are kept; those of more heads are read anew for every block of keys
     num_warps: int
     num_stages: int = 3
     maxnreg: int | None = None  # registers of a thread, so that more programs fit on a multiprocessor
@@ -53,10 +55,10 @@ def sizes(top_k: int, heads: int, width: int, dtype: torch.dtype) -> Sizes:
     # More heads than fit into one product are read anew for every block of keys; then registers count for more.
     HEADS = next_power_of_2(heads) if heads <= 4 else 2
     if INTERPRET:
-        return Sizes(capacity, SAMPLE, 32, 32, HEADS, 4)
+        return Sizes(capacity, SAMPLE, 32, 32, HEADS, 1, 4)
     if dtype.itemsize == 4:
-        return Sizes(capacity, SAMPLE, 32, 32, 1, 4)
-    return Sizes(capacity, SAMPLE, 64, 64 if width <= 128 else 32, HEADS, 4)
+        return Sizes(capacity, SAMPLE, 32, 32, 1, 1, 4)
+    return Sizes(capacity, SAMPLE, 64, 64 if width <= 128 else 32, HEADS, 1, 4)
 
 
 def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k):
@@ -72,7 +74,6 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
     size = sizes(top_k, J, BE, iq.dtype)
     capacity, SAMPLE, ROWS = size.capacity, size.SAMPLE, size.ROWS
     SIZE = next_power_of_2(capacity)
-    warps = max(1, min(16, SIZE // 512))
     all_slots = T // ROWS + B
     # Before a row holds candidates, its sample (fp32) lies there.
     room = max(capacity, SAMPLE // 2)
@@ -89,32 +90,37 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
     counts = torch.empty(rows, dtype=torch.int32, device=iq.device)
     strides = (*iq.stride()[:2], ik.stride(0), *w.stride())
     heads = dict(J=J, E=E, BE=BE, PRECISION=precision(iq.dtype))
-    tile = dict(HEADS=size.HEADS, ROWS=ROWS, BLOCK=size.BLOCK, num_warps=size.num_warps)
+    tile = heads | dict(HEADS=size.HEADS, PRODUCTS=size.PRODUCTS, ROWS=ROWS, BLOCK=size.BLOCK)
+    refill = heads | dict(BJ=padded_head(J), ROWS=ROWS, BLOCK=key_block(iq.dtype, BE), SIZE=SIZE)
+    # Most rows have far fewer candidates than there is room for; a program for as many has fewer registers.
+    some = dict(BLOCK=min(1024, next_power_of_2(top_k)))
+    parts = [some | dict(LEAST=0, SIZE=SIZE // 2), some | dict(LEAST=SIZE // 2 + 1, SIZE=SIZE)]
     for mine, first in zip(tokens, range(0, all_slots, slots)):
         if capacity < T:
-            topk.lightning_indexer_sample_kernel[(slots,)](
-                iq, ik, w, seq_offsets, sampled, *bias, *strides, B, first, capacity, **heads, **tile, SAMPLE=SAMPLE,
-                num_stages=2,
+            run(
+                topk.lightning_indexer_sample_kernel, slots,
+                (iq, ik, w, seq_offsets, sampled, *bias, *strides, B, first, capacity), tile | dict(SAMPLE=SAMPLE),
+                num_warps=size.num_warps, num_stages=2,
             )  # fmt: skip
-            topk.lightning_indexer_threshold_kernel[(rows,)](
-                sampled, begins, mine, thresholds, capacity, top_k, SAMPLE=SAMPLE, num_warps=4
-            )
-        topk.lightning_indexer_collect_kernel[(slots,)](
-            iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, top_k,
-            CAPACITY=capacity, **heads, **tile, num_stages=size.num_stages, maxnreg=size.maxnreg,
+            run(
+                topk.lightning_indexer_threshold_kernel, rows, (sampled, begins, mine, thresholds, capacity, top_k),
+                dict(SAMPLE=SAMPLE), num_warps=4,
+            )  # fmt: skip
+        run(
+            topk.lightning_indexer_collect_kernel, slots,
+            (iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, top_k),
+            tile | dict(CAPACITY=capacity), num_warps=size.num_warps, num_stages=size.num_stages, maxnreg=size.maxnreg,
         )  # fmt: skip
         if capacity < T:
-            topk.lightning_indexer_refill_kernel[(slots,)](
-                iq, ik, w, begins, mine, candidates, counts, *bias, *strides, capacity, top_k, **heads,
-                BJ=padded_head(J), ROWS=ROWS, BLOCK=key_block(iq.dtype, BE), SIZE=SIZE, num_warps=max(4, warps),
-                num_stages=2,
+            run(
+                topk.lightning_indexer_refill_kernel, slots,
+                (iq, ik, w, begins, mine, candidates, counts, *bias, *strides, capacity, top_k), refill,
+                num_warps=max(4, min(16, SIZE // 512)), num_stages=2,
             )  # fmt: skip
-        # Most rows have far fewer candidates than there is room for; a program for as many has fewer registers.
-        for least, most in ((0, SIZE // 2), (SIZE // 2 + 1, SIZE)):
-            topk.lightning_indexer_finish_kernel[(rows,)](
-                mine, candidates, counts, scores, indices, capacity, top_k, LEAST=least, SIZE=most,
-                BLOCK=min(1024, next_power_of_2(top_k)), num_warps=max(1, min(16, most // PER_WARP)),
-            )  # fmt: skip
+        arguments = (mine, candidates, counts, scores, indices, capacity, top_k)
+        for part in parts:
+            warps = max(1, min(16, part["SIZE"] // PER_WARP))
+            run(topk.lightning_indexer_finish_kernel, rows, arguments, part, num_warps=warps)
     return scores, indices
 
 
@@ -124,11 +130,12 @@ def _scores_forward(iq, ik, w, indices, seq_offsets, position, time, timestamps,
     if scores.numel() == 0:
         return scores
     iq, ik = aligned(iq), aligned(ik)
-    index_scores_fwd_kernel[(T,)](
+    arguments = (
         iq, ik, w, indices, token_begins(seq_offsets, T)[0], scores,
-        *kernel_bias(position, time, timestamps, query_timestamps),
-        *iq.stride()[:2], ik.stride(0), *w.stride(), indices.shape[1], **_tiles(iq), num_warps=4, num_stages=3,
+        *kernel_bias(position, time, timestamps, query_timestamps), *iq.stride()[:2], ik.stride(0), *w.stride(),
+        indices.shape[1],
     )  # fmt: skip
+    run(index_scores_fwd_kernel, T, arguments, _tiles(iq), num_warps=4, num_stages=3)
     return scores
 
 
@@ -148,17 +155,17 @@ def _scores_backward(grad, iq, ik, w, indices, seq_offsets, position, time, time
     # A masked slot's gradient is not read by the kernels; it makes this bound too great at worst.
     tables = TableGradients(bias, T, deterministic, lambda: grad.nan_to_num().abs().sum(1, dtype=torch.float32).amax())
     strides = (*grad.stride(), *iq.stride()[:2], ik.stride(0), *w.stride())
-    index_scores_bwd_kernel[(T,)](
+    arguments = (
         grad, iq, ik, w, indices, begins, diq, dik, dw, tables.position, tables.time, tables.unit, *bias[2:],
-        tables.buckets, *strides, K, **_tiles(iq), OUT_E=E, POSITION_COPIES=POSITION_COPIES, TIME_COPIES=TIME_COPIES,
-        ATOMIC=not lists, num_warps=4, num_stages=2,
+        tables.buckets, *strides, K,
     )  # fmt: skip
+    constants = dict(OUT_E=E, POSITION_COPIES=POSITION_COPIES, TIME_COPIES=TIME_COPIES, ATOMIC=not lists)
+    run(index_scores_bwd_kernel, T, arguments, _tiles(iq) | constants, num_warps=4, num_stages=2)
     if lists:
         heads, width = next_power_of_2(J), padded_head(iq.shape[2])
-        index_scores_bwd_dik_kernel[(T,)](
-            grad, iq, ik, w, *pairs_by_key(indices, begins), dik, *strides, K, J=J, E=iq.shape[2], OUT_E=E, BJ=heads,
-            BE=width, QUERIES=max(1, 4096 // (heads * width)), num_warps=4, num_stages=2,
-        )  # fmt: skip
+        arguments = (grad, iq, ik, w, *pairs_by_key(indices, begins), dik, *strides, K)
+        constants = dict(J=J, E=iq.shape[2], OUT_E=E, BJ=heads, BE=width, QUERIES=max(1, 4096 // (heads * width)))
+        run(index_scores_bwd_dik_kernel, T, arguments, constants, num_warps=4, num_stages=2)
     return [diq, dik.to(ik.dtype), dw, *tables.finish()]
 
 

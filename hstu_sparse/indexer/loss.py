@@ -76,11 +76,7 @@ def _logarithm(most, total):
 
 
 @triton.jit
-def _finish(difference, row, start, p, pi, eps, K, BLOCK: tl.constexpr):
-    """The divergence of the BLOCK slots from `start` on; writes pi - p."""
-    slot = start + tl.arange(0, BLOCK)
-    if difference is not None:
-        tl.store(difference + row * K + slot, pi - p, mask=slot < K)
+def _divergence(p, pi, eps):
     return tl.where(p == 0.0, 0.0, p * (log2(p + eps) - log2(pi + eps)))
 
 
@@ -110,8 +106,14 @@ def index_loss_kernel(
     head = tl.arange(0, BH)
     inside = head < H
     query = tl.trans(load_rows(queries, head, q_stride_h, inside, D, BD))
-    divergence = tl.zeros([BLOCK], tl.float32)
     if HELD > 0:
+        # Of all slots, a block in each column: loaded now, and not looked at before the loop is over.
+        column = tl.arange(0, BH)
+        bit = tl.where(column < HELD, 1 << (column & 31), 0)[None, :]
+        slot = column[None, :] * BLOCK + tl.arange(0, BLOCK)[:, None]
+        present = (slot < K) & (column < HELD)[None, :]
+        chosen = tl.load(indices + row * K + slot, mask=present, other=-1)
+        found = tl.load(scores + row * K + slot, mask=present, other=0.0)
         held = ()
         for _ in tl.static_range(HELD):
             held += (tl.zeros([BLOCK, BH], tl.float32),)
@@ -126,36 +128,34 @@ def index_loss_kernel(
                 kept += (tl.where(start == j * BLOCK, attention, held[j]),)
             held = kept
         # Masks are applied here: the loop waits for nothing but the keys.
-        index = ()
+        seen = (chosen >= 0) & (chosen <= last) & counts
+        # Triton brings into the products' order what meets a product: with these zeros all masks at once.
+        bits = tl.sum(tl.where(seen, bit, 0), 1)[:, None] + (held[0] < float("-inf")).to(tl.int32)
         masked = ()
         for j in tl.static_range(HELD):
-            visible = _visible(indices, row, j * BLOCK, last, counts, K, BLOCK)
-            index += (_index_scores(scores, row, j * BLOCK, visible, K, BLOCK),)
-            masked += (_masked(held[j], visible),)
+            masked += (tl.where((bits & (1 << j)) != 0, held[j], float("-inf")),)
         most = masked[0]
-        index_most = index[0]
         for j in tl.static_range(1, HELD):
             most = tl.maximum(most, masked[j])
-            index_most = tl.maximum(index_most, index[j])
         base = _base(tl.max(most, 0))
-        index_base = _base(tl.max(index_most, 0))
         weights = (exp2(masked[0] - base[None, :]),)
-        index_weights = (exp2(index[0] - index_base),)
         total = weights[0]
-        index_total = index_weights[0]
         for j in tl.static_range(1, HELD):
             weights += (exp2(masked[j] - base[None, :]),)
-            index_weights += (exp2(index[j] - index_base),)
             total += weights[j]
-            index_total += index_weights[j]
         total = tl.sum(total, 0)
-        index_total = tl.sum(index_total, 0)
         # Heads past H weigh nothing in the mean.
         share = tl.where(inside & (total != 0.0), 1.0 / (total * H), 0.0)
-        index_share = tl.where(index_total == 0.0, 0.0, 1.0 / index_total)
+        p = tl.zeros([BLOCK, BH], tl.float32)
         for j in tl.static_range(HELD):
-            p = tl.sum(weights[j] * share[None, :], 1)
-            divergence += _finish(difference, row, j * BLOCK, p, index_weights[j] * index_share, eps, K, BLOCK)
+            p = tl.where((column == j)[None, :], tl.sum(weights[j] * share[None, :], 1)[:, None], p)
+        index = tl.where((bits & bit) != 0, found.to(tl.float32) * LOG2E, float("-inf"))
+        pi = exp2(index - _base(tl.max(index)))
+        total = tl.sum(pi)
+        pi *= tl.where(total == 0.0, 0.0, 1.0 / total)
+        if difference is not None:
+            tl.store(difference + row * K + slot, pi - p, mask=present)
+        divergence = tl.sum(_divergence(p, pi, eps))
     else:
         most = tl.full([BLOCK, BH], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK, BH], tl.float32)
@@ -172,6 +172,7 @@ def index_loss_kernel(
             index_most, index_total = _add_exponentials(index_most, index_total, index)
         logarithm = _logarithm(most, total)
         logarithm = tl.where(inside, logarithm, float("inf"))
+        divergences = tl.zeros([BLOCK], tl.float32)
         index_logarithm = _logarithm(index_most, index_total)
         for start in range(0, K, BLOCK):
             attention = _attention(
@@ -182,5 +183,9 @@ def index_loss_kernel(
             p = tl.sum(exp2(_masked(attention, visible) - logarithm[None, :]), 1) / H
             index = _index_scores(scores, row, start, visible, K, BLOCK)
             pi = exp2(index - index_logarithm)
-            divergence += _finish(difference, row, start, p, pi, eps, K, BLOCK)
-    tl.store(loss + row, tl.sum(divergence, 0) * LN2)
+            if difference is not None:
+                slot = start + tl.arange(0, BLOCK)
+                tl.store(difference + row * K + slot, pi - p, mask=slot < K)
+            divergences += _divergence(p, pi, eps)
+        divergence = tl.sum(divergences, 0)
+    tl.store(loss + row, divergence * LN2)

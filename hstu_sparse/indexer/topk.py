@@ -22,26 +22,35 @@ from hstu_sparse.tiles import COMPILED, load_rows, locate
 
 
 @triton.jit
+def _add_product(
+    scores, query, weight, keys, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
+):
+    dots = tl.reshape(tl.dot(query, keys, input_precision=PRECISION), [HEADS, ROWS, BLOCK])
+    found = tl.sum((dots + tl.abs(dots)) * weight[:, :, None], 0)
+    return found if scores is None else scores + found
+
+
+@triton.jit
 def _scores(
-    query, weight, iq, w, ik, rows, inside, key_token, key_inside, t, s, seen,
+    queries, weights, iq, w, ik, rows, inside, key_token, key_inside, t, s, seen,
     position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h,
     J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """I(t, s) of a tile [ROWS, BLOCK]. query, weight: those of the first HEADS heads, see `_load_heads`.
+    """I(t, s) of a tile [ROWS, BLOCK]. queries, weights: of the first products, see `_load_products`.
 
     The tile of a product has HEADS heads one below the other, so that their sum adds registers of one thread.
     """
     keys = tl.trans(load_rows(ik, key_token, ik_stride_t, key_inside, E, BE))
-    dots = tl.reshape(tl.dot(query, keys, input_precision=PRECISION), [HEADS, ROWS, BLOCK])
-    scores = tl.sum((dots + tl.abs(dots)) * weight[:, :, None], 0)
-    for first in range(HEADS, J, HEADS):
+    scores = _add_product(None, queries[0], weights[0], keys, HEADS, ROWS, BLOCK, PRECISION)
+    for i in tl.static_range(1, len(queries)):
+        scores = _add_product(scores, queries[i], weights[i], keys, HEADS, ROWS, BLOCK, PRECISION)
+    for first in range(HEADS * len(queries), J, HEADS):
         query, weight = _load_heads(
             iq, w, rows, inside, first, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS
         )
-        dots = tl.reshape(tl.dot(query, keys, input_precision=PRECISION), [HEADS, ROWS, BLOCK])
-        scores += tl.sum((dots + tl.abs(dots)) * weight[:, :, None], 0)
+        scores = _add_product(scores, query, weight, keys, HEADS, ROWS, BLOCK, PRECISION)
     if (position is not None) or (time is not None):
         asked = 0
         known = 0
@@ -71,6 +80,23 @@ def _load_heads(
 
 
 @triton.jit
+def _load_products(
+    iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h,
+    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr, PRODUCTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """`_load_heads` of the first PRODUCTS * HEADS heads: (tuple of queries, tuple of weights)."""
+    queries = ()
+    weights = ()
+    for i in tl.static_range(PRODUCTS):
+        query, weight = _load_heads(
+            iq, w, rows, inside, i * HEADS, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS
+        )
+        queries += (query,)
+        weights += (weight,)
+    return queries, weights
+
+
+@triton.jit
 def _sampled(i, stride, length):
     """The i-th sampled key: one of the i-th `stride` keys."""
     mixed = (i.to(tl.uint32) + 1) * 2654435761
@@ -84,8 +110,8 @@ def lightning_indexer_sample_kernel(
     iq, ik, w, offsets, sampled,
     position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, B, first_slot, capacity,
-    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SAMPLE: tl.constexpr, PRECISION: tl.constexpr,
+    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr, PRODUCTS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, SAMPLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores of SAMPLE keys for a tile of queries, -inf for those that a query does not see."""
     slot = tl.program_id(0)
@@ -100,8 +126,8 @@ def lightning_indexer_sample_kernel(
     # A quarter of the keys is enough where they are few.
     stride = tl.maximum((end + SAMPLE - 1) // SAMPLE, 4)
     sampled_keys = tl.cdiv(tl.cdiv(end, stride), BLOCK) * BLOCK
-    query, weight = _load_heads(
-        iq, w, rows, inside, 0, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS
+    queries, weights = _load_products(
+        iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, PRODUCTS, ROWS
     )
     for start in range(sampled_keys, SAMPLE, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -111,7 +137,7 @@ def lightning_indexer_sample_kernel(
         s = _sampled(i, stride, end)
         seen = (s[None, :] <= t[:, None]) & inside[:, None]
         scores = _scores(
-            query, weight, iq, w, ik, rows, inside, begin + s, s < end, t, s, seen,
+            queries, weights, iq, w, ik, rows, inside, begin + s, s < end, t, s, seen,
             position, time, cells, timestamps, query_timestamps, positions,
             iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS, BLOCK, PRECISION,
         )  # fmt: skip
@@ -197,8 +223,8 @@ def _reaches(scores, bar):
 
 @triton.jit
 def _collect(
-    start, count, query, weight, threshold, above, limit, triangle, ones, iq, w, ik, mine, rows, inside, begin, length,
-    t, position, time, cells, timestamps, query_timestamps, positions,
+    start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, mine, rows, inside, begin,
+    length, t, position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K,
     CAPACITY: tl.constexpr, J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -207,19 +233,21 @@ def _collect(
     s = start + tl.arange(0, BLOCK)
     seen = inside[:, None] & (s[None, :] <= t[:, None])
     scores = _scores(
-        query, weight, iq, w, ik, rows, inside, begin + s, s < length, t, s, seen,
+        queries, weights, iq, w, ik, rows, inside, begin + s, s < length, t, s, seen,
         position, time, cells, timestamps, query_timestamps, positions,
         iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS, BLOCK, PRECISION,
     )  # fmt: skip
-    # Of several that equal the threshold, those after the first K candidates lose. Past its limit a row takes nothing.
-    bar = tl.where(count > limit, float("inf"), tl.where(count >= K, above, threshold))
+    # Of several that equal the threshold, those after the first K candidates lose. Past its limit a row takes nothing,
+    # an infinite score neither.
+    bar = tl.where(count > limit, float("nan"), tl.where(count >= K, above, threshold))
     if MASKED:
         scores = tl.where(seen, scores, float("nan"))
     # Sums along the rows as products of small numbers, exact in fp16: a scan would move the tile between threads. Half
     # of one on the triangle's diagonal says of each entry whether it is taken itself. With 2^22 added, the bits of a
-    # sum are twice the place in `mine` and that half: a conversion would take longer.
+    # sum are twice the place behind the entry in `mine` and that half: a conversion would take longer.
     taken = _reaches(scores, bar[:, None]).to(tl.float16)
-    first = (tl.arange(0, ROWS) * CAPACITY + count).to(tl.float32) + 4194303.0
+    row = tl.arange(0, ROWS) * CAPACITY
+    first = (row + count).to(tl.float32) + 4194304.0
     place = (tl.dot(taken, triangle) + first[:, None]).to(tl.uint32, bitcast=True)
     # In one word with the column, and the score in the next, so that the tile may be handed to the store in any order.
     # In an order of the store's own it would get there through shared memory, in many steps.
@@ -229,10 +257,11 @@ def _collect(
     word = pair.to(tl.uint32)
     s = (word & 511).to(tl.int32) | start
     packed = (pair >> 32 << 32) | s.to(tl.uint32).to(tl.uint64)
-    # In halves of an entry; one less, as the bit of those taken is set.
-    halves = mine.to(tl.pointer_type(tl.int32), bitcast=True) - 1 + (word >> 9).to(tl.uint64)
+    # In halves of an entry; an entry and a half less, as the place is that behind it and the bit of those taken is set.
+    halves = mine.to(tl.pointer_type(tl.int32), bitcast=True) - 3 + (word >> 9).to(tl.uint64)
     tl.store(halves.to(tl.pointer_type(tl.int64), bitcast=True), packed.to(tl.int64), mask=(word & 512) != 0)
-    return count + tl.max(tl.dot(taken, ones), 1).to(tl.int32)
+    last = tl.sum(tl.where((tl.arange(0, BLOCK) == BLOCK - 1)[None, :], place, 0), 1)
+    return ((last & 0x7FFFFF) >> 1).to(tl.int32) - row
 
 
 @triton.jit(do_not_specialize=["positions", "B", "first_slot", "slots"])
@@ -241,7 +270,7 @@ def lightning_indexer_collect_kernel(
     position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, B, first_slot, slots, K,
     CAPACITY: tl.constexpr, J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    PRODUCTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The candidates of a tile of queries, in order of s, and their number; CAPACITY + 1 where there may be more."""
     # Last things first: the tiles late in a sequence take longest.
@@ -258,24 +287,23 @@ def lightning_indexer_collect_kernel(
     above = tl.where(threshold == float("-inf"), threshold, _unordered(_ordered(threshold) + 1))
     # Where a whole block might not fit any more. There is room for all of CAPACITY tokens.
     limit = tl.where(t >= CAPACITY, CAPACITY - BLOCK, CAPACITY)
-    query, weight = _load_heads(
-        iq, w, rows, inside, 0, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS
+    queries, weights = _load_products(
+        iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, PRODUCTS, ROWS
     )
     step = tl.arange(0, BLOCK)
     triangle = (step[:, None] <= step[None, :]).to(tl.float16) + 0.5 * (step[:, None] == step[None, :]).to(tl.float16)
-    ones = tl.full([BLOCK, 16], 1.0, tl.float16)
     count = tl.zeros([ROWS], tl.int32)
     whole = (tile * ROWS) // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         count = _collect(
-            start, count, query, weight, threshold, above, limit, triangle, ones, iq, w, ik, mine, rows, inside, begin,
-            length, t, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t, iq_stride_h,
+            start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, mine, rows, inside,
+            begin, length, t, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t, iq_stride_h,
             ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, HEADS, ROWS, BLOCK, False, PRECISION,
         )  # fmt: skip
     for start in range(whole, tl.minimum(tile * ROWS + ROWS, length), BLOCK):
         count = _collect(
-            start, count, query, weight, threshold, above, limit, triangle, ones, iq, w, ik, mine, rows, inside, begin,
-            length, t, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t, iq_stride_h,
+            start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, mine, rows, inside,
+            begin, length, t, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t, iq_stride_h,
             ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, HEADS, ROWS, BLOCK, True, PRECISION,
         )  # fmt: skip
     tl.store(counts + row, tl.where(count > limit, CAPACITY + 1, count), mask=inside)

@@ -13,7 +13,8 @@ Every form takes, besides its own arguments,
     deterministic          accepted and always so: gradients are the same bits in every run
     return_attn_probs      return (out, log-sum-exp, None) in place of out
     group                  a torch.distributed process group, by default all processes. With one process, or without
-                           torch.distributed, the result is flash_attention's
+                           torch.distributed, the result is flash_attention's. Over NCCL it should have been made with
+                           ProcessGroupNCCL.Options(is_high_priority_stream=True): see docs/ring.md
     backend                "triton", "reference" or "auto": triton for CUDA tensors, reference for CPU tensors
 
 and returns the output of this rank's tokens in q's shape and dtype. Gradients flow to q, k and v, in their dtypes; sums

@@ -1,18 +1,43 @@
 """Softmax attention round a ring: the steps of both passes, in Triton or by the reference.
 
-Letters: T tokens of this rank, H heads of queries, D query/key and V value head size.
+Letters: T tokens of this rank, H heads of queries, Hkv of keys and values, D query/key and V value head size.
 
 The output and its log-sum-exp are merged block by block, and all sums are in fp32 (fp64 for fp64 inputs), over the
-steps of the ring too: rounding to 16 bits after each step is what makes other rings drift.
+steps of the ring too: rounding to 16 bits after each step is what makes other rings drift. The last step's kernels
+round them.
+
+What a ring needs beside its results (blocks on their way, their gradients, sums) is several times as much as those. Of
+long sequences therefore only some heads go round at a time: as many as keep the device busy.
 """
 
 import torch
 
-from hstu_sparse.launch import on_device
+from hstu_sparse.launch import cdiv, on_device
 from hstu_sparse.ring.communication import Ring, backward_round
 from hstu_sparse.ring.flash import reference
 from hstu_sparse.ring.flash.problem import Options
 from hstu_sparse.ring.plan import RingPlan
+
+# Tiles of 128 tokens, over the heads that go round together: some four times what a large device works on at once.
+TILES = 1024
+
+
+def head_groups(heads: int, kv_heads: int, plan: RingPlan, options: Options) -> list[tuple[slice, slice, Options]]:
+    """(heads of queries, heads of keys, their options) that go round together; the same on every rank.
+
+    With dropout all do: which weights are kept goes by the number of the head.
+    """
+    wanted = kv_heads if options.dropout else cdiv(TILES, max(1, max(plan.tokens) // 128))
+    count, group = cdiv(kv_heads, wanted), heads // kv_heads
+    found = []
+    for i in range(count):
+        keys = slice(i * kv_heads // count, (i + 1) * kv_heads // count)
+        queries = slice(keys.start * group, keys.stop * group)
+        slopes = options.slopes
+        if slopes is not None and count > 1:
+            slopes = slopes[..., queries].contiguous()
+        found.append((queries, keys, options._replace(slopes=slopes)))
+    return found
 
 
 class RingSoftmax(torch.autograd.Function):
@@ -21,18 +46,12 @@ class RingSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, ring: Ring, plan: RingPlan, options: Options, backend: str):
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=wide, device=q.device)
+        out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device)
-        if backend == "reference":
-            out.zero_()
-            lse.fill_(-torch.inf)
+        forward = _forward_reference if backend == "reference" else _forward_triton
         with on_device(q.device):
-            for step, (source, (key, value)) in enumerate(ring.blocks([k, v], plan.tokens)):
-                if backend == "triton":
-                    _launch(q, key, value, plan.layout(source), options).forward(out, lse, add=step > 0)
-                else:
-                    reference.forward_step(q, key, value, plan.layout(source), options, out, lse)
-        out = out.to(q.dtype)
+            for queries, keys, some in head_groups(q.shape[1], k.shape[1], plan, options):
+                forward(q[:, queries], [k[:, keys], v[:, keys]], ring, plan, some, out[:, queries], lse[queries])
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rest = ring, plan, options, backend
         ctx.mark_non_differentiable(lse)
@@ -46,41 +65,76 @@ class RingSoftmax(torch.autograd.Function):
             return (None,) * 7
         q, k, v, out, lse = ctx.saved_tensors
         ring, plan, options, backend = ctx.rest
-        dq = torch.empty(q.shape, dtype=lse.dtype, device=q.device)
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        backward = _backward_reference if backend == "reference" else _backward_triton
         with on_device(q.device):
-            if backend == "reference":
-                dq.zero_()
-                delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
-
-                def add_dq(source, block):
-                    """Done with the other gradients."""
-
-                def find_dkv(source, block, sums):
-                    given = *block, plan.layout(source), options
-                    found = reference.backward_step(grad, q, *given, lse, delta, dq)
-                    return found if sums is None else [x + y for x, y in zip(found, sums, strict=True)]
-
-            else:
-                rows = _launch(q, k, v, plan.layout(ring.rank), options).rows(out, grad, lse)
-
-                def add_dq(source, block):
-                    launch = _launch(q, *block, plan.layout(source), options)
-                    launch.dq(grad, rows, dq, add=source != ring.rank)
-
-                def find_dkv(source, block, sums):
-                    launch = _launch(q, *block, plan.layout(source), options)
-                    dtype = block[0].dtype if source == ring.rank else lse.dtype
-                    found = sums
-                    if sums is None or source == ring.rank:
-                        found = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in block]
-                    launch.dkv(grad, rows, *found, sums=sums)
-                    return found
-
-            dk, dv = backward_round(ring, [k, v], plan.tokens, add_dq, find_dkv)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+            for queries, keys, some in head_groups(q.shape[1], k.shape[1], plan, options):
+                backward(
+                    grad[:, queries], q[:, queries], [k[:, keys], v[:, keys]], ring, plan, some, out[:, queries],
+                    lse[queries], dq[:, queries], [dk[:, keys], dv[:, keys]],
+                )  # fmt: skip
+        return dq, dk, dv, None, None, None, None
 
 
-def _launch(*arguments):
+# Each of these is about some heads, and writes out and lse, or dq and the list dkv of dk and dv.
+
+
+def _forward_triton(q, block, ring: Ring, plan: RingPlan, options: Options, out, lse) -> None:
     from hstu_sparse.ring.flash.launch import Launch
 
-    return Launch(*arguments)
+    sums = torch.empty(out.shape, dtype=lse.dtype, device=out.device)
+    for step, (source, (k, v)) in enumerate(ring.blocks(block, plan.tokens)):
+        launch = Launch(q, k, v, plan.layout(source), options)
+        launch.forward(out if step == ring.world - 1 else sums, lse, before=sums if step else None)
+
+
+def _backward_triton(grad, q, block, ring: Ring, plan: RingPlan, options: Options, out, lse, dq, dkv) -> None:
+    from hstu_sparse.ring.flash.launch import Launch
+
+    sums = torch.empty(dq.shape, dtype=lse.dtype, device=dq.device)
+    rows = None
+
+    def add_dq(source, found):
+        nonlocal rows
+        launch = Launch(q, *found, plan.layout(source), options)
+        if rows is None:
+            # Here, and not before the ring: the first block begins its way beside this short kernel. Beside a long one
+            # it might have to wait until multiprocessors are free for it.
+            rows = launch.rows(out, grad, lse)
+        last = source == (ring.rank + 1) % ring.world
+        launch.dq(grad, rows, dq if last else sums, before=None if source == ring.rank else sums)
+
+    def find_dkv(source, found, known):
+        target = known
+        if source == ring.rank:
+            target = dkv
+        elif known is None:
+            target = [torch.empty(x.shape, dtype=lse.dtype, device=x.device) for x in found]
+        Launch(q, *found, plan.layout(source), options).dkv(grad, rows, *target, sums=known)
+        return target
+
+    backward_round(ring, block, plan.tokens, add_dq, find_dkv)
+
+
+def _forward_reference(q, block, ring: Ring, plan: RingPlan, options: Options, out, lse) -> None:
+    sums = torch.zeros(out.shape, dtype=lse.dtype, device=out.device)
+    lse.fill_(-torch.inf)
+    for source, (k, v) in ring.blocks(block, plan.tokens):
+        reference.forward_step(q, k, v, plan.layout(source), options, sums, lse)
+    out.copy_(sums)
+
+
+def _backward_reference(grad, q, block, ring: Ring, plan: RingPlan, options: Options, out, lse, dq, dkv) -> None:
+    sums = torch.zeros(dq.shape, dtype=lse.dtype, device=dq.device)
+    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
+
+    def add_dq(source, found):
+        """Done with the other gradients."""
+
+    def find_dkv(source, found, known):
+        more = reference.backward_step(grad, q, *found, plan.layout(source), options, lse, delta, sums)
+        return more if known is None else [x + y for x, y in zip(more, known, strict=True)]
+
+    for target, x in zip(dkv, backward_round(ring, block, plan.tokens, add_dq, find_dkv), strict=True):
+        target.copy_(x)
+    dq.copy_(sums)

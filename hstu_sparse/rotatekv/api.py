@@ -6,7 +6,7 @@ a head group (head_group).
 Source: RotateKV (IJCAI 2025, arXiv 2501.16383), Mustafar (arXiv 2505.22913).
 """
 
-from typing import Self, TypedDict, Unpack
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -27,26 +27,6 @@ from hstu_sparse.validation import (
 )
 
 MOST_HADAMARD = 4096
-
-
-class CacheOptions(TypedDict, total=False):
-    """How keys and values are packed: see `rotatekv_compress`."""
-
-    bits: int
-    head_group: int
-    quant_group: int
-    sparsity: float
-    sink_tokens: int
-
-
-class AttentionOptions(TypedDict, total=False):
-    """What attention does: see `rotatekv_attention`."""
-
-    activation: str
-    alpha: float | None
-    bias: RelativeBias | None
-    rope_base: float | None
-    return_lse: bool
 
 
 def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
@@ -137,7 +117,7 @@ class RotateKVCache(PackedCache):
     def check(heads: int, head_size: int, **options) -> None:
         """Whether keys of H heads of D can be cached so; TypeError or ValueError with what is wrong.
 
-        options: `bits`, `head_group`, `quant_group`, `sparsity`, `sink_tokens` of `rotatekv_compress`.
+        options: `bits`, `head_group`, `quant_group`, `sparsity`, `sink_tokens`, `clip` of `rotatekv_compress`.
         """
         Layout(RotateKVOptions(**options), heads, head_size, 1)
 
@@ -204,6 +184,7 @@ def rotatekv_compress(
     quant_group: int = 64,
     sparsity: float = 0.0,
     sink_tokens: int = 0,
+    clip: float = 1.0,
     channel_order: Tensor | None = None,
     backend: str = "auto",
 ) -> RotateKVCache:
@@ -224,6 +205,9 @@ def rotatekv_compress(
             channels where they are fewer.
         sparsity: share of a rotated key's channels that is dropped, 0 to 0.9: the least magnitudes of each token.
         sink_tokens: the first tokens of each sequence, kept as they are.
+        clip: share of a quantisation group's range, around its middle, that the codes reach over; what lies outside
+            takes the nearest. Few codes do better without what is rare: 0.75 at 2 bits and 0.9 at 3 lose the least
+            (docs/rotatekv.md).
         channel_order: [H / head_group, D * head_group] int64, of `calibrate`.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
@@ -234,7 +218,7 @@ def rotatekv_compress(
         TypeError, ValueError: what was expected and what came.
     """
     sizes = _check_kv(k, v, seq_offsets)
-    options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens)
+    options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens, clip)
     layout = Layout(options, sizes["H"], sizes["D"], sizes["V"])
     order = _check_order(channel_order, layout, k.device, wait=True)
     cache = RotateKVCache.empty(layout, seq_offsets.shape[0] - 1, k.dtype, k.device, order)
@@ -247,9 +231,14 @@ def rotatekv_round_trip(
     v: Tensor,
     seq_offsets: Tensor,
     *,
+    bits: int = 2,
+    head_group: int = 2,
+    quant_group: int = 64,
+    sparsity: float = 0.0,
+    sink_tokens: int = 0,
+    clip: float = 1.0,
     channel_order: Tensor | None = None,
     backend: str = "auto",
-    **options: Unpack[CacheOptions],
 ) -> tuple[Tensor, Tensor]:
     """(k [T, H, D], v [T, H, V]) as a cache would give them back, without a cache and without waiting for the device.
 
@@ -257,19 +246,18 @@ def rotatekv_round_trip(
     Arguments and errors: as `rotatekv_compress`.
     """
     sizes = _check_kv(k, v, seq_offsets)
-    given = RotateKVOptions(**options)
-    layout = Layout(given, sizes["H"], sizes["D"], sizes["V"])
+    options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens, clip)
+    layout = Layout(options, sizes["H"], sizes["D"], sizes["V"])
     channel_order = _check_order(channel_order, layout, k.device, wait=False)
     if choose_backend(backend, k, "rotatekv_round_trip") == "reference":
         position = torch.arange(sizes["T"], device=k.device)
         position = position - seq_offsets[sequence_ids(seq_offsets, sizes["T"])]
-        return reference.round_trip_reference(k, v, position < given.sink_tokens, layout, channel_order)
+        return reference.round_trip_reference(k, v, position < sink_tokens, layout, channel_order)
     from hstu_sparse.rotatekv.launchers import round_trip_operator
 
     return round_trip_operator(
-        k, v, seq_offsets, channel_order, given.bits, given.head_group, given.quant_group, float(given.sparsity),
-        given.sink_tokens,
-    )  # fmt: skip
+        k, v, seq_offsets, channel_order, bits, head_group, quant_group, float(sparsity), sink_tokens, float(clip)
+    )
 
 
 def rotatekv_decompress(cache: RotateKVCache, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
@@ -355,8 +343,12 @@ def mustafar_attention_with_rope(
     seq_offsets: Tensor,
     max_seq_len: int,
     *,
+    activation: str = "silu",
+    alpha: float | None = None,
+    bias: RelativeBias | None = None,
+    rope_base: float | None = None,
+    return_lse: bool = False,
     backend: str = "auto",
-    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The second stage: `rotatekv_attention` on keys and values that the first has unpacked.
 
@@ -370,7 +362,10 @@ def mustafar_attention_with_rope(
     check_jagged(seq_offsets, max_seq_len, k=k, v=v)
     check_some(sizes, "H", "D", "V")
     tokens = sizes.pop("T")
-    call = _check_attention(q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, **options)
+    call = _check_attention(
+        q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, activation=activation, alpha=alpha, bias=bias,
+        rope_base=rope_base, return_lse=return_lse,
+    )  # fmt: skip
     if q.dtype != k.dtype:
         raise TypeError(f"q must be {k.dtype} as k, got {q.dtype}")
     chosen = choose_backend(backend, q, "mustafar_attention_with_rope")
@@ -383,8 +378,7 @@ def _check_cache(cache) -> None:
 
 
 def _check_attention(
-    q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, *, activation="silu", alpha=None, bias=None, rope_base=None,
-    return_lse=False,
+    q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, *, activation, alpha, bias, rope_base, return_lse
 ) -> dict:  # fmt: skip
     """The options of an attention call, complete."""
     sizes = {letter: size for letter, size in sizes.items() if letter != "V"}

@@ -44,7 +44,7 @@ def rotated_blocks(
 
 @triton.jit
 def key_ranges(
-    x, kept, PER: tl.constexpr, GROUPS: tl.constexpr, LEVELS: tl.constexpr, SPARSE: tl.constexpr, R: tl.constexpr
+    x, kept, inset, PER: tl.constexpr, GROUPS: tl.constexpr, LEVELS: tl.constexpr, SPARSE: tl.constexpr, R: tl.constexpr
 ):
     """Tuples of scale and zero [R] fp16 of each group of PER blocks, over what is kept."""
     scales = ()
@@ -60,7 +60,7 @@ def key_ranges(
                 high = tl.where(kept[g * PER + b] != 0, high, float("-inf"))
             least = tl.minimum(least, tl.min(low, 1))
             most = tl.maximum(most, tl.max(high, 1))
-        scale, zero = value_range(least, most, LEVELS)
+        scale, zero = value_range(least, most, inset, LEVELS)
         scales += (scale,)
         zeros += (zero,)
     return scales, zeros
@@ -68,7 +68,7 @@ def key_ranges(
 
 @triton.jit
 def value_blocks(
-    v, token, mask, first_head, stride_t, stride_h, V: tl.constexpr, CV: tl.constexpr, BW: tl.constexpr,
+    v, token, mask, first_head, stride_t, stride_h, inset, V: tl.constexpr, CV: tl.constexpr, BW: tl.constexpr,
     FIRST: tl.constexpr, PER: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """(tuple of blocks [R, BW] fp32 of a group of PER blocks from FIRST on, its scale, its zero)."""
@@ -86,7 +86,7 @@ def value_blocks(
             real = ((FIRST + i) * BW + place < CV)[None, :]
             least = tl.minimum(least, tl.min(tl.where(real, x, float("inf")), 1))
             most = tl.maximum(most, tl.max(tl.where(real, x, float("-inf")), 1))
-    scale, zero = value_range(least, most, LEVELS)
+    scale, zero = value_range(least, most, inset, LEVELS)
     return blocks, scale, zero
 
 
@@ -108,7 +108,7 @@ def store_bitmap(bitmap, row, slot, mask, kept, b: tl.constexpr, C: tl.constexpr
 @triton.jit(do_not_specialize=["B", "S"])
 def rotatekv_compress_kernel(
     k, v, k_stride_t, k_stride_h, v_stride_t, v_stride_h, new_offsets, old_offsets, page_offsets, page_table, order,
-    sink_k, sink_v, k_codes, k_scales, k_zeros, k_bitmap, v_codes, v_scales, v_zeros, B, S, scale,
+    sink_k, sink_v, k_codes, k_scales, k_zeros, k_bitmap, v_codes, v_scales, v_zeros, B, S, scale, inset,
     HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr,
     KEPT_WORDS: tl.constexpr, V_BLOCK: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
@@ -157,7 +157,7 @@ def rotatekv_compress_kernel(
     if SPARSE:
         kept = greatest(x, KEPT, K_BLOCKS, R)
     K_PER: tl.constexpr = K_BLOCKS // K_GROUPS
-    scales, zeros = key_ranges(x, kept, K_PER, K_GROUPS, LEVELS, SPARSE, R)
+    scales, zeros = key_ranges(x, kept, inset, K_PER, K_GROUPS, LEVELS, SPARSE, R)
     before = tl.zeros([R], tl.int32)
     for i in tl.static_range(K_BLOCKS):
         codes = encode(x[i], scales[i // K_PER], zeros[i // K_PER], LEVELS)
@@ -175,7 +175,20 @@ def rotatekv_compress_kernel(
     V_PER: tl.constexpr = V_BLOCKS // V_GROUPS
     for g in tl.static_range(V_GROUPS):
         y, v_scale, v_zero = value_blocks(
-            v, token, packed, group * G, v_stride_t, v_stride_h, V, CV, V_BLOCK, g * V_PER, V_PER, LEVELS, R
+            v,
+            token,
+            packed,
+            group * G,
+            v_stride_t,
+            v_stride_h,
+            inset,
+            V,
+            CV,
+            V_BLOCK,
+            g * V_PER,
+            V_PER,
+            LEVELS,
+            R,
         )
         at = (row * V_GROUPS + g) * PAGE + slot
         tl.store(v_scales + at, v_scale, packed)

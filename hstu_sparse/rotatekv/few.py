@@ -16,9 +16,10 @@ product serves all groups, and each channel takes its sum from its own column.
 import triton
 import triton.language as tl
 
-from hstu_sparse.rotatekv.attention import biased, load_queries, plain_queries
+from hstu_sparse.rotatekv.attention import biased, load_queries
 from hstu_sparse.rotatekv.codec import butterfly, sign
-from hstu_sparse.tiles import COMPILED, locate, silu
+from hstu_sparse.rotatekv.turning import halves, load_turns, turned_scores, turning_queries
+from hstu_sparse.tiles import locate, silu
 
 
 @triton.jit
@@ -32,12 +33,6 @@ def places(PLANE: tl.constexpr, FIELDS: tl.constexpr, MANTISSA: tl.constexpr):
     field = tl.arange(0, FIELDS)
     place = field % PER * PLANE
     return field // PER * (PER * PLANE), place, MANTISSA - place
-
-
-@triton.jit
-def halves(pairs, DTYPE: tl.constexpr):
-    """The two 16-bit numbers [.., 2] of int32 pairs."""
-    return tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(DTYPE, bitcast=True)
 
 
 @triton.jit
@@ -98,142 +93,54 @@ def value_codes(words, unit, PLANE: tl.constexpr, DTYPE: tl.constexpr, NW: tl.co
 
 
 @triton.jit
-def load_tile(
-    k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros, page, own_group, unit, HG: tl.constexpr, group,
-    K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
-    V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr,
+def load_keys(
+    k_codes, k_scales, k_zeros, row, unit, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All that is kept of a page: keys' words [16, 4] by block and chunk, their scales and zeros [16] by group, values'
-    words [NW, 4] of tokens 4j + i by i, and their scales and zeros [16, columns].
+    """All that is kept of a page's keys: words [16, 4] by block and chunk, scales [16] by group, zeros [16] by group.
 
+    BY_BLOCK: in place of those zeros a pair of [16, 4], zeros and scales by block.
     unit: 1, which the compiler does not know. Where it cannot tell what lies side by side it gives each thread one word
     of a tensor, row by row, and so the words where a product wants them.
     """
     R: tl.constexpr = 16
-    NW: tl.constexpr = V_BLOCKS * V_WORDS
-    row = page.to(tl.int64) * HG + group
     r = tl.arange(0, R)
-    four = tl.arange(0, 4) * unit
-    base = k_codes + row * (K_BLOCKS * R * K_WORDS) + (four[:, None] + (r * K_WORDS * unit)[None, :])
-    keys = ()
+    four = tl.arange(0, 4)
+    base = k_codes + row * (K_BLOCKS * R * K_WORDS) + ((four * unit)[:, None] + (r * K_WORDS * unit)[None, :])
+    words = ()
     for i in tl.static_range(K_BLOCKS):
         for c in tl.static_range(K_WORDS // 4):
-            keys += (tl.trans(tl.load(base + (i * R * K_WORDS + c * 4))),)
-    ranges = ()
+            words += (tl.trans(tl.load(base + (i * R * K_WORDS + c * 4))),)
+    scales = ()
+    zeros = ()
     at = row * (K_GROUPS * R)
     for g in tl.static_range(K_GROUPS):
-        ranges += (tl.load(k_scales + at + r + g * R), tl.load(k_zeros + at + r + g * R))
-    word = tl.arange(0, NW)
-    word = ((word // V_WORDS) * (R * V_WORDS) + word % V_WORDS) * unit
-    base = v_codes + row * (V_BLOCKS * R * V_WORDS) + ((4 * V_WORDS * four)[:, None] + word[None, :])
-    values = ()
-    for i in tl.static_range(4):
-        values += (tl.trans(tl.load(base + i * V_WORDS)),)
-    at = row * (V_GROUPS * R) + (r[:, None] + (own_group * R)[None, :])
-    return keys, ranges, values, (tl.load(v_scales + at), tl.load(v_zeros + at))
+        scales += (tl.load(k_scales + at + r + g * R),)
+        if not BY_BLOCK:
+            zeros += (tl.load(k_zeros + at + r + g * R),)
+    if BY_BLOCK:
+        of_block = tl.minimum(four, K_BLOCKS - 1) * K_GROUPS // K_BLOCKS * R
+        place = at + ((of_block * unit)[:, None] + (r * unit)[None, :])
+        zeros += (tl.trans(tl.load(k_zeros + place)), tl.trans(tl.load(k_scales + place)))
+    return words, scales, zeros
 
 
 @triton.jit
-def load_angles(table, position, unit, HALF: tl.constexpr, FIRST: tl.constexpr, R: tl.constexpr):
-    """(cos, sin) at positions [R] of 16 angles from FIRST on, as two [R, 4] of pairs each; table [.., 2, HALF / 2]."""
-    base = table + (position * (HALF * unit))[None, :] + (tl.arange(0, 4) * unit)[:, None]
-    found = ()
-    for i in tl.static_range(4):
-        found += (tl.trans(tl.load(base + (i // 2 * HALF + FIRST + 8 * (i % 2)) // 2)),)
-    return (found[0], found[1]), (found[2], found[3])
-
-
-@triton.jit
-def pair(low, high):
-    """int32 pairs of fp16 numbers, rounded from fp32."""
-    if COMPILED:
-        return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
-    else:
-        low = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        return low | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
-
-
-@triton.jit
-def turned_pairs(a, b, cos, sin):
-    """a * cos + b * sin and b * cos - a * sin of int32 pairs of fp16 numbers."""
-    if COMPILED:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 x, y;
-            mul.rn.f16x2 x, $3, $5;
-            fma.rn.f16x2 $0, $2, $4, x;
-            mul.rn.f16x2 x, $2, $5;
-            neg.f16x2 y, x;
-            fma.rn.f16x2 $1, $3, $4, y;
-            }""",
-            "=r,=r,r,r,r,r", [a, b, cos, sin], (tl.int32, tl.int32), True, 1,
-        )  # fmt: skip
-    else:
-        x, y, c, s = halves(a, tl.float16), halves(b, tl.float16), halves(cos, tl.float16), halves(sin, tl.float16)
-        first = tl.split((x * c + y * s).to(tl.float32))
-        second = tl.split((y * c - x * s).to(tl.float32))
-        return pair(first[0], first[1]), pair(second[0], second[1])
-
-
-@triton.jit
-def paired(x, R: tl.constexpr):
-    """x [R, 16] with its columns in the order 0, 1, 8, 9, 2, 3, ..: as a thread has them of a product, for the next."""
-    return tl.reshape(tl.permute(tl.reshape(x, [R, 2, 4, 2]), 0, 2, 1, 3), [R, 16])
-
-
-@triton.jit
-def rejoined(low, high, R: tl.constexpr):
-    """[R, 16] in the order of `paired`, of int32 pairs [R, 4] of columns 0 to 7 and of those behind."""
-    x = tl.join(halves(low, tl.float16), halves(high, tl.float16))
-    return tl.reshape(tl.permute(x, 0, 1, 3, 2), [R, 16])
-
-
-@triton.jit
-def turned_scores(
-    codes, scales, zeros, queries, matrices, table, position, unit, D: tl.constexpr, K_BLOCKS: tl.constexpr,
-    K_PER: tl.constexpr, CHUNKS: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr,
+def load_values(
+    v_codes, v_scales, v_zeros, row, own_group, unit, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
+    V_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Scores [R, COLUMNS] of keys that are turned back and to their positions, 16 channels of each block at a time."""
-    HALF: tl.constexpr = D // 128  # blocks of half a head
-    scores = tl.zeros([R, COLUMNS], tl.float32)
-    first = (tl.arange(0, 16) == 0).to(tl.float32) * 64
-    coming = ()
-    for a in tl.static_range(HALF):
-        coming += (load_angles(table, position, unit, D // 2, a * 64, R),)
-    for w in tl.static_range(4):
-        # The next channels' angles are under way while these are worked on.
-        turns = coming
-        coming = ()
-        for a in tl.static_range(HALF):
-            coming += (load_angles(table, position, unit, D // 2, a * 64 + (w + 1) % 4 * 16, R),)
-        x = ()
-        for i in tl.static_range(K_BLOCKS):
-            y = tl.zeros([R, 16], tl.float32)
-            for c in tl.static_range(CHUNKS):
-                y = tl.dot(codes[i * CHUNKS + c], tl.trans(matrices[w * CHUNKS + c]), y)
-            y *= scales[i * CHUNKS // K_PER][:, None]
-            if w == 0:
-                y += zeros[i * CHUNKS // K_PER][:, None] * first[None, :]
-            x += (y,)
-        x = butterfly(x, K_BLOCKS, 1)
-        low = ()
-        for i in tl.static_range(K_BLOCKS):
-            y = tl.reshape(tl.permute(tl.reshape(x[i], [R, 2, 4, 2]), 0, 2, 1, 3), [R, 4, 2, 2])
-            lows, highs = tl.split(y)
-            low0, low1 = tl.split(lows)
-            high0, high1 = tl.split(highs)
-            low += (pair(low0, high0), pair(low1, high1))
-        for a in tl.static_range(HALF):
-            cos, sin = turns[a]
-            for o in tl.static_range(a, K_BLOCKS, 2 * HALF):
-                far0, near0 = turned_pairs(low[2 * (o + HALF)], low[2 * o], cos[0], sin[0])
-                far1, near1 = turned_pairs(low[2 * (o + HALF) + 1], low[2 * o + 1], cos[1], sin[1])
-                # far = second * cos + first * sin, near = first * cos - second * sin
-                near_t = queries[o * 4 + w]
-                far_t = queries[(o + HALF) * 4 + w]
-                scores = tl.dot(rejoined(near0, near1, R), tl.trans(near_t), scores)
-                scores = tl.dot(rejoined(far0, far1, R), tl.trans(far_t), scores)
-    return scores
+    """Of a page's values: words [NW, 4] of tokens 4j + i by i, scales and zeros [16, columns]."""
+    R: tl.constexpr = 16
+    word = tl.arange(0, V_BLOCKS * V_WORDS)
+    word = ((word // V_WORDS) * (R * V_WORDS) + word % V_WORDS) * unit
+    token = (4 * V_WORDS) * tl.arange(0, 4) * unit
+    base = v_codes + row * (V_BLOCKS * R * V_WORDS) + (token[:, None] + word[None, :])
+    words = ()
+    for i in tl.static_range(4):
+        words += (tl.trans(tl.load(base + i * V_WORDS)),)
+    at = row * (V_GROUPS * R) + (tl.arange(0, R)[:, None] + (own_group * R)[None, :])
+    return words, tl.load(v_scales + at), tl.load(v_zeros + at)
 
 
 @triton.jit(do_not_specialize=["q_stride_t", "q_stride_h", "B", "S", "Tq", "SPLITS", "unit"])
@@ -282,27 +189,26 @@ def rotatekv_few_fwd_kernel(
     # more the higher its place: what takes that off is exact.
     place = tl.arange(0, 64)
     permuted, field = key_channels(BITS)
+    BACK: tl.constexpr = 512
     CHUNKS: tl.constexpr = K_WORDS // 4
     K_PER: tl.constexpr = K_BLOCKS * CHUNKS // K_GROUPS
     shrink = power(15 - field % (10 // BITS) * BITS)
-    BACK: tl.constexpr = 512
     queries = ()
     q_sums = ()
-    matrices = ()
     most = tl.zeros([COLUMNS], tl.float32)
     if ROPE:
-        plain = plain_queries(q, query, head, real, group, 0, length, near, far, q_stride_t, q_stride_h, G, D, 16, 16,
-                              C // 16, True)  # fmt: skip
-        for i in tl.static_range(C // 16):
-            most = tl.maximum(most, tl.max(tl.abs(plain[i].to(tl.float32)), 0))
-        divisor = 1.0 / tl.where(most > 0.0, most, 1.0)
-        for i in tl.static_range(C // 16):
-            queries += (paired(tl.trans((plain[i].to(tl.float32) * divisor[None, :]).to(tl.float16)), COLUMNS),)
-        for w in tl.static_range(4):
-            for c in tl.static_range(CHUNKS):
-                out_channel = w * 16 + tl.arange(0, 16)
-                matrix = sign(out_channel[:, None], (c * (64 // CHUNKS) + permuted)[None, :])
-                matrices += ((matrix * shrink[None, :]).to(tl.float16),)
+        signs = ()
+        for g in tl.static_range(G):
+            signs += (sign(head - group * G, g),)
+        queries, zero_queries, most = turning_queries(
+            q, query, head, head - group * G, real, length, near, far, q_stride_t, q_stride_h, scale * 64, unit, D,
+            COLUMNS, K_BLOCKS,
+        )  # fmt: skip
+        # 16 channels in the order of `side_by_side`; the second field's codes are one place higher.
+        k = tl.arange(0, 16)
+        matrix = sign((k // 2 % 2 * 8 + k // 4 * 2 + k % 2)[:, None], k[None, :])
+        matrix = (matrix * power(15 - k // 2 % 2 * BITS)[:, None]).to(tl.float16)
+        centre = tl.where((k == 0)[None, :], -8 * LEVELS / BACK, tl.zeros([R, 16], tl.float32)).to(tl.float16)
         q_scale = most * alpha
     else:
         turned = ()
@@ -340,47 +246,50 @@ def rotatekv_few_fwd_kernel(
     last = tl.minimum(tiles, first + per)
     if first < last:
         r = tl.arange(0, R)
-        # The page after next is known, and all of the next one under way, while one is worked on.
-        page = tl.load(page_table + first)
+        # The page after next is known, and what the next one needs is under way while one is worked on. With RoPE there
+        # are too few registers for all of it at once.
+        row = tl.load(page_table + first).to(tl.int64) * HG + group
         next_page = tl.load(page_table + tl.minimum(first + 1, last - 1))
-        coming = load_tile(
-            k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros, page, own_group, unit, HG, group, K_BLOCKS, K_WORDS,
-            K_GROUPS, V_BLOCKS, V_WORDS, V_GROUPS,
-        )  # fmt: skip
+        next_keys = load_keys(k_codes, k_scales, k_zeros, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, ROPE)
+        next_values = ()
+        turns = ()
+        if ROPE:
+            turns = load_turns(angles, S + first * R + r, D // 128, R)
+        else:
+            next_values = load_values(v_codes, v_scales, v_zeros, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)
         for tile in tl.range(first, last, num_stages=1):
-            keys, ranges, values, v_ranges = coming
-            page = next_page
+            keys, ranges, zeros = next_keys
+            if ROPE:
+                values = load_values(v_codes, v_scales, v_zeros, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)
+            else:
+                values = next_values
+            row = next_page.to(tl.int64) * HG + group
             next_page = tl.load(page_table + tl.minimum(tile + 2, last - 1))
-            coming = load_tile(
-                k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros, page, own_group, unit, HG, group, K_BLOCKS,
-                K_WORDS, K_GROUPS, V_BLOCKS, V_WORDS, V_GROUPS,
-            )  # fmt: skip
+            if not ROPE:
+                next_keys = load_keys(k_codes, k_scales, k_zeros, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, ROPE)
+                next_values = load_values(v_codes, v_scales, v_zeros, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)
             behind = tile * R + r
             inside = behind < packed
-            codes = ()
-            for i in tl.static_range(K_BLOCKS * CHUNKS):
-                codes += (key_codes(keys[i], unit, BITS),)
             scales = ()
-            zeros = ()
             for g in tl.static_range(K_GROUPS):
-                scales += (ranges[2 * g].to(tl.float32),)
-                zeros += (ranges[2 * g + 1].to(tl.float32),)
+                scales += (ranges[g].to(tl.float32),)
             if ROPE:
                 small_scales = ()
-                small_zeros = ()
                 for g in tl.static_range(K_GROUPS):
                     small_scales += (scales[g] * (scale * BACK),)
-                    small_zeros += (zeros[g] * scale,)
-                scores = turned_scores(codes, small_scales, small_zeros, queries, matrices, angles, S + behind, unit,
-                                       D, K_BLOCKS, K_PER, CHUNKS, R, COLUMNS)  # fmt: skip
+                middle = zeros[0].to(tl.float32) + LEVELS / 2 * zeros[1].to(tl.float32)
+                scores = turned_scores(keys, small_scales, middle, queries, zero_queries, signs, matrix, centre,
+                                       turns, D, K_BLOCKS, K_PER // CHUNKS, CHUNKS, BITS, R, COLUMNS)  # fmt: skip
+                next_keys = load_keys(k_codes, k_scales, k_zeros, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, ROPE)
+                turns = load_turns(angles, S + behind + R, D // 128, R)
             else:
                 scores = tl.zeros([R, COLUMNS], tl.float32)
                 for g in tl.static_range(K_GROUPS):
                     part = tl.zeros([R, COLUMNS], tl.float32)
                     for i in tl.static_range(g * K_PER, (g + 1) * K_PER):
                         query_t = queries[i]
-                        part = tl.dot(codes[i], tl.trans(query_t), part)
-                    scores += scales[g][:, None] * part + zeros[g][:, None] * q_sums[g][None, :]
+                        part = tl.dot(key_codes(keys[i], unit, BITS), tl.trans(query_t), part)
+                    scores += scales[g][:, None] * part + zeros[g].to(tl.float32)[:, None] * q_sums[g][None, :]
             position = S + behind
             scores = biased(
                 scores * q_scale[None, :], inside, position, begin + position, length, tables, asked, HAS_POSITION,
@@ -402,11 +311,12 @@ def rotatekv_few_fwd_kernel(
                 totals += weights
             else:
                 weights = tl.where(inside[:, None], silu(scores, FAST), 0.0)
-            v_scale, v_zero = v_ranges[0].to(tl.float32), v_ranges[1].to(tl.float32)
+            v_words, v_scale, v_zero = values
+            v_scale, v_zero = v_scale.to(tl.float32), v_zero.to(tl.float32)
             low_weights = (weights * v_scale).to(DTYPE)
             scaled += low_weights.to(tl.float32)
             constant += weights * (v_zero + LEVELS / 2 * v_scale)
-            v_now = value_codes(values, unit, BITS, DTYPE, NW)
+            v_now = value_codes(v_words, unit, BITS, DTYPE, NW)
             sums = tl.dot(v_now, low_weights, sums)
 
     total = tl.sum(totals, 0)

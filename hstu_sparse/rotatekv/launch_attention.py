@@ -5,10 +5,12 @@ a head group, S sink tokens, R tokens of a tile, BQ queries of a program.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from hstu_sparse.launch import architecture, cdiv, next_power_of_2, padded_head, precision, start
@@ -18,13 +20,14 @@ from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
 from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, rows, sizes
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
-from hstu_sparse.rotatekv.many import rotatekv_many_fwd_kernel
+from hstu_sparse.rotatekv.many import rotatekv_many_fwd_kernel, rotatekv_queries_fwd_kernel
 from hstu_sparse.time_buckets import device_cells
 from hstu_sparse.validation import check_kernel
 
 # Queries of a sequence, on average: from the first on `many` is faster than `few`; from the second on the general
 # kernel turns keys back and gives heads programs of their own.
 MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
+KERNEL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Most registers of a thread, where fewer than it would take let more programs run side by side: way, with RoPE.
 # Measured on Hopper, and used there.
 REGISTERS = {("many", False): 128}
@@ -42,6 +45,16 @@ def rope_table(base: float, half: int, first: int, step: int, count: int, device
 def angle_table(base: float, half: int, count: int, device: torch.device) -> Tensor:
     """`rope_table` of positions 0, 1, .. in fp16, as int32 pairs: [count, 2, half / 2]."""
     return rope_table(base, half, 0, 1, count, device).half().view(torch.int32)
+
+
+@functools.lru_cache(maxsize=16)
+def angle_pairs(base: float, half: int, count: int, device: torch.device) -> Tensor:
+    """`angle_table`, [count, half], with what a thread of `few` takes side by side.
+
+    Of each 16 angles it has for j = 0 .. 3 a pair of cos of angles 2j, 2j + 1, one of those 8 behind, and two of sin.
+    """
+    table = angle_table(base, half, count, device).view(count, 2, half // 16, 2, 4)
+    return table.permute(0, 2, 4, 1, 3).reshape(count, half).contiguous()
 
 
 class Plain(NamedTuple):
@@ -136,12 +149,12 @@ class Call(NamedTuple):
             rope_table(self.rope_base, half, first, TILE, count, self.q.device),
         )
 
-    def all_angles(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Tables for `turn`, and fp16 ones of every position."""
+    def all_angles(self, table) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Tables for `turn`, and fp16 ones of every position: `angle_table` or `angle_pairs`."""
         near, far, _ = self.angles()
         if near is None:
             return None, None, None
-        return near, far, angle_table(self.rope_base, self.q.shape[2] // 2, far.shape[0] * TILE, self.q.device)
+        return near, far, table(self.rope_base, self.q.shape[2] // 2, far.shape[0] * TILE, self.q.device)
 
 
 class Plan(NamedTuple):
@@ -166,6 +179,8 @@ def few(call: Call) -> Plan:
     pairs = max(layout.values.groups, layout.options.head_group)
     block_q = max(1, 8 // pairs)
     programs = call.slots(block_q) * layout.head_groups
+    sequences = max(1, call.q_offsets.shape[0] - 1)
+    at_work = sequences * cdiv(cdiv(call.q.shape[0], sequences), block_q) * layout.head_groups
     constants = sizes(layout, cache.channel_order, cache.dtype)
     for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK"):
         constants.pop(name)
@@ -175,15 +190,16 @@ def few(call: Call) -> Plan:
         arguments = (
             call.q, call.q.stride(0), call.q.stride(1), call.q_offsets, cache.seq_offsets, cache.page_offsets,
             cache.page_table, cache.channel_order, packed["k_codes"], packed["k_scales"], packed["k_zeros"],
-            packed["v_codes"], packed["v_scales"], packed["v_zeros"], *call.bias_arguments(), *call.all_angles(),
-            part, part_lse, call.q_offsets.shape[0] - 1, layout.options.sink_tokens, call.q.shape[0], splits,
-            call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len, 1,
+            packed["v_codes"], packed["v_scales"], packed["v_zeros"], *call.bias_arguments(),
+            *call.all_angles(angle_pairs), part, part_lse, call.q_offsets.shape[0] - 1, layout.options.sink_tokens,
+            call.q.shape[0], splits, call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len, 1,
         )  # fmt: skip
         given = constants | call.constants() | dict(PAIRS=pairs, BQ=block_q, LSE=part_lse is not None)
         options = dict(num_warps=1, num_stages=1) | registers("few", call)
         start(rotatekv_few_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
 
-    wanted = max(1, 16 * processors(call.q.device) // programs)
+    # Eight warps a processor have room, and two rounds of them.
+    wanted = max(1, 16 * processors(call.q.device) // at_work)
     return Plan(launch, min(wanted, max(1, call.max_seq_len // 256)))
 
 
@@ -199,16 +215,29 @@ def many(call: Call) -> Plan:
 
     def launch(part, part_lse, splits):
         packed = cache.packed
-        near, far, table = call.all_angles()
+        near, far, table = call.all_angles(angle_table)
+        rope = near is not None
+        prepared = torch.empty(call.q.shape, dtype=torch.float16, device=call.q.device)
+        factors = torch.empty(call.q.shape[:2], dtype=torch.float32, device=call.q.device)
+        factor = (
+            call.alpha * (1.0 if rope else layout.keys.channels**-0.5) * (math.log2(math.e) if call.softmax else 1.0)
+        )
         arguments = (
-            call.q, call.q.stride(0), call.q.stride(1), call.q_offsets, cache.seq_offsets, cache.page_offsets,
-            cache.page_table, packed["k_codes"], packed["k_scales"], packed["k_zeros"], packed["v_codes"],
-            packed["v_scales"], packed["v_zeros"], *call.bias_arguments(), near, far,
-            None if table is None else table.view(torch.float16), part, part_lse, call.q_offsets.shape[0] - 1,
-            layout.options.sink_tokens, call.q.shape[0], splits, call.alpha, layout.keys.channels**-0.5,
-            1.0 / call.max_seq_len, 1,
+            call.q, call.q.stride(0), call.q.stride(1), call.q_offsets, cache.seq_offsets, near, far, prepared, factors,
+            call.q_offsets.shape[0] - 1, factor,
         )  # fmt: skip
-        given = constants | call.constants() | dict(R=64, BQ=block_q, LSE=part_lse is not None)
+        given = dict(H=heads, D=layout.head_size, FIELDS=16 // layout.options.bits, ROPE=rope, BQ=64)
+        start(rotatekv_queries_fwd_kernel, call.slots(64) * heads, arguments, given, dict(num_warps=4),
+              launch_key(arguments))  # fmt: skip
+        arguments = (
+            prepared, factors, call.q_offsets, cache.seq_offsets, cache.page_offsets, cache.page_table,
+            packed["k_codes"], packed["k_scales"], packed["k_zeros"], packed["v_codes"], packed["v_scales"],
+            packed["v_zeros"], *call.bias_arguments(), None if table is None else table.view(torch.float16), part,
+            part_lse, call.q_offsets.shape[0] - 1, layout.options.sink_tokens, call.q.shape[0], splits,
+            layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
+        )  # fmt: skip
+        given = dict(DTYPE=KERNEL_TYPES[call.q.dtype]) | constants | call.constants()
+        given |= dict(R=64, BQ=block_q, LSE=part_lse is not None)
         options = dict(num_warps=block_q // 16, num_stages=1) | registers("many", call)
         start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
 

@@ -94,14 +94,14 @@ def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_
         cache.page_offsets, cache.page_table, cache.channel_order, cache.sink_k, cache.sink_v,
         packed["k_codes"], packed["k_scales"], packed["k_zeros"], packed.get("k_bitmap"), packed["v_codes"],
         packed["v_scales"], packed["v_zeros"], cache.num_sequences, layout.options.sink_tokens,
-        layout.keys.channels**-0.5, **constants, SINKS=layout.options.sink_tokens > 0,
+        layout.keys.channels**-0.5, layout.options.inset, **constants, SINKS=layout.options.sink_tokens > 0,
         # Fused into a product and a sum, scaling and shifting would round otherwise than the reference does.
         enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
 
 
-def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group, sparsity, sink_tokens):
-    options = RotateKVOptions(bits, head_group, quant_group, sparsity, sink_tokens)
+def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group, sparsity, sink_tokens, clip):
+    options = RotateKVOptions(bits, head_group, quant_group, sparsity, sink_tokens, clip)
     layout = Layout(options, k.shape[1], k.shape[2], v.shape[2])
     check_kernel("rotatekv_round_trip", k, {"D": layout.head_size, "V": layout.value_size})
     found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
@@ -113,7 +113,8 @@ def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group,
     if k.shape[0]:
         rotatekv_round_trip_kernel[(k.shape[0] // constants["R"] + batch, layout.head_groups)](
             k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), seq_offsets, channel_order,
-            inverse(channel_order), *found, batch, sink_tokens, layout.keys.channels**-0.5, **constants,
+            inverse(channel_order), *found, batch, sink_tokens, layout.keys.channels**-0.5, options.inset,
+            **constants,
             enable_fp_fusion=False, num_warps=4,
         )  # fmt: skip
     return tuple(found)
@@ -122,7 +123,7 @@ def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group,
 round_trip_operator = Operator(
     "rotatekv_round_trip",
     "Tensor k, Tensor v, Tensor seq_offsets, Tensor? channel_order, int bits, int head_group, int quant_group, "
-    "float sparsity, int sink_tokens",
+    "float sparsity, int sink_tokens, float clip",
     forward=_round_trip,
     backward=lambda *_: [],
     fake=lambda k, v, *_: (k.new_empty(k.shape), v.new_empty(v.shape)),

@@ -37,6 +37,7 @@ class RotateKVOptions:
     quant_group: int = 64
     sparsity: float = 0.0
     sink_tokens: int = 0
+    clip: float = 1.0
 
     def __post_init__(self):
         for name in ("bits", "head_group", "quant_group"):
@@ -51,6 +52,13 @@ class RotateKVOptions:
         if not 0 <= sparsity <= 0.9:
             raise ValueError(f"sparsity must be from 0 to 0.9, got {self.sparsity}")
         check_int("sink_tokens", self.sink_tokens, 0, MOST_SINKS)
+        if not 0 < check_number("clip", self.clip) <= 1:
+            raise ValueError(f"clip must be above 0 and at most 1, got {self.clip}")
+
+    @property
+    def inset(self) -> float:
+        """How far the codes stay from the least and from the greatest number, as a share of what lies between them."""
+        return (1 - self.clip) / 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,8 @@ Letters: T cached tokens, Tq queries, B sequences, S sink tokens, H heads, D que
 a head group, HG = H / G, R tokens of a tile, BQ queries of a program.
 
 A program has one head. The transform of a head group is that of its heads, D channels each, and then one across heads:
-A program has one head. The transform of a head group is that of its heads, D channels each, and one across heads:
-costs little as codes are unpacked; the turn goes to the queries, or, for RoPE, to the key.
+the latter costs little as codes are unpacked, the former goes to the queries, or, for RoPE, to the key. Queries are
+made ready by a kernel of their own.
 
 Numbers are unpacked two at a time, as int32 pairs, and the channels of a tile stand in whatever order that leaves them
 in (`channel_of`): the queries and the result follow it.
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from hstu_sparse.rotatekv.attention import time_bias, turn
 from hstu_sparse.rotatekv.codec import sign
-from hstu_sparse.rotatekv.few import halves
+from hstu_sparse.rotatekv.turning import halves
 from hstu_sparse.tiles import COMPILED, locate, silu
 
 SIGNS = tl.constexpr(-2147450880)  # the sign bits of a pair
@@ -39,24 +39,37 @@ def fused_pairs(a, b, c, DTYPE: tl.constexpr):
 @triton.jit
 def both(x):
     """int32 pairs of a 16-bit number twice."""
-    return (x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+    x = x.to(tl.int16, bitcast=True).to(tl.int32)
+    if COMPILED:
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [x], tl.int32, True, 1)
+    else:
+        return (x & 0xFFFF) * 0x10001
 
 
 @triton.jit
-def code_pairs(words, unit, PLANE: tl.constexpr, DTYPE: tl.constexpr):
-    """Codes of words [R, 4] as int32 pairs of DTYPE: a tuple, by field, of [R, 4]."""
+def twice(x, BIAS: tl.constexpr, MANTISSA: tl.constexpr):
+    """2 ** x in both halves of an int32, as numbers with that exponent's bias and that mantissa."""
+    return ((BIAS + x) << MANTISSA) * 0x10001
+
+
+@triton.jit
+def code_pairs(words, none, PLANE: tl.constexpr, DTYPE: tl.constexpr):
+    """Codes of words [R, 4] as int32 pairs of DTYPE: a tuple, by field, of [R, 4].
+
+    none: [R, 1] int32, 0, which the compiler does not know. Two constants go into one instruction if one of them stands
+    in a register of each thread.
+    """
     MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
     BIAS: tl.constexpr = 15 if tl.float16 == DTYPE else 127
     PER: tl.constexpr = MANTISSA // PLANE
+    large = none | twice(MANTISSA, BIAS, MANTISSA)
     found = ()
     for field in tl.static_range(16 // PLANE):
-        # At place p of a mantissa of M bits a step is worth 1 if the number is 2 ** (M - p) and more, which goes again
-        # by a sum.
-        one = ((BIAS + MANTISSA - field % PER * PLANE) << MANTISSA) * 0x10001
-        x = (words >> (field // PER * PER * PLANE)) & (((1 << PLANE) - 1) * 0x10001 << (field % PER * PLANE))
-        minus = tl.full(words.shape, one + SIGNS, tl.int32)
-        unity = tl.full(words.shape, (BIAS << MANTISSA) * 0x10001, tl.int32)
-        found += (fused_pairs(x | (one * unit), unity, minus, DTYPE),)
+        # In the mantissa of 2 ** MANTISSA the field at place p is worth code * 2 ** p.
+        x = (words >> (field // PER * PER * PLANE)) & ((((1 << PLANE) - 1) * 0x10001) << (field % PER * PLANE))
+        step = tl.full(words.shape, twice(-(field % PER) * PLANE, BIAS, MANTISSA), tl.int32)
+        minus = tl.full(words.shape, twice(MANTISSA - field % PER * PLANE, BIAS, MANTISSA) + SIGNS, tl.int32)
+        found += (fused_pairs(x | large, step, minus, DTYPE),)
     return found
 
 
@@ -87,42 +100,46 @@ def channel_of(place, COUNT: tl.constexpr, FIELDS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
-    page_table, tile, last, packed, k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros, group, own,
-    HG: tl.constexpr, PAGE: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr,
-    V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, OWN_V: tl.constexpr,
-    OWN_GROUPS: tl.constexpr, R: tl.constexpr,
+def load_keys(
+    k_codes, k_scales, k_zeros, page, slot, group, HG: tl.constexpr, PAGE: tl.constexpr, K_BLOCKS: tl.constexpr,
+    K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Words, scales and zeros of a tile: keys of the group, values of head `own` in it; zero behind the last token."""
-    behind = tile * R + tl.arange(0, R)
-    inside = behind < packed
-    page = tl.load(page_table + behind // PAGE, inside, 0).to(tl.int64) * HG + group
-    slot = behind % PAGE
-    four = tl.arange(0, 4)
-    keys = ()
+    """Words [R, 4] of the group's keys by block and chunk; their scales and zeros [R], in turn, by group."""
+    row = page.to(tl.int64) * HG + group
+    words = ()
     for i in tl.static_range(K_BLOCKS):
         for c in tl.static_range(K_WORDS // 4):
-            at = ((page * K_BLOCKS + i) * PAGE + slot) * K_WORDS + c * 4
-            keys += (tl.load(k_codes + at[:, None] + four[None, :], inside[:, None], 0),)
-    key_ranges = ()
+            at = ((row * K_BLOCKS + i) * PAGE + slot) * K_WORDS + c * 4
+            words += (tl.load(k_codes + at[:, None] + tl.arange(0, 4)[None, :]),)
+    ranges = ()
     for g in tl.static_range(K_GROUPS):
-        at = (page * K_GROUPS + g) * PAGE + slot
-        key_ranges += (tl.load(k_scales + at, inside, 0.0), tl.load(k_zeros + at, inside, 0.0))
-    values = ()
+        at = (row * K_GROUPS + g) * PAGE + slot
+        ranges += (tl.load(k_scales + at), tl.load(k_zeros + at))
+    return words, ranges
+
+
+@triton.jit
+def load_values(
+    v_codes, v_scales, v_zeros, page, slot, group, own, HG: tl.constexpr, PAGE: tl.constexpr, V_BLOCKS: tl.constexpr,
+    V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, OWN_V: tl.constexpr, OWN_GROUPS: tl.constexpr,
+):  # fmt: skip
+    """The same of the values of head `own` in the group."""
+    row = page.to(tl.int64) * HG + group
+    words = ()
     for i in tl.static_range(OWN_V):
         for c in tl.static_range(V_WORDS // 4):
-            at = ((page * V_BLOCKS + own * OWN_V + i) * PAGE + slot) * V_WORDS + c * 4
-            values += (tl.load(v_codes + at[:, None] + four[None, :], inside[:, None], 0),)
-    value_ranges = ()
+            at = ((row * V_BLOCKS + own * OWN_V + i) * PAGE + slot) * V_WORDS + c * 4
+            words += (tl.load(v_codes + at[:, None] + tl.arange(0, 4)[None, :]),)
+    ranges = ()
     for g in tl.static_range(OWN_GROUPS):
-        at = (page * V_GROUPS + own * OWN_V * V_GROUPS // V_BLOCKS + g) * PAGE + slot
-        value_ranges += (tl.load(v_scales + at, inside, 0.0), tl.load(v_zeros + at, inside, 0.0))
-    return keys, key_ranges, values, value_ranges
+        at = (row * V_GROUPS + own * OWN_V * V_GROUPS // V_BLOCKS + g) * PAGE + slot
+        ranges += (tl.load(v_scales + at), tl.load(v_zeros + at))
+    return words, ranges
 
 
 @triton.jit
 def head_keys(
-    keys, ranges, own, unit, G: tl.constexpr, OWN_K: tl.constexpr, K_PER: tl.constexpr, CHUNKS: tl.constexpr,
+    keys, ranges, own, none, G: tl.constexpr, OWN_K: tl.constexpr, K_PER: tl.constexpr, CHUNKS: tl.constexpr,
     PLANE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """[R, D] fp16: what head `own` of the group sees of its keys, up to the transform of D."""
@@ -140,7 +157,7 @@ def head_keys(
             for g in tl.static_range(G):
                 step = both(ranges[2 * ((g * OWN_K + i) // K_PER)]) ^ tl.where(sign(g, own) < 0, SIGNS, 0)
                 step = tl.broadcast_to(step[:, None], [R, 4])
-                codes = code_pairs(keys[(g * OWN_K + i) * CHUNKS + c], unit, PLANE, tl.float16)
+                codes = code_pairs(keys[(g * OWN_K + i) * CHUNKS + c], none, PLANE, tl.float16)
                 new = ()
                 for f in tl.static_range(FIELDS):
                     new += (fused_pairs(codes[f], step, pairs[f], tl.float16),)
@@ -151,7 +168,7 @@ def head_keys(
 
 @triton.jit
 def head_values(
-    values, ranges, unit, OWN_V: tl.constexpr, V_PER: tl.constexpr, CHUNKS: tl.constexpr, PLANE: tl.constexpr,
+    values, ranges, none, OWN_V: tl.constexpr, V_PER: tl.constexpr, CHUNKS: tl.constexpr, PLANE: tl.constexpr,
     DTYPE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """[R, V] of DTYPE: a head's values."""
@@ -161,25 +178,66 @@ def head_values(
         step = tl.broadcast_to(both(ranges[2 * (i // V_PER)].to(tl.float32).to(DTYPE))[:, None], [R, 4])
         zero = tl.broadcast_to(both(ranges[2 * (i // V_PER) + 1].to(tl.float32).to(DTYPE))[:, None], [R, 4])
         for c in tl.static_range(CHUNKS):
-            codes = code_pairs(values[i * CHUNKS + c], unit, PLANE, DTYPE)
+            codes = code_pairs(values[i * CHUNKS + c], none, PLANE, DTYPE)
             for f in tl.static_range(FIELDS):
                 found += (fused_pairs(codes[f], step, zero, DTYPE),)
     return side_by_side(found, OWN_V * CHUNKS * FIELDS, R, DTYPE)
 
 
-@triton.jit(do_not_specialize=["q_stride_t", "q_stride_h", "B", "S", "Tq", "SPLITS", "unit"])
+@triton.jit(do_not_specialize=["q_stride_t", "q_stride_h", "B"])
+def rotatekv_queries_fwd_kernel(
+    q, q_stride_t, q_stride_h, q_offsets, seq_offsets, near, far, out, factors, B, factor,
+    H: tl.constexpr, D: tl.constexpr, FIELDS: tl.constexpr, ROPE: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    """Queries as keys meet them: transformed, their channels in the order of `channel_of`; or turned to their position.
+
+    out: [Tq, H, D] fp16, divided by the query's greatest element, so that fp16 holds them; factors: [Tq, H] fp32, that
+    times `factor`.
+    """
+    b, first_query, asked_count, q_tile = locate(q_offsets, tl.program_id(0) // H, B, BQ)
+    if q_tile * BQ >= asked_count:
+        return
+    head = tl.program_id(0) % H
+    index = q_tile * BQ + tl.arange(0, BQ)
+    real = index < asked_count
+    row = (first_query + index) * H + head
+    base = q + ((first_query + index) * q_stride_t + head.to(tl.int64) * q_stride_h)[:, None]
+    place = tl.arange(0, D)[None, :]
+    if ROPE:
+        HALF: tl.constexpr = D // 2
+        length = (tl.load(seq_offsets + b + 1) - tl.load(seq_offsets + b)).to(tl.int32)
+        x = tl.load(base + place, real[:, None], 0.0).to(tl.float32)
+        other = tl.load(base + (place + HALF) % D, real[:, None], 0.0).to(tl.float32)
+        cos, sin = turn(length, 0, place % HALF, near, far, HALF)
+        x = x * cos + other * tl.where(place < HALF, -sin, sin)
+    else:
+        channel = channel_of(tl.arange(0, D), D // 8, FIELDS)
+        x = tl.zeros([BQ, D], tl.float32)
+        for i in tl.static_range(D // 64):
+            part = i * 64 + tl.arange(0, 64)
+            matrix = sign(part[:, None], channel[None, :]).to(q.dtype.element_ty)
+            x = tl.dot(tl.load(base + part[None, :], real[:, None], 0.0), matrix, x)
+    most = tl.max(tl.abs(x), 1)
+    most = tl.where(most > 0.0, most, 1.0)
+    tl.store(out + (row * D)[:, None] + place, (x * (1.0 / most)[:, None]).to(tl.float16), real[:, None])
+    tl.store(factors + row, most * factor, real)
+
+
+@triton.jit(do_not_specialize=["B", "S", "Tq", "SPLITS"])
 def rotatekv_many_fwd_kernel(
-    q, q_stride_t, q_stride_h, q_offsets, seq_offsets, page_offsets, page_table,
+    queries, factors, q_offsets, seq_offsets, page_offsets, page_table,
     k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros,
-    position_table, time_table, cells, timestamps, query_timestamps, near, far, angles,
-    out, lse, B, S, Tq, SPLITS, alpha, scale, inverse_n, unit,
-    HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
-    K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
+    position_table, time_table, cells, timestamps, query_timestamps, angles,
+    out, lse, B, S, Tq, SPLITS, scale, inverse_n,
+    DTYPE: tl.constexpr, HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
+    BITS: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, R: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, BQ: tl.constexpr, FAST: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """One part of BQ queries of one head; out and lse: [SPLITS, Tq, H, ...], or the final ones. unit: 1, see few.py."""
-    DTYPE: tl.constexpr = q.dtype.element_ty
+    """One part of BQ queries of one head; out and lse: [SPLITS, Tq, H, ...], or the final ones.
+
+    queries, factors: of rotatekv_queries_fwd_kernel.
+    """
     CHUNKS: tl.constexpr = K_WORDS // 4
     FIELDS: tl.constexpr = 16 // BITS
     OWN_K: tl.constexpr = K_BLOCKS // G
@@ -205,35 +263,18 @@ def rotatekv_many_fwd_kernel(
     asked = tl.zeros([BQ], tl.int64)
     if HAS_TIME:
         asked = tl.load(query_timestamps + query, real, 0)
-
-    # Queries [channels, BQ] are divided by their greatest element, so that fp16 holds them.
-    channel = channel_of(tl.arange(0, D), D // 8, FIELDS)
-    base = q + query[None, :] * q_stride_t + head.to(tl.int64) * q_stride_h
-    turned = ()
-    matrices = ()
+    q_scale = tl.load(factors + query * (HG * G) + head, real, 0.0)
+    base = queries + ((query * (HG * G) + head) * D)[:, None]
+    # What is loaded is read where it lies in shared memory; what is computed would take registers.
     if ROPE:
         place = tl.arange(0, HALF)
-        x = tl.load(base + place[:, None], real[None, :], 0.0).to(tl.float32)
-        y = tl.load(base + HALF + place[:, None], real[None, :], 0.0).to(tl.float32)
-        q_cos, q_sin = turn(length, 0, place, near, far, HALF)
-        turned += (x * q_cos[:, None] - y * q_sin[:, None], y * q_cos[:, None] + x * q_sin[:, None])
-        matrices += (sign(channel[:, None], place[None, :]).to(tl.float16),)
-        matrices += (sign(channel[:, None], HALF + place[None, :]).to(tl.float16),)
+        near_query = tl.load(base + place[None, :], real[:, None], 0.0)
+        far_query = tl.load(base + (HALF + place)[None, :], real[:, None], 0.0)
+        channel = channel_of(tl.arange(0, D), D // 8, FIELDS)
+        near_matrix = sign(channel[:, None], place[None, :]).to(tl.float16)
+        far_matrix = sign(channel[:, None], HALF + place[None, :]).to(tl.float16)
     else:
-        whole = tl.zeros([D, BQ], tl.float32)
-        for i in tl.static_range(OWN_K):
-            place = i * 64 + tl.arange(0, 64)
-            x = tl.load(base + place[:, None], real[None, :], 0.0)
-            whole = tl.dot(sign(channel[:, None], place[None, :]).to(DTYPE), x, whole)
-        turned += (whole,)
-    most = tl.zeros([BQ], tl.float32)
-    for i in tl.static_range(2 if ROPE else 1):
-        most = tl.maximum(most, tl.max(tl.abs(turned[i]), 0))
-    most = tl.where(most > 0.0, most, 1.0)
-    queries = ()
-    for i in tl.static_range(2 if ROPE else 1):
-        queries += ((turned[i] * (1.0 / most)[None, :]).to(tl.float16),)
-    q_scale = most * ((1.0 if ROPE else scale) * alpha * LOG2E)
+        whole_query = tl.load(base + tl.arange(0, D)[None, :], real[:, None], 0.0)
 
     sums = tl.zeros([BQ, V], tl.float32)
     total = tl.zeros([BQ], tl.float32)
@@ -241,51 +282,63 @@ def rotatekv_many_fwd_kernel(
     packed = tl.maximum(length - S, 0)
     tiles = (packed + R - 1) // R
     per = (tiles + SPLITS - 1) // SPLITS
+    first = split * per
+    last = tl.minimum(tiles, first + per)
     page_table += tl.load(page_offsets + b)
-    for tile in tl.range(split * per, tl.minimum(tiles, split * per + per), num_stages=1):
-        keys, key_ranges, values, value_ranges = load_tile(
-            page_table, tile, tiles, packed, k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros, group, own, HG,
-            PAGE, K_BLOCKS, K_WORDS, K_GROUPS, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V, OWN_GROUPS, R,
-        )  # fmt: skip
-        behind = tile * R + tl.arange(0, R)
-        inside = behind < packed
-        key = head_keys(keys, key_ranges, own, unit, G, OWN_K, K_PER, CHUNKS, BITS, R)
-        scores = tl.zeros([BQ, R], tl.float32)
-        if ROPE:
-            angle = angles + ((S + behind) * D)[:, None] + tl.arange(0, HALF)[None, :]
-            cos, sin = tl.load(angle).to(tl.float32) * scale, tl.load(angle + HALF).to(tl.float32) * scale
-            near_half, far_half = tl.dot(key, matrices[0]), tl.dot(key, matrices[1])
-            near_key = (near_half * cos - far_half * sin).to(tl.float16)
-            far_key = (far_half * cos + near_half * sin).to(tl.float16)
-            near_query, far_query = queries
-            scores = tl.dot(tl.trans(near_query), tl.trans(near_key), scores)
-            scores = tl.dot(tl.trans(far_query), tl.trans(far_key), scores)
-        else:
-            own_query = queries[0]
-            scores = tl.dot(tl.trans(own_query), tl.trans(key), scores)
-        factor = q_scale
-        if HAS_POSITION or HAS_TIME:
-            scores *= q_scale[:, None]
-            factor = tl.full([BQ], 1.0, tl.float32)
-        if HAS_POSITION:
-            scores += tl.load(position_table + length - S - behind, inside, 0.0).to(tl.float32)[None, :] * LOG2E
-        if HAS_TIME:
-            seen = tl.load(timestamps + begin + S + behind, inside, 0)
-            scores += time_bias(time_table, cells, seen, asked) * LOG2E
-        if SOFTMAX:
-            if (tile + 1) * R > packed:
-                scores = tl.where(inside[None, :], scores, float("-inf"))
-            new = tl.maximum(greatest, tl.max(scores, 1) * factor)
-            safe = tl.where(new == float("-inf"), 0.0, new)
-            shrink = tl.exp2(greatest - safe)
-            weights = tl.exp2(scores * factor[:, None] - safe[:, None])
-            total = total * shrink + tl.sum(weights, 1)
-            sums *= shrink[:, None]
-            greatest = new
-        else:
-            weights = tl.where(inside[None, :], silu(scores * factor[:, None], FAST), 0.0)
-        value = head_values(values, value_ranges, unit, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
-        sums = tl.dot(weights.to(DTYPE), value, sums)
+    pages = (packed + PAGE - 1) // PAGE
+    r = tl.arange(0, R)
+    if first < last:
+        # Tokens behind the last one have codes of some page, and no weight. Registers are short, so that only the next
+        # tile's pages are known ahead: another program of the processor works while this one waits.
+        page = tl.load(page_table + tl.minimum((first * R + r) // PAGE, pages - 1))
+        none = (page >> 31)[:, None]
+        for tile in tl.range(first, last, num_stages=1):
+            keys, key_ranges = load_keys(
+                k_codes, k_scales, k_zeros, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
+            )
+            values, value_ranges = load_values(
+                v_codes, v_scales, v_zeros, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
+                OWN_GROUPS,
+            )  # fmt: skip
+            behind = tile * R + r
+            inside = behind < packed
+            key = head_keys(keys, key_ranges, own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
+            scores = tl.zeros([BQ, R], tl.float32)
+            if ROPE:
+                angle = angles + ((S + behind) * D)[:, None] + tl.arange(0, HALF)[None, :]
+                cos, sin = tl.load(angle).to(tl.float32) * scale, tl.load(angle + HALF).to(tl.float32) * scale
+                near_half, far_half = tl.dot(key, near_matrix), tl.dot(key, far_matrix)
+                near_key = (near_half * cos - far_half * sin).to(tl.float16)
+                far_key = (far_half * cos + near_half * sin).to(tl.float16)
+                scores = tl.dot(near_query, tl.trans(near_key), scores)
+                scores = tl.dot(far_query, tl.trans(far_key), scores)
+            else:
+                scores = tl.dot(whole_query, tl.trans(key), scores)
+            factor = q_scale
+            if HAS_POSITION or HAS_TIME:
+                scores *= q_scale[:, None]
+                factor = tl.full([BQ], 1.0, tl.float32)
+            if HAS_POSITION:
+                scores += tl.load(position_table + length - S - behind, inside, 0.0).to(tl.float32)[None, :] * LOG2E
+            if HAS_TIME:
+                seen = tl.load(timestamps + begin + S + behind, inside, 0)
+                scores += time_bias(time_table, cells, seen, asked) * LOG2E
+            if SOFTMAX:
+                if (tile + 1) * R > packed:
+                    scores = tl.where(inside[None, :], scores, float("-inf"))
+                new = tl.maximum(greatest, tl.max(scores, 1) * factor)
+                safe = tl.where(new == float("-inf"), 0.0, new)
+                shrink = tl.exp2(greatest - safe)
+                weights = tl.exp2(scores * factor[:, None] - safe[:, None])
+                total = total * shrink + tl.sum(weights, 1)
+                sums *= shrink[:, None]
+                greatest = new
+            else:
+                weights = tl.where(inside[None, :], silu(scores * factor[:, None], FAST), 0.0)
+            low_weights = weights.to(DTYPE)
+            page = tl.load(page_table + tl.minimum(((tile + 1) * R + r) // PAGE, pages - 1))
+            value = head_values(values, value_ranges, none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
+            sums = tl.dot(low_weights, value, sums)
 
     row = split * Tq.to(tl.int64) + query
     if SOFTMAX:

@@ -78,8 +78,11 @@ def prune(x: Tensor, kept: int) -> Tensor | None:
     return torch.zeros_like(x, dtype=torch.bool).scatter_(-1, order[..., :kept], True)
 
 
-def quantise(x: Tensor, side: Side, bits: int, kept: Tensor | None) -> Codes:
-    """x [T, HG, C] in codes; scale and zero are rounded to fp16 first and the codes are of the rounded ones."""
+def quantise(x: Tensor, side: Side, bits: int, kept: Tensor | None, inset: float = 0.0) -> Codes:
+    """x [T, HG, C] in codes; scale and zero are rounded to fp16 first and the codes are of the rounded ones.
+
+    inset: share of a group's range that the codes leave out at either end.
+    """
     padding = side.groups * side.group - side.channels
     x = F.pad(x, (0, padding)).unflatten(-1, (side.groups, side.group))
     taken = torch.ones_like(x, dtype=torch.bool) if kept is None else F.pad(kept, (0, padding)).view(x.shape)
@@ -88,6 +91,9 @@ def quantise(x: Tensor, side: Side, bits: int, kept: Tensor | None) -> Codes:
     some = taken.any(-1)
     least = x.masked_fill(~taken, float("inf")).amin(-1).masked_fill(~some, 0)
     most = x.masked_fill(~taken, float("-inf")).amax(-1).masked_fill(~some, 0)
+    if inset > 0:
+        margin = (most - least) * inset
+        least, most = least + margin, most - margin
     levels = 2**bits - 1
     zero = least.clamp(-FP16_MOST, FP16_MOST).half()
     scale = ((most - least) / levels).clamp(max=FP16_MOST).half()
@@ -108,10 +114,11 @@ def dequantise(found: Codes, side: Side, dtype: torch.dtype) -> Tensor:
 
 def encode(k: Tensor, v: Tensor, layout: Layout, channel_order: Tensor | None) -> tuple[Codes, Codes]:
     """Keys and values [T, H, ...] in codes."""
-    group, bits = layout.options.head_group, layout.options.bits
-    rotated = rotate(k, group, channel_order)
-    keys = quantise(rotated, layout.keys, bits, prune(rotated, layout.kept))
-    values = quantise(grouped(v, group).to(wide(v.dtype)), layout.values, bits, None)
+    options = layout.options
+    rotated = rotate(k, options.head_group, channel_order)
+    keys = quantise(rotated, layout.keys, options.bits, prune(rotated, layout.kept), options.inset)
+    values = grouped(v, options.head_group).to(wide(v.dtype))
+    values = quantise(values, layout.values, options.bits, None, options.inset)
     return keys, values
 
 

@@ -30,6 +30,7 @@ class RotateKVAttention(HSTUAttention):
         quant_group: int = Field(64, ge=1)
         sparsity: float = Field(0.0, ge=0, le=0.9)
         sink_tokens: int = Field(0, ge=0)
+        clip: float = Field(1.0, gt=0, le=1)
 
         def check_model(self, model) -> None:
             super().check_model(model)
@@ -40,7 +41,7 @@ class RotateKVAttention(HSTUAttention):
                 raise ValueError(f"head_group={self.head_group}: {error}") from None
 
         def cache_options(self) -> dict:
-            names = ("bits", "head_group", "quant_group", "sparsity", "sink_tokens")
+            names = ("bits", "head_group", "quant_group", "sparsity", "sink_tokens", "clip")
             return {name: getattr(self, name) for name in names}
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:

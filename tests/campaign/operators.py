@@ -165,6 +165,7 @@ SPECIFIC: list[tuple[str, dict]] = [
     *[("rotatekv_compress", {"head_group": x}) for x in (0, 3, 4, 1.0)],
     *[("rotatekv_compress", {"quant_group": x}) for x in (0, 24, 16.0)],
     *[("rotatekv_compress", {"sparsity": x}) for x in (-0.1, 1.0, NAN, "x")],
+    *[("rotatekv_compress", {"clip": x}) for x in (0.0, 1.1, NAN, "x")],
     *[("rotatekv_compress", {"sink_tokens": x}) for x in (-1, 1.5, True)],
     *[("norm_gate", {"dropout": x}) for x in (1.0, NAN, -1.0, "x", None)],
     *[("norm_gate", {"eps": x}) for x in (0.0, NAN, INFINITY, None, -1.0)],

@@ -242,7 +242,6 @@ def launches():
         "lightning_indexer_refill_kernel": 64,
         "lightning_indexer_finish_kernel": 32,
         "sparse_attention_bwd_kernel": 96,
-        "index_loss_kernel": 16,  # on sm_80
     }
 
     def kept():

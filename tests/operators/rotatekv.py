@@ -46,6 +46,7 @@ def draw(random, small):
         quant_group=random.choice([16, 32, 64, 64, 128]),
         sparsity=random.choice([0.0, 0.0, random.uniform(0.05, 0.9)]),
         sink_tokens=random.choice([0, 0, random.randint(1, 90)]),
+        clip=random.choice([1.0, 1.0, random.uniform(0.1, 1.0)]),
         ordered=random.random() < 0.3,
         softmax=random.random() < 0.5,
         rope=random.random() < 0.4,
@@ -64,8 +65,8 @@ def reference_bytes(*, lengths, asked, groups, head_group, head_size, value_size
 
 def check(
     device, *, lengths, asked, max_seq_len, groups, head_size, value_size, dtype, bits=2, head_group=2, quant_group=64,
-    sparsity=0.0, sink_tokens=0, ordered=False, softmax=False, rope=False, position=False, timed=False, splits=None,
-    contiguous=True, seed=0,
+    sparsity=0.0, sink_tokens=0, clip=1.0, ordered=False, softmax=False, rope=False, position=False, timed=False,
+    splits=None, contiguous=True, seed=0,
 ):  # fmt: skip
     """The kernels' cache is one that the options allow; decompression, round trip and attention on it are right."""
     heads, dtype = groups * head_group, getattr(torch, dtype)
@@ -82,7 +83,7 @@ def check(
         order = order.to(device)
     options = dict(
         bits=bits, head_group=head_group, quant_group=quant_group, sparsity=sparsity, sink_tokens=sink_tokens,
-        channel_order=order,
+        clip=clip, channel_order=order,
     )  # fmt: skip
     cache = rotatekv_compress(k, v, offsets, **options, backend="triton")
     codes_are_right(cache, k, v)
@@ -170,6 +171,8 @@ def codes_are_right(cache, k, v):
         assert (code[~real] == 0).all()
         least = grouped.masked_fill(~real, float("inf")).amin(-1)
         most = grouped.masked_fill(~real, float("-inf")).amax(-1)
+        margin = (most - least) * layout.options.inset
+        least, most = least + margin, most - margin
         # What fp32 may have lost on the way, and what fp16 does of a number at its smallest.
         some, lost = real.any(-1), 1e-6 * grouped.abs().amax(-1) + 2**-24
         for what, got, true in (("zero", found.zero, least), ("scale", found.scale, (most - least) / levels)):
@@ -205,7 +208,7 @@ def launches():
             elif what == "round trip":
                 o = layout.options
                 launchers.round_trip_operator.forward(
-                    k, v, offsets, order, o.bits, o.head_group, o.quant_group, o.sparsity, o.sink_tokens
+                    k, v, offsets, order, o.bits, o.head_group, o.quant_group, o.sparsity, o.sink_tokens, o.clip
                 )
             else:
                 source = launch_attention.Plain(k, v, offsets) if what == "plain" else cache

@@ -94,19 +94,22 @@ def _attend_dq(
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
 def flash_attention_bwd_dq_kernel(
-    q, k, v, do, rows, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
+    q, k, v, do, rows, before, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
     do_stride_h, dq_stride_t, dq_stride_h, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, scale, left,
     right, slopes, slope_stride, seed, dropout,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
-    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WGMMA: tl.constexpr,
+    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IN_PLACE: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WGMMA: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program: dq of BLOCK_M queries of one head. ADD: to what `dq` holds. scale: times log2(e)."""
+    """One program: dq of BLOCK_M queries of one head. scale: times log2(e).
+
+    before: None, or what is added: [T, H, D] fp32, contiguous. IN_PLACE: it is `dq`.
+    """
     own = find_tile(q_offsets, q_starts, num_pieces, H, PIECES, BLOCK_M, True)
     if own.first < 0:
         return
-    if ADD:
+    if before is not None and IN_PLACE:
         seen = keys_seen(own, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
         if seen == 0:
             return
@@ -149,11 +152,11 @@ def flash_attention_bwd_dq_kernel(
                     )  # fmt: skip
     inside = q_inside & (d < D_OUT)[None, :]
     dq += (begin + first_row) * dq_stride_t + head * dq_stride_h
-    targets = dq + m[:, None] * dq_stride_t + d[None, :]
     result = acc * (scale / LOG2_E)
-    if ADD:
-        result += tl.load(targets, inside, 0.0)
-    tl.store(targets, result.to(dq.dtype.element_ty), inside)
+    if before is not None:
+        before += (begin + first_row) * (H * D_OUT) + head * D_OUT
+        result += tl.load(before + m[:, None] * (H * D_OUT) + d[None, :], inside, 0.0)
+    tl.store(dq + m[:, None] * dq_stride_t + d[None, :], result.to(dq.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -251,10 +254,18 @@ def _one_head(
 
 
 @triton.jit
-def _store_sum(target, sums, place, value, inside):
+def _store_sum(
+    target, sums, stride_t, stride_h, begin, head, value, length, WIDTH: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Rows begin .. of a head of `target`: value, its first `length` rows, + those of `sums`, contiguous, if any."""
+    row = tl.arange(0, value.shape[0])[:, None]
+    column = tl.arange(0, value.shape[1])[None, :]
+    inside = (row < length) & (column < WIDTH)
     if sums is not None:
-        value += tl.load(sums + place, inside, 0.0)
-    tl.store(target + place, value.to(target.dtype.element_ty), inside)
+        sums += begin * (HEADS * WIDTH) + head * WIDTH
+        value += tl.load(sums + row * (HEADS * WIDTH) + column, inside, 0.0)
+    target += begin * stride_t + head * stride_h
+    tl.store(target + row * stride_t + column, value.to(target.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
@@ -270,7 +281,7 @@ def flash_attention_bwd_dkv_kernel(
 ):  # fmt: skip
     """One program: dk and dv of BLOCK_N keys of one head of keys, over the GROUP heads of queries that share it.
 
-    dk_sums, dv_sums: None, or what is added to them, at the same places.
+    dk_sums, dv_sums: None, or what is added to them, contiguous.
     """
     # With a causal mask the first tile of a piece has the most work.
     own = find_tile(k_offsets, k_starts, num_pieces, H // GROUP, PIECES, BLOCK_N, False)
@@ -305,7 +316,8 @@ def flash_attention_bwd_dkv_kernel(
                 slopes, slope_stride, seed, dropout, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, BLOCK_M,
                 BLOCK_N, PAD_D, PAD_V, TMA,
             )  # fmt: skip
-    place = (begin + first_row) * dk_stride_t + k_head * dk_stride_h + n[:, None] * dk_stride_t + d[None, :]
-    _store_sum(dk, dk_sums, place, acc_k * (scale / LOG2_E), k_inside & (d < D_OUT)[None, :])
-    place = (begin + first_row) * dv_stride_t + k_head * dv_stride_h + n[:, None] * dv_stride_t + e[None, :]
-    _store_sum(dv, dv_sums, place, acc_v, k_inside & (e < V_OUT)[None, :])
+    acc_k *= scale / LOG2_E
+    begin += first_row
+    rest = length - first_row
+    _store_sum(dk, dk_sums, dk_stride_t, dk_stride_h, begin, k_head, acc_k, rest, D_OUT, H // GROUP)
+    _store_sum(dv, dv_sums, dv_stride_t, dv_stride_h, begin, k_head, acc_v, rest, V_OUT, H // GROUP)

@@ -68,18 +68,18 @@ def _attend(
 
 @triton.jit
 def _walk(
-    acc, before, query, own, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale, slope,
+    acc, known, query, own, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale, slope,
     left, right, seed, pair, dropout,
     D: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     ADD: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, IS_STEADY: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """`_attend` over all keys. acc, before: output and log-sum-exp (in units of log2) of other keys, with ADD."""
+    """`_attend` over all keys. acc, known: output and log-sum-exp (in units of log2) of other keys, with ADD."""
     peak = tl.full([BLOCK_M], 0.0 if IS_STEADY else LEAST, tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
     if ADD:
-        peak = tl.maximum(before, peak)
-        sums = tl.exp2(before - peak)
+        peak = tl.maximum(known, peak)
+        sums = tl.exp2(known - peak)
         acc = acc * sums[:, None]
     for i in tl.static_range(PIECES):
         k_begin, k_length, k_position = piece(own.sequence * PIECES + i, k_offsets, k_starts)
@@ -115,23 +115,26 @@ def flash_attention_longest_kernel(
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
 def flash_attention_fwd_kernel(
-    q, k, v, longest, out, lse, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t,
-    out_stride_h, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, scale, left, right, slopes, slope_stride,
-    seed, dropout,
+    q, k, v, longest, before, out, lse, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    out_stride_t, out_stride_h, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, scale, left, right, slopes,
+    slope_stride, seed, dropout,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
-    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ADD: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
-    TMA: tl.constexpr,
+    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IN_PLACE: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
+    PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head. ADD: `out` and `lse` hold what earlier calls found, of other keys.
+    """One program: BLOCK_M queries of one head.
 
     longest: None, or for each head of keys the square of the greatest norm (see `STEADY`).
+    before: None, or with `lse` what earlier calls found, of other keys: [T, H, V] fp32, contiguous. IN_PLACE:
+        it is `out`.
     """
-    # The last tile of a piece has the most work.
+    ADD: tl.constexpr = before is not None
+    # With a causal mask the last tile has the most work.
     own = find_tile(q_offsets, q_starts, num_pieces, H, PIECES, BLOCK_M, True)
     if own.first < 0:
         return
-    if ADD:
+    if ADD and IN_PLACE:
         seen = keys_seen(own, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
         if seen == 0:
             return
@@ -147,16 +150,15 @@ def flash_attention_fwd_kernel(
     if slopes is not None:
         slope = tl.load(slopes + sequence * slope_stride + head) * LOG2_E
     inside = q_inside & (e < V_OUT)[None, :]
-    out += (begin + first_row) * out_stride_t + head * out_stride_h
-    outputs = out + m[:, None] * out_stride_t + e[None, :]
     lse += head.to(tl.int64) * total + begin + first_row + m
 
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
-    before = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    known = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if ADD:
-        before = tl.load(lse, first_row + m < length, float("-inf")) * LOG2_E
+        known = tl.load(lse, first_row + m < length, float("-inf")) * LOG2_E
+        before += (begin + first_row) * (H * V_OUT) + head * V_OUT
         # What is stored has been divided by 1 - dropout.
-        acc = tl.load(outputs, inside, 0.0) * (1.0 - dropout)
+        acc = tl.load(before + m[:, None] * (H * V_OUT) + e[None, :], inside, 0.0) * (1.0 - dropout)
     k += head // GROUP * k_stride_h
     v += head // GROUP * v_stride_h
     steady = False
@@ -164,15 +166,18 @@ def flash_attention_fwd_kernel(
         # The product of two norms is no less than any score: NaN or inf is not steady.
         norm = tl.max(tl.sum(query.to(tl.float32) * query.to(tl.float32), 1))
         steady = norm * tl.load(longest + head // GROUP) * (scale * scale) <= STEADY * STEADY
+        if ADD:
+            # Nor may what is known be lost beside a maximum of 0.
+            steady = steady & (tl.min(tl.where(known > float("-inf"), known, 0.0)) >= -STEADY)
     if steady:
         acc, peak, sums = _walk(
-            acc, before, query, own, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale,
+            acc, known, query, own, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale,
             slope, left, right, seed, sequence * H + head, dropout, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ADD, ALIGNED,
             PRECISION, True, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
         )  # fmt: skip
     else:
         acc, peak, sums = _walk(
-            acc, before, query, own, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale,
+            acc, known, query, own, t, t_first, q_inside, k, v, k_stride_t, v_stride_t, k_offsets, k_starts, scale,
             slope, left, right, seed, sequence * H + head, dropout, D, V, PIECES, HAS_LEFT, HAS_RIGHT, ADD, ALIGNED,
             PRECISION, False, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
         )  # fmt: skip
@@ -180,4 +185,5 @@ def flash_attention_fwd_kernel(
     sums = tl.where(found, sums, 1.0)  # of a query that saw nothing acc is 0
     tl.store(lse, tl.where(found, (peak + tl.log2(sums)) / LOG2_E, float("-inf")), first_row + m < length)
     result = acc / (sums * (1.0 - dropout))[:, None]
-    tl.store(outputs, result.to(out.dtype.element_ty), inside)
+    out += (begin + first_row) * out_stride_t + head * out_stride_h
+    tl.store(out + m[:, None] * out_stride_t + e[None, :], result.to(out.dtype.element_ty), inside)

@@ -6,7 +6,17 @@ size.
 
 import torch
 
-from hstu_sparse.launch import INTERPRET, aligned, allow_descriptors, architecture, cdiv, padded_head, precision
+from hstu_sparse.launch import (
+    INTERPRET,
+    aligned,
+    allow_descriptors,
+    architecture,
+    cdiv,
+    padded_head,
+    precision,
+    specialization,
+    start,
+)
 from hstu_sparse.registration import Operator
 from hstu_sparse.ring.flash.backward import (
     flash_attention_bwd_dkv_kernel,
@@ -125,35 +135,44 @@ class Launch:
             PAD_V=self.sizes[1],
         )  # fmt: skip
 
-    def _prepared(self, config: dict) -> dict:
+    def _start(self, kernel, rows: int, heads: int, arguments: tuple, config: dict, **more) -> None:
+        """A program for each tile of config's BLOCK of `rows` tokens and each head."""
         if config["TMA"]:
             allow_descriptors()
-        return config
+        options = {name: x for name, x in config.items() if not name.isupper()}
+        constants = self.constants | more | {name: x for name, x in config.items() if name.isupper()}
+        arguments = (*arguments, *self.problem)
+        start(kernel, (rows + self.pieces) * heads, arguments, constants, options, specialization(arguments))
 
     def _longest(self) -> torch.Tensor:
         """[Hkv] fp32: the square of the greatest norm of each head's keys."""
         longest = torch.zeros(self.kv_heads, dtype=torch.float32, device=self.k.device)
         tokens, block = self.k.shape[0], max(16, 8192 // self.sizes[0])
         if tokens:
-            flash_attention_longest_kernel[(cdiv(tokens, block) * self.kv_heads,)](
-                self.k, longest, *self._strides(self.k), tokens, HEADS=self.kv_heads, D=self.k.shape[2], BLOCK=block,
-                PAD_D=self.sizes[0],
+            arguments = self.k, longest, *self._strides(self.k), tokens
+            constants = dict(HEADS=self.kv_heads, D=self.k.shape[2], BLOCK=block, PAD_D=self.sizes[0])
+            start(
+                flash_attention_longest_kernel, cdiv(tokens, block) * self.kv_heads, arguments, constants, {},
+                specialization(arguments),
             )  # fmt: skip
         return longest
 
     def _strides(self, *tensors):
         return [stride for x in tensors for stride in x.stride()[:2]]
 
-    def forward(self, out: torch.Tensor, lse: torch.Tensor, *, add: bool, config: dict | None = None) -> None:
-        """Writes out [T, H, V] and lse [H, T] fp32; `add`: merges with what they hold, of other keys; out is fp32."""
+    def forward(self, out: torch.Tensor, lse: torch.Tensor, *, before=None, config: dict | None = None) -> None:
+        """Writes out [T, H, V] and lse [H, T] fp32.
+
+        before: [T, H, V] fp32, contiguous, perhaps `out`: with lse what other keys gave, to be merged.
+        """
         if not self.q.shape[0]:
             return
-        config = dict(self._prepared(config or fwd_config(*self.chosen)))
+        config = dict(config or fwd_config(*self.chosen))
         longest = self._longest() if config.pop("STEADY", False) else None
-        grid = ((self.q.shape[0] // config["BLOCK_M"] + self.pieces) * self.heads,)
-        flash_attention_fwd_kernel[grid](
-            self.q, self.k, self.v, longest, out, lse, *self._strides(self.q, self.k, self.v, out), *self.problem,
-            **self.constants, ADD=add, **config,
+        strides = self._strides(self.q, self.k, self.v, out)
+        self._start(
+            flash_attention_fwd_kernel, self.q.shape[0] // config["BLOCK_M"], self.heads,
+            (self.q, self.k, self.v, longest, before, out, lse, *strides), config, IN_PLACE=before is out,
         )  # fmt: skip
 
     def rows(self, out: torch.Tensor, grad: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -164,32 +183,36 @@ class Launch:
         if tokens:
             grad = grad if grad.stride(-1) == 1 else grad.contiguous()
             block = min(ROW_BLOCK.value, max(16, 4096 // self.sizes[1]))
-            flash_attention_bwd_rows_kernel[(slots * ROW_BLOCK.value // block * self.heads,)](
-                out, grad, lse, rows, *self._strides(out, grad), self.layout.q_offsets, self.pieces, tokens,
-                H=self.heads, V=self.v_out, BLOCK=block, PAD_V=self.sizes[1],
+            arguments = (
+                out, grad, lse, rows, *self._strides(out, grad), self.layout.q_offsets, self.pieces, tokens
+            )  # fmt: skip
+            constants = dict(H=self.heads, V=self.v_out, BLOCK=block, PAD_V=self.sizes[1])
+            start(
+                flash_attention_bwd_rows_kernel, slots * ROW_BLOCK.value // block * self.heads, arguments, constants,
+                {}, specialization(arguments),
             )  # fmt: skip
         return rows
 
-    def dq(self, grad: torch.Tensor, rows: torch.Tensor, dq: torch.Tensor, *, add: bool, config=None) -> None:
-        """Writes dq [T, H, D], or with `add` (dq is fp32) adds to it."""
+    def dq(self, grad: torch.Tensor, rows: torch.Tensor, dq: torch.Tensor, *, before=None, config=None) -> None:
+        """Writes dq [T, H, D], `before` ([T, H, D] fp32, contiguous, perhaps dq) and these keys' part of it."""
         if not self.q.shape[0]:
             return
-        grad, config = _rows(grad), self._prepared(config or bwd_dq_config(*self.chosen))
-        grid = ((self.q.shape[0] // config["BLOCK_M"] + self.pieces) * self.heads,)
-        flash_attention_bwd_dq_kernel[grid](
-            self.q, self.k, self.v, grad, rows, dq, *self._strides(self.q, self.k, self.v, grad, dq), *self.problem,
-            **self.constants, ADD=add, **config,
+        grad, config = _rows(grad), config or bwd_dq_config(*self.chosen)
+        strides = self._strides(self.q, self.k, self.v, grad, dq)
+        self._start(
+            flash_attention_bwd_dq_kernel, self.q.shape[0] // config["BLOCK_M"], self.heads,
+            (self.q, self.k, self.v, grad, rows, before, dq, *strides), config, IN_PLACE=before is dq,
         )  # fmt: skip
 
     def dkv(self, grad, rows: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, sums=None, config=None) -> None:
-        """Writes dk [S, Hkv, D] and dv [S, Hkv, V], contiguous; `sums`: two such that are added, perhaps the same."""
+        """Writes dk [S, Hkv, D] and dv [S, Hkv, V]; `sums`: two such, contiguous, that are added, perhaps the same."""
         if not self.k.shape[0]:
             return
-        grad, config = _rows(grad), self._prepared(config or bwd_dkv_config(*self.chosen))
-        grid = ((self.k.shape[0] // config["BLOCK_N"] + self.pieces) * self.kv_heads,)
-        flash_attention_bwd_dkv_kernel[grid](
-            self.q, self.k, self.v, grad, rows, dk, dv, *(sums or (None, None)),
-            *self._strides(self.q, self.k, self.v, grad, dk, dv), *self.problem, **self.constants, **config,
+        grad, config = _rows(grad), config or bwd_dkv_config(*self.chosen)
+        strides = self._strides(self.q, self.k, self.v, grad, dk, dv)
+        self._start(
+            flash_attention_bwd_dkv_kernel, self.k.shape[0] // config["BLOCK_N"], self.kv_heads,
+            (self.q, self.k, self.v, grad, rows, dk, dv, *(sums or (None, None)), *strides), config,
         )  # fmt: skip
 
 
@@ -203,7 +226,7 @@ def _forward(q, k, v, *rest):
     launch = _launch(q, k, v, *rest)
     out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    launch.forward(out, lse, add=False)
+    launch.forward(out, lse)
     return out, lse
 
 
@@ -213,7 +236,7 @@ def _backward(grad, q, k, v, *rest):
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     rows = launch.rows(out, grad, lse)
     launch.dkv(grad, rows, dk, dv)
-    launch.dq(grad, rows, dq, add=False)
+    launch.dq(grad, rows, dq)
     return [dq, dk, dv]
 
 

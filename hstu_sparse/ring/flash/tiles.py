@@ -89,13 +89,13 @@ def find_tile(
     offsets, starts, num_pieces, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
     LAST_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The program's Tile, `first` negative where there is none. LAST_FIRST: a piece's tiles from its end on."""
-    index, begin, length, tile = locate(offsets, tl.program_id(0) // HEADS, num_pieces, BLOCK)
-    _, _, position = piece(index, offsets, starts)
+    """The program's Tile, `first` negative where there is none. LAST_FIRST: from the last piece's end on."""
+    slot = tl.program_id(0) // HEADS
     if LAST_FIRST:
-        first = ((length + BLOCK - 1) // BLOCK - 1 - tile) * BLOCK
-    else:
-        first = tl.where(tile * BLOCK < length, tile * BLOCK, -1)
+        slot = tl.num_programs(0) // HEADS - 1 - slot
+    index, begin, length, tile = locate(offsets, slot, num_pieces, BLOCK)
+    _, _, position = piece(index, offsets, starts)
+    first = tl.where(tile * BLOCK < length, tile * BLOCK, -1)
     return Tile(tl.program_id(0) % HEADS, index, index // PIECES, begin, length, position, first)
 
 

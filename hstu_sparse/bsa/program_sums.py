@@ -1,0 +1,173 @@
+"""The bias tables' gradients of one program, summed up in shared memory before they go to memory.
+
+A program owns a tile of queries and meets keys that stand side by side, or mean keys, tile by tile. Letters: BM queries
+and BN keys of a tile.
+
+Position: of keys side by side the sums along the tile's diagonals, in cells of the ring (assembly.py). Tiles take turns
+in two stretches of it: while one is added to, the one before goes to memory. Time: the histogram of assembly.py.
+
+Both hold integers: a program's terms times a scale that makes of the greatest that its queries' gradients and gates
+allow one of 21 bits, less what keeps a cell's sum of all terms below 2^31. What leaves shared memory is fp32.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.assembly import (
+    HISTOGRAM_ROWS,
+    barrier,
+    histogram_add,
+    histogram_add_sum,
+    histogram_close,
+    histogram_lane,
+    histogram_move_sum,
+    histogram_open,
+    ring_add,
+    ring_open,
+    ring_take,
+)
+from hstu_sparse.bsa.bias import LANES, differences, edge_place, near_place, reached, side_times
+from hstu_sparse.bsa.reach import MOST_EDGES, find_bucket
+from hstu_sparse.tiles import opaque, row_norms
+
+# The greatest integer that a term becomes.
+_GREATEST_TERM = tl.constexpr(2.0**21 - 1)
+# SiLU's greatest slope, 1.0998, with room for roundings.
+_STEEPEST = tl.constexpr(1.125)
+_TINY, _INFINITY = tl.constexpr(1e-30), tl.constexpr(float("inf"))
+# Cells of a stretch: the diagonals of a tile are fewer.
+_STRETCH = tl.constexpr(512)
+_ROWS = tl.constexpr(HISTOGRAM_ROWS)
+
+
+class ProgramSums(NamedTuple):
+    """Where a program's sums are, and what scales them.
+
+    ring, histogram    shared-memory addresses, 0 without the table
+    lane               of the lane's cells of the histogram
+    scale, time_scale  of a term in the ring and in the histogram
+    turn               0 or 1, the stretch of the ring that the last tile was added to
+    low                its least distance, t - s
+    """
+
+    ring: tl.tensor
+    histogram: tl.tensor
+    lane: tl.tensor
+    scale: tl.tensor
+    time_scale: tl.tensor
+    turn: tl.tensor
+    low: tl.tensor
+
+
+@triton.jit
+def open_sums(bias, upstream, norm, cmp, slc, time_unit):
+    """Sums of nothing.
+
+    upstream: the queries' [BM, BV]; norm: pointer to the greatest norm of a value; cmp, slc: [BM], the weight of mean
+    keys and the greatest of any other; time_unit: what keeps the histogram's sums small enough.
+    """
+    ring, histogram, lane = 0, 0, 0
+    rows = row_norms(upstream.to(tl.float32))
+    most = _STEEPEST * tl.load(norm)
+    exact = _most(rows * tl.abs(slc)) * most
+    scale = _GREATEST_TERM / (exact + _TINY)
+    time_scale = time_unit * _GREATEST_TERM / (tl.maximum(_most(rows * tl.abs(cmp)) * most, exact) + _TINY)
+    if bias.position is not None:
+        ring = ring_open(0)
+    if bias.time is not None:
+        histogram = histogram_open(0)
+        lane = histogram_lane(histogram)
+    tl.debug_barrier()
+    return ProgramSums(ring, histogram, lane, scale, time_scale, 0, 0)
+
+
+@triton.jit
+def _most(x):
+    return tl.max(tl.where(x == x, x, _INFINITY), 0)
+
+
+@triton.jit
+def add_means(sums, grad, bias, far, near, origin, reaches, ASM: tl.constexpr):
+    """Adds a tile of mean keys to the time table's sums; arguments as of `time_tile`, mean keys on the far side."""
+    if bias.time is not None:
+        lowest, edges, _, _ = reaches
+        if edges > MOST_EDGES:
+            bucket = find_bucket(differences(bias, far, near, 1, False, ASM), bias.cells, ASM)
+        else:
+            bucket = tl.broadcast_to(lowest[None, :], grad.shape)
+            if edges > 0:
+                beside = near_place(bias, near, origin, False, ASM)
+                times = side_times(bias, far, False, ASM)
+                past = reached(edge_place(bias, times, origin, lowest + 1, False, ASM), beside, 1)
+                if edges > 1:
+                    past += reached(edge_place(bias, times, origin, lowest + 2, False, ASM), beside, 1)
+                if edges > 2:
+                    past += reached(edge_place(bias, times, origin, lowest + 3, False, ASM), beside, 1)
+                    past += reached(edge_place(bias, times, origin, lowest + 4, False, ASM), beside, 1)
+                bucket += past.to(tl.int32)
+        histogram_add(sums.lane, bucket, grad, sums.time_scale, True)
+
+
+@triton.jit
+def _move(sums, grad, bias, far, near, origin, lowest, bucket, E: tl.constexpr, ASM: tl.constexpr):
+    place = edge_place(bias, far, origin, lowest + E, True, ASM)[:, None]
+    histogram_move_sum(sums.lane, bucket + E, grad, place, near[None, :], sums.time_scale, True)
+
+
+@triton.jit
+def add_keys(tables, sums, grad, bias, far, near, origin, reaches, apart, ASM: tl.constexpr):
+    """The sums with a tile of keys that stand side by side and that all queries reach alike.
+
+    apart: how far the first key is behind the first query. Others: as of `time_tile`, queries on the far side.
+    """
+    BM: tl.constexpr = grad.shape[0]
+    BN: tl.constexpr = grad.shape[1]
+    turn, low = sums.turn, sums.low
+    if bias.position is not None:
+        barrier(apart)
+        _flush(tables, sums)
+        # Triton pipelines no loop that hands on a number as it is: hence `opaque`.
+        turn, low = 1 - turn, opaque(apart - (BN - 1))
+        cell = tl.arange(0, BM)[:, None] - tl.arange(0, BN)[None, :]
+        ring_add(sums.ring + 4 * (BN - 1 + turn * _STRETCH) + 4 * cell, grad, sums.scale)
+    if bias.time is not None:
+        lowest, edges, bucket, _ = reaches
+        if edges > MOST_EDGES:
+            buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
+            histogram_add(sums.lane, buckets, grad, sums.time_scale, True)
+        else:
+            histogram_add_sum(sums.lane, bucket, grad, sums.time_scale, True)
+            if edges > 0:
+                beside = near_place(bias, near, origin, True, ASM)
+                times = side_times(bias, far, True, ASM)
+                _move(sums, grad, bias, times, beside, origin, lowest, bucket, 1, ASM)
+                if edges > 1:
+                    _move(sums, grad, bias, times, beside, origin, lowest, bucket, 2, ASM)
+                if edges > 2:
+                    _move(sums, grad, bias, times, beside, origin, lowest, bucket, 3, ASM)
+                    _move(sums, grad, bias, times, beside, origin, lowest, bucket, 4, ASM)
+    return ProgramSums(sums.ring, sums.histogram, sums.lane, sums.scale, sums.time_scale, turn, low)
+
+
+@triton.jit
+def _flush(tables, sums):
+    cell = tl.arange(0, 128)
+    value = ring_take(sums.ring + 4 * _STRETCH * sums.turn, cell)
+    use = (sums.low + cell >= 0) & (value != 0)
+    tl.atomic_add(tables.ahead + sums.low + cell, value.to(tl.float32) / sums.scale, use, sem="relaxed")
+
+
+@triton.jit
+def close_sums(tables, sums):
+    """Moves all sums to memory: NaN where a term had no bound."""
+    bad = sums.time_scale == 0.0
+    if tables.ahead is not None:
+        tl.debug_barrier()
+        _flush(tables, sums)
+        tl.atomic_add(tables.ahead, float("nan"), mask=bad, sem="relaxed")
+    if tables.time is not None:
+        cells = tables.time + (tl.program_id(0) + tl.program_id(1)) % LANES
+        histogram_close(sums.histogram, cells, 1.0 / sums.time_scale, 0, _ROWS, True, LANES)
+        tl.atomic_add(tables.time, float("nan"), mask=bad, sem="relaxed")

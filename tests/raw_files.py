@@ -1,0 +1,31 @@
+"""What the tests of raw files and of their cache share."""
+
+import numpy as np
+import pytest
+
+from data.datasets import DataError
+
+GOOD = "7\t900\t5\t200\n" * 16
+CSV = "user,item,timestamp,how\nu,i,1,0\n"
+
+
+def events(dataset):
+    """[(user id, item id, timestamp, action)] in the order of the columns."""
+    users = np.repeat(np.arange(dataset.num_users), np.diff(dataset.user_offsets))
+    actions = [None] * dataset.num_events if dataset.actions is None else dataset.actions.tolist()
+    return list(
+        zip(
+            dataset.user_ids[users].tolist(),
+            dataset.item_ids[dataset.items].tolist(),
+            dataset.timestamps.tolist(),
+            actions,
+        )
+    )
+
+
+def error_of(load, *args, **kwargs):
+    with pytest.raises(DataError) as caught:
+        load(*args, **kwargs)
+    message = str(caught.value)
+    assert "\n" not in message and message
+    return message
