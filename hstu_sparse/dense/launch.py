@@ -91,8 +91,11 @@ class _Case(NamedTuple):
 def _constants(case: _Case, config: Callable[[Features], dict]) -> tuple[dict, dict]:
     """(An attention kernel's constants, Triton's own options), `config` one of configs.py. `aligned` pads the heads."""
     d, v, f = cdiv(case.d, 16) * 16, cdiv(case.v, 16) * 16, case.features
+    # Wider than a tile of fp32 is high: see `bwd_dq_config`.
+    least = 32 if f.dtype == torch.float32 else 16
     constants = dict(
-        H=case.heads, D=d, V=v, D_OUT=case.d, V_OUT=case.v, PAD_D=padded_head(d), PAD_V=padded_head(v),
+        H=case.heads, D=d, V=v, D_OUT=case.d, V_OUT=case.v, PAD_D=max(least, padded_head(d)),
+        PAD_V=max(least, padded_head(v)),
         HAS_TARGETS=case.targets, HAS_WINDOW=case.window, HAS_POSITION=f.position, HAS_TIME=f.time,
         FAST=f.dtype != torch.float32, PRECISION=case.precision, ASM=case.asm,
     )  # fmt: skip
