@@ -261,7 +261,7 @@ def bsa_query_bwd_dq_kernel(
 ):  # fmt: skip
     """Gradient of q and of the gates. A gate's gradient is its branch's output times do: the sum of weight * (do.v).
 
-    SUMS: the tables' gradients are summed up in shared memory first: see program_sums.py, also for `norm` and the units.
+    SUMS: the tables' gradients are summed up in shared memory first: program_sums.py, also on `norm` and the units.
     """
     h = tl.program_id(1)
     asks = find_queries(offsets, bias, tiles, H, B, BM, BS)
