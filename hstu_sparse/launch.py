@@ -82,7 +82,8 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     size = x.shape[-1]
     if size % 16:
         return torch.nn.functional.pad(x, (0, 16 - size % 16))
-    whole = x.stride(-1) == 1 and all(stride % 16 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    *strides, last = x.stride()
+    whole = last == 1 and not any([stride % 16 for stride in strides]) and x.data_ptr() % 16 == 0
     return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -133,7 +134,15 @@ _OPTIONS = "num_warps", "num_stages", "maxnreg"
 def specialization(arguments: tuple, parameters: Sequence | None = None) -> tuple:
     """What Triton tells calls of a kernel apart by: the key of `start`. parameters: a kernel's, with its exemptions."""
     if parameters is None:
-        return tuple(map(_kind, arguments))
+        kinds = [
+            (x.dtype, x.data_ptr() % 16 == 0)
+            if isinstance(x, torch.Tensor)
+            else (-(2**31) <= x < 2**31, x == 1, x % 16 == 0)
+            if isinstance(x, int)
+            else _kind(x)
+            for x in arguments
+        ]
+        return tuple(kinds)
     return tuple(_kind(x, p.do_not_specialize, p.do_not_specialize_on_alignment) for x, p in zip(arguments, parameters))
 
 
