@@ -118,10 +118,17 @@ class Batch:
         filled.seq_offsets = torch.cat([self.seq_offsets, self.num_tokens + ends.clamp(max=more)])
         return filled
 
-    def copy_(self, other: Batch) -> None:
-        """Overwrites this batch's tensors, and its phase, with those of one of the same shape."""
+    def overwrite(self, other: Batch, longest: int) -> None:
+        """Makes of this batch, in place, other.padded(T, B, longest) with the T and B that it has."""
         for name, mine in self._tensors().items():
-            mine.copy_(getattr(other, name))
+            theirs = getattr(other, name)
+            mine[: len(theirs)].copy_(theirs)
+            if name != "seq_offsets":
+                mine[len(theirs) :].fill_(-1 if name == "target_ids" else 0)
+        ends = self.seq_offsets[len(other.seq_offsets) :]
+        if len(ends):
+            first = other.num_tokens + longest
+            torch.arange(first, first + longest * len(ends), longest, out=ends).clamp_(max=self.num_tokens)
         self.phase = other.phase
 
 
@@ -140,10 +147,11 @@ def _device_columns(dataset: Dataset, device: torch.device) -> dict[str, Tensor 
     kept = _on_device.setdefault(dataset, {})
     if device not in kept:
         columns = _columns(dataset)
-        size = sum(c.nbytes for c in columns.values() if c is not None)
+        size = sum(8 * c.numel() for c in columns.values() if c is not None)
         if size > torch.cuda.mem_get_info(device)[0] // 4:
             return None
-        kept[device] = {name: None if c is None else c.to(device) for name, c in columns.items()}
+        # As batches have them, which then need no conversion.
+        kept[device] = {name: None if c is None else c.to(device).long() for name, c in columns.items()}
     return kept[device]
 
 

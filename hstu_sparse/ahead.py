@@ -74,8 +74,8 @@ def report(kernel: CompiledKernel) -> dict:
 
     Returns:
         dict with `name`, `arch`, `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes` (dynamic and
-        static, from sm_90 on with 1 KB of the driver's), `unset_registers` (see below), `matrix_instructions` (names of
-        the tensor cores' instructions), `asm`.
+        static, from sm_90 on with 1 KB of the driver's), `unset_registers` and `added_twice` (see below),
+        `matrix_instructions` (names of the tensor cores' instructions), `asm`.
     """
     tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -95,11 +95,39 @@ def report(kernel: CompiledKernel) -> dict:
         "shared_bytes": kernel.metadata.shared + static,
         # Blackwell's instructions, and where they put their operands, are others.
         "unset_registers": _unset_registers(listing.stdout) if kernel.metadata.target.arch <= 90 else [],
+        "added_twice": _added_twice(kernel.asm["ttgir"]),
         "matrix_instructions": sorted(
             set(re.findall(r"\b(?:HGMMA|QGMMA|IGMMA|HMMA|IMMA|UTC\w*MMA)\b", listing.stdout))
         ),
         "asm": kernel.asm,
     }
+
+
+def _added_twice(ttgir: str) -> list[str]:
+    """Tiles that inline assembly adds to shared memory, and whose values stand in more than one thread.
+
+    A layout covers a tile smaller than itself several times over, and each thread that has a value would add it.
+    """
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S+<.*>)$", ttgir, re.M))
+    found = []
+    for line in ttgir.splitlines():
+        if "elementwise_inline_asm" in line and "red.shared" in line:
+            for shape, name in re.findall(r"tensor<((?:\d+x)+)\w+, (#\w+)>", line):
+                sizes = [int(size) for size in shape.split("x") if size]
+                if any(have > size for have, size in zip(_covered(layouts[name]), sizes)):
+                    found.append(f"{shape[:-1]} in {layouts[name]}")
+    return sorted(set(found))
+
+
+def _covered(layout: str) -> list[int]:
+    """The tile that a program's threads cover once in this layout."""
+
+    def numbers(name: str) -> list[int]:
+        return [int(n) for n in re.search(name + r" = \[([\d, ]+)\]", layout)[1].split(",")]
+
+    if "nvidia_mma" in layout:
+        return [a * b for a, b in zip(numbers("warpsPerCTA"), numbers("instrShape"))]
+    return [a * b * c for a, b, c in zip(*map(numbers, ("sizePerThread", "threadsPerWarp", "warpsPerCTA")))]
 
 
 def _unset_registers(listing: str) -> list[str]:

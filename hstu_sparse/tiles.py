@@ -52,6 +52,21 @@ def silu_and_grad(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def drop(values, seed, row, dropout, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Zeroes what the mask of (seed, row, column) drops, divides the rest by 1 - dropout.
+
+    One Philox call gives four columns their random numbers, of which 24 bits decide.
+    """
+    zero = tl.zeros([ROWS, BLOCK_C // 4], tl.int32)
+    first, second, third, fourth = tl.philox(
+        tl.load(seed), zero + tl.arange(0, BLOCK_C // 4)[None, :], zero + row, zero, zero
+    )
+    bits = tl.join(tl.join(first, third), tl.join(second, fourth)).reshape(ROWS, BLOCK_C)
+    kept = (bits >> 8).to(tl.float32) >= dropout * 16777216.0
+    return tl.where(kept, values / (1.0 - dropout), 0.0)
+
+
+@triton.jit
 def locate(offsets, slot, B, SIZE):
     """(sequence, its first token, its length, tile within the sequence) of a slot; the tile may lie past the end."""
     low = 0

@@ -45,7 +45,6 @@ class GraphedStep:
         self.captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Batch, Losses]] = {}
 
     def __call__(self, batch: Batch) -> Losses:
-        batch = batch.padded(padded_tokens(batch.num_tokens), self.sequences, self.longest)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             losses = self._run(batch)
@@ -53,15 +52,16 @@ class GraphedStep:
         return losses
 
     def _run(self, batch: Batch) -> Losses:
-        key = batch.num_tokens, batch.phase
-        if key not in self.met:
-            self.met.add(key)
-            return self.step(batch)
-        if key not in self.captured:
-            self.captured[key] = self._capture(batch)
-        graph, static, losses = self.captured[key]
-        if static is not batch:
-            static.copy_(batch)
+        key = padded_tokens(batch.num_tokens), batch.phase
+        if key in self.captured:
+            self.captured[key][1].overwrite(batch, self.longest)
+        else:
+            padded = batch.padded(key[0], self.sequences, self.longest)
+            if key not in self.met:
+                self.met.add(key)
+                return self.step(padded)
+            self.captured[key] = self._capture(padded)
+        graph, _, losses = self.captured[key]
         graph.replay()
         return losses
 

@@ -81,7 +81,7 @@ def test_opcheck():
 
 
 def test_the_kernels_need_a_seed():
-    with pytest.raises(ValueError, match="dropout > 0 needs a seed|needs CUDA tensors"):
+    with pytest.raises(ValueError, match=r"dropout > 0 needs a seed|needs CUDA tensors"):
         kernel(**inputs((2,), 2, 4, device=DEVICE), dropout=0.5)
 
 

@@ -321,6 +321,24 @@ def test_padding_changes_no_real_position(kind):
         batch.padded(51, 6, 12)
 
 
+@pytest.mark.parametrize("actions", [False, True])
+def test_a_padded_batch_is_overwritten_as_another_would_be_padded(actions):
+    torch.manual_seed(0)
+    first, second = make_batch([7, 0, 12]), make_batch([3, 12, 1, 6])
+    if actions:
+        first.actions, second.actions = (torch.arange(batch.num_tokens) for batch in (first, second))
+    second.phase = 5
+    for tokens, sequences in ((40, 7), (22, 4)):
+        padded, expected = first.padded(40, 7, 12), second.padded(tokens, sequences, 12)
+        if tokens == 22:
+            padded = expected._map(torch.zeros_like)
+        padded.overwrite(second, 12)
+        assert padded.phase == 5
+        for name, x in vars(expected).items():
+            if isinstance(x, torch.Tensor):
+                assert torch.equal(getattr(padded, name), x), name
+
+
 def test_softmax_with_biases_and_a_shared_key_head_by_hand():
     model, batch = make_model("softmax with biases"), make_batch([5, 3])
     attention, generator = model.layers[0].attention, torch.Generator().manual_seed(3)

@@ -152,10 +152,9 @@ def plan_splits(rows: int, walked: int, config: dict, device: torch.device, row_
     return max(1, cdiv(walked, per_split)), per_split
 
 
-def _gather_tile(K: int, width: int) -> dict:
+def _gather_tile(width: int) -> dict:
     """Of a token's negatives at a time: loads wait for each other, so many small programs do better than few."""
-    rows = max(1, min(next_power_of_2(K), 16, 2 * ROW_TILE // width))
-    return dict(ROWS=rows, num_warps=max(1, min(4, rows * width // 1024)))
+    return dict(ROWS=max(1, min(8, 1024 // width)), num_warps=1)
 
 
 def _walk(config: dict, matrix: Tensor, *vectors: Tensor | None):
@@ -199,7 +198,7 @@ class _Call:
         self.precision = launch.close_precision(out.dtype)
         self.negatives, self.log_q = negatives, log_q
         self.K = 0 if negatives is None else negatives.shape[-1]
-        self.drawn = _gather_tile(self.K, self.width)
+        self.drawn = _gather_tile(self.width)
         self.per_token = negatives is not None and negatives.dim() == 2
         self.small = self.per_token and small.takes_products(self.I, self.K, self.E, out.dtype)
 

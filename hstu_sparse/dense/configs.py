@@ -26,7 +26,8 @@ def fwd_config(f: Features) -> dict:
     """Settings of the forward kernel."""
     wide = max(f.pad_d, f.pad_v) > 128
     if f.dtype == torch.float32:
-        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)
+        narrow = f.arch == 90 and max(f.pad_d, f.pad_v) <= 32
+        return dict(BLOCK_M=64 if narrow else 32, BLOCK_N=32, num_warps=4, num_stages=2)
     if f.arch == 90:
         if wide:
             return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
@@ -44,10 +45,14 @@ def fwd_config(f: Features) -> dict:
 
 @functools.cache
 def bwd_dq_config(f: Features) -> dict:
-    """Settings of the kernel of dq and of the bias tables' gradients. HOLD: q and do are held in registers."""
+    """Settings of the kernel of dq and of the bias tables' gradients. HOLD: q and do are held in registers.
+
+    No value of a tile of scores may stand in two threads, whose sums of the tables' gradients would have it twice: four
+    warps of tf32 products have 16 x 8 each, side by side where a tile is wider than high.
+    """
     wide, both = max(f.pad_d, f.pad_v) > 128, f.pad_d + f.pad_v
     if f.dtype == torch.float32:
-        return dict(BLOCK_M=32 if both <= 64 else 16, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=1)
+        return dict(BLOCK_M=16, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=1 if both > 128 else 2)
     if f.arch == 90:
         if wide or both <= 64:
             return dict(BLOCK_M=64, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=2)
@@ -64,7 +69,10 @@ def bwd_dkv_config(f: Features) -> dict:
     """Settings of the kernel of dk and dv. TMA: queries come by tensor descriptor, which needs few registers."""
     wide = max(f.pad_d, f.pad_v) > 128
     if f.dtype == torch.float32:
-        return dict(BLOCK_M=16, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
+        if f.arch == 90 and max(f.pad_d, f.pad_v) <= 32:
+            return dict(BLOCK_M=16, BLOCK_N=64, TMA=False, num_warps=4, num_stages=1)
+        rows = 32 if f.pad_d == f.pad_v == 64 else 16  # else it spills
+        return dict(BLOCK_M=rows, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
     if f.arch == 90:
         if wide:
             return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=8, num_stages=2)

@@ -31,7 +31,8 @@ from hstu_sparse.dense.plan import (
     purpose_of,
     with_backward,
 )
-from hstu_sparse.launch import INTERPRET, aligned, allow_descriptors, cdiv, close_precision, padded_head, start
+from hstu_sparse.launch import INTERPRET, allow_descriptors, cdiv, close_precision, padded_head, start
+from hstu_sparse.padding import padded
 from hstu_sparse.registration import Operator
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.time_buckets import device_cells
@@ -90,8 +91,11 @@ class _Case(NamedTuple):
 def _constants(case: _Case, config: Callable[[Features], dict]) -> tuple[dict, dict]:
     """(An attention kernel's constants, Triton's own options), `config` one of configs.py. `aligned` pads the heads."""
     d, v, f = cdiv(case.d, 16) * 16, cdiv(case.v, 16) * 16, case.features
+    # Wider than a tile of fp32 is high: see `bwd_dq_config`.
+    least = 32 if f.dtype == torch.float32 else 16
     constants = dict(
-        H=case.heads, D=d, V=v, D_OUT=case.d, V_OUT=case.v, PAD_D=padded_head(d), PAD_V=padded_head(v),
+        H=case.heads, D=d, V=v, D_OUT=case.d, V_OUT=case.v, PAD_D=max(least, padded_head(d)),
+        PAD_V=max(least, padded_head(v)),
         HAS_TARGETS=case.targets, HAS_WINDOW=case.window, HAS_POSITION=f.position, HAS_TIME=f.time,
         FAST=f.dtype != torch.float32, PRECISION=case.precision, ASM=case.asm,
     )  # fmt: skip
@@ -114,7 +118,7 @@ class _Launch:
         purpose = purpose_of(q, v, seq_offsets, num_targets, self.bias, max_seq_len, window_size)
         self.plan = AttentionPlan.of_flat(purpose, plan)
         self.d_out, self.v_out = q.shape[2], v.shape[2]
-        self.q, self.k, self.v = aligned(q), aligned(k), aligned(v)
+        self.q, self.k, self.v = padded(q, k, v)
         self.strides = *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2]
         self.alpha = alpha
         self.empty = purpose.total == 0 or purpose.num_seqs == 0
@@ -185,7 +189,7 @@ class _Launch:
         if self.empty:
             return [dq, dk, dv, *(x.zero_() for x in given)]
         self.plan = with_backward(self.plan, *self.metadata)
-        do = aligned(do)
+        (do,) = padded(do)
         self.key = *self.key, max(do.stride()[:2]) < 2**31
         purpose, strides = self.plan.purpose, (*self.strides, *do.stride()[:2])
         numbers = (

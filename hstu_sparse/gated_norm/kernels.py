@@ -18,6 +18,7 @@ import triton.language as tl
 
 from hstu_sparse.launch import cdiv, next_power_of_2
 from hstu_sparse.registration import Operator
+from hstu_sparse.tiles import drop
 from hstu_sparse.validation import check_kernel, check_seed
 
 MAX_CHANNELS = 4096
@@ -36,21 +37,6 @@ def _normalise(x, column, eps, C: tl.constexpr):
     centred = tl.where(column < C, x - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / C + eps)
     return centred * rstd, rstd
-
-
-@triton.jit
-def drop(values, seed, row, dropout, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Zeroes what the mask of (seed, row, column) drops, divides the rest by 1 - dropout.
-
-    One Philox call gives four columns their random numbers, of which 24 bits decide.
-    """
-    zero = tl.zeros([ROWS, BLOCK_C // 4], tl.int32)
-    first, second, third, fourth = tl.philox(
-        tl.load(seed), zero + tl.arange(0, BLOCK_C // 4)[None, :], zero + row, zero, zero
-    )
-    bits = tl.join(tl.join(first, third), tl.join(second, fourth)).reshape(ROWS, BLOCK_C)
-    kept = (bits >> 8).to(tl.float32) >= dropout * 16777216.0
-    return tl.where(kept, values / (1.0 - dropout), 0.0)
 
 
 # T is not specialised on: another batch, another T, the same kernel. Nor is the seed's alignment: it may be an element

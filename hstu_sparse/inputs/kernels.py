@@ -9,10 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.gated_norm.kernels import drop
 from hstu_sparse.launch import cdiv, next_power_of_2
 from hstu_sparse.registration import Operator
-from hstu_sparse.tiles import locate
+from hstu_sparse.tiles import drop, locate
 
 # Numbers of a program's tile.
 TILE = 2048

@@ -279,7 +279,7 @@ def _changes() -> Iterator[tuple[str, str, dict, str]]:
             bad = BAD_TENSORS | (BAD_FLOATING if value.is_floating_point() else {})
             if name == "invalid_attn_mask":  # only its last size is read
                 bad = {what: BAD_TENSORS[what] for what in ("None", "list", "numpy", "no dimension")}
-            if name in ("times", "g_swa"):
+            if name in ("times", "g_swa", "more", "bias"):
                 bad = {what: change for what, change in bad.items() if what != "None"}
             if operator == "hadamard_transform":  # it takes any number of dimensions
                 bad = {what: change for what, change in bad.items() if "dimension" not in what}
@@ -350,7 +350,7 @@ def empty(operator: str, sequences: int) -> int:
     """No tokens at all, forward and backward."""
     changes = {name: torch.zeros(sequences + 1, dtype=torch.int64) for name in OFFSETS if name in VALID[operator]}
     for name, value in VALID[operator].items():
-        if isinstance(value, torch.Tensor) and name not in OFFSETS:
+        if isinstance(value, torch.Tensor) and name not in OFFSETS and len(value) == T:
             changes[name] = value[:0].clone().requires_grad_(value.is_floating_point())
         elif name == "gates":
             changes[name] = [gate[:0] for gate in gates]

@@ -206,4 +206,5 @@ def launches():
         case(torch.bfloat16, 128, 128, "position", "time", **later),
         case(torch.float16, 50, 50, "position"),
         case(torch.float32, 32, 32, "position", "time", architectures=(80, 90, 100, 120)),
+        case(torch.float32, 16, 50, "time"),
     ]
