@@ -243,13 +243,13 @@ def rotatekv_few_fwd_kernel(
     if first < last:
         r = tl.arange(0, R)
         # While one page is worked on, all of the next is under way, and it is known which page comes then. With RoPE
-        # registers are too few for that, and the next two pages are on their way to shared memory.
+        # registers are too few for that, and the next page is on its way to shared memory.
         if not ROPE:
             row = tl.load(page_table + first).to(tl.int64) * HG + group
             next_page = tl.load(page_table + tl.minimum(first + 1, last - 1))
             next_keys = load_keys(k_codes, k_ranges, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, False)
             next_values = load_values(v_codes, v_ranges, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)
-        for tile in tl.range(first, last, num_stages=3 if ROPE else 1):
+        for tile in tl.range(first, last, num_stages=2 if ROPE else 1):
             if ROPE:
                 row = tl.load(page_table + tile).to(tl.int64) * HG + group
                 keys, ranges = load_keys(k_codes, k_ranges, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, True)
