@@ -172,7 +172,7 @@ class Plan(NamedTuple):
 
 
 def launch_key(arguments: tuple) -> tuple:
-    return tuple((x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else None for x in arguments)
+    return tuple([(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else None for x in arguments])
 
 
 def registers(way: str, call: Call) -> dict:
@@ -349,7 +349,8 @@ def attention(
     queries, heads, _ = q.shape
     if queries == 0:
         return q.new_empty(0, heads, value_size), q.new_empty(0, heads, dtype=torch.float32) if return_lse else None
-    bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
+    if bias.position is not None or bias.time is not None:
+        bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
     call = Call(q, q_offsets.contiguous(), source, max_seq_len, softmax, float(alpha), bias, rope_base)
     if way is None:
         sequences = q_offsets.shape[0] - 1
