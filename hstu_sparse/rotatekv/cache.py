@@ -122,6 +122,7 @@ class PackedCache:
 
     def grow(self, lengths: Tensor) -> None:
         """Makes room for `lengths` [B] more tokens and counts them in; their slots hold zeros."""
+        self.__dict__.pop("kept", None)  # what `launch_attention` remembers would hold the old pages
         page, sinks = self.layout.page, self.options.sink_tokens
         before = self.page_offsets.diff().long()
         after = self.seq_offsets.diff() + lengths

@@ -152,16 +152,16 @@ def store_kept(base, row, mask, codes, kept, before, BITS: tl.constexpr, KEPT: t
 
 
 @triton.jit
-def value_range(least, most, inset, LEVELS: tl.constexpr):
-    """(scale, zero) fp16 of numbers from `least` to `most`, `inset` of that left out at either end.
+def value_range(least, most, INSET: tl.constexpr, LEVELS: tl.constexpr):
+    """(scale, zero) fp16 of numbers from `least` to `most`, INSET of that left out at either end.
 
     Infinities say that there are none.
     """
     empty = least > most
     least = tl.where(empty, 0.0, least)
     most = tl.where(empty, 0.0, most)
-    if inset > 0.0:
-        margin = (most - least) * inset
+    if INSET > 0:
+        margin = (most - least) * INSET
         least += margin
         most -= margin
     scale = tl.minimum(tl.div_rn(most - least, tl.full(least.shape, LEVELS, tl.float32)), 65504.0)

@@ -235,10 +235,10 @@ def rotatekv_decompress_kernel(
 @triton.jit(do_not_specialize=["B", "S"])
 def rotatekv_round_trip_kernel(
     k, v, k_stride_t, k_stride_h, v_stride_t, v_stride_h, seq_offsets, order, inverse_order, k_out, v_out, B, S, scale,
-    inset,
     HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr,
     K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr, V_BLOCK: tl.constexpr,
     V_BLOCKS: tl.constexpr, V_GROUPS: tl.constexpr, SPARSE: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
+    INSET: tl.constexpr,
 ):  # fmt: skip
     """R tokens of one head group through codes and back, to k_out [T, H, D] and v_out [T, H, V]; sinks as they are."""
     C: tl.constexpr = D * G
@@ -263,7 +263,7 @@ def rotatekv_round_trip_kernel(
     kept = x
     if SPARSE:
         kept = greatest(x, KEPT, K_BLOCKS, R)
-    scales, zeros = key_ranges(x, kept, inset, K_PER, K_GROUPS, LEVELS, SPARSE, R)
+    scales, zeros = key_ranges(x, kept, INSET, K_PER, K_GROUPS, LEVELS, SPARSE, R)
     codes = ()
     wide_scales = ()
     wide_zeros = ()
@@ -288,7 +288,7 @@ def rotatekv_round_trip_kernel(
     V_PER: tl.constexpr = V_BLOCKS // V_GROUPS
     for g in tl.static_range(V_GROUPS):
         z, v_scale, v_zero = value_blocks(
-            v, token, mask, group * G, v_stride_t, v_stride_h, inset, V, CV, V_BLOCK, g * V_PER, V_PER, LEVELS, R
+            v, token, mask, group * G, v_stride_t, v_stride_h, INSET, V, CV, V_BLOCK, g * V_PER, V_PER, LEVELS, R
         )
         for i in tl.static_range(V_PER):
             v_code = encode(z[i], v_scale, v_zero, LEVELS).to(tl.float32)

@@ -45,7 +45,14 @@ def rotated_blocks(
 
 @triton.jit
 def key_ranges(
-    x, kept, inset, PER: tl.constexpr, GROUPS: tl.constexpr, LEVELS: tl.constexpr, SPARSE: tl.constexpr, R: tl.constexpr
+    x,
+    kept,
+    INSET: tl.constexpr,
+    PER: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SPARSE: tl.constexpr,
+    R: tl.constexpr,
 ):
     """Tuples of scale and zero [R] fp16 of each group of PER blocks, over what is kept."""
     scales = ()
@@ -61,7 +68,7 @@ def key_ranges(
                 high = tl.where(kept[g * PER + b] != 0, high, float("-inf"))
             least = tl.minimum(least, tl.min(low, 1))
             most = tl.maximum(most, tl.max(high, 1))
-        scale, zero = value_range(least, most, inset, LEVELS)
+        scale, zero = value_range(least, most, INSET, LEVELS)
         scales += (scale,)
         zeros += (zero,)
     return scales, zeros
@@ -69,8 +76,8 @@ def key_ranges(
 
 @triton.jit
 def value_blocks(
-    v, token, mask, first_head, stride_t, stride_h, inset, V: tl.constexpr, CV: tl.constexpr, BW: tl.constexpr,
-    FIRST: tl.constexpr, PER: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr,
+    v, token, mask, first_head, stride_t, stride_h, INSET: tl.constexpr, V: tl.constexpr, CV: tl.constexpr,
+    BW: tl.constexpr, FIRST: tl.constexpr, PER: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """(tuple of blocks [R, BW] fp32 of a group of PER blocks from FIRST on, its scale, its zero)."""
     place = tl.arange(0, BW)
@@ -87,7 +94,7 @@ def value_blocks(
             real = ((FIRST + i) * BW + place < CV)[None, :]
             least = tl.minimum(least, tl.min(tl.where(real, x, float("inf")), 1))
             most = tl.maximum(most, tl.max(tl.where(real, x, float("-inf")), 1))
-    scale, zero = value_range(least, most, inset, LEVELS)
+    scale, zero = value_range(least, most, INSET, LEVELS)
     return blocks, scale, zero
 
 
@@ -109,11 +116,12 @@ def store_bitmap(bitmap, row, slot, mask, kept, b: tl.constexpr, C: tl.constexpr
 @triton.jit(do_not_specialize=["B", "S"])
 def rotatekv_compress_kernel(
     k, v, k_stride_t, k_stride_h, v_stride_t, v_stride_h, new_offsets, old_offsets, page_offsets, page_table, order,
-    sink_k, sink_v, k_codes, k_ranges, k_bitmap, v_codes, v_ranges, B, S, scale, inset,
+    sink_k, sink_v, k_codes, k_ranges, k_bitmap, v_codes, v_ranges, B, S, scale,
     HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr,
     KEPT_WORDS: tl.constexpr, V_BLOCK: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
     V_GROUPS: tl.constexpr, SPARSE: tl.constexpr, SINKS: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
+    INSET: tl.constexpr,
 ):  # fmt: skip
     """R new tokens of one head group, behind the tokens that old_offsets counts; page_offsets and table have room."""
     C: tl.constexpr = D * G
@@ -158,7 +166,7 @@ def rotatekv_compress_kernel(
     if SPARSE:
         kept = greatest(x, KEPT, K_BLOCKS, R)
     K_PER: tl.constexpr = K_BLOCKS // K_GROUPS
-    scales, zeros = key_ranges(x, kept, inset, K_PER, K_GROUPS, LEVELS, SPARSE, R)
+    scales, zeros = key_ranges(x, kept, INSET, K_PER, K_GROUPS, LEVELS, SPARSE, R)
     before = tl.zeros([R], tl.int32)
     for i in tl.static_range(K_BLOCKS):
         codes = encode(x[i], scales[i // K_PER], zeros[i // K_PER], LEVELS)
@@ -175,20 +183,7 @@ def rotatekv_compress_kernel(
     V_PER: tl.constexpr = V_BLOCKS // V_GROUPS
     for g in tl.static_range(V_GROUPS):
         y, v_scale, v_zero = value_blocks(
-            v,
-            token,
-            packed,
-            group * G,
-            v_stride_t,
-            v_stride_h,
-            inset,
-            V,
-            CV,
-            V_BLOCK,
-            g * V_PER,
-            V_PER,
-            LEVELS,
-            R,
+            v, token, packed, group * G, v_stride_t, v_stride_h, INSET, V, CV, V_BLOCK, g * V_PER, V_PER, LEVELS, R
         )
         at = (row * V_GROUPS + g) * PAGE + slot
         store_range(v_ranges + at, packed, v_scale, v_zero)

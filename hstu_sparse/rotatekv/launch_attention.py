@@ -27,12 +27,10 @@ from hstu_sparse.validation import check_kernel
 # Queries of a sequence, on average: from the first on `many` is faster than `few`; from the second on the general
 # kernel turns keys back and gives heads programs of their own.
 MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
-MANY_STAGES = 3
 KERNEL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Most registers of a thread, where fewer than it would take let more programs run side by side: way, with RoPE.
 # Measured on Hopper with 2 bits, and used there; 4 bits take more.
-REGISTERS = {("few", False): 168, ("many", False): 128}
-FEW_STAGES = 3  # pages of a program of `few` that are under way, with the one that it works on
+REGISTERS = {("many", False): 128}
 
 
 @functools.lru_cache(maxsize=16)
@@ -174,7 +172,7 @@ class Plan(NamedTuple):
 
 
 def launch_key(arguments: tuple) -> tuple:
-    return tuple((x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else None for x in arguments)
+    return tuple([(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else None for x in arguments])
 
 
 def registers(way: str, call: Call) -> dict:
@@ -203,7 +201,7 @@ def few_constants(layout: Layout, ordered: bool, dtype: torch.dtype, call: tuple
     for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK"):
         found.pop(name)
     pairs = max(layout.values.groups, layout.options.head_group)
-    return found | dict(PAIRS=pairs, BQ=max(1, 8 // pairs), LSE=lse, STAGES=FEW_STAGES)
+    return found | dict(PAIRS=pairs, BQ=max(1, 8 // pairs), LSE=lse)
 
 
 def few(call: Call) -> Plan:
@@ -222,15 +220,14 @@ def few(call: Call) -> Plan:
             layout.options.sink_tokens, queries, splits, call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
             1,
         )  # fmt: skip
-        options = dict(num_warps=1, num_stages=1) | most
+        options = dict(num_warps=1, num_stages=1)
         key = *key, *launch_key((call.q, call.q_offsets, *others))
         grid = call.slots(block_q) * layout.head_groups * splits
         start(rotatekv_few_fwd_kernel, grid, arguments, given, options, key)
 
-    # Two rounds of as many programs as have registers at once.
-    most = registers("few", call)
-    room = 2048 // most.get("maxnreg", 256) * processors(call.q.device)
-    wanted = 2 * room // (sequences * cdiv(cdiv(queries, sequences), block_q) * layout.head_groups)
+    # A processor has room for eight programs; two rounds of them, with RoPE one and a half, are measured best.
+    programs = (16 if call.rope_base is None else 12) * processors(call.q.device)
+    wanted = programs // (sequences * cdiv(cdiv(queries, sequences), block_q) * layout.head_groups)
     return Plan(launch, max(1, min(wanted, call.max_seq_len // 256)))
 
 
@@ -267,7 +264,7 @@ def many(call: Call) -> Plan:
             layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
         )  # fmt: skip
         given = dict(DTYPE=KERNEL_TYPES[call.q.dtype]) | constants | call.constants()
-        given |= dict(R=64, BQ=block_q, LSE=part_lse is not None, STAGES=MANY_STAGES)
+        given |= dict(R=64, BQ=block_q, LSE=part_lse is not None)
         options = dict(num_warps=block_q // 16, num_stages=1) | registers("many", call)
         start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
 
@@ -352,7 +349,8 @@ def attention(
     queries, heads, _ = q.shape
     if queries == 0:
         return q.new_empty(0, heads, value_size), q.new_empty(0, heads, dtype=torch.float32) if return_lse else None
-    bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
+    if bias.position is not None or bias.time is not None:
+        bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
     call = Call(q, q_offsets.contiguous(), source, max_seq_len, softmax, float(alpha), bias, rope_base)
     if way is None:
         sequences = q_offsets.shape[0] - 1

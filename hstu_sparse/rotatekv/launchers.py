@@ -17,7 +17,7 @@ from hstu_sparse.rotatekv.encode import rotatekv_compress_kernel
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.validation import check_kernel
 
-COMPRESS = (64, 4)  # most tokens of a program that compresses, and its warps
+COMPRESS = (16, 2)  # most tokens of a program that compresses, and its warps
 LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}  # what a 16-bit type's mantissa holds beside its first bit
 
 
@@ -99,7 +99,7 @@ def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_
         cache.page_offsets, cache.page_table, cache.channel_order, cache.sink_k, cache.sink_v,
         packed["k_codes"], words(packed["k_ranges"]), packed.get("k_bitmap"), packed["v_codes"],
         words(packed["v_ranges"]), cache.num_sequences, layout.options.sink_tokens,
-        layout.keys.channels**-0.5, layout.options.inset, **constants, SINKS=layout.options.sink_tokens > 0,
+        layout.keys.channels**-0.5, **constants, INSET=layout.options.inset, SINKS=layout.options.sink_tokens > 0,
         # Fused into a product and a sum, scaling and shifting would round otherwise than the reference does.
         enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
@@ -118,9 +118,8 @@ def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group,
     if k.shape[0]:
         rotatekv_round_trip_kernel[(k.shape[0] // constants["R"] + batch, layout.head_groups)](
             k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), seq_offsets, channel_order,
-            inverse(channel_order), *found, batch, sink_tokens, layout.keys.channels**-0.5, options.inset,
-            **constants,
-            enable_fp_fusion=False, num_warps=4,
+            inverse(channel_order), *found, batch, sink_tokens, layout.keys.channels**-0.5, **constants,
+            INSET=options.inset, enable_fp_fusion=False, num_warps=4,
         )  # fmt: skip
     return tuple(found)
 

@@ -236,7 +236,6 @@ def rotatekv_many_fwd_kernel(
     BITS: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, R: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, BQ: tl.constexpr, FAST: tl.constexpr, LSE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One part of BQ queries of one head; out and lse: [SPLITS, Tq, H, ...], or the final ones.
 
@@ -296,9 +295,7 @@ def rotatekv_many_fwd_kernel(
         # tile's pages are known ahead: another program of the processor works while this one waits.
         page = tl.load(page_table + tl.minimum((first * R + r) // PAGE, pages - 1))
         none = (page >> 31)[:, None]
-        for tile in tl.range(first, last, num_stages=STAGES):
-            if STAGES > 1:
-                page = tl.load(page_table + tl.minimum((tile * R + r) // PAGE, pages - 1))
+        for tile in tl.range(first, last, num_stages=1):
             keys, key_ranges = load_keys(
                 k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
             )
@@ -342,8 +339,7 @@ def rotatekv_many_fwd_kernel(
             else:
                 weights = tl.where(inside[None, :], silu(scores * factor[:, None], FAST), 0.0)
             low_weights = weights.to(DTYPE)
-            if STAGES == 1:
-                page = tl.load(page_table + tl.minimum(((tile + 1) * R + r) // PAGE, pages - 1))
+            page = tl.load(page_table + tl.minimum(((tile + 1) * R + r) // PAGE, pages - 1))
             value = head_values(values, value_ranges, none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
             sums = tl.dot(low_weights, value, sums)
 
