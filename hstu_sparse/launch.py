@@ -43,6 +43,12 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 2 where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 def on_device(device: torch.device):
     """Inside, `device` is the current one, which kernels are launched on."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
