@@ -307,57 +307,83 @@ def histogram_close(base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.con
 # distances as the quads beside them, then meet neither at an address nor, by the copies' distance, in a bank.
 RING_CELLS = 1056
 RING = tl.constexpr(RING_CELLS)
-_COPIES, _COPY_BYTES = 4, (RING_CELLS + 10) * _WORD
-RING_BYTES = 17 * _KB
-assert _COPIES * _COPY_BYTES <= RING_BYTES
-_RING = tl.constexpr(RING_BYTES)
-_OPEN_RING = tl.constexpr(f"{{ .shared .align 16 .b8 hstu_ring[{RING_BYTES}]; mov.u32 $0, hstu_ring; }}")
-_ADD_TO_RING = tl.constexpr(f"""{{
-    .reg .u32 a, copy;
-    .reg .f32 f;
-    .reg .b32 n;
-    mov.u32 copy, %tid.x;
-    and.b32 copy, copy, {_COPIES - 1};
-    mad.lo.u32 a, copy, {_COPY_BYTES}, $1;
-    fma.rn.f32 f, $2, $3, 0f{_ROUNDING};
-    mov.b32 n, f;
-    sub.u32 n, n, 0x{_ROUNDING};
-    red.shared.add.u32 [a], n;
-    mov.u32 $0, 0;
-}}""")
+# SMALL: two stretches of STRETCH cells, for tiles whose diagonals are no more, which take turns.
+STRETCH = tl.constexpr(112)
+_COPIES = 4
 
 
-def _take_assembly() -> str:
+def _copy_bytes(cells: int) -> int:
+    return (cells + 10) * _WORD
+
+
+_RING, _SMALL = tl.constexpr(17 * _KB), tl.constexpr(4 * _KB)
+_COPY, _SMALL_COPY = _copy_bytes(RING_CELLS), _copy_bytes(2 * STRETCH.value)
+assert all(size.value >= _COPIES * copy for size, copy in ((_RING, _COPY), (_SMALL, _SMALL_COPY)))
+_OPEN_RING, _OPEN_SMALL = (
+    tl.constexpr(f"{{ .shared .align 16 .b8 hstu_ring[{size.value}]; mov.u32 $0, hstu_ring; }}")
+    for size in (_RING, _SMALL)
+)
+
+
+def _add_assembly(copy_bytes: int) -> str:
+    return f"""{{
+        .reg .u32 a, copy;
+        .reg .f32 f;
+        .reg .b32 n;
+        mov.u32 copy, %tid.x;
+        and.b32 copy, copy, {_COPIES - 1};
+        mad.lo.u32 a, copy, {copy_bytes}, $1;
+        fma.rn.f32 f, $2, $3, 0f{_ROUNDING};
+        mov.b32 n, f;
+        sub.u32 n, n, 0x{_ROUNDING};
+        red.shared.add.u32 [a], n;
+        mov.u32 $0, 0;
+    }}"""
+
+
+def _take_assembly(copy_bytes: int) -> str:
     """The sum of a cell's copies, which become zero; 0 past the ring's end."""
     lines = [".reg .u32 n, z;", "mov.u32 z, 0;", "mov.u32 $0, 0;", ".reg .pred p;", "setp.lt.u32 p, $1, $2;"]
     for copy in range(_COPIES):
-        place = f"[$3+{copy * _COPY_BYTES}]" if copy else "[$3]"
+        place = f"[$3+{copy * copy_bytes}]" if copy else "[$3]"
         lines += [f"@p ld.shared.u32 {'n' if copy else '$0'}, {place};", f"@p st.shared.u32 {place}, z;"]
         lines += ["@p add.u32 $0, $0, n;"] if copy else []
     return "{ " + " ".join(lines) + " }"
 
 
-_TAKE = tl.constexpr(_take_assembly())
+_ADD_TO_RING, _ADD_TO_SMALL = (tl.constexpr(_add_assembly(x)) for x in (_COPY, _SMALL_COPY))
+_TAKE, _TAKE_SMALL = (tl.constexpr(_take_assembly(x)) for x in (_COPY, _SMALL_COPY))
 
 
 @triton.jit
-def ring_open(token):
+def ring_open(token, SMALL: tl.constexpr = False):
     """The shared-memory address of the cells, zeroed. Called once per program; `token` is any int32 scalar."""
-    base = tl.inline_asm_elementwise(_OPEN_RING, "=r,r", [token], tl.int32, is_pure=False, pack=1)
-    _zero(base, _RING)
+    OPEN: tl.constexpr = _OPEN_SMALL if SMALL else _OPEN_RING
+    BYTES: tl.constexpr = _SMALL if SMALL else _RING
+    base = tl.inline_asm_elementwise(OPEN, "=r,r", [token], tl.int32, is_pure=False, pack=1)
+    _zero(base, BYTES)
     return base
 
 
 @triton.jit
-def ring_add(cell, value, to_exact):
+def ring_add(cell, value, to_exact, SMALL: tl.constexpr = False):
     """The cells at these addresses (of the first copy) += value * to_exact, rounded."""
-    tl.inline_asm_elementwise(_ADD_TO_RING, "=r,r,f,f", [cell, value, to_exact], tl.int32, is_pure=False, pack=1)
+    ADD: tl.constexpr = _ADD_TO_SMALL if SMALL else _ADD_TO_RING
+    tl.inline_asm_elementwise(ADD, "=r,r,f,f", [cell, value, to_exact], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def ring_take(base, cell):
-    """The sums of these 128 cells behind `base`, which become zero; 0 past the ring's end. For 4 warps."""
-    return tl.inline_asm_elementwise(_TAKE, "=&r,r,r,r", [cell, RING, base + 4 * cell], tl.int32, is_pure=False, pack=1)
+def _take(cell, address, limit: tl.constexpr, TAKE: tl.constexpr):
+    return tl.inline_asm_elementwise(TAKE, "=&r,r,r,r", [cell, limit, address], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def stretch_take(base, cell):
+    """The sums of a small ring's stretch at `base`, of its first 128 cells, which become zero; 0 past its end.
+
+    For 4 warps.
+    """
+    return _take(cell, base + 4 * cell, STRETCH, _TAKE_SMALL)
 
 
 @triton.jit
@@ -366,6 +392,6 @@ def ring_flush(base, grad, low, first, last, length):
     lane = tl.arange(0, 128)
     for start in range(first, last, 128):
         distance = start + lane
-        value = ring_take(base, distance - low)
+        value = _take(distance - low, base + 4 * (distance - low), RING, _TAKE)
         use = (distance >= 0) & (distance < length) & (value != 0)
         tl.atomic_add(grad + distance, value.to(tl.int64), use, sem="relaxed")

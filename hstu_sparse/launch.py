@@ -9,6 +9,7 @@ set before triton is first imported, they run on the CPU, in fp32 as a rule: the
 import contextlib
 import functools
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -95,40 +96,61 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 compiled_kernels: dict[tuple, tuple] = {}
 
 
-def specialization(arguments: tuple) -> tuple:
-    """What Triton tells calls of a kernel apart by: the key of `start`."""
-    return tuple(
-        (x.dtype, x.data_ptr() % 16)
-        if isinstance(x, torch.Tensor)
-        else (x % 16 == 0, x == 1, x.bit_length() > 31)
-        if isinstance(x, int)
-        else x is None
-        for x in arguments
-    )
-
-
-def start(kernel, grid: int, arguments: tuple, constants: dict, options: dict, key: tuple) -> None:
-    """kernel[(grid,)](*arguments, **constants, **options), on a GPU without Triton's dispatch from the second time on.
+def start(kernel, grid: int | tuple[int, ...], arguments: tuple, constants: dict, options: dict, key: tuple) -> None:
+    """kernel[grid](*arguments, **constants, **options), on a GPU without Triton's dispatch from the second time on.
 
     Triton finds out in every call what it specialised on, which takes longer than a short kernel.
 
     Args:
         kernel: a triton.jit function whose constexprs come last.
-        arguments: all others, in their order; the first that is not None is a tensor.
+        arguments: all others, in their order; one at least is a tensor.
         constants: name -> value, of the constexprs.
         options: num_warps and the like.
         key: with constants and options everything that Triton would tell calls apart by: dtypes, which arguments are
             None, and of pointers and integers that the kernel does not exempt whether they are multiples of 16.
     """
-    device = next(x for x in arguments if x is not None).get_device()
+    grid = (grid,) if isinstance(grid, int) else grid
+    device = next(x for x in arguments if isinstance(x, torch.Tensor)).get_device()
     if device < 0:
-        kernel[(grid,)](*arguments, **constants, **options)
+        kernel[grid](*arguments, **constants, **options)
         return
     key = (kernel.__name__, device, key, *constants.values(), *options.values())
     found = compiled_kernels.get(key)
     if found is None:
-        compiled = kernel[(grid,)](*arguments, **constants, **options)
+        compiled = kernel[grid](*arguments, **constants, **options)
         compiled_kernels[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
     else:
         compiled, values = found
-        compiled[(grid, 1, 1)](*arguments, *values)
+        compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+
+
+def run(kernel, grid: tuple[int, ...], *arguments, **settings) -> None:
+    """`start` with constants and options together, and a key of all that Triton looks at."""
+    if all(x.get_device() < 0 for x in arguments if isinstance(x, torch.Tensor)):
+        kernel[grid](*arguments, **settings)
+        return
+    options = {name: settings.pop(name) for name in _OPTIONS if name in settings}
+    start(kernel, grid, arguments, settings, options, specialization(arguments, kernel.params))
+
+
+_OPTIONS = "num_warps", "num_stages", "maxnreg"
+
+
+def specialization(arguments: tuple, parameters: Sequence | None = None) -> tuple:
+    """What Triton tells calls of a kernel apart by: the key of `start`. parameters: a kernel's, with its exemptions."""
+    if parameters is None:
+        return tuple(map(_kind, arguments))
+    return tuple(_kind(x, p.do_not_specialize, p.do_not_specialize_on_alignment) for x, p in zip(arguments, parameters))
+
+
+def _kind(x, exempt: bool = False, unaligned: bool = False):
+    """What Triton would compile another kernel for, if an argument differed in it."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, exempt or unaligned or x.data_ptr() % 16 == 0
+    if isinstance(x, int):
+        return -(2**31) <= x < 2**31, exempt or x == 1, exempt or unaligned or x % 16 == 0
+    if isinstance(x, tuple):
+        return tuple(map(_kind, x))
+    if x is None or isinstance(x, float):
+        return type(x)
+    return x.base.dtype, x.base.dim(), *x.block_shape  # a tensor descriptor

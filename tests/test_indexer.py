@@ -210,7 +210,7 @@ def test_ties_are_exact(kind, backend, monkeypatch):
     if backend == "triton":
         from hstu_sparse.indexer import launch_indexer
 
-        sizes = launch_indexer.Sizes(capacity=48, SAMPLE=16, ROWS=32, BLOCK=16, HEADS=2, PRODUCTS=2, num_warps=4)
+        sizes = launch_indexer.Sizes(capacity=48, SAMPLE=16, ROWS=32, BLOCK=16, HEADS=2, num_warps=4)
         monkeypatch.setattr(launch_indexer, "sizes", lambda *_: sizes)
         monkeypatch.setattr(launch_indexer, "SCRATCH", 8 * 48 * 64)  # some tiles at a time
     generator = torch.Generator().manual_seed(0)
@@ -250,7 +250,7 @@ def test_the_sample_spares_the_refill(monkeypatch):
             return lambda *arguments, **options: counts.append((arguments[6].clone(), arguments[4]))  # and tokens
 
     monkeypatch.setattr(topk, "lightning_indexer_refill_kernel", Look())
-    sizes = launch_indexer.Sizes(capacity=96, SAMPLE=256, ROWS=32, BLOCK=16, HEADS=2, PRODUCTS=1, num_warps=4)
+    sizes = launch_indexer.Sizes(capacity=96, SAMPLE=256, ROWS=32, BLOCK=16, HEADS=2, num_warps=4)
     monkeypatch.setattr(launch_indexer, "sizes", lambda *_: sizes)
     x = inputs((160,), dtype=torch.float32)
     given = x["iq"], x["ik"], x["w"].abs(), make_offsets((160,)), 4

@@ -25,7 +25,7 @@ import triton.language as tl
 
 from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.reach import MOST_EDGES, bucket_cells, find_bucket
-from hstu_sparse.launch import cdiv
+from hstu_sparse.launch import cdiv, run
 from hstu_sparse.relative_bias import bucket_edges
 from hstu_sparse.tiles import COMPILED, add_to
 
@@ -107,9 +107,10 @@ def prepare(
     if time is not None:
         buckets = time.shape[0]
         padded = torch.empty(buckets + BEYOND, **fp32)
-    bsa_tables_kernel[(cdiv(max(entries, buckets + BEYOND), 1024),)](
-        position, time, backwards, padded, N, origin, entries, buckets, BEYOND=BEYOND, SIZE=1024, num_warps=4
-    )
+    run(
+        bsa_tables_kernel, (cdiv(max(entries, buckets + BEYOND), 1024),), position, time, backwards, padded,
+        N, origin, entries, buckets, BEYOND=BEYOND, SIZE=1024, num_warps=4,
+    )  # fmt: skip
     backwards = None if backwards is None else backwards[origin:]
     if time is None:
         return KernelBias(backwards)
@@ -171,10 +172,11 @@ class TableSums:
 
 
 @triton.jit
-def load_origin(bias, slot):
+def load_origin(bias, slot, ASM: tl.constexpr):
     """The earliest time of a block's keys as (high, low); (0, 0) where there is no time table."""
     if bias.time is not None:
-        return tl.load(bias.key_spans + slot * 4), tl.load(bias.key_spans + slot * 4 + 1)
+        place = slot.to(tl.int64) * 4
+        return look_up(bias.key_spans, place, ASM), look_up(bias.key_spans, place + 1, ASM)
     else:
         return 0.0, 0.0
 

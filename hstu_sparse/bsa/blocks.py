@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bsa.bias import position_tile, time_tile, with_bias
-from hstu_sparse.bsa.reach import MOST_EDGES
+from hstu_sparse.bsa.reach import EDGE_SHIFT, MOST_EDGES
 from hstu_sparse.tiles import load_rows, locate, row_norms
 
 # Larger than any block index: what the sort puts last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
+# Parts of a list, by edges: over MOST_EDGES, over 2, over 0, none.
+PARTS = tl.constexpr(4)
 # Smaller than any packed sort key.
 NO_KEY = tl.constexpr(-(2**63))
 
@@ -116,11 +118,29 @@ def bsa_choose_fwd_kernel(
     tl.store(indices + (row[:, None] * H + h) * S + p, chosen, mask=live[:, None] & (p < S))
 
 
+@triton.jit
+def list_part(lists, reaches, entry, mask):
+    """Where the counts of these lists' parts are that these choices belong to, and which: 0 .. PARTS - 1.
+
+    Without reaches a list has one part; with them its groups are put in order by the edges they reach, so that most
+    tiles of them have few.
+    """
+    if reaches is not None:
+        edges = tl.load(reaches + entry, mask=mask, other=0) >> EDGE_SHIFT
+        part = tl.where(edges > MOST_EDGES, 0, tl.where(edges > 2, 1, tl.where(edges > 0, 2, 3)))
+        return lists * PARTS, part
+    else:
+        return lists, tl.zeros_like(lists)
+
+
 @triton.jit(do_not_specialize=["B", "NB"])
 def bsa_rank_kernel(
-    indices, offsets, ranks, counts, NB, H, B, S, BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr
-):
-    """Counts how often each block is chosen by groups that do not stand in it; each choice draws its number there."""
+    indices, offsets, reaches, ranks, counts, NB, H, B, S,
+    BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Counts how often each block is chosen by groups that do not stand in it; each choice draws its number there, in
+    its part of the block's list.
+    """
     tile, h = tl.program_id(0), tl.program_id(1)
     b, start, length, i = locate(offsets, tile, B, BG * R)
     group = i * BG + tl.arange(0, BG)
@@ -129,21 +149,25 @@ def bsa_rank_kernel(
     entry = ((start // R + b + group)[:, None] * H + h) * S + p
     past = (group[:, None] * R < length) & (p < S - 1) & (p < own)
     j = tl.load(indices + entry, mask=past, other=0)
-    rank = tl.atomic_add(counts + h * NB + start // BS + b + j, 1, mask=past, sem="relaxed")
+    first, part = list_part(h * NB + start // BS + b + j, reaches, entry, past)
+    rank = tl.atomic_add(counts + first + part, 1, mask=past, sem="relaxed")
     tl.store(ranks + entry, rank, mask=past)
 
 
 @triton.jit(do_not_specialize=["M", "CHUNK"])
-def bsa_plan_kernel(counts, list_start, chunk_start, part_start, M, CHUNK, SIZE: tl.constexpr):
+def bsa_plan_kernel(counts, list_start, chunk_start, part_start, M, CHUNK, COUNTS: tl.constexpr, SIZE: tl.constexpr):
     """Exclusive sums over the M = H * NB lists: entries, chunks of CHUNK entries (one at least), and partial results.
 
-    Only lists of several chunks need partial results. One program: M is small, and the scan stays on the device.
+    COUNTS: numbers that a list's length is the sum of. Only lists of several chunks need partial results. One program:
+    M is small, and the scan stays on the device.
     """
     entries, chunks, parts = 0, 0, 0
     for m in range(0, M, SIZE):
         lane = m + tl.arange(0, SIZE)
         live = lane < M
-        n = tl.load(counts + lane, mask=live, other=0)
+        n = tl.load(counts + lane * COUNTS, mask=live, other=0)
+        for i in tl.static_range(1, COUNTS):
+            n += tl.load(counts + lane * COUNTS + i, mask=live, other=0)
         c = tl.where(live, tl.maximum((n + CHUNK - 1) // CHUNK, 1), 0)
         p = tl.where(c > 1, c, 0)
         tl.store(list_start + lane, entries + tl.cumsum(n, 0) - n, mask=live)
@@ -174,7 +198,7 @@ def bsa_chunks_kernel(chunk_start, chunk_list, M, limit, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "NB"])
 def bsa_fill_kernel(
-    indices, offsets, ranks, list_start, lists, reaches, list_reach, NB, H, B, S,
+    indices, offsets, ranks, counts, list_start, lists, reaches, list_reach, NB, H, B, S,
     BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Writes each group's first token into the lists of the blocks it chose; with a time bias its reaches too."""
@@ -186,8 +210,12 @@ def bsa_fill_kernel(
     entry = ((start // R + b + group)[:, None] * H + h) * S + p
     past = (group[:, None] * R < length) & (p < S - 1) & (p < own)
     j = tl.load(indices + entry, mask=past, other=0)
-    place = tl.load(list_start + h * NB + start // BS + b + j, mask=past, other=0)
-    place += tl.load(ranks + entry, mask=past, other=0)
+    block = h * NB + start // BS + b + j
+    place = tl.load(list_start + block, mask=past, other=0) + tl.load(ranks + entry, mask=past, other=0)
+    first, part = list_part(block, reaches, entry, past)
+    if reaches is not None:
+        for i in tl.static_range(PARTS - 1):
+            place += tl.load(counts + first + i, mask=past & (i < part), other=0)
     token = (start + group[:, None] * R).to(tl.int32)
     tl.store(lists + place, tl.broadcast_to(token, place.shape), mask=past)
     if reaches is not None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.bias import (
     add_position_gradient,
     add_time_gradient,
@@ -59,7 +60,9 @@ class ListedBlock(NamedTuple):
 
 
 @triton.jit
-def find_listed_block(lists, offsets, bias, m_first, NB, H, B, CHUNK, BS: tl.constexpr, R: tl.constexpr):
+def find_listed_block(
+    lists, offsets, bias, m_first, NB, H, B, CHUNK, BS: tl.constexpr, R: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """The program's `ListedBlock`; the chunks of the lists m_first .. m_first + NB * H - 1 are the grid's."""
     chunk = tl.load(lists.chunk_start + m_first) + tl.program_id(0)
     m = -1
@@ -74,12 +77,21 @@ def find_listed_block(lists, offsets, bias, m_first, NB, H, B, CHUNK, BS: tl.con
     slot = tl.maximum(m, 0) % NB
     _b, start, length, j = locate(offsets, slot, B, BS)
     return ListedBlock(
-        m, part, first, count * R, (m - m_first) // NB, slot, start, start + length, j * BS, load_origin(bias, slot)
+        m,
+        part,
+        first,
+        count * R,
+        (m - m_first) // NB,
+        slot,
+        start,
+        start + length,
+        j * BS,
+        load_origin(bias, slot, ASM),
     )
 
 
 @triton.jit
-def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr):
+def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
     """The BM queries from row `row` of a list on: (tokens, which there are, two parts of their positions, and what
     `load_reach` finds).
 
@@ -88,12 +100,13 @@ def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.
     """
     begin = 0
     if R >= BM:
-        token = tl.load(lists.tokens + block.first + row // R) + row % R
-        reaches = None if lists.reaches is None else lists.reaches + block.first + row // R
+        entry = (block.first + row // R).to(tl.int64)
+        token = look_up(lists.tokens, entry, ASM) + row % R  # as in `chosen_keys`
+        reaches = None if lists.reaches is None else lists.reaches + entry
         ahead = tl.arange(0, BM)
         t = token + ahead
         live = t < block.stop
-        reach = load_reach(reaches, None, BM)
+        reach = load_reach(reaches, None, BM, ASM)
         begin = token - block.start.to(tl.int32)
     else:
         lane = row + tl.arange(0, BM)
@@ -101,7 +114,7 @@ def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.
         entry = block.first + lane // R
         t = tl.load(lists.tokens + entry, mask=inside, other=0) + lane % R
         live = inside & (t < block.stop)
-        reach = load_reach(None if lists.reaches is None else lists.reaches + entry, inside, BM)
+        reach = load_reach(None if lists.reaches is None else lists.reaches + entry, inside, BM, ASM)
         ahead = tl.where(live, (t - block.start).to(tl.int32), block.begin + BS)
     return t, live, begin, ahead, reach
 
@@ -150,7 +163,7 @@ def bsa_select_fwd_kernel(
     BM: tl.constexpr, BN: tl.constexpr, ATOMIC: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    block = find_listed_block(lists, offsets, bias, m_first, NB, H, B, CHUNK, BS, R)
+    block = find_listed_block(lists, offsets, bias, m_first, NB, H, B, CHUNK, BS, R, ASM)
     if block.rows <= 0:
         return
     h = block.h
@@ -162,7 +175,7 @@ def bsa_select_fwd_kernel(
         keys = load_rows(k, key, k_stride_t, whole, D, BD)
         values = load_rows(v, key, v_stride_t, whole, V, BV)
     for row in range(0, block.rows, BM):
-        t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS)
+        t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS, ASM)
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         if BN == BS:
             added, _ = listed_bias(bias, block, t, begin, ahead, reach, 0, BN, 0, ASM)
@@ -188,7 +201,7 @@ def bsa_select_bwd_dq_kernel(
     BM: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Gradient of q and of the selection gate alone: what the deterministic mode adds up slot after slot."""
-    block = find_listed_block(lists, offsets, bias, m_first, NB, H, B, CHUNK, BS, R)
+    block = find_listed_block(lists, offsets, bias, m_first, NB, H, B, CHUNK, BS, R, ASM)
     if block.rows <= 0:
         return
     h = block.h
@@ -196,7 +209,7 @@ def bsa_select_bwd_dq_kernel(
     k += (block.start + block.begin) * k_stride_t + h * k_stride_h
     v += (block.start + block.begin) * v_stride_t + h * v_stride_h
     for row in range(0, block.rows, BM):
-        t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS)
+        t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS, ASM)
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         upstream = load_rows(do + h * do_stride_h, t, do_stride_t, live, V, BV)
         acc = tl.zeros([BM, BD], tl.float32)
@@ -249,7 +262,7 @@ def bsa_select_bwd_dkv_kernel(
     With DQ it also adds the list's part of dq and of the selection gate's gradient, by fp32 atomics. A block of one
     chunk is written at once; the chunks of longer lists leave partial sums for bsa_merge_bwd_dkv_kernel.
     """
-    block = find_listed_block(lists, offsets, bias, 0, NB, H, B, CHUNK, BS, R)
+    block = find_listed_block(lists, offsets, bias, 0, NB, H, B, CHUNK, BS, R, ASM)
     h, start, stop, chunk = block.h, block.start, block.stop, block.chunk
     length = (stop - start).to(tl.int32)
     if (block.m < 0) | (block.begin >= length):
@@ -282,6 +295,10 @@ def bsa_select_bwd_dkv_kernel(
         for c in range(first, end, BM):
             t = c + tl.arange(0, BM)
             live = t < length
+            none = tl.zeros([BM], tl.int32)
+            added, _ = listed_bias(
+                bias, block, start + t, c, tl.arange(0, BM), (none, MOST_EDGES + 1, 0, 0), offset, BN, 1, ASM
+            )
             queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
             upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
             token = (start + t) * H + h
@@ -291,22 +308,18 @@ def bsa_select_bwd_dkv_kernel(
             if WINDOW:
                 swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
                 gate += tl.where(seen & (t[None, :] - s[:, None] < window), swa[None, :], 0.0)
-            none = tl.zeros([BM], tl.int32)
-            added, _ = listed_bias(
-                bias, block, start + t, c, tl.arange(0, BM), (none, MOST_EDGES + 1, 0, 0), offset, BN, 1, ASM
-            )
             acc_k, acc_v, _, _ = key_step(
                 acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, added, FAST, PRECISION
             )
 
     if listed:
         for row in range(0, block.rows, BM):
-            t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS)
+            t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS, ASM)
+            added, found = listed_bias(bias, block, t, begin, ahead, reach, offset, BN, 1, ASM)
             queries = load_tile(q, t, q_stride_t, live, origin + begin, h * D, D, BD, TMA)
             upstream = load_tile(do, t, do_stride_t, live, origin + begin, h * V, V, BV, TMA)
             token = t.to(tl.int64) * H + h
             gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-            added, found = listed_bias(bias, block, t, begin, ahead, reach, offset, BN, 1, ASM)
             acc_k, acc_v, dscore, product = key_step(
                 acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added, FAST, PRECISION
             )
@@ -383,6 +396,7 @@ def bsa_compress_bwd_dkv_kernel(
     keys = load_rows(kbar + base * D, j, H * D, known, D, BD)
     values = load_rows(vbar + base * V, j, H * V, known, V, BV)
     rows = tl.where(known, start + j * BS + BS // 2, start)
+    spaced, side = tl.arange(0, BN).to(tl.int64) * BS, -tl.arange(0, BM).to(tl.int64)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
@@ -394,18 +408,15 @@ def bsa_compress_bwd_dkv_kernel(
     for c in range(begin, length, BM * tl.num_programs(2)):
         t = c + tl.arange(0, BM)
         live = t < length
-        queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
-        upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
-        cmp = tl.load(g_cmp + (start + t) * H + h, mask=live, other=0.0).to(tl.float32)
-        gate = tl.where(j[:, None] < ((t + 1) // BS)[None, :], cmp[None, :], 0.0)
-        position, time = (
-            position_tile(bias, i * BN * BS + BS // 2 - c, tl.arange(0, BN) * BS, -tl.arange(0, BM), ASM),
-            None,
-        )
+        position, time = position_tile(bias, i * BN * BS + BS // 2 - c, spaced, side, ASM), None
         if bias.time is not None:
             reach = means_reach(bias, map_row(start, b, c, BS), i * BN, BN, ASM)
             asked = tl.load(bias.query_high + start + c), tl.load(bias.query_low + start + c)
             time = time_tile(bias, rows, start + t, asked, reach, 0, False, ASM)
+        queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
+        upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
+        cmp = tl.load(g_cmp + (start + t) * H + h, mask=live, other=0.0).to(tl.float32)
+        gate = tl.where(j[:, None] < ((t + 1) // BS)[None, :], cmp[None, :], 0.0)
         acc_k, acc_v, _, _ = key_step(
             acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, (position, time), FAST, PRECISION
         )

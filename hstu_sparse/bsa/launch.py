@@ -24,7 +24,7 @@ from hstu_sparse.bsa import blocks, key_major, query_major
 from hstu_sparse.bsa.bias import KernelBias, TableGradients, TableSums, prepare
 from hstu_sparse.bsa.lists import invert
 from hstu_sparse.bsa.reach import bsa_reach_kernel
-from hstu_sparse.launch import aligned, architecture, cdiv, next_power_of_2, padded_head, precision
+from hstu_sparse.launch import aligned, architecture, cdiv, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -57,11 +57,11 @@ def launches(dtype: torch.dtype, head: int, block_size: int, group: int, arch: i
     key = min(block_size, small)
     if small == 64:  # measured on an H200 with heads of 128 in bf16; see docs/bsa.md
         return {
-            "query_fwd": Launch(query, 32, 4, 3),
-            "query_dq": Launch(query, 32 if biased else key if query_major else 64, 4, 2),
+            "query_fwd": Launch(query, 32, 4, 3, 168 if biased and arch == 90 else None),
+            "query_dq": Launch(query, 32, 4, 3) if biased else Launch(query, key if query_major else 64, 4, 2),
             "select_fwd": Launch(64, key, 4, 3),
             "select_dq": Launch(64, key, 8 if key == 64 and dtype.itemsize == 2 else 4, 2),
-            "select_dkv": Launch(64 if query_major and not biased else 32, key, 4, 2),
+            "select_dkv": Launch(64 if query_major and not biased else 32, key, 4, 3 if query_major and biased else 2),
             "compress_dkv": Launch(32, 64, 4, 3),
         }
     return {
@@ -123,7 +123,7 @@ class Problem:
         # See program_sums.py: integers, which fp32 would lose by; a thread must have 16 values of a tile.
         self.sums = (
             self.biased and self.numeric["ASM"] and self.numeric["FAST"] and not self.deterministic
-            and dq.num_warps == 4 and dq.BM * dq.BN >= 2048
+            and dq.num_warps == 4 and dq.BM == 64 and dq.BN == 32
         )  # fmt: skip
 
     def time_unit(self, tile: int) -> float:
@@ -158,7 +158,8 @@ class Problem:
         if bias.time is None:
             return None
         found, groups = torch.zeros_like(indices), 16
-        bsa_reach_kernel[(self.slots(groups * self.R), self.H)](
+        run(
+            bsa_reach_kernel, (self.slots(groups * self.R), self.H),
             indices, self.offsets, found, bias, self.H, self.B, self.S,
             BS=self.BS, R=self.R, BG=groups, P=max(2, next_power_of_2(self.S)), ASM=self.numeric["ASM"], num_warps=4,
         )  # fmt: skip
@@ -192,13 +193,15 @@ def launch_forward(*arguments):
     bias = prepare(a.position, a.time, a.plan)
 
     kbar_low = torch.empty_like(kbar) if p.split else kbar
-    blocks.bsa_pool_fwd_kernel[(p.NB, p.H)](
+    run(
+        blocks.bsa_pool_fwd_kernel, (p.NB, p.H),
         k, v, p.offsets, kbar, kbar_low, vbar, norm if p.sums else None, *k.stride()[:2], *v.stride()[:2], p.H, p.B,
         **p.heads, BS=p.BS, SPLIT=p.split, num_warps=4,
     )  # fmt: skip
     width = max(2, next_power_of_2(p.S))
     groups = p.group_tile()
-    blocks.bsa_choose_fwd_kernel[(p.slots(groups * p.R), p.H)](
+    run(
+        blocks.bsa_choose_fwd_kernel, (p.slots(groups * p.R), p.H),
         q, kbar, kbar_low, p.offsets, indices, bias, *q.stride()[:2], p.alpha, p.H, p.B, p.S,
         D=p.D, BD=p.BD, BS=p.BS, R=p.R, BG=groups, BC=max(64 if p.split else 32, width), P=width, SPLIT=p.split,
         ASM=p.numeric["ASM"], num_warps=4, num_stages=2,
@@ -210,7 +213,8 @@ def launch_forward(*arguments):
     options = p.options("query_fwd")
     tiles = p.slots(options["BM"])
     described = p.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= p.BS else None
-    query_major.bsa_query_fwd_kernel[(tiles, p.H)](
+    run(
+        query_major.bsa_query_fwd_kernel, (tiles, p.H),
         q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, bias, reaches, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
@@ -219,7 +223,8 @@ def launch_forward(*arguments):
     if not p.query_major and p.S > 1:
         lists = invert(p, indices, reaches, 2 * p.S * p.BS, by_slot=p.deterministic, stable=p.deterministic)
         for turn in range(lists.turns):
-            key_major.bsa_select_fwd_kernel[(lists.chunks_per_turn,)](
+            run(
+                key_major.bsa_select_fwd_kernel, (lists.chunks_per_turn,),
                 q, k, v, g_slc, out, p.offsets, lists.pointers(), bias,
                 *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n,
                 turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
@@ -266,7 +271,8 @@ def launch_backward(do, *arguments):
     options = p.options("query_dq")
     tiles = p.slots(options["BM"])
     described = p.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= p.BS else None
-    query_major.bsa_query_bwd_dq_kernel[(tiles, p.H)](
+    run(
+        query_major.bsa_query_bwd_dq_kernel, (tiles, p.H),
         do, q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa,
         bias, reaches, tables, pitch, norm if p.sums else None, p.time_unit(options["BM"]) if p.sums else 1.0,
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
@@ -280,7 +286,8 @@ def launch_backward(do, *arguments):
     # Enough programs for the earliest blocks, which nearly every query sees; one each where the order must be fixed.
     splits = 1 if p.deterministic else min(16, cdiv(p.max_seq_len, 4096))
     described = p.tma(options["BM"], do, q)
-    key_major.bsa_compress_bwd_dkv_kernel[(p.slots(options["BN"] * p.BS), p.H, splits)](
+    run(
+        key_major.bsa_compress_bwd_dkv_kernel, (p.slots(options["BN"] * p.BS), p.H, splits),
         *(described or (do, q)), kbar, vbar, p.offsets, g_cmp, dkbar, dvbar, bias, *do.stride()[:2], *q.stride()[:2],
         p.alpha, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
         TMA=described is not None, **options,
@@ -295,7 +302,8 @@ def launch_backward(do, *arguments):
     parts = torch.empty(lists.max_parts * p.BS * (p.D + p.V), **fp32)
     options = p.options("select_dkv")
     described = p.tma(options["BM"], do, q) if options["BM"] <= p.R else None
-    key_major.bsa_select_bwd_dkv_kernel[(lists.chunks_per_turn, p.BS // options["BN"])](
+    run(
+        key_major.bsa_select_bwd_dkv_kernel, (lists.chunks_per_turn, p.BS // options["BN"]),
         *(described or (do, q)), k, v, dkbar, dvbar, g_slc, g_swa, dk, dv, parts, dq, dg_slc,
         p.offsets, lists.pointers(), lists.part_start, bias, TableGradients() if p.query_major else tables, pitch,
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
@@ -303,15 +311,17 @@ def launch_backward(do, *arguments):
         **p.heads, **p.numeric, BS=p.BS, R=p.R, WINDOW=p.window > 0, DQ=atomic_dq,
         TMA=described is not None, **options,
     )  # fmt: skip
-    key_major.bsa_merge_bwd_dkv_kernel[(p.H * p.NB, p.BS // 16)](
-        parts, lists.part_start, p.offsets, dk, dv, p.NB, p.H, p.B, **p.heads, BS=p.BS, BN=16, num_warps=4
-    )
+    run(
+        key_major.bsa_merge_bwd_dkv_kernel, (p.H * p.NB, p.BS // 16),
+        parts, lists.part_start, p.offsets, dk, dv, p.NB, p.H, p.B, **p.heads, BS=p.BS, BN=16, num_warps=4,
+    )  # fmt: skip
     del parts, lists
 
     if not p.query_major and p.deterministic and p.S > 1:
         lists = invert(p, indices, reaches, 2 * p.S * p.BS, by_slot=True, stable=True)
         for turn in range(lists.turns):
-            key_major.bsa_select_bwd_dq_kernel[(lists.chunks_per_turn,)](
+            run(
+                key_major.bsa_select_bwd_dq_kernel, (lists.chunks_per_turn,),
                 do, q, k, v, g_slc, dq, dg_slc, p.offsets, lists.pointers(), bias,
                 *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
                 p.alpha, p.inv_n, turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,

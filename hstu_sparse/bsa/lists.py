@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hstu_sparse.bsa import blocks
 from hstu_sparse.bsa.key_major import ListPointers
-from hstu_sparse.launch import cdiv, next_power_of_2
+from hstu_sparse.launch import cdiv, next_power_of_2, run
 
 
 @dataclass
@@ -53,26 +53,29 @@ def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_sl
     most = p.NG * p.H * max(p.S - 1, 0)  # entries, at most: the own block is in no list
     if stable:
         tokens, start, list_reach = _sorted_lists(p, indices, reaches, by_slot)
-        counts = start.diff()
+        counts, parts = start.diff(), 1
     else:
         tokens, start = torch.empty(max(most, 1), **int32), torch.empty(M + 1, **int32)
-        counts = torch.zeros(M, **int32)
+        parts = 1 if reaches is None else blocks.PARTS.value
+        counts = torch.zeros(M * parts, **int32)
         list_reach = None if reaches is None else torch.empty_like(tokens)
         ranks = torch.empty_like(indices)
         groups = 64
         grid, width = (p.slots(groups * p.R), p.H), max(2, next_power_of_2(p.S))
         shape = dict(BS=p.BS, R=p.R, BG=groups, P=width, num_warps=4)
-        blocks.bsa_rank_kernel[grid](indices, p.offsets, ranks, counts, p.NB, p.H, p.B, p.S, **shape)
+        run(blocks.bsa_rank_kernel, grid, indices, p.offsets, reaches, ranks, counts, p.NB, p.H, p.B, p.S, **shape)
     chunk = max(1, chunk_rows // p.R)
     chunk_start, part_start = torch.empty(turns * M + 1, **int32), torch.empty(turns * M + 1, **int32)
-    blocks.bsa_plan_kernel[(1,)](counts, start, chunk_start, part_start, turns * M, chunk, SIZE=1024, num_warps=4)
+    sizes = dict(COUNTS=parts, SIZE=1024, num_warps=4)
+    run(blocks.bsa_plan_kernel, (1,), counts, start, chunk_start, part_start, turns * M, chunk, **sizes)
     if not stable:
-        blocks.bsa_fill_kernel[grid](
-            indices, p.offsets, ranks, start, tokens, reaches, list_reach, p.NB, p.H, p.B, p.S, **shape
-        )
+        run(
+            blocks.bsa_fill_kernel, grid, indices, p.offsets, ranks, counts, start, tokens, reaches, list_reach,
+            p.NB, p.H, p.B, p.S, **shape,
+        )  # fmt: skip
     limit = most // chunk + turns * M
     chunk_list = torch.empty(limit, **int32)
-    blocks.bsa_chunks_kernel[(cdiv(limit, 256),)](chunk_start, chunk_list, turns * M, limit, SIZE=256, num_warps=4)
+    run(blocks.bsa_chunks_kernel, (cdiv(limit, 256),), chunk_start, chunk_list, turns * M, limit, SIZE=256, num_warps=4)
     per_turn = limit if turns == 1 else p.NG * p.H // chunk + M
     # A list of n > chunk entries has at most n / chunk + 1 <= 2 n / chunk chunks.
     return Lists(

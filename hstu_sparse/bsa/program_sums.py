@@ -17,6 +17,7 @@ import triton.language as tl
 
 from hstu_sparse.assembly import (
     HISTOGRAM_ROWS,
+    STRETCH,
     barrier,
     histogram_add,
     histogram_add_sum,
@@ -26,7 +27,7 @@ from hstu_sparse.assembly import (
     histogram_open,
     ring_add,
     ring_open,
-    ring_take,
+    stretch_take,
 )
 from hstu_sparse.bsa.bias import LANES, differences, edge_place, near_place, reached, side_times
 from hstu_sparse.bsa.reach import MOST_EDGES, find_bucket
@@ -37,8 +38,6 @@ _GREATEST_TERM = tl.constexpr(2.0**21 - 1)
 # SiLU's greatest slope, 1.0998, with room for roundings.
 _STEEPEST = tl.constexpr(1.125)
 _TINY, _INFINITY = tl.constexpr(1e-30), tl.constexpr(float("inf"))
-# Cells of a stretch: the diagonals of a tile are fewer.
-_STRETCH = tl.constexpr(512)
 _ROWS = tl.constexpr(HISTOGRAM_ROWS)
 
 
@@ -75,7 +74,7 @@ def open_sums(bias, upstream, norm, cmp, slc, time_unit):
     scale = _GREATEST_TERM / (exact + _TINY)
     time_scale = time_unit * _GREATEST_TERM / (tl.maximum(_most(rows * tl.abs(cmp)) * most, exact) + _TINY)
     if bias.position is not None:
-        ring = ring_open(0)
+        ring = ring_open(0, True)
     if bias.time is not None:
         histogram = histogram_open(0)
         lane = histogram_lane(histogram)
@@ -124,6 +123,7 @@ def add_keys(tables, sums, grad, bias, far, near, origin, reaches, apart, ASM: t
     """
     BM: tl.constexpr = grad.shape[0]
     BN: tl.constexpr = grad.shape[1]
+    tl.static_assert(BM + BN - 1 <= STRETCH)
     turn, low = sums.turn, sums.low
     if bias.position is not None:
         barrier(apart)
@@ -131,7 +131,7 @@ def add_keys(tables, sums, grad, bias, far, near, origin, reaches, apart, ASM: t
         # Triton pipelines no loop that hands on a number as it is: hence `opaque`.
         turn, low = 1 - turn, opaque(apart - (BN - 1))
         cell = tl.arange(0, BM)[:, None] - tl.arange(0, BN)[None, :]
-        ring_add(sums.ring + 4 * (BN - 1 + turn * _STRETCH) + 4 * cell, grad, sums.scale)
+        ring_add(sums.ring + 4 * (BN - 1 + turn * STRETCH) + 4 * cell, grad, sums.scale, True)
     if bias.time is not None:
         lowest, edges, bucket, _ = reaches
         if edges > MOST_EDGES:
@@ -154,7 +154,7 @@ def add_keys(tables, sums, grad, bias, far, near, origin, reaches, apart, ASM: t
 @triton.jit
 def _flush(tables, sums):
     cell = tl.arange(0, 128)
-    value = ring_take(sums.ring + 4 * _STRETCH * sums.turn, cell)
+    value = stretch_take(sums.ring + 4 * STRETCH * sums.turn, cell)
     use = (sums.low + cell >= 0) & (value != 0)
     tl.atomic_add(tables.ahead + sums.low + cell, value.to(tl.float32) / sums.scale, use, sem="relaxed")
 

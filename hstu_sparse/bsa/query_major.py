@@ -18,6 +18,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.bias import (
     add_position_gradient,
     add_time_gradient,
@@ -112,7 +113,7 @@ def keys_bias(bias, asks, first, sought, reaches, BN: tl.constexpr, ASM: tl.cons
 def band_bias(bias, asks, c, known, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
     """The same with keys of the own block or the window."""
     reaches = keys_reach(bias, asks.asked, asks.start + c + tl.arange(0, BN), known, BM, ASM)
-    return keys_bias(bias, asks, c, load_origin(bias, asks.block_row + c // BS), reaches, BN, ASM)
+    return keys_bias(bias, asks, c, load_origin(bias, asks.block_row + c // BS, ASM), reaches, BN, ASM)
 
 
 @triton.jit
@@ -122,9 +123,12 @@ def chosen_keys(bias, asks, indices, reaches, e, BM: tl.constexpr, BN: tl.conste
 
     indices, reaches: pointers to the queries' row.
     """
-    first = tl.multiple_of(tl.load(indices + e // BS) * BS + e % BS, BN)
-    found = load_reach(None if reaches is None else reaches + e // BS, None, BM)
-    sought = load_origin(bias, asks.block_row + first // BS)
+    place = tl.cast(e // BS, tl.int64)
+    # Not tl.load, which Triton would move through shared memory, one load's time before what hangs on it.
+    block = look_up(indices, place, ASM)
+    first = tl.multiple_of(block * BS + e % BS, BN)
+    found = load_reach(None if reaches is None else reaches + place, None, BM, ASM)
+    sought = load_origin(bias, asks.block_row + block, ASM)
     added, found = keys_bias(bias, asks, first, sought, found, BN, ASM)
     return first, added, found
 
@@ -157,8 +161,8 @@ def bsa_query_fwd_kernel(
         for c in range(0, end // BS, BN):
             j = c + tl.arange(0, BN)
             known = j < end // BS
-            keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
             added, _ = means_bias(bias, asks, c, known, BN, BS, ASM)
+            keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
             score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
             score = tl.where(j[None, :] < complete[:, None], score, HIDDEN)
             weight = silu(score, FAST)
@@ -266,9 +270,9 @@ def bsa_query_bwd_dq_kernel(
         for c in range(0, end // BS, BN):
             j = c + tl.arange(0, BN)
             known = j < end // BS
+            added, found = means_bias(bias, asks, c, known, BN, BS, ASM)
             keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
             values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-            added, found = means_bias(bias, asks, c, known, BN, BS, ASM)
             score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)

@@ -145,14 +145,14 @@ def keys_reach(bias, asked, rows, known, SIZE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def load_reach(pointers, mask, SIZE: tl.constexpr):
+def load_reach(pointers, mask, SIZE: tl.constexpr, ASM: tl.constexpr):
     """The same of SIZE queries from what bsa_reach_kernel wrote: for each, or, without a mask, one for all."""
     if pointers is not None:
         if mask is not None:
             found = tl.load(pointers, mask=mask, other=0)
             return all_reach(found & LOWEST, found >> EDGE_SHIFT, mask)
         else:
-            found = tl.load(pointers)
+            found = look_up(pointers, tl.cast(0, tl.int64), ASM)
             lowest, edges = found & LOWEST, found >> EDGE_SHIFT
             return tl.zeros([SIZE], tl.int32) + lowest, edges, lowest, lowest + edges
     else:

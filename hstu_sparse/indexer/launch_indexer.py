@@ -29,7 +29,7 @@ from hstu_sparse.registration import Operator
 # Bytes of candidates that are held at a time.
 SCRATCH = 2**31
 # Candidates of a query for each warp of the program that takes the greatest of them.
-PER_WARP = 256
+PER_WARP = 1024
 
 
 class Sizes(NamedTuple):
@@ -39,11 +39,9 @@ class Sizes(NamedTuple):
     SAMPLE: int  # keys in a query's sample
     ROWS: int  # queries of a tile
     BLOCK: int  # keys of a tile
-    HEADS: int  # index heads in one product
-    PRODUCTS: int  # whose queries are kept; those of more heads are read anew for every block of keys
+    HEADS: int  # index heads whose queries are kept; those of more are read anew for every block of keys
     num_warps: int
     num_stages: int = 3
-    maxnreg: int | None = None  # registers of a thread, so that more programs fit on a multiprocessor
 
 
 @functools.cache
@@ -52,13 +50,12 @@ def sizes(top_k: int, heads: int, width: int, dtype: torch.dtype) -> Sizes:
     # Room for what a threshold from SAMPLE of 65,536 keys lets through, by several standard deviations.
     capacity = 1024 if top_k <= 192 else max(3 * top_k, top_k + 1024)
     SAMPLE = 1024 if INTERPRET else 4096
-    # More heads than fit into one product are read anew for every block of keys; then registers count for more.
-    HEADS = next_power_of_2(heads) if heads <= 4 else 2
+    HEADS = heads if heads <= 4 else 2
     if INTERPRET:
-        return Sizes(capacity, SAMPLE, 32, 32, HEADS, 1, 4)
+        return Sizes(capacity, SAMPLE, 32, 32, HEADS, 4)
     if dtype.itemsize == 4:
-        return Sizes(capacity, SAMPLE, 32, 32, 1, 1, 4)
-    return Sizes(capacity, SAMPLE, 64, 64 if width <= 128 else 32, HEADS, 1, 4)
+        return Sizes(capacity, SAMPLE, 32, 32, 1, 4)
+    return Sizes(capacity, SAMPLE, 64, 64 if width <= 128 else 32, HEADS, 4)
 
 
 def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k):
@@ -90,7 +87,7 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
     counts = torch.empty(rows, dtype=torch.int32, device=iq.device)
     strides = (*iq.stride()[:2], ik.stride(0), *w.stride())
     heads = dict(J=J, E=E, BE=BE, PRECISION=precision(iq.dtype))
-    tile = heads | dict(HEADS=size.HEADS, PRODUCTS=size.PRODUCTS, ROWS=ROWS, BLOCK=size.BLOCK)
+    tile = heads | dict(HEADS=size.HEADS, ROWS=ROWS, BLOCK=size.BLOCK)
     refill = heads | dict(BJ=padded_head(J), ROWS=ROWS, BLOCK=key_block(iq.dtype, BE), SIZE=SIZE)
     # Most rows have far fewer candidates than there is room for; a program for as many has fewer registers.
     some = dict(BLOCK=min(1024, next_power_of_2(top_k)))
@@ -109,7 +106,7 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
         run(
             topk.lightning_indexer_collect_kernel, slots,
             (iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, top_k),
-            tile | dict(CAPACITY=capacity), num_warps=size.num_warps, num_stages=size.num_stages, maxnreg=size.maxnreg,
+            tile | dict(CAPACITY=capacity), num_warps=size.num_warps, num_stages=size.num_stages,
         )  # fmt: skip
         if capacity < T:
             run(

@@ -39,7 +39,8 @@ def options(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: int) -
         return Launch(64 if dtype.itemsize == 2 else 32, 0, 4, 3)
     held = heads * next_power_of_2(max(top_k, 64))
     if held <= MOST_HELD // 4:
-        return Launch(64, held // (64 * heads), 4, 4)
+        block = 128 if top_k > 64 else 64
+        return Launch(block, cdiv(top_k, block), 4, 4)
     # One program fills a multiprocessor, or half of it, and needs its shared memory: these have 160 KB and more.
     if held > MOST_HELD or heads > 32 or arch not in (80, 90, 100, 103):
         return Launch(64, 0, 4, 5)

@@ -22,12 +22,10 @@ from hstu_sparse.tiles import COMPILED, load_rows, locate
 
 
 @triton.jit
-def _add_product(
-    scores, query, weight, keys, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
-):
-    dots = tl.reshape(tl.dot(query, keys, input_precision=PRECISION), [HEADS, ROWS, BLOCK])
-    found = tl.sum((dots + tl.abs(dots)) * weight[:, :, None], 0)
-    return found if scores is None else scores + found
+def _weighed(query, weight, keys, PRECISION: tl.constexpr):
+    """One head's part of a tile of scores. x + |x| = 2 ReLU(x), exactly, goes at twice the rate of a maximum."""
+    dots = tl.dot(query, keys, input_precision=PRECISION)
+    return (dots + tl.abs(dots)) * weight[:, None]
 
 
 @triton.jit
@@ -35,22 +33,16 @@ def _scores(
     queries, weights, iq, w, ik, rows, inside, key_token, key_inside, t, s, seen,
     position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h,
-    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """I(t, s) of a tile [ROWS, BLOCK]. queries, weights: of the first products, see `_load_products`.
-
-    The tile of a product has HEADS heads one below the other, so that their sum adds registers of one thread.
-    """
+    """I(t, s) of a tile [ROWS, BLOCK]. queries, weights: of the first heads, see `_load_heads`."""
     keys = tl.trans(load_rows(ik, key_token, ik_stride_t, key_inside, E, BE))
-    scores = _add_product(None, queries[0], weights[0], keys, HEADS, ROWS, BLOCK, PRECISION)
-    for i in tl.static_range(1, len(queries)):
-        scores = _add_product(scores, queries[i], weights[i], keys, HEADS, ROWS, BLOCK, PRECISION)
-    for first in range(HEADS * len(queries), J, HEADS):
-        query, weight = _load_heads(
-            iq, w, rows, inside, first, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS
-        )
-        scores = _add_product(scores, query, weight, keys, HEADS, ROWS, BLOCK, PRECISION)
+    scores = _weighed(queries[0], weights[0], keys, PRECISION)
+    for head in tl.static_range(1, len(queries)):
+        scores += _weighed(queries[head], weights[head], keys, PRECISION)
+    for head in range(len(queries), J):
+        query, weight = _load_head(iq, w, rows, inside, head, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E, BE)
+        scores += _weighed(query, weight, keys, PRECISION)
     if (position is not None) or (time is not None):
         asked = 0
         known = 0
@@ -63,34 +55,25 @@ def _scores(
 
 
 @triton.jit
-def _load_heads(
-    iq, w, rows, inside, first, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h,
-    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """(queries [HEADS * ROWS, BE], half the weights, fp32 [HEADS, ROWS]) of the heads from `first` on, zeros past J.
-
-    Half, because x + |x| = 2 ReLU(x), exactly, takes an addition, which goes at twice the rate of a maximum.
-    """
-    head = first + tl.arange(0, HEADS)
-    use = (head < J)[:, None] & inside[None, :]
-    where = tl.reshape(head[:, None] * iq_stride_h + rows[None, :] * iq_stride_t, [HEADS * ROWS])
-    query = load_rows(iq, where, 1, tl.reshape(use, [HEADS * ROWS]), E, BE)
-    weight = tl.load(w + head[:, None] * w_stride_h + rows[None, :] * w_stride_t, mask=use, other=0.0)
+def _load_head(
+    iq, w, rows, inside, head, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E: tl.constexpr, BE: tl.constexpr
+):
+    """(queries [ROWS, BE], half the weights, fp32 [ROWS]) of a head: see `_weighed`."""
+    query = load_rows(iq + head * iq_stride_h, rows, iq_stride_t, inside, E, BE)
+    weight = tl.load(w + head * w_stride_h + rows * w_stride_t, mask=inside, other=0.0)
     return query, 0.5 * weight.to(tl.float32)
 
 
 @triton.jit
-def _load_products(
-    iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h,
-    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr, PRODUCTS: tl.constexpr, ROWS: tl.constexpr,
+def _load_heads(
+    iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E: tl.constexpr, BE: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
-    """`_load_heads` of the first PRODUCTS * HEADS heads: (tuple of queries, tuple of weights)."""
+    """`_load_head` of the first HEADS heads: (tuple of queries, tuple of weights)."""
     queries = ()
     weights = ()
-    for i in tl.static_range(PRODUCTS):
-        query, weight = _load_heads(
-            iq, w, rows, inside, i * HEADS, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS
-        )
+    for head in tl.static_range(HEADS):
+        query, weight = _load_head(iq, w, rows, inside, head, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E, BE)
         queries += (query,)
         weights += (weight,)
     return queries, weights
@@ -110,8 +93,8 @@ def lightning_indexer_sample_kernel(
     iq, ik, w, offsets, sampled,
     position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, B, first_slot, capacity,
-    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr, PRODUCTS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, SAMPLE: tl.constexpr, PRECISION: tl.constexpr,
+    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SAMPLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores of SAMPLE keys for a tile of queries, -inf for those that a query does not see."""
     slot = tl.program_id(0)
@@ -126,9 +109,7 @@ def lightning_indexer_sample_kernel(
     # A quarter of the keys is enough where they are few.
     stride = tl.maximum((end + SAMPLE - 1) // SAMPLE, 4)
     sampled_keys = tl.cdiv(tl.cdiv(end, stride), BLOCK) * BLOCK
-    queries, weights = _load_products(
-        iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, PRODUCTS, ROWS
-    )
+    queries, weights = _load_heads(iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E, BE, HEADS)
     for start in range(sampled_keys, SAMPLE, BLOCK):
         i = start + tl.arange(0, BLOCK)
         tl.store(sampled + row[:, None] * SAMPLE + i[None, :], tl.full([ROWS, BLOCK], float("-inf"), tl.float32))
@@ -139,7 +120,7 @@ def lightning_indexer_sample_kernel(
         scores = _scores(
             queries, weights, iq, w, ik, rows, inside, begin + s, s < end, t, s, seen,
             position, time, cells, timestamps, query_timestamps, positions,
-            iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS, BLOCK, PRECISION,
+            iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, PRECISION,
         )  # fmt: skip
         tl.store(sampled + row[:, None] * SAMPLE + i[None, :], tl.where(seen, scores, float("-inf")))
 
@@ -226,8 +207,8 @@ def _collect(
     start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, mine, rows, inside, begin,
     length, t, position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K,
-    CAPACITY: tl.constexpr, J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    CAPACITY: tl.constexpr, J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes the candidates of a block of keys to `mine`; returns how many each row has by then."""
     s = start + tl.arange(0, BLOCK)
@@ -235,7 +216,7 @@ def _collect(
     scores = _scores(
         queries, weights, iq, w, ik, rows, inside, begin + s, s < length, t, s, seen,
         position, time, cells, timestamps, query_timestamps, positions,
-        iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, HEADS, ROWS, BLOCK, PRECISION,
+        iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, PRECISION,
     )  # fmt: skip
     # Of several that equal the threshold, those after the first K candidates lose. Past its limit a row takes nothing,
     # an infinite score neither.
@@ -270,7 +251,7 @@ def lightning_indexer_collect_kernel(
     position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, B, first_slot, slots, K,
     CAPACITY: tl.constexpr, J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr,
-    PRODUCTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The candidates of a tile of queries, in order of s, and their number; CAPACITY + 1 where there may be more."""
     # Last things first: the tiles late in a sequence take longest.
@@ -287,9 +268,7 @@ def lightning_indexer_collect_kernel(
     above = tl.where(threshold == float("-inf"), threshold, _unordered(_ordered(threshold) + 1))
     # Where a whole block might not fit any more. There is room for all of CAPACITY tokens.
     limit = tl.where(t >= CAPACITY, CAPACITY - BLOCK, CAPACITY)
-    queries, weights = _load_products(
-        iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, J, E, BE, HEADS, PRODUCTS, ROWS
-    )
+    queries, weights = _load_heads(iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E, BE, HEADS)
     step = tl.arange(0, BLOCK)
     triangle = (step[:, None] <= step[None, :]).to(tl.float16) + 0.5 * (step[:, None] == step[None, :]).to(tl.float16)
     count = tl.zeros([ROWS], tl.int32)
@@ -298,13 +277,13 @@ def lightning_indexer_collect_kernel(
         count = _collect(
             start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, mine, rows, inside,
             begin, length, t, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t, iq_stride_h,
-            ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, HEADS, ROWS, BLOCK, False, PRECISION,
+            ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, ROWS, BLOCK, False, PRECISION,
         )  # fmt: skip
     for start in range(whole, tl.minimum(tile * ROWS + ROWS, length), BLOCK):
         count = _collect(
             start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, mine, rows, inside,
             begin, length, t, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t, iq_stride_h,
-            ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, HEADS, ROWS, BLOCK, True, PRECISION,
+            ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, ROWS, BLOCK, True, PRECISION,
         )  # fmt: skip
     tl.store(counts + row, tl.where(count > limit, CAPACITY + 1, count), mask=inside)
 

@@ -7,6 +7,7 @@ predecessor and to the successor, while the present one is at work. Gradients of
 on, and gather what every process adds; its owner adds its own part last, when they are home.
 """
 
+import functools
 import json
 import weakref
 from collections.abc import Iterator, Sequence
@@ -17,11 +18,44 @@ import torch.distributed as dist
 from hstu_sparse import jagged
 
 
-class Pending:
-    """Tensors on their way; `wait` gives those that arrive."""
+class Transfer:
+    """Tensors for the successor, and as many of these shapes from the predecessor.
 
-    def __init__(self, ring: "Ring", works: list, sent: list[torch.Tensor], received: list[torch.Tensor]):
-        self.ring, self.works, self.sent, self.received = ring, works, sent, received
+    `post` sets it going, once; it waits for what the device had been given when the transfer was made, not for what it
+    has been given since. `wait` gives what arrives.
+    """
+
+    def __init__(self, ring: "Ring", tensors: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]):
+        self.ring, self.works = ring, []
+        self.sent = [x.contiguous() for x in tensors]
+        self.received = [x.new_empty(shape) for x, shape in zip(self.sent, shapes, strict=True)]
+        self.device = self.sent[0].device
+        if self.device.type == "cuda":
+            self.ready = torch.cuda.current_stream(self.device).record_event()
+
+    def post(self) -> "Transfer":
+        if self.device.type != "cuda":
+            self._post()
+            return self
+        stream = _stream(self.device)
+        stream.wait_event(self.ready)
+        with torch.cuda.stream(stream):
+            self._post()
+        return self
+
+    def _post(self) -> None:
+        ring = self.ring
+        operations = [dist.P2POp(dist.isend, x, ring.next, ring.group) for x in self.sent if x.numel()]
+        operations += [dist.P2POp(dist.irecv, x, ring.previous, ring.group) for x in self.received if x.numel()]
+        if not operations:
+            return
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise ring.lost(None, error) from error
+        # NCCL gives one work for all of them.
+        peers = [operation.peer for operation in operations] if len(works) == len(operations) else [None] * len(works)
+        self.works = list(zip(works, peers))
 
     def wait(self) -> list[torch.Tensor]:
         for work, peer in self.works:
@@ -29,8 +63,14 @@ class Pending:
                 work.wait()
             except RuntimeError as error:
                 raise self.ring.lost(peer, error) from error
-        self.sent = []
+        self.sent = self.works = []
         return self.received
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """What transfers are posted from: they wait for the stream that is current then."""
+    return torch.cuda.Stream(device)
 
 
 class Ring:
@@ -52,36 +92,27 @@ class Ring:
         elif group is not None:
             raise ValueError("ring attention: a group was given, but torch.distributed is not initialised")
 
-    def send_on(self, tensors: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> Pending:
-        """Sends the tensors to the successor, receives as many of these shapes from the predecessor."""
-        tensors = [x.contiguous() for x in tensors]
-        received = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
-        operations = [dist.P2POp(dist.isend, x, self.next, self.group) for x in tensors if x.numel()]
-        operations += [dist.P2POp(dist.irecv, x, self.previous, self.group) for x in received if x.numel()]
-        if not operations:
-            return Pending(self, [], tensors, received)
-        try:
-            works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            raise self.lost(None, error) from error
-        # NCCL gives one work for all of them.
-        peers = [operation.peer for operation in operations] if len(works) == len(operations) else [None] * len(works)
-        return Pending(self, list(zip(works, peers)), tensors, received)
-
     def blocks(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """(rank whose tokens they are, tensors) of every process, the own ones first.
+
+        On a GPU the next block is sent for after the kernels for this one were launched: the host takes longer for the
+        former, and would keep the GPU waiting.
 
         sizes: first dimension of the tensors on each rank; the other dimensions agree.
         """
         current = list(tensors)
         for step in range(self.world):
-            source, pending = (self.rank - step) % self.world, None
+            source, following = (self.rank - step) % self.world, None
             if step + 1 < self.world:
                 size = sizes[(source - 1) % self.world]
-                pending = self.send_on(current, [(size, *x.shape[1:]) for x in current])
+                following = Transfer(self, current, [(size, *x.shape[1:]) for x in current])
+                if following.device.type != "cuda":
+                    following.post()
             yield source, current
-            if pending is not None:
-                current = pending.wait()
+            if following is not None:
+                if following.device.type == "cuda":
+                    following.post()
+                current = following.wait()
 
     def agree(self, what: str, mine: dict, *, always: bool = False) -> list[dict]:
         """What every rank calls its own, after a check that all agree; only in a group's first call with this `mine`,
@@ -154,7 +185,7 @@ def backward_round(ring: Ring, tensors: Sequence[torch.Tensor], sizes: Sequence[
         if source != ring.rank:
             found = find_dkv(source, block, None if pending is None else pending.wait())
             size = sizes[(source - 1) % ring.world]
-            pending = ring.send_on(found, [(size, *x.shape[1:]) for x in found])
+            pending = Transfer(ring, found, [(size, *x.shape[1:]) for x in found]).post()
             del found
         add_dq(source, block)
     return find_dkv(ring.rank, list(tensors), None if pending is None else pending.wait())

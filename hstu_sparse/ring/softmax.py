@@ -92,15 +92,10 @@ def _backward_triton(grad, q, block, ring: Ring, plan: RingPlan, options: Option
     from hstu_sparse.ring.flash.launch import Launch
 
     sums = torch.empty(dq.shape, dtype=lse.dtype, device=dq.device)
-    rows = None
+    rows = Launch(q, *block, plan.layout(ring.rank), options).rows(out, grad, lse)
 
     def add_dq(source, found):
-        nonlocal rows
         launch = Launch(q, *found, plan.layout(source), options)
-        if rows is None:
-            # Here, and not before the ring: the first block begins its way beside this short kernel. Beside a long one
-            # it might have to wait until multiprocessors are free for it.
-            rows = launch.rows(out, grad, lse)
         last = source == (ring.rank + 1) % ring.world
         launch.dq(grad, rows, dq if last else sums, before=None if source == ring.rank else sums)
 

@@ -400,14 +400,14 @@ def _check_attention(
     return dict(activation=activation, alpha=alpha, bias=bias, rope_base=rope_base, return_lse=return_lse)
 
 
-@torch.no_grad()
 def _attend(q, q_offsets, source, max_seq_len, call, chosen):
     return_lse = call["return_lse"]
     if chosen == "reference":
         if isinstance(source, RotateKVCache):
             source = (*reference.decompress_reference(source), source.seq_offsets)
         del call["return_lse"]
-        out, lse = reference.attention_reference(q, q_offsets, *source, max_seq_len, **call)
+        with torch.no_grad():
+            out, lse = reference.attention_reference(q, q_offsets, *source, max_seq_len, **call)
     else:
         from hstu_sparse.rotatekv import launch_attention
 

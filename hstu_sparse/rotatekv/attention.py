@@ -159,7 +159,7 @@ def take(
 @triton.jit(do_not_specialize=["B", "S", "Tq", "SPLITS"])
 def rotatekv_attention_fwd_kernel(
     q, q_stride_t, q_stride_h, q_offsets, seq_offsets, page_offsets, page_table, order, inverse_order,
-    k_codes, k_scales, k_zeros, k_bitmap, v_codes, v_scales, v_zeros,
+    k_codes, k_ranges, k_bitmap, v_codes, v_ranges,
     plain_k, pk_stride_t, pk_stride_h, plain_v, pv_stride_t, pv_stride_h,
     position_table, time_table, cells, timestamps, query_timestamps, near, far, far_packed,
     out, lse, B, S, Tq, SPLITS, alpha, scale, inverse_n,
@@ -289,7 +289,7 @@ def rotatekv_attention_fwd_kernel(
             page = tl.load(page_table + behind // PAGE, inside, 0).to(tl.int64)
             row = page * HG + group
             codes, kept, scales, zeros = load_keys(
-                k_codes, k_scales, k_zeros, k_bitmap, row, slot, inside, DTYPE, OFFSET, PAGE, BITS, C, K_BLOCK,
+                k_codes, k_ranges, k_bitmap, row, slot, inside, DTYPE, OFFSET, PAGE, BITS, C, K_BLOCK,
                 K_BLOCKS, K_GROUPS, WORDS, KEPT, SPARSE, R,
             )  # fmt: skip
             scores = tl.zeros([R, COLUMNS], tl.float32)
@@ -319,7 +319,7 @@ def rotatekv_attention_fwd_kernel(
             new_constants = ()
             for i in tl.static_range(OUT_V):
                 code, v_scale, v_zero = load_values(
-                    v_codes, v_scales, v_zeros, row, slot, inside, first_v + i, DTYPE, OFFSET, PAGE, BITS, V_BLOCK,
+                    v_codes, v_ranges, row, slot, inside, first_v + i, DTYPE, OFFSET, PAGE, BITS, V_BLOCK,
                     V_BLOCKS, V_GROUPS, V_WORDS, R,
                 )  # fmt: skip
                 before = sums[i]

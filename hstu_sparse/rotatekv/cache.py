@@ -13,8 +13,8 @@ from torch import Tensor
 from hstu_sparse.jagged import offsets_from_lengths, sequence_ids
 from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
 
-PACKED = ("k_codes", "k_scales", "k_zeros", "v_codes", "v_scales", "v_zeros", "k_bitmap")
-DTYPES = {"codes": torch.int32, "scales": torch.float16, "zeros": torch.float16, "bitmap": torch.int64}
+PACKED = ("k_codes", "k_ranges", "v_codes", "v_ranges", "k_bitmap")
+DTYPES = {"codes": torch.int32, "ranges": torch.float16, "bitmap": torch.int64}
 
 
 @dataclasses.dataclass(eq=False)

@@ -125,6 +125,20 @@ def store_codes(base, row, mask, codes, BITS: tl.constexpr, R: tl.constexpr, WID
 
 
 @triton.jit
+def halves_of(x):
+    """The two fp16 numbers in each int32, as fp32: scale and zero of a quantisation group."""
+    low = x.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, (x >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def store_range(pointers, mask, scale, zero):
+    """Writes fp16 scales and zeros side by side, as `halves_of` reads them."""
+    low = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    tl.store(pointers, low | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16), mask)
+
+
+@triton.jit
 def store_kept(base, row, mask, codes, kept, before, BITS: tl.constexpr, KEPT: tl.constexpr, WORDS: tl.constexpr):
     """Packs the kept of codes [R, BW] int32 behind the `before` [R] ones; the words hold zeros in their place."""
     rank = before[:, None] + tl.cumsum(kept, 1) - kept

@@ -7,7 +7,16 @@ its key channels, HG = H / G, R tokens of a tile, BW channels of a block of code
 import triton
 import triton.language as tl
 
-from hstu_sparse.rotatekv.codec import butterfly, encode, greatest, load_block, load_codes, load_kept, sign
+from hstu_sparse.rotatekv.codec import (
+    butterfly,
+    encode,
+    greatest,
+    halves_of,
+    load_block,
+    load_codes,
+    load_kept,
+    sign,
+)
 from hstu_sparse.rotatekv.encode import key_ranges, rotated_blocks, value_blocks
 from hstu_sparse.tiles import locate
 
@@ -101,7 +110,7 @@ def restored_blocks(
 
 @triton.jit
 def load_keys(
-    k_codes, k_scales, k_zeros, k_bitmap, row, slot, mask, DTYPE: tl.constexpr, OFFSET: tl.constexpr,
+    k_codes, k_ranges, k_bitmap, row, slot, mask, DTYPE: tl.constexpr, OFFSET: tl.constexpr,
     PAGE: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, BW: tl.constexpr, BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr, WORDS: tl.constexpr, KEPT: tl.constexpr, SPARSE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -126,21 +135,23 @@ def load_keys(
     zeros = ()
     for g in tl.static_range(GROUPS):
         at = (row * GROUPS + g) * PAGE + slot
-        scales += (tl.load(k_scales + at, mask, 0.0).to(tl.float32),)
-        zeros += (tl.load(k_zeros + at, mask, 0.0).to(tl.float32),)
+        scale, zero = halves_of(tl.load(k_ranges + at, mask, 0))
+        scales += (scale,)
+        zeros += (zero,)
     return codes, kept, scales, zeros
 
 
 @triton.jit
 def load_values(
-    v_codes, v_scales, v_zeros, row, slot, mask, b, DTYPE: tl.constexpr, OFFSET: tl.constexpr, PAGE: tl.constexpr,
+    v_codes, v_ranges, row, slot, mask, b, DTYPE: tl.constexpr, OFFSET: tl.constexpr, PAGE: tl.constexpr,
     BITS: tl.constexpr, BW: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr,
     R: tl.constexpr,
 ):  # fmt: skip
     """(OFFSET + codes [R, BW], scale, zero [R] fp32) of block b of values."""
     codes = load_codes(v_codes, (row * BLOCKS + b) * PAGE + slot, mask, BITS, DTYPE, OFFSET, R, BW, WORDS)
     at = (row * GROUPS + b // (BLOCKS // GROUPS)) * PAGE + slot
-    return codes, tl.load(v_scales + at, mask, 0.0).to(tl.float32), tl.load(v_zeros + at, mask, 0.0).to(tl.float32)
+    scale, zero = halves_of(tl.load(v_ranges + at, mask, 0))
+    return codes, scale, zero
 
 
 @triton.jit
@@ -163,8 +174,8 @@ def store_group(out, token, mask, x, b, first_head, H: tl.constexpr, SIZE: tl.co
 
 @triton.jit(do_not_specialize=["B", "S"])
 def rotatekv_decompress_kernel(
-    seq_offsets, page_offsets, page_table, inverse_order, k_codes, k_scales, k_zeros, k_bitmap, v_codes, v_scales,
-    v_zeros, sink_k, sink_v, k, v, B, S, scale,
+    seq_offsets, page_offsets, page_table, inverse_order, k_codes, k_ranges, k_bitmap, v_codes, v_ranges,
+    sink_k, sink_v, k, v, B, S, scale,
     HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr,
     KEPT_WORDS: tl.constexpr, V_BLOCK: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
@@ -202,7 +213,7 @@ def rotatekv_decompress_kernel(
     row = page * HG + group
     WORDS: tl.constexpr = KEPT_WORDS if SPARSE else K_WORDS
     codes, kept, scales, zeros = load_keys(
-        k_codes, k_scales, k_zeros, k_bitmap, row, slot, mask, DTYPE, OFFSET, PAGE, BITS, C, K_BLOCK, K_BLOCKS,
+        k_codes, k_ranges, k_bitmap, row, slot, mask, DTYPE, OFFSET, PAGE, BITS, C, K_BLOCK, K_BLOCKS,
         K_GROUPS, WORDS, KEPT, SPARSE, R,
     )  # fmt: skip
     x = restored_blocks(
@@ -214,7 +225,7 @@ def rotatekv_decompress_kernel(
     if first_out == 0:
         for i in tl.static_range(V_BLOCKS):
             code, v_scale, v_zero = load_values(
-                v_codes, v_scales, v_zeros, row, slot, mask, i, DTYPE, OFFSET, PAGE, BITS, V_BLOCK, V_BLOCKS, V_GROUPS,
+                v_codes, v_ranges, row, slot, mask, i, DTYPE, OFFSET, PAGE, BITS, V_BLOCK, V_BLOCKS, V_GROUPS,
                 V_WORDS, R,
             )  # fmt: skip
             y = (v_zero - OFFSET * v_scale)[:, None] + v_scale[:, None] * code.to(tl.float32)

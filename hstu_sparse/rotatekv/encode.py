@@ -18,6 +18,7 @@ from hstu_sparse.rotatekv.codec import (
     sign,
     store_codes,
     store_kept,
+    store_range,
     value_range,
 )
 from hstu_sparse.tiles import locate
@@ -108,7 +109,7 @@ def store_bitmap(bitmap, row, slot, mask, kept, b: tl.constexpr, C: tl.constexpr
 @triton.jit(do_not_specialize=["B", "S"])
 def rotatekv_compress_kernel(
     k, v, k_stride_t, k_stride_h, v_stride_t, v_stride_h, new_offsets, old_offsets, page_offsets, page_table, order,
-    sink_k, sink_v, k_codes, k_scales, k_zeros, k_bitmap, v_codes, v_scales, v_zeros, B, S, scale, inset,
+    sink_k, sink_v, k_codes, k_ranges, k_bitmap, v_codes, v_ranges, B, S, scale, inset,
     HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr,
     KEPT_WORDS: tl.constexpr, V_BLOCK: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
@@ -169,8 +170,7 @@ def rotatekv_compress_kernel(
             store_codes(k_codes, (row * K_BLOCKS + i) * PAGE + slot, packed, codes, BITS, R, K_BLOCK, K_WORDS)
     for g in tl.static_range(K_GROUPS):
         at = (row * K_GROUPS + g) * PAGE + slot
-        tl.store(k_scales + at, scales[g], packed)
-        tl.store(k_zeros + at, zeros[g], packed)
+        store_range(k_ranges + at, packed, scales[g], zeros[g])
 
     V_PER: tl.constexpr = V_BLOCKS // V_GROUPS
     for g in tl.static_range(V_GROUPS):
@@ -191,8 +191,7 @@ def rotatekv_compress_kernel(
             R,
         )
         at = (row * V_GROUPS + g) * PAGE + slot
-        tl.store(v_scales + at, v_scale, packed)
-        tl.store(v_zeros + at, v_zero, packed)
+        store_range(v_ranges + at, packed, v_scale, v_zero)
         for i in tl.static_range(V_PER):
             v_code = encode(y[i], v_scale, v_zero, LEVELS)
             if CV % V_BLOCK != 0:

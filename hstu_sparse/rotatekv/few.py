@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.rotatekv.attention import biased, load_queries
-from hstu_sparse.rotatekv.codec import butterfly, sign
+from hstu_sparse.rotatekv.codec import butterfly, halves_of, sign
 from hstu_sparse.rotatekv.turning import halves, load_turns, turned_scores, turning_queries
 from hstu_sparse.tiles import locate, silu
 
@@ -94,12 +94,12 @@ def value_codes(words, unit, PLANE: tl.constexpr, DTYPE: tl.constexpr, NW: tl.co
 
 @triton.jit
 def load_keys(
-    k_codes, k_scales, k_zeros, row, unit, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr,
+    k_codes, k_ranges, row, unit, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr,
     BY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All that is kept of a page's keys: words [16, 4] by block and chunk, scales [16] by group, zeros [16] by group.
+    """All that is kept of a page's keys: words [16, 4] by block and chunk, scales and zeros in an int32 [16] by group.
 
-    BY_BLOCK: in place of those zeros a pair of [16, 4], zeros and scales by block.
+    BY_BLOCK: the last of these is [16, 4], by block.
     unit: 1, which the compiler does not know. Where it cannot tell what lies side by side it gives each thread one word
     of a tensor, row by row, and so the words where a product wants them.
     """
@@ -111,26 +111,22 @@ def load_keys(
     for i in tl.static_range(K_BLOCKS):
         for c in tl.static_range(K_WORDS // 4):
             words += (tl.trans(tl.load(base + (i * R * K_WORDS + c * 4))),)
-    scales = ()
-    zeros = ()
+    ranges = ()
     at = row * (K_GROUPS * R)
     for g in tl.static_range(K_GROUPS):
-        scales += (tl.load(k_scales + at + r + g * R),)
-        if not BY_BLOCK:
-            zeros += (tl.load(k_zeros + at + r + g * R),)
+        ranges += (tl.load(k_ranges + at + r + g * R),)
     if BY_BLOCK:
         of_block = tl.minimum(four, K_BLOCKS - 1) * K_GROUPS // K_BLOCKS * R
-        place = at + ((of_block * unit)[:, None] + (r * unit)[None, :])
-        zeros += (tl.trans(tl.load(k_zeros + place)), tl.trans(tl.load(k_scales + place)))
-    return words, scales, zeros
+        ranges += (tl.trans(tl.load(k_ranges + at + ((of_block * unit)[:, None] + (r * unit)[None, :]))),)
+    return words, ranges
 
 
 @triton.jit
 def load_values(
-    v_codes, v_scales, v_zeros, row, own_group, unit, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
+    v_codes, v_ranges, row, own_group, unit, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
     V_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Of a page's values: words [NW, 4] of tokens 4j + i by i, scales and zeros [16, columns]."""
+    """Of a page's values: words [NW, 4] of tokens 4j + i by i, scales and zeros in int32 [16, columns]."""
     R: tl.constexpr = 16
     word = tl.arange(0, V_BLOCKS * V_WORDS)
     word = ((word // V_WORDS) * (R * V_WORDS) + word % V_WORDS) * unit
@@ -140,20 +136,20 @@ def load_values(
     for i in tl.static_range(4):
         words += (tl.trans(tl.load(base + i * V_WORDS)),)
     at = row * (V_GROUPS * R) + (tl.arange(0, R)[:, None] + (own_group * R)[None, :])
-    return words, tl.load(v_scales + at), tl.load(v_zeros + at)
+    return words, tl.load(v_ranges + at)
 
 
 @triton.jit(do_not_specialize=["q_stride_t", "q_stride_h", "B", "S", "Tq", "SPLITS", "unit"])
 def rotatekv_few_fwd_kernel(
     q, q_stride_t, q_stride_h, q_offsets, seq_offsets, page_offsets, page_table, order,
-    k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros,
+    k_codes, k_ranges, v_codes, v_ranges,
     position_table, time_table, cells, timestamps, query_timestamps, near, far, angles,
     out, lse, B, S, Tq, SPLITS, alpha, scale, inverse_n, unit,
     HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, HAS_ORDER: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PAIRS: tl.constexpr, BQ: tl.constexpr, FAST: tl.constexpr,
-    LSE: tl.constexpr,
+    LSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One part of BQ queries, of one head group; out and lse: [SPLITS, Tq, H, ...], or the final ones."""
     C: tl.constexpr = D * G
@@ -246,42 +242,27 @@ def rotatekv_few_fwd_kernel(
     last = tl.minimum(tiles, first + per)
     if first < last:
         r = tl.arange(0, R)
-        # The page after next is known, and what the next one needs is under way while one is worked on. With RoPE there
-        # are too few registers for all of it at once.
-        row = tl.load(page_table + first).to(tl.int64) * HG + group
-        next_page = tl.load(page_table + tl.minimum(first + 1, last - 1))
-        next_keys = load_keys(k_codes, k_scales, k_zeros, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, ROPE)
-        next_values = ()
-        turns = ()
-        if ROPE:
-            turns = load_turns(angles, S + first * R + r, D // 128, R)
-        else:
-            next_values = load_values(v_codes, v_scales, v_zeros, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)
-        for tile in tl.range(first, last, num_stages=1):
-            keys, ranges, zeros = next_keys
-            if ROPE:
-                values = load_values(v_codes, v_scales, v_zeros, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)
-            else:
-                values = next_values
-            row = next_page.to(tl.int64) * HG + group
-            next_page = tl.load(page_table + tl.minimum(tile + 2, last - 1))
-            if not ROPE:
-                next_keys = load_keys(k_codes, k_scales, k_zeros, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, ROPE)
-                next_values = load_values(v_codes, v_scales, v_zeros, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)
+        for tile in tl.range(first, last, num_stages=STAGES):
+            row = tl.load(page_table + tile).to(tl.int64) * HG + group
+            keys, ranges = load_keys(k_codes, k_ranges, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, ROPE)
+            values = load_values(v_codes, v_ranges, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)
             behind = tile * R + r
             inside = behind < packed
             scales = ()
+            zeros = ()
             for g in tl.static_range(K_GROUPS):
-                scales += (ranges[g].to(tl.float32),)
+                k_scale, k_zero = halves_of(ranges[g])
+                scales += (k_scale,)
+                zeros += (k_zero,)
             if ROPE:
+                turns = load_turns(angles, S + behind, D // 128, R)
                 small_scales = ()
                 for g in tl.static_range(K_GROUPS):
                     small_scales += (scales[g] * (scale * BACK),)
-                middle = zeros[0].to(tl.float32) + LEVELS / 2 * zeros[1].to(tl.float32)
+                k_scale, k_zero = halves_of(ranges[K_GROUPS])
+                middle = k_zero + LEVELS / 2 * k_scale
                 scores = turned_scores(keys, small_scales, middle, queries, zero_queries, signs, matrix, centre,
                                        turns, D, K_BLOCKS, K_PER // CHUNKS, CHUNKS, BITS, R, COLUMNS)  # fmt: skip
-                next_keys = load_keys(k_codes, k_scales, k_zeros, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, ROPE)
-                turns = load_turns(angles, S + behind + R, D // 128, R)
             else:
                 scores = tl.zeros([R, COLUMNS], tl.float32)
                 for g in tl.static_range(K_GROUPS):
@@ -289,7 +270,7 @@ def rotatekv_few_fwd_kernel(
                     for i in tl.static_range(g * K_PER, (g + 1) * K_PER):
                         query_t = queries[i]
                         part = tl.dot(key_codes(keys[i], unit, BITS), tl.trans(query_t), part)
-                    scores += scales[g][:, None] * part + zeros[g].to(tl.float32)[:, None] * q_sums[g][None, :]
+                    scores += scales[g][:, None] * part + zeros[g][:, None] * q_sums[g][None, :]
             position = S + behind
             scores = biased(
                 scores * q_scale[None, :], inside, position, begin + position, length, tables, asked, HAS_POSITION,
@@ -311,8 +292,8 @@ def rotatekv_few_fwd_kernel(
                 totals += weights
             else:
                 weights = tl.where(inside[:, None], silu(scores, FAST), 0.0)
-            v_words, v_scale, v_zero = values
-            v_scale, v_zero = v_scale.to(tl.float32), v_zero.to(tl.float32)
+            v_words, v_range = values
+            v_scale, v_zero = halves_of(v_range)
             low_weights = (weights * v_scale).to(DTYPE)
             scaled += low_weights.to(tl.float32)
             constant += weights * (v_zero + LEVELS / 2 * v_scale)

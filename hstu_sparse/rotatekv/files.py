@@ -12,7 +12,7 @@ from hstu_sparse.rotatekv.cache import DTYPES, PACKED, PackedCache
 from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
 from hstu_sparse.validation import FLOATING_DTYPES, check_int
 
-FORMAT = "hstu_sparse.rotatekv.1"
+FORMAT = "hstu_sparse.rotatekv.2"
 INDEX = ("seq_offsets", "page_offsets", "page_table")
 
 
@@ -113,7 +113,7 @@ def _check_index(layout: Layout, tensors: dict[str, Tensor], pages: int) -> None
 
 def _check_values(tensors: dict[str, Tensor], order: Tensor | None) -> None:
     for name, x in tensors.items():
-        if (x.is_floating_point() and not x.isfinite().all()) or (name.endswith("scales") and (x < 0).any()):
+        if (x.is_floating_point() and not x.isfinite().all()) or (name.endswith("ranges") and (x[..., 0] < 0).any()):
             raise ValueError(f"{name} holds numbers that no cache has")
     if order is not None and not torch.equal(order.sort(-1).values, torch.arange(order.shape[1]).expand_as(order)):
         raise ValueError("channel_order does not hold each channel once")

@@ -18,7 +18,7 @@ from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
-from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, rows, sizes
+from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, rows, sizes, words
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.rotatekv.many import rotatekv_many_fwd_kernel, rotatekv_queries_fwd_kernel
 from hstu_sparse.time_buckets import device_cells
@@ -27,10 +27,12 @@ from hstu_sparse.validation import check_kernel
 # Queries of a sequence, on average: from the first on `many` is faster than `few`; from the second on the general
 # kernel turns keys back and gives heads programs of their own.
 MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
+MANY_STAGES = 3
 KERNEL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Most registers of a thread, where fewer than it would take let more programs run side by side: way, with RoPE.
-# Measured on Hopper, and used there.
-REGISTERS = {("many", False): 128}
+# Measured on Hopper with 2 bits, and used there; 4 bits take more.
+REGISTERS = {("few", False): 168, ("many", False): 128}
+FEW_STAGES = 3  # pages of a program of `few` that are under way, with the one that it works on
 
 
 @functools.lru_cache(maxsize=16)
@@ -55,6 +57,13 @@ def angle_pairs(base: float, half: int, count: int, device: torch.device) -> Ten
     """
     table = angle_table(base, half, count, device).view(count, 2, half // 16, 2, 4)
     return table.permute(0, 2, 4, 1, 3).reshape(count, half).contiguous()
+
+
+@functools.lru_cache(maxsize=16)
+def all_tables(base: float, half: int, count: int, paired: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """`rope_table` of positions in a tile, of tiles, and fp16 ones of every position."""
+    near, far = rope_table(base, half, 0, 1, TILE, device), rope_table(base, half, 0, TILE, count, device)
+    return near, far, (angle_pairs if paired else angle_table)(base, half, count * TILE, device)
 
 
 class Plain(NamedTuple):
@@ -149,12 +158,12 @@ class Call(NamedTuple):
             rope_table(self.rope_base, half, first, TILE, count, self.q.device),
         )
 
-    def all_angles(self, table) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Tables for `turn`, and fp16 ones of every position: `angle_table` or `angle_pairs`."""
-        near, far, _ = self.angles()
-        if near is None:
+    def all_angles(self, paired: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Tables for `turn`, and fp16 ones of every position: `angle_table`, or `angle_pairs` if `paired`."""
+        if self.rope_base is None:
             return None, None, None
-        return near, far, table(self.rope_base, self.q.shape[2] // 2, far.shape[0] * TILE, self.q.device)
+        count = next_power_of_2(self.max_seq_len // TILE + 2)
+        return all_tables(self.rope_base, self.q.shape[2] // 2, count, paired, self.q.device)
 
 
 class Plan(NamedTuple):
@@ -170,37 +179,59 @@ def launch_key(arguments: tuple) -> tuple:
 
 def registers(way: str, call: Call) -> dict:
     most = REGISTERS.get((way, call.rope_base is not None))
-    return dict(maxnreg=most) if most and architecture(call.q.device) == 90 else {}
+    measured = architecture(call.q.device) == 90 and call.source.layout.options.bits == 2
+    return dict(maxnreg=most) if most and measured else {}
+
+
+def kept(cache: PackedCache) -> tuple[tuple, tuple]:
+    """(tensors of a cache in the order in which kernels take them, their `launch_key`), found out once for a state."""
+    found = cache.__dict__.get("kept")
+    if found is None or found[0] is not cache.page_table or found[1] is not cache.packed:
+        packed = cache.packed
+        tensors = (
+            cache.seq_offsets, cache.page_offsets, cache.page_table, cache.channel_order, packed["k_codes"],
+            words(packed["k_ranges"]), packed["v_codes"], words(packed["v_ranges"]),
+        )  # fmt: skip
+        found = cache.__dict__["kept"] = cache.page_table, packed, tensors, launch_key(tensors)
+    return found[2], found[3]
+
+
+@functools.lru_cache(maxsize=64)
+def few_constants(layout: Layout, ordered: bool, dtype: torch.dtype, call: tuple, lse: bool) -> dict:
+    """Those of `few`; call: items of `Call.constants`."""
+    found = sizes(layout, ordered, dtype) | dict(call)
+    for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK"):
+        found.pop(name)
+    pairs = max(layout.values.groups, layout.options.head_group)
+    return found | dict(PAIRS=pairs, BQ=max(1, 8 // pairs), LSE=lse, STAGES=FEW_STAGES)
 
 
 def few(call: Call) -> Plan:
     """A warp for a few queries of a head group."""
     cache, layout = call.source, call.source.layout
-    pairs = max(layout.values.groups, layout.options.head_group)
-    block_q = max(1, 8 // pairs)
-    programs = call.slots(block_q) * layout.head_groups
-    sequences = max(1, call.q_offsets.shape[0] - 1)
-    at_work = sequences * cdiv(cdiv(call.q.shape[0], sequences), block_q) * layout.head_groups
-    constants = sizes(layout, cache.channel_order, cache.dtype)
-    for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK"):
-        constants.pop(name)
+    block_q = max(1, 8 // max(layout.values.groups, layout.options.head_group))
+    queries, sequences = call.q.shape[0], max(1, call.q_offsets.shape[0] - 1)
 
     def launch(part, part_lse, splits):
-        packed = cache.packed
+        tensors, key = kept(cache)
+        given = call.constants()
+        given = few_constants(layout, tensors[3] is not None, cache.dtype, tuple(given.items()), part_lse is not None)
+        others = *call.bias_arguments(), *call.all_angles(True), part, part_lse
         arguments = (
-            call.q, call.q.stride(0), call.q.stride(1), call.q_offsets, cache.seq_offsets, cache.page_offsets,
-            cache.page_table, cache.channel_order, packed["k_codes"], packed["k_scales"], packed["k_zeros"],
-            packed["v_codes"], packed["v_scales"], packed["v_zeros"], *call.bias_arguments(),
-            *call.all_angles(angle_pairs), part, part_lse, call.q_offsets.shape[0] - 1, layout.options.sink_tokens,
-            call.q.shape[0], splits, call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len, 1,
+            call.q, call.q.stride(0), call.q.stride(1), call.q_offsets, *tensors, *others, sequences,
+            layout.options.sink_tokens, queries, splits, call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
+            1,
         )  # fmt: skip
-        given = constants | call.constants() | dict(PAIRS=pairs, BQ=block_q, LSE=part_lse is not None)
-        options = dict(num_warps=1, num_stages=1) | registers("few", call)
-        start(rotatekv_few_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
+        options = dict(num_warps=1, num_stages=1) | most
+        key = *key, *launch_key((call.q, call.q_offsets, *others))
+        grid = call.slots(block_q) * layout.head_groups * splits
+        start(rotatekv_few_fwd_kernel, grid, arguments, given, options, key)
 
-    # Eight warps a processor have room, and two rounds of them.
-    wanted = max(1, 16 * processors(call.q.device) // at_work)
-    return Plan(launch, min(wanted, max(1, call.max_seq_len // 256)))
+    # Two rounds of as many programs as have registers at once.
+    most = registers("few", call)
+    room = 2048 // most.get("maxnreg", 256) * processors(call.q.device)
+    wanted = 2 * room // (sequences * cdiv(cdiv(queries, sequences), block_q) * layout.head_groups)
+    return Plan(launch, max(1, min(wanted, call.max_seq_len // 256)))
 
 
 def many(call: Call) -> Plan:
@@ -209,13 +240,13 @@ def many(call: Call) -> Plan:
     heads = call.q.shape[1]
     block_q = 128 if call.q.shape[0] > 64 * (call.q_offsets.shape[0] - 1) else 64
     programs = call.slots(block_q) * heads
-    constants = sizes(layout, None, cache.dtype)
+    constants = sizes(layout, False, cache.dtype)
     for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK", "HAS_ORDER"):
         constants.pop(name)
 
     def launch(part, part_lse, splits):
-        packed = cache.packed
-        near, far, table = call.all_angles(angle_table)
+        tensors, _ = kept(cache)
+        near, far, table = call.all_angles(False)
         rope = near is not None
         prepared = torch.empty(call.q.shape, dtype=torch.float16, device=call.q.device)
         factors = torch.empty(call.q.shape[:2], dtype=torch.float32, device=call.q.device)
@@ -230,14 +261,13 @@ def many(call: Call) -> Plan:
         start(rotatekv_queries_fwd_kernel, call.slots(64) * heads, arguments, given, dict(num_warps=4),
               launch_key(arguments))  # fmt: skip
         arguments = (
-            prepared, factors, call.q_offsets, cache.seq_offsets, cache.page_offsets, cache.page_table,
-            packed["k_codes"], packed["k_scales"], packed["k_zeros"], packed["v_codes"], packed["v_scales"],
-            packed["v_zeros"], *call.bias_arguments(), None if table is None else table.view(torch.float16), part,
-            part_lse, call.q_offsets.shape[0] - 1, layout.options.sink_tokens, call.q.shape[0], splits,
+            prepared, factors, call.q_offsets, *tensors[:3], *tensors[4:], *call.bias_arguments(),
+            None if table is None else table.view(torch.float16), part, part_lse,
+            call.q_offsets.shape[0] - 1, layout.options.sink_tokens, call.q.shape[0], splits,
             layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
         )  # fmt: skip
         given = dict(DTYPE=KERNEL_TYPES[call.q.dtype]) | constants | call.constants()
-        given |= dict(R=64, BQ=block_q, LSE=part_lse is not None)
+        given |= dict(R=64, BQ=block_q, LSE=part_lse is not None, STAGES=MANY_STAGES)
         options = dict(num_warps=block_q // 16, num_stages=1) | registers("many", call)
         start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
 
@@ -254,11 +284,11 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
     if cache is None:
         # The sizes of packed keys go unused; no head is too odd for them.
         layout = Layout(RotateKVOptions(head_group=1), heads, 64, source.v.shape[2])
-        constants = sizes(layout, None, q.dtype) | dict(D=head_size)
+        constants = sizes(layout, False, q.dtype) | dict(D=head_size)
         plain_k, plain_v = rows(source.k), rows(source.v)
     else:
         layout = cache.layout
-        constants = sizes(layout, cache.channel_order, cache.dtype)
+        constants = sizes(layout, cache.channel_order is not None, cache.dtype)
         plain_k, plain_v = cache.sink_k.flatten(0, 1), cache.sink_v.flatten(0, 1)
     group, sinks = layout.options.head_group, 0 if cache is None else layout.options.sink_tokens
     # Keys that are turned back take many registers: with more channels than these a program does one head's.
@@ -277,8 +307,8 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
         rotatekv_attention_fwd_kernel[(slots, heads // of_program, splits)](
             q, q.stride(0), q.stride(1), call.q_offsets, source.seq_offsets.contiguous(),
             None if cache is None else cache.page_offsets, None if cache is None else cache.page_table, order,
-            inverse(order), packed.get("k_codes"), packed.get("k_scales"), packed.get("k_zeros"),
-            packed.get("k_bitmap"), packed.get("v_codes"), packed.get("v_scales"), packed.get("v_zeros"),
+            inverse(order), packed.get("k_codes"), words(packed.get("k_ranges")),
+            packed.get("k_bitmap"), packed.get("v_codes"), words(packed.get("v_ranges")),
             plain_k, plain_k.stride(0), plain_k.stride(1), plain_v, plain_v.stride(0), plain_v.stride(1),
             *call.bias_arguments(), *call.angles(sinks), part, part_lse, call.q_offsets.shape[0] - 1, sinks,
             q.shape[0], splits, call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
@@ -320,10 +350,8 @@ def attention(
     check_kernel("rotatekv_attention", q, {"D": q.shape[2], "V": value_size})
     q = rows(q)
     queries, heads, _ = q.shape
-    out = torch.empty(queries, heads, value_size, dtype=q.dtype, device=q.device)
-    lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device) if return_lse else None
     if queries == 0:
-        return out, lse
+        return q.new_empty(0, heads, value_size), q.new_empty(0, heads, dtype=torch.float32) if return_lse else None
     bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
     call = Call(q, q_offsets.contiguous(), source, max_seq_len, softmax, float(alpha), bias, rope_base)
     if way is None:
@@ -340,15 +368,20 @@ def attention(
     # The kernels for few and for many leave the sinks to the general one: a part of their own.
     sinks = cache is not None and cache.layout.options.sink_tokens > 0 and way in ("few", "many")
     parts = splits + sinks
-    part, part_lse = out, lse
-    if parts > 1:
-        part = out.new_empty(parts, queries, heads, value_size, dtype=torch.float32)
-        part_lse = part.new_empty(parts, queries, heads) if softmax else None
+    part = q.new_empty(
+        (parts, queries, heads, value_size)[parts == 1 :], dtype=q.dtype if parts == 1 else torch.float32
+    )
+    part_lse = None
+    if return_lse or (softmax and parts > 1):
+        part_lse = q.new_empty((parts, queries, heads)[parts == 1 :], dtype=torch.float32)
     plan.launch(part, part_lse, splits)
+    out, lse = part, part_lse
     if sinks:
         last = None if part_lse is None else part_lse[splits]
         general(call, keys_back=True, sinks_only=True).launch(part[splits], last, 1)
     if parts > 1:
+        out = q.new_empty(queries, heads, value_size)
+        lse = q.new_empty(queries, heads, dtype=torch.float32) if return_lse else None
         arguments = (part, part_lse, out, lse, queries * heads, parts)
         constants = dict(V=value_size, PAD=next_power_of_2(value_size), ROWS=16, SOFTMAX=softmax, LSE=return_lse)
         start(rotatekv_attention_merge_kernel, cdiv(queries * heads, 16), arguments, constants, dict(num_warps=4),

@@ -34,9 +34,9 @@ def tile_tokens(layout: Layout, dtype: torch.dtype) -> int:
     return max(16, min(most, TILE * 256 // layout.keys.channels))
 
 
-def sizes(layout: Layout, order: Tensor | None, dtype: torch.dtype) -> dict:
-    """The constants that all kernels on a cache have in common."""
-    return dict(_sizes(layout, order is not None, dtype))
+def sizes(layout: Layout, ordered: bool, dtype: torch.dtype) -> dict:
+    """The constants that all kernels on a cache have in common; ordered: it has a channel order."""
+    return dict(_sizes(layout, ordered, dtype))
 
 
 @functools.lru_cache(maxsize=64)
@@ -54,6 +54,11 @@ def _sizes(layout: Layout, ordered: bool, dtype: torch.dtype) -> dict:
 def rows(x: Tensor) -> Tensor:
     """x with adjacent channels."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def words(x: Tensor | None) -> Tensor | None:
+    """Scales and zeros as the kernels take them: an int32 for both."""
+    return None if x is None else x.view(torch.int32)
 
 
 def current(launch):
@@ -81,7 +86,7 @@ def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_
     """Packs new tokens into a cache that has grown for them (`PackedCache.grow`)."""
     layout = cache.layout
     k, v = rows(k), rows(v)
-    constants = sizes(layout, cache.channel_order, cache.dtype)
+    constants = sizes(layout, cache.channel_order is not None, cache.dtype)
     tokens, warps = COMPRESS
     if not layout.sparse:
         constants["R"] = min(tokens, constants["R"])
@@ -92,8 +97,8 @@ def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_
     rotatekv_compress_kernel[(slots, layout.head_groups)](
         k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), new_offsets.contiguous(), old_offsets,
         cache.page_offsets, cache.page_table, cache.channel_order, cache.sink_k, cache.sink_v,
-        packed["k_codes"], packed["k_scales"], packed["k_zeros"], packed.get("k_bitmap"), packed["v_codes"],
-        packed["v_scales"], packed["v_zeros"], cache.num_sequences, layout.options.sink_tokens,
+        packed["k_codes"], words(packed["k_ranges"]), packed.get("k_bitmap"), packed["v_codes"],
+        words(packed["v_ranges"]), cache.num_sequences, layout.options.sink_tokens,
         layout.keys.channels**-0.5, layout.options.inset, **constants, SINKS=layout.options.sink_tokens > 0,
         # Fused into a product and a sum, scaling and shifting would round otherwise than the reference does.
         enable_fp_fusion=False, num_warps=warps,
@@ -106,7 +111,7 @@ def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group,
     check_kernel("rotatekv_round_trip", k, {"D": layout.head_size, "V": layout.value_size})
     found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
     k, v = rows(k), rows(v)
-    constants = sizes(layout, channel_order, k.dtype)
+    constants = sizes(layout, channel_order is not None, k.dtype)
     for name in ("PAGE", "K_WORDS", "V_WORDS", "KEPT_WORDS"):
         constants.pop(name)
     batch = seq_offsets.shape[0] - 1
@@ -141,14 +146,14 @@ def decompress(cache: PackedCache, tokens: int) -> tuple[Tensor, Tensor]:
     check_kernel("rotatekv_decompress", k, {"V": layout.value_size})
     if tokens == 0:
         return k, v
-    constants = sizes(layout, cache.channel_order, cache.dtype)
+    constants = sizes(layout, cache.channel_order is not None, cache.dtype)
     packed, sinks = cache.packed, layout.options.sink_tokens
     out = min(4, layout.keys.blocks)
     grid = (tokens // constants["R"] + cache.num_sequences, layout.head_groups, layout.keys.blocks // out)
     rotatekv_decompress_kernel[grid](
         cache.seq_offsets, cache.page_offsets, cache.page_table, inverse(cache.channel_order),
-        packed["k_codes"], packed["k_scales"], packed["k_zeros"], packed.get("k_bitmap"), packed["v_codes"],
-        packed["v_scales"], packed["v_zeros"], cache.sink_k, cache.sink_v, k, v, cache.num_sequences, sinks,
+        packed["k_codes"], words(packed["k_ranges"]), packed.get("k_bitmap"), packed["v_codes"],
+        words(packed["v_ranges"]), cache.sink_k, cache.sink_v, k, v, cache.num_sequences, sinks,
         layout.keys.channels**-0.5, **constants, SINKS=sinks > 0,
         OFFSET=code_offset(layout.options.bits, cache.dtype, layout.sparse), OUT=out, num_warps=4,
     )  # fmt: skip

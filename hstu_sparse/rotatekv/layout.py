@@ -142,18 +142,16 @@ class Layout:
         return TILE if self.sparse else 16
 
     def shapes(self, pages: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the packed tensors: name -> shape; codes are int32, bitmaps int64, scales and zeros fp16."""
+        """Shapes of the packed tensors: name -> shape; codes are int32, bitmaps int64, ranges fp16: scale and zero."""
         groups, keys, values, page = self.head_groups, self.keys, self.values, self.page
         codes = (keys.blocks, page, keys.words)
         if self.sparse:
             codes = (page, kept_words(self.kept, self.options.bits))
         found = {
             "k_codes": (pages, groups, *codes),
-            "k_scales": (pages, groups, keys.groups, page),
-            "k_zeros": (pages, groups, keys.groups, page),
+            "k_ranges": (pages, groups, keys.groups, page, 2),
             "v_codes": (pages, groups, values.blocks, page, values.words),
-            "v_scales": (pages, groups, values.groups, page),
-            "v_zeros": (pages, groups, values.groups, page),
+            "v_ranges": (pages, groups, values.groups, page, 2),
         }
         if self.sparse:
             found["k_bitmap"] = (pages, groups, keys.channels)

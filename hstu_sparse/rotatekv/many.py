@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.rotatekv.attention import time_bias, turn
-from hstu_sparse.rotatekv.codec import sign
+from hstu_sparse.rotatekv.codec import halves_of, sign
 from hstu_sparse.rotatekv.turning import halves
 from hstu_sparse.tiles import COMPILED, locate, silu
 
@@ -37,13 +37,15 @@ def fused_pairs(a, b, c, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def both(x):
-    """int32 pairs of a 16-bit number twice."""
-    x = x.to(tl.int16, bitcast=True).to(tl.int32)
+def both(x, HIGH: tl.constexpr):
+    """The low or the high half of an int32 twice."""
     if COMPILED:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [x], tl.int32, True, 1)
+        if HIGH:
+            return tl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x3232;", "=r,r", [x], tl.int32, True, 1)
+        else:
+            return tl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [x], tl.int32, True, 1)
     else:
-        return (x & 0xFFFF) * 0x10001
+        return ((x >> 16 if HIGH else x) & 0xFFFF) * 0x10001
 
 
 @triton.jit
@@ -101,10 +103,10 @@ def channel_of(place, COUNT: tl.constexpr, FIELDS: tl.constexpr):
 
 @triton.jit
 def load_keys(
-    k_codes, k_scales, k_zeros, page, slot, group, HG: tl.constexpr, PAGE: tl.constexpr, K_BLOCKS: tl.constexpr,
+    k_codes, k_ranges, page, slot, group, HG: tl.constexpr, PAGE: tl.constexpr, K_BLOCKS: tl.constexpr,
     K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Words [R, 4] of the group's keys by block and chunk; their scales and zeros [R], in turn, by group."""
+    """Words [R, 4] of the group's keys by block and chunk; their scales and zeros in an int32 [R] by group."""
     row = page.to(tl.int64) * HG + group
     words = ()
     for i in tl.static_range(K_BLOCKS):
@@ -114,13 +116,13 @@ def load_keys(
     ranges = ()
     for g in tl.static_range(K_GROUPS):
         at = (row * K_GROUPS + g) * PAGE + slot
-        ranges += (tl.load(k_scales + at), tl.load(k_zeros + at))
+        ranges += (tl.load(k_ranges + at),)
     return words, ranges
 
 
 @triton.jit
 def load_values(
-    v_codes, v_scales, v_zeros, page, slot, group, own, HG: tl.constexpr, PAGE: tl.constexpr, V_BLOCKS: tl.constexpr,
+    v_codes, v_ranges, page, slot, group, own, HG: tl.constexpr, PAGE: tl.constexpr, V_BLOCKS: tl.constexpr,
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, OWN_V: tl.constexpr, OWN_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The same of the values of head `own` in the group."""
@@ -133,7 +135,7 @@ def load_values(
     ranges = ()
     for g in tl.static_range(OWN_GROUPS):
         at = (row * V_GROUPS + own * OWN_V * V_GROUPS // V_BLOCKS + g) * PAGE + slot
-        ranges += (tl.load(v_scales + at), tl.load(v_zeros + at))
+        ranges += (tl.load(v_ranges + at),)
     return words, ranges
 
 
@@ -146,16 +148,16 @@ def head_keys(
     FIELDS: tl.constexpr = 16 // PLANE
     found = ()
     for i in tl.static_range(OWN_K):
-        zero = both(ranges[2 * (i // K_PER) + 1])
+        zero = both(ranges[i // K_PER], True)
         for g in tl.static_range(1, G):
             one = tl.full([R], 0x3C003C00, tl.int32) ^ tl.where(sign(g, own) < 0, SIGNS, 0)
-            zero = fused_pairs(both(ranges[2 * ((g * OWN_K + i) // K_PER) + 1]), one, zero, tl.float16)
+            zero = fused_pairs(both(ranges[(g * OWN_K + i) // K_PER], True), one, zero, tl.float16)
         for c in tl.static_range(CHUNKS):
             pairs = ()
             for _ in tl.static_range(FIELDS):
                 pairs += (tl.broadcast_to(zero[:, None], [R, 4]),)
             for g in tl.static_range(G):
-                step = both(ranges[2 * ((g * OWN_K + i) // K_PER)]) ^ tl.where(sign(g, own) < 0, SIGNS, 0)
+                step = both(ranges[(g * OWN_K + i) // K_PER], False) ^ tl.where(sign(g, own) < 0, SIGNS, 0)
                 step = tl.broadcast_to(step[:, None], [R, 4])
                 codes = code_pairs(keys[(g * OWN_K + i) * CHUNKS + c], none, PLANE, tl.float16)
                 new = ()
@@ -175,8 +177,9 @@ def head_values(
     FIELDS: tl.constexpr = 16 // PLANE
     found = ()
     for i in tl.static_range(OWN_V):
-        step = tl.broadcast_to(both(ranges[2 * (i // V_PER)].to(tl.float32).to(DTYPE))[:, None], [R, 4])
-        zero = tl.broadcast_to(both(ranges[2 * (i // V_PER) + 1].to(tl.float32).to(DTYPE))[:, None], [R, 4])
+        step, zero = halves_of(ranges[i // V_PER])
+        step = tl.broadcast_to(both(step.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32), False)[:, None], [R, 4])
+        zero = tl.broadcast_to(both(zero.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32), False)[:, None], [R, 4])
         for c in tl.static_range(CHUNKS):
             codes = code_pairs(values[i * CHUNKS + c], none, PLANE, DTYPE)
             for f in tl.static_range(FIELDS):
@@ -226,13 +229,14 @@ def rotatekv_queries_fwd_kernel(
 @triton.jit(do_not_specialize=["B", "S", "Tq", "SPLITS"])
 def rotatekv_many_fwd_kernel(
     queries, factors, q_offsets, seq_offsets, page_offsets, page_table,
-    k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros,
+    k_codes, k_ranges, v_codes, v_ranges,
     position_table, time_table, cells, timestamps, query_timestamps, angles,
     out, lse, B, S, Tq, SPLITS, scale, inverse_n,
     DTYPE: tl.constexpr, HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
     BITS: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, R: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, BQ: tl.constexpr, FAST: tl.constexpr, LSE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One part of BQ queries of one head; out and lse: [SPLITS, Tq, H, ...], or the final ones.
 
@@ -292,12 +296,14 @@ def rotatekv_many_fwd_kernel(
         # tile's pages are known ahead: another program of the processor works while this one waits.
         page = tl.load(page_table + tl.minimum((first * R + r) // PAGE, pages - 1))
         none = (page >> 31)[:, None]
-        for tile in tl.range(first, last, num_stages=1):
+        for tile in tl.range(first, last, num_stages=STAGES):
+            if STAGES > 1:
+                page = tl.load(page_table + tl.minimum((tile * R + r) // PAGE, pages - 1))
             keys, key_ranges = load_keys(
-                k_codes, k_scales, k_zeros, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
+                k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
             )
             values, value_ranges = load_values(
-                v_codes, v_scales, v_zeros, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
+                v_codes, v_ranges, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
                 OWN_GROUPS,
             )  # fmt: skip
             behind = tile * R + r
@@ -336,7 +342,8 @@ def rotatekv_many_fwd_kernel(
             else:
                 weights = tl.where(inside[None, :], silu(scores * factor[:, None], FAST), 0.0)
             low_weights = weights.to(DTYPE)
-            page = tl.load(page_table + tl.minimum(((tile + 1) * R + r) // PAGE, pages - 1))
+            if STAGES == 1:
+                page = tl.load(page_table + tl.minimum(((tile + 1) * R + r) // PAGE, pages - 1))
             value = head_values(values, value_ranges, none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
             sums = tl.dot(low_weights, value, sums)
 

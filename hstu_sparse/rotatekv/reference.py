@@ -203,13 +203,8 @@ def write(cache, keys: Codes, values: Codes, page: Tensor, slot: Tensor) -> None
     else:
         cache.k_codes[page, :, :, slot] = pack(keys.codes, layout.keys.block, bits)
     cache.v_codes[page, :, :, slot] = pack(values.codes, layout.values.block, bits)
-    for name, x in (
-        ("k_scales", keys.scale),
-        ("k_zeros", keys.zero),
-        ("v_scales", values.scale),
-        ("v_zeros", values.zero),
-    ):
-        getattr(cache, name)[page, :, :, slot] = x
+    cache.k_ranges[page, :, :, slot] = torch.stack((keys.scale, keys.zero), -1)
+    cache.v_ranges[page, :, :, slot] = torch.stack((values.scale, values.zero), -1)
 
 
 def read(cache, page: Tensor, slot: Tensor) -> tuple[Codes, Codes]:
@@ -221,9 +216,9 @@ def read(cache, page: Tensor, slot: Tensor) -> tuple[Codes, Codes]:
         codes = unpack_kept(cache.k_codes[page, :, slot], kept, layout.kept, bits)
     else:
         codes = unpack(cache.k_codes[page, :, :, slot], layout.keys.block, bits)
-    keys = Codes(codes, cache.k_scales[page, :, :, slot], cache.k_zeros[page, :, :, slot], kept)
+    keys = Codes(codes, *cache.k_ranges[page, :, :, slot].unbind(-1), kept)
     codes = unpack(cache.v_codes[page, :, :, slot], layout.values.block, bits)
-    return keys, Codes(codes, cache.v_scales[page, :, :, slot], cache.v_zeros[page, :, :, slot], None)
+    return keys, Codes(codes, *cache.v_ranges[page, :, :, slot].unbind(-1), None)
 
 
 def decompress_reference(cache, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

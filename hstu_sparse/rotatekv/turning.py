@@ -109,6 +109,25 @@ def transformed(words, matrix, centre, FIRST: tl.constexpr, PLANE: tl.constexpr,
 
 
 @triton.jit
+def pieces(x, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tuple of COUNT [4, COLUMNS] of x [4, COLUMNS, COUNT]; COUNT is 8 or 16."""
+    found = (x,)
+    for level in tl.static_range(4):
+        if COUNT >> level > 1:
+            halved = ()
+            for i in tl.static_range(1 << level):
+                low, high = tl.split(
+                    tl.permute(tl.reshape(found[i], [4, COLUMNS, 2, COUNT >> (level + 1)]), 0, 1, 3, 2)
+                )
+                if COUNT >> (level + 1) == 1:
+                    halved += (tl.reshape(low, [4, COLUMNS]), tl.reshape(high, [4, COLUMNS]))
+                else:
+                    halved += (low, high)
+            found = halved
+    return found
+
+
+@triton.jit
 def turning_queries(
     q, query, head, own, real, length, near, far, stride_t, stride_h, zero_scale, unit, D: tl.constexpr,
     COLUMNS: tl.constexpr, K_BLOCKS: tl.constexpr,
@@ -130,17 +149,17 @@ def turning_queries(
     BLOCKS: tl.constexpr = D // 64
     HALF: tl.constexpr = D // 128
     j = tl.arange(0, 4)
-    base = (q + query * stride_t + head.to(tl.int64) * stride_h)[None, :] + (2 * j * unit)[:, None]
+    channel = 8 * tl.arange(0, 8 * HALF)[None, None, :] + (2 * j)[:, None, None]
+    base = (q + query * stride_t + head.to(tl.int64) * stride_h)[None, :, None] + channel * unit
     most = tl.zeros([COLUMNS], tl.float32)
     turned = ()
-    for channel in tl.static_range(0, D // 2, 8):
-        for odd in tl.static_range(2):
-            x = tl.load(base + channel + odd, real[None, :], 0.0).to(tl.float32)
-            y = tl.load(base + D // 2 + channel + odd, real[None, :], 0.0).to(tl.float32)
-            cos, sin = turn(length, 0, (channel + odd + 2 * j)[:, None], near, far, D // 2)
-            x, y = x * cos - y * sin, y * cos + x * sin
-            most = tl.maximum(most, tl.max(tl.maximum(tl.abs(x), tl.abs(y)), 0))
-            turned += (x, y)
+    for odd in tl.static_range(2):
+        x = tl.load(base + odd, real[None, :, None], 0.0).to(tl.float32)
+        y = tl.load(base + D // 2 + odd, real[None, :, None], 0.0).to(tl.float32)
+        cos, sin = turn(length, 0, channel + odd, near, far, D // 2)
+        x, y = x * cos - y * sin, y * cos + x * sin
+        most = tl.maximum(most, tl.max(tl.max(tl.maximum(tl.abs(x), tl.abs(y)), 2), 0))
+        turned += (pieces(x, 8 * HALF, COLUMNS), pieces(y, 8 * HALF, COLUMNS))
     divisor = (1.0 / tl.where(most > 0.0, most, 1.0))[None, :]
     queries = ()
     for i in tl.static_range(BLOCKS):
@@ -152,8 +171,8 @@ def turning_queries(
                     for eighth in tl.static_range(2):
                         both = ()
                         for odd in tl.static_range(2):
-                            x = turned[(((o * 4 + a) * 2 + eighth) * 2 + odd) * 2]
-                            y = turned[(((o * 4 + a) * 2 + eighth) * 2 + odd) * 2 + 1]
+                            x = turned[2 * odd][(o * 4 + a) * 2 + eighth]
+                            y = turned[2 * odd + 1][(o * 4 + a) * 2 + eighth]
                             both += (first * y - second * x if by_sin else first * x + second * y,)
                         eighths += (tl.trans(pair(both[0], both[1])),)
                     queries += (tl.trans(side_by_side(eighths[0], eighths[1], COLUMNS)),)
@@ -161,8 +180,8 @@ def turning_queries(
     of_head = tl.where(j[:, None] < K_BLOCKS, sign((j // BLOCKS)[:, None], own[None, :]), 0.0) * divisor * zero_scale
     for o in tl.static_range(HALF):
         first, second = sign(j, o)[:, None] * of_head, sign(j, o + HALF)[:, None] * of_head
-        x = tl.sum(tl.where(j[:, None] == 0, turned[o * 32], 0.0), 0)[None, :]
-        y = tl.sum(tl.where(j[:, None] == 0, turned[o * 32 + 1], 0.0), 0)[None, :]
+        x = tl.sum(tl.where(j[:, None] == 0, turned[0][o * 8], 0.0), 0)[None, :]
+        y = tl.sum(tl.where(j[:, None] == 0, turned[1][o * 8], 0.0), 0)[None, :]
         zero_queries += (tl.trans(pair(first * x + second * y, first * y - second * x)),)
     return queries, zero_queries, most
 

@@ -22,8 +22,8 @@ SPILLS = {
     "rotatekv_attention_fwd_kernel": 704,
     "rotatekv_round_trip_kernel": 640,
     "rotatekv_compress_kernel": 128,
-    "rotatekv_few_fwd_kernel": 384,
-    "rotatekv_many_fwd_kernel": 1536,
+    "rotatekv_few_fwd_kernel": 128,
+    "rotatekv_many_fwd_kernel": 128,
 }
 
 
