@@ -271,7 +271,7 @@ def table(source: Path) -> None:
 def plot(source: Path, target: Path) -> None:
     """A group of stacked bars for each N, one bar a kind; the line above is the step's time.
 
-    Records with a `note` were disturbed: no line.
+    Records with a `note` were disturbed: no line. Bars of over three times the median are cut, their time beside them.
     """
     import matplotlib
 
@@ -295,7 +295,12 @@ def plot(source: Path, target: Path) -> None:
             axis.scatter(
                 [record["attention"] for record in alone], steps, marker="_", s=300, color="black", label="step"
             )
-        axis.set(title=f"N = {length:,}", ylabel="ms")
+        middle = statistics.median(record["ms"] for record in group)
+        top = 1.1 * max(max(record["ms"], height) for record, height in zip(group, below) if record["ms"] <= 3 * middle)
+        for place, record in enumerate(group):
+            if record["ms"] > top:
+                axis.text(place, 0.98 * top, f"{record['ms']:.0f}", ha="center", va="top", color="white")
+        axis.set(title=f"N = {length:,}", ylabel="ms", ylim=(0, top))
         axis.tick_params(axis="x", rotation=60)
         axis.grid(alpha=0.3, axis="y")
     axes[0][0].legend(fontsize=8)

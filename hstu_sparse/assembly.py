@@ -152,6 +152,14 @@ def histogram_open(token):
 
 
 @triton.jit
+def histogram_clear(base):
+    """Zeroes a histogram whose sums were taken."""
+    tl.debug_barrier()
+    _zero(base, _HISTOGRAM)
+    tl.debug_barrier()
+
+
+@triton.jit
 def histogram_lane(base):
     """Where a lane's cells begin."""
     return tl.inline_asm_elementwise(_LANE_CELL, "=&r,r", [base], tl.int32, is_pure=True, pack=1)

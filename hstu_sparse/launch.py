@@ -44,6 +44,12 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 2 where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 def on_device(device: torch.device):
     """Inside, `device` is the current one, which kernels are launched on."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -82,7 +88,8 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     size = x.shape[-1]
     if size % 16:
         return torch.nn.functional.pad(x, (0, 16 - size % 16))
-    whole = x.stride(-1) == 1 and all(stride % 16 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    *strides, last = x.stride()
+    whole = last == 1 and not any([stride % 16 for stride in strides]) and x.data_ptr() % 16 == 0
     return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -111,11 +118,35 @@ def start(kernel, grid: int | tuple[int, ...], arguments: tuple, constants: dict
     key = (kernel.__name__, device, key, *constants.values(), *options.values())
     found = compiled_kernels.get(key)
     if found is None:
-        compiled = kernel[grid](*arguments, **constants, **options)
+        compiled = _first(kernel, grid, arguments, constants | options)
         compiled_kernels[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
     else:
         compiled, values = found
         compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+
+
+def _first(kernel, grid: tuple[int, ...], arguments: tuple, settings: dict):
+    """The first launch of a kernel by Triton's dispatch; the compiled kernel.
+
+    Triton does not know of the static shared memory of inline assembly: it asks the driver for more than 48 KB only if
+    the dynamic part alone exceeds that. If the sum does, the launch is refused; then it is asked for here.
+    """
+    try:
+        return kernel[grid](*arguments, **settings)
+    except RuntimeError as error:
+        if "invalid argument" not in str(error):
+            raise
+    import ctypes
+
+    compiled = kernel.warmup(*arguments, grid=grid, **settings)
+    compiled._init_handles()
+    max_dynamic_shared_size = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    status = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
+        ctypes.c_void_p(compiled.function), max_dynamic_shared_size, compiled.metadata.shared
+    )
+    if status:
+        raise RuntimeError(f"cuFuncSetAttribute failed with CUDA error {status} for {kernel.__name__}")
+    return kernel[grid](*arguments, **settings)
 
 
 def run(kernel, grid: tuple[int, ...], *arguments, **settings) -> None:
@@ -133,7 +164,15 @@ _OPTIONS = "num_warps", "num_stages", "maxnreg"
 def specialization(arguments: tuple, parameters: Sequence | None = None) -> tuple:
     """What Triton tells calls of a kernel apart by: the key of `start`. parameters: a kernel's, with its exemptions."""
     if parameters is None:
-        return tuple(map(_kind, arguments))
+        kinds = [
+            (x.dtype, x.data_ptr() % 16 == 0)
+            if isinstance(x, torch.Tensor)
+            else (-(2**31) <= x < 2**31, x == 1, x % 16 == 0)
+            if isinstance(x, int)
+            else _kind(x)
+            for x in arguments
+        ]
+        return tuple(kinds)
     return tuple(_kind(x, p.do_not_specialize, p.do_not_specialize_on_alignment) for x, p in zip(arguments, parameters))
 
 

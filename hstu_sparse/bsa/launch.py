@@ -57,7 +57,7 @@ def launches(dtype: torch.dtype, head: int, block_size: int, group: int, arch: i
     key = min(block_size, small)
     if small == 64:  # measured on an H200 with heads of 128 in bf16; see docs/bsa.md
         return {
-            "query_fwd": Launch(query, 32, 4, 3, 168 if biased and arch == 90 else None),
+            "query_fwd": Launch(query, 32, 4, 3, 168 if biased and arch == 90 and head <= 64 else None),
             "query_dq": Launch(query, 32, 4, 3) if biased else Launch(query, key if query_major else 64, 4, 2),
             "select_fwd": Launch(64, key, 4, 3),
             "select_dq": Launch(64, key, 8 if key == 64 and dtype.itemsize == 2 else 4, 2),
@@ -126,10 +126,12 @@ class Problem:
             and dq.num_warps == 4 and dq.BM == 64 and dq.BN == 32
         )  # fmt: skip
 
-    def time_unit(self, tile: int) -> float:
-        """What keeps the sum of a histogram's cell below 2^31: a lane's share of a tile's pairs, each of 21 bits."""
-        pairs = tile * (self.S * self.BS + self.window + 2 * tile + self.max_seq_len // self.BS) // 32
-        return 2.0 ** -max(0, pairs.bit_length() - 9)
+    def units(self, tile: int) -> tuple[float, float]:
+        """What keeps the sum of a histogram's cell below 2^31, of mean keys and of others: a lane's share of a tile's
+        pairs, each of 21 bits.
+        """
+        most = self.max_seq_len // self.BS + 64, self.S * self.BS + self.window + 2 * tile
+        return tuple(2.0 ** -max(0, (tile * keys // 32).bit_length() - 9) for keys in most)
 
     def slots(self, size: int) -> int:
         return self.T // size + self.B
@@ -274,7 +276,7 @@ def launch_backward(do, *arguments):
     run(
         query_major.bsa_query_bwd_dq_kernel, (tiles, p.H),
         do, q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa,
-        bias, reaches, tables, pitch, norm if p.sums else None, p.time_unit(options["BM"]) if p.sums else 1.0,
+        bias, reaches, tables, pitch, norm if p.sums else None, *p.units(options["BM"]),
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,

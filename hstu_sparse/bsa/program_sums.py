@@ -4,7 +4,8 @@ A program owns a tile of queries and meets keys that stand side by side, or mean
 and BN keys of a tile.
 
 Position: of keys side by side the sums along the tile's diagonals, in cells of the ring (assembly.py). Tiles take turns
-in two stretches of it: while one is added to, the one before goes to memory. Time: the histogram of assembly.py.
+in two stretches of it: while one is added to, the one before goes to memory. Time: the histogram of assembly.py, first
+of mean keys, whose terms are greater, then of the others.
 
 Both hold integers: a program's terms times a scale that makes of the greatest that its queries' gradients and gates
 allow one of 21 bits, less what keeps a cell's sum of all terms below 2^31. What leaves shared memory is fp32.
@@ -21,6 +22,7 @@ from hstu_sparse.assembly import (
     barrier,
     histogram_add,
     histogram_add_sum,
+    histogram_clear,
     histogram_close,
     histogram_lane,
     histogram_move_sum,
@@ -44,42 +46,44 @@ _ROWS = tl.constexpr(HISTOGRAM_ROWS)
 class ProgramSums(NamedTuple):
     """Where a program's sums are, and what scales them.
 
-    ring, histogram    shared-memory addresses, 0 without the table
-    lane               of the lane's cells of the histogram
-    scale, time_scale  of a term in the ring and in the histogram
-    turn               0 or 1, the stretch of the ring that the last tile was added to
-    low                its least distance, t - s
+    ring, histogram  shared-memory addresses, 0 without the table
+    lane             of the lane's cells of the histogram
+    scale            of a term in the ring
+    means_scale      in the histogram, of a mean key
+    keys_scale       of another
+    turn             0 or 1, the stretch of the ring that the last tile was added to
+    low              its least distance, t - s
     """
 
     ring: tl.tensor
     histogram: tl.tensor
     lane: tl.tensor
     scale: tl.tensor
-    time_scale: tl.tensor
+    means_scale: tl.tensor
+    keys_scale: tl.tensor
     turn: tl.tensor
     low: tl.tensor
 
 
 @triton.jit
-def open_sums(bias, upstream, norm, cmp, slc, time_unit):
+def open_sums(bias, upstream, norm, cmp, slc, means_unit, keys_unit):
     """Sums of nothing.
 
     upstream: the queries' [BM, BV]; norm: pointer to the greatest norm of a value; cmp, slc: [BM], the weight of mean
-    keys and the greatest of any other; time_unit: what keeps the histogram's sums small enough.
+    keys and the greatest of any other; means_unit, keys_unit: what keeps the histogram's sums small enough.
     """
     ring, histogram, lane = 0, 0, 0
     rows = row_norms(upstream.to(tl.float32))
     most = _STEEPEST * tl.load(norm)
-    exact = _most(rows * tl.abs(slc)) * most
-    scale = _GREATEST_TERM / (exact + _TINY)
-    time_scale = time_unit * _GREATEST_TERM / (tl.maximum(_most(rows * tl.abs(cmp)) * most, exact) + _TINY)
+    scale = _GREATEST_TERM / (_most(rows * tl.abs(slc)) * most + _TINY)
+    means_scale = means_unit * _GREATEST_TERM / (_most(rows * tl.abs(cmp)) * most + _TINY)
     if bias.position is not None:
         ring = ring_open(0, True)
     if bias.time is not None:
         histogram = histogram_open(0)
         lane = histogram_lane(histogram)
     tl.debug_barrier()
-    return ProgramSums(ring, histogram, lane, scale, time_scale, 0, 0)
+    return ProgramSums(ring, histogram, lane, scale, means_scale, scale * keys_unit, 0, 0)
 
 
 @triton.jit
@@ -106,13 +110,13 @@ def add_means(sums, grad, bias, far, near, origin, reaches, ASM: tl.constexpr):
                     past += reached(edge_place(bias, times, origin, lowest + 3, False, ASM), beside, 1)
                     past += reached(edge_place(bias, times, origin, lowest + 4, False, ASM), beside, 1)
                 bucket += past.to(tl.int32)
-        histogram_add(sums.lane, bucket, grad, sums.time_scale, True)
+        histogram_add(sums.lane, bucket, grad, sums.means_scale, True)
 
 
 @triton.jit
 def _move(sums, grad, bias, far, near, origin, lowest, bucket, E: tl.constexpr, ASM: tl.constexpr):
     place = edge_place(bias, far, origin, lowest + E, True, ASM)[:, None]
-    histogram_move_sum(sums.lane, bucket + E, grad, place, near[None, :], sums.time_scale, True)
+    histogram_move_sum(sums.lane, bucket + E, grad, place, near[None, :], sums.keys_scale, True)
 
 
 @triton.jit
@@ -136,9 +140,9 @@ def add_keys(tables, sums, grad, bias, far, near, origin, reaches, apart, ASM: t
         lowest, edges, bucket, _ = reaches
         if edges > MOST_EDGES:
             buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
-            histogram_add(sums.lane, buckets, grad, sums.time_scale, True)
+            histogram_add(sums.lane, buckets, grad, sums.keys_scale, True)
         else:
-            histogram_add_sum(sums.lane, bucket, grad, sums.time_scale, True)
+            histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True)
             if edges > 0:
                 beside = near_place(bias, near, origin, True, ASM)
                 times = side_times(bias, far, True, ASM)
@@ -148,7 +152,9 @@ def add_keys(tables, sums, grad, bias, far, near, origin, reaches, apart, ASM: t
                 if edges > 2:
                     _move(sums, grad, bias, times, beside, origin, lowest, bucket, 3, ASM)
                     _move(sums, grad, bias, times, beside, origin, lowest, bucket, 4, ASM)
-    return ProgramSums(sums.ring, sums.histogram, sums.lane, sums.scale, sums.time_scale, turn, low)
+    return ProgramSums(
+        sums.ring, sums.histogram, sums.lane, sums.scale, sums.means_scale, sums.keys_scale, turn, low
+    )  # fmt: skip
 
 
 @triton.jit
@@ -160,14 +166,27 @@ def _flush(tables, sums):
 
 
 @triton.jit
+def _close_histogram(tables, sums, scale):
+    cells = tables.time + (tl.program_id(0) + tl.program_id(1)) % LANES
+    histogram_close(sums.histogram, cells, 1.0 / scale, 0, _ROWS, True, LANES)
+
+
+@triton.jit
+def close_means(tables, sums):
+    """Moves the sums of mean keys to memory; the histogram is the other keys' from then on."""
+    if tables.time is not None:
+        _close_histogram(tables, sums, sums.means_scale)
+        histogram_clear(sums.histogram)
+
+
+@triton.jit
 def close_sums(tables, sums):
-    """Moves all sums to memory: NaN where a term had no bound."""
-    bad = sums.time_scale == 0.0
+    """Moves all other sums to memory: NaN where a term had no bound."""
+    bad = (sums.means_scale == 0.0) | (sums.scale == 0.0)
     if tables.ahead is not None:
         tl.debug_barrier()
         _flush(tables, sums)
         tl.atomic_add(tables.ahead, float("nan"), mask=bad, sem="relaxed")
     if tables.time is not None:
-        cells = tables.time + (tl.program_id(0) + tl.program_id(1)) % LANES
-        histogram_close(sums.histogram, cells, 1.0 / sums.time_scale, 0, _ROWS, True, LANES)
+        _close_histogram(tables, sums, sums.keys_scale)
         tl.atomic_add(tables.time, float("nan"), mask=bad, sem="relaxed")

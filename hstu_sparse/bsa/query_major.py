@@ -27,8 +27,8 @@ from hstu_sparse.bsa.bias import (
     time_tile,
     with_bias,
 )
-from hstu_sparse.bsa.program_sums import add_keys, add_means, close_sums, open_sums
-from hstu_sparse.bsa.reach import keys_reach, load_reach, load_times, map_row, means_reach, span
+from hstu_sparse.bsa.program_sums import add_keys, add_means, close_means, close_sums, open_sums
+from hstu_sparse.bsa.reach import MOST_EDGES, keys_reach, load_reach, load_times, map_row, means_reach, span
 from hstu_sparse.tiles import add_to, load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
@@ -89,48 +89,64 @@ def find_queries(offsets, bias, tiles, H, B, BM: tl.constexpr, BS: tl.constexpr)
 
 
 @triton.jit
-def means_bias(bias, asks, c, known, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
-    """The bias of a tile with the BN mean keys from block c on, and what `add_time_gradient` wants: far to reaches."""
+def means_position(bias, asks, c, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+    """The position's bias of a tile with the BN mean keys from block c on."""
+    return position_tile(bias, c * BS + BS // 2 - asks.begin, -asks.lane, tl.arange(0, BN).to(tl.int64) * BS, ASM)
+
+
+@triton.jit
+def means_time(bias, asks, c, known, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+    """The time's, and what `add_time_gradient` wants: far to reaches."""
     middle = (c + tl.arange(0, BN)) * BS + BS // 2
     rows = tl.where(known, asks.start + middle, asks.start)
-    reaches = means_reach(bias, asks.map_row, c, BN, ASM)
-    column = tl.arange(0, BN).to(tl.int64) * BS
-    position = position_tile(bias, c * BS + BS // 2 - asks.begin, -asks.lane, column, ASM)
-    found = rows, asks.start + asks.t, asks.asked, reaches
-    return (position, time_tile(bias, *found, 1, False, ASM)), found
+    found = rows, asks.start + asks.t, asks.asked, means_reach(bias, asks.map_row, c, BN, ASM)
+    return time_tile(bias, *found, 1, False, ASM), found
 
 
 @triton.jit
-def keys_bias(bias, asks, first, sought, reaches, BN: tl.constexpr, ASM: tl.constexpr):
-    """The same with the BN keys from position `first` on."""
-    column = tl.arange(0, BN).to(tl.int64)
-    position = position_tile(bias, first - asks.begin, -asks.lane, column, ASM)
-    found = asks.start + asks.t, asks.start + first + column, sought, reaches
-    return (position, time_tile(bias, *found, 0, True, ASM)), found
+def keys_position(bias, asks, first, BN: tl.constexpr, ASM: tl.constexpr):
+    """The position's bias of a tile with the BN keys from position `first` on."""
+    return position_tile(bias, first - asks.begin, -asks.lane, tl.arange(0, BN).to(tl.int64), ASM)
 
 
 @triton.jit
-def band_bias(bias, asks, c, known, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
-    """The same with keys of the own block or the window."""
-    reaches = keys_reach(bias, asks.asked, asks.start + c + tl.arange(0, BN), known, BM, ASM)
-    return keys_bias(bias, asks, c, load_origin(bias, asks.block_row + c // BS, ASM), reaches, BN, ASM)
+def keys_time(bias, asks, first, sought, reaches, BN: tl.constexpr, ASM: tl.constexpr):
+    """As `means_time`, of these keys."""
+    found = asks.start + asks.t, asks.start + first + tl.arange(0, BN).to(tl.int64), sought, reaches
+    return time_tile(bias, *found, 0, True, ASM), found
 
 
 @triton.jit
-def chosen_keys(bias, asks, indices, reaches, e, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
-                ASM: tl.constexpr):  # fmt: skip
-    """Of the chosen keys e .. e + BN - 1: the first one's position, their bias, and what `keys_bias` gives beside it.
+def band_bias(
+    bias, asks, c, known, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """Both, with keys of the own block or the window, and what `add_time_gradient` wants.
 
-    indices, reaches: pointers to the queries' row.
+    Without EXACT as if they reached many buckets, which keys next to the diagonal do.
     """
-    place = tl.cast(e // BS, tl.int64)
-    # Not tl.load, which Triton would move through shared memory, one load's time before what hangs on it.
-    block = look_up(indices, place, ASM)
-    first = tl.multiple_of(block * BS + e % BS, BN)
-    found = load_reach(None if reaches is None else reaches + place, None, BM, ASM)
-    sought = load_origin(bias, asks.block_row + block, ASM)
-    added, found = keys_bias(bias, asks, first, sought, found, BN, ASM)
-    return first, added, found
+    if EXACT:
+        reaches = keys_reach(bias, asks.asked, asks.start + c + tl.arange(0, BN), known, BM, ASM)
+    else:
+        reaches = tl.zeros([BM], tl.int32), MOST_EDGES + 1, 0, 0
+    time, found = keys_time(bias, asks, c, load_origin(bias, asks.block_row + c // BS, ASM), reaches, BN, ASM)
+    return (keys_position(bias, asks, c, BN, ASM), time), found
+
+
+@triton.jit
+def chosen_first(indices, e, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+    """The position of the first of the chosen keys e .. e + BN - 1. indices: pointer to the queries' row.
+
+    Not by tl.load, which Triton would move through shared memory, one load's time before what hangs on it.
+    """
+    return tl.multiple_of(look_up(indices, tl.cast(e // BS, tl.int64), ASM) * BS + e % BS, BN)
+
+
+@triton.jit
+def chosen_time(bias, asks, reaches, e, first, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+                ASM: tl.constexpr):  # fmt: skip
+    """As `keys_time`, of those keys. reaches: pointer to the queries' row."""
+    found = load_reach(None if reaches is None else reaches + e // BS, None, BM, ASM)
+    return keys_time(bias, asks, first, load_origin(bias, asks.block_row + first // BS, ASM), found, BN, ASM)
 
 
 @triton.jit(do_not_specialize=["B", "tiles"])
@@ -158,16 +174,20 @@ def bsa_query_fwd_kernel(
 
     complete = (t + 1) // BS
     if end >= BS:  # see the head of this file
+        position = means_position(bias, asks, 0, BN, BS, ASM)
         for c in range(0, end // BS, BN):
             j = c + tl.arange(0, BN)
             known = j < end // BS
-            added, _ = means_bias(bias, asks, c, known, BN, BS, ASM)
+            next_position = means_position(bias, asks, c + BN, BN, BS, ASM)
+            time, _ = means_time(bias, asks, c, known, BN, BS, ASM)
             keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
-            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
+            score = with_bias(score, bias, (position, time))
             score = tl.where(j[None, :] < complete[:, None], score, HIDDEN)
             weight = silu(score, FAST)
             means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
             acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
+            position = next_position
     acc *= (tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS)[:, None]
 
     slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
@@ -180,15 +200,20 @@ def bsa_query_fwd_kernel(
         # The own block is the last one, and the next loop's.
         count = tl.minimum(begin // BS, S - 1)
         if count > 0:
+            first = chosen_first(chosen, 0, BN, BS, ASM)
+            position = keys_position(bias, asks, first, BN, ASM)
             for e in range(0, count * BS, BN):
-                first, added, _ = chosen_keys(bias, asks, chosen, reached, e, BM, BN, BS, ASM)
+                first = chosen_first(chosen, e, BN, BS, ASM)
+                next_position = keys_position(bias, asks, chosen_first(chosen, e + BN, BN, BS, ASM), BN, ASM)
+                time, _ = chosen_time(bias, asks, reached, e, first, BM, BN, BS, ASM)
                 s = first + tl.arange(0, BN)
                 known = s < end
                 keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
-                score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
-                weight = silu(score, FAST) * slc[:, None]
+                score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
+                weight = silu(with_bias(score, bias, (position, time)), FAST) * slc[:, None]
                 values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
                 acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+                position = next_position
 
     swa = slc
     nearest = begin // BS * BS
@@ -200,7 +225,7 @@ def bsa_query_fwd_kernel(
             s = c + tl.arange(0, BN)
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-            added, _ = band_bias(bias, asks, c, known, BM, BN, BS, ASM)
+            added, _ = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW, ASM)
             score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
             weight = silu(score, FAST) * band_weight(slc, swa, t, s, window, BS, WINDOW)
             values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
@@ -211,7 +236,7 @@ def bsa_query_fwd_kernel(
 
 @triton.jit
 def add_keys_gradient(
-    tables, pitch, sums, grad, bias, found, t, s, first_apart, BS: tl.constexpr, SUMS: tl.constexpr, ASM: tl.constexpr
+    tables, pitch, sums, grad, bias, found, t, s, first_apart, SUMS: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """Adds a tile's gradient to the tables; its keys stand side by side. first_apart: of its first query and first key.
 
@@ -228,7 +253,7 @@ def add_keys_gradient(
 @triton.jit(do_not_specialize=["B", "tiles"])
 def bsa_query_bwd_dq_kernel(
     do, q, k, v, kbar, vbar, offsets, indices, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, reaches, tables,
-    pitch, norm, time_unit, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
+    pitch, norm, means_unit, keys_unit, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, SUMS: tl.constexpr,
@@ -236,8 +261,7 @@ def bsa_query_bwd_dq_kernel(
 ):  # fmt: skip
     """Gradient of q and of the gates. A gate's gradient is its branch's output times do: the sum of weight * (do.v).
 
-    SUMS: the tables' gradients are summed up in shared memory first, see program_sums.py, which says what `norm` and
-    `time_unit` are.
+    SUMS: the tables' gradients are summed up in shared memory first: program_sums.py, also on `norm` and the units.
     """
     h = tl.program_id(1)
     asks = find_queries(offsets, bias, tiles, H, B, BM, BS)
@@ -261,19 +285,22 @@ def bsa_query_bwd_dq_kernel(
         swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
     sums = 0
     if SUMS:
-        sums = open_sums(bias, upstream, norm, cmp, tl.abs(slc) + tl.abs(swa) if WINDOW else slc, time_unit)
+        sums = open_sums(bias, upstream, norm, cmp, tl.abs(slc) + tl.abs(swa) if WINDOW else slc, means_unit, keys_unit)
 
     acc = tl.zeros([BM, BD], tl.float32)
     complete = (t + 1) // BS
     branch = tl.zeros([BM], tl.float32)
     if end >= BS:  # see the head of this file
+        position = means_position(bias, asks, 0, BN, BS, ASM)
         for c in range(0, end // BS, BN):
             j = c + tl.arange(0, BN)
             known = j < end // BS
-            added, found = means_bias(bias, asks, c, known, BN, BS, ASM)
+            next_position = means_position(bias, asks, c + BN, BN, BS, ASM)
+            time, found = means_time(bias, asks, c, known, BN, BS, ASM)
             keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
             values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
+            score = with_bias(score, bias, (position, time))
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
             dweight = tl.where(j[None, :] < complete[:, None], dweight, 0.0)
@@ -287,6 +314,9 @@ def bsa_query_bwd_dq_kernel(
                 add_time_gradient(tables, grad, bias, *found, 1, False, ASM)
             if tables.ahead is not None:
                 add_to(tables.ahead + (t[:, None] - (j * BS + BS // 2)[None, :]), grad, tables.scale)
+            position = next_position
+        if SUMS:
+            close_means(tables, sums)
     acc *= cmp[:, None]
     tl.store(dg_cmp + token, branch * (BS * inv_n), mask=live)
 
@@ -297,19 +327,25 @@ def bsa_query_bwd_dq_kernel(
         chosen, reached = indices + row, None if reaches is None else reaches + row
         count = tl.minimum(begin // BS, S - 1)
         if count > 0:
+            first = chosen_first(chosen, 0, BN, BS, ASM)
+            position = keys_position(bias, asks, first, BN, ASM)
             for e in range(0, count * BS, BN):
-                first, added, found = chosen_keys(bias, asks, chosen, reached, e, BM, BN, BS, ASM)
+                first = chosen_first(chosen, e, BN, BS, ASM)
+                next_position = keys_position(bias, asks, chosen_first(chosen, e + BN, BN, BS, ASM), BN, ASM)
+                time, found = chosen_time(bias, asks, reached, e, first, BM, BN, BS, ASM)
                 s = first + tl.arange(0, BN)
                 known = s < end
                 keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
                 values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
-                score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
+                score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
+                score = with_bias(score, bias, (position, time))
                 dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
                 weight, slope = silu_and_grad(score, FAST)
                 branch += tl.sum(weight * dweight, 1)
                 grad = dweight * slope * slc[:, None]
                 acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-                sums = add_keys_gradient(tables, pitch, sums, grad, bias, found, t, s, begin - first, BS, SUMS, ASM)
+                sums = add_keys_gradient(tables, pitch, sums, grad, bias, found, t, s, begin - first, SUMS, ASM)
+                position = next_position
 
     window_branch = tl.zeros([BM], tl.float32)
     nearest = begin // BS * BS
@@ -321,7 +357,7 @@ def bsa_query_bwd_dq_kernel(
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
             values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-            added, found = band_bias(bias, asks, c, known, BM, BN, BS, ASM)
+            added, found = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW or not SUMS, ASM)
             score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
@@ -333,7 +369,7 @@ def bsa_query_bwd_dq_kernel(
                 window_branch += tl.sum(tl.where(near, weight * dweight, 0.0), 1)
             grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, WINDOW)
             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-            sums = add_keys_gradient(tables, pitch, sums, grad, bias, found, t, s, begin - c, BS, SUMS, ASM)
+            sums = add_keys_gradient(tables, pitch, sums, grad, bias, found, t, s, begin - c, SUMS, ASM)
     if WINDOW:
         tl.store(dg_swa + token, window_branch * inv_n, mask=live)
     if SUMS:

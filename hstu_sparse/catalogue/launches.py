@@ -126,11 +126,6 @@ def config_of(part: str, x: Tensor) -> dict:
     return {"BLOCK_E": chunk_width(x.shape[1])} | config
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
 def plan_splits(rows: int, walked: int, config: dict, device: torch.device, row_bytes: int) -> tuple[int, int]:
     """(splits, rows walked over by each): as few as keep nine tenths of the GPU busy, or as near to it as can be.
 
@@ -138,7 +133,7 @@ def plan_splits(rows: int, walked: int, config: dict, device: torch.device, row_
     """
     block = config["BLOCK_N"]
     tiles, steps = max(1, cdiv(rows, config["BLOCK_M"])), max(1, cdiv(walked, block))
-    slots = _multiprocessors(device) * config["resident"]
+    slots = launch.multiprocessors(device) * config["resident"]
     most = min(steps, cdiv(4 * slots, tiles), max(1, SPLIT_BYTES // max(1, rows * row_bytes)))
     best, busiest = 1, 0.0
     for splits in range(1, most + 1):

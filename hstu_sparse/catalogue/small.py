@@ -21,8 +21,10 @@ from hstu_sparse.catalogue.rows import (
     catalogue_loss_merge_bwd_dout_kernel,
 )
 
-# Logits whose gradients are held at a time.
+# Logits whose gradients are held at a time, about.
 HELD = 2**26
+# Rows and columns of a tile of torch's products.
+_TILE = 128
 
 
 def takes_products(items: int, negatives: int, size: int, dtype: torch.dtype) -> bool:
@@ -79,8 +81,13 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 
 def _chunks(call, width: int):
-    """(begin, end) of the tokens whose rows are held at a time."""
-    rows = max(128, HELD // width // 128 * 128)
+    """(begin, end) of the tokens whose rows are held at a time: as many as give each multiprocessor a tile of dout.
+
+    (Of as many multiprocessors as make a power of two: tiles come in clusters.)
+    """
+    rows, processors = HELD // width, launch.multiprocessors(call.out.device)
+    wave = max(1, 2 ** (processors.bit_length() - 1) // launch.cdiv(call.E, _TILE)) * _TILE
+    rows = round(rows / wave) * wave if 2 * rows > wave else max(_TILE, rows // _TILE * _TILE)
     for begin in range(0, call.T, rows):
         yield begin, min(begin + rows, call.T)
 

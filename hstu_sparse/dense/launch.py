@@ -43,30 +43,6 @@ _COPIES = 1 if INTERPRET else 64
 _ALIGNMENT = 16
 
 
-def _start_with_static_memory(kernel, grid, arguments, constants, options, key):
-    """`start` of a kernel with static shared memory, which Triton does not know of.
-
-    Triton asks the driver for more than 48 KB only if the dynamic part alone exceeds that. If the sum does, the first
-    launch is refused; then it is asked for here, once per compiled kernel.
-    """
-    try:
-        return start(kernel, grid, arguments, constants, options, key)
-    except RuntimeError as error:
-        if "invalid argument" not in str(error):
-            raise
-    import ctypes
-
-    compiled = kernel.warmup(*arguments, grid=(grid,), **constants, **options)
-    compiled._init_handles()
-    max_dynamic_shared_size = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    status = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
-        ctypes.c_void_p(compiled.function), max_dynamic_shared_size, compiled.metadata.shared
-    )
-    if status:
-        raise RuntimeError(f"cuFuncSetAttribute failed with CUDA error {status} for {kernel.__name__}")
-    return start(kernel, grid, arguments, constants, options, key)
-
-
 def _tables_kept(bias: RelativeBias, max_seq_len: int) -> tuple[int, int]:
     """(elements of the halved position table with its margins, of the halved time table with what stands behind)."""
     position = 0 if bias.position is None else max_seq_len + 2 * POSITION_MARGIN
@@ -135,9 +111,9 @@ class _Launch:
         """[T, H, size]."""
         return torch.empty(*self.q.shape[:2], size, dtype=self.q.dtype, device=self.q.device)
 
-    def start(self, kernel, tiles: TileMap, arguments: tuple, config: Callable, how=start, **more) -> None:
+    def start(self, kernel, tiles: TileMap, arguments: tuple, config: Callable, **more) -> None:
         constants, options = _constants(self.case, config)
-        how(kernel, tiles.schedule.shape[0] * self.q.shape[1], arguments, constants | more, options, self.key)
+        start(kernel, tiles.schedule.shape[0] * self.q.shape[1], arguments, constants | more, options, self.key)
 
     def planned(self, tiles: TileMap, tables: torch.Tensor) -> tuple:
         """The arguments of an attention kernel from `schedule` on: its tile map, the times, the halved tables."""
@@ -214,10 +190,7 @@ class _Launch:
             self.q, self.k, self.v, do, dq, *strides, *dq.stride()[:2], position_sums, time_sums, norms, time_shift,
             *numbers, *self.planned(self.plan.dq, tables),
         )  # fmt: skip
-        self.start(
-            dense_attention_bwd_dq_kernel, self.plan.dq, arguments, bwd_dq_config, _start_with_static_memory,
-            TABLE=table, COPIES=_COPIES,
-        )  # fmt: skip
+        self.start(dense_attention_bwd_dq_kernel, self.plan.dq, arguments, bwd_dq_config, TABLE=table, COPIES=_COPIES)
         if self.biased:
             position, time = (0 if x is None else x.shape[0] for x in grads)
             arguments = position_sums, time_sums, *grads, norms, 0.5 / purpose.max_seq_len

@@ -8,14 +8,12 @@ reads it once. Under torch.compile and dispatch modes both are torch's operation
 cannot be an operator's output.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
 from hstu_sparse.gated_norm.kernels import _gradients, _key, _launch, _load, _rows, norm_gate_operator, tile
-from hstu_sparse.launch import cdiv, on_device
+from hstu_sparse.launch import cdiv, multiprocessors, on_device
 
 # Programs of the sum's backward kernel for each multiprocessor.
 _RESIDENT = 8
@@ -73,14 +71,6 @@ def residual_add_bwd_kernel(
         tl.store(parts + tl.program_id(0) * C + c, tl.sum(total, 0), c < C)
 
 
-@functools.cache
-def _programs(device: torch.device) -> int:
-    """Of the sum's backward kernel, at most."""
-    if device.type != "cuda":
-        return 2
-    return _RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
-
-
 class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, added, bias):
@@ -111,7 +101,7 @@ class _Add(torch.autograd.Function):
             return dx, grad if same else grad.to(dtype), None
         grad = _rows(grad)
         rows, width, warps = tile(channels)
-        programs = min(_programs(grad.device), cdiv(tokens, rows))
+        programs = min(_RESIDENT * multiprocessors(grad.device), cdiv(tokens, rows))
         dadded = None if same else torch.empty(grad.shape, dtype=dtype, device=grad.device)
         parts = torch.empty(programs, channels, dtype=torch.float32, device=grad.device)
         if tokens:

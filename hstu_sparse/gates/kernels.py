@@ -5,13 +5,11 @@ The weights' gradients are sums over all rows: each program of backward walks ov
 sums in a row of `parts`, whose sum another kernel makes: one order, the same bits in every run.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import INTERPRET, cdiv, close_precision, next_power_of_2, padded_head
+from hstu_sparse.launch import INTERPRET, cdiv, close_precision, multiprocessors, next_power_of_2, padded_head
 from hstu_sparse.registration import Operator
 
 # Programs of the backward kernel for each multiprocessor.
@@ -106,13 +104,6 @@ def query_gates_bwd_kernel(
     tl.store(parts + G * F + row, db2, row < G)
 
 
-@functools.cache
-def _programs(device: torch.device) -> int:
-    """Of the backward kernel, at most."""
-    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return 2 if INTERPRET else _RESIDENT * count
-
-
 def _constants(q, w2, hidden: int) -> dict:
     _, H, D = q.shape
     width, inner = padded_head(D), padded_head(hidden)
@@ -147,7 +138,7 @@ def _backward(grad, *arguments):
     constants = _constants(q, weights[2], len(weights[0]))
     rows = q.shape[0] * q.shape[1]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    programs = min(_programs(q.device), cdiv(rows, constants["ROWS"]))
+    programs = min(_RESIDENT * multiprocessors(q.device), cdiv(rows, constants["ROWS"]))
     parts = torch.empty(programs, sum(x.numel() for x in weights), dtype=torch.float32, device=q.device)
     if rows:
         query_gates_bwd_kernel[(programs,)](

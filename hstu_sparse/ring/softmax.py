@@ -29,12 +29,14 @@ def head_groups(heads: int, kv_heads: int, plan: RingPlan, options: Options) -> 
     """
     wanted = kv_heads if options.dropout else cdiv(TILES, max(1, max(plan.tokens) // 128))
     count, group = cdiv(kv_heads, wanted), heads // kv_heads
+    if count == 1:
+        return [(slice(0, heads), slice(0, kv_heads), options)]
     found = []
     for i in range(count):
         keys = slice(i * kv_heads // count, (i + 1) * kv_heads // count)
         queries = slice(keys.start * group, keys.stop * group)
         slopes = options.slopes
-        if slopes is not None and count > 1:
+        if slopes is not None:
             slopes = slopes[..., queries].contiguous()
         found.append((queries, keys, options._replace(slopes=slopes)))
     return found
@@ -92,20 +94,23 @@ def _backward_triton(grad, q, block, ring: Ring, plan: RingPlan, options: Option
     from hstu_sparse.ring.flash.launch import Launch
 
     sums = torch.empty(dq.shape, dtype=lse.dtype, device=dq.device)
-    rows = Launch(q, *block, plan.layout(ring.rank), options).rows(out, grad, lse)
+    own = launch = Launch(q, *block, plan.layout(ring.rank), options)
+    rows = own.rows(out, grad, lse)
 
     def add_dq(source, found):
-        launch = Launch(q, *found, plan.layout(source), options)
         last = source == (ring.rank + 1) % ring.world
         launch.dq(grad, rows, dq if last else sums, before=None if source == ring.rank else sums)
 
     def find_dkv(source, found, known):
+        nonlocal launch  # by which the block's dq comes next
         target = known
         if source == ring.rank:
-            target = dkv
-        elif known is None:
-            target = [torch.empty(x.shape, dtype=lse.dtype, device=x.device) for x in found]
-        Launch(q, *found, plan.layout(source), options).dkv(grad, rows, *target, sums=known)
+            launch, target = own, dkv
+        else:
+            launch = Launch(q, *found, plan.layout(source), options)
+            if known is None:
+                target = [torch.empty(x.shape, dtype=lse.dtype, device=x.device) for x in found]
+        launch.dkv(grad, rows, *target, sums=known)
         return target
 
     backward_round(ring, block, plan.tokens, add_dq, find_dkv)

@@ -15,8 +15,8 @@ from models.gate import GateModel
 # selection_group -> the length from which bsa's forward and backward together take less time than dense's, measured
 # on an H200 (docs/bsa.md: bf16, 4 heads of 128, blocks of 64, 16 chosen) without biases.
 CROSSOVER = {1: 7457, 2: 6900, 16: 6481, 64: 2710}
-# The shortest at which it was found to take less with both biases, in groups of 2 and of 64; shorter: not measured.
-BIASED_FASTER = 16384
+# The shortest at which it was found to take less with both biases; shorter: not measured.
+BIASED_FASTER = {1: 16384, 64: 8192}
 
 
 def warn_if_too_short(max_seq_len: int, selection_group: int, biased: bool) -> None:
@@ -24,8 +24,10 @@ def warn_if_too_short(max_seq_len: int, selection_group: int, biased: bool) -> N
 
     biased: by position, by time or by both.
     """
-    group = max(size for size in CROSSOVER if size <= selection_group)
-    least = BIASED_FASTER if biased else CROSSOVER[group]
+    group, biased_group = (
+        max(size for size in table if size <= selection_group) for table in (CROSSOVER, BIASED_FASTER)
+    )
+    least = BIASED_FASTER[biased_group] if biased else CROSSOVER[group]
     if max_seq_len < least:
         known = (
             f"bsa with biases is known to pay at {least:,} tokens a sequence (not measured below"

@@ -237,10 +237,8 @@ def launches():
 
     # Bytes of a thread's registers that ptxas keeps in local memory.
     spills = {
-        "lightning_indexer_sample_kernel": 160,
-        "lightning_indexer_collect_kernel": 512,
-        "lightning_indexer_refill_kernel": 64,
-        "lightning_indexer_finish_kernel": 32,
+        "lightning_indexer_collect_kernel": 32,
+        "lightning_indexer_refill_kernel": 32,
         "sparse_attention_bwd_kernel": 96,
     }
 

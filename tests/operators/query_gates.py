@@ -57,11 +57,19 @@ def check(device, *, tokens, heads, size, hidden, gates, dtype, same, strided, s
 
 
 def compare(x):
-    # A sum over all rows, in fp32 where the reference rounds its parts; and a ReLU at 0 turns as the sums round.
-    floor = 2e-5 if x["q"].dtype == torch.float32 else 2e-2
+    # A sum over all rows, in fp32 where the reference rounds its parts.
+    half = x["q"].dtype != torch.float32
+    floor = 2e-2 if half else 2e-5
     names = ("q", "w1", "b1", "w2", "b2")
+    # Where a hidden number is 0 but for rounding, ReLU's slope is either of two: such rows are left out.
+    hidden = x["q"].double() @ x["w1"].double().T + x["b1"].double()
+    clear = (hidden.abs() > (2e-2 if half else 1e-5)).all(-1)
     compare_with_reference(
-        kernel, reference, x, factor=4.0, floor={f"grad of {name}": floor for name in names} | {"output": floor / 4}
+        lambda **given: kernel(**given) * clear,
+        lambda **given: reference(**given) * clear,
+        x,
+        factor=4.0,
+        floor={f"grad of {name}": floor for name in names} | {"output": floor / 4},
     )
 
 
@@ -75,7 +83,7 @@ def launches():
 
         return Launches(f"{dtype} D={size} F={hidden}", call, local_bytes)
 
-    few = {"query_gates_bwd_kernel": 64}  # on later architectures
+    few = {"query_gates_bwd_kernel": 96}  # on other architectures than sm_90
     return [
         case(64, 32, torch.bfloat16, few),
         case(50, 32, torch.float32),

@@ -123,6 +123,7 @@ class Launch:
             slopes.shape[1] if slopes is not None and slopes.dim() == 2 else 0,
             options.seed if options.dropout else None, options.dropout,
         )  # fmt: skip
+        self.key = specialization(self.problem)
         features = {"dropout"} if options.dropout else set()
         features |= {"alibi"} if slopes is not None else set()
         features |= {"many"} if q.shape[0] >= MANY else set()
@@ -141,8 +142,8 @@ class Launch:
             allow_descriptors()
         options = {name: x for name, x in config.items() if not name.isupper()}
         constants = self.constants | more | {name: x for name, x in config.items() if name.isupper()}
-        arguments = (*arguments, *self.problem)
-        start(kernel, (rows + self.pieces) * heads, arguments, constants, options, specialization(arguments))
+        key = *specialization(arguments), *self.key
+        start(kernel, (rows + self.pieces) * heads, (*arguments, *self.problem), constants, options, key)
 
     def _longest(self) -> torch.Tensor:
         """[Hkv] fp32: the square of the greatest norm of each head's keys."""
