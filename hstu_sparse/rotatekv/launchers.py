@@ -17,7 +17,7 @@ from hstu_sparse.rotatekv.encode import rotatekv_compress_kernel
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.validation import check_kernel
 
-COMPRESS = (16, 2)  # most tokens of a program that compresses, and its warps
+COMPRESS = (16, 2)  # most tokens of a program that compresses without pruning, and its warps
 LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}  # what a 16-bit type's mantissa holds beside its first bit
 
 
@@ -87,9 +87,8 @@ def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_
     layout = cache.layout
     k, v = rows(k), rows(v)
     constants = sizes(layout, cache.channel_order is not None, cache.dtype)
-    tokens, warps = COMPRESS
-    if not layout.sparse:
-        constants["R"] = min(tokens, constants["R"])
+    tokens, warps = (TILE, 4) if layout.sparse else COMPRESS
+    constants["R"] = min(tokens, constants["R"])
     slots = k.shape[0] // constants["R"] + cache.num_sequences
     if k.shape[0] == 0:
         return
