@@ -301,7 +301,7 @@ def plot(source: Path, target: Path) -> None:
             if record["ms"] > top:
                 axis.text(place, 0.98 * top, f"{record['ms']:.0f}", ha="center", va="top", color="white")
         axis.set(title=f"N = {length:,}", ylabel="ms", ylim=(0, top))
-        axis.tick_params(axis="x", rotation=60)
+        axis.tick_params(axis="x", rotation=90)
         axis.grid(alpha=0.3, axis="y")
     axes[0][0].legend(fontsize=8)
     first = records[0]

@@ -23,6 +23,10 @@ FIXED: list[tuple[str, dict]] = [
         "scale": None, "dtype": "float32", "offsets": "int32", "contiguous": False, "deterministic": False,
         "seed": 326397,
     }),
+    ("residual", {
+        "tokens": 18405, "channels": 2, "dtype": "bfloat16", "added_dtype": "bfloat16", "biased": True, "stride": 2,
+        "seed": 2102805495,
+    }),
 ]  # fmt: skip
 # Each process runs every operator once, so that all of them end at the same time.
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -16,7 +16,7 @@ from models.gate import GateModel
 # on an H200 (docs/bsa.md: bf16, 4 heads of 128, blocks of 64, 16 chosen) without biases.
 CROSSOVER = {1: 7457, 2: 6900, 16: 6481, 64: 2710}
 # The shortest at which it was found to take less with both biases; shorter: not measured.
-BIASED_FASTER = {1: 16384, 64: 8192}
+BIASED_FASTER = {1: 16384, 64: 4096}
 
 
 def warn_if_too_short(max_seq_len: int, selection_group: int, biased: bool) -> None:
