@@ -92,6 +92,8 @@ _KB = 1024
 _WORD = 4
 # 1.5 * 2^23: added to an fp32 number below 2^22 in size, it leaves that number, rounded, in the low bits of the sum.
 _ROUNDING = "4B400000"
+# What callers scale their greatest term to: the additions round correctly up to twice as much.
+GREATEST_TERM = tl.constexpr(2.0**21 - 1)
 
 
 @triton.jit

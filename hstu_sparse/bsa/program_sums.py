@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import (
+    GREATEST_TERM,
     HISTOGRAM_ROWS,
     STRETCH,
     barrier,
@@ -35,8 +36,6 @@ from hstu_sparse.bsa.bias import LANES, differences, edge_place, near_place, rea
 from hstu_sparse.bsa.reach import MOST_EDGES, find_bucket
 from hstu_sparse.tiles import opaque, row_norms
 
-# The greatest integer that a term becomes.
-_GREATEST_TERM = tl.constexpr(2.0**21 - 1)
 # SiLU's greatest slope, 1.0998, with room for roundings.
 _STEEPEST = tl.constexpr(1.125)
 _TINY, _INFINITY = tl.constexpr(1e-30), tl.constexpr(float("inf"))
@@ -75,8 +74,8 @@ def open_sums(bias, upstream, norm, cmp, slc, means_unit, keys_unit):
     ring, histogram, lane = 0, 0, 0
     rows = row_norms(upstream.to(tl.float32))
     most = _STEEPEST * tl.load(norm)
-    scale = _GREATEST_TERM / (_most(rows * tl.abs(slc)) * most + _TINY)
-    means_scale = means_unit * _GREATEST_TERM / (_most(rows * tl.abs(cmp)) * most + _TINY)
+    scale = GREATEST_TERM / (_most(rows * tl.abs(slc)) * most + _TINY)
+    means_scale = means_unit * GREATEST_TERM / (_most(rows * tl.abs(cmp)) * most + _TINY)
     if bias.position is not None:
         ring = ring_open(0, True)
     if bias.time is not None:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import (
+    GREATEST_TERM,
     RING,
     barrier,
     histogram_add,
@@ -40,8 +41,6 @@ from hstu_sparse.dense.bias import (
 )
 from hstu_sparse.tiles import add_to, row_norms
 
-# The greatest integer that a ds becomes: `ring_add` rounds correctly up to twice as much.
-_GREATEST_TERM = tl.constexpr(2.0**21 - 1)
 # Twice the greatest slope of SiLU, 1.0998, with room for the roundings of tanh and of the products.
 _STEEPEST = tl.constexpr(2.25)
 _TINY, _INFINITY = tl.constexpr(1e-30), tl.constexpr(float("inf"))
@@ -172,7 +171,7 @@ def add_time(
 @triton.jit
 def exact_scale(norms):
     """What turns a ds into an integer of 21 bits. norms: pointer to what `dense_attention_norms_kernel` found."""
-    return _GREATEST_TERM / (_STEEPEST * tl.load(norms) * tl.load(norms + 1) + _TINY)
+    return GREATEST_TERM / (_STEEPEST * tl.load(norms) * tl.load(norms + 1) + _TINY)
 
 
 @triton.jit

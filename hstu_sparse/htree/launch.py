@@ -24,7 +24,7 @@ from hstu_sparse.htree.forward import htree_attend_fwd_kernel
 from hstu_sparse.htree.layout import depth, tree_layers
 from hstu_sparse.htree.pooling import htree_pool_fwd_kernel, htree_push_bwd_kernel, htree_turn_fwd_kernel
 from hstu_sparse.htree.reference import rope_tables
-from hstu_sparse.launch import cdiv, next_power_of_2, padded_head, precision
+from hstu_sparse.launch import cdiv, multiprocessors, next_power_of_2, padded_head, precision
 from hstu_sparse.registration import Operator
 from hstu_sparse.validation import check_kernel
 
@@ -60,11 +60,6 @@ def tiles(half: int, value: int, group: int, item: int) -> dict[str, Tile]:
     # stands between any two loads, and their latencies add up; but the largest heads have no room for more.
     stages = 3 if load <= 1 else 2 if load <= 8 else 1
     return {"fwd": Tile(warps, stages, *fwd), "bwd": Tile(warps, stages, *alone)}
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @functools.lru_cache(maxsize=64)
@@ -116,7 +111,7 @@ class Problem:
     def options(self, kernel: str, items: int) -> tuple[tuple[int], Tensor, dict]:
         """(grid, notes, keywords) of one of the two walking kernels for so many pairs of a token and a head."""
         tile = self.tiles[kernel]
-        programs = min(items, processors(self.device) * tile.programs)
+        programs = min(items, multiprocessors(self.device) * tile.programs)
         candidates = self.constants["CANDIDATES"]
         size = 2 * self.constants["LIST"] + candidates + cdiv(candidates // 16, 32) * 32
         notes = torch.empty(programs * size, dtype=torch.int32, device=self.device)

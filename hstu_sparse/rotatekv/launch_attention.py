@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hstu_sparse.launch import architecture, cdiv, next_power_of_2, padded_head, precision, start
+from hstu_sparse.launch import architecture, cdiv, multiprocessors, next_power_of_2, padded_head, precision, start
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
 from hstu_sparse.rotatekv.cache import PackedCache
@@ -70,11 +70,6 @@ class Plain(NamedTuple):
     k: Tensor
     v: Tensor
     seq_offsets: Tensor
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @functools.lru_cache(maxsize=64)
@@ -226,7 +221,7 @@ def few(call: Call) -> Plan:
         start(rotatekv_few_fwd_kernel, grid, arguments, given, options, key)
 
     # A processor has room for eight programs; two rounds of them, with RoPE one and a half, are measured best.
-    programs = (16 if call.rope_base is None else 12) * processors(call.q.device)
+    programs = (16 if call.rope_base is None else 12) * multiprocessors(call.q.device)
     wanted = programs // (sequences * cdiv(cdiv(queries, sequences), block_q) * layout.head_groups)
     return Plan(launch, max(1, min(wanted, call.max_seq_len // 256)))
 
@@ -268,7 +263,7 @@ def many(call: Call) -> Plan:
         options = dict(num_warps=block_q // 16, num_stages=1) | registers("many", call)
         start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
 
-    wanted = cdiv(2 * processors(call.q.device), programs)
+    wanted = cdiv(2 * multiprocessors(call.q.device), programs)
     return Plan(launch, max(1, min(wanted, call.max_seq_len // 512)))
 
 
@@ -317,7 +312,7 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
         )  # fmt: skip
 
     # Enough programs for several on each processor, none with less than 8 tiles.
-    wanted = cdiv(12 * processors(q.device), slots * heads // of_program)
+    wanted = cdiv(12 * multiprocessors(q.device), slots * heads // of_program)
     return Plan(launch, max(1, min(wanted, tiles // 8)))
 
 
