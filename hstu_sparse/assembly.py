@@ -318,7 +318,7 @@ def histogram_close(base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.con
 RING_CELLS = 1056
 RING = tl.constexpr(RING_CELLS)
 # SMALL: two stretches of STRETCH cells, for tiles whose diagonals are no more, which take turns.
-STRETCH = tl.constexpr(112)
+STRETCH = tl.constexpr(128)
 _COPIES = 4
 
 
@@ -326,7 +326,7 @@ def _copy_bytes(cells: int) -> int:
     return (cells + 10) * _WORD
 
 
-_RING, _SMALL = tl.constexpr(17 * _KB), tl.constexpr(4 * _KB)
+_RING, _SMALL = tl.constexpr(17 * _KB), tl.constexpr(5 * _KB)
 _COPY, _SMALL_COPY = _copy_bytes(RING_CELLS), _copy_bytes(2 * STRETCH.value)
 assert all(size.value >= _COPIES * copy for size, copy in ((_RING, _COPY), (_SMALL, _SMALL_COPY)))
 _OPEN_RING, _OPEN_SMALL = (

@@ -23,7 +23,7 @@ from hstu_sparse.assembly import proven
 from hstu_sparse.bsa import blocks, key_major, query_major
 from hstu_sparse.bsa.bias import KernelBias, TableGradients, TableSums, prepare
 from hstu_sparse.bsa.lists import invert
-from hstu_sparse.bsa.reach import bsa_reach_kernel
+from hstu_sparse.bsa.reach import Chosen, bsa_reach_kernel
 from hstu_sparse.launch import aligned, architecture, cdiv, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
 
@@ -155,17 +155,21 @@ class Problem:
             for x in tensors
         ]
 
-    def reaches(self, indices: Tensor, bias: KernelBias) -> Tensor | None:
-        """[NG, H, S] int32, of each chosen block what bsa_reach_kernel finds; None without a time bias."""
+    def reaches(self, indices: Tensor, bias: KernelBias) -> tuple[Tensor | None, Chosen]:
+        """([NG, H, S] int32, of each chosen block what bsa_reach_kernel finds; None without a time bias), and how
+        query-major kernels read the choice.
+        """
         if bias.time is None:
-            return None
-        found, groups = torch.zeros_like(indices), 16
+            return None, Chosen(indices)
+        found, groups, chosen = torch.zeros_like(indices), 16, Chosen(indices)
+        if self.query_major:
+            chosen = Chosen(*(torch.empty_like(indices, dtype=x) for x in (torch.int32, torch.int32, torch.float32)))
         run(
             bsa_reach_kernel, (self.slots(groups * self.R), self.H),
-            indices, self.offsets, found, bias, self.H, self.B, self.S,
+            indices, self.offsets, found, chosen if self.query_major else None, bias, self.H, self.B, self.S,
             BS=self.BS, R=self.R, BG=groups, P=max(2, next_power_of_2(self.S)), ASM=self.numeric["ASM"], num_warps=4,
         )  # fmt: skip
-        return found
+        return found, chosen
 
     def group_tile(self) -> int:
         """Groups per program: fewer where a group is long, for then there are few of them in all."""
@@ -209,7 +213,7 @@ def launch_forward(*arguments):
         ASM=p.numeric["ASM"], num_warps=4, num_stages=2,
     )  # fmt: skip
 
-    reaches = p.reaches(indices, bias)
+    reaches, chosen = p.reaches(indices, bias)
     # fp32 where the key-major kernel adds to it
     out = torch.empty(p.T, p.H, p.V, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
     options = p.options("query_fwd")
@@ -217,7 +221,7 @@ def launch_forward(*arguments):
     described = p.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= p.BS else None
     run(
         query_major.bsa_query_fwd_kernel, (tiles, p.H),
-        q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, bias, reaches, out,
+        q, *(described or (k, v, kbar, vbar)), p.offsets, chosen, g_cmp, g_slc, g_swa, bias, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
         TMA=described is not None, **options,
@@ -264,7 +268,7 @@ def launch_backward(do, *arguments):
     terms = p.T * p.H * (p.S * p.BS + p.max_seq_len + min(p.window, p.max_seq_len))
     sums = TableSums(a.position, a.time, do, v, gates, terms) if p.biased else None
     tables, pitch = (sums.tables, sums.pitch) if sums else (TableGradients(), 0)
-    reaches = p.reaches(indices, bias)
+    reaches, chosen = p.reaches(indices, bias)
 
     fp32 = dict(dtype=torch.float32, device=q.device)
     dq = torch.empty(p.T, p.H, p.D, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
@@ -275,8 +279,8 @@ def launch_backward(do, *arguments):
     described = p.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= p.BS else None
     run(
         query_major.bsa_query_bwd_dq_kernel, (tiles, p.H),
-        do, q, *(described or (k, v, kbar, vbar)), p.offsets, indices, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa,
-        bias, reaches, tables, pitch, norm if p.sums else None, *p.units(options["BM"]),
+        do, q, *(described or (k, v, kbar, vbar)), p.offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa,
+        bias, tables, pitch, norm if p.sums else None, *p.units(options["BM"]),
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,

@@ -47,7 +47,7 @@ class ProgramSums(NamedTuple):
 
     ring, histogram  shared-memory addresses, 0 without the table
     lane             of the lane's cells of the histogram
-    scale            of a term in the ring
+    scale, unit      of a term in the ring, and 1 / scale
     means_scale      in the histogram, of a mean key
     keys_scale       of another
     turn             0 or 1, the stretch of the ring that the last tile was added to
@@ -58,6 +58,7 @@ class ProgramSums(NamedTuple):
     histogram: tl.tensor
     lane: tl.tensor
     scale: tl.tensor
+    unit: tl.tensor
     means_scale: tl.tensor
     keys_scale: tl.tensor
     turn: tl.tensor
@@ -82,7 +83,7 @@ def open_sums(bias, upstream, norm, cmp, slc, means_unit, keys_unit):
         histogram = histogram_open(0)
         lane = histogram_lane(histogram)
     tl.debug_barrier()
-    return ProgramSums(ring, histogram, lane, scale, means_scale, scale * keys_unit, 0, 0)
+    return ProgramSums(ring, histogram, lane, scale, 1.0 / scale, means_scale, scale * keys_unit, 0, 0)
 
 
 @triton.jit
@@ -119,22 +120,26 @@ def _move(sums, grad, bias, far, near, origin, lowest, bucket, E: tl.constexpr, 
 
 
 @triton.jit
-def add_keys(tables, sums, grad, bias, far, near, origin, reaches, apart, ASM: tl.constexpr):
+def add_keys(
+    tables, sums, grad, bias, far, near, origin, reaches, apart, part, SPAN: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """The sums with a tile of keys that stand side by side and that all queries reach alike.
 
-    apart: how far the first key is behind the first query. Others: as of `time_tile`, queries on the far side.
+    apart: how far the first key is behind the first query. part: where it stands in a span of SPAN keys, whose tiles
+    follow each other and share a stretch of the ring. Others: as of `time_tile`, queries on the far side.
     """
     BM: tl.constexpr = grad.shape[0]
     BN: tl.constexpr = grad.shape[1]
-    tl.static_assert(BM + BN - 1 <= STRETCH)
+    tl.static_assert(BM + SPAN - 1 <= STRETCH)
     turn, low = sums.turn, sums.low
     if bias.position is not None:
-        barrier(apart)
-        _flush(tables, sums)
-        # Triton pipelines no loop that hands on a number as it is: hence `opaque`.
-        turn, low = 1 - turn, opaque(apart - (BN - 1))
+        if part == 0:
+            barrier(apart)
+            _flush(tables, sums)
+            # Triton pipelines no loop that hands on a number as it is: hence `opaque`.
+            turn, low = 1 - turn, opaque(apart - (SPAN - 1))
         cell = tl.arange(0, BM)[:, None] - tl.arange(0, BN)[None, :]
-        ring_add(sums.ring + 4 * (BN - 1 + turn * STRETCH) + 4 * cell, grad, sums.scale, True)
+        ring_add(sums.ring + 4 * (SPAN - 1 - part + turn * STRETCH) + 4 * cell, grad, sums.scale, True)
     if bias.time is not None:
         lowest, edges, bucket, _ = reaches
         if edges > MOST_EDGES:
@@ -152,7 +157,7 @@ def add_keys(tables, sums, grad, bias, far, near, origin, reaches, apart, ASM: t
                     _move(sums, grad, bias, times, beside, origin, lowest, bucket, 3, ASM)
                     _move(sums, grad, bias, times, beside, origin, lowest, bucket, 4, ASM)
     return ProgramSums(
-        sums.ring, sums.histogram, sums.lane, sums.scale, sums.means_scale, sums.keys_scale, turn, low
+        sums.ring, sums.histogram, sums.lane, sums.scale, sums.unit, sums.means_scale, sums.keys_scale, turn, low
     )  # fmt: skip
 
 
@@ -161,7 +166,7 @@ def _flush(tables, sums):
     cell = tl.arange(0, 128)
     value = stretch_take(sums.ring + 4 * STRETCH * sums.turn, cell)
     use = (sums.low + cell >= 0) & (value != 0)
-    tl.atomic_add(tables.ahead + sums.low + cell, value.to(tl.float32) / sums.scale, use, sem="relaxed")
+    tl.atomic_add(tables.ahead + sums.low + cell, value.to(tl.float32) * sums.unit, use, sem="relaxed")
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from hstu_sparse.bsa.bias import (
     with_bias,
 )
 from hstu_sparse.bsa.program_sums import add_keys, add_means, close_means, close_sums, open_sums
-from hstu_sparse.bsa.reach import MOST_EDGES, keys_reach, load_reach, load_times, map_row, means_reach, span
+from hstu_sparse.bsa.reach import LOWEST, MOST_EDGES, keys_reach, load_reach, load_times, map_row, means_reach, span
 from hstu_sparse.tiles import add_to, load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
@@ -133,25 +133,34 @@ def band_bias(
 
 
 @triton.jit
-def chosen_first(indices, e, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
-    """The position of the first of the chosen keys e .. e + BN - 1. indices: pointer to the queries' row.
+def chosen_first(chosen, row, e, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+    """The position of the first of the chosen keys e .. e + BN - 1. row: of the queries in `chosen`.
 
     Not by tl.load, which Triton would move through shared memory, one load's time before what hangs on it.
     """
-    return tl.multiple_of(look_up(indices, tl.cast(e // BS, tl.int64), ASM) * BS + e % BS, BN)
+    return tl.multiple_of(look_up(chosen.indices + row, tl.cast(e // BS, tl.int64), ASM) * BS + e % BS, BN)
 
 
 @triton.jit
-def chosen_time(bias, asks, reaches, e, first, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
-                ASM: tl.constexpr):  # fmt: skip
-    """As `keys_time`, of those keys. reaches: pointer to the queries' row."""
-    found = load_reach(None if reaches is None else reaches + e // BS, None, BM, ASM)
-    return keys_time(bias, asks, first, load_origin(bias, asks.block_row + first // BS, ASM), found, BN, ASM)
+def chosen_time(bias, asks, chosen, row, e, first, TIMED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                BS: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """As `keys_time`, of those keys; without TIMED of such as reach no edge. row: of the queries in `chosen`."""
+    if TIMED:
+        found = load_reach(chosen.reaches + row + e // BS, None, BM, ASM)
+        return keys_time(bias, asks, first, load_origin(bias, asks.block_row + first // BS, ASM), found, BN, ASM)
+    elif chosen.bases is not None:
+        place = tl.cast(e // BS, tl.int64)
+        lowest = look_up(chosen.reaches + row, place, ASM) & LOWEST
+        reaches = tl.zeros([BM], tl.int32) + lowest, 0, lowest, lowest
+        found = asks.start + asks.t, asks.start + first + tl.arange(0, BN).to(tl.int64), (0.0, 0.0), reaches
+        return look_up(chosen.bases + row, place, ASM), found
+    else:
+        return 0.0, (0, 0, 0, 0)
 
 
 @triton.jit(do_not_specialize=["B", "tiles"])
 def bsa_query_fwd_kernel(
-    q, k, v, kbar, vbar, offsets, indices, g_cmp, g_slc, g_swa, bias, reaches, out, q_stride_t, q_stride_h,
+    q, k, v, kbar, vbar, offsets, chosen, g_cmp, g_slc, g_swa, bias, out, q_stride_t, q_stride_h,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
@@ -196,24 +205,28 @@ def bsa_query_fwd_kernel(
         # by BS once the loop is pipelined, and then the mask of a thread's first query for that of all its queries.
         tl.static_assert(BN <= BS)
         row = ((start // R + b + begin // R) * H + h) * S
-        chosen, reached = indices + row, None if reaches is None else reaches + row
         # The own block is the last one, and the next loop's.
-        count = tl.minimum(begin // BS, S - 1)
-        if count > 0:
-            first = chosen_first(chosen, 0, BN, BS, ASM)
-            position = keys_position(bias, asks, first, BN, ASM)
-            for e in range(0, count * BS, BN):
-                first = chosen_first(chosen, e, BN, BS, ASM)
-                next_position = keys_position(bias, asks, chosen_first(chosen, e + BN, BN, BS, ASM), BN, ASM)
-                time, _ = chosen_time(bias, asks, reached, e, first, BM, BN, BS, ASM)
-                s = first + tl.arange(0, BN)
-                known = s < end
-                keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
-                score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-                weight = silu(with_bias(score, bias, (position, time)), FAST) * slc[:, None]
-                values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
-                acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
-                position = next_position
+        count = tl.minimum(begin // BS, S - 1) * BS
+        first_timed = count
+        if chosen.reaches is not None:
+            first_timed = look_up(chosen.reaches + row, tl.cast(S - 1, tl.int64), ASM) * BS
+        TURNS: tl.constexpr = 1 if chosen.reaches is None else 2
+        for TIMED in tl.static_range(TURNS):
+            begin_at, end_at = (first_timed, count) if TIMED else (0, first_timed)
+            if begin_at < end_at:
+                position = keys_position(bias, asks, chosen_first(chosen, row, begin_at, BN, BS, ASM), BN, ASM)
+                for e in range(begin_at, end_at, BN):
+                    first = chosen_first(chosen, row, e, BN, BS, ASM)
+                    next_position = keys_position(bias, asks, chosen_first(chosen, row, e + BN, BN, BS, ASM), BN, ASM)
+                    time, _ = chosen_time(bias, asks, chosen, row, e, first, TIMED, BM, BN, BS, ASM)
+                    s = first + tl.arange(0, BN)
+                    known = s < end
+                    keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
+                    score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
+                    weight = silu(with_bias(score, bias, (position, time)), FAST) * slc[:, None]
+                    values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
+                    acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+                    position = next_position
 
     swa = slc
     nearest = begin // BS * BS
@@ -236,14 +249,15 @@ def bsa_query_fwd_kernel(
 
 @triton.jit
 def add_keys_gradient(
-    tables, pitch, sums, grad, bias, found, t, s, first_apart, SUMS: tl.constexpr, ASM: tl.constexpr
+    tables, pitch, sums, grad, bias, found, t, s, first_apart, part, SUMS: tl.constexpr, SPAN: tl.constexpr,
+    ASM: tl.constexpr
 ):  # fmt: skip
     """Adds a tile's gradient to the tables; its keys stand side by side. first_apart: of its first query and first key.
 
-    Returns `sums`, where such are kept.
+    Returns `sums`, where such are kept. part, SPAN: as in `add_keys`.
     """
     if SUMS:
-        return add_keys(tables, sums, grad, bias, *found, first_apart, ASM)
+        return add_keys(tables, sums, grad, bias, *found, first_apart, part, SPAN, ASM)
     else:
         add_time_gradient(tables, grad, bias, *found, 0, True, ASM)
         add_position_gradient(tables, pitch, grad, t, s, 1)
@@ -252,7 +266,7 @@ def add_keys_gradient(
 
 @triton.jit(do_not_specialize=["B", "tiles"])
 def bsa_query_bwd_dq_kernel(
-    do, q, k, v, kbar, vbar, offsets, indices, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, reaches, tables,
+    do, q, k, v, kbar, vbar, offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, tables,
     pitch, norm, means_unit, keys_unit, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
@@ -287,6 +301,7 @@ def bsa_query_bwd_dq_kernel(
     if SUMS:
         sums = open_sums(bias, upstream, norm, cmp, tl.abs(slc) + tl.abs(swa) if WINDOW else slc, means_unit, keys_unit)
 
+    SPAN: tl.constexpr = BN if BS < BN else min(BS, 64)
     acc = tl.zeros([BM, BD], tl.float32)
     complete = (t + 1) // BS
     branch = tl.zeros([BM], tl.float32)
@@ -324,28 +339,34 @@ def bsa_query_bwd_dq_kernel(
     if SELECT:
         tl.static_assert(BN <= BS)  # as in bsa_query_fwd_kernel
         row = ((start // R + b + begin // R) * H + h) * S
-        chosen, reached = indices + row, None if reaches is None else reaches + row
-        count = tl.minimum(begin // BS, S - 1)
-        if count > 0:
-            first = chosen_first(chosen, 0, BN, BS, ASM)
-            position = keys_position(bias, asks, first, BN, ASM)
-            for e in range(0, count * BS, BN):
-                first = chosen_first(chosen, e, BN, BS, ASM)
-                next_position = keys_position(bias, asks, chosen_first(chosen, e + BN, BN, BS, ASM), BN, ASM)
-                time, found = chosen_time(bias, asks, reached, e, first, BM, BN, BS, ASM)
-                s = first + tl.arange(0, BN)
-                known = s < end
-                keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
-                values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
-                score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
-                score = with_bias(score, bias, (position, time))
-                dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-                weight, slope = silu_and_grad(score, FAST)
-                branch += tl.sum(weight * dweight, 1)
-                grad = dweight * slope * slc[:, None]
-                acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-                sums = add_keys_gradient(tables, pitch, sums, grad, bias, found, t, s, begin - first, SUMS, ASM)
-                position = next_position
+        count = tl.minimum(begin // BS, S - 1) * BS
+        first_timed = count
+        if chosen.reaches is not None:
+            first_timed = look_up(chosen.reaches + row, tl.cast(S - 1, tl.int64), ASM) * BS
+        TURNS: tl.constexpr = 1 if chosen.reaches is None else 2
+        for TIMED in tl.static_range(TURNS):
+            begin_at, end_at = (first_timed, count) if TIMED else (0, first_timed)
+            if begin_at < end_at:
+                position = keys_position(bias, asks, chosen_first(chosen, row, begin_at, BN, BS, ASM), BN, ASM)
+                for e in range(begin_at, end_at, BN):
+                    first = chosen_first(chosen, row, e, BN, BS, ASM)
+                    next_position = keys_position(bias, asks, chosen_first(chosen, row, e + BN, BN, BS, ASM), BN, ASM)
+                    time, found = chosen_time(bias, asks, chosen, row, e, first, TIMED, BM, BN, BS, ASM)
+                    s = first + tl.arange(0, BN)
+                    known = s < end
+                    keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
+                    values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
+                    score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
+                    score = with_bias(score, bias, (position, time))
+                    dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
+                    weight, slope = silu_and_grad(score, FAST)
+                    branch += tl.sum(weight * dweight, 1)
+                    grad = dweight * slope * slc[:, None]
+                    acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+                    sums = add_keys_gradient(
+                        tables, pitch, sums, grad, bias, found, t, s, begin - first, e % SPAN, SUMS, SPAN, ASM
+                    )
+                    position = next_position
 
     window_branch = tl.zeros([BM], tl.float32)
     nearest = begin // BS * BS
@@ -369,7 +390,9 @@ def bsa_query_bwd_dq_kernel(
                 window_branch += tl.sum(tl.where(near, weight * dweight, 0.0), 1)
             grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, WINDOW)
             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-            sums = add_keys_gradient(tables, pitch, sums, grad, bias, found, t, s, begin - c, SUMS, ASM)
+            sums = add_keys_gradient(
+                tables, pitch, sums, grad, bias, found, t, s, begin - c, (c - nearest) % SPAN, SUMS, SPAN, ASM
+            )
     if WINDOW:
         tl.store(dg_swa + token, window_branch * inv_n, mask=live)
     if SUMS:

@@ -9,6 +9,7 @@ back that it is one bucket.
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,6 +35,17 @@ EDGE_SHIFT, LOWEST = tl.constexpr(12), tl.constexpr(0xFFF)
 SHORT_SHIFT, SHORT = tl.constexpr(8), tl.constexpr(0xFF)
 # Of the map of means: the least tile of queries that it tells apart, and the blocks that it sums up.
 LEAST_TILE, CHUNK = tl.constexpr(64), tl.constexpr(32)
+
+
+class Chosen(NamedTuple):
+    """The blocks that each group chose, as query-major kernels read them: [NG, H, S] each.
+
+    With a time bias those first that reach no edge, and the own block still behind all others.
+    """
+
+    indices: object  # int32
+    reaches: object = None  # int32, see bsa_reach_kernel; in the last place, which the own block leaves, how many reach none
+    bases: object = None  # fp32, the lowest bucket's entry in the table
 
 
 @functools.cache
@@ -161,10 +173,13 @@ def load_reach(pointers, mask, SIZE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B"])
 def bsa_reach_kernel(
-    indices, offsets, reaches, bias, H, B, S,
+    indices, offsets, reaches, chosen, bias, H, B, S,
     BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """For each group's chosen blocks what `reach` finds: the lowest bucket, and above EDGE_SHIFT the edges."""
+    """For each group's chosen blocks what `reach` finds: the lowest bucket, and above EDGE_SHIFT the edges.
+
+    chosen: None, or a `Chosen` to be written.
+    """
     tile, h = tl.program_id(0), tl.program_id(1)
     b, start, length, i = locate(offsets, tile, B, BG * R)
     if i * BG * R >= length:
@@ -182,6 +197,18 @@ def bsa_reach_kernel(
     seen = (tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3))
     lowest, edges = reach(bias.cells, asked, seen, j >= 0, True, ASM)
     tl.store(reaches + entry, lowest | (edges << EDGE_SHIFT), mask=j >= 0)
+    if chosen is not None:
+        past = (j >= 0) & (j < group[:, None] * R // BS)
+        plain = (past & (edges == 0)).to(tl.int32)
+        rest = past.to(tl.int32) - plain
+        count = tl.sum(plain, 1)[:, None]
+        place = tl.where(past, tl.where(plain == 1, tl.cumsum(plain, 1), count + tl.cumsum(rest, 1)) - 1, p)
+        target = entry - p + place
+        tl.store(chosen.indices + target, j, mask=j >= 0)
+        tl.store(chosen.bases + target, tl.load(bias.time + lowest), mask=past)
+        tl.store(chosen.reaches + target, lowest | (edges << EDGE_SHIFT), mask=past)
+        last = (group[:, None] * R < length) & (p == S - 1)
+        tl.store(chosen.reaches + entry, tl.broadcast_to(count, entry.shape), mask=last)
 
 
 @triton.jit(do_not_specialize=["B", "pitch", "blocks"])
