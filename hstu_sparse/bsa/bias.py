@@ -23,14 +23,16 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import look_up
-from hstu_sparse.bsa.reach import MOST_EDGES, bucket_cells, find_bucket
+from hstu_sparse.assembly import look_up, proven
+from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, MOST_EDGES, SHORT, bsa_edges_kernel, bucket_cells, find_bucket
 from hstu_sparse.launch import cdiv, run
 from hstu_sparse.relative_bias import bucket_edges
 from hstu_sparse.tiles import COMPILED, add_to
 
 # Entries around the position table: past its end, and for blocks of a tile that are not there yet (128 of 128 tokens).
 BEHIND, BEFORE = 256, 128 * 128 + 256
+# Mean keys of a tile, at most.
+MEANS = 64
 # Sums kept of each bucket's gradient, so that programs do not wait for another.
 LANES = tl.constexpr(64)
 # Buckets whose sums are taken side by side, and entries behind the time table, which tiles read or add to.
@@ -55,6 +57,9 @@ class KernelBias(NamedTuple):
     means: object = None  # [slots, blocks] int16, see `bsa_means_kernel`
     summaries: object = None  # [slots, blocks / CHUNK] int32
     blocks: object = None
+    places: object = None  # [T] fp32, queries' times since `origins`
+    origins: object = None  # [slots, 2] fp32, the earliest times of the tiles of `means`
+    edges: object = None  # [slots, blocks / CHUNK, 3, CHUNK] fp32, see `bsa_edges_kernel`
 
 
 class TableGradients(NamedTuple):
@@ -89,9 +94,10 @@ def bsa_tables_kernel(
 
 
 def prepare(
-    position: torch.Tensor | None, time: torch.Tensor | None, plan: Sequence[torch.Tensor | None]
+    position: torch.Tensor | None, time: torch.Tensor | None, plan: Sequence[torch.Tensor | None],
+    seq_offsets: torch.Tensor, block_size: int
 ) -> KernelBias:
-    """What kernels read of the tables and of a plan's tensors: one launch."""
+    """What kernels read of the tables and of a plan's tensors."""
     if position is None and time is None:
         return KernelBias()
     device = (time if position is None else position).device
@@ -114,9 +120,15 @@ def prepare(
     backwards = None if backwards is None else backwards[origin:]
     if time is None:
         return KernelBias(backwards)
-    times, spans, means, summaries = plan
+    times, spans, means, summaries, places, origins = plan
     steps, cells = bucket_steps(buckets - 1, device), bucket_cells(buckets - 1, device)
-    return KernelBias(backwards, padded, steps, cells, *times, spans, means, summaries, means.shape[1])
+    edges = means.new_empty(means.numel() * 3, dtype=torch.float32)
+    found = KernelBias(
+        backwards, padded, steps, cells, *times, spans, means, summaries, means.shape[1], places, origins, edges
+    )
+    sizes = dict(BS=block_size, TILE=max(block_size, LEAST_TILE.value), MEANS=MEANS, ASM=proven(device))
+    run(bsa_edges_kernel, (means.shape[0],), seq_offsets, found, seq_offsets.shape[0] - 1, **sizes, num_warps=1)
+    return found
 
 
 def table_origin(N: int) -> int:
@@ -281,6 +293,41 @@ def time_tile(bias, far, near, origin, reaches, AXIS: tl.constexpr, FAR_QUERIES:
         return tile
     else:
         return 0.0
+
+
+@triton.jit
+def means_edges(bias, row, first, SIZE: tl.constexpr):
+    """The most edges of one of the SIZE mean keys from `first` on; row: their queries' `map_row`."""
+    place = (row * bias.blocks + first) // CHUNK
+    edges = tl.load(bias.summaries + place) & SHORT
+    for i in tl.static_range(1, SIZE // CHUNK):
+        edges = tl.maximum(edges, tl.load(bias.summaries + place + i) & SHORT)
+    return edges
+
+
+@triton.jit
+def means_edge(bias, row, first, PART: tl.constexpr, SIZE: tl.constexpr, ASM: tl.constexpr):
+    """[SIZE] of bias.edges for these mean keys. PART: 0 entry, 1 what the next bucket's is more, 2 its edge."""
+    lane = tl.arange(0, SIZE)
+    place = (lane // CHUNK * (3 * CHUNK) + lane % CHUNK + PART * CHUNK).to(tl.int64)
+    return look_up(bias.edges + (row * bias.blocks + first) * 3, place, ASM)
+
+
+@triton.jit
+def means_tile(bias, row, first, means, queries, near, AXIS: tl.constexpr, ASM: tl.constexpr):
+    """The time's bias of a tile of mean keys, [means, queries] if AXIS is 0, else [queries, means].
+
+    means, queries: their tokens (int64); row: of the queries in the map, see `map_row`; near: their bias.places.
+    """
+    SIZE: tl.constexpr = means.shape[0]
+    if means_edges(bias, row, first, SIZE) > 1:
+        bucket = find_bucket(differences(bias, means, queries, AXIS, False, ASM), bias.cells, ASM)
+        tile = look_up(bias.time, bucket, ASM)
+    else:
+        entry, more = means_edge(bias, row, first, 0, SIZE, ASM), means_edge(bias, row, first, 1, SIZE, ASM)
+        past = reached(means_edge(bias, row, first, 2, SIZE, ASM), near, AXIS)
+        tile = tl.expand_dims(entry, 1 - AXIS) + tl.expand_dims(more, 1 - AXIS) * past
+    return tile
 
 
 @triton.jit

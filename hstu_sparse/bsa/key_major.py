@@ -18,11 +18,12 @@ from hstu_sparse.bsa.bias import (
     add_position_gradient,
     add_time_gradient,
     load_origin,
+    means_tile,
     position_tile,
     time_tile,
     with_bias,
 )
-from hstu_sparse.bsa.reach import MOST_EDGES, load_reach, map_row, means_reach
+from hstu_sparse.bsa.reach import MOST_EDGES, load_reach, map_row
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
@@ -410,9 +411,8 @@ def bsa_compress_bwd_dkv_kernel(
         live = t < length
         position, time = position_tile(bias, i * BN * BS + BS // 2 - c, spaced, side, ASM), None
         if bias.time is not None:
-            reach = means_reach(bias, map_row(start, b, c, BS), i * BN, BN, ASM)
-            asked = tl.load(bias.query_high + start + c), tl.load(bias.query_low + start + c)
-            time = time_tile(bias, rows, start + t, asked, reach, 0, False, ASM)
+            near = look_up(bias.places, start + t, ASM)
+            time = means_tile(bias, map_row(start, b, c, BS), i * BN, rows, start + t, near, 0, ASM)
         queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
         upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
         cmp = tl.load(g_cmp + (start + t) * H + h, mask=live, other=0.0).to(tl.float32)

@@ -196,7 +196,7 @@ def launch_forward(*arguments):
         return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar, norm
     q, k, v = aligned(q), aligned(k), aligned(v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
-    bias = prepare(a.position, a.time, a.plan)
+    bias = prepare(a.position, a.time, a.plan, p.offsets, p.BS)
 
     kbar_low = torch.empty_like(kbar) if p.split else kbar
     run(
@@ -263,7 +263,7 @@ def launch_backward(do, *arguments):
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given]
     do, q, k, v = aligned(do), aligned(a.q), aligned(a.k), aligned(a.v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
-    bias = prepare(a.position, a.time, a.plan)
+    bias = prepare(a.position, a.time, a.plan, p.offsets, p.BS)
     # Terms of a table's gradient; those of the compression, BS for one.
     terms = p.T * p.H * (p.S * p.BS + p.max_seq_len + min(p.window, p.max_seq_len))
     sums = TableSums(a.position, a.time, do, v, gates, terms) if p.biased else None

@@ -40,6 +40,8 @@ class BlockPlan(NamedTuple):
     spans  [NB, 4] fp32: of each block's keys the earliest time (high, low) and the latest
     means  [slots, at least N / BS] int16: of tiles of queries and blocks' middle tokens the lowest bucket
     summaries  [slots, a CHUNK-th of that] int32: of CHUNK blocks together what `means_reach` gives behind it
+    places  [at least T + MARGIN] fp32: of queries the time since their tile's earliest
+    origins  [slots, 2] fp32: that earliest time
     """
 
     purpose: Purpose
@@ -47,6 +49,8 @@ class BlockPlan(NamedTuple):
     spans: torch.Tensor | None = None
     means: torch.Tensor | None = None
     summaries: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+    origins: torch.Tensor | None = None
 
 
 @triton.jit
@@ -79,7 +83,7 @@ def bsa_times_kernel(offsets, timestamps, query_timestamps, times, spans, B, pit
 
 
 def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets):
-    times, spans, means, summaries = found = _fake_times(
+    times, spans, means, summaries, places, origins = found = _fake_times(
         seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets
     )
     for x in found:  # what no program writes
@@ -90,7 +94,8 @@ def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, n
             seq_offsets, timestamps, query_timestamps, times, spans, num_seqs, pitch, BS=block_size, num_warps=1
         )
         bsa_means_kernel[(means.shape[0],)](
-            seq_offsets, times, bucket_cells(num_buckets, device), means, summaries, num_seqs, pitch, means.shape[1],
+            seq_offsets, times, bucket_cells(num_buckets, device), means, summaries, places, origins,
+            num_seqs, pitch, means.shape[1],
             BS=block_size, TILE=max(block_size, LEAST_TILE.value), ASM=proven(device), num_warps=1,
         )  # fmt: skip
     return found
@@ -108,6 +113,8 @@ def _fake_times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_si
         new(tokens // block_size + num_seqs, 4, dtype=torch.float32),
         new(slots, blocks, dtype=torch.int16),
         new(slots, blocks // CHUNK.value, dtype=torch.int32),
+        new(cdiv(tokens, 16) * 16 + MARGIN, dtype=torch.float32),
+        new(slots, 2, dtype=torch.float32),
     ]
 
 

@@ -32,7 +32,16 @@ from hstu_sparse.assembly import (
     ring_open,
     stretch_take,
 )
-from hstu_sparse.bsa.bias import LANES, differences, edge_place, near_place, reached, side_times
+from hstu_sparse.bsa.bias import (
+    LANES,
+    differences,
+    edge_place,
+    means_edge,
+    means_edges,
+    near_place,
+    reached,
+    side_times,
+)
 from hstu_sparse.bsa.reach import MOST_EDGES, find_bucket
 from hstu_sparse.tiles import opaque, row_norms
 
@@ -92,24 +101,15 @@ def _most(x):
 
 
 @triton.jit
-def add_means(sums, grad, bias, far, near, origin, reaches, ASM: tl.constexpr):
-    """Adds a tile of mean keys to the time table's sums; arguments as of `time_tile`, mean keys on the far side."""
+def add_means(sums, grad, bias, found, row, first, near, ASM: tl.constexpr):
+    """Adds a tile of mean keys to the time table's sums. found: as `means_time` gives it; others: as of `means_tile`."""
     if bias.time is not None:
-        lowest, edges, _, _ = reaches
-        if edges > MOST_EDGES:
-            bucket = find_bucket(differences(bias, far, near, 1, False, ASM), bias.cells, ASM)
+        means, queries, _, reaches = found
+        if means_edges(bias, row, first, grad.shape[1]) > 1:
+            bucket = find_bucket(differences(bias, means, queries, 1, False, ASM), bias.cells, ASM)
         else:
-            bucket = tl.broadcast_to(lowest[None, :], grad.shape)
-            if edges > 0:
-                beside = near_place(bias, near, origin, False, ASM)
-                times = side_times(bias, far, False, ASM)
-                past = reached(edge_place(bias, times, origin, lowest + 1, False, ASM), beside, 1)
-                if edges > 1:
-                    past += reached(edge_place(bias, times, origin, lowest + 2, False, ASM), beside, 1)
-                if edges > 2:
-                    past += reached(edge_place(bias, times, origin, lowest + 3, False, ASM), beside, 1)
-                    past += reached(edge_place(bias, times, origin, lowest + 4, False, ASM), beside, 1)
-                bucket += past.to(tl.int32)
+            past = reached(means_edge(bias, row, first, 2, grad.shape[1], ASM), near, 1)
+            bucket = reaches[0][None, :] + past.to(tl.int32)
         histogram_add(sums.lane, bucket, grad, sums.means_scale, True)
 
 

@@ -23,6 +23,7 @@ from hstu_sparse.bsa.bias import (
     add_position_gradient,
     add_time_gradient,
     load_origin,
+    means_tile,
     position_tile,
     time_tile,
     with_bias,
@@ -95,12 +96,15 @@ def means_position(bias, asks, c, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.co
 
 
 @triton.jit
-def means_time(bias, asks, c, known, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
-    """The time's, and what `add_time_gradient` wants: far to reaches."""
+def means_time(bias, asks, c, known, near, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+    """The time's, and what `add_time_gradient` wants: far to reaches. near: the queries' places in time."""
     middle = (c + tl.arange(0, BN)) * BS + BS // 2
     rows = tl.where(known, asks.start + middle, asks.start)
     found = rows, asks.start + asks.t, asks.asked, means_reach(bias, asks.map_row, c, BN, ASM)
-    return time_tile(bias, *found, 1, False, ASM), found
+    if bias.time is not None:
+        return means_tile(bias, asks.map_row, c, rows, asks.start + asks.t, near, 1, ASM), found
+    else:
+        return 0.0, found
 
 
 @triton.jit
@@ -183,12 +187,13 @@ def bsa_query_fwd_kernel(
 
     complete = (t + 1) // BS
     if end >= BS:  # see the head of this file
+        near = 0.0 if bias.time is None else look_up(bias.places, start + t, ASM)
         position = means_position(bias, asks, 0, BN, BS, ASM)
         for c in range(0, end // BS, BN):
             j = c + tl.arange(0, BN)
             known = j < end // BS
             next_position = means_position(bias, asks, c + BN, BN, BS, ASM)
-            time, _ = means_time(bias, asks, c, known, BN, BS, ASM)
+            time, _ = means_time(bias, asks, c, known, near, BN, BS, ASM)
             keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
             score = with_bias(score, bias, (position, time))
@@ -306,12 +311,13 @@ def bsa_query_bwd_dq_kernel(
     complete = (t + 1) // BS
     branch = tl.zeros([BM], tl.float32)
     if end >= BS:  # see the head of this file
+        near = 0.0 if bias.time is None else look_up(bias.places, start + t, ASM)
         position = means_position(bias, asks, 0, BN, BS, ASM)
         for c in range(0, end // BS, BN):
             j = c + tl.arange(0, BN)
             known = j < end // BS
             next_position = means_position(bias, asks, c + BN, BN, BS, ASM)
-            time, found = means_time(bias, asks, c, known, BN, BS, ASM)
+            time, found = means_time(bias, asks, c, known, near, BN, BS, ASM)
             keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
             values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
@@ -324,7 +330,7 @@ def bsa_query_bwd_dq_kernel(
             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
             grad *= cmp[:, None]
             if SUMS:
-                add_means(sums, grad, bias, *found, ASM)
+                add_means(sums, grad, bias, found, asks.map_row, c, near, ASM)
             else:
                 add_time_gradient(tables, grad, bias, *found, 1, False, ASM)
             if tables.ahead is not None:

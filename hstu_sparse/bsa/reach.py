@@ -213,10 +213,11 @@ def bsa_reach_kernel(
 
 @triton.jit(do_not_specialize=["B", "pitch", "blocks"])
 def bsa_means_kernel(
-    offsets, times, cells, means, summaries, B, pitch, blocks, BS: tl.constexpr, TILE: tl.constexpr, ASM: tl.constexpr
-):
+    offsets, times, cells, means, summaries, places, origins, B, pitch, blocks,
+    BS: tl.constexpr, TILE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """For each tile of TILE queries and each block that is complete for one of them the lowest bucket, and of CHUNK
-    blocks together the most edges of one, the lowest and the highest bucket.
+    blocks together the most edges of one, the lowest and the highest bucket; and where the queries stand in time.
     """
     slot = tl.program_id(0)
     _b, start, length, i = locate(offsets, slot, B, TILE)
@@ -225,6 +226,9 @@ def bsa_means_kernel(
     if i * TILE < length:
         high, low = load_times(times + 2 * pitch, times + 3 * pitch, start + t, live)
         asked = span(high, low, live, 0)
+        tl.store(places + start + t, (high - asked[0]) + (low - asked[1]), live)
+        tl.store(origins + slot * 2, asked[0])
+        tl.store(origins + slot * 2 + 1, asked[1])
         end = tl.minimum(i * TILE + TILE, length) // BS
         for c in range(0, end, CHUNK):
             j = c + tl.arange(0, CHUNK)
@@ -235,3 +239,28 @@ def bsa_means_kernel(
             place = slot.to(tl.int64) * blocks + c
             tl.store(means + place + tl.arange(0, CHUNK), lowest.to(means.dtype.element_ty), known)
             tl.store(summaries + place // CHUNK, edges | (least << SHORT_SHIFT) | (greatest << 2 * SHORT_SHIFT))
+
+
+@triton.jit(do_not_specialize=["B"])
+def bsa_edges_kernel(offsets, bias, B, BS: tl.constexpr, TILE: tl.constexpr, MEANS: tl.constexpr, ASM: tl.constexpr):
+    """Writes bias.edges: of each tile of TILE queries and CHUNK mean keys the lowest bucket's entry of the table, what
+    the next bucket's is more, and where its edge lies (see `reached`, bias.py).
+    """
+    slot = tl.program_id(0)
+    _b, start, length, i = locate(offsets, slot, B, TILE)
+    if i * TILE < length:
+        high, low = tl.load(bias.origins + slot * 2), tl.load(bias.origins + slot * 2 + 1)
+        end = tl.minimum(i * TILE + TILE, length) // BS
+        for c in range(0, (end + MEANS - 1) // MEANS * MEANS, CHUNK):
+            j = c + tl.arange(0, CHUNK)
+            known = j < end
+            place = slot.to(tl.int64) * bias.blocks + c
+            lowest = tl.load(bias.means + place + tl.arange(0, CHUNK), known, 0).to(tl.int32) & SHORT
+            mean_high, mean_low = load_times(bias.key_high, bias.key_low, start + j * BS + BS // 2, known)
+            entry = tl.load(bias.time + lowest, known, 0.0)
+            more = tl.load(bias.time + lowest + 1, known, 0.0) - entry
+            edge = ((high - mean_high) - tl.load(bias.steps + lowest + 1)) + ((low - mean_low) + 1.0)
+            target = bias.edges + place * 3 + tl.arange(0, CHUNK)
+            tl.store(target, entry)
+            tl.store(target + CHUNK, more)
+            tl.store(target + 2 * CHUNK, tl.where(known, edge, 0.0))
