@@ -127,7 +127,7 @@ def opaque(x):
 def row_norms(x):
     """Norms of the rows of x, fp32, each divided by its largest element first: no square leaves fp32's range."""
     largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
-    ratio = x / largest[:, None]
+    ratio = x * (1.0 / largest)[:, None]
     return largest * tl.sqrt(tl.sum(ratio * ratio, 1))
 
 

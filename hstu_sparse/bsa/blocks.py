@@ -10,13 +10,11 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bsa.bias import position_tile, time_tile, with_bias
-from hstu_sparse.bsa.reach import EDGE_SHIFT, MOST_EDGES
+from hstu_sparse.bsa.reach import EDGE_SHIFT, MOST_EDGES, PARTS
 from hstu_sparse.tiles import load_rows, locate, row_norms
 
 # Larger than any block index: what the sort puts last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
-# Parts of a list, by edges: over MOST_EDGES, over 2, over 0, none.
-PARTS = tl.constexpr(4)
 # Smaller than any packed sort key.
 NO_KEY = tl.constexpr(-(2**63))
 

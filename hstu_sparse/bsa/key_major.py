@@ -23,7 +23,7 @@ from hstu_sparse.bsa.bias import (
     time_tile,
     with_bias,
 )
-from hstu_sparse.bsa.reach import MOST_EDGES, load_reach, map_row
+from hstu_sparse.bsa.reach import MOST_EDGES, PARTS, load_reach, map_row
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
 
 
@@ -35,6 +35,7 @@ class ListPointers(NamedTuple):
     chunk_start: object
     chunk_list: object
     reaches: object
+    counts: object
 
 
 class ListedBlock(NamedTuple):
@@ -42,6 +43,7 @@ class ListedBlock(NamedTuple):
 
     m, chunk       the list, -1 if there is none for the program, and the chunk's number in it
     first, rows    its first entry, and its queries, R for each entry
+    timed          of the rows those before the first whose group reaches no edge, as all behind it
     h, slot        head and slot of the block
     start, stop    the first token of its sequence, and the one behind the last
     begin          position of its first key
@@ -52,6 +54,7 @@ class ListedBlock(NamedTuple):
     chunk: tl.tensor
     first: tl.tensor
     rows: tl.tensor
+    timed: tl.tensor
     h: tl.tensor
     slot: tl.tensor
     start: tl.tensor
@@ -70,11 +73,17 @@ def find_listed_block(
     part = 0
     first = 0
     count = 0
+    timed = 0
     if chunk < tl.load(lists.chunk_start + m_first + NB * H):
         m = tl.load(lists.chunk_list + chunk)
         part = chunk - tl.load(lists.chunk_start + m)
         first = tl.load(lists.start + m) + part * CHUNK
-        count = tl.minimum(tl.load(lists.start + m + 1) - first, CHUNK)
+        last = tl.load(lists.start + m + 1)
+        count = tl.minimum(last - first, CHUNK)
+        timed = count
+        if lists.counts is not None:
+            plain = tl.load(lists.counts + m * PARTS + (PARTS - 1))
+            timed = tl.minimum(tl.maximum(last - plain - first, 0), count)
     slot = tl.maximum(m, 0) % NB
     _b, start, length, j = locate(offsets, slot, B, BS)
     return ListedBlock(
@@ -82,6 +91,7 @@ def find_listed_block(
         part,
         first,
         count * R,
+        timed * R,
         (m - m_first) // NB,
         slot,
         start,
@@ -289,9 +299,9 @@ def bsa_select_bwd_dkv_kernel(
     end = tl.where(chunk == 0, tl.minimum(end, length), first)
     # The reason for the conditions is in query_major.py. With DQ others: there the products that run side by side cost
     # registers that there are not.
-    inside, listed = first < end, block.rows > 0
+    inside = first < end
     if DQ:
-        inside, listed = chunk == 0, True
+        inside = chunk == 0
     if inside:
         for c in range(first, end, BM):
             t = c + tl.arange(0, BM)
@@ -313,23 +323,35 @@ def bsa_select_bwd_dkv_kernel(
                 acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, added, FAST, PRECISION
             )
 
-    if listed:
-        for row in range(0, block.rows, BM):
-            t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS, ASM)
-            added, found = listed_bias(bias, block, t, begin, ahead, reach, offset, BN, 1, ASM)
-            queries = load_tile(q, t, q_stride_t, live, origin + begin, h * D, D, BD, TMA)
-            upstream = load_tile(do, t, do_stride_t, live, origin + begin, h * V, V, BV, TMA)
-            token = t.to(tl.int64) * H + h
-            gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-            acc_k, acc_v, dscore, product = key_step(
-                acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added, FAST, PRECISION
-            )
-            add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)
-            add_position_gradient(tables, pitch, dscore, begin + ahead, s, 0)
-            if DQ:
-                part = tl.dot(tl.trans(dscore.to(keys.dtype)), keys, input_precision=PRECISION)
-                add_rows(dq + h * D, t, H * D, live, part * (alpha * inv_n), D, BD, True)
-                tl.atomic_add(dg_slc + token, tl.sum(product, 0) * inv_n, mask=live, sem="relaxed")
+    # Two loops: the groups that reach no edge stand behind the others.
+    TURNS: tl.constexpr = 1 if lists.counts is None else 2
+    for PLAIN in tl.static_range(TURNS):
+        begin_at, end_at = 0, block.rows
+        if TURNS == 2:
+            timed = (block.timed + BM - 1) // BM * BM
+            begin_at, end_at = (timed, block.rows) if PLAIN else (0, tl.minimum(timed, block.rows))
+        listed = begin_at < end_at
+        if DQ:
+            listed = True
+        if listed:
+            for row in range(begin_at, end_at, BM):
+                t, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS, ASM)
+                if PLAIN:
+                    reach = reach[0], 0, reach[2], reach[3]
+                added, found = listed_bias(bias, block, t, begin, ahead, reach, offset, BN, 1, ASM)
+                queries = load_tile(q, t, q_stride_t, live, origin + begin, h * D, D, BD, TMA)
+                upstream = load_tile(do, t, do_stride_t, live, origin + begin, h * V, V, BV, TMA)
+                token = t.to(tl.int64) * H + h
+                gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
+                acc_k, acc_v, dscore, product = key_step(
+                    acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added, FAST, PRECISION
+                )
+                add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)
+                add_position_gradient(tables, pitch, dscore, begin + ahead, s, 0)
+                if DQ:
+                    part = tl.dot(tl.trans(dscore.to(keys.dtype)), keys, input_precision=PRECISION)
+                    add_rows(dq + h * D, t, H * D, live, part * (alpha * inv_n), D, BD, True)
+                    tl.atomic_add(dg_slc + token, tl.sum(product, 0) * inv_n, mask=live, sem="relaxed")
 
     acc_k *= alpha * inv_n
     acc_v *= inv_n

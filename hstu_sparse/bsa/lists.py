@@ -14,6 +14,10 @@ from hstu_sparse.bsa.key_major import ListPointers
 from hstu_sparse.launch import cdiv, next_power_of_2, run
 
 
+# Tokens per group from which what reaches no edge has a loop of its own.
+SPLIT_FROM = 32
+
+
 @dataclass
 class Lists:
     """The choice inverted: per block the first tokens of the groups that chose it, cut into chunks of entries.
@@ -23,6 +27,7 @@ class Lists:
 
     tokens: Tensor  # [entries] int32
     reaches: Tensor | None  # [entries] int32, see bsa_reach_kernel
+    counts: Tensor | None  # [M, PARTS] int32 where lists are in the order of the edges: how many there are of each part
     start: Tensor  # [turns * M + 1] int32, first entry of each list
     chunk_start: Tensor  # [turns * M + 1], first chunk of each list
     part_start: Tensor  # [turns * M + 1], first partial result of each list with several chunks
@@ -33,7 +38,7 @@ class Lists:
     max_parts: int
 
     def pointers(self) -> ListPointers:
-        return ListPointers(self.tokens, self.start, self.chunk_start, self.chunk_list, self.reaches)
+        return ListPointers(self.tokens, self.start, self.chunk_start, self.chunk_list, self.reaches, self.counts)
 
 
 def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_slot: bool, stable: bool) -> Lists:
@@ -64,6 +69,7 @@ def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_sl
         grid, width = (p.slots(groups * p.R), p.H), max(2, next_power_of_2(p.S))
         shape = dict(BS=p.BS, R=p.R, BG=groups, P=width, num_warps=4)
         run(blocks.bsa_rank_kernel, grid, indices, p.offsets, reaches, ranks, counts, p.NB, p.H, p.B, p.S, **shape)
+    split = parts > 1 and p.R >= SPLIT_FROM
     chunk = max(1, chunk_rows // p.R)
     chunk_start, part_start = torch.empty(turns * M + 1, **int32), torch.empty(turns * M + 1, **int32)
     sizes = dict(COUNTS=parts, SIZE=1024, num_warps=4)
@@ -79,7 +85,7 @@ def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_sl
     per_turn = limit if turns == 1 else p.NG * p.H // chunk + M
     # A list of n > chunk entries has at most n / chunk + 1 <= 2 n / chunk chunks.
     return Lists(
-        tokens, list_reach, start, chunk_start, part_start, chunk_list, chunk, turns, per_turn, 2 * most // chunk + 1
+        tokens, list_reach, counts if split else None, start, chunk_start, part_start, chunk_list, chunk, turns, per_turn, 2 * most // chunk + 1
     )
 
 
