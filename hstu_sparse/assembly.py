@@ -335,14 +335,22 @@ _OPEN_RING, _OPEN_SMALL = (
 )
 
 
-def _add_assembly(copy_bytes: int) -> str:
-    return f"""{{
-        .reg .u32 a, copy;
-        .reg .f32 f;
-        .reg .b32 n;
+def _copy_assembly(copy_bytes: int, address: str) -> str:
+    """`address` = $1 in the thread's copy."""
+    return f"""
+        .reg .u32 copy;
         mov.u32 copy, %tid.x;
         and.b32 copy, copy, {_COPIES - 1};
-        mad.lo.u32 a, copy, {copy_bytes}, $1;
+        mad.lo.u32 {address}, copy, {copy_bytes}, $1;
+    """
+
+
+def _add_assembly(copy_bytes: int) -> str:
+    return f"""{{
+        .reg .u32 a;
+        .reg .f32 f;
+        .reg .b32 n;
+        {_copy_assembly(copy_bytes, "a") if copy_bytes else "mov.u32 a, $1;"}
         fma.rn.f32 f, $2, $3, 0f{_ROUNDING};
         mov.b32 n, f;
         sub.u32 n, n, 0x{_ROUNDING};
@@ -361,7 +369,8 @@ def _take_assembly(copy_bytes: int) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
-_ADD_TO_RING, _ADD_TO_SMALL = (tl.constexpr(_add_assembly(x)) for x in (_COPY, _SMALL_COPY))
+_ADD_TO_RING, _ADD_TO_SMALL = (tl.constexpr(_add_assembly(x)) for x in (_COPY, 0))
+_SMALL_LANE = tl.constexpr("{" + _copy_assembly(_SMALL_COPY, "$0") + "}")
 _TAKE, _TAKE_SMALL = (tl.constexpr(_take_assembly(x)) for x in (_COPY, _SMALL_COPY))
 
 
@@ -376,8 +385,14 @@ def ring_open(token, SMALL: tl.constexpr = False):
 
 
 @triton.jit
+def ring_lane(base):
+    """A small ring's address in the thread's copy."""
+    return tl.inline_asm_elementwise(_SMALL_LANE, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def ring_add(cell, value, to_exact, SMALL: tl.constexpr = False):
-    """The cells at these addresses (of the first copy) += value * to_exact, rounded."""
+    """The cells at these addresses += value * to_exact, rounded. Addresses: of the first copy; SMALL: see `ring_lane`."""
     ADD: tl.constexpr = _ADD_TO_SMALL if SMALL else _ADD_TO_RING
     tl.inline_asm_elementwise(ADD, "=r,r,f,f", [cell, value, to_exact], tl.int32, is_pure=False, pack=1)
 

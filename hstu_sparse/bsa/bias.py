@@ -94,8 +94,11 @@ def bsa_tables_kernel(
 
 
 def prepare(
-    position: torch.Tensor | None, time: torch.Tensor | None, plan: Sequence[torch.Tensor | None],
-    seq_offsets: torch.Tensor, block_size: int
+    position: torch.Tensor | None,
+    time: torch.Tensor | None,
+    plan: Sequence[torch.Tensor | None],
+    seq_offsets: torch.Tensor,
+    block_size: int,
 ) -> KernelBias:
     """What kernels read of the tables and of a plan's tensors."""
     if position is None and time is None:

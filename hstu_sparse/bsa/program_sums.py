@@ -29,6 +29,7 @@ from hstu_sparse.assembly import (
     histogram_move_sum,
     histogram_open,
     ring_add,
+    ring_lane,
     ring_open,
     stretch_take,
 )
@@ -55,7 +56,7 @@ class ProgramSums(NamedTuple):
     """Where a program's sums are, and what scales them.
 
     ring, histogram  shared-memory addresses, 0 without the table
-    lane             of the lane's cells of the histogram
+    copy, lane       of the thread's copy of the ring, and of the lane's cells of the histogram
     scale, unit      of a term in the ring, and 1 / scale
     means_scale      in the histogram, of a mean key
     keys_scale       of another
@@ -65,6 +66,7 @@ class ProgramSums(NamedTuple):
 
     ring: tl.tensor
     histogram: tl.tensor
+    copy: tl.tensor
     lane: tl.tensor
     scale: tl.tensor
     unit: tl.tensor
@@ -81,18 +83,19 @@ def open_sums(bias, upstream, norm, cmp, slc, means_unit, keys_unit):
     upstream: the queries' [BM, BV]; norm: pointer to the greatest norm of a value; cmp, slc: [BM], the weight of mean
     keys and the greatest of any other; means_unit, keys_unit: what keeps the histogram's sums small enough.
     """
-    ring, histogram, lane = 0, 0, 0
+    ring, histogram, copy, lane = 0, 0, 0, 0
     rows = row_norms(upstream.to(tl.float32))
     most = _STEEPEST * tl.load(norm)
     scale = GREATEST_TERM / (_most(rows * tl.abs(slc)) * most + _TINY)
     means_scale = means_unit * GREATEST_TERM / (_most(rows * tl.abs(cmp)) * most + _TINY)
     if bias.position is not None:
         ring = ring_open(0, True)
+        copy = ring_lane(ring)
     if bias.time is not None:
         histogram = histogram_open(0)
         lane = histogram_lane(histogram)
     tl.debug_barrier()
-    return ProgramSums(ring, histogram, lane, scale, 1.0 / scale, means_scale, scale * keys_unit, 0, 0)
+    return ProgramSums(ring, histogram, copy, lane, scale, 1.0 / scale, means_scale, scale * keys_unit, 0, 0)
 
 
 @triton.jit
@@ -138,8 +141,9 @@ def add_keys(
             _flush(tables, sums)
             # Triton pipelines no loop that hands on a number as it is: hence `opaque`.
             turn, low = 1 - turn, opaque(apart - (SPAN - 1))
-        cell = tl.arange(0, BM)[:, None] - tl.arange(0, BN)[None, :]
-        ring_add(sums.ring + 4 * (SPAN - 1 - part + turn * STRETCH) + 4 * cell, grad, sums.scale, True)
+        base = sums.copy + 4 * (SPAN - 1 - part + turn * STRETCH)
+        cell = (base + tl.arange(0, BM) * 4)[:, None] + (tl.arange(0, BN) * -4)[None, :]
+        ring_add(cell, grad, sums.scale, True)
     if bias.time is not None:
         lowest, edges, bucket, _ = reaches
         if edges > MOST_EDGES:
@@ -157,7 +161,7 @@ def add_keys(
                     _move(sums, grad, bias, times, beside, origin, lowest, bucket, 3, ASM)
                     _move(sums, grad, bias, times, beside, origin, lowest, bucket, 4, ASM)
     return ProgramSums(
-        sums.ring, sums.histogram, sums.lane, sums.scale, sums.unit, sums.means_scale, sums.keys_scale, turn, low
+        sums.ring, sums.histogram, sums.copy, sums.lane, sums.scale, sums.unit, sums.means_scale, sums.keys_scale, turn, low
     )  # fmt: skip
 
 

@@ -46,7 +46,9 @@ class Chosen(NamedTuple):
     """
 
     indices: object  # int32
-    reaches: object = None  # int32, see bsa_reach_kernel; in the last place, which the own block leaves, how many reach none
+    reaches: object = (
+        None  # int32, see bsa_reach_kernel; in the last place, which the own block leaves, how many reach none
+    )
     bases: object = None  # fp32, the lowest bucket's entry in the table
 
 
