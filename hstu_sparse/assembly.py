@@ -392,7 +392,7 @@ def ring_lane(base):
 
 @triton.jit
 def ring_add(cell, value, to_exact, SMALL: tl.constexpr = False):
-    """The cells at these addresses += value * to_exact, rounded. Addresses: of the first copy; SMALL: see `ring_lane`."""
+    """The cells at these addresses += value * to_exact, rounded. They are in the first copy; SMALL: in the thread's."""
     ADD: tl.constexpr = _ADD_TO_SMALL if SMALL else _ADD_TO_RING
     tl.inline_asm_elementwise(ADD, "=r,r,f,f", [cell, value, to_exact], tl.int32, is_pure=False, pack=1)
 

@@ -13,7 +13,6 @@ from hstu_sparse.bsa import blocks
 from hstu_sparse.bsa.key_major import ListPointers
 from hstu_sparse.launch import cdiv, next_power_of_2, run
 
-
 # Tokens per group from which what reaches no edge has a loop of its own.
 SPLIT_FROM = 32
 
@@ -27,7 +26,7 @@ class Lists:
 
     tokens: Tensor  # [entries] int32
     reaches: Tensor | None  # [entries] int32, see bsa_reach_kernel
-    counts: Tensor | None  # [M, PARTS] int32 where lists are in the order of the edges: how many there are of each part
+    counts: Tensor | None  # [M, PARTS] int32, entries of each part, where lists are in the order of the edges
     start: Tensor  # [turns * M + 1] int32, first entry of each list
     chunk_start: Tensor  # [turns * M + 1], first chunk of each list
     part_start: Tensor  # [turns * M + 1], first partial result of each list with several chunks
@@ -85,18 +84,9 @@ def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_sl
     per_turn = limit if turns == 1 else p.NG * p.H // chunk + M
     # A list of n > chunk entries has at most n / chunk + 1 <= 2 n / chunk chunks.
     return Lists(
-        tokens,
-        list_reach,
-        counts if split else None,
-        start,
-        chunk_start,
-        part_start,
-        chunk_list,
-        chunk,
-        turns,
-        per_turn,
+        tokens, list_reach, counts if split else None, start, chunk_start, part_start, chunk_list, chunk, turns, per_turn,
         2 * most // chunk + 1,
-    )
+    )  # fmt: skip
 
 
 def _sorted_lists(p, indices: Tensor, reaches: Tensor | None, by_slot: bool):

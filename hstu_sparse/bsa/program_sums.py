@@ -105,7 +105,7 @@ def _most(x):
 
 @triton.jit
 def add_means(sums, grad, bias, found, row, first, near, ASM: tl.constexpr):
-    """Adds a tile of mean keys to the time table's sums. found: as `means_time` gives it; others: as of `means_tile`."""
+    """Adds a tile of mean keys to the time table's sums. found: what `means_time` gives; others: as of `means_tile`."""
     if bias.time is not None:
         means, queries, _, reaches = found
         if means_edges(bias, row, first, grad.shape[1]) > 1:
@@ -161,7 +161,8 @@ def add_keys(
                     _move(sums, grad, bias, times, beside, origin, lowest, bucket, 3, ASM)
                     _move(sums, grad, bias, times, beside, origin, lowest, bucket, 4, ASM)
     return ProgramSums(
-        sums.ring, sums.histogram, sums.copy, sums.lane, sums.scale, sums.unit, sums.means_scale, sums.keys_scale, turn, low
+        sums.ring, sums.histogram, sums.copy, sums.lane, sums.scale, sums.unit, sums.means_scale, sums.keys_scale,
+        turn, low,
     )  # fmt: skip
 
 

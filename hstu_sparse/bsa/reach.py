@@ -42,14 +42,16 @@ LEAST_TILE, CHUNK = tl.constexpr(64), tl.constexpr(32)
 class Chosen(NamedTuple):
     """The blocks that each group chose, as query-major kernels read them: [NG, H, S] each.
 
-    With a time bias those first that reach no edge, and the own block still behind all others.
+    With a time bias those that reach no edge come first, and the own block is still behind all others.
+
+    indices  int32
+    reaches  int32, see bsa_reach_kernel; in the last place, where no past block is, how many reach no edge
+    bases    fp32, the lowest bucket's entry in the table
     """
 
-    indices: object  # int32
-    reaches: object = (
-        None  # int32, see bsa_reach_kernel; in the last place, which the own block leaves, how many reach none
-    )
-    bases: object = None  # fp32, the lowest bucket's entry in the table
+    indices: object
+    reaches: object = None
+    bases: object = None
 
 
 @functools.cache
