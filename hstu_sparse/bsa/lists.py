@@ -84,8 +84,8 @@ def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_sl
     per_turn = limit if turns == 1 else p.NG * p.H // chunk + M
     # A list of n > chunk entries has at most n / chunk + 1 <= 2 n / chunk chunks.
     return Lists(
-        tokens, list_reach, counts if split else None, start, chunk_start, part_start, chunk_list, chunk, turns, per_turn,
-        2 * most // chunk + 1,
+        tokens, list_reach, counts if split else None, start, chunk_start, part_start, chunk_list, chunk, turns,
+        per_turn, 2 * most // chunk + 1,
     )  # fmt: skip
 
 
