@@ -134,37 +134,47 @@ _LANES = 32
 HISTOGRAM_ROWS = 152  # buckets, the entries that are read behind the table, and the bucket of pairs that are not seen
 HISTOGRAM_BYTES = HISTOGRAM_ROWS * _LANES * _WORD
 assert HISTOGRAM_BYTES % _KB == 0 and HISTOGRAM_ROWS >= MAX_BUCKETS + 6
-_ROW_BYTES = _LANES * _WORD
-_ROW = tl.constexpr(_ROW_BYTES)
-_HISTOGRAM = tl.constexpr(HISTOGRAM_BYTES)
-_OPEN_HISTOGRAM = tl.constexpr(
-    f"{{ .shared .align 128 .b8 hstu_histogram[{HISTOGRAM_BYTES}]; mov.u32 $0, hstu_histogram; }}"
+# SMALL: 16 columns, of which two lanes share one.
+_SMALL_LANES, _SMALL_BYTES = 16, 10 * _KB
+assert _SMALL_BYTES >= HISTOGRAM_ROWS * _SMALL_LANES * _WORD
+_ROW, _SMALL_ROW = tl.constexpr(_LANES * _WORD), tl.constexpr(_SMALL_LANES * _WORD)
+_HISTOGRAM, _SMALL_HISTOGRAM = tl.constexpr(HISTOGRAM_BYTES), tl.constexpr(_SMALL_BYTES)
+_OPEN_HISTOGRAM, _OPEN_SMALL_HISTOGRAM = (
+    tl.constexpr(f"{{ .shared .align 128 .b8 hstu_histogram[{size}]; mov.u32 $0, hstu_histogram; }}")
+    for size in (HISTOGRAM_BYTES, _SMALL_BYTES)
 )
-_LANE_CELL = tl.constexpr(
-    f"{{ .reg .u32 lane; mov.u32 lane, %tid.x; and.b32 lane, lane, {_LANES - 1}; mad.lo.u32 $0, lane, {_WORD}, $1; }}"
+_LANE_CELL, _SMALL_LANE_CELL = (
+    tl.constexpr(
+        f"{{ .reg .u32 lane; mov.u32 lane, %tid.x; and.b32 lane, lane, {lanes - 1}; mad.lo.u32 $0, lane, {_WORD}, $1; }}"
+    )
+    for lanes in (_LANES, _SMALL_LANES)
 )
 
 
 @triton.jit
-def histogram_open(token):
+def histogram_open(token, SMALL: tl.constexpr = False):
     """The shared-memory address of the zeroed histogram. Called once per program; `token` is any int32 scalar."""
-    base = tl.inline_asm_elementwise(_OPEN_HISTOGRAM, "=r,r", [token], tl.int32, is_pure=False, pack=1)
-    _zero(base, _HISTOGRAM)
+    OPEN: tl.constexpr = _OPEN_SMALL_HISTOGRAM if SMALL else _OPEN_HISTOGRAM
+    BYTES: tl.constexpr = _SMALL_HISTOGRAM if SMALL else _HISTOGRAM
+    base = tl.inline_asm_elementwise(OPEN, "=r,r", [token], tl.int32, is_pure=False, pack=1)
+    _zero(base, BYTES)
     return base
 
 
 @triton.jit
-def histogram_clear(base):
+def histogram_clear(base, SMALL: tl.constexpr = False):
     """Zeroes a histogram whose sums were taken."""
+    BYTES: tl.constexpr = _SMALL_HISTOGRAM if SMALL else _HISTOGRAM
     tl.debug_barrier()
-    _zero(base, _HISTOGRAM)
+    _zero(base, BYTES)
     tl.debug_barrier()
 
 
 @triton.jit
-def histogram_lane(base):
+def histogram_lane(base, SMALL: tl.constexpr = False):
     """Where a lane's cells begin."""
-    return tl.inline_asm_elementwise(_LANE_CELL, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
+    CELL: tl.constexpr = _SMALL_LANE_CELL if SMALL else _LANE_CELL
+    return tl.inline_asm_elementwise(CELL, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
 
 
 _ADD_EXACT = tl.constexpr(f"""{{
@@ -199,19 +209,19 @@ _ADD_FOUR = tl.constexpr("""{
 
 
 @triton.jit
-def histogram_add(lane, bucket, value, scale, EXACT: tl.constexpr):
+def histogram_add(lane, bucket, value, scale, EXACT: tl.constexpr, SMALL: tl.constexpr = False):
     """histogram[bucket] += value for a tile; EXACT: value * scale, rounded, in integers. lane: `histogram_lane`.
 
     Else four neighbours that share a bucket, as most do, are added first: an addition in fp32 takes long.
     """
-    cell = lane + _ROW * bucket
+    cell = lane + (_SMALL_ROW if SMALL else _ROW) * bucket
     if EXACT:
         tl.inline_asm_elementwise(_ADD_EXACT, "=r,r,f,f", [cell, value, scale], tl.int32, is_pure=False, pack=1)
     else:
         tl.inline_asm_elementwise(_ADD_FOUR, "=r,r,r,r,r,f,f,f,f", [cell, value], tl.int8, is_pure=False, pack=4)
 
 
-def _sum_assembly(pack: int, past_edge: bool, exact: bool) -> str:
+def _sum_assembly(pack: int, past_edge: bool, exact: bool, row_bytes: int) -> str:
     """Adds up `pack` values and adds the sum times a scale to a lane's cell.
 
     past_edge: only the values at or past an edge, and takes their sum from the cell of the bucket before. Operands:
@@ -229,7 +239,7 @@ def _sum_assembly(pack: int, past_edge: bool, exact: bool) -> str:
     lines.append("cvt.rni.s32.f32 n, s0;" if exact else "mov.b32 n, s0;")
     lines.append(f"red.shared.add.{kind} [${cell}], n;")
     if past_edge:
-        lines += [negate, f"red.shared.add.{kind} [${cell}+-{_ROW_BYTES}], n;"]
+        lines += [negate, f"red.shared.add.{kind} [${cell}+-{row_bytes}], n;"]
     return "{ " + " ".join(lines + [f"mov.u32 ${i}, 0;" for i in range(pack // 4)]) + " }"
 
 
@@ -239,8 +249,11 @@ def _sum_operands(pack: int, past_edge: bool) -> str:
 
 # Values that a thread adds up before it touches shared memory.
 _PACK, _PACK_FP32 = tl.constexpr(16), tl.constexpr(4)
-_ADD_SUM, _MOVE_SUM = (tl.constexpr(_sum_assembly(_PACK.value, edge, True)) for edge in (False, True))
-_ADD_SUM_FP32, _MOVE_SUM_FP32 = (tl.constexpr(_sum_assembly(_PACK_FP32.value, edge, False)) for edge in (False, True))
+_ADD_SUM, _MOVE_SUM = (tl.constexpr(_sum_assembly(_PACK.value, edge, True, _ROW.value)) for edge in (False, True))
+_ADD_SUM_FP32, _MOVE_SUM_FP32 = (
+    tl.constexpr(_sum_assembly(_PACK_FP32.value, edge, False, _ROW.value)) for edge in (False, True)
+)
+_SMALL_MOVE_SUM = tl.constexpr(_sum_assembly(_PACK.value, True, True, _SMALL_ROW.value))
 _ADD_OPERANDS, _MOVE_OPERANDS = (tl.constexpr(_sum_operands(_PACK.value, edge)) for edge in (False, True))
 _ADD_OPERANDS_FP32, _MOVE_OPERANDS_FP32 = (
     tl.constexpr(_sum_operands(_PACK_FP32.value, edge)) for edge in (False, True)
@@ -248,12 +261,12 @@ _ADD_OPERANDS_FP32, _MOVE_OPERANDS_FP32 = (
 
 
 @triton.jit
-def histogram_add_sum(lane, bucket, value, scale, EXACT: tl.constexpr):
+def histogram_add_sum(lane, bucket, value, scale, EXACT: tl.constexpr, SMALL: tl.constexpr = False):
     """histogram[bucket] += scale * the sum of a tile (EXACT: in integers).
 
     `bucket` is one number. A thread adds up what it has, 16 or 4 values at a time, so that no thread waits for another.
     """
-    cell = lane + _ROW * bucket
+    cell = lane + (_SMALL_ROW if SMALL else _ROW) * bucket
     if EXACT:
         tl.inline_asm_elementwise(_ADD_SUM, _ADD_OPERANDS, [cell, value, scale], tl.int8, is_pure=False, pack=_PACK)
     else:
@@ -263,12 +276,13 @@ def histogram_add_sum(lane, bucket, value, scale, EXACT: tl.constexpr):
 
 
 @triton.jit
-def histogram_move_sum(lane, bucket, value, own, other, scale, EXACT: tl.constexpr):
+def histogram_move_sum(lane, bucket, value, own, other, scale, EXACT: tl.constexpr, SMALL: tl.constexpr = False):
     """The same with what has reached an edge (own, other: see `reached`), and histogram[bucket - 1] -= as much."""
-    cell = lane + _ROW * bucket
+    cell = lane + (_SMALL_ROW if SMALL else _ROW) * bucket
     if EXACT:
+        MOVE: tl.constexpr = _SMALL_MOVE_SUM if SMALL else _MOVE_SUM
         tl.inline_asm_elementwise(
-            _MOVE_SUM, _MOVE_OPERANDS, [cell, value, scale, own, other], tl.int8, is_pure=False, pack=_PACK
+            MOVE, _MOVE_OPERANDS, [cell, value, scale, own, other], tl.int8, is_pure=False, pack=_PACK
         )
     else:
         tl.inline_asm_elementwise(
@@ -277,28 +291,33 @@ def histogram_move_sum(lane, bucket, value, own, other, scale, EXACT: tl.constex
         )  # fmt: skip
 
 
-def _total_assembly(exact: bool) -> str:
+def _total_assembly(exact: bool, lanes: int) -> str:
     """The sum of a bucket's cells, the first one another for every bucket: lanes do not meet in a bank."""
     kind, zero = ("s32", "mov.s64 $0, 0;") if exact else ("f32", "mov.f32 $0, 0f00000000;")
     lines = [".reg .pred out;", ".reg .u32 first, a;", f".reg .{kind} x;", zero]
-    lines += [f"setp.gt.u32 out, $2, {HISTOGRAM_ROWS - 1};", "@out bra DONE;", f"and.b32 a, $2, {_LANES - 1};"]
-    lines += [f"mad.lo.u32 first, $2, {_ROW_BYTES}, $1;", f"mad.lo.u32 first, a, {_WORD}, first;"]
-    for i in range(_LANES):
+    lines += [f"setp.gt.u32 out, $2, {HISTOGRAM_ROWS - 1};", "@out bra DONE;", f"and.b32 a, $2, {lanes - 1};"]
+    lines += [f"mad.lo.u32 first, $2, {lanes * _WORD}, $1;", f"mad.lo.u32 first, a, {_WORD}, first;"]
+    for i in range(lanes):
         lines += [f"xor.b32 a, first, {_WORD * i};", f"ld.shared.{kind} x, [a];"]
         lines.append("mad.wide.s32 $0, x, 1, $0;" if exact else "add.f32 $0, $0, x;")
     return "{ " + " ".join([*lines, "DONE:"]) + " }"
 
 
-_TOTAL, _TOTAL_FP32 = (tl.constexpr(_total_assembly(exact)) for exact in (True, False))
+_TOTAL, _TOTAL_FP32 = (tl.constexpr(_total_assembly(exact, _LANES)) for exact in (True, False))
+_SMALL_TOTAL = tl.constexpr(_total_assembly(True, _SMALL_LANES))
 
 
 @triton.jit
-def histogram_close(base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.constexpr, STRIDE: tl.constexpr = 1):
+def histogram_close(
+    base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.constexpr, STRIDE: tl.constexpr = 1,
+    SMALL: tl.constexpr = False,
+):  # fmt: skip
     """grad[STRIDE * bucket] += scale * histogram[bucket]; EXACT, and an int64 grad: histogram[bucket] << shift."""
     tl.debug_barrier()
     bucket = tl.arange(0, 256)
     if EXACT:
-        total = tl.inline_asm_elementwise(_TOTAL, "=&l,r,r", [base, bucket], tl.int64, is_pure=False, pack=1)
+        TOTAL: tl.constexpr = _SMALL_TOTAL if SMALL else _TOTAL
+        total = tl.inline_asm_elementwise(TOTAL, "=&l,r,r", [base, bucket], tl.int64, is_pure=False, pack=1)
         if grad.dtype.element_ty == tl.int64:
             total = total << shift
         else:

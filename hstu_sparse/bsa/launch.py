@@ -37,13 +37,17 @@ SPLIT_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Launch:
-    """Tile sizes and launch options of one kernel: BM queries, BN keys; maxnreg: registers of a thread, if limited."""
+    """Tile sizes and launch options of one kernel: BM queries, BN keys; maxnreg: registers of a thread, if limited.
+
+    WIDE: keys of a tile, in place of BN, of chosen blocks whose tiles reach no edge of a time bucket.
+    """
 
     BM: int
     BN: int
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
+    WIDE: int | None = None
 
 
 @functools.cache
@@ -59,8 +63,8 @@ def launches(dtype: torch.dtype, head: int, block_size: int, group: int, arch: i
     key = min(block_size, small)
     if small == 64:  # measured on an H200 with heads of 128 in bf16; see docs/bsa.md
         return {
-            "query_fwd": Launch(query, 32, 4, 3, 168 if biased and arch == 90 and head <= 64 else None),
-            "query_dq": Launch(query, 32, 4, 3) if biased else Launch(query, key if query_major else 64, 4, 2),
+            "query_fwd": Launch(query, 32, 4, 2, WIDE=key) if biased else Launch(query, 32, 4, 3),
+            "query_dq": Launch(query, 32, 4, 2, WIDE=key) if biased else Launch(query, key if query_major else 64, 4, 2),
             "select_fwd": Launch(64, key, 4, 3),
             "select_dq": Launch(64, key, 8 if key == 64 and dtype.itemsize == 2 else 4, 2),
             "select_dkv": Launch(64 if query_major and not biased else 32, key, 4, 3 if query_major and biased else 2),
@@ -125,7 +129,7 @@ class Problem:
         # See program_sums.py: integers, which fp32 would lose by; a thread must have 16 values of a tile.
         self.sums = (
             self.biased and self.numeric["ASM"] and self.numeric["FAST"] and not self.deterministic
-            and dq.num_warps == 4 and dq.BM == 64 and dq.BN == 32
+            and dq.num_warps == 4 and dq.BM == 64 and dq.BN >= 32
         )  # fmt: skip
 
     def units(self, tile: int) -> tuple[float, float]:
@@ -133,7 +137,7 @@ class Problem:
         pairs, each of 21 bits.
         """
         most = self.max_seq_len // self.BS + 64, self.S * self.BS + self.window + 2 * tile
-        return tuple(2.0 ** -max(0, (tile * keys // 32).bit_length() - 9) for keys in most)
+        return tuple(2.0 ** -max(0, (tile * keys // 16).bit_length() - 9) for keys in most)
 
     def slots(self, size: int) -> int:
         return self.T // size + self.B
@@ -156,6 +160,14 @@ class Problem:
             TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]])
             for x in tensors
         ]
+
+    def keys(self, options: dict, k: Tensor, v: Tensor, kbar: Tensor, vbar: Tensor) -> tuple[list, bool]:
+        """(k, v, both for WIDE keys at once, kbar, vbar) for a query-major kernel, and whether they are descriptors."""
+        narrow, wide = options["BN"], options.setdefault("WIDE", options["BN"])
+        found = self.tma(narrow, k, v, kbar, vbar) if wide <= self.BS else None
+        if found is None:
+            return [k, v, k, v, kbar, vbar], False
+        return found[:2] + self.tma(wide, k, v) + found[2:], True
 
     def reaches(self, indices: Tensor, bias: KernelBias) -> tuple[Tensor | None, Chosen]:
         """([NG, H, S] int32, of each chosen block what bsa_reach_kernel finds; None without a time bias), and how
@@ -220,13 +232,12 @@ def launch_forward(*arguments):
     out = torch.empty(p.T, p.H, p.V, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
     options = p.options("query_fwd")
     tiles = p.slots(options["BM"])
-    described = p.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= p.BS else None
+    tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
     run(
-        query_major.bsa_query_fwd_kernel, (tiles, p.H),
-        q, *(described or (k, v, kbar, vbar)), p.offsets, chosen, g_cmp, g_slc, g_swa, bias, out,
+        query_major.bsa_query_fwd_kernel, (tiles, p.H), q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, bias, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
-        TMA=described is not None, **options,
+        **options,
     )  # fmt: skip
     if not p.query_major and p.S > 1:
         lists = invert(p, indices, reaches, 2 * p.S * p.BS, by_slot=p.deterministic, stable=p.deterministic)
@@ -278,15 +289,14 @@ def launch_backward(do, *arguments):
     dg_swa = torch.empty((p.T, p.H) if p.window else (0,), **fp32)
     options = p.options("query_dq")
     tiles = p.slots(options["BM"])
-    described = p.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= p.BS else None
+    tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
     run(
-        query_major.bsa_query_bwd_dq_kernel, (tiles, p.H),
-        do, q, *(described or (k, v, kbar, vbar)), p.offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa,
+        query_major.bsa_query_bwd_dq_kernel, (tiles, p.H), do, q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa,
         bias, tables, pitch, norm if p.sums else None, *p.units(options["BM"]),
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,
-        TMA=described is not None, **options,
+        **options,
     )  # fmt: skip
 
     dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)

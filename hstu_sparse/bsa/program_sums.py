@@ -92,8 +92,8 @@ def open_sums(bias, upstream, norm, cmp, slc, means_unit, keys_unit):
         ring = ring_open(0, True)
         copy = ring_lane(ring)
     if bias.time is not None:
-        histogram = histogram_open(0)
-        lane = histogram_lane(histogram)
+        histogram = histogram_open(0, True)
+        lane = histogram_lane(histogram, True)
     tl.debug_barrier()
     return ProgramSums(ring, histogram, copy, lane, scale, 1.0 / scale, means_scale, scale * keys_unit, 0, 0)
 
@@ -113,13 +113,13 @@ def add_means(sums, grad, bias, found, row, first, near, ASM: tl.constexpr):
         else:
             past = reached(means_edge(bias, row, first, 2, grad.shape[1], ASM), near, 1)
             bucket = reaches[0][None, :] + past.to(tl.int32)
-        histogram_add(sums.lane, bucket, grad, sums.means_scale, True)
+        histogram_add(sums.lane, bucket, grad, sums.means_scale, True, True)
 
 
 @triton.jit
 def _move(sums, grad, bias, far, near, origin, lowest, bucket, E: tl.constexpr, ASM: tl.constexpr):
     place = edge_place(bias, far, origin, lowest + E, True, ASM)[:, None]
-    histogram_move_sum(sums.lane, bucket + E, grad, place, near[None, :], sums.keys_scale, True)
+    histogram_move_sum(sums.lane, bucket + E, grad, place, near[None, :], sums.keys_scale, True, True)
 
 
 @triton.jit
@@ -148,9 +148,9 @@ def add_keys(
         lowest, edges, bucket, _ = reaches
         if edges > MOST_EDGES:
             buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
-            histogram_add(sums.lane, buckets, grad, sums.keys_scale, True)
+            histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
         else:
-            histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True)
+            histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
             if edges > 0:
                 beside = near_place(bias, near, origin, True, ASM)
                 times = side_times(bias, far, True, ASM)
@@ -177,7 +177,7 @@ def _flush(tables, sums):
 @triton.jit
 def _close_histogram(tables, sums, scale):
     cells = tables.time + (tl.program_id(0) + tl.program_id(1)) % LANES
-    histogram_close(sums.histogram, cells, 1.0 / scale, 0, _ROWS, True, LANES)
+    histogram_close(sums.histogram, cells, 1.0 / scale, 0, _ROWS, True, LANES, True)
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def close_means(tables, sums):
     """Moves the sums of mean keys to memory; the histogram is the other keys' from then on."""
     if tables.time is not None:
         _close_histogram(tables, sums, sums.means_scale)
-        histogram_clear(sums.histogram)
+        histogram_clear(sums.histogram, True)
 
 
 @triton.jit

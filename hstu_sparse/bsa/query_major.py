@@ -164,11 +164,11 @@ def chosen_time(bias, asks, chosen, row, e, first, TIMED: tl.constexpr, BM: tl.c
 
 @triton.jit(do_not_specialize=["B", "tiles"])
 def bsa_query_fwd_kernel(
-    q, k, v, kbar, vbar, offsets, chosen, g_cmp, g_slc, g_swa, bias, out, q_stride_t, q_stride_h,
+    q, k, v, wide_k, wide_v, kbar, vbar, offsets, chosen, g_cmp, g_slc, g_swa, bias, out, q_stride_t, q_stride_h,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
+    TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1)
     asks = find_queries(offsets, bias, tiles, H, B, BM, BS)
@@ -181,6 +181,7 @@ def bsa_query_fwd_kernel(
     if not TMA:
         k += start * k_stride_t + h * k_stride_h
         v += start * v_stride_t + h * v_stride_h
+        wide_k, wide_v = k, v
         kbar += ((start // BS + b) * H + h) * D
         vbar += ((start // BS + b) * H + h) * V
     acc = tl.zeros([BM, BV], tl.float32)
@@ -208,7 +209,7 @@ def bsa_query_fwd_kernel(
     if SELECT:
         # One index a step, a scalar. Of a vector `index * BS + place % BS` Triton 3.6 takes every element for divisible
         # by BS once the loop is pipelined, and then the mask of a thread's first query for that of all its queries.
-        tl.static_assert(BN <= BS)
+        tl.static_assert((BN <= WIDE) & (WIDE <= BS))
         row = ((start // R + b + begin // R) * H + h) * S
         # The own block is the last one, and the next loop's.
         count = tl.minimum(begin // BS, S - 1) * BS
@@ -216,20 +217,22 @@ def bsa_query_fwd_kernel(
         if chosen.reaches is not None:
             first_timed = look_up(chosen.reaches + row, tl.cast(S - 1, tl.int64), ASM) * BS
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 2
+        WIDTH: tl.constexpr = (WIDE, BN)
         for TIMED in tl.static_range(TURNS):
             begin_at, end_at = (first_timed, count) if TIMED else (0, first_timed)
+            some_k, some_v = (k, v) if TIMED else (wide_k, wide_v)
             if begin_at < end_at:
-                position = keys_position(bias, asks, chosen_first(chosen, row, begin_at, BN, BS, ASM), BN, ASM)
-                for e in range(begin_at, end_at, BN):
-                    first = chosen_first(chosen, row, e, BN, BS, ASM)
-                    next_position = keys_position(bias, asks, chosen_first(chosen, row, e + BN, BN, BS, ASM), BN, ASM)
-                    time, _ = chosen_time(bias, asks, chosen, row, e, first, TIMED, BM, BN, BS, ASM)
-                    s = first + tl.arange(0, BN)
+                position = keys_position(bias, asks, chosen_first(chosen, row, begin_at, WIDTH[TIMED], BS, ASM), WIDTH[TIMED], ASM)
+                for e in range(begin_at, end_at, WIDTH[TIMED]):
+                    first = chosen_first(chosen, row, e, WIDTH[TIMED], BS, ASM)
+                    next_position = keys_position(bias, asks, chosen_first(chosen, row, e + WIDTH[TIMED], WIDTH[TIMED], BS, ASM), WIDTH[TIMED], ASM)
+                    time, _ = chosen_time(bias, asks, chosen, row, e, first, TIMED, BM, WIDTH[TIMED], BS, ASM)
+                    s = first + tl.arange(0, WIDTH[TIMED])
                     known = s < end
-                    keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
+                    keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
                     score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
                     weight = silu(with_bias(score, bias, (position, time)), FAST) * slc[:, None]
-                    values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
+                    values = load_tile(some_v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
                     acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
                     position = next_position
 
@@ -271,12 +274,12 @@ def add_keys_gradient(
 
 @triton.jit(do_not_specialize=["B", "tiles"])
 def bsa_query_bwd_dq_kernel(
-    do, q, k, v, kbar, vbar, offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, tables,
+    do, q, k, v, wide_k, wide_v, kbar, vbar, offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, tables,
     pitch, norm, means_unit, keys_unit, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, SUMS: tl.constexpr,
-    TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
+    SUMS: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Gradient of q and of the gates. A gate's gradient is its branch's output times do: the sum of weight * (do.v).
 
@@ -294,6 +297,7 @@ def bsa_query_bwd_dq_kernel(
     if not TMA:
         k += start * k_stride_t + h * k_stride_h
         v += start * v_stride_t + h * v_stride_h
+        wide_k, wide_v = k, v
         kbar += ((start // BS + b) * H + h) * D
         vbar += ((start // BS + b) * H + h) * V
 
@@ -343,25 +347,26 @@ def bsa_query_bwd_dq_kernel(
 
     branch = tl.zeros([BM], tl.float32)
     if SELECT:
-        tl.static_assert(BN <= BS)  # as in bsa_query_fwd_kernel
+        tl.static_assert((BN <= WIDE) & (WIDE <= BS))  # as in bsa_query_fwd_kernel
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS, S - 1) * BS
         first_timed = count
         if chosen.reaches is not None:
             first_timed = look_up(chosen.reaches + row, tl.cast(S - 1, tl.int64), ASM) * BS
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 2
+        WIDTH: tl.constexpr = (WIDE, BN)
         for TIMED in tl.static_range(TURNS):
             begin_at, end_at = (first_timed, count) if TIMED else (0, first_timed)
+            some_k, some_v = (k, v) if TIMED else (wide_k, wide_v)
             if begin_at < end_at:
-                position = keys_position(bias, asks, chosen_first(chosen, row, begin_at, BN, BS, ASM), BN, ASM)
-                for e in range(begin_at, end_at, BN):
-                    first = chosen_first(chosen, row, e, BN, BS, ASM)
-                    next_position = keys_position(bias, asks, chosen_first(chosen, row, e + BN, BN, BS, ASM), BN, ASM)
-                    time, found = chosen_time(bias, asks, chosen, row, e, first, TIMED, BM, BN, BS, ASM)
-                    s = first + tl.arange(0, BN)
+                for e in range(begin_at, end_at, WIDTH[TIMED]):
+                    first = chosen_first(chosen, row, e, WIDTH[TIMED], BS, ASM)
+                    position = keys_position(bias, asks, first, WIDTH[TIMED], ASM)
+                    time, found = chosen_time(bias, asks, chosen, row, e, first, TIMED, BM, WIDTH[TIMED], BS, ASM)
+                    s = first + tl.arange(0, WIDTH[TIMED])
                     known = s < end
-                    keys = load_tile(k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
-                    values = load_tile(v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
+                    keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
+                    values = load_tile(some_v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
                     score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha
                     score = with_bias(score, bias, (position, time))
                     dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
@@ -372,7 +377,6 @@ def bsa_query_bwd_dq_kernel(
                     sums = add_keys_gradient(
                         tables, pitch, sums, grad, bias, found, t, s, begin - first, e % SPAN, SUMS, SPAN, ASM
                     )
-                    position = next_position
 
     window_branch = tl.zeros([BM], tl.float32)
     nearest = begin // BS * BS
