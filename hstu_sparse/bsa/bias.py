@@ -58,6 +58,7 @@ class KernelBias(NamedTuple):
     summaries: object = None  # [slots, blocks / CHUNK] int32
     blocks: object = None
     places: object = None  # [T] fp32, queries' times since `origins`
+    key_places: object = None  # [T] fp32, keys' times since their block's earliest
     origins: object = None  # [slots, 2] fp32, the earliest times of the tiles of `means`
     edges: object = None  # [slots, blocks / CHUNK, 3, CHUNK] fp32, see `bsa_edges_kernel`
 
@@ -123,11 +124,23 @@ def prepare(
     backwards = None if backwards is None else backwards[origin:]
     if time is None:
         return KernelBias(backwards)
-    times, spans, means, summaries, places, origins = plan
+    times, spans, means, summaries, places, origins, key_places = plan
     steps, cells = bucket_steps(buckets - 1, device), bucket_cells(buckets - 1, device)
     edges = means.new_empty(means.numel() * 3, dtype=torch.float32)
     found = KernelBias(
-        backwards, padded, steps, cells, *times, spans, means, summaries, means.shape[1], places, origins, edges
+        backwards,
+        padded,
+        steps,
+        cells,
+        *times,
+        spans,
+        means,
+        summaries,
+        means.shape[1],
+        places,
+        key_places,
+        origins,
+        edges,
     )
     sizes = dict(BS=block_size, TILE=max(block_size, LEAST_TILE.value), MEANS=MEANS, ASM=proven(device))
     run(bsa_edges_kernel, (means.shape[0],), seq_offsets, found, seq_offsets.shape[0] - 1, **sizes, num_warps=1)
@@ -330,6 +343,29 @@ def means_tile(bias, row, first, means, queries, near, AXIS: tl.constexpr, ASM: 
         entry, more = means_edge(bias, row, first, 0, SIZE, ASM), means_edge(bias, row, first, 1, SIZE, ASM)
         past = reached(means_edge(bias, row, first, 2, SIZE, ASM), near, AXIS)
         tile = tl.expand_dims(entry, 1 - AXIS) + tl.expand_dims(more, 1 - AXIS) * past
+    return tile
+
+
+@triton.jit
+def edge_places(bias, edge, keys, ASM: tl.constexpr):
+    """What `reached` wants of a chosen block's first edge, queries on the far side.
+
+    edge: (`Chosen`, the block's place in it, the queries' bias.places); keys: their tokens (int64).
+    """
+    chosen, place, near = edge
+    return look_up(chosen.edges, place, ASM) + near, -look_up(bias.key_places, keys, ASM)
+
+
+@triton.jit
+def chosen_tile(bias, edge, queries, keys, edges, ASM: tl.constexpr):
+    """The time's bias of a tile of queries and a chosen block's keys, whose `edges` are 1 or more; see `edge_places`."""
+    chosen, place, _ = edge
+    if edges > 1:
+        bucket = find_bucket(differences(bias, queries, keys, 0, True, ASM), bias.cells, ASM)
+        tile = look_up(bias.time, bucket, ASM)
+    else:
+        far, beside = edge_places(bias, edge, keys, ASM)
+        tile = look_up(chosen.bases, place, ASM) + look_up(chosen.mores, place, ASM) * reached(far, beside, 0)
     return tile
 
 

@@ -64,7 +64,9 @@ def launches(dtype: torch.dtype, head: int, block_size: int, group: int, arch: i
     if small == 64:  # measured on an H200 with heads of 128 in bf16; see docs/bsa.md
         return {
             "query_fwd": Launch(query, 32, 4, 2, WIDE=key) if biased else Launch(query, 32, 4, 3),
-            "query_dq": Launch(query, 32, 4, 2, WIDE=key) if biased else Launch(query, key if query_major else 64, 4, 2),
+            "query_dq": Launch(query, 32, 4, 2, WIDE=key)
+            if biased
+            else Launch(query, key if query_major else 64, 4, 2),
             "select_fwd": Launch(64, key, 4, 3),
             "select_dq": Launch(64, key, 8 if key == 64 and dtype.itemsize == 2 else 4, 2),
             "select_dkv": Launch(64 if query_major and not biased else 32, key, 4, 3 if query_major and biased else 2),
@@ -177,7 +179,7 @@ class Problem:
             return None, Chosen(indices)
         found, groups, chosen = torch.zeros_like(indices), 16, Chosen(indices)
         if self.query_major:
-            chosen = Chosen(*(torch.empty_like(indices, dtype=x) for x in (torch.int32, torch.int32, torch.float32)))
+            chosen = Chosen(*(torch.empty_like(indices, dtype=x) for x in 2 * [torch.int32] + 3 * [torch.float32]))
         run(
             bsa_reach_kernel, (self.slots(groups * self.R), self.H),
             indices, self.offsets, found, chosen if self.query_major else None, bias, self.H, self.B, self.S,

@@ -42,6 +42,7 @@ class BlockPlan(NamedTuple):
     summaries  [slots, a CHUNK-th of that] int32: of CHUNK blocks together what `means_reach` gives behind it
     places  [at least T + MARGIN] fp32: of queries the time since their tile's earliest
     origins  [slots, 2] fp32: that earliest time
+    key_places  as `places`, of keys the time since their block's earliest
     """
 
     purpose: Purpose
@@ -51,6 +52,7 @@ class BlockPlan(NamedTuple):
     summaries: torch.Tensor | None = None
     places: torch.Tensor | None = None
     origins: torch.Tensor | None = None
+    key_places: torch.Tensor | None = None
 
 
 @triton.jit
@@ -63,7 +65,7 @@ def _split(seconds):
     do_not_specialize=["B", "pitch"],
     do_not_specialize_on_alignment=["offsets", "timestamps", "query_timestamps"],
 )
-def bsa_times_kernel(offsets, timestamps, query_timestamps, times, spans, B, pitch, BS: tl.constexpr):
+def bsa_times_kernel(offsets, timestamps, query_timestamps, times, spans, key_places, B, pitch, BS: tl.constexpr):
     """One program: the tokens of a block."""
     slot = tl.program_id(0)
     _b, start, length, j = locate(offsets, slot, B, BS)
@@ -75,6 +77,7 @@ def bsa_times_kernel(offsets, timestamps, query_timestamps, times, spans, B, pit
         tl.store(token, high, inside)
         tl.store(token + pitch, low, inside)
         found = span(high, low, inside, 0)
+        tl.store(key_places + start + row, (high - found[0]) + (low - found[1]), inside)
         for i in tl.static_range(4):
             tl.store(spans + slot.to(tl.int64) * 4 + i, found[i])
         high, low = _split(tl.load(query_timestamps + start + row, inside, 0))
@@ -83,7 +86,7 @@ def bsa_times_kernel(offsets, timestamps, query_timestamps, times, spans, B, pit
 
 
 def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets):
-    times, spans, means, summaries, places, origins = found = _fake_times(
+    times, spans, means, summaries, places, origins, key_places = found = _fake_times(
         seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets
     )
     for x in found:  # what no program writes
@@ -91,7 +94,16 @@ def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, n
     if timestamps.shape[0] and spans.shape[0]:
         num_seqs, pitch, device = seq_offsets.shape[0] - 1, times.shape[1], seq_offsets.device
         bsa_times_kernel[(spans.shape[0],)](
-            seq_offsets, timestamps, query_timestamps, times, spans, num_seqs, pitch, BS=block_size, num_warps=1
+            seq_offsets,
+            timestamps,
+            query_timestamps,
+            times,
+            spans,
+            key_places,
+            num_seqs,
+            pitch,
+            BS=block_size,
+            num_warps=1,
         )
         bsa_means_kernel[(means.shape[0],)](
             seq_offsets, times, bucket_cells(num_buckets, device), means, summaries, places, origins,
@@ -115,6 +127,7 @@ def _fake_times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_si
         new(slots, blocks // CHUNK.value, dtype=torch.int32),
         new(cdiv(tokens, 16) * 16 + MARGIN, dtype=torch.float32),
         new(slots, 2, dtype=torch.float32),
+        new(cdiv(tokens, 16) * 16 + MARGIN, dtype=torch.float32),
     ]
 
 

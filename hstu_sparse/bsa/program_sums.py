@@ -37,6 +37,7 @@ from hstu_sparse.bsa.bias import (
     LANES,
     differences,
     edge_place,
+    edge_places,
     means_edge,
     means_edges,
     near_place,
@@ -124,12 +125,13 @@ def _move(sums, grad, bias, far, near, origin, lowest, bucket, E: tl.constexpr, 
 
 @triton.jit
 def add_keys(
-    tables, sums, grad, bias, far, near, origin, reaches, apart, part, SPAN: tl.constexpr, ASM: tl.constexpr
+    tables, sums, grad, bias, far, near, origin, reaches, edge, apart, part, SPAN: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """The sums with a tile of keys that stand side by side and that all queries reach alike.
 
     apart: how far the first key is behind the first query. part: where it stands in a span of SPAN keys, whose tiles
-    follow each other and share a stretch of the ring. Others: as of `time_tile`, queries on the far side.
+    follow each other and share a stretch of the ring. edge: None, or of keys of a chosen block what `edge_places` wants.
+    Others: as of `time_tile`, queries on the far side.
     """
     BM: tl.constexpr = grad.shape[0]
     BN: tl.constexpr = grad.shape[1]
@@ -146,12 +148,19 @@ def add_keys(
         ring_add(cell, grad, sums.scale, True)
     if bias.time is not None:
         lowest, edges, bucket, _ = reaches
-        if edges > MOST_EDGES:
+        MOST: tl.constexpr = MOST_EDGES if edge is None else 1
+        if edges > MOST:
             buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
             histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
         else:
             histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
-            if edges > 0:
+            if edge is not None:
+                if edges > 0:
+                    own, beside = edge_places(bias, edge, near, ASM)
+                    histogram_move_sum(
+                        sums.lane, bucket + 1, grad, own[:, None], beside[None, :], sums.keys_scale, True, True
+                    )
+            elif edges > 0:
                 beside = near_place(bias, near, origin, True, ASM)
                 times = side_times(bias, far, True, ASM)
                 _move(sums, grad, bias, times, beside, origin, lowest, bucket, 1, ASM)

@@ -22,6 +22,7 @@ from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.bias import (
     add_position_gradient,
     add_time_gradient,
+    chosen_tile,
     load_origin,
     means_tile,
     position_tile,
@@ -146,18 +147,20 @@ def chosen_first(chosen, row, e, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.con
 
 
 @triton.jit
-def chosen_time(bias, asks, chosen, row, e, first, TIMED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def chosen_time(bias, asks, edge, e, first, TIMED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                 BS: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """As `keys_time`, of those keys; without TIMED of such as reach no edge. row: of the queries in `chosen`."""
+    """As `keys_time`, of those keys; without TIMED of such as reach no edge. edge: see `edge_places`."""
+    chosen, place, _ = edge
     if TIMED:
-        found = load_reach(chosen.reaches + row + e // BS, None, BM, ASM)
-        return keys_time(bias, asks, first, load_origin(bias, asks.block_row + first // BS, ASM), found, BN, ASM)
+        reaches = load_reach(chosen.reaches + place, None, BM, ASM)
+        origin = load_origin(bias, asks.block_row + first // BS, ASM)
+        found = asks.start + asks.t, asks.start + first + tl.arange(0, BN).to(tl.int64), origin, reaches
+        return chosen_tile(bias, edge, found[0], found[1], reaches[1], ASM), found
     elif chosen.bases is not None:
-        place = tl.cast(e // BS, tl.int64)
-        lowest = look_up(chosen.reaches + row, place, ASM) & LOWEST
+        lowest = look_up(chosen.reaches, place, ASM) & LOWEST
         reaches = tl.zeros([BM], tl.int32) + lowest, 0, lowest, lowest
         found = asks.start + asks.t, asks.start + first + tl.arange(0, BN).to(tl.int64), (0.0, 0.0), reaches
-        return look_up(chosen.bases + row, place, ASM), found
+        return look_up(chosen.bases, place, ASM), found
     else:
         return 0.0, (0, 0, 0, 0)
 
@@ -186,9 +189,9 @@ def bsa_query_fwd_kernel(
         vbar += ((start // BS + b) * H + h) * V
     acc = tl.zeros([BM, BV], tl.float32)
 
+    near = 0.0 if bias.time is None else look_up(bias.places, start + t, ASM)
     complete = (t + 1) // BS
     if end >= BS:  # see the head of this file
-        near = 0.0 if bias.time is None else look_up(bias.places, start + t, ASM)
         position = means_position(bias, asks, 0, BN, BS, ASM)
         for c in range(0, end // BS, BN):
             j = c + tl.arange(0, BN)
@@ -222,11 +225,20 @@ def bsa_query_fwd_kernel(
             begin_at, end_at = (first_timed, count) if TIMED else (0, first_timed)
             some_k, some_v = (k, v) if TIMED else (wide_k, wide_v)
             if begin_at < end_at:
-                position = keys_position(bias, asks, chosen_first(chosen, row, begin_at, WIDTH[TIMED], BS, ASM), WIDTH[TIMED], ASM)
+                position = keys_position(
+                    bias, asks, chosen_first(chosen, row, begin_at, WIDTH[TIMED], BS, ASM), WIDTH[TIMED], ASM
+                )
                 for e in range(begin_at, end_at, WIDTH[TIMED]):
                     first = chosen_first(chosen, row, e, WIDTH[TIMED], BS, ASM)
-                    next_position = keys_position(bias, asks, chosen_first(chosen, row, e + WIDTH[TIMED], WIDTH[TIMED], BS, ASM), WIDTH[TIMED], ASM)
-                    time, _ = chosen_time(bias, asks, chosen, row, e, first, TIMED, BM, WIDTH[TIMED], BS, ASM)
+                    next_position = keys_position(
+                        bias,
+                        asks,
+                        chosen_first(chosen, row, e + WIDTH[TIMED], WIDTH[TIMED], BS, ASM),
+                        WIDTH[TIMED],
+                        ASM,
+                    )
+                    edge = chosen, tl.cast(row + e // BS, tl.int64), near
+                    time, _ = chosen_time(bias, asks, edge, e, first, TIMED, BM, WIDTH[TIMED], BS, ASM)
                     s = first + tl.arange(0, WIDTH[TIMED])
                     known = s < end
                     keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
@@ -257,15 +269,15 @@ def bsa_query_fwd_kernel(
 
 @triton.jit
 def add_keys_gradient(
-    tables, pitch, sums, grad, bias, found, t, s, first_apart, part, SUMS: tl.constexpr, SPAN: tl.constexpr,
+    tables, pitch, sums, grad, bias, found, edge, t, s, first_apart, part, SUMS: tl.constexpr, SPAN: tl.constexpr,
     ASM: tl.constexpr
 ):  # fmt: skip
     """Adds a tile's gradient to the tables; its keys stand side by side. first_apart: of its first query and first key.
 
-    Returns `sums`, where such are kept. part, SPAN: as in `add_keys`.
+    Returns `sums`, where such are kept. edge, part, SPAN: as in `add_keys`.
     """
     if SUMS:
-        return add_keys(tables, sums, grad, bias, *found, first_apart, part, SPAN, ASM)
+        return add_keys(tables, sums, grad, bias, *found, edge, first_apart, part, SPAN, ASM)
     else:
         add_time_gradient(tables, grad, bias, *found, 0, True, ASM)
         add_position_gradient(tables, pitch, grad, t, s, 1)
@@ -312,10 +324,10 @@ def bsa_query_bwd_dq_kernel(
 
     SPAN: tl.constexpr = BN if BS < BN else min(BS, 64)
     acc = tl.zeros([BM, BD], tl.float32)
+    near = 0.0 if bias.time is None else look_up(bias.places, start + t, ASM)
     complete = (t + 1) // BS
     branch = tl.zeros([BM], tl.float32)
     if end >= BS:  # see the head of this file
-        near = 0.0 if bias.time is None else look_up(bias.places, start + t, ASM)
         position = means_position(bias, asks, 0, BN, BS, ASM)
         for c in range(0, end // BS, BN):
             j = c + tl.arange(0, BN)
@@ -362,7 +374,8 @@ def bsa_query_bwd_dq_kernel(
                 for e in range(begin_at, end_at, WIDTH[TIMED]):
                     first = chosen_first(chosen, row, e, WIDTH[TIMED], BS, ASM)
                     position = keys_position(bias, asks, first, WIDTH[TIMED], ASM)
-                    time, found = chosen_time(bias, asks, chosen, row, e, first, TIMED, BM, WIDTH[TIMED], BS, ASM)
+                    edge = chosen, tl.cast(row + e // BS, tl.int64), near
+                    time, found = chosen_time(bias, asks, edge, e, first, TIMED, BM, WIDTH[TIMED], BS, ASM)
                     s = first + tl.arange(0, WIDTH[TIMED])
                     known = s < end
                     keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
@@ -375,7 +388,7 @@ def bsa_query_bwd_dq_kernel(
                     grad = dweight * slope * slc[:, None]
                     acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
                     sums = add_keys_gradient(
-                        tables, pitch, sums, grad, bias, found, t, s, begin - first, e % SPAN, SUMS, SPAN, ASM
+                        tables, pitch, sums, grad, bias, found, edge, t, s, begin - first, e % SPAN, SUMS, SPAN, ASM
                     )
 
     window_branch = tl.zeros([BM], tl.float32)
@@ -401,7 +414,7 @@ def bsa_query_bwd_dq_kernel(
             grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, WINDOW)
             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
             sums = add_keys_gradient(
-                tables, pitch, sums, grad, bias, found, t, s, begin - c, (c - nearest) % SPAN, SUMS, SPAN, ASM
+                tables, pitch, sums, grad, bias, found, None, t, s, begin - c, (c - nearest) % SPAN, SUMS, SPAN, ASM
             )
     if WINDOW:
         tl.store(dg_swa + token, window_branch * inv_n, mask=live)

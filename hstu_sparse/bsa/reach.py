@@ -27,8 +27,8 @@ CELL_SHIFT, CELL_REST = tl.constexpr(23 - CELL_BITS), tl.constexpr((1 << (23 - C
 FIRST_CELL = tl.constexpr(127 << CELL_BITS)
 # Powers of two that whole seconds can reach.
 OCTAVES = 65
-# Edges that `reached` (bias.py) takes a tile over; fp32 counts seconds exactly up to EXACT_SECONDS.
-MOST_EDGES, EXACT_SECONDS = tl.constexpr(4), tl.constexpr(2.0**24)
+# Edges that `reached` (bias.py) takes a tile over; fp32 counts seconds exactly up to twice EXACT_SECONDS.
+MOST_EDGES, EXACT_SECONDS = tl.constexpr(4), tl.constexpr(2.0**23)
 # The lowest bucket and, above, the number of edges in one word.
 EDGE_SHIFT, LOWEST = tl.constexpr(12), tl.constexpr(0xFFF)
 # A bucket that is reached fits into eight bits: no difference of int64 seconds gets past the 145th.
@@ -47,11 +47,15 @@ class Chosen(NamedTuple):
     indices  int32
     reaches  int32, see bsa_reach_kernel; in the last place, where no past block is, how many reach no edge
     bases    fp32, the lowest bucket's entry in the table
+    mores    fp32, what the next bucket's is more
+    edges    fp32, where its edge lies: see `edge_places`, bias.py
     """
 
     indices: object
     reaches: object = None
     bases: object = None
+    mores: object = None
+    edges: object = None
 
 
 @functools.cache
@@ -110,8 +114,9 @@ def reach(cells, asked, seen, mask, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr
     """
     near = (asked[0] - seen[2]) + (asked[1] - seen[3])
     far = (asked[2] - seen[0]) + (asked[3] - seen[1])
-    side = seen if FAR_QUERIES else asked
-    long = (side[2] - side[0]) + (side[3] - side[1])
+    long = (asked[2] - asked[0]) + (asked[3] - asked[1])
+    if FAR_QUERIES:
+        long = tl.maximum(long, (seen[2] - seen[0]) + (seen[3] - seen[1]))
     lowest = find_bucket(tl.where(mask, tl.maximum(tl.maximum(near, -far), 0.0), 0.0), cells, ASM)
     edges = find_bucket(tl.where(mask, tl.maximum(far, -near), 0.0), cells, ASM) - lowest
     exact = tl.minimum(near, -long + (EXACT_SECONDS - 1.0)) >= 0.0
@@ -211,7 +216,13 @@ def bsa_reach_kernel(
         place = tl.where(past, tl.where(plain == 1, tl.cumsum(plain, 1), count + tl.cumsum(rest, 1)) - 1, p)
         target = entry - p + place
         tl.store(chosen.indices + target, j, mask=j >= 0)
-        tl.store(chosen.bases + target, tl.load(bias.time + lowest), mask=past)
+        base = tl.load(bias.time + lowest)
+        tl.store(chosen.bases + target, base, mask=past)
+        tl.store(chosen.mores + target, tl.load(bias.time + lowest + 1) - base, mask=past)
+        tile = bias.origins + map_row(start, b, group * R, BS)[:, None] * 2
+        high, low = tl.load(tile, mask=past, other=0.0), tl.load(tile + 1, mask=past, other=0.0)
+        edge = ((high - seen[0]) - tl.load(bias.steps + lowest + 1)) + ((low - seen[1]) + 1.0)
+        tl.store(chosen.edges + target, edge, mask=past)
         tl.store(chosen.reaches + target, lowest | (edges << EDGE_SHIFT), mask=past)
         last = (group[:, None] * R < length) & (p == S - 1)
         tl.store(chosen.reaches + entry, tl.broadcast_to(count, entry.shape), mask=last)
