@@ -144,9 +144,7 @@ _OPEN_HISTOGRAM, _OPEN_SMALL_HISTOGRAM = (
     for size in (HISTOGRAM_BYTES, _SMALL_BYTES)
 )
 _LANE_CELL, _SMALL_LANE_CELL = (
-    tl.constexpr(
-        f"{{ .reg .u32 lane; mov.u32 lane, %tid.x; and.b32 lane, lane, {lanes - 1}; mad.lo.u32 $0, lane, {_WORD}, $1; }}"
-    )
+    tl.constexpr(f"{{ .reg .u32 n; mov.u32 n, %tid.x; and.b32 n, n, {lanes - 1}; mad.lo.u32 $0, n, {_WORD}, $1; }}")
     for lanes in (_LANES, _SMALL_LANES)
 )
 

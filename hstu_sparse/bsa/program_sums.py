@@ -130,7 +130,7 @@ def add_keys(
     """The sums with a tile of keys that stand side by side and that all queries reach alike.
 
     apart: how far the first key is behind the first query. part: where it stands in a span of SPAN keys, whose tiles
-    follow each other and share a stretch of the ring. edge: None, or of keys of a chosen block what `edge_places` wants.
+    follow each other and share a stretch of the ring. edge: None, or of a chosen block's keys what `edge_places` wants.
     Others: as of `time_tile`, queries on the far side.
     """
     BM: tl.constexpr = grad.shape[0]
