@@ -358,7 +358,7 @@ def edge_places(bias, edge, keys, ASM: tl.constexpr):
 
 @triton.jit
 def chosen_tile(bias, edge, queries, keys, edges, ASM: tl.constexpr):
-    """The time's bias of a tile of queries and a chosen block's keys, with one edge or more; edge: see `edge_places`."""
+    """The time's bias of a tile of queries and a chosen block's keys, one edge or more; edge: see `edge_places`."""
     chosen, place, _ = edge
     if edges > 1:
         bucket = find_bucket(differences(bias, queries, keys, 0, True, ASM), bias.cells, ASM)

@@ -294,7 +294,8 @@ def launch_backward(do, *arguments):
     tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
     run(
         query_major.bsa_query_bwd_dq_kernel, (tiles, p.H),
-        do, q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, tables, pitch, norm if p.sums else None, *p.units(options["BM"]),
+        do, q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, tables, pitch,
+        norm if p.sums else None, *p.units(options["BM"]),
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,
