@@ -409,8 +409,8 @@ def bsa_query_bwd_dq_kernel(
             dweight = tl.where(visible, dweight, 0.0)
             branch += tl.sum(tl.where(s[None, :] // BS == t[:, None] // BS, weight * dweight, 0.0), 1)
             if WINDOW:
-                near = t[:, None] - s[None, :] < window
-                window_branch += tl.sum(tl.where(near, weight * dweight, 0.0), 1)
+                inside = t[:, None] - s[None, :] < window
+                window_branch += tl.sum(tl.where(inside, weight * dweight, 0.0), 1)
             grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, WINDOW)
             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
             sums = add_keys_gradient(
