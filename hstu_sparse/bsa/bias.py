@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import look_up, proven
+from hstu_sparse.assembly import look_up, proven, scalar
 from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, MOST_EDGES, SHORT, bsa_edges_kernel, bucket_cells, find_bucket
 from hstu_sparse.launch import cdiv, run
 from hstu_sparse.relative_bias import bucket_edges
@@ -59,6 +59,7 @@ class KernelBias(NamedTuple):
     blocks: object = None
     places: object = None  # [T] fp32, queries' times since `origins`
     key_places: object = None  # [T] fp32, keys' times since their block's earliest
+    own: object = None  # [T, BS] int16, buckets between queries and the keys of the block they stand in
     origins: object = None  # [slots, 2] fp32, the earliest times of the tiles of `means`
     edges: object = None  # [slots, blocks / CHUNK, 3, CHUNK] fp32, see `bsa_edges_kernel`
 
@@ -124,7 +125,7 @@ def prepare(
     backwards = None if backwards is None else backwards[origin:]
     if time is None:
         return KernelBias(backwards)
-    times, spans, means, summaries, places, origins, key_places = plan
+    times, spans, means, summaries, places, origins, key_places, own = plan
     steps, cells = bucket_steps(buckets - 1, device), bucket_cells(buckets - 1, device)
     edges = means.new_empty(means.numel() * 3, dtype=torch.float32)
     found = KernelBias(
@@ -139,6 +140,7 @@ def prepare(
         means.shape[1],
         places,
         key_places,
+        own,
         origins,
         edges,
     )
@@ -344,6 +346,25 @@ def means_tile(bias, row, first, means, queries, near, AXIS: tl.constexpr, ASM: 
         past = reached(means_edge(bias, row, first, 2, SIZE, ASM), near, AXIS)
         tile = tl.expand_dims(entry, 1 - AXIS) + tl.expand_dims(more, 1 - AXIS) * past
     return tile
+
+
+@triton.jit
+def own_buckets(bias, queries, places, AXIS: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+    """Buckets of a tile of queries and keys of the one block that they stand in, queries on the tile's axis AXIS.
+
+    queries: their tokens (int64); places: of the keys in the block (int64).
+    """
+    rows = tl.expand_dims(bias.own + queries * BS, 1 - AXIS)
+    return scalar(rows + tl.expand_dims(places, AXIS), ASM).to(tl.int32)
+
+
+@triton.jit
+def own_tile(bias, queries, places, AXIS: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+    """The time's bias of such a tile; 0 without a table."""
+    if bias.time is not None:
+        return look_up(bias.time, own_buckets(bias, queries, places, AXIS, BS, ASM), ASM)
+    else:
+        return 0.0
 
 
 @triton.jit

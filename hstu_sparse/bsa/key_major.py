@@ -19,6 +19,7 @@ from hstu_sparse.bsa.bias import (
     add_time_gradient,
     load_origin,
     means_tile,
+    own_tile,
     position_tile,
     time_tile,
     with_bias,
@@ -310,6 +311,8 @@ def bsa_select_bwd_dkv_kernel(
             added, _ = listed_bias(
                 bias, block, start + t, c, tl.arange(0, BM), (none, MOST_EDGES + 1, 0, 0), offset, BN, 1, ASM
             )
+            if not WINDOW and BM <= BS:
+                added = added[0], own_tile(bias, start + t, place.to(tl.int64), 1, BS, ASM)
             queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
             upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
             token = (start + t) * H + h

@@ -31,8 +31,6 @@ BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_COUNTS = 128
 # Tokens per group from which the query-major selection is the faster one.
 QUERY_MAJOR = 32
-# Tokens of a sequence for each program that shares a tile of mean keys, in the gradient of the means.
-SPLIT_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -306,7 +304,7 @@ def launch_backward(do, *arguments):
     dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)
     options = p.options("compress_dkv")
     # Enough programs for the earliest blocks, which nearly every query sees; one each where the order must be fixed.
-    splits = 1 if p.deterministic else min(16, cdiv(p.max_seq_len, SPLIT_TOKENS))
+    splits = 1 if p.deterministic else min(16, max(cdiv(p.max_seq_len, 4096), 1 + (p.max_seq_len > 2048)))
     described = p.tma(options["BM"], do, q)
     run(
         key_major.bsa_compress_bwd_dkv_kernel, (p.slots(options["BN"] * p.BS), p.H, splits),

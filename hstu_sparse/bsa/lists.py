@@ -13,9 +13,6 @@ from hstu_sparse.bsa import blocks
 from hstu_sparse.bsa.key_major import ListPointers
 from hstu_sparse.launch import cdiv, next_power_of_2, run
 
-# Tokens per group from which what reaches no edge has a loop of its own.
-SPLIT_FROM = 32
-
 
 @dataclass
 class Lists:
@@ -68,7 +65,8 @@ def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_sl
         grid, width = (p.slots(groups * p.R), p.H), max(2, next_power_of_2(p.S))
         shape = dict(BS=p.BS, R=p.R, BG=groups, P=width, num_warps=4)
         run(blocks.bsa_rank_kernel, grid, indices, p.offsets, reaches, ranks, counts, p.NB, p.H, p.B, p.S, **shape)
-    split = parts > 1 and p.R >= SPLIT_FROM
+    # Where groups fill a tile, what reaches no edge has a loop of its own.
+    split = parts > 1 and p.query_major
     chunk = max(1, chunk_rows // p.R)
     chunk_start, part_start = torch.empty(turns * M + 1, **int32), torch.empty(turns * M + 1, **int32)
     sizes = dict(COUNTS=parts, SIZE=1024, num_warps=4)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import proven
-from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, bsa_means_kernel, bucket_cells, span
+from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, bsa_means_kernel, bsa_own_kernel, bucket_cells, span
 from hstu_sparse.launch import cdiv
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.relative_bias import RelativeBias
@@ -43,6 +43,7 @@ class BlockPlan(NamedTuple):
     places  [at least T + MARGIN] fp32: of queries the time since their tile's earliest
     origins  [slots, 2] fp32: that earliest time
     key_places  as `places`, of keys the time since their block's earliest
+    own  [at least T + MARGIN, BS] int16: of each query and each key of the block it stands in the bucket
     """
 
     purpose: Purpose
@@ -53,6 +54,7 @@ class BlockPlan(NamedTuple):
     places: torch.Tensor | None = None
     origins: torch.Tensor | None = None
     key_places: torch.Tensor | None = None
+    own: torch.Tensor | None = None
 
 
 @triton.jit
@@ -86,10 +88,10 @@ def bsa_times_kernel(offsets, timestamps, query_timestamps, times, spans, key_pl
 
 
 def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets):
-    times, spans, means, summaries, places, origins, key_places = found = _fake_times(
+    times, spans, means, summaries, places, origins, key_places, own = found = _fake_times(
         seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets
     )
-    for x in found:  # what no program writes
+    for x in (*found[:-1], own[timestamps.shape[0] :]):  # what no program writes
         x.zero_()
     if timestamps.shape[0] and spans.shape[0]:
         num_seqs, pitch, device = seq_offsets.shape[0] - 1, times.shape[1], seq_offsets.device
@@ -105,6 +107,10 @@ def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, n
             BS=block_size,
             num_warps=1,
         )
+        bsa_own_kernel[(spans.shape[0], block_size // 16)](
+            seq_offsets, times, bucket_cells(num_buckets, device), own, num_seqs, pitch, BS=block_size, ROWS=16,
+            ASM=proven(device), num_warps=4,
+        )  # fmt: skip
         bsa_means_kernel[(means.shape[0],)](
             seq_offsets, times, bucket_cells(num_buckets, device), means, summaries, places, origins,
             num_seqs, pitch, means.shape[1],
@@ -128,6 +134,7 @@ def _fake_times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_si
         new(cdiv(tokens, 16) * 16 + MARGIN, dtype=torch.float32),
         new(slots, 2, dtype=torch.float32),
         new(cdiv(tokens, 16) * 16 + MARGIN, dtype=torch.float32),
+        new(tokens + MARGIN, block_size, dtype=torch.int16),
     ]
 
 

@@ -125,13 +125,13 @@ def _move(sums, grad, bias, far, near, origin, lowest, bucket, E: tl.constexpr, 
 
 @triton.jit
 def add_keys(
-    tables, sums, grad, bias, far, near, origin, reaches, edge, apart, part, SPAN: tl.constexpr, ASM: tl.constexpr
+    tables, sums, grad, bias, far, near, origin, reaches, edge, own, apart, part, SPAN: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """The sums with a tile of keys that stand side by side and that all queries reach alike.
 
     apart: how far the first key is behind the first query. part: where it stands in a span of SPAN keys, whose tiles
     follow each other and share a stretch of the ring. edge: None, or of a chosen block's keys what `edge_places` wants.
-    Others: as of `time_tile`, queries on the far side.
+    own: None, or the pairs' buckets. Others: as of `time_tile`, queries on the far side.
     """
     BM: tl.constexpr = grad.shape[0]
     BN: tl.constexpr = grad.shape[1]
@@ -149,16 +149,18 @@ def add_keys(
     if bias.time is not None:
         lowest, edges, bucket, _ = reaches
         MOST: tl.constexpr = MOST_EDGES if edge is None else 1
-        if edges > MOST:
+        if own is not None:
+            histogram_add(sums.lane, own, grad, sums.keys_scale, True, True)
+        elif edges > MOST:
             buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
             histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
         else:
             histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
             if edge is not None:
                 if edges > 0:
-                    own, beside = edge_places(bias, edge, near, ASM)
+                    place, beside = edge_places(bias, edge, near, ASM)
                     histogram_move_sum(
-                        sums.lane, bucket + 1, grad, own[:, None], beside[None, :], sums.keys_scale, True, True
+                        sums.lane, bucket + 1, grad, place[:, None], beside[None, :], sums.keys_scale, True, True
                     )
             elif edges > 0:
                 beside = near_place(bias, near, origin, True, ASM)

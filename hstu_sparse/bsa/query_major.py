@@ -25,6 +25,8 @@ from hstu_sparse.bsa.bias import (
     chosen_tile,
     load_origin,
     means_tile,
+    own_buckets,
+    own_tile,
     position_tile,
     time_tile,
     with_bias,
@@ -123,18 +125,28 @@ def keys_time(bias, asks, first, sought, reaches, BN: tl.constexpr, ASM: tl.cons
 
 @triton.jit
 def band_bias(
-    bias, asks, c, known, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr
+    bias, asks, c, known, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, EXACT: tl.constexpr,
+    OWN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Both, with keys of the own block or the window, and what `add_time_gradient` wants.
 
-    Without EXACT as if they reached many buckets, which keys next to the diagonal do.
+    Without EXACT as if they reached many buckets, which keys next to the diagonal do. OWN: all queries stand in the
+    keys' block.
     """
     if EXACT:
         reaches = keys_reach(bias, asks.asked, asks.start + c + tl.arange(0, BN), known, BM, ASM)
     else:
         reaches = tl.zeros([BM], tl.int32), MOST_EDGES + 1, 0, 0
     time, found = keys_time(bias, asks, c, load_origin(bias, asks.block_row + c // BS, ASM), reaches, BN, ASM)
+    if OWN:
+        time = own_tile(bias, found[0], own_places(c, BN, BS), 0, BS, ASM)
     return (keys_position(bias, asks, c, BN, ASM), time), found
+
+
+@triton.jit
+def own_places(c, BN: tl.constexpr, BS: tl.constexpr):
+    """Where the keys c .. c + BN - 1 stand in their block."""
+    return tl.cast(c % BS, tl.int64) + tl.arange(0, BN).to(tl.int64)
 
 
 @triton.jit
@@ -258,7 +270,7 @@ def bsa_query_fwd_kernel(
             s = c + tl.arange(0, BN)
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-            added, _ = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW, ASM)
+            added, _ = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW, not WINDOW and BM <= BS, ASM)
             score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
             weight = silu(score, FAST) * band_weight(slc, swa, t, s, window, BS, WINDOW)
             values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
@@ -269,15 +281,15 @@ def bsa_query_fwd_kernel(
 
 @triton.jit
 def add_keys_gradient(
-    tables, pitch, sums, grad, bias, found, edge, t, s, first_apart, part, SUMS: tl.constexpr, SPAN: tl.constexpr,
+    tables, pitch, sums, grad, bias, found, edge, own, t, s, first_apart, part, SUMS: tl.constexpr, SPAN: tl.constexpr,
     ASM: tl.constexpr
 ):  # fmt: skip
     """Adds a tile's gradient to the tables; its keys stand side by side. first_apart: of its first query and first key.
 
-    Returns `sums`, where such are kept. edge, part, SPAN: as in `add_keys`.
+    Returns `sums`, where such are kept. edge, own, part, SPAN: as in `add_keys`.
     """
     if SUMS:
-        return add_keys(tables, sums, grad, bias, *found, edge, first_apart, part, SPAN, ASM)
+        return add_keys(tables, sums, grad, bias, *found, edge, own, first_apart, part, SPAN, ASM)
     else:
         add_time_gradient(tables, grad, bias, *found, 0, True, ASM)
         add_position_gradient(tables, pitch, grad, t, s, 1)
@@ -388,9 +400,24 @@ def bsa_query_bwd_dq_kernel(
                     grad = dweight * slope * slc[:, None]
                     acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
                     sums = add_keys_gradient(
-                        tables, pitch, sums, grad, bias, found, edge, t, s, begin - first, e % SPAN, SUMS, SPAN, ASM
+                        tables,
+                        pitch,
+                        sums,
+                        grad,
+                        bias,
+                        found,
+                        edge,
+                        None,
+                        t,
+                        s,
+                        begin - first,
+                        e % SPAN,
+                        SUMS,
+                        SPAN,
+                        ASM,
                     )
 
+    OWN: tl.constexpr = not WINDOW and BM <= BS
     window_branch = tl.zeros([BM], tl.float32)
     nearest = begin // BS * BS
     if WINDOW:
@@ -401,7 +428,7 @@ def bsa_query_bwd_dq_kernel(
             known = s < end
             keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
             values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-            added, found = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW or not SUMS, ASM)
+            added, found = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW or not SUMS, OWN, ASM)
             score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad(score, FAST)
@@ -413,8 +440,25 @@ def bsa_query_bwd_dq_kernel(
                 window_branch += tl.sum(tl.where(inside, weight * dweight, 0.0), 1)
             grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, WINDOW)
             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+            own = None
+            if OWN and SUMS and bias.time is not None:
+                own = own_buckets(bias, asks.start + asks.t, own_places(c, BN, BS), 0, BS, ASM)
             sums = add_keys_gradient(
-                tables, pitch, sums, grad, bias, found, None, t, s, begin - c, (c - nearest) % SPAN, SUMS, SPAN, ASM
+                tables,
+                pitch,
+                sums,
+                grad,
+                bias,
+                found,
+                None,
+                own,
+                t,
+                s,
+                begin - c,
+                (c - nearest) % SPAN,
+                SUMS,
+                SPAN,
+                ASM,
             )
     if WINDOW:
         tl.store(dg_swa + token, window_branch * inv_n, mask=live)
