@@ -10,12 +10,13 @@ and of 2; train: an epoch of ml-1m-hstu and ml-1m-hstu-large on generated data, 
 Both sides compile first, side by side. Then each case is measured --rounds times on each side in turns, every time
 after a warm-up of WARM seconds. Of attention three times are taken, in ms:
 
+    gpu     a call among several that the host has queued before the GPU begins with them, by CUDA events
     call    a call that begins on an idle GPU, by CUDA events: what the host needs until the last kernel starts counts
-    queued  a call among many one behind the other, by CUDA events: the GPU's time, or the host's where that is longer
-    host    what a call keeps the host, until it returns
+    host    what a call keeps the host until it returns, the fastest tenth of the calls: other programs only add to it
 
-Prints a JSON line for each measurement, then a table: medians over the rounds and the second checkout's over the
-first's. Results are not checked here: the tests and benchmarks/run.py do.
+Prints a JSON line for each measurement, then (when interrupted too) a table: medians over the rounds, the second
+checkout's over the first's, and the same of the fastest. Results are not checked here: the tests and benchmarks/run.py
+do.
 """
 
 import argparse
@@ -30,7 +31,7 @@ import time
 from pathlib import Path
 
 TOKENS, HEADS, SIZE = 131072, 4, 128
-WARM, SPENT = 0.2, 0.2  # seconds of warm-up, and about as many for single calls
+WARM, SPENT = 0.1, 0.1  # seconds of warm-up, and about as many for single calls
 CONFIGS = ("ml-1m-hstu", "ml-1m-hstu-large")
 # How checkouts measure an epoch: once, until some commit, and as the median of five since; here `serve` does it.
 EPOCHS = (
@@ -40,32 +41,44 @@ EPOCHS = (
 
 
 def measure(function) -> dict[str, float]:
-    """The three times of a call, medians."""
+    """The three times of a call."""
     import torch
 
-    started, warmed = time.perf_counter(), 0
-    while warmed < 3 or time.perf_counter() - started < WARM:
-        function()
-        torch.cuda.synchronize()
-        warmed += 1
-    each = (time.perf_counter() - started) / warmed
-
-    def timed(calls: int) -> tuple[float, float]:
+    def timed(calls: int, pause: float = 0.0) -> tuple[float, float, bool]:
+        """Milliseconds of the GPU and of the host for these calls, and whether the host was done before the GPU began,
+        which it does after a pause of so many ms.
+        """
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if pause:
+            torch.cuda._sleep(int(2e6 * pause))  # clocks: some 2 GHz
         start.record()
         begun = time.perf_counter()
         for _ in range(calls):
             function()
         host = time.perf_counter() - begun
         end.record()
+        ahead = not start.query()
         end.synchronize()
-        return start.elapsed_time(end), 1000 * host
+        return start.elapsed_time(end), 1000 * host, ahead
 
-    single = [timed(1) for _ in range(min(50, max(5, math.ceil(SPENT / each))))]
-    many = min(20, max(2, math.ceil(0.03 / each)))
-    queued = statistics.median(timed(many)[0] / many for _ in range(3))
-    call, host = (statistics.median(times) for times in zip(*single))
-    return {"call": call, "queued": queued, "host": host}
+    started, warmed = time.perf_counter(), 0
+    while warmed < 3 or time.perf_counter() - started < WARM:
+        timed(1)
+        warmed += 1
+    each = (time.perf_counter() - started) / warmed
+    calls, hosts, _ = zip(*(timed(1) for _ in range(min(50, max(5, math.ceil(SPENT / each))))))
+    host = sorted(hosts)[len(hosts) // 10]
+    many = min(10, max(2, math.ceil(0.01 / each)))
+    queued, pause = [], 2 * many * host
+    while len(queued) < 5:
+        spent, _, ahead = timed(many, pause)
+        if ahead:
+            queued.append(spent / many)
+        elif pause > 1000:
+            raise RuntimeError("the host waits for the GPU within a call, so that no calls can be queued")
+        else:
+            pause *= 2
+    return {"gpu": statistics.median(queued), "call": statistics.median(calls), "host": host}
 
 
 @functools.cache
@@ -165,7 +178,7 @@ def serve_epochs(checkout: str, config: str) -> None:
     source = path.read_text()
     (line,) = (line for line in EPOCHS if line in source)
     five = "sorted(1000 * epoch(number)[-1] for number in range(3, 8))[2]"
-    source = source.replace(line, f"serve(lambda name: {{name: dict(call={five})}}); sys.exit()")
+    source = source.replace(line, f"serve(lambda name: {{name: dict(epoch={five})}}); sys.exit()")
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path), f"configs/{config}.yaml"]
     exec(compile(source, path, "exec"), {"__name__": "__main__", "__file__": str(path), "serve": serve})
@@ -210,27 +223,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often each checkout has its turn at each case")
     options = parser.parse_args()
     what, lengths = options.what.split(","), options.lengths.split(",")
-    asked = {tuple(attention_cases(what, map(int, lengths))): (options.what, options.lengths)}
-    if "train" in what:
-        asked |= {(f"epoch of {config}",): (config,) for config in CONFIGS}
+    asked = {(f"epoch of {config}",): (config,) for config in CONFIGS} if "train" in what else {}
+    asked[tuple(attention_cases(what, map(int, lengths)))] = options.what, options.lengths
     sides = [options.first.resolve(), options.second.resolve()]
     pairs = [(cases, [Server(side, *serving) for side in sides]) for cases, serving in asked.items() if cases]
     for _, servers in pairs:
         for server in servers:
             server.answer()
     found: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
-    for cases, servers in pairs:
-        for case in cases:
-            for turn in range(2 * options.rounds):
-                for part, times in servers[turn % 2].ask(case).items():
-                    print(json.dumps({"checkout": str(sides[turn % 2]), "case": part, **times}), flush=True)
-                    for kind, ms in times.items():
-                        found.setdefault((part, kind), ([], []))[turn % 2].append(ms)
-    print(f"\n{'ms':<54}{'first':>10}{'second':>10}{'ratio':>8}{'fastest':>8}")
-    for (part, kind), times in found.items():
-        first, second = map(statistics.median, times)
-        fastest = min(times[1]) / min(times[0])
-        print(f"{part + ' ' + kind:<54}{first:>10.3f}{second:>10.3f}{second / first:>8.3f}{fastest:>8.3f}")
+    try:
+        for cases, servers in pairs:
+            for case in cases:
+                for turn in range(2 * options.rounds):
+                    for part, times in servers[turn % 2].ask(case).items():
+                        print(json.dumps({"checkout": str(sides[turn % 2]), "case": part, **times}), flush=True)
+                        for kind, ms in times.items():
+                            found.setdefault((part, kind), ([], []))[turn % 2].append(ms)
+    finally:
+        print(f"\n{'ms':<54}{'first':>10}{'second':>10}{'ratio':>8}{'fastest':>8}")
+        for (part, kind), times in found.items():
+            if all(times):
+                first, second = map(statistics.median, times)
+                fastest = min(times[1]) / min(times[0])
+                print(f"{part + ' ' + kind:<54}{first:>10.3f}{second:>10.3f}{second / first:>8.3f}{fastest:>8.3f}")
 
 
 if __name__ == "__main__":
