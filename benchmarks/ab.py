@@ -7,8 +7,8 @@ dense, biased (position and time) and planned (the same with a plan made before,
 of 131,072 tokens, 4 heads of 128, bf16, forward and backward; bsa: the same with blocks of 64, 16 chosen, groups of 64
 and of 2; train: an epoch of ml-1m-hstu and ml-1m-hstu-large on generated data, the median of five.
 
-Both sides compile first, side by side. Then each case is measured --rounds times on each side in turns, every time
-after a warm-up of WARM seconds. Of attention three times are taken, in ms:
+Both sides compile first, side by side. Then all cases are measured --rounds times, each on one side and at once on the
+other, every time after a warm-up of WARM seconds. Of attention three times are taken, in ms:
 
     gpu     a call among several that the host has queued before the GPU begins with them, by CUDA events
     call    a call that begins on an idle GPU, by CUDA events: what the host needs until the last kernel starts counts
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("second", type=Path)
     parser.add_argument("--what", default="dense,biased,bsa,train")
     parser.add_argument("--lengths", default="1024,4096,16384,65536")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each checkout has its turn at each case")
+    parser.add_argument("--rounds", type=int, default=3, help="how often all cases are measured")
     options = parser.parse_args()
     what, lengths = options.what.split(","), options.lengths.split(",")
     asked = {(f"epoch of {config}",): (config,) for config in CONFIGS} if "train" in what else {}
@@ -232,13 +232,13 @@ def main() -> None:
             server.answer()
     found: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
     try:
-        for cases, servers in pairs:
-            for case in cases:
-                for turn in range(2 * options.rounds):
-                    for part, times in servers[turn % 2].ask(case).items():
-                        print(json.dumps({"checkout": str(sides[turn % 2]), "case": part, **times}), flush=True)
+        for _ in range(options.rounds):
+            for case, servers in [(case, servers) for cases, servers in pairs for case in cases]:
+                for side, server in enumerate(servers):
+                    for part, times in server.ask(case).items():
+                        print(json.dumps({"checkout": str(sides[side]), "case": part, **times}), flush=True)
                         for kind, ms in times.items():
-                            found.setdefault((part, kind), ([], []))[turn % 2].append(ms)
+                            found.setdefault((part, kind), ([], []))[side].append(ms)
     finally:
         print(f"\n{'ms':<54}{'first':>10}{'second':>10}{'ratio':>8}{'fastest':>8}")
         for (part, kind), times in found.items():
