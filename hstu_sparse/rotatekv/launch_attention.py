@@ -199,6 +199,9 @@ def few_constants(layout: Layout, ordered: bool, dtype: torch.dtype, call: tuple
     return found | dict(PAIRS=pairs, BQ=max(1, 8 // pairs), LSE=lse)
 
 
+X_ALONE = X_REGS = None
+
+
 def few(call: Call) -> Plan:
     """A warp for a few queries of a head group."""
     cache, layout = call.source, call.source.layout
@@ -215,9 +218,11 @@ def few(call: Call) -> Plan:
             layout.options.sink_tokens, queries, splits, call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
             1,
         )  # fmt: skip
-        options = dict(num_warps=1, num_stages=1)
+        options = dict(num_warps=1, num_stages=1) | ({} if X_REGS is None else dict(maxnreg=X_REGS))
         key = *key, *launch_key((call.q, call.q_offsets, *others))
-        grid = call.slots(block_q) * layout.head_groups * splits
+        alone = queries <= sequences if X_ALONE is None else X_ALONE
+        given = given | dict(ALONE=alone)
+        grid = (queries if alone else call.slots(block_q)) * layout.head_groups * splits
         start(rotatekv_few_fwd_kernel, grid, arguments, given, options, key)
 
     # A processor has room for eight programs; two rounds of them, with RoPE one and a half, are measured best.
