@@ -19,6 +19,7 @@ from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotate
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
 from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, rows, sizes, words
+from hstu_sparse.rotatekv.few4 import rotatekv_few4_fwd_kernel
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.rotatekv.many import rotatekv_many_fwd_kernel, rotatekv_queries_fwd_kernel
 from hstu_sparse.time_buckets import device_cells
@@ -199,7 +200,8 @@ def few_constants(layout: Layout, ordered: bool, dtype: torch.dtype, call: tuple
     return found | dict(PAIRS=pairs, BQ=max(1, 8 // pairs), LSE=lse)
 
 
-X_ALONE = X_REGS = None
+X_ALONE = X_REGS = X_FOUR = None
+X_STAGES = 2
 
 
 def few(call: Call) -> Plan:
@@ -223,6 +225,11 @@ def few(call: Call) -> Plan:
         alone = queries <= sequences if X_ALONE is None else X_ALONE
         given = given | dict(ALONE=alone)
         grid = (queries if alone else call.slots(block_q)) * layout.head_groups * splits
+        if X_FOUR:
+            given = {k: v for k, v in given.items() if k not in ('LSE', 'ALONE')} | dict(W=X_FOUR, STAGES=X_STAGES, LSE=given['LSE'], ALONE=given['ALONE'])
+            options['num_warps'] = X_FOUR
+            given['STAGES'] = X_STAGES if given['ROPE'] else 1
+            return start(rotatekv_few4_fwd_kernel, grid, arguments, given, options, key)
         start(rotatekv_few_fwd_kernel, grid, arguments, given, options, key)
 
     # A processor has room for eight programs; two rounds of them, with RoPE one and a half, are measured best.
