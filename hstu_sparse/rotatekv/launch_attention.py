@@ -234,6 +234,8 @@ def few(call: Call) -> Plan:
 
     # A processor has room for eight programs; two rounds of them, with RoPE one and a half, are measured best.
     programs = (16 if call.rope_base is None else 12) * multiprocessors(call.q.device)
+    if X_FOUR:
+        programs = 2 * multiprocessors(call.q.device) * 4 // X_FOUR
     wanted = programs // (sequences * cdiv(cdiv(queries, sequences), block_q) * layout.head_groups)
     return Plan(launch, max(1, min(wanted, call.max_seq_len // 256)))
 
