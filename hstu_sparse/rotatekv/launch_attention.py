@@ -198,6 +198,10 @@ def kept(cache: PackedCache) -> tuple[tuple, tuple]:
     return found[2], found[3]
 
 
+X_STAGES = None
+X_REGS = None
+
+
 class FewPlan(NamedTuple):
     """What `few` needs to know beside the tensors."""
 
@@ -218,7 +222,7 @@ def few_plan(
     single = queries <= sequences
     constants = sizes(layout, ordered, dtype) | dict(
         SOFTMAX=softmax, ROPE=rope_base is not None, HAS_POSITION=position, HAS_TIME=time, FAST=dtype != torch.float32,
-        PAIRS=pairs, BQ=block_q, SINGLE=single,
+        PAIRS=pairs, BQ=block_q, SINGLE=single, STAGES=1 if rope_base is None else 5,
     )  # fmt: skip
     for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK"):
         constants.pop(name)
@@ -269,8 +273,9 @@ def few(call: Call) -> Plan:
             cache.layout.options.sink_tokens, q.shape[0], splits, call.alpha, *plan.numbers, 1,
         )  # fmt: skip
         key = *key, *specialization((q, call.q_offsets, *others))
-        constants = plan.constants[part_lse is not None]
-        start(rotatekv_few_fwd_kernel, plan.programs * splits, arguments, constants, FEW_OPTIONS, key)
+        constants = plan.constants[part_lse is not None] | ({} if X_STAGES is None else dict(STAGES=X_STAGES))
+        options = FEW_OPTIONS if X_REGS is None else FEW_OPTIONS | dict(maxnreg=X_REGS)
+        start(rotatekv_few_fwd_kernel, plan.programs * splits, arguments, constants, options, key)
 
     return Plan(launch, plan.splits)
 
