@@ -109,3 +109,10 @@ def test_hadamard(n):
     compare_with_reference(run("triton"), run("reference"), {"x": x}, factor=4.0)
     matrix = reference.hadamard_reference(torch.eye(n))
     torch.testing.assert_close(hadamard_transform(x, backend="triton"), x @ matrix, atol=1e-4, rtol=1e-4)
+
+
+def test_parts_of_histories_fill_whole_rounds():
+    from hstu_sparse.rotatekv.launch_attention import few_splits
+
+    assert [few_splits(programs, 1056, 512) for programs in (4, 256, 400, 2000)] == [32, 4, 5, 1]
+    assert few_splits(4, 1056, 3) == few_splits(5000, 1056, 3) == 1
