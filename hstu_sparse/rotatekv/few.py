@@ -163,7 +163,7 @@ def rotatekv_few_fwd_kernel(
     K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, HAS_ORDER: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PAIRS: tl.constexpr, BQ: tl.constexpr, FAST: tl.constexpr,
-    LSE: tl.constexpr, SINGLE: tl.constexpr, STAGES: tl.constexpr,
+    LSE: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """One part of BQ queries, or of a SINGLE one, of one head group.
 
@@ -269,22 +269,22 @@ def rotatekv_few_fwd_kernel(
         r = tl.arange(0, R)
         # While one page is worked on, all of the next is under way, and it is known which page comes then. With RoPE
         # registers are too few for that, and the next page is on its way to shared memory.
-        if STAGES == 1:
+        if not ROPE:
             row = tl.load(page_table + first).to(tl.int64) * HG + group
             next_page = tl.load(page_table + tl.minimum(first + 1, last - 1))
-            next_keys = load_keys(k_codes, k_ranges, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, ROPE)
+            next_keys = load_keys(k_codes, k_ranges, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, False)
             next_values = load_values(v_codes, v_ranges, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)
-        for tile in tl.range(first, last, num_stages=STAGES):
-            if STAGES > 1:
+        for tile in tl.range(first, last, num_stages=2 if ROPE else 1):
+            if ROPE:
                 row = tl.load(page_table + tile).to(tl.int64) * HG + group
-                keys, ranges = load_keys(k_codes, k_ranges, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, ROPE)
+                keys, ranges = load_keys(k_codes, k_ranges, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, True)
                 values = load_values(v_codes, v_ranges, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)
             else:
                 keys, ranges = next_keys
                 values = next_values
                 row = next_page.to(tl.int64) * HG + group
                 next_page = tl.load(page_table + tl.minimum(tile + 2, last - 1))
-                next_keys = load_keys(k_codes, k_ranges, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, ROPE)
+                next_keys = load_keys(k_codes, k_ranges, row, unit, K_BLOCKS, K_WORDS, K_GROUPS, False)
                 next_values = load_values(v_codes, v_ranges, row, own_group, unit, V_BLOCKS, V_WORDS, V_GROUPS)
             behind = tile * R + r
             inside = behind < packed

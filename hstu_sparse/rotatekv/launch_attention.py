@@ -198,12 +198,8 @@ def kept(cache: PackedCache) -> tuple[tuple, tuple]:
     return found[2], found[3]
 
 
-X_STAGES = None
-X_REGS = None
-
-
 class FewPlan(NamedTuple):
-    """What `few` needs to know beside the tensors."""
+    """What `few` needs beside a call's tensors."""
 
     constants: tuple[dict, dict]  # without and with a log-sum-exp
     programs: int  # of each part of a history
@@ -222,22 +218,24 @@ def few_plan(
     single = queries <= sequences
     constants = sizes(layout, ordered, dtype) | dict(
         SOFTMAX=softmax, ROPE=rope_base is not None, HAS_POSITION=position, HAS_TIME=time, FAST=dtype != torch.float32,
-        PAIRS=pairs, BQ=block_q, SINGLE=single, STAGES=1 if rope_base is None else 5,
+        PAIRS=pairs, BQ=block_q, SINGLE=single,
     )  # fmt: skip
     for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK"):
         constants.pop(name)
-    slots = queries if single else queries // block_q + sequences
-    filled = queries if single else sequences * cdiv(queries, sequences * block_q)
+    pages, room = cdiv(max_seq_len, layout.page), 8 * multiprocessors(device)
+    if single:
+        programs = queries * layout.head_groups
+        splits = few_splits(programs, room, pages)
+    else:
+        programs = (queries // block_q + sequences) * layout.head_groups
+        filled = sequences * cdiv(queries, sequences * block_q) * layout.head_groups
+        # Two rounds of programs, with RoPE one and a half, are measured best where some programs have no queries.
+        splits = max(1, min(room * (4 if rope_base is None else 3) // (2 * filled), pages // 16))
     angles = None, None, None
     if rope_base is not None:
         angles = all_tables(rope_base, layout.head_size // 2, next_power_of_2(max_seq_len // TILE + 2), True, device)
-    return FewPlan(
-        tuple(constants | dict(LSE=lse) for lse in (False, True)),
-        slots * layout.head_groups,
-        few_splits(filled * layout.head_groups, 8 * multiprocessors(device), cdiv(max_seq_len, layout.page)),
-        (layout.keys.channels**-0.5, 1.0 / max_seq_len),
-        angles,
-    )
+    constants = tuple(constants | dict(LSE=lse) for lse in (False, True))
+    return FewPlan(constants, programs, splits, (layout.keys.channels**-0.5, 1.0 / max_seq_len), angles)
 
 
 def few_splits(programs: int, room: int, pages: int) -> int:
@@ -248,9 +246,8 @@ def few_splits(programs: int, room: int, pages: int) -> int:
     most, fit = max(1, pages // 16), room // programs
     if fit >= 8:
         return min(fit, most)
-    return min(
-        range(1, min(most, 16) + 1), key=lambda splits: cdiv(programs * splits, room) * (cdiv(pages, splits) + 6)
-    )
+    time = lambda splits: cdiv(programs * splits, room) * (cdiv(pages, splits) + 6)
+    return min(range(1, min(most, 16) + 1), key=time)
 
 
 FEW_OPTIONS = dict(num_warps=1, num_stages=1)
@@ -273,9 +270,8 @@ def few(call: Call) -> Plan:
             cache.layout.options.sink_tokens, q.shape[0], splits, call.alpha, *plan.numbers, 1,
         )  # fmt: skip
         key = *key, *specialization((q, call.q_offsets, *others))
-        constants = plan.constants[part_lse is not None] | ({} if X_STAGES is None else dict(STAGES=X_STAGES))
-        options = FEW_OPTIONS if X_REGS is None else FEW_OPTIONS | dict(maxnreg=X_REGS)
-        start(rotatekv_few_fwd_kernel, plan.programs * splits, arguments, constants, options, key)
+        constants = plan.constants[part_lse is not None]
+        start(rotatekv_few_fwd_kernel, plan.programs * splits, arguments, constants, FEW_OPTIONS, key)
 
     return Plan(launch, plan.splits)
 
