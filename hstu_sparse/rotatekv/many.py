@@ -84,21 +84,35 @@ def side_by_side(x, COUNT: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr):
             for i in tl.static_range(COUNT >> (level + 1)):
                 y += (tl.join(x[2 * i], x[2 * i + 1]),)
             x = y
-    return tl.reshape(halves(x[0], DTYPE), [R, 8 * COUNT])
+    # 16 channels of each word are a run of 64, a row of shared memory: what a quarter of a warp stores at once, 16 bytes
+    # a thread, lies in different banks.
+    x = tl.permute(tl.reshape(x[0], [R, 4, COUNT // 8, 8]), 0, 2, 1, 3)
+    return tl.reshape(halves(x, DTYPE), [R, 8 * COUNT])
 
 
 @triton.jit
-def channel_of(place, COUNT: tl.constexpr, FIELDS: tl.constexpr):
+def channel_of(place, COUNT: tl.constexpr):
     """The channel of a head at each place of `side_by_side`'s order.
 
-    That is: word, the bits of the pair's number backwards, half. Pairs are numbered by block, chunk and field.
+    That is: the last bit of the pair's number if there are 16, word, the other bits backwards, half. Pairs are numbered
+    by block, chunk and field.
     """
-    rest = place % (2 * COUNT) // 2
+    rest = place // 64 * 8 + place % 16 // 2
     number = rest * 0
     for bit in tl.static_range(5):
         if COUNT >> bit > 1:
             number = number * 2 + (rest >> bit) % 2
-    return (number * 4 + place // (2 * COUNT)) * 2 + place % 2
+    return (number * 4 + place % 64 // 16) * 2 + place % 2
+
+
+@triton.jit
+def by_channel(x, BQ: tl.constexpr, V: tl.constexpr):
+    """[BQ, V] with channels as they are numbered, from the order of `channel_of`."""
+    if V == 128:
+        x = tl.permute(tl.reshape(x, [BQ, 2, 4, 2, 2, 2, 2]), 0, 5, 4, 3, 1, 2, 6)
+    else:
+        x = tl.permute(tl.reshape(x, [BQ, 4, 2, 2, 2, 2]), 0, 4, 3, 2, 1, 5)
+    return tl.reshape(x, [BQ, V])
 
 
 @triton.jit
@@ -214,7 +228,7 @@ def rotatekv_queries_fwd_kernel(
         cos, sin = turn(length, 0, place % HALF, near, far, HALF)
         x = x * cos + other * tl.where(place < HALF, -sin, sin)
     else:
-        channel = channel_of(tl.arange(0, D), D // 8, FIELDS)
+        channel = channel_of(tl.arange(0, D), D // 8)
         x = tl.zeros([BQ, D], tl.float32)
         for i in tl.static_range(D // 64):
             part = i * 64 + tl.arange(0, 64)
@@ -273,7 +287,7 @@ def rotatekv_many_fwd_kernel(
         place = tl.arange(0, HALF)
         near_query = tl.load(base + place[None, :], real[:, None], 0.0)
         far_query = tl.load(base + (HALF + place)[None, :], real[:, None], 0.0)
-        channel = channel_of(tl.arange(0, D), D // 8, FIELDS)
+        channel = channel_of(tl.arange(0, D), D // 8)
         near_matrix = sign(channel[:, None], place[None, :]).to(tl.float16)
         far_matrix = sign(channel[:, None], HALF + place[None, :]).to(tl.float16)
     else:
@@ -352,6 +366,5 @@ def rotatekv_many_fwd_kernel(
             tl.store(lse + row * (HG * G) + head, value, real)
     else:
         sums *= inverse_n
-    out_channel = channel_of(tl.arange(0, V), V // 8, FIELDS)
-    pointers = out + ((row * (HG * G) + head) * V)[:, None] + out_channel[None, :]
-    tl.store(pointers, sums.to(out.dtype.element_ty), real[:, None])
+    pointers = out + ((row * (HG * G) + head) * V)[:, None] + tl.arange(0, V)[None, :]
+    tl.store(pointers, by_channel(sums.to(out.dtype.element_ty), BQ, V), real[:, None])
