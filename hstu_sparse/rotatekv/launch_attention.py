@@ -30,6 +30,8 @@ MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
 KERNEL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Most registers of a thread, where fewer than it would take let more programs run side by side: way, with RoPE.
 # Measured on Hopper with 2 bits, and used there; 4 bits take more.
+import os
+X = dict(PARTS=2, PREFETCH=1, BQ=128, warps=8, reg=128, half=1) | eval(os.environ.get('X', '{}'))
 REGISTERS = {("many", False): 128}
 
 
@@ -230,7 +232,7 @@ def many(call: Call) -> Plan:
     """A program for many queries of a head."""
     cache, layout = call.source, call.source.layout
     heads = call.q.shape[1]
-    block_q = 128 if call.q.shape[0] > 64 * (call.q_offsets.shape[0] - 1) else 64
+    block_q = X['BQ']
     programs = call.slots(block_q) * heads
     constants = sizes(layout, False, cache.dtype)
     for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK", "HAS_ORDER"):
@@ -258,9 +260,9 @@ def many(call: Call) -> Plan:
             call.q_offsets.shape[0] - 1, layout.options.sink_tokens, call.q.shape[0], splits,
             layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
         )  # fmt: skip
-        given = dict(DTYPE=KERNEL_TYPES[call.q.dtype]) | constants | call.constants()
-        given |= dict(R=64, BQ=block_q, LSE=part_lse is not None)
-        options = dict(num_warps=block_q // 16, num_stages=1) | registers("many", call)
+        given = dict(DTYPE=tl.float16 if X['half'] and call.softmax else KERNEL_TYPES[call.q.dtype]) | constants | call.constants()
+        given |= dict(R=64, BQ=block_q, LSE=part_lse is not None, PARTS=X['PARTS'], PREFETCH=bool(X['PREFETCH']))
+        options = dict(num_warps=X['warps'], num_stages=1) | (dict(maxnreg=X['reg']) if X['reg'] else {})
         start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
 
     wanted = cdiv(2 * multiprocessors(call.q.device), programs)

@@ -249,7 +249,8 @@ def rotatekv_many_fwd_kernel(
     DTYPE: tl.constexpr, HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
     BITS: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, R: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, BQ: tl.constexpr, FAST: tl.constexpr, LSE: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, BQ: tl.constexpr, FAST: tl.constexpr, LSE: tl.constexpr, PARTS: tl.constexpr,
+    PREFETCH: tl.constexpr = True,
 ):  # fmt: skip
     """One part of BQ queries of one head; out and lse: [SPLITS, Tq, H, ...], or the final ones.
 
@@ -294,22 +295,23 @@ def rotatekv_many_fwd_kernel(
         whole_query = tl.load(base + tl.arange(0, D)[None, :], real[:, None], 0.0)
 
     sums = tl.zeros([BQ, V], tl.float32)
-    total = tl.zeros([BQ], tl.float32)
+    # Parts of a row's sum, as the threads have them: they meet at the end.
+    total = tl.zeros([BQ, 8], tl.float32)
     greatest = tl.full([BQ], float("-inf"), tl.float32)
     packed = tl.maximum(length - S, 0)
     tiles = (packed + R - 1) // R
     per = (tiles + SPLITS - 1) // SPLITS
     first = split * per
     last = tl.minimum(tiles, first + per)
+    end = tl.minimum(packed, last * R)
     page_table += tl.load(page_offsets + b)
     pages = (packed + PAGE - 1) // PAGE
     r = tl.arange(0, R)
     if first < last:
-        # Tokens behind the last one have codes of some page, and no weight. Registers are short, so that only the next
-        # tile's pages are known ahead: another program of the processor works while this one waits.
-        page = tl.load(page_table + tl.minimum((first * R + r) // PAGE, pages - 1))
-        none = (page >> 31)[:, None]
-        for tile in tl.range(first, last, num_stages=1):
+        # Tokens behind the last one have codes of some page, and no weight.
+        loaded = ()
+        for part in tl.static_range(PARTS):
+            page = tl.load(page_table + tl.minimum(((first + part) * R + r) // PAGE, pages - 1))
             keys, key_ranges = load_keys(
                 k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
             )
@@ -317,48 +319,96 @@ def rotatekv_many_fwd_kernel(
                 v_codes, v_ranges, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
                 OWN_GROUPS,
             )  # fmt: skip
-            behind = tile * R + r
-            inside = behind < packed
-            key = head_keys(keys, key_ranges, own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
-            scores = tl.zeros([BQ, R], tl.float32)
-            if ROPE:
-                angle = angles + ((S + behind) * D)[:, None] + tl.arange(0, HALF)[None, :]
-                cos, sin = tl.load(angle).to(tl.float32) * scale, tl.load(angle + HALF).to(tl.float32) * scale
-                near_half, far_half = tl.dot(key, near_matrix), tl.dot(key, far_matrix)
-                near_key = (near_half * cos - far_half * sin).to(tl.float16)
-                far_key = (far_half * cos + near_half * sin).to(tl.float16)
-                scores = tl.dot(near_query, tl.trans(near_key), scores)
-                scores = tl.dot(far_query, tl.trans(far_key), scores)
-            else:
-                scores = tl.dot(whole_query, tl.trans(key), scores)
-            factor = q_scale
-            if HAS_POSITION or HAS_TIME:
-                scores *= q_scale[:, None]
-                factor = tl.full([BQ], 1.0, tl.float32)
-            if HAS_POSITION:
-                scores += tl.load(position_table + length - S - behind, inside, 0.0).to(tl.float32)[None, :] * LOG2E
-            if HAS_TIME:
-                seen = tl.load(timestamps + begin + S + behind, inside, 0)
-                scores += time_bias(time_table, cells, seen, asked) * LOG2E
-            if SOFTMAX:
-                if (tile + 1) * R > packed:
-                    scores = tl.where(inside[None, :], scores, float("-inf"))
-                new = tl.maximum(greatest, tl.max(scores, 1) * factor)
-                safe = tl.where(new == float("-inf"), 0.0, new)
-                shrink = tl.exp2(greatest - safe)
-                weights = tl.exp2(scores * factor[:, None] - safe[:, None])
-                total = total * shrink + tl.sum(weights, 1)
-                sums *= shrink[:, None]
-                greatest = new
-            else:
-                weights = tl.where(inside[None, :], silu(scores * factor[:, None], FAST), 0.0)
-            low_weights = weights.to(DTYPE)
-            page = tl.load(page_table + tl.minimum(((tile + 1) * R + r) // PAGE, pages - 1))
-            value = head_values(values, value_ranges, none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
-            sums = tl.dot(low_weights, value, sums)
+            loaded += ((keys, key_ranges, values, value_ranges),)
+        none = (page >> 31)[:, None]
+        page_list = ()
+        for part in tl.static_range(PARTS):
+            at = ((first + (PARTS if PREFETCH else 0) + part) * R + r) // PAGE
+            page_list += (tl.load(page_table + tl.minimum(at, pages - 1)),)
+        for tile in tl.range(first, last, PARTS, num_stages=1):
+            # All is unpacked before the first product: so many products need one barrier, behind which the warp groups go
+            # their own ways, one to the tensor cores while the other has its softmax.
+            if not PREFETCH:
+                loaded = ()
+                new_pages = ()
+                for ahead in tl.static_range(PARTS):
+                    page = page_list[ahead]
+                    keys, key_ranges = load_keys(
+                        k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
+                    )
+                    values, value_ranges = load_values(
+                        v_codes, v_ranges, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
+                        OWN_GROUPS,
+                    )  # fmt: skip
+                    loaded += ((keys, key_ranges, values, value_ranges),)
+                    at = ((tile + PARTS + ahead) * R + r) // PAGE
+                    new_pages += (tl.load(page_table + tl.minimum(at, pages - 1)),)
+                page_list = new_pages
+            unpacked = ()
+            for part in tl.static_range(PARTS):
+                key = head_keys(loaded[part][0], loaded[part][1], own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
+                value = head_values(loaded[part][2], loaded[part][3], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
+                unpacked += ((key, value),)
+            for part in tl.static_range(PARTS):
+                key, value = unpacked[part]
+                behind = (tile + part) * R + r
+                inside = behind < end
+                scores = tl.zeros([BQ, R], tl.float32)
+                if ROPE:
+                    angle = angles + ((S + behind) * D)[:, None] + tl.arange(0, HALF)[None, :]
+                    cos, sin = tl.load(angle).to(tl.float32) * scale, tl.load(angle + HALF).to(tl.float32) * scale
+                    near_half, far_half = tl.dot(key, near_matrix), tl.dot(key, far_matrix)
+                    near_key = (near_half * cos - far_half * sin).to(tl.float16)
+                    far_key = (far_half * cos + near_half * sin).to(tl.float16)
+                    scores = tl.dot(near_query, tl.trans(near_key), scores)
+                    scores = tl.dot(far_query, tl.trans(far_key), scores)
+                else:
+                    scores = tl.dot(whole_query, tl.trans(key), scores)
+                factor = q_scale
+                if HAS_POSITION or HAS_TIME:
+                    scores *= q_scale[:, None]
+                    factor = tl.full([BQ], 1.0, tl.float32)
+                if HAS_POSITION:
+                    bias = tl.load(position_table + length - S - behind, inside, 0.0)
+                    scores += bias.to(tl.float32)[None, :] * LOG2E
+                if HAS_TIME:
+                    seen = tl.load(timestamps + begin + S + behind, inside, 0)
+                    scores += time_bias(time_table, cells, seen, asked) * LOG2E
+                if SOFTMAX:
+                    if (tile + part + 1) * R > end:
+                        scores = tl.where(inside[None, :], scores, float("-inf"))
+                    new = tl.maximum(greatest, tl.max(scores, 1) * factor)
+                    safe = tl.where(new == float("-inf"), 0.0, new)
+                    shrink = tl.exp2(greatest - safe)
+                    weights = tl.exp2(scores * factor[:, None] - safe[:, None])
+                    total = total * shrink[:, None] + tl.sum(tl.reshape(weights, [BQ, R // 8, 8]), 1)
+                    sums *= shrink[:, None]
+                    greatest = new
+                else:
+                    weights = tl.where(inside[None, :], silu(scores * factor[:, None], FAST), 0.0)
+                low_weights = weights.to(DTYPE)
+                if PREFETCH and part == PARTS - 1:
+                    # Words come while the last product is under way, when most registers are free; pages a turn ahead.
+                    loaded = ()
+                    new_pages = ()
+                    for ahead in tl.static_range(PARTS):
+                        page = page_list[ahead]
+                        keys, key_ranges = load_keys(
+                            k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
+                        )
+                        values, value_ranges = load_values(
+                            v_codes, v_ranges, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
+                            OWN_GROUPS,
+                        )  # fmt: skip
+                        loaded += ((keys, key_ranges, values, value_ranges),)
+                        at = ((tile + 2 * PARTS + ahead) * R + r) // PAGE
+                        new_pages += (tl.load(page_table + tl.minimum(at, pages - 1)),)
+                    page_list = new_pages
+                sums = tl.dot(low_weights, value, sums)
 
     row = split * Tq.to(tl.int64) + query
     if SOFTMAX:
+        total = tl.sum(total, 1)
         divisor = tl.where(total > 0.0, total, 1.0)
         sums = sums / divisor[:, None]
         if LSE:
