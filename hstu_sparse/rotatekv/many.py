@@ -311,7 +311,7 @@ def rotatekv_many_fwd_kernel(
         # Tokens behind the last one have codes of some page, and no weight.
         loaded = ()
         for part in tl.static_range(PARTS):
-            page = tl.load(page_table + tl.minimum(((first + part) * R + r) // PAGE, pages - 1))
+            page = tl.load(page_table + tl.minimum((first + part) * (R // PAGE) + r // PAGE, pages - 1))
             keys, key_ranges = load_keys(
                 k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
             )
@@ -323,7 +323,7 @@ def rotatekv_many_fwd_kernel(
         none = (page >> 31)[:, None]
         page_list = ()
         for part in tl.static_range(PARTS):
-            at = ((first + (PARTS if PREFETCH else 0) + part) * R + r) // PAGE
+            at = (first + (PARTS if PREFETCH else 0) + part) * (R // PAGE) + r // PAGE
             page_list += (tl.load(page_table + tl.minimum(at, pages - 1)),)
         for tile in tl.range(first, last, PARTS, num_stages=1):
             # All is unpacked before the first product: so many products need one barrier, behind which the warp groups go
@@ -341,7 +341,7 @@ def rotatekv_many_fwd_kernel(
                         OWN_GROUPS,
                     )  # fmt: skip
                     loaded += ((keys, key_ranges, values, value_ranges),)
-                    at = ((tile + PARTS + ahead) * R + r) // PAGE
+                    at = (tile + PARTS + ahead) * (R // PAGE) + r // PAGE
                     new_pages += (tl.load(page_table + tl.minimum(at, pages - 1)),)
                 page_list = new_pages
             unpacked = ()
@@ -401,7 +401,7 @@ def rotatekv_many_fwd_kernel(
                             OWN_GROUPS,
                         )  # fmt: skip
                         loaded += ((keys, key_ranges, values, value_ranges),)
-                        at = ((tile + 2 * PARTS + ahead) * R + r) // PAGE
+                        at = (tile + 2 * PARTS + ahead) * (R // PAGE) + r // PAGE
                         new_pages += (tl.load(page_table + tl.minimum(at, pages - 1)),)
                     page_list = new_pages
                 sums = tl.dot(low_weights, value, sums)
