@@ -31,7 +31,7 @@ KERNEL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Most registers of a thread, where fewer than it would take let more programs run side by side: way, with RoPE.
 # Measured on Hopper with 2 bits, and used there; 4 bits take more.
 import os
-X = dict(PARTS=2, PREFETCH=1, BQ=128, warps=8, reg=128, half=1) | eval(os.environ.get('X', '{}'))
+X = dict(PARTS=2, PREFETCH=1, BQ=128, warps=8, reg=128, half=1, QREG=0, STAGES=1, HALFROPE=1, R=64) | eval(os.environ.get('X', '{}'))
 REGISTERS = {("many", False): 128}
 
 
@@ -242,10 +242,12 @@ def many(call: Call) -> Plan:
         tensors, _ = kept(cache)
         near, far, table = call.all_angles(False)
         rope = near is not None
+        channels = layout.keys.channels
+        scale = 2.0 ** -(channels.bit_length() // 2)
         prepared = torch.empty(call.q.shape, dtype=torch.float16, device=call.q.device)
         factors = torch.empty(call.q.shape[:2], dtype=torch.float32, device=call.q.device)
         factor = (
-            call.alpha * (1.0 if rope else layout.keys.channels**-0.5) * (math.log2(math.e) if call.softmax else 1.0)
+            call.alpha * (channels**-0.5 / (scale if rope else 1.0)) * (math.log2(math.e) if call.softmax else 1.0)
         )
         arguments = (
             call.q, call.q.stride(0), call.q.stride(1), call.q_offsets, cache.seq_offsets, near, far, prepared, factors,
@@ -258,10 +260,10 @@ def many(call: Call) -> Plan:
             prepared, factors, call.q_offsets, *tensors[:3], *tensors[4:], *call.bias_arguments(),
             None if table is None else table.view(torch.float16), part, part_lse,
             call.q_offsets.shape[0] - 1, layout.options.sink_tokens, call.q.shape[0], splits,
-            layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
+            scale, 1.0 / call.max_seq_len,
         )  # fmt: skip
         given = dict(DTYPE=tl.float16 if X['half'] and call.softmax else KERNEL_TYPES[call.q.dtype]) | constants | call.constants()
-        given |= dict(R=64, BQ=block_q, LSE=part_lse is not None, PARTS=X['PARTS'], PREFETCH=bool(X['PREFETCH']))
+        given |= dict(R=X['R'], BQ=block_q, LSE=part_lse is not None, PARTS=X['PARTS'], PREFETCH=X['PREFETCH'], QREG=X['QREG'], STAGES=X['STAGES'], HALFROPE=X['HALFROPE'])
         options = dict(num_warps=X['warps'], num_stages=1) | (dict(maxnreg=X['reg']) if X['reg'] else {})
         start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
 

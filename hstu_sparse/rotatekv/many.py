@@ -250,7 +250,7 @@ def rotatekv_many_fwd_kernel(
     BITS: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, R: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, BQ: tl.constexpr, FAST: tl.constexpr, LSE: tl.constexpr, PARTS: tl.constexpr,
-    PREFETCH: tl.constexpr = True,
+    PREFETCH: tl.constexpr = 1, QREG: tl.constexpr = 0, STAGES: tl.constexpr = 1, HALFROPE: tl.constexpr = 1,
 ):  # fmt: skip
     """One part of BQ queries of one head; out and lse: [SPLITS, Tq, H, ...], or the final ones.
 
@@ -289,10 +289,12 @@ def rotatekv_many_fwd_kernel(
         near_query = tl.load(base + place[None, :], real[:, None], 0.0)
         far_query = tl.load(base + (HALF + place)[None, :], real[:, None], 0.0)
         channel = channel_of(tl.arange(0, D), D // 8)
-        near_matrix = sign(channel[:, None], place[None, :]).to(tl.float16)
-        far_matrix = sign(channel[:, None], HALF + place[None, :]).to(tl.float16)
+        near_matrix = (sign(channel[:, None], place[None, :]) * scale).to(tl.float16)
+        far_matrix = (sign(channel[:, None], HALF + place[None, :]) * scale).to(tl.float16)
     else:
         whole_query = tl.load(base + tl.arange(0, D)[None, :], real[:, None], 0.0)
+        if QREG:
+            whole_query = tl.where(q_scale[:, None] == 0.0, 0.0, whole_query)
 
     sums = tl.zeros([BQ, V], tl.float32)
     # Parts of a row's sum, as the threads have them: they meet at the end.
@@ -325,7 +327,7 @@ def rotatekv_many_fwd_kernel(
         for part in tl.static_range(PARTS):
             at = (first + (PARTS if PREFETCH else 0) + part) * (R // PAGE) + r // PAGE
             page_list += (tl.load(page_table + tl.minimum(at, pages - 1)),)
-        for tile in tl.range(first, last, PARTS, num_stages=1):
+        for tile in tl.range(first, last, PARTS, num_stages=STAGES):
             # All is unpacked before the first product: so many products need one barrier, behind which the warp groups go
             # their own ways, one to the tensor cores while the other has its softmax.
             if not PREFETCH:
@@ -356,14 +358,35 @@ def rotatekv_many_fwd_kernel(
                 scores = tl.zeros([BQ, R], tl.float32)
                 if ROPE:
                     angle = angles + ((S + behind) * D)[:, None] + tl.arange(0, HALF)[None, :]
-                    cos, sin = tl.load(angle).to(tl.float32) * scale, tl.load(angle + HALF).to(tl.float32) * scale
-                    near_half, far_half = tl.dot(key, near_matrix), tl.dot(key, far_matrix)
+                    cos, sin = tl.load(angle), tl.load(angle + HALF)
+                    if HALFROPE:
+                        near_half = tl.dot(key, near_matrix).to(tl.float16)
+                        far_half = tl.dot(key, far_matrix).to(tl.float16)
+                    else:
+                        near_half, far_half = tl.dot(key, near_matrix), tl.dot(key, far_matrix)
                     near_key = (near_half * cos - far_half * sin).to(tl.float16)
                     far_key = (far_half * cos + near_half * sin).to(tl.float16)
                     scores = tl.dot(near_query, tl.trans(near_key), scores)
                     scores = tl.dot(far_query, tl.trans(far_key), scores)
                 else:
                     scores = tl.dot(whole_query, tl.trans(key), scores)
+                if PREFETCH and part == (PREFETCH - 1 if PREFETCH < PARTS else PARTS - 1):
+                    # Words come while the last product is under way, when most registers are free; pages a turn ahead.
+                    loaded = ()
+                    new_pages = ()
+                    for ahead in tl.static_range(PARTS):
+                        page = page_list[ahead]
+                        keys, key_ranges = load_keys(
+                            k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
+                        )
+                        values, value_ranges = load_values(
+                            v_codes, v_ranges, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
+                            OWN_GROUPS,
+                        )  # fmt: skip
+                        loaded += ((keys, key_ranges, values, value_ranges),)
+                        at = (tile + 2 * PARTS + ahead) * (R // PAGE) + r // PAGE
+                        new_pages += (tl.load(page_table + tl.minimum(at, pages - 1)),)
+                    page_list = new_pages
                 factor = q_scale
                 if HAS_POSITION or HAS_TIME:
                     scores *= q_scale[:, None]
@@ -387,23 +410,6 @@ def rotatekv_many_fwd_kernel(
                 else:
                     weights = tl.where(inside[None, :], silu(scores * factor[:, None], FAST), 0.0)
                 low_weights = weights.to(DTYPE)
-                if PREFETCH and part == PARTS - 1:
-                    # Words come while the last product is under way, when most registers are free; pages a turn ahead.
-                    loaded = ()
-                    new_pages = ()
-                    for ahead in tl.static_range(PARTS):
-                        page = page_list[ahead]
-                        keys, key_ranges = load_keys(
-                            k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
-                        )
-                        values, value_ranges = load_values(
-                            v_codes, v_ranges, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
-                            OWN_GROUPS,
-                        )  # fmt: skip
-                        loaded += ((keys, key_ranges, values, value_ranges),)
-                        at = (tile + 2 * PARTS + ahead) * (R // PAGE) + r // PAGE
-                        new_pages += (tl.load(page_table + tl.minimum(at, pages - 1)),)
-                    page_list = new_pages
                 sums = tl.dot(low_weights, value, sums)
 
     row = split * Tq.to(tl.int64) + query
