@@ -31,7 +31,7 @@ KERNEL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Most registers of a thread, where fewer than it would take let more programs run side by side: way, with RoPE.
 # Measured on Hopper with 2 bits, and used there; 4 bits take more.
 import os
-X = dict(PARTS=2, PREFETCH=1, BQ=128, warps=8, reg=128, half=1, QREG=0, STAGES=1, HALFROPE=1, R=64) | eval(os.environ.get('X', '{}'))
+X = dict(PARTS=2, PREFETCH=1, BQ=128, warps=8, reg=128, half=1, QREG=0, STAGES=1, HALFROPE=1, R=64, CARRY=0, LATE=0) | eval(os.environ.get('X', '{}'))
 REGISTERS = {("many", False): 128}
 
 
@@ -263,7 +263,7 @@ def many(call: Call) -> Plan:
             scale, 1.0 / call.max_seq_len,
         )  # fmt: skip
         given = dict(DTYPE=tl.float16 if X['half'] and call.softmax else KERNEL_TYPES[call.q.dtype]) | constants | call.constants()
-        given |= dict(R=X['R'], BQ=block_q, LSE=part_lse is not None, PARTS=X['PARTS'], PREFETCH=X['PREFETCH'], QREG=X['QREG'], STAGES=X['STAGES'], HALFROPE=X['HALFROPE'])
+        given |= dict(R=X['R'], BQ=block_q, LSE=part_lse is not None, PARTS=X['PARTS'], PREFETCH=X['PREFETCH'], QREG=X['QREG'], STAGES=X['STAGES'], HALFROPE=X['HALFROPE'], CARRY=X['CARRY'], LATE=X['LATE'])
         options = dict(num_warps=X['warps'], num_stages=1) | (dict(maxnreg=X['reg']) if X['reg'] else {})
         start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
 

@@ -251,6 +251,7 @@ def rotatekv_many_fwd_kernel(
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, R: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, BQ: tl.constexpr, FAST: tl.constexpr, LSE: tl.constexpr, PARTS: tl.constexpr,
     PREFETCH: tl.constexpr = 1, QREG: tl.constexpr = 0, STAGES: tl.constexpr = 1, HALFROPE: tl.constexpr = 1,
+    CARRY: tl.constexpr = 0, LATE: tl.constexpr = 0,
 ):  # fmt: skip
     """One part of BQ queries of one head; out and lse: [SPLITS, Tq, H, ...], or the final ones.
 
@@ -327,6 +328,19 @@ def rotatekv_many_fwd_kernel(
         for part in tl.static_range(PARTS):
             at = (first + (PARTS if PREFETCH else 0) + part) * (R // PAGE) + r // PAGE
             page_list += (tl.load(page_table + tl.minimum(at, pages - 1)),)
+        if CARRY:
+            key = head_keys(loaded[0][0], loaded[0][1], own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
+            value = head_values(loaded[0][2], loaded[0][3], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
+            page = page_list[0]
+            keys, key_ranges = load_keys(
+                k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
+            )
+            values, value_ranges = load_values(
+                v_codes, v_ranges, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
+                OWN_GROUPS,
+            )  # fmt: skip
+            loaded = ((keys, key_ranges, values, value_ranges),)
+            page_list = (tl.load(page_table + tl.minimum((first + 2) * (R // PAGE) + r // PAGE, pages - 1)),)
         for tile in tl.range(first, last, PARTS, num_stages=STAGES):
             # All is unpacked before the first product: so many products need one barrier, behind which the warp groups go
             # their own ways, one to the tensor cores while the other has its softmax.
@@ -347,12 +361,13 @@ def rotatekv_many_fwd_kernel(
                     new_pages += (tl.load(page_table + tl.minimum(at, pages - 1)),)
                 page_list = new_pages
             unpacked = ()
-            for part in tl.static_range(PARTS):
+            for part in tl.static_range(0 if CARRY else 1 if LATE else PARTS):
                 key = head_keys(loaded[part][0], loaded[part][1], own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
                 value = head_values(loaded[part][2], loaded[part][3], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
                 unpacked += ((key, value),)
             for part in tl.static_range(PARTS):
-                key, value = unpacked[part]
+                if not CARRY:
+                    key, value = unpacked[part]
                 behind = (tile + part) * R + r
                 inside = behind < end
                 scores = tl.zeros([BQ, R], tl.float32)
@@ -370,7 +385,7 @@ def rotatekv_many_fwd_kernel(
                     scores = tl.dot(far_query, tl.trans(far_key), scores)
                 else:
                     scores = tl.dot(whole_query, tl.trans(key), scores)
-                if PREFETCH and part == (PREFETCH - 1 if PREFETCH < PARTS else PARTS - 1):
+                if PREFETCH and not CARRY and not (LATE and part == 0) and part == (PREFETCH - 1 if PREFETCH < PARTS else PARTS - 1):
                     # Words come while the last product is under way, when most registers are free; pages a turn ahead.
                     loaded = ()
                     new_pages = ()
@@ -410,7 +425,28 @@ def rotatekv_many_fwd_kernel(
                 else:
                     weights = tl.where(inside[None, :], silu(scores * factor[:, None], FAST), 0.0)
                 low_weights = weights.to(DTYPE)
-                sums = tl.dot(low_weights, value, sums)
+                now = value
+                if LATE and part + 1 < PARTS:
+                    key = head_keys(loaded[part + 1][0], loaded[part + 1][1], own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
+                    value = head_values(
+                        loaded[part + 1][2], loaded[part + 1][3], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R
+                    )
+                    unpacked += ((key, value),)
+                if CARRY:
+                    key = head_keys(loaded[0][0], loaded[0][1], own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
+                    value = head_values(loaded[0][2], loaded[0][3], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
+                    page = page_list[0]
+                    keys, key_ranges = load_keys(
+                        k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
+                    )
+                    values, value_ranges = load_values(
+                        v_codes, v_ranges, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
+                        OWN_GROUPS,
+                    )  # fmt: skip
+                    loaded = ((keys, key_ranges, values, value_ranges),)
+                    at = (tile + 3) * (R // PAGE) + r // PAGE
+                    page_list = (tl.load(page_table + tl.minimum(at, pages - 1)),)
+                sums = tl.dot(low_weights, now, sums)
 
     row = split * Tq.to(tl.int64) + query
     if SOFTMAX:
