@@ -330,7 +330,10 @@ def rotatekv_many_fwd_kernel(
             page_list += (tl.load(page_table + tl.minimum(at, pages - 1)),)
         if CARRY:
             key = head_keys(loaded[0][0], loaded[0][1], own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
-            value = head_values(loaded[0][2], loaded[0][3], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
+            if CARRY == 2:
+                held = (loaded[0][2], loaded[0][3])
+            else:
+                value = head_values(loaded[0][2], loaded[0][3], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
             page = page_list[0]
             keys, key_ranges = load_keys(
                 k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
@@ -385,6 +388,8 @@ def rotatekv_many_fwd_kernel(
                     scores = tl.dot(far_query, tl.trans(far_key), scores)
                 else:
                     scores = tl.dot(whole_query, tl.trans(key), scores)
+                if CARRY == 2:
+                    value = head_values(held[0], held[1], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
                 if PREFETCH and not CARRY and not (LATE and part == 0) and part == (PREFETCH - 1 if PREFETCH < PARTS else PARTS - 1):
                     # Words come while the last product is under way, when most registers are free; pages a turn ahead.
                     loaded = ()
@@ -434,7 +439,10 @@ def rotatekv_many_fwd_kernel(
                     unpacked += ((key, value),)
                 if CARRY:
                     key = head_keys(loaded[0][0], loaded[0][1], own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
-                    value = head_values(loaded[0][2], loaded[0][3], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
+                    if CARRY == 2:
+                        held = (loaded[0][2], loaded[0][3])
+                    else:
+                        value = head_values(loaded[0][2], loaded[0][3], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
                     page = page_list[0]
                     keys, key_ranges = load_keys(
                         k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
