@@ -84,8 +84,8 @@ def side_by_side(x, COUNT: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr):
             for i in tl.static_range(COUNT >> (level + 1)):
                 y += (tl.join(x[2 * i], x[2 * i + 1]),)
             x = y
-    # 16 channels of each word are a run of 64, a row of shared memory: what a quarter of a warp stores at once, 16 bytes
-    # a thread, lies in different banks.
+    # 64 channels, 16 of each word, are a row of shared memory: what a quarter of a warp stores at once, 16 bytes a
+    # thread, lies in different banks.
     x = tl.permute(tl.reshape(x[0], [R, 4, COUNT // 8, 8]), 0, 2, 1, 3)
     return tl.reshape(halves(x, DTYPE), [R, 8 * COUNT])
 
@@ -116,41 +116,46 @@ def by_channel(x, BQ: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def load_keys(
-    k_codes, k_ranges, page, slot, group, HG: tl.constexpr, PAGE: tl.constexpr, K_BLOCKS: tl.constexpr,
-    K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr,
-):  # fmt: skip
-    """Words [R, 4] of the group's keys by block and chunk; their scales and zeros in an int32 [R] by group."""
-    row = page.to(tl.int64) * HG + group
-    words = ()
-    for i in tl.static_range(K_BLOCKS):
-        for c in tl.static_range(K_WORDS // 4):
-            at = ((row * K_BLOCKS + i) * PAGE + slot) * K_WORDS + c * 4
-            words += (tl.load(k_codes + at[:, None] + tl.arange(0, 4)[None, :]),)
-    ranges = ()
-    for g in tl.static_range(K_GROUPS):
-        at = (row * K_GROUPS + g) * PAGE + slot
-        ranges += (tl.load(k_ranges + at),)
-    return words, ranges
+def load_pages(page_table, tile, pages, R: tl.constexpr, PAGE: tl.constexpr):
+    """The page of each of a tile's tokens, [R]; the last one's of those behind it."""
+    return tl.load(page_table + tl.minimum(tile * (R // PAGE) + tl.arange(0, R) // PAGE, pages - 1))
 
 
 @triton.jit
-def load_values(
-    v_codes, v_ranges, page, slot, group, own, HG: tl.constexpr, PAGE: tl.constexpr, V_BLOCKS: tl.constexpr,
+def load_words(
+    codes, ranges, row, slot, block, group, PAGE: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr,
+    GROUPS: tl.constexpr, COUNT: tl.constexpr, GROUP_COUNT: tl.constexpr,
+):  # fmt: skip
+    """Words [R, 4] of COUNT blocks from `block` on, by block and chunk; scales and zeros of groups, int32 [R] each."""
+    words = ()
+    for i in tl.static_range(COUNT):
+        for c in tl.static_range(WORDS // 4):
+            at = ((row * BLOCKS + block + i) * PAGE + slot) * WORDS + c * 4
+            words += (tl.load(codes + at[:, None] + tl.arange(0, 4)[None, :]),)
+    found = ()
+    for g in tl.static_range(GROUP_COUNT):
+        found += (tl.load(ranges + (row * GROUPS + group + g) * PAGE + slot),)
+    return words, found
+
+
+@triton.jit
+def load_tile(
+    k_codes, k_ranges, v_codes, v_ranges, page, group, own, HG: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr,
+    K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, OWN_V: tl.constexpr, OWN_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The same of the values of head `own` in the group."""
+    """What `load_words` finds of the group's keys and of the values of head `own`: (words, ranges, words, ranges)."""
     row = page.to(tl.int64) * HG + group
-    words = ()
-    for i in tl.static_range(OWN_V):
-        for c in tl.static_range(V_WORDS // 4):
-            at = ((row * V_BLOCKS + own * OWN_V + i) * PAGE + slot) * V_WORDS + c * 4
-            words += (tl.load(v_codes + at[:, None] + tl.arange(0, 4)[None, :]),)
-    ranges = ()
-    for g in tl.static_range(OWN_GROUPS):
-        at = (row * V_GROUPS + own * OWN_V * V_GROUPS // V_BLOCKS + g) * PAGE + slot
-        ranges += (tl.load(v_ranges + at),)
-    return words, ranges
+    slot = tl.arange(0, R) % PAGE
+    keys, key_ranges = load_words(
+        k_codes, k_ranges, row, slot, 0, 0, PAGE, K_BLOCKS, K_WORDS, K_GROUPS, K_BLOCKS, K_GROUPS
+    )
+    block = own * OWN_V
+    values, value_ranges = load_words(
+        v_codes, v_ranges, row, slot, block, block * V_GROUPS // V_BLOCKS, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
+        OWN_GROUPS,
+    )  # fmt: skip
+    return keys, key_ranges, values, value_ranges
 
 
 @triton.jit
@@ -204,7 +209,7 @@ def head_values(
 @triton.jit(do_not_specialize=["q_stride_t", "q_stride_h", "B"])
 def rotatekv_queries_fwd_kernel(
     q, q_stride_t, q_stride_h, q_offsets, seq_offsets, near, far, out, factors, B, factor,
-    H: tl.constexpr, D: tl.constexpr, FIELDS: tl.constexpr, ROPE: tl.constexpr, BQ: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     """Queries as keys meet them: transformed, their channels in the order of `channel_of`; or turned to their position.
 
@@ -249,16 +254,15 @@ def rotatekv_many_fwd_kernel(
     DTYPE: tl.constexpr, HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
     BITS: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, R: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, BQ: tl.constexpr, FAST: tl.constexpr, LSE: tl.constexpr, PARTS: tl.constexpr,
-    PREFETCH: tl.constexpr = 1, QREG: tl.constexpr = 0, STAGES: tl.constexpr = 1, HALFROPE: tl.constexpr = 1,
-    CARRY: tl.constexpr = 0, LATE: tl.constexpr = 0,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, BQ: tl.constexpr, FAST: tl.constexpr, LSE: tl.constexpr,
+    AHEAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One part of BQ queries of one head; out and lse: [SPLITS, Tq, H, ...], or the final ones.
 
-    queries, factors: of rotatekv_queries_fwd_kernel.
+    queries, factors: of rotatekv_queries_fwd_kernel. DTYPE: of weights and values; fp16, if it holds them, is unpacked
+    with fewer instructions. scale: of the transform of keys, with RoPE. AHEAD: words are loaded a tile ahead.
     """
     CHUNKS: tl.constexpr = K_WORDS // 4
-    FIELDS: tl.constexpr = 16 // BITS
     OWN_K: tl.constexpr = K_BLOCKS // G
     OWN_V: tl.constexpr = V_BLOCKS // G
     K_PER: tl.constexpr = K_BLOCKS // K_GROUPS
@@ -294,8 +298,6 @@ def rotatekv_many_fwd_kernel(
         far_matrix = (sign(channel[:, None], HALF + place[None, :]) * scale).to(tl.float16)
     else:
         whole_query = tl.load(base + tl.arange(0, D)[None, :], real[:, None], 0.0)
-        if QREG:
-            whole_query = tl.where(q_scale[:, None] == 0.0, 0.0, whole_query)
 
     sums = tl.zeros([BQ, V], tl.float32)
     # Parts of a row's sum, as the threads have them: they meet at the end.
@@ -306,155 +308,71 @@ def rotatekv_many_fwd_kernel(
     per = (tiles + SPLITS - 1) // SPLITS
     first = split * per
     last = tl.minimum(tiles, first + per)
-    end = tl.minimum(packed, last * R)
     page_table += tl.load(page_offsets + b)
     pages = (packed + PAGE - 1) // PAGE
     r = tl.arange(0, R)
     if first < last:
         # Tokens behind the last one have codes of some page, and no weight.
-        loaded = ()
-        for part in tl.static_range(PARTS):
-            page = tl.load(page_table + tl.minimum((first + part) * (R // PAGE) + r // PAGE, pages - 1))
-            keys, key_ranges = load_keys(
-                k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
-            )
-            values, value_ranges = load_values(
-                v_codes, v_ranges, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
-                OWN_GROUPS,
-            )  # fmt: skip
-            loaded += ((keys, key_ranges, values, value_ranges),)
+        page = load_pages(page_table, first, pages, R, PAGE)
         none = (page >> 31)[:, None]
-        page_list = ()
-        for part in tl.static_range(PARTS):
-            at = (first + (PARTS if PREFETCH else 0) + part) * (R // PAGE) + r // PAGE
-            page_list += (tl.load(page_table + tl.minimum(at, pages - 1)),)
-        if CARRY:
-            key = head_keys(loaded[0][0], loaded[0][1], own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
-            if CARRY == 2:
-                held = (loaded[0][2], loaded[0][3])
-            else:
-                value = head_values(loaded[0][2], loaded[0][3], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
-            page = page_list[0]
-            keys, key_ranges = load_keys(
-                k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
-            )
-            values, value_ranges = load_values(
-                v_codes, v_ranges, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
-                OWN_GROUPS,
+        if AHEAD:
+            loaded = load_tile(
+                k_codes, k_ranges, v_codes, v_ranges, page, group, own, HG, PAGE, R, K_BLOCKS, K_WORDS, K_GROUPS,
+                V_BLOCKS, V_WORDS, V_GROUPS, OWN_V, OWN_GROUPS,
             )  # fmt: skip
-            loaded = ((keys, key_ranges, values, value_ranges),)
-            page_list = (tl.load(page_table + tl.minimum((first + 2) * (R // PAGE) + r // PAGE, pages - 1)),)
-        for tile in tl.range(first, last, PARTS, num_stages=STAGES):
-            # All is unpacked before the first product: so many products need one barrier, behind which the warp groups go
-            # their own ways, one to the tensor cores while the other has its softmax.
-            if not PREFETCH:
-                loaded = ()
-                new_pages = ()
-                for ahead in tl.static_range(PARTS):
-                    page = page_list[ahead]
-                    keys, key_ranges = load_keys(
-                        k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
-                    )
-                    values, value_ranges = load_values(
-                        v_codes, v_ranges, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
-                        OWN_GROUPS,
-                    )  # fmt: skip
-                    loaded += ((keys, key_ranges, values, value_ranges),)
-                    at = (tile + PARTS + ahead) * (R // PAGE) + r // PAGE
-                    new_pages += (tl.load(page_table + tl.minimum(at, pages - 1)),)
-                page_list = new_pages
-            unpacked = ()
-            for part in tl.static_range(0 if CARRY else 1 if LATE else PARTS):
-                key = head_keys(loaded[part][0], loaded[part][1], own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
-                value = head_values(loaded[part][2], loaded[part][3], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
-                unpacked += ((key, value),)
-            for part in tl.static_range(PARTS):
-                if not CARRY:
-                    key, value = unpacked[part]
-                behind = (tile + part) * R + r
-                inside = behind < end
-                scores = tl.zeros([BQ, R], tl.float32)
-                if ROPE:
-                    angle = angles + ((S + behind) * D)[:, None] + tl.arange(0, HALF)[None, :]
-                    cos, sin = tl.load(angle), tl.load(angle + HALF)
-                    if HALFROPE:
-                        near_half = tl.dot(key, near_matrix).to(tl.float16)
-                        far_half = tl.dot(key, far_matrix).to(tl.float16)
-                    else:
-                        near_half, far_half = tl.dot(key, near_matrix), tl.dot(key, far_matrix)
-                    near_key = (near_half * cos - far_half * sin).to(tl.float16)
-                    far_key = (far_half * cos + near_half * sin).to(tl.float16)
-                    scores = tl.dot(near_query, tl.trans(near_key), scores)
-                    scores = tl.dot(far_query, tl.trans(far_key), scores)
-                else:
-                    scores = tl.dot(whole_query, tl.trans(key), scores)
-                if CARRY == 2:
-                    value = head_values(held[0], held[1], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
-                if PREFETCH and not CARRY and not (LATE and part == 0) and part == (PREFETCH - 1 if PREFETCH < PARTS else PARTS - 1):
-                    # Words come while the last product is under way, when most registers are free; pages a turn ahead.
-                    loaded = ()
-                    new_pages = ()
-                    for ahead in tl.static_range(PARTS):
-                        page = page_list[ahead]
-                        keys, key_ranges = load_keys(
-                            k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
-                        )
-                        values, value_ranges = load_values(
-                            v_codes, v_ranges, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
-                            OWN_GROUPS,
-                        )  # fmt: skip
-                        loaded += ((keys, key_ranges, values, value_ranges),)
-                        at = (tile + 2 * PARTS + ahead) * (R // PAGE) + r // PAGE
-                        new_pages += (tl.load(page_table + tl.minimum(at, pages - 1)),)
-                    page_list = new_pages
-                factor = q_scale
-                if HAS_POSITION or HAS_TIME:
-                    scores *= q_scale[:, None]
-                    factor = tl.full([BQ], 1.0, tl.float32)
-                if HAS_POSITION:
-                    bias = tl.load(position_table + length - S - behind, inside, 0.0)
-                    scores += bias.to(tl.float32)[None, :] * LOG2E
-                if HAS_TIME:
-                    seen = tl.load(timestamps + begin + S + behind, inside, 0)
-                    scores += time_bias(time_table, cells, seen, asked) * LOG2E
-                if SOFTMAX:
-                    if (tile + part + 1) * R > end:
-                        scores = tl.where(inside[None, :], scores, float("-inf"))
-                    new = tl.maximum(greatest, tl.max(scores, 1) * factor)
-                    safe = tl.where(new == float("-inf"), 0.0, new)
-                    shrink = tl.exp2(greatest - safe)
-                    weights = tl.exp2(scores * factor[:, None] - safe[:, None])
-                    total = total * shrink[:, None] + tl.sum(tl.reshape(weights, [BQ, R // 8, 8]), 1)
-                    sums *= shrink[:, None]
-                    greatest = new
-                else:
-                    weights = tl.where(inside[None, :], silu(scores * factor[:, None], FAST), 0.0)
-                low_weights = weights.to(DTYPE)
-                now = value
-                if LATE and part + 1 < PARTS:
-                    key = head_keys(loaded[part + 1][0], loaded[part + 1][1], own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
-                    value = head_values(
-                        loaded[part + 1][2], loaded[part + 1][3], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R
-                    )
-                    unpacked += ((key, value),)
-                if CARRY:
-                    key = head_keys(loaded[0][0], loaded[0][1], own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
-                    if CARRY == 2:
-                        held = (loaded[0][2], loaded[0][3])
-                    else:
-                        value = head_values(loaded[0][2], loaded[0][3], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
-                    page = page_list[0]
-                    keys, key_ranges = load_keys(
-                        k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
-                    )
-                    values, value_ranges = load_values(
-                        v_codes, v_ranges, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
-                        OWN_GROUPS,
-                    )  # fmt: skip
-                    loaded = ((keys, key_ranges, values, value_ranges),)
-                    at = (tile + 3) * (R // PAGE) + r // PAGE
-                    page_list = (tl.load(page_table + tl.minimum(at, pages - 1)),)
-                sums = tl.dot(low_weights, now, sums)
+            page = load_pages(page_table, first + 1, pages, R, PAGE)
+        for tile in tl.range(first, last, num_stages=STAGES):
+            if not AHEAD:
+                loaded = load_tile(
+                    k_codes, k_ranges, v_codes, v_ranges, page, group, own, HG, PAGE, R, K_BLOCKS, K_WORDS, K_GROUPS,
+                    V_BLOCKS, V_WORDS, V_GROUPS, OWN_V, OWN_GROUPS,
+                )  # fmt: skip
+                page = load_pages(page_table, tile + 1, pages, R, PAGE)
+            # Keys and values are stored side by side: one barrier before them, one behind.
+            key = head_keys(loaded[0], loaded[1], own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
+            value = head_values(loaded[2], loaded[3], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
+            behind = tile * R + r
+            inside = behind < packed
+            scores = tl.zeros([BQ, R], tl.float32)
+            if ROPE:
+                angle = angles + ((S + behind) * D)[:, None] + tl.arange(0, HALF)[None, :]
+                cos, sin = tl.load(angle).to(tl.float32), tl.load(angle + HALF).to(tl.float32)
+                near_half, far_half = tl.dot(key, near_matrix), tl.dot(key, far_matrix)
+                near_key = (near_half * cos - far_half * sin).to(tl.float16)
+                far_key = (far_half * cos + near_half * sin).to(tl.float16)
+                scores = tl.dot(near_query, tl.trans(near_key), scores)
+                scores = tl.dot(far_query, tl.trans(far_key), scores)
+            else:
+                scores = tl.dot(whole_query, tl.trans(key), scores)
+            if AHEAD:
+                # Here no fence is to come that would wait for them: the next one is where they are stored.
+                loaded = load_tile(
+                    k_codes, k_ranges, v_codes, v_ranges, page, group, own, HG, PAGE, R, K_BLOCKS, K_WORDS, K_GROUPS,
+                    V_BLOCKS, V_WORDS, V_GROUPS, OWN_V, OWN_GROUPS,
+                )  # fmt: skip
+                page = load_pages(page_table, tile + 2, pages, R, PAGE)
+            factor = q_scale
+            if HAS_POSITION or HAS_TIME:
+                scores *= q_scale[:, None]
+                factor = tl.full([BQ], 1.0, tl.float32)
+            if HAS_POSITION:
+                scores += tl.load(position_table + length - S - behind, inside, 0.0).to(tl.float32)[None, :] * LOG2E
+            if HAS_TIME:
+                seen = tl.load(timestamps + begin + S + behind, inside, 0)
+                scores += time_bias(time_table, cells, seen, asked) * LOG2E
+            if SOFTMAX:
+                if (tile + 1) * R > packed:
+                    scores = tl.where(inside[None, :], scores, float("-inf"))
+                new = tl.maximum(greatest, tl.max(scores, 1) * factor)
+                safe = tl.where(new == float("-inf"), 0.0, new)
+                shrink = tl.exp2(greatest - safe)
+                weights = tl.exp2(scores * factor[:, None] - safe[:, None])
+                total = total * shrink[:, None] + tl.sum(tl.reshape(weights, [BQ, R // 8, 8]), 1)
+                sums *= shrink[:, None]
+                greatest = new
+            else:
+                weights = tl.where(inside[None, :], silu(scores * factor[:, None], FAST), 0.0)
+            sums = tl.dot(weights.to(DTYPE), value, sums)
 
     row = split * Tq.to(tl.int64) + query
     if SOFTMAX:
