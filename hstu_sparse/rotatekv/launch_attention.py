@@ -172,10 +172,6 @@ class Plan(NamedTuple):
     splits: int
 
 
-def launch_key(arguments: tuple) -> tuple:
-    return tuple([(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else None for x in arguments])
-
-
 def kept(cache: PackedCache) -> tuple[tuple, tuple]:
     """(a cache's tensors in the order in which kernels take them, their `specialization`), found out once a state."""
     found = cache.__dict__.get("kept")
@@ -312,20 +308,16 @@ def many(call: Call) -> Plan:
         factor /= 1.0 if near is None else scale
         prepared = torch.empty(q.shape, dtype=torch.float16, device=q.device)
         factors = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        arguments = (
-            q, q.stride(0), q.stride(1), call.q_offsets, cache.seq_offsets, near, far, prepared, factors, sequences,
-            factor,
-        )  # fmt: skip
+        made = call.q_offsets, cache.seq_offsets, near, far, prepared, factors
+        arguments = q, q.stride(0), q.stride(1), *made, sequences, factor
         start(rotatekv_queries_fwd_kernel, call.slots(64) * heads, arguments, queries, dict(num_warps=4),
-              launch_key(arguments))  # fmt: skip
-        others = (
-            *call.bias_arguments(), None if table is None else table.view(torch.float16), part, part_lse,
-        )  # fmt: skip
+              specialization((q, *made)))  # fmt: skip
+        others = *call.bias_arguments(), None if table is None else table.view(torch.float16), part, part_lse
         arguments = (
             prepared, factors, call.q_offsets, *tensors[:3], *tensors[4:], *others, sequences,
             layout.options.sink_tokens, q.shape[0], splits, scale, 1.0 / call.max_seq_len,
         )  # fmt: skip
-        key = *key, *launch_key((prepared, factors, call.q_offsets, *others))
+        key = *key, *specialization((prepared, factors, call.q_offsets, *others))
         start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, key)
 
     wanted = cdiv(2 * multiprocessors(q.device), programs)
