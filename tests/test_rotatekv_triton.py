@@ -52,6 +52,9 @@ CALLS = {
     "few, rope, 256": dict(HALF, head_size=256, head_group=1, rope=True, softmax=True, lengths=[20], asked=[1]),
     "many": dict(HALF, head_size=64, value_size=64, position=True, timed=True, lengths=[30, 3], asked=[3, 1]),
     "many, 4 bits, softmax": dict(HALF, bits=4, head_size=64, value_size=128, softmax=True, lengths=[66], asked=[1]),
+    "many, 70 queries": dict(
+        HALF, head_size=64, value_size=64, softmax=True, lengths=[270], asked=[70], max_seq_len=270, splits=2
+    ),
     "many, rope, sinks": dict(HALF, value_size=64, head_size=64, rope=True, sink_tokens=5, lengths=[30], asked=[2]),
 }
 

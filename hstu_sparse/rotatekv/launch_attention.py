@@ -37,9 +37,6 @@ from hstu_sparse.validation import check_kernel
 # kernel turns keys back and gives heads programs of their own.
 MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
 KERNEL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-# Most registers of a thread, where fewer than it would take let more programs run side by side: way, with RoPE.
-# Measured on Hopper with 2 bits, and used there; 4 bits take more.
-REGISTERS = {("many", False): 128}
 
 
 @functools.lru_cache(maxsize=16)
@@ -175,16 +172,6 @@ class Plan(NamedTuple):
     splits: int
 
 
-def launch_key(arguments: tuple) -> tuple:
-    return tuple([(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else None for x in arguments])
-
-
-def registers(way: str, call: Call) -> dict:
-    most = REGISTERS.get((way, call.rope_base is not None))
-    measured = architecture(call.q.device) == 90 and call.source.layout.options.bits == 2
-    return dict(maxnreg=most) if most and measured else {}
-
-
 def kept(cache: PackedCache) -> tuple[tuple, tuple]:
     """(a cache's tensors in the order in which kernels take them, their `specialization`), found out once a state."""
     found = cache.__dict__.get("kept")
@@ -276,44 +263,64 @@ def few(call: Call) -> Plan:
     return Plan(launch, plan.splits)
 
 
+@functools.lru_cache(maxsize=64)
+def many_constants(
+    layout: Layout, dtype: torch.dtype, arch: int, block_q: int, call: tuple, lse: bool
+) -> tuple[dict, dict, dict]:
+    """Constants of `many`'s two kernels, launch options of the second; call: items of `Call.constants`."""
+    found = sizes(layout, False, dtype) | dict(call)
+    for name in ("KEPT", "KEPT_WORDS", "SPARSE", "K_BLOCK", "V_BLOCK", "HAS_ORDER"):
+        found.pop(name)
+    rope = found["ROPE"]
+    queries = dict(H=layout.heads, D=layout.head_size, ROPE=rope, BQ=64)
+    # Measured on Hopper: 128 queries have a processor to themselves, with all registers, and take 128 tokens at once;
+    # of 64 queries four programs share one. With RoPE copies are in flight two tiles ahead, but for bias: copies of the
+    # entries of its tables would take too much shared memory.
+    hopper = arch == 90
+    ahead = hopper and block_q == 128 and not rope
+    copies = hopper and block_q == 128 and rope and not (found["HAS_POSITION"] or found["HAS_TIME"])
+    found |= dict(
+        DTYPE=tl.float16 if found["SOFTMAX"] else KERNEL_TYPES[dtype], R=128 if ahead else 64, BQ=block_q, LSE=lse,
+        AHEAD=ahead, STAGES=3 if copies else 1,
+    )  # fmt: skip
+    options = dict(num_warps=block_q // 16, num_stages=1)
+    if hopper and block_q == 64 and not rope and layout.options.bits == 2:
+        options["maxnreg"] = 128
+    return queries, found, options
+
+
 def many(call: Call) -> Plan:
     """A program for many queries of a head."""
-    cache, layout = call.source, call.source.layout
-    heads = call.q.shape[1]
-    block_q = 128 if call.q.shape[0] > 64 * (call.q_offsets.shape[0] - 1) else 64
+    q, cache, layout = call.q, call.source, call.source.layout
+    heads, sequences = q.shape[1], call.q_offsets.shape[0] - 1
+    block_q = 128 if q.shape[0] > 64 * sequences else 64
     programs = call.slots(block_q) * heads
-    constants = sizes(layout, False, cache.dtype)
-    for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK", "HAS_ORDER"):
-        constants.pop(name)
 
     def launch(part, part_lse, splits):
-        tensors, _ = kept(cache)
-        near, far, table = call.all_angles(False)
-        rope = near is not None
-        prepared = torch.empty(call.q.shape, dtype=torch.float16, device=call.q.device)
-        factors = torch.empty(call.q.shape[:2], dtype=torch.float32, device=call.q.device)
-        factor = (
-            call.alpha * (1.0 if rope else layout.keys.channels**-0.5) * (math.log2(math.e) if call.softmax else 1.0)
+        queries, given, options = many_constants(
+            layout, q.dtype, architecture(q.device), block_q, tuple(call.constants().items()), part_lse is not None
         )
+        tensors, key = kept(cache)
+        near, far, table = call.all_angles(False)
+        # Keys that are turned back keep about their size, by a power of two.
+        scale = 2.0 ** -(layout.keys.channels.bit_length() // 2)
+        factor = call.alpha * layout.keys.channels**-0.5 * (math.log2(math.e) if call.softmax else 1.0)
+        factor /= 1.0 if near is None else scale
+        prepared = torch.empty(q.shape, dtype=torch.float16, device=q.device)
+        factors = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        made = call.q_offsets, cache.seq_offsets, near, far, prepared, factors
+        arguments = q, q.stride(0), q.stride(1), *made, sequences, factor
+        start(rotatekv_queries_fwd_kernel, call.slots(64) * heads, arguments, queries, dict(num_warps=4),
+              specialization((q, *made)))  # fmt: skip
+        others = *call.bias_arguments(), None if table is None else table.view(torch.float16), part, part_lse
         arguments = (
-            call.q, call.q.stride(0), call.q.stride(1), call.q_offsets, cache.seq_offsets, near, far, prepared, factors,
-            call.q_offsets.shape[0] - 1, factor,
+            prepared, factors, call.q_offsets, *tensors[:3], *tensors[4:], *others, sequences,
+            layout.options.sink_tokens, q.shape[0], splits, scale, 1.0 / call.max_seq_len,
         )  # fmt: skip
-        given = dict(H=heads, D=layout.head_size, FIELDS=16 // layout.options.bits, ROPE=rope, BQ=64)
-        start(rotatekv_queries_fwd_kernel, call.slots(64) * heads, arguments, given, dict(num_warps=4),
-              launch_key(arguments))  # fmt: skip
-        arguments = (
-            prepared, factors, call.q_offsets, *tensors[:3], *tensors[4:], *call.bias_arguments(),
-            None if table is None else table.view(torch.float16), part, part_lse,
-            call.q_offsets.shape[0] - 1, layout.options.sink_tokens, call.q.shape[0], splits,
-            layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
-        )  # fmt: skip
-        given = dict(DTYPE=KERNEL_TYPES[call.q.dtype]) | constants | call.constants()
-        given |= dict(R=64, BQ=block_q, LSE=part_lse is not None)
-        options = dict(num_warps=block_q // 16, num_stages=1) | registers("many", call)
-        start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, launch_key(arguments))
+        key = *key, *specialization((prepared, factors, call.q_offsets, *others))
+        start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, key)
 
-    wanted = cdiv(2 * multiprocessors(call.q.device), programs)
+    wanted = cdiv(2 * multiprocessors(q.device), programs)
     return Plan(launch, max(1, min(wanted, call.max_seq_len // 512)))
 
 

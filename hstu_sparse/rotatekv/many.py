@@ -84,59 +84,78 @@ def side_by_side(x, COUNT: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr):
             for i in tl.static_range(COUNT >> (level + 1)):
                 y += (tl.join(x[2 * i], x[2 * i + 1]),)
             x = y
-    return tl.reshape(halves(x[0], DTYPE), [R, 8 * COUNT])
+    # 64 channels, 16 of each word, are a row of shared memory: what a quarter of a warp stores at once, 16 bytes a
+    # thread, lies in different banks.
+    x = tl.permute(tl.reshape(x[0], [R, 4, COUNT // 8, 8]), 0, 2, 1, 3)
+    return tl.reshape(halves(x, DTYPE), [R, 8 * COUNT])
 
 
 @triton.jit
-def channel_of(place, COUNT: tl.constexpr, FIELDS: tl.constexpr):
+def channel_of(place, COUNT: tl.constexpr):
     """The channel of a head at each place of `side_by_side`'s order.
 
-    That is: word, the bits of the pair's number backwards, half. Pairs are numbered by block, chunk and field.
+    That is: the last bit of the pair's number if there are 16, word, the other bits backwards, half. Pairs are numbered
+    by block, chunk and field.
     """
-    rest = place % (2 * COUNT) // 2
+    rest = place // 64 * 8 + place % 16 // 2
     number = rest * 0
     for bit in tl.static_range(5):
         if COUNT >> bit > 1:
             number = number * 2 + (rest >> bit) % 2
-    return (number * 4 + place // (2 * COUNT)) * 2 + place % 2
+    return (number * 4 + place % 64 // 16) * 2 + place % 2
 
 
 @triton.jit
-def load_keys(
-    k_codes, k_ranges, page, slot, group, HG: tl.constexpr, PAGE: tl.constexpr, K_BLOCKS: tl.constexpr,
-    K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr,
+def by_channel(x, BQ: tl.constexpr, V: tl.constexpr):
+    """[BQ, V] with channels as they are numbered, from the order of `channel_of`."""
+    if V == 128:
+        x = tl.permute(tl.reshape(x, [BQ, 2, 4, 2, 2, 2, 2]), 0, 5, 4, 3, 1, 2, 6)
+    else:
+        x = tl.permute(tl.reshape(x, [BQ, 4, 2, 2, 2, 2]), 0, 4, 3, 2, 1, 5)
+    return tl.reshape(x, [BQ, V])
+
+
+@triton.jit
+def load_pages(page_table, tile, pages, R: tl.constexpr, PAGE: tl.constexpr):
+    """The page of each of a tile's tokens, [R]; the last one's of those behind it."""
+    return tl.load(page_table + tl.minimum(tile * (R // PAGE) + tl.arange(0, R) // PAGE, pages - 1))
+
+
+@triton.jit
+def load_words(
+    codes, ranges, row, slot, block, group, PAGE: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr,
+    GROUPS: tl.constexpr, COUNT: tl.constexpr, GROUP_COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Words [R, 4] of the group's keys by block and chunk; their scales and zeros in an int32 [R] by group."""
-    row = page.to(tl.int64) * HG + group
+    """Words [R, 4] of COUNT blocks from `block` on, by block and chunk; scales and zeros of groups, int32 [R] each."""
     words = ()
-    for i in tl.static_range(K_BLOCKS):
-        for c in tl.static_range(K_WORDS // 4):
-            at = ((row * K_BLOCKS + i) * PAGE + slot) * K_WORDS + c * 4
-            words += (tl.load(k_codes + at[:, None] + tl.arange(0, 4)[None, :]),)
-    ranges = ()
-    for g in tl.static_range(K_GROUPS):
-        at = (row * K_GROUPS + g) * PAGE + slot
-        ranges += (tl.load(k_ranges + at),)
-    return words, ranges
+    for i in tl.static_range(COUNT):
+        for c in tl.static_range(WORDS // 4):
+            at = ((row * BLOCKS + block + i) * PAGE + slot) * WORDS + c * 4
+            words += (tl.load(codes + at[:, None] + tl.arange(0, 4)[None, :]),)
+    found = ()
+    for g in tl.static_range(GROUP_COUNT):
+        found += (tl.load(ranges + (row * GROUPS + group + g) * PAGE + slot),)
+    return words, found
 
 
 @triton.jit
-def load_values(
-    v_codes, v_ranges, page, slot, group, own, HG: tl.constexpr, PAGE: tl.constexpr, V_BLOCKS: tl.constexpr,
+def load_tile(
+    k_codes, k_ranges, v_codes, v_ranges, page, group, own, HG: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr,
+    K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, OWN_V: tl.constexpr, OWN_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The same of the values of head `own` in the group."""
+    """What `load_words` finds of the group's keys and of the values of head `own`: (words, ranges, words, ranges)."""
     row = page.to(tl.int64) * HG + group
-    words = ()
-    for i in tl.static_range(OWN_V):
-        for c in tl.static_range(V_WORDS // 4):
-            at = ((row * V_BLOCKS + own * OWN_V + i) * PAGE + slot) * V_WORDS + c * 4
-            words += (tl.load(v_codes + at[:, None] + tl.arange(0, 4)[None, :]),)
-    ranges = ()
-    for g in tl.static_range(OWN_GROUPS):
-        at = (row * V_GROUPS + own * OWN_V * V_GROUPS // V_BLOCKS + g) * PAGE + slot
-        ranges += (tl.load(v_ranges + at),)
-    return words, ranges
+    slot = tl.arange(0, R) % PAGE
+    keys, key_ranges = load_words(
+        k_codes, k_ranges, row, slot, 0, 0, PAGE, K_BLOCKS, K_WORDS, K_GROUPS, K_BLOCKS, K_GROUPS
+    )
+    block = own * OWN_V
+    values, value_ranges = load_words(
+        v_codes, v_ranges, row, slot, block, block * V_GROUPS // V_BLOCKS, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
+        OWN_GROUPS,
+    )  # fmt: skip
+    return keys, key_ranges, values, value_ranges
 
 
 @triton.jit
@@ -190,7 +209,7 @@ def head_values(
 @triton.jit(do_not_specialize=["q_stride_t", "q_stride_h", "B"])
 def rotatekv_queries_fwd_kernel(
     q, q_stride_t, q_stride_h, q_offsets, seq_offsets, near, far, out, factors, B, factor,
-    H: tl.constexpr, D: tl.constexpr, FIELDS: tl.constexpr, ROPE: tl.constexpr, BQ: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     """Queries as keys meet them: transformed, their channels in the order of `channel_of`; or turned to their position.
 
@@ -214,7 +233,7 @@ def rotatekv_queries_fwd_kernel(
         cos, sin = turn(length, 0, place % HALF, near, far, HALF)
         x = x * cos + other * tl.where(place < HALF, -sin, sin)
     else:
-        channel = channel_of(tl.arange(0, D), D // 8, FIELDS)
+        channel = channel_of(tl.arange(0, D), D // 8)
         x = tl.zeros([BQ, D], tl.float32)
         for i in tl.static_range(D // 64):
             part = i * 64 + tl.arange(0, 64)
@@ -236,13 +255,14 @@ def rotatekv_many_fwd_kernel(
     BITS: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, R: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, BQ: tl.constexpr, FAST: tl.constexpr, LSE: tl.constexpr,
+    AHEAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One part of BQ queries of one head; out and lse: [SPLITS, Tq, H, ...], or the final ones.
 
-    queries, factors: of rotatekv_queries_fwd_kernel.
+    queries, factors: of rotatekv_queries_fwd_kernel. DTYPE: of weights and values; fp16, if it holds them, is unpacked
+    with fewer instructions. scale: of the transform of keys, with RoPE. AHEAD: words are loaded a tile ahead.
     """
     CHUNKS: tl.constexpr = K_WORDS // 4
-    FIELDS: tl.constexpr = 16 // BITS
     OWN_K: tl.constexpr = K_BLOCKS // G
     OWN_V: tl.constexpr = V_BLOCKS // G
     K_PER: tl.constexpr = K_BLOCKS // K_GROUPS
@@ -273,14 +293,15 @@ def rotatekv_many_fwd_kernel(
         place = tl.arange(0, HALF)
         near_query = tl.load(base + place[None, :], real[:, None], 0.0)
         far_query = tl.load(base + (HALF + place)[None, :], real[:, None], 0.0)
-        channel = channel_of(tl.arange(0, D), D // 8, FIELDS)
-        near_matrix = sign(channel[:, None], place[None, :]).to(tl.float16)
-        far_matrix = sign(channel[:, None], HALF + place[None, :]).to(tl.float16)
+        channel = channel_of(tl.arange(0, D), D // 8)
+        near_matrix = (sign(channel[:, None], place[None, :]) * scale).to(tl.float16)
+        far_matrix = (sign(channel[:, None], HALF + place[None, :]) * scale).to(tl.float16)
     else:
         whole_query = tl.load(base + tl.arange(0, D)[None, :], real[:, None], 0.0)
 
     sums = tl.zeros([BQ, V], tl.float32)
-    total = tl.zeros([BQ], tl.float32)
+    # Parts of a row's sum, as the threads have them: they meet at the end.
+    total = tl.zeros([BQ, 8], tl.float32)
     greatest = tl.full([BQ], float("-inf"), tl.float32)
     packed = tl.maximum(length - S, 0)
     tiles = (packed + R - 1) // R
@@ -291,25 +312,31 @@ def rotatekv_many_fwd_kernel(
     pages = (packed + PAGE - 1) // PAGE
     r = tl.arange(0, R)
     if first < last:
-        # Tokens behind the last one have codes of some page, and no weight. Registers are short, so that only the next
-        # tile's pages are known ahead: another program of the processor works while this one waits.
-        page = tl.load(page_table + tl.minimum((first * R + r) // PAGE, pages - 1))
+        # Tokens behind the last one have codes of some page, and no weight.
+        page = load_pages(page_table, first, pages, R, PAGE)
         none = (page >> 31)[:, None]
-        for tile in tl.range(first, last, num_stages=1):
-            keys, key_ranges = load_keys(
-                k_codes, k_ranges, page, r % PAGE, group, HG, PAGE, K_BLOCKS, K_WORDS, K_GROUPS
-            )
-            values, value_ranges = load_values(
-                v_codes, v_ranges, page, r % PAGE, group, own, HG, PAGE, V_BLOCKS, V_WORDS, V_GROUPS, OWN_V,
-                OWN_GROUPS,
+        if AHEAD:
+            loaded = load_tile(
+                k_codes, k_ranges, v_codes, v_ranges, page, group, own, HG, PAGE, R, K_BLOCKS, K_WORDS, K_GROUPS,
+                V_BLOCKS, V_WORDS, V_GROUPS, OWN_V, OWN_GROUPS,
             )  # fmt: skip
+            page = load_pages(page_table, first + 1, pages, R, PAGE)
+        for tile in tl.range(first, last, num_stages=STAGES):
+            if not AHEAD:
+                loaded = load_tile(
+                    k_codes, k_ranges, v_codes, v_ranges, page, group, own, HG, PAGE, R, K_BLOCKS, K_WORDS, K_GROUPS,
+                    V_BLOCKS, V_WORDS, V_GROUPS, OWN_V, OWN_GROUPS,
+                )  # fmt: skip
+                page = load_pages(page_table, tile + 1, pages, R, PAGE)
+            # Keys and values are stored side by side: one barrier before them, one behind.
+            key = head_keys(loaded[0], loaded[1], own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
+            value = head_values(loaded[2], loaded[3], none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
             behind = tile * R + r
             inside = behind < packed
-            key = head_keys(keys, key_ranges, own, none, G, OWN_K, K_PER, CHUNKS, BITS, R)
             scores = tl.zeros([BQ, R], tl.float32)
             if ROPE:
                 angle = angles + ((S + behind) * D)[:, None] + tl.arange(0, HALF)[None, :]
-                cos, sin = tl.load(angle).to(tl.float32) * scale, tl.load(angle + HALF).to(tl.float32) * scale
+                cos, sin = tl.load(angle).to(tl.float32), tl.load(angle + HALF).to(tl.float32)
                 near_half, far_half = tl.dot(key, near_matrix), tl.dot(key, far_matrix)
                 near_key = (near_half * cos - far_half * sin).to(tl.float16)
                 far_key = (far_half * cos + near_half * sin).to(tl.float16)
@@ -317,6 +344,13 @@ def rotatekv_many_fwd_kernel(
                 scores = tl.dot(far_query, tl.trans(far_key), scores)
             else:
                 scores = tl.dot(whole_query, tl.trans(key), scores)
+            if AHEAD:
+                # Here no fence is to come that would wait for them: the next one is where they are stored.
+                loaded = load_tile(
+                    k_codes, k_ranges, v_codes, v_ranges, page, group, own, HG, PAGE, R, K_BLOCKS, K_WORDS, K_GROUPS,
+                    V_BLOCKS, V_WORDS, V_GROUPS, OWN_V, OWN_GROUPS,
+                )  # fmt: skip
+                page = load_pages(page_table, tile + 2, pages, R, PAGE)
             factor = q_scale
             if HAS_POSITION or HAS_TIME:
                 scores *= q_scale[:, None]
@@ -333,18 +367,16 @@ def rotatekv_many_fwd_kernel(
                 safe = tl.where(new == float("-inf"), 0.0, new)
                 shrink = tl.exp2(greatest - safe)
                 weights = tl.exp2(scores * factor[:, None] - safe[:, None])
-                total = total * shrink + tl.sum(weights, 1)
+                total = total * shrink[:, None] + tl.sum(tl.reshape(weights, [BQ, R // 8, 8]), 1)
                 sums *= shrink[:, None]
                 greatest = new
             else:
                 weights = tl.where(inside[None, :], silu(scores * factor[:, None], FAST), 0.0)
-            low_weights = weights.to(DTYPE)
-            page = tl.load(page_table + tl.minimum(((tile + 1) * R + r) // PAGE, pages - 1))
-            value = head_values(values, value_ranges, none, OWN_V, V_PER, CHUNKS, BITS, DTYPE, R)
-            sums = tl.dot(low_weights, value, sums)
+            sums = tl.dot(weights.to(DTYPE), value, sums)
 
     row = split * Tq.to(tl.int64) + query
     if SOFTMAX:
+        total = tl.sum(total, 1)
         divisor = tl.where(total > 0.0, total, 1.0)
         sums = sums / divisor[:, None]
         if LSE:
@@ -352,6 +384,5 @@ def rotatekv_many_fwd_kernel(
             tl.store(lse + row * (HG * G) + head, value, real)
     else:
         sums *= inverse_n
-    out_channel = channel_of(tl.arange(0, V), V // 8, FIELDS)
-    pointers = out + ((row * (HG * G) + head) * V)[:, None] + out_channel[None, :]
-    tl.store(pointers, sums.to(out.dtype.element_ty), real[:, None])
+    pointers = out + ((row * (HG * G) + head) * V)[:, None] + tl.arange(0, V)[None, :]
+    tl.store(pointers, by_channel(sums.to(out.dtype.element_ty), BQ, V), real[:, None])

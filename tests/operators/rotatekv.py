@@ -23,8 +23,8 @@ SPILLS = {
     "rotatekv_round_trip_kernel": 704,
     "rotatekv_compress_kernel": 128,
     "rotatekv_few_fwd_kernel": 128,
-    # Triton 3.7 finds 1,128 where 3.6 finds 40.
-    "rotatekv_many_fwd_kernel": 1536,
+    # Triton 3.7 finds 304 where 3.6 finds none.
+    "rotatekv_many_fwd_kernel": 384,
 }
 
 
