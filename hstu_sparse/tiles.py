@@ -107,6 +107,41 @@ def load_tile(base, rows, stride, mask, row, column, SIZE: tl.constexpr, PADDED:
 
 
 @triton.jit
+def block_source(base, stride, length, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
+    """What `load_block` reads blocks of BLOCK rows from: `base`, or its tensor descriptor."""
+    if TMA:
+        # Nothing is read of an empty matrix, but a descriptor has at least one row.
+        return tl.make_tensor_descriptor(base, [tl.maximum(length, 1), SIZE], [stride, 1], [BLOCK, WIDTH])
+    else:
+        return base
+
+
+@triton.jit
+def load_block(
+    base, start, rows, stride, limit, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr = False,
+):  # fmt: skip
+    """Rows start + rows of a `block_source`; zeros past `limit` (only MASKED looks) and past SIZE columns.
+
+    One address in 64 bits, of the block; within it 32 bits do, which spares registers in the inner loop.
+    """
+    if TMA:
+        return base.load([start, 0])
+    else:
+        columns = tl.arange(0, WIDTH)
+        pointers = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
+        if MASKED:
+            inside = (start + rows < limit)[:, None]
+            if SIZE != WIDTH:
+                inside = inside & (columns < SIZE)[None, :]
+            return tl.load(pointers, inside, 0.0)
+        elif SIZE != WIDTH:
+            return tl.load(pointers, (columns < SIZE)[None, :], 0.0)
+        else:
+            return tl.load(pointers)
+
+
+@triton.jit
 def store_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """The reverse of load_rows; converts to the dtype of `base`."""
     columns = tl.arange(0, PADDED)

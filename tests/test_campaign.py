@@ -27,6 +27,18 @@ FIXED: list[tuple[str, dict]] = [
         "tokens": 18405, "channels": 2, "dtype": "bfloat16", "added_dtype": "bfloat16", "biased": True, "stride": 2,
         "seed": 2102805495,
     }),
+    ("rotatekv", {
+        "lengths": [1990, 1353, 271, 1, 0, 1, 1], "asked": [1, 76, 0, 1, 1, 1, 80], "max_seq_len": 1990, "groups": 2,
+        "head_size": 128, "value_size": 16, "dtype": "float16", "bits": 3, "head_group": 4, "quant_group": 32,
+        "sparsity": 0.18688314056196764, "sink_tokens": 14, "clip": 1.0, "ordered": False, "softmax": False,
+        "rope": True, "position": True, "timed": False, "splits": None, "contiguous": False, "seed": 634734695,
+    }),
+    ("rotatekv", {
+        "lengths": [1576, 0, 82, 0, 866], "asked": [1, 1, 1, 0, 0], "max_seq_len": 1576, "groups": 2,
+        "head_size": 256, "value_size": 96, "dtype": "float16", "bits": 3, "head_group": 2, "quant_group": 64,
+        "sparsity": 0.7495120464720532, "sink_tokens": 0, "clip": 1.0, "ordered": False, "softmax": True, "rope": True,
+        "position": False, "timed": False, "splits": 1, "contiguous": True, "seed": 451164200,
+    }),
 ]  # fmt: skip
 # Each process runs every operator once, so that all of them end at the same time.
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -15,14 +15,13 @@ from hstu_sparse.dense.ranges import (
     MOST_TILES,
     PER_BATCH,
     Kind,
-    block_source,
     find_sequence,
-    load_block,
     query_ranges,
     silu_and_slope,
     store_block,
     visible,
 )
+from hstu_sparse.tiles import block_source, load_block
 
 
 @triton.jit

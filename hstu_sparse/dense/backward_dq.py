@@ -25,12 +25,11 @@ from hstu_sparse.dense.ranges import (
     PER_BATCH,
     Kind,
     find_query_tile,
-    load_block,
     silu_and_slope,
     store_block,
     visible,
 )
-from hstu_sparse.tiles import in_registers
+from hstu_sparse.tiles import in_registers, load_block
 
 
 @triton.jit

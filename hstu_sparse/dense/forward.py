@@ -16,11 +16,11 @@ from hstu_sparse.dense.ranges import (
     PER_BATCH,
     Kind,
     find_query_tile,
-    load_block,
     silu_of_half,
     store_block,
     visible,
 )
+from hstu_sparse.tiles import load_block
 
 
 @triton.jit

@@ -292,6 +292,9 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
     packed_part = cache is not None and not sinks_only
     slots = call.slots(block_q)
     tiles = cdiv(call.max_seq_len, constants["R"])
+    # Pruned codes are gathered word by word. Copies of them in flight take more shared memory than there is, and
+    # Triton 3.6 takes a page number that comes through a pipeline, times 64 slots, plus the slot, for a multiple of 32.
+    stages = 1 if constants["SPARSE"] else 2
 
     def launch(part, part_lse, splits):
         packed = {} if cache is None else cache.packed
@@ -308,7 +311,7 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
             PACKED=packed_part, PLAIN=cache is None or sinks > 0, SINKS=cache is not None, KEYS_BACK=keys_back,
             SCALED_WEIGHTS=packed_part and not call.many, HEADS=of_program, BQ=block_q, OW=width, PAD=max(16, width),
             P_PAD=padded_head(head_size // 2 if rope else head_size), OUT_V=values_out,
-            PRECISION=precision(q.dtype), LSE=part_lse is not None, num_warps=4, num_stages=2,
+            PRECISION=precision(q.dtype), LSE=part_lse is not None, num_warps=4, num_stages=stages,
         )  # fmt: skip
 
     # Enough programs for several on each processor, none with less than 8 tiles.

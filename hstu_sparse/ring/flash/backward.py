@@ -20,12 +20,10 @@ from hstu_sparse.ring.flash.tiles import (
     kept,
     key_ranges,
     keys_seen,
-    load_block,
-    matrix,
     piece,
     query_ranges,
 )
-from hstu_sparse.tiles import in_registers, load_rows, locate
+from hstu_sparse.tiles import block_source, in_registers, load_block, load_rows, locate
 
 
 @triton.jit(do_not_specialize=["num_pieces", "total"], do_not_specialize_on_alignment=["q_offsets"])
@@ -70,11 +68,11 @@ def _attend_dq(
 ):  # fmt: skip
     """acc [m, D] + the keys first .. last of a piece."""
     n = tl.arange(0, BLOCK_N)
-    d = tl.arange(0, PAD_D)
-    e = tl.arange(0, PAD_V)
+    tl.arange(0, PAD_D)
+    tl.arange(0, PAD_V)
     for start in range(first, last, BLOCK_N):
-        key = load_block(k, start, n, d, k_stride, k_length, D, PAD_D, MASKED, TMA)
-        value = load_block(v, start, n, e, v_stride, k_length, V, PAD_V, MASKED, TMA)
+        key = load_block(k, start, n, k_stride, k_length, D, PAD_D, MASKED, TMA)
+        value = load_block(v, start, n, v_stride, k_length, V, PAD_V, MASKED, TMA)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
         dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
         s = (k_position + start + n)[None, :]
@@ -116,14 +114,14 @@ def flash_attention_bwd_dq_kernel(
     head, sequence, begin, length, first_row = own.head, own.sequence, own.begin, own.length, own.first
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, PAD_D)
-    e = tl.arange(0, PAD_V)
+    tl.arange(0, PAD_V)
     q_inside = (first_row + m < length)[:, None]
     t_first = own.position + first_row
     t = (t_first + m)[:, None]
     q += begin * q_stride_t + head * q_stride_h
     do += begin * do_stride_t + head * do_stride_h
-    query = in_registers(load_block(q, first_row, m, d, q_stride_t, length, D, PAD_D, True), WGMMA)
-    dout = in_registers(load_block(do, first_row, m, e, do_stride_t, length, V, PAD_V, True), WGMMA)
+    query = in_registers(load_block(q, first_row, m, q_stride_t, length, D, PAD_D, True), WGMMA)
+    dout = in_registers(load_block(do, first_row, m, do_stride_t, length, V, PAD_V, True), WGMMA)
     width = row_width(num_pieces, total)
     rows += head * width + (begin // ROW_BLOCK + own.index) * ROW_BLOCK + first_row + m
     row_lse = tl.load(rows)[:, None]
@@ -139,8 +137,8 @@ def flash_attention_bwd_dq_kernel(
         bounds = key_ranges(
             first_row, length, k_length, own.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
         )
-        keys = matrix(k + k_begin * k_stride_t, k_stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
-        values = matrix(v + k_begin * v_stride_t, v_stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
+        keys = block_source(k + k_begin * k_stride_t, k_stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
+        values = block_source(v + k_begin * v_stride_t, v_stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
         for part in tl.static_range(3):
             if part > 0 or HAS_LEFT:  # noqa: SIM102  known to the compiler
                 if bounds[part] < bounds[part + 1]:
@@ -191,11 +189,11 @@ def _attend_dkv(
 ):  # fmt: skip
     """dk [n, D] and dv [n, V] + the queries first .. last of a piece; tiles are transposed, keys x queries."""
     m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, PAD_D)
-    e = tl.arange(0, PAD_V)
+    tl.arange(0, PAD_D)
+    tl.arange(0, PAD_V)
     for start in range(first, last, BLOCK_M):
-        query = load_block(q, start, m, d, q_stride, q_length, D, PAD_D, MASKED, TMA)
-        dout = load_block(do, start, m, e, do_stride, q_length, V, PAD_V, MASKED, TMA)
+        query = load_block(q, start, m, q_stride, q_length, D, PAD_D, MASKED, TMA)
+        dout = load_block(do, start, m, do_stride, q_length, V, PAD_V, MASKED, TMA)
         row_lse = load_row(lse, start, m, TMA)
         scores = tl.dot(k, tl.trans(query), input_precision=PRECISION) * scale
         t = (q_position + start + m)[None, :]
@@ -236,8 +234,8 @@ def _one_head(
         bounds = query_ranges(
             own.first, length, own.length, position - own.position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
         )
-        query = matrix(q + begin * q_stride_t + head * q_stride_h, q_stride_t, length, D, BLOCK_M, PAD_D, TMA)
-        dout = matrix(do + begin * do_stride_t + head * do_stride_h, do_stride_t, length, V, BLOCK_M, PAD_V, TMA)
+        query = block_source(q + begin * q_stride_t + head * q_stride_h, q_stride_t, length, D, BLOCK_M, PAD_D, TMA)
+        dout = block_source(do + begin * do_stride_t + head * do_stride_h, do_stride_t, length, V, BLOCK_M, PAD_V, TMA)
         lse = rows + head * width + (begin // ROW_BLOCK + index) * ROW_BLOCK
         delta = row_source(lse + H * width, length, BLOCK_M, TMA)
         lse = row_source(lse, length, BLOCK_M, TMA)
@@ -289,15 +287,15 @@ def flash_attention_bwd_dkv_kernel(
         return
     k_head, begin, length, first_row = own.head, own.begin, own.length, own.first
     n = tl.arange(0, BLOCK_N)
-    d = tl.arange(0, PAD_D)
-    e = tl.arange(0, PAD_V)
+    tl.arange(0, PAD_D)
+    tl.arange(0, PAD_V)
     k_inside = (first_row + n < length)[:, None]
     s_first = own.position + first_row
     s = (s_first + n)[:, None]
     k += begin * k_stride_t + k_head * k_stride_h
     v += begin * v_stride_t + k_head * v_stride_h
-    key = load_block(k, first_row, n, d, k_stride_t, length, D, PAD_D, True)
-    value = load_block(v, first_row, n, e, v_stride_t, length, V, PAD_V, True)
+    key = load_block(k, first_row, n, k_stride_t, length, D, PAD_D, True)
+    value = load_block(v, first_row, n, v_stride_t, length, V, PAD_V, True)
     width = row_width(num_pieces, total)
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)

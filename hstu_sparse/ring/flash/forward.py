@@ -18,11 +18,9 @@ from hstu_sparse.ring.flash.tiles import (
     kept,
     key_ranges,
     keys_seen,
-    load_block,
-    matrix,
     piece,
 )
-from hstu_sparse.tiles import load_rows
+from hstu_sparse.tiles import block_source, load_block, load_rows
 
 
 @triton.jit
@@ -35,10 +33,10 @@ def _attend(
 ):  # fmt: skip
     """(output before normalisation [m, V], maximum [m], sum [m]) with the keys first .. last of a piece."""
     n = tl.arange(0, BLOCK_N)
-    d = tl.arange(0, PAD_D)
-    e = tl.arange(0, PAD_V)
+    tl.arange(0, PAD_D)
+    tl.arange(0, PAD_V)
     for start in range(first, last, BLOCK_N):
-        key = load_block(k, start, n, d, k_stride, k_length, D, PAD_D, MASKED, TMA)
+        key = load_block(k, start, n, k_stride, k_length, D, PAD_D, MASKED, TMA)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
         s = (k_position + start + n)[None, :]
         factor = scale
@@ -61,7 +59,7 @@ def _attend(
         if seed is not None:
             keep = kept(seed, pair, t_first, k_position + start, dropout, ALIGNED, BLOCK_M, BLOCK_N)
             weights = tl.where(keep, weights, 0.0)
-        value = load_block(v, start, n, e, v_stride, k_length, V, PAD_V, MASKED, TMA)
+        value = load_block(v, start, n, v_stride, k_length, V, PAD_V, MASKED, TMA)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
     return acc, peak, total
 
@@ -87,8 +85,8 @@ def _walk(
             own.first, own.length, k_length, own.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
             BLOCK_N,
         )  # fmt: skip
-        keys = matrix(k + k_begin * k_stride_t, k_stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
-        values = matrix(v + k_begin * v_stride_t, v_stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
+        keys = block_source(k + k_begin * k_stride_t, k_stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
+        values = block_source(v + k_begin * v_stride_t, v_stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
         for part in tl.static_range(3):
             if part > 0 or HAS_LEFT:  # noqa: SIM102  known to the compiler
                 if bounds[part] < bounds[part + 1]:
@@ -145,7 +143,7 @@ def flash_attention_fwd_kernel(
     t_first = own.position + first_row
     t = (t_first + m)[:, None]
     q += begin * q_stride_t + head * q_stride_h
-    query = load_block(q, first_row, m, tl.arange(0, PAD_D), q_stride_t, length, D, PAD_D, True)
+    query = load_block(q, first_row, m, q_stride_t, length, D, PAD_D, True)
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + sequence * slope_stride + head) * LOG2_E

@@ -31,37 +31,6 @@ ROW_BLOCK = tl.constexpr(128)
 
 
 @triton.jit
-def load_block(
-    base, start, rows, columns, stride, limit, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
-    TMA: tl.constexpr = False,
-):  # fmt: skip
-    """Rows start + rows of `base` (with TMA, a tensor descriptor); zeros past `limit`, which only MASKED looks at."""
-    if TMA:
-        return base.load([start, 0])
-    else:
-        pointers = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
-        if MASKED:
-            inside = (start + rows < limit)[:, None]
-            if SIZE != WIDTH:
-                inside = inside & (columns < SIZE)[None, :]
-            return tl.load(pointers, inside, 0.0)
-        elif SIZE != WIDTH:
-            return tl.load(pointers, (columns < SIZE)[None, :], 0.0)
-        else:
-            return tl.load(pointers)
-
-
-@triton.jit
-def matrix(base, stride, length, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
-    """What `load_block` reads blocks of BLOCK rows from: `base`, or its tensor descriptor."""
-    if TMA:
-        # Nothing is read of an empty piece, but a descriptor has at least one row.
-        return tl.make_tensor_descriptor(base, [tl.maximum(length, 1), SIZE], [stride, 1], [BLOCK, WIDTH])
-    else:
-        return base
-
-
-@triton.jit
 def piece(index, offsets, starts):
     """(first row in memory, length, position of the first row) of a piece."""
     begin = tl.load(offsets + index).to(tl.int64)
