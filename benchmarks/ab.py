@@ -1,81 +1,126 @@
-"""Two checkouts against each other, before and after a change, in processes that take turns on one GPU.
+"""Two checkouts against each other, before and after a change, on one GPU: their processes take turns case by case.
 
     git worktree add /tmp/before COMMIT
-    python benchmarks/ab.py /tmp/before . --what dense,biased,bsa,train --lengths 1024,65536
+    python benchmarks/ab.py /tmp/before . --what dense,biased,planned,bsa,train --lengths 1024,65536
 
-dense and biased (position and time): attention of 131,072 tokens, 4 heads of 128, bf16, forward and backward; bsa: the
-same with blocks of 64, 16 chosen, groups of 64 and of 2; train: an epoch of ml-1m-hstu and ml-1m-hstu-large on
-generated data. Prints a JSON line for each measurement, then a table: the median over the rounds of each process's
-median, and the second checkout's time over the first one's. Results are not checked here: the tests and
-benchmarks/run.py do.
+dense, biased (position and time) and planned (the same with a plan made before, where the checkout has one): attention
+of 131,072 tokens, 4 heads of 128, bf16, forward and backward; bsa: the same with blocks of 64, 16 chosen, groups of 64
+and of 2; train: an epoch of ml-1m-hstu and ml-1m-hstu-large on generated data, the median of five.
+
+Both sides compile first, side by side. Then all cases are measured --rounds times, each on one side and at once on the
+other, every time after a warm-up of WARM seconds. Of attention three times are taken, in ms:
+
+    gpu     a call among several that the host has queued before the GPU begins with them, by CUDA events
+    call    a call that begins on an idle GPU, by CUDA events: what the host needs until the last kernel starts counts
+    host    what a call keeps the host until it returns, the fastest tenth of the calls: other programs only add to it
+
+Prints a JSON line for each measurement, then (when interrupted too) a table: medians over the rounds, the second
+checkout's over the first's, and the same of the fastest. Results are not checked here: the tests and benchmarks/run.py
+do.
 """
 
 import argparse
+import functools
 import inspect
 import json
+import math
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-TOKENS, HEADS, SIZE, REPEATS = 131072, 4, 128, 20
+TOKENS, HEADS, SIZE = 131072, 4, 128
+WARM, SPENT = 0.1, 0.1  # seconds of warm-up, and about as many for single calls
 CONFIGS = ("ml-1m-hstu", "ml-1m-hstu-large")
-# How checkouts measure an epoch: once, until some commit, and as the median of five since; here all by the latter.
-EPOCH = "tokens, queued, seconds = epoch(3)"
-FIVE_EPOCHS = "epochs = sorted((epoch(number) for number in range(3, 8)), key=lambda measured: measured[-1])"
-MEDIAN = f"{FIVE_EPOCHS}; tokens, queued, seconds = epochs[2]"
+# How checkouts measure an epoch: once, until some commit, and as the median of five since; here `serve` does it.
+EPOCHS = (
+    "tokens, queued, seconds = epoch(3)",
+    "epochs = sorted((epoch(number) for number in range(3, 8)), key=lambda measured: measured[-1])",
+)
 
 
-def measure(function) -> float:
-    """Milliseconds of a call, the median of CUDA-event timings."""
+def measure(function) -> dict[str, float]:
+    """The three times of a call."""
     import torch
 
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(REPEATS):
+    def timed(calls: int, pause: float = 0.0) -> tuple[float, float, bool]:
+        """Milliseconds of the GPU and of the host for these calls, and whether the host was done before the GPU began,
+        which it does after a pause of so many ms.
+        """
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if pause:
+            torch.cuda._sleep(int(2e6 * pause))  # clocks: some 2 GHz
         start.record()
-        function()
+        begun = time.perf_counter()
+        for _ in range(calls):
+            function()
+        host = time.perf_counter() - begun
         end.record()
+        ahead = not start.query()
         end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+        return start.elapsed_time(end), 1000 * host, ahead
+
+    started, warmed = time.perf_counter(), 0
+    while warmed < 3 or time.perf_counter() - started < WARM:
+        timed(1)
+        warmed += 1
+    each = (time.perf_counter() - started) / warmed
+    calls, hosts, _ = zip(*(timed(1) for _ in range(min(50, max(5, math.ceil(SPENT / each))))))
+    host = sorted(hosts)[len(hosts) // 10]
+    many = min(10, max(2, math.ceil(0.01 / each)))
+    queued, pause = [], 2 * many * host
+    while len(queued) < 5:
+        spent, _, ahead = timed(many, pause)
+        if ahead:
+            queued.append(spent / many)
+        elif pause > 1000:
+            raise RuntimeError("the host waits for the GPU within a call, so that no calls can be queued")
+        else:
+            pause *= 2
+    return {"gpu": statistics.median(queued), "call": statistics.median(calls), "host": host}
 
 
-def inputs(length):
+@functools.cache
+def inputs():
+    """q, k, v, the gradient of the output."""
     import torch
 
-    from hstu_sparse.testing import make_jagged, make_offsets
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(TOKENS, HEADS, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    return [x.requires_grad_() for x in (q, k, v)], grad
+
+
+@functools.cache
+def jagged(length):
+    """(offsets, timestamps) of sequences of one length."""
+    from hstu_sparse.testing import make_offsets, make_timestamps
 
     lengths = [length] * (TOKENS // length)
-    q, k, v = (
-        make_jagged(lengths, (HEADS, SIZE), dtype=torch.bfloat16, device="cuda", seed=seed).requires_grad_()
-        for seed in range(3)
-    )
-    return (q, k, v, make_offsets(lengths, device="cuda"), length), lengths
+    return make_offsets(lengths, device="cuda"), make_timestamps(lengths, device="cuda")
 
 
-def dense_call(length, biased):
+def dense_call(length, biased, planned=False):
     """(a forward call, what gets gradients); the bias is passed as this checkout's hstu_attention wants it."""
     import torch
 
     from hstu_sparse import hstu_attention
-    from hstu_sparse.testing import make_timestamps
 
-    arguments, lengths = inputs(length)
+    (q, k, v), _ = inputs()
+    offsets, times = jagged(length)
     if not biased:
-        return lambda: hstu_attention(*arguments), list(arguments[:3])
+        return lambda: hstu_attention(q, k, v, offsets, length), [q, k, v]
     generator = torch.Generator().manual_seed(9)
-    position, time = (torch.randn(n, generator=generator).cuda().requires_grad_() for n in (length, 129))
-    times = make_timestamps(lengths, device="cuda")
+    position, table = (torch.randn(n, generator=generator).cuda().requires_grad_() for n in (length, 129))
     if "bias" in inspect.signature(hstu_attention).parameters:
-        from hstu_sparse import RelativeBias
+        from hstu_sparse import RelativeBias, attention_plan
 
-        options = dict(bias=RelativeBias(position, time, times))
+        options = dict(bias=RelativeBias(position, table, times))
+        if planned:
+            options["plan"] = attention_plan(q, v, offsets, length, **options)
     else:
-        options = dict(position_bias=position, time_bias=time, timestamps=times)
-    return lambda: hstu_attention(*arguments, **options), [*arguments[:3], position, time]
+        options = dict(position_bias=position, time_bias=table, timestamps=times)
+    return lambda: hstu_attention(q, k, v, offsets, length, **options), [q, k, v, position, table]
 
 
 def bsa_call(length, group):
@@ -83,94 +128,124 @@ def bsa_call(length, group):
 
     from hstu_sparse import bsa_attention
 
-    arguments, _ = inputs(length)
+    (q, k, v), _ = inputs()
+    offsets, _ = jagged(length)
     gates = [torch.rand(TOKENS, HEADS, device="cuda").bfloat16().requires_grad_() for _ in range(2)]
     options = dict(block_size=64, block_counts=16, selection_group=group)
-    return lambda: bsa_attention(*arguments, (*gates, None), **options), [*arguments[:3], *gates]
+    return lambda: bsa_attention(q, k, v, offsets, length, (*gates, None), **options), [q, k, v, *gates]
 
 
-def attention_cases(what, lengths):
-    for length in lengths:
-        if "dense" in what:
-            yield f"dense {length:,}", lambda n=length: dense_call(n, False)
-        if "biased" in what:
-            yield f"dense, both biases {length:,}", lambda n=length: dense_call(n, True)
+def attention_cases(what, lengths) -> dict:
+    """Name -> what makes the case."""
+    kinds = {
+        "dense": ("dense", lambda n: dense_call(n, False)),
+        "biased": ("dense, both biases", lambda n: dense_call(n, True)),
+        "planned": ("dense, both biases, planned", lambda n: dense_call(n, True, True)),
+    }
+    cases = {}
+    for n in lengths:
+        for key, (name, make) in kinds.items():
+            if key in what:
+                cases[f"{name} {n:,}"] = functools.partial(make, n)
         for group in (64, 2):
             if "bsa" in what:
-                yield f"bsa, groups of {group} {length:,}", lambda n=length, r=group: bsa_call(n, r)
+                cases[f"bsa, groups of {group} {n:,}"] = functools.partial(bsa_call, n, group)
+    return cases
 
 
-def child(checkout: Path, what: list[str], lengths: list[int]) -> None:
-    """Measures one checkout; a JSON line for each part of each case."""
-    sys.path.insert(0, str(checkout))
+def serve_attention(checkout: str, what: str, lengths: str) -> None:
+    """A process that measures one checkout's attention: a case for each name that it reads."""
+    sys.path.insert(0, checkout)
     import torch
 
-    for name, make in attention_cases(what, lengths):
-        function, leaves = make()
-        out = function()
-        grad = torch.randn_like(out)
-        emit(f"{name} forward", measure(function))
-        emit(
-            f"{name} backward", measure(lambda o=out, w=leaves, g=grad: torch.autograd.grad(o, w, g, retain_graph=True))
-        )
-        del function, leaves, out, grad
-        torch.cuda.empty_cache()
-    if "train" in what:
-        for config in CONFIGS:
-            emit(f"epoch of {config}", epoch_of(checkout, config))
+    cases = attention_cases(what.split(","), [int(n) for n in lengths.split(",")])
+
+    def parts(name):
+        function, leaves = cases[name]()
+        out, (_, grad) = function(), inputs()
+        yield "forward", function
+        yield "backward", lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+    for name in cases:
+        for _, function in parts(name):
+            function()
+    serve(lambda name: {f"{name} {part}": measure(function) for part, function in parts(name)})
 
 
-def emit(name: str, milliseconds: float) -> None:
-    print(json.dumps({"case": name, "ms": milliseconds}), flush=True)
-
-
-def epoch_of(checkout: Path, config: str) -> float:
-    """Milliseconds of an epoch as the checkout's own benchmarks/train.py measures it, the median of five."""
-    path = checkout / "benchmarks" / "train.py"
+def serve_epochs(checkout: str, config: str) -> None:
+    """The same for an epoch as the checkout's own benchmarks/train.py has it, in this process."""
+    path = Path(checkout) / "benchmarks" / "train.py"
     source = path.read_text()
-    if (EPOCH in source) == (FIVE_EPOCHS in source):
-        raise SystemExit(f"{path} measures an epoch in another way than this script knows")
-    program = f"import sys; sys.argv = ['train.py', 'configs/{config}.yaml']; __file__ = {str(path)!r}\n"
-    run = subprocess.run(
-        [sys.executable, "-c", program + source.replace(EPOCH, MEDIAN)],
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-    )
-    if run.returncode:
-        raise SystemExit(run.stderr[-3000:])
-    record = next(json.loads(line) for line in reversed(run.stdout.splitlines()) if line.startswith("{"))
-    return 1000 * record["epoch_seconds"]
+    (line,) = (line for line in EPOCHS if line in source)
+    five = "sorted(1000 * epoch(number)[-1] for number in range(3, 8))[2]"
+    source = source.replace(line, f"serve(lambda name: {{name: dict(epoch={five})}}); sys.exit()")
+    sys.path.insert(0, str(path.parent))
+    sys.argv = [str(path), f"configs/{config}.yaml"]
+    exec(compile(source, path, "exec"), {"__name__": "__main__", "__file__": str(path), "serve": serve})
+
+
+def serve(measured) -> None:
+    """For each name read: a JSON object part -> times, of `measured(name)`. First {}, once it begins to read."""
+    print("{}", flush=True)
+    for name in sys.stdin:
+        print(json.dumps(measured(name.strip())), flush=True)
+
+
+class Server:
+    """A process of this script for one side, `serving` what it is asked for."""
+
+    def __init__(self, checkout: Path, *serving: str):
+        command = [sys.executable, __file__, "--serve", str(checkout), *serving]
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.checkout, self.process = checkout, subprocess.Popen(command, cwd=checkout, **pipes)
+
+    def answer(self) -> dict:
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"{self.checkout} failed, see above")
+
+    def ask(self, name: str) -> dict:
+        print(name, file=self.process.stdin, flush=True)
+        return self.answer()
 
 
 def main() -> None:
+    if sys.argv[1] == "--serve":
+        checkout, *arguments = sys.argv[2:]
+        (serve_attention if len(arguments) > 1 else serve_epochs)(checkout, *arguments)
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", type=Path)
-    parser.add_argument("second", type=Path, nargs="?")
-    parser.add_argument("--what", type=lambda x: x.split(","), default=["dense", "biased", "bsa", "train"])
-    parser.add_argument("--lengths", type=lambda x: [int(n) for n in x.split(",")], default=[1024, 4096, 16384, 65536])
-    parser.add_argument("--rounds", type=int, default=2, help="how often each checkout has its turn")
+    parser.add_argument("second", type=Path)
+    parser.add_argument("--what", default="dense,biased,bsa,train")
+    parser.add_argument("--lengths", default="1024,4096,16384,65536")
+    parser.add_argument("--rounds", type=int, default=3, help="how often all cases are measured")
     options = parser.parse_args()
-    if options.second is None:
-        child(options.first.resolve(), options.what, options.lengths)
-        return
+    what, lengths = options.what.split(","), options.lengths.split(",")
+    asked = {(f"epoch of {config}",): (config,) for config in CONFIGS} if "train" in what else {}
+    asked[tuple(attention_cases(what, map(int, lengths)))] = options.what, options.lengths
     sides = [options.first.resolve(), options.second.resolve()]
-    found: list[dict[str, list[float]]] = [{}, {}]
-    for turn in range(2 * options.rounds):
-        side = turn % 2
-        lengths = ",".join(map(str, options.lengths))
-        command = [sys.executable, __file__, str(sides[side]), "--what", ",".join(options.what), "--lengths", lengths]
-        with subprocess.Popen(command, cwd=sides[side], stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout:
-                record = json.loads(line)
-                print(json.dumps({"checkout": str(sides[side]), **record}), flush=True)
-                found[side].setdefault(record["case"], []).append(record["ms"])
-        if process.returncode:
-            raise SystemExit(f"{sides[side]} failed, see above")
-    print(f"\n{'case':<44}{'first':>10}{'second':>10}{'ratio':>8}")
-    for case, times in found[0].items():
-        first, second = statistics.median(times), statistics.median(found[1][case])
-        print(f"{case:<44}{first:>10.3f}{second:>10.3f}{second / first:>8.3f}")
+    pairs = [(cases, [Server(side, *serving) for side in sides]) for cases, serving in asked.items() if cases]
+    for _, servers in pairs:
+        for server in servers:
+            server.answer()
+    found: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
+    try:
+        for _ in range(options.rounds):
+            for case, servers in [(case, servers) for cases, servers in pairs for case in cases]:
+                for side, server in enumerate(servers):
+                    for part, times in server.ask(case).items():
+                        print(json.dumps({"checkout": str(sides[side]), "case": part, **times}), flush=True)
+                        for kind, ms in times.items():
+                            found.setdefault((part, kind), ([], []))[side].append(ms)
+    finally:
+        print(f"\n{'ms':<54}{'first':>10}{'second':>10}{'ratio':>8}{'fastest':>8}")
+        for (part, kind), times in found.items():
+            if all(times):
+                first, second = map(statistics.median, times)
+                fastest = min(times[1]) / min(times[0])
+                print(f"{part + ' ' + kind:<54}{first:>10.3f}{second:>10.3f}{second / first:>8.3f}{fastest:>8.3f}")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ def multiprocessors(device: torch.device) -> int:
 
 def on_device(device: torch.device):
     """Inside, `device` is the current one, which kernels are launched on."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
 
 def allow_descriptors() -> None:

@@ -44,7 +44,8 @@ CALLS = {
     # Kernels that take 16-bit numbers alone: `launch_attention.ways`.
     "few": dict(HALF, sink_tokens=5, position=True, timed=True),
     "few, 4 bits, softmax, ordered": dict(HALF, bits=4, softmax=True, ordered=True, splits=2),
-    "few, rope": dict(HALF, head_size=128, rope=True, softmax=True, lengths=[20], asked=[1]),
+    "few, tiles of pages": dict(HALF, softmax=True, lengths=[150, 3], asked=[1, 9], max_seq_len=150, splits=2),
+    "few, rope": dict(HALF, head_size=128, rope=True, softmax=True, lengths=[70], asked=[1]),
     "few, rope, 4 bits, one head": dict(
         HALF, head_size=128, head_group=1, rope=True, bits=4, lengths=[40], asked=[2], quant_group=128, sink_tokens=3
     ),
@@ -108,3 +109,10 @@ def test_hadamard(n):
     compare_with_reference(run("triton"), run("reference"), {"x": x}, factor=4.0)
     matrix = reference.hadamard_reference(torch.eye(n))
     torch.testing.assert_close(hadamard_transform(x, backend="triton"), x @ matrix, atol=1e-4, rtol=1e-4)
+
+
+def test_parts_of_histories_fill_whole_rounds():
+    from hstu_sparse.rotatekv.launch_attention import few_splits
+
+    assert [few_splits(programs, 1056, 512) for programs in (4, 256, 400, 2000)] == [32, 4, 5, 1]
+    assert few_splits(4, 1056, 3) == few_splits(5000, 1056, 3) == 1

@@ -103,8 +103,8 @@ def attention_plan(
     """What `hstu_attention` computes of a batch's offsets and times before it attends, for calls that share a batch.
 
     The layers of a model see one batch, so one plan serves them all, forward and backward, as long as their dtype, head
-    sizes, N, window, candidates and number of time buckets agree; the biases' values may differ. With a time bias it
-    holds the buckets of a token's nearest neighbours, a byte each: about 1 KB a token for both passes.
+    sizes, N, window, candidates, kinds of biases and number of time buckets agree; the biases' values may differ. With
+    a time bias it holds the buckets of a token's nearest neighbours, a byte each: about 1 KB a token for both passes.
 
     Args:
         q, v: of one of the calls; only their shapes, dtype and device are looked at.

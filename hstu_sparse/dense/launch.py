@@ -26,7 +26,6 @@ from hstu_sparse.dense.forward import dense_attention_fwd_kernel
 from hstu_sparse.dense.plan import (
     AttentionPlan,
     TileMap,
-    features,
     num_time_buckets,
     purpose_of,
     with_backward,
@@ -90,8 +89,8 @@ class _Launch:
     ):  # fmt: skip
         self.bias = RelativeBias(position, time, timestamps, query_timestamps)
         self.metadata = seq_offsets, num_targets, timestamps, query_timestamps
-        self.features = features(q, v, position is not None, time is not None)
         purpose = purpose_of(q, v, seq_offsets, num_targets, self.bias, max_seq_len, window_size)
+        self.features = purpose.features
         self.plan = AttentionPlan.of_flat(purpose, plan)
         self.d_out, self.v_out = q.shape[2], v.shape[2]
         self.q, self.k, self.v = padded(q, k, v)

@@ -67,13 +67,12 @@ class Purpose(NamedTuple):
     window_size: int
     targets: bool
     num_buckets: int | None
-    forward: Tiling
-    dq: Tiling
-    dkv: Tiling
+    features: Features
 
-    def effective(self, tiling: Tiling) -> Tiling:
-        """What a tile map depends on."""
-        return tiling if self.num_buckets is not None else Tiling(tiling.own, 1, True)
+    @property
+    def tilings(self) -> tuple[Tiling, Tiling, Tiling]:
+        """Of the tile maps of forward, dq and dkv."""
+        return _tilings(self.features)
 
 
 class AttentionPlan(NamedTuple):
@@ -113,21 +112,20 @@ def num_time_buckets(time: torch.Tensor | None) -> int | None:
 
 
 def purpose_of(q, v, seq_offsets, num_targets, bias: RelativeBias, max_seq_len: int, window_size: int) -> Purpose:
-    tilings = _tilings(features(q, v, bias.position is not None, bias.time is not None))
-    buckets = num_time_buckets(bias.time)
-    num_seqs = seq_offsets.shape[0] - 1
-    return Purpose(q.shape[0], num_seqs, max_seq_len, window_size, num_targets is not None, buckets, *tilings)
+    f = features(q, v, bias.position is not None, bias.time is not None)
+    num_seqs, buckets = seq_offsets.shape[0] - 1, num_time_buckets(bias.time)
+    return Purpose(q.shape[0], num_seqs, max_seq_len, window_size, num_targets is not None, buckets, f)
 
 
 @functools.cache
 def _tilings(f: Features) -> tuple[Tiling, Tiling, Tiling]:
-    """Of forward, dq and dkv."""
     fwd, dq, dkv = fwd_config(f), bwd_dq_config(f), bwd_dkv_config(f)
-    return (
+    sizes = (
         Tiling(fwd["BLOCK_M"], fwd["BLOCK_N"], True),
         Tiling(dq["BLOCK_M"], dq["BLOCK_N"], True),
         Tiling(dkv["BLOCK_N"], dkv["BLOCK_M"], False),
     )
+    return sizes if f.time else tuple(Tiling(tiling.own, 1, True) for tiling in sizes)
 
 
 def _fake_map(seq_offsets, num_targets, timestamps, query_timestamps, total, max_seq_len, window_size, num_buckets,
@@ -193,16 +191,11 @@ def tile_map(
 
 def with_backward(plan: AttentionPlan, seq_offsets, num_targets, timestamps, query_timestamps) -> AttentionPlan:
     """The plan with the tile maps of the backward pass; maps of equal tilings are made once."""
-    purpose = plan.purpose
-    made = {purpose.effective(purpose.forward): plan.forward}
-    if plan.dq is not None:
-        made[purpose.effective(purpose.dq)] = plan.dq
-    if plan.dkv is not None:
-        made[purpose.effective(purpose.dkv)] = plan.dkv
-    dq, dkv = purpose.effective(purpose.dq), purpose.effective(purpose.dkv)
+    forward, dq, dkv = plan.purpose.tilings
+    made = {dkv: plan.dkv, dq: plan.dq, forward: plan.forward}
     for tiling in (dq, dkv):
-        if tiling not in made:
-            made[tiling], _ = tile_map(purpose, tiling, seq_offsets, num_targets, timestamps, query_timestamps)
+        if made[tiling] is None:
+            made[tiling], _ = tile_map(plan.purpose, tiling, seq_offsets, num_targets, timestamps, query_timestamps)
     return plan._replace(dq=made[dq], dkv=made[dkv])
 
 
@@ -213,8 +206,8 @@ def make_plan(
     given = seq_offsets, num_targets, timestamps, query_timestamps
     # What is computed of one tensor serves both roles.
     roles = 0 if purpose.num_buckets is None else 1 if query_timestamps is timestamps else 2
-    forward, times = tile_map(purpose, purpose.effective(purpose.forward), *given, roles)
+    tiling, dq, _ = purpose.tilings
+    forward, times = tile_map(purpose, tiling, *given, roles)
     keys, queries = (times[0], times[-1]) if roles else (None, None)
-    shared = purpose.effective(purpose.dq) == purpose.effective(purpose.forward)
-    plan = AttentionPlan(purpose, keys, queries, forward, forward if shared else None, None)
+    plan = AttentionPlan(purpose, keys, queries, forward, forward if dq == tiling else None, None)
     return with_backward(plan, *given) if backward else plan

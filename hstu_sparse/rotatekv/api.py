@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from hstu_sparse.jagged import check_jagged, readable, sequence_ids
+from hstu_sparse.jagged import check_jagged, check_offset_values, readable, sequence_ids
 from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.rotatekv import files, reference
 from hstu_sparse.rotatekv.cache import PackedCache
@@ -315,9 +315,9 @@ def rotatekv_attention(
         TypeError, ValueError: what was expected and what came.
     """
     _check_cache(cache)
-    check_jagged(cache.seq_offsets, max_seq_len)
+    known = readable(cache.seq_offsets)
     tokens = bias.timestamps.shape[0] if isinstance(bias, RelativeBias) and bias.timestamps is not None else 0
-    if tokens and readable(cache.seq_offsets):
+    if tokens and known:
         tokens = int(cache.seq_offsets[-1])
     sizes = {"H": cache.layout.heads, "D": cache.layout.head_size}
     call = _check_attention(
@@ -326,6 +326,8 @@ def rotatekv_attention(
     )  # fmt: skip
     if q.dtype != cache.dtype:
         raise TypeError(f"q must be {cache.dtype} as the cache, got {q.dtype}")
+    if known:
+        check_offset_values(cache.seq_offsets, max_seq_len, None)
     chosen = choose_backend(backend, q, "rotatekv_attention")
     return _attend(q, q_offsets, cache, max_seq_len, call, chosen)
 

@@ -139,6 +139,20 @@ def load_values(
     return words, tl.load(v_ranges + at)
 
 
+@triton.jit
+def owner(offsets, query, B):
+    """The sequence of a query."""
+    low = 0
+    high = B - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(offsets + middle) <= query:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 @triton.jit(do_not_specialize=["q_stride_t", "q_stride_h", "B", "S", "Tq", "SPLITS", "unit"])
 def rotatekv_few_fwd_kernel(
     q, q_stride_t, q_stride_h, q_offsets, seq_offsets, page_offsets, page_table, order,
@@ -149,9 +163,13 @@ def rotatekv_few_fwd_kernel(
     K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, HAS_ORDER: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PAIRS: tl.constexpr, BQ: tl.constexpr, FAST: tl.constexpr,
-    LSE: tl.constexpr,
+    LSE: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """One part of BQ queries, of one head group; out and lse: [SPLITS, Tq, H, ...], or the final ones."""
+    """One part of BQ queries, or of a SINGLE one, of one head group.
+
+    out and lse: [SPLITS, Tq, H, ...], or the final ones. A processor has room for eight programs, but where some end at
+    once, as those of slots without queries do (see `locate`), it takes fewer. SINGLE has no such slots.
+    """
     C: tl.constexpr = D * G
     CV: tl.constexpr = V * G
     COLUMNS: tl.constexpr = PAIRS * BQ
@@ -161,9 +179,16 @@ def rotatekv_few_fwd_kernel(
     R: tl.constexpr = 16
     DTYPE: tl.constexpr = q.dtype.element_ty
     SLACK: tl.constexpr = 8.0 if tl.bfloat16 == DTYPE else 0.0  # fp16 has no room for it
-    b, first_query, asked_count, q_tile = locate(q_offsets, tl.program_id(0) // (SPLITS * HG), B, BQ)
-    if q_tile * BQ >= asked_count:
-        return
+    slot = tl.program_id(0) // (SPLITS * HG)
+    if SINGLE:
+        b = owner(q_offsets, slot, B)
+        first_query = slot.to(tl.int64)
+        asked_count = 1
+        q_tile = 0
+    else:
+        b, first_query, asked_count, q_tile = locate(q_offsets, slot, B, BQ)
+        if q_tile * BQ >= asked_count:
+            return
     split = tl.program_id(0) % SPLITS
     group = tl.program_id(0) // SPLITS % HG
     if HAS_ORDER:

@@ -13,7 +13,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from hstu_sparse.launch import architecture, cdiv, multiprocessors, next_power_of_2, padded_head, precision, start
+from hstu_sparse.launch import (
+    architecture,
+    cdiv,
+    multiprocessors,
+    next_power_of_2,
+    padded_head,
+    precision,
+    specialization,
+    start,
+)
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
 from hstu_sparse.rotatekv.cache import PackedCache
@@ -177,7 +186,7 @@ def registers(way: str, call: Call) -> dict:
 
 
 def kept(cache: PackedCache) -> tuple[tuple, tuple]:
-    """(tensors of a cache in the order in which kernels take them, their `launch_key`), found out once for a state."""
+    """(a cache's tensors in the order in which kernels take them, their `specialization`), found out once a state."""
     found = cache.__dict__.get("kept")
     if found is None or found[0] is not cache.page_table or found[1] is not cache.packed:
         packed = cache.packed
@@ -185,45 +194,86 @@ def kept(cache: PackedCache) -> tuple[tuple, tuple]:
             cache.seq_offsets, cache.page_offsets, cache.page_table, cache.channel_order, packed["k_codes"],
             words(packed["k_ranges"]), packed["v_codes"], words(packed["v_ranges"]),
         )  # fmt: skip
-        found = cache.__dict__["kept"] = cache.page_table, packed, tensors, launch_key(tensors)
+        found = cache.__dict__["kept"] = cache.page_table, packed, tensors, specialization(tensors)
     return found[2], found[3]
 
 
+class FewPlan(NamedTuple):
+    """What `few` needs beside a call's tensors."""
+
+    constants: tuple[dict, dict]  # without and with a log-sum-exp
+    programs: int  # of each part of a history
+    splits: int
+    numbers: tuple[float, float]  # scale of the transform, 1 / N
+    angles: tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
 @functools.lru_cache(maxsize=64)
-def few_constants(layout: Layout, ordered: bool, dtype: torch.dtype, call: tuple, lse: bool) -> dict:
-    """Those of `few`; call: items of `Call.constants`."""
-    found = sizes(layout, ordered, dtype) | dict(call)
-    for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK"):
-        found.pop(name)
+def few_plan(
+    layout: Layout, ordered: bool, dtype: torch.dtype, device: torch.device, queries: int, sequences: int,
+    max_seq_len: int, softmax: bool, rope_base: float | None, position: bool, time: bool,
+) -> FewPlan:  # fmt: skip
     pairs = max(layout.values.groups, layout.options.head_group)
-    return found | dict(PAIRS=pairs, BQ=max(1, 8 // pairs), LSE=lse)
+    block_q = 8 // pairs
+    single = queries <= sequences
+    constants = sizes(layout, ordered, dtype) | dict(
+        SOFTMAX=softmax, ROPE=rope_base is not None, HAS_POSITION=position, HAS_TIME=time, FAST=dtype != torch.float32,
+        PAIRS=pairs, BQ=block_q, SINGLE=single,
+    )  # fmt: skip
+    for name in ("KEPT", "KEPT_WORDS", "SPARSE", "R", "K_BLOCK", "V_BLOCK"):
+        constants.pop(name)
+    pages, room = cdiv(max_seq_len, layout.page), 8 * multiprocessors(device)
+    if single:
+        programs = queries * layout.head_groups
+        splits = few_splits(programs, room, pages)
+    else:
+        programs = (queries // block_q + sequences) * layout.head_groups
+        filled = sequences * cdiv(queries, sequences * block_q) * layout.head_groups
+        # Two rounds of programs, with RoPE one and a half, are measured best where some programs have no queries.
+        splits = max(1, min(room * (4 if rope_base is None else 3) // (2 * filled), pages // 16))
+    angles = None, None, None
+    if rope_base is not None:
+        angles = all_tables(rope_base, layout.head_size // 2, next_power_of_2(max_seq_len // TILE + 2), True, device)
+    constants = tuple(constants | dict(LSE=lse) for lse in (False, True))
+    return FewPlan(constants, programs, splits, (layout.keys.channels**-0.5, 1.0 / max_seq_len), angles)
+
+
+def few_splits(programs: int, room: int, pages: int) -> int:
+    """Into how many parts histories of so many pages are cut, so that `programs` for each of them take least time.
+
+    They run in rounds of `room` programs, each of which takes as long besides its pages as with six of them.
+    """
+    most, fit = max(1, pages // 16), room // programs
+    if fit >= 8:
+        return min(fit, most)
+    time = lambda splits: cdiv(programs * splits, room) * (cdiv(pages, splits) + 6)
+    return min(range(1, min(most, 16) + 1), key=time)
+
+
+FEW_OPTIONS = dict(num_warps=1, num_stages=1)
 
 
 def few(call: Call) -> Plan:
     """A warp for a few queries of a head group."""
-    cache, layout = call.source, call.source.layout
-    block_q = max(1, 8 // max(layout.values.groups, layout.options.head_group))
-    queries, sequences = call.q.shape[0], max(1, call.q_offsets.shape[0] - 1)
+    q, cache, bias = call.q, call.source, call.bias
+    sequences = max(1, call.q_offsets.shape[0] - 1)
+    plan = few_plan(
+        cache.layout, cache.channel_order is not None, q.dtype, q.device, q.shape[0], sequences, call.max_seq_len,
+        call.softmax, call.rope_base, bias.position is not None, bias.time is not None,
+    )  # fmt: skip
 
     def launch(part, part_lse, splits):
         tensors, key = kept(cache)
-        given = call.constants()
-        given = few_constants(layout, tensors[3] is not None, cache.dtype, tuple(given.items()), part_lse is not None)
-        others = *call.bias_arguments(), *call.all_angles(True), part, part_lse
+        others = *call.bias_arguments(), *plan.angles, part, part_lse
         arguments = (
-            call.q, call.q.stride(0), call.q.stride(1), call.q_offsets, *tensors, *others, sequences,
-            layout.options.sink_tokens, queries, splits, call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
-            1,
+            q, q.stride(0), q.stride(1), call.q_offsets, *tensors, *others, sequences,
+            cache.layout.options.sink_tokens, q.shape[0], splits, call.alpha, *plan.numbers, 1,
         )  # fmt: skip
-        options = dict(num_warps=1, num_stages=1)
-        key = *key, *launch_key((call.q, call.q_offsets, *others))
-        grid = call.slots(block_q) * layout.head_groups * splits
-        start(rotatekv_few_fwd_kernel, grid, arguments, given, options, key)
+        key = *key, *specialization((q, call.q_offsets, *others))
+        constants = plan.constants[part_lse is not None]
+        start(rotatekv_few_fwd_kernel, plan.programs * splits, arguments, constants, FEW_OPTIONS, key)
 
-    # A processor has room for eight programs; two rounds of them, with RoPE one and a half, are measured best.
-    programs = (16 if call.rope_base is None else 12) * multiprocessors(call.q.device)
-    wanted = programs // (sequences * cdiv(cdiv(queries, sequences), block_q) * layout.head_groups)
-    return Plan(launch, max(1, min(wanted, call.max_seq_len // 256)))
+    return Plan(launch, plan.splits)
 
 
 def many(call: Call) -> Plan:
@@ -381,5 +431,5 @@ def attention(
         arguments = (part, part_lse, out, lse, queries * heads, parts)
         constants = dict(V=value_size, PAD=next_power_of_2(value_size), ROWS=16, SOFTMAX=softmax, LSE=return_lse)
         start(rotatekv_attention_merge_kernel, cdiv(queries * heads, 16), arguments, constants, dict(num_warps=4),
-              launch_key(arguments))  # fmt: skip
+              specialization(arguments[:4]))  # fmt: skip
     return out, lse

@@ -246,6 +246,7 @@ def launches():
         case("attention", splits=3, attend=dict(softmax=True)),
         case("attention", attend=biased, **small),
         case("attention", bits=4, sink_tokens=4, **small),
+        case("attention", queries=3, architectures=(90,)),
         case("attention", attend=dict(rope_base=10000.0), architectures=(90,)),
         case("attention", queries=128, attend=dict(softmax=True)),
         case("attention", queries=16, bits=4, dtype=torch.float16, attend=biased, architectures=(90,)),
