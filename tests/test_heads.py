@@ -12,7 +12,14 @@ from tests.test_train import fails, run, start
 
 E, I, T = 6, 11, 7
 CONFIG = MoLConfig(
-    kind="mol", query_components=2, item_components=3, component_dim=4, gate_hidden_dim=5, dropout=0.0, temperature=0.5
+    kind="mol",
+    query_components=2,
+    item_components=3,
+    component_dim=4,
+    gate_hidden_dim=5,
+    dropout=0.0,
+    item_dropout=0.0,
+    temperature=0.5,
 )
 SMALL = "model.head={kind: mol, query_components: 2, item_components: 2, component_dim: 8, gate_hidden_dim: 8}"
 
@@ -47,15 +54,34 @@ def test_scores_by_hand():
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("sampled", [False, True])
+def test_starts_as_the_cosine():
+    _, out, items, _ = setup()
+    torch.manual_seed(0)
+    head = MixtureOfLogits(CONFIG.model_copy(update={"component_dim": E}), E).double()
+    found = head.scores_of_all(out, head.items(items)).double()
+    torch.testing.assert_close(found, out @ F.normalize(items, dim=-1).T / 0.5, rtol=1e-5, atol=1e-5)
+
+
+def test_item_dropout_leaves_gates_and_evaluation():
+    head, _, items, _ = setup(item_dropout=0.5)
+    first, again, judged = head.items(items), head.items(items), head.eval().items(items)
+    assert not torch.allclose(first.components, again.components)
+    torch.testing.assert_close(first.gates, judged.gates)
+    torch.testing.assert_close(judged, setup()[0].items(items))
+
+
+@pytest.mark.parametrize("sampled", [0, 1, 5])
 @pytest.mark.parametrize("chunk", [2**21, 1])
 def test_loss_and_gradients(monkeypatch, sampled, chunk):
-    """In chunks of any size: the plain loss over scores taken all at once, and its gradients."""
+    """In chunks of any size: the plain loss over scores taken all at once, and its gradients.
+
+    One negative for each output: fewer than there are items, which are then prepared for the chunk alone.
+    """
     monkeypatch.setitem(heads.CHUNK, "cpu", chunk)
     head, out, items, targets = setup()
-    negatives = torch.randint(I, (T, 5), generator=torch.Generator().manual_seed(2)) if sampled else None
+    negatives = torch.randint(I, (T, sampled), generator=torch.Generator().manual_seed(2)) if sampled else None
     if sampled:
-        negatives[0, 1] = targets[0]
+        negatives[0, -1] = targets[0]
     loss, aux = mol_loss(head, out, items, targets, negatives)
     scores, pi = head.scores(head.queries(out), head.items(items))
     real = targets >= 0

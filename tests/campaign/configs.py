@@ -74,6 +74,7 @@ model.head={kind: mol, query_components: 0}  model.head={kind: mol, item_compone
 model.head={kind: mol, component_dim: 1000000000000}  model.head={kind: mol, query_components: 1000000000}
 model.head={kind: mol, gate_hidden_dim: 0}  model.head={kind: mol, dropout: 1.0}  model.head={kind: mol, dropout: .nan}
 model.head={kind: mol, temperature: 0.0}  model.head={kind: mol, temperature: 1e-300}
+model.head={kind: mol, item_dropout: .nan}  model.head={kind: mol, item_dropout: 1.0}
 model.head={kind: mol, temperature: .inf}  model.head={kind: mol, balance_weight: -1.0}
 model.head={kind: mol, balance_weight: .inf}  model.head={kind: mol, learned_temperature: true}  model.head={kind: foo}
 model.head={kind: [1]}  model.head.kind=null  model.head.foo=1  model.head={kind: dot, learned_temperature: 1}
