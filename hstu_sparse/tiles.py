@@ -151,9 +151,14 @@ def store_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.c
 
 @triton.jit
 def opaque(x):
-    """x, without the compiler's knowing it: what is computed from it is computed anew, not kept in registers."""
+    """x (int32 or int64), without the compiler's knowing it: what is computed from it is computed anew, not kept in
+    registers, and no multiple of anything.
+    """
     if COMPILED:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=True, pack=1)
+        if x.dtype.primitive_bitwidth == 64:
+            return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], tl.int64, is_pure=True, pack=1)
+        else:
+            return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=True, pack=1)
     else:
         return x
 

@@ -39,6 +39,15 @@ FIXED: list[tuple[str, dict]] = [
         "sparsity": 0.7495120464720532, "sink_tokens": 0, "clip": 1.0, "ordered": False, "softmax": True, "rope": True,
         "position": False, "timed": False, "splits": 1, "contiguous": True, "seed": 451164200,
     }),
+    ("ring_hstu", {
+        "lengths": [1500, 1500, 1, 0, 1], "gap": 0, "heads": 1, "size": 16, "value_size": 128, "dtype": "float32",
+        "window": 0, "position": True, "timed": True, "seed": 140267346,
+    }),
+    ("indexer", {
+        "operator": "index_scores", "lengths": [0, 1], "heads": 16, "size": 256, "value_size": 128, "top_k": 64,
+        "dtype": "float32", "position": False, "time": False, "exact": False, "strided": False,
+        "wide_indices": False, "deterministic": False, "seed": 2093244291,
+    }),
 ]  # fmt: skip
 # Each process runs every operator once, so that all of them end at the same time.
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -10,6 +10,8 @@ Codes enter that product as they are, small whole numbers: it is exact, and scal
 import triton
 import triton.language as tl
 
+from hstu_sparse.tiles import opaque
+
 # Adding and subtracting it rounds fp32 numbers below 2^22 to the nearest whole number, halves to the even one.
 ROUND = tl.constexpr(12582912.0)
 
@@ -61,6 +63,10 @@ def load_codes(
     WIDTH: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """OFFSET + codes [R, WIDTH] of DTYPE from rows [R] of WORDS words each; OFFSET as `launchers.code_offset` says."""
+    if BITS == 3:
+        # Rows of 3 or 6 words are aligned to a word or two. Triton 3.6 takes a masked load of page numbers, times the
+        # slots of a page, plus the slot, for a multiple of as many slots, and reads 8 or 16 bytes at once.
+        row = opaque(row)
     pointers = base + row[:, None] * WORDS
     LOW: tl.constexpr = 2 if BITS == 3 else BITS
     COUNT: tl.constexpr = WIDTH * LOW // 32 if WIDTH * LOW >= 32 else 1

@@ -349,8 +349,7 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
     packed_part = cache is not None and not sinks_only
     slots = call.slots(block_q)
     tiles = cdiv(call.max_seq_len, constants["R"])
-    # Pruned codes are gathered word by word. Copies of them in flight take more shared memory than there is, and
-    # Triton 3.6 takes a page number that comes through a pipeline, times 64 slots, plus the slot, for a multiple of 32.
+    # Pruned codes are gathered word by word: copies of them in flight take more shared memory than there is.
     stages = 1 if constants["SPARSE"] else 2
 
     def launch(part, part_lse, splits):
