@@ -18,6 +18,12 @@ from tests.operators import MOST_BYTES, NAMES, draw, operator
 
 # Failures that the campaign found, as it printed them: (operator, case).
 FIXED: list[tuple[str, dict]] = [
+    ("bsa", {
+        "lengths": [556, 1, 899], "max_seq_len": 899, "heads": 3, "head_size": 40, "value_size": 128,
+        "dtype": "float16", "block_size": 64, "block_counts": 16, "window_size": 0, "selection_group": 4,
+        "contiguous": True, "deterministic": False, "position": True, "buckets": 1, "table_dtype": "float32",
+        "spread": 40000.0, "seed": 517278585,
+    }),
     ("htree", {
         "lengths": [1], "spare": 0, "group": 16, "kv_heads": 2, "head_size": 32, "value_size": 7, "rate": 3, "top_k": 8,
         "scale": None, "dtype": "float32", "offsets": "int32", "contiguous": False, "deterministic": False,
