@@ -209,7 +209,7 @@ def rotatekv_decompress_kernel(
     mask = place < count - S
     token = begin + S + place
     page = tl.load(page_table + tl.load(page_offsets + b) + place // PAGE, mask, 0).to(tl.int64)
-    # A loaded page number times PAGE plus `place % PAGE` Triton 3.6 takes for divisible by the tile's size, and the words
+    # A loaded page number times PAGE plus `place % PAGE` Triton 3.6 takes for divisible by the tile's size, and words
     # of rows of three for aligned.
     slot = place & (PAGE - 1)
     row = page * HG + group
