@@ -39,28 +39,33 @@ MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
 KERNEL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-@functools.lru_cache(maxsize=16)
-def rope_table(base: float, half: int, first: int, step: int, count: int, device: torch.device) -> Tensor:
-    """[count, 2, half] fp32: cos and sin of the angles of positions first, first + step, ..."""
+def cos_sin(base: float, half: int, first: int, step: int, count: int) -> Tensor:
+    """[count, 2, half] fp32 on a CPU: cos and sin of the angles of positions first, first + step, ..."""
     position = first + step * torch.arange(count, dtype=torch.float64)
     angle = position[:, None] * base ** (-torch.arange(half, dtype=torch.float64) / half)
-    return torch.stack((angle.cos(), angle.sin()), 1).float().to(device)
+    return torch.stack((angle.cos(), angle.sin()), 1).float()
+
+
+@functools.lru_cache(maxsize=16)
+def rope_table(base: float, half: int, first: int, step: int, count: int, device: torch.device) -> Tensor:
+    """`cos_sin` on a device."""
+    return cos_sin(base, half, first, step, count).to(device)
 
 
 @functools.lru_cache(maxsize=16)
 def angle_table(base: float, half: int, count: int, device: torch.device) -> Tensor:
-    """`rope_table` of positions 0, 1, .. in fp16, as int32 pairs: [count, 2, half / 2]."""
-    return rope_table(base, half, 0, 1, count, device).half().view(torch.int32)
+    """`cos_sin` of positions 0, 1, .. in fp16, as int32 pairs: [count, 2, half / 2]."""
+    return cos_sin(base, half, 0, 1, count).half().view(torch.int32).to(device)
 
 
 @functools.lru_cache(maxsize=16)
 def angle_pairs(base: float, half: int, count: int, device: torch.device) -> Tensor:
-    """`angle_table`, [count, half], with what a thread of `few` takes side by side.
+    """As `angle_table`, [count, half], with what a thread of `few` takes side by side.
 
     Of each 16 angles it has for j = 0 .. 3 a pair of cos of angles 2j, 2j + 1, one of those 8 behind, and two of sin.
     """
-    table = angle_table(base, half, count, device).view(count, 2, half // 16, 2, 4)
-    return table.permute(0, 2, 4, 1, 3).reshape(count, half).contiguous()
+    table = cos_sin(base, half, 0, 1, count).half().view(torch.int32).view(count, 2, half // 16, 2, 4)
+    return table.permute(0, 2, 4, 1, 3).reshape(count, half).to(device)
 
 
 @functools.lru_cache(maxsize=16)
