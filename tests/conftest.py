@@ -40,6 +40,9 @@ def pytest_runtest_setup(item):
 
 
 def pytest_runtest_teardown(item):
+    # All compiled partials share a code object of torch's own, of which a process compiles no more than eight.
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_CACHED:
         torch.cuda.empty_cache()
 
