@@ -24,9 +24,11 @@ import functools
 import inspect
 import json
 import math
+import runpy
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -181,7 +183,10 @@ def serve_epochs(checkout: str, config: str) -> None:
     source = source.replace(line, f"serve(lambda name: {{name: dict(epoch={five})}}); sys.exit()")
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path), f"configs/{config}.yaml"]
-    exec(compile(source, path, "exec"), {"__name__": "__main__", "__file__": str(path), "serve": serve})
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(source.replace("__file__", repr(str(path))))
+        file.flush()
+        runpy.run_path(file.name, {"serve": serve}, "__main__")
 
 
 def serve(measured) -> None:
