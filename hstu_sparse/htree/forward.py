@@ -24,20 +24,13 @@ from hstu_sparse.htree.walk import (
     step_down,
     tile_query,
 )
-from hstu_sparse.tiles import store_rows
+from hstu_sparse.tiles import sequence_of, store_rows
 
 
 @triton.jit
 def find_sequence(offsets, token, B):
     """(sequence, its first token, its length) of a token."""
-    low = 0
-    high = B - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(offsets + middle) <= token:
-            low = middle
-        else:
-            high = middle - 1
+    low = sequence_of(offsets, token, B)
     start = tl.load(offsets + low).to(tl.int64)
     return low, start, (tl.load(offsets + low + 1) - start).to(tl.int32)
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from hstu_sparse.rotatekv.attention import biased, load_queries
 from hstu_sparse.rotatekv.codec import butterfly, halves_of, sign
 from hstu_sparse.rotatekv.turning import halves, load_turns, turned_scores, turning_queries
-from hstu_sparse.tiles import locate, silu
+from hstu_sparse.tiles import locate, sequence_of, silu
 
 
 @triton.jit
@@ -139,20 +139,6 @@ def load_values(
     return words, tl.load(v_ranges + at)
 
 
-@triton.jit
-def owner(offsets, query, B):
-    """The sequence of a query."""
-    low = 0
-    high = B - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(offsets + middle) <= query:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 @triton.jit(do_not_specialize=["q_stride_t", "q_stride_h", "B", "S", "Tq", "SPLITS", "unit"])
 def rotatekv_few_fwd_kernel(
     q, q_stride_t, q_stride_h, q_offsets, seq_offsets, page_offsets, page_table, order,
@@ -181,7 +167,7 @@ def rotatekv_few_fwd_kernel(
     SLACK: tl.constexpr = 8.0 if tl.bfloat16 == DTYPE else 0.0  # fp16 has no room for it
     slot = tl.program_id(0) // (SPLITS * HG)
     if SINGLE:
-        b = owner(q_offsets, slot, B)
+        b = sequence_of(q_offsets, slot, B)
         first_query = slot.to(tl.int64)
         asked_count = 1
         q_tile = 0

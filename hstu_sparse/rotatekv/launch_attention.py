@@ -162,12 +162,12 @@ class Call(NamedTuple):
             rope_table(self.rope_base, half, first, TILE, count, self.q.device),
         )
 
-    def all_angles(self, paired: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Tables for `turn`, and fp16 ones of every position: `angle_table`, or `angle_pairs` if `paired`."""
+    def all_angles(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Tables for `turn`, and `angle_table`."""
         if self.rope_base is None:
             return None, None, None
         count = next_power_of_2(self.max_seq_len // TILE + 2)
-        return all_tables(self.rope_base, self.q.shape[2] // 2, count, paired, self.q.device)
+        return all_tables(self.rope_base, self.q.shape[2] // 2, count, False, self.q.device)
 
 
 class Plan(NamedTuple):
@@ -306,7 +306,7 @@ def many(call: Call) -> Plan:
             layout, q.dtype, architecture(q.device), block_q, tuple(call.constants().items()), part_lse is not None
         )
         tensors, key = kept(cache)
-        near, far, table = call.all_angles(False)
+        near, far, table = call.all_angles()
         # Keys that are turned back keep about their size, by a power of two.
         scale = 2.0 ** -(layout.keys.channels.bit_length() // 2)
         factor = call.alpha * layout.keys.channels**-0.5 * (math.log2(math.e) if call.softmax else 1.0)
