@@ -43,7 +43,9 @@ COPIES = tl.constexpr(16)
 
 
 class KernelBias(NamedTuple):
-    """What kernels read of a RelativeBias: pointers, or None where a table is absent."""
+    """What kernels read of a RelativeBias: pointers, or None where a table is absent. Both tables are halved: kernels
+    compute half of each score, of which SiLU is one product less.
+    """
 
     position: object = None  # [s - t] fp32
     time: object = None  # [bucket] fp32, BEYOND zeros behind
@@ -84,15 +86,15 @@ def bucket_steps(num_buckets: int, device: torch.device) -> torch.Tensor:
 def bsa_tables_kernel(
     position, time, backwards, padded, N, origin, entries, buckets, BEYOND: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Writes the position table backwards with its margins, and the time table with zeros behind."""
+    """Writes half of the position table backwards with its margins, and half of the time table with zeros behind."""
     lane = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     if position is not None:
         distance = origin - lane
         value = tl.load(position + distance, mask=(distance >= 0) & (distance < N), other=0.0)
-        tl.store(backwards + lane, value.to(tl.float32), mask=lane < entries)
+        tl.store(backwards + lane, 0.5 * value.to(tl.float32), mask=lane < entries)
     if time is not None:
         value = tl.load(time + lane, mask=lane < buckets, other=0.0)
-        tl.store(padded + lane, value.to(tl.float32), mask=lane < buckets + BEYOND)
+        tl.store(padded + lane, 0.5 * value.to(tl.float32), mask=lane < buckets + BEYOND)
 
 
 def prepare(
@@ -349,20 +351,20 @@ def means_tile(bias, row, first, means, queries, near, AXIS: tl.constexpr, ASM: 
 
 
 @triton.jit
-def own_buckets(bias, queries, places, AXIS: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+def own_buckets(bias, first, lane, places, AXIS: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
     """Buckets of a tile of queries and keys of the one block that they stand in, queries on the tile's axis AXIS.
 
-    queries: their tokens (int64); places: of the keys in the block (int64).
+    first, lane: the first query's token, and how far each is behind it; places: of the keys in the block (all int64).
     """
-    rows = tl.expand_dims(bias.own + queries * BS, 1 - AXIS)
+    rows = tl.expand_dims(bias.own + first * BS + lane * BS, 1 - AXIS)
     return scalar(rows + tl.expand_dims(places, AXIS), ASM).to(tl.int32)
 
 
 @triton.jit
-def own_tile(bias, queries, places, AXIS: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+def own_tile(bias, first, lane, places, AXIS: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
     """The time's bias of such a tile; 0 without a table."""
     if bias.time is not None:
-        return look_up(bias.time, own_buckets(bias, queries, places, AXIS, BS, ASM), ASM)
+        return look_up(bias.time, own_buckets(bias, first, lane, places, AXIS, BS, ASM), ASM)
     else:
         return 0.0
 
@@ -378,28 +380,37 @@ def edge_places(bias, edge, keys, ASM: tl.constexpr):
 
 
 @triton.jit
-def chosen_tile(bias, edge, queries, keys, edges, ASM: tl.constexpr):
-    """The time's bias of a tile of queries and a chosen block's keys, one edge or more; edge: see `edge_places`."""
+def chosen_bias(bias, edge, position, queries, keys, EDGES: tl.constexpr, ASM: tl.constexpr):
+    """What `with_bias` adds for a tile of queries and a chosen block's keys that reach no edge, one, or (2) more.
+
+    position: the position's; edge: see `edge_places`. Up to one edge both are summed, and most of a thread's pairs share
+    the first sum.
+    """
     chosen, place, _ = edge
-    if edges > 1:
+    if EDGES == 2:
         bucket = find_bucket(differences(bias, queries, keys, 0, True, ASM), bias.cells, ASM)
-        tile = look_up(bias.time, bucket, ASM)
+        return position, look_up(bias.time, bucket, ASM)
     else:
-        far, beside = edge_places(bias, edge, keys, ASM)
-        tile = look_up(chosen.bases, place, ASM) + look_up(chosen.mores, place, ASM) * reached(far, beside, 0)
-    return tile
+        tile = look_up(chosen.bases, place, ASM)
+        if bias.position is not None:
+            tile += position
+        if EDGES == 1:
+            far, beside = edge_places(bias, edge, keys, ASM)
+            tile += look_up(chosen.mores, place, ASM) * reached(far, beside, 0)
+        return tile, 0.0
 
 
 @triton.jit
-def with_bias(score, bias, added):
-    """Scores + a tile's biases, (`position_tile`, `time_tile`).
+def with_bias(score, bias, added, SUMMED: tl.constexpr = False):
+    """Half of the scores: half of the scaled products + a tile's biases, (`position_tile`, `time_tile`); SUMMED: both
+    in the first.
 
     Added up only here, behind the product that made the scores: the branches of the time's then wait for no look-up of
     the position's, nor does the product.
     """
-    if bias.position is not None:
+    if bias.position is not None or (SUMMED and bias.time is not None):
         score += added[0]
-    if bias.time is not None:
+    if bias.time is not None and not SUMMED:
         score += added[1]
     return score
 

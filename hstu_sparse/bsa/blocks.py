@@ -96,7 +96,7 @@ def bsa_choose_fwd_kernel(
             # A row's groups stand far apart: no tile is of one bucket.
             asked = tl.where(live, start + first, start)
             time = time_tile(bias, asked, rows, (0.0, 0.0), (first * 0, MOST_EDGES + 1, 0, 0), 0, True, ASM)
-            score = with_bias(score * alpha, bias, (position, time))
+            score = 2.0 * with_bias(score * (0.5 * alpha), bias, (position, time))
             score = score / (1.0 + tl.exp(-score))
             score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie
             bits = score.to(tl.int32, bitcast=True)

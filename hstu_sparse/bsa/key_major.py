@@ -25,7 +25,7 @@ from hstu_sparse.bsa.bias import (
     with_bias,
 )
 from hstu_sparse.bsa.reach import MOST_EDGES, PARTS, load_reach, map_row
-from hstu_sparse.tiles import load_rows, load_tile, locate, silu, silu_and_grad, store_rows
+from hstu_sparse.tiles import load_rows, load_tile, locate, silu_and_grad_of_twice, silu_of_twice, store_rows
 
 
 class ListPointers(NamedTuple):
@@ -116,8 +116,8 @@ def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.
         token = look_up(lists.tokens, entry, ASM) + row % R  # as in `chosen_keys`
         reaches = None if lists.reaches is None else lists.reaches + entry
         ahead = tl.arange(0, BM)
-        t = token + ahead
-        live = t < block.stop
+        t = token.to(tl.int64) + ahead.to(tl.int64)
+        live = ahead < (block.stop - token).to(tl.int32)
         reach = load_reach(reaches, None, BM, ASM)
         begin = token - block.start.to(tl.int32)
     else:
@@ -128,7 +128,14 @@ def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.
         live = inside & (t < block.stop)
         reach = load_reach(None if lists.reaches is None else lists.reaches + entry, inside, BM, ASM)
         ahead = tl.where(live, (t - block.start).to(tl.int32), block.begin + BS)
+        t = t.to(tl.int64)
     return t, live, begin, ahead, reach
+
+
+@triton.jit
+def load_gate(gate, first, mask, H, BM: tl.constexpr):
+    """Gates of the BM tokens from `first` (int64) on; gate: the first token's of a head. Only one address is in 64 bits."""
+    return tl.load(gate + first * H + tl.arange(0, BM) * H, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -141,7 +148,7 @@ def listed_bias(
     place = tl.arange(0, BN)
     s = block.begin + first + place
     rows, ahead = place.to(tl.int64), -ahead.to(tl.int64)
-    found = t.to(tl.int64), block.start + s, block.origin, reach
+    found = t, block.start + s, block.origin, reach
     if AXIS == 0:
         position = position_tile(bias, block.begin + first - begin, ahead, rows, ASM)
     else:
@@ -191,16 +198,16 @@ def bsa_select_fwd_kernel(
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         if BN == BS:
             added, _ = listed_bias(bias, block, t, begin, ahead, reach, 0, BN, 0, ASM)
-            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
-            part = tl.dot(silu(score, FAST).to(values.dtype), values, input_precision=PRECISION)
+            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (0.5 * alpha), bias, added)
+            part = tl.dot(silu_of_twice(score, FAST).to(values.dtype), values, input_precision=PRECISION)
         else:
             part = tl.zeros([BM, BV], tl.float32)
             for s in range(0, BS, BN):
                 some = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
                 added, _ = listed_bias(bias, block, t, begin, ahead, reach, s, BN, 0, ASM)
-                score = with_bias(tl.dot(queries, tl.trans(some), input_precision=PRECISION) * alpha, bias, added)
+                score = with_bias(tl.dot(queries, tl.trans(some), input_precision=PRECISION) * (0.5 * alpha), bias, added)
                 some = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
-                part = tl.dot(silu(score, FAST).to(some.dtype), some, part, input_precision=PRECISION)
+                part = tl.dot(silu_of_twice(score, FAST).to(some.dtype), some, part, input_precision=PRECISION)
         gate = tl.load(g_slc + t.to(tl.int64) * H + h, mask=live, other=0.0).to(tl.float32)
         add_rows(out + h * V, t, H * V, live, part * (gate * inv_n)[:, None], V, BV, ATOMIC)
 
@@ -230,9 +237,9 @@ def bsa_select_bwd_dq_kernel(
             keys = load_rows(k + s * k_stride_t, place, k_stride_t, place < BN, D, BD)
             values = load_rows(v + s * v_stride_t, place, v_stride_t, place < BN, V, BV)
             added, _ = listed_bias(bias, block, t, begin, ahead, reach, s, BN, 0, ASM)
-            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * alpha, bias, added)
+            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (0.5 * alpha), bias, added)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-            weight, slope = silu_and_grad(score, FAST)
+            weight, slope = silu_and_grad_of_twice(score, FAST)
             branch += tl.sum(weight * dweight, 1)
             acc = tl.dot((dweight * slope).to(keys.dtype), keys, acc, input_precision=PRECISION)
         token = t.to(tl.int64) * H + h
@@ -251,9 +258,9 @@ def key_step(
 
     added: the bias. Also returns the scores' gradient [BN, BM] and weight * (do.v), what the gates' gradients sum.
     """
-    score = with_bias(tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * alpha, bias, added)
+    score = with_bias(tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (0.5 * alpha), bias, added)
     dweight = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
-    weight, slope = silu_and_grad(score, FAST)
+    weight, slope = silu_and_grad_of_twice(score, FAST)
     dv = tl.dot((weight * gate).to(upstream.dtype), upstream, dv, input_precision=PRECISION)
     dscore = dweight * slope * gate
     dk = tl.dot(dscore.to(queries.dtype), queries, dk, input_precision=PRECISION)
@@ -308,19 +315,19 @@ def bsa_select_bwd_dkv_kernel(
             t = c + tl.arange(0, BM)
             live = t < length
             none = tl.zeros([BM], tl.int32)
+            lane = tl.arange(0, BM).to(tl.int64)
             added, _ = listed_bias(
-                bias, block, start + t, c, tl.arange(0, BM), (none, MOST_EDGES + 1, 0, 0), offset, BN, 1, ASM
+                bias, block, start + c + lane, c, tl.arange(0, BM), (none, MOST_EDGES + 1, 0, 0), offset, BN, 1, ASM
             )
             if not WINDOW and BM <= BS:
-                added = added[0], own_tile(bias, start + t, place.to(tl.int64), 1, BS, ASM)
+                added = added[0], own_tile(bias, start + c, lane, place.to(tl.int64), 1, BS, ASM)
             queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
             upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
-            token = (start + t) * H + h
-            slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
+            slc = load_gate(g_slc + h, start + c, live, H, BM)
             seen = s[:, None] <= t[None, :]
             gate = tl.where(seen & (t[None, :] < block.begin + BS), slc[None, :], 0.0)
             if WINDOW:
-                swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
+                swa = load_gate(g_swa + h, start + c, live, H, BM)
                 gate += tl.where(seen & (t[None, :] - s[:, None] < window), swa[None, :], 0.0)
             acc_k, acc_v, _, _ = key_step(
                 acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, added, FAST, PRECISION
@@ -344,8 +351,11 @@ def bsa_select_bwd_dkv_kernel(
                 added, found = listed_bias(bias, block, t, begin, ahead, reach, offset, BN, 1, ASM)
                 queries = load_tile(q, t, q_stride_t, live, origin + begin, h * D, D, BD, TMA)
                 upstream = load_tile(do, t, do_stride_t, live, origin + begin, h * V, V, BV, TMA)
-                token = t.to(tl.int64) * H + h
-                gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
+                token = t * H + h
+                if R >= BM:
+                    gate = load_gate(g_slc + h, start + begin, live, H, BM)
+                else:
+                    gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
                 acc_k, acc_v, dscore, product = key_step(
                     acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added, FAST, PRECISION
                 )
@@ -436,11 +446,11 @@ def bsa_compress_bwd_dkv_kernel(
         live = t < length
         position, time = position_tile(bias, i * BN * BS + BS // 2 - c, spaced, side, ASM), None
         if bias.time is not None:
-            near = look_up(bias.places, start + t, ASM)
-            time = means_tile(bias, map_row(start, b, c, BS), i * BN, rows, start + t, near, 0, ASM)
+            near = look_up(bias.places + start + c, -side, ASM)
+            time = means_tile(bias, map_row(start, b, c, BS), i * BN, rows, start + c - side, near, 0, ASM)
         queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
         upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
-        cmp = tl.load(g_cmp + (start + t) * H + h, mask=live, other=0.0).to(tl.float32)
+        cmp = load_gate(g_cmp + h, start + c, live, H, BM)
         gate = tl.where(j[:, None] < ((t + 1) // BS)[None, :], cmp[None, :], 0.0)
         acc_k, acc_v, _, _ = key_step(
             acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, (position, time), FAST, PRECISION

@@ -5,7 +5,7 @@ and BN keys of a tile.
 
 Position: of keys side by side the sums along the tile's diagonals, in cells of the ring (assembly.py). Tiles take turns
 in two stretches of it: while one is added to, the one before goes to memory. Time: the histogram of assembly.py, first
-of mean keys, whose terms are greater, then of the others.
+of keys, then of mean keys, whose terms are greater.
 
 Both hold integers: a program's terms times a scale that makes of the greatest that its queries' gradients and gates
 allow one of 21 bits, less what keeps a cell's sum of all terms below 2^31. What leaves shared memory is fp32.
@@ -125,12 +125,14 @@ def _move(sums, grad, bias, far, near, origin, lowest, bucket, E: tl.constexpr, 
 
 @triton.jit
 def add_keys(
-    tables, sums, grad, bias, far, near, origin, reaches, edge, own, apart, part, SPAN: tl.constexpr, ASM: tl.constexpr
+    tables, sums, grad, gate, bias, far, near, origin, reaches, edge, EDGES: tl.constexpr, own, apart, part,
+    SPAN: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """The sums with a tile of keys that stand side by side and that all queries reach alike.
 
-    apart: how far the first key is behind the first query. part: where it stands in a span of SPAN keys, whose tiles
-    follow each other and share a stretch of the ring. edge: None, or of a chosen block's keys what `edge_places` wants.
+    gate: None, or [BM], what `grad` still is to be multiplied by. apart: how far the first key is behind the first
+    query. part: where it stands in a span of SPAN keys, whose tiles follow each other and share a stretch of the ring.
+    edge, EDGES: None, or of a chosen block's keys what `edge_places` wants, and how many edges they reach (2: or more).
     own: None, or the pairs' buckets. Others: as of `time_tile`, queries on the far side.
     """
     BM: tl.constexpr = grad.shape[0]
@@ -145,24 +147,30 @@ def add_keys(
             turn, low = 1 - turn, opaque(apart - (SPAN - 1))
         base = sums.copy + 4 * (SPAN - 1 - part + turn * STRETCH)
         cell = (base + tl.arange(0, BM) * 4)[:, None] + (tl.arange(0, BN) * -4)[None, :]
-        ring_add(cell, grad, sums.scale, True)
+        ring_add(cell, grad, sums.scale if gate is None else (sums.scale * gate)[:, None], True)
     if bias.time is not None:
         lowest, edges, bucket, _ = reaches
-        MOST: tl.constexpr = MOST_EDGES if edge is None else 1
+        if gate is not None:
+            grad *= gate[:, None]
         if own is not None:
             histogram_add(sums.lane, own, grad, sums.keys_scale, True, True)
-        elif edges > MOST:
-            buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
-            histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
-        else:
-            histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
-            if edge is not None:
-                if edges > 0:
+        elif EDGES is not None:
+            if EDGES == 2:
+                buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
+                histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
+            else:
+                histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
+                if EDGES == 1:
                     place, beside = edge_places(bias, edge, near, ASM)
                     histogram_move_sum(
                         sums.lane, bucket + 1, grad, place[:, None], beside[None, :], sums.keys_scale, True, True
                     )
-            elif edges > 0:
+        elif edges > MOST_EDGES:
+            buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
+            histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
+        else:
+            histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
+            if edges > 0:
                 beside = near_place(bias, near, origin, True, ASM)
                 times = side_times(bias, far, True, ASM)
                 _move(sums, grad, bias, times, beside, origin, lowest, bucket, 1, ASM)
@@ -192,16 +200,8 @@ def _close_histogram(tables, sums, scale):
 
 
 @triton.jit
-def close_means(tables, sums):
-    """Moves the sums of mean keys to memory; the histogram is the other keys' from then on."""
-    if tables.time is not None:
-        _close_histogram(tables, sums, sums.means_scale)
-        histogram_clear(sums.histogram, True)
-
-
-@triton.jit
-def close_sums(tables, sums):
-    """Moves all other sums to memory: NaN where a term had no bound."""
+def close_keys(tables, sums):
+    """Moves all sums of keys to memory, NaN where a term had no bound; the histogram is the mean keys' from then on."""
     bad = (sums.means_scale == 0.0) | (sums.scale == 0.0)
     if tables.ahead is not None:
         tl.debug_barrier()
@@ -209,4 +209,12 @@ def close_sums(tables, sums):
         tl.atomic_add(tables.ahead, float("nan"), mask=bad, sem="relaxed")
     if tables.time is not None:
         _close_histogram(tables, sums, sums.keys_scale)
+        histogram_clear(sums.histogram, True)
         tl.atomic_add(tables.time, float("nan"), mask=bad, sem="relaxed")
+
+
+@triton.jit
+def close_means(tables, sums):
+    """Moves the sums of mean keys to memory."""
+    if tables.time is not None:
+        _close_histogram(tables, sums, sums.means_scale)

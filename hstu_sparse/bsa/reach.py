@@ -42,10 +42,12 @@ LEAST_TILE, CHUNK = tl.constexpr(64), tl.constexpr(32)
 class Chosen(NamedTuple):
     """The blocks that each group chose, as query-major kernels read them: [NG, H, S] each.
 
-    With a time bias those that reach no edge come first, and the own block is still behind all others.
+    With a time bias those that reach no edge come first, then those that reach one, and the own block is still behind
+    all others.
 
     indices  int32
-    reaches  int32, see bsa_reach_kernel; in the last place, where no past block is, how many reach no edge
+    reaches  int32, see bsa_reach_kernel; in the last place, where no past block is, how many reach no edge and, above
+             16 bits, how many no more than one
     bases    fp32, the lowest bucket's entry in the table
     mores    fp32, what the next bucket's is more
     edges    fp32, where its edge lies: see `edge_places`, bias.py
@@ -210,10 +212,12 @@ def bsa_reach_kernel(
     tl.store(reaches + entry, lowest | (edges << EDGE_SHIFT), mask=j >= 0)
     if chosen is not None:
         past = (j >= 0) & (j < group[:, None] * R // BS)
-        plain = (past & (edges == 0)).to(tl.int32)
-        rest = past.to(tl.int32) - plain
-        count = tl.sum(plain, 1)[:, None]
-        place = tl.where(past, tl.where(plain == 1, tl.cumsum(plain, 1), count + tl.cumsum(rest, 1)) - 1, p)
+        plain, single = (past & (edges == 0)).to(tl.int32), (past & (edges == 1)).to(tl.int32)
+        rest = past.to(tl.int32) - plain - single
+        none = tl.sum(plain, 1)[:, None]
+        few = none + tl.sum(single, 1)[:, None]
+        behind = tl.where(single == 1, none + tl.cumsum(single, 1), few + tl.cumsum(rest, 1))
+        place = tl.where(past, tl.where(plain == 1, tl.cumsum(plain, 1), behind) - 1, p)
         target = entry - p + place
         tl.store(chosen.indices + target, j, mask=j >= 0)
         base = tl.load(bias.time + lowest)
@@ -225,7 +229,7 @@ def bsa_reach_kernel(
         tl.store(chosen.edges + target, edge, mask=past)
         tl.store(chosen.reaches + target, lowest | (edges << EDGE_SHIFT), mask=past)
         last = (group[:, None] * R < length) & (p == S - 1)
-        tl.store(chosen.reaches + entry, tl.broadcast_to(count, entry.shape), mask=last)
+        tl.store(chosen.reaches + entry, tl.broadcast_to(none | (few << 16), entry.shape), mask=last)
 
 
 @triton.jit(do_not_specialize=["B", "pitch", "blocks"])
