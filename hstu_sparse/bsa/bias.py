@@ -229,11 +229,16 @@ def position_tile(bias, apart, rows, columns, ASM: tl.constexpr):
 
 @triton.jit
 def side_times(bias, rows, QUERIES: tl.constexpr, ASM: tl.constexpr):
-    """Times (high, low) of the tokens at `rows` (int64), of queries or of keys."""
+    """Times (high, low) of `rows`, of queries or of keys.
+
+    Tokens are given so, here and below: a number, and how far each is behind it (int64). Then the tokens of a tile have
+    one address in common.
+    """
+    first, lane = rows
     if QUERIES:
-        return look_up(bias.query_high, rows, ASM), look_up(bias.query_low, rows, ASM)
+        return look_up(bias.query_high + first, lane, ASM), look_up(bias.query_low + first, lane, ASM)
     else:
-        return look_up(bias.key_high, rows, ASM), look_up(bias.key_low, rows, ASM)
+        return look_up(bias.key_high + first, lane, ASM), look_up(bias.key_low + first, lane, ASM)
 
 
 @triton.jit
@@ -289,12 +294,12 @@ def time_step(
 def time_tile(bias, far, near, origin, reaches, AXIS: tl.constexpr, FAR_QUERIES: tl.constexpr, ASM: tl.constexpr):
     """The time's bias of a tile, [far, near] if AXIS is 0, else [near, far]; 0 without a table.
 
-    far, near: tokens of both sides (int64); FAR_QUERIES: the far side is that of the queries.
+    far, near: tokens of both sides; FAR_QUERIES: the far side is that of the queries.
     origin: a time of the near side. reaches: as `all_reach` finds them, lowest buckets of each of the far side.
     """
     if bias.time is not None:
-        M: tl.constexpr = far.shape[0] if AXIS == 0 else near.shape[0]
-        N: tl.constexpr = near.shape[0] if AXIS == 0 else far.shape[0]
+        M: tl.constexpr = far[1].shape[0] if AXIS == 0 else near[1].shape[0]
+        N: tl.constexpr = near[1].shape[0] if AXIS == 0 else far[1].shape[0]
         lowest, edges, _, _ = reaches
         if edges > MOST_EDGES:
             bucket = find_bucket(differences(bias, far, near, AXIS, FAR_QUERIES, ASM), bias.cells, ASM)
@@ -337,9 +342,9 @@ def means_edge(bias, row, first, PART: tl.constexpr, SIZE: tl.constexpr, ASM: tl
 def means_tile(bias, row, first, means, queries, near, AXIS: tl.constexpr, ASM: tl.constexpr):
     """The time's bias of a tile of mean keys, [means, queries] if AXIS is 0, else [queries, means].
 
-    means, queries: their tokens (int64); row: of the queries in the map, see `map_row`; near: their bias.places.
+    means, queries: their tokens; row: of the queries in the map, see `map_row`; near: their bias.places.
     """
-    SIZE: tl.constexpr = means.shape[0]
+    SIZE: tl.constexpr = means[1].shape[0]
     if means_edges(bias, row, first, SIZE) > 1:
         bucket = find_bucket(differences(bias, means, queries, AXIS, False, ASM), bias.cells, ASM)
         tile = look_up(bias.time, bucket, ASM)
@@ -373,10 +378,10 @@ def own_tile(bias, first, lane, places, AXIS: tl.constexpr, BS: tl.constexpr, AS
 def edge_places(bias, edge, keys, ASM: tl.constexpr):
     """What `reached` wants of a chosen block's first edge, queries on the far side.
 
-    edge: (`Chosen`, the block's place in it, the queries' bias.places); keys: their tokens (int64).
+    edge: (`Chosen`, the block's place in it, the queries' bias.places); keys: their tokens.
     """
     chosen, place, near = edge
-    return look_up(chosen.edges, place, ASM) + near, -look_up(bias.key_places, keys, ASM)
+    return look_up(chosen.edges, place, ASM) + near, -look_up(bias.key_places + keys[0], keys[1], ASM)
 
 
 @triton.jit
@@ -398,6 +403,21 @@ def chosen_bias(bias, edge, position, queries, keys, EDGES: tl.constexpr, ASM: t
             far, beside = edge_places(bias, edge, keys, ASM)
             tile += look_up(chosen.mores, place, ASM) * reached(far, beside, 0)
         return tile, 0.0
+
+
+@triton.jit
+def single_edge_tile(bias, lowest, row, queries, origin, beside, ASM: tl.constexpr):
+    """The time's bias of a tile [keys, queries] that all reach one edge, past bucket `lowest`.
+
+    row, queries: their `map_row` and tokens; origin, beside: the keys' earliest time, and the keys' own less it, negated.
+    """
+    bucket = lowest.to(tl.int64)
+    base = look_up(bias.time, bucket, ASM)
+    more = look_up(bias.time, bucket + 1, ASM) - base
+    high = look_up(bias.origins, 2 * row, ASM) - origin[0]
+    edge = (high - look_up(bias.steps, bucket + 1, ASM)) + ((look_up(bias.origins, 2 * row + 1, ASM) - origin[1]) + 1.0)
+    far = look_up(bias.places + queries[0], queries[1], ASM) + edge
+    return base + more * reached(far, beside, 1)
 
 
 @triton.jit

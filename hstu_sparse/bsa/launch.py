@@ -197,6 +197,14 @@ def contiguous_gates(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     return g_cmp, g_slc, g_slc if a.g_swa is None else a.g_swa.contiguous()
 
 
+def gates_by_head(p: Problem, *gates: Tensor) -> list[Tensor]:
+    """Gates as [H, T and more] fp32, whose tiles of consecutive tokens key-major kernels read from one address on."""
+    found = torch.empty(len(gates), p.H, cdiv(p.T, 16) * 16 + 128, dtype=torch.float32, device=gates[0].device)
+    for rows, gate in zip(found, gates):
+        rows[:, : p.T] = gate.t()
+    return list(found)
+
+
 def launch_forward(*arguments):
     """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V], norm [0 or 1]).
 
@@ -301,6 +309,8 @@ def launch_backward(do, *arguments):
         **options,
     )  # fmt: skip
 
+    cmp_rows, slc_rows, *rest = gates_by_head(p, *gates)
+    swa_rows = rest[0] if rest else slc_rows
     dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)
     options = p.options("compress_dkv")
     # Enough programs for the earliest blocks, which nearly every query sees; one each where the order must be fixed.
@@ -308,7 +318,7 @@ def launch_backward(do, *arguments):
     described = p.tma(options["BM"], do, q)
     run(
         key_major.bsa_compress_bwd_dkv_kernel, (p.slots(options["BN"] * p.BS), p.H, splits),
-        *(described or (do, q)), kbar, vbar, p.offsets, g_cmp, dkbar, dvbar, bias, *do.stride()[:2], *q.stride()[:2],
+        *(described or (do, q)), kbar, vbar, p.offsets, cmp_rows, cmp_rows.stride(0), dkbar, dvbar, bias, *do.stride()[:2], *q.stride()[:2],
         p.alpha, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
         TMA=described is not None, **options,
     )  # fmt: skip
@@ -321,10 +331,12 @@ def launch_backward(do, *arguments):
     )
     parts = torch.empty(lists.max_parts * p.BS * (p.D + p.V), **fp32)
     options = p.options("select_dkv")
-    described = p.tma(options["BM"], do, q) if options["BM"] <= p.R else None
+    wide = options.setdefault("WIDE", options["BM"])
+    described = p.tma(options["BM"], do, q) if wide <= p.R else None
+    described = described and described + p.tma(wide, do, q)
     run(
         key_major.bsa_select_bwd_dkv_kernel, (lists.chunks_per_turn, p.BS // options["BN"]),
-        *(described or (do, q)), k, v, dkbar, dvbar, g_slc, g_swa, dk, dv, parts, dq, dg_slc,
+        *(described or (do, q, do, q)), k, v, dkbar, dvbar, slc_rows, swa_rows, slc_rows.stride(0), dk, dv, parts, dq, dg_slc,
         p.offsets, lists.pointers(), lists.part_start, bias, TableGradients() if p.query_major else tables, pitch,
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         p.alpha, p.inv_n, p.window, p.NB, p.H, p.B, lists.chunk,

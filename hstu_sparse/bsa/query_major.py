@@ -102,10 +102,10 @@ def means_position(bias, asks, c, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.co
 def means_time(bias, asks, c, known, near, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
     """The time's, and what `add_time_gradient` wants: far to reaches. near: the queries' places in time."""
     middle = (c + tl.arange(0, BN)) * BS + BS // 2
-    rows = tl.where(known, asks.start + middle, asks.start)
-    found = rows, asks.start + asks.begin + asks.lane, asks.asked, means_reach(bias, asks.map_row, c, BN, ASM)
+    rows = tl.where(known, middle, 0).to(tl.int64)
+    found = (asks.start, rows), (asks.start + asks.begin, asks.lane), asks.asked, means_reach(bias, asks.map_row, c, BN, ASM)
     if bias.time is not None:
-        return means_tile(bias, asks.map_row, c, rows, found[1], near, 1, ASM), found
+        return means_tile(bias, asks.map_row, c, found[0], found[1], near, 1, ASM), found
     else:
         return 0.0, found
 
@@ -119,7 +119,7 @@ def keys_position(bias, asks, first, BN: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def keys_time(bias, asks, first, sought, reaches, BN: tl.constexpr, ASM: tl.constexpr):
     """As `means_time`, of these keys."""
-    queries, keys = asks.start + asks.begin + asks.lane, asks.start + first + tl.arange(0, BN).to(tl.int64)
+    queries, keys = (asks.start + asks.begin, asks.lane), (asks.start + first, tl.arange(0, BN).to(tl.int64))
     found = queries, keys, sought, reaches
     return time_tile(bias, *found, 0, True, ASM), found
 
@@ -179,7 +179,7 @@ def chosen_both(
     """`chosen_bias` of the BN keys from position `first` on, and what `add_time_gradient` wants."""
     if bias.time is not None:
         chosen, place, _ = edge
-        queries, keys = asks.start + asks.begin + asks.lane, asks.start + first + tl.arange(0, BN).to(tl.int64)
+        queries, keys = (asks.start + asks.begin, asks.lane), (asks.start + first, tl.arange(0, BN).to(tl.int64))
         if EDGES == 2:
             reaches = load_reach(chosen.reaches + place, None, BM, ASM)
         else:

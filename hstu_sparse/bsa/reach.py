@@ -33,7 +33,8 @@ MOST_EDGES, EXACT_SECONDS = tl.constexpr(4), tl.constexpr(2.0**23)
 EDGE_SHIFT, LOWEST = tl.constexpr(12), tl.constexpr(0xFFF)
 # A bucket that is reached fits into eight bits: no difference of int64 seconds gets past the 145th.
 SHORT_SHIFT, SHORT = tl.constexpr(8), tl.constexpr(0xFF)
-# Parts of a block's list of groups, by edges: over MOST_EDGES, over 2, over 0, none.
+# Parts of a block's list of groups, by edges: over MOST_EDGES, over a few, over 0, none. A few are 1 where groups fill a
+# tile, whose single edges have a loop of their own, else 2.
 PARTS = tl.constexpr(4)
 # Of the map of means: the least tile of queries that it tells apart, and the blocks that it sums up.
 LEAST_TILE, CHUNK = tl.constexpr(64), tl.constexpr(32)
