@@ -362,7 +362,21 @@ def _copy_assembly(copy_bytes: int, address: str) -> str:
     """
 
 
+import os
+
+RAW = tl.constexpr(os.environ.get("BSA_RAW") == "1")
+
+
 def _add_assembly(copy_bytes: int) -> str:
+    if RAW.value and not copy_bytes:
+        return f"""{{
+        .reg .f32 f;
+        .reg .b32 n;
+        fma.rn.f32 f, $2, $3, 0f{_ROUNDING};
+        mov.b32 n, f;
+        red.shared.add.u32 [$1], n;
+        mov.u32 $0, 0;
+    }}"""
     return f"""{{
         .reg .u32 a;
         .reg .f32 f;

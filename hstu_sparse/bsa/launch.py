@@ -138,7 +138,7 @@ class Problem:
         pairs, each of 21 bits.
         """
         most = self.max_seq_len // self.BS + 64, self.S * self.BS + self.window + 2 * tile
-        return tuple(2.0 ** -max(0, (tile * keys // 16).bit_length() - 9) for keys in most)
+        return tuple(2.0 ** -max(5, (tile * keys // 16).bit_length() - 9) for keys in most)
 
     def slots(self, size: int) -> int:
         return self.T // size + self.B

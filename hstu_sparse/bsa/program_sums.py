@@ -19,6 +19,7 @@ import triton.language as tl
 from hstu_sparse.assembly import (
     GREATEST_TERM,
     HISTOGRAM_ROWS,
+    RAW,
     STRETCH,
     barrier,
     histogram_add,
@@ -75,6 +76,8 @@ class ProgramSums(NamedTuple):
     keys_scale: tl.tensor
     turn: tl.tensor
     low: tl.tensor
+    done: tl.tensor
+    bucket: tl.tensor
 
 
 @triton.jit
@@ -96,7 +99,7 @@ def open_sums(bias, upstream, norm, cmp, slc, means_unit, keys_unit):
         histogram = histogram_open(0, True)
         lane = histogram_lane(histogram, True)
     tl.debug_barrier()
-    return ProgramSums(ring, histogram, copy, lane, scale, 1.0 / scale, means_scale, scale * keys_unit, 0, 0)
+    return ProgramSums(ring, histogram, copy, lane, scale, 1.0 / scale, means_scale, scale * keys_unit, 0, 0, 0, -1)
 
 
 @triton.jit
@@ -138,15 +141,19 @@ def add_keys(
     BM: tl.constexpr = grad.shape[0]
     BN: tl.constexpr = grad.shape[1]
     tl.static_assert(BM + SPAN - 1 <= STRETCH)
-    turn, low = sums.turn, sums.low
+    turn, low, done, total = sums.turn, sums.low, sums.done, sums.bucket
     if bias.position is not None:
         if part == 0:
             barrier(apart)
-            _flush(tables, sums)
+            _flush(tables, sums, BM, SPAN)
             # Triton pipelines no loop that hands on a number as it is: hence `opaque`.
             turn, low = 1 - turn, opaque(apart - (SPAN - 1))
         base = sums.copy + 4 * (SPAN - 1 - part + turn * STRETCH)
         cell = (base + tl.arange(0, BM) * 4)[:, None] + (tl.arange(0, BN) * -4)[None, :]
+        done, total = opaque(part + BN), opaque(tl.full([], -1, tl.int32))
+        if EDGES is not None and bias.time is not None:
+            if EDGES < 2:
+                total = opaque(reaches[2])
         ring_add(cell, grad, sums.scale if gate is None else (sums.scale * gate)[:, None], True)
     if bias.time is not None:
         lowest, edges, bucket, _ = reaches
@@ -159,7 +166,8 @@ def add_keys(
                 buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
                 histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
             else:
-                histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
+                if bias.position is None or not RAW:
+                    histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
                 if EDGES == 1:
                     place, beside = edge_places(bias, edge, near, ASM)
                     histogram_move_sum(
@@ -181,14 +189,21 @@ def add_keys(
                     _move(sums, grad, bias, times, beside, origin, lowest, bucket, 4, ASM)
     return ProgramSums(
         sums.ring, sums.histogram, sums.copy, sums.lane, sums.scale, sums.unit, sums.means_scale, sums.keys_scale,
-        turn, low,
+        turn, low, done, total,
     )  # fmt: skip
 
 
 @triton.jit
-def _flush(tables, sums):
+def _flush(tables, sums, BM: tl.constexpr, SPAN: tl.constexpr):
     cell = tl.arange(0, 128)
     value = stretch_take(sums.ring + 4 * STRETCH * sums.turn, cell)
+    if RAW:
+        most = tl.minimum(cell + (sums.done - SPAN), BM - 1) - tl.maximum(cell - (SPAN - 1), 0) + 1
+        value -= tl.maximum(most, 0) * 0x4B400000
+        if tables.time is not None:
+            unit = tl.where(sums.bucket >= 0, sums.keys_scale * sums.unit, 0.0)
+            bucket = tl.maximum(sums.bucket, 0) + tl.zeros([128], tl.int32)
+            histogram_add(sums.lane, bucket, value.to(tl.float32), unit, True, True)
     use = (sums.low + cell >= 0) & (value != 0)
     tl.atomic_add(tables.ahead + sums.low + cell, value.to(tl.float32) * sums.unit, use, sem="relaxed")
 
@@ -200,12 +215,12 @@ def _close_histogram(tables, sums, scale):
 
 
 @triton.jit
-def close_keys(tables, sums):
+def close_keys(tables, sums, BM: tl.constexpr, SPAN: tl.constexpr):
     """Moves all sums of keys to memory, NaN where a term had no bound; the histogram is the mean keys' from then on."""
     bad = (sums.means_scale == 0.0) | (sums.scale == 0.0)
     if tables.ahead is not None:
         tl.debug_barrier()
-        _flush(tables, sums)
+        _flush(tables, sums, BM, SPAN)
         tl.atomic_add(tables.ahead, float("nan"), mask=bad, sem="relaxed")
     if tables.time is not None:
         _close_histogram(tables, sums, sums.keys_scale)

@@ -454,7 +454,7 @@ def bsa_query_bwd_dq_kernel(
         tl.store(dg_swa + token, window_branch * inv_n, mask=live)
     tl.store(dg_slc + token, branch * inv_n, mask=live)
     if SUMS:
-        close_keys(tables, sums)
+        close_keys(tables, sums, BM, SPAN)
 
     complete = (t + 1) // BS
     means_branch = tl.zeros([BM], tl.float32)
