@@ -375,34 +375,14 @@ def own_tile(bias, first, lane, places, AXIS: tl.constexpr, BS: tl.constexpr, AS
 
 
 @triton.jit
-def edge_places(bias, edge, keys, ASM: tl.constexpr):
-    """What `reached` wants of a chosen block's first edge, queries on the far side.
+def tile_place(bias, row, origin, bucket, ASM: tl.constexpr):
+    """Where the earliest of the queries of a `map_row` stands by the first edge of a bucket, for `reached`.
 
-    edge: (`Chosen`, the block's place in it, the queries' bias.places); keys: their tokens.
+    origin: the keys' earliest time.
     """
-    chosen, place, near = edge
-    return look_up(chosen.edges, place, ASM) + near, -look_up(bias.key_places + keys[0], keys[1], ASM)
-
-
-@triton.jit
-def chosen_bias(bias, edge, position, queries, keys, EDGES: tl.constexpr, ASM: tl.constexpr):
-    """What `with_bias` adds for a tile of queries and a chosen block's keys that reach no edge, one, or (2) more.
-
-    position: the position's; edge: see `edge_places`. Up to one edge both are summed, and most of a thread's pairs share
-    the first sum.
-    """
-    chosen, place, _ = edge
-    if EDGES == 2:
-        bucket = find_bucket(differences(bias, queries, keys, 0, True, ASM), bias.cells, ASM)
-        return position, look_up(bias.time, bucket, ASM)
-    else:
-        tile = look_up(chosen.bases, place, ASM)
-        if bias.position is not None:
-            tile += position
-        if EDGES == 1:
-            far, beside = edge_places(bias, edge, keys, ASM)
-            tile += look_up(chosen.mores, place, ASM) * reached(far, beside, 0)
-        return tile, 0.0
+    high = look_up(bias.origins, 2 * row, ASM) - origin[0]
+    low = look_up(bias.origins, 2 * row + 1, ASM) - origin[1]
+    return (high - look_up(bias.steps, bucket, ASM)) + (low + 1.0)
 
 
 @triton.jit
@@ -414,10 +394,64 @@ def single_edge_tile(bias, lowest, row, queries, origin, beside, ASM: tl.constex
     bucket = lowest.to(tl.int64)
     base = look_up(bias.time, bucket, ASM)
     more = look_up(bias.time, bucket + 1, ASM) - base
-    high = look_up(bias.origins, 2 * row, ASM) - origin[0]
-    edge = (high - look_up(bias.steps, bucket + 1, ASM)) + ((look_up(bias.origins, 2 * row + 1, ASM) - origin[1]) + 1.0)
-    far = look_up(bias.places + queries[0], queries[1], ASM) + edge
+    far = look_up(bias.places + queries[0], queries[1], ASM) + tile_place(bias, row, origin, bucket + 1, ASM)
     return base + more * reached(far, beside, 1)
+
+
+@triton.jit
+def edge_places(bias, edge, keys, origin, lowest, E: tl.constexpr, ASM: tl.constexpr):
+    """What `reached` wants of a chosen block's E-th edge, past bucket `lowest`, queries on the far side.
+
+    edge: (`Chosen`, the block's place in it, the queries' bias.places and `map_row`); keys, origin: their tokens and
+    earliest time.
+    """
+    chosen, place, near, row = edge
+    beside = -look_up(bias.key_places + keys[0], keys[1], ASM)
+    if E == 1:
+        return look_up(chosen.edges, place, ASM) + near, beside
+    else:
+        return near + tile_place(bias, row, origin, lowest.to(tl.int64) + E, ASM), beside
+
+
+@triton.jit
+def chosen_step(bias, edge, keys, origin, lowest, E: tl.constexpr, ASM: tl.constexpr):
+    """What a chosen block's E-th edge adds to a tile; arguments as of `edge_places`."""
+    far, beside = edge_places(bias, edge, keys, origin, lowest, E, ASM)
+    if E == 1:
+        more = look_up(edge[0].mores, edge[1], ASM)
+    else:
+        bucket = lowest.to(tl.int64) + E
+        more = look_up(bias.time, bucket, ASM) - look_up(bias.time, bucket - 1, ASM)
+    return more * reached(far, beside, 0)
+
+
+@triton.jit
+def chosen_bias(bias, edge, position, queries, keys, origin, reaches, EDGES: tl.constexpr, ASM: tl.constexpr):
+    """What `with_bias` adds for a tile of queries and a chosen block's keys that reach no edge, one, or (2) more.
+
+    position: the position's; edge: see `edge_places`. Up to one edge both are summed, and most of a thread's pairs share
+    the first sum.
+    """
+    _, edges, lowest, _ = reaches
+    base = look_up(edge[0].bases, edge[1], ASM)
+    if EDGES == 2:
+        if edges > MOST_EDGES:
+            bucket = find_bucket(differences(bias, queries, keys, 0, True, ASM), bias.cells, ASM)
+            tile = look_up(bias.time, bucket, ASM)
+        else:
+            tile = base + chosen_step(bias, edge, keys, origin, lowest, 1, ASM)
+            tile += chosen_step(bias, edge, keys, origin, lowest, 2, ASM)
+            if edges > 2:
+                tile += chosen_step(bias, edge, keys, origin, lowest, 3, ASM)
+                tile += chosen_step(bias, edge, keys, origin, lowest, 4, ASM)
+        return position, tile
+    else:
+        tile = base
+        if bias.position is not None:
+            tile += position
+        if EDGES == 1:
+            tile += chosen_step(bias, edge, keys, origin, lowest, 1, ASM)
+        return tile, 0.0
 
 
 @triton.jit

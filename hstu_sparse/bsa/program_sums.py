@@ -127,6 +127,12 @@ def _move(sums, grad, bias, far, near, origin, lowest, bucket, E: tl.constexpr, 
 
 
 @triton.jit
+def _move_chosen(sums, grad, bias, edge, keys, origin, bucket, E: tl.constexpr, ASM: tl.constexpr):
+    place, beside = edge_places(bias, edge, keys, origin, bucket, E, ASM)
+    histogram_move_sum(sums.lane, bucket + E, grad, place[:, None], beside[None, :], sums.keys_scale, True, True)
+
+
+@triton.jit
 def add_keys(
     tables, sums, grad, gate, bias, far, near, origin, reaches, edge, EDGES: tl.constexpr, own, apart, part,
     SPAN: tl.constexpr, ASM: tl.constexpr
@@ -152,8 +158,7 @@ def add_keys(
         cell = (base + tl.arange(0, BM) * 4)[:, None] + (tl.arange(0, BN) * -4)[None, :]
         done, total = opaque(part + BN), opaque(tl.full([], -1, tl.int32))
         if EDGES is not None and bias.time is not None:
-            if EDGES < 2:
-                total = opaque(reaches[2])
+            total = opaque(reaches[2] if EDGES < 2 else tl.where(reaches[1] > MOST_EDGES, -1, reaches[2]))
         ring_add(cell, grad, sums.scale if gate is None else (sums.scale * gate)[:, None], True)
     if bias.time is not None:
         lowest, edges, bucket, _ = reaches
@@ -162,17 +167,22 @@ def add_keys(
         if own is not None:
             histogram_add(sums.lane, own, grad, sums.keys_scale, True, True)
         elif EDGES is not None:
-            if EDGES == 2:
+            if EDGES < 2:
+                if bias.position is None or not RAW:
+                    histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
+                if EDGES == 1:
+                    _move_chosen(sums, grad, bias, edge, near, origin, bucket, 1, ASM)
+            elif edges > MOST_EDGES:
                 buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
                 histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
             else:
                 if bias.position is None or not RAW:
                     histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
-                if EDGES == 1:
-                    place, beside = edge_places(bias, edge, near, ASM)
-                    histogram_move_sum(
-                        sums.lane, bucket + 1, grad, place[:, None], beside[None, :], sums.keys_scale, True, True
-                    )
+                _move_chosen(sums, grad, bias, edge, near, origin, bucket, 1, ASM)
+                _move_chosen(sums, grad, bias, edge, near, origin, bucket, 2, ASM)
+                if edges > 2:
+                    _move_chosen(sums, grad, bias, edge, near, origin, bucket, 3, ASM)
+                    _move_chosen(sums, grad, bias, edge, near, origin, bucket, 4, ASM)
         elif edges > MOST_EDGES:
             buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
             histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)

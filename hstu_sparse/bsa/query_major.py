@@ -178,15 +178,16 @@ def chosen_both(
 ):  # fmt: skip
     """`chosen_bias` of the BN keys from position `first` on, and what `add_time_gradient` wants."""
     if bias.time is not None:
-        chosen, place, _ = edge
+        chosen, place, _, _ = edge
         queries, keys = (asks.start + asks.begin, asks.lane), (asks.start + first, tl.arange(0, BN).to(tl.int64))
         if EDGES == 2:
             reaches = load_reach(chosen.reaches + place, None, BM, ASM)
         else:
             lowest = look_up(chosen.reaches, place, ASM) & LOWEST
             reaches = tl.zeros([BM], tl.int32) + lowest, EDGES, lowest, lowest + EDGES
-        found = queries, keys, load_origin(bias, asks.block_row + first // BS, ASM), reaches
-        return chosen_bias(bias, edge, position, queries, keys, EDGES, ASM), found
+        origin = load_origin(bias, asks.block_row + first // BS, ASM)
+        found = queries, keys, origin, reaches
+        return chosen_bias(bias, edge, position, queries, keys, origin, reaches, EDGES, ASM), found
     else:
         return (position, 0.0), (0, 0, 0, (0, 0, 0, 0))
 
@@ -245,7 +246,7 @@ def bsa_query_fwd_kernel(
                         WIDTH[EDGES],
                         ASM,
                     )
-                    edge = chosen, tl.cast(row + e // BS, tl.int64), near
+                    edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
                     added, _ = chosen_both(bias, asks, edge, position, first, EDGES, BM, WIDTH[EDGES], BS, ASM)
                     s = first + tl.arange(0, WIDTH[EDGES])
                     known = s < end
@@ -371,7 +372,7 @@ def bsa_query_bwd_dq_kernel(
                 for e in range(begin_at, end_at, WIDTH[EDGES]):
                     first = chosen_first(chosen, row, e, WIDTH[EDGES], BS, ASM)
                     position = keys_position(bias, asks, first, WIDTH[EDGES], ASM)
-                    edge = chosen, tl.cast(row + e // BS, tl.int64), near
+                    edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
                     added, found = chosen_both(bias, asks, edge, position, first, EDGES, BM, WIDTH[EDGES], BS, ASM)
                     s = first + tl.arange(0, WIDTH[EDGES])
                     known = s < end
