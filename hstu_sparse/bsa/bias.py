@@ -321,16 +321,6 @@ def time_tile(bias, far, near, origin, reaches, AXIS: tl.constexpr, FAR_QUERIES:
 
 
 @triton.jit
-def means_edges(bias, row, first, SIZE: tl.constexpr):
-    """The most edges of one of the SIZE mean keys from `first` on; row: their queries' `map_row`."""
-    place = (row * bias.blocks + first) // CHUNK
-    edges = tl.load(bias.summaries + place) & SHORT
-    for i in tl.static_range(1, SIZE // CHUNK):
-        edges = tl.maximum(edges, tl.load(bias.summaries + place + i) & SHORT)
-    return edges
-
-
-@triton.jit
 def means_edge(bias, row, first, PART: tl.constexpr, SIZE: tl.constexpr, ASM: tl.constexpr):
     """[SIZE] of bias.edges for these mean keys. PART: 0 entry, 1 what the next bucket's is more, 2 its edge."""
     lane = tl.arange(0, SIZE)
@@ -339,13 +329,16 @@ def means_edge(bias, row, first, PART: tl.constexpr, SIZE: tl.constexpr, ASM: tl
 
 
 @triton.jit
-def means_tile(bias, row, first, means, queries, near, AXIS: tl.constexpr, ASM: tl.constexpr):
+def means_tile(
+    bias, row, first, means, queries, near, SEVERAL: tl.constexpr, AXIS: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """The time's bias of a tile of mean keys, [means, queries] if AXIS is 0, else [queries, means].
 
-    means, queries: their tokens; row: of the queries in the map, see `map_row`; near: their bias.places.
+    means, queries: their tokens; row: of the queries in the map, see `map_row`; near: their bias.places. Each mean key
+    reaches one edge at most but where SEVERAL.
     """
     SIZE: tl.constexpr = means[1].shape[0]
-    if means_edges(bias, row, first, SIZE) > 1:
+    if SEVERAL:
         bucket = find_bucket(differences(bias, means, queries, AXIS, False, ASM), bias.cells, ASM)
         tile = look_up(bias.time, bucket, ASM)
     else:

@@ -25,7 +25,7 @@ from hstu_sparse.bsa.bias import (
     time_tile,
     with_bias,
 )
-from hstu_sparse.bsa.reach import MOST_EDGES, PARTS, load_reach, map_row
+from hstu_sparse.bsa.reach import LEAST_TILE, MOST_EDGES, PARTS, last_rough, load_reach, map_row
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu_and_grad_of_twice, silu_of_twice, store_rows
 
 
@@ -454,7 +454,7 @@ def bsa_compress_bwd_dkv_kernel(
     keys = load_rows(kbar + base * D, j, H * D, known, D, BD)
     values = load_rows(vbar + base * V, j, H * V, known, V, BV)
     rows = tl.where(known, j * BS + BS // 2, 0).to(tl.int64)
-    spaced, side = tl.arange(0, BN).to(tl.int64) * BS, -tl.arange(0, BM).to(tl.int64)
+    spaced, side = (tl.arange(0, BN) * BS).to(tl.int64), -tl.arange(0, BM).to(tl.int64)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
@@ -464,21 +464,34 @@ def bsa_compress_bwd_dkv_kernel(
         do += h * do_stride_h
     # The first block of the tile is complete for its own last token.
     begin = (i * BN * BS + BS - 1) // BM * BM + tl.program_id(2) * BM
-    for c in range(begin, length, BM * tl.num_programs(2)):
-        t = c + tl.arange(0, BM)
-        live = t < length
-        position, time = position_tile(bias, i * BN * BS + BS // 2 - c, spaced, side, ASM), None
-        if bias.time is not None:
-            near = look_up(bias.places + start + c, -side, ASM)
-            tokens = start + c, -side
-            time = means_tile(bias, map_row(start, b, c, BS), i * BN, (start, rows), tokens, near, 0, ASM)
-        queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
-        upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
-        cmp = load_gates(g_cmp, start + c, live, BM, ASM)
-        gate = tl.where((j * BS + (BS - 1))[:, None] <= t[None, :], cmp[None, :], 0.0)
-        acc_k, acc_v, _, _ = key_step(
-            acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, (position, time), FAST, PRECISION
-        )
+    step = BM * tl.num_programs(2)
+    # First the tiles of queries up to the last to which a mean key reaches several edges, then the others.
+    split = begin
+    if bias.time is not None:
+        SIZE: tl.constexpr = BS if BS > LEAST_TILE else LEAST_TILE
+        rows_left = (length + SIZE - 1) // SIZE - begin // SIZE
+        rough = last_rough(bias, map_row(start, b, begin, BS), rows_left, i * BN, BN)
+        rough = tl.where(rough > 0, (begin // SIZE + rough) * SIZE - begin, 0)
+        split += (rough + step - 1) // step * step
+    for PLAIN in tl.static_range(1 if bias.time is None else 2):
+        begin_at, end_at = (split, length) if PLAIN or bias.time is None else (begin, tl.minimum(split, length))
+        if begin_at < end_at:
+            for c in range(begin_at, end_at, step):
+                t = c + tl.arange(0, BM)
+                live = t < length
+                position, time = position_tile(bias, i * BN * BS + BS // 2 - c, spaced, side, ASM), 0.0
+                if bias.time is not None:
+                    tokens = start + c, tl.arange(0, BM).to(tl.int64)
+                    near = look_up(bias.places + tokens[0], tokens[1], ASM)
+                    row = map_row(start, b, c, BS)
+                    time = means_tile(bias, row, i * BN, (start, rows), tokens, near, not PLAIN, 0, ASM)
+                queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
+                upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
+                cmp = load_gates(g_cmp, start + c, live, BM, ASM)
+                gate = tl.where((j * BS + (BS - 1))[:, None] <= t[None, :], cmp[None, :], 0.0)
+                acc_k, acc_v, _, _ = key_step(
+                    acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, (position, time), FAST, PRECISION
+                )
     if begin < length:
         add_rows(dkbar + base * D, j, H * D, known, acc_k * (BS * alpha * inv_n), D, BD, ATOMIC)
         add_rows(dvbar + base * V, j, H * V, known, acc_v * (BS * inv_n), V, BV, ATOMIC)

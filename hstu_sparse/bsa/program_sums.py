@@ -40,7 +40,6 @@ from hstu_sparse.bsa.bias import (
     edge_place,
     edge_places,
     means_edge,
-    means_edges,
     near_place,
     reached,
     side_times,
@@ -52,6 +51,7 @@ from hstu_sparse.tiles import opaque, row_norms
 _STEEPEST = tl.constexpr(1.125)
 _TINY, _INFINITY = tl.constexpr(1e-30), tl.constexpr(float("inf"))
 _ROWS = tl.constexpr(HISTOGRAM_ROWS)
+_WHOLE, _WHOLE_BITS = tl.constexpr(2.0**23), tl.constexpr(0x4B000000)
 
 
 class ProgramSums(NamedTuple):
@@ -108,15 +108,17 @@ def _most(x):
 
 
 @triton.jit
-def add_means(sums, grad, bias, found, row, first, near, ASM: tl.constexpr):
+def add_means(sums, grad, bias, found, row, first, near, SEVERAL: tl.constexpr, ASM: tl.constexpr):
     """Adds a tile of mean keys to the time table's sums. found: what `means_time` gives; others: as of `means_tile`."""
     if bias.time is not None:
         means, queries, _, reaches = found
-        if means_edges(bias, row, first, grad.shape[1]) > 1:
+        if SEVERAL:
             bucket = find_bucket(differences(bias, means, queries, 1, False, ASM), bias.cells, ASM)
         else:
+            # 0.0 or 1.0 to an integer: in the low bits of a number whose last bit is worth 1.
             past = reached(means_edge(bias, row, first, 2, grad.shape[1], ASM), near, 1)
-            bucket = reaches[0][None, :] + past.to(tl.int32)
+            whole = past + (reaches[0].to(tl.float32) + _WHOLE)[None, :]
+            bucket = whole.to(tl.int32, bitcast=True) - _WHOLE_BITS
         histogram_add(sums.lane, bucket, grad, sums.means_scale, True, True)
 
 

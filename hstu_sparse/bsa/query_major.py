@@ -32,8 +32,18 @@ from hstu_sparse.bsa.bias import (
     with_bias,
 )
 from hstu_sparse.bsa.program_sums import add_keys, add_means, close_keys, close_means, open_sums
-from hstu_sparse.bsa.reach import LOWEST, MOST_EDGES, keys_reach, load_reach, load_times, map_row, means_reach, span
-from hstu_sparse.tiles import add_to, load_rows, load_tile, locate, silu_and_grad_of_twice, silu_of_twice, store_rows
+from hstu_sparse.bsa.reach import (
+    LOWEST,
+    MOST_EDGES,
+    keys_reach,
+    load_reach,
+    load_times,
+    map_row,
+    means_reach,
+    plain_means,
+    span,
+)
+from hstu_sparse.tiles import add_to, load_rows, load_tile, locate, opaque, silu_and_grad_of_twice, silu_of_twice, store_rows
 
 
 @triton.jit
@@ -95,17 +105,30 @@ def find_queries(offsets, bias, tiles, H, B, BM: tl.constexpr, BS: tl.constexpr)
 @triton.jit
 def means_position(bias, asks, c, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
     """The position's bias of a tile with the BN mean keys from block c on."""
-    return position_tile(bias, c * BS + BS // 2 - asks.begin, -asks.lane, tl.arange(0, BN).to(tl.int64) * BS, ASM)
+    return position_tile(bias, c * BS + BS // 2 - asks.begin, -asks.lane, (tl.arange(0, BN) * BS).to(tl.int64), ASM)
 
 
 @triton.jit
-def means_time(bias, asks, c, known, near, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+def means_ends(bias, asks, BS: tl.constexpr):
+    """Of the mean keys those in front of the first tile in which one reaches several edges; all without a time bias."""
+    if bias.time is not None:
+        return plain_means(bias, asks.map_row, asks.end // BS)
+    else:
+        return asks.end // BS
+
+
+@triton.jit
+def means_time(
+    bias, asks, c, known, near, SEVERAL: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """The time's, and what `add_time_gradient` wants: far to reaches. near: the queries' places in time."""
     middle = (c + tl.arange(0, BN)) * BS + BS // 2
     rows = tl.where(known, middle, 0).to(tl.int64)
-    found = (asks.start, rows), (asks.start + asks.begin, asks.lane), asks.asked, means_reach(bias, asks.map_row, c, BN, ASM)
+    found = (asks.start, rows), (asks.start + asks.begin, asks.lane), asks.asked, means_reach(
+        bias, asks.map_row, c, BN, ASM
+    )
     if bias.time is not None:
-        return means_tile(bias, asks.map_row, c, found[0], found[1], near, 1, ASM), found
+        return means_tile(bias, asks.map_row, c, found[0], found[1], near, SEVERAL, 1, ASM), found
     else:
         return 0.0, found
 
@@ -277,19 +300,25 @@ def bsa_query_fwd_kernel(
     complete = (t + 1) // BS
     if end >= BS:  # see the head of this file
         cmp = tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS
-        position = means_position(bias, asks, 0, BN, BS, ASM)
-        for c in range(0, end // BS, BN):
-            j = c + tl.arange(0, BN)
-            known = j < end // BS
-            next_position = means_position(bias, asks, c + BN, BN, BS, ASM)
-            time, _ = means_time(bias, asks, c, known, near, BN, BS, ASM)
-            keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
-            score = tl.where(j[None, :] < complete[:, None], with_bias(score, bias, (position, time)), HIDDEN)
-            weight = silu_of_twice(score, FAST) * cmp[:, None]
-            means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-            acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
-            position = next_position
+        plain = means_ends(bias, asks, BS)
+        for SEVERAL in tl.static_range(1 if bias.time is None else 2):
+            begin_at, end_at = (plain, end // BS) if SEVERAL else (0, plain)
+            if begin_at < end_at:
+                position = means_position(bias, asks, begin_at, BN, BS, ASM)
+                for c in range(begin_at, end_at, BN):
+                    j = c + tl.arange(0, BN)
+                    known = j < end // BS
+                    at = opaque(c)
+                    next_position = means_position(bias, asks, at + BN, BN, BS, ASM)
+                    time, _ = means_time(bias, asks, at, known, near, SEVERAL, BN, BS, ASM)
+                    keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
+                    score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
+                    score = with_bias(score, bias, (position, time))
+                    score = tl.where(j[None, :] < complete[:, None], score, HIDDEN)
+                    weight = silu_of_twice(score, FAST) * cmp[:, None]
+                    means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
+                    acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
+                    position = next_position
 
     store_rows(out + (start * H + h) * V, t, H * V, live, acc * inv_n, V, BV)
 
@@ -460,29 +489,35 @@ def bsa_query_bwd_dq_kernel(
     complete = (t + 1) // BS
     means_branch = tl.zeros([BM], tl.float32)
     if end >= BS:  # see the head of this file
-        position = means_position(bias, asks, 0, BN, BS, ASM)
-        for c in range(0, end // BS, BN):
-            j = c + tl.arange(0, BN)
-            known = j < end // BS
-            next_position = means_position(bias, asks, c + BN, BN, BS, ASM)
-            time, found = means_time(bias, asks, c, known, near, BN, BS, ASM)
-            keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
-            values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
-            score = with_bias(score, bias, (position, time))
-            dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-            weight, slope = silu_and_grad_of_twice(score, FAST)
-            dweight = tl.where(j[None, :] < complete[:, None], dweight, 0.0)
-            means_branch += tl.sum(weight * dweight, 1)
-            grad = dweight * slope * cmp[:, None]
-            acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-            if SUMS:
-                add_means(sums, grad, bias, found, asks.map_row, c, near, ASM)
-            else:
-                add_time_gradient(tables, grad, bias, *found, 1, False, ASM)
-            if tables.ahead is not None:
-                add_to(tables.ahead + (t[:, None] - (j * BS + BS // 2)[None, :]), grad, tables.scale)
-            position = next_position
+        plain = means_ends(bias, asks, BS)
+        for SEVERAL in tl.static_range(1 if bias.time is None else 2):
+            begin_at, end_at = (plain, end // BS) if SEVERAL else (0, plain)
+            if begin_at < end_at:
+                position = means_position(bias, asks, begin_at, BN, BS, ASM)
+                for c in range(begin_at, end_at, BN):
+                    j = c + tl.arange(0, BN)
+                    known = j < end // BS
+                    at = opaque(c)
+                    next_position = means_position(bias, asks, at + BN, BN, BS, ASM)
+                    time, found = means_time(bias, asks, at, known, near, SEVERAL, BN, BS, ASM)
+                    keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
+                    values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
+                    score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
+                    score = with_bias(score, bias, (position, time))
+                    dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
+                    weight, slope = silu_and_grad_of_twice(score, FAST)
+                    dweight = tl.where(j[None, :] < complete[:, None], dweight, 0.0)
+                    means_branch += tl.sum(weight * dweight, 1)
+                    grad = dweight * slope * cmp[:, None]
+                    acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+                    if SUMS:
+                        add_means(sums, grad, bias, found, asks.map_row, at, near, SEVERAL, ASM)
+                    else:
+                        add_time_gradient(tables, grad, bias, *found, 1, False, ASM)
+                    if tables.ahead is not None:
+                        ahead = tables.ahead + (begin - at * BS - BS // 2) + asks.lane
+                        add_to(ahead[:, None] - (tl.arange(0, BN) * BS).to(tl.int64)[None, :], grad, tables.scale)
+                    position = next_position
         if SUMS:
             close_means(tables, sums)
     tl.store(dg_cmp + token, means_branch * (BS * inv_n), mask=live)

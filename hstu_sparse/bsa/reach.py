@@ -160,6 +160,32 @@ def means_reach(bias, row, first, SIZE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def plain_means(bias, row, blocks):
+    """Of the `blocks` mean keys that queries of a `map_row` see those in front of the first CHUNK in which one reaches
+    several edges; 128 CHUNKs at most.
+    """
+    chunk = tl.arange(0, 128)
+    words = tl.load(bias.summaries + row * bias.blocks // CHUNK + chunk, chunk * CHUNK < blocks, SHORT)
+    return tl.minimum(tl.min(tl.where((words & SHORT) > 1, chunk, 128), 0) * CHUNK, blocks)
+
+
+@triton.jit
+def last_rough(bias, row, rows, first, SIZE: tl.constexpr):
+    """How many of the tiles of queries from a `map_row` on, of `rows`, there are up to the last to which one of the SIZE
+    mean keys from `first` on reaches several edges.
+    """
+    found = 0
+    for i in range(0, rows, 128):
+        tile = i + tl.arange(0, 128)
+        place = ((row + tile) * bias.blocks + first) // CHUNK
+        edges = tl.zeros([128], tl.int32)
+        for chunk in tl.static_range(SIZE // CHUNK if SIZE > CHUNK else 1):
+            edges = tl.maximum(edges, tl.load(bias.summaries + place + chunk, tile < rows, 0) & SHORT)
+        found = tl.maximum(found, tl.max(tl.where(edges > 1, tile + 1, 0), 0))
+    return found
+
+
+@triton.jit
 def keys_reach(bias, asked, rows, known, SIZE: tl.constexpr, ASM: tl.constexpr):
     """The same of SIZE queries of the span `asked` and the keys at `rows`, all of the queries alike."""
     if bias.time is not None:
