@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import look_up, proven, scalar
-from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, MOST_EDGES, SHORT, bsa_edges_kernel, bucket_cells, find_bucket
+from hstu_sparse.bsa.reach import CHUNK, FEW_EDGES, LEAST_TILE, MOST_EDGES, SHORT, bsa_edges_kernel, bucket_cells, find_bucket
 from hstu_sparse.launch import cdiv, run
 from hstu_sparse.relative_bias import bucket_edges
 from hstu_sparse.tiles import COMPILED, add_to
@@ -379,16 +379,38 @@ def tile_place(bias, row, origin, bucket, ASM: tl.constexpr):
 
 
 @triton.jit
-def single_edge_tile(bias, lowest, row, queries, origin, beside, ASM: tl.constexpr):
-    """The time's bias of a tile [keys, queries] that all reach one edge, past bucket `lowest`.
+def _group_step(bias, lowest, row, places, origin, beside, E: tl.constexpr, ASM: tl.constexpr):
+    bucket = lowest.to(tl.int64) + E
+    more = look_up(bias.time, bucket, ASM) - look_up(bias.time, bucket - 1, ASM)
+    return more * reached(places + tile_place(bias, row, origin, bucket, ASM), beside, 1)
 
-    row, queries: their `map_row` and tokens; origin, beside: the keys' earliest time, and the keys' own less it, negated.
+
+@triton.jit
+def group_tile(bias, reaches, row, queries, keys, origin, SEVERAL: tl.constexpr, ASM: tl.constexpr):
+    """The time's bias of a tile [keys, queries] of a group's queries and a block's keys.
+
+    reaches: the group's, see `load_reach`; without SEVERAL of FEW_EDGES at most. row, queries, keys: the queries'
+    `map_row`, and tokens; origin: the block's earliest time.
     """
-    bucket = lowest.to(tl.int64)
-    base = look_up(bias.time, bucket, ASM)
-    more = look_up(bias.time, bucket + 1, ASM) - base
-    far = look_up(bias.places + queries[0], queries[1], ASM) + tile_place(bias, row, origin, bucket + 1, ASM)
-    return base + more * reached(far, beside, 1)
+    _, edges, lowest, _ = reaches
+    base = look_up(bias.time, lowest.to(tl.int64), ASM)
+    places = look_up(bias.places + queries[0], queries[1], ASM)
+    beside = -look_up(bias.key_places + keys[0], keys[1], ASM)
+    if SEVERAL:
+        if edges > MOST_EDGES:
+            bucket = find_bucket(differences(bias, queries, keys, 1, True, ASM), bias.cells, ASM)
+            tile = look_up(bias.time, bucket, ASM)
+        else:
+            tile = base + _group_step(bias, lowest, row, places, origin, beside, 1, ASM)
+            tile += _group_step(bias, lowest, row, places, origin, beside, 2, ASM)
+            if edges > 2:
+                tile += _group_step(bias, lowest, row, places, origin, beside, 3, ASM)
+                tile += _group_step(bias, lowest, row, places, origin, beside, 4, ASM)
+    else:
+        tile = base + _group_step(bias, lowest, row, places, origin, beside, 1, ASM)
+        if FEW_EDGES == 2:
+            tile += _group_step(bias, lowest, row, places, origin, beside, 2, ASM)
+    return tile
 
 
 @triton.jit
@@ -444,6 +466,8 @@ def chosen_bias(bias, edge, position, queries, keys, origin, reaches, EDGES: tl.
             tile += position
         if EDGES == 1:
             tile += chosen_step(bias, edge, keys, origin, lowest, 1, ASM)
+            if FEW_EDGES == 2:
+                tile += chosen_step(bias, edge, keys, origin, lowest, 2, ASM)
         return tile, 0.0
 
 

@@ -17,16 +17,22 @@ from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.bias import (
     add_position_gradient,
     add_time_gradient,
+    group_tile,
     load_origin,
     means_tile,
     own_tile,
     position_tile,
-    single_edge_tile,
     time_tile,
     with_bias,
 )
-from hstu_sparse.bsa.reach import LEAST_TILE, MOST_EDGES, PARTS, last_rough, load_reach, map_row
+from hstu_sparse.bsa.reach import LEAST_TILE, LOWEST, MOST_EDGES, PARTS, last_rough, load_reach, map_row
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu_and_grad_of_twice, silu_of_twice, store_rows
+
+
+import os
+
+PRE_LIST = tl.constexpr(os.environ.get("BSA_PRE", "11")[0] == "1")
+PRE_MEANS = tl.constexpr(os.environ.get("BSA_PRE", "11")[1] == "1")
 
 
 class ListPointers(NamedTuple):
@@ -163,6 +169,24 @@ def listed_bias(
 
 
 @triton.jit
+def listed_ahead(
+    lists, bias, block, row, first, PLAIN: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Of the tile of BM consecutive listed queries from row `row` on the position's bias; PLAIN: and the bucket's, of a
+    group that reaches no edge.
+    """
+    entry = (block.first + row // R).to(tl.int64)
+    begin = look_up(lists.tokens, entry, ASM) + row % R - block.start.to(tl.int32)
+    rows, ahead = tl.arange(0, BN).to(tl.int64), -tl.arange(0, BM).to(tl.int64)
+    tile = position_tile(bias, block.begin + first - begin, rows, ahead, ASM)
+    if PLAIN:
+        lowest = look_up(lists.reaches, entry, ASM) & LOWEST
+        tile += look_up(bias.time, lowest.to(tl.int64), ASM)
+    return tile
+
+
+@triton.jit
 def add_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.constexpr, ATOMIC: tl.constexpr):
     """base[rows] += value in fp32; without ATOMIC the caller sees to it that no two programs share a row."""
     columns = tl.arange(0, PADDED)
@@ -260,13 +284,14 @@ def bsa_select_bwd_dq_kernel(
 
 @triton.jit
 def key_step(
-    dk, dv, keys, values, queries, upstream, gate, alpha, bias, added, FAST: tl.constexpr, PRECISION: tl.constexpr
-):
+    dk, dv, keys, values, queries, upstream, gate, alpha, bias, added, SUMMED: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """Adds one tile of queries to dk, dv; everything is transposed, keys first. `gate` is [1, BM] or [BN, BM].
 
-    added: the bias. Also returns the scores' gradient [BN, BM] and weight * (do.v), what the gates' gradients sum.
+    added, SUMMED: the bias, see `with_bias`. Also returns the scores' gradient [BN, BM] and weight * (do.v), what the gates' gradients sum.
     """
-    score = with_bias(tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (0.5 * alpha), bias, added)
+    score = with_bias(tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (0.5 * alpha), bias, added, SUMMED)
     dweight = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
     weight, slope = silu_and_grad_of_twice(score, FAST)
     dv = tl.dot((weight * gate).to(upstream.dtype), upstream, dv, input_precision=PRECISION)
@@ -346,12 +371,13 @@ def bsa_select_bwd_dkv_kernel(
                 swa = load_gates(g_swa, start + c, live, BM, ASM)
                 gate += tl.where(seen & (t[None, :] - s[:, None] < window), swa[None, :], 0.0)
             acc_k, acc_v, _, _ = key_step(
-                acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, added, FAST, PRECISION
+                acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, added, False, FAST, PRECISION
             )
 
     # Three loops: behind the other groups stand those that reach one edge, and then those that reach none.
     TURNS: tl.constexpr = 1 if lists.counts is None else 3
     ROWS: tl.constexpr = (BM, BM, WIDE)
+    AHEAD: tl.constexpr = (False, PRE_LIST and R >= BM, PRE_LIST and R >= WIDE)
     for TURN in tl.static_range(TURNS):
         begin_at = block.ends[TURN - 1] if TURN else 0
         end_at = block.ends[TURN] if TURN < TURNS - 1 else block.rows
@@ -359,16 +385,26 @@ def bsa_select_bwd_dkv_kernel(
         if DQ:
             listed = True
         if listed:
+            if AHEAD[TURN]:
+                position = listed_ahead(lists, bias, block, begin_at, offset, TURN == 2, R, ROWS[TURN], BN, ASM)
             for row in range(begin_at, end_at, ROWS[TURN]):
                 tokens, live, begin, ahead, reach = listed_queries(lists, block, row, R, ROWS[TURN], BS, ASM)
                 t = tokens[0] + tokens[1]
-                if TURN == 2:
-                    reach = reach[0], 0, reach[2], reach[3]
-                added, found = listed_bias(bias, block, tokens, begin, ahead, reach, offset, BN, 1, ASM)
-                if TURN == 1:
-                    beside = -look_up(bias.key_places + start + block.begin, place.to(tl.int64), ASM)
-                    row_of_map = map_row(start, block.b, begin, BS)
-                    added = added[0], single_edge_tile(bias, reach[2], row_of_map, tokens, block.origin, beside, ASM)
+                if TURN == 2 or (TURNS == 3 and R >= ROWS[TURN]):
+                    found_reach = reach[0], 0, reach[2], reach[3]
+                else:
+                    found_reach = reach
+                added, found = listed_bias(bias, block, tokens, begin, ahead, found_reach, offset, BN, 1, ASM)
+                if AHEAD[TURN]:
+                    after = tl.minimum(row + ROWS[TURN], end_at - ROWS[TURN])
+                    next_position = listed_ahead(
+                        lists, bias, block, after, offset, TURN == 2, R, ROWS[TURN], BN, ASM
+                    )
+                    added = position, added[1]
+                if TURN < 2 and TURNS == 3 and R >= ROWS[TURN]:
+                    row_of_map, places = map_row(start, block.b, begin, BS), (start + block.begin, place.to(tl.int64))
+                    time = group_tile(bias, reach, row_of_map, tokens, places, block.origin, TURN == 0, ASM)
+                    added = added[0], time
                 queries = load_tile(wide_q if TURN == 2 else q, t, q_stride_t, live, origin + begin, h * D, D, BD, TMA)
                 upstream = load_tile(wide_do if TURN == 2 else do, t, do_stride_t, live, origin + begin, h * V, V, BV, TMA)
                 if R >= ROWS[TURN]:
@@ -376,8 +412,11 @@ def bsa_select_bwd_dkv_kernel(
                 else:
                     gate = tl.load(g_slc + t, mask=live, other=0.0)
                 acc_k, acc_v, dscore, product = key_step(
-                    acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added, FAST, PRECISION
-                )
+                    acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added,
+                    AHEAD[TURN] and TURN == 2, FAST, PRECISION,
+                )  # fmt: skip
+                if AHEAD[TURN]:
+                    position = next_position
                 add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)
                 add_position_gradient(tables, pitch, dscore, begin + ahead, s, 0)
                 if DQ:
@@ -476,10 +515,17 @@ def bsa_compress_bwd_dkv_kernel(
     for PLAIN in tl.static_range(1 if bias.time is None else 2):
         begin_at, end_at = (split, length) if PLAIN or bias.time is None else (begin, tl.minimum(split, length))
         if begin_at < end_at:
+            if PRE_MEANS:
+                position = position_tile(bias, i * BN * BS + BS // 2 - begin_at, spaced, side, ASM)
             for c in range(begin_at, end_at, step):
+                if PRE_MEANS:
+                    after = tl.where(c + step < end_at, c + step, c)
+                    next_position = position_tile(bias, i * BN * BS + BS // 2 - after, spaced, side, ASM)
+                else:
+                    position = position_tile(bias, i * BN * BS + BS // 2 - c, spaced, side, ASM)
                 t = c + tl.arange(0, BM)
                 live = t < length
-                position, time = position_tile(bias, i * BN * BS + BS // 2 - c, spaced, side, ASM), 0.0
+                time = 0.0
                 if bias.time is not None:
                     tokens = start + c, tl.arange(0, BM).to(tl.int64)
                     near = look_up(bias.places + tokens[0], tokens[1], ASM)
@@ -490,8 +536,11 @@ def bsa_compress_bwd_dkv_kernel(
                 cmp = load_gates(g_cmp, start + c, live, BM, ASM)
                 gate = tl.where((j * BS + (BS - 1))[:, None] <= t[None, :], cmp[None, :], 0.0)
                 acc_k, acc_v, _, _ = key_step(
-                    acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, (position, time), FAST, PRECISION
-                )
+                    acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, (position, time), False, FAST,
+                    PRECISION,
+                )  # fmt: skip
+                if PRE_MEANS:
+                    position = next_position
     if begin < length:
         add_rows(dkbar + base * D, j, H * D, known, acc_k * (BS * alpha * inv_n), D, BD, ATOMIC)
         add_rows(dvbar + base * V, j, H * V, known, acc_v * (BS * inv_n), V, BV, ATOMIC)

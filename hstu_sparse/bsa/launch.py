@@ -165,6 +165,9 @@ class Problem:
     def keys(self, options: dict, k: Tensor, v: Tensor, kbar: Tensor, vbar: Tensor) -> tuple[list, bool]:
         """(k, v, both for WIDE keys at once, kbar, vbar) for a query-major kernel, and whether they are descriptors."""
         narrow, wide = options["BN"], options.setdefault("WIDE", options["BN"])
+        import os
+        options["MANY"] = wide if os.environ.get("BSA_MANY", "11")[options.get("Q", 0)] == "1" else narrow
+        options["OWN"] = wide if os.environ.get("BSA_OWN", "11")[options.pop("Q", 0)] == "1" else narrow
         found = self.tma(narrow, k, v, kbar, vbar) if wide <= self.BS else None
         if found is None:
             return [k, v, k, v, kbar, vbar], False
@@ -297,6 +300,7 @@ def launch_backward(do, *arguments):
     dg_cmp, dg_slc = torch.empty(p.T, p.H, **fp32), torch.empty(p.T, p.H, **fp32)
     dg_swa = torch.empty((p.T, p.H) if p.window else (0,), **fp32)
     options = p.options("query_dq")
+    options["Q"] = 1
     tiles = p.slots(options["BM"])
     tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
     run(

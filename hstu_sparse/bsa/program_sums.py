@@ -44,7 +44,7 @@ from hstu_sparse.bsa.bias import (
     reached,
     side_times,
 )
-from hstu_sparse.bsa.reach import MOST_EDGES, find_bucket
+from hstu_sparse.bsa.reach import FEW_EDGES, MOST_EDGES, find_bucket
 from hstu_sparse.tiles import opaque, row_norms
 
 # SiLU's greatest slope, 1.0998, with room for roundings.
@@ -174,6 +174,8 @@ def add_keys(
                     histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
                 if EDGES == 1:
                     _move_chosen(sums, grad, bias, edge, near, origin, bucket, 1, ASM)
+                    if FEW_EDGES == 2:
+                        _move_chosen(sums, grad, bias, edge, near, origin, bucket, 2, ASM)
             elif edges > MOST_EDGES:
                 buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
                 histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)

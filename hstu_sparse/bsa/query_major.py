@@ -60,6 +60,11 @@ def band_weight(g_slc, g_swa, t, s, window, BS: tl.constexpr, WINDOW: tl.constex
 HIDDEN = tl.constexpr(-40.0)
 
 
+import os
+
+PRE_DQ = tl.constexpr(os.environ.get("BSA_PREDQ", "1") == "1")
+
+
 class QueryTile(NamedTuple):
     """A program's queries.
 
@@ -220,7 +225,7 @@ def bsa_query_fwd_kernel(
     q, k, v, wide_k, wide_v, kbar, vbar, offsets, chosen, g_cmp, g_slc, g_swa, bias, out, q_stride_t, q_stride_h,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, MANY: tl.constexpr, OWN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1)
@@ -251,11 +256,11 @@ def bsa_query_fwd_kernel(
         count = tl.minimum(begin // BS, S - 1) * BS
         ends = chosen_ends(chosen, row, count, S, BS, ASM)
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
-        WIDTH: tl.constexpr = (WIDE, WIDE, BN)
+        WIDTH: tl.constexpr = (WIDE, WIDE, MANY)
         for EDGES in tl.static_range(TURNS):
             begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
             end_at = count if EDGES == 2 else ends[EDGES]
-            some_k, some_v = (k, v) if EDGES == 2 else (wide_k, wide_v)
+            some_k, some_v = (k, v) if EDGES == 2 and MANY == BN else (wide_k, wide_v)
             if begin_at < end_at:
                 position = keys_position(
                     bias, asks, chosen_first(chosen, row, begin_at, WIDTH[EDGES], BS, ASM), WIDTH[EDGES], ASM
@@ -281,20 +286,22 @@ def bsa_query_fwd_kernel(
                     position = next_position
         acc *= slc[:, None]
 
+    KEYS: tl.constexpr = BN if WINDOW else OWN
+    near_k, near_v = (k, v) if KEYS == BN else (wide_k, wide_v)
     swa = slc
     nearest = begin // BS * BS
     if WINDOW:
         swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
-        nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
+        nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // KEYS * KEYS
     if nearest < end:
-        for c in range(nearest, end, BN):
-            s = c + tl.arange(0, BN)
+        for c in range(nearest, end, KEYS):
+            s = c + tl.arange(0, KEYS)
             known = s < end
-            keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-            added, _ = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW, not WINDOW and BM <= BS, ASM)
+            keys = load_tile(near_k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
+            added, _ = band_bias(bias, asks, c, known, BM, KEYS, BS, WINDOW, not WINDOW and BM <= BS, ASM)
             score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half, bias, added)
             weight = silu_of_twice(score, FAST) * band_weight(slc, swa, t, s, window, BS, WINDOW)
-            values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
+            values = load_tile(near_v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
     complete = (t + 1) // BS
@@ -348,7 +355,7 @@ def bsa_query_bwd_dq_kernel(
     tables, pitch, norm, means_unit, keys_unit, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, MANY: tl.constexpr, OWN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
     SUMS: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Gradient of q and of the gates. A gate's gradient is its branch's output times do: the sum of weight * (do.v).
@@ -392,15 +399,28 @@ def bsa_query_bwd_dq_kernel(
         count = tl.minimum(begin // BS, S - 1) * BS
         ends = chosen_ends(chosen, row, count, S, BS, ASM)
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
-        WIDTH: tl.constexpr = (WIDE, WIDE, BN)
+        WIDTH: tl.constexpr = (WIDE, WIDE, MANY)
         for EDGES in tl.static_range(TURNS):
             begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
             end_at = count if EDGES == 2 else ends[EDGES]
-            some_k, some_v = (k, v) if EDGES == 2 else (wide_k, wide_v)
+            some_k, some_v = (k, v) if EDGES == 2 and MANY == BN else (wide_k, wide_v)
             if begin_at < end_at:
+                if PRE_DQ and EDGES == 0:
+                    position = keys_position(
+                        bias, asks, chosen_first(chosen, row, begin_at, WIDTH[EDGES], BS, ASM), WIDTH[EDGES], ASM
+                    )
                 for e in range(begin_at, end_at, WIDTH[EDGES]):
                     first = chosen_first(chosen, row, e, WIDTH[EDGES], BS, ASM)
-                    position = keys_position(bias, asks, first, WIDTH[EDGES], ASM)
+                    if PRE_DQ and EDGES == 0:
+                        next_position = keys_position(
+                            bias,
+                            asks,
+                            chosen_first(chosen, row, e + WIDTH[EDGES], WIDTH[EDGES], BS, ASM),
+                            WIDTH[EDGES],
+                            ASM,
+                        )
+                    else:
+                        position = keys_position(bias, asks, first, WIDTH[EDGES], ASM)
                     edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
                     added, found = chosen_both(bias, asks, edge, position, first, EDGES, BM, WIDTH[EDGES], BS, ASM)
                     s = first + tl.arange(0, WIDTH[EDGES])
@@ -433,20 +453,24 @@ def bsa_query_bwd_dq_kernel(
                         SPAN,
                         ASM,
                     )
+                    if PRE_DQ and EDGES == 0:
+                        position = next_position
         acc *= slc[:, None]
 
-    OWN: tl.constexpr = not WINDOW and BM <= BS
+    INSIDE: tl.constexpr = not WINDOW and BM <= BS
+    KEYS: tl.constexpr = BN if WINDOW else OWN
+    near_k, near_v = (k, v) if KEYS == BN else (wide_k, wide_v)
     window_branch = tl.zeros([BM], tl.float32)
     nearest = begin // BS * BS
     if WINDOW:
-        nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
+        nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // KEYS * KEYS
     if nearest < end:
-        for c in range(nearest, end, BN):
-            s = c + tl.arange(0, BN)
+        for c in range(nearest, end, KEYS):
+            s = c + tl.arange(0, KEYS)
             known = s < end
-            keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-            values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-            added, found = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW or not SUMS, OWN, ASM)
+            keys = load_tile(near_k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
+            values = load_tile(near_v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
+            added, found = band_bias(bias, asks, c, known, BM, KEYS, BS, WINDOW or not SUMS, INSIDE, ASM)
             score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half, bias, added)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad_of_twice(score, FAST)
@@ -459,8 +483,8 @@ def bsa_query_bwd_dq_kernel(
             grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, WINDOW)
             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
             own = None
-            if OWN and SUMS and bias.time is not None:
-                own = own_buckets(bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM)
+            if INSIDE and SUMS and bias.time is not None:
+                own = own_buckets(bias, asks.start + asks.begin, asks.lane, own_places(c, KEYS, BS), 0, BS, ASM)
             sums = add_keys_gradient(
                 tables,
                 pitch,

@@ -33,6 +33,9 @@ MOST_EDGES, EXACT_SECONDS = tl.constexpr(4), tl.constexpr(2.0**23)
 EDGE_SHIFT, LOWEST = tl.constexpr(12), tl.constexpr(0xFFF)
 # A bucket that is reached fits into eight bits: no difference of int64 seconds gets past the 145th.
 SHORT_SHIFT, SHORT = tl.constexpr(8), tl.constexpr(0xFF)
+import os
+
+FEW_EDGES = tl.constexpr(int(os.environ.get("BSA_FEW", "1")))
 # Parts of a block's list of groups, by edges: over MOST_EDGES, over a few, over 0, none. A few are 1 where groups fill a
 # tile, whose single edges have a loop of their own, else 2.
 PARTS = tl.constexpr(4)
@@ -239,7 +242,8 @@ def bsa_reach_kernel(
     tl.store(reaches + entry, lowest | (edges << EDGE_SHIFT), mask=j >= 0)
     if chosen is not None:
         past = (j >= 0) & (j < group[:, None] * R // BS)
-        plain, single = (past & (edges == 0)).to(tl.int32), (past & (edges == 1)).to(tl.int32)
+        plain = (past & (edges == 0)).to(tl.int32)
+        single = (past & (edges > 0) & (edges <= FEW_EDGES)).to(tl.int32)
         rest = past.to(tl.int32) - plain - single
         none = tl.sum(plain, 1)[:, None]
         few = none + tl.sum(single, 1)[:, None]
