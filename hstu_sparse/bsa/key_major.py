@@ -32,6 +32,7 @@ from hstu_sparse.tiles import load_rows, load_tile, locate, silu_and_grad_of_twi
 import os
 
 PRE_LIST = tl.constexpr(os.environ.get("BSA_PRE", "11")[0] == "1")
+IF = tl.constexpr(os.environ.get("BSA_IF", "0") == "1")
 PRE_MEANS = tl.constexpr(os.environ.get("BSA_PRE", "11")[1] == "1")
 
 
@@ -346,7 +347,7 @@ def bsa_select_bwd_dkv_kernel(
     # The reason for the conditions is in query_major.py. With DQ others: there the products that run side by side cost
     # registers that there are not.
     inside = first < end
-    if DQ:
+    if DQ and not IF:
         inside = chunk == 0
     if inside:
         for c in range(first, end, BM):
@@ -382,7 +383,7 @@ def bsa_select_bwd_dkv_kernel(
         begin_at = block.ends[TURN - 1] if TURN else 0
         end_at = block.ends[TURN] if TURN < TURNS - 1 else block.rows
         listed = begin_at < end_at
-        if DQ:
+        if DQ and not IF:
             listed = True
         if listed:
             if AHEAD[TURN]:

@@ -33,6 +33,7 @@ from hstu_sparse.bsa.bias import (
 )
 from hstu_sparse.bsa.program_sums import add_keys, add_means, close_keys, close_means, open_sums
 from hstu_sparse.bsa.reach import (
+    FEW_EDGES,
     LOWEST,
     MOST_EDGES,
     keys_reach,
@@ -212,7 +213,8 @@ def chosen_both(
             reaches = load_reach(chosen.reaches + place, None, BM, ASM)
         else:
             lowest = look_up(chosen.reaches, place, ASM) & LOWEST
-            reaches = tl.zeros([BM], tl.int32) + lowest, EDGES, lowest, lowest + EDGES
+            MOST: tl.constexpr = EDGES * FEW_EDGES
+            reaches = tl.zeros([BM], tl.int32) + lowest, MOST, lowest, lowest + MOST
         origin = load_origin(bias, asks.block_row + first // BS, ASM)
         found = queries, keys, origin, reaches
         return chosen_bias(bias, edge, position, queries, keys, origin, reaches, EDGES, ASM), found
