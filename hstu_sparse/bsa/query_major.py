@@ -63,6 +63,7 @@ HIDDEN = tl.constexpr(-40.0)
 
 import os
 
+PART = tl.constexpr(os.environ.get("BSA_PART", "0") == "1")
 PRE_DQ = tl.constexpr(os.environ.get("BSA_PREDQ", "1") == "1")
 
 
@@ -396,6 +397,7 @@ def bsa_query_bwd_dq_kernel(
 
     branch = tl.zeros([BM], tl.float32)
     if SELECT:
+        partial = tl.zeros([BM, 4], tl.float32)
         tl.static_assert((BN <= WIDE) & (WIDE <= BS))  # as in bsa_query_fwd_kernel
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS, S - 1) * BS
@@ -433,7 +435,11 @@ def bsa_query_bwd_dq_kernel(
                     score = with_bias(score, bias, added, EDGES < 2)
                     dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
                     weight, slope = silu_and_grad_of_twice(score, FAST)
-                    branch += tl.sum(weight * dweight, 1)
+                    if PART:
+                        share = tl.reshape(weight * dweight, [BM, WIDTH[EDGES] // 8, 4, 2])
+                        partial += tl.sum(tl.sum(share, 3), 1)
+                    else:
+                        branch += tl.sum(weight * dweight, 1)
                     grad = dweight * slope
                     acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
                     sums = add_keys_gradient(
@@ -457,6 +463,7 @@ def bsa_query_bwd_dq_kernel(
                     )
                     if PRE_DQ and EDGES == 0:
                         position = next_position
+        branch += tl.sum(partial, 1)
         acc *= slc[:, None]
 
     INSIDE: tl.constexpr = not WINDOW and BM <= BS
