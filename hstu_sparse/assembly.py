@@ -364,7 +364,7 @@ def _copy_assembly(copy_bytes: int, address: str) -> str:
 
 import os
 
-RAW = tl.constexpr(os.environ.get("BSA_RAW") == "1")
+RAW = tl.constexpr(os.environ.get("BSA_RAW", "1") == "1")
 
 
 def _add_assembly(copy_bytes: int) -> str:

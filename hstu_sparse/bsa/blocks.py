@@ -9,7 +9,7 @@ Blocks, groups and tiles are numbered by slots: see hstu_sparse/tiles.py.
 import triton
 import triton.language as tl
 
-from hstu_sparse.bsa.bias import position_tile, time_tile, with_bias
+from hstu_sparse.bsa.bias_tiles import position_tile, time_tile, with_bias
 from hstu_sparse.bsa.reach import EDGE_SHIFT, MOST_EDGES, PARTS
 from hstu_sparse.tiles import load_rows, locate, row_norms
 

@@ -14,26 +14,25 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import look_up
-from hstu_sparse.bsa.bias import (
+from hstu_sparse.bsa.bias_tiles import (
     add_position_gradient,
     add_time_gradient,
     group_tile,
     load_origin,
-    means_tile,
     own_tile,
     position_tile,
     time_tile,
     with_bias,
 )
-from hstu_sparse.bsa.reach import LEAST_TILE, LOWEST, MOST_EDGES, PARTS, last_rough, load_reach, map_row
+from hstu_sparse.bsa.reach import LOWEST, MOST_EDGES, PARTS, load_reach, map_row
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu_and_grad_of_twice, silu_of_twice, store_rows
 
 
 import os
 
-PRE_LIST = tl.constexpr(os.environ.get("BSA_PRE", "11")[0] == "1")
+PRE_LIST = tl.constexpr(os.environ.get("BSA_PRE", "10")[0] == "1")
+GUARD = tl.constexpr(os.environ.get("BSA_GUARD", "0")[0] == "1")
 IF = tl.constexpr(os.environ.get("BSA_IF", "0") == "1")
-PRE_MEANS = tl.constexpr(os.environ.get("BSA_PRE", "11")[1] == "1")
 
 
 class ListPointers(NamedTuple):
@@ -402,6 +401,12 @@ def bsa_select_bwd_dkv_kernel(
                         lists, bias, block, after, offset, TURN == 2, R, ROWS[TURN], BN, ASM
                     )
                     added = position, added[1]
+                elif GUARD and TURN == 2 and R >= ROWS[TURN]:
+                    if H > 0:
+                        position = listed_ahead(lists, bias, block, row, offset, True, R, ROWS[TURN], BN, ASM)
+                    else:
+                        position = tl.zeros([BN, ROWS[TURN]], tl.float32)
+                    added = position, added[1]
                 if TURN < 2 and TURNS == 3 and R >= ROWS[TURN]:
                     row_of_map, places = map_row(start, block.b, begin, BS), (start + block.begin, place.to(tl.int64))
                     time = group_tile(bias, reach, row_of_map, tokens, places, block.origin, TURN == 0, ASM)
@@ -414,7 +419,7 @@ def bsa_select_bwd_dkv_kernel(
                     gate = tl.load(g_slc + t, mask=live, other=0.0)
                 acc_k, acc_v, dscore, product = key_step(
                     acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added,
-                    AHEAD[TURN] and TURN == 2, FAST, PRECISION,
+                    (AHEAD[TURN] or (GUARD and R >= ROWS[TURN])) and TURN == 2, FAST, PRECISION,
                 )  # fmt: skip
                 if AHEAD[TURN]:
                     position = next_position
@@ -469,79 +474,3 @@ def bsa_merge_bwd_dkv_kernel(
     s = j * BS + lane
     store_rows(dk + (start * H + h) * D, s, H * D, s < length, acc_k, D, BD)
     store_rows(dv + (start * H + h) * V, s, H * V, s < length, acc_v, V, BV)
-
-
-@triton.jit(do_not_specialize=["B", "gates_stride_h"])
-def bsa_compress_bwd_dkv_kernel(
-    do, q, kbar, vbar, offsets, g_cmp, gates_stride_h, dkbar, dvbar, bias, do_stride_t, do_stride_h, q_stride_t,
-    q_stride_h, alpha, inv_n, H, B,
-    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, ATOMIC: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """Gradient of BN mean keys and values from every query after them; the queries are dealt to grid axis 2 in turn.
-
-    g_cmp: [H, at least T + BM] fp32.
-    """
-    b, start, length, i = locate(offsets, tl.program_id(0), B, BN * BS)
-    h = tl.program_id(1)
-    blocks = length // BS
-    if i * BN >= blocks:
-        return
-    j = i * BN + tl.arange(0, BN)
-    known = j < blocks
-    base = (start // BS + b) * H + h
-    keys = load_rows(kbar + base * D, j, H * D, known, D, BD)
-    values = load_rows(vbar + base * V, j, H * V, known, V, BV)
-    rows = tl.where(known, j * BS + BS // 2, 0).to(tl.int64)
-    spaced, side = (tl.arange(0, BN) * BS).to(tl.int64), -tl.arange(0, BM).to(tl.int64)
-    acc_k = tl.zeros([BN, BD], tl.float32)
-    acc_v = tl.zeros([BN, BV], tl.float32)
-    origin = start.to(tl.int32)
-    g_cmp += h * gates_stride_h
-    if not TMA:
-        q += h * q_stride_h
-        do += h * do_stride_h
-    # The first block of the tile is complete for its own last token.
-    begin = (i * BN * BS + BS - 1) // BM * BM + tl.program_id(2) * BM
-    step = BM * tl.num_programs(2)
-    # First the tiles of queries up to the last to which a mean key reaches several edges, then the others.
-    split = begin
-    if bias.time is not None:
-        SIZE: tl.constexpr = BS if BS > LEAST_TILE else LEAST_TILE
-        rows_left = (length + SIZE - 1) // SIZE - begin // SIZE
-        rough = last_rough(bias, map_row(start, b, begin, BS), rows_left, i * BN, BN)
-        rough = tl.where(rough > 0, (begin // SIZE + rough) * SIZE - begin, 0)
-        split += (rough + step - 1) // step * step
-    for PLAIN in tl.static_range(1 if bias.time is None else 2):
-        begin_at, end_at = (split, length) if PLAIN or bias.time is None else (begin, tl.minimum(split, length))
-        if begin_at < end_at:
-            if PRE_MEANS:
-                position = position_tile(bias, i * BN * BS + BS // 2 - begin_at, spaced, side, ASM)
-            for c in range(begin_at, end_at, step):
-                if PRE_MEANS:
-                    after = tl.where(c + step < end_at, c + step, c)
-                    next_position = position_tile(bias, i * BN * BS + BS // 2 - after, spaced, side, ASM)
-                else:
-                    position = position_tile(bias, i * BN * BS + BS // 2 - c, spaced, side, ASM)
-                t = c + tl.arange(0, BM)
-                live = t < length
-                time = 0.0
-                if bias.time is not None:
-                    tokens = start + c, tl.arange(0, BM).to(tl.int64)
-                    near = look_up(bias.places + tokens[0], tokens[1], ASM)
-                    row = map_row(start, b, c, BS)
-                    time = means_tile(bias, row, i * BN, (start, rows), tokens, near, not PLAIN, 0, ASM)
-                queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
-                upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
-                cmp = load_gates(g_cmp, start + c, live, BM, ASM)
-                gate = tl.where((j * BS + (BS - 1))[:, None] <= t[None, :], cmp[None, :], 0.0)
-                acc_k, acc_v, _, _ = key_step(
-                    acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, (position, time), False, FAST,
-                    PRECISION,
-                )  # fmt: skip
-                if PRE_MEANS:
-                    position = next_position
-    if begin < length:
-        add_rows(dkbar + base * D, j, H * D, known, acc_k * (BS * alpha * inv_n), D, BD, ATOMIC)
-        add_rows(dvbar + base * V, j, H * V, known, acc_v * (BS * inv_n), V, BV, ATOMIC)

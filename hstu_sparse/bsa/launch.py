@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.assembly import proven
-from hstu_sparse.bsa import blocks, key_major, query_major
+from hstu_sparse.bsa import blocks, key_major, means_major, query_major
 from hstu_sparse.bsa.bias import KernelBias, TableGradients, TableSums, prepare
 from hstu_sparse.bsa.lists import invert
 from hstu_sparse.bsa.reach import Chosen, bsa_reach_kernel
@@ -166,8 +166,8 @@ class Problem:
         """(k, v, both for WIDE keys at once, kbar, vbar) for a query-major kernel, and whether they are descriptors."""
         narrow, wide = options["BN"], options.setdefault("WIDE", options["BN"])
         import os
-        options["MANY"] = wide if os.environ.get("BSA_MANY", "11")[options.get("Q", 0)] == "1" else narrow
-        options["OWN"] = wide if os.environ.get("BSA_OWN", "11")[options.pop("Q", 0)] == "1" else narrow
+        options["MANY"] = wide if os.environ.get("BSA_MANY", "10")[options.get("Q", 0)] == "1" else narrow
+        options["OWN"] = wide if os.environ.get("BSA_OWN", "00")[options.pop("Q", 0)] == "1" else narrow
         found = self.tma(narrow, k, v, kbar, vbar) if wide <= self.BS else None
         if found is None:
             return [k, v, k, v, kbar, vbar], False
@@ -321,7 +321,7 @@ def launch_backward(do, *arguments):
     splits = 1 if p.deterministic else min(16, max(cdiv(p.max_seq_len, 4096), 1 + (p.max_seq_len > 2048)))
     described = p.tma(options["BM"], do, q)
     run(
-        key_major.bsa_compress_bwd_dkv_kernel, (p.slots(options["BN"] * p.BS), p.H, splits),
+        means_major.bsa_compress_bwd_dkv_kernel, (p.slots(options["BN"] * p.BS), p.H, splits),
         *(described or (do, q)), kbar, vbar, p.offsets, cmp_rows, cmp_rows.stride(0), dkbar, dvbar, bias, *do.stride()[:2], *q.stride()[:2],
         p.alpha, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
         TMA=described is not None, **options,

@@ -34,8 +34,8 @@ from hstu_sparse.assembly import (
     ring_open,
     stretch_take,
 )
-from hstu_sparse.bsa.bias import (
-    LANES,
+from hstu_sparse.bsa.bias import LANES
+from hstu_sparse.bsa.bias_tiles import (
     differences,
     edge_place,
     edge_places,
