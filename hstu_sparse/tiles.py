@@ -62,7 +62,7 @@ def silu_of_twice(x, FAST: tl.constexpr):
 
 @triton.jit
 def silu_and_grad_of_twice(x, FAST: tl.constexpr):
-    """(silu(y), its derivative) at y = 2 x in fp32. With u = tanh(x) the derivative is 1 + (silu(y) - 1) (1 - u) / 2."""
+    """(silu(y), its derivative) at y = 2 x in fp32; with u = tanh(x) the latter is 1 + (silu(y) - 1) (1 - u) / 2."""
     if FAST and COMPILED:
         u = tanh_approx(x)
         y = x * u + x

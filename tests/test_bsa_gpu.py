@@ -204,7 +204,12 @@ def test_batches_do_not_recompile_kernels():
         torch.autograd.grad(out.sum(), leaves)
 
     def compiled():
-        kernels = [x for m in (blocks, key_major, means_major, query_major) for x in vars(m).values() if hasattr(x, "device_caches")]
+        kernels = [
+            x
+            for m in (blocks, key_major, means_major, query_major)
+            for x in vars(m).values()
+            if hasattr(x, "device_caches")
+        ]
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     step((300, 17))

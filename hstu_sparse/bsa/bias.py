@@ -152,10 +152,10 @@ class TableSums:
     """Memory for the tables' gradients, and their last sums.
 
     Under torch.use_deterministic_algorithms, whole multiples of a power of two small enough that `terms` times the
-    greatest of all terms stays below 2^62.
+    greatest of all terms stays below 2^62. scattered: some kernel adds to the position table's pair by pair.
     """
 
-    def __init__(self, position, time, do, v, gates, terms: int):
+    def __init__(self, position, time, do, v, gates, terms: int, scattered: bool):
         self.position, self.time, self.scale, self.pitch = position, time, None, 0
         kind = dict(dtype=torch.float32, device=do.device)
         if torch.are_deterministic_algorithms_enabled():
@@ -172,9 +172,10 @@ class TableSums:
             self.origin = table_origin(position.shape[0])
             self.ahead = torch.zeros(BEFORE + self.origin, **kind)
             ahead = self.ahead[BEFORE:]
-            self.pitch = self.origin + BEHIND
-            self.backwards = torch.zeros(COPIES.value * self.pitch, **kind)
-            backwards = self.backwards[self.origin :]
+            if scattered:
+                self.pitch = self.origin + BEHIND
+                self.backwards = torch.zeros(COPIES.value * self.pitch, **kind)
+                backwards = self.backwards[self.origin :]
         if time is not None:
             buckets = torch.zeros(time.shape[0] + BEYOND, LANES.value, **kind)
         self.tables = TableGradients(ahead, backwards, buckets, self.scale)
@@ -184,9 +185,12 @@ class TableSums:
         found = []
         if self.position is not None:
             N = self.position.shape[0]
-            # Copy c has distance d at origin + c - d.
-            copies = self.backwards.as_strided((COPIES.value, N), (self.pitch + 1, 1), self.origin - (N - 1))
-            found.append(self.tables.ahead[:N] + copies.sum(0).flip(0))
+            total = self.tables.ahead[:N]
+            if self.tables.backwards is not None:
+                # Copy c has distance d at origin + c - d.
+                copies = self.backwards.as_strided((COPIES.value, N), (self.pitch + 1, 1), self.origin - (N - 1))
+                total = total + copies.sum(0).flip(0)
+            found.append(total)
         if self.time is not None:
             found.append(self.tables.time[: self.time.shape[0]].sum(1))
         if self.scale is not None:

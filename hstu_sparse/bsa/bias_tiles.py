@@ -15,7 +15,7 @@ import triton.language as tl
 
 from hstu_sparse.assembly import look_up, scalar
 from hstu_sparse.bsa.bias import AT_ONCE, COPIES, LANES
-from hstu_sparse.bsa.reach import CHUNK, FEW_EDGES, MOST_EDGES, SHORT, find_bucket
+from hstu_sparse.bsa.reach import CHUNK, MOST_EDGES, SHORT, find_bucket
 from hstu_sparse.tiles import COMPILED, add_to
 
 
@@ -215,7 +215,7 @@ def _group_step(bias, lowest, row, places, origin, beside, E: tl.constexpr, ASM:
 def group_tile(bias, reaches, row, queries, keys, origin, SEVERAL: tl.constexpr, ASM: tl.constexpr):
     """The time's bias of a tile [keys, queries] of a group's queries and a block's keys.
 
-    reaches: the group's, see `load_reach`; without SEVERAL of FEW_EDGES at most. row, queries, keys: the queries'
+    reaches: the group's, see `load_reach`; without SEVERAL of one edge. row, queries, keys: the queries'
     `map_row`, and tokens; origin: the block's earliest time.
     """
     _, edges, lowest, _ = reaches
@@ -234,8 +234,6 @@ def group_tile(bias, reaches, row, queries, keys, origin, SEVERAL: tl.constexpr,
                 tile += _group_step(bias, lowest, row, places, origin, beside, 4, ASM)
     else:
         tile = base + _group_step(bias, lowest, row, places, origin, beside, 1, ASM)
-        if FEW_EDGES == 2:
-            tile += _group_step(bias, lowest, row, places, origin, beside, 2, ASM)
     return tile
 
 
@@ -270,8 +268,8 @@ def chosen_step(bias, edge, keys, origin, lowest, E: tl.constexpr, ASM: tl.const
 def chosen_bias(bias, edge, position, queries, keys, origin, reaches, EDGES: tl.constexpr, ASM: tl.constexpr):
     """What `with_bias` adds for a tile of queries and a chosen block's keys that reach no edge, one, or (2) more.
 
-    position: the position's; edge: see `edge_places`. Up to one edge both are summed, and most of a thread's pairs share
-    the first sum.
+    position: the position's; edge: see `edge_places`. Up to one edge both are summed, and most of a thread's pairs
+    share the first sum.
     """
     _, edges, lowest, _ = reaches
     base = look_up(edge[0].bases, edge[1], ASM)
@@ -292,8 +290,6 @@ def chosen_bias(bias, edge, position, queries, keys, origin, reaches, EDGES: tl.
             tile += position
         if EDGES == 1:
             tile += chosen_step(bias, edge, keys, origin, lowest, 1, ASM)
-            if FEW_EDGES == 2:
-                tile += chosen_step(bias, edge, keys, origin, lowest, 2, ASM)
         return tile, 0.0
 
 

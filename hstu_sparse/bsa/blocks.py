@@ -95,7 +95,9 @@ def bsa_choose_fwd_kernel(
             rows = tl.where(j < candidates, j * BS + BS // 2, 0).to(tl.int64)
             # A row's groups stand far apart: no tile is of one bucket.
             asked = tl.where(live, first, 0).to(tl.int64)
-            time = time_tile(bias, (start, asked), (start, rows), (0.0, 0.0), (first * 0, MOST_EDGES + 1, 0, 0), 0, True, ASM)
+            time = time_tile(
+                bias, (start, asked), (start, rows), (0.0, 0.0), (first * 0, MOST_EDGES + 1, 0, 0), 0, True, ASM
+            )
             score = 2.0 * with_bias(score * (0.5 * alpha), bias, (position, time))
             score = score / (1.0 + tl.exp(-score))
             score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie

@@ -28,13 +28,6 @@ from hstu_sparse.bsa.reach import LOWEST, MOST_EDGES, PARTS, load_reach, map_row
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu_and_grad_of_twice, silu_of_twice, store_rows
 
 
-import os
-
-PRE_LIST = tl.constexpr(os.environ.get("BSA_PRE", "10")[0] == "1")
-GUARD = tl.constexpr(os.environ.get("BSA_GUARD", "0")[0] == "1")
-IF = tl.constexpr(os.environ.get("BSA_IF", "0") == "1")
-
-
 class ListPointers(NamedTuple):
     """What kernels read of `Lists` (lists.py)."""
 
@@ -236,7 +229,9 @@ def bsa_select_fwd_kernel(
             for s in range(0, BS, BN):
                 some = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
                 added, _ = listed_bias(bias, block, tokens, begin, ahead, reach, s, BN, 0, ASM)
-                score = with_bias(tl.dot(queries, tl.trans(some), input_precision=PRECISION) * (0.5 * alpha), bias, added)
+                score = with_bias(
+                    tl.dot(queries, tl.trans(some), input_precision=PRECISION) * (0.5 * alpha), bias, added
+                )
                 some = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
                 part = tl.dot(silu_of_twice(score, FAST).to(some.dtype), some, part, input_precision=PRECISION)
         gate = tl.load(g_slc + t.to(tl.int64) * H + h, mask=live, other=0.0).to(tl.float32)
@@ -289,7 +284,8 @@ def key_step(
 ):  # fmt: skip
     """Adds one tile of queries to dk, dv; everything is transposed, keys first. `gate` is [1, BM] or [BN, BM].
 
-    added, SUMMED: the bias, see `with_bias`. Also returns the scores' gradient [BN, BM] and weight * (do.v), what the gates' gradients sum.
+    added, SUMMED: the bias, see `with_bias`. Also returns the scores' gradient [BN, BM] and weight * (do.v), what the
+    gates' gradients sum.
     """
     score = with_bias(tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (0.5 * alpha), bias, added, SUMMED)
     dweight = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
@@ -302,11 +298,11 @@ def key_step(
 
 @triton.jit(do_not_specialize=["B", "NB", "gates_stride_h"])
 def bsa_select_bwd_dkv_kernel(
-    do, q, wide_do, wide_q, k, v, dkbar, dvbar, g_slc, g_swa, gates_stride_h, dk, dv, parts, dq, dg_slc, offsets, lists, part_start,
-    bias, tables, pitch, do_stride_t, do_stride_h, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha,
-    inv_n, window, NB, H, B, CHUNK,
+    do, q, k, v, dkbar, dvbar, g_slc, g_swa, gates_stride_h, dk, dv, parts, dq, dg_slc, offsets, lists, part_start,
+    bias, tables, pitch, do_stride_t, do_stride_h, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t,
+    v_stride_h, alpha, inv_n, window, NB, H, B, CHUNK,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
-    BM: tl.constexpr, WIDE: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, DQ: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, DQ: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Gradient of BN keys and values: from the block's mean, from the queries in it (and the window), from its list.
@@ -335,7 +331,6 @@ def bsa_select_bwd_dkv_kernel(
     if not TMA:
         q += h * q_stride_h
         do += h * do_stride_h
-        wide_q, wide_do = q, do
 
     end = block.begin + BS
     if WINDOW:
@@ -343,10 +338,11 @@ def bsa_select_bwd_dkv_kernel(
     # Only the first chunk has queries of the block itself.
     first = (block.begin + offset) // BM * BM
     end = tl.where(chunk == 0, tl.minimum(end, length), first)
-    # The reason for the conditions is in query_major.py. With DQ others: there the products that run side by side cost
-    # registers that there are not.
+    # The reason for the conditions is in query_major.py. With DQ and no bias they are others: there products that run
+    # side by side cost registers that there are not.
+    APART: tl.constexpr = DQ and bias.position is None and bias.time is None
     inside = first < end
-    if DQ and not IF:
+    if APART:
         inside = chunk == 0
     if inside:
         for c in range(first, end, BM):
@@ -363,9 +359,7 @@ def bsa_select_bwd_dkv_kernel(
             upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
             slc = load_gates(g_slc, start + c, live, BM, ASM)
             seen = s[:, None] <= t[None, :]
-            own = seen
-            if WINDOW or BM > BS:
-                own = seen & (t[None, :] < block.begin + BS)
+            own = seen & (t[None, :] < block.begin + BS) if WINDOW or BM > BS else seen
             gate = tl.where(own, slc[None, :], 0.0)
             if WINDOW:
                 swa = load_gates(g_swa, start + c, live, BM, ASM)
@@ -374,57 +368,50 @@ def bsa_select_bwd_dkv_kernel(
                 acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, added, False, FAST, PRECISION
             )
 
-    # Three loops: behind the other groups stand those that reach one edge, and then those that reach none.
-    TURNS: tl.constexpr = 1 if lists.counts is None else 3
-    ROWS: tl.constexpr = (BM, BM, WIDE)
-    AHEAD: tl.constexpr = (False, PRE_LIST and R >= BM, PRE_LIST and R >= WIDE)
-    for TURN in tl.static_range(TURNS):
+    # Where groups fill tiles three loops: behind the other groups stand those that reach one edge, and then those that
+    # reach none. Of the last two the next tile's look-ups are begun while this one is computed.
+    SPLIT: tl.constexpr = lists.counts is not None
+    for TURN in tl.static_range(3 if SPLIT else 1):
         begin_at = block.ends[TURN - 1] if TURN else 0
-        end_at = block.ends[TURN] if TURN < TURNS - 1 else block.rows
+        end_at = block.ends[TURN] if SPLIT and TURN < 2 else block.rows
         listed = begin_at < end_at
-        if DQ and not IF:
+        if APART:
             listed = True
         if listed:
-            if AHEAD[TURN]:
-                position = listed_ahead(lists, bias, block, begin_at, offset, TURN == 2, R, ROWS[TURN], BN, ASM)
-            for row in range(begin_at, end_at, ROWS[TURN]):
-                tokens, live, begin, ahead, reach = listed_queries(lists, block, row, R, ROWS[TURN], BS, ASM)
+            if TURN:
+                position = listed_ahead(lists, bias, block, begin_at, offset, TURN == 2, R, BM, BN, ASM)
+            for row in range(begin_at, end_at, BM):
+                tokens, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS, ASM)
                 t = tokens[0] + tokens[1]
-                if TURN == 2 or (TURNS == 3 and R >= ROWS[TURN]):
-                    found_reach = reach[0], 0, reach[2], reach[3]
-                else:
-                    found_reach = reach
-                added, found = listed_bias(bias, block, tokens, begin, ahead, found_reach, offset, BN, 1, ASM)
-                if AHEAD[TURN]:
-                    after = tl.minimum(row + ROWS[TURN], end_at - ROWS[TURN])
-                    next_position = listed_ahead(
-                        lists, bias, block, after, offset, TURN == 2, R, ROWS[TURN], BN, ASM
-                    )
-                    added = position, added[1]
-                elif GUARD and TURN == 2 and R >= ROWS[TURN]:
-                    if H > 0:
-                        position = listed_ahead(lists, bias, block, row, offset, True, R, ROWS[TURN], BN, ASM)
+                if SPLIT:
+                    if TURN:
+                        after = tl.minimum(row + BM, end_at - BM)
+                        next_position = listed_ahead(lists, bias, block, after, offset, TURN == 2, R, BM, BN, ASM)
                     else:
-                        position = tl.zeros([BN, ROWS[TURN]], tl.float32)
-                    added = position, added[1]
-                if TURN < 2 and TURNS == 3 and R >= ROWS[TURN]:
-                    row_of_map, places = map_row(start, block.b, begin, BS), (start + block.begin, place.to(tl.int64))
-                    time = group_tile(bias, reach, row_of_map, tokens, places, block.origin, TURN == 0, ASM)
-                    added = added[0], time
-                queries = load_tile(wide_q if TURN == 2 else q, t, q_stride_t, live, origin + begin, h * D, D, BD, TMA)
-                upstream = load_tile(wide_do if TURN == 2 else do, t, do_stride_t, live, origin + begin, h * V, V, BV, TMA)
-                if R >= ROWS[TURN]:
-                    gate = load_gates(g_slc, tokens[0], live, ROWS[TURN], ASM)
+                        position = listed_ahead(lists, bias, block, row, offset, False, R, BM, BN, ASM)
+                    time = 0.0
+                    if TURN < 2:
+                        sides = map_row(start, block.b, begin, BS), tokens, (start + block.begin, place.to(tl.int64))
+                        time = group_tile(bias, reach, *sides, block.origin, TURN == 0, ASM)
+                    added = position, time
+                else:
+                    added, found = listed_bias(bias, block, tokens, begin, ahead, reach, offset, BN, 1, ASM)
+                queries = load_tile(q, t, q_stride_t, live, origin + begin, h * D, D, BD, TMA)
+                upstream = load_tile(do, t, do_stride_t, live, origin + begin, h * V, V, BV, TMA)
+                if R >= BM:
+                    gate = load_gates(g_slc, tokens[0], live, BM, ASM)
                 else:
                     gate = tl.load(g_slc + t, mask=live, other=0.0)
                 acc_k, acc_v, dscore, product = key_step(
-                    acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added,
-                    (AHEAD[TURN] or (GUARD and R >= ROWS[TURN])) and TURN == 2, FAST, PRECISION,
+                    acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added, TURN == 2, FAST,
+                    PRECISION,
                 )  # fmt: skip
-                if AHEAD[TURN]:
-                    position = next_position
-                add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)
-                add_position_gradient(tables, pitch, dscore, begin + ahead, s, 0)
+                if SPLIT:
+                    if TURN:
+                        position = next_position
+                else:
+                    add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)
+                    add_position_gradient(tables, pitch, dscore, begin + ahead, s, 0)
                 if DQ:
                     part = tl.dot(tl.trans(dscore.to(keys.dtype)), keys, input_precision=PRECISION)
                     add_rows(dq + h * D, t, H * D, live, part * (alpha * inv_n), D, BD, True)

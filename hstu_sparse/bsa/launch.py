@@ -165,9 +165,6 @@ class Problem:
     def keys(self, options: dict, k: Tensor, v: Tensor, kbar: Tensor, vbar: Tensor) -> tuple[list, bool]:
         """(k, v, both for WIDE keys at once, kbar, vbar) for a query-major kernel, and whether they are descriptors."""
         narrow, wide = options["BN"], options.setdefault("WIDE", options["BN"])
-        import os
-        options["MANY"] = wide if os.environ.get("BSA_MANY", "10")[options.get("Q", 0)] == "1" else narrow
-        options["OWN"] = wide if os.environ.get("BSA_OWN", "00")[options.pop("Q", 0)] == "1" else narrow
         found = self.tma(narrow, k, v, kbar, vbar) if wide <= self.BS else None
         if found is None:
             return [k, v, k, v, kbar, vbar], False
@@ -291,7 +288,8 @@ def launch_backward(do, *arguments):
     bias = prepare(a.position, a.time, a.plan, p.offsets, p.BS)
     # Terms of a table's gradient; those of the compression, BS for one.
     terms = p.T * p.H * (p.S * p.BS + p.max_seq_len + min(p.window, p.max_seq_len))
-    sums = TableSums(a.position, a.time, do, v, gates, terms) if p.biased else None
+    scattered = not (p.query_major and p.sums)
+    sums = TableSums(a.position, a.time, do, v, gates, terms, scattered) if p.biased else None
     tables, pitch = (sums.tables, sums.pitch) if sums else (TableGradients(), 0)
     reaches, chosen = p.reaches(indices, bias)
 
@@ -300,7 +298,6 @@ def launch_backward(do, *arguments):
     dg_cmp, dg_slc = torch.empty(p.T, p.H, **fp32), torch.empty(p.T, p.H, **fp32)
     dg_swa = torch.empty((p.T, p.H) if p.window else (0,), **fp32)
     options = p.options("query_dq")
-    options["Q"] = 1
     tiles = p.slots(options["BM"])
     tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
     run(
@@ -322,7 +319,8 @@ def launch_backward(do, *arguments):
     described = p.tma(options["BM"], do, q)
     run(
         means_major.bsa_compress_bwd_dkv_kernel, (p.slots(options["BN"] * p.BS), p.H, splits),
-        *(described or (do, q)), kbar, vbar, p.offsets, cmp_rows, cmp_rows.stride(0), dkbar, dvbar, bias, *do.stride()[:2], *q.stride()[:2],
+        *(described or (do, q)), kbar, vbar, p.offsets, cmp_rows, cmp_rows.stride(0), dkbar, dvbar, bias,
+        *do.stride()[:2], *q.stride()[:2],
         p.alpha, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
         TMA=described is not None, **options,
     )  # fmt: skip
@@ -335,12 +333,10 @@ def launch_backward(do, *arguments):
     )
     parts = torch.empty(lists.max_parts * p.BS * (p.D + p.V), **fp32)
     options = p.options("select_dkv")
-    wide = options.setdefault("WIDE", options["BM"])
-    described = p.tma(options["BM"], do, q) if wide <= p.R else None
-    described = described and described + p.tma(wide, do, q)
+    described = p.tma(options["BM"], do, q) if options["BM"] <= p.R else None
     run(
         key_major.bsa_select_bwd_dkv_kernel, (lists.chunks_per_turn, p.BS // options["BN"]),
-        *(described or (do, q, do, q)), k, v, dkbar, dvbar, slc_rows, swa_rows, slc_rows.stride(0), dk, dv, parts, dq, dg_slc,
+        *(described or (do, q)), k, v, dkbar, dvbar, slc_rows, swa_rows, slc_rows.stride(0), dk, dv, parts, dq, dg_slc,
         p.offsets, lists.pointers(), lists.part_start, bias, TableGradients() if p.query_major else tables, pitch,
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         p.alpha, p.inv_n, p.window, p.NB, p.H, p.B, lists.chunk,

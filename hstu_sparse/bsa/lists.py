@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hstu_sparse.bsa import blocks
 from hstu_sparse.bsa.key_major import ListPointers
-from hstu_sparse.bsa.reach import FEW_EDGES
 from hstu_sparse.launch import cdiv, next_power_of_2, run
 
 
@@ -64,7 +63,7 @@ def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_sl
         ranks = torch.empty_like(indices)
         groups = 64
         grid, width = (p.slots(groups * p.R), p.H), max(2, next_power_of_2(p.S))
-        shape = dict(BS=p.BS, R=p.R, BG=groups, P=width, FEW=FEW_EDGES.value if p.query_major else 2, num_warps=4)
+        shape = dict(BS=p.BS, R=p.R, BG=groups, P=width, FEW=1 if p.query_major else 2, num_warps=4)
         run(blocks.bsa_rank_kernel, grid, indices, p.offsets, reaches, ranks, counts, p.NB, p.H, p.B, p.S, **shape)
     # Where groups fill a tile, those that reach no edge, or one, have loops of their own.
     split = parts > 1 and p.query_major

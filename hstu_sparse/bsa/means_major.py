@@ -3,8 +3,6 @@
 Letters: B sequences, H heads, D query/key and V value head size, BS block size, BM queries and BN mean keys of a tile.
 """
 
-import os
-
 import triton
 import triton.language as tl
 
@@ -13,8 +11,6 @@ from hstu_sparse.bsa.bias_tiles import means_tile, position_tile
 from hstu_sparse.bsa.key_major import add_rows, key_step, load_gates
 from hstu_sparse.bsa.reach import LEAST_TILE, last_rough, map_row
 from hstu_sparse.tiles import load_rows, load_tile, locate
-
-PRE_MEANS = tl.constexpr(os.environ.get("BSA_PRE", "10")[1] == "1")
 
 
 @triton.jit(do_not_specialize=["B", "gates_stride_h"])
@@ -62,17 +58,10 @@ def bsa_compress_bwd_dkv_kernel(
     for PLAIN in tl.static_range(1 if bias.time is None else 2):
         begin_at, end_at = (split, length) if PLAIN or bias.time is None else (begin, tl.minimum(split, length))
         if begin_at < end_at:
-            if PRE_MEANS:
-                position = position_tile(bias, i * BN * BS + BS // 2 - begin_at, spaced, side, ASM)
             for c in range(begin_at, end_at, step):
-                if PRE_MEANS:
-                    after = tl.where(c + step < end_at, c + step, c)
-                    next_position = position_tile(bias, i * BN * BS + BS // 2 - after, spaced, side, ASM)
-                else:
-                    position = position_tile(bias, i * BN * BS + BS // 2 - c, spaced, side, ASM)
                 t = c + tl.arange(0, BM)
                 live = t < length
-                time = 0.0
+                position, time = position_tile(bias, i * BN * BS + BS // 2 - c, spaced, side, ASM), 0.0
                 if bias.time is not None:
                     tokens = start + c, tl.arange(0, BM).to(tl.int64)
                     near = look_up(bias.places + tokens[0], tokens[1], ASM)
@@ -86,8 +75,6 @@ def bsa_compress_bwd_dkv_kernel(
                     acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, (position, time), False, FAST,
                     PRECISION,
                 )  # fmt: skip
-                if PRE_MEANS:
-                    position = next_position
     if begin < length:
         add_rows(dkbar + base * D, j, H * D, known, acc_k * (BS * alpha * inv_n), D, BD, ATOMIC)
         add_rows(dvbar + base * V, j, H * V, known, acc_v * (BS * inv_n), V, BV, ATOMIC)

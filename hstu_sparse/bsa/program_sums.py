@@ -19,7 +19,7 @@ import triton.language as tl
 from hstu_sparse.assembly import (
     GREATEST_TERM,
     HISTOGRAM_ROWS,
-    RAW,
+    ROUNDING_BITS,
     STRETCH,
     barrier,
     histogram_add,
@@ -44,7 +44,7 @@ from hstu_sparse.bsa.bias_tiles import (
     reached,
     side_times,
 )
-from hstu_sparse.bsa.reach import FEW_EDGES, MOST_EDGES, find_bucket
+from hstu_sparse.bsa.reach import MOST_EDGES, find_bucket
 from hstu_sparse.tiles import opaque, row_norms
 
 # SiLU's greatest slope, 1.0998, with room for roundings.
@@ -64,6 +64,8 @@ class ProgramSums(NamedTuple):
     keys_scale       of another
     turn             0 or 1, the stretch of the ring that the last tile was added to
     low              its least distance, t - s
+    done             columns of that stretch's tile that were added
+    bucket           where the time's sums of them belong, -1 where they were added pair by pair
     """
 
     ring: tl.tensor
@@ -170,17 +172,15 @@ def add_keys(
             histogram_add(sums.lane, own, grad, sums.keys_scale, True, True)
         elif EDGES is not None:
             if EDGES < 2:
-                if bias.position is None or not RAW:
+                if bias.position is None:
                     histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
                 if EDGES == 1:
                     _move_chosen(sums, grad, bias, edge, near, origin, bucket, 1, ASM)
-                    if FEW_EDGES == 2:
-                        _move_chosen(sums, grad, bias, edge, near, origin, bucket, 2, ASM)
             elif edges > MOST_EDGES:
                 buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
                 histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
             else:
-                if bias.position is None or not RAW:
+                if bias.position is None:
                     histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
                 _move_chosen(sums, grad, bias, edge, near, origin, bucket, 1, ASM)
                 _move_chosen(sums, grad, bias, edge, near, origin, bucket, 2, ASM)
@@ -211,13 +211,12 @@ def add_keys(
 def _flush(tables, sums, BM: tl.constexpr, SPAN: tl.constexpr):
     cell = tl.arange(0, 128)
     value = stretch_take(sums.ring + 4 * STRETCH * sums.turn, cell)
-    if RAW:
-        most = tl.minimum(cell + (sums.done - SPAN), BM - 1) - tl.maximum(cell - (SPAN - 1), 0) + 1
-        value -= tl.maximum(most, 0) * 0x4B400000
-        if tables.time is not None:
-            unit = tl.where(sums.bucket >= 0, sums.keys_scale * sums.unit, 0.0)
-            bucket = tl.maximum(sums.bucket, 0) + tl.zeros([128], tl.int32)
-            histogram_add(sums.lane, bucket, value.to(tl.float32), unit, True, True)
+    terms = tl.minimum(cell + (sums.done - SPAN), BM - 1) - tl.maximum(cell - (SPAN - 1), 0) + 1
+    value -= tl.maximum(terms, 0) * ROUNDING_BITS
+    if tables.time is not None:
+        unit = tl.where(sums.bucket >= 0, sums.keys_scale * sums.unit, 0.0)
+        bucket = tl.maximum(sums.bucket, 0) + tl.zeros([128], tl.int32)
+        histogram_add(sums.lane, bucket, value.to(tl.float32), unit, True, True)
     use = (sums.low + cell >= 0) & (value != 0)
     tl.atomic_add(tables.ahead + sums.low + cell, value.to(tl.float32) * sums.unit, use, sem="relaxed")
 

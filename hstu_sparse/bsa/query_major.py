@@ -34,13 +34,6 @@ from hstu_sparse.bsa.query_tiles import (
 )
 from hstu_sparse.tiles import add_to, load_rows, load_tile, opaque, silu_and_grad_of_twice, silu_of_twice, store_rows
 
-import os
-
-SPLIT_FWD = tl.constexpr(os.environ.get("BSA_SPLIT", "0") == "1")
-PART = tl.constexpr(os.environ.get("BSA_PART", "0") == "1")
-PRE_DQ = tl.constexpr(os.environ.get("BSA_PREDQ", "0") == "1")
-
-
 # Half of a score whose SiLU and its slope are 0.
 HIDDEN = tl.constexpr(-40.0)
 
@@ -50,7 +43,7 @@ def bsa_query_fwd_kernel(
     q, k, v, wide_k, wide_v, kbar, vbar, offsets, chosen, g_cmp, g_slc, g_swa, bias, out, q_stride_t, q_stride_h,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, MANY: tl.constexpr, OWN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1)
@@ -81,79 +74,68 @@ def bsa_query_fwd_kernel(
         count = tl.minimum(begin // BS, S - 1) * BS
         ends = chosen_ends(chosen, row, count, S, BS, ASM)
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
-        WIDTH: tl.constexpr = (WIDE, WIDE, MANY)
         for EDGES in tl.static_range(TURNS):
             begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
             end_at = count if EDGES == 2 else ends[EDGES]
-            some_k, some_v = (k, v) if EDGES == 2 and MANY == BN else (wide_k, wide_v)
             if begin_at < end_at:
-                position = keys_position(
-                    bias, asks, chosen_first(chosen, row, begin_at, WIDTH[EDGES], BS, ASM), WIDTH[EDGES], ASM
-                )
-                for e in range(begin_at, end_at, WIDTH[EDGES]):
-                    first = chosen_first(chosen, row, e, WIDTH[EDGES], BS, ASM)
+                position = keys_position(bias, asks, chosen_first(chosen, row, begin_at, WIDE, BS, ASM), WIDE, ASM)
+                for e in range(begin_at, end_at, WIDE):
+                    first = chosen_first(chosen, row, e, WIDE, BS, ASM)
                     next_position = keys_position(
                         bias,
                         asks,
-                        chosen_first(chosen, row, e + WIDTH[EDGES], WIDTH[EDGES], BS, ASM),
-                        WIDTH[EDGES],
+                        chosen_first(chosen, row, e + WIDE, WIDE, BS, ASM),
+                        WIDE,
                         ASM,
                     )
                     edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
-                    added, _ = chosen_both(bias, asks, edge, position, first, EDGES, BM, WIDTH[EDGES], BS, ASM)
-                    s = first + tl.arange(0, WIDTH[EDGES])
+                    added, _ = chosen_both(bias, asks, edge, position, first, EDGES, BM, WIDE, BS, ASM)
+                    s = first + tl.arange(0, WIDE)
                     known = s < end
-                    keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
+                    keys = load_tile(wide_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
                     score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
                     weight = silu_of_twice(with_bias(score, bias, added, EDGES < 2), FAST)
-                    values = load_tile(some_v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
+                    values = load_tile(wide_v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
                     acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
                     position = next_position
         acc *= slc[:, None]
 
-    KEYS: tl.constexpr = BN if WINDOW else OWN
-    near_k, near_v = (k, v) if KEYS == BN else (wide_k, wide_v)
     swa = slc
     nearest = begin // BS * BS
     if WINDOW:
         swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
-        nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // KEYS * KEYS
+        nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
     if nearest < end:
-        for c in range(nearest, end, KEYS):
-            s = c + tl.arange(0, KEYS)
+        for c in range(nearest, end, BN):
+            s = c + tl.arange(0, BN)
             known = s < end
-            keys = load_tile(near_k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-            added, _ = band_bias(bias, asks, c, known, BM, KEYS, BS, WINDOW, not WINDOW and BM <= BS, ASM)
+            keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
+            added, _ = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW, not WINDOW and BM <= BS, ASM)
             score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half, bias, added)
             weight = silu_of_twice(score, FAST) * band_weight(slc, swa, t, s, window, BS, WINDOW)
-            values = load_tile(near_v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
+            values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
     complete = (t + 1) // BS
     if end >= BS:  # see the head of this file
         cmp = tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS
-        plain = means_ends(bias, asks, BS) if SPLIT_FWD else end // BS
-        for SEVERAL in tl.static_range(2 if SPLIT_FWD and bias.time is not None else 1):
-            begin_at, end_at = (plain, end // BS) if SEVERAL else (0, plain)
-            if begin_at < end_at:
-                position = means_position(bias, asks, begin_at, BN, BS, ASM)
-                for c in range(begin_at, end_at, BN):
-                    j = c + tl.arange(0, BN)
-                    known = j < end // BS
-                    at = opaque(c)
-                    next_position = means_position(bias, asks, at + BN, BN, BS, ASM)
-                    several = SEVERAL == 1
-                    if bias.time is not None and not SPLIT_FWD:
-                        several = means_edges(bias, asks.map_row, c, BN) > 1
-                    time, _ = means_time(bias, asks, at, known, near, several, BN, BS, ASM)
-                    keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
-                    score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
-                    score = with_bias(score, bias, (position, time))
-                    score = tl.where(j[None, :] < complete[:, None], score, HIDDEN)
-                    weight = silu_of_twice(score, FAST) * cmp[:, None]
-                    means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-                    acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
-                    position = next_position
+        position = means_position(bias, asks, 0, BN, BS, ASM)
+        for c in range(0, end // BS, BN):
+            j = c + tl.arange(0, BN)
+            known = j < end // BS
+            next_position = means_position(bias, asks, c + BN, BN, BS, ASM)
+            # A branch where the backward kernels have two loops: without it ptxas reads the biases behind the product.
+            several = False
+            if bias.time is not None:
+                several = means_edges(bias, asks.map_row, c, BN) > 1
+            time, _ = means_time(bias, asks, c, known, near, several, BN, BS, ASM)
+            keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
+            score = tl.where(j[None, :] < complete[:, None], with_bias(score, bias, (position, time)), HIDDEN)
+            weight = silu_of_twice(score, FAST) * cmp[:, None]
+            means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
+            acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
+            position = next_position
 
     store_rows(out + (start * H + h) * V, t, H * V, live, acc * inv_n, V, BV)
 
@@ -183,7 +165,7 @@ def bsa_query_bwd_dq_kernel(
     tables, pitch, norm, means_unit, keys_unit, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, MANY: tl.constexpr, OWN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
     SUMS: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Gradient of q and of the gates. A gate's gradient is its branch's output times do: the sum of weight * (do.v).
@@ -222,34 +204,20 @@ def bsa_query_bwd_dq_kernel(
 
     branch = tl.zeros([BM], tl.float32)
     if SELECT:
-        partial = tl.zeros([BM, 4], tl.float32)
         tl.static_assert((BN <= WIDE) & (WIDE <= BS))  # as in bsa_query_fwd_kernel
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS, S - 1) * BS
         ends = chosen_ends(chosen, row, count, S, BS, ASM)
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
-        WIDTH: tl.constexpr = (WIDE, WIDE, MANY)
+        WIDTH: tl.constexpr = (WIDE, WIDE, BN)
         for EDGES in tl.static_range(TURNS):
             begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
             end_at = count if EDGES == 2 else ends[EDGES]
-            some_k, some_v = (k, v) if EDGES == 2 and MANY == BN else (wide_k, wide_v)
+            some_k, some_v = (k, v) if EDGES == 2 else (wide_k, wide_v)
             if begin_at < end_at:
-                if PRE_DQ and EDGES == 0:
-                    position = keys_position(
-                        bias, asks, chosen_first(chosen, row, begin_at, WIDTH[EDGES], BS, ASM), WIDTH[EDGES], ASM
-                    )
                 for e in range(begin_at, end_at, WIDTH[EDGES]):
                     first = chosen_first(chosen, row, e, WIDTH[EDGES], BS, ASM)
-                    if PRE_DQ and EDGES == 0:
-                        next_position = keys_position(
-                            bias,
-                            asks,
-                            chosen_first(chosen, row, e + WIDTH[EDGES], WIDTH[EDGES], BS, ASM),
-                            WIDTH[EDGES],
-                            ASM,
-                        )
-                    else:
-                        position = keys_position(bias, asks, first, WIDTH[EDGES], ASM)
+                    position = keys_position(bias, asks, first, WIDTH[EDGES], ASM)
                     edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
                     added, found = chosen_both(bias, asks, edge, position, first, EDGES, BM, WIDTH[EDGES], BS, ASM)
                     s = first + tl.arange(0, WIDTH[EDGES])
@@ -260,11 +228,7 @@ def bsa_query_bwd_dq_kernel(
                     score = with_bias(score, bias, added, EDGES < 2)
                     dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
                     weight, slope = silu_and_grad_of_twice(score, FAST)
-                    if PART:
-                        share = tl.reshape(weight * dweight, [BM, WIDTH[EDGES] // 8, 4, 2])
-                        partial += tl.sum(tl.sum(share, 3), 1)
-                    else:
-                        branch += tl.sum(weight * dweight, 1)
+                    branch += tl.sum(weight * dweight, 1)
                     grad = dweight * slope
                     acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
                     sums = add_keys_gradient(
@@ -286,25 +250,20 @@ def bsa_query_bwd_dq_kernel(
                         SPAN,
                         ASM,
                     )
-                    if PRE_DQ and EDGES == 0:
-                        position = next_position
-        branch += tl.sum(partial, 1)
         acc *= slc[:, None]
 
-    INSIDE: tl.constexpr = not WINDOW and BM <= BS
-    KEYS: tl.constexpr = BN if WINDOW else OWN
-    near_k, near_v = (k, v) if KEYS == BN else (wide_k, wide_v)
+    OWN: tl.constexpr = not WINDOW and BM <= BS
     window_branch = tl.zeros([BM], tl.float32)
     nearest = begin // BS * BS
     if WINDOW:
-        nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // KEYS * KEYS
+        nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
     if nearest < end:
-        for c in range(nearest, end, KEYS):
-            s = c + tl.arange(0, KEYS)
+        for c in range(nearest, end, BN):
+            s = c + tl.arange(0, BN)
             known = s < end
-            keys = load_tile(near_k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-            values = load_tile(near_v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-            added, found = band_bias(bias, asks, c, known, BM, KEYS, BS, WINDOW or not SUMS, INSIDE, ASM)
+            keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
+            values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
+            added, found = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW or not SUMS, OWN, ASM)
             score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half, bias, added)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad_of_twice(score, FAST)
@@ -317,8 +276,8 @@ def bsa_query_bwd_dq_kernel(
             grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, WINDOW)
             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
             own = None
-            if INSIDE and SUMS and bias.time is not None:
-                own = own_buckets(bias, asks.start + asks.begin, asks.lane, own_places(c, KEYS, BS), 0, BS, ASM)
+            if OWN and SUMS and bias.time is not None:
+                own = own_buckets(bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM)
             sums = add_keys_gradient(
                 tables,
                 pitch,

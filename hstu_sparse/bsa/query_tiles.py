@@ -11,7 +11,6 @@ import triton.language as tl
 from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.bias_tiles import chosen_bias, load_origin, means_tile, own_tile, position_tile, time_tile
 from hstu_sparse.bsa.reach import (
-    FEW_EDGES,
     LOWEST,
     MOST_EDGES,
     keys_reach,
@@ -99,8 +98,11 @@ def means_time(
     """The time's, and what `add_time_gradient` wants: far to reaches. near: the queries' places in time."""
     middle = (c + tl.arange(0, BN)) * BS + BS // 2
     rows = tl.where(known, middle, 0).to(tl.int64)
-    found = (asks.start, rows), (asks.start + asks.begin, asks.lane), asks.asked, means_reach(
-        bias, asks.map_row, c, BN, ASM
+    found = (
+        (asks.start, rows),
+        (asks.start + asks.begin, asks.lane),
+        asks.asked,
+        means_reach(bias, asks.map_row, c, BN, ASM),
     )
     if bias.time is not None:
         return means_tile(bias, asks.map_row, c, found[0], found[1], near, several, 1, ASM), found
@@ -182,8 +184,7 @@ def chosen_both(
             reaches = load_reach(chosen.reaches + place, None, BM, ASM)
         else:
             lowest = look_up(chosen.reaches, place, ASM) & LOWEST
-            MOST: tl.constexpr = EDGES * FEW_EDGES
-            reaches = tl.zeros([BM], tl.int32) + lowest, MOST, lowest, lowest + MOST
+            reaches = tl.zeros([BM], tl.int32) + lowest, EDGES, lowest, lowest + EDGES
         origin = load_origin(bias, asks.block_row + first // BS, ASM)
         found = queries, keys, origin, reaches
         return chosen_bias(bias, edge, position, queries, keys, origin, reaches, EDGES, ASM), found

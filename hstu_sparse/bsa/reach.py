@@ -33,11 +33,8 @@ MOST_EDGES, EXACT_SECONDS = tl.constexpr(4), tl.constexpr(2.0**23)
 EDGE_SHIFT, LOWEST = tl.constexpr(12), tl.constexpr(0xFFF)
 # A bucket that is reached fits into eight bits: no difference of int64 seconds gets past the 145th.
 SHORT_SHIFT, SHORT = tl.constexpr(8), tl.constexpr(0xFF)
-import os
-
-FEW_EDGES = tl.constexpr(int(os.environ.get("BSA_FEW", "1")))
-# Parts of a block's list of groups, by edges: over MOST_EDGES, over a few, over 0, none. A few are 1 where groups fill a
-# tile, whose single edges have a loop of their own, else 2.
+# Parts of a block's list of groups, by edges: over MOST_EDGES, over a few, over 0, none. A few are 1 where groups fill
+# a tile, whose single edges have a loop of their own, else 2.
 PARTS = tl.constexpr(4)
 # Of the map of means: the least tile of queries that it tells apart, and the blocks that it sums up.
 LEAST_TILE, CHUNK = tl.constexpr(64), tl.constexpr(32)
@@ -174,8 +171,8 @@ def plain_means(bias, row, blocks):
 
 @triton.jit
 def last_rough(bias, row, rows, first, SIZE: tl.constexpr):
-    """How many of the tiles of queries from a `map_row` on, of `rows`, there are up to the last to which one of the SIZE
-    mean keys from `first` on reaches several edges.
+    """Of `rows` tiles of queries from a `map_row` on those up to the last to which one of the SIZE mean keys from
+    `first` on reaches several edges.
     """
     found = 0
     for i in range(0, rows, 128):
@@ -243,7 +240,7 @@ def bsa_reach_kernel(
     if chosen is not None:
         past = (j >= 0) & (j < group[:, None] * R // BS)
         plain = (past & (edges == 0)).to(tl.int32)
-        single = (past & (edges > 0) & (edges <= FEW_EDGES)).to(tl.int32)
+        single = (past & (edges == 1)).to(tl.int32)
         rest = past.to(tl.int32) - plain - single
         none = tl.sum(plain, 1)[:, None]
         few = none + tl.sum(single, 1)[:, None]
