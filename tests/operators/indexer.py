@@ -23,7 +23,7 @@ from tests.operators import Launches
 # An entry of a table's gradient sums thousands of fp32 terms of either sign; the reference adds them in fp64.
 TABLE_FLOORS = {"grad of position": 1e-5, "grad of time": 1e-5}
 # fp32, where there may be a single pair: what the reference loses on that one may be little by chance.
-SINGLE_FLOORS = {"output": 1e-6} | {f"grad of {name}": 2e-6 for name in ("iq", "ik", "w")}
+SINGLE_FLOORS = {f"grad of {name}": 2e-6 for name in ("iq", "ik", "w")}
 OPERATORS = ("lightning_indexer", "index_scores", "sparse_attention", "indexer_loss", "compute_index_loss_sparse")
 
 
