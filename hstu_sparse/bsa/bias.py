@@ -139,7 +139,8 @@ def prepare(
         edges,
     )
     sizes = dict(BS=block_size, TILE=max(block_size, LEAST_TILE.value), MEANS=MEANS, ASM=proven(device))
-    run(bsa_edges_kernel, (means.shape[0],), seq_offsets, found, seq_offsets.shape[0] - 1, **sizes, num_warps=1)
+    grid = means.shape[0], min(8, cdiv(means.shape[1], 128))
+    run(bsa_edges_kernel, grid, seq_offsets, found, seq_offsets.shape[0] - 1, **sizes, num_warps=1)
     return found
 
 

@@ -27,7 +27,7 @@ CELL_SHIFT, CELL_REST = tl.constexpr(23 - CELL_BITS), tl.constexpr((1 << (23 - C
 FIRST_CELL = tl.constexpr(127 << CELL_BITS)
 # Powers of two that whole seconds can reach.
 OCTAVES = 65
-# Edges that `reached` (bias.py) takes a tile over; fp32 counts seconds exactly up to twice EXACT_SECONDS.
+# Edges that `reached` (bias_tiles.py) takes a tile over; fp32 counts seconds exactly up to twice EXACT_SECONDS.
 MOST_EDGES, EXACT_SECONDS = tl.constexpr(4), tl.constexpr(2.0**23)
 # The lowest bucket and, above, the number of edges in one word.
 EDGE_SHIFT, LOWEST = tl.constexpr(12), tl.constexpr(0xFFF)
@@ -51,7 +51,7 @@ class Chosen(NamedTuple):
              16 bits, how many no more than one
     bases    fp32, the lowest bucket's entry in the table
     mores    fp32, what the next bucket's is more
-    edges    fp32, where its edge lies: see `edge_places`, bias.py
+    edges    fp32, where its edge lies: see `edge_places`, bias_tiles.py
     """
 
     indices: object
@@ -311,14 +311,16 @@ def bsa_own_kernel(
 @triton.jit(do_not_specialize=["B"])
 def bsa_edges_kernel(offsets, bias, B, BS: tl.constexpr, TILE: tl.constexpr, MEANS: tl.constexpr, ASM: tl.constexpr):
     """Writes bias.edges: of each tile of TILE queries and CHUNK mean keys the lowest bucket's entry of the table, what
-    the next bucket's is more, and where its edge lies (see `reached`, bias.py).
+    the next bucket's is more, and where its edge lies (see `reached`, bias_tiles.py). The mean keys are dealt to grid
+    axis 1 in turn.
     """
     slot = tl.program_id(0)
     _b, start, length, i = locate(offsets, slot, B, TILE)
     if i * TILE < length:
         high, low = tl.load(bias.origins + slot * 2), tl.load(bias.origins + slot * 2 + 1)
         end = tl.minimum(i * TILE + TILE, length) // BS
-        for c in range(0, (end + MEANS - 1) // MEANS * MEANS, CHUNK):
+        step = CHUNK * tl.num_programs(1)
+        for c in range(CHUNK * tl.program_id(1), (end + MEANS - 1) // MEANS * MEANS, step):
             j = c + tl.arange(0, CHUNK)
             known = j < end
             place = slot.to(tl.int64) * bias.blocks + c
