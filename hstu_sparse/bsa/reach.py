@@ -319,8 +319,8 @@ def bsa_edges_kernel(offsets, bias, B, BS: tl.constexpr, TILE: tl.constexpr, MEA
     if i * TILE < length:
         high, low = tl.load(bias.origins + slot * 2), tl.load(bias.origins + slot * 2 + 1)
         end = tl.minimum(i * TILE + TILE, length) // BS
-        step = CHUNK * tl.num_programs(1)
-        for c in range(CHUNK * tl.program_id(1), (end + MEANS - 1) // MEANS * MEANS, step):
+        step = tl.num_programs(1) * CHUNK
+        for c in range(tl.program_id(1) * CHUNK, (end + MEANS - 1) // MEANS * MEANS, step):
             j = c + tl.arange(0, CHUNK)
             known = j < end
             place = slot.to(tl.int64) * bias.blocks + c
