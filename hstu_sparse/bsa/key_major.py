@@ -28,11 +28,6 @@ from hstu_sparse.bsa.reach import LOWEST, MOST_EDGES, PARTS, load_reach, map_row
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu_and_grad_of_twice, silu_of_twice, store_rows
 
 
-import os
-
-GUARD = tl.constexpr(os.environ.get("BSA_GUARD", "0") == "1")
-
-
 class ListPointers(NamedTuple):
     """What kernels read of `Lists` (lists.py)."""
 
@@ -383,18 +378,13 @@ def bsa_select_bwd_dkv_kernel(
         if APART:
             listed = True
         if listed:
-            if TURN and not (TURN == 2 and GUARD):
+            if TURN:
                 position = listed_ahead(lists, bias, block, begin_at, offset, TURN == 2, R, BM, BN, ASM)
             for row in range(begin_at, end_at, BM):
                 tokens, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS, ASM)
                 t = tokens[0] + tokens[1]
                 if SPLIT:
-                    if TURN == 2 and GUARD:
-                        if H > 0:
-                            position = listed_ahead(lists, bias, block, row, offset, True, R, BM, BN, ASM)
-                        else:
-                            position = tl.zeros([BN, BM], tl.float32)
-                    elif TURN:
+                    if TURN:
                         after = tl.minimum(row + BM, end_at - BM)
                         next_position = listed_ahead(lists, bias, block, after, offset, TURN == 2, R, BM, BN, ASM)
                     else:
@@ -417,7 +407,7 @@ def bsa_select_bwd_dkv_kernel(
                     PRECISION,
                 )  # fmt: skip
                 if SPLIT:
-                    if TURN and not (TURN == 2 and GUARD):
+                    if TURN:
                         position = next_position
                 else:
                     add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)

@@ -34,9 +34,6 @@ from hstu_sparse.bsa.query_tiles import (
 )
 from hstu_sparse.tiles import add_to, load_rows, load_tile, opaque, silu_and_grad_of_twice, silu_of_twice, store_rows
 
-import os
-
-FWD_WIDE = tl.constexpr(os.environ.get("BSA_M", "1") == "1")
 # Half of a score whose SiLU and its slope are 0.
 HIDDEN = tl.constexpr(-40.0)
 
@@ -76,11 +73,12 @@ def bsa_query_fwd_kernel(
         # The own block is the last one, and the last loop's.
         count = tl.minimum(begin // BS, S - 1) * BS
         ends = chosen_ends(chosen, row, count, S, BS, ASM)
-        WIDTH: tl.constexpr = (WIDE, WIDE, WIDE if FWD_WIDE else BN)
+        WIDTH: tl.constexpr = (WIDE, WIDE, BN)
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
         for EDGES in tl.static_range(TURNS):
             begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
             end_at = count if EDGES == 2 else ends[EDGES]
+            some_k, some_v = (k, v) if EDGES == 2 else (wide_k, wide_v)
             if begin_at < end_at:
                 position = keys_position(
                     bias, asks, chosen_first(chosen, row, begin_at, WIDTH[EDGES], BS, ASM), WIDTH[EDGES], ASM
@@ -98,14 +96,10 @@ def bsa_query_fwd_kernel(
                     added, _ = chosen_both(bias, asks, edge, position, first, EDGES, BM, WIDTH[EDGES], BS, ASM)
                     s = first + tl.arange(0, WIDTH[EDGES])
                     known = s < end
-                    keys = load_tile(
-                        wide_k if FWD_WIDE or EDGES < 2 else k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA
-                    )
+                    keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
                     score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
                     weight = silu_of_twice(with_bias(score, bias, added, EDGES < 2), FAST)
-                    values = load_tile(
-                        wide_v if FWD_WIDE or EDGES < 2 else v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA
-                    )
+                    values = load_tile(some_v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
                     acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
                     position = next_position
         acc *= slc[:, None]

@@ -34,11 +34,6 @@ def band_weight(g_slc, g_swa, t, s, window, BS: tl.constexpr, WINDOW: tl.constex
     return weight
 
 
-import os
-
-ORDER = tl.constexpr(os.environ.get("BSA_O", "1") == "1")
-
-
 class QueryTile(NamedTuple):
     """A program's queries.
 
@@ -84,8 +79,7 @@ def find_queries(offsets, bias, tiles, H, B, BM: tl.constexpr, BS: tl.constexpr)
 @triton.jit
 def means_position(bias, asks, c, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
     """The position's bias of a tile with the BN mean keys from block c on."""
-    columns = (tl.arange(0, BN) * BS).to(tl.int64) if ORDER else tl.arange(0, BN).to(tl.int64) * BS
-    return position_tile(bias, c * BS + BS // 2 - asks.begin, -asks.lane, columns, ASM)
+    return position_tile(bias, c * BS + BS // 2 - asks.begin, -asks.lane, (tl.arange(0, BN) * BS).to(tl.int64), ASM)
 
 
 @triton.jit

@@ -28,8 +28,8 @@ def warn_if_too_short(max_seq_len: int, selection_group: int, biased: bool) -> N
     if max_seq_len < table[group]:
         warnings.warn(
             f"bsa pays from about {table[group]:,} tokens a sequence on (selection_group={group}, "
-            f"{'both' if biased else 'no'} biases, on an H200: docs/bsa.md); max_seq_len={max_seq_len} is less, so dense "
-            "attention is faster here",
+            f"{'both' if biased else 'no'} biases, on an H200: docs/bsa.md); max_seq_len={max_seq_len} is less, so "
+            "dense attention is faster here",
             stacklevel=2,
         )
 
