@@ -44,6 +44,21 @@ def test_agrees_with_reference(name, dtype):
     check("cuda", **(BASE | CASES[name] | dict(dtype=dtype)))
 
 
+MANY = dict(
+    lengths=[700, 0, 129, 1, 64, 128, 1500], asked=[128, 64, 100, 1, 130, 300, 129], max_seq_len=1510, softmax=True
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize(
+    "options", [{}, dict(splits=5), dict(sink_tokens=70, splits=3), dict(clip=0.75, contiguous=False)]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_many_queries_of_softmax(group, options, dtype):
+    """What `hopper.py` takes where there is such a GPU, and `many.py` elsewhere: tiles of 128 in part and whole."""
+    check("cuda", **(BASE | MANY | options | dict(head_group=group, groups=4 // group, dtype=dtype)))
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("options", [{}, dict(sparsity=0.7), dict(head_group=4, quant_group=16), dict(sink_tokens=9)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

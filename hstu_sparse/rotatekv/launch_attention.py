@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hstu_sparse.launch import (
+    INTERPRET,
     architecture,
     cdiv,
     multiprocessors,
@@ -97,8 +98,24 @@ def whole_blocks(layout: Layout, dtype: torch.dtype) -> bool:
     )
 
 
-def ways(cache: PackedCache | Plain, dtype: torch.dtype, alpha: float, rope: bool) -> tuple[str, ...]:
-    """The ways that take a call: see `attention`."""
+@functools.cache
+def hopper_kernel():
+    """The Gluon kernel; None where Triton is not one of those in which it was tried."""
+    import triton
+
+    if INTERPRET or not triton.__version__.startswith(("3.6.", "3.7.")):
+        return None
+    try:
+        from hstu_sparse.rotatekv.hopper import rotatekv_hopper_fwd_kernel
+    except (ImportError, AttributeError):
+        return None
+    return rotatekv_hopper_fwd_kernel
+
+
+def ways(
+    cache: PackedCache | Plain, dtype: torch.dtype, alpha: float, rope: bool, plain_softmax: bool = False
+) -> tuple[str, ...]:
+    """The ways that take a call: see `attention`. plain_softmax: it is softmax without bias."""
     if not isinstance(cache, PackedCache):
         return ("keys",)
     layout = cache.layout
@@ -112,6 +129,10 @@ def ways(cache: PackedCache | Plain, dtype: torch.dtype, alpha: float, rope: boo
     heads = layout.head_size % TILE == 0 and layout.value_size % TILE == 0
     if heads and max(layout.head_size, layout.value_size) <= 128 and not ordered and alpha > 0:
         found += ("many",)
+        fits = layout.head_size == layout.value_size == 128 and layout.keys.group == layout.values.group == 64
+        fits = fits and layout.options.bits == 2 and plain_softmax and not rope
+        if fits and architecture(cache.device) == 90 and hopper_kernel() is not None:
+            found += ("hopper",)
     return found
 
 
@@ -329,6 +350,41 @@ def many(call: Call) -> Plan:
     return Plan(launch, max(1, min(wanted, call.max_seq_len // 512)))
 
 
+def hopper(call: Call) -> Plan:
+    """As `many`, with warps that unpack beside those that multiply."""
+    import os
+
+    q, cache, layout = call.q, call.source, call.source.layout
+    heads, sequences = q.shape[1], call.q_offsets.shape[0] - 1
+    programs = call.slots(128) * heads
+
+    def launch(part, part_lse, splits):
+        group = layout.options.head_group
+        given = dict(
+            HG=heads // group, G=group, LSE=part_lse is not None,
+            **eval(os.environ.get("X")
+                or "dict(STAGES=2, PRODUCERS=2, REGISTERS=168, AHEAD=False, PREFETCH=False, QREG=False)"),
+        )  # fmt: skip
+        tensors, key = kept(cache)
+        factor = call.alpha * layout.keys.channels**-0.5 * math.log2(math.e)
+        prepared = torch.empty(q.shape, dtype=torch.float16, device=q.device)
+        factors = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        made = call.q_offsets, cache.seq_offsets, None, None, prepared, factors
+        arguments = q, q.stride(0), q.stride(1), *made, sequences, factor
+        constants = dict(H=heads, D=128, ROPE=False, BQ=64, IN_ORDER=True)
+        start(rotatekv_queries_fwd_kernel, call.slots(64) * heads, arguments, constants, dict(num_warps=4),
+              specialization((q, *made)))  # fmt: skip
+        arguments = (
+            prepared, factors, call.q_offsets, *tensors[:3], *tensors[4:], part, part_lse, sequences,
+            layout.options.sink_tokens, q.shape[0], splits,
+        )  # fmt: skip
+        key = *key, *specialization((prepared, factors, call.q_offsets, part, part_lse))
+        start(hopper_kernel(), programs * splits, arguments, given, dict(num_warps=4), key)
+
+    wanted = cdiv(2 * multiprocessors(q.device), programs)
+    return Plan(launch, max(1, min(wanted, call.max_seq_len // 512)))
+
+
 def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
     """The kernel that takes everything: whole caches, plain keys and values, or the sinks of a cache alone."""
     q, source = call.q, call.source
@@ -380,6 +436,9 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
     return Plan(launch, max(1, min(wanted, tiles // 8)))
 
 
+PLANS = {"few": few, "many": many, "hopper": hopper}
+
+
 @current
 def attention(
     q: Tensor,
@@ -408,7 +467,8 @@ def attention(
     queries, heads, _ = q.shape
     if queries == 0:
         return q.new_empty(0, heads, value_size), q.new_empty(0, heads, dtype=torch.float32) if return_lse else None
-    if bias.position is not None or bias.time is not None:
+    biased = bias.position is not None or bias.time is not None
+    if biased:
         bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
     call = Call(q, q_offsets.contiguous(), source, max_seq_len, softmax, float(alpha), bias, rope_base)
     if way is None:
@@ -418,12 +478,14 @@ def attention(
             wanted = ("many", "keys")
         elif queries >= MANY_QUERIES * sequences:
             wanted = ("many", "queries", "keys")
-        able = ways(source, q.dtype, alpha, rope_base is not None)
+        if queries > 64 * sequences:
+            wanted = ("hopper", *wanted)
+        able = ways(source, q.dtype, alpha, rope_base is not None, softmax and not biased)
         way = next(x for x in wanted if x in able)
-    plan = few(call) if way == "few" else many(call) if way == "many" else general(call, way == "keys")
+    plan = PLANS[way](call) if way in PLANS else general(call, way == "keys")
     splits = splits or plan.splits
     # The kernels for few and for many leave the sinks to the general one: a part of their own.
-    sinks = cache is not None and cache.layout.options.sink_tokens > 0 and way in ("few", "many")
+    sinks = cache is not None and cache.layout.options.sink_tokens > 0 and way in PLANS
     parts = splits + sinks
     part = q.new_empty(
         (parts, queries, heads, value_size)[parts == 1 :], dtype=q.dtype if parts == 1 else torch.float32

@@ -128,7 +128,7 @@ def check(
     }
     from hstu_sparse.rotatekv import launch_attention
 
-    for way in launch_attention.ways(cache, dtype, wanted["alpha"], rope):
+    for way in launch_attention.ways(cache, dtype, wanted["alpha"], rope, softmax and not (position or timed)):
         ways[way] = launch_attention.attention(
             q, q_offsets, cache, max_seq_len, softmax=softmax, return_lse=softmax, way=way, splits=splits, **wanted
         )
