@@ -39,6 +39,9 @@ RESULT = gl.constexpr(
         [64, 128],
     )
 )
+# A thread has half a query.
+HALVES = gl.constexpr(gl.BlockedLayout([1, 1, 64], [16, 2, 1], [4, 1, 1], [2, 1, 0]))
+HALF_ROW = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))
 QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 locate_query = gluon.jit(locate.fn)
@@ -159,6 +162,25 @@ def produce(
 
 
 @gluon.jit
+def transformed(base, real):
+    """Queries [64, D] at `base`, pointers [64], as keys meet them, divided by their greatest element; [64] that."""
+    half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
+    channel = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, HALVES)))
+    pointers = gl.expand_dims(gl.expand_dims(base, 1), 2) + gl.expand_dims(gl.expand_dims(channel, 0), 1)
+    some = gl.expand_dims(gl.expand_dims(real, 1), 2)
+    second = gl.load(pointers + 64, some, 0.0).to(gl.float32)
+    x = gl.load(pointers, some, 0.0).to(gl.float32)
+    x += gl.where(gl.expand_dims(gl.expand_dims(half, 0), 2) == 0, second, -second)
+    for _ in gl.static_range(6):
+        even, odd = gl.split(gl.reshape(x, [64, 2, 32, 2]))
+        x = gl.reshape(gl.permute(gl.join(even + odd, even - odd), (0, 1, 3, 2)), [64, 2, 64])
+    x = gl.reshape(x, [64, D])
+    most = gl.max(gl.abs(x), 1)
+    most = gl.where(most > 0.0, most, 1.0)
+    return (x * (1.0 / most)[:, None]).to(gl.float16), gl.convert_layout(most, ROW)
+
+
+@gluon.jit
 def weigh(scores, factor, greatest, total, tile, packed):
     """(weights [64, R] fp32, new maximum, new total, shrink)."""
     if (tile + 1) * R > packed:
@@ -180,28 +202,49 @@ def attend(
     LSE: gl.constexpr,
     AHEAD: gl.constexpr,
     QREG: gl.constexpr,
+    FUSED: gl.constexpr,
 ):
     """64 queries of one head against the tiles that `produce` makes."""
-    queries, factors, out, lse, first_query, asked_count, q_tile, head, split_row, first, last, packed, query_tiles = (
-        asked
-    )
+    (
+        queries,
+        factors,
+        out,
+        lse,
+        first_query,
+        asked_count,
+        q_tile,
+        head,
+        split_row,
+        first,
+        last,
+        packed,
+        query_tiles,
+        q_stride_t,
+        q_stride_h,
+        scale,
+    ) = asked
     keys, values, k_full, k_empty, v_full, v_empty = ring
-    index = q_tile * 128 + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, QUERIES))
-    at = ((first_query + index) * H + head) * D
-    q = gl.load(
-        queries + at[:, None] + gl.arange(0, D, gl.SliceLayout(0, QUERIES))[None, :],
-        (index < asked_count)[:, None],
-        0.0,
-    )
     query_tile = query_tiles.index(WHICH)
+    if FUSED:
+        index = q_tile * 128 + WHICH * 64 + gl.arange(0, 64, HALF_ROW)
+        base = queries + (first_query + index) * q_stride_t + head.to(gl.int64) * q_stride_h
+        q, factor = transformed(base, index < asked_count)
+        factor *= scale
+        index = q_tile * 128 + WHICH * 64 + gl.arange(0, 64, ROW)
+        real = index < asked_count
+    else:
+        index = q_tile * 128 + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, QUERIES))
+        at = ((first_query + index) * H + head) * D
+        column = gl.arange(0, D, gl.SliceLayout(0, QUERIES))
+        q = gl.load(queries + at[:, None] + column[None, :], (index < asked_count)[:, None], 0.0)
+        index = q_tile * 128 + WHICH * 64 + gl.arange(0, 64, ROW)
+        real = index < asked_count
+        factor = gl.load(factors + (first_query + index) * H + head, real, 0.0)
     query_tile.store(q)
     fence_async_shared()
     query = query_tile
     if QREG:
         query = query_tile.load(WEIGHTS)
-    index = q_tile * 128 + WHICH * 64 + gl.arange(0, 64, ROW)
-    real = index < asked_count
-    factor = gl.load(factors + (first_query + index) * H + head, real, 0.0)
     none = gl.zeros([64, R], gl.float32, SCORES)
     sums = gl.zeros([64, D], gl.float32, SCORES)
     total = gl.zeros([64], gl.float32, ROW)
@@ -267,9 +310,10 @@ def attend(
 @gluon.jit(do_not_specialize=["B", "S", "Tq", "SPLITS"])
 def rotatekv_hopper_fwd_kernel(
     queries, factors, q_offsets, seq_offsets, page_offsets, page_table, k_codes, k_ranges, v_codes, v_ranges, out, lse,
-    B, S, Tq, SPLITS,
+    B, S, Tq, SPLITS, q_stride_t, q_stride_h, scale,
     HG: gl.constexpr, G: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr, PRODUCERS: gl.constexpr,
     REGISTERS: gl.constexpr, AHEAD: gl.constexpr, PREFETCH: gl.constexpr, QREG: gl.constexpr,
+    FUSED: gl.constexpr,
 ):  # fmt: skip
     """One part of 128 queries of one head; out and lse: [SPLITS, Tq, H, ...], or the final ones."""
     H: gl.constexpr = HG * G
@@ -317,6 +361,9 @@ def rotatekv_hopper_fwd_kernel(
         last,
         packed,
         query_tiles,
+        q_stride_t,
+        q_stride_h,
+        scale,
     )
     stored = page_table, k_codes, k_ranges, v_codes, v_ranges, group, own, first, last, pages
     ZERO: gl.constexpr = 0
@@ -324,8 +371,8 @@ def rotatekv_hopper_fwd_kernel(
     if PRODUCERS == 1:
         gl.warp_specialize(
             [
-                (attend, (asked, ring, H, STAGES, ZERO, LSE, AHEAD, QREG)),
-                (attend, (asked, ring, H, STAGES, ONE, LSE, AHEAD, QREG)),
+                (attend, (asked, ring, H, STAGES, ZERO, LSE, AHEAD, QREG, FUSED)),
+                (attend, (asked, ring, H, STAGES, ONE, LSE, AHEAD, QREG, FUSED)),
                 (produce, (stored, ring, HG, G, STAGES, ZERO, PRODUCERS, PREFETCH)),
             ],
             [4, 4],
@@ -334,8 +381,8 @@ def rotatekv_hopper_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend, (asked, ring, H, STAGES, ZERO, LSE, AHEAD, QREG)),
-                (attend, (asked, ring, H, STAGES, ONE, LSE, AHEAD, QREG)),
+                (attend, (asked, ring, H, STAGES, ZERO, LSE, AHEAD, QREG, FUSED)),
+                (attend, (asked, ring, H, STAGES, ONE, LSE, AHEAD, QREG, FUSED)),
                 (produce, (stored, ring, HG, G, STAGES, ZERO, PRODUCERS, PREFETCH)),
                 (produce, (stored, ring, HG, G, STAGES, ONE, PRODUCERS, PREFETCH)),
             ],

@@ -362,23 +362,28 @@ def hopper(call: Call) -> Plan:
         group = layout.options.head_group
         given = dict(
             HG=heads // group, G=group, LSE=part_lse is not None,
-            **eval(os.environ.get("X")
-                or "dict(STAGES=2, PRODUCERS=2, REGISTERS=168, AHEAD=False, PREFETCH=False, QREG=False)"),
+            **eval(
+                os.environ.get("X")
+                or "dict(STAGES=2, PRODUCERS=2, REGISTERS=168, AHEAD=False, PREFETCH=False, QREG=False, FUSED=False)"
+            ),
         )  # fmt: skip
         tensors, key = kept(cache)
         factor = call.alpha * layout.keys.channels**-0.5 * math.log2(math.e)
-        prepared = torch.empty(q.shape, dtype=torch.float16, device=q.device)
-        factors = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        made = call.q_offsets, cache.seq_offsets, None, None, prepared, factors
-        arguments = q, q.stride(0), q.stride(1), *made, sequences, factor
-        constants = dict(H=heads, D=128, ROPE=False, BQ=64, IN_ORDER=True)
-        start(rotatekv_queries_fwd_kernel, call.slots(64) * heads, arguments, constants, dict(num_warps=4),
-              specialization((q, *made)))  # fmt: skip
+        if given["FUSED"]:
+            prepared, factors = q, None
+        else:
+            prepared = torch.empty(q.shape, dtype=torch.float16, device=q.device)
+            factors = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            made = call.q_offsets, cache.seq_offsets, None, None, prepared, factors
+            arguments = q, q.stride(0), q.stride(1), *made, sequences, factor
+            constants = dict(H=heads, D=128, ROPE=False, BQ=64, IN_ORDER=True)
+            start(rotatekv_queries_fwd_kernel, call.slots(64) * heads, arguments, constants, dict(num_warps=4),
+                  specialization((q, *made)))  # fmt: skip
         arguments = (
             prepared, factors, call.q_offsets, *tensors[:3], *tensors[4:], part, part_lse, sequences,
-            layout.options.sink_tokens, q.shape[0], splits,
+            layout.options.sink_tokens, q.shape[0], splits, q.stride(0), q.stride(1), factor,
         )  # fmt: skip
-        key = *key, *specialization((prepared, factors, call.q_offsets, part, part_lse))
+        key = *key, *specialization((prepared, factors, call.q_offsets, part, part_lse, q.stride(0), q.stride(1)))
         start(hopper_kernel(), programs * splits, arguments, given, dict(num_warps=4), key)
 
     wanted = cdiv(2 * multiprocessors(q.device), programs)
