@@ -102,7 +102,7 @@ def produce(
 ):  # fmt: skip
     """Unpacks tiles into shared memory."""
     page_table, k_codes, k_ranges, v_codes, v_ranges, group, own, first, last, pages = stored
-    keys, values, k_full, k_empty, v_full, v_empty = ring
+    keys, values, k_full, k_empty, v_full, v_empty, _ = ring
     r = gl.arange(0, R, TOKEN)
     slot = r % PAGE
     some = first < last
@@ -203,6 +203,7 @@ def attend(
     AHEAD: gl.constexpr,
     QREG: gl.constexpr,
     FUSED: gl.constexpr,
+    TURNS: gl.constexpr,
 ):
     """64 queries of one head against the tiles that `produce` makes."""
     (
@@ -223,7 +224,7 @@ def attend(
         q_stride_h,
         scale,
     ) = asked
-    keys, values, k_full, k_empty, v_full, v_empty = ring
+    keys, values, k_full, k_empty, v_full, v_empty, turns = ring
     query_tile = query_tiles.index(WHICH)
     if FUSED:
         index = q_tile * 128 + WHICH * 64 + gl.arange(0, 64, HALF_ROW)
@@ -262,9 +263,13 @@ def attend(
                 stage = i % STAGES
                 before = (i - 1) % STAGES
                 mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
+                if TURNS:
+                    mbarrier.wait(turns.index(WHICH), (i & 1) ^ WHICH)
                 scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
                 mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
                 sums = warpgroup_mma(weights, values.index(before), sums, is_async=True)
+                if TURNS:
+                    mbarrier.arrive(turns.index(1 - WHICH), count=1)
                 scores = warpgroup_mma_wait(1, deps=(scores,))
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 new, greatest, total, shrink = weigh(scores, factor, greatest, total, tile, packed)
@@ -313,7 +318,7 @@ def rotatekv_hopper_fwd_kernel(
     B, S, Tq, SPLITS, q_stride_t, q_stride_h, scale,
     HG: gl.constexpr, G: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr, PRODUCERS: gl.constexpr,
     REGISTERS: gl.constexpr, AHEAD: gl.constexpr, PREFETCH: gl.constexpr, QREG: gl.constexpr,
-    FUSED: gl.constexpr,
+    FUSED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """One part of 128 queries of one head; out and lse: [SPLITS, Tq, H, ...], or the final ones."""
     H: gl.constexpr = HG * G
@@ -341,12 +346,15 @@ def rotatekv_hopper_fwd_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for which in gl.static_range(2):
+        mbarrier.init(turns.index(which), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
-    ring = keys, values, k_full, k_empty, v_full, v_empty
+    ring = keys, values, k_full, k_empty, v_full, v_empty, turns
     asked = (
         queries,
         factors,
@@ -371,8 +379,8 @@ def rotatekv_hopper_fwd_kernel(
     if PRODUCERS == 1:
         gl.warp_specialize(
             [
-                (attend, (asked, ring, H, STAGES, ZERO, LSE, AHEAD, QREG, FUSED)),
-                (attend, (asked, ring, H, STAGES, ONE, LSE, AHEAD, QREG, FUSED)),
+                (attend, (asked, ring, H, STAGES, ZERO, LSE, AHEAD, QREG, FUSED, TURNS)),
+                (attend, (asked, ring, H, STAGES, ONE, LSE, AHEAD, QREG, FUSED, TURNS)),
                 (produce, (stored, ring, HG, G, STAGES, ZERO, PRODUCERS, PREFETCH)),
             ],
             [4, 4],
@@ -381,8 +389,8 @@ def rotatekv_hopper_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend, (asked, ring, H, STAGES, ZERO, LSE, AHEAD, QREG, FUSED)),
-                (attend, (asked, ring, H, STAGES, ONE, LSE, AHEAD, QREG, FUSED)),
+                (attend, (asked, ring, H, STAGES, ZERO, LSE, AHEAD, QREG, FUSED, TURNS)),
+                (attend, (asked, ring, H, STAGES, ONE, LSE, AHEAD, QREG, FUSED, TURNS)),
                 (produce, (stored, ring, HG, G, STAGES, ZERO, PRODUCERS, PREFETCH)),
                 (produce, (stored, ring, HG, G, STAGES, ONE, PRODUCERS, PREFETCH)),
             ],

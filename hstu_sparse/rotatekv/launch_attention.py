@@ -364,7 +364,7 @@ def hopper(call: Call) -> Plan:
             HG=heads // group, G=group, LSE=part_lse is not None,
             **eval(
                 os.environ.get("X")
-                or "dict(STAGES=2, PRODUCERS=2, REGISTERS=168, AHEAD=False, PREFETCH=False, QREG=False, FUSED=False)"
+                or "dict(STAGES=2, PRODUCERS=2, REGISTERS=168, AHEAD=0, PREFETCH=0, QREG=0, FUSED=0, TURNS=0)"
             ),
         )  # fmt: skip
         tensors, key = kept(cache)
