@@ -6,6 +6,7 @@ a head group, S sink tokens, R tokens of a tile, BQ queries of a program.
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -351,39 +352,23 @@ def many(call: Call) -> Plan:
 
 
 def hopper(call: Call) -> Plan:
-    """As `many`, with warps that unpack beside those that multiply."""
-    import os
-
+    """As `many`, some warps unpacking while others multiply."""
     q, cache, layout = call.q, call.source, call.source.layout
-    heads, sequences = q.shape[1], call.q_offsets.shape[0] - 1
-    programs = call.slots(128) * heads
+    group, sequences = layout.options.head_group, call.q_offsets.shape[0] - 1
+    programs = call.slots(128) * layout.heads
 
     def launch(part, part_lse, splits):
-        group = layout.options.head_group
         given = dict(
-            HG=heads // group, G=group, LSE=part_lse is not None,
-            **eval(
-                os.environ.get("X")
-                or "dict(STAGES=2, PRODUCERS=2, REGISTERS=168, AHEAD=0, PREFETCH=0, QREG=0, FUSED=0, TURNS=0)"
-            ),
+            HG=layout.head_groups, G=group, LSE=part_lse is not None,
+            **eval(os.environ.get("X") or "dict(STAGES=2, PRODUCERS=0, REGISTERS=192, PREFETCH=0, TURNS=False)"),
         )  # fmt: skip
         tensors, key = kept(cache)
-        factor = call.alpha * layout.keys.channels**-0.5 * math.log2(math.e)
-        if given["FUSED"]:
-            prepared, factors = q, None
-        else:
-            prepared = torch.empty(q.shape, dtype=torch.float16, device=q.device)
-            factors = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            made = call.q_offsets, cache.seq_offsets, None, None, prepared, factors
-            arguments = q, q.stride(0), q.stride(1), *made, sequences, factor
-            constants = dict(H=heads, D=128, ROPE=False, BQ=64, IN_ORDER=True)
-            start(rotatekv_queries_fwd_kernel, call.slots(64) * heads, arguments, constants, dict(num_warps=4),
-                  specialization((q, *made)))  # fmt: skip
+        given_q = q, q.stride(0), q.stride(1), call.q_offsets
         arguments = (
-            prepared, factors, call.q_offsets, *tensors[:3], *tensors[4:], part, part_lse, sequences,
-            layout.options.sink_tokens, q.shape[0], splits, q.stride(0), q.stride(1), factor,
+            *given_q, *tensors[:3], *tensors[4:], part, part_lse, sequences, layout.options.sink_tokens, q.shape[0],
+            splits, call.alpha * layout.keys.channels**-0.5 * math.log2(math.e),
         )  # fmt: skip
-        key = *key, *specialization((prepared, factors, call.q_offsets, part, part_lse, q.stride(0), q.stride(1)))
+        key = *key, *specialization((*given_q, part, part_lse))
         start(hopper_kernel(), programs * splits, arguments, given, dict(num_warps=4), key)
 
     wanted = cdiv(2 * multiprocessors(q.device), programs)

@@ -209,7 +209,7 @@ def head_values(
 @triton.jit(do_not_specialize=["q_stride_t", "q_stride_h", "B"])
 def rotatekv_queries_fwd_kernel(
     q, q_stride_t, q_stride_h, q_offsets, seq_offsets, near, far, out, factors, B, factor,
-    H: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, BQ: tl.constexpr, IN_ORDER: tl.constexpr = False,
+    H: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     """Queries as keys meet them: transformed, their channels in the order of `channel_of`; or turned to their position.
 
@@ -233,9 +233,7 @@ def rotatekv_queries_fwd_kernel(
         cos, sin = turn(length, 0, place % HALF, near, far, HALF)
         x = x * cos + other * tl.where(place < HALF, -sin, sin)
     else:
-        channel = tl.arange(0, D)
-        if not IN_ORDER:
-            channel = channel_of(channel, D // 8)
+        channel = channel_of(tl.arange(0, D), D // 8)
         x = tl.zeros([BQ, D], tl.float32)
         for i in tl.static_range(D // 64):
             part = i * 64 + tl.arange(0, 64)
