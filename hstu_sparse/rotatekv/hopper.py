@@ -332,6 +332,7 @@ def attend(
         mbarrier.arrive(k_empty.index(0), count=1)
         new, greatest, total, _ = weigh(scores, factor, greatest, total, first, packed)
         pairs = rounded_pairs(new)
+        mbarrier.wait(v_full.index(0), 0)
         # While a tile is weighed, the product of the one before with its values is under way.
         for tile in range(first + 1, last):
             i = tile - first
@@ -341,7 +342,6 @@ def attend(
             if TURNS:
                 mbarrier.wait(turns.index(WHICH), (i & 1) ^ WHICH)
             scores = warpgroup_mma(query_tile, keys.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(before), (i - 1) // STAGES & 1)
             weights = gl.convert_layout(halves(pairs, 64, R), WEIGHTS, assert_trivial=True)
             sums = warpgroup_mma(weights, values.index(before), sums, is_async=True)
             if TURNS:
@@ -349,12 +349,13 @@ def attend(
             scores = warpgroup_mma_wait(1, deps=(scores,))
             mbarrier.arrive(k_empty.index(stage), count=1)
             new, greatest, total, shrink = weigh(scores, factor, greatest, total, tile, packed)
-            sums, weights = warpgroup_mma_wait(0, deps=(sums, weights))
+            # A wait in between keeps ptxas from waiting for the products first.
+            mbarrier.wait(v_full.index(stage), i // STAGES & 1)
+            sums, weights, new = warpgroup_mma_wait(0, deps=(sums, weights, new))
             mbarrier.arrive(v_empty.index(before), count=1)
             sums *= shrink[:, None]
             pairs = rounded_pairs(new)
         i = last - 1 - first
-        mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)
         weights = gl.convert_layout(halves(pairs, 64, R), WEIGHTS, assert_trivial=True)
         sums = warpgroup_mma(weights, values.index(i % STAGES), sums, is_async=True)
         sums, weights = warpgroup_mma_wait(0, deps=(sums, weights))
