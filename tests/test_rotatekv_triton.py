@@ -115,7 +115,7 @@ def test_hadamard(n):
 
 
 def test_parts_of_histories_fill_whole_rounds():
-    from hstu_sparse.rotatekv.launch_attention import few_splits
+    from hstu_sparse.rotatekv.launch_attention import best_splits
 
-    assert [few_splits(programs, 1056, 512) for programs in (4, 256, 400, 2000)] == [32, 4, 5, 1]
-    assert few_splits(4, 1056, 3) == few_splits(5000, 1056, 3) == 1
+    assert [best_splits(programs, 1056, 512, 16, 6) for programs in (4, 256, 400, 2000)] == [32, 4, 5, 1]
+    assert best_splits(4, 1056, 3, 16, 6) == best_splits(5000, 1056, 3, 16, 6) == 1

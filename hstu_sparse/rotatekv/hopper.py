@@ -1,9 +1,9 @@
 """The fused attention kernel for many queries on Hopper: some warps unpack the history while others multiply.
 
 Written in Gluon, Triton's language of explicit layouts, because Triton's compiler waits for every product whose operand
-was computed. A program has 128 queries of one head, 64 for each of two groups of four warps (`attend`). Two more groups
-(`produce`) take tiles of 128 tokens in turn and unpack their keys and values into a ring in shared memory. Barriers in
-shared memory say which of its stages are full and which are empty.
+was computed. A program has 128 queries of one head, 64 for each of two groups of four warps (`attend`). A third group
+unpacks the keys and values of 128 tokens after 128 tokens into a ring in shared memory (`produce`). Barriers in shared
+memory say which of its stages are full and which are empty.
 
 Letters: T cached tokens, Tq queries, B sequences, S sink tokens, H heads, G heads of a head group, HG = H / G. Heads
 are of D = 128 channels for keys and for values, tiles of R = 128 tokens; codes have 2 bits, quantisation groups 64
@@ -111,7 +111,7 @@ def code_pairs(words, large, FIELD: gl.constexpr):
 def side_by_side(x, NUMBERED: gl.constexpr):
     """[R, 64] fp16 of eight int32 pairs [R, 4], by field: channel 8 field + 2 word + half.
 
-    They stand as they are NUMBERED, or with 8 a + 2 b in the place of 8 b + 2 a in each 32: so a thread of `attend`
+    They stand as they are NUMBERED, or in each 32 channel 8 a + 2 b in the place of 8 b + 2 a: so a thread of `attend`
     gets 8 neighbours.
     """
     x = gl.join(gl.join(gl.join(x[0], x[1]), gl.join(x[2], x[3])), gl.join(gl.join(x[4], x[5]), gl.join(x[6], x[7])))
@@ -120,16 +120,6 @@ def side_by_side(x, NUMBERED: gl.constexpr):
     else:
         x = gl.permute(x, (0, 4, 1, 3, 2))
     return halves(gl.reshape(x, [R, 32]), R, 64)
-
-
-@gluon.jit
-def four_side_by_side(x, NUMBERED: gl.constexpr):
-    x = gl.join(gl.join(x[0], x[1]), gl.join(x[2], x[3]))
-    if NUMBERED:
-        x = gl.permute(x, (0, 3, 2, 1))
-    else:
-        x = gl.permute(x, (0, 1, 3, 2))
-    return halves(gl.reshape(x, [R, 16]), R, 32)
 
 
 @gluon.jit
@@ -151,123 +141,54 @@ def load_words(codes, ranges, page, group, block, some, HG: gl.constexpr, BLOCKS
 
 
 @gluon.jit
-def produce(
-    stored, ring, HG: gl.constexpr, G: gl.constexpr, WHICH: gl.constexpr, PRODUCERS: gl.constexpr,
-    STAGES: gl.constexpr, PREFETCH: gl.constexpr,
-):  # fmt: skip
-    """Unpacks every second tile of a head's keys, up to the transform of D, and values."""
+def unpack(out, words, ranges, own, large, HEADS: gl.constexpr, NUMBERED: gl.constexpr):
+    """A tile [R, D] into shared memory: a head's values (HEADS = 1) or what it sees of its group's keys (HEADS = G)."""
+    for b in gl.static_range(2):
+        zero = both(ranges[b], True)
+        steps = (gl.broadcast(both(ranges[b], False)[:, None], words[0])[0],)
+        for g in gl.static_range(1, HEADS):
+            flip = gl.where(sign_of(g, own) < 0, SIGNS, 0)
+            one = gl.full([R], 0x3C003C00, gl.int32, TOKEN)
+            zero = fused_pairs(both(ranges[g * 2 + b], True), one ^ flip, zero)
+            steps += (gl.broadcast((both(ranges[g * 2 + b], False) ^ flip)[:, None], words[0])[0],)
+        zero = gl.broadcast(zero[:, None], words[0])[0]
+        pairs = (zero, zero, zero, zero, zero, zero, zero, zero)
+        for g in gl.static_range(HEADS):
+            new = ()
+            for f in gl.static_range(8):
+                new += (fused_pairs(code_pairs(words[g * 2 + b], large, f), steps[g], pairs[f]),)
+            pairs = new
+        out.slice(b * 64, 64, 1).store(side_by_side(pairs, NUMBERED))
+
+
+@gluon.jit
+def produce(stored, key_ring, value_ring, HG: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
+    """Unpacks every tile of a head's keys, up to the transform of D, and values."""
     page_table, k_codes, k_ranges, v_codes, v_ranges, group, own, first, last, pages = stored
-    keys, values, k_full, k_empty, v_full, v_empty, _turns = ring
+    keys, k_full, k_empty = key_ring
+    values, v_full, v_empty = value_ring
     some = first < last
-    page = load_pages(page_table, first + WHICH, pages, some)
+    page = load_pages(page_table, first, pages, some)
     large = (page >> 31)[:, None] | gl.full([R, 4], 0x64006400, gl.int32, TOKENS)
-    if PREFETCH:
-        words, ranges = load_words(k_codes, k_ranges, page, group, 0, some, HG, 2 * G, 2 * G)
-        v_words, steps = load_words(v_codes, v_ranges, page, group, own * 2, some, HG, 2 * G, 2)
-        page = load_pages(page_table, first + WHICH + PRODUCERS, pages, some)
-    for tile in range(first + WHICH, last, PRODUCERS):
+    k_words, k_found = load_words(k_codes, k_ranges, page, group, 0, some, HG, 2 * G, 2 * G)
+    v_words, v_found = load_words(v_codes, v_ranges, page, group, own * 2, some, HG, 2 * G, 2)
+    page = load_pages(page_table, first + 1, pages, some)
+    for tile in range(first, last):
         stage = (tile - first) % STAGES
         phase = (tile - first) // STAGES & 1
-        if not PREFETCH:
-            words, ranges = load_words(k_codes, k_ranges, page, group, 0, True, HG, 2 * G, 2 * G)
-            v_words, steps = load_words(v_codes, v_ranges, page, group, own * 2, True, HG, 2 * G, 2)
-            page = load_pages(page_table, tile + PRODUCERS, pages, True)
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        for b in gl.static_range(2):
-            zero = both(ranges[b], True)
-            for g in gl.static_range(1, G):
-                one = gl.full([R], 0x3C003C00, gl.int32, TOKEN) ^ gl.where(sign_of(g, own) < 0, SIGNS, 0)
-                zero = fused_pairs(both(ranges[g * 2 + b], True), one, zero)
-            zero = gl.broadcast(zero[:, None], words[0])[0]
-            pairs = (zero, zero, zero, zero, zero, zero, zero, zero)
-            for g in gl.static_range(G):
-                step = both(ranges[g * 2 + b], False) ^ gl.where(sign_of(g, own) < 0, SIGNS, 0)
-                step = gl.broadcast(step[:, None], words[0])[0]
-                new = ()
-                for f in gl.static_range(8):
-                    new += (fused_pairs(code_pairs(words[g * 2 + b], large, f), step, pairs[f]),)
-                pairs = new
-            keys.index(stage).slice(b * 64, 64, 1).store(side_by_side(pairs, True))
+        unpack(keys.index(stage), k_words, k_found, own, large, G, True)
         fence_async_shared()
         mbarrier.arrive(k_full.index(stage), count=1)
-        if PREFETCH:
-            words, ranges = load_words(k_codes, k_ranges, page, group, 0, True, HG, 2 * G, 2 * G)
+        # A fence waits for all loads: these have until the values are unpacked.
+        k_words, k_found = load_words(k_codes, k_ranges, page, group, 0, True, HG, 2 * G, 2 * G)
+        next_words, next_found = load_words(v_codes, v_ranges, page, group, own * 2, True, HG, 2 * G, 2)
+        page = load_pages(page_table, tile + 2, pages, True)
         mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        for b in gl.static_range(2):
-            zero = gl.broadcast(both(steps[b], True)[:, None], words[0])[0]
-            step = gl.broadcast(both(steps[b], False)[:, None], words[0])[0]
-            pairs = ()
-            for f in gl.static_range(8):
-                pairs += (fused_pairs(code_pairs(v_words[b], large, f), step, zero),)
-            values.index(stage).slice(b * 64, 64, 1).store(side_by_side(pairs, False))
+        unpack(values.index(stage), v_words, v_found, own, large, 1, False)
         fence_async_shared()
         mbarrier.arrive(v_full.index(stage), count=1)
-        if PREFETCH:
-            v_words, steps = load_words(v_codes, v_ranges, page, group, own * 2, True, HG, 2 * G, 2)
-            page = load_pages(page_table, tile + 2 * PRODUCERS, pages, True)
-
-
-@gluon.jit
-def unpack_keys(stored, ring, HG: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
-    """Every tile of a head's keys, up to the transform of D."""
-    page_table, k_codes, k_ranges, _v_codes, _v_ranges, group, own, first, last, pages = stored
-    keys, _values, full, empty, _v_full, _v_empty, _turns = ring
-    some = first < last
-    page = load_pages(page_table, first, pages, some)
-    large = (page >> 31)[:, None] | gl.full([R, 4], 0x64006400, gl.int32, TOKENS)
-    words, ranges = load_words(k_codes, k_ranges, page, group, 0, some, HG, 2 * G, 2 * G)
-    page = load_pages(page_table, first + 1, pages, some)
-    for tile in range(first, last):
-        stage = (tile - first) % STAGES
-        mbarrier.wait(empty.index(stage), ((tile - first) // STAGES & 1) ^ 1)
-        for b in gl.static_range(2):
-            zero = both(ranges[b], True)
-            for g in gl.static_range(1, G):
-                one = gl.full([R], 0x3C003C00, gl.int32, TOKEN) ^ gl.where(sign_of(g, own) < 0, SIGNS, 0)
-                zero = fused_pairs(both(ranges[g * 2 + b], True), one, zero)
-            zero = gl.broadcast(zero[:, None], words[0])[0]
-            for half in gl.static_range(2):
-                pairs = (zero, zero, zero, zero)
-                for g in gl.static_range(G):
-                    step = both(ranges[g * 2 + b], False) ^ gl.where(sign_of(g, own) < 0, SIGNS, 0)
-                    step = gl.broadcast(step[:, None], words[0])[0]
-                    new = ()
-                    for f in gl.static_range(4):
-                        new += (fused_pairs(code_pairs(words[g * 2 + b], large, half * 4 + f), step, pairs[f]),)
-                    pairs = new
-                keys.index(stage).slice(b * 64 + half * 32, 32, 1).store(four_side_by_side(pairs, True))
-        fence_async_shared()
-        mbarrier.arrive(full.index(stage), count=1)
-        # Here no fence is to come that would wait for them.
-        words, ranges = load_words(k_codes, k_ranges, page, group, 0, True, HG, 2 * G, 2 * G)
-        page = load_pages(page_table, tile + 2, pages, True)
-
-
-@gluon.jit
-def unpack_values(stored, ring, HG: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
-    """Every tile of a head's values."""
-    page_table, _k_codes, _k_ranges, v_codes, v_ranges, group, own, first, last, pages = stored
-    _keys, values, _k_full, _k_empty, full, empty, _turns = ring
-    some = first < last
-    page = load_pages(page_table, first, pages, some)
-    large = (page >> 31)[:, None] | gl.full([R, 4], 0x64006400, gl.int32, TOKENS)
-    words, ranges = load_words(v_codes, v_ranges, page, group, own * 2, some, HG, 2 * G, 2)
-    page = load_pages(page_table, first + 1, pages, some)
-    for tile in range(first, last):
-        stage = (tile - first) % STAGES
-        mbarrier.wait(empty.index(stage), ((tile - first) // STAGES & 1) ^ 1)
-        for b in gl.static_range(2):
-            zero = gl.broadcast(both(ranges[b], True)[:, None], words[0])[0]
-            step = gl.broadcast(both(ranges[b], False)[:, None], words[0])[0]
-            for half in gl.static_range(2):
-                pairs = ()
-                for f in gl.static_range(4):
-                    pairs += (fused_pairs(code_pairs(words[b], large, half * 4 + f), step, zero),)
-                values.index(stage).slice(b * 64 + half * 32, 32, 1).store(four_side_by_side(pairs, False))
-        fence_async_shared()
-        mbarrier.arrive(full.index(stage), count=1)
-        words, ranges = load_words(v_codes, v_ranges, page, group, own * 2, True, HG, 2 * G, 2)
-        page = load_pages(page_table, tile + 2, pages, True)
+        v_words, v_found = next_words, next_found
 
 
 @gluon.jit
@@ -307,12 +228,14 @@ def weigh(scores, factor, greatest, total, tile, packed):
 
 @gluon.jit
 def attend(
-    asked, ring, H: gl.constexpr, WHICH: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr
-):
-    """64 queries of one head against the tiles that `produce` unpacks."""
+    asked, key_ring, value_ring, turns, H: gl.constexpr, WHICH: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
+):  # fmt: skip
+    """64 queries of one head against the tiles that are unpacked."""
     given, query, asked_count, head, part_row, first, last, packed, scale, tiles = asked
     q, q_stride_t, q_stride_h, out, lse = given
-    keys, values, k_full, k_empty, v_full, v_empty, turns = ring
+    keys, k_full, k_empty = key_ring
+    values, v_full, v_empty = value_ring
     query_tile = tiles.index(WHICH)
     index = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))
     rows = q + (query + index) * q_stride_t + head.to(gl.int64) * q_stride_h
@@ -379,8 +302,7 @@ def attend(
 def rotatekv_hopper_fwd_kernel(
     q, q_stride_t, q_stride_h, q_offsets, seq_offsets, page_offsets, page_table, k_codes, k_ranges, v_codes, v_ranges,
     out, lse, B, S, Tq, SPLITS, scale,
-    HG: gl.constexpr, G: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr, PRODUCERS: gl.constexpr,
-    REGISTERS: gl.constexpr, PREFETCH: gl.constexpr, TURNS: gl.constexpr,
+    HG: gl.constexpr, G: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """One part of 128 queries of one head; out and lse: [SPLITS, Tq, H, ...], or the final ones.
 
@@ -416,44 +338,23 @@ def rotatekv_hopper_fwd_kernel(
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for which in gl.static_range(2):
         mbarrier.init(turns.index(which), count=1)
-    ring = keys, values, k_full, k_empty, v_full, v_empty, turns
+    key_ring = keys, k_full, k_empty
+    value_ring = values, v_full, v_empty
     part_row = split * Tq.to(gl.int64)
     query = first_query + q_tile * BQ
     asked_count -= q_tile * BQ
     given = q, q_stride_t, q_stride_h, out, lse
     asked = given, query, asked_count, head, part_row, first, last, packed, scale, query_tiles
     stored = page_table, k_codes, k_ranges, v_codes, v_ranges, head // G, head % G, first, last, pages
-    ZERO: gl.constexpr = 0
-    ONE: gl.constexpr = 1
-    if PRODUCERS == 0:
-        gl.warp_specialize(
-            [
-                (attend, (asked, ring, H, ZERO, LSE, STAGES, TURNS)),
-                (attend, (asked, ring, H, ONE, LSE, STAGES, TURNS)),
-                (unpack_keys, (stored, ring, HG, G, STAGES)),
-                (unpack_values, (stored, ring, HG, G, STAGES)),
-            ],
-            [4, 4, 4],
-            [REGISTERS, 256 - REGISTERS + PREFETCH, 256 - REGISTERS - PREFETCH],
-        )
-    elif PRODUCERS == 1:
-        gl.warp_specialize(
-            [
-                (attend, (asked, ring, H, ZERO, LSE, STAGES, TURNS)),
-                (attend, (asked, ring, H, ONE, LSE, STAGES, TURNS)),
-                (produce, (stored, ring, HG, G, ZERO, PRODUCERS, STAGES, PREFETCH)),
-            ],
-            [4, 4],
-            [REGISTERS, 504 - 2 * REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (attend, (asked, ring, H, ZERO, LSE, STAGES, TURNS)),
-                (attend, (asked, ring, H, ONE, LSE, STAGES, TURNS)),
-                (produce, (stored, ring, HG, G, ZERO, PRODUCERS, STAGES, PREFETCH)),
-                (produce, (stored, ring, HG, G, ONE, PRODUCERS, STAGES, PREFETCH)),
-            ],
-            [4, 4, 4],
-            [REGISTERS, 256 - REGISTERS, 256 - REGISTERS],
-        )
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (attend, (asked, key_ring, value_ring, turns, H, FIRST, LSE, STAGES, TURNS)),
+            (attend, (asked, key_ring, value_ring, turns, H, SECOND, LSE, STAGES, TURNS)),
+            (produce, (stored, key_ring, value_ring, HG, G, STAGES)),
+        ],
+        [4, 4],
+        # Of the 504 registers that three threads share.
+        [208, 88],
+    )
