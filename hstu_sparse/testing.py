@@ -122,6 +122,8 @@ def assert_within_budget(
         lossy: what the reference gave on the same inputs in the same dtype.
         exact: what the reference gave in fp64.
         floor: an error relative to the size of `exact` that is always allowed; defaults to two roundings of the dtype.
+            Of few numbers more is: what the reference loses on n of them is known to 1/sqrt(n), and of one it may be
+            nothing by chance.
         terms: of the shape of `exact`, the size of what cancels in it, where that may be nearly all. The floor is
             relative to it if that is larger.
 
@@ -137,6 +139,7 @@ def assert_within_budget(
     actual, lossy, exact = (x.detach().cpu().double() for x in (actual, lossy, exact))
     assert torch.isfinite(actual).all(), f"{name}: {int((~torch.isfinite(actual)).sum())} elements are not finite"
     error, own = actual - exact, lossy - exact
+    floor *= 1 + 3 / exact.numel() ** 0.5
     for what, measure, allowance in (
         ("norm", lambda x: x.norm().item(), factor),
         ("largest element", lambda x: x.abs().max().item(), 2 * factor),

@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 
-from tests.operators import MOST_BYTES, NAMES, draw, operator
+from tests.operators import BATCH, MOST_BYTES, NAMES, draw, operator
 
 # Failures that the campaign found, as it printed them: (operator, case).
 FIXED: list[tuple[str, dict]] = [
@@ -58,6 +58,7 @@ FIXED: list[tuple[str, dict]] = [
 # Each process runs every operator once, so that all of them end at the same time.
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 GIB = 1024**3
+BATCHES = 4  # for which compiled kernels are checked: to compile takes ten times as long as to check
 MOST_INTERPRETED = 300  # tokens of a fixed case that the interpreter gets through in seconds
 
 
@@ -65,9 +66,10 @@ def campaign(name: str, device: str, seconds: float, seed: str) -> tuple[int, fl
     """Checks random cases of an operator until the time is up; returns (their number, most GiB that one took)."""
     module, numbers, cases, most = operator(name), random.Random(f"{name} {seed}"), 0, 0.0
     end = time.monotonic() + seconds
-    failed = []
+    failed, case = [], None
     while not cases or time.monotonic() < end:
-        case = draw(module, numbers, device == "cpu")
+        again = device == "cuda" and cases % BATCHES and "lengths" in case
+        case = draw(module, numbers, device == "cpu", case if again else None)
         cases += 1
         if error := attempt(module, device, case):
             failed.append(f"({name!r}, {case!r}),  # {error}")
@@ -122,6 +124,16 @@ def test_random_shapes_in_the_interpreter(name, request):
             operator(name).check("cpu", **case)
     seconds, seed = request.config.getoption("--seconds"), request.config.getoption("--campaign-seed")
     campaign(name, "cpu", seconds / len(NAMES), str(seed))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_batch_keeps_the_kernels(name):
+    module, numbers = operator(name), random.Random(3)
+    case = draw(module, numbers, False)
+    others = [draw(module, numbers, False, case) for _ in range(5)]
+    assert all(other.keys() == case.keys() for other in others)
+    changed = {key for other in others for key in case if other[key] != case[key]}
+    assert "seed" in changed and changed <= BATCH
 
 
 def test_a_failure_is_printed_as_a_case(monkeypatch):

@@ -23,6 +23,9 @@ CASES = {
     "narrow groups, ordered": dict(quant_group=16, ordered=True),
     "wide groups, ordered, rope": dict(quant_group=128, ordered=True, rope=True),
     "1,024 channels": dict(head_size=256, head_group=4, groups=1, value_size=256, rope=True, lengths=[200] * 5),
+    "1,024 channels, ordered": dict(
+        head_size=256, head_group=4, groups=1, value_size=256, rope=True, ordered=True, lengths=[200] * 5
+    ),
     "softmax, split": dict(softmax=True, splits=5),
     "rope, softmax, split, sinks": dict(rope=True, softmax=True, splits=3, sink_tokens=70),
     "rope, 4 bits": dict(rope=True, bits=4, softmax=True, quant_group=128),

@@ -22,6 +22,10 @@ from hstu_sparse.rotatekv.decode import load_keys, load_values, restored_blocks
 from hstu_sparse.tiles import locate, silu
 from hstu_sparse.time_buckets import bucket_of
 
+# Signs of the matrices of a channel order, of all channels, that may be kept in shared memory from tile to tile, which
+# the compiler does with what is the same in every turn of a loop: 64 KB. Of 1,024 channels it is 512 KB.
+MOST_SIGNS = tl.constexpr(32768)
+
 
 @triton.jit
 def time_bias(table, cells, asked, seen):
@@ -294,9 +298,12 @@ def rotatekv_attention_fwd_kernel(
             )  # fmt: skip
             scores = tl.zeros([R, COLUMNS], tl.float32)
             if KEYS_BACK:
+                first = first_channel
+                if HAS_ORDER and K_BLOCKS * OUT * K_BLOCK * PAD > MOST_SIGNS:
+                    first += tl.minimum(tile, 0)  # 0, but not known to be the same for every tile
                 keys = restored_blocks(
-                    codes, kept, scales, zeros, scale, first_channel, inverse_order, DTYPE, OFFSET, K_BLOCK,
-                    K_BLOCKS, K_PER, OW, PAD, OUT, SPAN, SPARSE, HAS_ORDER, R,
+                    codes, kept, scales, zeros, scale, first, inverse_order, DTYPE, OFFSET, K_BLOCK, K_BLOCKS, K_PER,
+                    OW, PAD, OUT, SPAN, SPARSE, HAS_ORDER, R,
                 )  # fmt: skip
                 if ROPE:
                     keys = turned_keys(keys, tile * R, near, far_packed, D, OW, PAD, OUT, R)

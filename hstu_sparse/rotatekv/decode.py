@@ -58,6 +58,9 @@ def restored_blocks(
     # Whole blocks that come out: the transform across blocks sums those alike in what is left of their number, with the
     # signs of the blocks from `first` on, and ends in a butterfly.
     WHOLE: tl.constexpr = OUT // SPAN
+    # Codes and signs are exact in 16 bits; in 32 the matrices of 256 channels with an order took more shared memory
+    # than there is.
+    NARROW: tl.constexpr = DTYPE if DTYPE.primitive_bitwidth == 16 else tl.float16
     found = ()
     constants = ()
     for _ in tl.static_range(OUT):
@@ -72,12 +75,12 @@ def restored_blocks(
         new_constants = ()
         if HAS_ORDER:
             for o in tl.static_range(OUT):
-                matrix = matrix_block(i, first + o * OW, order, DTYPE, BW, OW, PAD, True)
+                matrix = matrix_block(i, first + o * OW, order, NARROW, BW, OW, PAD, True)
                 if SPARSE:
-                    constant = tl.dot(kept[i], matrix)
+                    constant = tl.dot(kept[i].to(NARROW), matrix)
                 else:
                     constant = tl.sum(matrix.to(tl.float32), 0)[None, :]
-                part = scale[:, None] * tl.dot(codes[i], matrix) + zero[:, None] * constant
+                part = scale[:, None] * tl.dot(codes[i].to(NARROW), matrix) + zero[:, None] * constant
                 new += (found[o] + factor * part,)
             found = new
         else:
@@ -86,10 +89,10 @@ def restored_blocks(
                 x = found[o]
                 constant = constants[o]
                 if o // SPAN == i % WHOLE:
-                    matrix = matrix_block(i, first + o % SPAN * OW, order, DTYPE, BW, OW, PAD, False)
-                    x += (scale * own)[:, None] * tl.dot(codes[i], matrix)
+                    matrix = matrix_block(i, first + o % SPAN * OW, order, NARROW, BW, OW, PAD, False)
+                    x += (scale * own)[:, None] * tl.dot(codes[i].to(NARROW), matrix)
                     if SPARSE:
-                        x += (zero * own)[:, None] * tl.dot(kept[i], matrix)
+                        x += (zero * own)[:, None] * tl.dot(kept[i].to(NARROW), matrix)
                     constant += own * zero
                 new += (x,)
                 new_constants += (constant,)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 MOST_BYTES = 2 * 1024**3
+# What of a case says only how long the sequences are and what is in them: no kernel is compiled anew for another.
+BATCH = {"lengths", "key_lengths", "asked", "max_seq_len", "longer", "spare", "gap", "seed"}
 NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
@@ -28,11 +30,14 @@ class Launches(NamedTuple):
     architectures: tuple[int, ...] = (80, 90, 100, 120)
 
 
-def draw(module, random, small: bool) -> dict:
-    """A case of an operator's module that the machine has room for."""
-    while module.reference_bytes(**(case := module.draw(random, small))) > MOST_BYTES:
-        pass
-    return case
+def draw(module, random, small: bool, like: dict | None = None) -> dict:
+    """A case of an operator's module that the machine has room for; of `like` another batch for the same kernels."""
+    while True:
+        case = module.draw(random, small)
+        if like:
+            case = like | {name: value for name, value in case.items() if name in BATCH}
+        if module.reference_bytes(**case) <= MOST_BYTES:
+            return case
 
 
 def operator(name: str):

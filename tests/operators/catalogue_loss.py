@@ -11,19 +11,23 @@ def draw(random, small):
     tokens = random.choice([0, 1, random.randint(2, 40 if small else 3000)])
     items = random.choice([1, 2, random.randint(3, 100 if small else 20_000)])
     num_negatives = random.choice([1, 2, random.randint(3, 9 if small else 64)])
-    # A few sharp choices between a few items can all be right: a loss of nearly 0, a difference of large numbers.
-    sharp = [0.02, 0.05] if min(tokens, items, num_negatives) > 5 else []
+    size = random.choice([16, 24, 50, 64] if small else [16, 50, 64, 96, 128, 192, 256, 320, 512])
+    # A few sharp choices between a few items can all be right: loss and gradients of nearly 0, differences of large
+    # numbers. A dot product of plain normal rows is about sqrt(size).
+    many = min(tokens, items, num_negatives) > 5
     sampled = random.choice(["no", "no", "shared", "per token"])
     normalize = random.random() < 0.7
     return dict(
         tokens=tokens,
         items=items,
-        size=random.choice([16, 24, 50, 64] if small else [16, 50, 64, 96, 128, 192, 256, 320, 512]),
+        size=size,
         sampled=sampled,
         num_negatives=num_negatives,
         corrected=random.random() < 0.5,
         normalize=normalize,
-        temperature=random.choice([*sharp, 0.3, 1.0]) if normalize else random.choice([3.0, 10.0]),
+        temperature=random.choice(
+            [*([0.02, 0.05] if many else []), 0.3, 1.0] if normalize else [3.0 if many else 0.5 * size**0.5, 10.0]
+        ),
         learned=random.random() < 0.5,
         smoothing=random.choice([0.0, 0.1]) if sampled == "no" else 0.0,
         ignored=random.choice([0.0, 0.3, 1.0]),

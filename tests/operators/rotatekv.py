@@ -258,6 +258,14 @@ def launches():
         case("attention", queries=128, attend=dict(way="keys"), architectures=(90,)),
         case("attention", sparsity=0.7, **small),
         case("attention", ordered=True, attend=dict(rope_base=10000.0), dtype=torch.float16, **small),
+        case(
+            "attention",
+            ordered=True,
+            attend=dict(rope_base=10000.0),
+            dtype=torch.float32,
+            heads=4,
+            architectures=(80, 90),
+        ),
         case("plain"),
         case("plain", attend=dict(rope_base=10000.0), queries=128),
     ]
