@@ -38,6 +38,8 @@ TOKENS = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
 TOKEN = gl.constexpr(gl.SliceLayout(1, TOKENS))
 # A thread transforms half a query: [64, 2, 64].
 HALVES = gl.constexpr(gl.BlockedLayout([1, 1, 64], [16, 2, 1], [4, 1, 1], [2, 1, 0]))
+# Queries as they are loaded: [64, D].
+QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 # As products have scores and sums: [64, 128].
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 ROW = gl.constexpr(gl.SliceLayout(1, SCORES))
@@ -192,14 +194,16 @@ def produce(stored, key_ring, value_ring, HG: gl.constexpr, G: gl.constexpr, STA
 
 
 @gluon.jit
-def transformed(rows, real):
-    """Queries [64, D] fp16 at pointers [64], transformed and divided by their greatest element; that, [64] fp32."""
+def transform(tile, DTYPE: gl.constexpr):
+    """Queries [64, D] of DTYPE in a tile of shared memory: transformed, in fp16, divided by their greatest element.
+
+    Returns that, [64] fp32.
+    """
     half = gl.expand_dims(gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, HALVES))), 0), 2)
-    channel = gl.expand_dims(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, HALVES))), 0), 1)
-    pointers = gl.expand_dims(gl.expand_dims(rows, 1), 2) + channel
-    real = gl.expand_dims(gl.expand_dims(real, 1), 2)
-    far = gl.load(pointers + 64, real, 0.0).to(gl.float32)
-    x = gl.load(pointers, real, 0.0).to(gl.float32) + gl.where(half == 0, far, -far)
+    near = tile.slice(0, 64, 1).load(gl.SliceLayout(1, HALVES)).to(DTYPE, bitcast=True).to(gl.float32)
+    far = tile.slice(64, 64, 1).load(gl.SliceLayout(1, HALVES)).to(DTYPE, bitcast=True).to(gl.float32)
+    far = gl.expand_dims(far, 1)
+    x = gl.expand_dims(near, 1) + gl.where(half == 0, far, -far)
     # The last bit of a channel's number is done with and becomes the first, six times.
     for _ in gl.static_range(6):
         even, odd = gl.split(gl.reshape(x, [64, 2, 32, 2]))
@@ -207,7 +211,8 @@ def transformed(rows, real):
     x = gl.reshape(x, [64, D])
     most = gl.max(gl.abs(x), 1)
     most = gl.where(most > 0.0, most, 1.0)
-    return (x * (1.0 / most)[:, None]).to(gl.float16), gl.convert_layout(most, ROW)
+    tile.store((x * (1.0 / most)[:, None]).to(gl.float16))
+    return gl.convert_layout(most, ROW)
 
 
 @gluon.jit
@@ -237,11 +242,12 @@ def attend(
     keys, k_full, k_empty = key_ring
     values, v_full, v_empty = value_ring
     query_tile = tiles.index(WHICH)
-    index = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))
+    index = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, QUERIES))
     rows = q + (query + index) * q_stride_t + head.to(gl.int64) * q_stride_h
-    prepared, factor = transformed(rows, index < asked_count)
-    factor *= scale
-    query_tile.store(prepared)
+    column = gl.arange(0, D, gl.SliceLayout(0, QUERIES))
+    x = gl.load(rows[:, None] + column[None, :], (index < asked_count)[:, None], 0.0)
+    query_tile.store(x.to(gl.float16, bitcast=True))
+    factor = transform(query_tile, q.dtype.element_ty) * scale
     fence_async_shared()
 
     none = gl.zeros([64, R], gl.float32, SCORES)
