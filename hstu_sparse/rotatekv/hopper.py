@@ -245,10 +245,7 @@ def weigh(scores, factor, greatest, total, tile, packed):
 
 
 @gluon.jit
-def attend(
-    asked, key_ring, value_ring, turns, H: gl.constexpr, WHICH: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
-):  # fmt: skip
+def attend(asked, key_ring, value_ring, H: gl.constexpr, WHICH: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr):
     """64 queries of one head against the tiles that are unpacked."""
     given, query, asked_count, head, part_row, first, last, packed, scale, tiles = asked
     q, q_stride_t, q_stride_h, out, lse = given
@@ -281,13 +278,9 @@ def attend(
             stage = i % STAGES
             before = (i - 1) % STAGES
             mbarrier.wait(k_full.index(stage), i // STAGES & 1)
-            if TURNS:
-                mbarrier.wait(turns.index(WHICH), (i & 1) ^ WHICH)
             scores = warpgroup_mma(query_tile, keys.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
             weights = gl.convert_layout(halves(pairs, 64, R), WEIGHTS, assert_trivial=True)
             sums = warpgroup_mma(weights, values.index(before), sums, is_async=True)
-            if TURNS:
-                mbarrier.arrive(turns.index(1 - WHICH), count=1)
             scores = warpgroup_mma_wait(1, deps=(scores,))
             mbarrier.arrive(k_empty.index(stage), count=1)
             new, greatest, total, shrink = weigh(scores, factor, greatest, total, tile, packed)
@@ -321,7 +314,7 @@ def attend(
 def rotatekv_hopper_fwd_kernel(
     q, q_stride_t, q_stride_h, q_offsets, seq_offsets, page_offsets, page_table, k_codes, k_ranges, v_codes, v_ranges,
     out, lse, B, S, Tq, SPLITS, scale,
-    HG: gl.constexpr, G: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    HG: gl.constexpr, G: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One part of 128 queries of one head; out and lse: [SPLITS, Tq, H, ...], or the final ones.
 
@@ -354,9 +347,6 @@ def rotatekv_hopper_fwd_kernel(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for which in gl.static_range(2):
-        mbarrier.init(turns.index(which), count=1)
     key_ring = keys, k_full, k_empty
     value_ring = values, v_full, v_empty
     part_row = split * Tq.to(gl.int64)
@@ -369,8 +359,8 @@ def rotatekv_hopper_fwd_kernel(
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (attend, (asked, key_ring, value_ring, turns, H, FIRST, LSE, STAGES, TURNS)),
-            (attend, (asked, key_ring, value_ring, turns, H, SECOND, LSE, STAGES, TURNS)),
+            (attend, (asked, key_ring, value_ring, H, FIRST, LSE, STAGES)),
+            (attend, (asked, key_ring, value_ring, H, SECOND, LSE, STAGES)),
             (produce, (stored, key_ring, value_ring, HG, G, STAGES)),
         ],
         [4, 4],

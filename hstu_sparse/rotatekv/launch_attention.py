@@ -328,7 +328,7 @@ class HopperPlan(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def hopper_plan(layout: Layout, device: torch.device, queries: int, sequences: int, max_seq_len: int) -> HopperPlan:
     constants = tuple(
-        dict(HG=layout.head_groups, G=layout.options.head_group, LSE=lse, STAGES=3, TURNS=True) for lse in (False, True)
+        dict(HG=layout.head_groups, G=layout.options.head_group, LSE=lse, STAGES=3) for lse in (False, True)
     )
     programs = (queries // HOPPER_TILE + sequences) * layout.heads
     filled = sequences * cdiv(queries, sequences * HOPPER_TILE) * layout.heads
