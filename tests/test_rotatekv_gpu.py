@@ -47,6 +47,25 @@ def test_agrees_with_reference(name, dtype):
     check("cuda", **(BASE | CASES[name] | dict(dtype=dtype)))
 
 
+MANY = dict(
+    lengths=[700, 0, 129, 1, 64, 128, 1500], asked=[128, 64, 100, 1, 130, 300, 129], max_seq_len=1510, softmax=True
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(head_group=1, groups=4),
+        dict(splits=5),
+        dict(head_group=4, groups=1, sink_tokens=70, splits=3),
+        dict(clip=0.75, contiguous=False, dtype="float16"),
+    ],
+)
+def test_many_queries_of_softmax(options):
+    """What `hopper.py` takes where there is such a GPU, and `many.py` elsewhere: tiles of 128 in part and whole."""
+    check("cuda", **(BASE | MANY | dict(dtype="bfloat16") | options))
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("options", [{}, dict(sparsity=0.7), dict(head_group=4, quant_group=16), dict(sink_tokens=9)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -115,7 +115,27 @@ def test_hadamard(n):
 
 
 def test_parts_of_histories_fill_whole_rounds():
-    from hstu_sparse.rotatekv.launch_attention import few_splits
+    from hstu_sparse.rotatekv.launch_attention import best_splits
 
-    assert [few_splits(programs, 1056, 512) for programs in (4, 256, 400, 2000)] == [32, 4, 5, 1]
-    assert few_splits(4, 1056, 3) == few_splits(5000, 1056, 3) == 1
+    assert [best_splits(programs, 1056, 512, 16, 6) for programs in (4, 256, 400, 2000)] == [32, 4, 5, 1]
+    assert best_splits(4, 1056, 3, 16, 6) == best_splits(5000, 1056, 3, 16, 6) == 1
+
+
+def test_gluon_is_taken_only_as_it_was_tried(monkeypatch):
+    import sys
+
+    from hstu_sparse.rotatekv import launch_attention
+
+    found = launch_attention.hopper_kernel.__wrapped__
+    assert found() is None  # the interpreter
+    monkeypatch.setattr(launch_attention, "INTERPRET", False)
+    monkeypatch.setitem(
+        sys.modules, "hstu_sparse.rotatekv.hopper", type("Kernels", (), {"rotatekv_hopper_fwd_kernel": 1})
+    )
+    monkeypatch.setattr(launch_attention.triton, "__version__", "3.6.0")
+    assert found() == 1
+    monkeypatch.setattr(launch_attention.triton, "__version__", "3.8.0")
+    assert found() is None
+    monkeypatch.setattr(launch_attention.triton, "__version__", "3.7.1")
+    monkeypatch.setitem(sys.modules, "hstu_sparse.rotatekv.hopper", None)
+    assert found() is None

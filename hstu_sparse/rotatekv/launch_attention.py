@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from hstu_sparse.launch import (
+    INTERPRET,
     architecture,
     cdiv,
     multiprocessors,
@@ -24,6 +26,7 @@ from hstu_sparse.launch import (
     start,
 )
 from hstu_sparse.relative_bias import RelativeBias
+from hstu_sparse.rotatekv.angles import all_tables, rope_table
 from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
@@ -36,43 +39,9 @@ from hstu_sparse.validation import check_kernel
 # Queries of a sequence, on average: from the first on `many` is faster than `few`; from the second on the general
 # kernel turns keys back and gives heads programs of their own.
 MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
+# Queries and tokens that a program of `hopper` takes at once.
+HOPPER_TILE = 128
 KERNEL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-def cos_sin(base: float, half: int, first: int, step: int, count: int) -> Tensor:
-    """[count, 2, half] fp32 on a CPU: cos and sin of the angles of positions first, first + step, ..."""
-    position = first + step * torch.arange(count, dtype=torch.float64)
-    angle = position[:, None] * base ** (-torch.arange(half, dtype=torch.float64) / half)
-    return torch.stack((angle.cos(), angle.sin()), 1).float()
-
-
-@functools.lru_cache(maxsize=16)
-def rope_table(base: float, half: int, first: int, step: int, count: int, device: torch.device) -> Tensor:
-    """`cos_sin` on a device."""
-    return cos_sin(base, half, first, step, count).to(device)
-
-
-@functools.lru_cache(maxsize=16)
-def angle_table(base: float, half: int, count: int, device: torch.device) -> Tensor:
-    """`cos_sin` of positions 0, 1, .. in fp16, as int32 pairs: [count, 2, half / 2]."""
-    return cos_sin(base, half, 0, 1, count).half().view(torch.int32).to(device)
-
-
-@functools.lru_cache(maxsize=16)
-def angle_pairs(base: float, half: int, count: int, device: torch.device) -> Tensor:
-    """As `angle_table`, [count, half], with what a thread of `few` takes side by side.
-
-    Of each 16 angles it has for j = 0 .. 3 a pair of cos of angles 2j, 2j + 1, one of those 8 behind, and two of sin.
-    """
-    table = cos_sin(base, half, 0, 1, count).half().view(torch.int32).view(count, 2, half // 16, 2, 4)
-    return table.permute(0, 2, 4, 1, 3).reshape(count, half).to(device)
-
-
-@functools.lru_cache(maxsize=16)
-def all_tables(base: float, half: int, count: int, paired: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """`rope_table` of positions in a tile, of tiles, and fp16 ones of every position."""
-    near, far = rope_table(base, half, 0, 1, TILE, device), rope_table(base, half, 0, TILE, count, device)
-    return near, far, (angle_pairs if paired else angle_table)(base, half, count * TILE, device)
 
 
 class Plain(NamedTuple):
@@ -97,8 +66,22 @@ def whole_blocks(layout: Layout, dtype: torch.dtype) -> bool:
     )
 
 
-def ways(cache: PackedCache | Plain, dtype: torch.dtype, alpha: float, rope: bool) -> tuple[str, ...]:
-    """The ways that take a call: see `attention`."""
+@functools.cache
+def hopper_kernel():
+    """The Gluon kernel, or None: Gluon is experimental, is taken only as it was tried, and has no interpreter."""
+    if INTERPRET or not triton.__version__.startswith(("3.6.", "3.7.")):
+        return None
+    try:
+        from hstu_sparse.rotatekv.hopper import rotatekv_hopper_fwd_kernel
+    except (ImportError, AttributeError):
+        return None
+    return rotatekv_hopper_fwd_kernel
+
+
+def ways(
+    cache: PackedCache | Plain, dtype: torch.dtype, alpha: float, rope: bool, plain_softmax: bool = False
+) -> tuple[str, ...]:
+    """The ways that take a call: see `attention`. plain_softmax: it is softmax without bias."""
     if not isinstance(cache, PackedCache):
         return ("keys",)
     layout = cache.layout
@@ -112,6 +95,10 @@ def ways(cache: PackedCache | Plain, dtype: torch.dtype, alpha: float, rope: boo
     heads = layout.head_size % TILE == 0 and layout.value_size % TILE == 0
     if heads and max(layout.head_size, layout.value_size) <= 128 and not ordered and alpha > 0:
         found += ("many",)
+        fits = layout.head_size == layout.value_size == 128 and layout.keys.group == layout.values.group == 64
+        fits = fits and layout.options.bits == 2 and plain_softmax and not rope
+        if fits and architecture(cache.device) == 90 and hopper_kernel() is not None:
+            found += ("hopper",)
     return found
 
 
@@ -217,7 +204,7 @@ def few_plan(
     pages, room = cdiv(max_seq_len, layout.page), 8 * multiprocessors(device)
     if single:
         programs = queries * layout.head_groups
-        splits = few_splits(programs, room, pages)
+        splits = best_splits(programs, room, pages, 16, 6)
     else:
         programs = (queries // block_q + sequences) * layout.head_groups
         filled = sequences * cdiv(queries, sequences * block_q) * layout.head_groups
@@ -230,15 +217,16 @@ def few_plan(
     return FewPlan(constants, programs, splits, (layout.keys.channels**-0.5, 1.0 / max_seq_len), angles)
 
 
-def few_splits(programs: int, room: int, pages: int) -> int:
-    """Into how many parts histories of so many pages are cut, so that `programs` for each of them take least time.
+def best_splits(programs: int, room: int, steps: int, least: int, extra: int) -> int:
+    """Into how many parts histories of so many steps are cut, so that `programs` for each of them take least time.
 
-    They run in rounds of `room` programs, each of which takes as long besides its pages as with six of them.
+    They run in rounds of `room` programs, each of which takes as long besides its steps, `least` of them or more, as
+    with `extra` ones.
     """
-    most, fit = max(1, pages // 16), room // programs
+    most, fit = max(1, steps // least), room // programs
     if fit >= 8:
         return min(fit, most)
-    time = lambda splits: cdiv(programs * splits, room) * (cdiv(pages, splits) + 6)
+    time = lambda splits: cdiv(programs * splits, room) * (cdiv(steps, splits) + extra)
     return min(range(1, min(most, 16) + 1), key=time)
 
 
@@ -329,6 +317,46 @@ def many(call: Call) -> Plan:
     return Plan(launch, max(1, min(wanted, call.max_seq_len // 512)))
 
 
+class HopperPlan(NamedTuple):
+    """What `hopper` needs beside a call's tensors."""
+
+    constants: tuple[dict, dict]  # without and with a log-sum-exp
+    programs: int  # of each part of a history
+    splits: int
+
+
+@functools.lru_cache(maxsize=64)
+def hopper_plan(layout: Layout, device: torch.device, queries: int, sequences: int, max_seq_len: int) -> HopperPlan:
+    constants = tuple(
+        dict(HG=layout.head_groups, G=layout.options.head_group, LSE=lse, STAGES=3) for lse in (False, True)
+    )
+    programs = (queries // HOPPER_TILE + sequences) * layout.heads
+    filled = sequences * cdiv(queries, sequences * HOPPER_TILE) * layout.heads
+    # A program takes a processor, and about as long besides its tiles as with three of them.
+    splits = best_splits(filled, multiprocessors(device), cdiv(max_seq_len, HOPPER_TILE), 4, 3)
+    return HopperPlan(constants, programs, splits)
+
+
+def hopper(call: Call) -> Plan:
+    """As `many`, some warps unpacking while others multiply."""
+    q, cache = call.q, call.source
+    layout, sequences = cache.layout, call.q_offsets.shape[0] - 1
+    plan = hopper_plan(layout, q.device, q.shape[0], sequences, call.max_seq_len)
+
+    def launch(part, part_lse, splits):
+        tensors, key = kept(cache)
+        given = q, q.stride(0), q.stride(1), call.q_offsets
+        arguments = (
+            *given, *tensors[:3], *tensors[4:], part, part_lse, sequences, layout.options.sink_tokens, q.shape[0],
+            splits, call.alpha * layout.keys.channels**-0.5 * math.log2(math.e),
+        )  # fmt: skip
+        key = *key, *specialization((*given, part, part_lse))
+        constants = plan.constants[part_lse is not None]
+        start(hopper_kernel(), plan.programs * splits, arguments, constants, dict(num_warps=4), key)
+
+    return Plan(launch, plan.splits)
+
+
 def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
     """The kernel that takes everything: whole caches, plain keys and values, or the sinks of a cache alone."""
     q, source = call.q, call.source
@@ -380,6 +408,9 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
     return Plan(launch, max(1, min(wanted, tiles // 8)))
 
 
+PLANS = {"few": few, "many": many, "hopper": hopper}
+
+
 @current
 def attention(
     q: Tensor,
@@ -397,9 +428,9 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """(out [Tq, H, V], log-sum-exp [Tq, H] or None) of queries against a cache or plain keys and values.
 
-    way: "few" and "many" for the kernels of those files, "queries" and "keys" for that of attention.py, which takes
-    everything, with queries or keys rotated; only one of `ways`. splits: the parts into which a history is cut. By
-    default what is faster.
+    way: "few", "many" and "hopper" for the kernels of those files, "queries" and "keys" for that of attention.py, which
+    takes everything, with queries or keys rotated; only one of `ways`. splits: the parts into which a history is cut.
+    By default what is faster.
     """
     cache = source if isinstance(source, PackedCache) else None
     value_size = source.v.shape[2] if cache is None else cache.layout.value_size
@@ -408,7 +439,8 @@ def attention(
     queries, heads, _ = q.shape
     if queries == 0:
         return q.new_empty(0, heads, value_size), q.new_empty(0, heads, dtype=torch.float32) if return_lse else None
-    if bias.position is not None or bias.time is not None:
+    biased = bias.position is not None or bias.time is not None
+    if biased:
         bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
     call = Call(q, q_offsets.contiguous(), source, max_seq_len, softmax, float(alpha), bias, rope_base)
     if way is None:
@@ -418,12 +450,14 @@ def attention(
             wanted = ("many", "keys")
         elif queries >= MANY_QUERIES * sequences:
             wanted = ("many", "queries", "keys")
-        able = ways(source, q.dtype, alpha, rope_base is not None)
+        if 2 * queries > HOPPER_TILE * sequences:
+            wanted = ("hopper", *wanted)
+        able = ways(source, q.dtype, alpha, rope_base is not None, softmax and not biased)
         way = next(x for x in wanted if x in able)
-    plan = few(call) if way == "few" else many(call) if way == "many" else general(call, way == "keys")
+    plan = PLANS[way](call) if way in PLANS else general(call, way == "keys")
     splits = splits or plan.splits
-    # The kernels for few and for many leave the sinks to the general one: a part of their own.
-    sinks = cache is not None and cache.layout.options.sink_tokens > 0 and way in ("few", "many")
+    # Only the general kernel reads sinks: a part of their own for the others.
+    sinks = cache is not None and cache.layout.options.sink_tokens > 0 and way in PLANS
     parts = splits + sinks
     part = q.new_empty(
         (parts, queries, heads, value_size)[parts == 1 :], dtype=q.dtype if parts == 1 else torch.float32

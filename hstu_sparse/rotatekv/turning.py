@@ -60,7 +60,7 @@ def by_twos(OPERATION: tl.constexpr, a, b):
 def load_angles(table, position, WORDS: tl.constexpr, STEP: tl.constexpr, R: tl.constexpr):
     """cos and sin [R, 16] fp16, in the order of `paired`, of 16 angles from 16 * STEP on at positions [R].
 
-    table: [.., WORDS] int32, in the order in which threads want it: see `launch_attention.angle_pairs`.
+    table: [.., WORDS] int32, in the order in which threads want it: see `angles.angle_pairs`.
     """
     found = tl.load(table + position[:, None] * WORDS + (STEP * 16 + tl.arange(0, 16))[None, :])
     cos, sin = tl.split(tl.permute(tl.reshape(found, [R, 4, 2, 2]), 0, 1, 3, 2))  # [R, 4, first 8 or others]

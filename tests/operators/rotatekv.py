@@ -128,7 +128,7 @@ def check(
     }
     from hstu_sparse.rotatekv import launch_attention
 
-    for way in launch_attention.ways(cache, dtype, wanted["alpha"], rope):
+    for way in launch_attention.ways(cache, dtype, wanted["alpha"], rope, softmax and not (position or timed)):
         ways[way] = launch_attention.attention(
             q, q_offsets, cache, max_seq_len, softmax=softmax, return_lse=softmax, way=way, splits=splits, **wanted
         )
@@ -249,6 +249,8 @@ def launches():
         case("attention", queries=3, architectures=(90,)),
         case("attention", attend=dict(rope_base=10000.0), architectures=(90,)),
         case("attention", queries=128, attend=dict(softmax=True)),
+        case("attention", queries=128, splits=3, attend=dict(softmax=True), architectures=(90,)),
+        case("attention", queries=128, attend=dict(softmax=True, way="many"), architectures=(90,)),
         case("attention", queries=16, bits=4, dtype=torch.float16, attend=biased, architectures=(90,)),
         case("attention", queries=128, attend=dict(rope_base=10000.0), architectures=(90,)),
         case("attention", attend=dict(way="queries"), local_bytes=0, architectures=(90,)),
