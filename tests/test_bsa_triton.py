@@ -228,3 +228,18 @@ def test_tiles_of_few_buckets(group, gap, buckets):
     case = named("query-major, whole block")
     case |= dict(lengths=(140,), max_seq_len=140, selection_group=group)
     check("cpu", **case, position=True, buckets=buckets, gap=gap)
+
+
+def test_mean_keys_taken_fewer_at_once_than_the_map_has_them():
+    """Heads of more than 128 in fp32: tiles of 16 mean keys, where 32 of them reach one edge of time at most."""
+    inputs, offsets, N, shape = problem((530,), 530, 16, 1, 0, 8, 1, 16, 130)
+    q, k, v, *gates = inputs.values()
+    times = make_timestamps((530,))
+    bias = RelativeBias(None, torch.tensor([3.0, -2.0]), times, times + 5)
+    given = (q, k, v, offsets, N, (*gates, None))
+    (found, chosen), (expected, same) = (
+        bsa_attention(*given, **shape, bias=bias, backend=backend, return_block_indices=True)
+        for backend in ("triton", "reference")
+    )
+    assert torch.equal(chosen, same)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
