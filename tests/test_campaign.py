@@ -24,6 +24,12 @@ FIXED: list[tuple[str, dict]] = [
         "contiguous": True, "deterministic": False, "position": True, "buckets": 1, "table_dtype": "float32",
         "spread": 40000.0, "seed": 517278585,
     }),
+    ("bsa", {
+        "lengths": [1, 4, 611], "max_seq_len": 622, "heads": 1, "head_size": 200, "value_size": 256, "dtype": "float32",
+        "block_size": 16, "block_counts": 1, "window_size": 0, "selection_group": 8, "contiguous": False,
+        "deterministic": False, "position": True, "buckets": 15, "table_dtype": "float32", "spread": 40000.0,
+        "seed": 665090909,
+    }),
     ("htree", {
         "lengths": [1], "spare": 0, "group": 16, "kv_heads": 2, "head_size": 32, "value_size": 7, "rate": 3, "top_k": 8,
         "scale": None, "dtype": "float32", "offsets": "int32", "contiguous": False, "deterministic": False,

@@ -332,7 +332,10 @@ def means_edge(bias, row, first, PART: tl.constexpr, SIZE: tl.constexpr, ASM: tl
         lane += first % CHUNK
         first -= first % CHUNK
     place = (lane // CHUNK * (3 * CHUNK) + lane % CHUNK + PART * CHUNK).to(tl.int64)
-    return look_up(bias.edges + (row * bias.blocks + first) * 3, place, ASM)
+    start = (row * bias.blocks + first) * 3
+    if SIZE < CHUNK:  # within a chunk the parts are CHUNK apart wherever the tile begins
+        start -= tl.cast(first, tl.int32) % CHUNK * 2
+    return look_up(bias.edges + start, place, ASM)
 
 
 @triton.jit

@@ -91,11 +91,12 @@ def bsa_choose_fwd_kernel(
             if SPLIT:
                 means = load_rows(kbar_low + (base * H + h) * D, j, H * D, j < candidates, D, BD)
                 score = tl.dot(queries, tl.trans(means), score)
-            position = position_tile(bias, 0, c * BS + BS // 2 - first, tl.arange(0, BC) * BS, ASM)
+            # Groups that are not there stand where the tables have entries.
+            asked = tl.where(live, first, 0)
+            position = position_tile(bias, 0, c * BS + BS // 2 - asked, tl.arange(0, BC) * BS, ASM)
             rows = tl.where(j < candidates, start + j * BS + BS // 2, start)
             # A row's groups stand far apart: no tile is of one bucket.
-            asked = tl.where(live, start + first, start)
-            time = time_tile(bias, asked, rows, (0.0, 0.0), (first * 0, MOST_EDGES + 1, 0, 0), 0, True, ASM)
+            time = time_tile(bias, start + asked, rows, (0.0, 0.0), (first * 0, MOST_EDGES + 1, 0, 0), 0, True, ASM)
             score = with_bias(score * alpha, bias, (position, time))
             score = score / (1.0 + tl.exp(-score))
             score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie
