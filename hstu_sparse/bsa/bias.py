@@ -327,10 +327,6 @@ def means_edges(bias, row, first, SIZE: tl.constexpr):
 def means_edge(bias, row, first, PART: tl.constexpr, SIZE: tl.constexpr, ASM: tl.constexpr):
     """[SIZE] of bias.edges for these mean keys. PART: 0 entry, 1 what the next bucket's is more, 2 its edge."""
     lane = tl.arange(0, SIZE)
-    first = tl.cast(first, tl.int32)
-    if SIZE < CHUNK:
-        lane += first % CHUNK
-        first -= first % CHUNK
     place = (lane // CHUNK * (3 * CHUNK) + lane % CHUNK + PART * CHUNK).to(tl.int64)
     start = (row * bias.blocks + first) * 3
     if SIZE < CHUNK:  # within a chunk the parts are CHUNK apart wherever the tile begins
