@@ -19,7 +19,7 @@ import triton.language as tl
 
 from hstu_sparse.rotatekv.codec import butterfly, sign
 from hstu_sparse.rotatekv.decode import load_keys, load_values, restored_blocks
-from hstu_sparse.tiles import locate, silu
+from hstu_sparse.tiles import locate, opaque, silu
 from hstu_sparse.time_buckets import bucket_of
 
 # Signs of the matrices of a channel order, of all channels, that may be kept in shared memory from tile to tile, which
@@ -300,7 +300,7 @@ def rotatekv_attention_fwd_kernel(
             if KEYS_BACK:
                 first = first_channel
                 if HAS_ORDER and K_BLOCKS * OUT * K_BLOCK * PAD > MOST_SIGNS:
-                    first += tl.minimum(tile, 0)  # 0, but not known to be the same for every tile
+                    first += opaque(tile) - tile  # 0, which the compiler does not know
                 keys = restored_blocks(
                     codes, kept, scales, zeros, scale, first, inverse_order, DTYPE, OFFSET, K_BLOCK, K_BLOCKS, K_PER,
                     OW, PAD, OUT, SPAN, SPARSE, HAS_ORDER, R,
