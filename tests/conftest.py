@@ -1,5 +1,6 @@
 """Skips what the machine cannot run; shares cores and GPU among the processes; no GPU: Triton's interpreter."""
 
+import importlib.util
 import os
 import sys
 
@@ -68,6 +69,18 @@ def pytest_terminal_summary(terminalreporter):
     for name, parts in sorted(found.items()):
         cases, most = zip(*parts)
         terminalreporter.write_line(f"campaign: {name}: {sum(cases)} cases passed, at most {max(most):.1f} GiB")
+
+
+@pytest.fixture(autouse=True)
+def addresses():
+    """No kernel touches memory beside its tensors, where the interpreter can tell."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        yield
+    else:
+        from tests.addresses import addresses_held
+
+        with addresses_held():
+            yield
 
 
 @pytest.fixture

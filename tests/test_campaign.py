@@ -30,6 +30,11 @@ FIXED: list[tuple[str, dict]] = [
         "deterministic": False, "position": True, "buckets": 15, "table_dtype": "float32", "spread": 40000.0,
         "seed": 665090909,
     }),
+    ("dense", {
+        "lengths": [28, 1, 1], "longer": 0, "heads": 1, "d": 50, "v": 50, "window": 1, "targets": True,
+        "position": False, "time": True, "query_times": False, "ordered": True, "num_buckets": 1, "gap": 60.0,
+        "dtype": "float32", "contiguous": False, "seed": 1328448764,
+    }),
     ("htree", {
         "lengths": [1], "spare": 0, "group": 16, "kv_heads": 2, "head_size": 32, "value_size": 7, "rate": 3, "top_k": 8,
         "scale": None, "dtype": "float32", "offsets": "int32", "contiguous": False, "deterministic": False,

@@ -34,7 +34,7 @@ def _attend_dkv(
     place = bias_position(s, sequence.history, kind.HAS_TARGETS)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
-        ahead = read_ahead(first, bias, kind.BLOCK_M, kind.ASM)
+        ahead = read_ahead(first, last, bias, kind.BLOCK_M, kind.ASM)
     for start in range(first, last, kind.BLOCK_M):
         query = load_block(q, start, m, q_stride, sequence.length, kind.D, kind.PAD_D, MASKED, TMA)
         dout = load_block(do, start, m, do_stride, sequence.length, kind.V, kind.PAD_V, MASKED, TMA)

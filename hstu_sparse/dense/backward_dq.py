@@ -42,7 +42,7 @@ def _attend_dq(
     place = bias_position(t, sequence.history, kind.HAS_TARGETS)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
-        ahead = read_ahead(first, bias, kind.BLOCK_N, kind.ASM)
+        ahead = read_ahead(first, last, bias, kind.BLOCK_N, kind.ASM)
     for start in range(first, last, kind.BLOCK_N):
         key = load_block(k, start, n, k_stride, sequence.length, kind.D, kind.PAD_D, MASKED)
         value = load_block(v, start, n, v_stride, sequence.length, kind.V, kind.PAD_V, MASKED)

@@ -81,10 +81,13 @@ def bucket_steps(num_buckets: int, device: torch.device) -> torch.Tensor:
 
 
 @triton.jit
-def read_ahead(start, bias, OTHER: tl.constexpr, ASM: tl.constexpr):
-    """Of the narrow tile with the block from `start` on: (its entry, the bias of its lowest bucket, the next entry)."""
+def read_ahead(start, last, bias, OTHER: tl.constexpr, ASM: tl.constexpr):
+    """Of the narrow tile with the block from `start` on: (its entry, the bias of its lowest bucket, the next entry).
+
+    From `last` on there is none: what stands there may be anything.
+    """
     entries = bias.entries + start // OTHER
-    entry = scalar(entries, ASM).to(tl.int32)
+    entry = tl.where(start < last, scalar(entries, ASM).to(tl.int32), 0)
     return entry, scalar(bias.time + (entry >> ENTRY_SHIFT), ASM), scalar(entries + 1, ASM).to(tl.int32)
 
 
