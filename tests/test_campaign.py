@@ -35,6 +35,11 @@ FIXED: list[tuple[str, dict]] = [
         "position": False, "time": True, "query_times": False, "ordered": True, "num_buckets": 1, "gap": 60.0,
         "dtype": "float32", "contiguous": False, "seed": 1328448764,
     }),
+    ("dense", {
+        "lengths": [1], "longer": 500, "heads": 2, "d": 64, "v": 25, "window": 0, "targets": False, "position": True,
+        "time": True, "query_times": True, "ordered": True, "num_buckets": 128, "gap": 40000000.0, "dtype": "float32",
+        "contiguous": True, "seed": 1438732260,
+    }),
     ("htree", {
         "lengths": [1], "spare": 0, "group": 16, "kv_heads": 2, "head_size": 32, "value_size": 7, "rate": 3, "top_k": 8,
         "scale": None, "dtype": "float32", "offsets": "int32", "contiguous": False, "deterministic": False,
