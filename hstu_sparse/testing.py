@@ -85,11 +85,13 @@ def compare_with_reference(
     seed: int = 1,
     factor: float = 2.0,
     floor: dict[str, float] | None = None,
+    terms: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None,
 ) -> None:
     """Runs kernel, reference in the inputs' dtype and reference in fp64, forward and every gradient, and asserts.
 
     `kernel` and `reference` take the inputs as keywords and return one tensor. Floating-point inputs get gradients;
-    the others (None, integers) are passed as they are. See `assert_within_budget`.
+    the others (None, integers) are passed as they are. See `assert_within_budget`, whose `terms` a function of the
+    output's gradient gives by name.
     """
 
     def wide(x):
@@ -101,8 +103,12 @@ def compare_with_reference(
     actual = gradients(kernel, inputs, grad)
     lossy = gradients(reference, inputs, grad)
     exact = gradients(reference, {name: wide(x) for name, x in inputs.items()}, grad)
+    sizes = terms(grad) if terms else {}
     for name in actual:
-        assert_within_budget(name, actual[name], lossy[name], exact[name], factor=factor, floor=(floor or {}).get(name))
+        assert_within_budget(
+            name, actual[name], lossy[name], exact[name], factor=factor, floor=(floor or {}).get(name),
+            terms=sizes.get(name),
+        )  # fmt: skip
 
 
 def assert_within_budget(

@@ -26,7 +26,8 @@ class _Memory:
         self.starts, self.ends = np.array(found or [(0, 0)], np.int64).T
 
     def hold(self, pointers, mask, size):
-        asked = np.asarray(pointers).astype(np.int64).ravel()[np.broadcast_to(mask, np.shape(pointers)).ravel()]
+        mask = np.broadcast_to(mask, np.shape(pointers)).astype(bool)  # it may come as integers
+        asked = np.asarray(pointers).astype(np.int64)[mask]
         place = np.searchsorted(self.starts, asked, "right") - 1
         wrong = (place < 0) | (asked + size > self.ends[place])
         if wrong.any():

@@ -79,12 +79,14 @@ def check(device, **case):
     # Weights come from a log-sum-exp that is rounded to fp32: relative to them, an error of its size times eps / 2.
     floor = 4 * torch.finfo(torch.float32).eps if case["dtype"] == "float32" else None
     for name in actual:
-        # Where queries see one key, the gradients of q and k are 0 but for the rounding of numbers of this size.
-        parts = (case["value_size"] / case["size"] * actual[name].numel()) ** 0.5
-        if name in ("grad of q", "grad of k") and exact[name].norm() < 1e-6 * parts:
-            assert actual[name].norm() <= 8 * torch.finfo(actual[name].dtype).eps * parts, name
-        else:
-            assert_within_budget(name, actual[name], lossy[name], exact[name], factor=4.0, floor=floor)
+        found = actual[name], lossy[name], exact[name]
+        if name in ("grad of q", "grad of k"):
+            # Where queries see one key, these are 0 but for the rounding of numbers of this size.
+            size = (case["value_size"] / case["size"]) ** 0.5
+            none = exact[name].abs() < 1e-6 * size
+            assert (actual[name][none].abs() <= 16 * torch.finfo(actual[name].dtype).eps * size).all(), name
+            found = [x[~none] for x in found]
+        assert_within_budget(name, *found, factor=4.0, floor=floor)
 
 
 def launches():

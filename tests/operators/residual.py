@@ -57,7 +57,19 @@ def check(device, *, tokens, channels, dtype, added_dtype, biased, stride, seed)
     compare_with_reference(add("triton"), add("reference"), x, factor=4.0, floor=floor)
     # Of numbers that are given: a norm's slope is steep where channels are nearly equal (of two it is the sign of their
     # difference), and how the sum was rounded would decide there.
-    compare_with_reference(norm("triton"), norm("reference"), {"x": x["x"]}, factor=4.0)
+    few = functools.partial(sizes_of_terms, x["x"]) if channels < 16 and dtype == "float32" else None
+    compare_with_reference(norm("triton"), norm("reference"), {"x": x["x"]}, factor=4.0, terms=few)
+
+
+def sizes_of_terms(x, grad):
+    """What cancels in the norm's gradient: of two channels, which are 1 and -1 whatever they are, nearly all.
+
+    And rounding the mean changes a channel's difference from it by as much more as it is smaller than the channel.
+    """
+    x, channels = x.double(), x.shape[1]
+    slope = (x.var(1, correction=0, keepdim=True) + 1e-6).rsqrt()
+    added, normed = grad.double().abs().split(channels, 1)
+    return {"grad of x": added + 2 * normed * slope * (1 + slope * x.abs().amax(1, keepdim=True))}
 
 
 def launches():
