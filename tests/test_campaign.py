@@ -89,6 +89,7 @@ def campaign(name: str, device: str, seconds: float, seed: str) -> tuple[int, fl
         cases += 1
         if error := attempt(module, device, case):
             failed.append(f"({name!r}, {case!r}),  # {error}")
+            print(failed[-1], flush=True)  # for whoever ends it early, with -s
             if "CUDA error" in error:  # the process can compute nothing more, see conftest.py
                 raise RuntimeError("\n".join(failed))
         if device == "cuda":
