@@ -61,6 +61,12 @@ FIXED: list[tuple[str, dict]] = [
         "sparsity": 0.7495120464720532, "sink_tokens": 0, "clip": 1.0, "ordered": False, "softmax": True, "rope": True,
         "position": False, "timed": False, "splits": 1, "contiguous": True, "seed": 451164200,
     }),
+    ("rotatekv", {
+        "lengths": [311, 0], "asked": [1, 0], "max_seq_len": 311, "groups": 1, "head_size": 128, "value_size": 200,
+        "dtype": "float16", "bits": 4, "head_group": 2, "quant_group": 128, "sparsity": 0.0, "sink_tokens": 3,
+        "clip": 1.0, "ordered": True, "softmax": True, "rope": False, "position": False, "timed": False,
+        "splits": None, "contiguous": True, "seed": 84676258,
+    }),
     ("ring_hstu", {
         "lengths": [1500, 1500, 1, 0, 1], "gap": 0, "heads": 1, "size": 16, "value_size": 128, "dtype": "float32",
         "window": 0, "position": True, "timed": True, "seed": 140267346,
