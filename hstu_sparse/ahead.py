@@ -94,7 +94,7 @@ def report(kernel: CompiledKernel) -> dict:
         "local_bytes": stack + local,
         "shared_bytes": kernel.metadata.shared + static,
         # Blackwell's instructions, and where they put their operands, are others.
-        "unset_registers": _unset_registers(listing.stdout) if kernel.metadata.target.arch <= 90 else [],
+        "unset_registers": unset_registers(listing.stdout) if kernel.metadata.target.arch <= 90 else [],
         "added_twice": _added_twice(kernel.asm["ttgir"]),
         "matrix_instructions": sorted(
             set(re.findall(r"\b(?:HGMMA|QGMMA|IGMMA|HMMA|IMMA|UTC\w*MMA)\b", listing.stdout))
@@ -130,16 +130,48 @@ def _covered(layout: str) -> list[int]:
     return [a * b * c for a, b, c in zip(*map(numbers, ("sizePerThread", "threadsPerWarp", "warpsPerCTA")))]
 
 
-def _unset_registers(listing: str) -> list[str]:
-    """Instructions of a disassembly that read a uniform register which none before them has written.
+INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s+(.*?)\s*;")
+
+
+def unset_registers(listing: str) -> list[str]:
+    """Instructions of a disassembly that read a uniform register which nothing before them has set for them.
 
     ptxas 12.8 was seen to forget a copy where two wgmma descriptors begin alike (two tiles that take turns in one
-    buffer of shared memory), and the kernel to read outside of its memory on some data only. Nothing reports it.
+    buffer of shared memory), and the kernel to read outside of its memory, or another tile. Nothing reports it.
     """
+    return _never_written(listing) + _left_over(listing)
+
+
+def _left_over(listing: str) -> list[str]:
+    """The same where the register holds something older. It shows where a descriptor's upper half is made in place, as
+    a constant plus the lower half's carry plus what should be 0.
+    """
+    last: dict[str, str] = {}
+    found = []
+    for line in listing.splitlines():
+        match = INSTRUCTION.match(line)
+        if not match:
+            continue
+        name, operands = match.groups()
+        upper = re.match(r"(UR\d+), \1, -?0x[0-9a-f]{8}, URZ, UP\d, !UPT", operands)
+        if name == "UIADD3.X" and upper:
+            source = last.get(upper[1], "")
+            if source.startswith("R2UR"):
+                source = last.get(source.split(", ")[-1], "")
+            if not re.search(r", U?RZ$|, 0x0$", source):
+                found.append(line.strip())
+        target = re.match(r"(U?R)(\d+)", operands)
+        if target:
+            for i in range(2 if ".64" in name or "WIDE" in name or name.startswith("CS2R") else 1):
+                last[f"{target[1]}{int(target[2]) + i}"] = f"{name} {operands}"
+    return found
+
+
+def _never_written(listing: str) -> list[str]:
     written: set[int] = set()
     found = []
     for line in listing.splitlines():
-        match = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s+(.*?);", line)
+        match = INSTRUCTION.match(line)
         if not match:
             continue
         name, operands = match.groups()

@@ -373,8 +373,8 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
         constants = sizes(layout, cache.channel_order is not None, cache.dtype)
         plain_k, plain_v = cache.sink_k.flatten(0, 1), cache.sink_v.flatten(0, 1)
     if keys_back and constants["HAS_ORDER"] and layout.keys.channels > 128:
-        # The matrices of an order are made anew in each tile. From 64 tokens on, products with them and with weights are
-        # of a warp group, and ptxas takes one's descriptor for the other's (docs/rotatekv.md, a caution).
+        # The matrices of an order are made anew in each tile. From 64 tokens on, products with them and with weights
+        # are warp groups', and ptxas takes one's descriptor for the other's (docs/rotatekv.md, a caution).
         constants["R"] = min(constants["R"], 32)
     group, sinks = layout.options.head_group, 0 if cache is None else layout.options.sink_tokens
     # Keys that are turned back take many registers: with more channels than these a program does one head's.
