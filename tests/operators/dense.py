@@ -1,18 +1,17 @@
 """Dense HSTU attention. Letters: T tokens, N max_seq_len, H heads, D query/key and V value head size."""
 
 import functools
-from unittest import mock
 
 import torch
 
-from hstu_sparse import RelativeBias, hstu_attention, relative_bias
+from hstu_sparse import RelativeBias, hstu_attention
 from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets, make_timestamps
 from tests.operators import Launches
+from tests.table_terms import TABLES, sizes_of_terms
 
 # Bytes that a thread may spill, on sm_80 and sm_90, on later ones, whose kernels are not tuned, and without a bias:
 # there the tile of dk and dv that spills 32 was measured 7% faster than the largest one that spills none.
 SPILLS, SPILLS_LATER, SPILLS_UNBIASED = 192, 384, 32
-TABLES = ("grad of position", "grad of time")
 
 kernel = functools.partial(hstu_attention, backend="triton")
 reference = functools.partial(hstu_attention, backend="reference")
@@ -69,37 +68,7 @@ def compare_entries(actual, exact, sizes, error):
 
 
 def _sizes_of_terms(x, grad):
-    """The tables' gradients with every term squared.
-
-    Of the reference, made linear, so that the scores' gradients are dP, and head by head, since heads share their bias.
-    """
-    from hstu_sparse.dense import reference as dense_reference
-
-    squares = _Squares.apply
-    with (
-        mock.patch.object(dense_reference.F, "silu", lambda scores: scores),
-        mock.patch.object(relative_bias, "look_up", lambda table, index: squares(table, index)),
-    ):
-        heads = [
-            gradients(with_tables(reference), x | {n: x[n][:, h : h + 1] for n in "qkv"}, grad[:, h : h + 1])
-            for h in range(grad.shape[1])
-        ]
-    return {name: sum(head[name] for head in heads) for name in TABLES if name in heads[0]}
-
-
-class _Squares(torch.autograd.Function):
-    """table[index] whose gradient sums the squares of what comes."""
-
-    @staticmethod
-    def forward(ctx, table, index):
-        ctx.save_for_backward(index)
-        ctx.size = table.shape[0]
-        return table[index.long()]
-
-    @staticmethod
-    def backward(ctx, grad):
-        (index,) = ctx.saved_tensors
-        return torch.bincount(index.flatten(), weights=grad.flatten().square(), minlength=ctx.size), None
+    return sizes_of_terms(lambda h, **x: with_tables(reference)(**x), x, grad, "qkv")
 
 
 def inputs(lengths, n, *, heads=2, d=16, v=16, features=(), window=0, dtype=torch.float32, device="cpu", **options):
