@@ -61,6 +61,17 @@ RESULT = gl.constexpr(
     )
 )
 
+import os
+LAZY = gl.constexpr(float(os.environ.get("HOP_LAZY", "0")))
+SKIP = gl.constexpr(int(os.environ.get("HOP_SKIP", "0")))
+ORDER = gl.constexpr(int(os.environ.get("HOP_ORDER", "0")))
+SCALE = gl.constexpr(
+    "{.reg .pred p, q; setp.neu.f32 p, $128, 0f3F800000; setp.neu.or.f32 p, $130, 0f3F800000, p; "
+    "vote.sync.any.pred q, p, 0xffffffff; @!q bra UNSCALED;"
+    + "".join(f"mul.f32 ${i}, ${i}, ${128 + (i & 2)};" for i in range(64))
+    + "UNSCALED: }"
+)
+SCALE_REGISTERS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["f"] * 64))
 search = gluon.jit(locate.fn)
 sign_of = gluon.jit(sign.fn)
 
@@ -229,6 +240,15 @@ def transform(tile, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def scaled(sums, shrink):
+    if SKIP:
+        by = gl.broadcast(shrink[:, None], sums)[0]
+        return gl.inline_asm_elementwise(SCALE, SCALE_REGISTERS, [sums, by], gl.float32, True, 64)
+    else:
+        return sums * shrink[:, None]
+
+
+@gluon.jit
 def weigh(scores, factor, greatest, total, tile, packed):
     """(weights [64, R], the new maximum, the new total, by what the sums shrink)."""
     if (tile + 1) * R > packed:
@@ -236,7 +256,11 @@ def weigh(scores, factor, greatest, total, tile, packed):
         scores = gl.where(inside[None, :], scores, float("-inf"))
     # In two steps, so that a thread's comparisons and sums are not one chain.
     most = gl.convert_layout(gl.max(gl.max(gl.reshape(scores, [64, R // 8, 8]), 1), 1), ROW, assert_trivial=True)
-    new = gl.maximum(greatest, most * factor)
+    if LAZY > 0:
+        most *= factor
+        new = gl.where(most > greatest + LAZY, most, greatest)
+    else:
+        new = gl.maximum(greatest, most * factor)
     shrink = gl.exp2(greatest - new)
     weights = gl.exp2(scores * factor[:, None] - new[:, None])
     parts = gl.convert_layout(gl.sum(gl.reshape(weights, [64, R // 8, 8]), 1), PARTS, assert_trivial=True)
@@ -269,7 +293,7 @@ def attend(asked, key_ring, value_ring, H: gl.constexpr, WHICH: gl.constexpr, LS
         scores = warpgroup_mma(query_tile, keys.index(0).permute((1, 0)), none, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(0), count=1)
-        new, greatest, total, _ = weigh(scores, factor, greatest, total, first, packed)
+        new, greatest, total, shrink = weigh(scores, factor, greatest, total, first, packed)
         pairs = rounded_pairs(new)
         mbarrier.wait(v_full.index(0), 0)
         # While a tile is weighed, the product of the one before with its values is under way.
@@ -279,6 +303,8 @@ def attend(asked, key_ring, value_ring, H: gl.constexpr, WHICH: gl.constexpr, LS
             before = (i - 1) % STAGES
             mbarrier.wait(k_full.index(stage), i // STAGES & 1)
             scores = warpgroup_mma(query_tile, keys.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+            if ORDER:
+                sums = scaled(sums, shrink)
             weights = gl.convert_layout(halves(pairs, 64, R), WEIGHTS, assert_trivial=True)
             sums = warpgroup_mma(weights, values.index(before), sums, is_async=True)
             scores = warpgroup_mma_wait(1, deps=(scores,))
@@ -288,9 +314,12 @@ def attend(asked, key_ring, value_ring, H: gl.constexpr, WHICH: gl.constexpr, LS
             mbarrier.wait(v_full.index(stage), i // STAGES & 1)
             sums, weights, new = warpgroup_mma_wait(0, deps=(sums, weights, new))
             mbarrier.arrive(v_empty.index(before), count=1)
-            sums *= shrink[:, None]
+            if not ORDER:
+                sums = scaled(sums, shrink)
             pairs = rounded_pairs(new)
         i = last - 1 - first
+        if ORDER:
+            sums = scaled(sums, shrink)
         weights = gl.convert_layout(halves(pairs, 64, R), WEIGHTS, assert_trivial=True)
         sums = warpgroup_mma(weights, values.index(i % STAGES), sums, is_async=True)
         sums, weights = warpgroup_mma_wait(0, deps=(sums, weights))
