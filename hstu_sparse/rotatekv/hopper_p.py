@@ -99,8 +99,10 @@ def share(offsets, S, B, H: gl.constexpr):
     for base in range(0, B, 128):
         _, asked, _, tiles = sequence(offsets, base + gl.arange(0, 128, LANES), S, B)
         total += gl.sum((asked + BQ - 1) // BQ * tiles, 0) * H
-    begin = (total.to(gl.int64) * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
-    end = (total.to(gl.int64) * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
+    programs = gl.minimum((total + 3) // 4, gl.num_programs(0))
+    index = gl.minimum(gl.program_id(0), programs)
+    begin = (total.to(gl.int64) * index // programs).to(gl.int32)
+    end = (total.to(gl.int64) * gl.minimum(index + 1, programs) // programs).to(gl.int32)
     seen = 0
     before = 0
     b = 0
@@ -112,7 +114,7 @@ def share(offsets, S, B, H: gl.constexpr):
         b += gl.sum(passed.to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(passed, upto, 0), 0))
         seen = gl.max(upto, 0)
-    return begin, end, total, b, begin - before
+    return begin, end, total, programs, b, begin - before
 
 
 @gluon.jit
@@ -336,7 +338,7 @@ def write(x, value, out, lse, rows, real, LSE: gl.constexpr):
 @gluon.jit
 def attend(asked, shares, key_ring, value_ring, H: gl.constexpr, WHICH: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr):
     """64 queries of one head after another against the tiles that are unpacked."""
-    q, q_stride_t, q_stride_h, out, lse, parts, part_lse, cuts, total, scale, tiles_of = asked
+    q, q_stride_t, q_stride_h, out, lse, parts, part_lse, cuts, total, programs, scale, tiles_of = asked
     offsets, S, B, at, end, b, place = shares
     keys, k_full, k_empty = key_ring
     values, v_full, v_empty = value_ring
@@ -413,7 +415,7 @@ def attend(asked, shares, key_ring, value_ring, H: gl.constexpr, WHICH: gl.const
             write(x, value, parts, part_lse, (part * BQ + WHICH * 64 + index).to(gl.int64), index < asked_count, True)
             if first == 0:
                 # Of the program that has the piece's last tile, the next one.
-                after = ((at + tiles).to(gl.int64) * gl.num_programs(0) - 1) // total + 1
+                after = ((at + tiles).to(gl.int64) * programs - 1) // total + 1
                 entry = cuts + (gl.program_id(0) * 2 + WHICH) * 4
                 gl.store(entry, (query * H + head).to(gl.int32))
                 gl.store(entry + 1, gl.minimum(asked_count, 64))
@@ -431,7 +433,7 @@ def rotatekv_hopper_fwd_kernel(
     """A share of the tiles of all queries."""
     H: gl.constexpr = HG * G
     offsets = q_offsets, seq_offsets
-    begin, end, total, b, place = share(offsets, S, B, H)
+    begin, end, total, programs, b, place = share(offsets, S, B, H)
     gl.store(cuts + gl.program_id(0) * 8 + 1, 0)
     gl.store(cuts + gl.program_id(0) * 8 + 5, 0)
 
@@ -449,7 +451,7 @@ def rotatekv_hopper_fwd_kernel(
         mbarrier.init(v_empty.index(stage), count=2)
     key_ring = keys, k_full, k_empty
     value_ring = values, v_full, v_empty
-    asked = q, q_stride_t, q_stride_h, out, lse, parts, part_lse, cuts, total, scale, query_tiles
+    asked = q, q_stride_t, q_stride_h, out, lse, parts, part_lse, cuts, total, programs, scale, query_tiles
     shares = offsets, S, B, begin, end, b, place
     stored = page_table, page_offsets, k_codes, k_ranges, v_codes, v_ranges
     FIRST: gl.constexpr = 0
@@ -462,5 +464,5 @@ def rotatekv_hopper_fwd_kernel(
         ],
         [4, 4],
         # Of the 504 registers that three threads share.
-        [208, 88],
+        [200, 104],
     )
