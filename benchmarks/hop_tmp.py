@@ -38,6 +38,29 @@ def error(group=2, T=1000, Q=128):
     out = bench.attend("fused", q, qo, cache, T).double()
     return ((out - high).norm() / high.norm()).item(), ((out - high).abs().max() / high.abs().max()).item()
 
+@functools.cache
+def small_jagged(group):
+    from hstu_sparse.testing import make_jagged, make_offsets
+    lengths, asked = [700, 0, 129, 1, 64, 128, 1500], [128, 64, 100, 1, 130, 300, 129]
+    made = dict(dtype=torch.bfloat16, device="cuda")
+    k, v = (make_jagged(lengths, (8, 128), seed=i, **made) for i in range(2))
+    q = make_jagged(asked, (8, 128), seed=3, **made)
+    o, qo = make_offsets(lengths, device="cuda"), make_offsets(asked, device="cuda")
+    cache = rotatekv_compress(k, v, o, head_group=group, sink_tokens=0)
+    call = dict(activation="softmax", alpha=128**-0.5, bias=RelativeBias(), rope_base=None)
+    high = reference.attention_reference(q.double(), qo, *reference.decompress_reference(cache, torch.float64), o, 1510, **call)
+    return q, qo, cache, high
+
+
+def jagged(group):
+    from hstu_sparse import rotatekv_attention
+    q, qo, cache, high = small_jagged(group)
+    out, lse = rotatekv_attention(q, qo, cache, 1510, activation="softmax", return_lse=True)
+    finite = high[1].isfinite()
+    assert torch.equal(finite, lse.isfinite())
+    return ((out.double() - high[0]).norm() / high[0].norm()).item(), (lse[finite].double() - high[1][finite]).abs().max().item()
+
+
 def times(f, n=60):
     for _ in range(5): f()
     torch.cuda.synchronize()
@@ -58,7 +81,7 @@ def main(variants, rounds=3, groups=(2,)):
             try:
                 kernel = load(name, **variant)
                 use(kernel)
-                errors = error(group), error(group, 4100, 100), error(group, 127, 65)
+                errors = error(group), error(group, 4100, 100), error(group, 127, 65), jagged(group)
                 call = functools.partial(bench.attend, "fused", q, qo, cache, 8192)
                 parts = bench.with_replay(call)
                 run[name] = kernel, dict(launch.compiled_kernels), parts

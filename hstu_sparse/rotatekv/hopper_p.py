@@ -100,9 +100,9 @@ def share(offsets, S, B, H: gl.constexpr):
         _, asked, _, tiles = sequence(offsets, base + gl.arange(0, 128, LANES), S, B)
         total += gl.sum((asked + BQ - 1) // BQ * tiles, 0) * H
     programs = gl.minimum((total + 3) // 4, gl.num_programs(0))
-    index = gl.minimum(gl.program_id(0), programs)
-    begin = (total.to(gl.int64) * index // programs).to(gl.int32)
-    end = (total.to(gl.int64) * gl.minimum(index + 1, programs) // programs).to(gl.int32)
+    own = gl.minimum(gl.program_id(0), programs)
+    begin = (total.to(gl.int64) * own // programs).to(gl.int32)
+    end = (total.to(gl.int64) * gl.minimum(own + 1, programs) // programs).to(gl.int32)
     seen = 0
     before = 0
     b = 0
