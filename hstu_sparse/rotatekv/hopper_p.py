@@ -64,6 +64,7 @@ import os
 LAZY = gl.constexpr(float(os.environ.get("HOP_LAZY", "0")))
 SKIP = gl.constexpr(int(os.environ.get("HOP_SKIP", "0")))
 ORDER = gl.constexpr(int(os.environ.get("HOP_ORDER", "0")))
+HALF = gl.constexpr(int(os.environ.get("HOP_A", "0")))
 SCALE = gl.constexpr(
     "{.reg .pred p, q; setp.neu.f32 p, $128, 0f3F800000; setp.neu.or.f32 p, $130, 0f3F800000, p; "
     "vote.sync.any.pred q, p, 0xffffffff; @!q bra UNSCALED;"
@@ -304,6 +305,18 @@ def scaled(sums, shrink):
 
 
 @gluon.jit
+def add_pairs(a, b):
+    return gl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.int32, True, 1)
+
+
+@gluon.jit
+def summed(pairs, total, shrink):
+    parts = halves(gl.reduce(gl.reshape(pairs, [64, R // 8, 4]), 1, add_pairs), 64, 8).to(gl.float32)
+    of_parts = gl.convert_layout(shrink, gl.SliceLayout(1, PARTS), assert_trivial=True)
+    return total * of_parts[:, None] + gl.convert_layout(parts, PARTS, assert_trivial=True)
+
+
+@gluon.jit
 def weigh(scores, factor, greatest, total, tile, packed):
     """(weights [64, R], the new maximum, the new total, by what the sums shrink)."""
     if (tile + 1) * R > packed:
@@ -318,6 +331,8 @@ def weigh(scores, factor, greatest, total, tile, packed):
         new = gl.maximum(greatest, most * factor)
     shrink = gl.exp2(greatest - new)
     weights = gl.exp2(scores * factor[:, None] - new[:, None])
+    if HALF:
+        return weights, new, total, shrink
     parts = gl.convert_layout(gl.sum(gl.reshape(weights, [64, R // 8, 8]), 1), PARTS, assert_trivial=True)
     of_parts = gl.convert_layout(shrink, gl.SliceLayout(1, PARTS), assert_trivial=True)
     return weights, new, total * of_parts[:, None] + parts, shrink
@@ -385,6 +400,8 @@ def attend(asked, shares, key_ring, value_ring, H: gl.constexpr, WHICH: gl.const
                     sums = scaled(sums, shrink)
                 weights = gl.convert_layout(halves(pairs, 64, R), WEIGHTS, assert_trivial=True)
                 sums = warpgroup_mma(weights, values.index(before), sums, is_async=True)
+                if HALF:
+                    row_total = summed(pairs, row_total, shrink)
                 scores = warpgroup_mma_wait(1, deps=(scores,))
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 new, greatest, row_total, shrink = weigh(scores, factor, greatest, row_total, tile, packed)
@@ -399,6 +416,8 @@ def attend(asked, shares, key_ring, value_ring, H: gl.constexpr, WHICH: gl.const
                 sums = scaled(sums, shrink)
             weights = gl.convert_layout(halves(pairs, 64, R), WEIGHTS, assert_trivial=True)
             sums = warpgroup_mma(weights, values.index(n % STAGES), sums, is_async=True)
+            if HALF:
+                row_total = summed(pairs, row_total, shrink)
             sums, weights = warpgroup_mma_wait(0, deps=(sums, weights))
             mbarrier.arrive(v_empty.index(n % STAGES), count=1)
             n += 1
