@@ -9,7 +9,7 @@ from hstu_sparse.rotatekv import launch_attention, reference
 from hstu_sparse.relative_bias import RelativeBias
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent / "hstu_sparse" / "rotatekv"
-KEYS = ("HOP_LAZY", "HOP_SKIP", "HOP_ORDER", "HOP_A", "HOP_B", "HOP_C")
+KEYS = ("HOP_LAZY", "HOP_SKIP", "HOP_ORDER", "HOP_A", "HOP_B", "HOP_C", "HOP_D")
 
 def load(name, file="hopper.py", **env):
     for k in KEYS:

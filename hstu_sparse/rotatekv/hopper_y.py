@@ -65,6 +65,7 @@ LAZY = gl.constexpr(float(os.environ.get("HOP_LAZY", "0")))
 SKIP = gl.constexpr(int(os.environ.get("HOP_SKIP", "0")))
 ORDER = gl.constexpr(int(os.environ.get("HOP_ORDER", "0")))
 EARLY = gl.constexpr(int(os.environ.get("HOP_C", "0")))
+WIDE = gl.constexpr(int(os.environ.get("HOP_D", "8")))
 REGISTERS = gl.constexpr(int(os.environ.get("HOP_B", "88")))
 HALF = gl.constexpr(int(os.environ.get("HOP_A", "0")))
 SCALE = gl.constexpr(
@@ -329,7 +330,7 @@ def raise_greatest(scores, factor, greatest, tile, packed, MASK: gl.constexpr):
         inside = tile * R + gl.arange(0, R, gl.SliceLayout(0, SCORES)) < packed
         scores = gl.where(inside[None, :], scores, float("-inf"))
     # In two steps, so that a thread's comparisons are not one chain.
-    most = gl.convert_layout(gl.max(gl.max(gl.reshape(scores, [64, R // 8, 8]), 1), 1), ROW, assert_trivial=True)
+    most = gl.convert_layout(gl.max(gl.max(gl.reshape(scores, [64, R // WIDE, WIDE]), 1), 1), ROW, assert_trivial=True)
     most *= factor
     new = gl.where(most > greatest + LAZY, most, greatest)
     return scores, new, gl.exp2(greatest - new)
