@@ -74,6 +74,8 @@ def rising(group, sinks=0):
 
 
 def times(f, n=60):
+    torch.cuda.synchronize()
+    time.sleep(float(os.environ.get("HOP_SLEEP", "0")))
     for _ in range(5): f()
     torch.cuda.synchronize()
     t = []
@@ -119,7 +121,7 @@ def main(variants, rounds=3, groups=(2,)):
                     use(kernel); launch.compiled_kernels.update(compiled)
                 found = {p: [round(x, 4) for x in times(f)] for p, f in parts.items()}
                 print(json.dumps(dict(group=group, round=r, name=name, **found)), f"{time.time()-t0:.0f}s", flush=True)
-        if group == groups[0] and 0:
+        if group == groups[0]:
             for name, f in (("ours", lambda: bench.attend("fused", q, qo, cache, 8192)), ("sdpa", sdpa["fwd"])):
                 for _ in range(3):
                     torch.cuda.synchronize()
