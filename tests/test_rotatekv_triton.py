@@ -1,5 +1,7 @@
 """The RotateKV kernels in Triton's interpreter against the reference: fp32, and fp16 for the bits that it alone has."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -138,6 +140,7 @@ def test_a_call_comes_again(options):
     again = launch_attention.repeat(second, q_offsets, cache, ("key",))
     wanted = launch_attention.attention(second, q_offsets, cache, 80, **given)
     assert all(map(torch.equal, again, wanted))
+    assert not hasattr(pickle.loads(pickle.dumps(cache)), "kept")
     cache.append(k[:0], v[:0], make_offsets([0, 0]), backend="triton")
     assert launch_attention.repeat(second, q_offsets, cache, ("key",)) is None
 
