@@ -332,6 +332,8 @@ def many(call: Call) -> Plan:
 
 def hopper(call: Call) -> Plan:
     """As `many`, some warps unpacking while others multiply."""
+    if "cuts" in hopper_kernel().arg_names:
+        return shared_hopper(call)
     layout, queries, sequences = call.source.layout, call.q.shape[0], call.q_offsets.shape[0] - 1
     constants = tuple(
         dict(HG=layout.head_groups, G=layout.options.head_group, LSE=lse, STAGES=3) for lse in (False, True)
@@ -353,6 +355,35 @@ def hopper(call: Call) -> Plan:
     # A program takes a processor, and about as long besides its tiles as with three of them.
     tiles = cdiv(call.max_seq_len, HOPPER_TILE)
     return Plan(launch, best_splits(filled, multiprocessors(call.q.device), tiles, 4, 3))
+
+
+def shared_hopper(call):
+    q, cache = call.q, call.source
+    layout, sequences = cache.layout, call.q_offsets.shape[0] - 1
+    constants = tuple(dict(HG=layout.head_groups, G=layout.options.head_group, LSE=lse, STAGES=3) for lse in (False, True))
+    heads = layout.heads
+    units = sequences * cdiv(q.shape[0], sequences * HOPPER_TILE) * heads * cdiv(call.max_seq_len, HOPPER_TILE)
+    programs = max(1, min(multiprocessors(q.device), units // 4))
+
+    def launch(call, part, part_lse, splits):
+        q, known = call.q, kept(call.source)
+        from hstu_sparse.rotatekv.many import rotatekv_hopper_merge_kernel
+
+        given = q, q.stride(0), q.stride(1), call.q_offsets
+        parts = q.new_empty(2 * programs, HOPPER_TILE, 128, dtype=torch.float32)
+        lses = q.new_empty(2 * programs, HOPPER_TILE, dtype=torch.float32)
+        cuts = q.new_empty(2 * programs, 4, dtype=torch.int32)
+        arguments = (
+            *given, *known.tensors[:3], *known.tensors[4:], part, part_lse, parts, lses, cuts, sequences, layout.options.sink_tokens,
+            call.alpha * layout.keys.channels**-0.5 * math.log2(math.e),
+        )  # fmt: skip
+        key = *known.key, *specialization((*given, part, part_lse))
+        given = constants[part_lse is not None]
+        start(hopper_kernel(), programs, arguments, given, dict(num_warps=4), key)
+        start(rotatekv_hopper_merge_kernel, programs * 8, (parts, lses, cuts, part, part_lse),
+              dict(H=heads, LSE=part_lse is not None), dict(num_warps=4), specialization((part, part_lse)))  # fmt: skip
+
+    return Plan(launch, 1)
 
 
 def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
