@@ -21,7 +21,12 @@ def load(name, file="hopper.py", **env):
     spec.loader.exec_module(module)
     return module.rotatekv_hopper_fwd_kernel
 
+CACHES = []
+
+
 def use(kernel):
+    for cache in CACHES:
+        cache.__dict__.pop("kept", None)
     launch.compiled_kernels.clear()
     launch_attention.hopper_kernel = lambda: kernel
 
@@ -29,6 +34,7 @@ def use(kernel):
 def small(group, T, Q):
     q, qo, k, v, o = bench.inputs(2, T, 8, 128, Q)
     cache = rotatekv_compress(k, v, o, head_group=group)
+    CACHES.append(cache)
     call = dict(activation="softmax", alpha=128**-0.5, bias=RelativeBias(), rope_base=None)
     high = reference.attention_reference(q.double(), qo, *reference.decompress_reference(cache, torch.float64), o, T, **call)[0]
     return q, qo, cache, T, high
@@ -47,6 +53,7 @@ def small_jagged(group):
     q = make_jagged(asked, (8, 128), seed=3, **made)
     o, qo = make_offsets(lengths, device="cuda"), make_offsets(asked, device="cuda")
     cache = rotatekv_compress(k, v, o, head_group=group, sink_tokens=0)
+    CACHES.append(cache)
     call = dict(activation="softmax", alpha=128**-0.5, bias=RelativeBias(), rope_base=None)
     high = reference.attention_reference(q.double(), qo, *reference.decompress_reference(cache, torch.float64), o, 1510, **call)
     return q, qo, cache, high
@@ -67,6 +74,7 @@ def rising(group, sinks=0):
     q, qo, k, v, o = bench.inputs(2, 3000, 8, 128, 128)
     k = (k.view(2, 3000, 8, 128) * torch.linspace(0, 6, 3000, device="cuda")[None, :, None, None]).to(k.dtype).flatten(0, 1)
     cache = rotatekv_compress(k, v, o, head_group=group, sink_tokens=sinks)
+    CACHES.append(cache)
     call = dict(activation="softmax", alpha=128**-0.5, bias=RelativeBias(), rope_base=None)
     high = reference.attention_reference(q.double(), qo, *reference.decompress_reference(cache, torch.float64), o, 3000, **call)
     out, lse = rotatekv_attention(q, qo, cache, 3000, activation="softmax", return_lse=True)
@@ -98,6 +106,7 @@ def main(variants, rounds=3, groups=(2,)):
         q, qo, k, v, o = bench.inputs(64, 8192, 8, 128, 128)
         cache = rotatekv_compress(k, v, o, head_group=group)
         del k, v
+        CACHES.append(cache)
         run = {}
         for name, variant in variants.items():
             try:

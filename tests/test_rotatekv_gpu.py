@@ -60,6 +60,8 @@ MANY = dict(
         dict(splits=5),
         dict(head_group=4, groups=1, sink_tokens=70, splits=3),
         dict(clip=0.75, contiguous=False, dtype="float16"),
+        dict(lengths=[9000, 3], asked=[200, 1], max_seq_len=9000),
+        dict(lengths=[40, 0, 300] * 60, asked=[1, 130, 90] * 60, max_seq_len=300),
     ],
 )
 def test_many_queries_of_softmax(options):

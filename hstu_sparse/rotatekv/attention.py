@@ -399,3 +399,41 @@ def rotatekv_attention_merge_kernel(
         if LSE:
             tl.store(lse + row, tl.where(weight == 0.0, float("-inf"), greatest + tl.log(divisor)), real)
     tl.store(out + row[:, None] * V + column, total.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def rotatekv_cut_merge_kernel(
+    parts, part_lse, cuts, out, lse, H: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr, ROWS: tl.constexpr,
+    LSE: tl.constexpr,
+):  # fmt: skip
+    """Results of pieces that programs of `hopper` have cut, ROWS queries of one: the mean of its parts by exp(lse).
+
+    out: [Tq, H, D], lse: [Tq, H]. The rest as `rotatekv_hopper_fwd_kernel` leaves it.
+    """
+    HALF: tl.constexpr = BQ // 2
+    which = tl.program_id(0) // (HALF // ROWS)
+    index = tl.program_id(0) % (HALF // ROWS) * ROWS + tl.arange(0, ROWS)
+    count = tl.load(cuts + which * 3 + 1)
+    if tl.program_id(0) % (HALF // ROWS) * ROWS >= count:
+        return
+    program = which // 2
+    at = (2 * program + 1) * BQ + which % 2 * HALF + index
+    column = tl.arange(0, D)[None, :]
+    greatest = tl.load(part_lse + at)
+    total = tl.load(parts + at[:, None] * D + column)
+    weight = tl.where(greatest == float("-inf"), 0.0, 1.0)
+    for other in range(program + 1, tl.load(cuts + which * 3 + 2).to(tl.int32)):
+        at = 2 * other * BQ + which % 2 * HALF + index
+        own = tl.load(part_lse + at)
+        new = tl.maximum(greatest, own)
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        factor, part = tl.exp(greatest - safe), tl.exp(own - safe)
+        total = total * factor[:, None] + tl.load(parts + at[:, None] * D + column) * part[:, None]
+        weight = weight * factor + part
+        greatest = new
+    divisor = tl.where(weight == 0.0, 1.0, weight)
+    row = tl.load(cuts + which * 3) + index * H
+    if LSE:
+        tl.store(lse + row, tl.where(weight == 0.0, float("-inf"), greatest + tl.log(divisor)), index < count)
+    x = (total / divisor[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row[:, None] * D + column, x, (index < count)[:, None])

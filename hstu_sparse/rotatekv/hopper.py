@@ -250,7 +250,7 @@ def bound(scores, factor, greatest, tile, packed, MASK: gl.constexpr):
 
     That is not the maximum itself: a new one counts where it is more than LAZY above the old.
     """
-    if MASK:
+    if MASK and ((tile + 1) * R > packed):
         inside = tile * R + gl.arange(0, R, gl.SliceLayout(0, SCORES)) < packed
         scores = gl.where(inside[None, :], scores, float("-inf"))
     # In two steps, so that a thread's comparisons are not one chain.

@@ -1,9 +1,13 @@
 """The fused attention kernel for many queries on Hopper: some warps unpack the history while others multiply.
 
 Written in Gluon, Triton's language of explicit layouts, because Triton's compiler waits for every product whose operand
-was computed. A program has 128 queries of one head, 64 for each of two groups of four warps (`attend`). A third group
-unpacks the keys and values of 128 tokens after 128 tokens into a ring in shared memory (`produce`). Barriers in shared
-memory say which of its stages are full and which are empty.
+was computed. A piece of work is 128 queries of one head, 64 for each of two groups of four warps (`attend`). A third
+group unpacks the keys and values of 128 tokens after 128 tokens into a ring in shared memory (`produce`). Barriers in
+shared memory say which of its stages are full and which are empty.
+
+A program has a processor to itself. All pieces' tiles, one piece behind the other, are cut into equal shares, one for
+each program, so that all end together whatever the lengths are, and the third group goes on to the next piece while the
+others finish one. Of a piece that is cut each program has a part, and `rotatekv_cut_merge_kernel` puts them together.
 
 Letters: T cached tokens, Tq queries, B sequences, S sink tokens, H heads, G heads of a head group, HG = H / G. Heads
 are of D = 128 channels for keys and for values, tiles of R = 128 tokens; codes have 2 bits, quantisation groups 64
@@ -49,6 +53,8 @@ TOKENS = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
 TOKEN = gl.constexpr(gl.SliceLayout(1, TOKENS))
 # A thread transforms half a query: [64, 2, 64].
 HALVES = gl.constexpr(gl.BlockedLayout([1, 1, 64], [16, 2, 1], [4, 1, 1], [2, 1, 0]))
+# Sequences: [128].
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # Queries as they are loaded: [64, D].
 QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 # As products have scores and sums: [64, 128].
@@ -72,20 +78,26 @@ RESULT = gl.constexpr(
     )
 )
 
-LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 sign_of = gluon.jit(sign.fn)
 
 
 @gluon.jit
-def sequence(offsets, b, S, B):
-    """(its first query, its queries, its packed tokens, its tiles or 1) of sequence b, or of several."""
-    q_offsets, seq_offsets = offsets
+def sequence(work, b):
+    """(first query, queries, packed tokens, tiles of a piece: 1 without tokens) of sequence b, or of several."""
+    q_offsets, seq_offsets, B, S = work
     real = b < B
     b = gl.minimum(b, B - 1)
-    query = gl.load(q_offsets + b)
-    asked = (gl.load(q_offsets + b + 1) - query).to(gl.int32) * real.to(gl.int32)
+    query = gl.load(q_offsets + b).to(gl.int64)
+    asked = gl.where(real, (gl.load(q_offsets + b + 1) - query).to(gl.int32), 0)
     packed = gl.maximum((gl.load(seq_offsets + b + 1) - gl.load(seq_offsets + b)).to(gl.int32) - S, 0)
-    return query.to(gl.int64), asked, packed, gl.maximum((packed + R - 1) // R, 1)
+    return query, asked, packed, gl.maximum((packed + R - 1) // R, 1)
+
+
+@gluon.jit
+def tiles_of(work, b, H: gl.constexpr):
+    """Of all pieces of sequences b."""
+    _, asked, _, tiles = sequence(work, b)
+    return (asked + BQ - 1) // BQ * H * tiles
 
 
 @gluon.jit
@@ -94,39 +106,47 @@ def add(a, b):
 
 
 @gluon.jit
-def share(offsets, S, B, H: gl.constexpr):
-    """(begin, end, all) of this program's share of the work, in tiles; sequence where it begins, and place there."""
+def share(work, H: gl.constexpr):
+    """(where this program's share begins, where it ends, all tiles, shares, the sequence where it begins, where there).
+
+    Each has 4 tiles or more: parts of a piece cost something too.
+    """
+    _, _, B, _ = work
     total = 0
-    for base in range(0, B, 128):
-        _, asked, _, tiles = sequence(offsets, base + gl.arange(0, 128, LANES), S, B)
-        total += gl.sum((asked + BQ - 1) // BQ * tiles, 0) * H
-    programs = gl.minimum((total + 3) // 4, gl.num_programs(0))
-    own = gl.minimum(gl.program_id(0), programs)
-    begin = (total.to(gl.int64) * own // programs).to(gl.int32)
-    end = (total.to(gl.int64) * gl.minimum(own + 1, programs) // programs).to(gl.int32)
+    for start in range(0, B, 128):
+        total += gl.sum(tiles_of(work, start + gl.arange(0, 128, LANES), H), 0)
+    shares = gl.minimum((total + 3) // 4, gl.num_programs(0))
+    own = gl.minimum(gl.program_id(0), shares)
+    begin = (total.to(gl.int64) * own // shares).to(gl.int32)
+    end = (total.to(gl.int64) * gl.minimum(own + 1, shares) // shares).to(gl.int32)
     seen = 0
-    before = 0
     b = 0
-    for base in range(0, B, 128):
-        index = base + gl.arange(0, 128, LANES)
-        _, asked, _, tiles = sequence(offsets, index, S, B)
-        upto = seen + gl.associative_scan((asked + BQ - 1) // BQ * tiles * H, 0, add)
+    before = 0
+    for start in range(0, B, 128):
+        index = start + gl.arange(0, 128, LANES)
+        upto = seen + gl.associative_scan(tiles_of(work, index, H), 0, add)
         passed = (upto <= begin) & (index < B)
         b += gl.sum(passed.to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(passed, upto, 0), 0))
         seen = gl.max(upto, 0)
-    return begin, end, total, programs, b, begin - before
+    return begin, end, total, shares, b, begin - before
 
 
 @gluon.jit
-def find_piece(offsets, b, place, S, B, H: gl.constexpr):
-    """The sequence of the piece at a place, or at the beginning of the next sequence that has one."""
-    query, asked, packed, tiles = sequence(offsets, b, S, B)
-    while place >= (asked + BQ - 1) // BQ * tiles * H:
+def find_piece(work, b, place, left, H: gl.constexpr):
+    """The piece at a sequence's place, or the next sequence's first one.
+
+    (sequence, place there, first query, queries from it on, head, packed tokens, tiles, first of the share, one behind)
+    """
+    query, asked, packed, tiles = sequence(work, b)
+    while place >= (asked + BQ - 1) // BQ * H * tiles:
         b += 1
         place = 0
-        query, asked, packed, tiles = sequence(offsets, b, S, B)
-    return b, place, query, asked, packed, tiles
+        query, asked, packed, tiles = sequence(work, b)
+    piece = place // tiles
+    first = place % tiles
+    passed = piece // H * BQ
+    return b, place, query + passed, asked - passed, piece % H, packed, tiles, first, gl.minimum(tiles, first + left)
 
 
 @gluon.jit
@@ -228,36 +248,34 @@ def unpack(out, words, ranges, own, large, HEADS: gl.constexpr, NUMBERED: gl.con
 
 
 @gluon.jit
-def produce(stored, shares, ring, HG: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
-    """Unpacks every tile of a head's keys, up to the transform of D, and values."""
-    all_pages, page_offsets, k_codes, k_ranges, v_codes, v_ranges = stored
-    offsets, S, B, at, end, b, place = shares
+def produce(stored, work, place, ring, HG: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
+    """Unpacks every tile of a share's keys, up to the transform of D, and values."""
+    page_table, page_offsets, k_codes, k_ranges, v_codes, v_ranges = stored
+    begin, end, b, place = place
     keys, values, full, k_empty, v_empty = ring
     H: gl.constexpr = HG * G
+    left = end - begin
     n = 0
-    left = end - at
     while left > 0:
-        b, place, _, _, packed, tiles = find_piece(offsets, b, place, S, B, H)
-        head = place // tiles % H
-        first = place % tiles
-        take = gl.minimum(tiles - first, left)
-        last = gl.minimum(first + take, (packed + R - 1) // R)
+        b, place, _, _, head, packed, _, first, behind = find_piece(work, b, place, left, H)
         group = head // G
         own = head % G
         pages = (packed + PAGE - 1) // PAGE
-        page_table = all_pages + gl.load(page_offsets + b)
+        last = gl.minimum(behind, (packed + R - 1) // R)
+        table = page_table + gl.load(page_offsets + b)
         some = first < last
-        page = load_pages(page_table, first, pages, some)
+        page = load_pages(table, first, pages, some)
         large = (page >> 31)[:, None] | gl.full([R, 4], 0x64006400, gl.int32, TOKENS)
         k_words, k_found = load_words(k_codes, k_ranges, page, group, 0, some, HG, 2 * G, 2 * G)
         v_words, v_found = load_words(v_codes, v_ranges, page, group, own * 2, some, HG, 2 * G, 2)
-        page = load_pages(page_table, first + 1, pages, some)
+        page = load_pages(table, first + 1, pages, some)
         for tile in range(first, last):
             stage = n % STAGES
             phase = n // STAGES & 1
+            # The next tile's, before a wait, behind which ptxas does not put them off. The fence waits for all loads.
             next_k, next_k_found = load_words(k_codes, k_ranges, page, group, 0, True, HG, 2 * G, 2 * G)
             next_v, next_v_found = load_words(v_codes, v_ranges, page, group, own * 2, True, HG, 2 * G, 2)
-            page = load_pages(page_table, tile + 2, pages, True)
+            page = load_pages(table, tile + 2, pages, True)
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             unpack(keys.index(stage), k_words, k_found, own, large, G, True)
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
@@ -266,8 +284,8 @@ def produce(stored, shares, ring, HG: gl.constexpr, G: gl.constexpr, STAGES: gl.
             mbarrier.arrive(full.index(stage), count=1)
             k_words, k_found, v_words, v_found = next_k, next_k_found, next_v, next_v_found
             n += 1
-        left -= take
-        place += take
+        left -= behind - first
+        place += behind - first
 
 
 @gluon.jit
@@ -305,7 +323,7 @@ def bound(scores, factor, greatest, tile, packed, MASK: gl.constexpr):
 
     That is not the maximum itself: a new one counts where it is more than LAZY above the old.
     """
-    if MASK:
+    if MASK and ((tile + 1) * R > packed):
         inside = tile * R + gl.arange(0, R, gl.SliceLayout(0, SCORES)) < packed
         scores = gl.where(inside[None, :], scores, float("-inf"))
     # In two steps, so that a thread's comparisons are not one chain.
@@ -326,7 +344,7 @@ def weigh(scores, factor, greatest, total, shrink):
 
 @gluon.jit
 def write(x, value, out, lse, rows, real, LSE: gl.constexpr):
-    """Results of 64 rows and, with LSE, their log-sum-exp, to those of `real` that there are."""
+    """Results [64, D] to rows of out and, with LSE, their log-sum-exp, where they are real."""
     if LSE:
         gl.store(lse + gl.convert_layout(rows, ROW), value, gl.convert_layout(real, ROW))
     x = x.to(out.dtype.element_ty)
@@ -337,33 +355,30 @@ def write(x, value, out, lse, rows, real, LSE: gl.constexpr):
 
 
 @gluon.jit
-def attend(asked, shares, ring, H: gl.constexpr, WHICH: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr):
+def attend(asked, work, place, ring, H: gl.constexpr, WHICH: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr):
     """64 queries of one head after another against the tiles that are unpacked."""
-    q, q_stride_t, q_stride_h, out, lse, parts, part_lse, cuts, total, programs, scale, tiles_of = asked
-    offsets, S, B, at, end, b, place = shares
+    q, q_stride_t, q_stride_h, out, lse, parts, part_lse, cuts, all_tiles, shares, scale, query_tiles = asked
+    begin, end, b, place = place
     keys, values, full, k_empty, v_empty = ring
-    query_tile = tiles_of.index(WHICH)
+    query_tile = query_tiles.index(WHICH)
     n = 0
+    at = begin
     while at < end:
-        b, place, query, asked_count, packed, tiles = find_piece(offsets, b, place, S, B, H)
-        piece = place // tiles
-        head = piece % H
-        first = place % tiles
-        take = gl.minimum(tiles - first, end - at)
-        last = gl.minimum(first + take, (packed + R - 1) // R)
-        query += piece // H * BQ + WHICH * 64
-        asked_count -= piece // H * BQ + WHICH * 64
+        b, place, query, count, head, packed, tiles, first, behind = find_piece(work, b, place, end - at, H)
+        last = gl.minimum(behind, (packed + R - 1) // R)
+        query += WHICH * 64
+        count -= WHICH * 64
         index = gl.arange(0, 64, gl.SliceLayout(1, QUERIES))
         rows = q + (query + index) * q_stride_t + head.to(gl.int64) * q_stride_h
         column = gl.arange(0, D, gl.SliceLayout(0, QUERIES))
-        x = gl.load(rows[:, None] + column[None, :], (index < asked_count)[:, None], 0.0)
+        x = gl.load(rows[:, None] + column[None, :], (index < count)[:, None], 0.0)
         query_tile.store(x.to(gl.float16, bitcast=True))
         factor = transform(query_tile, q.dtype.element_ty) * scale
         fence_async_shared()
 
         none = gl.zeros([64, R], gl.float32, SCORES)
         sums = gl.zeros([64, D], gl.float32, SCORES)
-        row_total = gl.zeros([64, 8], gl.float32, PARTS)
+        total = gl.zeros([64, 8], gl.float32, PARTS)
         greatest = gl.full([64], float("-inf"), gl.float32, ROW)
         if first < last:
             mbarrier.wait(full.index(n % STAGES), n // STAGES & 1)
@@ -372,9 +387,10 @@ def attend(asked, shares, ring, H: gl.constexpr, WHICH: gl.constexpr, LSE: gl.co
             scores = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_empty.index(n % STAGES), count=1)
             scores, greatest, shrink = bound(scores, factor, greatest, first, packed, True)
-            new, row_total = weigh(scores, factor, greatest, row_total, shrink)
+            new, total = weigh(scores, factor, greatest, total, shrink)
             pairs = rounded_pairs(new)
             mbarrier.wait(full.index((n + 1) % STAGES), (n + 1) // STAGES & 1, pred=first + 1 < last)
+            # Those with all their tokens, then the last one if it has fewer.
             whole = gl.minimum(packed // R, last)
             for END in gl.static_range(2):
                 for tile in range(gl.maximum(whole, first + 1) if END else first + 1, last if END else whole):
@@ -392,7 +408,7 @@ def attend(asked, shares, ring, H: gl.constexpr, WHICH: gl.constexpr, LSE: gl.co
                     sums, weights, scores = warpgroup_mma_wait(0, deps=(sums, weights, scores))
                     mbarrier.arrive(k_empty.index(n % STAGES), count=1)
                     mbarrier.arrive(v_empty.index(before), count=1)
-                    new, row_total = weigh(scores, factor, greatest, row_total, shrink)
+                    new, total = weigh(scores, factor, greatest, total, shrink)
                     pairs = rounded_pairs(new)
             sums = shrunk(sums, shrink)
             weights = gl.convert_layout(halves(pairs, 64, R), WEIGHTS, assert_trivial=True)
@@ -401,25 +417,26 @@ def attend(asked, shares, ring, H: gl.constexpr, WHICH: gl.constexpr, LSE: gl.co
             mbarrier.arrive(v_empty.index(n % STAGES), count=1)
             n += 1
 
-        full_total = gl.convert_layout(gl.sum(row_total, 1), ROW)
-        divisor = gl.where(full_total > 0.0, full_total, 1.0)
-        value = gl.where(full_total > 0.0, greatest * LN2 + gl.log(divisor), float("-inf"))
+        whole_total = gl.convert_layout(gl.sum(total, 1), ROW)
+        divisor = gl.where(whole_total > 0.0, whole_total, 1.0)
+        value = gl.where(whole_total > 0.0, greatest * LN2 + gl.log(divisor), float("-inf"))
         x = sums * (1.0 / divisor)[:, None]
         index = gl.arange(0, 64, gl.SliceLayout(1, RESULT))
-        if take == tiles:
-            write(x, value, out, lse, (query + index) * H + head, index < asked_count, LSE)
+        if behind - first == tiles:
+            write(x, value, out, lse, (query + index) * H + head, index < count, LSE)
         else:
+            # A program has two parts at most: it ends a piece, and it begins one.
             part = 2 * gl.program_id(0) + (first == 0).to(gl.int32)
-            write(x, value, parts, part_lse, (part * BQ + WHICH * 64 + index).to(gl.int64), index < asked_count, True)
+            write(x, value, parts, part_lse, (part * BQ + WHICH * 64 + index).to(gl.int64), index < count, True)
             if first == 0:
-                # Of the program that has the piece's last tile, the next one.
-                after = ((at + tiles).to(gl.int64) * programs - 1) // total + 1
-                entry = cuts + (gl.program_id(0) * 2 + WHICH) * 4
-                gl.store(entry, (query * H + head).to(gl.int32))
-                gl.store(entry + 1, gl.minimum(asked_count, 64))
-                gl.store(entry + 2, after.to(gl.int32))
-        at += take
-        place += take
+                # The share behind that in which the piece ends.
+                after = ((at + tiles).to(gl.int64) * shares - 1) // all_tiles + 1
+                cut = cuts + (gl.program_id(0) * 2 + WHICH) * 3
+                gl.store(cut, query * H + head)
+                gl.store(cut + 1, gl.minimum(count, 64).to(gl.int64))
+                gl.store(cut + 2, after)
+        at += behind - first
+        place += behind - first
 
 
 @gluon.jit(do_not_specialize=["B", "S"])
@@ -428,12 +445,17 @@ def rotatekv_hopper_fwd_kernel(
     out, lse, parts, part_lse, cuts, B, S, scale,
     HG: gl.constexpr, G: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A share of the tiles of all queries."""
+    """A share of the tiles; out: [Tq, H, D], lse: [Tq, H].
+
+    parts: [programs, 2, BQ, D], part_lse: [programs, 2, BQ], of pieces that are cut; cuts: [programs, 2, 3] int64, of
+    the piece that a program begins and does not end, for each half: row of out and lse (the others are H apart),
+    queries, the program behind those that have a part of it. scale: of q, times log2(e) and that of the transform.
+    """
     H: gl.constexpr = HG * G
-    offsets = q_offsets, seq_offsets
-    begin, end, total, programs, b, place = share(offsets, S, B, H)
-    gl.store(cuts + gl.program_id(0) * 8 + 1, 0)
-    gl.store(cuts + gl.program_id(0) * 8 + 5, 0)
+    work = q_offsets, seq_offsets, B, S
+    begin, end, all_tiles, shares, b, place = share(work, H)
+    gl.store(cuts + gl.program_id(0) * 6 + 1, 0)
+    gl.store(cuts + gl.program_id(0) * 6 + 4, 0)
 
     query_tiles = gl.allocate_shared_memory(gl.float16, [2, 64, D], SHARED)
     keys = gl.allocate_shared_memory(gl.float16, [STAGES, R, D], SHARED)
@@ -446,16 +468,16 @@ def rotatekv_hopper_fwd_kernel(
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
     ring = keys, values, full, k_empty, v_empty
-    asked = q, q_stride_t, q_stride_h, out, lse, parts, part_lse, cuts, total, programs, scale, query_tiles
-    shares = offsets, S, B, begin, end, b, place
+    asked = q, q_stride_t, q_stride_h, out, lse, parts, part_lse, cuts, all_tiles, shares, scale, query_tiles
     stored = page_table, page_offsets, k_codes, k_ranges, v_codes, v_ranges
+    place = begin, end, b, place
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (attend, (asked, shares, ring, H, FIRST, LSE, STAGES)),
-            (attend, (asked, shares, ring, H, SECOND, LSE, STAGES)),
-            (produce, (stored, shares, ring, HG, G, STAGES)),
+            (attend, (asked, work, place, ring, H, FIRST, LSE, STAGES)),
+            (attend, (asked, work, place, ring, H, SECOND, LSE, STAGES)),
+            (produce, (stored, work, place, ring, HG, G, STAGES)),
         ],
         [4, 4],
         # Of the 504 registers that three threads share.

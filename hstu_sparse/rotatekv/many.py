@@ -386,35 +386,3 @@ def rotatekv_many_fwd_kernel(
         sums *= inverse_n
     pointers = out + ((row * (HG * G) + head) * V)[:, None] + tl.arange(0, V)[None, :]
     tl.store(pointers, by_channel(sums.to(out.dtype.element_ty), BQ, V), real[:, None])
-
-
-@triton.jit
-def rotatekv_hopper_merge_kernel(parts, part_lse, cuts, out, lse, H: tl.constexpr, LSE: tl.constexpr):
-    """16 rows of what a program of `hopper` began and others finished."""
-    entry = cuts + tl.program_id(0) // 4 * 4
-    count = tl.load(entry + 1)
-    index = tl.program_id(0) % 4 * 16 + tl.arange(0, 16)
-    if count <= tl.program_id(0) % 4 * 16:
-        return
-    after = tl.load(entry + 2)
-    place = tl.program_id(0) // 4 % 2 * 64 + index
-    program = tl.program_id(0) // 8
-    column = tl.arange(0, 128)
-    at = (2 * program + 1) * 128 + place
-    greatest = tl.load(part_lse + at)
-    total = tl.load(parts + at[:, None] * 128 + column[None, :])
-    weight = tl.full([16], 1.0, tl.float32)
-    for other in range(program + 1, after):
-        at = 2 * other * 128 + place
-        own = tl.load(part_lse + at)
-        new = tl.maximum(greatest, own)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        factor, part = tl.exp(greatest - safe), tl.exp(own - safe)
-        total = total * factor[:, None] + tl.load(parts + at[:, None] * 128 + column[None, :]) * part[:, None]
-        weight = weight * factor + part
-        greatest = new
-    divisor = tl.where(weight == 0.0, 1.0, weight)
-    row = tl.load(entry) + index.to(tl.int64) * H
-    if LSE:
-        tl.store(lse + row, tl.where(weight == 0.0, float("-inf"), greatest + tl.log(divisor)), index < count)
-    tl.store(out + row[:, None] * 128 + column[None, :], (total / divisor[:, None]).to(out.dtype.element_ty), (index < count)[:, None])
