@@ -5,6 +5,6 @@ name, variant = "ncu", json.loads(sys.argv[1])
 use(load(name, **variant))
 q, qo, k, v, o = bench.inputs(64, 8192, 8, 128, 128)
 cache = rotatekv_compress(k, v, o)
-for _ in range(4):
+for _ in range(6):
     bench.attend("fused", q, qo, cache, 8192)
 torch.cuda.synchronize()
