@@ -27,11 +27,7 @@ from hstu_sparse.launch import (
 )
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.rotatekv.angles import all_tables, rope_table
-from hstu_sparse.rotatekv.attention import (
-    rotatekv_attention_fwd_kernel,
-    rotatekv_attention_merge_kernel,
-    rotatekv_cut_merge_kernel,
-)
+from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
 from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, rows, sizes, words
@@ -336,8 +332,6 @@ def many(call: Call) -> Plan:
 
 def hopper(call: Call) -> Plan:
     """As `many`, some warps unpacking while others multiply."""
-    if "cuts" in hopper_kernel().arg_names:
-        return shared_hopper(call)
     layout, queries, sequences = call.source.layout, call.q.shape[0], call.q_offsets.shape[0] - 1
     constants = tuple(
         dict(HG=layout.head_groups, G=layout.options.head_group, LSE=lse, STAGES=3) for lse in (False, True)
@@ -359,36 +353,6 @@ def hopper(call: Call) -> Plan:
     # A program takes a processor, and about as long besides its tiles as with three of them.
     tiles = cdiv(call.max_seq_len, HOPPER_TILE)
     return Plan(launch, best_splits(filled, multiprocessors(call.q.device), tiles, 4, 3))
-
-
-def shared_hopper(call: Call) -> Plan:
-    """As `many`, some warps unpacking while others multiply; each program has an equal share of all tiles."""
-    layout, sequences = call.source.layout, call.q_offsets.shape[0] - 1
-    constants = tuple(
-        dict(HG=layout.head_groups, G=layout.options.head_group, LSE=lse, STAGES=3) for lse in (False, True)
-    )
-    tiles = sequences * cdiv(call.q.shape[0], sequences * HOPPER_TILE) * cdiv(call.max_seq_len, HOPPER_TILE)
-    programs = max(1, min(multiprocessors(call.q.device), tiles * layout.heads // 4))
-    sink_tokens, scale = layout.options.sink_tokens, call.alpha * layout.keys.channels**-0.5 * math.log2(math.e)
-    merge = dict(H=layout.heads, D=layout.head_size, BQ=HOPPER_TILE, ROWS=16)
-
-    def launch(call, part, part_lse, splits):
-        q, known, lse = call.q, kept(call.source), part_lse is not None
-        cut = (
-            q.new_empty(programs, 2, HOPPER_TILE, layout.head_size, dtype=torch.float32),
-            q.new_empty(programs, 2, HOPPER_TILE, dtype=torch.float32),
-            q.new_empty(programs, 2, 3, dtype=torch.int64),
-        )
-        given = q, q.stride(0), q.stride(1), call.q_offsets
-        arguments = (
-            *given, *known.tensors[:3], *known.tensors[4:], part, part_lse, *cut, sequences, sink_tokens, scale,
-        )  # fmt: skip
-        key = *known.key, *specialization((*given, part, part_lse))
-        start(hopper_kernel(), programs, arguments, constants[lse], dict(num_warps=4), key)
-        start(rotatekv_cut_merge_kernel, programs * HOPPER_TILE // 16, (*cut, part, part_lse), merge | dict(LSE=lse),
-              dict(num_warps=4), specialization((part, part_lse)))  # fmt: skip
-
-    return Plan(launch, 1)
 
 
 def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
@@ -490,7 +454,7 @@ def attention(
         able = ways(source, q.dtype, alpha, rope_base is not None, softmax and not biased)
         way = next(x for x in wanted if x in able)
     plan = PLANS[way](call) if way in PLANS else general(call, way == "keys")
-    splits = plan.splits if way == "hopper" and "cuts" in hopper_kernel().arg_names else splits or plan.splits
+    splits = splits or plan.splits
     # Only the general kernel reads sinks: a part of their own for the others.
     sinks = cache is not None and cache.layout.options.sink_tokens > 0 and way in PLANS
     if again is not None and way in PLANS and not sinks:
