@@ -18,15 +18,19 @@ DEBUG = os.environ.get("HSTU_SPARSE_DEBUG", "0") not in ("", "0")
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def concrete(x) -> bool:
+    """Whether x is a tensor with values, and neither torch.compile, torch.func nor a dispatch mode looks on."""
+    if torch.compiler.is_compiling() or not plain(x) or x.is_meta:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def readable(x: torch.Tensor) -> bool:
     """Whether checks may read x's values: on a CPU, where that is next to nothing, elsewhere with the debug switch.
 
-    Never while torch.compile, torch.func, a fake tensor or a dispatch mode looks on: there are no values, or reading
-    them would be recorded.
+    Never where it is not `concrete`: there are no values, or reading them would be recorded.
     """
-    if torch.compiler.is_compiling() or not plain(x) or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return False
-    return DEBUG or x.device.type == "cpu"
+    return concrete(x) and (DEBUG or x.device.type == "cpu")
 
 
 def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.Tensor) -> None:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from hstu_sparse import hadamard_transform, rotatekv_attention, rotatekv_compress, rotatekv_decompress
-from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets
+from hstu_sparse import RelativeBias, hadamard_transform, rotatekv_attention, rotatekv_compress, rotatekv_decompress
+from hstu_sparse.rotatekv import reference
+from hstu_sparse.testing import assert_within_budget, compare_with_reference, make_jagged, make_offsets
 from tests.operators.rotatekv import check
 
 pytestmark = pytest.mark.gpu
@@ -59,11 +60,62 @@ MANY = dict(
         dict(splits=5),
         dict(head_group=4, groups=1, sink_tokens=70, splits=3),
         dict(clip=0.75, contiguous=False, dtype="float16"),
+        dict(lengths=[9000, 3], asked=[200, 1], max_seq_len=9000),
+        dict(lengths=[40, 0, 300] * 60, asked=[1, 130, 90] * 60, max_seq_len=300),
     ],
 )
 def test_many_queries_of_softmax(options):
     """What `hopper.py` takes where there is such a GPU, and `many.py` elsewhere: tiles of 128 in part and whole."""
     check("cuda", **(BASE | MANY | dict(dtype="bfloat16") | options))
+
+
+@pytest.mark.parametrize("options", [{}, dict(head_group=1), dict(sink_tokens=70)])
+def test_maxima_that_rise_along_the_history(options):
+    """Scores grow to 30 powers of two above those of the first tile, and fall again."""
+    length, alpha = 2000, 128**-0.5
+    k, v = (make_jagged((length, 130), (4, 128), dtype=torch.bfloat16, device="cuda", seed=i) for i in range(2))
+    grown = torch.linspace(0, 12, length, device="cuda")
+    k[:length] *= grown.minimum(12 - grown)[:, None, None]
+    q = make_jagged((128, 100), (4, 128), dtype=torch.bfloat16, device="cuda", seed=2)
+    q_offsets, offsets = make_offsets((128, 100), device="cuda"), make_offsets((length, 130), device="cuda")
+    cache = rotatekv_compress(k, v, offsets, **options)
+    given = dict(activation="softmax", alpha=alpha, return_lse=True)
+    found = rotatekv_attention(q, q_offsets, cache, length, **given)
+    lossy, exact = (
+        reference.attention_reference(
+            q.to(dtype), q_offsets, *reference.decompress_reference(cache, dtype), offsets, length, bias=RelativeBias(),
+            rope_base=None, activation="softmax", alpha=alpha,
+        )
+        for dtype in (torch.bfloat16, torch.float64)
+    )  # fmt: skip
+    for name, got, low, high in zip(("out", "log-sum-exp"), found, lossy, exact):
+        assert_within_budget(name, got, low.to(got.dtype), high, factor=4.0, floor=2 * torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize("asked", [1, 20, 100])
+def test_calls_that_come_again_are_planned_once(asked):
+    """They are neither checked nor planned anew, and give what a call on a new cache gives."""
+    from hstu_sparse.rotatekv import launch_attention
+
+    k, v = (make_jagged((300, 17), (2, 128), dtype=torch.bfloat16, device="cuda", seed=i) for i in range(2))
+    offsets, q_offsets = make_offsets((300, 17), device="cuda"), make_offsets((asked, asked), device="cuda")
+    q = [make_jagged((asked, asked), (2, 128), dtype=torch.bfloat16, device="cuda", seed=i) for i in range(3)]
+    caches = [rotatekv_compress(k, v, offsets) for _ in range(2)]
+    given = dict(activation="softmax", return_lse=True)
+    rotatekv_attention(q[0], q_offsets, caches[0], 700, **given)
+    assert len(launch_attention.kept(caches[0]).calls) == 1
+    for _ in range(2):
+        found = [rotatekv_attention(x, q_offsets, caches[0], 700, **given) for x in q]
+        assert len(launch_attention.kept(caches[0]).calls) == 1
+        for x, got in zip(q, found):
+            caches[1].__dict__.pop("kept", None)
+            assert all(map(torch.equal, got, rotatekv_attention(x, q_offsets, caches[1], 700, **given)))
+        # Now after more tokens.
+        for cache in caches:
+            cache.append(k, v, offsets)
+    for wrong in (dict(max_seq_len=0), dict(max_seq_len=700, activation="relu")):
+        with pytest.raises(ValueError):
+            rotatekv_attention(q[0], q_offsets, caches[0], **(given | wrong))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

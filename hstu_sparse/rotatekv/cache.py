@@ -81,6 +81,10 @@ class PackedCache:
             return self.packed[name]
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
+    def __getstate__(self) -> dict:
+        """Without what `launch_attention` remembers of a state."""
+        return {name: value for name, value in self.__dict__.items() if name != "kept"}
+
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the cache by name, the packed ones cut to the pages in use."""
         found = {name: x[: self.used_pages] for name, x in self.packed.items()}

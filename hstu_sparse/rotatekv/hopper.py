@@ -31,6 +31,18 @@ R = gl.constexpr(128)
 PAGE = gl.constexpr(16)
 LN2 = gl.constexpr(0.6931471805599453)
 SIGNS = gl.constexpr(-2147450880)  # the sign bits of a pair
+# Weights may be this power of two before a new maximum takes them back to 1. With values they are multiplied in fp16,
+# which holds 2^15.
+LAZY = gl.constexpr(8.0)
+# Of a thread's 64 sums (outputs 0 to 63) and what each shrinks by ($128 to $191, one number for each of its two rows).
+# A branch, so that a warp without a new maximum does none of it.
+SHRINK = gl.constexpr(
+    "{.reg .pred p; setp.neu.f32 p, $128, 0f3F800000; setp.neu.or.f32 p, $130, 0f3F800000, p; "
+    "vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; "
+    + "".join(f"mul.f32 ${i}, ${i}, ${128 + i}; " for i in range(64))
+    + "DONE: }"
+)
+SHRINK_OPERANDS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["f"] * 64))
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 # A thread unpacks a token: [R, words].
@@ -177,11 +189,10 @@ def unpack(out, words, ranges, own, large, HEADS: gl.constexpr, NUMBERED: gl.con
 
 
 @gluon.jit
-def produce(stored, key_ring, value_ring, HG: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
+def produce(stored, ring, HG: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr):
     """Unpacks every tile of a head's keys, up to the transform of D, and values."""
     page_table, k_codes, k_ranges, v_codes, v_ranges, group, own, first, last, pages = stored
-    keys, k_full, k_empty = key_ring
-    values, v_full, v_empty = value_ring
+    keys, values, full, k_empty, v_empty = ring
     some = first < last
     page = load_pages(page_table, first, pages, some)
     large = (page >> 31)[:, None] | gl.full([R, 4], 0x64006400, gl.int32, TOKENS)
@@ -191,19 +202,17 @@ def produce(stored, key_ring, value_ring, HG: gl.constexpr, G: gl.constexpr, STA
     for tile in range(first, last):
         stage = (tile - first) % STAGES
         phase = (tile - first) // STAGES & 1
+        # The next tile's, before a wait, behind which ptxas does not put them off. The fence waits for all loads.
+        next_k, next_k_found = load_words(k_codes, k_ranges, page, group, 0, True, HG, 2 * G, 2 * G)
+        next_v, next_v_found = load_words(v_codes, v_ranges, page, group, own * 2, True, HG, 2 * G, 2)
+        page = load_pages(page_table, tile + 2, pages, True)
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
         unpack(keys.index(stage), k_words, k_found, own, large, G, True)
-        fence_async_shared()
-        mbarrier.arrive(k_full.index(stage), count=1)
-        # A fence waits for all loads: these have until the values are unpacked.
-        k_words, k_found = load_words(k_codes, k_ranges, page, group, 0, True, HG, 2 * G, 2 * G)
-        next_words, next_found = load_words(v_codes, v_ranges, page, group, own * 2, True, HG, 2 * G, 2)
-        page = load_pages(page_table, tile + 2, pages, True)
         mbarrier.wait(v_empty.index(stage), phase ^ 1)
         unpack(values.index(stage), v_words, v_found, own, large, 1, False)
         fence_async_shared()
-        mbarrier.arrive(v_full.index(stage), count=1)
-        v_words, v_found = next_words, next_found
+        mbarrier.arrive(full.index(stage), count=1)
+        k_words, k_found, v_words, v_found = next_k, next_k_found, next_v, next_v_found
 
 
 @gluon.jit
@@ -229,28 +238,43 @@ def transform(tile, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def weigh(scores, factor, greatest, total, tile, packed):
-    """(weights [64, R], the new maximum, the new total, by what the sums shrink)."""
-    if (tile + 1) * R > packed:
-        inside = tile * R + gl.arange(0, R, gl.SliceLayout(0, SCORES)) < packed
-        scores = gl.where(inside[None, :], scores, float("-inf"))
-    # In two steps, so that a thread's comparisons and sums are not one chain.
-    most = gl.convert_layout(gl.max(gl.max(gl.reshape(scores, [64, R // 8, 8]), 1), 1), ROW, assert_trivial=True)
-    new = gl.maximum(greatest, most * factor)
-    shrink = gl.exp2(greatest - new)
-    weights = gl.exp2(scores * factor[:, None] - new[:, None])
-    parts = gl.convert_layout(gl.sum(gl.reshape(weights, [64, R // 8, 8]), 1), PARTS, assert_trivial=True)
-    of_parts = gl.convert_layout(shrink, gl.SliceLayout(1, PARTS), assert_trivial=True)
-    return weights, new, total * of_parts[:, None] + parts, shrink
+def shrunk(sums, shrink):
+    """sums [64, D] times shrink [64]."""
+    shrink = gl.broadcast(shrink[:, None], sums)[0]
+    return gl.inline_asm_elementwise(SHRINK, SHRINK_OPERANDS, [sums, shrink], gl.float32, True, 64)
 
 
 @gluon.jit
-def attend(asked, key_ring, value_ring, H: gl.constexpr, WHICH: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr):
+def bound(scores, factor, greatest, tile, packed, MASK: gl.constexpr):
+    """(scores [64, R], -inf behind the last token, what their exponentials are taken from, by what the others shrink).
+
+    That is not the maximum itself: a new one counts where it is more than LAZY above the old.
+    """
+    if MASK and ((tile + 1) * R > packed):
+        inside = tile * R + gl.arange(0, R, gl.SliceLayout(0, SCORES)) < packed
+        scores = gl.where(inside[None, :], scores, float("-inf"))
+    # In two steps, so that a thread's comparisons are not one chain.
+    most = gl.convert_layout(gl.max(gl.max(gl.reshape(scores, [64, R // 8, 8]), 1), 1), ROW, assert_trivial=True)
+    most *= factor
+    new = gl.where(most > greatest + LAZY, most, greatest)
+    return scores, new, gl.exp2(greatest - new)
+
+
+@gluon.jit
+def weigh(scores, factor, greatest, total, shrink):
+    """(weights [64, R], the new total)."""
+    weights = gl.exp2(scores * factor[:, None] - greatest[:, None])
+    parts = gl.convert_layout(gl.sum(gl.reshape(weights, [64, R // 8, 8]), 1), PARTS, assert_trivial=True)
+    of_parts = gl.convert_layout(shrink, gl.SliceLayout(1, PARTS), assert_trivial=True)
+    return weights, total * of_parts[:, None] + parts
+
+
+@gluon.jit
+def attend(asked, ring, H: gl.constexpr, WHICH: gl.constexpr, LSE: gl.constexpr, STAGES: gl.constexpr):
     """64 queries of one head against the tiles that are unpacked."""
     given, query, asked_count, head, part_row, first, last, packed, scale, tiles = asked
     q, q_stride_t, q_stride_h, out, lse = given
-    keys, k_full, k_empty = key_ring
-    values, v_full, v_empty = value_ring
+    keys, values, full, k_empty, v_empty = ring
     query_tile = tiles.index(WHICH)
     index = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, QUERIES))
     rows = q + (query + index) * q_stride_t + head.to(gl.int64) * q_stride_h
@@ -265,34 +289,38 @@ def attend(asked, key_ring, value_ring, H: gl.constexpr, WHICH: gl.constexpr, LS
     total = gl.zeros([64, 8], gl.float32, PARTS)
     greatest = gl.full([64], float("-inf"), gl.float32, ROW)
     if first < last:
-        mbarrier.wait(k_full.index(0), 0)
+        mbarrier.wait(full.index(0), 0)
         scores = warpgroup_mma(query_tile, keys.index(0).permute((1, 0)), none, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(0), count=1)
-        new, greatest, total, _ = weigh(scores, factor, greatest, total, first, packed)
+        scores, greatest, shrink = bound(scores, factor, greatest, first, packed, True)
+        new, total = weigh(scores, factor, greatest, total, shrink)
         pairs = rounded_pairs(new)
-        mbarrier.wait(v_full.index(0), 0)
-        # While a tile is weighed, the product of the one before with its values is under way.
-        for tile in range(first + 1, last):
-            i = tile - first
-            stage = i % STAGES
-            before = (i - 1) % STAGES
-            mbarrier.wait(k_full.index(stage), i // STAGES & 1)
-            scores = warpgroup_mma(query_tile, keys.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-            weights = gl.convert_layout(halves(pairs, 64, R), WEIGHTS, assert_trivial=True)
-            sums = warpgroup_mma(weights, values.index(before), sums, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=(scores,))
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            new, greatest, total, shrink = weigh(scores, factor, greatest, total, tile, packed)
-            # A wait in between keeps ptxas from waiting for the products first.
-            mbarrier.wait(v_full.index(stage), i // STAGES & 1)
-            sums, weights, new = warpgroup_mma_wait(0, deps=(sums, weights, new))
-            mbarrier.arrive(v_empty.index(before), count=1)
-            sums *= shrink[:, None]
-            pairs = rounded_pairs(new)
-        i = last - 1 - first
+        mbarrier.wait(full.index(1), 0, pred=first + 1 < last)
+        # Those with all their tokens, then the last one if it has fewer.
+        whole = gl.minimum(packed // R, last)
+        for END in gl.static_range(2):
+            for tile in range(gl.maximum(whole, first + 1) if END else first + 1, last if END else whole):
+                i = tile - first
+                before = (i - 1) % STAGES
+                after = (i + 1) % STAGES
+                key_tile = keys.index(i % STAGES).permute((1, 0))
+                scores = warpgroup_mma(query_tile, key_tile, none, use_acc=False, is_async=True)
+                sums = shrunk(sums, shrink)
+                weights = gl.convert_layout(halves(pairs, 64, R), WEIGHTS, assert_trivial=True)
+                sums = warpgroup_mma(weights, values.index(before), sums, is_async=True)
+                scores = warpgroup_mma_wait(1, deps=(scores,))
+                scores, greatest, shrink = bound(scores, factor, greatest, tile, packed, END)
+                # A wait in between keeps ptxas from waiting for the products first.
+                mbarrier.wait(full.index(after), (i + 1) // STAGES & 1, pred=tile + 1 < last)
+                sums, weights, scores = warpgroup_mma_wait(0, deps=(sums, weights, scores))
+                mbarrier.arrive(k_empty.index(i % STAGES), count=1)
+                mbarrier.arrive(v_empty.index(before), count=1)
+                new, total = weigh(scores, factor, greatest, total, shrink)
+                pairs = rounded_pairs(new)
+        sums = shrunk(sums, shrink)
         weights = gl.convert_layout(halves(pairs, 64, R), WEIGHTS, assert_trivial=True)
-        sums = warpgroup_mma(weights, values.index(i % STAGES), sums, is_async=True)
+        sums = warpgroup_mma(weights, values.index((last - 1 - first) % STAGES), sums, is_async=True)
         sums, weights = warpgroup_mma_wait(0, deps=(sums, weights))
 
     whole = gl.convert_layout(gl.sum(total, 1), ROW)
@@ -338,17 +366,14 @@ def rotatekv_hopper_fwd_kernel(
     query_tiles = gl.allocate_shared_memory(gl.float16, [2, 64, D], SHARED)
     keys = gl.allocate_shared_memory(gl.float16, [STAGES, R, D], SHARED)
     values = gl.allocate_shared_memory(gl.float16, [STAGES, R, D], SHARED)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
-    key_ring = keys, k_full, k_empty
-    value_ring = values, v_full, v_empty
+    ring = keys, values, full, k_empty, v_empty
     part_row = split * Tq.to(gl.int64)
     query = first_query + q_tile * BQ
     asked_count -= q_tile * BQ
@@ -359,11 +384,11 @@ def rotatekv_hopper_fwd_kernel(
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (attend, (asked, key_ring, value_ring, H, FIRST, LSE, STAGES)),
-            (attend, (asked, key_ring, value_ring, H, SECOND, LSE, STAGES)),
-            (produce, (stored, key_ring, value_ring, HG, G, STAGES)),
+            (attend, (asked, ring, H, FIRST, LSE, STAGES)),
+            (attend, (asked, ring, H, SECOND, LSE, STAGES)),
+            (produce, (stored, ring, HG, G, STAGES)),
         ],
         [4, 4],
         # Of the 504 registers that three threads share.
-        [208, 88],
+        [200, 104],
     )

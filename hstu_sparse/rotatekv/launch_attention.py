@@ -41,6 +41,7 @@ from hstu_sparse.validation import check_kernel
 MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
 # Queries and tokens that a program of `hopper` takes at once.
 HOPPER_TILE = 128
+MOST_CALLS = 64  # that a cache remembers
 KERNEL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -158,23 +159,35 @@ class Call(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A way's launch(part, part_lse, splits), and the splits that it would like."""
+    """A way's launch(call, part, part_lse, splits) and the splits that it would like.
 
-    launch: Callable[[Tensor, Tensor | None, int], None]
+    Those of `PLANS` hold none of a call's tensors: other calls may have them too.
+    """
+
+    launch: Callable[[Call, Tensor, Tensor | None, int], None]
     splits: int
 
 
-def kept(cache: PackedCache) -> tuple[tuple, tuple]:
-    """(a cache's tensors in the order in which kernels take them, their `specialization`), found out once a state."""
+class Kept(NamedTuple):
+    """What is found out once for each state of a cache."""
+
+    page_table: Tensor
+    packed: dict[str, Tensor]
+    tensors: tuple  # in the order in which kernels take them
+    key: tuple  # their `specialization`
+    calls: dict  # of calls that may come again: what `repeat` needs
+
+
+def kept(cache: PackedCache) -> Kept:
     found = cache.__dict__.get("kept")
-    if found is None or found[0] is not cache.page_table or found[1] is not cache.packed:
+    if found is None or found.page_table is not cache.page_table or found.packed is not cache.packed:
         packed = cache.packed
         tensors = (
             cache.seq_offsets, cache.page_offsets, cache.page_table, cache.channel_order, packed["k_codes"],
             words(packed["k_ranges"]), packed["v_codes"], words(packed["v_ranges"]),
         )  # fmt: skip
-        found = cache.__dict__["kept"] = cache.page_table, packed, tensors, specialization(tensors)
-    return found[2], found[3]
+        found = cache.__dict__["kept"] = Kept(cache.page_table, packed, tensors, specialization(tensors), {})
+    return found
 
 
 class FewPlan(NamedTuple):
@@ -236,20 +249,20 @@ FEW_OPTIONS = dict(num_warps=1, num_stages=1)
 def few(call: Call) -> Plan:
     """A warp for a few queries of a head group."""
     q, cache, bias = call.q, call.source, call.bias
-    sequences = max(1, call.q_offsets.shape[0] - 1)
+    sink_tokens, sequences = cache.layout.options.sink_tokens, max(1, call.q_offsets.shape[0] - 1)
     plan = few_plan(
         cache.layout, cache.channel_order is not None, q.dtype, q.device, q.shape[0], sequences, call.max_seq_len,
         call.softmax, call.rope_base, bias.position is not None, bias.time is not None,
     )  # fmt: skip
 
-    def launch(part, part_lse, splits):
-        tensors, key = kept(cache)
+    def launch(call, part, part_lse, splits):
+        q, known = call.q, kept(call.source)
         others = *call.bias_arguments(), *plan.angles, part, part_lse
         arguments = (
-            q, q.stride(0), q.stride(1), call.q_offsets, *tensors, *others, sequences,
-            cache.layout.options.sink_tokens, q.shape[0], splits, call.alpha, *plan.numbers, 1,
+            q, q.stride(0), q.stride(1), call.q_offsets, *known.tensors, *others, sequences, sink_tokens, q.shape[0],
+            splits, call.alpha, *plan.numbers, 1,
         )  # fmt: skip
-        key = *key, *specialization((q, call.q_offsets, *others))
+        key = *known.key, *specialization((q, call.q_offsets, *others))
         constants = plan.constants[part_lse is not None]
         start(rotatekv_few_fwd_kernel, plan.programs * splits, arguments, constants, FEW_OPTIONS, key)
 
@@ -284,16 +297,16 @@ def many_constants(
 
 def many(call: Call) -> Plan:
     """A program for many queries of a head."""
-    q, cache, layout = call.q, call.source, call.source.layout
-    heads, sequences = q.shape[1], call.q_offsets.shape[0] - 1
-    block_q = 128 if q.shape[0] > 64 * sequences else 64
+    layout, queries, heads, device = call.source.layout, *call.q.shape[:2], call.q.device
+    sequences = call.q_offsets.shape[0] - 1
+    block_q = 128 if queries > 64 * sequences else 64
     programs = call.slots(block_q) * heads
 
-    def launch(part, part_lse, splits):
+    def launch(call, part, part_lse, splits):
+        q, known = call.q, kept(call.source)
         queries, given, options = many_constants(
-            layout, q.dtype, architecture(q.device), block_q, tuple(call.constants().items()), part_lse is not None
+            layout, q.dtype, architecture(device), block_q, tuple(call.constants().items()), part_lse is not None
         )
-        tensors, key = kept(cache)
         near, far, table = call.all_angles()
         # Keys that are turned back keep about their size, by a power of two.
         scale = 2.0 ** -(layout.keys.channels.bit_length() // 2)
@@ -301,60 +314,45 @@ def many(call: Call) -> Plan:
         factor /= 1.0 if near is None else scale
         prepared = torch.empty(q.shape, dtype=torch.float16, device=q.device)
         factors = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        made = call.q_offsets, cache.seq_offsets, near, far, prepared, factors
+        made = call.q_offsets, call.source.seq_offsets, near, far, prepared, factors
         arguments = q, q.stride(0), q.stride(1), *made, sequences, factor
         start(rotatekv_queries_fwd_kernel, call.slots(64) * heads, arguments, queries, dict(num_warps=4),
               specialization((q, *made)))  # fmt: skip
         others = *call.bias_arguments(), None if table is None else table.view(torch.float16), part, part_lse
         arguments = (
-            prepared, factors, call.q_offsets, *tensors[:3], *tensors[4:], *others, sequences,
+            prepared, factors, call.q_offsets, *known.tensors[:3], *known.tensors[4:], *others, sequences,
             layout.options.sink_tokens, q.shape[0], splits, scale, 1.0 / call.max_seq_len,
         )  # fmt: skip
-        key = *key, *specialization((prepared, factors, call.q_offsets, *others))
+        key = *known.key, *specialization((prepared, factors, call.q_offsets, *others))
         start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, key)
 
-    wanted = cdiv(2 * multiprocessors(q.device), programs)
+    wanted = cdiv(2 * multiprocessors(device), programs)
     return Plan(launch, max(1, min(wanted, call.max_seq_len // 512)))
-
-
-class HopperPlan(NamedTuple):
-    """What `hopper` needs beside a call's tensors."""
-
-    constants: tuple[dict, dict]  # without and with a log-sum-exp
-    programs: int  # of each part of a history
-    splits: int
-
-
-@functools.lru_cache(maxsize=64)
-def hopper_plan(layout: Layout, device: torch.device, queries: int, sequences: int, max_seq_len: int) -> HopperPlan:
-    constants = tuple(
-        dict(HG=layout.head_groups, G=layout.options.head_group, LSE=lse, STAGES=3) for lse in (False, True)
-    )
-    programs = (queries // HOPPER_TILE + sequences) * layout.heads
-    filled = sequences * cdiv(queries, sequences * HOPPER_TILE) * layout.heads
-    # A program takes a processor, and about as long besides its tiles as with three of them.
-    splits = best_splits(filled, multiprocessors(device), cdiv(max_seq_len, HOPPER_TILE), 4, 3)
-    return HopperPlan(constants, programs, splits)
 
 
 def hopper(call: Call) -> Plan:
     """As `many`, some warps unpacking while others multiply."""
-    q, cache = call.q, call.source
-    layout, sequences = cache.layout, call.q_offsets.shape[0] - 1
-    plan = hopper_plan(layout, q.device, q.shape[0], sequences, call.max_seq_len)
+    layout, queries, sequences = call.source.layout, call.q.shape[0], call.q_offsets.shape[0] - 1
+    constants = tuple(
+        dict(HG=layout.head_groups, G=layout.options.head_group, LSE=lse, STAGES=3) for lse in (False, True)
+    )
+    programs = (queries // HOPPER_TILE + sequences) * layout.heads
+    sink_tokens, scale = layout.options.sink_tokens, call.alpha * layout.keys.channels**-0.5 * math.log2(math.e)
 
-    def launch(part, part_lse, splits):
-        tensors, key = kept(cache)
+    def launch(call, part, part_lse, splits):
+        q, known = call.q, kept(call.source)
         given = q, q.stride(0), q.stride(1), call.q_offsets
         arguments = (
-            *given, *tensors[:3], *tensors[4:], part, part_lse, sequences, layout.options.sink_tokens, q.shape[0],
-            splits, call.alpha * layout.keys.channels**-0.5 * math.log2(math.e),
+            *given, *known.tensors[:3], *known.tensors[4:], part, part_lse, sequences, sink_tokens, queries, splits,
+            scale,
         )  # fmt: skip
-        key = *key, *specialization((*given, part, part_lse))
-        constants = plan.constants[part_lse is not None]
-        start(hopper_kernel(), plan.programs * splits, arguments, constants, dict(num_warps=4), key)
+        key = *known.key, *specialization((*given, part, part_lse))
+        start(hopper_kernel(), programs * splits, arguments, constants[part_lse is not None], dict(num_warps=4), key)
 
-    return Plan(launch, plan.splits)
+    filled = sequences * cdiv(queries, sequences * HOPPER_TILE) * layout.heads
+    # A program takes a processor, and about as long besides its tiles as with three of them.
+    tiles = cdiv(call.max_seq_len, HOPPER_TILE)
+    return Plan(launch, best_splits(filled, multiprocessors(call.q.device), tiles, 4, 3))
 
 
 def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
@@ -389,7 +387,7 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
     # Pruned codes are gathered word by word: copies of them in flight take more shared memory than there is.
     stages = 1 if constants["SPARSE"] else 2
 
-    def launch(part, part_lse, splits):
+    def launch(call, part, part_lse, splits):
         packed = {} if cache is None else cache.packed
         order = None if cache is None else cache.channel_order
         rotatekv_attention_fwd_kernel[(slots, heads // of_program, splits)](
@@ -429,12 +427,13 @@ def attention(
     return_lse: bool,
     way: str | None = None,
     splits: int | None = None,
+    again: tuple | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(out [Tq, H, V], log-sum-exp [Tq, H] or None) of queries against a cache or plain keys and values.
 
     way: "few", "many" and "hopper" for the kernels of those files, "queries" and "keys" for that of attention.py, which
     takes everything, with queries or keys rotated; only one of `ways`. splits: the parts into which a history is cut.
-    By default what is faster.
+    By default what is faster. again: what later calls that are just like this one give `repeat`.
     """
     cache = source if isinstance(source, PackedCache) else None
     value_size = source.v.shape[2] if cache is None else cache.layout.value_size
@@ -462,6 +461,32 @@ def attention(
     splits = splits or plan.splits
     # Only the general kernel reads sinks: a part of their own for the others.
     sinks = cache is not None and cache.layout.options.sink_tokens > 0 and way in PLANS
+    if again is not None and way in PLANS and not sinks:
+        calls = kept(cache).calls
+        if len(calls) >= MOST_CALLS:
+            calls.clear()
+        calls[again] = call[3:], plan, splits, return_lse
+    return run(call, plan, splits, sinks, return_lse)
+
+
+@current
+def repeat(q: Tensor, q_offsets: Tensor, cache: PackedCache, again: tuple) -> tuple[Tensor, Tensor | None] | None:
+    """`attention` if a call was just like this one while the cache was in this state, and None if none was.
+
+    again: all that its checks and its plan depend on, but for the cache.
+    """
+    found = kept(cache).calls.get(again)
+    if found is None:
+        return None
+    rest, plan, splits, return_lse = found
+    return run(Call(rows(q), q_offsets.contiguous(), cache, *rest), plan, splits, False, return_lse)
+
+
+def run(call: Call, plan: Plan, splits: int, sinks: bool, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """What `attention` returns; sinks: of the cache, a part of their own."""
+    q, source, softmax = call.q, call.source, call.softmax
+    queries, heads, _ = q.shape
+    value_size = source.layout.value_size if isinstance(source, PackedCache) else source.v.shape[2]
     parts = splits + sinks
     part = q.new_empty(
         (parts, queries, heads, value_size)[parts == 1 :], dtype=q.dtype if parts == 1 else torch.float32
@@ -469,11 +494,11 @@ def attention(
     part_lse = None
     if return_lse or (softmax and parts > 1):
         part_lse = q.new_empty((parts, queries, heads)[parts == 1 :], dtype=torch.float32)
-    plan.launch(part, part_lse, splits)
+    plan.launch(call, part, part_lse, splits)
     out, lse = part, part_lse
     if sinks:
         last = None if part_lse is None else part_lse[splits]
-        general(call, keys_back=True, sinks_only=True).launch(part[splits], last, 1)
+        general(call, keys_back=True, sinks_only=True).launch(call, part[splits], last, 1)
     if parts > 1:
         out = q.new_empty(queries, heads, value_size)
         lse = q.new_empty(queries, heads, dtype=torch.float32) if return_lse else None
