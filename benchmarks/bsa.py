@@ -32,6 +32,7 @@ def add_arguments(parser):
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--block-counts", type=int, default=16)
     parser.add_argument("--window-size", type=int, default=0)
+    parser.add_argument("--alone", action="store_true", help="without the dense kernels beside it")
 
 
 def inputs(tokens, length, heads, size, dtype, window):
@@ -158,6 +159,8 @@ def cases(arguments):
                     functools.partial(run_bsa, shape, options, mode == "deterministic", biased),
                     functools.partial(check, arguments.heads, arguments.head_size, dtype, biased, *options.items()),
                 )
+        if arguments.alone:
+            continue
         yield Case(DENSE, described, functools.partial(run_dense, shape, False))
         yield Case(DENSE_BIASED, described, functools.partial(run_dense, shape, True))
         yield Case("sdpa-cudnn", described, functools.partial(run_cudnn, shape))

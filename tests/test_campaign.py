@@ -30,6 +30,12 @@ FIXED: list[tuple[str, dict]] = [
         "deterministic": False, "position": True, "buckets": 15, "table_dtype": "float32", "spread": 40000.0,
         "seed": 665090909,
     }),
+    ("bsa", {
+        "lengths": [281, 608, 1, 563, 234, 193], "max_seq_len": 608, "heads": 3, "head_size": 128, "value_size": 50,
+        "dtype": "bfloat16", "block_size": 16, "block_counts": 3, "window_size": 0, "selection_group": 16,
+        "contiguous": True, "deterministic": False, "position": True, "buckets": 1, "table_dtype": "float32",
+        "spread": 1.0, "seed": 685402465,
+    }),
     ("htree", {
         "lengths": [1], "spare": 0, "group": 16, "kv_heads": 2, "head_size": 32, "value_size": 7, "rate": 3, "top_k": 8,
         "scale": None, "dtype": "float32", "offsets": "int32", "contiguous": False, "deterministic": False,

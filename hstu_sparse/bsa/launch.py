@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.assembly import proven
-from hstu_sparse.bsa import blocks, key_major, query_major
+from hstu_sparse.bsa import blocks, key_major, means_major, query_major
 from hstu_sparse.bsa.bias import KernelBias, TableGradients, TableSums, prepare
 from hstu_sparse.bsa.lists import invert
 from hstu_sparse.bsa.reach import Chosen, bsa_reach_kernel
@@ -133,12 +133,16 @@ class Problem:
             and dq.num_warps == 4 and dq.BM == 64 and dq.BN >= 32
         )  # fmt: skip
 
-    def units(self, tile: int) -> tuple[float, float]:
+    def units(self, tile: int, totals: bool) -> tuple[float, float]:
         """What keeps the sum of a histogram's cell below 2^31, of mean keys and of others: a lane's share of a tile's
-        pairs, each of 21 bits.
+        pairs, each of 21 bits. totals: of a chosen block's diagonals, of up to `tile` terms, which are added as numbers
+        of 22 bits, and of which as many are then moved from another lane.
         """
-        most = self.max_seq_len // self.BS + 64, self.S * self.BS + self.window + 2 * tile
-        return tuple(2.0 ** -max(0, (tile * keys // 16).bit_length() - 9) for keys in most)
+        past = (self.S - 1) * self.BS if self.query_major else 0
+        keys = past + max(self.BS, tile) + (self.window + tile if self.window else 0)
+        terms = self.max_seq_len // self.BS, keys * (2 if totals else 1)
+        means, others = (max(0, (max(1, tile * x // 16) - 1).bit_length() - 10) for x in terms)
+        return 2.0**-means, 2.0 ** -(max(others, tile.bit_length() - 2) if totals else others)
 
     def slots(self, size: int) -> int:
         return self.T // size + self.B
@@ -195,6 +199,14 @@ def contiguous_gates(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """g_cmp, g_slc, g_swa; where there is no window, its gate's place is taken and never read."""
     g_cmp, g_slc = a.g_cmp.contiguous(), a.g_slc.contiguous()
     return g_cmp, g_slc, g_slc if a.g_swa is None else a.g_swa.contiguous()
+
+
+def gates_by_head(p: Problem, *gates: Tensor) -> list[Tensor]:
+    """Gates as [H, T and more] fp32, whose tiles of consecutive tokens key-major kernels read from one address on."""
+    found = torch.empty(len(gates), p.H, cdiv(p.T, 16) * 16 + 128, dtype=torch.float32, device=gates[0].device)
+    for rows, gate in zip(found, gates):
+        rows[:, : p.T] = gate.t()
+    return list(found)
 
 
 def launch_forward(*arguments):
@@ -280,7 +292,8 @@ def launch_backward(do, *arguments):
     bias = prepare(a.position, a.time, a.plan, p.offsets, p.BS)
     # Terms of a table's gradient; those of the compression, BS for one.
     terms = p.T * p.H * (p.S * p.BS + p.max_seq_len + min(p.window, p.max_seq_len))
-    sums = TableSums(a.position, a.time, do, v, gates, terms) if p.biased else None
+    scattered = not (p.query_major and p.sums)
+    sums = TableSums(a.position, a.time, do, v, gates, terms, scattered) if p.biased else None
     tables, pitch = (sums.tables, sums.pitch) if sums else (TableGradients(), 0)
     reaches, chosen = p.reaches(indices, bias)
 
@@ -294,21 +307,24 @@ def launch_backward(do, *arguments):
     run(
         query_major.bsa_query_bwd_dq_kernel, (tiles, p.H),
         do, q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, tables, pitch,
-        norm if p.sums else None, *p.units(options["BM"]),
+        norm if p.sums else None, *p.units(options["BM"], p.query_major and a.position is not None),
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,
         **options,
     )  # fmt: skip
 
+    cmp_rows, slc_rows, *rest = gates_by_head(p, *gates)
+    swa_rows = rest[0] if rest else slc_rows
     dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)
     options = p.options("compress_dkv")
     # Enough programs for the earliest blocks, which nearly every query sees; one each where the order must be fixed.
     splits = 1 if p.deterministic else min(16, max(cdiv(p.max_seq_len, 4096), 1 + (p.max_seq_len > 2048)))
     described = p.tma(options["BM"], do, q)
     run(
-        key_major.bsa_compress_bwd_dkv_kernel, (p.slots(options["BN"] * p.BS), p.H, splits),
-        *(described or (do, q)), kbar, vbar, p.offsets, g_cmp, dkbar, dvbar, bias, *do.stride()[:2], *q.stride()[:2],
+        means_major.bsa_compress_bwd_dkv_kernel, (p.slots(options["BN"] * p.BS), p.H, splits),
+        *(described or (do, q)), kbar, vbar, p.offsets, cmp_rows, cmp_rows.stride(0), dkbar, dvbar, bias,
+        *do.stride()[:2], *q.stride()[:2],
         p.alpha, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
         TMA=described is not None, **options,
     )  # fmt: skip
@@ -324,7 +340,7 @@ def launch_backward(do, *arguments):
     described = p.tma(options["BM"], do, q) if options["BM"] <= p.R else None
     run(
         key_major.bsa_select_bwd_dkv_kernel, (lists.chunks_per_turn, p.BS // options["BN"]),
-        *(described or (do, q)), k, v, dkbar, dvbar, g_slc, g_swa, dk, dv, parts, dq, dg_slc,
+        *(described or (do, q)), k, v, dkbar, dvbar, slc_rows, swa_rows, slc_rows.stride(0), dk, dv, parts, dq, dg_slc,
         p.offsets, lists.pointers(), lists.part_start, bias, TableGradients() if p.query_major else tables, pitch,
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         p.alpha, p.inv_n, p.window, p.NB, p.H, p.B, lists.chunk,
