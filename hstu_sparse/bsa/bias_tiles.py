@@ -15,7 +15,7 @@ import triton.language as tl
 
 from hstu_sparse.assembly import look_up, scalar
 from hstu_sparse.bsa.bias import AT_ONCE, COPIES, LANES
-from hstu_sparse.bsa.reach import CHUNK, MOST_EDGES, SHORT, find_bucket
+from hstu_sparse.bsa.reach import CUT, CHUNK, MOST_EDGES, SHORT, find_bucket
 from hstu_sparse.tiles import COMPILED, add_to
 
 
@@ -167,7 +167,7 @@ def means_tile(
     reaches one edge at most but where `several`.
     """
     SIZE: tl.constexpr = means[1].shape[0]
-    if several:
+    if several and not CUT & 1024:
         bucket = find_bucket(differences(bias, means, queries, AXIS, False, ASM), bias.cells, ASM)
         tile = look_up(bias.time, bucket, ASM)
     else:
@@ -190,7 +190,9 @@ def own_buckets(bias, first, lane, places, AXIS: tl.constexpr, BS: tl.constexpr,
 @triton.jit
 def own_tile(bias, first, lane, places, AXIS: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
     """The time's bias of such a tile; 0 without a table."""
-    if bias.time is not None:
+    if bias.time is not None and CUT & 512:
+        return 0.0
+    elif bias.time is not None:
         return look_up(bias.time, own_buckets(bias, first, lane, places, AXIS, BS, ASM), ASM)
     else:
         return 0.0
@@ -277,7 +279,9 @@ def chosen_bias(bias, edge, position, queries, keys, origin, reaches, EDGES: tl.
     _, edges, lowest, _ = reaches
     base = look_up(edge[0].bases, edge[1], ASM)
     if EDGES == 2:
-        if edges > MOST_EDGES:
+        if CUT & 256:
+            tile = base
+        elif edges > MOST_EDGES:
             bucket = find_bucket(differences(bias, queries, keys, 0, True, ASM), bias.cells, ASM)
             tile = look_up(bias.time, bucket, ASM)
         else:

@@ -23,7 +23,7 @@ from hstu_sparse.assembly import proven
 from hstu_sparse.bsa import blocks, key_major, means_major, query_major
 from hstu_sparse.bsa.bias import KernelBias, TableGradients, TableSums, prepare
 from hstu_sparse.bsa.lists import invert
-from hstu_sparse.bsa.reach import Chosen, bsa_reach_kernel
+from hstu_sparse.bsa.reach import CUT, Chosen, bsa_reach_kernel
 from hstu_sparse.launch import aligned, architecture, cdiv, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
 
@@ -247,7 +247,7 @@ def launch_forward(*arguments):
     tiles = p.slots(options["BM"])
     tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
     run(
-        query_major.bsa_query_fwd_kernel, (tiles, p.H), q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, bias, out,
+        query_major.bsa_query_fwd_kernel, (p.H, tiles) if CUT.value & 2048 else (tiles, p.H), q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, bias, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
         **options,
@@ -305,7 +305,7 @@ def launch_backward(do, *arguments):
     tiles = p.slots(options["BM"])
     tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
     run(
-        query_major.bsa_query_bwd_dq_kernel, (tiles, p.H),
+        query_major.bsa_query_bwd_dq_kernel, (p.H, tiles) if CUT.value & 2048 else (tiles, p.H),
         do, q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, tables, pitch,
         norm if p.sums else None, *p.units(options["BM"], p.query_major and a.position is not None),
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],

@@ -44,7 +44,7 @@ from hstu_sparse.bsa.bias_tiles import (
     reached,
     side_times,
 )
-from hstu_sparse.bsa.reach import MOST_EDGES, find_bucket
+from hstu_sparse.bsa.reach import CUT, MOST_EDGES, find_bucket
 from hstu_sparse.tiles import opaque, row_norms
 
 # SiLU's greatest slope, 1.0998, with room for roundings.
@@ -90,7 +90,10 @@ def open_sums(bias, upstream, norm, cmp, slc, means_unit, keys_unit):
     keys and the greatest of any other; means_unit, keys_unit: what keeps the histogram's sums small enough.
     """
     ring, histogram, copy, lane = 0, 0, 0, 0
-    rows = row_norms(upstream.to(tl.float32))
+    if CUT & 8:
+        rows = tl.abs(slc) + 12.0
+    else:
+        rows = row_norms(upstream.to(tl.float32))
     most = _STEEPEST * tl.load(norm)
     scale = GREATEST_TERM / (_most(rows * tl.abs(slc)) * most + _TINY)
     means_scale = means_unit * GREATEST_TERM / (_most(rows * tl.abs(cmp)) * most + _TINY)
@@ -168,8 +171,12 @@ def add_keys(
         lowest, edges, bucket, _ = reaches
         if gate is not None:
             grad *= gate[:, None]
-        if own is not None:
+        if own is not None and CUT & 32:
+            pass
+        elif own is not None:
             histogram_add(sums.lane, own, grad, sums.keys_scale, True, True)
+        elif EDGES is not None and EDGES == 2 and CUT & 64:
+            pass
         elif EDGES is not None:
             if EDGES < 2:
                 if bias.position is None:

@@ -19,6 +19,7 @@ import triton.language as tl
 from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.bias_tiles import add_position_gradient, add_time_gradient, means_edges, own_buckets, with_bias
 from hstu_sparse.bsa.program_sums import add_keys, add_means, close_keys, close_means, open_sums
+from hstu_sparse.bsa.reach import CUT
 from hstu_sparse.bsa.query_tiles import (
     band_bias,
     band_weight,
@@ -46,7 +47,7 @@ def bsa_query_fwd_kernel(
     BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(1)
+    h = tl.program_id(0 if CUT & 2048 else 1)
     asks = find_queries(offsets, bias, tiles, H, B, BM, BS)
     b, start, begin, end, t, live, token = asks.b, asks.start, asks.begin, asks.end, asks.t, asks.live, asks.token
     if end <= begin:
@@ -72,6 +73,8 @@ def bsa_query_fwd_kernel(
         row = ((start // R + b + begin // R) * H + h) * S
         # The own block is the last one, and the last loop's.
         count = tl.minimum(begin // BS, S - 1) * BS
+        if CUT & 1:
+            count = tl.minimum(count, S - 64)
         ends = chosen_ends(chosen, row, count, S, BS, ASM)
         WIDTH: tl.constexpr = (WIDE, WIDE, BN)
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
@@ -109,6 +112,8 @@ def bsa_query_fwd_kernel(
     if WINDOW:
         swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
         nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
+    if CUT & 2:
+        nearest += S * 65536
     if nearest < end:
         for c in range(nearest, end, BN):
             s = c + tl.arange(0, BN)
@@ -121,6 +126,8 @@ def bsa_query_fwd_kernel(
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
     complete = (t + 1) // BS
+    if CUT & 4:
+        end -= S * 65536
     if end >= BS:  # see the head of this file
         cmp = tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS
         position = means_position(bias, asks, 0, BN, BS, ASM)
@@ -176,7 +183,7 @@ def bsa_query_bwd_dq_kernel(
 
     SUMS: the tables' gradients are summed up in shared memory first: program_sums.py, also on `norm` and the units.
     """
-    h = tl.program_id(1)
+    h = tl.program_id(0 if CUT & 2048 else 1)
     asks = find_queries(offsets, bias, tiles, H, B, BM, BS)
     b, start, begin, end, t, live, token = asks.b, asks.start, asks.begin, asks.end, asks.t, asks.live, asks.token
     if end <= begin:
@@ -211,6 +218,8 @@ def bsa_query_bwd_dq_kernel(
         tl.static_assert((BN <= WIDE) & (WIDE <= BS))  # as in bsa_query_fwd_kernel
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS, S - 1) * BS
+        if CUT & 1:
+            count = tl.minimum(count, S - 64)
         ends = chosen_ends(chosen, row, count, S, BS, ASM)
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
         WIDTH: tl.constexpr = (WIDE, WIDE, BN)
@@ -261,6 +270,8 @@ def bsa_query_bwd_dq_kernel(
     nearest = begin // BS * BS
     if WINDOW:
         nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
+    if CUT & 2:
+        nearest += S * 65536
     if nearest < end:
         for c in range(nearest, end, BN):
             s = c + tl.arange(0, BN)
@@ -304,11 +315,13 @@ def bsa_query_bwd_dq_kernel(
     if WINDOW:
         tl.store(dg_swa + token, window_branch * inv_n, mask=live)
     tl.store(dg_slc + token, branch * inv_n, mask=live)
-    if SUMS:
+    if SUMS and not CUT & 128:
         close_keys(tables, sums, BM, SPAN)
 
     complete = (t + 1) // BS
     means_branch = tl.zeros([BM], tl.float32)
+    if CUT & 4:
+        end -= S * 65536
     if end >= BS:  # see the head of this file
         plain = means_ends(bias, asks, BS)
         for SEVERAL in tl.static_range(1 if bias.time is None else 2):
@@ -331,7 +344,9 @@ def bsa_query_bwd_dq_kernel(
                     means_branch += tl.sum(weight * dweight, 1)
                     grad = dweight * slope * cmp[:, None]
                     acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-                    if SUMS:
+                    if SUMS and CUT & 16:
+                        pass
+                    elif SUMS:
                         add_means(sums, grad, bias, found, asks.map_row, at, near, SEVERAL, ASM)
                     else:
                         add_time_gradient(tables, grad, bias, *found, 1, False, ASM)
@@ -339,7 +354,7 @@ def bsa_query_bwd_dq_kernel(
                         ahead = tables.ahead + (begin - at * BS - BS // 2) + asks.lane
                         add_to(ahead[:, None] - (tl.arange(0, BN) * BS).to(tl.int64)[None, :], grad, tables.scale)
                     position = next_position
-        if SUMS:
+        if SUMS and not CUT & 128:
             close_means(tables, sums)
     tl.store(dg_cmp + token, means_branch * (BS * inv_n), mask=live)
 

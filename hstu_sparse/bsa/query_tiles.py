@@ -11,6 +11,7 @@ import triton.language as tl
 from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.bias_tiles import chosen_bias, load_origin, means_tile, own_tile, position_tile, time_tile
 from hstu_sparse.bsa.reach import (
+    CUT,
     LOWEST,
     MOST_EDGES,
     keys_reach,
@@ -63,7 +64,7 @@ class QueryTile(NamedTuple):
 @triton.jit
 def find_queries(offsets, bias, tiles, H, B, BM: tl.constexpr, BS: tl.constexpr):
     # Late tiles see the most blocks: they start first.
-    b, start, length, i = locate(offsets, tiles - 1 - tl.program_id(0), B, BM)
+    b, start, length, i = locate(offsets, tiles - 1 - tl.program_id(1 if CUT & 2048 else 0), B, BM)
     t = i * BM + tl.arange(0, BM)
     live = t < length
     asked = (0.0, 0.0, 0.0, 0.0)
@@ -72,7 +73,7 @@ def find_queries(offsets, bias, tiles, H, B, BM: tl.constexpr, BS: tl.constexpr)
         asked = span(high, low, live, 0)
     return QueryTile(
         b, start, i * BM, tl.minimum(i * BM + BM, length), tl.arange(0, BM).to(tl.int64), t, live,
-        (start + t) * H + tl.program_id(1), (start // BS + b).to(tl.int32), map_row(start, b, i * BM, BS), asked,
+        (start + t) * H + tl.program_id(0 if CUT & 2048 else 1), (start // BS + b).to(tl.int32), map_row(start, b, i * BM, BS), asked,
     )  # fmt: skip
 
 

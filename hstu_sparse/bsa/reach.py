@@ -9,6 +9,7 @@ back that it is one bucket.
 
 import functools
 import math
+import os
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from hstu_sparse.assembly import look_up, scalar
 from hstu_sparse.relative_bias import bucket_edges
 from hstu_sparse.tiles import locate
 
+CUT = tl.constexpr(int(os.environ.get("BSA_CUT", "0")))
 # The bucket has 12 bits of a cell's word.
 MAX_BUCKETS = 4095
 # Cells of an octave of fp32 numbers: 2 ** 3, each 1.125 times as wide as it begins, at most; a bucket is 1.35 times.
