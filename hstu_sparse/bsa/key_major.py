@@ -44,8 +44,7 @@ class ListedBlock(NamedTuple):
 
     m, chunk       the list, -1 if there is none for the program, and the chunk's number in it
     first, rows    its first entry, and its queries, R for each entry
-    ends           of the rows those before the first whose group reaches no more than one edge, as all behind it, and
-                   those before the first that reaches none
+    ends           where its parts (PARTS, reach.py) end among the rows
     h, slot        head and slot of the block
     b              its sequence
     start, stop    the first token of that, and the one behind the last
@@ -77,8 +76,7 @@ def find_listed_block(
     part = 0
     first = 0
     count = 0
-    single = 0
-    plain = 0
+    few, single, plain = 0, 0, 0
     if chunk < tl.load(lists.chunk_start + m_first + NB * H):
         m = tl.load(lists.chunk_list + chunk)
         part = chunk - tl.load(lists.chunk_start + m)
@@ -88,8 +86,10 @@ def find_listed_block(
         if lists.counts is not None:
             plain = last - tl.load(lists.counts + m * PARTS + (PARTS - 1))
             single = plain - tl.load(lists.counts + m * PARTS + (PARTS - 2))
-            plain = tl.minimum(tl.maximum(plain - first, 0), count)
+            few = single - tl.load(lists.counts + m * PARTS + (PARTS - 3))
+            few = tl.minimum(tl.maximum(few - first, 0), count)
             single = tl.minimum(tl.maximum(single - first, 0), count)
+            plain = tl.minimum(tl.maximum(plain - first, 0), count)
     slot = tl.maximum(m, 0) % NB
     b, start, length, j = locate(offsets, slot, B, BS)
     return ListedBlock(
@@ -97,7 +97,7 @@ def find_listed_block(
         part,
         first,
         count * R,
-        (single * R, plain * R),
+        (few * R, single * R, plain * R, count * R),
         (m - m_first) // NB,
         slot,
         b,
@@ -368,31 +368,31 @@ def bsa_select_bwd_dkv_kernel(
                 acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, added, False, FAST, PRECISION
             )
 
-    # Where groups fill tiles three loops: behind the other groups stand those that reach one edge, and then those that
-    # reach none. Of the last two the next tile's look-ups are begun while this one is computed.
+    # Where groups fill tiles a loop for each part. Of one edge and of none the next tile's look-ups are begun while this
+    # one is computed.
     SPLIT: tl.constexpr = lists.counts is not None
-    for TURN in tl.static_range(3 if SPLIT else 1):
+    for TURN in tl.static_range(PARTS if SPLIT else 1):
         begin_at = block.ends[TURN - 1] if TURN else 0
-        end_at = block.ends[TURN] if SPLIT and TURN < 2 else block.rows
+        end_at = block.ends[TURN] if SPLIT else block.rows
         listed = begin_at < end_at
         if APART:
             listed = True
         if listed:
-            if TURN:
-                position = listed_ahead(lists, bias, block, begin_at, offset, TURN == 2, R, BM, BN, ASM)
+            if TURN > 1:
+                position = listed_ahead(lists, bias, block, begin_at, offset, TURN == 3, R, BM, BN, ASM)
             for row in range(begin_at, end_at, BM):
                 tokens, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS, ASM)
                 t = tokens[0] + tokens[1]
                 if SPLIT:
-                    if TURN:
+                    if TURN > 1:
                         after = tl.minimum(row + BM, end_at - BM)
-                        next_position = listed_ahead(lists, bias, block, after, offset, TURN == 2, R, BM, BN, ASM)
+                        next_position = listed_ahead(lists, bias, block, after, offset, TURN == 3, R, BM, BN, ASM)
                     else:
                         position = listed_ahead(lists, bias, block, row, offset, False, R, BM, BN, ASM)
                     time = 0.0
-                    if TURN < 2:
+                    if TURN < 3:
                         sides = map_row(start, block.b, begin, BS), tokens, (start + block.begin, place.to(tl.int64))
-                        time = group_tile(bias, reach, *sides, block.origin, TURN == 0, ASM)
+                        time = group_tile(bias, reach, *sides, block.origin, TURN, ASM)
                     added = position, time
                 else:
                     added, found = listed_bias(bias, block, tokens, begin, ahead, reach, offset, BN, 1, ASM)
@@ -403,11 +403,11 @@ def bsa_select_bwd_dkv_kernel(
                 else:
                     gate = tl.load(g_slc + t, mask=live, other=0.0)
                 acc_k, acc_v, dscore, product = key_step(
-                    acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added, TURN == 2, FAST,
+                    acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added, TURN == 3, FAST,
                     PRECISION,
                 )  # fmt: skip
                 if SPLIT:
-                    if TURN:
+                    if TURN > 1:
                         position = next_position
                 else:
                     add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)

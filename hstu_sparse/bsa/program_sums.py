@@ -44,7 +44,7 @@ from hstu_sparse.bsa.bias_tiles import (
     reached,
     side_times,
 )
-from hstu_sparse.bsa.reach import CUT, MOST_EDGES, find_bucket
+from hstu_sparse.bsa.reach import CUT, LOOPS, MOST_EDGES, find_bucket
 from hstu_sparse.tiles import opaque, row_norms
 
 # SiLU's greatest slope, 1.0998, with room for roundings.
@@ -90,13 +90,23 @@ def open_sums(bias, upstream, norm, cmp, slc, means_unit, keys_unit):
     keys and the greatest of any other; means_unit, keys_unit: what keeps the histogram's sums small enough.
     """
     ring, histogram, copy, lane = 0, 0, 0, 0
-    if CUT & 8:
-        rows = tl.abs(slc) + 12.0
+    most = _STEEPEST * tl.load(norm)
+    if CUT & 64:
+        upstream = upstream.to(tl.float32)
+        squares = tl.sum(upstream * upstream, 1)
+        rows = tl.sqrt(squares) + 1e-18
+        found = tl.max(tl.join(tl.join(_proper(rows * tl.abs(slc)), _proper(rows * tl.abs(cmp))), tl.join(squares, squares)), 0)
+        two, greatest = tl.split(tl.trans(found))
+        others, means = tl.split(two)
+        greatest, _ = tl.split(greatest)
+        if (greatest > 1e30) | (greatest < 1e-24):
+            rows = row_norms(upstream)
+            others, means = _most(rows * tl.abs(slc)), _most(rows * tl.abs(cmp))
     else:
         rows = row_norms(upstream.to(tl.float32))
-    most = _STEEPEST * tl.load(norm)
-    scale = GREATEST_TERM / (_most(rows * tl.abs(slc)) * most + _TINY)
-    means_scale = means_unit * GREATEST_TERM / (_most(rows * tl.abs(cmp)) * most + _TINY)
+        others, means = _most(rows * tl.abs(slc)), _most(rows * tl.abs(cmp))
+    scale = GREATEST_TERM / (others * most + _TINY)
+    means_scale = means_unit * GREATEST_TERM / (means * most + _TINY)
     if bias.position is not None:
         ring = ring_open(0, True)
         copy = ring_lane(ring)
@@ -105,6 +115,11 @@ def open_sums(bias, upstream, norm, cmp, slc, means_unit, keys_unit):
         lane = histogram_lane(histogram, True)
     tl.debug_barrier()
     return ProgramSums(ring, histogram, copy, lane, scale, 1.0 / scale, means_scale, scale * keys_unit, 0, 0, 0, -1)
+
+
+@triton.jit
+def _proper(x):
+    return tl.where(x == x, x, _INFINITY)
 
 
 @triton.jit
@@ -165,35 +180,24 @@ def add_keys(
         cell = (base + tl.arange(0, BM) * 4)[:, None] + (tl.arange(0, BN) * -4)[None, :]
         done, total = opaque(part + BN), opaque(tl.full([], -1, tl.int32))
         if EDGES is not None and bias.time is not None:
-            total = opaque(reaches[2] if EDGES < 2 else tl.where(reaches[1] > MOST_EDGES, -1, reaches[2]))
+            if EDGES < LOOPS - 1:
+                total = opaque(reaches[2])
         ring_add(cell, grad, sums.scale if gate is None else (sums.scale * gate)[:, None], True)
     if bias.time is not None:
         lowest, edges, bucket, _ = reaches
         if gate is not None:
             grad *= gate[:, None]
-        if own is not None and CUT & 32:
-            pass
-        elif own is not None:
+        if own is not None:
             histogram_add(sums.lane, own, grad, sums.keys_scale, True, True)
-        elif EDGES is not None and EDGES == 2 and CUT & 64:
-            pass
         elif EDGES is not None:
-            if EDGES < 2:
-                if bias.position is None:
-                    histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
-                if EDGES == 1:
-                    _move_chosen(sums, grad, bias, edge, near, origin, bucket, 1, ASM)
-            elif edges > MOST_EDGES:
+            if EDGES == LOOPS - 1:
                 buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
                 histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
             else:
                 if bias.position is None:
                     histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
-                _move_chosen(sums, grad, bias, edge, near, origin, bucket, 1, ASM)
-                _move_chosen(sums, grad, bias, edge, near, origin, bucket, 2, ASM)
-                if edges > 2:
-                    _move_chosen(sums, grad, bias, edge, near, origin, bucket, 3, ASM)
-                    _move_chosen(sums, grad, bias, edge, near, origin, bucket, 4, ASM)
+                for E in tl.static_range(1, (MOST_EDGES if EDGES == 3 else EDGES) + 1):
+                    _move_chosen(sums, grad, bias, edge, near, origin, bucket, E, ASM)
         elif edges > MOST_EDGES:
             buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
             histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)

@@ -12,6 +12,7 @@ from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.bias_tiles import chosen_bias, load_origin, means_tile, own_tile, position_tile, time_tile
 from hstu_sparse.bsa.reach import (
     CUT,
+    LOOPS,
     LOWEST,
     MOST_EDGES,
     keys_reach,
@@ -162,14 +163,15 @@ def chosen_first(chosen, row, e, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.con
 
 @triton.jit
 def chosen_ends(chosen, row, count, S, BS: tl.constexpr, ASM: tl.constexpr):
-    """Of the `count` chosen keys before the own block those in blocks that reach no edge, and those that reach at most
-    one. row: of the queries in `chosen`.
+    """Where each of the LOOPS ends among the `count` chosen keys before the own block; one loop without a time bias.
+    row: of the queries in `chosen`.
     """
     if chosen.reaches is None:
-        return count, count
+        return (count,)
     else:
         blocks = look_up(chosen.reaches + row, tl.cast(S - 1, tl.int64), ASM)
-        return (blocks & 0xFFFF) * BS, (blocks >> 16) * BS
+        tl.static_assert(LOOPS == 5)
+        return (blocks & 0xFF) * BS, (blocks >> 8 & 0xFF) * BS, (blocks >> 16 & 0xFF) * BS, (blocks >> 24) * BS, count
 
 
 @triton.jit
@@ -181,7 +183,7 @@ def chosen_both(
     if bias.time is not None:
         chosen, place, _, _ = edge
         queries, keys = (asks.start + asks.begin, asks.lane), (asks.start + first, tl.arange(0, BN).to(tl.int64))
-        if EDGES == 2:
+        if EDGES > 2:
             reaches = load_reach(chosen.reaches + place, None, BM, ASM)
         else:
             lowest = look_up(chosen.reaches, place, ASM) & LOWEST
