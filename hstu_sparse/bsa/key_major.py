@@ -21,10 +21,12 @@ from hstu_sparse.bsa.bias_tiles import (
     load_origin,
     own_tile,
     position_tile,
+    reached,
+    tile_place,
     time_tile,
     with_bias,
 )
-from hstu_sparse.bsa.reach import LOWEST, MOST_EDGES, PARTS, load_reach, map_row
+from hstu_sparse.bsa.reach import CUT, LOWEST, MOST_EDGES, PARTS, load_reach, map_row
 from hstu_sparse.tiles import load_rows, load_tile, locate, silu_and_grad_of_twice, silu_of_twice, store_rows
 
 
@@ -177,6 +179,19 @@ def listed_ahead(
         lowest = look_up(lists.reaches, entry, ASM) & LOWEST
         tile += look_up(bias.time, lowest.to(tl.int64), ASM)
     return tile
+
+
+@triton.jit
+def listed_edge(lists, bias, block, row, R: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+    """Of a group that reaches one edge, from row `row` on: the lowest bucket's entry, what the next one's is more, and
+    where the group's earliest query stands by its edge.
+    """
+    entry = (block.first + row // R).to(tl.int64)
+    begin = look_up(lists.tokens, entry, ASM) + row % R - block.start.to(tl.int32)
+    lowest = (look_up(lists.reaches, entry, ASM) & LOWEST).to(tl.int64)
+    base = look_up(bias.time, lowest, ASM)
+    place = tile_place(bias, map_row(block.start, block.b, begin, BS), block.origin, lowest + 1, ASM)
+    return base, look_up(bias.time, lowest + 1, ASM) - base, place
 
 
 @triton.jit
@@ -380,6 +395,9 @@ def bsa_select_bwd_dkv_kernel(
         if listed:
             if TURN > 1:
                 position = listed_ahead(lists, bias, block, begin_at, offset, TURN == 3, R, BM, BN, ASM)
+            if TURN == 2 and CUT & 128:
+                base, more, edge = listed_edge(lists, bias, block, begin_at, R, BS, ASM)
+                beside = -look_up(bias.key_places + start + block.begin, place.to(tl.int64), ASM)
             for row in range(begin_at, end_at, BM):
                 tokens, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS, ASM)
                 t = tokens[0] + tokens[1]
@@ -392,7 +410,12 @@ def bsa_select_bwd_dkv_kernel(
                     time = 0.0
                     if TURN < 3:
                         sides = map_row(start, block.b, begin, BS), tokens, (start + block.begin, place.to(tl.int64))
-                        time = group_tile(bias, reach, *sides, block.origin, TURN, ASM)
+                        if TURN == 2 and CUT & 128:
+                            next_base, next_more, next_edge = listed_edge(lists, bias, block, after, R, BS, ASM)
+                            places = look_up(bias.places + tokens[0], tokens[1], ASM)
+                            time = base + more * reached(places + edge, beside, 1)
+                        else:
+                            time = group_tile(bias, reach, *sides, block.origin, TURN, ASM)
                     added = position, time
                 else:
                     added, found = listed_bias(bias, block, tokens, begin, ahead, reach, offset, BN, 1, ASM)
@@ -409,6 +432,8 @@ def bsa_select_bwd_dkv_kernel(
                 if SPLIT:
                     if TURN > 1:
                         position = next_position
+                    if TURN == 2 and CUT & 128:
+                        base, more, edge = next_base, next_more, next_edge
                 else:
                     add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)
                     add_position_gradient(tables, pitch, dscore, begin + ahead, s, 0)
