@@ -117,6 +117,22 @@ def locate(offsets, slot, B, SIZE):
 
 
 @triton.jit
+def head_and_slot(number, slots, H, together):
+    """The inverse of `numbered`."""
+    chunk = number // (together * H)
+    rest = number - chunk * (together * H)
+    size = tl.minimum(together, slots - chunk * together)
+    return rest // size, chunk * together + rest % size
+
+
+@triton.jit
+def numbered(h, slot, slots, H, together):
+    """The number of a head's slot among all heads' where of each `together` slots head follows upon head."""
+    first = slot // together * together
+    return first * H + h * tl.minimum(together, slots - first) + (slot - first)
+
+
+@triton.jit
 def load_rows(base, rows, stride, mask, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """A tile [rows, PADDED] of the matrix at `base`, zero outside of the mask and past SIZE columns."""
     columns = tl.arange(0, PADDED)

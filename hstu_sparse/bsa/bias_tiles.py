@@ -15,7 +15,7 @@ import triton.language as tl
 
 from hstu_sparse.assembly import look_up, scalar
 from hstu_sparse.bsa.bias import AT_ONCE, COPIES, LANES
-from hstu_sparse.bsa.reach import CHUNK, LOOPS, MOST_EDGES, SHORT, find_bucket
+from hstu_sparse.bsa.reach import CHUNK, MOST_EDGES, SHORT, find_bucket
 from hstu_sparse.tiles import COMPILED, add_to
 
 
@@ -215,23 +215,29 @@ def _group_step(bias, lowest, row, places, origin, beside, E: tl.constexpr, ASM:
 
 
 @triton.jit
-def group_tile(bias, reaches, row, queries, keys, origin, PART: tl.constexpr, ASM: tl.constexpr):
+def group_tile(bias, reaches, row, queries, keys, origin, SEVERAL: tl.constexpr, ASM: tl.constexpr):
     """The time's bias of a tile [keys, queries] of a group's queries and a block's keys.
 
-    reaches: the group's, see `load_reach`; PART: by its edges, see PARTS. row, queries, keys: the queries' `map_row`, and
-    tokens; origin: the block's earliest time.
+    reaches: the group's, see `load_reach`; without SEVERAL of one edge. row, queries, keys: the queries'
+    `map_row`, and tokens; origin: the block's earliest time.
     """
-    _, _, lowest, _ = reaches
-    if PART == 0:
-        bucket = find_bucket(differences(bias, queries, keys, 1, True, ASM), bias.cells, ASM)
-        return look_up(bias.time, bucket, ASM)
+    _, edges, lowest, _ = reaches
+    base = look_up(bias.time, lowest.to(tl.int64), ASM)
+    places = look_up(bias.places + queries[0], queries[1], ASM)
+    beside = -look_up(bias.key_places + keys[0], keys[1], ASM)
+    if SEVERAL:
+        if edges > MOST_EDGES:
+            bucket = find_bucket(differences(bias, queries, keys, 1, True, ASM), bias.cells, ASM)
+            tile = look_up(bias.time, bucket, ASM)
+        else:
+            tile = base + _group_step(bias, lowest, row, places, origin, beside, 1, ASM)
+            tile += _group_step(bias, lowest, row, places, origin, beside, 2, ASM)
+            if edges > 2:
+                tile += _group_step(bias, lowest, row, places, origin, beside, 3, ASM)
+                tile += _group_step(bias, lowest, row, places, origin, beside, 4, ASM)
     else:
-        tile = look_up(bias.time, lowest.to(tl.int64), ASM)
-        places = look_up(bias.places + queries[0], queries[1], ASM)
-        beside = -look_up(bias.key_places + keys[0], keys[1], ASM)
-        for E in tl.static_range(1, (MOST_EDGES if PART == 1 else 1) + 1):
-            tile += _group_step(bias, lowest, row, places, origin, beside, E, ASM)
-        return tile
+        tile = base + _group_step(bias, lowest, row, places, origin, beside, 1, ASM)
+    return tile
 
 
 @triton.jit
@@ -263,21 +269,30 @@ def chosen_step(bias, edge, keys, origin, lowest, E: tl.constexpr, ASM: tl.const
 
 @triton.jit
 def chosen_bias(bias, edge, position, queries, keys, origin, reaches, EDGES: tl.constexpr, ASM: tl.constexpr):
-    """What `with_bias` adds for a tile of queries and a chosen block's keys. EDGES: which of the LOOPS they are of.
+    """What `with_bias` adds for a tile of queries and a chosen block's keys that reach no edge, one, or (2) more.
 
-    position: the position's; edge: see `edge_places`. But for pairs looked up both are summed, and most of a thread's
+    position: the position's; edge: see `edge_places`. Up to one edge both are summed, and most of a thread's pairs
     share the first sum.
     """
-    _, _, lowest, _ = reaches
-    if EDGES == LOOPS - 1:
-        bucket = find_bucket(differences(bias, queries, keys, 0, True, ASM), bias.cells, ASM)
-        return position, look_up(bias.time, bucket, ASM)
+    _, edges, lowest, _ = reaches
+    base = look_up(edge[0].bases, edge[1], ASM)
+    if EDGES == 2:
+        if edges > MOST_EDGES:
+            bucket = find_bucket(differences(bias, queries, keys, 0, True, ASM), bias.cells, ASM)
+            tile = look_up(bias.time, bucket, ASM)
+        else:
+            tile = base + chosen_step(bias, edge, keys, origin, lowest, 1, ASM)
+            tile += chosen_step(bias, edge, keys, origin, lowest, 2, ASM)
+            if edges > 2:
+                tile += chosen_step(bias, edge, keys, origin, lowest, 3, ASM)
+                tile += chosen_step(bias, edge, keys, origin, lowest, 4, ASM)
+        return position, tile
     else:
-        tile = look_up(edge[0].bases, edge[1], ASM)
+        tile = base
         if bias.position is not None:
             tile += position
-        for E in tl.static_range(1, (MOST_EDGES if EDGES == 3 else EDGES) + 1):
-            tile += chosen_step(bias, edge, keys, origin, lowest, E, ASM)
+        if EDGES == 1:
+            tile += chosen_step(bias, edge, keys, origin, lowest, 1, ASM)
         return tile, 0.0
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from hstu_sparse.bsa.bias_tiles import position_tile, time_tile, with_bias
 from hstu_sparse.bsa.reach import EDGE_SHIFT, MOST_EDGES, PARTS
-from hstu_sparse.tiles import load_rows, locate, row_norms
+from hstu_sparse.tiles import load_rows, locate, numbered, row_norms
 
 # Larger than any block index: what the sort puts last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
@@ -134,9 +134,9 @@ def list_part(lists, reaches, entry, mask, FEW: tl.constexpr):
         return lists, tl.zeros_like(lists)
 
 
-@triton.jit(do_not_specialize=["B", "NB"])
+@triton.jit(do_not_specialize=["B", "NB", "together"])
 def bsa_rank_kernel(
-    indices, offsets, reaches, ranks, counts, NB, H, B, S,
+    indices, offsets, reaches, ranks, counts, NB, together, H, B, S,
     BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Counts how often each block is chosen by groups that do not stand in it; each choice draws its number there, in
@@ -150,7 +150,7 @@ def bsa_rank_kernel(
     entry = ((start // R + b + group)[:, None] * H + h) * S + p
     past = (group[:, None] * R < length) & (p < S - 1) & (p < own)
     j = tl.load(indices + entry, mask=past, other=0)
-    first, part = list_part(h * NB + start // BS + b + j, reaches, entry, past, FEW)
+    first, part = list_part(numbered(h, start // BS + b + j, NB, H, together), reaches, entry, past, FEW)
     rank = tl.atomic_add(counts + first + part, 1, mask=past, sem="relaxed")
     tl.store(ranks + entry, rank, mask=past)
 
@@ -197,9 +197,9 @@ def bsa_chunks_kernel(chunk_start, chunk_list, M, limit, SIZE: tl.constexpr):
     tl.store(chunk_list + c, tl.where(c < used, low, -1), mask=c < limit)
 
 
-@triton.jit(do_not_specialize=["B", "NB"])
+@triton.jit(do_not_specialize=["B", "NB", "together"])
 def bsa_fill_kernel(
-    indices, offsets, ranks, counts, list_start, lists, reaches, list_reach, NB, H, B, S,
+    indices, offsets, ranks, counts, list_start, lists, reaches, list_reach, NB, together, H, B, S,
     BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Writes each group's first token into the lists of the blocks it chose; with a time bias its reaches too."""
@@ -211,7 +211,7 @@ def bsa_fill_kernel(
     entry = ((start // R + b + group)[:, None] * H + h) * S + p
     past = (group[:, None] * R < length) & (p < S - 1) & (p < own)
     j = tl.load(indices + entry, mask=past, other=0)
-    block = h * NB + start // BS + b + j
+    block = numbered(h, start // BS + b + j, NB, H, together)
     place = tl.load(list_start + block, mask=past, other=0) + tl.load(ranks + entry, mask=past, other=0)
     first, part = list_part(block, reaches, entry, past, FEW)
     if reaches is not None:

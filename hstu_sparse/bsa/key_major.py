@@ -1,6 +1,6 @@
 """Key-major kernels: a program owns a block of keys and walks over the queries that chose it, or that see it.
 
-The choice is inverted first (blocks.py): for each list m = h * NB + block slot, the first tokens of the groups that
+The choice is inverted first (blocks.py): for each list, of a head and a block slot (`numbered`, tiles.py), the first tokens of the groups that
 chose the block. A list is worked off in chunks, so that a block which nearly all queries chose does not hold up the
 rest. A chosen block other than the group's own is complete and in the past: no mask within a tile.
 
@@ -21,13 +21,11 @@ from hstu_sparse.bsa.bias_tiles import (
     load_origin,
     own_tile,
     position_tile,
-    reached,
-    tile_place,
     time_tile,
     with_bias,
 )
-from hstu_sparse.bsa.reach import CUT, LOWEST, MOST_EDGES, PARTS, load_reach, map_row
-from hstu_sparse.tiles import load_rows, load_tile, locate, silu_and_grad_of_twice, silu_of_twice, store_rows
+from hstu_sparse.bsa.reach import LOWEST, MOST_EDGES, PARTS, load_reach, map_row
+from hstu_sparse.tiles import head_and_slot, load_rows, load_tile, locate, silu_and_grad_of_twice, silu_of_twice, store_rows
 
 
 class ListPointers(NamedTuple):
@@ -46,7 +44,8 @@ class ListedBlock(NamedTuple):
 
     m, chunk       the list, -1 if there is none for the program, and the chunk's number in it
     first, rows    its first entry, and its queries, R for each entry
-    ends           where its parts (PARTS, reach.py) end among the rows
+    ends           of the rows those before the first whose group reaches no more than one edge, as all behind it, and
+                   those before the first that reaches none
     h, slot        head and slot of the block
     b              its sequence
     start, stop    the first token of that, and the one behind the last
@@ -70,7 +69,7 @@ class ListedBlock(NamedTuple):
 
 @triton.jit
 def find_listed_block(
-    lists, offsets, bias, m_first, NB, H, B, CHUNK, BS: tl.constexpr, R: tl.constexpr, ASM: tl.constexpr
+    lists, offsets, bias, m_first, NB, together, H, B, CHUNK, BS: tl.constexpr, R: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """The program's `ListedBlock`; the chunks of the lists m_first .. m_first + NB * H - 1 are the grid's."""
     chunk = tl.load(lists.chunk_start + m_first) + tl.program_id(0)
@@ -78,7 +77,8 @@ def find_listed_block(
     part = 0
     first = 0
     count = 0
-    few, single, plain = 0, 0, 0
+    single = 0
+    plain = 0
     if chunk < tl.load(lists.chunk_start + m_first + NB * H):
         m = tl.load(lists.chunk_list + chunk)
         part = chunk - tl.load(lists.chunk_start + m)
@@ -88,19 +88,17 @@ def find_listed_block(
         if lists.counts is not None:
             plain = last - tl.load(lists.counts + m * PARTS + (PARTS - 1))
             single = plain - tl.load(lists.counts + m * PARTS + (PARTS - 2))
-            few = single - tl.load(lists.counts + m * PARTS + (PARTS - 3))
-            few = tl.minimum(tl.maximum(few - first, 0), count)
-            single = tl.minimum(tl.maximum(single - first, 0), count)
             plain = tl.minimum(tl.maximum(plain - first, 0), count)
-    slot = tl.maximum(m, 0) % NB
+            single = tl.minimum(tl.maximum(single - first, 0), count)
+    h, slot = head_and_slot(tl.maximum(m - m_first, 0), NB, H, together)
     b, start, length, j = locate(offsets, slot, B, BS)
     return ListedBlock(
         m,
         part,
         first,
         count * R,
-        (few * R, single * R, plain * R, count * R),
-        (m - m_first) // NB,
+        (single * R, plain * R),
+        h,
         slot,
         b,
         start,
@@ -182,19 +180,6 @@ def listed_ahead(
 
 
 @triton.jit
-def listed_edge(lists, bias, block, row, R: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
-    """Of a group that reaches one edge, from row `row` on: the lowest bucket's entry, what the next one's is more, and
-    where the group's earliest query stands by its edge.
-    """
-    entry = (block.first + row // R).to(tl.int64)
-    begin = look_up(lists.tokens, entry, ASM) + row % R - block.start.to(tl.int32)
-    lowest = (look_up(lists.reaches, entry, ASM) & LOWEST).to(tl.int64)
-    base = look_up(bias.time, lowest, ASM)
-    place = tile_place(bias, map_row(block.start, block.b, begin, BS), block.origin, lowest + 1, ASM)
-    return base, look_up(bias.time, lowest + 1, ASM) - base, place
-
-
-@triton.jit
 def add_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.constexpr, ATOMIC: tl.constexpr):
     """base[rows] += value in fp32; without ATOMIC the caller sees to it that no two programs share a row."""
     columns = tl.arange(0, PADDED)
@@ -212,15 +197,15 @@ def add_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.con
         tl.store(pointers, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["B", "NB", "m_first"])
+@triton.jit(do_not_specialize=["B", "NB", "together", "m_first"])
 def bsa_select_fwd_kernel(
     q, k, v, g_slc, out, offsets, lists, bias, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
-    alpha, inv_n, m_first, NB, H, B, CHUNK,
+    alpha, inv_n, m_first, NB, together, H, B, CHUNK,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, ATOMIC: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    block = find_listed_block(lists, offsets, bias, m_first, NB, H, B, CHUNK, BS, R, ASM)
+    block = find_listed_block(lists, offsets, bias, m_first, NB, together, H, B, CHUNK, BS, R, ASM)
     if block.rows <= 0:
         return
     h = block.h
@@ -253,15 +238,15 @@ def bsa_select_fwd_kernel(
         add_rows(out + h * V, t, H * V, live, part * (gate * inv_n)[:, None], V, BV, ATOMIC)
 
 
-@triton.jit(do_not_specialize=["B", "NB", "m_first"])
+@triton.jit(do_not_specialize=["B", "NB", "together", "m_first"])
 def bsa_select_bwd_dq_kernel(
     do, q, k, v, g_slc, dq, dg_slc, offsets, lists, bias, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
-    k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, m_first, NB, H, B, CHUNK,
+    k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, m_first, NB, together, H, B, CHUNK,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Gradient of q and of the selection gate alone: what the deterministic mode adds up slot after slot."""
-    block = find_listed_block(lists, offsets, bias, m_first, NB, H, B, CHUNK, BS, R, ASM)
+    block = find_listed_block(lists, offsets, bias, m_first, NB, together, H, B, CHUNK, BS, R, ASM)
     if block.rows <= 0:
         return
     h = block.h
@@ -311,11 +296,11 @@ def key_step(
     return dk, dv, dscore, weight * dweight
 
 
-@triton.jit(do_not_specialize=["B", "NB", "gates_stride_h"])
+@triton.jit(do_not_specialize=["B", "NB", "together", "gates_stride_h"])
 def bsa_select_bwd_dkv_kernel(
     do, q, k, v, dkbar, dvbar, g_slc, g_swa, gates_stride_h, dk, dv, parts, dq, dg_slc, offsets, lists, part_start,
     bias, tables, pitch, do_stride_t, do_stride_h, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t,
-    v_stride_h, alpha, inv_n, window, NB, H, B, CHUNK,
+    v_stride_h, alpha, inv_n, window, NB, together, H, B, CHUNK,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, DQ: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, ASM: tl.constexpr,
@@ -327,7 +312,7 @@ def bsa_select_bwd_dkv_kernel(
 
     g_slc, g_swa: [H, at least T + BM] fp32.
     """
-    block = find_listed_block(lists, offsets, bias, 0, NB, H, B, CHUNK, BS, R, ASM)
+    block = find_listed_block(lists, offsets, bias, 0, NB, together, H, B, CHUNK, BS, R, ASM)
     h, start, stop, chunk = block.h, block.start, block.stop, block.chunk
     length = (stop - start).to(tl.int32)
     if (block.m < 0) | (block.begin >= length):
@@ -383,39 +368,31 @@ def bsa_select_bwd_dkv_kernel(
                 acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, added, False, FAST, PRECISION
             )
 
-    # Where groups fill tiles a loop for each part. Of one edge and of none the next tile's look-ups are begun while this
-    # one is computed.
+    # Where groups fill tiles three loops: behind the other groups stand those that reach one edge, and then those that
+    # reach none. Of the last two the next tile's look-ups are begun while this one is computed.
     SPLIT: tl.constexpr = lists.counts is not None
-    for TURN in tl.static_range(PARTS if SPLIT else 1):
+    for TURN in tl.static_range(3 if SPLIT else 1):
         begin_at = block.ends[TURN - 1] if TURN else 0
-        end_at = block.ends[TURN] if SPLIT else block.rows
+        end_at = block.ends[TURN] if SPLIT and TURN < 2 else block.rows
         listed = begin_at < end_at
         if APART:
             listed = True
         if listed:
-            if TURN > 1:
-                position = listed_ahead(lists, bias, block, begin_at, offset, TURN == 3, R, BM, BN, ASM)
-            if TURN == 2 and CUT & 128:
-                base, more, edge = listed_edge(lists, bias, block, begin_at, R, BS, ASM)
-                beside = -look_up(bias.key_places + start + block.begin, place.to(tl.int64), ASM)
+            if TURN:
+                position = listed_ahead(lists, bias, block, begin_at, offset, TURN == 2, R, BM, BN, ASM)
             for row in range(begin_at, end_at, BM):
                 tokens, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS, ASM)
                 t = tokens[0] + tokens[1]
                 if SPLIT:
-                    if TURN > 1:
+                    if TURN:
                         after = tl.minimum(row + BM, end_at - BM)
-                        next_position = listed_ahead(lists, bias, block, after, offset, TURN == 3, R, BM, BN, ASM)
+                        next_position = listed_ahead(lists, bias, block, after, offset, TURN == 2, R, BM, BN, ASM)
                     else:
                         position = listed_ahead(lists, bias, block, row, offset, False, R, BM, BN, ASM)
                     time = 0.0
-                    if TURN < 3:
+                    if TURN < 2:
                         sides = map_row(start, block.b, begin, BS), tokens, (start + block.begin, place.to(tl.int64))
-                        if TURN == 2 and CUT & 128:
-                            next_base, next_more, next_edge = listed_edge(lists, bias, block, after, R, BS, ASM)
-                            places = look_up(bias.places + tokens[0], tokens[1], ASM)
-                            time = base + more * reached(places + edge, beside, 1)
-                        else:
-                            time = group_tile(bias, reach, *sides, block.origin, TURN, ASM)
+                        time = group_tile(bias, reach, *sides, block.origin, TURN == 0, ASM)
                     added = position, time
                 else:
                     added, found = listed_bias(bias, block, tokens, begin, ahead, reach, offset, BN, 1, ASM)
@@ -426,14 +403,12 @@ def bsa_select_bwd_dkv_kernel(
                 else:
                     gate = tl.load(g_slc + t, mask=live, other=0.0)
                 acc_k, acc_v, dscore, product = key_step(
-                    acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added, TURN == 3, FAST,
+                    acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added, TURN == 2, FAST,
                     PRECISION,
                 )  # fmt: skip
                 if SPLIT:
-                    if TURN > 1:
+                    if TURN:
                         position = next_position
-                    if TURN == 2 and CUT & 128:
-                        base, more, edge = next_base, next_more, next_edge
                 else:
                     add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)
                     add_position_gradient(tables, pitch, dscore, begin + ahead, s, 0)
@@ -462,9 +437,9 @@ def bsa_select_bwd_dkv_kernel(
         store_rows(parts + D, lane, D + V, lane < BN, acc_v, V, BV)
 
 
-@triton.jit(do_not_specialize=["B", "NB"])
+@triton.jit(do_not_specialize=["B", "NB", "together"])
 def bsa_merge_bwd_dkv_kernel(
-    parts, part_start, offsets, dk, dv, NB, H, B,
+    parts, part_start, offsets, dk, dv, NB, together, H, B,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Adds the partial sums of a long list's chunks, in their order, into dk and dv."""
@@ -473,8 +448,8 @@ def bsa_merge_bwd_dkv_kernel(
     last = tl.load(part_start + m + 1)
     if part == last:
         return
-    h = m // NB
-    _b, start, length, j = locate(offsets, m % NB, B, BS)
+    h, slot = head_and_slot(m, NB, H, together)
+    _b, start, length, j = locate(offsets, slot, B, BS)
     lane = tl.program_id(1) * BN + tl.arange(0, BN)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)

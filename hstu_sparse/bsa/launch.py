@@ -13,6 +13,7 @@ atomics, and for small groups the choice is worked off slot by slot, so that no 
 """
 
 import functools
+import os
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -23,10 +24,11 @@ from hstu_sparse.assembly import proven
 from hstu_sparse.bsa import blocks, key_major, means_major, query_major
 from hstu_sparse.bsa.bias import KernelBias, TableGradients, TableSums, prepare
 from hstu_sparse.bsa.lists import invert
-from hstu_sparse.bsa.reach import CUT, Chosen, bsa_reach_kernel
+from hstu_sparse.bsa.reach import Chosen, bsa_reach_kernel
 from hstu_sparse.launch import aligned, architecture, cdiv, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
 
+ORDER = int(os.environ.get("BSA_ORDER", "3"))
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_COUNTS = 128
 # Tokens per group from which the query-major selection is the faster one.
@@ -117,6 +119,7 @@ class Problem:
         self.BD, self.BV = padded_head(self.D), padded_head(self.V)
         self.query_major = group >= QUERY_MAJOR
         self.offsets, self.max_seq_len, self.deterministic = a.seq_offsets, a.max_seq_len, a.deterministic
+        self.blocks_together = self.together(self.BS, self.NB) if ORDER & 2 else self.NB
         self.biased = a.position is not None or a.time is not None
         self.split = q.dtype != torch.float32
         self.launch = launches(q.dtype, max(self.BD, self.BV), a.block_size, group, architecture(q.device), self.biased)
@@ -146,6 +149,10 @@ class Problem:
 
     def slots(self, size: int) -> int:
         return self.T // size + self.B
+
+    def together(self, size: int, slots: int) -> int:
+        """Slots of `size` tokens whose heads follow upon each other: a sequence's, which all heads then find in caches."""
+        return min(slots, self.max_seq_len // size + 1)
 
     def options(self, kernel: str) -> dict:
         """Of a kernel, as its launch wants them."""
@@ -247,8 +254,8 @@ def launch_forward(*arguments):
     tiles = p.slots(options["BM"])
     tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
     run(
-        query_major.bsa_query_fwd_kernel, (p.H, tiles) if CUT.value & 2048 else (tiles, p.H), q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, bias, out,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
+        query_major.bsa_query_fwd_kernel, (tiles * p.H,), q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, bias, out,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.together(options["BM"], tiles) if ORDER & 1 else tiles,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
         **options,
     )  # fmt: skip
@@ -259,7 +266,7 @@ def launch_forward(*arguments):
                 key_major.bsa_select_fwd_kernel, (lists.chunks_per_turn,),
                 q, k, v, g_slc, out, p.offsets, lists.pointers(), bias,
                 *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n,
-                turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
+                turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.options("select_fwd"),
             )  # fmt: skip
     return out.to(q.dtype), indices, kbar, vbar, norm
@@ -305,11 +312,11 @@ def launch_backward(do, *arguments):
     tiles = p.slots(options["BM"])
     tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
     run(
-        query_major.bsa_query_bwd_dq_kernel, (p.H, tiles) if CUT.value & 2048 else (tiles, p.H),
+        query_major.bsa_query_bwd_dq_kernel, (tiles * p.H,),
         do, q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, tables, pitch,
         norm if p.sums else None, *p.units(options["BM"], p.query_major and a.position is not None),
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
+        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.together(options["BM"], tiles) if ORDER & 1 else tiles,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,
         **options,
     )  # fmt: skip
@@ -343,13 +350,13 @@ def launch_backward(do, *arguments):
         *(described or (do, q)), k, v, dkbar, dvbar, slc_rows, swa_rows, slc_rows.stride(0), dk, dv, parts, dq, dg_slc,
         p.offsets, lists.pointers(), lists.part_start, bias, TableGradients() if p.query_major else tables, pitch,
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        p.alpha, p.inv_n, p.window, p.NB, p.H, p.B, lists.chunk,
+        p.alpha, p.inv_n, p.window, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, WINDOW=p.window > 0, DQ=atomic_dq,
         TMA=described is not None, **options,
     )  # fmt: skip
     run(
         key_major.bsa_merge_bwd_dkv_kernel, (p.H * p.NB, p.BS // 16),
-        parts, lists.part_start, p.offsets, dk, dv, p.NB, p.H, p.B, **p.heads, BS=p.BS, BN=16, num_warps=4,
+        parts, lists.part_start, p.offsets, dk, dv, p.NB, p.blocks_together, p.H, p.B, **p.heads, BS=p.BS, BN=16, num_warps=4,
     )  # fmt: skip
     del parts, lists
 
@@ -360,7 +367,7 @@ def launch_backward(do, *arguments):
                 key_major.bsa_select_bwd_dq_kernel, (lists.chunks_per_turn,),
                 do, q, k, v, g_slc, dq, dg_slc, p.offsets, lists.pointers(), bias,
                 *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-                p.alpha, p.inv_n, turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
+                p.alpha, p.inv_n, turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.options("select_dq"),
             )  # fmt: skip
     found = [dq.to(q.dtype), dk, dv, *(d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), gates))]

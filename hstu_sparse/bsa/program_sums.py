@@ -44,12 +44,14 @@ from hstu_sparse.bsa.bias_tiles import (
     reached,
     side_times,
 )
-from hstu_sparse.bsa.reach import CUT, LOOPS, MOST_EDGES, find_bucket
+from hstu_sparse.bsa.reach import MOST_EDGES, find_bucket
 from hstu_sparse.tiles import opaque, row_norms
 
 # SiLU's greatest slope, 1.0998, with room for roundings.
 _STEEPEST = tl.constexpr(1.125)
 _TINY, _INFINITY = tl.constexpr(1e-30), tl.constexpr(float("inf"))
+# More than what squares too small for fp32 may hide of a row's norm.
+_SMALL = tl.constexpr(1e-18)
 _ROWS = tl.constexpr(HISTOGRAM_ROWS)
 _WHOLE, _WHOLE_BITS = tl.constexpr(2.0**23), tl.constexpr(0x4B000000)
 
@@ -91,20 +93,11 @@ def open_sums(bias, upstream, norm, cmp, slc, means_unit, keys_unit):
     """
     ring, histogram, copy, lane = 0, 0, 0, 0
     most = _STEEPEST * tl.load(norm)
-    if CUT & 64:
-        upstream = upstream.to(tl.float32)
-        squares = tl.sum(upstream * upstream, 1)
-        rows = tl.sqrt(squares) + 1e-18
-        found = tl.max(tl.join(tl.join(_proper(rows * tl.abs(slc)), _proper(rows * tl.abs(cmp))), tl.join(squares, squares)), 0)
-        two, greatest = tl.split(tl.trans(found))
-        others, means = tl.split(two)
-        greatest, _ = tl.split(greatest)
-        if (greatest > 1e30) | (greatest < 1e-24):
-            rows = row_norms(upstream)
-            others, means = _most(rows * tl.abs(slc)), _most(rows * tl.abs(cmp))
-    else:
-        rows = row_norms(upstream.to(tl.float32))
-        others, means = _most(rows * tl.abs(slc)), _most(rows * tl.abs(cmp))
+    upstream = upstream.to(tl.float32)
+    squares = tl.sum(upstream * upstream, 1)
+    others, means, greatest = _greatest(tl.sqrt(squares) + _SMALL, slc, cmp, squares)
+    if (greatest > 1e30) | (greatest < 1e-24):  # squares that may have left fp32's range
+        others, means, _ = _greatest(row_norms(upstream), slc, cmp, squares)
     scale = GREATEST_TERM / (others * most + _TINY)
     means_scale = means_unit * GREATEST_TERM / (means * most + _TINY)
     if bias.position is not None:
@@ -118,13 +111,14 @@ def open_sums(bias, upstream, norm, cmp, slc, means_unit, keys_unit):
 
 
 @triton.jit
-def _proper(x):
-    return tl.where(x == x, x, _INFINITY)
-
-
-@triton.jit
-def _most(x):
-    return tl.max(tl.where(x == x, x, _INFINITY), 0)
+def _greatest(rows, slc, cmp, squares):
+    """The greatest of rows * |slc|, infinite if one is not a number, of rows * |cmp| and of the squares, at once."""
+    others, means = rows * tl.abs(slc), rows * tl.abs(cmp)
+    others, means = tl.where(others == others, others, _INFINITY), tl.where(means == means, means, _INFINITY)
+    weighed, rest = tl.split(tl.max(tl.join(tl.join(others, means), tl.join(squares, squares)), 0))
+    others, means = tl.split(weighed)
+    greatest, _ = tl.split(rest)
+    return others, means, greatest
 
 
 @triton.jit
@@ -180,8 +174,7 @@ def add_keys(
         cell = (base + tl.arange(0, BM) * 4)[:, None] + (tl.arange(0, BN) * -4)[None, :]
         done, total = opaque(part + BN), opaque(tl.full([], -1, tl.int32))
         if EDGES is not None and bias.time is not None:
-            if EDGES < LOOPS - 1:
-                total = opaque(reaches[2])
+            total = opaque(reaches[2] if EDGES < 2 else tl.where(reaches[1] > MOST_EDGES, -1, reaches[2]))
         ring_add(cell, grad, sums.scale if gate is None else (sums.scale * gate)[:, None], True)
     if bias.time is not None:
         lowest, edges, bucket, _ = reaches
@@ -190,14 +183,22 @@ def add_keys(
         if own is not None:
             histogram_add(sums.lane, own, grad, sums.keys_scale, True, True)
         elif EDGES is not None:
-            if EDGES == LOOPS - 1:
+            if EDGES < 2:
+                if bias.position is None:
+                    histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
+                if EDGES == 1:
+                    _move_chosen(sums, grad, bias, edge, near, origin, bucket, 1, ASM)
+            elif edges > MOST_EDGES:
                 buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
                 histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
             else:
                 if bias.position is None:
                     histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
-                for E in tl.static_range(1, (MOST_EDGES if EDGES == 3 else EDGES) + 1):
-                    _move_chosen(sums, grad, bias, edge, near, origin, bucket, E, ASM)
+                _move_chosen(sums, grad, bias, edge, near, origin, bucket, 1, ASM)
+                _move_chosen(sums, grad, bias, edge, near, origin, bucket, 2, ASM)
+                if edges > 2:
+                    _move_chosen(sums, grad, bias, edge, near, origin, bucket, 3, ASM)
+                    _move_chosen(sums, grad, bias, edge, near, origin, bucket, 4, ASM)
         elif edges > MOST_EDGES:
             buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
             histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
@@ -234,7 +235,7 @@ def _flush(tables, sums, BM: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def _close_histogram(tables, sums, scale):
-    cells = tables.time + (tl.program_id(0) + tl.program_id(1)) % LANES
+    cells = tables.time + tl.program_id(0) % LANES
     histogram_close(sums.histogram, cells, 1.0 / scale, 0, _ROWS, True, LANES, True)
 
 

@@ -19,7 +19,6 @@ import triton.language as tl
 from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.bias_tiles import add_position_gradient, add_time_gradient, means_edges, own_buckets, with_bias
 from hstu_sparse.bsa.program_sums import add_keys, add_means, close_keys, close_means, open_sums
-from hstu_sparse.bsa.reach import CUT, LOOPS
 from hstu_sparse.bsa.query_tiles import (
     band_bias,
     band_weight,
@@ -33,22 +32,22 @@ from hstu_sparse.bsa.query_tiles import (
     means_time,
     own_places,
 )
-from hstu_sparse.tiles import add_to, load_rows, load_tile, opaque, silu_and_grad_of_twice, silu_of_twice, store_rows
+from hstu_sparse.tiles import add_to, head_and_slot, load_rows, load_tile, opaque, silu_and_grad_of_twice, silu_of_twice, store_rows
 
 # Half of a score whose SiLU and its slope are 0.
 HIDDEN = tl.constexpr(-40.0)
 
 
-@triton.jit(do_not_specialize=["B", "tiles"])
+@triton.jit(do_not_specialize=["B", "tiles", "together"])
 def bsa_query_fwd_kernel(
     q, k, v, wide_k, wide_v, kbar, vbar, offsets, chosen, g_cmp, g_slc, g_swa, bias, out, q_stride_t, q_stride_h,
-    k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles,
+    k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles, together,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(0 if CUT & 2048 else 1)
-    asks = find_queries(offsets, bias, tiles, H, B, BM, BS)
+    h, tile = head_and_slot(tl.program_id(0), tiles, H, together)
+    asks = find_queries(offsets, bias, tiles, h, tile, B, H, BM, BS)
     b, start, begin, end, t, live, token = asks.b, asks.start, asks.begin, asks.end, asks.t, asks.live, asks.token
     if end <= begin:
         return
@@ -66,7 +65,6 @@ def bsa_query_fwd_kernel(
 
     near = 0.0 if bias.time is None else look_up(bias.places + start + begin, asks.lane, ASM)
     slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-    MERGED: tl.constexpr = SELECT and not WINDOW and BM <= BS and chosen.reaches is not None and (CUT & 4) > 0
     if SELECT:
         # One index a step, a scalar. Of a vector `index * BS + place % BS` Triton 3.6 takes every element for divisible
         # by BS once the loop is pipelined, and then the mask of a thread's first query for that of all its queries.
@@ -75,23 +73,22 @@ def bsa_query_fwd_kernel(
         # The own block is the last one, and the last loop's.
         count = tl.minimum(begin // BS, S - 1) * BS
         ends = chosen_ends(chosen, row, count, S, BS, ASM)
-        WIDTH: tl.constexpr = (WIDE, WIDE, WIDE if CUT & 1 else BN, WIDE if CUT & 2 else BN, BN)
-        TURNS: tl.constexpr = 1 if chosen.reaches is None else LOOPS
+        WIDTH: tl.constexpr = (WIDE, WIDE, BN)
+        TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
         for EDGES in tl.static_range(TURNS):
             begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
-            end_at = ends[EDGES] + (end - begin // BS * BS if MERGED and EDGES == LOOPS - 1 else 0)
-            some_k, some_v = (wide_k, wide_v) if WIDTH[EDGES] == WIDE else (k, v)
+            end_at = count if EDGES == 2 else ends[EDGES]
+            some_k, some_v = (k, v) if EDGES == 2 else (wide_k, wide_v)
             if begin_at < end_at:
                 position = keys_position(
                     bias, asks, chosen_first(chosen, row, begin_at, WIDTH[EDGES], BS, ASM), WIDTH[EDGES], ASM
                 )
                 for e in range(begin_at, end_at, WIDTH[EDGES]):
                     first = chosen_first(chosen, row, e, WIDTH[EDGES], BS, ASM)
-                    after = tl.where(e + WIDTH[EDGES] < end_at, e + WIDTH[EDGES], e)
                     next_position = keys_position(
                         bias,
                         asks,
-                        chosen_first(chosen, row, after, WIDTH[EDGES], BS, ASM),
+                        chosen_first(chosen, row, e + WIDTH[EDGES], WIDTH[EDGES], BS, ASM),
                         WIDTH[EDGES],
                         ASM,
                     )
@@ -101,9 +98,7 @@ def bsa_query_fwd_kernel(
                     known = s < end
                     keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
                     score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
-                    weight = silu_of_twice(with_bias(score, bias, added, EDGES < LOOPS - 1), FAST)
-                    if MERGED and EDGES == LOOPS - 1:
-                        weight = tl.where(s[None, :] <= t[:, None], weight, 0.0)
+                    weight = silu_of_twice(with_bias(score, bias, added, EDGES < 2), FAST)
                     values = load_tile(some_v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
                     acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
                     position = next_position
@@ -114,7 +109,7 @@ def bsa_query_fwd_kernel(
     if WINDOW:
         swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
         nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
-    if not MERGED and nearest < end:
+    if nearest < end:
         for c in range(nearest, end, BN):
             s = c + tl.arange(0, BN)
             known = s < end
@@ -128,26 +123,23 @@ def bsa_query_fwd_kernel(
     complete = (t + 1) // BS
     if end >= BS:  # see the head of this file
         cmp = tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS
-        plain = means_ends(bias, asks, BS)
-        for SEVERAL in tl.static_range(2 if CUT & 8 and bias.time is not None else 1):
-            begin_at, end_at = (plain, end // BS) if SEVERAL else (0, plain if CUT & 8 else end // BS)
-            if begin_at < end_at:
-                position = means_position(bias, asks, begin_at, BN, BS, ASM)
-                for c in range(begin_at, end_at, BN):
-                    j = c + tl.arange(0, BN)
-                    known = j < end // BS
-                    next_position = means_position(bias, asks, c + BN, BN, BS, ASM)
-                    several = SEVERAL
-                    if bias.time is not None and CUT & 8 == 0:
-                        several = means_edges(bias, asks.map_row, c, BN) > 1
-                    time, _ = means_time(bias, asks, c, known, near, several, BN, BS, ASM)
-                    keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
-                    score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
-                    score = tl.where(j[None, :] < complete[:, None], with_bias(score, bias, (position, time)), HIDDEN)
-                    weight = silu_of_twice(score, FAST) * cmp[:, None]
-                    means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-                    acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
-                    position = next_position
+        position = means_position(bias, asks, 0, BN, BS, ASM)
+        for c in range(0, end // BS, BN):
+            j = c + tl.arange(0, BN)
+            known = j < end // BS
+            next_position = means_position(bias, asks, c + BN, BN, BS, ASM)
+            # A branch where the backward kernels have two loops: without it ptxas reads the biases behind the product.
+            several = False
+            if bias.time is not None:
+                several = means_edges(bias, asks.map_row, c, BN) > 1
+            time, _ = means_time(bias, asks, c, known, near, several, BN, BS, ASM)
+            keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
+            score = tl.where(j[None, :] < complete[:, None], with_bias(score, bias, (position, time)), HIDDEN)
+            weight = silu_of_twice(score, FAST) * cmp[:, None]
+            means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
+            acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
+            position = next_position
 
     store_rows(out + (start * H + h) * V, t, H * V, live, acc * inv_n, V, BV)
 
@@ -171,11 +163,11 @@ def add_keys_gradient(
         return sums
 
 
-@triton.jit(do_not_specialize=["B", "tiles"])
+@triton.jit(do_not_specialize=["B", "tiles", "together"])
 def bsa_query_bwd_dq_kernel(
     do, q, k, v, wide_k, wide_v, kbar, vbar, offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias,
     tables, pitch, norm, means_unit, keys_unit, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
-    k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles,
+    k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles, together,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
     SUMS: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
@@ -184,8 +176,8 @@ def bsa_query_bwd_dq_kernel(
 
     SUMS: the tables' gradients are summed up in shared memory first: program_sums.py, also on `norm` and the units.
     """
-    h = tl.program_id(0 if CUT & 2048 else 1)
-    asks = find_queries(offsets, bias, tiles, H, B, BM, BS)
+    h, tile = head_and_slot(tl.program_id(0), tiles, H, together)
+    asks = find_queries(offsets, bias, tiles, h, tile, B, H, BM, BS)
     b, start, begin, end, t, live, token = asks.b, asks.start, asks.begin, asks.end, asks.t, asks.live, asks.token
     if end <= begin:
         return
@@ -215,18 +207,17 @@ def bsa_query_bwd_dq_kernel(
     near = 0.0 if bias.time is None else look_up(bias.places + start + begin, asks.lane, ASM)
 
     branch = tl.zeros([BM], tl.float32)
-    MERGED: tl.constexpr = SUMS and SELECT and not WINDOW and BM <= BS and chosen.reaches is not None and (CUT & 4) > 0
     if SELECT:
         tl.static_assert((BN <= WIDE) & (WIDE <= BS))  # as in bsa_query_fwd_kernel
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS, S - 1) * BS
         ends = chosen_ends(chosen, row, count, S, BS, ASM)
-        TURNS: tl.constexpr = 1 if chosen.reaches is None else LOOPS
-        WIDTH: tl.constexpr = (WIDE, WIDE, WIDE if CUT & 16 else BN, WIDE if CUT & 32 else BN, BN)
+        TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
+        WIDTH: tl.constexpr = (WIDE, WIDE, BN)
         for EDGES in tl.static_range(TURNS):
             begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
-            end_at = ends[EDGES] + (end - begin // BS * BS if MERGED and EDGES == LOOPS - 1 else 0)
-            some_k, some_v = (wide_k, wide_v) if WIDTH[EDGES] == WIDE else (k, v)
+            end_at = count if EDGES == 2 else ends[EDGES]
+            some_k, some_v = (k, v) if EDGES == 2 else (wide_k, wide_v)
             if begin_at < end_at:
                 for e in range(begin_at, end_at, WIDTH[EDGES]):
                     first = chosen_first(chosen, row, e, WIDTH[EDGES], BS, ASM)
@@ -238,11 +229,9 @@ def bsa_query_bwd_dq_kernel(
                     keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
                     values = load_tile(some_v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
                     score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
-                    score = with_bias(score, bias, added, EDGES < LOOPS - 1)
+                    score = with_bias(score, bias, added, EDGES < 2)
                     dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
                     weight, slope = silu_and_grad_of_twice(score, FAST)
-                    if MERGED and EDGES == LOOPS - 1:
-                        dweight = tl.where(s[None, :] <= t[:, None], dweight, 0.0)
                     branch += tl.sum(weight * dweight, 1)
                     grad = dweight * slope
                     acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
@@ -272,7 +261,7 @@ def bsa_query_bwd_dq_kernel(
     nearest = begin // BS * BS
     if WINDOW:
         nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
-    if not MERGED and nearest < end:
+    if nearest < end:
         for c in range(nearest, end, BN):
             s = c + tl.arange(0, BN)
             known = s < end

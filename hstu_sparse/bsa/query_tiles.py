@@ -11,8 +11,6 @@ import triton.language as tl
 from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.bias_tiles import chosen_bias, load_origin, means_tile, own_tile, position_tile, time_tile
 from hstu_sparse.bsa.reach import (
-    CUT,
-    LOOPS,
     LOWEST,
     MOST_EDGES,
     keys_reach,
@@ -23,7 +21,7 @@ from hstu_sparse.bsa.reach import (
     plain_means,
     span,
 )
-from hstu_sparse.tiles import locate
+from hstu_sparse.tiles import head_and_slot, locate
 
 
 @triton.jit
@@ -63,9 +61,9 @@ class QueryTile(NamedTuple):
 
 
 @triton.jit
-def find_queries(offsets, bias, tiles, H, B, BM: tl.constexpr, BS: tl.constexpr):
+def find_queries(offsets, bias, tiles, h, tile, B, H, BM: tl.constexpr, BS: tl.constexpr):
     # Late tiles see the most blocks: they start first.
-    b, start, length, i = locate(offsets, tiles - 1 - tl.program_id(1 if CUT & 2048 else 0), B, BM)
+    b, start, length, i = locate(offsets, tiles - 1 - tile, B, BM)
     t = i * BM + tl.arange(0, BM)
     live = t < length
     asked = (0.0, 0.0, 0.0, 0.0)
@@ -74,7 +72,7 @@ def find_queries(offsets, bias, tiles, H, B, BM: tl.constexpr, BS: tl.constexpr)
         asked = span(high, low, live, 0)
     return QueryTile(
         b, start, i * BM, tl.minimum(i * BM + BM, length), tl.arange(0, BM).to(tl.int64), t, live,
-        (start + t) * H + tl.program_id(0 if CUT & 2048 else 1), (start // BS + b).to(tl.int32), map_row(start, b, i * BM, BS), asked,
+        (start + t) * H + h, (start // BS + b).to(tl.int32), map_row(start, b, i * BM, BS), asked,
     )  # fmt: skip
 
 
@@ -163,15 +161,14 @@ def chosen_first(chosen, row, e, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.con
 
 @triton.jit
 def chosen_ends(chosen, row, count, S, BS: tl.constexpr, ASM: tl.constexpr):
-    """Where each of the LOOPS ends among the `count` chosen keys before the own block; one loop without a time bias.
-    row: of the queries in `chosen`.
+    """Of the `count` chosen keys before the own block those in blocks that reach no edge, and those that reach at most
+    one. row: of the queries in `chosen`.
     """
     if chosen.reaches is None:
-        return (count,)
+        return count, count
     else:
         blocks = look_up(chosen.reaches + row, tl.cast(S - 1, tl.int64), ASM)
-        tl.static_assert(LOOPS == 5)
-        return (blocks & 0xFF) * BS, (blocks >> 8 & 0xFF) * BS, (blocks >> 16 & 0xFF) * BS, (blocks >> 24) * BS, count
+        return (blocks & 0xFFFF) * BS, (blocks >> 16) * BS
 
 
 @triton.jit
@@ -183,7 +180,7 @@ def chosen_both(
     if bias.time is not None:
         chosen, place, _, _ = edge
         queries, keys = (asks.start + asks.begin, asks.lane), (asks.start + first, tl.arange(0, BN).to(tl.int64))
-        if EDGES > 2:
+        if EDGES == 2:
             reaches = load_reach(chosen.reaches + place, None, BM, ASM)
         else:
             lowest = look_up(chosen.reaches, place, ASM) & LOWEST

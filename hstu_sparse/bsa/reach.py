@@ -38,9 +38,6 @@ SHORT_SHIFT, SHORT = tl.constexpr(8), tl.constexpr(0xFF)
 # Parts of a block's list of groups, by edges: over MOST_EDGES, over a few, over 0, none. A few are 1 where groups fill
 # a tile, whose single edges have a loop of their own, else 2.
 PARTS = tl.constexpr(4)
-# Loops of chosen blocks in query-major kernels, by the edges that a group reaches of a block: none, one, two, up to
-# MOST_EDGES, more.
-LOOPS = tl.constexpr(5)
 # Of the map of means: the least tile of queries that it tells apart, and the blocks that it sums up.
 LEAST_TILE, CHUNK = tl.constexpr(64), tl.constexpr(32)
 
@@ -48,11 +45,12 @@ LEAST_TILE, CHUNK = tl.constexpr(64), tl.constexpr(32)
 class Chosen(NamedTuple):
     """The blocks that each group chose, as query-major kernels read them: [NG, H, S] each.
 
-    With a time bias in the order of LOOPS, and the own block is still behind all others.
+    With a time bias those that reach no edge come first, then those that reach one, and the own block is still behind
+    all others.
 
     indices  int32
-    reaches  int32, see bsa_reach_kernel; in the last place, where no past block is, how many there are in front of the
-             second loop's, the third's and so on, a byte each
+    reaches  int32, see bsa_reach_kernel; in the last place, where no past block is, how many reach no edge and, above
+             16 bits, how many no more than one
     bases    fp32, the lowest bucket's entry in the table
     mores    fp32, what the next bucket's is more
     edges    fp32, where its edge lies: see `edge_places`, bias_tiles.py
@@ -243,16 +241,13 @@ def bsa_reach_kernel(
     tl.store(reaches + entry, lowest | (edges << EDGE_SHIFT), mask=j >= 0)
     if chosen is not None:
         past = (j >= 0) & (j < group[:, None] * R // BS)
-        turn = tl.where(edges > MOST_EDGES, LOOPS - 1, tl.minimum(edges, LOOPS - 2))
-        place = p + tl.zeros_like(edges)
-        before = tl.zeros([BG, 1], tl.int32)
-        ends = tl.zeros([BG, 1], tl.int32)
-        for i in tl.static_range(LOOPS):
-            these = (past & (turn == i)).to(tl.int32)
-            place = tl.where(these == 1, before + tl.cumsum(these, 1) - 1, place)
-            before += tl.sum(these, 1)[:, None]
-            if i < LOOPS - 1:
-                ends |= before << (8 * i)
+        plain = (past & (edges == 0)).to(tl.int32)
+        single = (past & (edges == 1)).to(tl.int32)
+        rest = past.to(tl.int32) - plain - single
+        none = tl.sum(plain, 1)[:, None]
+        few = none + tl.sum(single, 1)[:, None]
+        behind = tl.where(single == 1, none + tl.cumsum(single, 1), few + tl.cumsum(rest, 1))
+        place = tl.where(past, tl.where(plain == 1, tl.cumsum(plain, 1), behind) - 1, p)
         target = entry - p + place
         tl.store(chosen.indices + target, j, mask=j >= 0)
         base = tl.load(bias.time + lowest)
@@ -264,7 +259,7 @@ def bsa_reach_kernel(
         tl.store(chosen.edges + target, edge, mask=past)
         tl.store(chosen.reaches + target, lowest | (edges << EDGE_SHIFT), mask=past)
         last = (group[:, None] * R < length) & (p == S - 1)
-        tl.store(chosen.reaches + entry, tl.broadcast_to(ends, entry.shape), mask=last)
+        tl.store(chosen.reaches + entry, tl.broadcast_to(none | (few << 16), entry.shape), mask=last)
 
 
 @triton.jit(do_not_specialize=["B", "pitch", "blocks"])
