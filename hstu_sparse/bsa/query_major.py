@@ -19,6 +19,7 @@ import triton.language as tl
 from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.bias_tiles import add_position_gradient, add_time_gradient, means_edges, own_buckets, with_bias
 from hstu_sparse.bsa.program_sums import add_keys, add_means, close_keys, close_means, open_sums
+from hstu_sparse.bsa.reach import CUT
 from hstu_sparse.bsa.query_tiles import (
     band_bias,
     band_weight,
@@ -65,6 +66,7 @@ def bsa_query_fwd_kernel(
 
     near = 0.0 if bias.time is None else look_up(bias.places + start + begin, asks.lane, ASM)
     slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
+    FIRST: tl.constexpr = SELECT and not WINDOW and BM <= BS and (CUT & 1) > 0
     if SELECT:
         # One index a step, a scalar. Of a vector `index * BS + place % BS` Triton 3.6 takes every element for divisible
         # by BS once the loop is pipelined, and then the mask of a thread's first query for that of all its queries.
@@ -75,71 +77,84 @@ def bsa_query_fwd_kernel(
         ends = chosen_ends(chosen, row, count, S, BS, ASM)
         WIDTH: tl.constexpr = (WIDE, WIDE, BN)
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
-        for EDGES in tl.static_range(TURNS):
-            begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
-            end_at = count if EDGES == 2 else ends[EDGES]
-            some_k, some_v = (k, v) if EDGES == 2 else (wide_k, wide_v)
-            if begin_at < end_at:
-                position = keys_position(
-                    bias, asks, chosen_first(chosen, row, begin_at, WIDTH[EDGES], BS, ASM), WIDTH[EDGES], ASM
-                )
-                for e in range(begin_at, end_at, WIDTH[EDGES]):
-                    first = chosen_first(chosen, row, e, WIDTH[EDGES], BS, ASM)
-                    next_position = keys_position(
-                        bias,
-                        asks,
-                        chosen_first(chosen, row, e + WIDTH[EDGES], WIDTH[EDGES], BS, ASM),
-                        WIDTH[EDGES],
-                        ASM,
-                    )
-                    edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
-                    added, _ = chosen_both(bias, asks, edge, position, first, EDGES, BM, WIDTH[EDGES], BS, ASM)
-                    s = first + tl.arange(0, WIDTH[EDGES])
-                    known = s < end
-                    keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
-                    score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
-                    weight = silu_of_twice(with_bias(score, bias, added, EDGES < 2), FAST)
-                    values = load_tile(some_v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
-                    acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
-                    position = next_position
-        acc *= slc[:, None]
+    for PART in tl.static_range(2):
+        if (PART == 1) == FIRST:
+            if SELECT:
+                for EDGES in tl.static_range(TURNS):
+                    begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
+                    end_at = count if EDGES == 2 else ends[EDGES]
+                    some_k, some_v = (k, v) if EDGES == 2 else (wide_k, wide_v)
+                    if begin_at < end_at:
+                        position = keys_position(
+                            bias, asks, chosen_first(chosen, row, begin_at, WIDTH[EDGES], BS, ASM), WIDTH[EDGES], ASM
+                        )
+                        for e in range(begin_at, end_at, WIDTH[EDGES]):
+                            first = chosen_first(chosen, row, e, WIDTH[EDGES], BS, ASM)
+                            next_position = keys_position(
+                                bias,
+                                asks,
+                                chosen_first(chosen, row, e + WIDTH[EDGES], WIDTH[EDGES], BS, ASM),
+                                WIDTH[EDGES],
+                                ASM,
+                            )
+                            edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
+                            added, _ = chosen_both(bias, asks, edge, position, first, None, EDGES, BM, WIDTH[EDGES], BS, ASM)
+                            s = first + tl.arange(0, WIDTH[EDGES])
+                            known = s < end
+                            keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
+                            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
+                            weight = silu_of_twice(with_bias(score, bias, added, EDGES < 2), FAST)
+                            values = load_tile(some_v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
+                            acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+                            position = next_position
+                acc *= slc[:, None]
 
-    swa = slc
-    nearest = begin // BS * BS
-    if WINDOW:
-        swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
-        nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
-    if nearest < end:
-        for c in range(nearest, end, BN):
-            s = c + tl.arange(0, BN)
-            known = s < end
-            keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-            added, _ = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW, not WINDOW and BM <= BS, ASM)
-            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half, bias, added)
-            weight = silu_of_twice(score, FAST) * band_weight(slc, swa, t, s, window, BS, WINDOW)
-            values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-            acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+        else:
+            swa = slc
+            nearest = begin // BS * BS
+            if WINDOW:
+                swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
+                nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
+            if nearest < end:
+                for c in range(nearest, end, BN):
+                    s = c + tl.arange(0, BN)
+                    known = s < end
+                    keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
+                    added, _ = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW, not WINDOW and BM <= BS, ASM)
+                    score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half, bias, added)
+                    if FIRST:
+                        weight = tl.where(s[None, :] <= t[:, None], silu_of_twice(score, FAST), 0.0)
+                    else:
+                        weight = silu_of_twice(score, FAST) * band_weight(slc, swa, t, s, window, BS, WINDOW)
+                    values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
+                    acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
     complete = (t + 1) // BS
     if end >= BS:  # see the head of this file
         cmp = tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS
-        position = means_position(bias, asks, 0, BN, BS, ASM)
-        for c in range(0, end // BS, BN):
-            j = c + tl.arange(0, BN)
-            known = j < end // BS
-            next_position = means_position(bias, asks, c + BN, BN, BS, ASM)
-            # A branch where the backward kernels have two loops: without it ptxas reads the biases behind the product.
-            several = False
-            if bias.time is not None:
-                several = means_edges(bias, asks.map_row, c, BN) > 1
-            time, _ = means_time(bias, asks, c, known, near, several, BN, BS, ASM)
-            keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
-            score = tl.where(j[None, :] < complete[:, None], with_bias(score, bias, (position, time)), HIDDEN)
-            weight = silu_of_twice(score, FAST) * cmp[:, None]
-            means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-            acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
-            position = next_position
+        plain = end // BS
+        if CUT & 32:
+            plain = means_ends(bias, asks, BS)
+        for SEVERAL in tl.static_range(2 if CUT & 32 and bias.time is not None else 1):
+            begin_at, end_at = (plain, end // BS) if SEVERAL else (0, plain)
+            if begin_at < end_at:
+                position = means_position(bias, asks, begin_at, BN, BS, ASM)
+                for c in range(begin_at, end_at, BN):
+                    j = c + tl.arange(0, BN)
+                    known = j < end // BS
+                    next_position = means_position(bias, asks, c + BN, BN, BS, ASM)
+                    # A branch where the backward kernels have two loops: without it ptxas reads the biases behind the product.
+                    several = SEVERAL
+                    if bias.time is not None and CUT & 32 == 0:
+                        several = means_edges(bias, asks.map_row, c, BN) > 1
+                    time, _ = means_time(bias, asks, c, known, near, several, BN, BS, ASM)
+                    keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
+                    score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
+                    score = tl.where(j[None, :] < complete[:, None], with_bias(score, bias, (position, time)), HIDDEN)
+                    weight = silu_of_twice(score, FAST) * cmp[:, None]
+                    means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
+                    acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
+                    position = next_position
 
     store_rows(out + (start * H + h) * V, t, H * V, live, acc * inv_n, V, BV)
 
@@ -197,6 +212,8 @@ def bsa_query_bwd_dq_kernel(
     swa = slc
     if WINDOW:
         swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
+    if CUT & 16:
+        plain = means_ends(bias, asks, BS)
     sums = 0
     if SUMS:
         sums = open_sums(bias, upstream, norm, cmp, tl.abs(slc) + tl.abs(swa) if WINDOW else slc, means_unit, keys_unit)
@@ -207,6 +224,10 @@ def bsa_query_bwd_dq_kernel(
     near = 0.0 if bias.time is None else look_up(bias.places + start + begin, asks.lane, ASM)
 
     branch = tl.zeros([BM], tl.float32)
+    FIRST: tl.constexpr = SELECT and not WINDOW and BM <= BS and (CUT & 2) > 0
+    MERGED: tl.constexpr = SUMS and SELECT and not WINDOW and BM <= BS and chosen.reaches is not None and (CUT & 4) > 0
+    OWN: tl.constexpr = not WINDOW and BM <= BS
+    window_branch = tl.zeros([BM], tl.float32)
     if SELECT:
         tl.static_assert((BN <= WIDE) & (WIDE <= BS))  # as in bsa_query_fwd_kernel
         row = ((start // R + b + begin // R) * H + h) * S
@@ -214,93 +235,99 @@ def bsa_query_bwd_dq_kernel(
         ends = chosen_ends(chosen, row, count, S, BS, ASM)
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
         WIDTH: tl.constexpr = (WIDE, WIDE, BN)
-        for EDGES in tl.static_range(TURNS):
-            begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
-            end_at = count if EDGES == 2 else ends[EDGES]
-            some_k, some_v = (k, v) if EDGES == 2 else (wide_k, wide_v)
-            if begin_at < end_at:
-                for e in range(begin_at, end_at, WIDTH[EDGES]):
-                    first = chosen_first(chosen, row, e, WIDTH[EDGES], BS, ASM)
-                    position = keys_position(bias, asks, first, WIDTH[EDGES], ASM)
-                    edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
-                    added, found = chosen_both(bias, asks, edge, position, first, EDGES, BM, WIDTH[EDGES], BS, ASM)
-                    s = first + tl.arange(0, WIDTH[EDGES])
+    for PART in tl.static_range(2):
+        if (PART == 1) == FIRST:
+            if SELECT:
+                for EDGES in tl.static_range(TURNS):
+                    begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
+                    end_at = count + (end - begin // BS * BS if MERGED else 0) if EDGES == 2 else ends[EDGES]
+                    some_k, some_v = (k, v) if EDGES == 2 else (wide_k, wide_v)
+                    if begin_at < end_at:
+                        for e in range(begin_at, end_at, WIDTH[EDGES]):
+                            first = chosen_first(chosen, row, e, WIDTH[EDGES], BS, ASM)
+                            position = keys_position(bias, asks, first, WIDTH[EDGES], ASM)
+                            edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
+                            added, found = chosen_both(bias, asks, edge, position, first, e >= count if MERGED else None, EDGES, BM, WIDTH[EDGES], BS, ASM)
+                            s = first + tl.arange(0, WIDTH[EDGES])
+                            known = s < end
+                            keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
+                            values = load_tile(some_v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
+                            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
+                            score = with_bias(score, bias, added, EDGES < 2)
+                            dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
+                            weight, slope = silu_and_grad_of_twice(score, FAST)
+                            if MERGED and EDGES == 2:
+                                dweight = tl.where(s[None, :] <= t[:, None], dweight, 0.0)
+                            branch += tl.sum(weight * dweight, 1)
+                            grad = dweight * slope
+                            acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+                            sums = add_keys_gradient(
+                                tables,
+                                pitch,
+                                sums,
+                                grad,
+                                slc,
+                                bias,
+                                found,
+                                edge,
+                                EDGES,
+                                added[2] if CUT & 8 and EDGES == 2 and bias.time is not None else None,
+                                t,
+                                s,
+                                begin - first,
+                                e % SPAN,
+                                SUMS,
+                                SPAN,
+                                ASM,
+                            )
+                acc *= slc[:, None]
+
+        else:
+            nearest = begin // BS * BS
+            if WINDOW:
+                nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
+            if not MERGED and nearest < end:
+                for c in range(nearest, end, BN):
+                    s = c + tl.arange(0, BN)
                     known = s < end
-                    keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
-                    values = load_tile(some_v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
-                    score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
-                    score = with_bias(score, bias, added, EDGES < 2)
+                    keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
+                    values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
+                    added, found = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW or not SUMS, OWN, ASM)
+                    score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half, bias, added)
                     dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
                     weight, slope = silu_and_grad_of_twice(score, FAST)
-                    branch += tl.sum(weight * dweight, 1)
+                    visible = s[None, :] <= t[:, None]
+                    dweight = tl.where(visible, dweight, 0.0)
+                    branch += tl.sum(tl.where(s[None, :] // BS == t[:, None] // BS, weight * dweight, 0.0), 1)
+                    if WINDOW:
+                        inside = t[:, None] - s[None, :] < window
+                        window_branch += tl.sum(tl.where(inside, weight * dweight, 0.0), 1)
                     grad = dweight * slope
+                    if not FIRST:
+                        grad *= band_weight(slc, swa, t, s, window, BS, WINDOW)
                     acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+                    own = None
+                    if OWN and SUMS and bias.time is not None:
+                        own = own_buckets(bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM)
                     sums = add_keys_gradient(
                         tables,
                         pitch,
                         sums,
                         grad,
-                        slc,
+                        slc if FIRST else None,
                         bias,
                         found,
-                        edge,
-                        EDGES,
                         None,
+                        None,
+                        own,
                         t,
                         s,
-                        begin - first,
-                        e % SPAN,
+                        begin - c,
+                        (c - nearest) % SPAN,
                         SUMS,
                         SPAN,
                         ASM,
                     )
-        acc *= slc[:, None]
-
-    OWN: tl.constexpr = not WINDOW and BM <= BS
-    window_branch = tl.zeros([BM], tl.float32)
-    nearest = begin // BS * BS
-    if WINDOW:
-        nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
-    if nearest < end:
-        for c in range(nearest, end, BN):
-            s = c + tl.arange(0, BN)
-            known = s < end
-            keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-            values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-            added, found = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW or not SUMS, OWN, ASM)
-            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half, bias, added)
-            dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-            weight, slope = silu_and_grad_of_twice(score, FAST)
-            visible = s[None, :] <= t[:, None]
-            dweight = tl.where(visible, dweight, 0.0)
-            branch += tl.sum(tl.where(s[None, :] // BS == t[:, None] // BS, weight * dweight, 0.0), 1)
-            if WINDOW:
-                inside = t[:, None] - s[None, :] < window
-                window_branch += tl.sum(tl.where(inside, weight * dweight, 0.0), 1)
-            grad = dweight * slope * band_weight(slc, swa, t, s, window, BS, WINDOW)
-            acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-            own = None
-            if OWN and SUMS and bias.time is not None:
-                own = own_buckets(bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM)
-            sums = add_keys_gradient(
-                tables,
-                pitch,
-                sums,
-                grad,
-                None,
-                bias,
-                found,
-                None,
-                None,
-                own,
-                t,
-                s,
-                begin - c,
-                (c - nearest) % SPAN,
-                SUMS,
-                SPAN,
-                ASM,
-            )
     if WINDOW:
         tl.store(dg_swa + token, window_branch * inv_n, mask=live)
     tl.store(dg_slc + token, branch * inv_n, mask=live)
@@ -310,7 +337,8 @@ def bsa_query_bwd_dq_kernel(
     complete = (t + 1) // BS
     means_branch = tl.zeros([BM], tl.float32)
     if end >= BS:  # see the head of this file
-        plain = means_ends(bias, asks, BS)
+        if not CUT & 16:
+            plain = means_ends(bias, asks, BS)
         for SEVERAL in tl.static_range(1 if bias.time is None else 2):
             begin_at, end_at = (plain, end // BS) if SEVERAL else (0, plain)
             if begin_at < end_at:

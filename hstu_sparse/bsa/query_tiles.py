@@ -173,7 +173,7 @@ def chosen_ends(chosen, row, count, S, BS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def chosen_both(
-    bias, asks, edge, position, first, EDGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+    bias, asks, edge, position, first, own, EDGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """`chosen_bias` of the BN keys from position `first` on, and what `add_time_gradient` wants."""
@@ -182,6 +182,8 @@ def chosen_both(
         queries, keys = (asks.start + asks.begin, asks.lane), (asks.start + first, tl.arange(0, BN).to(tl.int64))
         if EDGES == 2:
             reaches = load_reach(chosen.reaches + place, None, BM, ASM)
+            if own is not None:
+                reaches = reaches[0], tl.where(own, MOST_EDGES + 1, reaches[1]), reaches[2], reaches[3]
         else:
             lowest = look_up(chosen.reaches, place, ASM) & LOWEST
             reaches = tl.zeros([BM], tl.int32) + lowest, EDGES, lowest, lowest + EDGES
