@@ -41,7 +41,7 @@ prepare(8192, 4096)()
 torch.cuda.synchronize()
 took = time.time() - begin
 (barrier / name).touch()
-while len(list(barrier.iterdir())) < count and time.time() - begin < 120:
+while len(list(barrier.iterdir())) < count and time.time() - begin < 105:
     time.sleep(0.2)
 with open(barrier.parent / (barrier.name + ".lock"), "w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)

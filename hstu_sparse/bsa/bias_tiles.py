@@ -211,7 +211,7 @@ def tile_place(bias, row, origin, bucket, ASM: tl.constexpr):
 def _group_step(bias, lowest, row, places, origin, beside, E: tl.constexpr, ASM: tl.constexpr):
     bucket = lowest.to(tl.int64) + E
     more = look_up(bias.time, bucket, ASM) - look_up(bias.time, bucket - 1, ASM)
-    return more * reached(places + tile_place(bias, row, origin, bucket, ASM), beside, 1)
+    return more * reached(places, beside + tile_place(bias, row, origin, bucket, ASM), 1)
 
 
 @triton.jit

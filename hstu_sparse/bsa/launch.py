@@ -187,7 +187,7 @@ class Problem:
         """
         if bias.time is None:
             return None, Chosen(indices)
-        found, groups, chosen = torch.zeros_like(indices), 16, Chosen(indices)
+        found, groups, chosen = torch.empty_like(indices), 16, Chosen(indices)
         if self.query_major:
             chosen = Chosen(*(torch.empty_like(indices, dtype=x) for x in 2 * [torch.int32] + 3 * [torch.float32]))
         run(

@@ -22,8 +22,10 @@ from hstu_sparse.bsa.program_sums import add_keys, add_means, close_keys, close_
 from hstu_sparse.bsa.reach import CUT
 from hstu_sparse.bsa.query_tiles import (
     band_bias,
+    band_own,
     band_weight,
     chosen_both,
+    chosen_counts,
     chosen_ends,
     chosen_first,
     find_queries,
@@ -74,12 +76,15 @@ def bsa_query_fwd_kernel(
         row = ((start // R + b + begin // R) * H + h) * S
         # The own block is the last one, and the last loop's.
         count = tl.minimum(begin // BS, S - 1) * BS
-        ends = chosen_ends(chosen, row, count, S, BS, ASM)
+        counts, none = chosen_counts(chosen, row, S, ASM)
         WIDTH: tl.constexpr = (WIDE, WIDE, BN)
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
+    CARRIED: tl.constexpr = not WINDOW and BM <= BS and bias.time is not None and (CUT & 256) > 0
     for PART in tl.static_range(2):
         if (PART == 1) == FIRST:
             if SELECT:
+                count = tl.maximum(count, none)
+                ends = chosen_ends(chosen, opaque(counts) if TURNS > 1 else 0, count, BS)
                 for EDGES in tl.static_range(TURNS):
                     begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
                     end_at = count if EDGES == 2 else ends[EDGES]
@@ -116,11 +121,16 @@ def bsa_query_fwd_kernel(
                 swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
                 nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
             if nearest < end:
+                own = None
+                if CARRIED:
+                    own = band_own(bias, asks, nearest, BN, BS, ASM)
                 for c in range(nearest, end, BN):
+                    if CARRIED:
+                        next_own = band_own(bias, asks, c + BN, BN, BS, ASM)
                     s = c + tl.arange(0, BN)
                     known = s < end
                     keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-                    added, _ = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW, not WINDOW and BM <= BS, ASM)
+                    added, _ = band_bias(bias, asks, c, known, own, BM, BN, BS, WINDOW, not WINDOW and BM <= BS, ASM)
                     score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half, bias, added)
                     if FIRST:
                         weight = tl.where(s[None, :] <= t[:, None], silu_of_twice(score, FAST), 0.0)
@@ -128,6 +138,8 @@ def bsa_query_fwd_kernel(
                         weight = silu_of_twice(score, FAST) * band_weight(slc, swa, t, s, window, BS, WINDOW)
                     values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
                     acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+                    if CARRIED:
+                        own = next_own
 
     complete = (t + 1) // BS
     if end >= BS:  # see the head of this file
@@ -232,12 +244,15 @@ def bsa_query_bwd_dq_kernel(
         tl.static_assert((BN <= WIDE) & (WIDE <= BS))  # as in bsa_query_fwd_kernel
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS, S - 1) * BS
-        ends = chosen_ends(chosen, row, count, S, BS, ASM)
+        counts, none = chosen_counts(chosen, row, S, ASM)
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
         WIDTH: tl.constexpr = (WIDE, WIDE, BN)
+    CARRIED: tl.constexpr = OWN and SUMS and bias.time is not None and (CUT & 256) > 0
     for PART in tl.static_range(2):
         if (PART == 1) == FIRST:
             if SELECT:
+                count = tl.maximum(count, none)
+                ends = chosen_ends(chosen, opaque(counts) if TURNS > 1 else 0, count, BS)
                 for EDGES in tl.static_range(TURNS):
                     begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
                     end_at = count + (end - begin // BS * BS if MERGED else 0) if EDGES == 2 else ends[EDGES]
@@ -287,12 +302,17 @@ def bsa_query_bwd_dq_kernel(
             if WINDOW:
                 nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
             if not MERGED and nearest < end:
+                own = None
+                if CARRIED:
+                    own = band_own(bias, asks, nearest, BN, BS, ASM)
                 for c in range(nearest, end, BN):
+                    if CARRIED:
+                        next_own = band_own(bias, asks, c + BN, BN, BS, ASM)
                     s = c + tl.arange(0, BN)
                     known = s < end
                     keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
                     values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-                    added, found = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW or not SUMS, OWN, ASM)
+                    added, found = band_bias(bias, asks, c, known, own, BM, BN, BS, WINDOW or not SUMS, OWN, ASM)
                     score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half, bias, added)
                     dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
                     weight, slope = silu_and_grad_of_twice(score, FAST)
@@ -306,9 +326,9 @@ def bsa_query_bwd_dq_kernel(
                     if not FIRST:
                         grad *= band_weight(slc, swa, t, s, window, BS, WINDOW)
                     acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-                    own = None
-                    if OWN and SUMS and bias.time is not None:
-                        own = own_buckets(bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM)
+                    buckets = own
+                    if OWN and SUMS and bias.time is not None and not CARRIED:
+                        buckets = own_buckets(bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM)
                     sums = add_keys_gradient(
                         tables,
                         pitch,
@@ -319,7 +339,7 @@ def bsa_query_bwd_dq_kernel(
                         found,
                         None,
                         None,
-                        own,
+                        buckets,
                         t,
                         s,
                         begin - c,
@@ -328,6 +348,8 @@ def bsa_query_bwd_dq_kernel(
                         SPAN,
                         ASM,
                     )
+                    if CARRIED:
+                        own = next_own
     if WINDOW:
         tl.store(dg_swa + token, window_branch * inv_n, mask=live)
     tl.store(dg_slc + token, branch * inv_n, mask=live)

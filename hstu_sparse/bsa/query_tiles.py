@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import look_up
-from hstu_sparse.bsa.bias_tiles import chosen_bias, load_origin, means_tile, own_tile, position_tile, time_tile
+from hstu_sparse.bsa.bias_tiles import chosen_bias, load_origin, means_tile, own_buckets, own_tile, position_tile, time_tile
 from hstu_sparse.bsa.reach import (
+    CUT,
     LOWEST,
     MOST_EDGES,
     keys_reach,
@@ -126,7 +127,7 @@ def keys_time(bias, asks, first, sought, reaches, BN: tl.constexpr, ASM: tl.cons
 
 @triton.jit
 def band_bias(
-    bias, asks, c, known, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, EXACT: tl.constexpr,
+    bias, asks, c, known, own, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, EXACT: tl.constexpr,
     OWN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Both, with keys of the own block or the window, and what `add_time_gradient` wants.
@@ -139,9 +140,17 @@ def band_bias(
     else:
         reaches = tl.zeros([BM], tl.int32), MOST_EDGES + 1, 0, 0
     time, found = keys_time(bias, asks, c, load_origin(bias, asks.block_row + c // BS, ASM), reaches, BN, ASM)
-    if OWN:
+    if own is not None:
+        time = look_up(bias.time, own, ASM)
+    elif OWN:
         time = own_tile(bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM)
     return (keys_position(bias, asks, c, BN, ASM), time), found
+
+
+@triton.jit
+def band_own(bias, asks, c, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+    """Buckets of a tile with the keys c .. c + BN - 1 of the queries' own block."""
+    return own_buckets(bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM)
 
 
 @triton.jit
@@ -160,15 +169,33 @@ def chosen_first(chosen, row, e, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.con
 
 
 @triton.jit
-def chosen_ends(chosen, row, count, S, BS: tl.constexpr, ASM: tl.constexpr):
+def chosen_counts(chosen, row, S, ASM: tl.constexpr):
+    """The word that `chosen_ends` takes apart, and a negative number that nothing knows before the first of the queries'
+    rows in `chosen` are there.
+    """
+    none = tl.full([], -1, tl.int32)
+    if chosen.reaches is None:
+        return 0, none
+    counts = look_up(chosen.reaches + row, tl.cast(S - 1, tl.int64), ASM)
+    if CUT & 64:
+        zero = tl.cast(0, tl.int64)
+        none = look_up(chosen.indices + row, zero, ASM)
+        none |= look_up(chosen.bases + row, zero, ASM).to(tl.int32, bitcast=True)
+        none |= look_up(chosen.mores + row, zero, ASM).to(tl.int32, bitcast=True)
+        none |= look_up(chosen.edges + row, zero, ASM).to(tl.int32, bitcast=True)
+        none |= -(2**31)
+    return counts, none
+
+
+@triton.jit
+def chosen_ends(chosen, counts, count, BS: tl.constexpr):
     """Of the `count` chosen keys before the own block those in blocks that reach no edge, and those that reach at most
-    one. row: of the queries in `chosen`.
+    one. counts: see `chosen_counts`.
     """
     if chosen.reaches is None:
         return count, count
     else:
-        blocks = look_up(chosen.reaches + row, tl.cast(S - 1, tl.int64), ASM)
-        return (blocks & 0xFFFF) * BS, (blocks >> 16) * BS
+        return (counts & 0xFFFF) * BS, (counts >> 16) * BS
 
 
 @triton.jit

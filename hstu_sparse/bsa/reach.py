@@ -168,7 +168,10 @@ def plain_means(bias, row, blocks):
     """
     chunk = tl.arange(0, 128)
     words = tl.load(bias.summaries + row * bias.blocks // CHUNK + chunk, chunk * CHUNK < blocks, SHORT)
-    return tl.minimum(tl.min(tl.where((words & SHORT) > 1, chunk, 128), 0) * CHUNK, blocks)
+    plain = tl.minimum(tl.min(tl.where((words & SHORT) > 1, chunk, 128), 0) * CHUNK, blocks)
+    if CUT & 128:
+        plain = tl.where(blocks > 2 * CHUNK, plain, 0)
+    return plain
 
 
 @triton.jit
