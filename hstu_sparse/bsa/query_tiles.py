@@ -174,10 +174,10 @@ def chosen_counts(chosen, row, S, ASM: tl.constexpr):
     rows in `chosen` are there.
     """
     none = tl.full([], -1, tl.int32)
-    if chosen.reaches is None:
-        return 0, none
-    counts = look_up(chosen.reaches + row, tl.cast(S - 1, tl.int64), ASM)
-    if CUT & 64:
+    counts = tl.full([], 0, tl.int32)
+    if chosen.reaches is not None:
+        counts = look_up(chosen.reaches + row, tl.cast(S - 1, tl.int64), ASM)
+    if chosen.reaches is not None and CUT & 64:
         zero = tl.cast(0, tl.int64)
         none = look_up(chosen.indices + row, zero, ASM)
         none |= look_up(chosen.bases + row, zero, ASM).to(tl.int32, bitcast=True)
