@@ -74,7 +74,11 @@ def time_call(function: Callable[[], object], *, warmup: int, repeats: int, queu
             end.synchronize()
         events.append((start, end))
     torch.cuda.synchronize()
-    quantiles = torch.tensor([start.elapsed_time(end) for start, end in events]).quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
+    quantiles = (
+        torch.tensor([start.elapsed_time(end) for start, end in events])
+        .quantile(torch.tensor([0.1, 0.5, 0.9]))
+        .tolist()
+    )
     return dict(zip(("ms_p10", "ms", "ms_p90"), (round(q, 4) for q in quantiles)), peak_mb=round(peak / 2**20, 1))
 
 

@@ -277,7 +277,6 @@ def chosen_bias(bias, edge, position, queries, keys, origin, reaches, EDGES: tl.
     _, edges, lowest, _ = reaches
     base = look_up(edge[0].bases, edge[1], ASM)
     if EDGES == 2:
-        bucket = tl.zeros([queries[1].shape[0], keys[1].shape[0]], tl.int32)
         if edges > MOST_EDGES:
             bucket = find_bucket(differences(bias, queries, keys, 0, True, ASM), bias.cells, ASM)
             tile = look_up(bias.time, bucket, ASM)
@@ -287,7 +286,7 @@ def chosen_bias(bias, edge, position, queries, keys, origin, reaches, EDGES: tl.
             if edges > 2:
                 tile += chosen_step(bias, edge, keys, origin, lowest, 3, ASM)
                 tile += chosen_step(bias, edge, keys, origin, lowest, 4, ASM)
-        return position, tile, bucket
+        return position, tile
     else:
         tile = base
         if bias.position is not None:

@@ -1,8 +1,8 @@
 """Key-major kernels: a program owns a block of keys and walks over the queries that chose it, or that see it.
 
-The choice is inverted first (blocks.py): for each list, of a head and a block slot (`numbered`, tiles.py), the first tokens of the groups that
-chose the block. A list is worked off in chunks, so that a block which nearly all queries chose does not hold up the
-rest. A chosen block other than the group's own is complete and in the past: no mask within a tile.
+The choice is inverted first (blocks.py): for each list, of a head and a block slot (`numbered`, tiles.py), the first
+tokens of the groups that chose the block. A list is worked off in chunks, so that a block which nearly all queries chose
+does not hold up the rest. A chosen block other than the group's own is complete and in the past: no mask within a tile.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per group, R tokens per group, NB block slots, BM queries and BN keys of a tile.
@@ -25,7 +25,15 @@ from hstu_sparse.bsa.bias_tiles import (
     with_bias,
 )
 from hstu_sparse.bsa.reach import LOWEST, MOST_EDGES, PARTS, load_reach, map_row
-from hstu_sparse.tiles import head_and_slot, load_rows, load_tile, locate, silu_and_grad_of_twice, silu_of_twice, store_rows
+from hstu_sparse.tiles import (
+    head_and_slot,
+    load_rows,
+    load_tile,
+    locate,
+    silu_and_grad_of_twice,
+    silu_of_twice,
+    store_rows,
+)
 
 
 class ListPointers(NamedTuple):

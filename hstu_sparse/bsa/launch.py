@@ -13,7 +13,6 @@ atomics, and for small groups the choice is worked off slot by slot, so that no 
 """
 
 import functools
-import os
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -28,7 +27,6 @@ from hstu_sparse.bsa.reach import Chosen, bsa_reach_kernel
 from hstu_sparse.launch import aligned, architecture, cdiv, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
 
-ORDER = int(os.environ.get("BSA_ORDER", "3"))
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_COUNTS = 128
 # Tokens per group from which the query-major selection is the faster one.
@@ -119,7 +117,7 @@ class Problem:
         self.BD, self.BV = padded_head(self.D), padded_head(self.V)
         self.query_major = group >= QUERY_MAJOR
         self.offsets, self.max_seq_len, self.deterministic = a.seq_offsets, a.max_seq_len, a.deterministic
-        self.blocks_together = self.together(self.BS, self.NB) if ORDER & 2 else self.NB
+        self.blocks_together = self.together(self.BS, self.NB)
         self.biased = a.position is not None or a.time is not None
         self.split = q.dtype != torch.float32
         self.launch = launches(q.dtype, max(self.BD, self.BV), a.block_size, group, architecture(q.device), self.biased)
@@ -151,7 +149,9 @@ class Problem:
         return self.T // size + self.B
 
     def together(self, size: int, slots: int) -> int:
-        """Slots of `size` tokens whose heads follow upon each other: a sequence's, which all heads then find in caches."""
+        """Of how many slots of `size` tokens all heads have their turn before the next ones: about a sequence's. What
+        heads have in common they then find in caches.
+        """
         return min(slots, self.max_seq_len // size + 1)
 
     def options(self, kernel: str) -> dict:
@@ -254,8 +254,10 @@ def launch_forward(*arguments):
     tiles = p.slots(options["BM"])
     tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
     run(
-        query_major.bsa_query_fwd_kernel, (tiles * p.H,), q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, bias, out,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.together(options["BM"], tiles) if ORDER & 1 else tiles,
+        query_major.bsa_query_fwd_kernel, (tiles * p.H,),
+        q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, bias, out,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.together(options["BM"], tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
         **options,
     )  # fmt: skip
@@ -316,7 +318,7 @@ def launch_backward(do, *arguments):
         do, q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, tables, pitch,
         norm if p.sums else None, *p.units(options["BM"], p.query_major and a.position is not None),
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.together(options["BM"], tiles) if ORDER & 1 else tiles,
+        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.together(options["BM"], tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,
         **options,
     )  # fmt: skip
@@ -356,7 +358,8 @@ def launch_backward(do, *arguments):
     )  # fmt: skip
     run(
         key_major.bsa_merge_bwd_dkv_kernel, (p.H * p.NB, p.BS // 16),
-        parts, lists.part_start, p.offsets, dk, dv, p.NB, p.blocks_together, p.H, p.B, **p.heads, BS=p.BS, BN=16, num_warps=4,
+        parts, lists.part_start, p.offsets, dk, dv, p.NB, p.blocks_together, p.H, p.B,
+        **p.heads, BS=p.BS, BN=16, num_warps=4,
     )  # fmt: skip
     del parts, lists
 

@@ -180,7 +180,7 @@ def add_keys(
         lowest, edges, bucket, _ = reaches
         if gate is not None:
             grad *= gate[:, None]
-        if own is not None and EDGES is None:
+        if own is not None:
             histogram_add(sums.lane, own, grad, sums.keys_scale, True, True)
         elif EDGES is not None:
             if EDGES < 2:
@@ -189,9 +189,7 @@ def add_keys(
                 if EDGES == 1:
                     _move_chosen(sums, grad, bias, edge, near, origin, bucket, 1, ASM)
             elif edges > MOST_EDGES:
-                buckets = own
-                if own is None:
-                    buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
+                buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
                 histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
             else:
                 if bias.position is None:

@@ -17,15 +17,12 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import look_up
-from hstu_sparse.bsa.bias_tiles import add_position_gradient, add_time_gradient, means_edges, own_buckets, with_bias
+from hstu_sparse.bsa.bias_tiles import add_position_gradient, add_time_gradient, own_buckets, with_bias
 from hstu_sparse.bsa.program_sums import add_keys, add_means, close_keys, close_means, open_sums
-from hstu_sparse.bsa.reach import CUT
 from hstu_sparse.bsa.query_tiles import (
     band_bias,
-    band_own,
     band_weight,
     chosen_both,
-    chosen_counts,
     chosen_ends,
     chosen_first,
     find_queries,
@@ -35,7 +32,16 @@ from hstu_sparse.bsa.query_tiles import (
     means_time,
     own_places,
 )
-from hstu_sparse.tiles import add_to, head_and_slot, load_rows, load_tile, opaque, silu_and_grad_of_twice, silu_of_twice, store_rows
+from hstu_sparse.tiles import (
+    add_to,
+    head_and_slot,
+    load_rows,
+    load_tile,
+    opaque,
+    silu_and_grad_of_twice,
+    silu_of_twice,
+    store_rows,
+)
 
 # Half of a score whose SiLU and its slope are 0.
 HIDDEN = tl.constexpr(-40.0)
@@ -68,7 +74,7 @@ def bsa_query_fwd_kernel(
 
     near = 0.0 if bias.time is None else look_up(bias.places + start + begin, asks.lane, ASM)
     slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-    FIRST: tl.constexpr = SELECT and not WINDOW and BM <= BS and (CUT & 1) > 0
+    plain = means_ends(bias, asks, BS)
     if SELECT:
         # One index a step, a scalar. Of a vector `index * BS + place % BS` Triton 3.6 takes every element for divisible
         # by BS once the loop is pipelined, and then the mask of a thread's first query for that of all its queries.
@@ -76,15 +82,15 @@ def bsa_query_fwd_kernel(
         row = ((start // R + b + begin // R) * H + h) * S
         # The own block is the last one, and the last loop's.
         count = tl.minimum(begin // BS, S - 1) * BS
-        counts, none = chosen_counts(chosen, row, S, ASM)
+        ends = chosen_ends(chosen, row, count, S, BS, ASM)
         WIDTH: tl.constexpr = (WIDE, WIDE, BN)
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
-    CARRIED: tl.constexpr = not WINDOW and BM <= BS and bias.time is not None and (CUT & 256) > 0
+    # The own block comes first where it has the choice's gate alone: nothing has to be found out about its keys, and
+    # meanwhile what was chosen arrives.
+    FIRST: tl.constexpr = SELECT and not WINDOW and BM <= BS
     for PART in tl.static_range(2):
         if (PART == 1) == FIRST:
             if SELECT:
-                count = tl.maximum(count, none)
-                ends = chosen_ends(chosen, opaque(counts) if TURNS > 1 else 0, count, BS)
                 for EDGES in tl.static_range(TURNS):
                     begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
                     end_at = count if EDGES == 2 else ends[EDGES]
@@ -103,7 +109,7 @@ def bsa_query_fwd_kernel(
                                 ASM,
                             )
                             edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
-                            added, _ = chosen_both(bias, asks, edge, position, first, None, EDGES, BM, WIDTH[EDGES], BS, ASM)
+                            added, _ = chosen_both(bias, asks, edge, position, first, EDGES, BM, WIDTH[EDGES], BS, ASM)
                             s = first + tl.arange(0, WIDTH[EDGES])
                             known = s < end
                             keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
@@ -121,16 +127,11 @@ def bsa_query_fwd_kernel(
                 swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
                 nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
             if nearest < end:
-                own = None
-                if CARRIED:
-                    own = band_own(bias, asks, nearest, BN, BS, ASM)
                 for c in range(nearest, end, BN):
-                    if CARRIED:
-                        next_own = band_own(bias, asks, c + BN, BN, BS, ASM)
                     s = c + tl.arange(0, BN)
                     known = s < end
                     keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-                    added, _ = band_bias(bias, asks, c, known, own, BM, BN, BS, WINDOW, not WINDOW and BM <= BS, ASM)
+                    added, _ = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW, not WINDOW and BM <= BS, ASM)
                     score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half, bias, added)
                     if FIRST:
                         weight = tl.where(s[None, :] <= t[:, None], silu_of_twice(score, FAST), 0.0)
@@ -138,35 +139,24 @@ def bsa_query_fwd_kernel(
                         weight = silu_of_twice(score, FAST) * band_weight(slc, swa, t, s, window, BS, WINDOW)
                     values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
                     acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
-                    if CARRIED:
-                        own = next_own
 
     complete = (t + 1) // BS
     if end >= BS:  # see the head of this file
         cmp = tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS
-        plain = end // BS
-        if CUT & 32:
-            plain = means_ends(bias, asks, BS)
-        for SEVERAL in tl.static_range(2 if CUT & 32 and bias.time is not None else 1):
-            begin_at, end_at = (plain, end // BS) if SEVERAL else (0, plain)
-            if begin_at < end_at:
-                position = means_position(bias, asks, begin_at, BN, BS, ASM)
-                for c in range(begin_at, end_at, BN):
-                    j = c + tl.arange(0, BN)
-                    known = j < end // BS
-                    next_position = means_position(bias, asks, c + BN, BN, BS, ASM)
-                    # A branch where the backward kernels have two loops: without it ptxas reads the biases behind the product.
-                    several = SEVERAL
-                    if bias.time is not None and CUT & 32 == 0:
-                        several = means_edges(bias, asks.map_row, c, BN) > 1
-                    time, _ = means_time(bias, asks, c, known, near, several, BN, BS, ASM)
-                    keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
-                    score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
-                    score = tl.where(j[None, :] < complete[:, None], with_bias(score, bias, (position, time)), HIDDEN)
-                    weight = silu_of_twice(score, FAST) * cmp[:, None]
-                    means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-                    acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
-                    position = next_position
+        position = means_position(bias, asks, 0, BN, BS, ASM)
+        for c in range(0, end // BS, BN):
+            j = c + tl.arange(0, BN)
+            known = j < end // BS
+            next_position = means_position(bias, asks, c + BN, BN, BS, ASM)
+            # A branch where the backward kernels have two loops: without it ptxas reads the biases behind the product.
+            time, _ = means_time(bias, asks, c, known, near, c + BN > plain, BN, BS, ASM)
+            keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
+            score = tl.where(j[None, :] < complete[:, None], with_bias(score, bias, (position, time)), HIDDEN)
+            weight = silu_of_twice(score, FAST) * cmp[:, None]
+            means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
+            acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
+            position = next_position
 
     store_rows(out + (start * H + h) * V, t, H * V, live, acc * inv_n, V, BV)
 
@@ -224,8 +214,8 @@ def bsa_query_bwd_dq_kernel(
     swa = slc
     if WINDOW:
         swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
-    if CUT & 16:
-        plain = means_ends(bias, asks, BS)
+    # Of two tiles of mean keys a second loop costs more than looking the first one's buckets up.
+    plain = means_ends(bias, asks, BS, 2 * BN)
     sums = 0
     if SUMS:
         sums = open_sums(bias, upstream, norm, cmp, tl.abs(slc) + tl.abs(swa) if WINDOW else slc, means_unit, keys_unit)
@@ -236,33 +226,31 @@ def bsa_query_bwd_dq_kernel(
     near = 0.0 if bias.time is None else look_up(bias.places + start + begin, asks.lane, ASM)
 
     branch = tl.zeros([BM], tl.float32)
-    FIRST: tl.constexpr = SELECT and not WINDOW and BM <= BS and (CUT & 2) > 0
-    MERGED: tl.constexpr = SUMS and SELECT and not WINDOW and BM <= BS and chosen.reaches is not None and (CUT & 4) > 0
     OWN: tl.constexpr = not WINDOW and BM <= BS
+    FIRST: tl.constexpr = SELECT and OWN  # as in bsa_query_fwd_kernel
     window_branch = tl.zeros([BM], tl.float32)
     if SELECT:
         tl.static_assert((BN <= WIDE) & (WIDE <= BS))  # as in bsa_query_fwd_kernel
         row = ((start // R + b + begin // R) * H + h) * S
         count = tl.minimum(begin // BS, S - 1) * BS
-        counts, none = chosen_counts(chosen, row, S, ASM)
+        ends = chosen_ends(chosen, row, count, S, BS, ASM)
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
         WIDTH: tl.constexpr = (WIDE, WIDE, BN)
-    CARRIED: tl.constexpr = OWN and SUMS and bias.time is not None and (CUT & 256) > 0
     for PART in tl.static_range(2):
         if (PART == 1) == FIRST:
             if SELECT:
-                count = tl.maximum(count, none)
-                ends = chosen_ends(chosen, opaque(counts) if TURNS > 1 else 0, count, BS)
                 for EDGES in tl.static_range(TURNS):
                     begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
-                    end_at = count + (end - begin // BS * BS if MERGED else 0) if EDGES == 2 else ends[EDGES]
+                    end_at = count if EDGES == 2 else ends[EDGES]
                     some_k, some_v = (k, v) if EDGES == 2 else (wide_k, wide_v)
                     if begin_at < end_at:
                         for e in range(begin_at, end_at, WIDTH[EDGES]):
                             first = chosen_first(chosen, row, e, WIDTH[EDGES], BS, ASM)
                             position = keys_position(bias, asks, first, WIDTH[EDGES], ASM)
                             edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
-                            added, found = chosen_both(bias, asks, edge, position, first, e >= count if MERGED else None, EDGES, BM, WIDTH[EDGES], BS, ASM)
+                            added, found = chosen_both(
+                                bias, asks, edge, position, first, EDGES, BM, WIDTH[EDGES], BS, ASM
+                            )
                             s = first + tl.arange(0, WIDTH[EDGES])
                             known = s < end
                             keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
@@ -271,8 +259,6 @@ def bsa_query_bwd_dq_kernel(
                             score = with_bias(score, bias, added, EDGES < 2)
                             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
                             weight, slope = silu_and_grad_of_twice(score, FAST)
-                            if MERGED and EDGES == 2:
-                                dweight = tl.where(s[None, :] <= t[:, None], dweight, 0.0)
                             branch += tl.sum(weight * dweight, 1)
                             grad = dweight * slope
                             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
@@ -286,7 +272,7 @@ def bsa_query_bwd_dq_kernel(
                                 found,
                                 edge,
                                 EDGES,
-                                added[2] if CUT & 8 and EDGES == 2 and bias.time is not None else None,
+                                None,
                                 t,
                                 s,
                                 begin - first,
@@ -301,18 +287,13 @@ def bsa_query_bwd_dq_kernel(
             nearest = begin // BS * BS
             if WINDOW:
                 nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
-            if not MERGED and nearest < end:
-                own = None
-                if CARRIED:
-                    own = band_own(bias, asks, nearest, BN, BS, ASM)
+            if nearest < end:
                 for c in range(nearest, end, BN):
-                    if CARRIED:
-                        next_own = band_own(bias, asks, c + BN, BN, BS, ASM)
                     s = c + tl.arange(0, BN)
                     known = s < end
                     keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
                     values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-                    added, found = band_bias(bias, asks, c, known, own, BM, BN, BS, WINDOW or not SUMS, OWN, ASM)
+                    added, found = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW or not SUMS, OWN, ASM)
                     score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half, bias, added)
                     dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
                     weight, slope = silu_and_grad_of_twice(score, FAST)
@@ -326,9 +307,9 @@ def bsa_query_bwd_dq_kernel(
                     if not FIRST:
                         grad *= band_weight(slc, swa, t, s, window, BS, WINDOW)
                     acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-                    buckets = own
-                    if OWN and SUMS and bias.time is not None and not CARRIED:
-                        buckets = own_buckets(bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM)
+                    own = None
+                    if OWN and SUMS and bias.time is not None:
+                        own = own_buckets(bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM)
                     sums = add_keys_gradient(
                         tables,
                         pitch,
@@ -339,7 +320,7 @@ def bsa_query_bwd_dq_kernel(
                         found,
                         None,
                         None,
-                        buckets,
+                        own,
                         t,
                         s,
                         begin - c,
@@ -348,8 +329,6 @@ def bsa_query_bwd_dq_kernel(
                         SPAN,
                         ASM,
                     )
-                    if CARRIED:
-                        own = next_own
     if WINDOW:
         tl.store(dg_swa + token, window_branch * inv_n, mask=live)
     tl.store(dg_slc + token, branch * inv_n, mask=live)
@@ -359,8 +338,6 @@ def bsa_query_bwd_dq_kernel(
     complete = (t + 1) // BS
     means_branch = tl.zeros([BM], tl.float32)
     if end >= BS:  # see the head of this file
-        if not CUT & 16:
-            plain = means_ends(bias, asks, BS)
         for SEVERAL in tl.static_range(1 if bias.time is None else 2):
             begin_at, end_at = (plain, end // BS) if SEVERAL else (0, plain)
             if begin_at < end_at:

@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import look_up
-from hstu_sparse.bsa.bias_tiles import chosen_bias, load_origin, means_tile, own_buckets, own_tile, position_tile, time_tile
+from hstu_sparse.bsa.bias_tiles import chosen_bias, load_origin, means_tile, own_tile, position_tile, time_tile
 from hstu_sparse.bsa.reach import (
-    CUT,
     LOWEST,
     MOST_EDGES,
     keys_reach,
@@ -22,7 +21,7 @@ from hstu_sparse.bsa.reach import (
     plain_means,
     span,
 )
-from hstu_sparse.tiles import head_and_slot, locate
+from hstu_sparse.tiles import locate
 
 
 @triton.jit
@@ -84,10 +83,13 @@ def means_position(bias, asks, c, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.co
 
 
 @triton.jit
-def means_ends(bias, asks, BS: tl.constexpr):
-    """Of the mean keys those in front of the first tile in which one reaches several edges; all without a time bias."""
+def means_ends(bias, asks, BS: tl.constexpr, LEAST: tl.constexpr = 0):
+    """Of the mean keys those in front of the first tile in which one reaches several edges, none where there are no
+    more than LEAST mean keys; all without a time bias.
+    """
     if bias.time is not None:
-        return plain_means(bias, asks.map_row, asks.end // BS)
+        blocks = asks.end // BS
+        return tl.where(blocks > LEAST, plain_means(bias, asks.map_row, blocks), 0)
     else:
         return asks.end // BS
 
@@ -127,7 +129,7 @@ def keys_time(bias, asks, first, sought, reaches, BN: tl.constexpr, ASM: tl.cons
 
 @triton.jit
 def band_bias(
-    bias, asks, c, known, own, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, EXACT: tl.constexpr,
+    bias, asks, c, known, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, EXACT: tl.constexpr,
     OWN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Both, with keys of the own block or the window, and what `add_time_gradient` wants.
@@ -140,17 +142,9 @@ def band_bias(
     else:
         reaches = tl.zeros([BM], tl.int32), MOST_EDGES + 1, 0, 0
     time, found = keys_time(bias, asks, c, load_origin(bias, asks.block_row + c // BS, ASM), reaches, BN, ASM)
-    if own is not None:
-        time = look_up(bias.time, own, ASM)
-    elif OWN:
+    if OWN:
         time = own_tile(bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM)
     return (keys_position(bias, asks, c, BN, ASM), time), found
-
-
-@triton.jit
-def band_own(bias, asks, c, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
-    """Buckets of a tile with the keys c .. c + BN - 1 of the queries' own block."""
-    return own_buckets(bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM)
 
 
 @triton.jit
@@ -169,38 +163,20 @@ def chosen_first(chosen, row, e, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.con
 
 
 @triton.jit
-def chosen_counts(chosen, row, S, ASM: tl.constexpr):
-    """The word that `chosen_ends` takes apart, and a negative number that nothing knows before the first of the queries'
-    rows in `chosen` are there.
-    """
-    none = tl.full([], -1, tl.int32)
-    counts = tl.full([], 0, tl.int32)
-    if chosen.reaches is not None:
-        counts = look_up(chosen.reaches + row, tl.cast(S - 1, tl.int64), ASM)
-    if chosen.reaches is not None and CUT & 64:
-        zero = tl.cast(0, tl.int64)
-        none = look_up(chosen.indices + row, zero, ASM)
-        none |= look_up(chosen.bases + row, zero, ASM).to(tl.int32, bitcast=True)
-        none |= look_up(chosen.mores + row, zero, ASM).to(tl.int32, bitcast=True)
-        none |= look_up(chosen.edges + row, zero, ASM).to(tl.int32, bitcast=True)
-        none |= -(2**31)
-    return counts, none
-
-
-@triton.jit
-def chosen_ends(chosen, counts, count, BS: tl.constexpr):
+def chosen_ends(chosen, row, count, S, BS: tl.constexpr, ASM: tl.constexpr):
     """Of the `count` chosen keys before the own block those in blocks that reach no edge, and those that reach at most
-    one. counts: see `chosen_counts`.
+    one. row: of the queries in `chosen`.
     """
     if chosen.reaches is None:
         return count, count
     else:
-        return (counts & 0xFFFF) * BS, (counts >> 16) * BS
+        blocks = look_up(chosen.reaches + row, tl.cast(S - 1, tl.int64), ASM)
+        return (blocks & 0xFFFF) * BS, (blocks >> 16) * BS
 
 
 @triton.jit
 def chosen_both(
-    bias, asks, edge, position, first, own, EDGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+    bias, asks, edge, position, first, EDGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """`chosen_bias` of the BN keys from position `first` on, and what `add_time_gradient` wants."""
@@ -209,8 +185,6 @@ def chosen_both(
         queries, keys = (asks.start + asks.begin, asks.lane), (asks.start + first, tl.arange(0, BN).to(tl.int64))
         if EDGES == 2:
             reaches = load_reach(chosen.reaches + place, None, BM, ASM)
-            if own is not None:
-                reaches = reaches[0], tl.where(own, MOST_EDGES + 1, reaches[1]), reaches[2], reaches[3]
         else:
             lowest = look_up(chosen.reaches, place, ASM) & LOWEST
             reaches = tl.zeros([BM], tl.int32) + lowest, EDGES, lowest, lowest + EDGES

@@ -9,7 +9,6 @@ back that it is one bucket.
 
 import functools
 import math
-import os
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from hstu_sparse.assembly import look_up, scalar
 from hstu_sparse.relative_bias import bucket_edges
 from hstu_sparse.tiles import locate
 
-CUT = tl.constexpr(int(os.environ.get("BSA_CUT", "0")))
 # The bucket has 12 bits of a cell's word.
 MAX_BUCKETS = 4095
 # Cells of an octave of fp32 numbers: 2 ** 3, each 1.125 times as wide as it begins, at most; a bucket is 1.35 times.
@@ -168,10 +166,7 @@ def plain_means(bias, row, blocks):
     """
     chunk = tl.arange(0, 128)
     words = tl.load(bias.summaries + row * bias.blocks // CHUNK + chunk, chunk * CHUNK < blocks, SHORT)
-    plain = tl.minimum(tl.min(tl.where((words & SHORT) > 1, chunk, 128), 0) * CHUNK, blocks)
-    if CUT & 128:
-        plain = tl.where(blocks > 2 * CHUNK, plain, 0)
-    return plain
+    return tl.minimum(tl.min(tl.where((words & SHORT) > 1, chunk, 128), 0) * CHUNK, blocks)
 
 
 @triton.jit
