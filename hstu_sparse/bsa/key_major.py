@@ -1,8 +1,9 @@
 """Key-major kernels: a program owns a block of keys and walks over the queries that chose it, or that see it.
 
 The choice is inverted first (blocks.py): for each list, of a head and a block slot (`numbered`, tiles.py), the first
-tokens of the groups that chose the block. A list is worked off in chunks, so that a block which nearly all queries chose
-does not hold up the rest. A chosen block other than the group's own is complete and in the past: no mask within a tile.
+tokens of the groups that chose the block. A list is worked off in chunks, so that a block which nearly all queries
+chose does not hold up the rest. A chosen block other than the group's own is complete and in the past: no mask within
+a tile.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per group, R tokens per group, NB block slots, BM queries and BN keys of a tile.

@@ -150,7 +150,7 @@ def _move_chosen(sums, grad, bias, edge, keys, origin, bucket, E: tl.constexpr, 
 
 @triton.jit
 def add_keys(
-    tables, sums, grad, gate, bias, far, near, origin, reaches, edge, EDGES: tl.constexpr, own, apart, part,
+    tables, sums, grad, gate, bias, far, near, origin, reaches, edge, EDGES: tl.constexpr, buckets, apart, part,
     SPAN: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """The sums with a tile of keys that stand side by side and that all queries reach alike.
@@ -158,7 +158,8 @@ def add_keys(
     gate: None, or [BM], what `grad` still is to be multiplied by. apart: how far the first key is behind the first
     query. part: where it stands in a span of SPAN keys, whose tiles follow each other and share a stretch of the ring.
     edge, EDGES: None, or of a chosen block's keys what `edge_places` wants, and how many edges they reach (2: or more).
-    own: None, or the pairs' buckets. Others: as of `time_tile`, queries on the far side.
+    buckets: the pairs', of the own block and of chosen ones where EDGES is 2, else None. Others: as of `time_tile`,
+    queries on the far side.
     """
     BM: tl.constexpr = grad.shape[0]
     BN: tl.constexpr = grad.shape[1]
@@ -180,8 +181,8 @@ def add_keys(
         lowest, edges, bucket, _ = reaches
         if gate is not None:
             grad *= gate[:, None]
-        if own is not None:
-            histogram_add(sums.lane, own, grad, sums.keys_scale, True, True)
+        if EDGES is None and buckets is not None:
+            histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
         elif EDGES is not None:
             if EDGES < 2:
                 if bias.position is None:
@@ -189,7 +190,6 @@ def add_keys(
                 if EDGES == 1:
                     _move_chosen(sums, grad, bias, edge, near, origin, bucket, 1, ASM)
             elif edges > MOST_EDGES:
-                buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
                 histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
             else:
                 if bias.position is None:

@@ -163,15 +163,15 @@ def bsa_query_fwd_kernel(
 
 @triton.jit
 def add_keys_gradient(
-    tables, pitch, sums, grad, gate, bias, found, edge, EDGES: tl.constexpr, own, t, s, first_apart, part,
+    tables, pitch, sums, grad, gate, bias, found, edge, EDGES: tl.constexpr, buckets, t, s, first_apart, part,
     SUMS: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile's gradient to the tables; its keys stand side by side. first_apart: of its first query and first key.
 
-    Returns `sums`, where such are kept. gate, edge, EDGES, own, part, SPAN: as in `add_keys`.
+    Returns `sums`, where such are kept. gate, edge, EDGES, buckets, part, SPAN: as in `add_keys`.
     """
     if SUMS:
-        return add_keys(tables, sums, grad, gate, bias, *found, edge, EDGES, own, first_apart, part, SPAN, ASM)
+        return add_keys(tables, sums, grad, gate, bias, *found, edge, EDGES, buckets, first_apart, part, SPAN, ASM)
     else:
         if gate is not None:
             grad *= gate[:, None]
@@ -272,7 +272,7 @@ def bsa_query_bwd_dq_kernel(
                                 found,
                                 edge,
                                 EDGES,
-                                None,
+                                added[2],
                                 t,
                                 s,
                                 begin - first,
@@ -307,9 +307,11 @@ def bsa_query_bwd_dq_kernel(
                     if not FIRST:
                         grad *= band_weight(slc, swa, t, s, window, BS, WINDOW)
                     acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-                    own = None
+                    buckets = None
                     if OWN and SUMS and bias.time is not None:
-                        own = own_buckets(bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM)
+                        buckets = own_buckets(
+                            bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM
+                        )
                     sums = add_keys_gradient(
                         tables,
                         pitch,
@@ -320,7 +322,7 @@ def bsa_query_bwd_dq_kernel(
                         found,
                         None,
                         None,
-                        own,
+                        buckets,
                         t,
                         s,
                         begin - c,

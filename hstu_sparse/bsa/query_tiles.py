@@ -192,4 +192,4 @@ def chosen_both(
         found = queries, keys, origin, reaches
         return chosen_bias(bias, edge, position, queries, keys, origin, reaches, EDGES, ASM), found
     else:
-        return (position, 0.0), (0, 0, 0, (0, 0, 0, 0))
+        return (position, 0.0, 0), (0, 0, 0, (0, 0, 0, 0))
