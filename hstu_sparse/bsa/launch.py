@@ -181,25 +181,37 @@ class Problem:
             return [k, v, k, v, kbar, vbar], False
         return found[:2] + self.tma(wide, k, v) + found[2:], True
 
-    def reaches(self, indices: Tensor, bias: KernelBias) -> tuple[Tensor | None, Chosen]:
-        """([NG, H, S] int32, of each chosen block what bsa_reach_kernel finds; None without a time bias), and how
-        query-major kernels read the choice.
+    def reaches(self, indices: Tensor, bias: KernelBias) -> Tensor:
+        """[6, or 1 for small groups, NG * H * S and more] int32: of each chosen block what bsa_reach_kernel finds, and
+        `Chosen`; nothing without a time bias.
         """
         if bias.time is None:
-            return None, Chosen(indices)
-        found, groups, chosen = torch.empty_like(indices), 16, Chosen(indices)
-        if self.query_major:
-            chosen = Chosen(*(torch.empty_like(indices, dtype=x) for x in 2 * [torch.int32] + 3 * [torch.float32]))
+            return indices.new_empty(0, 0)
+        # Rows stay multiples of 16 bytes: kernels are compiled anew where they do not.
+        found, groups = indices.new_empty(6 if self.query_major else 1, cdiv(indices.numel(), 4) * 4), 16
+        reaches, chosen = self.chosen(indices, found)
         run(
             bsa_reach_kernel, (self.slots(groups * self.R), self.H),
-            indices, self.offsets, found, chosen if self.query_major else None, bias, self.H, self.B, self.S,
+            indices, self.offsets, reaches, chosen if self.query_major else None, bias, self.H, self.B, self.S,
             BS=self.BS, R=self.R, BG=groups, P=max(2, next_power_of_2(self.S)), ASM=self.numeric["ASM"], num_warps=4,
         )  # fmt: skip
-        return found, chosen
+        return found
+
+    def chosen(self, indices: Tensor, found: Tensor) -> tuple[Tensor | None, Chosen]:
+        """(the reaches of `reaches`, or None, and how query-major kernels read the choice)."""
+        if len(found) <= 1:
+            return found[0] if len(found) else None, Chosen(indices)
+        return found[0], Chosen(*found[1:3], *found[3:].view(torch.float32))
 
     def group_tile(self) -> int:
         """Groups per program: fewer where a group is long, for then there are few of them in all."""
         return 64 if self.R < 8 else 16
+
+
+def no_reaches(a: Arguments, indices: Tensor) -> Tensor:
+    """In place of `Problem.reaches` for the backward pass, of their shape where it is given them."""
+    given = a.time is not None and a.selection_group >= QUERY_MAJOR
+    return indices.new_empty(6 if given else 0, cdiv(indices.numel(), 4) * 4 if given else 0)
 
 
 def contiguous_gates(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,9 +229,10 @@ def gates_by_head(p: Problem, *gates: Tensor) -> list[Tensor]:
 
 
 def launch_forward(*arguments):
-    """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V], norm [0 or 1]).
+    """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V], norm [0 or 1],
+    found [0 or 6, NG * H * S and more] int32).
 
-    norm: the greatest of a value's, where the backward pass wants it.
+    norm: the greatest of a value's, and found: `Problem.reaches`, where the backward pass wants them.
     """
     a = Arguments(*arguments)
     p, q, k, v = Problem(a), a.q, a.k, a.v
@@ -227,7 +240,7 @@ def launch_forward(*arguments):
     indices = torch.full((p.NG, p.H, p.S), -1, dtype=torch.int32, device=q.device)
     norm = torch.zeros(int(p.biased), device=q.device)
     if p.T == 0 or p.H == 0:
-        return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar, norm
+        return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar, norm, no_reaches(a, indices)
     q, k, v = aligned(q), aligned(k), aligned(v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
     bias = prepare(a.position, a.time, a.plan, p.offsets, p.BS)
@@ -247,7 +260,8 @@ def launch_forward(*arguments):
         ASM=p.numeric["ASM"], num_warps=4, num_stages=2,
     )  # fmt: skip
 
-    reaches, chosen = p.reaches(indices, bias)
+    found = p.reaches(indices, bias)
+    reaches, chosen = p.chosen(indices, found)
     # fp32 where the key-major kernel adds to it
     out = torch.empty(p.T, p.H, p.V, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
     options = p.options("query_fwd")
@@ -271,25 +285,27 @@ def launch_forward(*arguments):
                 turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.options("select_fwd"),
             )  # fmt: skip
-    return out.to(q.dtype), indices, kbar, vbar, norm
+    return out.to(q.dtype), indices, kbar, vbar, norm, found if p.query_major else no_reaches(a, indices)
 
 
 def fake_forward(*arguments):
     a = Arguments(*arguments)
     q, v = a.q, a.v
     (T, H, D), B = q.shape, a.seq_offsets.shape[0] - 1
+    indices = q.new_empty(T // a.selection_group + B, H, a.block_counts, dtype=torch.int32)
     return (
         q.new_empty(T, H, v.shape[2]),
-        q.new_empty(T // a.selection_group + B, H, a.block_counts, dtype=torch.int32),
+        indices,
         q.new_empty(T // a.block_size + B, H, D),
         v.new_empty(T // a.block_size + B, H, v.shape[2]),
         q.new_empty(int(a.position is not None or a.time is not None), dtype=torch.float32),
+        no_reaches(a, indices),
     )
 
 
 def launch_backward(do, *arguments):
     """Gradients of q, k, v, g_cmp, g_slc and, where they are there, g_swa and the tables."""
-    *arguments, indices, kbar, vbar, norm = arguments
+    *arguments, indices, kbar, vbar, norm, found = arguments
     a = Arguments(*arguments)
     p = Problem(a)
     gates = [g for g in (a.g_cmp, a.g_slc, a.g_swa) if g is not None]
@@ -304,7 +320,7 @@ def launch_backward(do, *arguments):
     scattered = not (p.query_major and p.sums)
     sums = TableSums(a.position, a.time, do, v, gates, terms, scattered) if p.biased else None
     tables, pitch = (sums.tables, sums.pitch) if sums else (TableGradients(), 0)
-    reaches, chosen = p.reaches(indices, bias)
+    reaches, chosen = p.chosen(indices, found if len(found) else p.reaches(indices, bias))
 
     fp32 = dict(dtype=torch.float32, device=q.device)
     dq = torch.empty(p.T, p.H, p.D, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
@@ -386,5 +402,5 @@ operator = Operator(
     backward=launch_backward,
     fake=fake_forward,
     differentiable=("q", "k", "v", "g_cmp", "g_slc", "g_swa", "position", "time"),
-    outputs=5,
+    outputs=6,
 )
