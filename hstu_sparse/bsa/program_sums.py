@@ -200,8 +200,8 @@ def add_keys(
                     _move_chosen(sums, grad, bias, edge, near, origin, bucket, 3, ASM)
                     _move_chosen(sums, grad, bias, edge, near, origin, bucket, 4, ASM)
         elif edges > MOST_EDGES:
-            buckets = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
-            histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
+            looked_up = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
+            histogram_add(sums.lane, looked_up, grad, sums.keys_scale, True, True)
         else:
             histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
             if edges > 0:
