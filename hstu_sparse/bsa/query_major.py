@@ -89,7 +89,7 @@ def bsa_query_fwd_kernel(
     # meanwhile what was chosen arrives.
     FIRST: tl.constexpr = SELECT and not WINDOW and BM <= BS
     for PART in tl.static_range(2):
-        if (PART == 1) == FIRST:
+        if (PART == 1) == FIRST:  # chosen blocks
             if SELECT:
                 for EDGES in tl.static_range(TURNS):
                     begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
@@ -120,7 +120,7 @@ def bsa_query_fwd_kernel(
                             position = next_position
                 acc *= slc[:, None]
 
-        else:
+        else:  # the own block and the window
             swa = slc
             nearest = begin // BS * BS
             if WINDOW:
@@ -237,7 +237,7 @@ def bsa_query_bwd_dq_kernel(
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
         WIDTH: tl.constexpr = (WIDE, WIDE, BN)
     for PART in tl.static_range(2):
-        if (PART == 1) == FIRST:
+        if (PART == 1) == FIRST:  # chosen blocks
             if SELECT:
                 for EDGES in tl.static_range(TURNS):
                     begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
@@ -283,7 +283,7 @@ def bsa_query_bwd_dq_kernel(
                             )
                 acc *= slc[:, None]
 
-        else:
+        else:  # the own block and the window
             nearest = begin // BS * BS
             if WINDOW:
                 nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
