@@ -154,6 +154,11 @@ class Problem:
         """
         return min(slots, self.max_seq_len // size + 1)
 
+    def tiles_together(self, size: int, slots: int) -> int:
+        """The same of tiles of queries: few, where a sequence's keys and values of all heads take little of the L2 cache."""
+        few = self.max_seq_len * self.H * (self.D + self.V) * 2 <= 2**24
+        return min(slots, 4) if few else self.together(size, slots)
+
     def options(self, kernel: str) -> dict:
         """Of a kernel, as its launch wants them."""
         return {name: x for name, x in asdict(self.launch[kernel]).items() if x is not None}
@@ -271,7 +276,7 @@ def launch_forward(*arguments):
         query_major.bsa_query_fwd_kernel, (tiles * p.H,),
         q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, bias, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.together(options["BM"], tiles),
+        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(options["BM"], tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
         **options,
     )  # fmt: skip
@@ -334,7 +339,7 @@ def launch_backward(do, *arguments):
         do, q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, tables, pitch,
         norm if p.sums else None, *p.units(options["BM"], p.query_major and a.position is not None),
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.together(options["BM"], tiles),
+        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(options["BM"], tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,
         **options,
     )  # fmt: skip
