@@ -155,7 +155,7 @@ class Problem:
         return min(slots, self.max_seq_len // size + 1)
 
     def tiles_together(self, size: int, slots: int) -> int:
-        """The same of tiles of queries: few, where all heads' keys and values of a sequence take little of the L2 cache."""
+        """The same of tiles of queries: few, where a sequence's keys of all heads take little of the L2 cache."""
         few = self.max_seq_len * self.H * (self.D + self.V) * 2 <= 2**24
         return min(slots, 4) if few else self.together(size, slots)
 
