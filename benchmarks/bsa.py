@@ -32,6 +32,8 @@ def add_arguments(parser):
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--block-counts", type=int, default=16)
     parser.add_argument("--window-size", type=int, default=0)
+    parser.add_argument("--alone", action="store_true", help="without the dense kernels beside it")
+    parser.add_argument("--planned", action="store_true", help="the plan of biases made once, as for a model's layers")
 
 
 def inputs(tokens, length, heads, size, dtype, window):
@@ -54,18 +56,20 @@ def make_bias(tokens, length):
     return RelativeBias(*tables, make_timestamps([length] * (tokens // length), device="cuda"))
 
 
-def run_bsa(shape, options, deterministic, biased):
-    from hstu_sparse import bsa_attention
+def run_bsa(shape, options, deterministic, biased, planned=False):
+    from hstu_sparse import bsa_attention, bsa_plan
 
     q, k, v, gates, offsets = inputs(*shape, options["window_size"])
     three = (*gates, None)[:3]
-    bias = make_bias(*shape[:2]) if biased else None
+    bias, plan = make_bias(*shape[:2]) if biased else None, None
+    if biased and planned:
+        plan = bsa_plan(q, offsets, shape[1], block_size=options["block_size"], bias=bias)
 
     def call():
         torch.use_deterministic_algorithms(deterministic)
         # PyTorch would fill each new buffer with NaN to find reads of what nothing wrote: a check, not the mode's cost.
         torch.utils.deterministic.fill_uninitialized_memory = False
-        return bsa_attention(q, k, v, offsets, shape[1], three, **options, bias=bias)
+        return bsa_attention(q, k, v, offsets, shape[1], three, **options, bias=bias, plan=plan)
 
     return parts(call, [q, k, v, *gates, *(bias[:2] if biased else [])])
 
@@ -155,9 +159,11 @@ def cases(arguments):
                 yield Case(
                     f"bsa, groups of {group}" + MODES[mode],
                     described,
-                    functools.partial(run_bsa, shape, options, mode == "deterministic", biased),
+                    functools.partial(run_bsa, shape, options, mode == "deterministic", biased, arguments.planned),
                     functools.partial(check, arguments.heads, arguments.head_size, dtype, biased, *options.items()),
                 )
+        if arguments.alone:
+            continue
         yield Case(DENSE, described, functools.partial(run_dense, shape, False))
         yield Case(DENSE_BIASED, described, functools.partial(run_dense, shape, True))
         yield Case("sdpa-cudnn", described, functools.partial(run_cudnn, shape))

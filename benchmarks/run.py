@@ -54,8 +54,8 @@ def parts(function: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> d
     }
 
 
-def time_call(function: Callable[[], object], *, warmup: int, repeats: int) -> dict:
-    """{"ms", "ms_p10", "ms_p90", "peak_mb"} of one function."""
+def time_call(function: Callable[[], object], *, warmup: int, repeats: int, queued: bool = False) -> dict:
+    """{"ms", "ms_p10", "ms_p90", "peak_mb"} of one function; queued: no call waits for the one before on the host."""
     for _ in range(warmup):
         function()
     torch.cuda.synchronize()
@@ -64,15 +64,21 @@ def time_call(function: Callable[[], object], *, warmup: int, repeats: int) -> d
     function()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    times = []
+    events = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         function()
         end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    quantiles = torch.tensor(times).quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
+        if not queued:
+            end.synchronize()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    quantiles = (
+        torch.tensor([start.elapsed_time(end) for start, end in events])
+        .quantile(torch.tensor([0.1, 0.5, 0.9]))
+        .tolist()
+    )
     return dict(zip(("ms_p10", "ms", "ms_p90"), (round(q, 4) for q in quantiles)), peak_mb=round(peak / 2**20, 1))
 
 
@@ -90,22 +96,22 @@ def environment() -> dict:
     }
 
 
-def measure(op: str, cases, *, warmup: int, repeats: int, emit: Callable[[dict], None], parts=None) -> None:
-    """parts: names of those to time, None for all."""
+def measure(op: str, cases, *, emit: Callable[[dict], None], parts=None, checked: bool = True, **timing) -> None:
+    """parts: names of those to time, None for all; timing: `time_call`'s options."""
     described = environment()
     for case in cases:
         record = {"op": op, "name": case.name, **case.shape, **described}
         if case.note:
             record["note"] = case.note
         try:
-            if case.check is not None:
+            if case.check is not None and checked:
                 case.check()
                 record["checked"] = True
             torch.cuda.empty_cache()
             for part, function in case.setup().items():
                 if parts and part not in parts:
                     continue
-                result = time_call(function, warmup=warmup, repeats=repeats)
+                result = time_call(function, **timing)
                 if part in case.flops:
                     result["tflops"] = round(case.flops[part] / result["ms"] / 1e9, 1)
                 if part in case.outputs_mb:
@@ -159,6 +165,8 @@ def main() -> None:
     parser.add_argument("--parts", type=lambda x: x.split(","), help="of each case, like fwd+bwd; all by default")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--queued", action="store_true", help="calls follow each other: the host's time is hidden")
+    parser.add_argument("--unchecked", action="store_true", help="time without checking first")
     parser.add_argument("--out", type=pathlib.Path, help="append the JSON lines here too; with --plot, the PNG")
     parser.add_argument("--plot", type=pathlib.Path, help="draw this file's JSON lines, measure nothing")
     module = None
@@ -185,7 +193,8 @@ def main() -> None:
             file.flush()
 
     cases = (c for c in module.cases(arguments) if not arguments.only or c.name in arguments.only)
-    measure(chosen, cases, warmup=arguments.warmup, repeats=arguments.repeats, emit=emit, parts=arguments.parts)
+    timing = dict(warmup=arguments.warmup, repeats=arguments.repeats, queued=arguments.queued)
+    measure(chosen, cases, emit=emit, parts=arguments.parts, checked=not arguments.unchecked, **timing)
 
 
 if __name__ == "__main__":

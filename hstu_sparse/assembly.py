@@ -92,6 +92,7 @@ _KB = 1024
 _WORD = 4
 # 1.5 * 2^23: added to an fp32 number below 2^22 in size, it leaves that number, rounded, in the low bits of the sum.
 _ROUNDING = "4B400000"
+ROUNDING_BITS = tl.constexpr(int(_ROUNDING, 16))
 # What callers scale their greatest term to: the additions round correctly up to twice as much.
 GREATEST_TERM = tl.constexpr(2.0**21 - 1)
 
@@ -334,7 +335,8 @@ def histogram_close(
 # distances as the quads beside them, then meet neither at an address nor, by the copies' distance, in a bank.
 RING_CELLS = 1056
 RING = tl.constexpr(RING_CELLS)
-# SMALL: two stretches of STRETCH cells, for tiles whose diagonals are no more, which take turns.
+# SMALL: two stretches of STRETCH cells, for tiles whose diagonals are no more, which take turns. Each term there is
+# ROUNDING_BITS too great, which who knows how many there are takes off the sum: an instruction less a term.
 STRETCH = tl.constexpr(128)
 _COPIES = 4
 
@@ -370,7 +372,7 @@ def _add_assembly(copy_bytes: int) -> str:
         {_copy_assembly(copy_bytes, "a") if copy_bytes else "mov.u32 a, $1;"}
         fma.rn.f32 f, $2, $3, 0f{_ROUNDING};
         mov.b32 n, f;
-        sub.u32 n, n, 0x{_ROUNDING};
+        {f"sub.u32 n, n, 0x{_ROUNDING};" if copy_bytes else ""}
         red.shared.add.u32 [a], n;
         mov.u32 $0, 0;
     }}"""
@@ -409,7 +411,9 @@ def ring_lane(base):
 
 @triton.jit
 def ring_add(cell, value, to_exact, SMALL: tl.constexpr = False):
-    """The cells at these addresses += value * to_exact, rounded. They are in the first copy; SMALL: in the thread's."""
+    """The cells at these addresses += value * to_exact, rounded (SMALL: + ROUNDING_BITS). They are in the first copy;
+    SMALL: in the thread's.
+    """
     ADD: tl.constexpr = _ADD_TO_SMALL if SMALL else _ADD_TO_RING
     tl.inline_asm_elementwise(ADD, "=r,r,f,f", [cell, value, to_exact], tl.int32, is_pure=False, pack=1)
 

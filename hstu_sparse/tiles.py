@@ -52,6 +52,26 @@ def silu_and_grad(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def silu_of_twice(x, FAST: tl.constexpr):
+    """silu(2 x) in fp32: what comes of a score whose scale and bias were halved, with one product less."""
+    if FAST and COMPILED:
+        return x * tanh_approx(x) + x
+    else:
+        return silu(2.0 * x, FAST)
+
+
+@triton.jit
+def silu_and_grad_of_twice(x, FAST: tl.constexpr):
+    """(silu(y), its derivative) at y = 2 x in fp32; with u = tanh(x) the latter is 1 + (silu(y) - 1) (1 - u) / 2."""
+    if FAST and COMPILED:
+        u = tanh_approx(x)
+        y = x * u + x
+        return y, (y - 1.0) * (0.5 - 0.5 * u) + 1.0
+    else:
+        return silu_and_grad(2.0 * x, FAST)
+
+
+@triton.jit
 def drop(values, seed, row, dropout, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
     """Zeroes what the mask of (seed, row, column) drops, divides the rest by 1 - dropout.
 
@@ -94,6 +114,22 @@ def locate(offsets, slot, B, SIZE):
     start = tl.load(offsets + low).to(tl.int64)
     length = (tl.load(offsets + low + 1) - start).to(tl.int32)
     return low, start, length, (slot - start // SIZE - low).to(tl.int32)
+
+
+@triton.jit
+def head_and_slot(number, slots, H, together):
+    """The inverse of `numbered`."""
+    chunk = number // (together * H)
+    rest = number - chunk * (together * H)
+    size = tl.minimum(together, slots - chunk * together)
+    return rest // size, chunk * together + rest % size
+
+
+@triton.jit
+def numbered(h, slot, slots, H, together):
+    """The number of a head's slot among all heads' where of each `together` slots head follows upon head."""
+    first = slot // together * together
+    return first * H + h * tl.minimum(together, slots - first) + (slot - first)
 
 
 @triton.jit

@@ -30,6 +30,12 @@ FIXED: list[tuple[str, dict]] = [
         "deterministic": False, "position": True, "buckets": 15, "table_dtype": "float32", "spread": 40000.0,
         "seed": 665090909,
     }),
+    ("bsa", {
+        "lengths": [281, 608, 1, 563, 234, 193], "max_seq_len": 608, "heads": 3, "head_size": 128, "value_size": 50,
+        "dtype": "bfloat16", "block_size": 16, "block_counts": 3, "window_size": 0, "selection_group": 16,
+        "contiguous": True, "deterministic": False, "position": True, "buckets": 1, "table_dtype": "float32",
+        "spread": 1.0, "seed": 685402465,
+    }),
     ("dense", {
         "lengths": [28, 1, 1], "longer": 0, "heads": 1, "d": 50, "v": 50, "window": 1, "targets": True,
         "position": False, "time": True, "query_times": False, "ordered": True, "num_buckets": 1, "gap": 60.0,

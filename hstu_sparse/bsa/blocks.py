@@ -9,9 +9,9 @@ Blocks, groups and tiles are numbered by slots: see hstu_sparse/tiles.py.
 import triton
 import triton.language as tl
 
-from hstu_sparse.bsa.bias import position_tile, time_tile, with_bias
+from hstu_sparse.bsa.bias_tiles import position_tile, time_tile, with_bias
 from hstu_sparse.bsa.reach import EDGE_SHIFT, MOST_EDGES, PARTS
-from hstu_sparse.tiles import load_rows, locate, row_norms
+from hstu_sparse.tiles import load_rows, locate, numbered, row_norms
 
 # Larger than any block index: what the sort puts last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
@@ -92,12 +92,14 @@ def bsa_choose_fwd_kernel(
                 means = load_rows(kbar_low + (base * H + h) * D, j, H * D, j < candidates, D, BD)
                 score = tl.dot(queries, tl.trans(means), score)
             # Groups that are not there stand where the tables have entries.
-            asked = tl.where(live, first, 0)
-            position = position_tile(bias, 0, c * BS + BS // 2 - asked, tl.arange(0, BC) * BS, ASM)
-            rows = tl.where(j < candidates, start + j * BS + BS // 2, start)
+            asked = tl.where(live, first, 0).to(tl.int64)
+            position = position_tile(bias, c * BS + BS // 2, -asked, (tl.arange(0, BC) * BS).to(tl.int64), ASM)
+            rows = tl.where(j < candidates, j * BS + BS // 2, 0).to(tl.int64)
             # A row's groups stand far apart: no tile is of one bucket.
-            time = time_tile(bias, start + asked, rows, (0.0, 0.0), (first * 0, MOST_EDGES + 1, 0, 0), 0, True, ASM)
-            score = with_bias(score * alpha, bias, (position, time))
+            time = time_tile(
+                bias, (start, asked), (start, rows), (0.0, 0.0), (first * 0, MOST_EDGES + 1, 0, 0), 0, True, ASM
+            )
+            score = 2.0 * with_bias(score * (0.5 * alpha), bias, (position, time))
             score = score / (1.0 + tl.exp(-score))
             score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie
             bits = score.to(tl.int32, bitcast=True)
@@ -118,24 +120,24 @@ def bsa_choose_fwd_kernel(
 
 
 @triton.jit
-def list_part(lists, reaches, entry, mask):
+def list_part(lists, reaches, entry, mask, FEW: tl.constexpr):
     """Where the counts of these lists' parts are that these choices belong to, and which: 0 .. PARTS - 1.
 
-    Without reaches a list has one part; with them its groups are put in order by the edges they reach, so that most
-    tiles of them have few.
+    Without reaches a list has one part; with them its groups are put in order by the edges they reach (FEW: see PARTS),
+    so that most tiles of them have few.
     """
     if reaches is not None:
         edges = tl.load(reaches + entry, mask=mask, other=0) >> EDGE_SHIFT
-        part = tl.where(edges > MOST_EDGES, 0, tl.where(edges > 2, 1, tl.where(edges > 0, 2, 3)))
+        part = tl.where(edges > MOST_EDGES, 0, tl.where(edges > FEW, 1, tl.where(edges > 0, 2, 3)))
         return lists * PARTS, part
     else:
         return lists, tl.zeros_like(lists)
 
 
-@triton.jit(do_not_specialize=["B", "NB"])
+@triton.jit(do_not_specialize=["B", "NB", "together"])
 def bsa_rank_kernel(
-    indices, offsets, reaches, ranks, counts, NB, H, B, S,
-    BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr,
+    indices, offsets, reaches, ranks, counts, NB, together, H, B, S,
+    BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Counts how often each block is chosen by groups that do not stand in it; each choice draws its number there, in
     its part of the block's list.
@@ -148,7 +150,7 @@ def bsa_rank_kernel(
     entry = ((start // R + b + group)[:, None] * H + h) * S + p
     past = (group[:, None] * R < length) & (p < S - 1) & (p < own)
     j = tl.load(indices + entry, mask=past, other=0)
-    first, part = list_part(h * NB + start // BS + b + j, reaches, entry, past)
+    first, part = list_part(numbered(h, start // BS + b + j, NB, H, together), reaches, entry, past, FEW)
     rank = tl.atomic_add(counts + first + part, 1, mask=past, sem="relaxed")
     tl.store(ranks + entry, rank, mask=past)
 
@@ -195,10 +197,10 @@ def bsa_chunks_kernel(chunk_start, chunk_list, M, limit, SIZE: tl.constexpr):
     tl.store(chunk_list + c, tl.where(c < used, low, -1), mask=c < limit)
 
 
-@triton.jit(do_not_specialize=["B", "NB"])
+@triton.jit(do_not_specialize=["B", "NB", "together"])
 def bsa_fill_kernel(
-    indices, offsets, ranks, counts, list_start, lists, reaches, list_reach, NB, H, B, S,
-    BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr,
+    indices, offsets, ranks, counts, list_start, lists, reaches, list_reach, NB, together, H, B, S,
+    BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Writes each group's first token into the lists of the blocks it chose; with a time bias its reaches too."""
     tile, h = tl.program_id(0), tl.program_id(1)
@@ -209,9 +211,9 @@ def bsa_fill_kernel(
     entry = ((start // R + b + group)[:, None] * H + h) * S + p
     past = (group[:, None] * R < length) & (p < S - 1) & (p < own)
     j = tl.load(indices + entry, mask=past, other=0)
-    block = h * NB + start // BS + b + j
+    block = numbered(h, start // BS + b + j, NB, H, together)
     place = tl.load(list_start + block, mask=past, other=0) + tl.load(ranks + entry, mask=past, other=0)
-    first, part = list_part(block, reaches, entry, past)
+    first, part = list_part(block, reaches, entry, past, FEW)
     if reaches is not None:
         for i in tl.static_range(PARTS - 1):
             place += tl.load(counts + first + i, mask=past & (i < part), other=0)

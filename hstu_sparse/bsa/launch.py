@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.assembly import proven
-from hstu_sparse.bsa import blocks, key_major, query_major
+from hstu_sparse.bsa import blocks, key_major, means_major, query_major
 from hstu_sparse.bsa.bias import KernelBias, TableGradients, TableSums, prepare
 from hstu_sparse.bsa.lists import invert
 from hstu_sparse.bsa.reach import Chosen, bsa_reach_kernel
@@ -117,6 +117,7 @@ class Problem:
         self.BD, self.BV = padded_head(self.D), padded_head(self.V)
         self.query_major = group >= QUERY_MAJOR
         self.offsets, self.max_seq_len, self.deterministic = a.seq_offsets, a.max_seq_len, a.deterministic
+        self.blocks_together = self.together(self.BS, self.NB)
         self.biased = a.position is not None or a.time is not None
         self.split = q.dtype != torch.float32
         self.launch = launches(q.dtype, max(self.BD, self.BV), a.block_size, group, architecture(q.device), self.biased)
@@ -133,15 +134,30 @@ class Problem:
             and dq.num_warps == 4 and dq.BM == 64 and dq.BN >= 32
         )  # fmt: skip
 
-    def units(self, tile: int) -> tuple[float, float]:
+    def units(self, tile: int, totals: bool) -> tuple[float, float]:
         """What keeps the sum of a histogram's cell below 2^31, of mean keys and of others: a lane's share of a tile's
-        pairs, each of 21 bits.
+        pairs, each of 21 bits. totals: of a chosen block's diagonals, of up to `tile` terms, which are added as numbers
+        of 22 bits, and of which as many are then moved from another lane.
         """
-        most = self.max_seq_len // self.BS + 64, self.S * self.BS + self.window + 2 * tile
-        return tuple(2.0 ** -max(0, (tile * keys // 16).bit_length() - 9) for keys in most)
+        past = (self.S - 1) * self.BS if self.query_major else 0
+        keys = past + max(self.BS, tile) + (self.window + tile if self.window else 0)
+        terms = self.max_seq_len // self.BS, keys * (2 if totals else 1)
+        means, others = (max(0, (max(1, tile * x // 16) - 1).bit_length() - 10) for x in terms)
+        return 2.0**-means, 2.0 ** -(max(others, tile.bit_length() - 2) if totals else others)
 
     def slots(self, size: int) -> int:
         return self.T // size + self.B
+
+    def together(self, size: int, slots: int) -> int:
+        """Of how many slots of `size` tokens all heads have their turn before the next ones: about a sequence's. What
+        heads have in common they then find in caches.
+        """
+        return min(slots, self.max_seq_len // size + 1)
+
+    def tiles_together(self, size: int, slots: int) -> int:
+        """The same of tiles of queries: few, where a sequence's keys of all heads take little of the L2 cache."""
+        few = self.max_seq_len * self.H * (self.D + self.V) * 2 <= 2**24
+        return min(slots, 4) if few else self.together(size, slots)
 
     def options(self, kernel: str) -> dict:
         """Of a kernel, as its launch wants them."""
@@ -170,25 +186,37 @@ class Problem:
             return [k, v, k, v, kbar, vbar], False
         return found[:2] + self.tma(wide, k, v) + found[2:], True
 
-    def reaches(self, indices: Tensor, bias: KernelBias) -> tuple[Tensor | None, Chosen]:
-        """([NG, H, S] int32, of each chosen block what bsa_reach_kernel finds; None without a time bias), and how
-        query-major kernels read the choice.
+    def reaches(self, indices: Tensor, bias: KernelBias) -> Tensor:
+        """[6, or 1 for small groups, NG * H * S and more] int32: of each chosen block what bsa_reach_kernel finds, and
+        `Chosen`; nothing without a time bias.
         """
         if bias.time is None:
-            return None, Chosen(indices)
-        found, groups, chosen = torch.zeros_like(indices), 16, Chosen(indices)
-        if self.query_major:
-            chosen = Chosen(*(torch.empty_like(indices, dtype=x) for x in 2 * [torch.int32] + 3 * [torch.float32]))
+            return indices.new_empty(0, 0)
+        # Rows stay multiples of 16 bytes: kernels are compiled anew where they do not.
+        found, groups = indices.new_empty(6 if self.query_major else 1, cdiv(indices.numel(), 4) * 4), 16
+        reaches, chosen = self.chosen(indices, found)
         run(
             bsa_reach_kernel, (self.slots(groups * self.R), self.H),
-            indices, self.offsets, found, chosen if self.query_major else None, bias, self.H, self.B, self.S,
+            indices, self.offsets, reaches, chosen if self.query_major else None, bias, self.H, self.B, self.S,
             BS=self.BS, R=self.R, BG=groups, P=max(2, next_power_of_2(self.S)), ASM=self.numeric["ASM"], num_warps=4,
         )  # fmt: skip
-        return found, chosen
+        return found
+
+    def chosen(self, indices: Tensor, found: Tensor) -> tuple[Tensor | None, Chosen]:
+        """(the reaches of `reaches`, or None, and how query-major kernels read the choice)."""
+        if len(found) <= 1:
+            return found[0] if len(found) else None, Chosen(indices)
+        return found[0], Chosen(*found[1:3], *found[3:].view(torch.float32))
 
     def group_tile(self) -> int:
         """Groups per program: fewer where a group is long, for then there are few of them in all."""
         return 64 if self.R < 8 else 16
+
+
+def no_reaches(a: Arguments, indices: Tensor) -> Tensor:
+    """In place of `Problem.reaches` for the backward pass, of their shape where it is given them."""
+    given = a.time is not None and a.selection_group >= QUERY_MAJOR
+    return indices.new_empty(6 if given else 0, cdiv(indices.numel(), 4) * 4 if given else 0)
 
 
 def contiguous_gates(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,10 +225,19 @@ def contiguous_gates(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     return g_cmp, g_slc, g_slc if a.g_swa is None else a.g_swa.contiguous()
 
 
-def launch_forward(*arguments):
-    """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V], norm [0 or 1]).
+def gates_by_head(p: Problem, *gates: Tensor) -> list[Tensor]:
+    """Gates as [H, T and more] fp32, whose tiles of consecutive tokens key-major kernels read from one address on."""
+    found = torch.empty(len(gates), p.H, cdiv(p.T, 16) * 16 + 128, dtype=torch.float32, device=gates[0].device)
+    for rows, gate in zip(found, gates):
+        rows[:, : p.T] = gate.t()
+    return list(found)
 
-    norm: the greatest of a value's, where the backward pass wants it.
+
+def launch_forward(*arguments):
+    """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V], norm [0 or 1],
+    found [0 or 6, NG * H * S and more] int32).
+
+    norm: the greatest of a value's, and found: `Problem.reaches`, where the backward pass wants them.
     """
     a = Arguments(*arguments)
     p, q, k, v = Problem(a), a.q, a.k, a.v
@@ -208,7 +245,7 @@ def launch_forward(*arguments):
     indices = torch.full((p.NG, p.H, p.S), -1, dtype=torch.int32, device=q.device)
     norm = torch.zeros(int(p.biased), device=q.device)
     if p.T == 0 or p.H == 0:
-        return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar, norm
+        return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar, norm, no_reaches(a, indices)
     q, k, v = aligned(q), aligned(k), aligned(v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
     bias = prepare(a.position, a.time, a.plan, p.offsets, p.BS)
@@ -228,15 +265,18 @@ def launch_forward(*arguments):
         ASM=p.numeric["ASM"], num_warps=4, num_stages=2,
     )  # fmt: skip
 
-    reaches, chosen = p.reaches(indices, bias)
+    found = p.reaches(indices, bias)
+    reaches, chosen = p.chosen(indices, found)
     # fp32 where the key-major kernel adds to it
     out = torch.empty(p.T, p.H, p.V, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
     options = p.options("query_fwd")
     tiles = p.slots(options["BM"])
     tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
     run(
-        query_major.bsa_query_fwd_kernel, (tiles, p.H), q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, bias, out,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
+        query_major.bsa_query_fwd_kernel, (tiles * p.H,),
+        q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, bias, out,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(options["BM"], tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
         **options,
     )  # fmt: skip
@@ -247,28 +287,30 @@ def launch_forward(*arguments):
                 key_major.bsa_select_fwd_kernel, (lists.chunks_per_turn,),
                 q, k, v, g_slc, out, p.offsets, lists.pointers(), bias,
                 *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n,
-                turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
+                turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.options("select_fwd"),
             )  # fmt: skip
-    return out.to(q.dtype), indices, kbar, vbar, norm
+    return out.to(q.dtype), indices, kbar, vbar, norm, found if p.query_major else no_reaches(a, indices)
 
 
 def fake_forward(*arguments):
     a = Arguments(*arguments)
     q, v = a.q, a.v
     (T, H, D), B = q.shape, a.seq_offsets.shape[0] - 1
+    indices = q.new_empty(T // a.selection_group + B, H, a.block_counts, dtype=torch.int32)
     return (
         q.new_empty(T, H, v.shape[2]),
-        q.new_empty(T // a.selection_group + B, H, a.block_counts, dtype=torch.int32),
+        indices,
         q.new_empty(T // a.block_size + B, H, D),
         v.new_empty(T // a.block_size + B, H, v.shape[2]),
         q.new_empty(int(a.position is not None or a.time is not None), dtype=torch.float32),
+        no_reaches(a, indices),
     )
 
 
 def launch_backward(do, *arguments):
     """Gradients of q, k, v, g_cmp, g_slc and, where they are there, g_swa and the tables."""
-    *arguments, indices, kbar, vbar, norm = arguments
+    *arguments, indices, kbar, vbar, norm, found = arguments
     a = Arguments(*arguments)
     p = Problem(a)
     gates = [g for g in (a.g_cmp, a.g_slc, a.g_swa) if g is not None]
@@ -280,9 +322,10 @@ def launch_backward(do, *arguments):
     bias = prepare(a.position, a.time, a.plan, p.offsets, p.BS)
     # Terms of a table's gradient; those of the compression, BS for one.
     terms = p.T * p.H * (p.S * p.BS + p.max_seq_len + min(p.window, p.max_seq_len))
-    sums = TableSums(a.position, a.time, do, v, gates, terms) if p.biased else None
+    scattered = not (p.query_major and p.sums)
+    sums = TableSums(a.position, a.time, do, v, gates, terms, scattered) if p.biased else None
     tables, pitch = (sums.tables, sums.pitch) if sums else (TableGradients(), 0)
-    reaches, chosen = p.reaches(indices, bias)
+    reaches, chosen = p.chosen(indices, found if len(found) else p.reaches(indices, bias))
 
     fp32 = dict(dtype=torch.float32, device=q.device)
     dq = torch.empty(p.T, p.H, p.D, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
@@ -292,23 +335,26 @@ def launch_backward(do, *arguments):
     tiles = p.slots(options["BM"])
     tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
     run(
-        query_major.bsa_query_bwd_dq_kernel, (tiles, p.H),
+        query_major.bsa_query_bwd_dq_kernel, (tiles * p.H,),
         do, q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, tables, pitch,
-        norm if p.sums else None, *p.units(options["BM"]),
+        norm if p.sums else None, *p.units(options["BM"], p.query_major and a.position is not None),
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles,
+        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(options["BM"], tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,
         **options,
     )  # fmt: skip
 
+    cmp_rows, slc_rows, *rest = gates_by_head(p, *gates)
+    swa_rows = rest[0] if rest else slc_rows
     dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)
     options = p.options("compress_dkv")
     # Enough programs for the earliest blocks, which nearly every query sees; one each where the order must be fixed.
     splits = 1 if p.deterministic else min(16, max(cdiv(p.max_seq_len, 4096), 1 + (p.max_seq_len > 2048)))
     described = p.tma(options["BM"], do, q)
     run(
-        key_major.bsa_compress_bwd_dkv_kernel, (p.slots(options["BN"] * p.BS), p.H, splits),
-        *(described or (do, q)), kbar, vbar, p.offsets, g_cmp, dkbar, dvbar, bias, *do.stride()[:2], *q.stride()[:2],
+        means_major.bsa_compress_bwd_dkv_kernel, (p.slots(options["BN"] * p.BS), p.H, splits),
+        *(described or (do, q)), kbar, vbar, p.offsets, cmp_rows, cmp_rows.stride(0), dkbar, dvbar, bias,
+        *do.stride()[:2], *q.stride()[:2],
         p.alpha, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
         TMA=described is not None, **options,
     )  # fmt: skip
@@ -324,16 +370,17 @@ def launch_backward(do, *arguments):
     described = p.tma(options["BM"], do, q) if options["BM"] <= p.R else None
     run(
         key_major.bsa_select_bwd_dkv_kernel, (lists.chunks_per_turn, p.BS // options["BN"]),
-        *(described or (do, q)), k, v, dkbar, dvbar, g_slc, g_swa, dk, dv, parts, dq, dg_slc,
+        *(described or (do, q)), k, v, dkbar, dvbar, slc_rows, swa_rows, slc_rows.stride(0), dk, dv, parts, dq, dg_slc,
         p.offsets, lists.pointers(), lists.part_start, bias, TableGradients() if p.query_major else tables, pitch,
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        p.alpha, p.inv_n, p.window, p.NB, p.H, p.B, lists.chunk,
+        p.alpha, p.inv_n, p.window, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, WINDOW=p.window > 0, DQ=atomic_dq,
         TMA=described is not None, **options,
     )  # fmt: skip
     run(
         key_major.bsa_merge_bwd_dkv_kernel, (p.H * p.NB, p.BS // 16),
-        parts, lists.part_start, p.offsets, dk, dv, p.NB, p.H, p.B, **p.heads, BS=p.BS, BN=16, num_warps=4,
+        parts, lists.part_start, p.offsets, dk, dv, p.NB, p.blocks_together, p.H, p.B,
+        **p.heads, BS=p.BS, BN=16, num_warps=4,
     )  # fmt: skip
     del parts, lists
 
@@ -344,7 +391,7 @@ def launch_backward(do, *arguments):
                 key_major.bsa_select_bwd_dq_kernel, (lists.chunks_per_turn,),
                 do, q, k, v, g_slc, dq, dg_slc, p.offsets, lists.pointers(), bias,
                 *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-                p.alpha, p.inv_n, turn * p.H * p.NB, p.NB, p.H, p.B, lists.chunk,
+                p.alpha, p.inv_n, turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.options("select_dq"),
             )  # fmt: skip
     found = [dq.to(q.dtype), dk, dv, *(d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), gates))]
@@ -360,5 +407,5 @@ operator = Operator(
     backward=launch_backward,
     fake=fake_forward,
     differentiable=("q", "k", "v", "g_cmp", "g_slc", "g_swa", "position", "time"),
-    outputs=5,
+    outputs=6,
 )

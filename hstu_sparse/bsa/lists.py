@@ -63,9 +63,23 @@ def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_sl
         ranks = torch.empty_like(indices)
         groups = 64
         grid, width = (p.slots(groups * p.R), p.H), max(2, next_power_of_2(p.S))
-        shape = dict(BS=p.BS, R=p.R, BG=groups, P=width, num_warps=4)
-        run(blocks.bsa_rank_kernel, grid, indices, p.offsets, reaches, ranks, counts, p.NB, p.H, p.B, p.S, **shape)
-    # Where groups fill a tile, what reaches no edge has a loop of its own.
+        shape = dict(BS=p.BS, R=p.R, BG=groups, P=width, FEW=1 if p.query_major else 2, num_warps=4)
+        run(
+            blocks.bsa_rank_kernel,
+            grid,
+            indices,
+            p.offsets,
+            reaches,
+            ranks,
+            counts,
+            p.NB,
+            p.blocks_together,
+            p.H,
+            p.B,
+            p.S,
+            **shape,
+        )
+    # Where groups fill a tile, those that reach no edge, or one, have loops of their own.
     split = parts > 1 and p.query_major
     chunk = max(1, chunk_rows // p.R)
     chunk_start, part_start = torch.empty(turns * M + 1, **int32), torch.empty(turns * M + 1, **int32)
@@ -74,7 +88,7 @@ def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_sl
     if not stable:
         run(
             blocks.bsa_fill_kernel, grid, indices, p.offsets, ranks, counts, start, tokens, reaches, list_reach,
-            p.NB, p.H, p.B, p.S, **shape,
+            p.NB, p.blocks_together, p.H, p.B, p.S, **shape,
         )  # fmt: skip
     limit = most // chunk + turns * M
     chunk_list = torch.empty(limit, **int32)
@@ -97,7 +111,9 @@ def _sorted_lists(p, indices: Tensor, reaches: Tensor | None, by_slot: bool):
     group = slot - first_slot[sequence]
     head, place = torch.arange(p.H, device=device)[:, None], torch.arange(p.S, device=device)
     turns = p.S - 1 if by_slot else 1
-    key = head * p.NB + (begin // p.BS + torch.arange(p.B, device=device))[sequence, None, None] + indices
+    block = (begin // p.BS + torch.arange(p.B, device=device))[sequence, None, None] + indices
+    first = block // p.blocks_together * p.blocks_together  # `numbered`, tiles.py
+    key = first * p.H + head * (p.NB - first).clamp(max=p.blocks_together) + block - first
     if by_slot:
         key += place * M
     past = (indices >= 0) & (indices < (group * p.R // p.BS)[:, None, None])

@@ -91,8 +91,10 @@ def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, n
     times, spans, means, summaries, places, origins, key_places, own = found = _fake_times(
         seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets
     )
-    for x in (*found[:-1], own[timestamps.shape[0] :]):  # what no program writes
-        x.zero_()
+    # What no program writes.
+    torch._foreach_zero_([times, spans, places, origins, key_places])
+    torch._foreach_zero_([means, own[timestamps.shape[0] :]])
+    summaries.zero_()
     if timestamps.shape[0] and spans.shape[0]:
         num_seqs, pitch, device = seq_offsets.shape[0] - 1, times.shape[1], seq_offsets.device
         bsa_times_kernel[(spans.shape[0],)](

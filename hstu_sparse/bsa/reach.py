@@ -27,13 +27,14 @@ CELL_SHIFT, CELL_REST = tl.constexpr(23 - CELL_BITS), tl.constexpr((1 << (23 - C
 FIRST_CELL = tl.constexpr(127 << CELL_BITS)
 # Powers of two that whole seconds can reach.
 OCTAVES = 65
-# Edges that `reached` (bias.py) takes a tile over; fp32 counts seconds exactly up to twice EXACT_SECONDS.
+# Edges that `reached` (bias_tiles.py) takes a tile over; fp32 counts seconds exactly up to twice EXACT_SECONDS.
 MOST_EDGES, EXACT_SECONDS = tl.constexpr(4), tl.constexpr(2.0**23)
 # The lowest bucket and, above, the number of edges in one word.
 EDGE_SHIFT, LOWEST = tl.constexpr(12), tl.constexpr(0xFFF)
 # A bucket that is reached fits into eight bits: no difference of int64 seconds gets past the 145th.
 SHORT_SHIFT, SHORT = tl.constexpr(8), tl.constexpr(0xFF)
-# Parts of a block's list of groups, by edges: over MOST_EDGES, over 2, over 0, none.
+# Parts of a block's list of groups, by edges: over MOST_EDGES, over a few, over 0, none. A few are 1 where groups fill
+# a tile, whose single edges have a loop of their own, else 2.
 PARTS = tl.constexpr(4)
 # Of the map of means: the least tile of queries that it tells apart, and the blocks that it sums up.
 LEAST_TILE, CHUNK = tl.constexpr(64), tl.constexpr(32)
@@ -42,13 +43,15 @@ LEAST_TILE, CHUNK = tl.constexpr(64), tl.constexpr(32)
 class Chosen(NamedTuple):
     """The blocks that each group chose, as query-major kernels read them: [NG, H, S] each.
 
-    With a time bias those that reach no edge come first, and the own block is still behind all others.
+    With a time bias those that reach no edge come first, then those that reach one, and the own block is still behind
+    all others.
 
     indices  int32
-    reaches  int32, see bsa_reach_kernel; in the last place, where no past block is, how many reach no edge
+    reaches  int32, see bsa_reach_kernel; in the last place, where no past block is, how many reach no edge and, above
+             16 bits, how many no more than one
     bases    fp32, the lowest bucket's entry in the table
     mores    fp32, what the next bucket's is more
-    edges    fp32, where its edge lies: see `edge_places`, bias.py
+    edges    fp32, where its edge lies: see `edge_places`, bias_tiles.py
     """
 
     indices: object
@@ -157,6 +160,32 @@ def means_reach(bias, row, first, SIZE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def plain_means(bias, row, blocks):
+    """Of the `blocks` mean keys that queries of a `map_row` see those in front of the first CHUNK in which one reaches
+    several edges; 128 CHUNKs at most.
+    """
+    chunk = tl.arange(0, 128)
+    words = tl.load(bias.summaries + row * bias.blocks // CHUNK + chunk, chunk * CHUNK < blocks, SHORT)
+    return tl.minimum(tl.min(tl.where((words & SHORT) > 1, chunk, 128), 0) * CHUNK, blocks)
+
+
+@triton.jit
+def last_rough(bias, row, rows, first, SIZE: tl.constexpr):
+    """Of `rows` tiles of queries from a `map_row` on those up to the last to which one of the SIZE mean keys from
+    `first` on reaches several edges.
+    """
+    found = 0
+    for i in range(0, rows, 128):
+        tile = i + tl.arange(0, 128)
+        place = ((row + tile) * bias.blocks + first) // CHUNK
+        edges = tl.zeros([128], tl.int32)
+        for chunk in tl.static_range(SIZE // CHUNK if SIZE > CHUNK else 1):
+            edges = tl.maximum(edges, tl.load(bias.summaries + place + chunk, tile < rows, 0) & SHORT)
+        found = tl.maximum(found, tl.max(tl.where(edges > 1, tile + 1, 0), 0))
+    return found
+
+
+@triton.jit
 def keys_reach(bias, asked, rows, known, SIZE: tl.constexpr, ASM: tl.constexpr):
     """The same of SIZE queries of the span `asked` and the keys at `rows`, all of the queries alike."""
     if bias.time is not None:
@@ -211,9 +240,12 @@ def bsa_reach_kernel(
     if chosen is not None:
         past = (j >= 0) & (j < group[:, None] * R // BS)
         plain = (past & (edges == 0)).to(tl.int32)
-        rest = past.to(tl.int32) - plain
-        count = tl.sum(plain, 1)[:, None]
-        place = tl.where(past, tl.where(plain == 1, tl.cumsum(plain, 1), count + tl.cumsum(rest, 1)) - 1, p)
+        single = (past & (edges == 1)).to(tl.int32)
+        rest = past.to(tl.int32) - plain - single
+        none = tl.sum(plain, 1)[:, None]
+        few = none + tl.sum(single, 1)[:, None]
+        behind = tl.where(single == 1, none + tl.cumsum(single, 1), few + tl.cumsum(rest, 1))
+        place = tl.where(past, tl.where(plain == 1, tl.cumsum(plain, 1), behind) - 1, p)
         target = entry - p + place
         tl.store(chosen.indices + target, j, mask=j >= 0)
         base = tl.load(bias.time + lowest)
@@ -225,7 +257,7 @@ def bsa_reach_kernel(
         tl.store(chosen.edges + target, edge, mask=past)
         tl.store(chosen.reaches + target, lowest | (edges << EDGE_SHIFT), mask=past)
         last = (group[:, None] * R < length) & (p == S - 1)
-        tl.store(chosen.reaches + entry, tl.broadcast_to(count, entry.shape), mask=last)
+        tl.store(chosen.reaches + entry, tl.broadcast_to(none | (few << 16), entry.shape), mask=last)
 
 
 @triton.jit(do_not_specialize=["B", "pitch", "blocks"])
@@ -279,14 +311,16 @@ def bsa_own_kernel(
 @triton.jit(do_not_specialize=["B"])
 def bsa_edges_kernel(offsets, bias, B, BS: tl.constexpr, TILE: tl.constexpr, MEANS: tl.constexpr, ASM: tl.constexpr):
     """Writes bias.edges: of each tile of TILE queries and CHUNK mean keys the lowest bucket's entry of the table, what
-    the next bucket's is more, and where its edge lies (see `reached`, bias.py).
+    the next bucket's is more, and where its edge lies (see `reached`, bias_tiles.py). The mean keys are dealt to grid
+    axis 1 in turn.
     """
     slot = tl.program_id(0)
     _b, start, length, i = locate(offsets, slot, B, TILE)
     if i * TILE < length:
         high, low = tl.load(bias.origins + slot * 2), tl.load(bias.origins + slot * 2 + 1)
         end = tl.minimum(i * TILE + TILE, length) // BS
-        for c in range(0, (end + MEANS - 1) // MEANS * MEANS, CHUNK):
+        step = tl.num_programs(1) * CHUNK
+        for c in range(tl.program_id(1) * CHUNK, (end + MEANS - 1) // MEANS * MEANS, step):
             j = c + tl.arange(0, CHUNK)
             known = j < end
             place = slot.to(tl.int64) * bias.blocks + c

@@ -13,30 +13,23 @@ from models.contract import AuxLoss, LayerSizes
 from models.gate import GateModel
 
 # selection_group -> the length from which bsa's forward and backward together take less time than dense's, measured
-# on an H200 (docs/bsa.md: bf16, 4 heads of 128, blocks of 64, 16 chosen) without biases.
+# on an H200 (docs/bsa.md: bf16, 4 heads of 128, blocks of 64, 16 chosen), without biases and with both.
 CROSSOVER = {1: 7457, 2: 6900, 16: 6481, 64: 2710}
-# The shortest at which it was found to take less with both biases; shorter: not measured.
-BIASED_FASTER = {1: 16384, 64: 4096}
+BIASED_CROSSOVER = {1: 11203, 2: 10116, 16: 9610, 64: 3359}
 
 
 def warn_if_too_short(max_seq_len: int, selection_group: int, biased: bool) -> None:
-    """Says so when no sequence of a run is long enough for block sparsity to pay, or to be known to.
+    """Says so when no sequence of a run is long enough for block sparsity to pay.
 
     biased: by position, by time or by both.
     """
-    group, biased_group = (
-        max(size for size in table if size <= selection_group) for table in (CROSSOVER, BIASED_FASTER)
-    )
-    least = BIASED_FASTER[biased_group] if biased else CROSSOVER[group]
-    if max_seq_len < least:
-        known = (
-            f"bsa with biases is known to pay at {least:,} tokens a sequence (not measured below"
-            if biased
-            else f"bsa pays from about {least:,} tokens a sequence on (selection_group={group}, no biases"
-        )
-        dense = "dense attention " + ("may be" if biased and max_seq_len >= CROSSOVER[group] else "is") + " faster here"
+    table = BIASED_CROSSOVER if biased else CROSSOVER
+    group = max(size for size in table if size <= selection_group)
+    if max_seq_len < table[group]:
         warnings.warn(
-            f"{known}; on an H200: docs/bsa.md); max_seq_len={max_seq_len} is less, so {dense}",
+            f"bsa pays from about {table[group]:,} tokens a sequence on (selection_group={group}, "
+            f"{'both' if biased else 'no'} biases, on an H200: docs/bsa.md); max_seq_len={max_seq_len} is less, so "
+            "dense attention is faster here",
             stacklevel=2,
         )
 

@@ -14,8 +14,8 @@ GATES = ("g_cmp", "g_slc", "g_swa")
 # Bytes of local memory a thread may use for registers that do not fit. The key-major backward holds two accumulators of
 # 64 x 128; with fewer rows, or more warps, nothing spills, and it is slower (docs/bsa.md).
 SPILLS = {
-    "bsa_select_bwd_dkv_kernel": 320,
-    "bsa_compress_bwd_dkv_kernel": 256,
+    "bsa_select_bwd_dkv_kernel": 352,
+    "bsa_compress_bwd_dkv_kernel": 320,
     "bsa_query_bwd_dq_kernel": 352,  # none on Hopper
     "bsa_query_fwd_kernel": 8,
 }
@@ -23,7 +23,7 @@ SPILLS = {
 FP32_SPILLS = {
     "bsa_select_bwd_dkv_kernel": 1088,
     "bsa_compress_bwd_dkv_kernel": 64,
-    "bsa_query_bwd_dq_kernel": 512,
+    "bsa_query_bwd_dq_kernel": 672,
     "bsa_choose_fwd_kernel": 320,
 }
 # Biases keep more of a tile alive at a time.
