@@ -141,11 +141,13 @@ def agree(inputs, offsets, max_seq_len, shape, times=None):
     # fp32: three tf32 products stand for one of fp32, so the floor is a few roundings higher. A table's entry is a sum
     # of up to millions of terms, which are added in fp32.
     fp32 = inputs["q"].dtype == torch.float32
-    floor = dict.fromkeys(["output", *(f"grad of {name}" for name in inputs)], 8 * torch.finfo(torch.float32).eps)
+    # A token and head's output and gradients are rows times one number each: of few of these little is known.
+    few = 1 + 3 / max(1, inputs["q"].shape[:2].numel()) ** 0.5
+    floor = dict.fromkeys(["output", *(f"grad of {name}" for name in inputs)], few * 8 * torch.finfo(torch.float32).eps)
     floor = {name: x for name, x in floor.items() if fp32 or inputs.get(name[8:], inputs["q"]).dtype == torch.float32}
-    # Kernels of 16-bit inputs have sigmoids by tanh.approx, each wrong by up to 2^-11 (4 times the floor): such errors,
-    # of either sign as the terms, are to the sum what they are to a term.
-    least = 0.0 if fp32 else 2**-13
+    # Kernels of 16-bit inputs have sigmoids by tanh.approx, each wrong by up to 2^-11 (twice the floor, less than a
+    # table's budget): such errors, of either sign as the terms, are to the sum what they are to a term.
+    least = 0.0 if fp32 else 2**-12
     floor |= {
         f"grad of {n}": max(least, 64 * torch.finfo(inputs[n].dtype).eps) for n in ("position", "time") if n in inputs
     }

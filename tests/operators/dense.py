@@ -37,9 +37,9 @@ def compare(x, entries=True):
     exact = gradients(with_tables(reference), wide, grad)
     # A table's gradient is a sum over pairs, which partly cancels: its error is that of the terms.
     floor = dict.fromkeys(TABLES, 4e-3 if half else 1e-5)
-    # A token and head's of q and k are keys and queries, each times one number: of few of these little is known.
+    # A token and head's output and gradients are rows times one number each: of few of these little is known.
     few = 2 * torch.finfo(x["q"].dtype).eps * (1 + 3 / max(1, x["q"].shape[:2].numel()) ** 0.5)
-    floor |= {"grad of q": few, "grad of k": few}
+    floor |= dict.fromkeys(("output", "grad of q", "grad of k", "grad of v"), few)
     sizes = _sizes_of_terms(wide, grad) if entries and ("position" in x or "time" in x) else {}
     for name in actual:
         terms = sizes[name].sqrt() if name in sizes else None

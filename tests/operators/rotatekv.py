@@ -94,7 +94,8 @@ def check(
     again = rotatekv_round_trip(k, v, offsets, **options, backend="triton")
     for name, *got, low, high in zip("kv", found, again, lossy, exact):
         for way, x in zip(("decompress", "round trip"), got):
-            assert_within_budget(f"{way} {name}", x, low, high, factor=4.0)
+            terms = first_channels(cache, high) if name == "k" and dtype == torch.float32 else None
+            assert_within_budget(f"{way} {name}", x, low, high, factor=4.0, terms=terms)
 
     bias = RelativeBias()
     if position or timed:
@@ -142,6 +143,14 @@ def check(
                 f"log-sum-exp, {way}", lse[finite], lossy[1][finite].float(), exact[1][finite], factor=4.0,
                 floor=2 * torch.finfo(dtype).eps,
             )  # fmt: skip
+
+
+def first_channels(cache, k):
+    """Sizes of keys [T, H, D] before zeros are subtracted, which all meet in the first channel of each 64 or fewer."""
+    channel = torch.arange(k.shape[1] * k.shape[2], device=k.device).view(k.shape[1:])
+    # A group's zero is about twice as large as a channel, and the transform adds as many as there are channels.
+    zeros = 2 * (k.square().mean() * cache.layout.keys.channels).sqrt()
+    return torch.where(channel % min(64, cache.layout.keys.block) == 0, zeros, k.abs())
 
 
 def codes_are_right(cache, k, v):
