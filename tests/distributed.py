@@ -48,6 +48,11 @@ def _start(function, rank, world, folder, timeout, arguments):
         world_size=world,
         timeout=datetime.timedelta(seconds=timeout),
     )
+    # Nobody begins, and may die of it, while others still look for him.
+    Path(f"{folder}/{rank}.here").touch()
+    end = time.monotonic() + timeout
+    while time.monotonic() < end and not all(Path(f"{folder}/{i}.here").exists() for i in range(world)):
+        time.sleep(0.01)
     try:
         result = function(rank, *arguments)
     except Exception as error:

@@ -65,20 +65,9 @@ def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_sl
         grid, width = (p.slots(groups * p.R), p.H), max(2, next_power_of_2(p.S))
         shape = dict(BS=p.BS, R=p.R, BG=groups, P=width, FEW=1 if p.query_major else 2, num_warps=4)
         run(
-            blocks.bsa_rank_kernel,
-            grid,
-            indices,
-            p.offsets,
-            reaches,
-            ranks,
-            counts,
-            p.NB,
-            p.blocks_together,
-            p.H,
-            p.B,
-            p.S,
-            **shape,
-        )
+            blocks.bsa_rank_kernel, grid, indices, p.offsets, reaches, ranks, counts,
+            p.NB, p.blocks_together, p.H, p.B, p.S, **shape,
+        )  # fmt: skip
     # Where groups fill a tile, those that reach no edge, or one, have loops of their own.
     split = parts > 1 and p.query_major
     chunk = max(1, chunk_rows // p.R)

@@ -18,6 +18,7 @@ SPILLS = {
     "bsa_compress_bwd_dkv_kernel": 320,
     "bsa_query_bwd_dq_kernel": 352,  # none on Hopper
     "bsa_query_fwd_kernel": 8,
+    "bsa_rank_kernel": 8,  # on sm_80
 }
 # Three TF32 products for one, and a sort of 64 groups by 64 scores without matrix instructions.
 FP32_SPILLS = {
@@ -25,6 +26,7 @@ FP32_SPILLS = {
     "bsa_compress_bwd_dkv_kernel": 64,
     "bsa_query_bwd_dq_kernel": 672,
     "bsa_choose_fwd_kernel": 320,
+    "bsa_rank_kernel": 8,
 }
 # Biases keep more of a tile alive at a time.
 BIAS_SPILLS = {
