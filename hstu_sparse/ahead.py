@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -130,9 +130,6 @@ def _covered(layout: str) -> list[int]:
     return [a * b * c for a, b, c in zip(*map(numbers, ("sizePerThread", "threadsPerWarp", "warpsPerCTA")))]
 
 
-INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s+(.*?)\s*;")
-
-
 def unset_registers(listing: str) -> list[str]:
     """Instructions of a disassembly that read a uniform register which nothing before them has set for them.
 
@@ -142,24 +139,28 @@ def unset_registers(listing: str) -> list[str]:
     return _never_written(listing) + _left_over(listing)
 
 
+def _instructions(listing: str) -> Iterator[tuple[str, str, str]]:
+    """(line, name, operands) of each."""
+    for line in listing.splitlines():
+        match = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s+(.*?)\s*;", line)
+        if match:
+            yield line.strip(), *match.groups()
+
+
 def _left_over(listing: str) -> list[str]:
     """The same where the register holds something older. It shows where a descriptor's upper half is made in place, as
     a constant plus the lower half's carry plus what should be 0.
     """
     last: dict[str, str] = {}
     found = []
-    for line in listing.splitlines():
-        match = INSTRUCTION.match(line)
-        if not match:
-            continue
-        name, operands = match.groups()
+    for line, name, operands in _instructions(listing):
         upper = re.match(r"(UR\d+), \1, -?0x[0-9a-f]{8}, URZ, UP\d, !UPT", operands)
         if name == "UIADD3.X" and upper:
             source = last.get(upper[1], "")
             if source.startswith("R2UR"):
                 source = last.get(source.split(", ")[-1], "")
             if not re.search(r", U?RZ$|, 0x0$", source):
-                found.append(line.strip())
+                found.append(line)
         target = re.match(r"(U?R)(\d+)", operands)
         if target:
             for i in range(2 if ".64" in name or "WIDE" in name or name.startswith("CS2R") else 1):
@@ -170,11 +171,7 @@ def _left_over(listing: str) -> list[str]:
 def _never_written(listing: str) -> list[str]:
     written: set[int] = set()
     found = []
-    for line in listing.splitlines():
-        match = INSTRUCTION.match(line)
-        if not match:
-            continue
-        name, operands = match.groups()
+    for line, name, operands in _instructions(listing):
         target, _, sources = operands.partition(",")
         if target.startswith("UP") and sources.lstrip().startswith("UR"):  # a predicate comes before the number
             target, _, sources = sources.partition(",")
@@ -188,7 +185,7 @@ def _never_written(listing: str) -> list[str]:
             first = 2 if re.match(r"\s*R\d+, R\d+", operands) else 0
             read = {int(descriptors[1]) + i for i in range(first, 4)}
         if read - written:
-            found.append(line.strip())
+            found.append(line)
         if writes:
             span = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
             written |= {int(r) + i for r in re.findall(r"UR(\d+)", target) for i in range(span)}

@@ -82,7 +82,7 @@ class PackedCache:
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
     def __getstate__(self) -> dict:
-        """Without what `launch_attention` remembers of a state."""
+        """Without what `launchers.kept` remembers of a state."""
         return {name: value for name, value in self.__dict__.items() if name != "kept"}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ class PackedCache:
 
     def grow(self, lengths: Tensor) -> None:
         """Makes room for `lengths` [B] more tokens and counts them in; their slots hold zeros."""
-        self.__dict__.pop("kept", None)  # what `launch_attention` remembers would hold the old pages
+        self.__dict__.pop("kept", None)  # what `launchers.kept` remembers would hold the old pages
         page, sinks = self.layout.page, self.options.sink_tokens
         before = self.page_offsets.diff().long()
         after = self.seq_offsets.diff() + lengths

@@ -30,7 +30,7 @@ from hstu_sparse.rotatekv.angles import all_tables, rope_table
 from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
-from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, rows, sizes, words
+from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, kept, rows, sizes, words
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.rotatekv.many import rotatekv_many_fwd_kernel, rotatekv_queries_fwd_kernel
 from hstu_sparse.time_buckets import device_cells
@@ -166,28 +166,6 @@ class Plan(NamedTuple):
 
     launch: Callable[[Call, Tensor, Tensor | None, int], None]
     splits: int
-
-
-class Kept(NamedTuple):
-    """What is found out once for each state of a cache."""
-
-    page_table: Tensor
-    packed: dict[str, Tensor]
-    tensors: tuple  # in the order in which kernels take them
-    key: tuple  # their `specialization`
-    calls: dict  # of calls that may come again: what `repeat` needs
-
-
-def kept(cache: PackedCache) -> Kept:
-    found = cache.__dict__.get("kept")
-    if found is None or found.page_table is not cache.page_table or found.packed is not cache.packed:
-        packed = cache.packed
-        tensors = (
-            cache.seq_offsets, cache.page_offsets, cache.page_table, cache.channel_order, packed["k_codes"],
-            words(packed["k_ranges"]), packed["v_codes"], words(packed["v_ranges"]),
-        )  # fmt: skip
-        found = cache.__dict__["kept"] = Kept(cache.page_table, packed, tensors, specialization(tensors), {})
-    return found
 
 
 class FewPlan(NamedTuple):

@@ -5,11 +5,12 @@ a head group, S sink tokens, R tokens of a tile.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hstu_sparse.launch import on_device
+from hstu_sparse.launch import on_device, specialization
 from hstu_sparse.registration import Operator
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.decode import rotatekv_decompress_kernel, rotatekv_round_trip_kernel
@@ -59,6 +60,28 @@ def rows(x: Tensor) -> Tensor:
 def words(x: Tensor | None) -> Tensor | None:
     """Scales and zeros as the kernels take them: an int32 for both."""
     return None if x is None else x.view(torch.int32)
+
+
+class Kept(NamedTuple):
+    """What is found out once for each state of a cache."""
+
+    page_table: Tensor
+    packed: dict[str, Tensor]
+    tensors: tuple  # in the order in which kernels take them
+    key: tuple  # their `specialization`
+    calls: dict  # of calls that may come again: what `repeat` needs
+
+
+def kept(cache: PackedCache) -> Kept:
+    found = cache.__dict__.get("kept")
+    if found is None or found.page_table is not cache.page_table or found.packed is not cache.packed:
+        packed = cache.packed
+        tensors = (
+            cache.seq_offsets, cache.page_offsets, cache.page_table, cache.channel_order, packed["k_codes"],
+            words(packed["k_ranges"]), packed["v_codes"], words(packed["v_ranges"]),
+        )  # fmt: skip
+        found = cache.__dict__["kept"] = Kept(cache.page_table, packed, tensors, specialization(tensors), {})
+    return found
 
 
 def current(launch):
