@@ -158,7 +158,7 @@ def cases(arguments):
                 biased = mode == "biased"
                 yield Case(
                     f"bsa, groups of {group}" + MODES[mode],
-                    described,
+                    described | ({"planned": True} if biased and arguments.planned else {}),
                     functools.partial(run_bsa, shape, options, mode == "deterministic", biased, arguments.planned),
                     functools.partial(check, arguments.heads, arguments.head_size, dtype, biased, *options.items()),
                 )

@@ -74,11 +74,8 @@ def time_call(function: Callable[[], object], *, warmup: int, repeats: int, queu
             end.synchronize()
         events.append((start, end))
     torch.cuda.synchronize()
-    quantiles = (
-        torch.tensor([start.elapsed_time(end) for start, end in events])
-        .quantile(torch.tensor([0.1, 0.5, 0.9]))
-        .tolist()
-    )
+    times = torch.tensor([start.elapsed_time(end) for start, end in events])
+    quantiles = times.quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
     return dict(zip(("ms_p10", "ms", "ms_p90"), (round(q, 4) for q in quantiles)), peak_mb=round(peak / 2**20, 1))
 
 
@@ -98,7 +95,7 @@ def environment() -> dict:
 
 def measure(op: str, cases, *, emit: Callable[[dict], None], parts=None, checked: bool = True, **timing) -> None:
     """parts: names of those to time, None for all; timing: `time_call`'s options."""
-    described = environment()
+    described = environment() | ({"queued": True} if timing.get("queued") else {})
     for case in cases:
         record = {"op": op, "name": case.name, **case.shape, **described}
         if case.note:

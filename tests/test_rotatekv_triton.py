@@ -136,6 +136,7 @@ def test_a_call_comes_again(options):
     given = dict(softmax=True, alpha=0.1, bias=RelativeBias(), rope_base=None, return_lse=True, **options)
     first, second = (make_jagged(asked, (2, 64), dtype=torch.float16, seed=i) for i in (2, 3))
     assert launch_attention.repeat(first, q_offsets, cache, ("key",)) is None
+    assert launch_attention.repeat(first, q_offsets, cache, ("key", [])) is None  # a wrong argument, say
     launch_attention.attention(first, q_offsets, cache, 80, again=("key",), **given)
     again = launch_attention.repeat(second, q_offsets, cache, ("key",))
     wanted = launch_attention.attention(second, q_offsets, cache, 80, **given)

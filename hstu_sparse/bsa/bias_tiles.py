@@ -15,7 +15,7 @@ import triton.language as tl
 
 from hstu_sparse.assembly import look_up, scalar
 from hstu_sparse.bsa.bias import AT_ONCE, COPIES, LANES
-from hstu_sparse.bsa.reach import CHUNK, MOST_EDGES, SHORT, find_bucket
+from hstu_sparse.bsa.reach import CHUNK, MOST_EDGES, find_bucket
 from hstu_sparse.tiles import COMPILED, add_to
 
 
@@ -134,16 +134,6 @@ def time_tile(bias, far, near, origin, reaches, AXIS: tl.constexpr, FAR_QUERIES:
         return tile
     else:
         return 0.0
-
-
-@triton.jit
-def means_edges(bias, row, first, SIZE: tl.constexpr):
-    """The most edges of one of the SIZE mean keys from `first` on; row: their queries' `map_row`."""
-    place = (row * bias.blocks + first) // CHUNK
-    edges = tl.load(bias.summaries + place) & SHORT
-    for i in tl.static_range(1, SIZE // CHUNK):
-        edges = tl.maximum(edges, tl.load(bias.summaries + place + i) & SHORT)
-    return edges
 
 
 @triton.jit

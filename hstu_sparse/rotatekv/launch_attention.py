@@ -453,7 +453,10 @@ def repeat(q: Tensor, q_offsets: Tensor, cache: PackedCache, again: tuple) -> tu
 
     again: all that its checks and its plan depend on, but for the cache.
     """
-    found = kept(cache).calls.get(again)
+    try:
+        found = kept(cache).calls.get(again)
+    except TypeError:  # not hashable, which no argument of a right call is: its check will say so
+        return None
     if found is None:
         return None
     rest, plan, splits, return_lse = found

@@ -40,7 +40,9 @@ def compare(x, entries=True):
     # A token and head's output and gradients are rows times one number each: of few of these little is known.
     few = 2 * torch.finfo(x["q"].dtype).eps * (1 + 3 / max(1, x["q"].shape[:2].numel()) ** 0.5)
     floor |= dict.fromkeys(("output", "grad of q", "grad of k", "grad of v"), few)
-    sizes = _sizes_of_terms(wide, grad) if entries and ("position" in x or "time" in x) else {}
+    sizes = {}
+    if entries and ("position" in x or "time" in x):
+        sizes = sizes_of_terms(lambda h, **x: with_tables(reference)(**x), wide, grad, "qkv")
     for name in actual:
         terms = sizes[name].sqrt() if name in sizes else None
         assert_within_budget(
@@ -65,10 +67,6 @@ def compare_entries(actual, exact, sizes, error):
                 f"{name}[{worst}]: got {actual[name][worst]:.6e}, expected {exact[name][worst]:.6e}, to "
                 f"{allowed[worst]:.1e}; {int((off > allowed).sum())} entries of {off.numel()} are off"
             )
-
-
-def _sizes_of_terms(x, grad):
-    return sizes_of_terms(lambda h, **x: with_tables(reference)(**x), x, grad, "qkv")
 
 
 def inputs(lengths, n, *, heads=2, d=16, v=16, features=(), window=0, dtype=torch.float32, device="cpu", **options):
