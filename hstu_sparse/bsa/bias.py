@@ -17,14 +17,14 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import proven
-from hstu_sparse.bsa.reach import LEAST_TILE, MOST_EDGES, bsa_edges_kernel, bucket_cells
+from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, MOST_EDGES, bsa_edges_kernel, bucket_cells
 from hstu_sparse.launch import cdiv, run
 from hstu_sparse.relative_bias import bucket_edges
 
 # Entries around the position table: past its end, and for blocks of a tile that are not there yet (128 of 128 tokens).
 BEHIND, BEFORE = 256, 128 * 128 + 256
-# Mean keys of a tile, at most.
-MEANS = 64
+# Places of a norm, of which the first is used.
+NORM = 16
 # Sums kept of each bucket's gradient, so that programs do not wait for another.
 LANES = tl.constexpr(64)
 # Buckets whose sums are taken side by side, and entries behind the time table, which tiles read or add to.
@@ -74,11 +74,14 @@ def bucket_steps(num_buckets: int, device: torch.device) -> torch.Tensor:
     return steps.ceil().to(device)
 
 
-@triton.jit(do_not_specialize=["N", "origin", "entries", "buckets"])
+@triton.jit(do_not_specialize=["N", "origin", "entries", "buckets", "places"])
 def bsa_tables_kernel(
-    position, time, backwards, padded, N, origin, entries, buckets, BEYOND: tl.constexpr, SIZE: tl.constexpr
-):
-    """Writes half of the position table backwards with its margins, and half of the time table with zeros behind."""
+    position, time, norm, backwards, padded, N, origin, entries, buckets, places, NORM: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Writes half of the position table backwards with its margins, half of the time table with zeros behind up to
+    `places`, and a norm of 0.
+    """
     lane = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     if position is not None:
         distance = origin - lane
@@ -86,67 +89,99 @@ def bsa_tables_kernel(
         tl.store(backwards + lane, 0.5 * value.to(tl.float32), mask=lane < entries)
     if time is not None:
         value = tl.load(time + lane, mask=lane < buckets, other=0.0)
-        tl.store(padded + lane, 0.5 * value.to(tl.float32), mask=lane < buckets + BEYOND)
+        tl.store(padded + lane, 0.5 * value.to(tl.float32), mask=lane < places)
+    tl.store(norm + tl.arange(0, NORM), tl.zeros([NORM], tl.float32))
 
 
-def prepare(
-    position: torch.Tensor | None,
-    time: torch.Tensor | None,
-    plan: Sequence[torch.Tensor | None],
-    seq_offsets: torch.Tensor,
-    block_size: int,
-) -> KernelBias:
-    """What kernels read of the tables and of a plan's tensors."""
-    if position is None and time is None:
-        return KernelBias()
-    device = (time if position is None else position).device
-    fp32 = dict(dtype=torch.float32, device=device)
-    N = origin = entries = buckets = 0
-    backwards = padded = None
-    # Pointers stay multiples of 16 bytes whatever N is: kernels are compiled anew where they do not.
-    if position is not None:
-        N = position.shape[0]
-        origin = table_origin(N)
-        entries = origin + BEFORE
-        backwards = torch.empty(entries, **fp32)
-    if time is not None:
-        buckets = time.shape[0]
-        padded = torch.empty(buckets + BEYOND, **fp32)
-    run(
-        bsa_tables_kernel, (cdiv(max(entries, buckets + BEYOND), 1024),), position, time, backwards, padded,
-        N, origin, entries, buckets, BEYOND=BEYOND, SIZE=1024, num_warps=4,
-    )  # fmt: skip
-    backwards = None if backwards is None else backwards[origin:]
-    if time is None:
-        return KernelBias(backwards)
-    times, spans, means, summaries, places, origins, key_places, own = plan
-    steps, cells = bucket_steps(buckets - 1, device), bucket_cells(buckets - 1, device)
-    edges = means.new_empty(means.numel() * 3, dtype=torch.float32)
-    found = KernelBias(
-        backwards,
-        padded,
-        steps,
-        cells,
-        *times,
-        spans,
-        means,
-        summaries,
-        means.shape[1],
-        places,
-        key_places,
-        own,
-        origins,
-        edges,
-    )
-    sizes = dict(BS=block_size, TILE=max(block_size, LEAST_TILE.value), MEANS=MEANS, ASM=proven(device))
-    grid = means.shape[0], min(8, cdiv(means.shape[1], 128))
-    run(bsa_edges_kernel, grid, seq_offsets, found, seq_offsets.shape[0] - 1, **sizes, num_warps=1)
-    return found
+class Prepared:
+    """What a call makes of its tables, in one fp32 tensor that is kept for the backward pass: the greatest norm of a
+    value, which bsa_pool_fwd_kernel finds; the position table backwards; the time table and what bsa_edges_kernel
+    writes. Nothing without tables.
+    """
+
+    def __init__(self, position: torch.Tensor | None, time: torch.Tensor | None, plan: Sequence[torch.Tensor | None]):
+        self.position, self.time, self.plan = position, time, plan
+        self.N = self.origin = self.buckets = entries = places = edges = 0
+        # Pointers stay multiples of 16 bytes whatever N is: kernels are compiled anew where they do not.
+        if position is not None:
+            self.N = position.shape[0]
+            self.origin = table_origin(self.N)
+            entries = self.origin + BEFORE
+        if time is not None:
+            self.buckets = time.shape[0]
+            places, edges = cdiv(self.buckets + BEYOND, 16) * 16, 3 * plan[2].numel()
+        self.sizes = NORM if entries or places else 0, entries, places, edges
+
+    def new(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(sum(self.sizes), dtype=torch.float32)
+
+    def bias(self, prepared: torch.Tensor) -> KernelBias:
+        """What kernels read of it and of the plan's tensors."""
+        if not len(prepared):
+            return KernelBias()
+        _, backwards, padded, edges = prepared.split(self.sizes)
+        backwards = None if self.position is None else backwards[self.origin :]
+        if self.time is None:
+            return KernelBias(backwards)
+        times, spans, means, summaries, places, origins, key_places, own = self.plan
+        steps, cells = (f(self.buckets - 1, prepared.device) for f in (bucket_steps, bucket_cells))
+        return KernelBias(
+            backwards, padded, steps, cells, *times, spans, means, summaries, means.shape[1], places, key_places, own,
+            origins, edges,
+        )  # fmt: skip
+
+    def launch(self, seq_offsets: torch.Tensor, block_size: int) -> torch.Tensor:
+        prepared = self.new(seq_offsets)
+        if not len(prepared):
+            return prepared
+        norm, backwards, padded, _ = prepared.split(self.sizes)
+        _, entries, places, _ = self.sizes
+        run(
+            bsa_tables_kernel, (cdiv(max(entries, places), 1024),), self.position, self.time, norm, backwards, padded,
+            self.N, self.origin, entries, self.buckets, places, NORM=NORM, SIZE=1024, num_warps=4,
+        )  # fmt: skip
+        if self.time is not None:
+            slots, blocks = self.plan[2].shape
+            sizes = dict(BS=block_size, TILE=max(block_size, LEAST_TILE.value), ASM=proven(prepared.device))
+            grid = slots, min(8, blocks // CHUNK.value)
+            run(
+                bsa_edges_kernel, grid, seq_offsets, self.bias(prepared), seq_offsets.shape[0] - 1, **sizes, num_warps=1
+            )
+        return prepared
 
 
 def table_origin(N: int) -> int:
     """Where distance 0 stands in a position table that is kept backwards, or in its gradient."""
     return cdiv(N + BEHIND, 16) * 16
+
+
+@triton.jit(do_not_specialize=["pitch", "N", "buckets"])
+def bsa_sums_kernel(
+    tables, pitch, position, time, N, buckets, factor, COPIES: tl.constexpr, LANES: tl.constexpr, SIZE: tl.constexpr
+):
+    """Writes the tables' gradients, times factor: of each program SIZE distances and SIZE / 8 buckets."""
+    if position is not None:
+        distance = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+        total = tl.load(tables.ahead + distance, mask=distance < N, other=0)
+        if tables.backwards is not None:
+            for copy in tl.static_range(COPIES):
+                # Copies have distance 0 one place further each.
+                place = tables.backwards + (copy * pitch + copy) - distance
+                total += tl.load(place, mask=distance < N, other=0)
+        _store_total(position + distance, total, tables.scale, factor, distance < N)
+    if time is not None:
+        bucket = tl.program_id(0) * (SIZE // 8) + tl.arange(0, SIZE // 8)
+        inside = bucket < buckets
+        cells = tables.time + bucket[:, None] * LANES + tl.arange(0, LANES)[None, :]
+        total = tl.sum(tl.load(cells, mask=inside[:, None], other=0), 1)
+        _store_total(time + bucket, total, tables.scale, factor, inside)
+
+
+@triton.jit
+def _store_total(place, total, scale, factor, mask):
+    if scale is not None:
+        total = (total.to(tl.float64) / tl.load(scale)).to(tl.float32)
+    tl.store(place, total * factor, mask=mask)
 
 
 class TableSums:
@@ -157,7 +192,7 @@ class TableSums:
     """
 
     def __init__(self, position, time, do, v, gates, terms: int, scattered: bool):
-        self.position, self.time, self.scale, self.pitch = position, time, None, 0
+        self.position, self.time, self.scale = position, time, None
         kind = dict(dtype=torch.float32, device=do.device)
         if torch.are_deterministic_algorithms_enabled():
             greatest = [x.abs().amax().float() for x in (do, v)] + [
@@ -168,33 +203,27 @@ class TableSums:
             power = torch.floor(62 - math.log2(terms) - torch.log2(greatest)).clamp(-100, 100)
             self.scale = torch.exp2(power).view(1)
             kind["dtype"] = torch.int64
-        ahead = backwards = buckets = None
-        if position is not None:
-            self.origin = table_origin(position.shape[0])
-            self.ahead = torch.zeros(BEFORE + self.origin, **kind)
-            ahead = self.ahead[BEFORE:]
-            if scattered:
-                self.pitch = self.origin + BEHIND
-                self.backwards = torch.zeros(COPIES.value * self.pitch, **kind)
-                backwards = self.backwards[self.origin :]
-        if time is not None:
-            buckets = torch.zeros(time.shape[0] + BEYOND, LANES.value, **kind)
-        self.tables = TableGradients(ahead, backwards, buckets, self.scale)
+        N, buckets = (0 if x is None else x.shape[0] for x in (position, time))
+        self.origin = table_origin(N)
+        self.pitch = self.origin + BEHIND if scattered and N else 0
+        sizes = (
+            BEFORE + self.origin if N else 0,
+            COPIES.value * self.pitch,
+            (buckets + BEYOND) * LANES.value if buckets else 0,
+        )
+        ahead, backwards, cells = torch.zeros(sum(sizes), **kind).split(sizes)
+        self.tables = TableGradients(
+            ahead[BEFORE:] if N else None,
+            backwards[self.origin :] if self.pitch else None,
+            cells if buckets else None,
+            self.scale,
+        )
 
     def gradients(self, factor: float) -> list[torch.Tensor]:
         """[position's, time's], those that there are, times `factor`."""
-        found = []
-        if self.position is not None:
-            N = self.position.shape[0]
-            total = self.tables.ahead[:N]
-            if self.tables.backwards is not None:
-                # Copy c has distance d at origin + c - d.
-                copies = self.backwards.as_strided((COPIES.value, N), (self.pitch + 1, 1), self.origin - (N - 1))
-                total = total + copies.sum(0).flip(0)
-            found.append(total)
-        if self.time is not None:
-            found.append(self.tables.time[: self.time.shape[0]].sum(1))
-        if self.scale is not None:
-            found = [x.double() / self.scale for x in found]
-        tables = (x for x in (self.position, self.time) if x is not None)
-        return [(x * factor).to(table.dtype) for x, table in zip(found, tables)]
+        found = [None if x is None else torch.empty_like(x) for x in (self.position, self.time)]
+        N, buckets = (0 if x is None else x.shape[0] for x in found)
+        sizes = dict(COPIES=COPIES, LANES=LANES, SIZE=128)
+        grid = (max(cdiv(N, 128), cdiv(buckets, 16)),)
+        run(bsa_sums_kernel, grid, self.tables, self.pitch, *found, N, buckets, factor, **sizes, num_warps=4)
+        return [x for x in found if x is not None]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hstu_sparse.assembly import proven
 from hstu_sparse.bsa import blocks, key_major, means_major, query_major
-from hstu_sparse.bsa.bias import KernelBias, TableGradients, TableSums, prepare
+from hstu_sparse.bsa.bias import KernelBias, Prepared, TableGradients, TableSums
 from hstu_sparse.bsa.lists import invert
 from hstu_sparse.bsa.reach import Chosen, bsa_reach_kernel
 from hstu_sparse.launch import aligned, architecture, cdiv, next_power_of_2, padded_head, precision, run
@@ -234,26 +234,27 @@ def gates_by_head(p: Problem, *gates: Tensor) -> list[Tensor]:
 
 
 def launch_forward(*arguments):
-    """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V], norm [0 or 1],
+    """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V], `Prepared`,
     found [0 or 6, NG * H * S and more] int32).
 
-    norm: the greatest of a value's, and found: `Problem.reaches`, where the backward pass wants them.
+    found: `Problem.reaches`, where the backward pass wants them.
     """
     a = Arguments(*arguments)
     p, q, k, v = Problem(a), a.q, a.k, a.v
     kbar, vbar = q.new_zeros(p.NB, p.H, p.D), v.new_zeros(p.NB, p.H, p.V)
     indices = torch.full((p.NG, p.H, p.S), -1, dtype=torch.int32, device=q.device)
-    norm = torch.zeros(int(p.biased), device=q.device)
+    made = Prepared(a.position, a.time, a.plan)
     if p.T == 0 or p.H == 0:
-        return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar, norm, no_reaches(a, indices)
+        return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar, made.new(q), no_reaches(a, indices)
     q, k, v = aligned(q), aligned(k), aligned(v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
-    bias = prepare(a.position, a.time, a.plan, p.offsets, p.BS)
+    prepared = made.launch(p.offsets, p.BS)
+    bias = made.bias(prepared)
 
     kbar_low = torch.empty_like(kbar) if p.split else kbar
     run(
         blocks.bsa_pool_fwd_kernel, (p.NB, p.H),
-        k, v, p.offsets, kbar, kbar_low, vbar, norm if p.sums else None, *k.stride()[:2], *v.stride()[:2], p.H, p.B,
+        k, v, p.offsets, kbar, kbar_low, vbar, prepared if p.sums else None, *k.stride()[:2], *v.stride()[:2], p.H, p.B,
         **p.heads, BS=p.BS, SPLIT=p.split, num_warps=4,
     )  # fmt: skip
     width = max(2, next_power_of_2(p.S))
@@ -290,7 +291,7 @@ def launch_forward(*arguments):
                 turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.options("select_fwd"),
             )  # fmt: skip
-    return out.to(q.dtype), indices, kbar, vbar, norm, found if p.query_major else no_reaches(a, indices)
+    return out.to(q.dtype), indices, kbar, vbar, prepared, found if p.query_major else no_reaches(a, indices)
 
 
 def fake_forward(*arguments):
@@ -303,14 +304,14 @@ def fake_forward(*arguments):
         indices,
         q.new_empty(T // a.block_size + B, H, D),
         v.new_empty(T // a.block_size + B, H, v.shape[2]),
-        q.new_empty(int(a.position is not None or a.time is not None), dtype=torch.float32),
+        Prepared(a.position, a.time, a.plan).new(q),
         no_reaches(a, indices),
     )
 
 
 def launch_backward(do, *arguments):
     """Gradients of q, k, v, g_cmp, g_slc and, where they are there, g_swa and the tables."""
-    *arguments, indices, kbar, vbar, norm, found = arguments
+    *arguments, indices, kbar, vbar, prepared, found = arguments
     a = Arguments(*arguments)
     p = Problem(a)
     gates = [g for g in (a.g_cmp, a.g_slc, a.g_swa) if g is not None]
@@ -319,7 +320,7 @@ def launch_backward(do, *arguments):
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given]
     do, q, k, v = aligned(do), aligned(a.q), aligned(a.k), aligned(a.v)
     g_cmp, g_slc, g_swa = contiguous_gates(a)
-    bias = prepare(a.position, a.time, a.plan, p.offsets, p.BS)
+    bias = Prepared(a.position, a.time, a.plan).bias(prepared)
     # Terms of a table's gradient; those of the compression, BS for one.
     terms = p.T * p.H * (p.S * p.BS + p.max_seq_len + min(p.window, p.max_seq_len))
     scattered = not (p.query_major and p.sums)
@@ -337,7 +338,7 @@ def launch_backward(do, *arguments):
     run(
         query_major.bsa_query_bwd_dq_kernel, (tiles * p.H,),
         do, q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, tables, pitch,
-        norm if p.sums else None, *p.units(options["BM"], p.query_major and a.position is not None),
+        prepared if p.sums else None, *p.units(options["BM"], p.query_major and a.position is not None),
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(options["BM"], tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,

@@ -92,9 +92,8 @@ def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, n
         seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets
     )
     # What no program writes.
-    torch._foreach_zero_([times, spans, places, origins, key_places])
-    torch._foreach_zero_([means, own[timestamps.shape[0] :]])
-    summaries.zero_()
+    unwritten = times, spans, places, origins, key_places, means, summaries, own[timestamps.shape[0] :]
+    torch._foreach_zero_([x.view(torch.float32) for x in unwritten])
     if timestamps.shape[0] and spans.shape[0]:
         num_seqs, pitch, device = seq_offsets.shape[0] - 1, times.shape[1], seq_offsets.device
         bsa_times_kernel[(spans.shape[0],)](

@@ -309,27 +309,25 @@ def bsa_own_kernel(
 
 
 @triton.jit(do_not_specialize=["B"])
-def bsa_edges_kernel(offsets, bias, B, BS: tl.constexpr, TILE: tl.constexpr, MEANS: tl.constexpr, ASM: tl.constexpr):
+def bsa_edges_kernel(offsets, bias, B, BS: tl.constexpr, TILE: tl.constexpr, ASM: tl.constexpr):
     """Writes bias.edges: of each tile of TILE queries and CHUNK mean keys the lowest bucket's entry of the table, what
-    the next bucket's is more, and where its edge lies (see `reached`, bias_tiles.py). The mean keys are dealt to grid
-    axis 1 in turn.
+    the next bucket's is more, and where its edge lies (see `reached`, bias_tiles.py); 0 for keys that are not seen. The
+    mean keys are dealt to grid axis 1 in turn.
     """
     slot = tl.program_id(0)
     _b, start, length, i = locate(offsets, slot, B, TILE)
-    if i * TILE < length:
-        high, low = tl.load(bias.origins + slot * 2), tl.load(bias.origins + slot * 2 + 1)
-        end = tl.minimum(i * TILE + TILE, length) // BS
-        step = tl.num_programs(1) * CHUNK
-        for c in range(tl.program_id(1) * CHUNK, (end + MEANS - 1) // MEANS * MEANS, step):
-            j = c + tl.arange(0, CHUNK)
-            known = j < end
-            place = slot.to(tl.int64) * bias.blocks + c
-            lowest = tl.load(bias.means + place + tl.arange(0, CHUNK), known, 0).to(tl.int32) & SHORT
-            mean_high, mean_low = load_times(bias.key_high, bias.key_low, start + j * BS + BS // 2, known)
-            entry = tl.load(bias.time + lowest, known, 0.0)
-            more = tl.load(bias.time + lowest + 1, known, 0.0) - entry
-            edge = ((high - mean_high) - tl.load(bias.steps + lowest + 1)) + ((low - mean_low) + 1.0)
-            target = bias.edges + place * 3 + tl.arange(0, CHUNK)
-            tl.store(target, entry)
-            tl.store(target + CHUNK, more)
-            tl.store(target + 2 * CHUNK, tl.where(known, edge, 0.0))
+    high, low = tl.load(bias.origins + slot * 2), tl.load(bias.origins + slot * 2 + 1)
+    end = tl.minimum(i * TILE + TILE, length) // BS
+    for c in range(tl.program_id(1) * CHUNK, bias.blocks, tl.num_programs(1) * CHUNK):
+        j = c + tl.arange(0, CHUNK)
+        known = (j < end) & (i * TILE < length)
+        place = slot.to(tl.int64) * bias.blocks + c
+        lowest = tl.load(bias.means + place + tl.arange(0, CHUNK), known, 0).to(tl.int32) & SHORT
+        mean_high, mean_low = load_times(bias.key_high, bias.key_low, start + j * BS + BS // 2, known)
+        entry = tl.load(bias.time + lowest, known, 0.0)
+        more = tl.load(bias.time + lowest + 1, known, 0.0) - entry
+        edge = ((high - mean_high) - tl.load(bias.steps + lowest + 1)) + ((low - mean_low) + 1.0)
+        target = bias.edges + place * 3 + tl.arange(0, CHUNK)
+        tl.store(target, entry)
+        tl.store(target + CHUNK, more)
+        tl.store(target + 2 * CHUNK, tl.where(known, edge, 0.0))
