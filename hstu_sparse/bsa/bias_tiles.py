@@ -258,25 +258,28 @@ def chosen_step(bias, edge, keys, origin, lowest, E: tl.constexpr, ASM: tl.const
 
 
 @triton.jit
-def chosen_bias(bias, edge, position, queries, keys, origin, reaches, EDGES: tl.constexpr, ASM: tl.constexpr):
+def chosen_bias(
+    bias, edge, position, queries, keys, origin, reaches, EDGES: tl.constexpr, MOST: tl.constexpr, ASM: tl.constexpr
+):
     """What `with_bias` adds for a tile of queries and a chosen block's keys that reach no edge, one, or (2) more.
 
     position: the position's; edge: see `edge_places`. Up to one edge both are summed, and most of a thread's pairs
-    share the first sum. Of more edges than MOST_EDGES the pairs' buckets come third.
+    share the first sum. MOST: edges, MOST_EDGES or 2, that are taken one by one; of more the pairs' buckets are looked
+    up, and come third.
     """
     _, edges, lowest, _ = reaches
     base = look_up(edge[0].bases, edge[1], ASM)
     if EDGES == 2:
         buckets = tl.zeros([queries[1].shape[0], keys[1].shape[0]], tl.int32)
-        if edges > MOST_EDGES:
+        if edges > MOST:
             buckets = find_bucket(differences(bias, queries, keys, 0, True, ASM), bias.cells, ASM)
             tile = look_up(bias.time, buckets, ASM)
         else:
             tile = base + chosen_step(bias, edge, keys, origin, lowest, 1, ASM)
             tile += chosen_step(bias, edge, keys, origin, lowest, 2, ASM)
             if edges > 2:
-                tile += chosen_step(bias, edge, keys, origin, lowest, 3, ASM)
-                tile += chosen_step(bias, edge, keys, origin, lowest, 4, ASM)
+                for E in tl.static_range(3, MOST + 1):
+                    tile += chosen_step(bias, edge, keys, origin, lowest, E, ASM)
         return position, tile, buckets
     else:
         tile = base

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import proven
-from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, bsa_means_kernel, bsa_own_kernel, bucket_cells, span
+from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, bsa_means_kernel, bucket_cells, find_bucket, span
 from hstu_sparse.launch import cdiv
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.relative_bias import RelativeBias
@@ -67,24 +67,32 @@ def _split(seconds):
     do_not_specialize=["B", "pitch"],
     do_not_specialize_on_alignment=["offsets", "timestamps", "query_timestamps"],
 )
-def bsa_times_kernel(offsets, timestamps, query_timestamps, times, spans, key_places, B, pitch, BS: tl.constexpr):
-    """One program: the tokens of a block."""
+def bsa_times_kernel(
+    offsets, timestamps, query_timestamps, cells, times, spans, key_places, own, B, pitch,
+    BS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """One program: the tokens of a block, and the buckets between them, of ROWS queries at a time."""
     slot = tl.program_id(0)
     _b, start, length, j = locate(offsets, slot, B, BS)
-    row = j * BS + tl.arange(0, BS)
-    inside = row < length
+    s = j * BS + tl.arange(0, BS)
+    inside = s < length
     if j * BS < length:
-        token = times + start + row
-        high, low = _split(tl.load(timestamps + start + row, inside, 0))
-        tl.store(token, high, inside)
-        tl.store(token + pitch, low, inside)
-        found = span(high, low, inside, 0)
-        tl.store(key_places + start + row, (high - found[0]) + (low - found[1]), inside)
+        key_high, key_low = _split(tl.load(timestamps + start + s, inside, 0))
+        tl.store(times + start + s, key_high, inside)
+        tl.store(times + pitch + start + s, key_low, inside)
+        found = span(key_high, key_low, inside, 0)
+        tl.store(key_places + start + s, (key_high - found[0]) + (key_low - found[1]), inside)
         for i in tl.static_range(4):
             tl.store(spans + slot.to(tl.int64) * 4 + i, found[i])
-        high, low = _split(tl.load(query_timestamps + start + row, inside, 0))
-        tl.store(token + 2 * pitch, high, inside)
-        tl.store(token + 3 * pitch, low, inside)
+        for i in tl.static_range(BS // ROWS):
+            t = j * BS + i * ROWS + tl.arange(0, ROWS)
+            live = t < length
+            high, low = _split(tl.load(query_timestamps + start + t, live, 0))
+            tl.store(times + 2 * pitch + start + t, high, live)
+            tl.store(times + 3 * pitch + start + t, low, live)
+            apart = (high[:, None] - key_high[None, :]) + (low[:, None] - key_low[None, :])
+            place = (start + t)[:, None] * BS + tl.arange(0, BS)[None, :]
+            tl.store(own + place, find_bucket(apart, cells, ASM).to(own.dtype.element_ty), live[:, None])
 
 
 def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets):
@@ -95,27 +103,15 @@ def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, n
     unwritten = times, spans, places, origins, key_places, means, summaries, own[timestamps.shape[0] :]
     torch._foreach_zero_([x.view(torch.float32) for x in unwritten])
     if timestamps.shape[0] and spans.shape[0]:
-        num_seqs, pitch, device = seq_offsets.shape[0] - 1, times.shape[1], seq_offsets.device
+        num_seqs, pitch, asm = seq_offsets.shape[0] - 1, times.shape[1], proven(seq_offsets.device)
+        cells = bucket_cells(num_buckets, seq_offsets.device)
         bsa_times_kernel[(spans.shape[0],)](
-            seq_offsets,
-            timestamps,
-            query_timestamps,
-            times,
-            spans,
-            key_places,
-            num_seqs,
-            pitch,
-            BS=block_size,
-            num_warps=1,
-        )
-        bsa_own_kernel[(spans.shape[0], block_size // 16)](
-            seq_offsets, times, bucket_cells(num_buckets, device), own, num_seqs, pitch, BS=block_size, ROWS=16,
-            ASM=proven(device), num_warps=4,
+            seq_offsets, timestamps, query_timestamps, cells, times, spans, key_places, own, num_seqs, pitch,
+            BS=block_size, ROWS=16, ASM=asm, num_warps=4,
         )  # fmt: skip
         bsa_means_kernel[(means.shape[0],)](
-            seq_offsets, times, bucket_cells(num_buckets, device), means, summaries, places, origins,
-            num_seqs, pitch, means.shape[1],
-            BS=block_size, TILE=max(block_size, LEAST_TILE.value), ASM=proven(device), num_warps=1,
+            seq_offsets, times, cells, means, summaries, places, origins, num_seqs, pitch, means.shape[1],
+            BS=block_size, TILE=max(block_size, LEAST_TILE.value), ASM=asm, num_warps=1,
         )  # fmt: skip
     return found
 

@@ -34,7 +34,7 @@ from hstu_sparse.assembly import (
     ring_open,
     stretch_take,
 )
-from hstu_sparse.bsa.bias import LANES
+from hstu_sparse.bsa.bias import LANES, NORMS
 from hstu_sparse.bsa.bias_tiles import (
     differences,
     edge_place,
@@ -53,6 +53,8 @@ _TINY, _INFINITY = tl.constexpr(1e-30), tl.constexpr(float("inf"))
 # More than what squares too small for fp32 may hide of a row's norm.
 _SMALL = tl.constexpr(1e-18)
 _ROWS = tl.constexpr(HISTOGRAM_ROWS)
+# Edges of a chosen block whose sums are moved one by one: of more it is quicker to look each pair's bucket up.
+MOST = tl.constexpr(2)
 _WHOLE, _WHOLE_BITS = tl.constexpr(2.0**23), tl.constexpr(0x4B000000)
 
 
@@ -88,11 +90,11 @@ class ProgramSums(NamedTuple):
 def open_sums(bias, upstream, norm, cmp, slc, means_unit, keys_unit):
     """Sums of nothing.
 
-    upstream: the queries' [BM, BV]; norm: pointer to the greatest norm of a value; cmp, slc: [BM], the weight of mean
+    upstream: the queries' [BM, BV]; norm: pointer to NORMS greatest norms of values; cmp, slc: [BM], the weight of mean
     keys and the greatest of any other; means_unit, keys_unit: what keeps the histogram's sums small enough.
     """
     ring, histogram, copy, lane = 0, 0, 0, 0
-    most = _STEEPEST * tl.load(norm)
+    most = _STEEPEST * tl.max(tl.load(norm + tl.arange(0, NORMS)), 0)
     upstream = upstream.to(tl.float32)
     squares = tl.sum(upstream * upstream, 1)
     others, means, greatest = _greatest(tl.sqrt(squares) + _SMALL, slc, cmp, squares)
@@ -175,7 +177,7 @@ def add_keys(
         cell = (base + tl.arange(0, BM) * 4)[:, None] + (tl.arange(0, BN) * -4)[None, :]
         done, total = opaque(part + BN), opaque(tl.full([], -1, tl.int32))
         if EDGES is not None and bias.time is not None:
-            total = opaque(reaches[2] if EDGES < 2 else tl.where(reaches[1] > MOST_EDGES, -1, reaches[2]))
+            total = opaque(reaches[2] if EDGES < 2 else tl.where(reaches[1] > MOST, -1, reaches[2]))
         ring_add(cell, grad, sums.scale if gate is None else (sums.scale * gate)[:, None], True)
     if bias.time is not None:
         lowest, edges, bucket, _ = reaches
@@ -189,16 +191,13 @@ def add_keys(
                     histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
                 if EDGES == 1:
                     _move_chosen(sums, grad, bias, edge, near, origin, bucket, 1, ASM)
-            elif edges > MOST_EDGES:
+            elif edges > MOST:
                 histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
             else:
                 if bias.position is None:
                     histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
                 _move_chosen(sums, grad, bias, edge, near, origin, bucket, 1, ASM)
                 _move_chosen(sums, grad, bias, edge, near, origin, bucket, 2, ASM)
-                if edges > 2:
-                    _move_chosen(sums, grad, bias, edge, near, origin, bucket, 3, ASM)
-                    _move_chosen(sums, grad, bias, edge, near, origin, bucket, 4, ASM)
         elif edges > MOST_EDGES:
             looked_up = find_bucket(differences(bias, far, near, 0, True, ASM), bias.cells, ASM)
             histogram_add(sums.lane, looked_up, grad, sums.keys_scale, True, True)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.bias_tiles import add_position_gradient, add_time_gradient, own_buckets, with_bias
-from hstu_sparse.bsa.program_sums import add_keys, add_means, close_keys, close_means, open_sums
+from hstu_sparse.bsa.program_sums import MOST, add_keys, add_means, close_keys, close_means, open_sums
 from hstu_sparse.bsa.query_tiles import (
     band_bias,
     band_weight,
@@ -32,6 +32,7 @@ from hstu_sparse.bsa.query_tiles import (
     means_time,
     own_places,
 )
+from hstu_sparse.bsa.reach import MOST_EDGES
 from hstu_sparse.tiles import (
     add_to,
     head_and_slot,
@@ -109,7 +110,9 @@ def bsa_query_fwd_kernel(
                                 ASM,
                             )
                             edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
-                            added, _ = chosen_both(bias, asks, edge, position, first, EDGES, BM, WIDTH[EDGES], BS, ASM)
+                            added, _ = chosen_both(
+                                bias, asks, edge, position, first, EDGES, MOST_EDGES, BM, WIDTH[EDGES], BS, ASM
+                            )
                             s = first + tl.arange(0, WIDTH[EDGES])
                             known = s < end
                             keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
@@ -249,7 +252,7 @@ def bsa_query_bwd_dq_kernel(
                             position = keys_position(bias, asks, first, WIDTH[EDGES], ASM)
                             edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
                             added, found = chosen_both(
-                                bias, asks, edge, position, first, EDGES, BM, WIDTH[EDGES], BS, ASM
+                                bias, asks, edge, position, first, EDGES, MOST, BM, WIDTH[EDGES], BS, ASM
                             )
                             s = first + tl.arange(0, WIDTH[EDGES])
                             known = s < end

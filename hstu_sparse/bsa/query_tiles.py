@@ -176,8 +176,8 @@ def chosen_ends(chosen, row, count, S, BS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def chosen_both(
-    bias, asks, edge, position, first, EDGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
-    ASM: tl.constexpr,
+    bias, asks, edge, position, first, EDGES: tl.constexpr, MOST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`chosen_bias` of the BN keys from position `first` on, and what `add_time_gradient` wants."""
     if bias.time is not None:
@@ -190,6 +190,6 @@ def chosen_both(
             reaches = tl.zeros([BM], tl.int32) + lowest, EDGES, lowest, lowest + EDGES
         origin = load_origin(bias, asks.block_row + first // BS, ASM)
         found = queries, keys, origin, reaches
-        return chosen_bias(bias, edge, position, queries, keys, origin, reaches, EDGES, ASM), found
+        return chosen_bias(bias, edge, position, queries, keys, origin, reaches, EDGES, MOST, ASM), found
     else:
         return (position, 0.0, 0), (0, 0, 0, (0, 0, 0, 0))

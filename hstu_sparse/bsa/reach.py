@@ -290,24 +290,6 @@ def bsa_means_kernel(
             tl.store(summaries + place // CHUNK, edges | (least << SHORT_SHIFT) | (greatest << 2 * SHORT_SHIFT))
 
 
-@triton.jit(do_not_specialize=["B", "pitch"])
-def bsa_own_kernel(
-    offsets, times, cells, own, B, pitch, BS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
-    """Buckets between ROWS queries and the keys of the block they stand in."""
-    slot = tl.program_id(0)
-    _b, start, length, j = locate(offsets, slot, B, BS)
-    t = j * BS + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    s = j * BS + tl.arange(0, BS)
-    if j * BS + tl.program_id(1) * ROWS < length:
-        high, low = load_times(times + 2 * pitch, times + 3 * pitch, start + t, t < length)
-        key_high, key_low = load_times(times, times + pitch, start + s, s < length)
-        apart = (high[:, None] - key_high[None, :]) + (low[:, None] - key_low[None, :])
-        place = (start + t)[:, None] * BS + tl.arange(0, BS)[None, :]
-        bucket = find_bucket(apart, cells, ASM)
-        tl.store(own + place, bucket.to(own.dtype.element_ty), (t < length)[:, None])
-
-
 @triton.jit(do_not_specialize=["B"])
 def bsa_edges_kernel(offsets, bias, B, BS: tl.constexpr, TILE: tl.constexpr, ASM: tl.constexpr):
     """Writes bias.edges: of each tile of TILE queries and CHUNK mean keys the lowest bucket's entry of the table, what
