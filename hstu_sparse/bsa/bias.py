@@ -23,8 +23,8 @@ from hstu_sparse.relative_bias import bucket_edges
 
 # Entries around the position table: past its end, and for blocks of a tile that are not there yet (128 of 128 tokens).
 BEHIND, BEFORE = 256, 128 * 128 + 256
-# Places for the greatest norm of a value, so that programs do not wait for one another.
-NORMS = tl.constexpr(16)
+# Places of a norm, of which the first is used: what is behind stays aligned.
+NORM = 16
 # Sums kept of each bucket's gradient, so that programs do not wait for another.
 LANES = tl.constexpr(64)
 # Buckets whose sums are taken side by side, and entries behind the time table, which tiles read or add to.
@@ -50,6 +50,7 @@ class KernelBias(NamedTuple):
     key_spans: object = None  # [NB, 4] fp32, of each block the earliest time (high, low) and the latest
     means: object = None  # [slots, blocks] int16, see `bsa_means_kernel`
     summaries: object = None  # [slots, blocks / CHUNK] int32
+    plain: object = None  # [slots] int32, see `plain_means`
     blocks: object = None
     places: object = None  # [T] fp32, queries' times since `origins`
     key_places: object = None  # [T] fp32, keys' times since their block's earliest
@@ -76,11 +77,11 @@ def bucket_steps(num_buckets: int, device: torch.device) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["N", "origin", "entries", "buckets", "places"])
 def bsa_tables_kernel(
-    position, time, norms, backwards, padded, N, origin, entries, buckets, places, NORMS: tl.constexpr,
+    position, time, norm, backwards, padded, N, origin, entries, buckets, places, NORM: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """Writes half of the position table backwards with its margins, half of the time table with zeros behind up to
-    `places`, and norms of 0.
+    `places`, and a norm of 0.
     """
     lane = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     if position is not None:
@@ -90,12 +91,12 @@ def bsa_tables_kernel(
     if time is not None:
         value = tl.load(time + lane, mask=lane < buckets, other=0.0)
         tl.store(padded + lane, 0.5 * value.to(tl.float32), mask=lane < places)
-    tl.store(norms + tl.arange(0, NORMS), tl.zeros([NORMS], tl.float32))
+    tl.store(norm + tl.arange(0, NORM), tl.zeros([NORM], tl.float32))
 
 
 class Prepared:
-    """What a call makes of its tables, in one fp32 tensor that is kept for the backward pass: NORMS greatest norms of
-    values, which bsa_pool_fwd_kernel finds; the position table backwards; the time table and what bsa_edges_kernel
+    """What a call makes of its tables, in one fp32 tensor that is kept for the backward pass: the greatest norm of a
+    value, which bsa_pool_fwd_kernel finds; the position table backwards; the time table and what bsa_edges_kernel
     writes. Nothing without tables.
     """
 
@@ -110,7 +111,7 @@ class Prepared:
         if time is not None:
             self.buckets = time.shape[0]
             places, edges = cdiv(self.buckets + BEYOND, 16) * 16, 3 * plan[2].numel()
-        self.sizes = NORMS.value if entries or places else 0, entries, places, edges
+        self.sizes = NORM if entries or places else 0, entries, places, edges
 
     def new(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(sum(self.sizes), dtype=torch.float32)
@@ -123,22 +124,22 @@ class Prepared:
         backwards = None if self.position is None else backwards[self.origin :]
         if self.time is None:
             return KernelBias(backwards)
-        times, spans, means, summaries, places, origins, key_places, own = self.plan
+        times, spans, means, summaries, plain, places, origins, key_places, own = self.plan
         steps, cells = (f(self.buckets - 1, prepared.device) for f in (bucket_steps, bucket_cells))
         return KernelBias(
-            backwards, padded, steps, cells, *times, spans, means, summaries, means.shape[1], places, key_places, own,
-            origins, edges,
+            backwards, padded, steps, cells, *times, spans, means, summaries, plain, means.shape[1], places, key_places,
+            own, origins, edges,
         )  # fmt: skip
 
     def launch(self, seq_offsets: torch.Tensor, block_size: int) -> torch.Tensor:
         prepared = self.new(seq_offsets)
         if not len(prepared):
             return prepared
-        norms, backwards, padded, _ = prepared.split(self.sizes)
+        norm, backwards, padded, _ = prepared.split(self.sizes)
         _, entries, places, _ = self.sizes
         run(
-            bsa_tables_kernel, (cdiv(max(entries, places), 1024),), self.position, self.time, norms, backwards, padded,
-            self.N, self.origin, entries, self.buckets, places, NORMS=NORMS, SIZE=1024, num_warps=4,
+            bsa_tables_kernel, (cdiv(max(entries, places), 1024),), self.position, self.time, norm, backwards, padded,
+            self.N, self.origin, entries, self.buckets, places, NORM=NORM, SIZE=1024, num_warps=4,
         )  # fmt: skip
         if self.time is not None:
             slots, blocks = self.plan[2].shape

@@ -9,7 +9,6 @@ Blocks, groups and tiles are numbered by slots: see hstu_sparse/tiles.py.
 import triton
 import triton.language as tl
 
-from hstu_sparse.bsa.bias import NORMS
 from hstu_sparse.bsa.bias_tiles import position_tile, time_tile, with_bias
 from hstu_sparse.bsa.reach import EDGE_SHIFT, MOST_EDGES, PARTS
 from hstu_sparse.tiles import load_rows, locate, numbered, row_norms
@@ -22,7 +21,7 @@ NO_KEY = tl.constexpr(-(2**63))
 
 @triton.jit(do_not_specialize=["B"])
 def bsa_pool_fwd_kernel(
-    k, v, offsets, kbar, kbar_low, vbar, norms, k_stride_t, k_stride_h, v_stride_t, v_stride_h, H, B,
+    k, v, offsets, kbar, kbar_low, vbar, norm, k_stride_t, k_stride_h, v_stride_t, v_stride_h, H, B,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Means of one block's keys and values. With SPLIT the mean key is kept as a sum of two 16-bit numbers.
@@ -30,8 +29,7 @@ def bsa_pool_fwd_kernel(
     The mean key in 16 bits is as good as any key for attention, but it would decide close choices by its rounding;
     high and low part together are nearly fp32, and the tensor cores take them as two products.
 
-    norms: [NORMS], None or at first 0, become the greatest norms of some programs' values, infinity if one is not a
-    number.
+    norm: None or a number, at first 0, that becomes the greatest norm of a value, infinity if one is not a number.
     """
     slot, h = tl.program_id(0), tl.program_id(1)
     _b, start, length, j = locate(offsets, slot, B, BS)
@@ -49,9 +47,9 @@ def bsa_pool_fwd_kernel(
     )
     values = load_rows(v + (start + j * BS) * v_stride_t + h * v_stride_h, rows, v_stride_t, live, V, BV).to(tl.float32)
     mean_v = tl.sum(values, 0) / size
-    if norms is not None:
+    if norm is not None:
         found = row_norms(values)
-        tl.atomic_max(norms + slot % NORMS, tl.max(tl.where(found == found, found, float("inf")), 0), sem="relaxed")
+        tl.atomic_max(norm, tl.max(tl.where(found == found, found, float("inf")), 0), sem="relaxed")
     d, e = tl.arange(0, BD), tl.arange(0, BV)
     row = slot.to(tl.int64) * H + h
     high = mean_k.to(kbar.dtype.element_ty)

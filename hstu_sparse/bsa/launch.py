@@ -350,7 +350,7 @@ def launch_backward(do, *arguments):
     dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)
     options = p.options("compress_dkv")
     # Enough programs for the earliest blocks, which nearly every query sees; one each where the order must be fixed.
-    splits = 1 if p.deterministic else min(16, max(cdiv(p.max_seq_len, 4096), 1 + (p.max_seq_len > 2048)))
+    splits = 1 if p.deterministic else min(16, cdiv(p.max_seq_len, 2048))
     described = p.tma(options["BM"], do, q)
     run(
         means_major.bsa_compress_bwd_dkv_kernel, (p.slots(options["BN"] * p.BS), p.H, splits),

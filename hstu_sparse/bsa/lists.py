@@ -72,7 +72,7 @@ def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_sl
     split = parts > 1 and p.query_major
     chunk = max(1, chunk_rows // p.R)
     chunk_start, part_start = torch.empty(turns * M + 1, **int32), torch.empty(turns * M + 1, **int32)
-    sizes = dict(COUNTS=parts, SIZE=4096, num_warps=16)
+    sizes = dict(COUNTS=parts, SIZE=4096, num_warps=8)
     run(blocks.bsa_plan_kernel, (1,), counts, start, chunk_start, part_start, turns * M, chunk, **sizes)
     if not stable:
         run(

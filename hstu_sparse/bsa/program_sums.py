@@ -34,7 +34,7 @@ from hstu_sparse.assembly import (
     ring_open,
     stretch_take,
 )
-from hstu_sparse.bsa.bias import LANES, NORMS
+from hstu_sparse.bsa.bias import LANES
 from hstu_sparse.bsa.bias_tiles import (
     differences,
     edge_place,
@@ -90,11 +90,11 @@ class ProgramSums(NamedTuple):
 def open_sums(bias, upstream, norm, cmp, slc, means_unit, keys_unit):
     """Sums of nothing.
 
-    upstream: the queries' [BM, BV]; norm: pointer to NORMS greatest norms of values; cmp, slc: [BM], the weight of mean
+    upstream: the queries' [BM, BV]; norm: pointer to the greatest norm of a value; cmp, slc: [BM], the weight of mean
     keys and the greatest of any other; means_unit, keys_unit: what keeps the histogram's sums small enough.
     """
     ring, histogram, copy, lane = 0, 0, 0, 0
-    most = _STEEPEST * tl.max(tl.load(norm + tl.arange(0, NORMS)), 0)
+    most = _STEEPEST * tl.load(norm)
     upstream = upstream.to(tl.float32)
     squares = tl.sum(upstream * upstream, 1)
     others, means, greatest = _greatest(tl.sqrt(squares) + _SMALL, slc, cmp, squares)
