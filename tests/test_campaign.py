@@ -73,6 +73,12 @@ FIXED: list[tuple[str, dict]] = [
         "clip": 1.0, "ordered": True, "softmax": True, "rope": False, "position": False, "timed": False,
         "splits": None, "contiguous": True, "seed": 84676258,
     }),
+    ("rotatekv", {
+        "lengths": [40, 0], "asked": [3, 1], "max_seq_len": 43, "groups": 2, "head_size": 128, "value_size": 96,
+        "dtype": "float32", "bits": 4, "head_group": 2, "quant_group": 128, "sparsity": 0.0, "sink_tokens": 3,
+        "clip": 1.0, "ordered": False, "softmax": True, "rope": True, "position": True, "timed": False, "splits": None,
+        "contiguous": True, "seed": 661592650,
+    }),
     ("ring_hstu", {
         "lengths": [1500, 1500, 1, 0, 1], "gap": 0, "heads": 1, "size": 16, "value_size": 128, "dtype": "float32",
         "window": 0, "position": True, "timed": True, "seed": 140267346,

@@ -246,7 +246,7 @@ def load_block(
     else:
         channel = b * BW + place
         pointers = row + ((channel // SIZE) * stride_h + channel % SIZE)[None, :]
-    if CHANNELS % BW == 0:
+    if (b + 1) * BW <= CHANNELS:
         return tl.load(pointers, mask[:, None], 0.0)
     else:
         return tl.load(pointers, mask[:, None] & (b * BW + place < CHANNELS)[None, :], 0.0)

@@ -189,7 +189,7 @@ def rotatekv_compress_kernel(
         store_range(v_ranges + at, packed, v_scale, v_zero)
         for i in tl.static_range(V_PER):
             v_code = encode(y[i], v_scale, v_zero, LEVELS)
-            if CV % V_BLOCK != 0:
+            if (g * V_PER + i + 1) * V_BLOCK > CV:
                 v_code = tl.where(((g * V_PER + i) * V_BLOCK + tl.arange(0, V_BLOCK) < CV)[None, :], v_code, 0)
             at = (row * V_BLOCKS + g * V_PER + i) * PAGE + slot
             store_codes(v_codes, at, packed, v_code, BITS, R, V_BLOCK, V_WORDS)

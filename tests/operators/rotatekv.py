@@ -40,7 +40,7 @@ def draw(random, small):
         max_seq_len=max([1, *lengths]) + random.choice([0, 11]),
         groups=random.randint(1, 2),
         head_size=max(size, 16 // group),
-        value_size=random.choice([1, 16, 24, 32, 40, 64] if small else [1, 16, 40, 64, 96, 128, 200, 256]),
+        value_size=random.choice([1, 16, 24, 32, 40, 64, 96] if small else [1, 16, 40, 64, 96, 128, 200, 256]),
         dtype=random.choice(["float32", "float16"] if small else ["float32", "float16", "bfloat16"]),
         bits=random.choice([2, 3, 4, 8]),
         head_group=group,
