@@ -155,6 +155,12 @@ def near_kink(iq, ik, lengths):
     return torch.cat(found) if found else torch.zeros(iq.shape[:2], dtype=torch.bool, device=iq.device)
 
 
+def heads_alone(reference, inputs):
+    """The size of what the index heads add to a score, which may cancel."""
+    with torch.no_grad():
+        return {"output": reference(**(inputs | {"w": inputs["w"].abs()}))}
+
+
 def compare(function, inputs, repeated=False):
     """repeated: a token's gradients sum those of its slots, each rounded to the inputs' dtype, which may cancel."""
     # Kernels keep a log-sum-exp, whose last bit moves all of a query's weights; table gradients add these moves up.
@@ -175,7 +181,14 @@ def compare(function, inputs, repeated=False):
     def terms(grad):
         if divergence:
             return {"output": torch.tensor(0.02)}  # it sums differences of logarithms of about 1
-        return gradients(reference, inputs, grad.abs()) if repeated else {}
+        if repeated:
+            return gradients(reference, inputs, grad.abs()) | heads_alone(reference, inputs)
+        if "q" not in inputs:
+            return {}
+        # Softmax's gradients of a query's pairs add up to 0, in a table where they share a bucket. Root of the sum of
+        # their squares: what q's gradient is where keys are normal numbers.
+        size = gradients(reference, inputs, grad)["grad of q"].double().norm()
+        return {"grad of position": size, "grad of time": size}
 
     compare_with_reference(
         functools.partial(function, backend="triton"), reference, inputs, factor=4.0, floor=floors, terms=terms
@@ -216,12 +229,17 @@ def check_choice(device, inputs, tables, lengths, top_k, exact):
         slack = 1e-4 * known.masked_fill(~seen, 0).abs().amax(1)
         assert (missed <= least + slack).all(), "a token was missed"
     at = biased(index_scores, device, lengths, seq_offsets=offsets, indices=indices)
+
+    def given_choice(**given):
+        return at("reference", **given).masked_fill(~chosen, 0)
+
     compare_with_reference(
         lambda **given: function("triton", **given)[0].masked_fill(~chosen, 0),
-        lambda **given: at("reference", **given).masked_fill(~chosen, 0),
+        given_choice,
         inputs | tables,
         factor=4.0,
         floor=TABLE_FLOORS | (SINGLE_FLOORS if inputs["iq"].dtype == torch.float32 else {}),
+        terms=lambda _: heads_alone(given_choice, inputs | tables),
     )
 
 
