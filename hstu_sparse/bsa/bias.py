@@ -50,7 +50,6 @@ class KernelBias(NamedTuple):
     key_spans: object = None  # [NB, 4] fp32, of each block the earliest time (high, low) and the latest
     means: object = None  # [slots, blocks] int16, see `bsa_means_kernel`
     summaries: object = None  # [slots, blocks / CHUNK] int32
-    plain: object = None  # [slots] int32, see `plain_means`
     blocks: object = None
     places: object = None  # [T] fp32, queries' times since `origins`
     key_places: object = None  # [T] fp32, keys' times since their block's earliest
@@ -124,11 +123,11 @@ class Prepared:
         backwards = None if self.position is None else backwards[self.origin :]
         if self.time is None:
             return KernelBias(backwards)
-        times, spans, means, summaries, plain, places, origins, key_places, own = self.plan
+        times, spans, means, summaries, places, origins, key_places, own = self.plan
         steps, cells = (f(self.buckets - 1, prepared.device) for f in (bucket_steps, bucket_cells))
         return KernelBias(
-            backwards, padded, steps, cells, *times, spans, means, summaries, plain, means.shape[1], places, key_places,
-            own, origins, edges,
+            backwards, padded, steps, cells, *times, spans, means, summaries, means.shape[1], places, key_places, own,
+            origins, edges,
         )  # fmt: skip
 
     def launch(self, seq_offsets: torch.Tensor, block_size: int) -> torch.Tensor:

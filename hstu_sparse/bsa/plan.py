@@ -40,7 +40,6 @@ class BlockPlan(NamedTuple):
     spans  [NB, 4] fp32: of each block's keys the earliest time (high, low) and the latest
     means  [slots, at least N / BS] int16: of tiles of queries and blocks' middle tokens the lowest bucket
     summaries  [slots, a CHUNK-th of that] int32: of CHUNK blocks together what `means_reach` gives behind it
-    plain  [slots] int32: of a tile's blocks those in front of the first CHUNK in which one reaches several edges
     places  [at least T + MARGIN] fp32: of queries the time since their tile's earliest
     origins  [slots, 2] fp32: that earliest time
     key_places  as `places`, of keys the time since their block's earliest
@@ -52,7 +51,6 @@ class BlockPlan(NamedTuple):
     spans: torch.Tensor | None = None
     means: torch.Tensor | None = None
     summaries: torch.Tensor | None = None
-    plain: torch.Tensor | None = None
     places: torch.Tensor | None = None
     origins: torch.Tensor | None = None
     key_places: torch.Tensor | None = None
@@ -98,11 +96,11 @@ def bsa_times_kernel(
 
 
 def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets):
-    times, spans, means, summaries, plain, places, origins, key_places, own = found = _fake_times(
+    times, spans, means, summaries, places, origins, key_places, own = found = _fake_times(
         seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets
     )
     # What no program writes.
-    unwritten = times, spans, means, summaries, plain, places, origins, key_places, own[timestamps.shape[0] :]
+    unwritten = times, spans, means, summaries, places, origins, key_places, own[timestamps.shape[0] :]
     torch._foreach_zero_([x.view(torch.float32) for x in unwritten])
     if timestamps.shape[0] and spans.shape[0]:
         num_seqs, pitch, asm = seq_offsets.shape[0] - 1, times.shape[1], proven(seq_offsets.device)
@@ -112,7 +110,7 @@ def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, n
             BS=block_size, ROWS=16, ASM=asm, num_warps=4,
         )  # fmt: skip
         bsa_means_kernel[(means.shape[0],)](
-            seq_offsets, times, cells, means, summaries, plain, places, origins, num_seqs, pitch, means.shape[1],
+            seq_offsets, times, cells, means, summaries, places, origins, num_seqs, pitch, means.shape[1],
             BS=block_size, TILE=max(block_size, LEAST_TILE.value), ASM=asm, num_warps=1,
         )  # fmt: skip
     return found
@@ -130,7 +128,6 @@ def _fake_times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_si
         new(tokens // block_size + num_seqs, 4, dtype=torch.float32),
         new(slots, blocks, dtype=torch.int16),
         new(slots, blocks // CHUNK.value, dtype=torch.int32),
-        new(slots, dtype=torch.int32),
         new(cdiv(tokens, 16) * 16 + MARGIN, dtype=torch.float32),
         new(slots, 2, dtype=torch.float32),
         new(cdiv(tokens, 16) * 16 + MARGIN, dtype=torch.float32),

@@ -162,9 +162,11 @@ def means_reach(bias, row, first, SIZE: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def plain_means(bias, row, blocks):
     """Of the `blocks` mean keys that queries of a `map_row` see those in front of the first CHUNK in which one reaches
-    several edges.
+    several edges; 128 CHUNKs at most.
     """
-    return tl.minimum(tl.load(bias.plain + row), blocks)
+    chunk = tl.arange(0, 128)
+    words = tl.load(bias.summaries + row * bias.blocks // CHUNK + chunk, chunk * CHUNK < blocks, SHORT)
+    return tl.minimum(tl.min(tl.where((words & SHORT) > 1, chunk, 128), 0) * CHUNK, blocks)
 
 
 @triton.jit
@@ -260,12 +262,11 @@ def bsa_reach_kernel(
 
 @triton.jit(do_not_specialize=["B", "pitch", "blocks"])
 def bsa_means_kernel(
-    offsets, times, cells, means, summaries, plain, places, origins, B, pitch, blocks,
+    offsets, times, cells, means, summaries, places, origins, B, pitch, blocks,
     BS: tl.constexpr, TILE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """For each tile of TILE queries and each block that is complete for one of them the lowest bucket, and of CHUNK
-    blocks together the most edges of one, the lowest and the highest bucket; of all what `plain_means` wants; and where
-    the queries stand in time.
+    blocks together the most edges of one, the lowest and the highest bucket; and where the queries stand in time.
     """
     slot = tl.program_id(0)
     _b, start, length, i = locate(offsets, slot, B, TILE)
@@ -278,7 +279,6 @@ def bsa_means_kernel(
         tl.store(origins + slot * 2, asked[0])
         tl.store(origins + slot * 2 + 1, asked[1])
         end = tl.minimum(i * TILE + TILE, length) // BS
-        first_rough = end
         for c in range(0, end, CHUNK):
             j = c + tl.arange(0, CHUNK)
             known = j < end
@@ -288,8 +288,6 @@ def bsa_means_kernel(
             place = slot.to(tl.int64) * blocks + c
             tl.store(means + place + tl.arange(0, CHUNK), lowest.to(means.dtype.element_ty), known)
             tl.store(summaries + place // CHUNK, edges | (least << SHORT_SHIFT) | (greatest << 2 * SHORT_SHIFT))
-            first_rough = tl.minimum(first_rough, tl.where(edges > 1, c, end))
-        tl.store(plain + slot, first_rough)
 
 
 @triton.jit(do_not_specialize=["B"])
