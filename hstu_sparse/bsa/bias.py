@@ -113,6 +113,7 @@ class Prepared:
         self.sizes = NORM if entries or places else 0, entries, places, edges
 
     def new(self, like: torch.Tensor) -> torch.Tensor:
+        """Its memory, on the device of `like`."""
         return like.new_empty(sum(self.sizes), dtype=torch.float32)
 
     def bias(self, prepared: torch.Tensor) -> KernelBias:
@@ -131,6 +132,7 @@ class Prepared:
         )  # fmt: skip
 
     def launch(self, seq_offsets: torch.Tensor, block_size: int) -> torch.Tensor:
+        """All of it but the norm, which is 0."""
         prepared = self.new(seq_offsets)
         if not len(prepared):
             return prepared
