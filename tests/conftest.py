@@ -15,6 +15,7 @@ WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 # Of the GPU's memory, for all processes together: the rest is their contexts and kernels.
 SHARED_MEMORY = 0.9
 MOST_CACHED = 2**30  # bytes that a test may leave in torch's cache
+GPU_TIMEOUT = 600  # seconds: on a busy host to compile a test's kernels took over two minutes
 
 
 def pytest_addoption(parser):
@@ -32,6 +33,8 @@ def pytest_collection_modifyitems(items):
         for marker, needed in (("gpu", 1), ("multigpu", 2)):
             if item.get_closest_marker(marker) and gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {gpus}"))
+        if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(GPU_TIMEOUT))
 
 
 def pytest_runtest_setup(item):
