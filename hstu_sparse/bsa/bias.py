@@ -225,7 +225,9 @@ class TableSums:
         """[position's, time's], those that there are, times `factor`."""
         found = [None if x is None else torch.empty_like(x) for x in (self.position, self.time)]
         N, buckets = (0 if x is None else x.shape[0] for x in found)
-        sizes = dict(COPIES=COPIES, LANES=LANES, SIZE=128)
-        grid = (max(cdiv(N, 128), cdiv(buckets, 16)),)
-        run(bsa_sums_kernel, grid, self.tables, self.pitch, *found, N, buckets, factor, **sizes, num_warps=4)
+        size = 128
+        run(
+            bsa_sums_kernel, (max(cdiv(N, size), cdiv(buckets, size // 8)),), self.tables, self.pitch, *found,
+            N, buckets, factor, COPIES=COPIES, LANES=LANES, SIZE=size, num_warps=4,
+        )  # fmt: skip
         return [x for x in found if x is not None]

@@ -264,7 +264,7 @@ def chosen_bias(
     """What `with_bias` adds for a tile of queries and a chosen block's keys that reach no edge, one, or (2) more.
 
     position: the position's; edge: see `edge_places`. Up to one edge both are summed, and most of a thread's pairs
-    share the first sum. MOST: edges, MOST_EDGES or 2, that are taken one by one; of more the pairs' buckets are looked
+    share the first sum. MOST: edges, 2 or MOST_EDGES, that are taken one by one; of more the pairs' buckets are looked
     up, and come third.
     """
     _, edges, lowest, _ = reaches

@@ -54,7 +54,7 @@ _TINY, _INFINITY = tl.constexpr(1e-30), tl.constexpr(float("inf"))
 _SMALL = tl.constexpr(1e-18)
 _ROWS = tl.constexpr(HISTOGRAM_ROWS)
 # Edges of a chosen block whose sums are moved one by one: of more it is quicker to look each pair's bucket up.
-MOST = tl.constexpr(2)
+MOST_MOVED = tl.constexpr(2)
 _WHOLE, _WHOLE_BITS = tl.constexpr(2.0**23), tl.constexpr(0x4B000000)
 
 
@@ -177,7 +177,7 @@ def add_keys(
         cell = (base + tl.arange(0, BM) * 4)[:, None] + (tl.arange(0, BN) * -4)[None, :]
         done, total = opaque(part + BN), opaque(tl.full([], -1, tl.int32))
         if EDGES is not None and bias.time is not None:
-            total = opaque(reaches[2] if EDGES < 2 else tl.where(reaches[1] > MOST, -1, reaches[2]))
+            total = opaque(reaches[2] if EDGES < 2 else tl.where(reaches[1] > MOST_MOVED, -1, reaches[2]))
         ring_add(cell, grad, sums.scale if gate is None else (sums.scale * gate)[:, None], True)
     if bias.time is not None:
         lowest, edges, bucket, _ = reaches
@@ -191,7 +191,7 @@ def add_keys(
                     histogram_add_sum(sums.lane, bucket, grad, sums.keys_scale, True, True)
                 if EDGES == 1:
                     _move_chosen(sums, grad, bias, edge, near, origin, bucket, 1, ASM)
-            elif edges > MOST:
+            elif edges > MOST_MOVED:
                 histogram_add(sums.lane, buckets, grad, sums.keys_scale, True, True)
             else:
                 if bias.position is None:

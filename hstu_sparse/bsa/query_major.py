@@ -18,7 +18,7 @@ import triton.language as tl
 
 from hstu_sparse.assembly import look_up
 from hstu_sparse.bsa.bias_tiles import add_position_gradient, add_time_gradient, own_buckets, with_bias
-from hstu_sparse.bsa.program_sums import MOST, add_keys, add_means, close_keys, close_means, open_sums
+from hstu_sparse.bsa.program_sums import MOST_MOVED, add_keys, add_means, close_keys, close_means, open_sums
 from hstu_sparse.bsa.query_tiles import (
     band_bias,
     band_weight,
@@ -88,7 +88,8 @@ def bsa_query_fwd_kernel(
         TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
     # The own block comes first where it has the choice's gate alone: nothing has to be found out about its keys, and
     # meanwhile what was chosen arrives.
-    FIRST: tl.constexpr = SELECT and not WINDOW and BM <= BS
+    OWN: tl.constexpr = not WINDOW and BM <= BS
+    FIRST: tl.constexpr = SELECT and OWN
     for PART in tl.static_range(2):
         if (PART == 1) == FIRST:  # chosen blocks
             if SELECT:
@@ -97,18 +98,12 @@ def bsa_query_fwd_kernel(
                     end_at = count if EDGES == 2 else ends[EDGES]
                     some_k, some_v = (k, v) if EDGES == 2 else (wide_k, wide_v)
                     if begin_at < end_at:
-                        position = keys_position(
-                            bias, asks, chosen_first(chosen, row, begin_at, WIDTH[EDGES], BS, ASM), WIDTH[EDGES], ASM
-                        )
+                        first = chosen_first(chosen, row, begin_at, WIDTH[EDGES], BS, ASM)
+                        position = keys_position(bias, asks, first, WIDTH[EDGES], ASM)
                         for e in range(begin_at, end_at, WIDTH[EDGES]):
                             first = chosen_first(chosen, row, e, WIDTH[EDGES], BS, ASM)
-                            next_position = keys_position(
-                                bias,
-                                asks,
-                                chosen_first(chosen, row, e + WIDTH[EDGES], WIDTH[EDGES], BS, ASM),
-                                WIDTH[EDGES],
-                                ASM,
-                            )
+                            next_first = chosen_first(chosen, row, e + WIDTH[EDGES], WIDTH[EDGES], BS, ASM)
+                            next_position = keys_position(bias, asks, next_first, WIDTH[EDGES], ASM)
                             edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
                             added, _ = chosen_both(
                                 bias, asks, edge, position, first, EDGES, MOST_EDGES, BM, WIDTH[EDGES], BS, ASM
@@ -134,7 +129,7 @@ def bsa_query_fwd_kernel(
                     s = c + tl.arange(0, BN)
                     known = s < end
                     keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-                    added, _ = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW, not WINDOW and BM <= BS, ASM)
+                    added, _ = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW, OWN, ASM)
                     score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half, bias, added)
                     if FIRST:
                         weight = tl.where(s[None, :] <= t[:, None], silu_of_twice(score, FAST), 0.0)
@@ -252,7 +247,7 @@ def bsa_query_bwd_dq_kernel(
                             position = keys_position(bias, asks, first, WIDTH[EDGES], ASM)
                             edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
                             added, found = chosen_both(
-                                bias, asks, edge, position, first, EDGES, MOST, BM, WIDTH[EDGES], BS, ASM
+                                bias, asks, edge, position, first, EDGES, MOST_MOVED, BM, WIDTH[EDGES], BS, ASM
                             )
                             s = first + tl.arange(0, WIDTH[EDGES])
                             known = s < end
@@ -266,24 +261,9 @@ def bsa_query_bwd_dq_kernel(
                             grad = dweight * slope
                             acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
                             sums = add_keys_gradient(
-                                tables,
-                                pitch,
-                                sums,
-                                grad,
-                                slc,
-                                bias,
-                                found,
-                                edge,
-                                EDGES,
-                                added[2],
-                                t,
-                                s,
-                                begin - first,
-                                e % SPAN,
-                                SUMS,
-                                SPAN,
-                                ASM,
-                            )
+                                tables, pitch, sums, grad, slc, bias, found, edge, EDGES, added[2], t, s,
+                                begin - first, e % SPAN, SUMS, SPAN, ASM,
+                            )  # fmt: skip
                 acc *= slc[:, None]
 
         else:  # the own block and the window
@@ -316,24 +296,9 @@ def bsa_query_bwd_dq_kernel(
                             bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM
                         )
                     sums = add_keys_gradient(
-                        tables,
-                        pitch,
-                        sums,
-                        grad,
-                        slc if FIRST else None,
-                        bias,
-                        found,
-                        None,
-                        None,
-                        buckets,
-                        t,
-                        s,
-                        begin - c,
-                        (c - nearest) % SPAN,
-                        SUMS,
-                        SPAN,
-                        ASM,
-                    )
+                        tables, pitch, sums, grad, slc if FIRST else None, bias, found, None, None, buckets, t, s,
+                        begin - c, (c - nearest) % SPAN, SUMS, SPAN, ASM,
+                    )  # fmt: skip
     if WINDOW:
         tl.store(dg_swa + token, window_branch * inv_n, mask=live)
     tl.store(dg_slc + token, branch * inv_n, mask=live)

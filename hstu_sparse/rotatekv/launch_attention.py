@@ -282,7 +282,7 @@ def many(call: Call) -> Plan:
 
     def launch(call, part, part_lse, splits):
         q, known = call.q, kept(call.source)
-        queries, given, options = many_constants(
+        preparing, given, options = many_constants(
             layout, q.dtype, architecture(device), block_q, tuple(call.constants().items()), part_lse is not None
         )
         near, far, table = call.all_angles()
@@ -294,7 +294,7 @@ def many(call: Call) -> Plan:
         factors = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         made = call.q_offsets, call.source.seq_offsets, near, far, prepared, factors
         arguments = q, q.stride(0), q.stride(1), *made, sequences, factor
-        start(rotatekv_queries_fwd_kernel, call.slots(64) * heads, arguments, queries, dict(num_warps=4),
+        start(rotatekv_queries_fwd_kernel, call.slots(64) * heads, arguments, preparing, dict(num_warps=4),
               specialization((q, *made)))  # fmt: skip
         others = *call.bias_arguments(), None if table is None else table.view(torch.float16), part, part_lse
         arguments = (

@@ -137,7 +137,10 @@ def agree(inputs, offsets, max_seq_len, shape, times=None):
         """Of a few tokens those of the tables' gradients may cancel."""
         x = {name: x.detach().cpu().double() for name, x in inputs.items()}
         by_head = [name for name in x if name not in ("position", "time")]
-        alone = lambda h, **x: reference(**x, chosen=indices[:, h : h + 1].cpu())
+
+        def alone(h, **x):
+            return reference(**x, chosen=indices[:, h : h + 1].cpu())
+
         return {n: sizes.sqrt() for n, sizes in sizes_of_terms(alone, x, grad.cpu().double(), by_head).items()}
 
     # fp32: three tf32 products stand for one of fp32, so the floor is a few roundings higher. A table's entry is a sum
@@ -153,8 +156,8 @@ def agree(inputs, offsets, max_seq_len, shape, times=None):
     floor |= {
         f"grad of {n}": max(least, 64 * torch.finfo(inputs[n].dtype).eps) for n in ("position", "time") if n in inputs
     }
-    few = 0 < inputs["q"].shape[0] <= FEW_TOKENS
-    compare_with_reference(kernel, reference, inputs, factor=3, floor=floor, terms=terms if few else None)
+    cancel = 0 < inputs["q"].shape[0] <= FEW_TOKENS
+    compare_with_reference(kernel, reference, inputs, factor=3, floor=floor, terms=terms if cancel else None)
 
 
 def check_choice(indices, inputs, offsets, shape, alpha, times=None):

@@ -183,7 +183,7 @@ def compare(function, inputs, repeated=False):
             return {"output": torch.tensor(0.02)}  # it sums differences of logarithms of about 1
         if repeated:
             return gradients(reference, inputs, grad.abs()) | heads_alone(reference, inputs)
-        if "q" not in inputs:
+        if "q" not in inputs or not ("position" in inputs or "time" in inputs):
             return {}
         # Softmax's gradients of a query's pairs add up to 0, in a table where they share a bucket. Root of the sum of
         # their squares: what q's gradient is where keys are normal numbers.
