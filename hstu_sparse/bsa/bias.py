@@ -53,7 +53,7 @@ class KernelBias(NamedTuple):
     blocks: object = None
     places: object = None  # [T] fp32, queries' times since `origins`
     key_places: object = None  # [T] fp32, keys' times since their block's earliest
-    own: object = None  # [T, BS] int16, buckets between queries and the keys of the block they stand in
+    own: object = None  # [NB, BS * BS] int16, buckets between queries and the keys of the block they stand in
     origins: object = None  # [slots, 2] fp32, the earliest times of the tiles of `means`
     edges: object = None  # [slots, blocks / CHUNK, 3, CHUNK] fp32, see `bsa_edges_kernel`
 

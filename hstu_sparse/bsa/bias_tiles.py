@@ -15,7 +15,7 @@ import triton.language as tl
 
 from hstu_sparse.assembly import look_up, scalar
 from hstu_sparse.bsa.bias import AT_ONCE, COPIES, LANES
-from hstu_sparse.bsa.reach import CHUNK, MOST_EDGES, find_bucket
+from hstu_sparse.bsa.reach import CHUNK, MOST_EDGES, TOGETHER, find_bucket, own_places
 from hstu_sparse.tiles import COMPILED, add_to
 
 
@@ -168,20 +168,22 @@ def means_tile(
 
 
 @triton.jit
-def own_buckets(bias, first, lane, places, AXIS: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+def own_buckets(bias, slot, queries, keys, AXIS: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
     """Buckets of a tile of queries and keys of the one block that they stand in, queries on the tile's axis AXIS.
 
-    first, lane: the first query's token, and how far each is behind it; places: of the keys in the block (all int64).
+    slot: the block's; queries, keys: the first's place in it (of a query a multiple of TOGETHER), and how far each is
+    behind it (int64).
     """
-    rows = tl.expand_dims(bias.own + first * BS + lane * BS, 1 - AXIS)
-    return scalar(rows + tl.expand_dims(places, AXIS), ASM).to(tl.int32)
+    tile = bias.own + (slot.to(tl.int64) * (BS * BS) + queries[0] * BS + keys[0] * TOGETHER)
+    rows = tl.expand_dims(tile + own_places(queries[1], 0, BS), 1 - AXIS)
+    return scalar(rows + tl.expand_dims(keys[1] * TOGETHER, AXIS), ASM).to(tl.int32)
 
 
 @triton.jit
-def own_tile(bias, first, lane, places, AXIS: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+def own_tile(bias, slot, queries, keys, AXIS: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
     """The time's bias of such a tile; 0 without a table."""
     if bias.time is not None:
-        return look_up(bias.time, own_buckets(bias, first, lane, places, AXIS, BS, ASM), ASM)
+        return look_up(bias.time, own_buckets(bias, slot, queries, keys, AXIS, BS, ASM), ASM)
     else:
         return 0.0
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import proven
-from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, bsa_means_kernel, bucket_cells, find_bucket, span
+from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, bsa_means_kernel, bucket_cells, find_bucket, own_places, span
 from hstu_sparse.launch import cdiv
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.relative_bias import RelativeBias
@@ -43,7 +43,7 @@ class BlockPlan(NamedTuple):
     places  [at least T + MARGIN] fp32: of queries the time since their tile's earliest
     origins  [slots, 2] fp32: that earliest time
     key_places  as `places`, of keys the time since their block's earliest
-    own  [at least T + MARGIN, BS] int16: of each query and each key of the block it stands in the bucket
+    own  [NB, BS * BS] int16, see `own_places`: of each query and each key of the block it stands in the bucket
     """
 
     purpose: Purpose
@@ -90,9 +90,10 @@ def bsa_times_kernel(
             high, low = _split(tl.load(query_timestamps + start + t, live, 0))
             tl.store(times + 2 * pitch + start + t, high, live)
             tl.store(times + 3 * pitch + start + t, low, live)
-            apart = (high[:, None] - key_high[None, :]) + (low[:, None] - key_low[None, :])
-            place = (start + t)[:, None] * BS + tl.arange(0, BS)[None, :]
-            tl.store(own + place, find_bucket(apart, cells, ASM).to(own.dtype.element_ty), live[:, None])
+            apart = (high[None, :] - key_high[:, None]) + (low[None, :] - key_low[:, None])
+            place = own_places((i * ROWS + tl.arange(0, ROWS))[None, :], tl.arange(0, BS)[:, None], BS)
+            bucket = find_bucket(apart, cells, ASM).to(own.dtype.element_ty)
+            tl.store(own + slot.to(tl.int64) * (BS * BS) + place, bucket)  # also where no token is: tiles read it
 
 
 def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets):
@@ -100,7 +101,7 @@ def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, n
         seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets
     )
     # What no program writes.
-    unwritten = times, spans, means, summaries, places, origins, key_places, own[timestamps.shape[0] :]
+    unwritten = times, spans, means, summaries, places, origins, key_places
     torch._foreach_zero_([x.view(torch.float32) for x in unwritten])
     if timestamps.shape[0] and spans.shape[0]:
         num_seqs, pitch, asm = seq_offsets.shape[0] - 1, times.shape[1], proven(seq_offsets.device)
@@ -131,7 +132,7 @@ def _fake_times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_si
         new(cdiv(tokens, 16) * 16 + MARGIN, dtype=torch.float32),
         new(slots, 2, dtype=torch.float32),
         new(cdiv(tokens, 16) * 16 + MARGIN, dtype=torch.float32),
-        new(tokens + MARGIN, block_size, dtype=torch.int16),
+        new(tokens // block_size + num_seqs, block_size**2, dtype=torch.int16),
     ]
 
 

@@ -26,11 +26,11 @@ from hstu_sparse.bsa.query_tiles import (
     chosen_ends,
     chosen_first,
     find_queries,
+    in_block,
     keys_position,
     means_ends,
     means_position,
     means_time,
-    own_places,
 )
 from hstu_sparse.bsa.reach import MOST_EDGES
 from hstu_sparse.tiles import (
@@ -292,9 +292,7 @@ def bsa_query_bwd_dq_kernel(
                     acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
                     buckets = None
                     if OWN and SUMS and bias.time is not None:
-                        buckets = own_buckets(
-                            bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM
-                        )
+                        buckets = own_buckets(bias, *in_block(asks, c, BN, BS), 0, BS, ASM)
                     sums = add_keys_gradient(
                         tables, pitch, sums, grad, slc if FIRST else None, bias, found, None, None, buckets, t, s,
                         begin - c, (c - nearest) % SPAN, SUMS, SPAN, ASM,
@@ -307,6 +305,8 @@ def bsa_query_bwd_dq_kernel(
 
     complete = (t + 1) // BS
     means_branch = tl.zeros([BM], tl.float32)
+    if SUMS:  # read again: a register less until here
+        cmp = tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS
     if end >= BS:  # see the head of this file
         for SEVERAL in tl.static_range(1 if bias.time is None else 2):
             begin_at, end_at = (plain, end // BS) if SEVERAL else (0, plain)

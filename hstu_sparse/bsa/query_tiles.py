@@ -143,14 +143,15 @@ def band_bias(
         reaches = tl.zeros([BM], tl.int32), MOST_EDGES + 1, 0, 0
     time, found = keys_time(bias, asks, c, load_origin(bias, asks.block_row + c // BS, ASM), reaches, BN, ASM)
     if OWN:
-        time = own_tile(bias, asks.start + asks.begin, asks.lane, own_places(c, BN, BS), 0, BS, ASM)
+        time = own_tile(bias, *in_block(asks, c, BN, BS), 0, BS, ASM)
     return (keys_position(bias, asks, c, BN, ASM), time), found
 
 
 @triton.jit
-def own_places(c, BN: tl.constexpr, BS: tl.constexpr):
-    """Where the keys c .. c + BN - 1 stand in their block."""
-    return tl.cast(c % BS, tl.int64) + tl.arange(0, BN).to(tl.int64)
+def in_block(asks, c, BN: tl.constexpr, BS: tl.constexpr):
+    """What `own_tile` wants of queries and the keys c .. c + BN - 1 in one block."""
+    queries, keys = (asks.begin % BS, asks.lane), (c % BS, tl.arange(0, BN).to(tl.int64))
+    return asks.block_row + asks.begin // BS, queries, keys
 
 
 @triton.jit

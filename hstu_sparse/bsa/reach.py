@@ -36,6 +36,8 @@ SHORT_SHIFT, SHORT = tl.constexpr(8), tl.constexpr(0xFF)
 # Parts of a block's list of groups, by edges: over MOST_EDGES, over a few, over 0, none. A few are 1 where groups fill
 # a tile, whose single edges have a loop of their own, else 2.
 PARTS = tl.constexpr(4)
+# Queries whose buckets in the plan stand side by side.
+TOGETHER = tl.constexpr(8)
 # Of the map of means: the least tile of queries that it tells apart, and the blocks that it sums up.
 LEAST_TILE, CHUNK = tl.constexpr(64), tl.constexpr(32)
 
@@ -106,6 +108,16 @@ def find_bucket(difference, cells, ASM: tl.constexpr):
     cell = look_up(cells, ((bits >> CELL_SHIFT) - FIRST_CELL).to(tl.int64), ASM)
     edge = (cell.to(tl.uint32, bitcast=True) >> 12).to(tl.int32)
     return (cell & 0xFFF) + ((bits & CELL_REST) > edge).to(tl.int32)
+
+
+@triton.jit
+def own_places(queries, keys, BS: tl.constexpr):
+    """Where a block of the plan's `own` has the buckets between its queries and keys, by their places in the block.
+
+    Those of TOGETHER queries and a key stand side by side: for a tile of queries and keys, whichever way it lies in
+    registers, a warp then reads few lines of memory.
+    """
+    return queries // TOGETHER * (TOGETHER * BS) + queries % TOGETHER + keys * TOGETHER
 
 
 @triton.jit
