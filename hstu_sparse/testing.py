@@ -3,6 +3,7 @@
 Letters: T tokens of the batch, B sequences, N max_seq_len.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -91,7 +92,7 @@ def compare_with_reference(
 
     `kernel` and `reference` take the inputs as keywords and return one tensor. Floating-point inputs get gradients;
     the others (None, integers) are passed as they are. See `assert_within_budget`, whose `terms` a function of the
-    output's gradient gives by name.
+    output's gradient gives by name, once and only if they are asked for.
     """
 
     def wide(x):
@@ -103,11 +104,11 @@ def compare_with_reference(
     actual = gradients(kernel, inputs, grad)
     lossy = gradients(reference, inputs, grad)
     exact = gradients(reference, {name: wide(x) for name, x in inputs.items()}, grad)
-    sizes = terms(grad) if terms else {}
+    sizes = functools.cache(lambda: terms(grad) if terms else {})
     for name in actual:
         assert_within_budget(
             name, actual[name], lossy[name], exact[name], factor=factor, floor=(floor or {}).get(name),
-            terms=sizes.get(name),
+            terms=lambda name=name: sizes().get(name),
         )  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def assert_within_budget(
     *,
     factor: float = 2.0,
     floor: float | None = None,
-    terms: torch.Tensor | None = None,
+    terms: Callable[[], torch.Tensor | None] = lambda: None,
 ) -> None:
     """The kernel may lose `factor` times what the reference itself loses in this dtype, and not more.
 
@@ -130,8 +131,8 @@ def assert_within_budget(
         floor: an error relative to the size of `exact` that is always allowed; defaults to two roundings of the dtype.
             Of few numbers more is: what the reference loses on n of them is known to 1/sqrt(n), and of one it may be
             nothing by chance.
-        terms: of the shape of `exact`, the size of what cancels in it, where that may be nearly all. The floor is
-            relative to it if that is larger.
+        terms: gives, of the shape of `exact`, the size of what cancels in it, where that may be nearly all. The floor
+            is relative to it if that is larger. Called if the error is over the budget without.
 
     Two errors are held against the budget: the norm of the difference, and its largest element (with twice the
     allowance, since a maximum scatters).
@@ -150,9 +151,10 @@ def assert_within_budget(
         ("norm", lambda x: x.norm().item(), factor),
         ("largest element", lambda x: x.abs().max().item(), 2 * factor),
     ):
-        size = max(measure(exact), 0.0 if terms is None else measure(terms.detach().cpu().double()))
+        size, got = measure(exact), measure(error)
+        if got > allowance * max(measure(own), floor * size) and (cancels := terms()) is not None:
+            size = max(size, measure(cancels.detach().cpu().double()))
         budget = allowance * max(measure(own), floor * size)
-        got = measure(error)
         where = int(error.abs().argmax())
         assert got <= budget, (
             f"{name}: {what} of the error is {got:.3e}, the budget {budget:.3e} ({allowance:g} times the reference's "

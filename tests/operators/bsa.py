@@ -7,9 +7,8 @@ from hstu_sparse.bsa import bsa_attention_reference
 from hstu_sparse.relative_bias import RelativeBias, pair_bias
 from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.operators import Launches
-from tests.table_terms import sizes_of_terms
+from tests.terms import sizes_of_terms
 
-FEW_TOKENS = 64
 GATES = ("g_cmp", "g_slc", "g_swa")
 # Bytes of local memory a thread may use for registers that do not fit. The key-major backward holds two accumulators of
 # 64 x 128; with fewer rows, or more warps, nothing spills, and it is slower (docs/bsa.md).
@@ -134,14 +133,11 @@ def agree(inputs, offsets, max_seq_len, shape, times=None):
         return bsa_attention_reference(*given, **shape, bias=bias, alpha=alpha, block_indices=chosen)[0]
 
     def terms(grad):
-        """Of a few tokens those of the tables' gradients may cancel."""
         x = {name: x.detach().cpu().double() for name, x in inputs.items()}
         by_head = [name for name in x if name not in ("position", "time")]
-
-        def alone(h, **x):
-            return reference(**x, chosen=indices[:, h : h + 1].cpu())
-
-        return {n: sizes.sqrt() for n, sizes in sizes_of_terms(alone, x, grad.cpu().double(), by_head).items()}
+        return sizes_of_terms(
+            lambda heads, **x: reference(**x, chosen=indices[:, heads].cpu()), x, grad.cpu().double(), by_head, fp32
+        )
 
     # fp32: three tf32 products stand for one of fp32, so the floor is a few roundings higher. A table's entry is a sum
     # of up to millions of terms, which are added in fp32.
@@ -156,8 +152,7 @@ def agree(inputs, offsets, max_seq_len, shape, times=None):
     floor |= {
         f"grad of {n}": max(least, 64 * torch.finfo(inputs[n].dtype).eps) for n in ("position", "time") if n in inputs
     }
-    cancel = 0 < inputs["q"].shape[0] <= FEW_TOKENS
-    compare_with_reference(kernel, reference, inputs, factor=3, floor=floor, terms=terms if cancel else None)
+    compare_with_reference(kernel, reference, inputs, factor=3, floor=floor, terms=terms)
 
 
 def check_choice(indices, inputs, offsets, shape, alpha, times=None):

@@ -83,7 +83,7 @@ def agree(inputs, offsets, N, rate, top_k, *, scale=None, factor=3.0, rope_base=
     for name in actual:
         assert_within_budget(
             name, actual[name], lossy[name], exact[name],
-            factor=factor, floor=(floor or {}).get(name), terms=terms.get(name),
+            factor=factor, floor=(floor or {}).get(name), terms=lambda name=name: terms.get(name),
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import torch
 from hstu_sparse import RelativeBias, ring_hstu_attention
 from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.operators import Launches
+from tests.terms import TABLES, sizes_of_terms
 
 
 def draw(random, small):
@@ -40,14 +41,14 @@ def check(device, *, lengths, gap, heads, size, value_size, dtype, window, posit
     }
     generator = torch.Generator().manual_seed(seed)
     if position:
-        inputs["table"] = torch.randn(longest, generator=generator).to(device)
+        inputs["position"] = torch.randn(longest, generator=generator).to(device)
     if timed:
-        inputs["buckets"] = torch.randn(41, generator=generator).to(device)
+        inputs["time"] = torch.randn(41, generator=generator).to(device)
     places = [torch.arange(n) + gap * (torch.arange(n) >= n // 2) for n in lengths]
     times = make_timestamps(lengths, seed=seed, device=device) if timed else None
 
-    def attend(q, k, v, table=None, buckets=None, *, backend):
-        bias = RelativeBias(table, buckets, times, None if times is None else times + 977)
+    def attend(q, k, v, position=None, time=None, *, backend):
+        bias = RelativeBias(position, time, times, None if times is None else times + 977)
         return ring_hstu_attention(
             q, k, v, torch.cat(places).to(device), longest, seq_offsets=make_offsets(lengths, device=device),
             window_size=window, bias=bias, backend=backend,
@@ -61,8 +62,13 @@ def check(device, *, lengths, gap, heads, size, value_size, dtype, window, posit
     # such errors, of either sign as the terms, are to the sum what they are to a term.
     pairs = heads * sum(n * (n + 1) // 2 for n in lengths)
     least = max(1e-5, 2**-24 * pairs**0.5)
-    floor = dict.fromkeys(("grad of table", "grad of buckets"), least if dtype == torch.float32 else max(2**-13, least))
-    compare_with_reference(kernel, reference, inputs, factor=4.0, floor=floor)
+    floor = dict.fromkeys(TABLES, least if dtype == torch.float32 else max(2**-13, least))
+
+    def terms(grad):
+        wide = {name: x.double() for name, x in inputs.items()}
+        return sizes_of_terms(lambda heads, **x: reference(**x), wide, grad.double(), "qkv", dtype == torch.float32)
+
+    compare_with_reference(kernel, reference, inputs, factor=4.0, floor=floor, terms=terms)
 
 
 def launches():

@@ -1,0 +1,69 @@
+"""What attention with SiLU sums, for checks: where terms cancel, the sum says little of what it may lose."""
+
+from collections.abc import Callable, Iterable
+from unittest import mock
+
+import torch
+
+from hstu_sparse import relative_bias
+from hstu_sparse.testing import gradients
+
+TABLES = ("grad of position", "grad of time")
+# Up to so many tokens fp32 is held against what products sum, since nearly nothing may be left of all of them. With 16
+# bits results are rounded, by more than that changes.
+FEW_TOKENS = 8
+
+# reference(heads, **inputs): the output [T, heads, V] of a slice of the heads, for those of the inputs.
+Reference = Callable[..., torch.Tensor]
+
+
+def sizes_of_terms(
+    reference: Reference, inputs: dict, grad: torch.Tensor, by_head: Iterable[str], few: bool
+) -> dict[str, torch.Tensor]:
+    """By name, of the output's or gradient's shape, the size of what cancels there, as `assert_within_budget` takes it.
+
+    The tables' gradients `position` and `time` are sums over pairs: the root of their terms' summed squares. With `few`
+    all of up to FEW_TOKENS tokens are what they were if nothing cancelled.
+
+    inputs: in fp64; by_head: those of them that are [T, H, ...]; grad: the output's, [T, H, V].
+    """
+    if few and grad.shape[0] <= FEW_TOKENS:
+        sizes = {n: x.abs() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
+        return gradients(lambda **x: reference(slice(None), **x), sizes, grad.abs())
+    return {name: x.sqrt() for name, x in _squares_of_terms(reference, inputs, grad, by_head).items()}
+
+
+def _squares_of_terms(
+    reference: Reference, inputs: dict, grad: torch.Tensor, by_head: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """The gradients of the tables `position` and `time` among the inputs (fp64), with every term squared.
+
+    Of a reference made linear, so that the scores' gradients are dP, and head by head, since heads share their bias.
+    Arguments as of `sizes_of_terms`.
+    """
+    squares = _Squares.apply
+    with (
+        mock.patch.object(torch.nn.functional, "silu", lambda scores: scores),
+        mock.patch.object(relative_bias, "look_up", lambda table, index: squares(table, index)),
+    ):
+        found = []
+        for h in range(grad.shape[1]):
+            head = slice(h, h + 1)
+            own = inputs | {name: inputs[name][:, head] for name in by_head}
+            found.append(gradients(lambda head=head, **x: reference(head, **x), own, grad[:, head]))
+    return {name: sum(head[name] for head in found) for name in TABLES if name in found[0]}
+
+
+class _Squares(torch.autograd.Function):
+    """table[index] whose gradient sums the squares of what comes."""
+
+    @staticmethod
+    def forward(ctx, table, index):
+        ctx.save_for_backward(index)
+        ctx.size = table.shape[0]
+        return table[index.long()]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (index,) = ctx.saved_tensors
+        return torch.bincount(index.flatten(), weights=grad.flatten().square(), minlength=ctx.size), None
