@@ -247,8 +247,8 @@ def test_batches_without_tokens_train(kind, sequences):
         (1, False, 7456, "from about 7,457 tokens.* dense attention is faster"),
         (4, False, 200, "from about 6,900 tokens"),
         (64, False, 2710, None),
-        (64, True, 2710, "from about 3,359 tokens.* both biases.* dense attention is faster"),
-        (2, True, 200, "from about 10,116 tokens"),
+        (64, True, 2710, "from about 2,901 tokens.* both biases.* dense attention is faster"),
+        (2, True, 200, "from about 9,908 tokens"),
         (2, True, 16384, None),
     ],
 )
