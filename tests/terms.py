@@ -1,4 +1,4 @@
-"""What attention with SiLU sums, for checks: where terms cancel, the sum says little of what it may lose."""
+"""What attention sums, for checks: where terms cancel, the sum says little of what it may lose."""
 
 from collections.abc import Callable, Iterable
 from unittest import mock
@@ -31,6 +31,23 @@ def sizes_of_terms(
         sizes = {n: x.abs() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
         return gradients(lambda **x: reference(slice(None), **x), sizes, grad.abs())
     return {name: x.sqrt() for name, x in _squares_of_terms(reference, inputs, grad, by_head).items()}
+
+
+def sizes_under_softmax(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, scale: float
+) -> dict[str, torch.Tensor]:
+    """What cancels in the gradients of q [T, H, D] and k [S, Hkv, D] of up to FEW_TOKENS queries in fp32, else nothing.
+
+    They sum p (do.v - do.o) times a key or query: here every do.v is what it were if nothing cancelled and the greatest
+    values, v [S, Hkv, V], were seen, and so is a key.
+    """
+    if not 0 < q.shape[0] <= FEW_TOKENS or not k.shape[0] or q.dtype != torch.float32:
+        return {}
+    groups = k.shape[1], q.shape[1] // k.shape[1]
+    q, grad = (x.double().abs().unflatten(1, groups) for x in (q, grad))
+    key, value = (x.double().abs().amax(0)[:, None] for x in (k, v))
+    slope = abs(scale) * (grad * value).sum(-1, keepdim=True)  # [T, Hkv, G, 1]
+    return {"grad of q": (slope * key).flatten(1, 2), "grad of k": (slope * q).sum((0, 2)).expand(k.shape)}
 
 
 def _squares_of_terms(

@@ -7,6 +7,7 @@ import torch
 from hstu_sparse.ring import flash_attention
 from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets
 from tests.operators import Launches
+from tests.terms import sizes_under_softmax
 
 
 def draw(random, small):
@@ -77,16 +78,22 @@ def check(device, **case):
     actual, lossy = (gradients(function, inputs, grad.to(inputs["q"])) for function in (kernel, reference))
     exact = gradients(reference, wide, grad.to(wide["q"]))
     # Weights come from a log-sum-exp that is rounded to fp32: relative to them, an error of its size times eps / 2.
-    floor = 4 * torch.finfo(torch.float32).eps if case["dtype"] == "float32" else None
+    fp32 = case["dtype"] == "float32"
+    floor = 4 * torch.finfo(torch.float32).eps if fp32 else None
+    scale = case["size"] ** -0.5 / (1 - case["dropout"])
+    sizes = sizes_under_softmax(**inputs, grad=grad.to(inputs["q"]), scale=scale)
     for name in actual:
-        found = actual[name], lossy[name], exact[name]
+        found, terms = (actual[name], lossy[name], exact[name]), sizes.get(name)
         if name in ("grad of q", "grad of k"):
-            # Where queries see one key, these are 0 but for the rounding of numbers of this size.
+            # Where queries see one key, these are 0 but for the rounding of two numbers of this size that cancel, in
+            # fp32 one of them a sum of three TF32 products.
             size = (case["value_size"] / case["size"]) ** 0.5
             none = (exact[name].abs() < 1e-6 * size).all(-1)
-            assert (actual[name][none].abs() <= 16 * torch.finfo(actual[name].dtype).eps * size).all(), name
+            most = actual[name][none].abs().max().item() if none.any() else 0.0
+            allowed = (64 if fp32 else 16) * torch.finfo(actual[name].dtype).eps * size
+            assert most <= allowed, f"{name}: {most:.2e} in place of 0, {allowed:.2e} is allowed"
             found = [x[~none] for x in found]
-        assert_within_budget(name, *found, factor=4.0, floor=floor)
+        assert_within_budget(name, *found, factor=4.0, floor=floor, terms=lambda terms=terms: terms)
 
 
 def launches():

@@ -12,6 +12,7 @@ from hstu_sparse.htree.compare import misplaced, walk_kernel
 from hstu_sparse.htree.reference import Tree, attend_queries, htree_attention_reference, queries_at_once
 from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets
 from tests.operators import Launches
+from tests.terms import sizes_under_softmax
 
 
 def make_inputs(lengths, heads, kv_heads, head_size, value_size, device="cpu", dtype=torch.float32, **options):
@@ -80,6 +81,7 @@ def agree(inputs, offsets, N, rate, top_k, *, scale=None, factor=3.0, rope_base=
     actual, lossy = gradients(kernel, inputs, grad), gradients(reference, inputs, grad)
     exact = gradients(reference, {name: x.double() for name, x in inputs.items()}, grad)
     terms = first_terms(**inputs, grad=grad, offsets=offsets, scale=width)
+    terms |= sizes_under_softmax(**inputs, grad=grad, scale=width)
     for name in actual:
         assert_within_budget(
             name, actual[name], lossy[name], exact[name],

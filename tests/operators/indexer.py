@@ -19,7 +19,7 @@ from hstu_sparse import (
 )
 from hstu_sparse.testing import compare_with_reference, gradients, make_offsets, make_timestamps
 from tests.operators import Launches
-from tests.terms import FEW_TOKENS
+from tests.terms import FEW_TOKENS, sizes_under_softmax
 
 # An entry of a table's gradient sums thousands of fp32 terms of either sign; the reference adds them in fp64.
 TABLE_FLOORS = {"grad of position": 1e-5, "grad of time": 1e-5}
@@ -158,7 +158,7 @@ def near_kink(iq, ik, lengths):
 
 def scores_terms(reference, inputs, grad):
     """The size of what cancels: in scores what the index heads add; of few tokens what every product sums."""
-    if grad.shape[0] <= FEW_TOKENS and inputs["iq"].dtype == torch.float32:
+    if grad.shape[0] <= FEW_TOKENS:  # scores are fp32 whatever the inputs are
         return gradients(reference, {name: x.abs() for name, x in inputs.items()}, grad.abs())
     with torch.no_grad():
         return {"output": reference(**(inputs | {"w": inputs["w"].abs()}))}
@@ -186,12 +186,16 @@ def compare(function, inputs, repeated=False):
             return {"output": torch.tensor(0.02)}  # it sums differences of logarithms of about 1
         if repeated:
             return gradients(reference, inputs, grad.abs()) | scores_terms(reference, inputs, grad)
-        if "q" not in inputs or not ("position" in inputs or "time" in inputs):
+        if "q" not in inputs:
             return {}
+        q, k, v = inputs["q"], inputs["k"][:, None], inputs["v"][:, None]
+        sizes = sizes_under_softmax(q, k, v, grad, q.shape[2] ** -0.5)
+        if not ("position" in inputs or "time" in inputs):
+            return sizes
         # Softmax's gradients of a query's pairs add up to 0, in a table where they share a bucket. Root of the sum of
         # their squares: what q's gradient is where keys are normal numbers.
         size = gradients(reference, inputs, grad)["grad of q"].double().norm()
-        return {"grad of position": size, "grad of time": size}
+        return sizes | {"grad of position": size, "grad of time": size}
 
     compare_with_reference(
         functools.partial(function, backend="triton"), reference, inputs, factor=4.0, floor=floors, terms=terms
