@@ -131,8 +131,8 @@ def assert_within_budget(
         floor: an error relative to the size of `exact` that is always allowed; defaults to two roundings of the dtype.
             Of few numbers more is: what the reference loses on n of them is known to 1/sqrt(n), and of one it may be
             nothing by chance.
-        terms: gives, of the shape of `exact`, the size of what cancels in it, where that may be nearly all. The floor
-            is relative to it if that is larger. Called if the error is over the budget without.
+        terms: gives the size of what cancels in `exact`, where that may be nearly all: of its elements, or a number for
+            all. The floor is relative to it if that is larger. Called if the error is over the budget without.
 
     Two errors are held against the budget: the norm of the difference, and its largest element (with twice the
     allowance, since a maximum scatters).

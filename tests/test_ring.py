@@ -19,7 +19,8 @@ def found(world: int) -> list:
     return run_ranks(all_of_rank, world, world, CASES, "reference")
 
 
-def check(form, option, world, ranks):
+def assert_as_one_process(form, option, world, ranks):
+    """What `world` processes found is what one finds with all tokens."""
     for rank in ranks:
         if not isinstance(rank, dict):
             raise AssertionError(f"a rank failed: {rank}")
@@ -45,17 +46,18 @@ def check(form, option, world, ranks):
 
 @pytest.mark.parametrize(("form", "option"), CASES)
 def test_two_processes_equal_one(form, option):
-    check(form, option, 2, found(2))
+    assert_as_one_process(form, option, 2, found(2))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("option", ["causal", "all at once"])
 def test_no_process_group(form, option):
-    check(form, option, 1, [{(form, option): of_rank(0, 1, form, option, "reference")}])
+    assert_as_one_process(form, option, 1, [{(form, option): of_rank(0, 1, form, option, "reference")}])
 
 
 def test_a_group_of_one():
-    check("zigzag varlen", "causal", 1, run_ranks(all_of_rank, 1, 1, [("zigzag varlen", "causal")], "reference"))
+    ranks = run_ranks(all_of_rank, 1, 1, [("zigzag varlen", "causal")], "reference")
+    assert_as_one_process("zigzag varlen", "causal", 1, ranks)
 
 
 def by_single_heads(rank, *arguments):
@@ -69,7 +71,7 @@ def test_heads_go_round_one_after_another():
     cases = [(form, option) for form in FORMS for option in options]
     ranks = run_ranks(by_single_heads, 2, 2, cases, "reference")
     for form, option in cases:
-        check(form, option, 2, ranks)
+        assert_as_one_process(form, option, 2, ranks)
 
 
 KERNEL_CASES = [("zigzag varlen", "all at once")]
@@ -82,4 +84,4 @@ def test_kernels_in_the_interpreter():
     for function, cases in ((all_of_rank, KERNEL_CASES), (by_single_heads, [("zigzag varlen", "shared keys")])):
         ranks = run_ranks(function, 2, 2, cases, "triton")
         for form, option in cases:
-            check(form, option, 2, ranks)
+            assert_as_one_process(form, option, 2, ranks)

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.ring_cases import CASES
-from tests.test_ring import check, found
+from tests.test_ring import assert_as_one_process, found
 
 
 @pytest.mark.parametrize(("form", "option"), CASES)
 def test_four_processes_equal_one(form, option):
-    check(form, option, 4, found(4))
+    assert_as_one_process(form, option, 4, found(4))

@@ -363,9 +363,8 @@ def bsa_select_bwd_dkv_kernel(
                 bias, block, (start + c, lane), c, tl.arange(0, BM), (none, MOST_EDGES + 1, 0, 0), offset, BN, 1, ASM
             )
             if not WINDOW and BM <= BS:
-                slot = start // BS + block.b + block.begin // BS
                 sides = (c - block.begin, lane), (offset, tl.arange(0, BN).to(tl.int64))
-                added = added[0], own_tile(bias, slot, *sides, 1, BS, ASM)
+                added = added[0], own_tile(bias, block.slot, *sides, 1, BS, ASM)
             queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
             upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
             slc = load_gates(g_slc, start + c, live, BM, ASM)
