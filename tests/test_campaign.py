@@ -36,6 +36,11 @@ FIXED: list[tuple[str, dict]] = [
         "contiguous": True, "deterministic": False, "position": True, "buckets": 1, "table_dtype": "float32",
         "spread": 1.0, "seed": 685402465,
     }),
+    ("catalogue_loss", {
+        "tokens": 1, "items": 2, "size": 64, "sampled": "no", "num_negatives": 1, "corrected": False,
+        "normalize": False, "temperature": 4.0, "learned": True, "smoothing": 0.0, "ignored": 0.0, "ids": "int32",
+        "strided": True, "dtype": "bfloat16", "seed": 529130903,
+    }),
     ("dense", {
         "lengths": [28, 1, 1], "longer": 0, "heads": 1, "d": 50, "v": 50, "window": 1, "targets": True,
         "position": False, "time": True, "query_times": False, "ordered": True, "num_buckets": 1, "gap": 60.0,
@@ -50,6 +55,11 @@ FIXED: list[tuple[str, dict]] = [
         "lengths": [1], "spare": 0, "group": 16, "kv_heads": 2, "head_size": 32, "value_size": 7, "rate": 3, "top_k": 8,
         "scale": None, "dtype": "float32", "offsets": "int32", "contiguous": False, "deterministic": False,
         "seed": 326397,
+    }),
+    ("htree", {
+        "lengths": [256], "spare": 0, "group": 64, "kv_heads": 2, "head_size": 50, "value_size": 256, "rate": 16,
+        "top_k": 8, "scale": 0.5, "dtype": "float16", "offsets": "int64", "contiguous": True, "deterministic": True,
+        "seed": 604586,
     }),
     ("residual", {
         "tokens": 18405, "channels": 2, "dtype": "bfloat16", "added_dtype": "bfloat16", "biased": True, "stride": 2,

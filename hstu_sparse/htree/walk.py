@@ -39,8 +39,10 @@ def load_query(base, row, stride, live, scale, HALF: tl.constexpr, BH: tl.conste
     mask = live[:, None] & (f < HALF)
     low = tl.load(pointers, mask=mask, other=0.0)
     high = tl.load(pointers + HALF, mask=mask, other=0.0)
-    if BH <= 32 and low.dtype != tl.float32:
-        # As results of products they lie as operands of products do, and are turned where they lie.
+    if BH <= 32 and low.dtype != tl.float32 and row.shape[0] < 64:
+        # As results of products they lie as operands of products do, and are turned where they lie. Of 64 rows the two
+        # would be products by wgmma from one buffer of shared memory, for which ptxas forgets a register
+        # (`ahead.unset_registers`).
         one = (f == tl.arange(0, BH)[:, None]).to(low.dtype)
         low, high = tl.dot(low, one, input_precision="ieee"), tl.dot(high, one, input_precision="ieee")
     return low.to(tl.float32) * scale, high.to(tl.float32) * scale

@@ -97,15 +97,41 @@ def check(device, **case):
             assert not x.numel() or x.abs().max() < most, (name, x.abs().max())
         return
     loss, grad, slope = FLOOR[case["dtype"]]
+    floor = {"output": loss, "grad of out": grad, "grad of items": grad, "grad of temperature": slope}
     compare_with_reference(
         lambda **given: catalogue_loss(**given, **options, backend="triton"),
         lambda **given: catalogue_loss(**given, **options, backend="reference"),
         inputs,
         factor=4.0,
-        floor={"output": loss, "grad of out": grad, "grad of items": grad, "grad of temperature": slope},
-        # Where a token has no negatives but its target it is 0, but for the rounding of what cancels.
-        terms=lambda _: {"grad of temperature": torch.tensor(1e-6)},
+        floor=floor,
+        terms=lambda _: {name: x / floor[name] for name, x in rounding(**inputs, **options).items()},
     )
+
+
+@torch.no_grad()
+def rounding(out, items, targets, temperature, normalize, **_) -> dict[str, torch.Tensor]:
+    """By name, about what rounding the scores does to the loss and its gradients.
+
+    A target that is nearly certain has next to no loss: the logarithm of a sum less a score as large, and its
+    probability less 1. Where a token has no negatives but its target the temperature's gradient is 0.
+    """
+    rows = targets.clamp(min=0).long()
+    out, wanted = out.double(), items.double()[rows]
+    if normalize:
+        (out, length), (wanted, height) = ((x / x.norm(dim=-1, keepdim=True), x.norm(dim=-1)) for x in (out, wanted))
+    else:
+        length = height = torch.ones_like(rows, dtype=torch.float64)
+    terms = out * wanted / temperature
+    score, known = terms.sum(-1).abs(), targets >= 0
+    off = 2.0**-21 * (1 + score + terms.norm(dim=-1)) * known / known.sum().clamp(min=1)
+    of_out = (off / length / temperature)[:, None] * wanted.abs()
+    of_wanted = (off / height / temperature)[:, None] * out.abs()
+    return {
+        "output": off.sum(),
+        "grad of out": of_out,
+        "grad of items": torch.zeros_like(items, dtype=torch.float64).index_add_(0, rows, of_wanted),
+        "grad of temperature": off @ score / temperature,
+    }
 
 
 def launches():
