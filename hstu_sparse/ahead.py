@@ -74,7 +74,7 @@ def report(kernel: CompiledKernel) -> dict:
 
     Returns:
         dict with `name`, `arch`, `registers`, `local_bytes` (stack and spills, per thread), `shared_bytes` (dynamic and
-        static, from sm_90 on with 1 KB of the driver's), `unset_registers` and `added_twice` (see below),
+        static, from sm_90 on with 1 KB of the driver's), `unset_registers`, `early_reloads` and `added_twice` (below),
         `matrix_instructions` (names of the tensor cores' instructions), `asm`.
     """
     tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
@@ -95,6 +95,7 @@ def report(kernel: CompiledKernel) -> dict:
         "shared_bytes": kernel.metadata.shared + static,
         # Blackwell's instructions, and where they put their operands, are others.
         "unset_registers": unset_registers(listing.stdout) if kernel.metadata.target.arch <= 90 else [],
+        "early_reloads": early_reloads(listing.stdout),
         "added_twice": _added_twice(kernel.asm["ttgir"]),
         "matrix_instructions": sorted(
             set(re.findall(r"\b(?:HGMMA|QGMMA|IGMMA|HMMA|IMMA|UTC\w*MMA)\b", listing.stdout))
@@ -137,6 +138,38 @@ def unset_registers(listing: str) -> list[str]:
     buffer of shared memory), and the kernel to read outside of its memory, or another tile. Nothing reports it.
     """
     return _never_written(listing) + _left_over(listing)
+
+
+def early_reloads(listing: str) -> list[str]:
+    """Instructions of a disassembly that load a spilled register from where nothing lies that is still wanted.
+
+    A load that is marked as the last use of what was stored (LDL.LU) must be followed by a store before the next load.
+    ptxas 12.8 was seen to put the load of half a register in front of the store (kernels that spill 4 KB a thread), and
+    the kernel to compute with what another register had left there. Nothing reports it.
+    """
+    found = []
+    gone: set[int] = set()  # bytes of the stack whose last use has been, since the last label
+    for line in listing.splitlines():
+        if re.match(r"\s*\.L\w*:", line):
+            gone.clear()
+        match = re.search(r"\b(LDL|STL)(\S*) .*\[R1(?:\+(0x[0-9a-f]+))?\]", line)
+        if not match:
+            continue
+        name, kind, offset = match.groups()
+        width = next((n for what, n in _WIDTHS.items() if what in kind), 4)
+        begin = int(offset or "0", 16)
+        place = set(range(begin, begin + width))
+        if name == "STL":
+            gone -= place
+        elif place & gone:
+            found.append(line.strip())
+        elif ".LU" in kind and "@" not in line:
+            gone |= place
+    return found
+
+
+# Bytes that LDL and STL move: 4, unless they say otherwise.
+_WIDTHS = {".128": 16, ".64": 8, "16": 2, "8": 1}
 
 
 def _instructions(listing: str) -> Iterator[tuple[str, str, str]]:

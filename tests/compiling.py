@@ -49,6 +49,7 @@ def compile_test(*names: str, architectures: tuple[int, ...] = (80, 90, 100, 120
             if k["local_bytes"] > k["allowed"]
             or k["shared_bytes"] > SHARED.get(k["arch"], k["shared_bytes"])
             or k["unset_registers"]
+            or k["early_reloads"]
             or k["added_twice"]
             or k["memory_assembly"]
         ]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hstu_sparse.ahead import unset_registers
+from hstu_sparse.ahead import early_reloads, unset_registers
 from tests.compiling import compiled
 
 pytest.importorskip("triton")
@@ -29,3 +29,20 @@ def test_a_descriptor_made_of_what_another_left_is_found():
     assert unset_registers(forgotten) == [wrong]
     assert unset_registers(copied) == []
     assert wrong in unset_registers(wrong)
+
+
+def test_a_reload_in_front_of_its_store_is_found():
+    """As ptxas placed one: the slot's last load was elsewhere, and what is wanted is stored four instructions later."""
+    wrong = "/*44d40*/                   LDL.LU.S16 R252, [R1+0x38] ;"
+    lines = [
+        "        /*3fb40*/                   STL.64 [R1+0x38], R14 ;",
+        "        /*407e0*/                   LDL.LU.64 R22, [R1+0x38] ;",
+        f"        {wrong}",
+        "        /*44d80*/                   STL [R1+0x38], R227 ;",
+        "        /*494e0*/                   LDL.LU.S16 R227, [R1+0x3a] ;",
+    ]
+    assert early_reloads("\n".join(lines)) == [wrong]
+    right = [*lines[:2], lines[3], lines[2], lines[4]]
+    assert early_reloads("\n".join(right)) == []
+    # Behind a label what came before is one way to it of several.
+    assert early_reloads("\n".join([*lines[:2], ".L_x_3:", *lines[2:]])) == []

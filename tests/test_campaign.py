@@ -89,6 +89,12 @@ FIXED: list[tuple[str, dict]] = [
         "clip": 1.0, "ordered": False, "softmax": True, "rope": True, "position": True, "timed": False, "splits": None,
         "contiguous": True, "seed": 661592650,
     }),
+    ("rotatekv", {
+        "lengths": [1323, 1819, 1076, 303, 1], "asked": [6, 61, 0, 126, 0], "max_seq_len": 1819, "groups": 1,
+        "head_size": 128, "value_size": 96, "dtype": "float16", "bits": 3, "head_group": 4, "quant_group": 128,
+        "sparsity": 0.8105972604593938, "sink_tokens": 0, "clip": 1.0, "ordered": True, "softmax": True, "rope": False,
+        "position": True, "timed": False, "splits": 1, "contiguous": True, "seed": 1845854705,
+    }),
     ("ring_hstu", {
         "lengths": [1500, 1500, 1, 0, 1], "gap": 0, "heads": 1, "size": 16, "value_size": 128, "dtype": "float32",
         "window": 0, "position": True, "timed": True, "seed": 140267346,

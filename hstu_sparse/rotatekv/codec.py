@@ -17,14 +17,20 @@ ROUND = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def sign(i, j):
-    """(-1) ** popcount(i & j), fp32, for numbers below 2^16."""
+def odd(i, j):
+    """popcount(i & j) & 1, for numbers below 2^16."""
     parity = i & j
     parity ^= parity >> 8
     parity ^= parity >> 4
     parity ^= parity >> 2
     parity ^= parity >> 1
-    return 1.0 - 2.0 * (parity & 1).to(tl.float32)
+    return parity & 1
+
+
+@triton.jit
+def sign(i, j):
+    """(-1) ** popcount(i & j), fp32, for numbers below 2^16."""
+    return 1.0 - 2.0 * odd(i, j).to(tl.float32)
 
 
 @triton.jit

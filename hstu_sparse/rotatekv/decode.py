@@ -15,6 +15,7 @@ from hstu_sparse.rotatekv.codec import (
     load_block,
     load_codes,
     load_kept,
+    odd,
     sign,
 )
 from hstu_sparse.rotatekv.encode import key_ranges, rotated_blocks, value_blocks
@@ -28,7 +29,9 @@ def matrix_block(
 ):  # fmt: skip
     """What block i of the codes gives to OW channels from `first` on: [BW, PAD], 1 and -1, zero behind OW.
 
-    order: where each channel stands among the permuted ones; without it the sign of the blocks is left out.
+    order: where each channel stands among the permuted ones; without it the sign of the blocks is left out. DTYPE: of
+    16 bits. The numbers are put together as such: converted ones come two in a register, and where ptxas 12.8 spills
+    4 KB a thread it has loaded one of the two again before both were stored (`ahead.early_reloads`).
     """
     row = tl.arange(0, BW)
     column = tl.arange(0, PAD)
@@ -37,10 +40,11 @@ def matrix_block(
         place = tl.load(order + first + column, column < OW, 0).to(tl.int32)
     else:
         place = first % BW + column
-    matrix = sign(row[:, None], place[None, :])
+    ONE: tl.constexpr = 0x3C00 if tl.float16 == DTYPE else 0x3F80
+    bits = ONE | (odd(row[:, None], place[None, :]) << 15)
     if PAD != OW:
-        matrix = tl.where((column < OW)[None, :], matrix, 0.0)
-    return matrix.to(DTYPE)
+        bits = tl.where((column < OW)[None, :], bits, 0)
+    return bits.to(tl.int16).to(DTYPE, bitcast=True)
 
 
 @triton.jit

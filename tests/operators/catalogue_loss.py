@@ -110,11 +110,12 @@ def check(device, **case):
 
 @torch.no_grad()
 def rounding(out, items, targets, temperature, normalize, **_) -> dict[str, torch.Tensor]:
-    """By name, about what rounding the scores does to the loss and its gradients.
+    """By name, about what rounding the scores does to the loss and its gradients, and 16 bits to the softmax of dout.
 
     A target that is nearly certain has next to no loss: the logarithm of a sum less a score as large, and its
     probability less 1. Where a token has no negatives but its target the temperature's gradient is 0.
     """
+    rounded = 0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps / 2
     rows = targets.clamp(min=0).long()
     out, wanted = out.double(), items.double()[rows]
     if normalize:
@@ -122,15 +123,15 @@ def rounding(out, items, targets, temperature, normalize, **_) -> dict[str, torc
     else:
         length = height = torch.ones_like(rows, dtype=torch.float64)
     terms = out * wanted / temperature
-    score, known = terms.sum(-1).abs(), targets >= 0
-    off = 2.0**-21 * (1 + score + terms.norm(dim=-1)) * known / known.sum().clamp(min=1)
-    of_out = (off / length / temperature)[:, None] * wanted.abs()
+    score, share = terms.sum(-1).abs(), (targets >= 0) / (targets >= 0).sum().clamp(min=1)
+    off = 2.0**-21 * (1 + score + terms.norm(dim=-1)) * share
+    of_out = ((off + rounded * share) / length / temperature)[:, None] * wanted.abs()
     of_wanted = (off / height / temperature)[:, None] * out.abs()
     return {
         "output": off.sum(),
         "grad of out": of_out,
         "grad of items": torch.zeros_like(items, dtype=torch.float64).index_add_(0, rows, of_wanted),
-        "grad of temperature": off @ score / temperature,
+        "grad of temperature": (off + rounded * share) @ score / temperature,
     }
 
 

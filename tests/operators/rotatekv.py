@@ -279,6 +279,23 @@ def launches():
             heads=4,
             architectures=(80, 90),
         ),
+        # Registers by the thousand that do not fit, of which ptxas has loaded one again before it was stored.
+        case(
+            "attention",
+            bits=3,
+            sparsity=0.8105972604593938,
+            head_group=4,
+            quant_group=128,
+            ordered=True,
+            dtype=torch.float16,
+            heads=4,
+            value_size=96,
+            queries=40,
+            splits=1,
+            local_bytes=5632,
+            architectures=(90,),
+            attend=dict(softmax=True, return_lse=True, way="keys", bias=RelativeBias(torch.zeros(201))),
+        ),
         case("plain"),
         case("plain", attend=dict(rope_base=10000.0), queries=128),
     ]
