@@ -140,38 +140,6 @@ def unset_registers(listing: str) -> list[str]:
     return _never_written(listing) + _left_over(listing)
 
 
-def early_reloads(listing: str) -> list[str]:
-    """Instructions of a disassembly that load a spilled register from where nothing lies that is still wanted.
-
-    A load that is marked as the last use of what was stored (LDL.LU) must be followed by a store before the next load.
-    ptxas 12.8 was seen to put the load of half a register in front of the store (kernels that spill 4 KB a thread), and
-    the kernel to compute with what another register had left there. Nothing reports it.
-    """
-    found = []
-    gone: set[int] = set()  # bytes of the stack whose last use has been, since the last label
-    for line in listing.splitlines():
-        if re.match(r"\s*\.L\w*:", line):
-            gone.clear()
-        match = re.search(r"\b(LDL|STL)(\S*) .*\[R1(?:\+(0x[0-9a-f]+))?\]", line)
-        if not match:
-            continue
-        name, kind, offset = match.groups()
-        width = next((n for what, n in _WIDTHS.items() if what in kind), 4)
-        begin = int(offset or "0", 16)
-        place = set(range(begin, begin + width))
-        if name == "STL":
-            gone -= place
-        elif place & gone:
-            found.append(line.strip())
-        elif ".LU" in kind and "@" not in line:
-            gone |= place
-    return found
-
-
-# Bytes that LDL and STL move: 4, unless they say otherwise.
-_WIDTHS = {".128": 16, ".64": 8, "16": 2, "8": 1}
-
-
 def _instructions(listing: str) -> Iterator[tuple[str, str, str]]:
     """(line, name, operands) of each."""
     for line in listing.splitlines():
@@ -222,4 +190,35 @@ def _never_written(listing: str) -> list[str]:
         if writes:
             span = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
             written |= {int(r) + i for r in re.findall(r"UR(\d+)", target) for i in range(span)}
+    return found
+
+
+# Bytes that LDL and STL move: 4, unless they say otherwise.
+_WIDTHS = {".128": 16, ".64": 8, "16": 2, "8": 1}
+
+
+def early_reloads(listing: str) -> list[str]:
+    """Instructions of a disassembly that load a spilled register from where nothing lies that is still wanted.
+
+    A load that is marked as the last use of what was stored (LDL.LU) must be followed by a store before the next load.
+    ptxas 12.8 was seen to put the load of half a register in front of the store (kernels that spill 4 KB a thread), and
+    the kernel to compute with what another register had left there. Nothing reports it.
+    """
+    found = []
+    # A label may be come to from elsewhere: what lies where is known from there on only.
+    for stretch in re.split(r"^\s*\.L\w*:", listing, flags=re.M):
+        gone: set[int] = set()  # bytes of the stack whose last use has been
+        for line, name, operands in _instructions(stretch):
+            slot = re.search(r"\[R1(?:\+(0x[0-9a-f]+))?\]", operands)
+            if not slot or not name.startswith(("LDL", "STL")):
+                continue
+            begin = int(slot[1] or "0", 16)
+            width = next((n for kind, n in _WIDTHS.items() if kind in name), 4)
+            place = set(range(begin, begin + width))
+            if name.startswith("STL"):
+                gone -= place
+            elif place & gone:
+                found.append(line)
+            elif ".LU" in name and "@" not in line:
+                gone |= place
     return found

@@ -24,8 +24,6 @@ FUNCTIONS = {
     "indexer": ["index_scores", "sparse_attention", "indexer_loss", "compute_index_loss_sparse"],
     "ring_hstu": ["ring_hstu_attention"],
 }
-
-
 CASES = 200
 
 
