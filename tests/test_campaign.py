@@ -104,6 +104,11 @@ FIXED: list[tuple[str, dict]] = [
         "dtype": "float32", "position": False, "time": False, "exact": False, "strided": False,
         "wide_indices": False, "deterministic": False, "seed": 2093244291,
     }),
+    ("indexer", {
+        "operator": "compute_index_loss_sparse", "lengths": [1, 0], "heads": 2, "size": 100, "value_size": 32,
+        "top_k": 7, "dtype": "bfloat16", "position": False, "time": True, "exact": True, "strided": False,
+        "wide_indices": False, "deterministic": False, "seed": 1552576183,
+    }),
 ]  # fmt: skip
 # Each process runs every operator once, so that all of them end at the same time.
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -6,6 +6,7 @@ queries and S keys of a padded chunk.
 
 import contextlib
 import functools
+from unittest import mock
 
 import torch
 
@@ -17,6 +18,8 @@ from hstu_sparse import (
     lightning_indexer,
     sparse_attention,
 )
+from hstu_sparse.indexer import reference as indexer_reference
+from hstu_sparse.indexer.reference import index_divergence
 from hstu_sparse.testing import compare_with_reference, gradients, make_offsets, make_timestamps
 from tests.operators import Launches
 from tests.terms import FEW_TOKENS, sizes_under_softmax
@@ -164,6 +167,16 @@ def scores_terms(reference, inputs, grad):
         return {"output": reference(**(inputs | {"w": inputs["w"].abs()}))}
 
 
+def divergence_terms(reference, inputs, grad):
+    """The size of what cancels: in the loss differences of logarithms of about 1, in scores' gradients pi - p."""
+
+    def of_sum(scores, p, *rest):  # its gradient is pi + p
+        return index_divergence(scores, -p, *rest)
+
+    with mock.patch.object(indexer_reference, "index_divergence", of_sum):
+        return gradients(reference, inputs, grad) | {"output": torch.tensor(0.02)}
+
+
 def compare(function, inputs, repeated=False):
     """repeated: a token's gradients sum those of its slots, each rounded to the inputs' dtype, which may cancel."""
     # Kernels keep a log-sum-exp, whose last bit moves all of a query's weights; table gradients add these moves up.
@@ -183,7 +196,7 @@ def compare(function, inputs, repeated=False):
 
     def terms(grad):
         if divergence:
-            return {"output": torch.tensor(0.02)}  # it sums differences of logarithms of about 1
+            return divergence_terms(reference, inputs, grad)
         if repeated:
             return gradients(reference, inputs, grad.abs()) | scores_terms(reference, inputs, grad)
         if "q" not in inputs:
