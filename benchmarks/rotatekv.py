@@ -24,6 +24,7 @@ def add_arguments(parser):
     parser.add_argument("--queries", type=lambda x: [int(n) for n in x.split(",")], default=[1, 16, 128])
     parser.add_argument("--bits", type=lambda x: [int(n) for n in x.split(",")], default=[2])
     parser.add_argument("--sparsity", type=lambda x: [float(n) for n in x.split(",")], default=[0.0])
+    parser.add_argument("--ordered", action="store_true", help="with the channel order of `calibrate`")
 
 
 def draw(users, length, heads, size, seed):
@@ -37,6 +38,18 @@ def inputs(users, length, heads, size, queries):
     k, v = (draw(users, length, heads, size, seed) for seed in range(2))
     q = draw(users, queries, heads, size, 2)
     return q, make_offsets([queries] * users, device="cuda"), k, v, make_offsets([length] * users, device="cuda")
+
+
+def order_of(k, ordered):
+    from hstu_sparse import calibrate
+
+    return calibrate(k[:10_000]) if ordered else None
+
+
+def packed(k, v, offsets, bits, sparsity, ordered):
+    from hstu_sparse import rotatekv_compress
+
+    return rotatekv_compress(k, v, offsets, bits=bits, sparsity=sparsity, channel_order=order_of(k, ordered))
 
 
 def attend(name, q, q_offsets, cache, length):
@@ -58,15 +71,14 @@ def attend(name, q, q_offsets, cache, length):
 
 
 @functools.cache
-def check(name, heads, size, queries, bits, sparsity):
+def check(name, heads, size, queries, *options):
     """Against the fp64 reference on the same cache, for 2 users with fewer events."""
-    from hstu_sparse import rotatekv_compress
     from hstu_sparse.relative_bias import RelativeBias
     from hstu_sparse.rotatekv import reference
     from hstu_sparse.testing import assert_within_budget
 
     q, q_offsets, k, v, offsets = inputs(2, 1000, heads, size, queries)
-    cache = rotatekv_compress(k, v, offsets, bits=bits, sparsity=sparsity)
+    cache = packed(k, v, offsets, *options)
     call = dict(activation="softmax", alpha=size**-0.5, bias=RelativeBias(), rope_base=BASE if "rope" in name else None)
     low, high = (
         reference.attention_reference(
@@ -90,11 +102,9 @@ def with_replay(call):
     return {"fwd": call, "replay": graph.replay}
 
 
-def run_packed(name, users, length, heads, size, queries, bits, sparsity):
-    from hstu_sparse import rotatekv_compress
-
+def run_packed(name, users, length, heads, size, queries, *options):
     q, q_offsets, k, v, offsets = inputs(users, length, heads, size, queries)
-    cache = rotatekv_compress(k, v, offsets, bits=bits, sparsity=sparsity)
+    cache = packed(k, v, offsets, *options)
     del k, v
     call = lambda: attend(name, q, q_offsets, cache, length)
     return {"fwd": call} if "two stages" in name else with_replay(call)  # decompression asks the GPU how much there is
@@ -113,7 +123,7 @@ def run_sdpa(backend, users, length, heads, size, queries):
     return with_replay(call)
 
 
-def run_compress(users, length, heads, size, bits, sparsity):
+def run_compress(users, length, heads, size, bits, sparsity, ordered):
     """The kernel alone, into a cache that has room: `append` after the page table is made."""
     from hstu_sparse import RotateKVCache
     from hstu_sparse.rotatekv import launchers
@@ -121,7 +131,7 @@ def run_compress(users, length, heads, size, bits, sparsity):
 
     _, _, k, v, offsets = inputs(users, length, heads, size, 1)
     layout = Layout(RotateKVOptions(bits=bits, sparsity=sparsity), heads, size, size)
-    cache = RotateKVCache.empty(layout, users, k.dtype, k.device, None)
+    cache = RotateKVCache.empty(layout, users, k.dtype, k.device, order_of(k, ordered))
     before = cache.seq_offsets
     cache.grow(offsets.diff())
     return {"compress": lambda: launchers.compress(cache, k, v, offsets, before)}
@@ -133,11 +143,11 @@ def run_copy(users, length, heads, size):
     return {"compress": lambda: (k2.copy_(k), v2.copy_(v))}
 
 
-def run_decompress(users, length, heads, size, bits, sparsity):
-    from hstu_sparse import rotatekv_compress, rotatekv_decompress
+def run_decompress(users, length, heads, size, *options):
+    from hstu_sparse import rotatekv_decompress
 
     _, _, k, v, offsets = inputs(users, length, heads, size, 1)
-    cache = rotatekv_compress(k, v, offsets, bits=bits, sparsity=sparsity)
+    cache = packed(k, v, offsets, *options)
     return {"decompress": lambda: rotatekv_decompress(cache)}
 
 
@@ -148,8 +158,8 @@ def cases(arguments):
         whole = users * length * heads * size * 4 / 1e9
         for bits in arguments.bits:
             for sparsity in arguments.sparsity:
-                more = dict(bits=bits, sparsity=sparsity)
-                sizes = (users, length, heads, size, bits, sparsity)
+                more = dict(bits=bits, sparsity=sparsity, ordered=arguments.ordered)
+                sizes = (users, length, heads, size, *more.values())
                 yield Case("compress", shape | more | {"gb": whole}, functools.partial(run_compress, *sizes))
                 yield Case("decompress", shape | more, functools.partial(run_decompress, *sizes))
                 for queries in arguments.queries:
@@ -157,8 +167,8 @@ def cases(arguments):
                         yield Case(
                             name,
                             shape | more | {"queries": queries},
-                            functools.partial(run_packed, name, users, length, heads, size, queries, bits, sparsity),
-                            functools.partial(check, name, heads, size, queries, bits, sparsity),
+                            functools.partial(run_packed, name, users, length, heads, size, queries, *more.values()),
+                            functools.partial(check, name, heads, size, queries, *more.values()),
                         )
         yield Case("copy", shape | {"gb": whole}, functools.partial(run_copy, users, length, heads, size))
         for queries in arguments.queries:
