@@ -36,17 +36,18 @@ def sizes_of_terms(
 def sizes_under_softmax(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, scale: float
 ) -> dict[str, torch.Tensor]:
-    """What cancels in the gradients of q [T, H, D] and k [S, Hkv, D] of up to FEW_TOKENS queries in fp32, else nothing.
+    """What cancels in the gradients of q [T, H, D] and k [S, Hkv, D] of up to FEW_TOKENS queries, of more nothing.
 
-    They sum p (do.v - do.o) times a key or query: here every do.v is what it were if nothing cancelled and the greatest
-    values, v [S, Hkv, V], were seen, and so is a key.
+    They sum p (do.v - do.o) times a key or query: here every do.v is what it were if the greatest values, v [S, Hkv,
+    V], were seen and nothing cancelled, or, in 16 bits, what o's roundings add up to; and so is a key.
     """
-    if not 0 < q.shape[0] <= FEW_TOKENS or not k.shape[0] or q.dtype != torch.float32:
+    if not 0 < q.shape[0] <= FEW_TOKENS or not k.shape[0]:
         return {}
+    order = 1 if q.dtype == torch.float32 else 2
     groups = k.shape[1], q.shape[1] // k.shape[1]
     q, grad = (x.double().abs().unflatten(1, groups) for x in (q, grad))
     key, value = (x.double().abs().amax(0)[:, None] for x in (k, v))
-    slope = abs(scale) * (grad * value).sum(-1, keepdim=True)  # [T, Hkv, G, 1]
+    slope = abs(scale) * (grad * value).norm(order, -1, keepdim=True)  # [T, Hkv, G, 1]
     return {"grad of q": (slope * key).flatten(1, 2), "grad of k": (slope * q).sum((0, 2)).expand(k.shape)}
 
 

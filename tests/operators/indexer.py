@@ -207,7 +207,7 @@ def compare(function, inputs, repeated=False):
             return sizes
         # Softmax's gradients of a query's pairs add up to 0, in a table where they share a bucket. Root of the sum of
         # their squares: what q's gradient is where keys are normal numbers.
-        size = gradients(reference, inputs, grad)["grad of q"].double().norm()
+        size = (sizes or gradients(reference, inputs, grad))["grad of q"].double().norm()
         return sizes | {"grad of position": size, "grad of time": size}
 
     compare_with_reference(
