@@ -202,13 +202,15 @@ def early_reloads(listing: str) -> list[str]:
 
     A load that is marked as the last use of what was stored (LDL.LU) must be followed by a store before the next load.
     ptxas 12.8 was seen to put the load of half a register in front of the store (kernels that spill 4 KB a thread), and
-    the kernel to compute with what another register had left there. Nothing reports it.
+    the kernel to compute with what another register had left there. Nothing reports it. A pair may be loaded for its
+    upper register alone, if the lower one is written before it is read.
     """
     found = []
     # A label may be come to from elsewhere: what lies where is known from there on only.
     for stretch in re.split(r"^\s*\.L\w*:", listing, flags=re.M):
         gone: set[int] = set()  # bytes of the stack whose last use has been
-        for line, name, operands in _instructions(stretch):
+        instructions = list(_instructions(stretch))
+        for i, (line, name, operands) in enumerate(instructions):
             slot = re.search(r"\[R1(?:\+(0x[0-9a-f]+))?\]", operands)
             if not slot or not name.startswith(("LDL", "STL")):
                 continue
@@ -217,8 +219,20 @@ def early_reloads(listing: str) -> list[str]:
             place = set(range(begin, begin + width))
             if name.startswith("STL"):
                 gone -= place
-            elif place & gone:
-                found.append(line)
-            elif ".LU" in name and "@" not in line:
+                continue
+            if stale := place & gone:
+                lower = ".64" in name and max(stale) < begin + 4
+                if not (lower and _written_next(operands.split(",")[0], instructions[i + 1 :])):
+                    found.append(line)
+            if ".LU" in name and "@" not in line:
                 gone |= place
     return found
+
+
+def _written_next(register: str, instructions: list[tuple[str, str, str]]) -> bool:
+    """Whether the first of these that names a register writes it."""
+    for _, name, operands in instructions:
+        target, _, sources = operands.partition(",")
+        if re.search(rf"\b{register}\b", operands):
+            return target == register and not re.search(rf"\b{register}\b", sources) and not name.startswith("ST")
+    return False

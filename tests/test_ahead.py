@@ -46,3 +46,18 @@ def test_a_reload_in_front_of_its_store_is_found():
     assert early_reloads("\n".join(right)) == []
     # Behind a label what came before is one way to it of several.
     assert early_reloads("\n".join([*lines[:2], ".L_x_3:", *lines[2:]])) == []
+
+
+def test_a_pair_may_be_reloaded_for_its_upper_register():
+    """As ptxas did, of an address whose lower half it had in another register."""
+    lines = [
+        "        /*1f710*/                   LDL.LU R249, [R1+0xc8] ;",
+        "        /*3f440*/                   STL [R1+0xcc], R43 ;",
+        "        /*3f4a0*/                   LDL.LU.64 R42, [R1+0xc8] ;",
+        "        /*40210*/              @!P1 MOV R42, R58 ;",
+        "        /*41160*/              @!P1 LDG.E R242, desc[UR12][R42.64] ;",
+    ]
+    assert early_reloads("\n".join(lines)) == []
+    assert early_reloads("\n".join([*lines[:3], *lines[4:]])) == [lines[2].strip()]
+    upper = [lines[0].replace("c8", "cc"), lines[1].replace("cc", "c8"), *lines[2:]]
+    assert early_reloads("\n".join(upper)) == [lines[2].strip()]
