@@ -146,6 +146,25 @@ def test_a_call_comes_again(options):
     assert launch_attention.repeat(second, q_offsets, cache, ("key",)) is None
 
 
+@pytest.mark.parametrize(
+    "size, ordered, rope, back", [(64, True, None, True), (128, True, None, False), (128, True, 1e4, True),
+                                  (128, False, None, True)]
+)  # fmt: skip
+def test_a_long_order_turns_keys_back_only_for_rope(size, ordered, rope, back, monkeypatch):
+    """Many queries: which kernel they get."""
+    from hstu_sparse import calibrate
+    from hstu_sparse.rotatekv import launch_attention
+
+    def general(call, keys_back):
+        raise LookupError(keys_back)
+
+    k, q = make_jagged((3,), (2, size)), make_jagged((40,), (2, size), seed=1)
+    cache = rotatekv_compress(k, k, make_offsets((3,)), channel_order=calibrate(k) if ordered else None)
+    monkeypatch.setattr(launch_attention, "general", general)
+    with pytest.raises(LookupError, match=str(back)):
+        rotatekv_attention(q, make_offsets((40,)), cache, 3, rope_base=rope, backend="triton")
+
+
 def test_gluon_is_taken_only_as_it_was_tried(monkeypatch):
     import sys
 

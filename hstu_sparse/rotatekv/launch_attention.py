@@ -427,10 +427,12 @@ def attention(
     if way is None:
         sequences = q_offsets.shape[0] - 1
         wanted = ("few", "queries", "keys")
-        if queries >= GENERAL_MANY_QUERIES * sequences:
-            wanted = ("many", "keys")
-        elif queries >= MANY_QUERIES * sequences:
+        if queries >= MANY_QUERIES * sequences:
             wanted = ("many", "queries", "keys")
+        # With an order of more channels keys take longer (docs/rotatekv.md).
+        ordered = cache is not None and cache.channel_order is not None and cache.layout.keys.channels > 128
+        if queries >= GENERAL_MANY_QUERIES * sequences and not ordered:
+            wanted = ("many", "keys")
         if 2 * queries > HOPPER_TILE * sequences:
             wanted = ("hopper", *wanted)
         able = ways(source, q.dtype, alpha, rope_base is not None, softmax and not biased)
