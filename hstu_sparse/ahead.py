@@ -231,8 +231,8 @@ def early_reloads(listing: str) -> list[str]:
 
 def _written_next(register: str, instructions: list[tuple[str, str, str]]) -> bool:
     """Whether the first of these that names a register writes it."""
-    for _, name, operands in instructions:
-        target, _, sources = operands.partition(",")
-        if re.search(rf"\b{register}\b", operands):
-            return target == register and not re.search(rf"\b{register}\b", sources) and not name.startswith("ST")
+    named = re.compile(rf"\b{register}\b")
+    for _, _, operands in instructions:
+        if count := len(named.findall(operands)):
+            return count == 1 and operands.split(",")[0] == register
     return False

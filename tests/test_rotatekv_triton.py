@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from hstu_sparse import hadamard_transform, rotatekv_attention, rotatekv_compress, rotatekv_decompress
+from hstu_sparse import calibrate, hadamard_transform, rotatekv_attention, rotatekv_compress, rotatekv_decompress
 from hstu_sparse.rotatekv import reference
 from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets
 from tests.operators.rotatekv import check
@@ -147,12 +147,11 @@ def test_a_call_comes_again(options):
 
 
 @pytest.mark.parametrize(
-    "size, ordered, rope, back", [(64, True, None, True), (128, True, None, False), (128, True, 1e4, True),
-                                  (128, False, None, True)]
-)  # fmt: skip
+    "size, ordered, rope, back",
+    [(64, True, None, True), (128, True, None, False), (128, True, 1e4, True), (128, False, None, True)],
+)
 def test_a_long_order_turns_keys_back_only_for_rope(size, ordered, rope, back, monkeypatch):
     """Many queries: which kernel they get."""
-    from hstu_sparse import calibrate
     from hstu_sparse.rotatekv import launch_attention
 
     def general(call, keys_back):

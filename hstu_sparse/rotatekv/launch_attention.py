@@ -37,7 +37,7 @@ from hstu_sparse.time_buckets import device_cells
 from hstu_sparse.validation import check_kernel
 
 # Queries of a sequence, on average: from the first on `many` is faster than `few`; from the second on the general
-# kernel turns keys back and gives heads programs of their own.
+# kernel turns keys back, but for those of a `long_order`, and gives heads programs of their own.
 MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
 # Queries and tokens that a program of `hopper` takes at once.
 HOPPER_TILE = 128
@@ -101,6 +101,11 @@ def ways(
         if fits and architecture(cache.device) == 90 and hopper_kernel() is not None:
             found += ("hopper",)
     return found
+
+
+def long_order(cache: PackedCache | None) -> bool:
+    """Whether keys that are turned back meet the matrices of an order of more than 128 channels (docs/rotatekv.md)."""
+    return cache is not None and cache.channel_order is not None and cache.layout.keys.channels > 128
 
 
 class Call(NamedTuple):
@@ -348,7 +353,7 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
         layout = cache.layout
         constants = sizes(layout, cache.channel_order is not None, cache.dtype)
         plain_k, plain_v = cache.sink_k.flatten(0, 1), cache.sink_v.flatten(0, 1)
-    if keys_back and constants["HAS_ORDER"] and layout.keys.channels > 128:
+    if keys_back and long_order(cache):
         # The matrices of an order are made anew in each tile. From 64 tokens on, products with them and with weights
         # are warp groups', and ptxas takes one's descriptor for the other's (docs/rotatekv.md, a caution).
         constants["R"] = min(constants["R"], 32)
@@ -429,9 +434,7 @@ def attention(
         wanted = ("few", "queries", "keys")
         if queries >= MANY_QUERIES * sequences:
             wanted = ("many", "queries", "keys")
-        # With an order of more channels keys take longer (docs/rotatekv.md).
-        ordered = cache is not None and cache.channel_order is not None and cache.layout.keys.channels > 128
-        if queries >= GENERAL_MANY_QUERIES * sequences and not ordered:
+        if queries >= GENERAL_MANY_QUERIES * sequences and not long_order(cache):
             wanted = ("many", "keys")
         if 2 * queries > HOPPER_TILE * sequences:
             wanted = ("hopper", *wanted)
