@@ -145,7 +145,7 @@ def cut_cross_entropy(shape, folder, **options):
 
 
 def tuned(shape, part, config):
-    from hstu_sparse.catalogue import launches
+    from hstu_sparse.cross_entropy import launches
 
     launches.overrides.clear()
     launches.overrides[part] = dict(zip(NAMES, config))

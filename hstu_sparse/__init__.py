@@ -7,10 +7,9 @@ from hstu_sparse.bsa import (
     triton_block_sparse_attn,
     triton_hstu_attention_with_bsa,
 )
-from hstu_sparse.catalogue import catalogue_loss
+from hstu_sparse.cross_entropy import catalogue_loss
 from hstu_sparse.dense import attention_plan, hstu_attention
-from hstu_sparse.gated_norm import layer_norm, norm_gate, residual_add, residual_norm
-from hstu_sparse.gates import query_gates
+from hstu_sparse.gate_mlp import query_gates
 from hstu_sparse.htree import htree_attention
 from hstu_sparse.indexer import (
     compute_index_loss_sparse,
@@ -19,8 +18,8 @@ from hstu_sparse.indexer import (
     lightning_indexer,
     sparse_attention,
 )
-from hstu_sparse.inputs import embed_inputs
-from hstu_sparse.parts import silu_parts
+from hstu_sparse.input_embedding import embed_inputs
+from hstu_sparse.layer_norm_gate import layer_norm, norm_gate, residual_add, residual_norm
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.ring import (
     RingPlan,
@@ -42,6 +41,7 @@ from hstu_sparse.ring import (
     zigzag_triton_ring_flash_attn_varlen_kvpacked_func,
     zigzag_triton_ring_flash_attn_varlen_qkvpacked_func,
 )
+from hstu_sparse.rotary_embedding import rotary
 from hstu_sparse.rotatekv import (
     RotateKVCache,
     calibrate,
@@ -53,7 +53,7 @@ from hstu_sparse.rotatekv import (
     rotatekv_decompress,
     rotatekv_round_trip,
 )
-from hstu_sparse.rotation import rotary
+from hstu_sparse.uvqk import silu_parts
 
 __all__ = [
     "RelativeBias",

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 import hstu_sparse
-from hstu_sparse.gates.api import takes_kernel
+from hstu_sparse.gate_mlp.api import takes_kernel
 
 
 class GateModel(nn.Module):

@@ -80,7 +80,7 @@ def addresses():
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         yield
     else:
-        from tests.addresses import addresses_held
+        from tests.operators.addresses import addresses_held
 
         with addresses_held():
             yield

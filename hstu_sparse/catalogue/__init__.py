@@ -1,5 +1,0 @@
-"""Softmax loss over a catalogue of items, whole or sampled, without a tensor of logits."""
-
-from hstu_sparse.catalogue.api import catalogue_loss
-
-__all__ = ["catalogue_loss"]

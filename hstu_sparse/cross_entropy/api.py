@@ -1,0 +1,128 @@
+"""Softmax loss over a catalogue of items: the public function, its validation, the choice of backend.
+
+Letters: T tokens, I items, E embedding size, K negatives.
+"""
+
+import torch
+
+from hstu_sparse.cross_entropy.reference import catalogue_loss_reference
+from hstu_sparse.jagged import readable
+from hstu_sparse.validation import INTEGER, check_kernel, check_number, check_tensor, choose_backend
+
+MAX_EMBEDDING = 512
+
+
+def catalogue_loss(
+    out: torch.Tensor,
+    items: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor,
+    normalize: bool = True,
+    negatives: torch.Tensor | None = None,
+    log_q: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    skip_below: float = 0.0,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """How well each output finds its target among the items: mean softmax cross-entropy over the targets >= 0.
+
+    The logit of item i at token t is l(t, i) = <out_t, items_i> / temperature, both divided by their norms first if
+    `normalize` (norms below 1e-6 count as 1e-6). Without `negatives` the loss of a token with target y is
+    -l(t, y) + ln sum_i exp l(t, i) over all I items. With them it is
+
+        -l(t, y) + ln(exp l(t, y) + sum over k with neg_k != y of exp(l(t, neg_k) - c_k))
+
+    with c_k = log_q[neg_k] + ln K, or 0 without log_q: the positive is not corrected, repeated negatives count as often
+    as they stand, and without a valid negative the row counts 0.
+
+    In Triton nothing of size T x I is ever written, and forward keeps numbers for each token and item only, with
+    negatives [T, K] at most their logits. Gradients are the same bits in every run, but for the table's with negatives
+    [T, K]: entries are added by atomics, in no order, unless I is small beside K * E, the table is over 2^28 numbers or
+    torch.are_deterministic_algorithms_enabled(). Memory beyond inputs and gradients: docs/catalogue_loss.md.
+
+    Args:
+        out: [T, E], fp16, bf16 or fp32 (the reference also fp64); E up to 512 in Triton.
+        items: [I, E], dtype of out. Rows that do not start on 16 bytes are copied, in out too.
+        targets: [T] int32 or int64 below I; a negative one does not count.
+        temperature: a number above 0, or a floating point tensor of no dimension, which gets a gradient.
+        negatives: [K] for all tokens, or [T, K], int32 or int64 below I; negative ones do not count. The [T, K] form
+            never holds [T, K, E]: it gathers rows in the kernel, or, for I up to K * E / 2.5 (fp32: / 4), takes
+            products with all items, some thousand tokens at a time.
+        log_q: [I], logarithm of the probability with which each item is drawn as a negative. No gradient.
+        label_smoothing: as torch's cross_entropy, 0 <= label_smoothing < 1; only without negatives.
+        skip_below: backward leaves out tiles of the softmax (128 x 128 or so) without a target in which no probability
+            reaches this, which spares it their products, for one more product with the whole catalogue, and loses up
+            to I * skip_below of a token's probability. 0: nothing is left out. Without negatives in Triton only;
+            elsewhere without effect.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        The loss, a tensor of no dimension, fp32 (fp64 for fp64 inputs); 0 if no target counts. Gradients flow to out,
+        items and temperature; the kernels have no second ones.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came. Ids out of range are found on a CPU, and
+            elsewhere under HSTU_SPARSE_DEBUG.
+
+    Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (arXiv 2411.09009), for the whole
+    catalogue; Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019, for the correction by log_q.
+    """
+    backend = choose_backend(backend, out, "catalogue_loss")
+    sizes: dict[str, int] = {}
+    check_tensor("out", out, "T E", sizes)
+    check_tensor("items", items, "I E", sizes, dtype=out.dtype, device=out.device)
+    check_tensor("targets", targets, "T", sizes, dtype=INTEGER, device=out.device)
+    if sizes["E"] < 1 or sizes["I"] < 1:
+        raise ValueError(f"items must be [I, E] with I, E > 0, got shape {list(items.shape)}")
+    if isinstance(temperature, torch.Tensor):
+        if temperature.dim() or not temperature.is_floating_point() or temperature.device != out.device:
+            raise ValueError(
+                f"temperature must be a number, or a floating point tensor of no dimension on {out.device}, got "
+                f"{temperature.dtype} of shape {list(temperature.shape)} on {temperature.device}"
+            )
+    else:
+        temperature = check_number("temperature", temperature, above=0.0)
+    label_smoothing = check_number("label_smoothing", label_smoothing, above=-1e-30, below=1.0)
+    skip_below = check_number("skip_below", skip_below, above=-1e-30, below=1.0)
+    if negatives is None:
+        if log_q is not None:
+            raise ValueError("log_q corrects sampled negatives: it needs negatives")
+    else:
+        if label_smoothing:
+            raise ValueError(f"label_smoothing is over the whole catalogue: with negatives 0, got {label_smoothing}")
+        per_token = isinstance(negatives, torch.Tensor) and negatives.dim() == 2
+        check_tensor("negatives", negatives, "T K" if per_token else "K", sizes, dtype=INTEGER, device=out.device)
+        if log_q is not None:
+            check_tensor("log_q", log_q, "I", sizes, device=out.device)
+            log_q = log_q.detach()
+    for name, ids in (("targets", targets), ("negatives", negatives)):
+        if ids is not None and ids.numel() and readable(ids) and int(ids.max()) >= sizes["I"]:
+            raise ValueError(f"{name} must be below I={sizes['I']}, got {int(ids.max())}")
+    if backend == "reference":
+        return catalogue_loss_reference(
+            out,
+            items,
+            targets,
+            temperature=temperature,
+            normalize=normalize,
+            negatives=negatives,
+            log_q=log_q,
+            label_smoothing=label_smoothing,
+        )
+    check_kernel("catalogue_loss", out, {"E": sizes["E"]}, most=MAX_EMBEDDING)
+    from hstu_sparse.cross_entropy.launches import catalogue_loss_operator
+
+    learned = isinstance(temperature, torch.Tensor)
+    return catalogue_loss_operator(
+        out,
+        items,
+        targets,
+        temperature if learned else None,
+        negatives,
+        log_q,
+        1.0 if learned else temperature,
+        bool(normalize),
+        label_smoothing,
+        skip_below,
+    )[0]

@@ -1,0 +1,468 @@
+"""Launches the catalogue loss's kernels and registers them as torch.ops.hstu_sparse.catalogue_loss_fwd and _bwd.
+
+Letters: T tokens, I items, E embedding size, K negatives, W rows of the matrix that a product walks over.
+
+Forms: the whole catalogue; negatives [K] for the whole batch, whose rows are gathered into a matrix [K, E] and walked
+over like a catalogue; negatives [T, K], with kernels of their own, or over a small catalogue with small.py. Backward
+computes anew what it needs: kept are lse and scales of the outputs, [T] each, and the scales of the matrix walked over.
+"""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from hstu_sparse import launch
+from hstu_sparse.cross_entropy import small
+from hstu_sparse.cross_entropy.products import (
+    catalogue_loss_bwd_ditems_kernel,
+    catalogue_loss_bwd_dout_kernel,
+    catalogue_loss_fwd_kernel,
+    catalogue_loss_mark_kernel,
+)
+from hstu_sparse.cross_entropy.rows import (
+    catalogue_loss_mean_kernel,
+    catalogue_loss_merge_bwd_ditems_kernel,
+    catalogue_loss_merge_bwd_dout_kernel,
+    catalogue_loss_rows_fwd_kernel,
+    catalogue_loss_scale_kernel,
+    catalogue_loss_sum_kernel,
+)
+from hstu_sparse.cross_entropy.sampled import (
+    catalogue_loss_pieces_bwd_kernel,
+    catalogue_loss_sampled_bwd_dout_kernel,
+    catalogue_loss_sampled_fwd_kernel,
+    catalogue_loss_table_bwd_kernel,
+)
+from hstu_sparse.launch import INTERPRET, cdiv, next_power_of_2
+from hstu_sparse.registration import Operator
+
+LOG2E = math.log2(math.e)
+# Logits within this of 0, in base 2, need no running maximum: 2^-(2 * 60) is a number in fp32.
+BOUND = 60.0
+# Bytes that the fp32 parts of a gradient may take where a product is split.
+SPLIT_BYTES = 48 * 2**20
+# Bytes that an fp32 table for atomic additions may take.
+ATOMIC_BYTES = 2**30
+# Items whose norms are found once, where tokens gather rows: fewer than there are gathered, whatever the batch.
+FEW_ITEMS = 2**16
+# Numbers of a tile of rows in the kernels that go over a matrix once.
+ROW_TILE = 2048
+CHUNK, PIECE = 32, 1024
+
+# Tile sizes and options of the three products, for 16-bit inputs by padded E; `resident`: programs that share a
+# multiprocessor, by which the work is split.
+_WIDE = {
+    "fwd": dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=True, resident=2),
+    "dout": dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, TMA=True, REGISTERS=False, resident=2),
+    "ditems": dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, TMA=True, REGISTERS=False, resident=2),
+}
+_NARROW = {
+    "fwd": dict(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=False, resident=3),
+    "dout": dict(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=False, resident=2),
+    "ditems": dict(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=False, resident=2),
+}
+_WIDEST = {
+    part: dict(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2, TMA=True, REGISTERS=False, resident=1)
+    for part in ("fwd", "dout", "ditems")
+}
+_FLOAT32 = {
+    part: dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2, TMA=False, REGISTERS=False, resident=2)
+    for part in ("fwd", "dout", "ditems")
+}
+_WIDE_FLOAT32 = {
+    part: dict(BLOCK_M=32, BLOCK_N=32, BLOCK_E=64, num_warps=8, num_stages=2, TMA=False, REGISTERS=False, resident=2)
+    for part in ("fwd", "dout", "ditems")
+}
+# For measuring others: benchmarks/catalogue_loss.py --tune.
+overrides: dict[str, dict] = {}
+
+
+@functools.cache
+def _config(part: str, dtype: torch.dtype, width: int, arch: int) -> dict:
+    if INTERPRET:
+        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2, TMA=False, REGISTERS=False, resident=2)
+    if dtype == torch.float32:
+        config = (_WIDE_FLOAT32 if width > 64 or arch < 90 else _FLOAT32)[part]
+    elif width > 256:
+        config = _WIDEST[part]
+    else:
+        config = (_WIDE if width > 128 else _NARROW)[part]
+    if arch < 90:
+        config = config | dict(TMA=False)
+    if arch != 90:  # left operands come from registers in Hopper's products alone
+        config = config | dict(REGISTERS=False)
+    return _fitting(config, width * dtype.itemsize, _SHARED.get(arch, 99) * 1024)
+
+
+# Kilobytes of shared memory that a program may have, by architecture; 99 on all others.
+_SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+
+
+def _fitting(config: dict, row_bytes: int, limit: int) -> dict:
+    """The config with tiles made smaller until they fit: one of rows owned, one walked over for each stage."""
+    config = dict(config)
+    while (config["BLOCK_M"] + config["num_stages"] * config["BLOCK_N"]) * row_bytes + 4096 > limit:
+        larger = max("BLOCK_N", "BLOCK_M", key=lambda side: config[side])
+        if config["num_stages"] > 2 or config[larger] == 16:  # products take no less
+            config["num_stages"] -= 1
+        else:
+            config[larger] //= 2
+    return config
+
+
+def chunk_width(size: int) -> int:
+    """Columns of a chunk in which tiles are held: E whole and padded up to 64, then 64 or 128, what pads less."""
+    if size <= 64:
+        return max(16, next_power_of_2(size))
+    return 64 if cdiv(size, 64) % 2 else 128
+
+
+def config_of(part: str, x: Tensor) -> dict:
+    """Tile sizes and options of a product kernel, `resident` among them."""
+    width = max(16, next_power_of_2(x.shape[1]))
+    config = _config(part, x.dtype, width, launch.architecture(x.device)) | overrides.get(part, {})
+    return {"BLOCK_E": chunk_width(x.shape[1])} | config
+
+
+def plan_splits(rows: int, walked: int, config: dict, device: torch.device, row_bytes: int) -> tuple[int, int]:
+    """(splits, rows walked over by each): as few as keep nine tenths of the GPU busy, or as near to it as can be.
+
+    row_bytes: of a split's results, for each row owned; all of them have to stay within SPLIT_BYTES.
+    """
+    block = config["BLOCK_N"]
+    tiles, steps = max(1, cdiv(rows, config["BLOCK_M"])), max(1, cdiv(walked, block))
+    slots = launch.multiprocessors(device) * config["resident"]
+    most = min(steps, cdiv(4 * slots, tiles), max(1, SPLIT_BYTES // max(1, rows * row_bytes)))
+    best, busiest = 1, 0.0
+    for splits in range(1, most + 1):
+        splits = cdiv(steps, cdiv(steps, splits))
+        busy = tiles * splits / (cdiv(tiles * splits, slots) * slots)
+        if busy > busiest + 0.02:
+            best, busiest = splits, busy
+        if busiest >= 0.9:
+            break
+    per_split = cdiv(steps, best) * block
+    return max(1, cdiv(walked, per_split)), per_split
+
+
+def _gather_tile(width: int) -> dict:
+    """Of a token's negatives at a time: loads wait for each other, so many small programs do better than few."""
+    return dict(ROWS=max(1, min(8, 1024 // width)), num_warps=1)
+
+
+def _walk(config: dict, matrix: Tensor, *vectors: Tensor | None):
+    """What a product's kernel walks over, as it is or as tensor descriptors; and the constant that says which."""
+    if not config["TMA"] or not len(matrix):
+        return matrix, *vectors, False
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def described(x: Tensor | None, *block: int):
+        return x if x is None else TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+
+    rows = config["BLOCK_N"]
+    return described(matrix, rows, config["BLOCK_E"]), *(described(x, rows) for x in vectors), True
+
+
+def _options(config: dict) -> dict:
+    found = {name: value for name, value in config.items() if name not in ("TMA", "resident")}
+    return found | {"STAGES": config["num_stages"]}
+
+
+class _Call:
+    """What both directions derive from the arguments of one call."""
+
+    def __init__(self, out, items, targets, temperature, negatives, log_q, scale, normalize, smoothing, skip):
+        if len(out) >= 2**31 or len(items) >= 2**31:
+            raise ValueError(f"the kernels take T and I below 2^31, got {len(out)} and {len(items)}")
+        self.T, self.E = out.shape
+        self.I = len(items)
+        self.out = out if out.stride(1) == 1 else out.contiguous()
+        self.items = items if items.stride(1) == 1 else items.contiguous()
+        self.targets = targets.to(torch.int32)
+        if self.targets.data_ptr() % 16:  # a tensor descriptor's base
+            self.targets = self.targets.clone()
+        self.temperature, self.normalize = temperature, normalize
+        self.smoothing, self.skip = smoothing, skip
+        self.scale = LOG2E if temperature is not None else LOG2E / scale
+        self.bound = LOG2E / scale if temperature is None and normalize and log_q is None else math.inf
+        self.width = max(16, next_power_of_2(self.E))
+        self.sizes = dict(E=self.E, PAD_E=self.width, NORMALIZE=normalize)
+        self.rows = dict(**self.sizes, ROWS=max(1, ROW_TILE // self.width))
+        self.precision = launch.close_precision(out.dtype)
+        self.negatives, self.log_q = negatives, log_q
+        self.K = 0 if negatives is None else negatives.shape[-1]
+        self.drawn = _gather_tile(self.width)
+        self.per_token = negatives is not None and negatives.dim() == 2
+        self.small = self.per_token and small.takes_products(self.I, self.K, self.E, out.dtype)
+
+    def walked(self):
+        """The matrix that outputs are multiplied with, its rows' ids and corrections (None: the catalogue's own)."""
+        if self.negatives is None:
+            return self.items, None, None
+        ids = self.negatives.to(torch.int32)
+        known = ids.clamp(min=0)
+        shift = None if self.log_q is None else (self.log_q.float()[known] + math.log(max(1, self.K))) * LOG2E
+        return self.items.index_select(0, known), ids, shift
+
+    def gathered(self) -> tuple[Tensor, Tensor | None]:
+        """The table as rows are gathered from it: contiguous [I, WIDTH], and its rows' scales, if they are few."""
+        table = launch.aligned(self.items).contiguous()
+        few = self.normalize and self.I <= FEW_ITEMS
+        return table, self.scales(self.items, 1.0, None) if few else None
+
+    def new(self, *shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device=self.out.device)
+
+    def over_rows(self, kernel, count: int, *arguments, **constants):
+        """Launches a kernel that goes over `count` rows; returns its number of programs."""
+        constants = self.rows | constants
+        programs = cdiv(count, constants["ROWS"])
+        if programs:
+            kernel[(programs,)](*arguments, **constants)
+        return programs
+
+    def scales(self, x: Tensor, factor: float, temperature: Tensor | None) -> Tensor:
+        found = self.new(len(x))
+        self.over_rows(catalogue_loss_scale_kernel, len(x), x, x.stride(0), temperature, found, factor, len(x))
+        return found
+
+    def sum(self, x: Tensor, scales: Tensor | None, targets: Tensor | None) -> Tensor:
+        """[E]: the sum of the rows, scaled, of those with a target."""
+        constants = {name: value for name, value in self.rows.items() if name != "NORMALIZE"}
+        programs = max(1, min(512, cdiv(len(x), constants["ROWS"])))
+        sums = self.new(programs, self.E)
+        catalogue_loss_sum_kernel[(programs,)](x, x.stride(0), scales, targets, sums, len(x), **constants)
+        return sums.sum(0)
+
+    def mean(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+        loss, inverse_count = self.new(), self.new(1)
+        # One program: it adds in one order, and the fewer turns the sooner.
+        size = 1024 if len(parts) <= 4096 else 8192
+        catalogue_loss_mean_kernel[(1,)](parts, loss, inverse_count, len(parts), SIZE=size, num_warps=size // 512)
+        return loss, inverse_count
+
+
+def _forward(*arguments):
+    """The loss, then lse, row_scale, item_scale, positive, inverse_count and picked, kept for backward."""
+    call = _Call(*arguments)
+    if call.per_token:
+        return _forward_per_token(call)
+    matrix, ids, shift = call.walked()
+    row_scale = call.scales(call.out, call.scale, call.temperature)
+    item_scale = call.scales(matrix, 1.0, None) if call.normalize else call.new(0)
+    W = len(matrix)
+    config = config_of("fwd", call.out)
+    splits, per_split = plan_splits(call.T, W, config, call.out.device, 4)
+    partial = call.new(splits, call.T)
+    out, matrix = launch.aligned(call.out), launch.aligned(matrix)
+    walk, lengths, tma = _walk(config, matrix, item_scale if call.normalize else None)
+    if call.T:
+        catalogue_loss_fwd_kernel[(cdiv(call.T, config["BLOCK_M"]) * splits,)](
+            out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets,
+            partial, min(call.bound, BOUND), call.T, W, per_split, E=out.shape[1],
+            BOUNDED=call.bound <= BOUND, PRECISION=call.precision, TMA=tma, **_options(config),
+        )  # fmt: skip
+    lse, positive = call.new(call.T), call.new(call.T)
+    item_sum = None
+    if call.smoothing:
+        item_sum = call.sum(call.items, item_scale if call.normalize else None, None)
+    parts = call.new(cdiv(call.T, call.rows["ROWS"]), 2)
+    call.over_rows(
+        catalogue_loss_rows_fwd_kernel, call.T, call.out, call.items, call.out.stride(0), call.items.stride(0),
+        row_scale, call.targets, partial, item_sum, lse, positive, parts, call.smoothing, call.T, call.I, splits,
+        SAMPLED=ids is not None,
+    )  # fmt: skip
+    loss, inverse_count = call.mean(parts)
+    return loss, lse, row_scale, item_scale, positive, inverse_count, call.new(0)
+
+
+def _forward_per_token(call: _Call):
+    lse, parts = call.new(call.T), call.new(call.T, 2)
+    table, item_scale = call.gathered()
+    positive, picked = (call.new(call.T), call.new(call.T, call.K)) if call.small else (None, None)
+    if call.T:
+        catalogue_loss_sampled_fwd_kernel[(call.T,)](
+            call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, table, item_scale,
+            call.temperature, lse, positive, picked, parts, call.scale, math.log(max(1, call.K)), call.K,
+            WIDTH=table.shape[1], **call.sizes, **call.drawn,
+        )  # fmt: skip
+    loss, inverse_count = call.mean(parts)
+    # Without the temperature the outputs' scales are one number, which ends the items' gradient.
+    row_scale = call.new(0 if call.normalize else 1)
+    if call.T and not call.normalize:
+        row_scale = call.scales(call.out[:1], call.scale, call.temperature)
+    if not call.small:
+        positive, picked = call.new(0), call.new(0)
+    return loss, lse, row_scale, call.new(0), positive, inverse_count, picked
+
+
+def _backward(grad, *given):
+    """Gradients of out, items and, if it is a tensor, temperature."""
+    *arguments, lse, row_scale, item_scale, positive, inverse_count, picked = given
+    call = _Call(*arguments)
+    if not call.T:
+        given = (call.out, call.items, call.temperature)
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given if x is not None]
+    dout = torch.empty_like(call.out, memory_format=torch.contiguous_format)
+    along = call.new(call.T)
+    if call.small:
+        ditems = small.backward(call, grad, lse, positive, inverse_count, picked, dout, along)
+    elif call.per_token:
+        ditems = _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along)
+    else:
+        ditems = _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along)
+    found = [dout, ditems]
+    if call.temperature is not None:
+        slope = -along.sum() * inverse_count[0] * grad / call.temperature
+        found.append(slope.to(call.temperature.dtype))
+    return found
+
+
+def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along):
+    matrix, ids, shift = call.walked()
+    sampled = ids is not None
+    item_scale = item_scale if call.normalize else None
+    item_sum = out_sum = None
+    if call.smoothing:
+        item_sum = call.sum(call.items, item_scale, None)
+        out_sum = call.sum(call.out, row_scale if call.normalize else None, call.targets)
+    W = len(matrix)
+    out, matrix = launch.aligned(call.out), launch.aligned(matrix)
+    shape = dict(E=out.shape[1], NORMALIZE=call.normalize, PRECISION=call.precision)
+    marks, mark_sizes = None, (1, 1)
+    if call.skip and not sampled:
+        marks, mark_sizes = _marks(call, out, matrix, item_scale, row_scale, lse)
+    ending = (call.items, call.items.stride(0), item_sum, grad, inverse_count)
+    config = config_of("dout", call.out)
+    splits, per_split = plan_splits(call.T, W, config, call.out.device, 4 * call.E)
+    partial = call.new(splits, call.T, call.E) if splits > 1 else None
+    walk, lengths, tma = _walk(config, matrix, item_scale)
+    catalogue_loss_bwd_dout_kernel[(cdiv(call.T, config["BLOCK_M"]) * splits,)](
+        out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets, lse,
+        positive if sampled else None, *ending, dout, along, partial, call.smoothing, marks,
+        0 if marks is None else marks.shape[1], call.T, call.I, W, per_split, SIZE=call.E, OWN_MARK=mark_sizes[0],
+        MARK=mark_sizes[1], TMA=tma, **shape, **_options(config),
+    )  # fmt: skip
+    if splits > 1:
+        call.over_rows(
+            catalogue_loss_merge_bwd_dout_kernel, call.T, partial, call.out, call.out.stride(0), row_scale,
+            call.targets, lse, positive if sampled else None, *ending, dout, along, call.smoothing, call.T, call.I,
+            splits,
+        )  # fmt: skip
+    del partial
+    if marks is not None:
+        marks = marks.t().contiguous()
+    config = config_of("ditems", call.out)
+    splits, per_split = plan_splits(W, call.T, config, call.out.device, 4 * call.E)
+    parts = splits > 1 or sampled
+    partial = call.new(splits, W, call.E) if parts else None
+    ditems = None if sampled else torch.empty_like(call.items, memory_format=torch.contiguous_format)
+    walk, scales, targets, sums, tma = _walk(config, out, row_scale, call.targets, lse)
+    if W:
+        catalogue_loss_bwd_ditems_kernel[(cdiv(W, config["BLOCK_M"]) * splits,)](
+            walk, matrix, out.stride(0), matrix.stride(0), scales, item_scale, ids, shift, targets, sums, row_scale,
+            out_sum, grad, inverse_count, ditems, partial, call.smoothing, marks,
+            0 if marks is None else marks.shape[1], W, call.T, per_split, SIZE=call.E, OWN_MARK=mark_sizes[1],
+            MARK=mark_sizes[0], TMA=tma, **shape, **_options(config),
+        )  # fmt: skip
+    if sampled:
+        drawn = partial[0] if splits == 1 else partial.sum(0)
+        factor = torch.where(call.targets < 0, 0.0, torch.exp2(positive - lse) - 1.0)
+        shares = factor * row_scale if call.normalize else factor
+        return _table_gradient(call, grad, inverse_count, row_scale, call.negatives, shares, drawn)
+    if splits > 1:
+        call.over_rows(
+            catalogue_loss_merge_bwd_ditems_kernel, W, partial, call.items, call.items.stride(0), row_scale, out_sum,
+            grad, inverse_count, ditems, call.smoothing, call.I, splits,
+        )  # fmt: skip
+    return ditems
+
+
+def _marks(call, out, matrix, item_scale, row_scale, lse):
+    """(marks of the tiles that backward takes, uint8 [rows, columns]; tokens of a row, items of a column)."""
+    config, dout, ditems = (config_of(part, call.out) for part in ("fwd", "dout", "ditems"))
+    # Powers of two: a tile of any of the kernels lies within one.
+    tokens = max(config["BLOCK_M"], dout["BLOCK_M"], ditems["BLOCK_N"])
+    items = max(config["BLOCK_N"], dout["BLOCK_N"], ditems["BLOCK_M"])
+    marks = call.new(cdiv(call.T, tokens), cdiv(call.I, items), dtype=torch.uint8).zero_()
+    splits, per_split = plan_splits(call.T, call.I, config, call.out.device, 0)
+    walk, lengths, tma = _walk(config, matrix, item_scale)
+    catalogue_loss_mark_kernel[(cdiv(call.T, config["BLOCK_M"]) * splits,)](
+        out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, call.targets, lse, marks, marks.shape[1],
+        math.log2(call.skip), call.T, call.I, per_split, E=out.shape[1], OWN_MARK=tokens, MARK=items,
+        PRECISION=call.precision, TMA=tma, **_options(config),
+    )  # fmt: skip
+    return marks, (tokens, items)
+
+
+def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
+    shares = sums = None
+    table, item_scale = call.gathered()
+    if 4 * call.I * call.E > ATOMIC_BYTES or torch.are_deterministic_algorithms_enabled():
+        shares = call.new(call.T * (1 + call.K))
+    else:
+        sums = call.new(*table.shape).zero_()
+    catalogue_loss_sampled_bwd_dout_kernel[(call.T,)](
+        call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, table, item_scale,
+        call.temperature, lse, grad, inverse_count, dout, along, shares, sums, call.scale,
+        math.log(max(1, call.K)), call.T, call.K, WIDTH=table.shape[1], **call.sizes, **call.drawn,
+    )  # fmt: skip
+    if shares is None:
+        ditems = torch.empty_like(call.items, memory_format=torch.contiguous_format)
+        sums = sums[:, : call.E].contiguous()
+        call.over_rows(
+            catalogue_loss_merge_bwd_ditems_kernel, call.I, sums, call.items, call.items.stride(0), row_scale, None,
+            grad, inverse_count, ditems, 0.0, call.I, 1,
+        )  # fmt: skip
+        return ditems
+    return _table_gradient(call, grad, inverse_count, row_scale, call.negatives, shares, None)
+
+
+def _table_gradient(call, grad, inverse_count, row_scale, negatives, shares, drawn):
+    """[I, E]: the entries' sums, each item's written once."""
+    ditems = torch.zeros_like(call.items, memory_format=torch.contiguous_format)
+    # Sorting takes as long as a key has bits.
+    key = torch.int16 if call.I < 2**15 else torch.int32
+    entries = torch.cat([call.targets.to(key), negatives.flatten().to(key)])
+    keys, order = torch.where(entries < 0, call.I, entries).sort(stable=True)
+    windows = cdiv(len(keys), PIECE)
+    slots = call.new(windows, 2, call.E)
+    scalars = (row_scale, grad, inverse_count, ditems, slots, len(keys))
+    # Entries of a run at a time: about as many as it has.
+    rows = 16 if len(keys) < 32 * call.I else max(16, min(64, 2 * ROW_TILE // call.width))
+    catalogue_loss_table_bwd_kernel[(cdiv(len(keys), CHUNK),)](
+        keys, order, call.out, call.out.stride(0), shares, drawn, call.items, call.items.stride(0), *scalars, call.T,
+        call.K, call.I, **call.sizes, ROWS=rows, CHUNK=CHUNK, PIECE=PIECE,
+    )  # fmt: skip
+    catalogue_loss_pieces_bwd_kernel[(windows,)](
+        keys, call.items, call.items.stride(0), *scalars, call.I, **call.sizes, PIECE=PIECE
+    )
+    return ditems
+
+
+def _fake(out, items, targets, temperature, negatives, log_q, scale, normalize, label_smoothing, skip_below):
+    def empty(*shape):
+        return out.new_empty(shape, dtype=torch.float32)
+
+    T, W = out.shape[0], items.shape[0]
+    if negatives is not None and negatives.dim() == 2:
+        few = small.takes_products(W, negatives.shape[1], out.shape[1], out.dtype)
+        positive, picked = (empty(T), empty(*negatives.shape)) if few else (empty(0), empty(0))
+        return empty(), empty(T), empty(0 if normalize else 1), empty(0), positive, empty(1), picked
+    if negatives is not None:
+        W = negatives.shape[0]
+    return empty(), empty(T), empty(T), empty(W if normalize else 0), empty(T), empty(1), empty(0)
+
+
+catalogue_loss_operator = Operator(
+    "catalogue_loss",
+    "Tensor out, Tensor items, Tensor targets, Tensor? temperature, Tensor? negatives, Tensor? log_q, float scale, "
+    "bool normalize, float label_smoothing, float skip_below",
+    forward=_forward,
+    backward=_backward,
+    fake=_fake,
+    differentiable=("out", "items", "temperature"),
+    outputs=7,
+)

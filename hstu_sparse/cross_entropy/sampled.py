@@ -1,0 +1,260 @@
+"""The kernels of sampled negatives: each token with its own, and the table's gradient of both forms.
+
+Letters: T tokens, I items, E embedding size, K negatives. Logits are in base 2, as in products.py.
+
+With negatives [T, K] there is no matrix to multiply with: a program owns a token and gathers its K rows, in forward and
+again in backward, where it leaves the K + 1 numbers with which the token's output enters the gradients of those rows.
+Rows are read 16 bytes at a time: where E does not allow that, the table is copied, its rows padded to WIDTH columns.
+Over a small catalogue item_scale [I] has one over the norm of each row; else a program finds it anew.
+
+The table's gradient is a sum over entries, the T targets and the negatives behind them. Where negatives are each
+token's own, the program that owns the token adds to an fp32 table by atomic additions, in no order, if that table is
+small and torch is not to be deterministic. Else entries are sorted by item (stable), and each item's run is summed in
+that order by one program, which then writes the item's row: no atomics, the same bits in every run. Runs are cut at
+multiples of PIECE entries, so that a popular item does not keep one program for long: a cut run's pieces go to slots,
+at most two for each PIECE entries, and are summed up by a second kernel.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.cross_entropy.rows import EPS, LN2, LOG2E, finish_items, inverse_norm, load_fp32
+
+
+@triton.jit
+def _token(t, out, out_stride, targets, table, temperature, scale, E: tl.constexpr, WIDTH: tl.constexpr,
+           PAD_E: tl.constexpr, NORMALIZE: tl.constexpr):  # fmt: skip
+    """(x [1, PAD_E], its scale, target, y [1, PAD_E], y's scale, logit of the target) of one token."""
+    one = tl.arange(0, 1)
+    target = tl.load(targets + t).to(tl.int64)
+    x = load_fp32(out, t + one, t + one >= 0, out_stride, E, PAD_E)
+    y = load_fp32(table, target + one, target + one >= 0, WIDTH, WIDTH, PAD_E)
+    factor = tl.zeros([1], tl.float32) + scale
+    if temperature is not None:
+        factor /= tl.load(temperature).to(tl.float32)
+    y_scale = tl.zeros([1], tl.float32) + 1.0
+    if NORMALIZE:
+        factor *= inverse_norm(x)
+        y_scale = inverse_norm(y)
+    return x, factor, target, y, y_scale, tl.sum(x * y, 1) * factor * y_scale
+
+
+@triton.jit
+def _drawn(t, first, x, factor, target, negatives, log_q, table, item_scale, log_k, K, WIDTH: tl.constexpr,
+           PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """(rows [ROWS, PAD_E], their scales, corrected logits) of a token's negatives first .. first + ROWS."""
+    k = first + tl.arange(0, ROWS)
+    ids = tl.load(negatives + t.to(tl.int64) * K + k, k < K, -1)
+    counts = (ids >= 0) & (ids != target)
+    rows = load_fp32(table, ids, counts, WIDTH, WIDTH, PAD_E)
+    scales = tl.zeros([ROWS], tl.float32) + 1.0
+    if item_scale is not None:
+        scales = tl.load(item_scale + ids, counts, 1.0)
+    elif NORMALIZE:
+        scales = inverse_norm(rows)
+    logits = tl.sum(rows * x, 1) * factor * scales
+    if log_q is not None:
+        logits -= (tl.load(log_q + ids, counts, 0.0).to(tl.float32) + log_k) * LOG2E
+    return rows, scales, tl.where(counts, logits, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["K", "scale", "log_k"])
+def catalogue_loss_sampled_fwd_kernel(
+    out, out_stride, targets, negatives, log_q, table, item_scale, temperature, lse, positive, picked, parts, scale,
+    log_k, K, E: tl.constexpr, WIDTH: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """lse [T] of a token's target and negatives, and its loss and 1 in parts [T, 2] (0 and 0 without a target).
+
+    For small.py also the logits, positive [T] and picked [T, K], -inf for negatives that do not count.
+    """
+    t = tl.program_id(0)
+    one = tl.arange(0, 1)
+    if tl.load(targets + t) < 0:
+        tl.store(parts + 2 * t, 0.0)
+        tl.store(parts + 2 * t + 1, 0.0)
+        return
+    x, factor, target, _y, _y_scale, logit = _token(
+        t, out, out_stride, targets, table, temperature, scale, E, WIDTH, PAD_E, NORMALIZE
+    )
+    # A maximum and a sum for each row of the tile, put together at the end: threads of different rows would wait for
+    # each other in every turn.
+    top = tl.zeros([ROWS], tl.float32) + logit
+    total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, K, ROWS):
+        logits = _drawn(
+            t, first, x, factor, target, negatives, log_q, table, item_scale, log_k, K, WIDTH, PAD_E, NORMALIZE, ROWS
+        )[2]
+        if picked is not None:
+            k = first + tl.arange(0, ROWS)
+            tl.store(picked + t.to(tl.int64) * K + k, logits, k < K)
+        higher = tl.maximum(top, logits)
+        total = total * tl.exp2(top - higher) + tl.exp2(logits - higher)
+        top = higher
+    most = tl.max(top, 0)
+    log_sum = most + tl.log2(tl.exp2(logit - most) + tl.sum(total * tl.exp2(top - most), 0))
+    tl.store(lse + t + one, log_sum)
+    if positive is not None:
+        tl.store(positive + t + one, logit)
+    tl.store(parts + 2 * t + one, (log_sum - logit) * LN2)
+    tl.store(parts + 2 * t + 1, 1.0)
+
+
+@triton.jit(do_not_specialize=["T", "K", "scale", "log_k"])
+def catalogue_loss_sampled_bwd_dout_kernel(
+    out, out_stride, targets, negatives, log_q, table, item_scale, temperature, lse, grad, inverse_count, dout, along,
+    shares, sums, scale, log_k, T, K, E: tl.constexpr, WIDTH: tl.constexpr, PAD_E: tl.constexpr,
+    NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A row of dout; along[t] = sum of logit times its gradient; the output's part in rows of the table's gradient.
+
+    That part is shares [T + T * K], or added to sums [I, WIDTH] if they are given.
+    """
+    t = tl.program_id(0)
+    one = tl.arange(0, 1)
+    e = tl.arange(0, PAD_E)
+    place = T + t.to(tl.int64) * K
+    if tl.load(targets + t) < 0:
+        tl.store(along + t, 0.0)
+        tl.store(dout + t.to(tl.int64) * E + e, tl.zeros([PAD_E], tl.float32).to(dout.dtype.element_ty), e < E)
+        if sums is None:
+            tl.store(shares + t, 0.0)
+            for first in range(0, K, ROWS):
+                k = first + tl.arange(0, ROWS)
+                tl.store(shares + place + k, tl.zeros([ROWS], tl.float32), k < K)
+        return
+    x, factor, target, y, y_scale, logit = _token(
+        t, out, out_stride, targets, table, temperature, scale, E, WIDTH, PAD_E, NORMALIZE
+    )
+    log_sum = tl.load(lse + t + one)
+    share = tl.exp2(logit - log_sum) - 1.0
+    # Summed over its rows at the end: threads of different rows would wait for each other in every turn.
+    acc = tl.zeros([ROWS, PAD_E], tl.float32)
+    own = share * factor if NORMALIZE else share
+    if sums is None:
+        tl.store(shares + t + one, own)
+    else:
+        tl.atomic_add(sums + target * WIDTH + e[None, :], own[:, None] * x, (e < WIDTH)[None, :], sem="relaxed")
+    for first in range(0, K, ROWS):
+        rows, scales, logits = _drawn(
+            t, first, x, factor, target, negatives, log_q, table, item_scale, log_k, K, WIDTH, PAD_E, NORMALIZE, ROWS
+        )
+        weights = tl.exp2(logits - log_sum)
+        acc += rows * (weights * scales)[:, None]
+        k = first + tl.arange(0, ROWS)
+        part = weights * factor if NORMALIZE else weights
+        if sums is None:
+            tl.store(shares + place + k, part, k < K)
+        else:
+            ids = tl.load(negatives + place - T + k, k < K, -1).to(tl.int64)
+            counts = (ids >= 0) & (ids != target)
+            tl.atomic_add(
+                sums + ids[:, None] * WIDTH + e[None, :], part[:, None] * x, counts[:, None] & (e < WIDTH)[None, :],
+                sem="relaxed",
+            )  # fmt: skip
+    total = tl.sum(acc, 0)[None, :] + y * (share * y_scale)[:, None]
+    projection = tl.sum(x * total, 1)
+    tl.store(along + t + one, projection * factor * LN2)
+    if NORMALIZE:
+        square = tl.sum(x * x, 1)
+        total -= x * tl.where(square > EPS * EPS, projection / tl.maximum(square, EPS * EPS), 0.0)[:, None]
+    total *= (factor * LN2 * tl.load(grad).to(tl.float32) * tl.load(inverse_count))[:, None]
+    address = dout + t.to(tl.int64) * E + e[None, :]
+    tl.store(address, total.to(dout.dtype.element_ty), (e < E)[None, :])
+
+
+@triton.jit
+def _key(keys, p, inside, other):
+    """The item of a sorted entry, or `other`; keys are int16 where that holds every item."""
+    return tl.load(keys + p, inside, other).to(tl.int32)
+
+
+@triton.jit
+def _entries(first, keys, order, item, end, rows, rows_stride, shares, drawn, T, K, E: tl.constexpr,
+             PAD_E: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """(sum [1, PAD_E] of the item's entries at first .. first + ROWS, how many they are)."""
+    p = first + tl.arange(0, ROWS)
+    mine = (p < end) & (_key(keys, p, p < end, -1) == item)
+    entry = tl.load(order + p, mine, 0)
+    if drawn is None:
+        token = tl.where(entry < T, entry, (entry - T) // tl.maximum(K, 1))
+        acc = load_fp32(rows, token, mine, rows_stride, E, PAD_E) * tl.load(shares + entry, mine, 0.0)[:, None]
+    else:
+        is_target = mine & (entry < T)
+        acc = load_fp32(rows, entry, is_target, rows_stride, E, PAD_E)
+        acc *= tl.load(shares + entry, is_target, 0.0)[:, None]
+        acc += load_fp32(drawn, entry - T, mine & (entry >= T), E, E, PAD_E)
+    return tl.sum(acc, 0)[None, :], tl.sum(mine.to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["entries", "T", "K", "I"])
+def catalogue_loss_table_bwd_kernel(
+    keys, order, rows, rows_stride, shares, drawn, table, table_stride, row_scale, grad, inverse_count, dtable, slots,
+    entries, T, K, I, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """The pieces that begin at CHUNK entries: whole runs into dtable, pieces of cut ones into slots [windows, 2, E].
+
+    keys: the items of the sorted entries; order: where they stood. rows [T, E]: the outputs. An entry below T is a
+    target, which adds shares[entry] * rows[entry]. One above it is a negative: of token (entry - T) // K, likewise;
+    with drawn [K, E] it adds the row entry - T of that. Entries of no item (key I) come last.
+    """
+    e = tl.arange(0, PAD_E)[None, :]
+    begin = tl.program_id(0).to(tl.int64) * CHUNK
+    for place in range(0, CHUNK):
+        p = begin + place
+        item = _key(keys, p, p < entries, I)
+        before = _key(keys, p - 1, (p > 0) & (p <= entries), -1)
+        at_cut = p % PIECE == 0
+        if (item < I) & ((item != before) | at_cut):
+            end = tl.minimum((p // PIECE + 1) * PIECE, entries)
+            acc, found = _entries(p, keys, order, item, end, rows, rows_stride, shares, drawn, T, K, E, PAD_E, ROWS)
+            q = p + ROWS
+            more = found == ROWS
+            while more & (q < end):
+                part, found = _entries(
+                    q, keys, order, item, end, rows, rows_stride, shares, drawn, T, K, E, PAD_E, ROWS
+                )
+                acc += part
+                q += ROWS
+                more = found == ROWS
+            last = _key(keys, end - 1, end <= entries, -1) == item
+            after = _key(keys, end, end < entries, -1)
+            if (item == before) | (last & (after == item)):
+                # The first piece of a window is its slot 0, even where it begins a run.
+                slot = slots + (p // PIECE * 2 + tl.where(at_cut, 0, 1)) * E
+                tl.store(slot + e, acc, e < E)
+            else:
+                row = tl.zeros([1], tl.int64) + item
+                finish_items(
+                    (acc,), row, row >= 0, table, table_stride, row_scale, None, grad, inverse_count, dtable, 0.0, I, E,
+                    PAD_E, NORMALIZE,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["entries", "I"])
+def catalogue_loss_pieces_bwd_kernel(
+    keys, table, table_stride, row_scale, grad, inverse_count, dtable, slots, entries, I,
+    E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """The cut run that begins in a window and goes on into the next: the sum of its pieces into dtable."""
+    e = tl.arange(0, PAD_E)[None, :]
+    window = tl.program_id(0).to(tl.int64)
+    begin = window * PIECE
+    end = begin + PIECE
+    item = _key(keys, end - 1, end <= entries, I)
+    after = _key(keys, end, end < entries, -1)
+    covers = _key(keys, begin, begin < entries, -1) == item
+    starts = (covers == 0) | (_key(keys, begin - 1, begin > 0, -1) != item)
+    if (item < I) & (after == item) & starts:
+        acc = tl.load(slots + (2 * window + tl.where(covers, 0, 1)) * E + e, e < E, 0.0)
+        more = end < entries
+        while more:
+            window += 1
+            acc += tl.load(slots + 2 * window * E + e, e < E, 0.0)
+            end += PIECE
+            more = _key(keys, end, end < entries, -1) == item
+        row = tl.zeros([1], tl.int64) + item
+        finish_items(
+            (acc,), row, row >= 0, table, table_stride, row_scale, None, grad, inverse_count, dtable, 0.0, I, E, PAD_E,
+            NORMALIZE,
+        )  # fmt: skip

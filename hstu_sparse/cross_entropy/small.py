@@ -1,0 +1,141 @@
+"""Negatives of each token over a small catalogue: the gradients as products with all items.
+
+Letters: T tokens, I items, E embedding size, K negatives. R rows: as many tokens as have their logits held at a time.
+Logits are in base 2, as in products.py.
+
+The gradients of K gathered rows of E numbers a token move more than products with a small catalogue cost. So forward,
+which gathers rows as sampled.py does, keeps the logits, [T, K] of them. In backward a kernel writes the gradient of the
+logits as rows [R, I], zeros but for what was drawn, and torch's products make the gradients of it, some thousand tokens
+at a time. A program owns a row, repeated negatives are counted and each writes the same sum, and products follow in one
+order: the gradients are the same bits in every run.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hstu_sparse import launch
+from hstu_sparse.cross_entropy.rows import (
+    catalogue_loss_merge_bwd_ditems_kernel,
+    catalogue_loss_merge_bwd_dout_kernel,
+)
+
+# Logits whose gradients are held at a time, about.
+HELD = 2**26
+# Rows and columns of a tile of torch's products.
+_TILE = 128
+
+
+def takes_products(items: int, negatives: int, size: int, dtype: torch.dtype) -> bool:
+    """Whether products with all items are the smaller work: I numbers a token against K * E added.
+
+    Where they take the same time, measured on an H200: 13,000 items for 128 negatives of 256 in bf16 (docs).
+    """
+    return items * (4.0 if dtype == torch.float32 else 2.5) <= negatives * size
+
+
+@triton.jit(do_not_specialize=["begin", "K", "factor"], do_not_specialize_on_alignment=["targets", "negatives"])
+def catalogue_loss_pick_bwd_kernel(
+    gradients, width, targets, negatives, picked, lse, positive, factor, begin, K, ROWS: tl.constexpr,
+    OTHERS: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Row r of gradients [R, width]: factor times those of token begin + r's logits; zeros for what it did not draw."""
+    r = tl.program_id(0).to(tl.int64)
+    t = begin + r
+    row = gradients + r * width
+    for first in range(0, width, ZEROS):
+        i = first + tl.arange(0, ZEROS)
+        tl.store(row + i, tl.zeros([ZEROS], gradients.dtype.element_ty), i < width)
+    target = tl.load(targets + t)
+    if target >= 0:
+        # The zeros stand before any thread writes over one.
+        tl.debug_barrier()
+        log_sum = tl.load(lse + t)
+        share = tl.exp2(tl.load(positive + t) - log_sum) - 1.0
+        tl.store(row + target, (share * factor).to(gradients.dtype.element_ty))
+        for first in range(0, K, ROWS):
+            k = first + tl.arange(0, ROWS)
+            ids = tl.load(negatives + t * K + k, k < K, -1).to(tl.int32)
+            times = tl.zeros([ROWS], tl.int32)
+            for begin_others in range(0, K, OTHERS):
+                o = begin_others + tl.arange(0, OTHERS)
+                others = tl.load(negatives + t * K + o, o < K, -1).to(tl.int32)
+                times += tl.sum((ids[:, None] == others[None, :]).to(tl.int32), 1)
+            weights = tl.exp2(tl.load(picked + t * K + k, k < K, float("-inf")) - log_sum) * times
+            counts = (ids >= 0) & (ids != target)
+            tl.store(row + ids, (weights * factor).to(gradients.dtype.element_ty), counts)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """x with rows and columns of zeros that make products of it aligned."""
+    x = launch.aligned(x)
+    return x if len(x) == rows else torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))
+
+
+def _chunks(call, width: int):
+    """(begin, end) of the tokens whose rows are held at a time: as many as give each multiprocessor a tile of dout.
+
+    (Of as many multiprocessors as make a power of two: tiles come in clusters.)
+    """
+    rows, processors = HELD // width, launch.multiprocessors(call.out.device)
+    wave = max(1, 2 ** (processors.bit_length() - 1) // launch.cdiv(call.E, _TILE)) * _TILE
+    rows = round(rows / wave) * wave if 2 * rows > wave else max(_TILE, rows // _TILE * _TILE)
+    for begin in range(0, call.T, rows):
+        yield begin, min(begin + rows, call.T)
+
+
+def _width(call) -> int:
+    return launch.cdiv(call.I, 16) * 16
+
+
+def _rows(K: int) -> int:
+    return max(16, min(launch.next_power_of_2(K), 128))
+
+
+def backward(call, grad, lse, positive, inverse_count, picked, dout, along) -> Tensor:
+    """Writes dout and along; returns the items' gradient."""
+    row_scale = call.scales(call.out, call.scale, call.temperature)
+    width = _width(call)
+    # Rows are scaled before the products: fp16 has no exponents for a small probability times 1 / |item|.
+    out, items = launch.aligned(call.out), _padded(call.items, width)
+    rows = torch.mul(out, row_scale[:, None], out=torch.empty_like(out)) if call.normalize else out
+    columns = items
+    if call.normalize:
+        scale = torch.nn.functional.pad(call.scales(call.items, 1.0, None), (0, width - call.I))
+        columns = torch.mul(items, scale[:, None], out=torch.empty_like(items))
+    factor = 32768.0 if call.out.dtype == torch.float16 else 1.0
+    ditems = torch.empty_like(call.items, memory_format=torch.contiguous_format)
+    total = None
+    for begin, end in _chunks(call, width):
+        gradients = call.new(end - begin, width, dtype=call.out.dtype)
+        catalogue_loss_pick_bwd_kernel[(end - begin,)](
+            gradients, width, call.targets, call.negatives, picked, lse, positive, factor, begin, call.K,
+            ROWS=_rows(call.K), OTHERS=32, ZEROS=1024, num_warps=4,
+        )  # fmt: skip
+        part = _product(gradients, columns)[:, : call.E]
+        part = part.mul_(1 / factor).contiguous() if factor != 1 else part.contiguous()
+        tokens = slice(begin, end)
+        # The targets' own -1 is in the product: with smoothing 1 nothing is added.
+        call.over_rows(
+            catalogue_loss_merge_bwd_dout_kernel, end - begin, part, call.out[tokens], call.out.stride(0),
+            row_scale[tokens], call.targets[tokens], lse[tokens], None, call.items, call.items.stride(0), None, grad,
+            inverse_count, dout[tokens], along[tokens], 1.0, end - begin, call.I, 1,
+        )  # fmt: skip
+        part = _product(gradients.T, rows[tokens])
+        total = part if total is None else total.add_(part)
+    total = total[: call.I, : call.E].contiguous()
+    if factor != 1:
+        total.mul_(1 / factor)
+    call.over_rows(
+        catalogue_loss_merge_bwd_ditems_kernel, call.I, total, call.items, call.items.stride(0), row_scale, None, grad,
+        inverse_count, ditems, 0.0, call.I, 1,
+    )  # fmt: skip
+    return ditems

@@ -1,0 +1,5 @@
+"""Gates of queries: a small network that makes a few numbers in (0, 1) of each head's query."""
+
+from hstu_sparse.gate_mlp.api import query_gates
+
+__all__ = ["query_gates"]

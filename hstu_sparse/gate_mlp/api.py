@@ -1,0 +1,58 @@
+"""Gates of queries: the public function, its validation, the choice of backend.
+
+Letters: T tokens of the batch, H heads, D size of a query, F size of the hidden layer, G gates.
+"""
+
+import torch
+
+from hstu_sparse.gate_mlp.reference import query_gates_reference
+from hstu_sparse.launch import padded_head
+from hstu_sparse.validation import check_kernel, check_some, check_tensor, choose_backend
+
+MAX_SIZE, MAX_HIDDEN, MAX_GATES = 128, 64, 16
+
+
+def takes_kernel(size: int, hidden: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels take D and F: both products' matrices have to fit, padded, with a tile of rows."""
+    room = 4096 if dtype == torch.float32 else 8192
+    return size <= MAX_SIZE and hidden <= MAX_HIDDEN and padded_head(size) * padded_head(hidden) <= room
+
+
+def query_gates(
+    q: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor, *, backend: str = "auto"
+) -> torch.Tensor:
+    """sigmoid(w2 relu(w1 q + b1) + b2): G gates for each token and head, of one network that the heads share.
+
+    In Triton one kernel forward, which keeps nothing but its inputs, and two backward; products are of q's dtype, sums
+    fp32. Gradients are the same bits in every run.
+
+    Args:
+        q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64). Tokens and heads may lie apart.
+        w1, b1: [F, D] and [F], any floating dtype; weights are rounded to q's.
+        w2, b2: [G, F] and [G], likewise.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [G, T, H], contiguous, of q's dtype. Gradients flow to q and the weights; the kernels have no second ones.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came. The kernels take D up to 128 with F up to 64, in fp32
+            D up to 64 or F up to 32, and G up to 16.
+    """
+    backend = choose_backend(backend, q, "query_gates")
+    sizes: dict[str, int] = {}
+    check_tensor("q", q, "T H D", sizes)
+    for name, x, shape in (("w1", w1, "F D"), ("b1", b1, "F"), ("w2", w2, "G F"), ("b2", b2, "G")):
+        check_tensor(name, x, shape, sizes, device=q.device)
+    check_some(sizes, "H", "D", "F", "G")
+    if backend == "reference":
+        return query_gates_reference(q, w1, b1, w2, b2)
+    check_kernel("query_gates", q, {"G": sizes["G"]}, most=MAX_GATES)
+    if not takes_kernel(sizes["D"], sizes["F"], q.dtype):
+        raise ValueError(
+            f"query_gates: the kernels take D up to {MAX_SIZE} with F up to {MAX_HIDDEN}, in fp32 half as much, got "
+            f"D={sizes['D']}, F={sizes['F']}; use backend='reference'"
+        )
+    from hstu_sparse.gate_mlp.kernels import query_gates_operator
+
+    return query_gates_operator(q, w1, b1, w2, b2)

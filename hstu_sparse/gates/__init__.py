@@ -1,5 +1,0 @@
-"""Gates of queries: a small network that makes a few numbers in (0, 1) of each head's query."""
-
-from hstu_sparse.gates.api import query_gates
-
-__all__ = ["query_gates"]

@@ -1,0 +1,73 @@
+"""A model's input: the public function, its validation, the choice of backend.
+
+Letters: T tokens of the batch, B sequences, N max_seq_len, E embedding size.
+"""
+
+import torch
+
+from hstu_sparse.input_embedding.reference import embed_inputs_reference
+from hstu_sparse.jagged import check_jagged
+from hstu_sparse.validation import (
+    check_dropout,
+    check_kernel,
+    check_number,
+    check_seed,
+    check_some,
+    check_tensor,
+    choose_backend,
+)
+
+MAX_SIZE = 4096
+
+
+def embed_inputs(
+    rows: torch.Tensor,
+    position: torch.Tensor,
+    seq_offsets: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    more: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    seed: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """dropout(rows * scale + position[t] + more), t the place of each token in its sequence.
+
+    In Triton one kernel forward and two backward, one for the tokens and one for the positions, which keep nothing but
+    their inputs. Gradients are the same bits in every run: a position's is summed over the sequences in one order.
+
+    Args:
+        rows: [T, E], fp16, bf16 or fp32 (the reference also fp64), what was looked up for each token.
+        position: [N, E], a row for each place, of any floating dtype.
+        seq_offsets: [B+1], int32 or int64, from 0 to T; no sequence is longer than N.
+        scale: of rows.
+        more: [T, E], added as it is, or None.
+        dropout, seed: as `norm_gate`'s.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [T, E], contiguous, of the dtype that rows + position (+ more) has. Gradients flow to rows, position and more;
+        the kernels have no second ones.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came. The kernels take E up to 4,096.
+    """
+    backend = choose_backend(backend, rows, "embed_inputs")
+    sizes: dict[str, int] = {}
+    check_tensor("rows", rows, "T E", sizes)
+    check_tensor("position", position, "N E", sizes, device=rows.device)
+    if more is not None:
+        check_tensor("more", more, "T E", sizes, device=rows.device)
+    check_some(sizes, "E", "N")
+    check_jagged(seq_offsets, sizes["N"], rows=rows)
+    scale, dropout = check_number("scale", scale), check_dropout(dropout)
+    if backend == "reference":
+        return embed_inputs_reference(rows, position, seq_offsets, scale=scale, more=more, dropout=dropout)
+    check_kernel("embed_inputs", rows, {"E": sizes["E"]}, most=MAX_SIZE)
+    if dropout:
+        if seed is None:
+            raise ValueError("dropout > 0 needs a seed: an int64 tensor of one element on the rows' device")
+        check_seed(seed, rows.device)
+    from hstu_sparse.input_embedding.kernels import embed_inputs_operator
+
+    return embed_inputs_operator(rows, position, seq_offsets, more, seed if dropout else None, scale, dropout)

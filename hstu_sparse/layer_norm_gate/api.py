@@ -1,0 +1,154 @@
+"""Layer norm without affine, alone, beside a residual or times a gate with dropout: the public functions.
+
+They validate and choose the backend.
+
+Letters: T tokens of the batch, C channels.
+"""
+
+import torch
+
+from hstu_sparse.layer_norm_gate.reference import norm_gate_reference
+from hstu_sparse.registration import plain
+from hstu_sparse.validation import check_dropout, check_number, check_tensor, choose_backend
+
+
+def norm_gate(
+    x: torch.Tensor,
+    u: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    dropout: float = 0.0,
+    seed: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """dropout(LayerNorm(x) * u): what stands between attention and output projection in an HSTU layer.
+
+    The norm is over C, without affine parameters. In Triton one kernel each for forward and backward; nothing but x, u
+    and the seed is kept for the backward pass, which computes mean, scale and keep mask anew.
+
+    Dropout keeps element (t, c) with probability 1 - dropout and divides what it keeps by that. In Triton the mask is a
+    function of (seed, t, c) alone (Philox 4x32, 10 rounds), so equal seeds give equal masks whatever T and C are: take
+    another seed for every layer and step. The reference ignores `seed` and draws from torch's default generator, so its
+    mask is another one.
+
+    Args:
+        x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows may lie apart (a slice of a wider tensor) and are
+            not copied; channels that are not adjacent are.
+        u: [T, C], its dtype may differ from x's; strides as x.
+        eps: added to the variance.
+        dropout: probability of zeroing, 0 <= dropout < 1; pass 0 in evaluation.
+        seed: int64 tensor of one element on x's device, needed by the kernels when dropout > 0. Read on the device.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [T, C], contiguous, of the dtype that x * u has. Gradients flow to x and u; the kernels have no second ones.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+
+    Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3, equation 3 (arXiv 2402.17152).
+    """
+    eps, backend, sizes = _check(x, eps, backend, "norm_gate")
+    check_tensor("u", u, "T C", sizes, device=x.device)
+    dropout = check_dropout(dropout)
+    if backend == "reference":
+        return norm_gate_reference(x, u, eps=eps, dropout=dropout)
+    from hstu_sparse.layer_norm_gate.kernels import norm_gate_triton
+
+    return norm_gate_triton(x, u, eps, dropout, seed)
+
+
+def layer_norm(
+    x: torch.Tensor, *, eps: float = 1e-6, dtype: torch.dtype | None = None, backend: str = "auto"
+) -> torch.Tensor:
+    """LayerNorm(x) over C without affine parameters: (x - mean) / sqrt(variance + eps), as torch's.
+
+    For few channels: torch's CUDA kernel gives each row a block of threads, these kernels give it a tile of many rows.
+
+    Args:
+        x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows may lie apart, as for `norm_gate`.
+        eps: added to the variance.
+        dtype: of the result, floating point; absent, x's. Statistics are fp32 whatever it is.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [T, C], contiguous, of that dtype. Gradients flow to x; the kernels have no second ones.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+    """
+    eps, backend, _ = _check(x, eps, backend, "layer_norm")
+    _check_dtype(dtype)
+    if backend == "reference":
+        return norm_gate_reference(x, None, eps=eps, dropout=0.0).to(dtype or x.dtype)
+    from hstu_sparse.layer_norm_gate.kernels import norm_gate_triton
+
+    return norm_gate_triton(x, None, eps, 0.0, None, dtype)
+
+
+def residual_norm(
+    x: torch.Tensor, *, eps: float = 1e-6, dtype: torch.dtype | None = None, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x, layer_norm(x)), for a block whose result is added to x again: in Triton one kernel of backward adds up both
+    gradients of x, where torch adds them after it.
+
+    Arguments and errors as `layer_norm`.
+    """
+    eps, backend, _ = _check(x, eps, backend, "residual_norm")
+    _check_dtype(dtype)
+    if backend == "reference" or torch.compiler.is_compiling() or not plain(x):
+        return x, layer_norm(x, eps=eps, dtype=dtype, backend=backend)
+    from hstu_sparse.layer_norm_gate.kernels import check_sizes
+    from hstu_sparse.layer_norm_gate.residual import residual_norm_triton
+
+    check_sizes(x=x)
+    return residual_norm_triton(x, eps, dtype)
+
+
+def residual_add(
+    x: torch.Tensor, added: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str = "auto"
+) -> torch.Tensor:
+    """x + added + bias, the end of a block: added is a product without its bias, as a rule of fewer bits than x.
+
+    In Triton one kernel, and backward one that gives `added` its gradient in its own dtype and sums up the bias's on
+    the way, in one order. The sum is fp32 whatever the dtypes are.
+
+    Args:
+        x, added: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows may lie apart, as for `norm_gate`.
+        bias: [C] of any floating dtype, or None.
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+    Returns:
+        [T, C], contiguous, of the dtype that x + added has. Gradients flow to all three; the kernels have no second.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+    """
+    backend = choose_backend(backend, x, "residual_add")
+    sizes: dict[str, int] = {}
+    check_tensor("x", x, "T C", sizes)
+    check_tensor("added", added, "T C", sizes, device=x.device)
+    if bias is not None:
+        check_tensor("bias", bias, "C", sizes, device=x.device)
+    if backend == "reference" or torch.compiler.is_compiling() or not plain(x):
+        total = x + added
+        return total if bias is None else total + bias.to(total.dtype)
+    from hstu_sparse.layer_norm_gate.kernels import check_sizes
+    from hstu_sparse.layer_norm_gate.residual import residual_add_triton
+
+    check_sizes(x=x, added=added)
+    return residual_add_triton(x, added, bias)
+
+
+def _check(x, eps, backend, op) -> tuple[float, str, dict[str, int]]:
+    """eps as a float, the backend that is taken, letter -> size."""
+    sizes: dict[str, int] = {}
+    check_tensor("x", x, "T C", sizes)
+    if not sizes["C"]:
+        raise ValueError("x must be [T, C] with C > 0, got C=0")
+    return check_number("eps", eps, above=0.0), choose_backend(backend, x, op), sizes
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"dtype must be floating point, got {dtype}")

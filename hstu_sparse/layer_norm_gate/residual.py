@@ -1,0 +1,126 @@
+"""A residual stream: x's norm beside x itself, and the sum at the end. Triton kernels and autograd functions.
+
+Letters: T tokens of the batch, C channels.
+
+Two gradients meet at x, of its norm and of the stream that goes on: the norm's kernel adds the other. The sum's
+gradient goes on as it is; what was added gets it in its own dtype, and its bias the sum over tokens, by one kernel that
+reads it once. Under torch.compile and dispatch modes both are torch's operations: what passes a function as it is
+cannot be an operator's output.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hstu_sparse.launch import cdiv, multiprocessors, on_device
+from hstu_sparse.layer_norm_gate.kernels import _gradients, _key, _launch, _load, _rows, norm_gate_operator, tile
+
+# Programs of the sum's backward kernel for each multiprocessor.
+_RESIDENT = 8
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, eps, dtype):
+        ctx.save_for_backward(x)
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)
+        return x, norm_gate_operator.forward(x, None, None, eps, 0.0, dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, beside, grad):
+        if grad is None:
+            return beside, None, None
+        (x,) = ctx.saved_tensors
+        with on_device(x.device):
+            (dx,) = _gradients(grad, x, None, beside, None, ctx.eps, 0.0)
+        return dx, None, None
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def residual_add_fwd_kernel(
+    x, added, bias, out, x_stride_t, added_stride_t, tokens, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """ROWS rows of x + added + bias."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK_C)[None, :]
+    inside = (row < tokens) & (column < C)
+    total = _load(x, row, column, x_stride_t, inside) + _load(added, row, column, added_stride_t, inside)
+    if bias is not None:
+        total += tl.load(bias + column, column < C, 0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * C + column, total, inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def residual_add_bwd_kernel(
+    grad, dadded, parts, grad_stride_t, tokens, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """dadded: grad in its dtype, where that is another; parts [programs, C]: each program's share of the sum."""
+    column = tl.arange(0, BLOCK_C)[None, :]
+    total = tl.zeros([ROWS, BLOCK_C], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, tokens, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        inside = (row < tokens) & (column < C)
+        given = _load(grad, row, column, grad_stride_t, inside)
+        total += given
+        if dadded is not None:
+            tl.store(dadded + row.to(tl.int64) * C + column, given, inside)
+    if parts is not None:
+        c = tl.arange(0, BLOCK_C)
+        tl.store(parts + tl.program_id(0) * C + c, tl.sum(total, 0), c < C)
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, added, bias):
+        ctx.dtypes = x.dtype, added.dtype, None if bias is None else bias.dtype
+        tokens, channels = x.shape
+        out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, added.dtype), device=x.device)
+        if tokens:
+            x, added = _rows(x), _rows(added)
+            rows, width, warps = tile(channels)
+            x_key, added_key = _key(x), _key(added)
+            with on_device(x.device):
+                _launch(
+                    residual_add_fwd_kernel,
+                    ("sum", x.get_device(), channels, x_key, added_key, None if bias is None else _key(bias[None])),
+                    (x, added, bias, out, x_key[1], added_key[1], tokens, channels, rows, width),
+                    tokens, rows, warps,
+                )  # fmt: skip
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x_dtype, dtype, bias_dtype = ctx.dtypes
+        tokens, channels = grad.shape
+        dx = grad if grad.dtype == x_dtype else grad.to(x_dtype)
+        same = grad.dtype == dtype
+        if bias_dtype is None:
+            return dx, grad if same else grad.to(dtype), None
+        grad = _rows(grad)
+        rows, width, warps = tile(channels)
+        programs = min(_RESIDENT * multiprocessors(grad.device), cdiv(tokens, rows))
+        dadded = None if same else torch.empty(grad.shape, dtype=dtype, device=grad.device)
+        parts = torch.empty(programs, channels, dtype=torch.float32, device=grad.device)
+        if tokens:
+            key = _key(grad)
+            with on_device(grad.device):
+                _launch(
+                    residual_add_bwd_kernel,
+                    ("sum", grad.get_device(), channels, key, None if same else dtype),
+                    (grad, dadded, parts, key[1], tokens, channels, rows, width),
+                    programs * rows, rows, warps,
+                )  # fmt: skip
+        return dx, grad if same else dadded, parts.sum(0).to(bias_dtype)
+
+
+def residual_norm_triton(x, eps, dtype):
+    """Arguments and results as `hstu_sparse.residual_norm`, checked; on CUDA or interpreted."""
+    return _Fork.apply(x, eps, dtype)
+
+
+def residual_add_triton(x, added, bias):
+    """Arguments and result as `hstu_sparse.residual_add`, checked; on CUDA or interpreted."""
+    return _Add.apply(x, added, None if bias is None else bias.contiguous())

@@ -1,5 +1,0 @@
-"""SiLU of a product's columns, in parts that stand each by itself."""
-
-from hstu_sparse.parts.api import silu_parts
-
-__all__ = ["silu_parts"]

@@ -1,9 +1,0 @@
-"""The campaign of hostile inputs: valid, malformed and malicious ones, interrupted runs, damaged files.
-
-    python -m tests.campaign [AREA ...] [--only TEXT] [--jobs 2]    everything, some ten minutes on two cores
-    python -m tests.campaign --short                                what CI runs, in at most 90 seconds
-
-Each case runs in a process of its own and must end as its line in a table says: with one clear error or working, never
-with a traceback, never for ever, never with anything lost. A new case is one line in the table of its area. What is
-accepted on purpose, though it looks wrong, stands in accepted.py with the reason.
-"""

@@ -1,0 +1,422 @@
+"""Runs: checkpoints, configurations and metrics that were damaged or changed, then resumed or evaluated.
+
+A change is made to a copy of a run that was stopped midway. Where a resume works, it must end as the run that was never
+stopped: the same lines of metrics.jsonl (without the seconds), weights, optimizer and result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load, save
+
+import eval as evaluation
+import train
+from models.checkpoint import _facts_checksum
+from tests.hostile.configs import BASE
+from tests.hostile.harness import EITHER, ERROR, WORKS, Case, Process, judge
+
+LONG = ["train.epochs=6", "train.batch_size=4", "data.synthetic.num_users=200"]
+Change = Callable[[Path], object]
+
+
+def start(run: Path, *overrides: str) -> int:
+    """train.py for the run folder, its configuration beside it."""
+    config = run.with_name("run.yaml")
+    config.write_text(BASE.replace("cache_dir: cache", f"cache_dir: {run.parent}/cache"))
+    return train.main([str(config), *LONG, *overrides, "--run", str(run)])
+
+
+def facts(run: Path) -> dict:
+    """What must not depend on how often a run was stopped."""
+    last = sorted((run / "checkpoints").glob("step-*"))[-1]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    result = json.loads((run / "result.json").read_text())
+    digest = lambda *files: hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return {
+        "metrics": [{key: value for key, value in line.items() if key != "seconds"} for line in lines],
+        "weights": digest(last / "model.safetensors", last / "state.safetensors"),
+        "best": digest(run / "best" / "model.safetensors"),
+        "result": {key: result[key] for key in ("model", "popularity", "by_history", "weights", "epoch", "steps")},
+    }
+
+
+def differs(run: Path, wanted: dict) -> str | None:
+    found = facts(run)
+    names = [name for name in wanted if found[name] != wanted[name]]
+    left = [path.name for path in run.rglob(".*") if path.name != ".lock"]
+    if names:
+        return f"other {', '.join(names)} than the run that was never stopped"
+    return f"left behind {left}" if left else None
+
+
+def newest(run: Path) -> Path:
+    return sorted((run / "checkpoints").glob("step-*"))[-1]
+
+
+def folders(run: Path, name: str) -> list[Path]:
+    """The last checkpoint and best/, where they have the file."""
+    return [folder for folder in (newest(run), run / "best") if (folder / name).exists()]
+
+
+def raw(name: str, change: Callable[[bytes], bytes]) -> Change:
+    """Other bytes in a file of the checkpoints; its checksum is then wrong."""
+
+    def go(run: Path) -> None:
+        for folder in folders(run, name):
+            (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+    return go
+
+
+def forged(name: str, change: Callable[[bytes], bytes]) -> Change:
+    """Other bytes in a file, and all checksums right."""
+
+    def go(run: Path) -> None:
+        for folder in folders(run, name):
+            content = change((folder / name).read_bytes())
+            (folder / name).write_bytes(content)
+            told = hashlib.sha256(content).hexdigest()
+            _state(folder, lambda facts, told=told: facts["sha256"].update({name: told}))
+
+    return go
+
+
+def _state(folder: Path, change: Callable[[dict], object]) -> None:
+    facts = json.loads((folder / "state.json").read_text())
+    change(facts)
+    facts.pop("checksum", None)
+    (folder / "state.json").write_text(json.dumps(facts | {"checksum": _facts_checksum(facts)}))
+
+
+def tensors(name: str, change: Callable[[dict], object]) -> Change:
+    """Other tensors in a file, and all checksums right."""
+
+    def rewrite(content: bytes) -> bytes:
+        entries = dict(load(content))
+        return save(change(entries) or entries)
+
+    return forged(f"{name}.safetensors", rewrite)
+
+
+def told(**values) -> Change:
+    """Other facts in state.json, and its checksum right."""
+    return lambda run: [_state(folder, lambda facts: facts.update(values)) for folder in folders(run, "state.json")]
+
+
+def untold(key: str) -> Change:
+    return lambda run: [_state(folder, lambda facts: facts.pop(key, None)) for folder in folders(run, "state.json")]
+
+
+def config(pattern: str, by: str) -> Change:
+    def go(run: Path) -> None:
+        text = (run / "config.yaml").read_text()
+        assert re.search(pattern, text), text
+        (run / "config.yaml").write_text(re.sub(pattern, by, text))
+
+    return go
+
+
+def metrics(change: Callable[[bytes], bytes]) -> Change:
+    return lambda run: (run / "metrics.jsonl").write_bytes(change((run / "metrics.jsonl").read_bytes()))
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+
+def first(entries: dict) -> str:
+    return sorted(entries)[0]
+
+
+def emptied(run: Path) -> None:
+    for folder in (newest(run), run / "best"):
+        for file in folder.iterdir():
+            file.unlink()
+
+
+def no_checkpoints(run: Path, instead: str | None = None) -> None:
+    shutil.rmtree(run / "checkpoints")
+    shutil.rmtree(run / "best", ignore_errors=True)
+    if instead == "file":
+        (run / "checkpoints").write_text("x")
+    elif instead == "step":
+        (run / "checkpoints").mkdir()
+        (run / "checkpoints" / "step-00000099").write_text("x")
+
+
+# Neither a resume nor an evaluation may use any of these.
+DAMAGE: dict[str, Change] = {
+    "model cut short": raw("model.safetensors", lambda b: b[:-9]),
+    "model with a bit turned": raw("model.safetensors", lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]),
+    "model empty": raw("model.safetensors", lambda b: b""),
+    "model cut short, forged": forged("model.safetensors", lambda b: b[:-9]),
+    "model is a pickle, forged": forged("model.safetensors", lambda b: pickle.dumps(Bomb())),
+    "model with a header of 2^60, forged": forged("model.safetensors", lambda b: struct.pack("<Q", 2**60) + b[8:]),
+    "weight of another shape": tensors("model", lambda t: t.update({first(t): torch.zeros(3)})),
+    "weight missing": tensors("model", lambda t: t.pop(first(t)) is None),
+    "weight too many": tensors("model", lambda t: t.update(zzz=torch.zeros(1))),
+    "weights in fp64": tensors("model", lambda t: {name: value.double() for name, value in t.items()}),
+    "weights in int32": tensors("model", lambda t: {name: value.int() for name, value in t.items()}),
+    "weights in complex": tensors("model", lambda t: {name: value.to(torch.complex64) for name, value in t.items()}),
+    "weights NaN": tensors("model", lambda t: {name: value * float("nan") for name, value in t.items()}),
+    "one weight infinite": tensors("model", lambda t: t[first(t)].view(-1)[-1:].fill_(float("inf")) is None),
+    "state.json cut short": raw("state.json", lambda b: b[:40]),
+    "state.json is a list": raw("state.json", lambda b: b"[]"),
+    "state.json is null": raw("state.json", lambda b: b"null"),
+    "state.json in latin-1": raw("state.json", lambda b: b"\xe9"),
+    "state.json of 100,000 brackets": raw("state.json", lambda b: b"[" * 100000),
+    "state.json edited": raw("state.json", lambda b: b.replace(b'"epoch": ', b'"epoch": 1')),
+    "no checksums": untold("sha256"),
+    "no fingerprint": untold("fingerprint"),
+    "no epoch": untold("epoch"),
+    "epoch is text": told(epoch="x"),
+    "epoch is true": told(epoch=True),
+    "another embedding_dim": config("embedding_dim: 8", "embedding_dim: 16"),
+    "another num_layers": config("num_layers: 1", "num_layers: 2"),
+    "other data": config("num_items: 20", "num_items: 21"),
+    "config.yaml deleted": lambda run: (run / "config.yaml").unlink(),
+    "config.yaml of other bytes": lambda run: (run / "config.yaml").write_bytes(b"\xff\0"),
+    "no checkpoints": no_checkpoints,
+    "checkpoint is an empty folder": emptied,
+    "checkpoint is a file": lambda run: no_checkpoints(run, "step"),
+    "checkpoints is a file": lambda run: no_checkpoints(run, "file"),
+}
+
+# These concern a resume alone.
+RESUME: dict[str, Change] = {
+    "state cut short": raw("state.safetensors", lambda b: b[:-9]),
+    "state deleted": lambda run: (newest(run) / "state.safetensors").unlink(),
+    "no random state": tensors("state", lambda t: t.pop("random.cpu") is None),
+    "random state too short": tensors("state", lambda t: t.update({"random.cpu": torch.zeros(3, dtype=torch.uint8)})),
+    "random state as fractions": tensors("state", lambda t: t.update({"random.cpu": torch.zeros(3)})),
+    "unknown tensor": tensors("state", lambda t: t.update({"a.b": torch.zeros(1)})),
+    "optimizer of no parameter": tensors("state", lambda t: t.update({"optimizer.x.step": torch.zeros(1)})),
+    "optimizer of parameter 999": tensors("state", lambda t: t.update({"optimizer.999.step": torch.zeros(1)})),
+    "optimizer of other shapes": tensors("state", lambda t: {n: v[:1] if "exp_avg" in n else v for n, v in t.items()}),
+    "optimizer half missing": tensors("state", lambda t: {n: v for n, v in t.items() if "optimizer.0." not in n}),
+    "optimizer without second moments": tensors("state", lambda t: {n: v for n, v in t.items() if "_sq" not in n}),
+    "optimizer missing": tensors("state", lambda t: {n: v for n, v in t.items() if "optimizer" not in n}),
+    "optimizer NaN": tensors("state", lambda t: {n: v * float("nan") if "exp" in n else v for n, v in t.items()}),
+    "optimizer in int32": tensors("state", lambda t: {n: v.int() if "exp" in n else v for n, v in t.items()}),
+    "step -5": told(step=-5),
+    "step is text": told(step="x"),
+    "batch 10^9": told(batch=10**9),
+    "batch -3": told(batch=-3),
+    "epoch -1": told(epoch=-1),
+    "epoch 1000": told(epoch=1000),
+    "records are text": told(records="x"),
+    "losses NaN": told(losses={"loss": [float("nan"), 3]}),
+    "losses of another shape": told(losses={"loss": [1.0]}),
+    "best is text": told(best="x"),
+    "seconds negative": told(seconds=-1.0),
+    "a fact too many": told(zzz=1),
+    "seed changed": config("(?m)^seed: 1", "seed: 2"),
+    "batch_size changed": config("batch_size: 4\n", "batch_size: 8\n"),
+    "lr changed": config("lr: 0.001", "lr: 0.01"),
+    "epochs changed": config("epochs: 6", "epochs: 7"),
+    "a loss changed": config("num_negatives: 4", "num_negatives: 5"),
+    "metrics.jsonl is a folder": lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()),
+}
+
+# A resume after these ends as the run that was never stopped.
+MENDED: dict[str, Change] = {
+    "nothing": lambda run: None,
+    "metrics.jsonl deleted": lambda run: (run / "metrics.jsonl").unlink(),
+    "metrics.jsonl last line cut": metrics(lambda b: b[:-40]),
+    "metrics.jsonl shortened": metrics(lambda b: b.splitlines(True)[0]),
+    "metrics.jsonl of other bytes": metrics(lambda b: b"\xff\xfe" + b),
+    "metrics.jsonl with half a line": metrics(lambda b: b + b'{"epoch": 9, "st'),
+    "metrics.jsonl with a line too many": metrics(lambda b: b + b.splitlines(True)[0]),
+    "metrics.jsonl with bytes behind": metrics(lambda b: b + b"\xff\xfe"),
+    "metrics.jsonl with zeros behind (power cut)": metrics(lambda b: b + b"\0" * 300),
+    "killed while best/ was replaced": lambda run: (run / "best").rename(run / ".best.old"),
+    "killed while a checkpoint was written": lambda run: newest(run).rename(
+        newest(run).with_name(f".{newest(run).name}.tmp-123-ab")
+    ),
+}
+
+# Arguments of eval.py for the finished run: what it must refuse, and what works.
+EVAL_REFUSED = """
+--predict o.parquet --top-k 0; --predict o.parquet --top-k x; --predict .; --predict no/o.parquet; --predict o.txt
+--predict /proc/x.parquet; --predict run/config.yaml; --sampled 0; --sampled 1000000; --sampled 1000000000000000000
+--sampled 3 --seed -1; --sampled 3 --seed 1180591620717411303424; --split foo; model.embedding_dim=16; foo=1
+data.synthetic.num_items=21; device=cuda:9; model.max_seq_len=0
+"""
+EVAL_WORKING = """
+--split train; --split valid; --predict o.parquet --top-k 1000000000000000000; --sampled 20 --seed 9223372036854775807
+"""
+
+
+def cases(place: Path) -> list[Case]:
+    finished, stopped = place / "finished" / "run", place / "stopped" / "run"
+    for run in (finished, stopped):
+        run.parent.mkdir()
+    ended = Process(lambda: start(finished), seconds=300).wait()
+    assert ended.status == 0, ended.output
+    process = Process(lambda: start(stopped), seconds=300)
+    while len(list((stopped / "checkpoints").glob("step-*"))) < 2 or not (stopped / "best").exists():
+        time.sleep(0.005)
+    time.sleep(0.1)
+    process.kill(signal.SIGTERM)
+    process.wait()
+    wanted = facts(finished)
+
+    def same(folder: Path, output: str) -> str | None:
+        return differs(folder / "run", wanted)
+
+    def harmless(folder: Path, output: str) -> str | None:
+        return "code was run" if (Path.cwd() / "pwned").exists() else None
+
+    def case(name: str, run, expect: str = ERROR, **more) -> Case:
+        return Case("run", f"run {name}", run, expect, **more)
+
+    def resume(change: Change, *more: str, of: Path = stopped) -> Callable[[Path], int]:
+        def go(folder: Path) -> int:
+            shutil.copytree(of, folder / "run")
+            change(folder / "run")
+            return train.main(["--resume", str(folder / "run"), *more])
+
+        return go
+
+    def judge_it(change: Change, *more: str, of: Path = stopped) -> Callable[[Path], int]:
+        def go(folder: Path) -> int:
+            shutil.copytree(of, folder / "run")
+            change(folder / "run")
+            os.chdir(folder)
+            return evaluation.main(["run", *more])
+
+        return go
+
+    found = []
+    for number, (name, change) in enumerate((DAMAGE | RESUME).items()):
+        found.append(case(f"resume: {name}", resume(change), check=harmless, short=number % 2 == 0))
+    for number, (name, change) in enumerate(DAMAGE.items()):
+        found.append(case(f"eval: {name}", judge_it(change), check=harmless, short=number % 3 == 0))
+    found += [case(f"resume: {n}", resume(c), WORKS, check=same, short=n == "nothing") for n, c in MENDED.items()]
+    nothing = MENDED["nothing"]
+    for text in re.split(r"; |\n", EVAL_REFUSED.strip()):
+        found.append(case(f"eval {text}", judge_it(nothing, *text.split(), of=finished)))
+    for text in re.split(r"; |\n", EVAL_WORKING.strip()):
+        found.append(case(f"eval {text}", judge_it(nothing, *text.split(), of=finished), WORKS, short=False))
+    found += [
+        case("resume: seed changed, --override", resume(RESUME["seed changed"], "--override"), WORKS, short=False),
+        case("resume: threads changed", resume(config("threads: 1", "threads: 2")), WORKS, short=False, seconds=180),
+        case("resume of the finished run", resume(nothing, of=finished), WORKS, check=same, short=False),
+        case("eval: attention.alpha overridden", judge_it(nothing, "model.attention.0.alpha=9.0"), WORKS, short=False),
+        case("eval: train.lr overridden", judge_it(nothing, "train.lr=3.0"), WORKS, short=False),
+        case("eval: killed while best/ was replaced", judge_it(MENDED["killed while best/ was replaced"]), WORKS),
+        case("eval of a file", lambda f: evaluation.main([str(stopped / "config.yaml")])),
+        case("eval of nothing", lambda f: evaluation.main([str(f / "nope")])),
+        case("eval of NUL", lambda f: evaluation.main(["a\0b"])),
+        case("resume of nothing", lambda f: train.main(["--resume", str(f / "nope")])),
+        case("resume of an empty folder", lambda f: train.main(["--resume", str(f)])),
+        case(
+            "train into a folder that holds a run",
+            lambda f: train.main([str(finished.with_name("run.yaml")), "--run", str(finished)]),
+        ),
+    ]
+    return found + _rights(case, finished, stopped) + _full(case, wanted) + _together(case, stopped, wanted)
+
+
+def _rights(case, finished: Path, stopped: Path) -> list[Case]:
+    def frozen(run: Path) -> Path:
+        """A copy that nobody may write."""
+        copy = run.parent.parent / f"frozen-{run.parent.name}"
+        shutil.copytree(run, copy)
+        for path in [copy, *copy.rglob("*")]:
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        return copy
+
+    evaluated, resumed = frozen(finished), frozen(stopped)
+
+    def closed(folder: Path) -> Path:
+        (folder / "closed").mkdir(mode=0)
+        return folder / "closed" / "run"
+
+    return [
+        case("eval of a run that cannot be written", lambda f: evaluation.main([str(evaluated)]), nobody=True),
+        case(
+            "resume of a run that cannot be written",
+            lambda f: train.main(["--resume", str(resumed)]),
+            nobody=True,
+        ),
+        case("eval of a run in a closed folder", lambda f: evaluation.main([str(closed(f))]), nobody=True),
+        case("resume of a run in a closed folder", lambda f: train.main(["--resume", str(closed(f))]), nobody=True),
+    ]
+
+
+def _full(case, wanted: dict) -> list[Case]:
+    """The disk full at different sizes of files, then with room again."""
+
+    def clean(folder: Path, output: str) -> str | None:
+        left = [str(path) for path in folder.rglob(".*") if ".tmp" in path.name]
+        return f"left behind {left}" if left else None
+
+    def again(folder: Path) -> int:
+        """Stopped by a full disk, then resumed with room: it ends as if nothing had been."""
+        process = Process(lambda: start(folder / "run"), seconds=60)
+        while not list((folder / "run" / "checkpoints").glob("step-*")):
+            time.sleep(0.01)
+        process.kill(signal.SIGTERM)
+        process.wait()
+        full = Process(lambda: train.main(["--resume", str(folder / "run")]), seconds=60, disk=3000).wait()
+        verdict, line = judge(full, ERROR)
+        assert verdict == "passed", f"{verdict}: {line}"
+        assert not clean(folder, ""), clean(folder, "")
+        return train.main(["--resume", str(folder / "run")])
+
+    def full(folder: Path, size: int) -> int:
+        (folder / "run.yaml").write_text(BASE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        return train.main([str(folder / "run.yaml"), "--run", str(folder / "run")])
+
+    sizes = (0, 100, 2000, 4000, 10000)
+    return [
+        *(case(f"disk full, {size} bytes", lambda f, s=size: full(f, s), check=clean) for size in sizes),
+        case("disk full, then room", again, WORKS, check=lambda f, o: differs(f / "run", wanted), short=False),
+    ]
+
+
+def _together(case, stopped: Path, wanted: dict) -> list[Case]:
+    def two(folder: Path) -> int:
+        shutil.copytree(stopped, folder / "run")
+        resumes = [Process(lambda: train.main(["--resume", str(folder / "run")]), seconds=60) for _ in range(2)]
+        verdicts = sorted(judge(process.wait(), EITHER)[1] for process in resumes)
+        print(*verdicts, sep="\n")
+        assert sum("another process is training in it" in line for line in verdicts) == 1, verdicts
+        return 0
+
+    def halted(folder: Path) -> int:
+        """The second comes while the first one certainly holds the folder."""
+        shutil.copytree(stopped, folder / "run")
+        first = Process(lambda: train.main(["--resume", str(folder / "run")]), seconds=60)
+        while "process" not in (folder / "run" / ".lock").read_text() or "parameters;" not in first.output.decode():
+            first.poll()
+            time.sleep(0.001)
+        first.kill(signal.SIGSTOP)
+        second = Process(lambda: train.main(["--resume", str(folder / "run")]), seconds=60).wait()
+        first.kill(signal.SIGCONT)
+        first.wait()
+        print(second.output)
+        assert "another process is training in it" in second.output
+        return 0
+
+    same = lambda folder, output: differs(folder / "run", wanted)
+    return [
+        case("two resumes at once", two, WORKS, check=same, short=False),
+        case("a resume while another one runs", halted, WORKS, check=same),
+    ]

@@ -1,0 +1,149 @@
+"""Configuration: every error at once, with its path and the nearest valid key."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hstu_sparse.launch import precision
+from models.config import ConfigError, as_yaml, load_config
+from models.run import set_matmul_precision
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+BASE = """
+name: tiny
+data: {format: synthetic, protocol: leave_one_out}
+model:
+  block: hstu
+  max_seq_len: 10
+  embedding_dim: 8
+  num_layers: 2
+  attention: {kind: dense}
+train: {epochs: 1, lr: 1e-3}
+"""
+
+
+def write(tmp_path, text=BASE):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_load(path):
+    assert load_config(path).name == path.stem
+
+
+def test_scientific_notation_is_a_number(tmp_path):
+    assert load_config(write(tmp_path)).train.lr == 1e-3
+    assert load_config(write(tmp_path), ["train.lr=3e-4"]).train.lr == 3e-4
+
+
+def test_all_errors_at_once(tmp_path):
+    text = BASE.replace("kind: dense", "kind: bsa, blok_size: 4").replace("epochs: 1, ", "batch_size: many, ")
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path, text))
+    message = str(error.value)
+    assert "model.attention.blok_size: unknown key, did you mean block_size?" in message
+    assert "train.epochs: missing" in message
+    assert "train.batch_size: input should be a valid integer, got 'many'" in message
+
+
+def test_every_layer_s_errors_at_once(tmp_path):
+    text = BASE.replace("{kind: dense}", "[{kind: bsa, selection_group: 3}, {kind: dense, normalizer: 2}]")
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path, text))
+    first, second = str(error.value).splitlines()
+    assert "model.attention.0.selection_group=3" in first and "model.attention.1.normalizer=2" in second
+
+
+def test_error_in_one_layer_names_the_layer(tmp_path):
+    text = BASE.replace("{kind: dense}", "[{kind: dense}, {kind: dense, windw_size: 3}]")
+    with pytest.raises(ConfigError, match=r"model\.attention\.1\.windw_size: unknown key, did you mean window_size\?"):
+        load_config(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.attention.normalizer=9", "model.attention.normalizer=9 is less than model.max_seq_len=10"),
+        (
+            "model.attention={kind: bsa, normalizer: 9}",
+            "model.attention.normalizer=9 is less than model.max_seq_len=10",
+        ),
+        (
+            "model.attention=[{kind: dense}, {kind: bsa, block_size: 30, selection_group: 7}]",
+            "model.attention.1.selection_group=7 does not divide block_size=30",
+        ),
+        ("model.attention=3", "model.attention: expected a mapping with a kind, got 3"),
+        ("model.attention={alpha: 2.0}", "model.attention.kind: missing, one of dense, softmax, bsa"),
+        (
+            "model.attention={kind: dense, alpha: many}",
+            "model.attention.alpha: input should be a valid number, got 'many'",
+        ),
+        ("trian.lr=1", "trian: unknown key, did you mean train"),
+        ("model.attention.kind=htre", "model.attention.kind: unknown attention kind htre"),
+        ("model.attention=[{kind: dense}]", None),
+        ("model.attention=[{kind: dense}, {kind: dense}, {kind: dense}]", "lists 3 mappings for num_layers=2"),
+        ("model.num_heads=3", "embedding_dim=8 is not divisible by num_heads=3"),
+        ("model.block=transformer", "model: block=transformer needs feed_forward_dim"),
+        ("model.rotary={time: false}", "model.rotary: turns by nothing: set position or time to true"),
+        ("eval.best_metric=HR@7", "eval.best_metric: HR@7 is none of"),
+        ("train.lr", "expected key=value"),
+        ("name.x=1", "name.x: no such key"),
+        ("model.dropout=1.5", "model.dropout: input should be less than 1"),
+        ("train.lr=[", "train.lr=["),
+    ],
+)
+def test_overrides(tmp_path, override, message):
+    path = write(tmp_path)
+    if message is None:
+        load_config(path, [override])
+        return
+    with pytest.raises(ConfigError) as error:
+        load_config(path, [override])
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_another_kind_starts_from_its_own_defaults(tmp_path):
+    text = BASE.replace("kind: dense", "kind: bsa, block_size: 4, alpha: 0.5")
+    (attention,) = load_config(write(tmp_path, text), ["model.attention.kind=dense"]).model.attention
+    assert (attention.kind, attention.alpha, attention.time_bias) == ("dense", 0.5, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: [1, 2", "run.yaml line"),  # truncated
+        ("", "expected a mapping"),
+        (BASE + "name: twice\n", "key given twice: name"),
+    ],
+)
+def test_damaged_yaml(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(write(tmp_path, text))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_saved_config_is_the_same_run(tmp_path):
+    attention = "model.attention=[{kind: dense, window_size: 3}, {kind: bsa, block_size: 8}]"
+    config = load_config(write(tmp_path), [attention, "eval.patience=2"])
+    (tmp_path / "saved.yaml").write_text(as_yaml(config))
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+def test_matmul_precision_reaches_torch_and_the_kernels():
+    before = torch.get_float32_matmul_precision()
+    try:
+        for name, found in (("high", "tf32"), ("default", "tf32"), ("highest", "ieee")):
+            set_matmul_precision(name)
+            assert precision(torch.float32) == found
+            assert torch.backends.cuda.matmul.allow_tf32 == (found == "tf32")
+    finally:
+        torch.set_float32_matmul_precision(before)

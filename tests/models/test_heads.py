@@ -1,0 +1,141 @@
+"""The mixture of logits: by hand, in chunks as whole, and through training, evaluation and predictions."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from models import heads
+from models.heads import MixtureOfLogits, MoLConfig, mol_loss
+from tests.programs.test_train import fails, run, start
+
+E, I, T = 6, 11, 7
+CONFIG = MoLConfig(
+    kind="mol",
+    query_components=2,
+    item_components=3,
+    component_dim=4,
+    gate_hidden_dim=5,
+    dropout=0.0,
+    item_dropout=0.0,
+    temperature=0.5,
+)
+SMALL = "model.head={kind: mol, query_components: 2, item_components: 2, component_dim: 8, gate_hidden_dim: 8}"
+
+
+def setup(**changes):
+    torch.manual_seed(0)
+    head = MixtureOfLogits(CONFIG.model_copy(update=changes), E).double()
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    out = F.normalize(torch.randn(T, E), dim=-1).double().requires_grad_()
+    items = torch.randn(I, E).double().requires_grad_()
+    return head, out, items, torch.tensor([3, 0, -1, 10, 3, 5, -1])
+
+
+def score_by_hand(head, o, e):
+    """The formula of one output and one item, pair by pair."""
+    o, e = o * E**0.5, e / e.norm() * E**0.5
+    logits = []
+    for a in range(2):
+        for b in range(3):
+            q, x = head.query(o)[4 * a : 4 * a + 4], head.item(e)[4 * b : 4 * b + 4]
+            logits.append(q @ x / (q.norm() * x.norm()) / 0.5)
+    logits = torch.stack(logits)
+    z = head.query_gate(o) * head.item_gate(e) + head.pair_gate(logits)
+    return ((z * torch.sigmoid(z)).softmax(0) * logits).sum()
+
+
+def test_scores_by_hand():
+    head, out, items, _ = setup()
+    found = head.scores_of_all(out, head.items(items))
+    expected = torch.stack([torch.stack([score_by_hand(head, o, e) for e in items]) for o in out])
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_starts_as_the_cosine():
+    _, out, items, _ = setup()
+    torch.manual_seed(0)
+    head = MixtureOfLogits(CONFIG.model_copy(update={"component_dim": E}), E).double()
+    found = head.scores_of_all(out, head.items(items)).double()
+    torch.testing.assert_close(found, out @ F.normalize(items, dim=-1).T / 0.5, rtol=1e-5, atol=1e-5)
+
+
+def test_item_dropout_leaves_gates_and_evaluation():
+    head, _, items, _ = setup(item_dropout=0.5)
+    first, again, judged = head.items(items), head.items(items), head.eval().items(items)
+    assert not torch.allclose(first.components, again.components)
+    torch.testing.assert_close(first.gates, judged.gates)
+    torch.testing.assert_close(judged, setup()[0].items(items))
+
+
+@pytest.mark.parametrize("sampled", [0, 1, 5])
+@pytest.mark.parametrize("chunk", [2**21, 1])
+def test_loss_and_gradients(monkeypatch, sampled, chunk):
+    """In chunks of any size: the plain loss over scores taken all at once, and its gradients.
+
+    One negative for each output: fewer than there are items, which are then prepared for the chunk alone.
+    """
+    monkeypatch.setitem(heads.CHUNK, "cpu", chunk)
+    head, out, items, targets = setup()
+    negatives = torch.randint(I, (T, sampled), generator=torch.Generator().manual_seed(2)) if sampled else None
+    if sampled:
+        negatives[0, -1] = targets[0]
+    loss, aux = mol_loss(head, out, items, targets, negatives)
+    scores, pi = head.scores(head.queries(out), head.items(items))
+    real = targets >= 0
+    own = scores[real].gather(1, targets[real, None])
+    if sampled:
+        others = scores[real].gather(1, negatives[real]).masked_fill(negatives[real] == targets[real, None], -torch.inf)
+        expected = (torch.cat([own, others], 1).logsumexp(1) - own[:, 0]).mean()
+    else:
+        expected = F.cross_entropy(scores, targets, ignore_index=-1)
+    torch.testing.assert_close(loss, expected)
+    wanted = [out, items, *head.parameters()]
+    for found, right in zip(torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted)):
+        torch.testing.assert_close(found, right)
+
+    pi = pi[real].gather(1, targets[real, None, None].expand(-1, 1, 6))[:, 0]
+
+    def entropy(p):
+        return -(p * p.log()).sum(-1)
+
+    balance = entropy(pi).mean() - entropy(pi.mean(0))
+    _, pi_again = head.scores(head.queries(out), head.items(items))
+    assert pi_again.shape == (T, I, 6)
+    torch.testing.assert_close(aux["mol_balance"].value, balance, check_dtype=False, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(aux["mol_balance"].weighted, 0.001 * aux["mol_balance"].value)
+
+
+def test_dropout_renormalises_in_training_alone():
+    head, out, items, _ = setup(dropout=0.5)
+    # With every cosine alike the score is the sum of the weights times their one logit.
+    queries, items = head.queries(out), head.items(items)
+    alike = torch.ones_like(queries.components[..., :1])
+    queries = queries._replace(components=F.pad(alike, (0, 3)))
+    items = items._replace(components=F.pad(torch.ones_like(items.components[..., :1]), (0, 3)))
+    dropped, pi = head.train().scores(queries, items)
+    assert (pi > 0).all()
+    right = (dropped - 1 / 0.5).abs() < 1e-4
+    assert (right | (dropped == 0)).all() and right.float().mean() > 0.9
+    head, out, items, _ = setup(dropout=0.5)
+    sides = head.queries(out), head.items(items)
+    assert not torch.allclose(head.train().scores(*sides)[0], head.eval().scores(*sides)[0])
+
+
+@pytest.mark.parametrize("loss", ["sampled_softmax", "cross_entropy", "in_batch"])
+def test_a_model_with_the_head(tmp_path, loss):
+    pl = pytest.importorskip("polars")
+    folder, predictions = tmp_path / "run", tmp_path / "top.parquet"
+    done = start(folder, SMALL, f"loss.kind={loss}", "train.epochs=2")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines[1]["loss"] < lines[0]["loss"] and "mol_balance" in lines[0]
+    assert run("eval.py", folder, "--predict", predictions, "--top-k", 5).returncode == 0
+    table = pl.read_parquet(predictions)
+    assert len(table) == 5 * table["user"].n_unique()
+
+
+def test_no_balanced_cross_entropy_with_it(tmp_path):
+    fails(start(tmp_path / "run", SMALL, "loss.kind=bce"), "loss.kind=bce is not for model.head.kind=mol")

@@ -1,0 +1,139 @@
+"""The attention kind `indexer`: what learns from which loss, its warm-up, its configuration, what it learns."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hstu_sparse import lightning_indexer
+from models.attention import ATTENTION, IndexerAttention
+from models.contract import LayerSizes
+from tests.models.test_models import CONFIG, make_batch
+
+
+def make_layer(**options):
+    torch.manual_seed(0)
+    config = IndexerAttention.Config(kind="indexer", index_dim=8, num_index_heads=2, **options)
+    return IndexerAttention(config, LayerSizes(2, 6, 5, 16, 40)).train()
+
+
+def layer_inputs(batch):
+    generator = torch.Generator().manual_seed(1)
+    shapes = (16,), (2, 6), (1, 6), (1, 5)
+    return [torch.randn(batch.num_tokens, *shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+def test_the_indexer_and_the_model_learn_apart():
+    layer, batch = make_layer(top_k=4), make_batch([9, 0, 17])
+    given = layer_inputs(batch)
+    out, aux = layer(*given, batch)
+    parameters = dict(layer.named_parameters())
+    own = {name for name in parameters if name.startswith("index_")}
+    assert len(own) == 5 and own < set(parameters)
+    aux["indexer_loss"].weighted.backward(retain_graph=True)
+    assert all(x.grad is None for x in given)
+    assert {name for name, p in parameters.items() if p.grad is not None} == own
+    layer.zero_grad()
+    out.square().sum().backward()
+    assert {name for name, p in parameters.items() if p.grad is not None} == set(parameters) - own
+    assert given[0].grad is None and all(x.grad.abs().max() > 0 for x in given[1:])
+
+
+def test_padding_and_weight_of_the_loss():
+    layer, batch = make_layer(top_k=4, loss_weight=0.25), make_batch([9, 0, 17])
+    padded = batch.padded(40, 6, 9)
+    given = layer_inputs(padded)
+    with torch.no_grad():
+        _, aux = layer(*given, padded)
+        _, plain = layer(*(x[:26] for x in given), batch)
+    torch.testing.assert_close(aux, plain)
+    torch.testing.assert_close(aux["indexer_loss"].weighted, 0.25 * aux["indexer_loss"].value)
+
+
+def test_the_warm_up_is_dense():
+    layer, batch = make_layer(top_k=3, warmup_steps=100), make_batch([9, 0, 17])
+    assert layer.config.phase_ends() == (100,)
+    given = layer_inputs(batch)
+    everything = make_layer(top_k=40)
+    everything.load_state_dict(layer.state_dict())
+    dense, dense_aux = everything(*given, batch)
+    batch.phase = 0
+    out, aux = layer(*given, batch)
+    torch.testing.assert_close(out, dense)
+    torch.testing.assert_close(aux, dense_aux)
+    batch.phase = 100
+    assert not torch.allclose(layer(*given, batch)[0], dense)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 3000}, "top_k=3000: the kernels choose up to 2,048 of model.max_seq_len=8000 tokens, or all"),
+        ({"top_k": 8000}, None),
+        ({"top_k": 3000, "backend": "reference"}, None),
+    ],
+)
+def test_the_configuration_knows_the_kernels_limit(change, message):
+    from models.config import ModelConfig
+
+    assert ATTENTION["indexer"] is IndexerAttention
+    config = CONFIG | {"max_seq_len": 8000, "attention": {"kind": "indexer"} | change}
+    if message is None:
+        ModelConfig.model_validate(config)
+    else:
+        with pytest.raises(ValueError, match=message):
+            ModelConfig.model_validate(config)
+
+
+@pytest.fixture
+def one_thread():
+    """For many steps on small tensors, where threads would wait for each other longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_indexer_finds_what_was_planted(one_thread):
+    """In the first half of a sequence stand 8 tokens of each topic, in the second half queries for a topic.
+
+    These 8 are what the attention weighs most. The indexer sees random codes of topic and role, and has to learn which
+    keys they mean.
+    """
+    torch.manual_seed(0)
+    topics, top_k, size, sequences = 5, 8, 16, 3
+    half = topics * top_k
+    layer = IndexerAttention(
+        IndexerAttention.Config(kind="indexer", top_k=top_k, num_index_heads=4, index_dim=16, warmup_steps=40),
+        LayerSizes(2, size, 4, 32, 2 * half),
+    ).train()
+    codes, roles = torch.randn(topics, 32), torch.randn(2, 32)
+    directions = 5 * F.normalize(torch.randn(topics, size), dim=1)
+    optimizer = torch.optim.Adam([p for n, p in layer.named_parameters() if n.startswith("index_")], lr=1e-2)
+    recalls = []
+    for step in range(101):
+        batch = make_batch([2 * half] * sequences, seed=step)
+        batch.phase = 0 if step < 40 else 40
+        planted = torch.arange(half) % topics
+        topic = torch.stack(
+            [torch.cat([planted[torch.randperm(half)], torch.randint(topics, (half,))]) for _ in range(3)]
+        )
+        asks = (torch.arange(2 * half) >= half).expand(sequences, -1).flatten()
+        topic = topic.flatten()
+        x = codes[topic] + roles[asks.long()] + 0.1 * torch.randn(len(topic), 32)
+        q = directions[topic][:, None] + 0.2 * torch.randn(len(topic), 2, size)
+        k = directions[topic] * ~asks[:, None] + 0.2 * torch.randn(len(topic), size)
+        _, aux = layer(x, q, k[:, None], torch.zeros(len(topic), 1, 4), batch)
+        optimizer.zero_grad()
+        aux["indexer_loss"].weighted.backward()
+        optimizer.step()
+        if step % 100 == 0:
+            with torch.no_grad():
+                _, chosen = lightning_indexer(*layer.index(x), batch.seq_offsets, top_k, bias=layer.index_tables(batch))
+            weights = (q.view(sequences, -1, 2, size).transpose(1, 2) @ k.view(sequences, 1, -1, size).mT) * size**-0.5
+            weights = weights.masked_fill(~torch.ones(2 * half, 2 * half).tril().bool(), -math.inf)
+            best = weights.softmax(-1).mean(1).topk(top_k).indices.flatten(0, 1)
+            hits = (best[:, :, None] == chosen[:, None, :]).any(-1).float().mean(1)
+            recalls.append(hits[asks].mean().item())
+    assert recalls[0] < 0.8 and recalls[1] > 0.9, recalls

@@ -1,0 +1,62 @@
+"""Runs a function in several processes that are a process group of gloo, and collects what each returns."""
+
+import datetime
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def run_ranks(function: Callable, world: int, *arguments, seconds: float = 90.0, timeout: float = 60.0) -> list:
+    """[function(rank, *arguments) of every rank]; an exception there is returned in its place.
+
+    function: importable. seconds: after which processes that still run are killed, and None is their result.
+    timeout: of the process group.
+    """
+    # A server that has imported torch once, and no threads of the tests, starts the processes.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.operators.distributed", "hstu_sparse.ring"])
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_start, args=(function, rank, world, folder, timeout, arguments), daemon=True)
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        end = time.monotonic() + seconds
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        files = [Path(folder) / f"{rank}.pt" for rank in range(world)]
+        return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+
+
+def _start(function, rank, world, folder, timeout, arguments):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    # Nobody begins, and may die of it, while others still look for him.
+    Path(f"{folder}/{rank}.here").touch()
+    end = time.monotonic() + timeout
+    while time.monotonic() < end and not all(Path(f"{folder}/{i}.here").exists() for i in range(world)):
+        time.sleep(0.01)
+    try:
+        result = function(rank, *arguments)
+    except Exception as error:
+        result = RuntimeError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    torch.save(result, f"{folder}/{rank}.tmp")
+    Path(f"{folder}/{rank}.tmp").rename(f"{folder}/{rank}.pt")
+    dist.destroy_process_group()

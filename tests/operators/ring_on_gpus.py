@@ -1,0 +1,94 @@
+"""What test_ring_gpu.py runs under torchrun: each rank's part of a case against one process in fp64, and the errors of
+SDPA on one GPU beside it. The case is named on the command line.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from hstu_sparse.ring import cut_sequences, softmax
+from tests.operators import ring_cases
+from tests.operators.ring_cases import expected, hstu_expected, hstu_inputs
+
+# name -> form, option, dtype: one of each form and of each specialisation of the kernels.
+CASES = {
+    "zigzag": ("zigzag", "causal", torch.bfloat16),
+    "plain": ("plain", "full", torch.bfloat16),
+    "varlen": ("varlen", "causal", torch.bfloat16),
+    "all options": ("zigzag varlen", "all at once", torch.bfloat16),
+    "heads in turn": ("zigzag varlen", "shared keys", torch.bfloat16),
+    "fp32": ("zigzag varlen", "causal", torch.float32),
+}
+HSTU_CASES = {"hstu": "both biases, several sequences", "hstu zigzag": "zigzag"}
+# Head size, and how many times as long the sequences are as over gloo: several tiles in every piece. Kernels with all
+# options and those of fp32 would compile for a minute at 128.
+LONGER = 24
+SMALLER = {"all options": 32, "fp32": 32}
+BOUNDS = {
+    torch.bfloat16: {"out": 1e-2, "lse": 1e-2, "dq": 5e-2, "dk": 5e-2, "dv": 5e-2},
+    torch.float32: dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 1e-4),
+}
+
+
+def relative(found, right) -> float:
+    keep = right.isfinite()
+    return ((found.double() - right)[keep].norm() / right[keep].norm()).item()
+
+
+def sdpa_errors(form, option, world, dtype, whole, larger) -> dict[str, float]:
+    """Of torch's attention on one GPU, for sequences of one length."""
+    leaves, grad, offsets, keywords = ring_cases.inputs(form, option, world, dtype=dtype, **larger)
+    batch = (len(offsets) - 1, -1)
+    *leaves, grad = (x.cuda().unflatten(0, batch).transpose(1, 2).contiguous() for x in (*leaves, grad))
+    leaves = [x.requires_grad_() for x in leaves]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=bool(keywords.get("causal")))
+    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    flat = (x.transpose(1, 2).flatten(0, 1) for x in found)
+    return {name: relative(x, whole[name]) for name, x in zip(("out", "dq", "dk", "dv"), flat, strict=True)}
+
+
+def main(name: str) -> int:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    wrong = 0
+
+    def compare(tensor, error, bound):
+        nonlocal wrong
+        wrong += not error <= bound
+        print(
+            f"rank {rank}: {name}, {tensor}: {error:.2e} of {bound:.2e}{'' if error <= bound else ' WRONG'}", flush=True
+        )
+
+    if name in HSTU_CASES:
+        case = HSTU_CASES[name]
+        found = ring_cases.hstu_of_rank(rank, world, case, "auto", "cuda")
+        index, _ = cut_sequences(hstu_inputs(case)[2], rank, world, zigzag=case == "zigzag")
+        for place, (value, right) in enumerate(zip(found, hstu_expected(case), strict=True)):
+            if place >= 4:
+                dist.all_reduce(value)
+            compare(place, relative(value.cpu(), (right[index] if place < 4 else right).double()), 1e-4)
+    else:
+        form, option, dtype = CASES[name]
+        larger = dict(size=SMALLER.get(name, 128), longer=LONGER)
+        if name == "heads in turn":
+            softmax.TILES = 1
+        found = ring_cases.of_rank(rank, world, form, option, "auto", "cuda", dtype=dtype, **larger)
+        offsets = ring_cases.make_offsets(ring_cases.lengths_of(form, world, LONGER))
+        index, _ = cut_sequences(offsets, rank, world, zigzag="zigzag" in form)
+        exact = expected(form, option, world, dtype=dtype, exact="cuda", **larger)
+        whole = dict(zip(("out", "lse", "dq", "dk", "dv"), exact))
+        torch_errors = {} if "varlen" in form else sdpa_errors(form, option, world, dtype, whole, larger)
+        for (tensor, right), value in zip(whole.items(), found, strict=True):
+            right = right[:, index] if tensor == "lse" else right[index]
+            bound = min(BOUNDS[dtype][tensor], 2 * torch_errors.get(tensor, float("inf")))
+            compare(tensor, relative(value, right), bound)
+    dist.destroy_process_group()
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,63 @@
+"""Compiling ahead of time, for several architectures in one process."""
+
+import pytest
+
+from hstu_sparse.ahead import early_reloads, unset_registers
+from tests.operators.compiling import compiled
+
+pytest.importorskip("triton")
+
+
+def test_each_architecture_gets_kernels_of_its_own():
+    kernels = compiled("rotary", 80, 90, 80)
+    assert {k["arch"] for k in kernels} == {80, 90}
+    found = {arch: [(k["name"], k["label"]) for k in kernels if k["arch"] == arch] for arch in (80, 90)}
+    first = [k for k in found[90] if k[1] == found[90][0][1]]  # sm_90 has every case, the other its first
+    assert found[80] == 2 * first
+
+
+def test_a_descriptor_made_of_what_another_left_is_found():
+    """As ptxas made one: the lower half is what an earlier loop had there, the upper half should begin with 0."""
+    forgotten = """
+        /*3b50*/                   R2UR UR11, R149 ;
+        /*3b60*/                   R2UR UR10, R150 ;
+        /*ebf0*/                   UIADD3 UR10, UP0, UR10, 0x20, URZ ;
+        /*ee80*/                   UIADD3.X UR11, UR11, -0x3ffffff0, URZ, UP0, !UPT ;
+    """
+    copied = forgotten.replace("/*ebf0*/", "/*ebe0*/  UMOV UR11, URZ ;\n        /*ebf0*/")
+    wrong = "/*ee80*/                   UIADD3.X UR11, UR11, -0x3ffffff0, URZ, UP0, !UPT ;"
+    assert unset_registers(forgotten) == [wrong]
+    assert unset_registers(copied) == []
+    assert wrong in unset_registers(wrong)
+
+
+def test_a_reload_in_front_of_its_store_is_found():
+    """As ptxas placed one: the slot's last load was elsewhere, and what is wanted is stored four instructions later."""
+    wrong = "/*44d40*/                   LDL.LU.S16 R252, [R1+0x38] ;"
+    lines = [
+        "        /*3fb40*/                   STL.64 [R1+0x38], R14 ;",
+        "        /*407e0*/                   LDL.LU.64 R22, [R1+0x38] ;",
+        f"        {wrong}",
+        "        /*44d80*/                   STL [R1+0x38], R227 ;",
+        "        /*494e0*/                   LDL.LU.S16 R227, [R1+0x3a] ;",
+    ]
+    assert early_reloads("\n".join(lines)) == [wrong]
+    right = [*lines[:2], lines[3], lines[2], lines[4]]
+    assert early_reloads("\n".join(right)) == []
+    # Behind a label what came before is one way to it of several.
+    assert early_reloads("\n".join([*lines[:2], ".L_x_3:", *lines[2:]])) == []
+
+
+def test_a_pair_may_be_reloaded_for_its_upper_register():
+    """As ptxas did, of an address whose lower half it had in another register."""
+    lines = [
+        "        /*1f710*/                   LDL.LU R249, [R1+0xc8] ;",
+        "        /*3f440*/                   STL [R1+0xcc], R43 ;",
+        "        /*3f4a0*/                   LDL.LU.64 R42, [R1+0xc8] ;",
+        "        /*40210*/              @!P1 MOV R42, R58 ;",
+        "        /*41160*/              @!P1 LDG.E R242, desc[UR12][R42.64] ;",
+    ]
+    assert early_reloads("\n".join(lines)) == []
+    assert early_reloads("\n".join([*lines[:3], *lines[4:]])) == [lines[2].strip()]
+    upper = [lines[0].replace("c8", "cc"), lines[1].replace("cc", "c8"), *lines[2:]]
+    assert early_reloads("\n".join(upper)) == [lines[2].strip()]

@@ -1,0 +1,245 @@
+"""The block-sparse kernels in Triton's interpreter, fp32: forward, block choice and every gradient against fp64."""
+
+import pytest
+import torch
+
+from hstu_sparse import bsa_attention, bsa_plan
+from hstu_sparse.relative_bias import RelativeBias, bucket_edges, time_bucket
+from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
+from tests.random.cases.bsa import check
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+
+CASES = {
+    # lengths, N, BS, S, W, r, H, D, V
+    "groups of 1": ((37, 0, 13, 1), 37, 16, 3, 0, 1, 1, 16, 16),
+    "groups of 2, window, odd heads": ((53, 21), 60, 16, 3, 18, 2, 1, 20, 12),
+    "groups of a whole small block": ((53, 30), 60, 16, 2, 0, 16, 1, 16, 16),
+    "query-major, whole block": ((110, 31), 110, 32, 3, 0, 32, 1, 16, 16),
+    "query-major, half a block, window": ((75,), 75, 64, 2, 40, 32, 2, 16, 24),
+    "blocks of 128": ((200,), 200, 128, 2, 3, 2, 1, 16, 16),
+    "own block only": ((40, 5), 40, 32, 1, 0, 1, 1, 16, 16),
+    "more slots than blocks": ((33,), 33, 16, 9, 0, 2, 1, 16, 16),
+}
+
+
+def problem(lengths, N, BS, S, W, r, H, D, V, **options):
+    inputs = {
+        n: make_jagged(lengths, (H, size), seed=i, **options) for i, (n, size) in enumerate(zip("qkv", (D, D, V)))
+    }
+    for i, name in enumerate(("g_cmp", "g_slc", "g_swa")[: 3 if W else 2]):
+        inputs[name] = make_jagged(lengths, (H,), seed=5 + i).sigmoid()
+    offsets = make_offsets(lengths, dtype=torch.int32)
+    return inputs, offsets, N, dict(block_size=BS, block_counts=S, window_size=W, selection_group=r)
+
+
+def named(case):
+    """A case of CASES as the keywords of `check`."""
+    names = (
+        "lengths", "max_seq_len", "block_size", "block_counts", "window_size", "selection_group", "heads", "head_size",
+        "value_size",
+    )  # fmt: skip
+    return dict(zip(names, CASES[case]), dtype="float32")
+
+
+def attention(offsets, N, shape, **more):
+    def run(q, k, v, g_cmp, g_slc, g_swa=None):
+        return bsa_attention(q, k, v, offsets, N, (g_cmp, g_slc, g_swa), **shape, **more)
+
+    return run
+
+
+def agree(inputs, offsets, N, shape):
+    kernel, reference = (attention(offsets, N, shape, backend=b) for b in ("triton", "reference"))
+    indices = [
+        attention(offsets, N, shape, backend=b, return_block_indices=True)(**inputs)[1] for b in ("triton", "reference")
+    ]
+    assert torch.equal(*indices)
+    compare_with_reference(kernel, reference, inputs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_agrees_with_reference(case):
+    agree(*problem(*CASES[case]))
+
+
+@pytest.mark.parametrize("case", ["groups of 2, window, odd heads", "query-major, whole block"])
+def test_deterministic_mode_agrees_with_reference(case):
+    torch.use_deterministic_algorithms(True)
+    try:
+        agree(*problem(*CASES[case]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", EDGE_CASES)
+def test_edge_cases(name):
+    lengths, N = EDGE_CASES[name]
+    agree(*problem(lengths, N, 16, 2, 0, 2, 1, 16, 16))
+
+
+def test_non_contiguous_inputs():
+    agree(*problem((37, 9), 40, 16, 2, 4, 2, 2, 16, 16, contiguous=False))
+
+
+BIASES = {
+    "position": dict(position=True),
+    "time": dict(buckets=9, spread=1e3),
+    "both, times in no order": dict(position=True, buckets=9, spread=1e9),
+}
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("case", ["groups of 2, window, odd heads", "query-major, half a block, window"])
+def test_bias(case, bias):
+    check("cpu", **named(case), **BIASES[bias])
+
+
+@pytest.mark.parametrize("case", ["groups of 2, window, odd heads", "query-major, whole block"])
+def test_bias_in_deterministic_mode(case):
+    check("cpu", **named(case), position=True, buckets=9, deterministic=True)
+
+
+@pytest.mark.parametrize("name", ["all sequences empty", "an empty sequence in the middle", "N far above every length"])
+def test_bias_at_edge_cases(name):
+    lengths, N = EDGE_CASES[name]
+    case = named("groups of a whole small block") | dict(lengths=lengths, max_seq_len=N)
+    check("cpu", **case, position=True, buckets=5)
+
+
+def test_bias_opcheck():
+    import hstu_sparse.bsa.launch
+    import hstu_sparse.bsa.plan  # noqa: F401  both register operators
+
+    inputs, offsets, N, _ = problem((18, 5), 18, 16, 2, 0, 2, 1, 16, 16)
+    times = make_timestamps((18, 5))
+    torch.library.opcheck(torch.ops.hstu_sparse.bsa_times, (offsets, times, times, 18, 16, 8))
+    plan = torch.ops.hstu_sparse.bsa_times(offsets, times, times, 18, 16, 8)
+    leaves = [x.requires_grad_() for x in (*inputs.values(), torch.randn(18), torch.randn(9))]
+    call = (*leaves[:3], offsets, N, *leaves[3:5], None, *leaves[5:], plan, 16, 2, 0, 2, 0.25, False)
+    torch.library.opcheck(torch.ops.hstu_sparse.bsa_fwd, call)
+
+
+def test_buckets_of_single_differences_are_exact():
+    """As `reached` finds them, about every edge and in fp32's whole range."""
+    from hstu_sparse.bsa.reach import CELL_REST, CELL_SHIFT, FIRST_CELL, bucket_cells
+
+    for buckets in (1, 15, 128, 200):
+        edges = [int(e) for e in bucket_edges(buckets) if e < 2**62]
+        whole = torch.tensor([e + d for e in edges for d in (-2, -1, 0, 1, 2, 200)] + [*range(5000), 2**62])
+        bits = whole.float().clamp(min=1).view(torch.int32)
+        word = bucket_cells(buckets, torch.device("cpu"))[(bits >> CELL_SHIFT.value).long() - FIRST_CELL.value].long()
+        found = (word & 0xFFF) + ((bits & CELL_REST.value) > (word >> 12 & CELL_REST.value))
+        assert torch.equal(found.int(), time_bucket(whole, buckets))
+
+
+def test_strided_metadata():
+    inputs, offsets, N, shape = problem((37, 9), 40, 16, 2, 4, 2, 2, 16, 16)
+    inputs |= {n: g.repeat_interleave(2, 1)[:, ::2] for n, g in inputs.items() if g.dim() == 2}
+    agree(inputs, torch.stack([offsets, offsets.flip(0) * 1000], 1)[:, 0], N, shape)
+
+
+def test_ties_go_to_the_smaller_block():
+    inputs, offsets, N, shape = problem((75,), 75, 16, 3, 0, 1, 1, 16, 16)
+    inputs["k"] = torch.ones_like(inputs["k"])
+    _, indices = attention(offsets, N, shape, backend="triton", return_block_indices=True)(**inputs)
+    assert indices[74].tolist() == [[0, 1, 4]]
+    assert indices[63].tolist() == [[0, 1, 3]]
+
+
+def test_long_lists_are_cut_into_chunks():
+    """Everyone chooses block 0: with one choice beside the own block its list spans two chunks of 8 * S * BS tokens."""
+    inputs, offsets, N, shape = problem((290,), 290, 16, 2, 0, 1, 1, 16, 16)
+    inputs["q"] = inputs["q"].abs()
+    inputs["k"] = inputs["k"] * 0.1
+    inputs["k"][:16] += 1
+    agree(inputs, offsets, N, shape)
+
+
+def test_opcheck():
+    import hstu_sparse.bsa.launch
+    import hstu_sparse.bsa.plan  # noqa: F401  both register operators
+
+    inputs, offsets, N, shape = problem((18, 5), 18, 16, 2, 4, 2, 1, 16, 16)
+    leaves = {n: x.requires_grad_() for n, x in inputs.items()}
+    call = (*list(leaves.values())[:3], offsets, N, *list(leaves.values())[3:], *shape.values())
+    call = (*call[:8], None, None, [None] * 3, 16, 2, 4, 2, 0.25, False)
+    torch.library.opcheck(torch.ops.hstu_sparse.bsa_fwd, call)
+
+
+def test_unsupported_options_name_the_way_out():
+    inputs, offsets, N, shape = problem((30,), 30, 16, 2, 0, 1, 1, 16, 16)
+    with pytest.raises(ValueError, match=r"block_size 16 32 64 128, got 24; use backend='reference'"):
+        attention(offsets, N, shape | dict(block_size=24), backend="triton")(**inputs)
+    with pytest.raises(ValueError, match="D from 1 to 256, got D=300"):
+        wide = {n: x.repeat(1, 1, 19)[..., :300] if x.dim() == 3 else x for n, x in inputs.items()}
+        attention(offsets, N, shape, backend="triton")(**wide)
+    with pytest.raises(TypeError, match="float64"):
+        attention(offsets, N, shape, backend="triton")(**{n: x.double() for n, x in inputs.items()})
+
+
+def biased(lengths, N):
+    """(arguments, RelativeBias) of a call with both biases."""
+    inputs, offsets, N, shape = problem(lengths, N, 16, 2, 0, 2, 1, 16, 16)
+    q, k, v, g_cmp, g_slc = inputs.values()
+    times = make_timestamps(lengths)
+    return (q, k, v, offsets, N, (g_cmp, g_slc, None)), shape, RelativeBias(torch.randn(N), torch.randn(9), times)
+
+
+def test_layers_that_share_a_plan_compute_it_once(monkeypatch):
+    from hstu_sparse.bsa import plan
+
+    kernel, launches = plan.bsa_times_kernel, []
+
+    class Counted:
+        def __getitem__(self, grid):
+            launches.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(plan, "bsa_times_kernel", Counted())
+    (q, *rest), shape, bias = biased((37, 21), 40)
+    alone = bsa_attention(q, *rest, **shape, bias=bias, backend="triton")
+    made = bsa_plan(q, *rest[2:4], block_size=16, bias=bias, backend="triton")
+    launches.clear()
+    out = q.requires_grad_()
+    for layer in range(2):
+        out = bsa_attention(out, *rest, **shape, bias=bias, backend="triton", plan=made)
+        assert layer or torch.equal(out, alone)
+    out.sum().backward()
+    assert launches == [] and q.grad.abs().sum() > 0
+
+
+def test_a_plan_that_does_not_fit_is_refused():
+    (q, *rest), shape, bias = biased((37, 21), 40)
+    made = bsa_plan(q, *rest[2:4], block_size=32, bias=bias, backend="triton")
+    with pytest.raises(ValueError, match=r"plan was made for .*block_size=32.* needs one for .*block_size=16"):
+        bsa_attention(q, *rest, **shape, bias=bias, backend="triton", plan=made)
+    with pytest.raises(ValueError, match="the reference takes none"):
+        bsa_attention(q, *rest, **shape, bias=bias, plan=made)
+    assert bsa_plan(q, *rest[2:4], block_size=16, bias=bias) is None
+
+
+@pytest.mark.parametrize(
+    ("group", "gap", "buckets"), [(2, 40, 3), (2, 4000, 60), (32, 40, 3), (32, 4000, 60), (32, 10**7, 60)]
+)
+def test_tiles_of_few_buckets(group, gap, buckets):
+    """Times at even distances: chosen blocks of one bucket, of a few, and of more seconds than fp32 counts."""
+    case = named("query-major, whole block")
+    case |= dict(lengths=(140,), max_seq_len=140, selection_group=group)
+    check("cpu", **case, position=True, buckets=buckets, gap=gap)
+
+
+def test_mean_keys_taken_fewer_at_once_than_the_map_has_them():
+    """Heads of more than 128 in fp32: tiles of 16 mean keys, where 32 of them reach one edge of time at most."""
+    inputs, offsets, N, shape = problem((530,), 530, 16, 1, 0, 8, 1, 16, 130)
+    q, k, v, *gates = inputs.values()
+    times = make_timestamps((530,))
+    bias = RelativeBias(None, torch.tensor([3.0, -2.0]), times, times + 5)
+    given = (q, k, v, offsets, N, (*gates, None))
+    (found, chosen), (expected, same) = (
+        bsa_attention(*given, **shape, bias=bias, backend=backend, return_block_indices=True)
+        for backend in ("triton", "reference")
+    )
+    assert torch.equal(chosen, same)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,289 @@
+"""The catalogue loss: the reference by hand, the interface, and the kernels in Triton's interpreter.
+
+Letters: T tokens, I items, E embedding size, K negatives.
+"""
+
+import functools
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hstu_sparse import catalogue_loss, jagged
+from tests.random.cases.catalogue_loss import check
+
+T, I, E, K = 9, 7, 5, 4
+interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+
+
+@pytest.fixture
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    out = torch.randn(T, E, generator=generator, dtype=torch.float64).requires_grad_()
+    items = torch.randn(I, E, generator=generator, dtype=torch.float64).requires_grad_()
+    targets = torch.tensor([3, 0, -1, 6, 6, 2, -1, 1, 5])
+    return out, items, targets
+
+
+def logit(out, items, t, i, temperature, normalize):
+    x, y = out[t], items[i]
+    return (x @ y) / (x.norm() * y.norm() if normalize else 1) / temperature
+
+
+# The reference.
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_whole_catalogue_by_hand(inputs, normalize):
+    out, items, targets = inputs
+    losses = []
+    for t, target in enumerate(targets.tolist()):
+        if target >= 0:
+            logits = torch.stack([logit(out, items, t, i, 0.5, normalize) for i in range(I)])
+            losses.append(logits.exp().sum().log() - logits[target])
+    expected = torch.stack(losses).mean()
+    found = catalogue_loss(out, items, targets, temperature=0.5, normalize=normalize)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(torch.autograd.grad(found, (out, items)), torch.autograd.grad(expected, (out, items))):
+        torch.testing.assert_close(a, b)
+
+
+def test_smoothing_is_torchs(inputs):
+    out, items, targets = inputs
+    logits = F.normalize(out, dim=1) @ F.normalize(items, dim=1).T / 0.3
+    expected = F.cross_entropy(logits, targets, ignore_index=-1, label_smoothing=0.2)
+    found = catalogue_loss(out, items, targets, temperature=0.3, label_smoothing=0.2)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+@pytest.mark.parametrize("corrected", [True, False])
+def test_sampled_by_hand(inputs, corrected, per_token):
+    out, items, targets = inputs
+    # The target of some tokens, an item twice, and one that does not count.
+    negatives = torch.tensor([6, 2, 2, -1])
+    if per_token:
+        negatives = torch.stack([negatives.roll(t) for t in range(T)])
+    log_q = torch.linspace(-3, -1, I, dtype=torch.float64) if corrected else None
+    losses = []
+    for t, target in enumerate(targets.tolist()):
+        if target < 0:
+            continue
+        positive = logit(out, items, t, target, 0.5, True)
+        total = positive.exp()
+        for k in (negatives[t] if per_token else negatives).tolist():
+            if k not in (target, -1):
+                c = log_q[k] + math.log(K) if corrected else 0.0
+                total = total + (logit(out, items, t, k, 0.5, True) - c).exp()
+        losses.append(total.log() - positive)
+    expected = torch.stack(losses).mean()
+    found = catalogue_loss(out, items, targets, temperature=0.5, negatives=negatives, log_q=log_q)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(torch.autograd.grad(found, (out, items)), torch.autograd.grad(expected, (out, items))):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradients_numerically(inputs):
+    out, items, targets = inputs
+    temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    function = lambda out, items, temperature: catalogue_loss(
+        out, items, targets, temperature=temperature, label_smoothing=0.1
+    )
+    assert torch.autograd.gradcheck(function, (out, items, temperature))
+
+
+def test_sampled_equals_whole_catalogue_when_all_items_are_negatives(inputs):
+    out, items, targets = inputs
+    whole = catalogue_loss(out, items, targets, temperature=0.5)
+    torch.testing.assert_close(catalogue_loss(out, items, targets, temperature=0.5, negatives=torch.arange(I)), whole)
+
+
+def test_result_is_fp32_for_16_bit_inputs(inputs):
+    out, items, targets = inputs
+    found = catalogue_loss(out.bfloat16(), items.bfloat16(), targets, temperature=0.5)
+    assert found.dtype == torch.float32 and found.shape == ()
+    assert catalogue_loss(out, items, targets, temperature=0.5).dtype == torch.float64
+
+
+# The interface.
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"out": torch.zeros(3)}, ValueError, r"out must be \[T, E\], got shape \[3\]"),
+        ({"items": torch.zeros(5, 3)}, ValueError, r"items must be \[I, E=4\], got shape \[5, 3\]"),
+        ({"items": torch.zeros(0, 4)}, ValueError, r"items must be \[I, E\] with I, E > 0, got shape \[0, 4\]"),
+        ({"items": torch.zeros(5, 4).double()}, TypeError, "items must be torch.float32, got torch.float64"),
+        ({"targets": torch.zeros(2).long()}, ValueError, r"targets must be \[T=3\], got shape \[2\]"),
+        ({"targets": torch.zeros(3)}, TypeError, "targets must be int32 or int64, got torch.float32"),
+        ({"temperature": 0.0}, ValueError, "temperature must be a finite number above 0, got 0.0"),
+        ({"temperature": torch.ones(1)}, ValueError, "temperature must be a number, or a floating point tensor of no"),
+        ({"label_smoothing": 1.0}, ValueError, "label_smoothing must be a finite number"),
+        ({"label_smoothing": 0.1, "negatives": torch.zeros(2).long()}, ValueError, "label_smoothing is over the whole"),
+        ({"negatives": torch.zeros(2, 2).long()}, ValueError, r"negatives must be \[T=3, K\], got shape \[2, 2\]"),
+        ({"negatives": torch.zeros(2)}, TypeError, "negatives must be int32 or int64"),
+        ({"log_q": torch.zeros(5)}, ValueError, "log_q corrects sampled negatives: it needs negatives"),
+        ({"negatives": torch.zeros(2).long(), "log_q": torch.zeros(4)}, ValueError, r"log_q must be \[I=5\]"),
+        ({"skip_below": -0.1}, ValueError, "skip_below must be a finite number"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of auto, triton, reference"),
+    ],
+)
+def test_errors(change, error, message):
+    given = {
+        "out": torch.zeros(3, 4),
+        "items": torch.zeros(5, 4),
+        "targets": torch.zeros(3, dtype=torch.long),
+        "temperature": 0.1,
+    }
+    with pytest.raises(error, match=message):
+        catalogue_loss(**{**given, **change})
+
+
+def test_debug_checks_ids(monkeypatch):
+    monkeypatch.setattr(jagged, "DEBUG", True)
+    out, items = torch.ones(2, 4), torch.ones(5, 4)
+    with pytest.raises(ValueError, match="targets must be below I=5, got 5"):
+        catalogue_loss(out, items, torch.tensor([0, 5]), temperature=1.0)
+    with pytest.raises(ValueError, match="negatives must be below I=5, got 9"):
+        catalogue_loss(out, items, torch.tensor([0, 4]), temperature=1.0, negatives=torch.tensor([9]))
+
+
+# The kernels, in the interpreter.
+
+CASE = dict(
+    tokens=37, items=83, size=24, sampled="no", num_negatives=7, corrected=False, normalize=True, temperature=0.2,
+    learned=False, smoothing=0.0, ignored=0.3, ids="int64", strided=False, dtype="float32", seed=0,
+)  # fmt: skip
+CASES = {
+    "whole catalogue": {},
+    "a learned temperature": {"learned": True},
+    "no normalisation": {"normalize": False, "temperature": 3.0, "learned": True},
+    "smoothing": {"smoothing": 0.1, "size": 50},
+    "smoothing, no normalisation": {"smoothing": 0.1, "normalize": False, "temperature": 3.0},
+    "logits too large for a fixed offset": {"temperature": 0.02},
+    "several chunks": {"size": 136, "learned": True},
+    "rows apart": {"strided": True},
+    "int32": {"ids": "int32", "sampled": "shared"},
+    "all ignored": {"ignored": 1.0, "learned": True},
+    "no token": {"tokens": 0, "learned": True},
+    "negatives of the batch": {"sampled": "shared", "learned": True},
+    "negatives of the batch, corrected": {"sampled": "shared", "corrected": True},
+    "negatives of the batch, no normalisation": {"sampled": "shared", "normalize": False, "temperature": 3.0},
+    "negatives of the batch, all ignored": {"sampled": "shared", "ignored": 1.0},
+    "negatives of the batch, no token": {"sampled": "shared", "tokens": 0},
+    "negatives of each token": {"sampled": "per token", "learned": True, "tokens": 13},
+    "negatives of each token, corrected": {"sampled": "per token", "corrected": True, "tokens": 13},
+    "negatives of each token, no normalisation": {"sampled": "per token", "normalize": False, "temperature": 3.0},
+    "negatives of each token, all ignored": {"sampled": "per token", "ignored": 1.0, "tokens": 13},
+    "negatives of each token, no token": {"sampled": "per token", "tokens": 0},
+}
+
+
+@interpreter
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_agree_with_the_reference(name):
+    pytest.importorskip("triton")
+    check("cpu", **{**CASE, **CASES[name]})
+
+
+@interpreter
+@pytest.mark.parametrize("way", ["products", "sorted"])
+@pytest.mark.parametrize("name", [name for name in CASES if "each token" in name])
+def test_other_ways_to_negatives_of_each_token(name, way, monkeypatch):
+    """Not rows gathered and added by atomics: products with a small catalogue; a gradient summed in order."""
+    launches = pytest.importorskip("hstu_sparse.cross_entropy.launches")
+    monkeypatch.setattr(launches.small, "takes_products", lambda *_: way == "products")
+    monkeypatch.setattr(launches, "ATOMIC_BYTES", 0)
+    check("cpu", **{**CASE, **CASES[name]})
+
+
+@interpreter
+def test_products_with_a_small_catalogue_in_chunks(monkeypatch):
+    small = pytest.importorskip("hstu_sparse.cross_entropy.small")
+    monkeypatch.setattr(small, "HELD", 128)
+    monkeypatch.setattr(small, "takes_products", lambda *_: True)
+    for corrected in (False, True):
+        check("cpu", **{**CASE, "sampled": "per token", "tokens": 270, "num_negatives": 40, "corrected": corrected})
+
+
+@interpreter
+@pytest.mark.parametrize("name", ["whole catalogue", "no normalisation", "several chunks", "negatives of the batch"])
+def test_kernels_with_tensor_descriptors(name, monkeypatch):
+    launches = pytest.importorskip("hstu_sparse.cross_entropy.launches")
+    monkeypatch.setattr(launches, "overrides", {part: {"TMA": True} for part in ("fwd", "dout", "ditems")})
+    check("cpu", **{**CASE, **CASES[name]})
+
+
+@interpreter
+@pytest.mark.parametrize("sampled", ["shared", "per token"])
+def test_popular_items_are_cut_and_merged(sampled, monkeypatch):
+    """Runs of the table's gradient longer than a piece: cut within a window, over several, and at its very end."""
+    launches = pytest.importorskip("hstu_sparse.cross_entropy.launches")
+    monkeypatch.setattr(launches.small, "takes_products", lambda *_: False)
+    monkeypatch.setattr(launches, "ATOMIC_BYTES", 0)
+    monkeypatch.setattr(launches, "PIECE", 16)
+    monkeypatch.setattr(launches, "CHUNK", 8)
+    for items in (1, 2, 3, 5):
+        check("cpu", **{**CASE, "sampled": sampled, "items": items, "tokens": 16, "num_negatives": 6, "ignored": 0.0})
+
+
+@interpreter
+def test_no_valid_negative_counts_nothing():
+    pytest.importorskip("triton")
+    out, items = torch.randn(3, 16), torch.randn(4, 16).requires_grad_()
+    targets = torch.tensor([2, 2, -1])
+    run = functools.partial(catalogue_loss, out, items, targets, temperature=0.1, backend="triton")
+    for negatives in (torch.tensor([2, -1, 2]), torch.full((3, 2), 2), torch.empty(0, dtype=torch.long)):
+        loss = run(negatives=negatives)
+        assert loss.item() == 0 and not torch.autograd.grad(loss, items)[0].any()
+
+
+@interpreter
+def test_an_item_of_norm_zero():
+    pytest.importorskip("triton")
+    items = torch.randn(40, 16)
+    items[[3, 17]] = 0
+    out = torch.randn(20, 16)
+    out[4] = 0
+    targets = torch.arange(20)
+    found = []
+    for backend in ("triton", "reference"):
+        x, y = out.clone().requires_grad_(), items.clone().requires_grad_()
+        loss = catalogue_loss(x, y, targets, temperature=0.3, backend=backend)
+        found.append((loss, *torch.autograd.grad(loss, (x, y))))
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@interpreter
+@pytest.mark.parametrize("shape", [(7,), (20, 9), (20, 1)], ids=["of the batch", "products", "gathered"])
+def test_opcheck(shape):
+    pytest.importorskip("hstu_sparse.cross_entropy.launches")
+    generator = torch.Generator().manual_seed(0)
+    out, items = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (20, 30))
+    targets, negatives = (torch.randint(-1, 30, n, generator=generator) for n in ((20,), shape))
+    temperature = torch.tensor(0.3, requires_grad=True)
+    torch.library.opcheck(
+        torch.ops.hstu_sparse.catalogue_loss_fwd.default,
+        (out, items, targets, temperature, negatives, None, 1.0, True, 0.0, 0.0),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+@interpreter
+def test_skipped_tiles_lose_little():
+    pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    out, items = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (30, 200))
+    targets = torch.randint(128, 200, (30,), generator=generator)
+    with torch.no_grad():
+        items[:128] *= 0.01  # logits near 0, where the greatest of the rest are about 10
+    found = []
+    for skip in (0.0, 0.02):
+        loss = catalogue_loss(out, items, targets, temperature=1.0, normalize=False, skip_below=skip, backend="triton")
+        found.append(torch.autograd.grad(loss, (out, items)))
+    for a, b in zip(*found):
+        assert not torch.equal(a, b), "nothing was skipped"
+        assert (a - b).norm() < 0.05 * a.norm()

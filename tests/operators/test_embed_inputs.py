@@ -1,0 +1,111 @@
+"""A model's input: the interface, the kernels in the interpreter and on a GPU."""
+
+import functools
+
+import pytest
+import torch
+
+from hstu_sparse import embed_inputs
+from hstu_sparse.testing import EDGE_CASES
+from tests.random.cases.embed_inputs import check, inputs, kernel, reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+
+
+def check_dropout(lengths, n, size, p=0.3):
+    """What is kept is divided by 1 - p, the rest 0, and gradients pass what was kept."""
+    x = inputs(lengths, n, size, more=True, device=DEVICE)
+    leaves = [x[name].requires_grad_() for name in ("rows", "position", "more")]
+    run = functools.partial(kernel, **x, scale=3.0)
+    whole, out = run(), run(dropout=p, seed=torch.tensor([7], device=DEVICE))
+    kept = out != 0
+    share = kept.float().mean().item()
+    assert abs(share - (1 - p)) < 4 * (p * (1 - p) / kept.numel()) ** 0.5
+    torch.testing.assert_close(out, whole * kept / (1 - p))
+    assert torch.equal(out, run(dropout=p, seed=torch.tensor([7], device=DEVICE)))
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    found, expected = torch.autograd.grad(out, leaves, grad), torch.autograd.grad(whole, leaves, grad * kept / (1 - p))
+    torch.testing.assert_close(found, expected)
+
+
+def test_reference():
+    rows, position, more = torch.randn(5, 3), torch.randn(4, 3), torch.randn(5, 3)
+    found = embed_inputs(rows, position, torch.tensor([0, 2, 2, 5]), scale=2.0, more=more)
+    torch.testing.assert_close(found, 2 * rows + position[[0, 1, 0, 1, 2]] + more)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"rows": torch.zeros(5)}, ValueError, r"rows must be \[T, E\], got shape \[5\]"),
+        ({"position": torch.zeros(4, 2)}, ValueError, r"position must be \[N, E=3\], got shape \[4, 2\]"),
+        ({"more": torch.zeros(4, 3)}, ValueError, r"more must be \[T=5, E=3\], got shape \[4, 3\]"),
+        ({"position": torch.zeros(2, 3)}, ValueError, "more than max_seq_len=2"),
+        ({"seq_offsets": torch.tensor([0, 4])}, ValueError, "seq_offsets must end at T=5, got 4"),
+        ({"scale": float("nan")}, ValueError, "scale must be a finite number"),
+        ({"dropout": 1.0}, ValueError, "dropout must be at least 0 and less than 1"),
+    ],
+)
+def test_errors(change, error, message):
+    with pytest.raises(error, match=message):
+        embed_inputs(**inputs((2, 3), 4, 3) | change)
+
+
+@interpreter
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("name", EDGE_CASES)
+def test_kernels(name, more):
+    lengths, n = EDGE_CASES[name]
+    check(
+        "cpu", lengths=lengths, longer=n - max([1, *lengths]), size=50, dtype="float32", more=more, strided=more, seed=0
+    )
+
+
+@interpreter
+def test_many_sequences_and_dropout():
+    check("cpu", lengths=[3, 0, 5, 1] * 9, longer=2, size=16, dtype="float32", more=False, strided=False, seed=0)
+    check_dropout((37, 0, 13), 40, 50)
+
+
+@interpreter
+def test_opcheck():
+    import hstu_sparse.input_embedding.kernels  # noqa: F401  registers the operators
+
+    x = inputs((2, 3), 4, 6)
+    rest = (x["seq_offsets"], None, torch.tensor([3]), 2.0, 0.3)
+    leaves = x["rows"].requires_grad_(), x["position"].requires_grad_()
+    torch.library.opcheck(torch.ops.hstu_sparse.embed_inputs_fwd.default, (*leaves, *rest))
+    plain = (y.detach() for y in leaves)
+    torch.library.opcheck(torch.ops.hstu_sparse.embed_inputs_bwd.default, (torch.randn(5, 6), *plain, *rest))
+
+
+def test_the_kernels_need_a_seed():
+    with pytest.raises(ValueError, match=r"dropout > 0 needs a seed|needs CUDA tensors"):
+        kernel(**inputs((2,), 2, 4, device=DEVICE), dropout=0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("count", "length", "size"), [(8, 1000, 256), (300, 90, 50), (1, 5000, 64)])
+def test_kernels_on_gpu(count, length, size, dtype):
+    lengths = [length - 7 * (i % 11) for i in range(count)]
+    check("cuda", lengths=lengths, longer=3, size=size, dtype=dtype, more=count == 8, strided=False, seed=0)
+
+
+@pytest.mark.gpu
+def test_dropout_on_gpu():
+    check_dropout((500, 0, 777), 900, 64)
+
+
+@pytest.mark.gpu
+def test_the_model_takes_the_kernel():
+    from data.batches import Batch
+    from models.embedding import InputEmbedding
+
+    model = InputEmbedding(30, 0, 16, 50, 0.0).cuda()
+    times = torch.zeros(40, dtype=torch.int64)
+    batch = Batch(torch.arange(40) % 30, times, times, times, torch.tensor([0, 13, 40]), torch.arange(2)).to("cuda")
+    rows = model.item_weight[batch.item_ids]
+    expected = reference(rows, model.position, batch.seq_offsets, scale=4.0)
+    torch.testing.assert_close(model(batch), expected)

@@ -1,0 +1,98 @@
+"""The htree kernels in Triton's interpreter, fp32: forward, choice and every gradient against the reference in fp64."""
+
+import pytest
+import torch
+
+from hstu_sparse import htree_attention
+from hstu_sparse.testing import EDGE_CASES, make_offsets
+from tests.random.cases.htree import agree, kernel_choices, make_inputs
+
+pytest.importorskip("triton")
+launch = pytest.importorskip("hstu_sparse.htree.launch")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+
+CASES = {
+    # lengths, N, query heads, key/value heads, D, V, r, top_k
+    "one layer": ((7,), 8, 2, 1, 16, 16, 2, 4),
+    "two layers, around r^k": ((3, 4, 5), 5, 2, 1, 16, 16, 2, 1),
+    "three layers": ((9,), 9, 1, 1, 16, 16, 2, 2),
+    "four layers around r^k, groups of 4": ((8, 9), 9, 4, 1, 16, 12, 2, 1),
+    "groups of 16": ((9,), 9, 16, 1, 16, 16, 3, 1),
+    "two key/value heads, odd sizes": ((8,), 8, 4, 2, 20, 7, 3, 2),
+    "tiles of siblings": ((19,), 19, 2, 1, 16, 16, 16, 1),
+    "siblings, two tiles a parent": ((35,), 35, 1, 1, 16, 16, 32, 1),
+    "shorter than N says": ((6, 2), 40, 1, 1, 16, 16, 2, 2),
+}
+
+
+def problem(lengths, N, heads, kv_heads, D, V, rate, top_k, **options):
+    return make_inputs(lengths, heads, kv_heads, D, V, **options), make_offsets(lengths), N, rate, top_k
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_agrees_with_reference(case):
+    agree(*problem(*CASES[case]))
+
+
+@pytest.mark.parametrize("rate, length", [(16, 19), (32, 35)])
+def test_queries_turned_step_by_step(rate, length, monkeypatch):
+    """As in the 16-bit types, which the interpreter does not take."""
+    monkeypatch.setattr(launch, "STEPPED", (torch.float32,))
+    agree(*problem((length,), length, 1, 1, 16, 16, rate, 1))
+
+
+@pytest.mark.parametrize("name", ["empty batch", "all sequences empty", "length 1"])
+def test_edge_cases(name):
+    lengths, N = EDGE_CASES[name]
+    agree(*problem(lengths, N, 2, 1, 16, 16, 2, 2))
+
+
+def test_non_contiguous_inputs_and_int32_offsets():
+    inputs, offsets, *rest = problem((6, 0, 2), 6, 2, 1, 16, 16, 2, 2, contiguous=False)
+    inputs["v"] = inputs["v"].transpose(1, 2).contiguous().transpose(1, 2)
+    agree(inputs, offsets.int(), *rest)
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_mode(deterministic):
+    agree(*problem((9, 2), 9, 2, 1, 16, 16, 2, 2))
+
+
+def test_negative_scale_and_rope_base():
+    inputs, offsets, *rest = problem((7,), 7, 2, 1, 16, 16, 2, 2)
+    agree(inputs, offsets, *rest, scale=-0.4, rope_base=100.0)
+
+
+def test_ties_go_to_the_smaller_position():
+    inputs, offsets, N, rate, top_k = problem((16,), 16, 2, 1, 16, 16, 2, 3)
+    inputs["k"] = torch.zeros_like(inputs["k"])
+    (layer1, layer2) = kernel_choices(inputs, offsets, N, rate, top_k, 0.25)
+    assert layer2[15, 0].tolist() == [0, 1, 3]
+    assert layer1[15, 0].tolist() == [0, 1, 7]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("value", [1e4, float("nan")])
+@pytest.mark.parametrize("length, rate, tokens", [(11, 2, (4, 8)), (19, 16, (15, 17))], ids=["any", "siblings"])
+def test_the_future_does_not_reach_the_past(length, rate, tokens, value):
+    inputs, offsets, N, rate, top_k = problem((length,), length, 1, 1, 16, 16, rate, 1)
+    options = dict(compression_rate=rate, top_k=top_k, backend="triton")
+    before = htree_attention(**inputs, seq_offsets=offsets, max_seq_len=N, **options)
+    for t in tokens:
+        changed = {name: x.clone() for name, x in inputs.items()}
+        for x in changed.values():
+            x[t + 1 :] = value
+        after = htree_attention(**changed, seq_offsets=offsets, max_seq_len=N, **options)
+        assert torch.equal(before[: t + 1], after[: t + 1])
+
+
+def test_torch_opcheck():
+    inputs, offsets, N, rate, top_k = problem((3, 2), 3, 2, 1, 16, 16, 2, 1)
+    arguments = (*(x.requires_grad_() for x in inputs.values()), offsets, N, rate, top_k, 0.25, 10000.0)
+    torch.library.opcheck(torch.ops.hstu_sparse.htree_fwd.default, arguments)

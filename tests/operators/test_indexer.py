@@ -1,0 +1,450 @@
+"""The lightning indexer, sparse attention and the index loss: references by hand, rules, kernels interpreted.
+
+Letters: T tokens, H heads, D query/key and V value head size, J index heads, E index head size, K chosen tokens.
+"""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hstu_sparse import (
+    RelativeBias,
+    compute_index_loss_sparse,
+    index_scores,
+    indexer_loss,
+    lightning_indexer,
+    sparse_attention,
+)
+from hstu_sparse.relative_bias import time_bucket
+from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets, make_timestamps
+from tests.random.cases import indexer as cases
+
+interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+BACKENDS = ["reference", pytest.param("triton", marks=interpreter)]
+
+
+def inputs(lengths, *, heads=2, size=6, value_size=5, index_heads=3, index_size=4, dtype=torch.float64):
+    make = functools.partial(make_jagged, lengths, dtype=dtype)
+    return {
+        "q": make((heads, size), seed=1),
+        "k": make((size,), seed=2),
+        "v": make((value_size,), seed=3),
+        "iq": make((index_heads, index_size), seed=4),
+        "ik": make((index_size,), seed=5),
+        "w": make((index_heads,), seed=6),
+    }
+
+
+def tables(lengths, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(7)
+    times = make_timestamps(lengths)
+    position, time = (torch.randn(size, generator=generator, dtype=dtype) for size in (50, 20))
+    return RelativeBias(position, time, times, times + 1000)
+
+
+# The references, token by token.
+
+
+def by_hand(x, lengths, bias, indices):
+    """For every token: (scores of all it sees, attention over `indices` [H, len], output [H, V])."""
+    begin = 0
+    for length in lengths:
+        for t in range(length):
+            token = begin + t
+            b = torch.zeros(t + 1, dtype=torch.float64)
+            if bias is not None:
+                gaps = bias.query_timestamps[token] - bias.timestamps[begin : token + 1]
+                b = bias.position[: t + 1].flip(0) + bias.time[time_bucket(gaps, 19).long()]
+            seen = slice(begin, token + 1)
+            scores = torch.zeros(t + 1, dtype=torch.float64)
+            for j in range(x["w"].shape[1]):
+                scores = scores + x["w"][token, j] * F.relu(x["ik"][seen] @ x["iq"][token, j])
+            chosen = [] if indices is None else [i for i in indices[token].tolist() if 0 <= i <= t]
+            attention = ((x["q"][token] @ x["k"][seen].T) * 0.3 + b)[:, chosen].softmax(1)
+            yield scores + b, chosen, attention, attention @ x["v"][seen][chosen]
+        begin += length
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_references_by_hand(biased):
+    lengths = (7, 0, 12, 1)
+    x, bias, offsets = inputs(lengths), tables(lengths) if biased else None, make_offsets(lengths)
+    scores, indices = lightning_indexer(x["iq"], x["ik"], x["w"], offsets, 4, bias=bias)
+    for t, (all_scores, *_) in enumerate(by_hand(x, lengths, bias, None)):
+        best = sorted(range(len(all_scores)), key=lambda s: (-all_scores[s].item(), s))[:4]
+        assert indices[t].tolist() == sorted(best) + [-1] * (4 - len(best))
+        torch.testing.assert_close(scores[t, : len(best)], all_scores[sorted(best)])
+        assert (scores[t, len(best) :] == -math.inf).all()
+
+    indices = cases.any_indices(lengths, 6, torch.Generator().manual_seed(0))  # repeated, masked
+    out = sparse_attention(x["q"], x["k"], x["v"], indices, offsets, scale=0.3, bias=bias)
+    given = torch.randn(20, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    valid = torch.rand(20, generator=torch.Generator().manual_seed(9)) < 0.6
+    rows, at = [], index_scores(x["iq"], x["ik"], x["w"], indices, offsets, bias=bias)
+    for t, (all_scores, chosen, attention, output) in enumerate(by_hand(x, lengths, bias, indices)):
+        torch.testing.assert_close(out[t], output)
+        visible = cases.visible_slots(indices, lengths)[t]
+        torch.testing.assert_close(at[t][visible], all_scores[chosen])
+        assert (at[t][~visible] == -math.inf).all()
+        p, pi = attention.mean(0), given[t][visible].softmax(0)
+        rows.append((p * ((p + 1e-10).log() - (pi + 1e-10).log())).sum())
+    options = dict(scale=0.3, bias=bias)
+    loss = indexer_loss(x["q"], x["k"], given, indices, offsets, **options)
+    torch.testing.assert_close(loss, torch.stack(rows).mean())
+    loss = indexer_loss(x["q"], x["k"], given, indices, offsets, valid=valid, **options)
+    torch.testing.assert_close(loss, torch.stack(rows)[valid].mean())
+
+
+def test_gradients_of_the_references():
+    lengths = (3, 0, 5)
+    x, bias, offsets = inputs(lengths), tables(lengths), make_offsets(lengths)
+    indices = cases.any_indices(lengths, 4, torch.Generator().manual_seed(0))
+    leaves = [y.requires_grad_() for y in (*x.values(), bias.position, bias.time)]
+
+    def attend(q, k, v, iq, ik, w, position, time):
+        b = bias._replace(position=position, time=time)
+        scores = index_scores(iq, ik, w, indices, offsets, bias=b)
+        return sparse_attention(q, k, v, indices, offsets, bias=b), scores[scores > -math.inf]
+
+    assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("valid", [None, [True, False] * 6 + [True]])
+def test_the_loss_gradient_is_pi_less_p_and_leaves_q_and_k_alone(backend, valid):
+    lengths = (5, 0, 8)
+    x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
+    indices = cases.any_indices(lengths, 4, torch.Generator().manual_seed(0))
+    scores = torch.randn(13, 4, requires_grad=True)
+    q, k, position = x["q"].requires_grad_(), x["k"].requires_grad_(), torch.randn(9, requires_grad=True)
+    mask = None if valid is None else torch.tensor(valid)
+    # With an eps of this size the derivative of the loss itself would be another.
+    loss = indexer_loss(
+        q, k, scores, indices, offsets, bias=RelativeBias(position), valid=mask, eps=0.5, backend=backend
+    )
+    (3 * loss).backward()
+    assert q.grad is None and k.grad is None and position.grad is None
+    visible = cases.visible_slots(indices, lengths)
+    begins = torch.tensor([0] * 5 + [5] * 8)
+    keys = x["k"].detach()[(begins[:, None] + indices).clamp(0, 12)]
+    distance = (torch.arange(13) - begins)[:, None] - indices
+    logits = torch.einsum("thd,tkd->thk", q.detach(), keys) * 6**-0.5 + position.detach()[distance.clamp(0, 8)][:, None]
+    p, pi = (
+        y.masked_fill(~visible[:, None], -math.inf).softmax(-1).nan_to_num().mean(1)
+        for y in (logits, scores.detach()[:, None])
+    )
+    counted = torch.ones(13, dtype=torch.bool) if mask is None else mask
+    expected = 3 * (pi - p) / counted.sum() * counted[:, None]
+    torch.testing.assert_close(scores.grad, expected, rtol=1e-5, atol=1e-6)
+    expected = ((p * ((p + 0.5).log() - (pi + 0.5).log())).sum(1) * counted).sum() / counted.sum()
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_loss_gradient_of_a_retained_graph(backend):
+    lengths = (5, 8)
+    x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
+    indices = cases.any_indices(lengths, 4, torch.Generator().manual_seed(0))
+    scores = torch.randn(13, 4, requires_grad=True)
+    loss = indexer_loss(x["q"], x["k"], scores, indices, offsets, backend=backend)
+    first = torch.autograd.grad(loss, scores, torch.tensor(3.0), retain_graph=True)[0].clone()
+    for _ in range(2):
+        (again,) = torch.autograd.grad(loss, scores, retain_graph=True)
+        torch.testing.assert_close(3 * again, first)
+        again.zero_()  # what was given away is no longer the graph's
+
+
+@interpreter
+def test_scores_kept_and_gathered_again_give_one_loss(monkeypatch):
+    from hstu_sparse.indexer import launch_loss
+
+    lengths = (5, 2)
+    x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
+    scores = torch.randn(7, 50, requires_grad=True)
+    indices = cases.any_indices(lengths, 50, torch.Generator().manual_seed(0))
+    bias = tables(lengths, torch.float32)
+    found = []
+    for held in (0, 2, 4):
+        chosen = launch_loss.Launch(32, held, 4, 2)
+        monkeypatch.setattr(launch_loss, "options", lambda *_, chosen=chosen: chosen)
+        loss = indexer_loss(x["q"], x["k"], scores, indices, offsets, bias=bias, backend="triton")
+        padded = compute_index_loss_sparse(
+            x["q"][:6].view(2, 3, *x["q"].shape[1:]).transpose(1, 2), x["k"][:6].view(2, 3, -1),
+            scores[:6].view(2, 3, 50), indices[:6].view(2, 3, 50), 0.4, backend="triton",
+        )  # fmt: skip
+        found.append((loss.detach(), padded.detach(), *torch.autograd.grad(loss + padded, scores)))
+    for others in found[1:]:
+        torch.testing.assert_close(others, found[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_token_that_counts_makes_a_loss_of_zero(backend):
+    offsets, none = make_offsets((0, 0)), torch.zeros(0, 2, dtype=torch.int32)
+    x = inputs((3,), dtype=torch.float32)
+    scores = torch.zeros(3, 2, requires_grad=True)
+    indices = torch.full((3, 2), -1)
+    loss = indexer_loss(
+        x["q"], x["k"], scores, indices, make_offsets((3,)), valid=torch.zeros(3, dtype=torch.bool), backend=backend
+    )
+    assert loss == 0
+    loss.backward()
+    assert not scores.grad.any()
+    assert indexer_loss(x["q"], x["k"], scores, indices, make_offsets((3,)), backend=backend) == 0
+    empty = inputs((), dtype=torch.float32)
+    assert indexer_loss(empty["q"], empty["k"], torch.zeros(0, 2), none, offsets, backend=backend) == 0
+    out = sparse_attention(x["q"], x["k"], x["v"], indices, make_offsets((3,)), backend=backend)
+    assert out.shape == (3, 2, 5) and not out.any()
+
+
+# The choice.
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["few numbers", "all zero", "none above zero", "ascending", "descending", "infinite"])
+def test_ties_are_exact(kind, backend, monkeypatch):
+    """Whole numbers, so that equal scores are equal bits; rows with so little room that every kernel has work."""
+    lengths, top_k = (70, 0, 19, 1), 7
+    if backend == "triton":
+        from hstu_sparse.indexer import launch_indexer
+
+        sizes = launch_indexer.Sizes(capacity=48, SAMPLE=16, ROWS=32, BLOCK=16, HEADS=2, num_warps=4)
+        monkeypatch.setattr(launch_indexer, "sizes", lambda *_: sizes)
+        monkeypatch.setattr(launch_indexer, "SCRATCH", 8 * 48 * 64)  # some tiles at a time
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randint(-2, 3, (90, *s), generator=generator).float() for s in ((3, 4), (4,), (3,))]
+    iq, ik, w = whole
+    if kind == "all zero":
+        w = torch.zeros_like(w)
+    if kind == "none above zero":
+        w = -w.abs()
+    if kind.endswith("scending"):
+        ik = torch.arange(90.0)[:, None].expand(90, 4) * (1 if kind == "ascending" else -1) + 100
+        iq, w = torch.ones_like(iq), torch.ones_like(w)
+    if kind == "infinite":  # scores that nothing exceeds, and more of them than a row has room for
+        iq, w = torch.ones_like(iq), torch.ones_like(w)
+        ik = torch.where(torch.arange(90)[:, None] % 8 == 5, ik, 3e38)
+    scores, indices = lightning_indexer(iq, ik, w, make_offsets(lengths), top_k, backend=backend)
+    begin = 0
+    for length in lengths:
+        for t in range(begin, begin + length):
+            own = (w[t] * F.relu(ik[begin : t + 1] @ iq[t].T)).sum(1)
+            best = sorted(sorted(range(t + 1 - begin), key=lambda s: (-own[s].item(), s))[:top_k])
+            assert indices[t].tolist() == best + [-1] * (top_k - len(best)), t
+            assert scores[t, : len(best)].tolist() == own[best].tolist()
+        begin += length
+
+
+@interpreter
+def test_the_sample_spares_the_refill(monkeypatch):
+    """On random scores no row falls short or overflows: the kernel that would mend that finds nothing to do."""
+    from hstu_sparse.indexer import launch_indexer, topk
+
+    counts = []
+    kernel = topk.lightning_indexer_refill_kernel
+
+    class Look:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: counts.append((arguments[6].clone(), arguments[4]))  # and tokens
+
+    monkeypatch.setattr(topk, "lightning_indexer_refill_kernel", Look())
+    sizes = launch_indexer.Sizes(capacity=96, SAMPLE=256, ROWS=32, BLOCK=16, HEADS=2, num_warps=4)
+    monkeypatch.setattr(launch_indexer, "sizes", lambda *_: sizes)
+    x = inputs((160,), dtype=torch.float32)
+    given = x["iq"], x["ik"], x["w"].abs(), make_offsets((160,)), 4
+    _, indices = lightning_indexer(*given, backend="triton")
+    assert kernel is not topk.lightning_indexer_refill_kernel and len(counts) == 1
+    found, tokens = counts[0]
+    found = found[tokens >= 0]
+    assert (found[96:] >= 4).all() and (found <= 96).all() and found[96:].float().mean() < 48
+    assert torch.equal(indices, lightning_indexer(*given)[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_everything_chosen_is_dense_attention(backend):
+    lengths = (9, 0, 17)
+    x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
+    bias = tables(lengths, torch.float32)
+    _, indices = lightning_indexer(x["iq"], x["ik"], x["w"], offsets, 17, backend=backend)
+    out = sparse_attention(x["q"], x["k"], x["v"], indices, offsets, bias=bias, backend=backend)
+    begin = 0
+    for length in lengths:
+        here, step = slice(begin, begin + length), torch.arange(length)
+        gaps = bias.query_timestamps[here, None] - bias.timestamps[None, here]
+        distance = step[:, None] - step
+        mask = bias.position[distance.clamp(min=0)] + bias.time[time_bucket(gaps, 19).long()]
+        q, k, v = x["q"][here].transpose(0, 1), x["k"][here], x["v"][here]
+        expected = F.scaled_dot_product_attention(
+            *(y[None].float() for y in (q, k.expand(2, -1, -1), v.expand(2, -1, -1))),
+            attn_mask=mask.masked_fill(distance < 0, -math.inf),
+        )
+        torch.testing.assert_close(out[here], expected[0].transpose(0, 1), rtol=1e-4, atol=1e-5)
+        begin += length
+
+
+# Padded chunks.
+
+
+def plain_padded_loss(query, key, index_score, indices, scaling, chunk_offset, eps=1e-10):
+    """One row after the other."""
+    batch, heads, rows, _ = query.shape
+    total = 0.0
+    for b in range(batch):
+        for i in range(rows):
+            slots = [j for j, s in enumerate(indices[b, i].tolist()) if 0 <= s <= chunk_offset + i]
+            if not slots:
+                continue
+            keys = key[b, indices[b, i, slots].long()]
+            p = sum((keys @ query[b, h, i] * scaling).softmax(0) for h in range(heads)) / heads
+            pi = index_score[b, i, slots].softmax(0)
+            total += (p * ((p + eps).log() - (pi + eps).log())).sum()
+    return total / batch
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padded_loss_equals_plain_computation(backend):
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 3, 6, 10, generator=generator), torch.randn(2, 15, 10, generator=generator)
+    score = torch.randn(2, 6, 7, generator=generator, requires_grad=True)
+    indices = torch.randint(-2, 15, (2, 6, 7), generator=generator)
+    indices[0, 0] = 14  # nothing left of this row
+    loss = compute_index_loss_sparse(query, key, score, indices, 0.4, chunk_offset=5, backend=backend)
+    (found,) = torch.autograd.grad(loss, score)
+    expected = plain_padded_loss(query, key, score, indices, 0.4, 5, eps=0.0)
+    (gradient,) = torch.autograd.grad(expected, score)
+    torch.testing.assert_close(loss, expected.detach() if expected.requires_grad else expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunks_add_up(backend):
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(1, 2, 12, 8, generator=generator), torch.randn(1, 12, 8, generator=generator)
+    score = torch.randn(1, 12, 5, generator=generator)
+    indices = torch.randint(0, 12, (1, 12, 5), generator=generator)
+    whole = compute_index_loss_sparse(query, key, score, indices, 0.4, backend=backend)
+    parts = [
+        compute_index_loss_sparse(
+            query[:, :, a:b], key, score[:, a:b], indices[:, a:b], 0.4, chunk_offset=a, backend=backend
+        )
+        for a, b in ((0, 5), (5, 6), (6, 12))
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+    # The same rows as one jagged sequence: a mean over rows there, a sum here.
+    jagged = indexer_loss(
+        query[0].transpose(0, 1), key[0], score[0], indices[0], make_offsets((12,)), scale=0.4, backend=backend
+    )
+    torch.testing.assert_close(12 * jagged, whole)
+
+
+# The interface.
+
+
+@pytest.mark.parametrize(
+    ("function", "change", "error", "message"),
+    [
+        (lightning_indexer, {"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
+        (lightning_indexer, {"top_k": 1.0}, TypeError, "top_k must be a whole number, got 1.0"),
+        (lightning_indexer, {"ik": torch.zeros(5, 3)}, ValueError, r"ik must be \[T=5, E=4\], got shape \[5, 3\]"),
+        (lightning_indexer, {"w": torch.zeros(5, 2)}, ValueError, r"w must be \[T=5, J=3\], got shape \[5, 2\]"),
+        (lightning_indexer, {"backend": "cuda"}, ValueError, "lightning_indexer: backend must be one of auto"),
+        (sparse_attention, {"k": torch.zeros(5, 1, 6)}, ValueError, r"k must be \[T=5, D=6\], got shape \[5, 1, 6\]"),
+        (sparse_attention, {"indices": torch.zeros(5, 2)}, TypeError, "indices must be int32 or int64, got torch.flo"),
+        (sparse_attention, {"scale": math.inf}, ValueError, "scale must be a finite number, got inf"),
+        (sparse_attention, {"bias": 3}, TypeError, "bias must be a RelativeBias, got int"),
+        (indexer_loss, {"scores": torch.zeros(5, 3)}, ValueError, r"scores must be \[T=5, K=2\], got shape \[5, 3\]"),
+        (indexer_loss, {"valid": torch.zeros(5)}, TypeError, "valid must be torch.bool, got torch.float32"),
+        (indexer_loss, {"eps": 0}, ValueError, "eps must be a finite number above 0, got 0"),
+        (compute_index_loss_sparse, {"chunk_offset": -1}, ValueError, "chunk_offset must be at least 0, got -1"),
+        (compute_index_loss_sparse, {"key": torch.zeros(1, 9, 5)}, ValueError, r"key must be \[B=1, S, D=6\], got sha"),
+    ],
+)
+def test_errors(function, change, error, message):
+    x, indices = inputs((5,), dtype=torch.float32), torch.zeros(5, 2, dtype=torch.int32)
+    choice = {"k": x["k"], "indices": indices, "seq_offsets": make_offsets((5,))}
+    given = {
+        lightning_indexer: {n: x[n] for n in ("iq", "ik", "w")} | {"seq_offsets": make_offsets((5,)), "top_k": 2},
+        sparse_attention: {"q": x["q"], "v": x["v"]} | choice,
+        indexer_loss: {"q": x["q"], "scores": torch.zeros(5, 2)} | choice,
+        compute_index_loss_sparse: {
+            "query": x["q"].transpose(0, 1)[None], "key": x["k"][None], "index_score": torch.zeros(1, 5, 2),
+            "indices": indices[None], "scaling": 1.0,
+        },
+    }[function]  # fmt: skip
+    with pytest.raises(error, match=message):
+        function(**given | change)
+
+
+@interpreter
+def test_kernels_refuse_what_they_cannot_do():
+    x, offsets = inputs((5,), dtype=torch.float32), make_offsets((5,))
+    indexer = x["iq"], x["ik"], x["w"], offsets
+    with pytest.raises(ValueError, match=r"take top_k up to 2048, got 3000; use backend='reference', or index_scores"):
+        lightning_indexer(*indexer, 3000, backend="triton")
+    indices = lightning_indexer(*indexer, 2)[1]
+    with pytest.raises(TypeError, match=r"sparse_attention: the kernels take fp16, bf16 and fp32, got torch.float64"):
+        sparse_attention(*(x[n].double() for n in "qkv"), indices, offsets, backend="triton")
+    with pytest.raises(ValueError, match=r"take V from 1 to 256, got V=300"):
+        sparse_attention(x["q"], x["k"], torch.zeros(5, 300), indices, offsets, backend="triton")
+    with pytest.raises(ValueError, match=r"take H from 1 to 128, got H=200"):
+        indexer_loss(torch.zeros(5, 200, 6), x["k"], torch.zeros(5, 2), indices, offsets, backend="triton")
+
+
+# The kernels, in the interpreter, on the lengths of EDGE_CASES; the campaign has more.
+
+
+@interpreter
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize(
+    "edge", ["all sequences empty", "an empty sequence in the middle", "lengths that divide nothing"]
+)
+def test_kernels(operator, edge):
+    lengths, _ = EDGE_CASES[edge]
+    long = edge == "lengths that divide nothing"
+    cases.check(
+        "cpu", operator=operator, lengths=[n // 3 for n in lengths], heads=3 if long else 2, size=20 if long else 16,
+        value_size=24, top_k=5, dtype="float32", position=long, time=long, exact=False, strided=long,
+        wide_indices=False, deterministic=not long, seed=1,
+    )  # fmt: skip
+
+
+@interpreter
+@pytest.mark.parametrize("name", ["sparse_attention", "lightning_indexer", "index_loss"])
+def test_opcheck(name):
+    from hstu_sparse.indexer import launch_attention, launch_indexer, launch_loss
+
+    lengths = (4, 0, 2)
+    x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
+    bias = tables(lengths, torch.float32)
+    position = bias.position.requires_grad_()
+    rest = offsets, position, None, None, None
+    indices = lightning_indexer(x["iq"], x["ik"], x["w"], offsets, 3)[1]
+    scores = torch.randn(6, 3, requires_grad=True)
+    x = {n: y.requires_grad_() for n, y in x.items()}
+    operator, given = {
+        "sparse_attention": (launch_attention.sparse_attention_jagged, (x["q"], x["k"], x["v"], indices, *rest, 0.4)),
+        "lightning_indexer": (launch_indexer.lightning_indexer_operator, (x["iq"], x["ik"], x["w"], *rest, 3)),
+        "index_loss": (
+            launch_loss.indexer_loss_jagged,
+            (scores, x["q"], x["k"], indices, *rest, None, 0.4, 1e-10, True),
+        ),
+    }[name]
+    torch.library.opcheck(operator.registered_forward, given)
+
+
+@interpreter
+def test_one_graph():
+    lengths = (6, 3)
+    x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
+
+    def layer(q, k, v, iq, ik, w):
+        scores, indices = lightning_indexer(iq, ik, w, offsets, 4, backend="triton")
+        out = sparse_attention(q, k, v, indices, offsets, backend="triton")
+        return out.square().sum() + indexer_loss(q, k, scores, indices, offsets, backend="triton")
+
+    leaves = [y.requires_grad_() for y in x.values()]
+    expected = torch.autograd.grad(layer(*leaves), leaves)
+    found = torch.autograd.grad(torch.compile(layer, fullgraph=True, backend="aot_eager")(*leaves), leaves)
+    torch.testing.assert_close(found, expected)

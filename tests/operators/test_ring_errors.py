@@ -1,0 +1,108 @@
+"""A ring whose ranks do not agree, or one of which dies, ends everywhere, with an error that names a rank."""
+
+import os
+import re
+import time
+
+import pytest
+import torch
+
+from hstu_sparse import jagged
+from hstu_sparse.ring import (
+    ring_hstu_attention,
+    triton_ring_flash_attn_func,
+    zigzag_triton_ring_flash_attn_varlen_func,
+)
+from tests.operators.distributed import run_ranks
+
+
+def tensors(tokens, heads=2):
+    return [torch.randn(1, tokens, heads, 16) for _ in range(3)]
+
+
+def message(function, *arguments, **keywords):
+    try:
+        function(*arguments, **keywords)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def disagreements(rank):
+    """Messages of calls in which rank 1 is different."""
+    odd = rank == 1
+    found = [message(triton_ring_flash_attn_func, *tensors(8 if odd else 4))]
+    found.append(message(triton_ring_flash_attn_func, *tensors(4), causal=odd))
+    found.append(message(triton_ring_flash_attn_func, *tensors(4)))
+    jagged.DEBUG = True
+    found.append(message(triton_ring_flash_attn_func, *tensors(6 if odd else 4)))
+    q, k, v = (x[0] for x in tensors(7 if odd else 4))
+    offsets = torch.tensor([0, len(q)])
+    found.append(message(zigzag_triton_ring_flash_attn_varlen_func, q, k, v, offsets))
+    found.append(message(ring_hstu_attention, q, k, v, torch.arange(len(q)), 40 if odd else 50))
+    return found
+
+
+def test_ranks_that_do_not_agree():
+    for found in run_ranks(disagreements, 2):
+        shape, option, fine, later, cut, normaliser = found
+        assert re.match(
+            r"ValueError: triton_ring\w+: rank 1 has q=\[1, 8, 2, 16\], rank 0 has q=\[1, 4, 2, 16\]", shape
+        )
+        assert re.search(r"rank 1 has options=.*rank 0 has options=", option)
+        assert fine == "no error"
+        assert "rank 1 has q=[1, 6, 2, 16]" in later
+        assert re.search(r"rank [01] has [47] tokens of sequence 0, but chunks", cut)
+        assert re.search(r"rank 1 has options=\[40,", normaliser)
+
+
+def lost(rank, when, how):
+    """(seconds until the error, its message); rank 2 is lost before its first call, its second, or between passes."""
+    leaves = [x.requires_grad_() for x in tensors(4)]
+    call = lambda: triton_ring_flash_attn_func(*leaves, causal=True)
+    if when != "first call":
+        out = call()
+    if when == "backward":
+        call = lambda: out.sum().backward()
+    if rank == 2:
+        if how == "dies":
+            os._exit(1)
+        time.sleep(TIMEOUT + 4)
+        return None
+    start = time.monotonic()
+    found = message(call)
+    return time.monotonic() - start, found
+
+
+# Of the process group, in seconds.
+TIMEOUT = 4
+
+
+@pytest.mark.parametrize("when", ["first call", "second call", "backward"])
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_lost_rank_is_named(when, how):
+    ranks = run_ranks(lost, 4, when, how, timeout=TIMEOUT, seconds=60)
+    assert ranks[2] is None
+    for rank in (0, 1, 3):
+        seconds, found = ranks[rank]
+        assert re.match(rf"RuntimeError: (ring attention|triton_ring\w+): rank {rank} lost rank \d", found), found
+        assert seconds < TIMEOUT + 4
+    # The neighbours of the lost rank see it first; what they do about it is what rank 0 sees.
+    assert any("lost rank 2" in ranks[rank][1] for rank in (1, 3))
+    if when == "first call":
+        assert all("lost rank 2" in ranks[rank][1] for rank in (0, 1, 3))
+
+
+def other_shapes(rank):
+    """Rank 1 calls with a length of its own, and nothing compares them: after a first call that was right."""
+    found = message(triton_ring_flash_attn_func, *tensors(4), causal=True)
+    start = time.monotonic()
+    later = message(triton_ring_flash_attn_func, *tensors(6 if rank == 1 else 4), causal=True)
+    return found, later, time.monotonic() - start
+
+
+def test_other_shapes_in_a_later_call():
+    for rank, (first, later, seconds) in enumerate(run_ranks(other_shapes, 2, timeout=TIMEOUT, seconds=60)):
+        assert first == "no error"
+        assert f"rank {rank} lost rank {1 - rank}" in later
+        assert seconds < 2 * TIMEOUT + 2

@@ -1,0 +1,184 @@
+"""The RotateKV kernels in Triton's interpreter against the reference: fp32, and fp16 for the bits that it alone has."""
+
+import pickle
+
+import pytest
+import torch
+
+from hstu_sparse import calibrate, hadamard_transform, rotatekv_attention, rotatekv_compress, rotatekv_decompress
+from hstu_sparse.rotatekv import reference
+from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets
+from tests.random.cases.rotatekv import check
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+
+BASE = dict(
+    lengths=[37, 0, 1], asked=[1, 2, 0], max_seq_len=75, groups=1, head_size=32, value_size=24, dtype="float32"
+)  # fmt: skip
+OPTIONS = {
+    **{f"{bits} bits": dict(bits=bits) for bits in (2, 3, 4, 8)},
+    **{f"groups of {group} heads": dict(head_group=group, groups=4 // group) for group in (1, 2, 4)},
+    **{f"{share:.0%} pruned": dict(sparsity=share, lengths=[70], asked=[2]) for share in (0.2, 0.9)},
+    "pruned, 3 bits, sinks": dict(sparsity=0.7, bits=3, sink_tokens=5),
+    "more sinks than tokens": dict(sink_tokens=40),
+    "clipped": dict(clip=0.7, sparsity=0.3),
+    "narrow groups": dict(quant_group=16, bits=4),
+    "wide groups": dict(head_size=64, quant_group=128),
+    "ordered": dict(ordered=True, head_size=16, head_group=4, quant_group=32),
+    "ordered and pruned": dict(ordered=True, sparsity=0.4),
+    "smallest heads": dict(head_size=8, value_size=1, head_group=2),
+    "large heads": dict(head_size=256, lengths=[20], asked=[2], value_size=72),
+}
+HALF = dict(dtype="float16", value_size=32)
+CALLS = {
+    "softmax": dict(softmax=True),
+    "rope": dict(rope=True),
+    "rope, softmax, sinks": dict(rope=True, softmax=True, sink_tokens=70),
+    "rope, pruned, ordered": dict(rope=True, sparsity=0.5, ordered=True, softmax=True),
+    "both biases": dict(position=True, timed=True),
+    "both biases, softmax, split": dict(position=True, timed=True, softmax=True, splits=3, sink_tokens=3),
+    "split": dict(splits=2, lengths=[130], asked=[2], max_seq_len=130),
+    "many queries": dict(asked=[70, 1, 35]),
+    "many queries, rope, bias": dict(asked=[70, 1, 35], rope=True, timed=True),
+    "non-contiguous": dict(contiguous=False),
+    "nobody asks": dict(asked=[0, 0, 0]),
+    # Kernels that take 16-bit numbers alone: `launch_attention.ways`.
+    "few": dict(HALF, sink_tokens=5, position=True, timed=True),
+    "few, 4 bits, softmax, ordered": dict(HALF, bits=4, softmax=True, ordered=True, splits=2),
+    "few, tiles of pages": dict(HALF, softmax=True, lengths=[150, 3], asked=[1, 9], max_seq_len=150, splits=2),
+    "few, rope": dict(HALF, head_size=128, rope=True, softmax=True, lengths=[70], asked=[1]),
+    "few, rope, 4 bits, one head": dict(
+        HALF, head_size=128, head_group=1, rope=True, bits=4, lengths=[40], asked=[2], quant_group=128, sink_tokens=3
+    ),
+    "few, rope, 256": dict(HALF, head_size=256, head_group=1, rope=True, softmax=True, lengths=[20], asked=[1]),
+    "many": dict(HALF, head_size=64, value_size=64, position=True, timed=True, lengths=[30, 3], asked=[3, 1]),
+    "many, 4 bits, softmax": dict(HALF, bits=4, head_size=64, value_size=128, softmax=True, lengths=[66], asked=[1]),
+    "many, 70 queries": dict(
+        HALF, head_size=64, value_size=64, softmax=True, lengths=[270], asked=[70], max_seq_len=270, splits=2
+    ),
+    "many, rope, sinks": dict(HALF, value_size=64, head_size=64, rope=True, sink_tokens=5, lengths=[30], asked=[2]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    check("cpu", **(BASE | OPTIONS[name]))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_attention(name):
+    check("cpu", **(BASE | CALLS[name]))
+
+
+@pytest.mark.parametrize("name", ["empty batch", "all sequences empty", "length 1", "N far above every length"])
+def test_edge_cases(name):
+    lengths, N = EDGE_CASES[name]
+    check("cpu", **(BASE | dict(lengths=list(lengths), asked=[2 for _ in lengths], max_seq_len=N)))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("options", [{}, dict(sparsity=0.7), dict(head_group=4, quant_group=16, sink_tokens=9)])
+def test_packed_bits_are_the_references(bits, options):
+    """On whole numbers, whose sums are exact in whatever order, every tensor of the cache is the same."""
+    lengths, more = (37, 0, 130, 1), (1, 70, 3, 0)
+    generator = torch.Generator().manual_seed(bits)
+    caches = []
+    made = [
+        (*(torch.randint(-9, 10, (sum(n), 4, size), generator=generator).float() for size in (32, 20)), make_offsets(n))
+        for n in (lengths, more)
+    ]
+    for backend in ("reference", "triton"):
+        cache = rotatekv_compress(*made[0], bits=bits, **options, backend=backend)
+        caches.append(cache.append(*made[1], backend=backend).tensors())
+    for name, x in caches[0].items():
+        assert torch.equal(x, caches[1][name]), name
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_codes_in_the_mantissa_of_half_precision(bits):
+    k, v = make_jagged((70,), (2, 32), dtype=torch.float16), make_jagged((70,), (2, 16), dtype=torch.float16, seed=1)
+    offsets, q = make_offsets((70,)), make_jagged((2,), (2, 32), dtype=torch.float16, seed=2)
+    cache = rotatekv_compress(k, v, offsets, bits=bits, backend="triton")
+    for x, y in zip(*(rotatekv_decompress(cache, backend=b) for b in ("triton", "reference"))):
+        torch.testing.assert_close(x, y, rtol=2e-3, atol=2e-3)
+    given = dict(q=q, q_offsets=make_offsets((2,)), cache=cache, max_seq_len=70, activation="softmax")
+    found = [rotatekv_attention(**given, backend=backend) for backend in ("triton", "reference")]
+    torch.testing.assert_close(*found, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("n", [1, 4, 64, 128, 2048])
+def test_hadamard(n):
+    x = torch.randn(2, 3, n, generator=torch.Generator().manual_seed(n))[:, ::2]
+    run = lambda backend: lambda x: hadamard_transform(x, backend=backend)
+    compare_with_reference(run("triton"), run("reference"), {"x": x}, factor=4.0)
+    matrix = reference.hadamard_reference(torch.eye(n))
+    torch.testing.assert_close(hadamard_transform(x, backend="triton"), x @ matrix, atol=1e-4, rtol=1e-4)
+
+
+def test_parts_of_histories_fill_whole_rounds():
+    from hstu_sparse.rotatekv.launch_attention import best_splits
+
+    assert [best_splits(programs, 1056, 512, 16, 6) for programs in (4, 256, 400, 2000)] == [32, 4, 5, 1]
+    assert best_splits(4, 1056, 3, 16, 6) == best_splits(5000, 1056, 3, 16, 6) == 1
+
+
+@pytest.mark.parametrize("options", [dict(asked=[3, 1]), dict(asked=[1, 1], splits=2), dict(asked=[20, 30])])
+def test_a_call_comes_again(options):
+    """`repeat` gives what `attention` does, for other queries, until the cache changes."""
+    from hstu_sparse import RelativeBias
+    from hstu_sparse.rotatekv import launch_attention
+
+    asked = options.pop("asked")
+    k, v = (make_jagged([70, 5], (2, 64), dtype=torch.float16, seed=i) for i in range(2))
+    offsets, q_offsets = make_offsets([70, 5]), make_offsets(asked)
+    cache = rotatekv_compress(k, v, offsets, backend="triton")
+    given = dict(softmax=True, alpha=0.1, bias=RelativeBias(), rope_base=None, return_lse=True, **options)
+    first, second = (make_jagged(asked, (2, 64), dtype=torch.float16, seed=i) for i in (2, 3))
+    assert launch_attention.repeat(first, q_offsets, cache, ("key",)) is None
+    assert launch_attention.repeat(first, q_offsets, cache, ("key", [])) is None  # a wrong argument, say
+    launch_attention.attention(first, q_offsets, cache, 80, again=("key",), **given)
+    again = launch_attention.repeat(second, q_offsets, cache, ("key",))
+    wanted = launch_attention.attention(second, q_offsets, cache, 80, **given)
+    assert all(map(torch.equal, again, wanted))
+    assert not hasattr(pickle.loads(pickle.dumps(cache)), "kept")
+    cache.append(k[:0], v[:0], make_offsets([0, 0]), backend="triton")
+    assert launch_attention.repeat(second, q_offsets, cache, ("key",)) is None
+
+
+@pytest.mark.parametrize(
+    "size, ordered, rope, back",
+    [(64, True, None, True), (128, True, None, False), (128, True, 1e4, True), (128, False, None, True)],
+)
+def test_a_long_order_turns_keys_back_only_for_rope(size, ordered, rope, back, monkeypatch):
+    """Many queries: which kernel they get."""
+    from hstu_sparse.rotatekv import launch_attention
+
+    def general(call, keys_back):
+        raise LookupError(keys_back)
+
+    k, q = make_jagged((3,), (2, size)), make_jagged((40,), (2, size), seed=1)
+    cache = rotatekv_compress(k, k, make_offsets((3,)), channel_order=calibrate(k) if ordered else None)
+    monkeypatch.setattr(launch_attention, "general", general)
+    with pytest.raises(LookupError, match=str(back)):
+        rotatekv_attention(q, make_offsets((40,)), cache, 3, rope_base=rope, backend="triton")
+
+
+def test_gluon_is_taken_only_as_it_was_tried(monkeypatch):
+    import sys
+
+    from hstu_sparse.rotatekv import launch_attention
+
+    found = launch_attention.hopper_kernel.__wrapped__
+    assert found() is None  # the interpreter
+    monkeypatch.setattr(launch_attention, "INTERPRET", False)
+    monkeypatch.setitem(
+        sys.modules, "hstu_sparse.rotatekv.hopper", type("Kernels", (), {"rotatekv_hopper_fwd_kernel": 1})
+    )
+    monkeypatch.setattr(launch_attention.triton, "__version__", "3.6.0")
+    assert found() == 1
+    monkeypatch.setattr(launch_attention.triton, "__version__", "3.8.0")
+    assert found() is None
+    monkeypatch.setattr(launch_attention.triton, "__version__", "3.7.1")
+    monkeypatch.setitem(sys.modules, "hstu_sparse.rotatekv.hopper", None)
+    assert found() is None

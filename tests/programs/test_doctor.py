@@ -1,0 +1,58 @@
+"""The doctor: every known combination is accepted, every mismatch is answered with what to install."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hstu_sparse.doctor import COMBINATIONS, TESTED, main, mismatches
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = {"torch": "2.13.0+cpu", "triton": "3.7.1", "torchrec": "1.8.0", "fbgemm": "1.8.0"}
+
+
+@pytest.mark.parametrize("release", COMBINATIONS)
+def test_known_combinations_fit(release):
+    found = {"torch": f"{release}.0+cu130", "triton": "3.6.0"} | COMBINATIONS[release]
+    assert mismatches(found, "fbgemm-gpu", has_gpu=True) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "has_gpu", "name", "expected"),
+    [
+        ({"torch": None}, False, "fbgemm-gpu-cpu", "torch is missing: pip install torch==2.13.0"),
+        ({"torch": "2.9.1"}, False, "fbgemm-gpu-cpu", "torch 2.9.1 is none of the known"),
+        ({"fbgemm": "1.7.0"}, False, "fbgemm-gpu-cpu", "pip install fbgemm-gpu-cpu==1.8.0"),
+        ({"fbgemm": None}, True, None, "fbgemm-gpu is missing: pip install fbgemm-gpu==1.8.0"),
+        ({"torchrec": "1.6.0"}, False, "fbgemm-gpu-cpu", "pip install --no-deps torchrec==1.8.0"),
+        ({"triton": "3.5.0"}, True, "fbgemm-gpu", "triton 3.5.0 does not go with torch 2.13"),
+        ({}, True, "fbgemm-gpu-cpu", "fbgemm-gpu-cpu has no CUDA operators"),
+    ],
+)
+def test_mismatch_says_what_to_install(change, has_gpu, name, expected):
+    (line,) = mismatches(GOOD | change, name, has_gpu)
+    assert expected in line
+
+
+def test_this_machine_is_fine(capsys):
+    assert main() == 0
+    assert "Everything fits." in capsys.readouterr().out
+
+
+def test_runs_where_nothing_is_installed():
+    """With no site-packages at all it still answers, and fails."""
+    command = [sys.executable, "-S", "-I", str(ROOT / "hstu_sparse" / "doctor.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert f"torch is missing: pip install torch=={TESTED}.0" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_pyproject_pins_the_tested_combination():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = COMBINATIONS[TESTED]
+    for extra, fbgemm in (("cpu", "fbgemm-gpu-cpu"), ("cuda", "fbgemm-gpu")):
+        pins = [f"torch=={TESTED}.0", f"triton=={wanted['triton']}", f"{fbgemm}=={wanted['fbgemm']}"]
+        assert extras[extra] == pins
+    assert f"torchrec=={wanted['torchrec']}" in (ROOT / "Makefile").read_text()

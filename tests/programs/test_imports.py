@@ -1,0 +1,148 @@
+"""Who imports whom: one direction, no circle, and every module by itself."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = [
+    ROOT / "train.py",
+    ROOT / "eval.py",
+    *(f for d in ("hstu_sparse", "models", "data") for f in (ROOT / d).rglob("*.py")),
+]
+# What each part may import of the project; docs/architecture.md says why.
+ALLOWED = {
+    "train": {"models", "data", "hstu_sparse"},
+    "eval": {"models", "data", "hstu_sparse"},
+    "models": {"models", "data", "hstu_sparse"},
+    "data": {"data", "hstu_sparse"},
+    "hstu_sparse": {"hstu_sparse"},
+}
+
+
+def name_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+# Imports what takes long, then each module in a process of its own that has nothing else of the project.
+EACH_ALONE = """
+import importlib, os, sys, traceback
+for heavy in ("torch", "triton", "torchrec", "polars", "pydantic", "tensordict"):
+    try:
+        importlib.import_module(heavy)
+    except ImportError:
+        pass
+failed = []
+for name in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        try:
+            importlib.import_module(name)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(name)
+sys.exit(f"cannot be imported alone: {failed}" if failed else 0)
+"""
+MODULES = {name_of(file): file for file in FILES}
+
+
+def imports(code: ast.AST, package: str = "", everywhere: bool = True) -> set[str]:
+    """The project's modules that code of a package imports: when it is run, or (everywhere) when its functions are too.
+
+    Imports for type checkers alone do not count. `from package import name` is the module `package.name` where there is
+    one, and not the package's own file, which imports what stands inside it.
+    """
+    found = set()
+    for node in ast.iter_child_nodes(code):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            module = ".".join([*parents, *([node.module] if node.module else [])])
+            inside = {f"{module}.{alias.name}" for alias in node.names}
+            found |= inside if inside <= set(MODULES) else {module}
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        elif everywhere or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found |= imports(node, package, everywhere)
+    return found & set(MODULES)
+
+
+def graph() -> dict[str, set[str]]:
+    """Module -> modules that it or its functions import."""
+    return {
+        name: imports(ast.parse(file.read_text()), name if file.name == "__init__.py" else name.rpartition(".")[0])
+        for name, file in MODULES.items()
+    }
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """A way from a module back to itself; empty if there is none."""
+    done: set[str] = set()
+
+    def walk(name: str, way: list[str]) -> list[str]:
+        if name in way:
+            return [*way[way.index(name) :], name]
+        if name in done:
+            return []
+        for other in sorted(graph[name]):
+            if found := walk(other, [*way, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(graph) if (found := walk(name, []))), [])
+
+
+def test_the_check_sees_a_circle():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    code = "def f():\n    import train\nfrom .types import DataError\nfrom models import hstu"
+    assert imports(ast.parse(code), "data") == {"train", "data.types", "models.hstu"}
+    assert imports(ast.parse(code), "data", everywhere=False) == {"data.types", "models.hstu"}
+
+
+def test_no_circle():
+    assert circle(graph()) == []
+
+
+def test_arrows_run_one_way():
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in graph().items()
+        for other in others
+        if other.split(".")[0] not in ALLOWED[name.split(".")[0]]
+    ]
+    assert not wrong, wrong
+
+
+def test_operators_do_not_import_one_another():
+    rooms = {file.parent.name for file in (ROOT / "hstu_sparse").glob("*/__init__.py")}
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in graph().items()
+        for other in others
+        if len({module.split(".")[1] for module in (name, other) if module.count(".")} & rooms) > 1
+    ]
+    assert len(rooms) > 5 and not wrong, wrong
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="each module is imported in a fork of one process")
+def test_every_module_imports_alone():
+    run = subprocess.run([sys.executable, "-c", EACH_ALONE, *MODULES], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+
+
+def test_no_function_hides_a_module():
+    import hstu_sparse
+
+    assert not [name for name in hstu_sparse.__all__ if f"hstu_sparse.{name}" in MODULES]

@@ -1,0 +1,305 @@
+"""train.py and eval.py as a user runs them: resume, interruption, reports, predictions, and bad input."""
+
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import eval as evaluation
+import train
+from models.checkpoint import checkpoints, load_folder
+from models.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+MAIN = {"train.py": train.main, "eval.py": evaluation.main}
+SETTINGS = [
+    "data.synthetic={num_users: 200, num_items: 80, mean_length: 15}",
+    "model.max_seq_len=20",
+    "model.embedding_dim=16",
+    "train.epochs=4",
+    "train.lr=5e-3",
+    "train.batch_size=16",
+    "train.checkpoint_seconds=0",
+    "eval.patience=null",
+    "threads=1",
+    "device=cpu",
+]
+
+
+def command(*arguments):
+    return [sys.executable, *map(str, arguments)]
+
+
+def run(script, *arguments):
+    """The script's main, in this process: starting Python anew takes seconds each time."""
+    out, err = io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = MAIN[script]([str(argument) for argument in arguments])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+
+def start(folder, *more):
+    return run("train.py", ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *more, "--run", folder)
+
+
+def final(folder):
+    """What must not depend on interruptions: metrics and losses, without times."""
+    result = json.loads((folder / "result.json").read_text())
+    history = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in history:
+        del row["seconds"]
+    return {key: result[key] for key in ("model", "popularity", "by_history", "epoch", "steps")}, history
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    done = start(folder)
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def test_a_run_ends_with_a_table_and_a_report(finished):
+    folder, done = finished
+    assert "popularity, seen filtered" in done.stdout and "HR@10" in done.stdout
+    assert "leave" in done.stdout  # the protocol and what it lets leak
+    report = (folder / "report.md").read_text()
+    for part in ("Full ranking", "By length of the history", "popularity, seen filtered", "taken out of the ranking"):
+        assert part in report
+    for image in re.findall(r"\((\w+\.png)\)", report):
+        assert (folder / image).read_bytes().startswith(b"\x89PNG")
+    assert len(re.findall(r"\.png\)", report)) == 2
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
+    assert any((folder / "tensorboard").iterdir())
+    result = json.loads((folder / "result.json").read_text())
+    assert result["model"]["history"]["HR@10"] > result["popularity"]["history"]["HR@10"]
+
+
+@pytest.mark.slow
+def test_killed_three_times_and_resumed_ends_the_same(tmp_path):
+    """SIGKILL at three random moments of the run; the last resume must give bit-identical metrics."""
+    # So many epochs that no kill can come after the last checkpoint, when there is nothing left to save.
+    epochs = "train.epochs=20"
+    reference, folder, chance = tmp_path / "reference", tmp_path / "run", random.Random(time.time_ns())
+    assert start(reference, epochs).returncode == 0
+    arguments = ["train.py", ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, epochs, "--run", folder]
+    for _ in range(3):
+        steps_before = newest_step(folder)
+        process = subprocess.Popen(command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        deadline = time.time() + 60
+        while newest_step(folder) <= steps_before and process.poll() is None and time.time() < deadline:
+            time.sleep(0.01)
+        time.sleep(chance.random() * 0.3)
+        process.kill()
+        output = process.communicate()[0].decode()
+        assert newest_step(folder) > steps_before, output
+        arguments = ["train.py", "--resume", folder]
+    assert not (folder / "result.json").exists()
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert final(folder) == final(reference)
+
+
+def newest_step(folder):
+    return max((int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*")), default=-1)
+
+
+def test_sigterm_saves_midway_and_says_how_to_resume(finished, tmp_path):
+    reference, _ = finished
+    folder = tmp_path / "run"
+    arguments = ["train.py", ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "--run", folder]
+    process = subprocess.Popen(command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    while newest_step(folder) < 0 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0].replace("\n", "")
+    assert process.returncode == 128 + signal.SIGTERM
+    assert f"python train.py --resume {folder}" in output
+    assert json.loads(sorted((folder / "checkpoints").glob("step-*"))[-1].joinpath("state.json").read_text())["step"]
+    assert run("train.py", "--resume", folder).returncode == 0
+    assert final(folder) == final(reference)
+
+
+def test_eval_needs_nothing_but_the_folder(finished, tmp_path, monkeypatch):
+    import polars as pl
+
+    folder, _ = finished
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "top.parquet"
+    done = run("eval.py", folder, "--predict", out, "--top-k", 5, "--sampled", 20)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((folder / "eval-test.json").read_text())
+    trained = json.loads((folder / "result.json").read_text())
+    assert result["model"] == trained["model"] and result["by_history"] == trained["by_history"]
+    assert "SAMPLED" in result["sampled"]["label"] and "SAMPLED" in done.stdout
+    assert result["sampled"]["HR@10"] > result["model"]["none"]["HR@10"]
+    frame = pl.read_parquet(out)
+    assert frame.columns == ["user", "rank", "item", "score"]
+    best = frame.filter(pl.col("user") == frame["user"][0]).sort("rank")
+    assert best["rank"].to_list() == [1, 2, 3, 4, 5] and best["item"].n_unique() == 5
+    assert best["score"].is_sorted(descending=True)
+    assert len(frame) == 5 * result["users"]
+
+
+def test_eval_of_other_splits(finished, tmp_path):
+    folder, _ = finished
+    for split in ("valid", "train"):
+        assert run("eval.py", folder, "--split", split).returncode == 0
+        assert json.loads((folder / f"eval-{split}.json").read_text())["split"] == split
+    # The best checkpoint is the one that the validation split chose.
+    best = json.loads((folder / "best" / "state.json").read_text())
+    valid = json.loads((folder / "eval-valid.json").read_text())
+    assert valid["model"]["history"]["NDCG@10"] == pytest.approx(best["value"], abs=1e-12)
+
+
+def test_early_stopping(tmp_path):
+    done = start(tmp_path / "run", "eval.patience=1", "train.epochs=200", "train.lr=0.1", "--run", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    history = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    values = [json.loads(line)["NDCG@10"] for line in history]
+    assert len(values) < 200
+    assert values[-1] <= max(values[:-1])
+
+
+def test_options_of_training(tmp_path):
+    """bf16, clipping, warm-up, length groups, another loss, a learned temperature, other attention kinds go through."""
+    done = start(
+        tmp_path / "run",
+        "train.autocast=bf16",
+        "train.clip_norm=1.0",
+        "train.warmup_steps=5",
+        "train.group_by_length=true",
+        "train.epochs=1",
+        "loss.kind=cross_entropy",
+        "model.attention=[{kind: bsa, block_size: 4}, {kind: softmax}]",
+        "model.head={kind: dot, learned_temperature: true}",
+        "data.protocol=temporal",
+    )
+    assert done.returncode == 0, done.stderr
+    tensors, _ = load_folder(checkpoints(tmp_path / "run")[-1], "model")
+    assert 0.001 < tensors["model"]["log_temperature"].abs() < 1
+    assert "temporal" in (tmp_path / "run" / "report.md").read_text()
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(finished[0], folder)
+    return folder
+
+
+def fails(done, *parts):
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+def test_eval_takes_the_best_weights_after_a_crash_while_they_were_replaced(copy):
+    """Killed between the two moves of the replacement: best/ stands aside under its old name."""
+    assert run("eval.py", copy).returncode == 0
+    before = json.loads((copy / "eval-test.json").read_text())
+    assert before["weights"] == "best"
+    (copy / "best").rename(copy / ".best.old")
+    assert run("eval.py", copy).returncode == 0
+    assert json.loads((copy / "eval-test.json").read_text()) == before
+
+
+def test_a_loss_that_is_no_number_is_one_line(tmp_path):
+    done = start(tmp_path / "run", "train.lr=1e30", "train.epochs=1")
+    fails(done, "error: the loss is nan in epoch 1: try a lower train.lr")
+    config = load_config(tmp_path / "run" / "config.yaml")
+    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(train.TrainingError):
+        train.train(config, tmp_path / "other", resume=False)
+
+
+def test_damaged_checkpoint_is_one_line(copy):
+    weights = copy / "best" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    fails(run("eval.py", copy), "best/model.safetensors: damaged")
+    last = sorted((copy / "checkpoints").iterdir())[-1]
+    (last / "state.json").write_text("{")
+    fails(run("train.py", "--resume", copy), "damaged", "remove that folder to go on from step-")
+
+
+def test_damaged_config_of_a_run_is_one_line(copy):
+    (copy / "config.yaml").write_text("name: [")
+    fails(run("eval.py", copy), "config.yaml line")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["configs/absent.yaml"], ["absent.yaml", "No such file"]),
+        (["configs/synthetic-hstu.yaml", "train.epocs=3"], ["train.epocs: unknown key, did you mean epochs?"]),
+        (["configs/ml-100k-hstu.yaml", "data.path=/absent"], ["/absent"]),
+        (["configs/synthetic-hstu.yaml", "data.format=ml-100"], ["ml-100"]),
+        (["configs/synthetic-hstu.yaml", "model.attention.normalizer=5"], ["normalizer=5"]),
+        (["--resume", "/absent"], ["/absent: not a run folder"]),
+        (["configs/synthetic-hstu.yaml", "device=cuda"], ["finds no GPU"]),
+    ],
+)
+def test_bad_input_is_one_line(arguments, parts, tmp_path):
+    if "device=cuda" in arguments and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU")
+    fails(
+        run("train.py", *arguments, *(["--run", tmp_path / "run"] if "--resume" not in arguments else [])),
+        *parts,
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_that_do_not_fit_are_one_line(copy, tmp_path):
+    lines = tmp_path / "events.txt"
+    lines.write_text("".join(f"{user} {item}\n" for item in range(9) for user in range(5)))
+    base = [
+        ROOT / "configs/synthetic-hstu.yaml",
+        "data.format=lines",
+        f"data.path={lines}",
+        f"data.cache_dir={tmp_path}",
+    ]
+    no_times = run("train.py", *base, "data.synthetic=null", "--run", tmp_path / "run")
+    fails(no_times, "model.attention.time_bias", "has no timestamps")
+    fails(
+        run("train.py", *base, "model.action_embedding=true", "model.attention.time_bias=false"),
+        "has no actions",
+    )
+    fails(run("eval.py", copy, "data.synthetic={num_users: 50, num_items: 60}"), "trained on other data")
+    lines.write_text("")
+    fails(run("train.py", *base), "events.txt")
+
+
+def test_a_run_is_never_overwritten(copy):
+    fails(start(copy), "already holds a run")
+
+
+def test_users_with_too_few_events_are_left_out_and_counted(tmp_path):
+    lines = tmp_path / "events.txt"
+    rows = [(user, item) for item in range(6) for user in range(30)] + [(100, 1)]
+    lines.write_text("".join(f"{user} {item}\n" for user, item in rows))
+    folder = tmp_path / "run"
+    own = ["data.format=lines", f"data.path={lines}", f"data.cache_dir={tmp_path}", "model.attention.time_bias=false"]
+    done = start(folder, "data.synthetic=null", *own)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "result.json").read_text())["users"] == 30
+    report = (folder / "report.md").read_text()
+    assert "Left out of test: 1 user, fewer than two events." in report

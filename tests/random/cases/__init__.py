@@ -1,0 +1,44 @@
+"""What the tests of all operators know of each: one module an operator, found by its name.
+
+A module has
+    draw(random, small) -> dict       a random case as literals: the keywords of `check` but `device`. small: for the
+                                      interpreter (fp32, about a hundred tokens), else for a GPU, every dtype and size.
+    reference_bytes(**case) -> int    about what the reference in fp64, with its gradients, takes: a case that asks for
+                                      over MOST_BYTES is not tried, since the campaign's processes share a GPU.
+    check(device, **case) -> None     asserts that kernels and reference agree on it, forward and every gradient.
+    launches() -> list[Launches]      calls whose kernels tests/operators/test_compile*.py compile ahead of time.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import NamedTuple
+
+MOST_BYTES = 2 * 1024**3
+# What of a case says only how long the sequences are and what is in them: no kernel is compiled anew for another.
+BATCH = {"lengths", "key_lengths", "asked", "max_seq_len", "longer", "spare", "gap", "seed"}
+NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+class Launches(NamedTuple):
+    """A call with CPU tensors that launches kernels, of registered operators or launchers."""
+
+    label: str
+    call: Callable[[], object]
+    # Bytes of stack and spills a thread may have; of a kernel (by name), where only that one has any.
+    local_bytes: int | dict[str, int] = 0
+    architectures: tuple[int, ...] = (80, 90, 100, 120)
+
+
+def draw(module, random, small: bool, like: dict | None = None) -> dict:
+    """A case of an operator's module that the machine has room for; of `like` another batch for the same kernels."""
+    while True:
+        case = module.draw(random, small)
+        if like:
+            case = like | {name: value for name, value in case.items() if name in BATCH}
+        if module.reference_bytes(**case) <= MOST_BYTES:
+            return case
+
+
+def operator(name: str):
+    return importlib.import_module(f"tests.random.cases.{name}")

@@ -1,0 +1,189 @@
+"""Softmax loss over a catalogue. Letters: T tokens, I items, E embedding size, K negatives."""
+
+import torch
+
+from hstu_sparse import catalogue_loss
+from hstu_sparse.testing import compare_with_reference, gradients
+from tests.random.cases import Launches
+
+
+def draw(random, small):
+    tokens = random.choice([0, 1, random.randint(2, 40 if small else 3000)])
+    items = random.choice([1, 2, random.randint(3, 100 if small else 20_000)])
+    num_negatives = random.choice([1, 2, random.randint(3, 9 if small else 64)])
+    size = random.choice([16, 24, 50, 64] if small else [16, 50, 64, 96, 128, 192, 256, 320, 512])
+    # A few sharp choices between a few items can all be right: loss and gradients of nearly 0, differences of large
+    # numbers. A dot product of plain normal rows is about sqrt(size).
+    many = min(tokens, items, num_negatives) > 5
+    sampled = random.choice(["no", "no", "shared", "per token"])
+    normalize = random.random() < 0.7
+    return dict(
+        tokens=tokens,
+        items=items,
+        size=size,
+        sampled=sampled,
+        num_negatives=num_negatives,
+        corrected=random.random() < 0.5,
+        normalize=normalize,
+        temperature=random.choice(
+            [*([0.02, 0.05] if many else []), 0.3, 1.0] if normalize else [3.0 if many else 0.5 * size**0.5, 10.0]
+        ),
+        learned=random.random() < 0.5,
+        smoothing=random.choice([0.0, 0.1]) if sampled == "no" else 0.0,
+        ignored=random.choice([0.0, 0.3, 1.0]),
+        ids=random.choice(["int32", "int64"]),
+        strided=random.random() < 0.3,
+        dtype=random.choice(["float32"] if small else ["float32", "bfloat16", "float16"]),
+        seed=random.randrange(2**31),
+    )
+
+
+def reference_bytes(*, tokens, items, size, sampled, num_negatives, **_):
+    gathered = size if sampled == "per token" else 1
+    scores = tokens * (items if sampled == "no" else num_negatives * gathered)
+    return 96 * (scores + (tokens + items) * size)
+
+
+def problem(device, *, tokens, items, size, sampled, num_negatives, corrected, normalize, temperature, learned,
+            smoothing, ignored, ids, strided, dtype, seed):  # fmt: skip
+    """(tensors with gradients, the other arguments of catalogue_loss)."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, dtype = getattr(torch, ids), getattr(torch, dtype)
+    wide = [torch.randn(rows, size + 8, generator=generator).to(device, dtype) for rows in (tokens, items)]
+    out, table = (x[:, 8:] if strided else x[:, :size].contiguous() for x in wide)
+    targets = torch.randint(items, (tokens,), generator=generator)
+    targets[torch.rand(tokens, generator=generator) < ignored] = -1
+    options = {"targets": targets.to(device, ids), "normalize": normalize, "label_smoothing": smoothing}
+    if sampled != "no":
+        shape = (num_negatives,) if sampled == "shared" else (tokens, num_negatives)
+        negatives = torch.randint(-1, items, shape, generator=generator)
+        if tokens and num_negatives > 1:
+            # A target among them, and, beside others, an item twice.
+            negatives[..., 0] = targets[0] if sampled == "shared" else targets
+            if num_negatives > 2:
+                negatives[..., -1] = negatives[..., -2]
+        options["negatives"] = negatives.to(device, ids)
+        if corrected:
+            options["log_q"] = torch.randn(items, generator=generator).sub(3).to(device)
+    inputs = {"out": out, "items": table}
+    if learned:
+        inputs["temperature"] = torch.tensor(temperature, device=device)
+    else:
+        options["temperature"] = temperature
+    return inputs, options
+
+
+# Errors relative to the result that are always allowed, loss and temperature's gradient apart from the others: logits
+# of tens are subtracted from each other, and the gradient sums rounded probabilities.
+FLOOR = {"float32": (4e-6, 4e-6, 2e-5), "float16": (4e-6, 3e-3, 4e-3), "bfloat16": (4e-6, 2e-2, 2e-2)}
+
+
+def alone(items: int, targets, negatives=None, **_) -> bool:
+    """No target has another item beside it: loss and gradients are differences of equal numbers."""
+    if negatives is None:
+        return items == 1
+    wanted = targets[:, None].expand(len(targets), negatives.shape[-1])
+    return not ((wanted >= 0) & (negatives >= 0) & (negatives != wanted)).any()
+
+
+def check(device, **case):
+    inputs, options = problem(device, **case)
+    if alone(case["items"], **options):
+        found = gradients(lambda **x: catalogue_loss(**x, **options, backend="triton"), inputs, torch.tensor(1.0))
+        # Rows of normal numbers, or normalized ones, and what is taken off them again are rounded.
+        rounded = 4 * torch.finfo(inputs["out"].dtype).eps
+        for name, x in found.items():
+            most = max(1e-4, rounded if name != "output" else 0.0) / min(case["temperature"], 1.0)
+            assert not x.numel() or x.abs().max() < most, (name, x.abs().max())
+        return
+    loss, grad, slope = FLOOR[case["dtype"]]
+    floor = {"output": loss, "grad of out": grad, "grad of items": grad, "grad of temperature": slope}
+    compare_with_reference(
+        lambda **given: catalogue_loss(**given, **options, backend="triton"),
+        lambda **given: catalogue_loss(**given, **options, backend="reference"),
+        inputs,
+        factor=4.0,
+        floor=floor,
+        terms=lambda _: {name: x / floor[name] for name, x in rounding(**inputs, **options).items()},
+    )
+
+
+@torch.no_grad()
+def rounding(out, items, targets, temperature, normalize, **_) -> dict[str, torch.Tensor]:
+    """By name, about what rounding the scores does to the loss and its gradients, and 16 bits to the softmax of dout.
+
+    A target that is nearly certain has next to no loss: the logarithm of a sum less a score as large, and its
+    probability less 1. Where a token has no negatives but its target the temperature's gradient is 0.
+    """
+    rounded = 0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps / 2
+    rows = targets.clamp(min=0).long()
+    out, wanted = out.double(), items.double()[rows]
+    if normalize:
+        (out, length), (wanted, height) = ((x / x.norm(dim=-1, keepdim=True), x.norm(dim=-1)) for x in (out, wanted))
+    else:
+        length = height = torch.ones_like(rows, dtype=torch.float64)
+    terms = out * wanted / temperature
+    score, share = terms.sum(-1).abs(), (targets >= 0) / (targets >= 0).sum().clamp(min=1)
+    off = 2.0**-21 * (1 + score + terms.norm(dim=-1)) * share
+    of_out = ((off + rounded * share) / length / temperature)[:, None] * wanted.abs()
+    of_wanted = (off / height / temperature)[:, None] * out.abs()
+    return {
+        "output": off.sum(),
+        "grad of out": of_out,
+        "grad of items": torch.zeros_like(items, dtype=torch.float64).index_add_(0, rows, of_wanted),
+        "grad of temperature": (off + rounded * share) @ score / temperature,
+    }
+
+
+def launches():
+    from hstu_sparse.cross_entropy.launches import catalogue_loss_operator as operator
+
+    # Behind the walk, where the gradient's end holds rows of both matrices beside the accumulators; within it only in
+    # fp32 (three products, operands split in registers).
+    spills = {f"catalogue_loss_bwd_{part}_kernel": 1500 for part in ("dout", "ditems")}
+    # A number or two on some architectures and compilers.
+    spills |= {
+        f"catalogue_loss_{part}_kernel": 16
+        for part in ("fwd", "mark", "sampled_fwd", "sampled_bwd_dout", "merge_bwd_ditems")
+    }
+
+    def case(
+        size,
+        dtype,
+        sampled="no",
+        normalize=True,
+        smoothing=0.0,
+        tokens=256,
+        items=1000,
+        bounded=True,
+        skip=0.0,
+        **options,
+    ):
+        def call():
+            out, table = torch.zeros(tokens, size, dtype=dtype), torch.zeros(items, size, dtype=dtype)
+            targets = torch.zeros(tokens, dtype=torch.int64)
+            shape = {"no": None, "shared": (40,), "per token": (tokens, 40)}[sampled]
+            negatives = None if shape is None else torch.zeros(shape, dtype=torch.int64)
+            log_q = None if shape is None else torch.zeros(items)
+            temperature = None if bounded else torch.ones(())
+            arguments = (out, table, targets, temperature, negatives, log_q, 0.05, normalize, smoothing, skip)
+            _, *kept = operator.forward(*arguments)
+            operator.backward(torch.ones(()), *arguments, *kept)
+
+        label = f"{dtype} E={size} {sampled} normalize={normalize} smoothing={smoothing} T={tokens} skip={skip}"
+        allowed = spills | {"catalogue_loss_fwd_kernel": 200} if dtype == torch.float32 else spills
+        return Launches(label, call, local_bytes=allowed, **options)
+
+    # 40,000 tokens fill a GPU, so that nothing is split and the gradients end in the kernels that walk.
+    return [
+        case(256, torch.bfloat16, tokens=40_000),
+        case(256, torch.bfloat16, tokens=40_000, items=20_000, skip=0.01, architectures=(80, 90)),
+        case(256, torch.bfloat16, "shared", tokens=64),
+        # A small catalogue, and one whose rows are gathered.
+        case(50, torch.float32, "per token", items=400, architectures=(90,)),
+        case(256, torch.bfloat16, "per token", architectures=(80,)),
+        case(50, torch.float32, "per token"),
+        case(50, torch.float32, bounded=False, architectures=(80, 90)),
+        case(512, torch.float16, tokens=40_000, smoothing=0.1, architectures=(90,)),
+        case(256, torch.float32, normalize=False, architectures=(80,)),
+    ]

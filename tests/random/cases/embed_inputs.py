@@ -1,0 +1,65 @@
+"""A model's input. Letters: T tokens, B sequences, N max_seq_len, E embedding size."""
+
+import functools
+
+import torch
+
+from hstu_sparse import embed_inputs
+from hstu_sparse.testing import compare_with_reference, make_jagged, make_offsets
+from tests.random.cases import Launches
+
+kernel = functools.partial(embed_inputs, backend="triton")
+reference = functools.partial(embed_inputs, backend="reference")
+
+
+def inputs(lengths, n, size, *, dtype=torch.float32, more=False, device="cpu", seed=0, **options):
+    return dict(
+        rows=make_jagged(lengths, (size,), dtype=dtype, device=device, seed=seed, **options),
+        position=make_jagged((n,), (size,), device=device, seed=seed + 1),
+        seq_offsets=make_offsets(lengths, device=device),
+        more=make_jagged(lengths, (size,), dtype=dtype, device=device, seed=seed + 2) if more else None,
+    )
+
+
+def draw(random, small):
+    most = 60 if small else random.choice([300, 3000])
+    count = random.choice([0, 1, random.randint(2, 5 if small else 200)])
+    return dict(
+        lengths=[random.choice([0, 1, random.randint(1, most)]) for _ in range(count)],
+        longer=random.choice([0, 1, 100]),
+        size=random.choice([1, 16, 50, 64] if small else [1, 7, 50, 64, 128, 256, 1000]),
+        dtype="float32" if small else random.choice(["float32", "float16", "bfloat16"]),
+        more=random.random() < 0.4,
+        strided=random.random() < 0.5,
+        seed=random.randrange(2**31),
+    )
+
+
+def reference_bytes(*, lengths, longer, size, **_):
+    return 80 * size * (sum(lengths) + longer + max([1, *lengths]))
+
+
+def check(device, *, lengths, longer, size, dtype, more, strided, seed):
+    n = max([1, *lengths]) + longer
+    x = inputs(lengths, n, size, dtype=getattr(torch, dtype), more=more, device=device, seed=seed,
+               contiguous=not strided)  # fmt: skip
+    functions = (functools.partial(f, scale=size**0.5) for f in (kernel, reference))
+    compare_with_reference(*functions, x, factor=4.0, floor={"grad of position": 1e-6})
+
+
+def launches():
+    from hstu_sparse.input_embedding.kernels import embed_inputs_operator as operator
+
+    def case(size, dtype, more, dropout):
+        def call():
+            x = inputs((40, 56), 100, size, dtype=dtype, more=more)
+            given = (*x.values(), torch.zeros(1, dtype=torch.int64) if dropout else None, 2.0, dropout)
+            operator.backward(operator.forward(*given), *given)
+
+        return Launches(f"{dtype} E={size} more={more} dropout={dropout}", call)
+
+    return [
+        case(256, torch.float32, False, 0.5),
+        case(50, torch.float32, True, 0.5),
+        case(128, torch.bfloat16, False, 0.0),
+    ]

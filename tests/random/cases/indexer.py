@@ -1,0 +1,316 @@
+"""The lightning indexer, sparse attention and the index loss.
+
+Letters: T tokens, H heads, D query/key and V value head size, J index heads, E index head size, K chosen tokens; C
+queries and S keys of a padded chunk.
+"""
+
+import contextlib
+import functools
+from unittest import mock
+
+import torch
+
+from hstu_sparse import (
+    RelativeBias,
+    compute_index_loss_sparse,
+    index_scores,
+    indexer_loss,
+    lightning_indexer,
+    sparse_attention,
+)
+from hstu_sparse.indexer import reference as indexer_reference
+from hstu_sparse.indexer.reference import index_divergence
+from hstu_sparse.testing import compare_with_reference, gradients, make_offsets, make_timestamps
+from tests.random.cases import Launches
+from tests.random.terms import FEW_TOKENS, sizes_under_softmax
+
+# An entry of a table's gradient sums thousands of fp32 terms of either sign; the reference adds them in fp64.
+TABLE_FLOORS = {"grad of position": 1e-5, "grad of time": 1e-5}
+# fp32, where there may be a single pair: what the reference loses on that one may be little by chance.
+SINGLE_FLOORS = {f"grad of {name}": 2e-6 for name in ("iq", "ik", "w")}
+OPERATORS = ("lightning_indexer", "index_scores", "sparse_attention", "indexer_loss", "compute_index_loss_sparse")
+
+
+def draw(random, small):
+    most = 24 if small else random.choice([40, 300, 1200])
+    return dict(
+        operator=random.choice(OPERATORS),
+        lengths=[random.choice([0, 1, random.randint(2, most)]) for _ in range(random.randint(0, 3))],
+        heads=random.choice([1, 3, 4] if small else [1, 2, 4, 5, 16, 20, 33]),
+        size=random.choice([5, 16] if small else [5, 16, 40, 64, 100, 128, 256]),
+        value_size=random.choice([8, 20] if small else [8, 32, 50, 128, 200]),
+        top_k=random.choice([1, 3, 9] if small else [1, 7, 64, 100, 300]),
+        dtype=random.choice(["float32"] if small else ["float32", "float16", "bfloat16"]),
+        position=random.random() < 0.4,
+        time=random.random() < 0.4,
+        exact=random.random() < 0.5,
+        strided=random.random() < 0.3,
+        wide_indices=random.random() < 0.3,
+        deterministic=random.random() < 0.3,
+        seed=random.randrange(2**31),
+    )
+
+
+def reference_bytes(*, operator, lengths, heads, size, value_size, top_k, **_):
+    longest = max([1, *lengths])
+    if operator == "compute_index_loss_sparse":
+        return 96 * len(lengths) * longest * top_k * (heads + size)
+    return 96 * (heads * len(lengths) * longest**2 + sum(lengths) * (heads * size + value_size))
+
+
+@contextlib.contextmanager
+def deterministic_algorithms(on: bool):
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def any_indices(lengths, top_k, generator):
+    """[T, K] int64: some repeated, some negative, some after the query."""
+    parts = [torch.zeros(0, top_k, dtype=torch.int64)]
+    for length in lengths:
+        limit = torch.arange(length)[:, None] + 4
+        parts.append((torch.rand(length, top_k, generator=generator) * limit).long() - 2)
+    return torch.cat(parts)
+
+
+def biased(function, device, lengths, **options):
+    """`function` with tables as keywords of their own, so that they get gradients."""
+    times = make_timestamps(lengths, device=device)
+
+    def call(backend, *, position=None, time=None, **tensors):
+        bias = None
+        if position is not None or time is not None:
+            bias = RelativeBias(position, time, times, times + 30)
+        return function(**tensors, **options, bias=bias, backend=backend)
+
+    return call
+
+
+def check(
+    device, *, operator, lengths, heads, size, value_size, top_k, dtype, position, time, exact, strided, wide_indices,
+    deterministic, seed,
+):  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    dtype, tokens = getattr(torch, dtype), sum(lengths)
+
+    def normal(*shape, dtype=dtype):
+        values = torch.randn(*shape[:-1], shape[-1] * (2 if strided else 1), generator=generator)
+        return values.to(device, dtype)[..., : shape[-1]]
+
+    def whole(*shape):  # numbers whose sums of products are exact
+        return torch.randint(-2, 3, shape, generator=generator).to(device, dtype)
+
+    tables = {"position": normal(max([*lengths, 1]) + 3, dtype=torch.float32)} if position else {}
+    tables |= {"time": normal(30, dtype=torch.float32)} if time else {}
+    offsets = make_offsets(lengths, device=device)
+    indices = any_indices(lengths, top_k, generator).to(device, torch.int64 if wide_indices else torch.int32)
+    make = whole if exact else normal
+    indexer = {"iq": make(tokens, heads, size), "ik": make(tokens, size), "w": make(tokens, heads)}
+    if not exact and operator in ("lightning_indexer", "index_scores"):
+        indexer["w"] = indexer["w"].masked_fill(near_kink(indexer["iq"], indexer["ik"], lengths), 0)
+    attention = {"q": normal(tokens, heads, size), "k": normal(tokens, size)}
+    with deterministic_algorithms(deterministic):
+        if operator == "lightning_indexer":
+            tables = {name: x.round() if exact else x for name, x in tables.items()}
+            check_choice(device, indexer, tables, lengths, top_k, exact)
+        elif operator == "index_scores":
+            function = biased(index_scores, device, lengths, indices=indices, seq_offsets=offsets)
+            visible = visible_slots(indices, lengths)
+            compare(lambda **given: function(**given).masked_fill(~visible, 0), indexer | tables, repeated=True)
+        elif operator == "sparse_attention":
+            function = biased(sparse_attention, device, lengths, indices=indices, seq_offsets=offsets)
+            # Where no query has two tokens to weigh, nothing but v has a gradient: zero, but for what rounding leaves.
+            visible = visible_slots(indices, lengths)
+            first, last = indices.masked_fill(~visible, 2**30).amin(1), indices.masked_fill(~visible, -1).amax(1)
+            given = {"v": normal(tokens, value_size)} | attention | tables
+            if (first < last).any():
+                compare(function, given)
+            else:
+                fixed = {name: given.pop(name) for name in (*attention, *tables)}
+                compare(
+                    lambda v, backend: function(backend, v=v, **{name: x.to(v.dtype) for name, x in fixed.items()}),
+                    given,
+                )
+        elif operator == "indexer_loss":
+            valid = (torch.rand(tokens, generator=generator) < 0.7).to(device) if exact else None
+            function = biased(indexer_loss, device, lengths, indices=indices, seq_offsets=offsets, valid=valid)
+            compare(function, attention | {"scores": normal(tokens, top_k, dtype=torch.float32)} | tables)
+        else:
+            batch, rows, keys = len(lengths), max([*lengths, 1]), max([*lengths, 1]) + 5
+            chunk = {"query": normal(batch, heads, rows, size), "key": normal(batch, keys, size)}
+            chunk |= {"index_score": normal(batch, rows, top_k, dtype=torch.float32)}
+            chosen = torch.randint(-1, keys, (batch, rows, top_k), generator=generator).to(indices)
+            function = functools.partial(
+                compute_index_loss_sparse, indices=chosen, scaling=size**-0.5, chunk_offset=seed % 6
+            )
+            compare(function, chunk)
+
+
+def near_kink(iq, ik, lengths):
+    """[T, H] index heads of queries with a key whose product may round to either side of 0, where ReLU has no slope."""
+    found = []
+    for q, k in zip(iq.double().split(lengths), ik.double().split(lengths)):
+        product, size = (torch.einsum("the,se->ths", a, b) for a, b in ((q, k), (q.abs(), k.abs())))
+        found.append((product.abs() < 2**-17 * size).any(-1))
+    return torch.cat(found) if found else torch.zeros(iq.shape[:2], dtype=torch.bool, device=iq.device)
+
+
+def scores_terms(reference, inputs, grad):
+    """The size of what cancels: in scores what the index heads add; of few tokens what every product sums."""
+    if grad.shape[0] <= FEW_TOKENS:  # scores are fp32 whatever the inputs are
+        return gradients(reference, {name: x.abs() for name, x in inputs.items()}, grad.abs())
+    with torch.no_grad():
+        return {"output": reference(**(inputs | {"w": inputs["w"].abs()}))}
+
+
+def divergence_terms(reference, inputs, grad):
+    """The size of what cancels: in the loss differences of logarithms of about 1, in scores' gradients pi - p."""
+
+    def of_sum(scores, p, *rest):  # its gradient is pi + p
+        return index_divergence(scores, -p, *rest)
+
+    with mock.patch.object(indexer_reference, "index_divergence", of_sum):
+        return gradients(reference, inputs, grad) | {"output": torch.tensor(0.02)}
+
+
+def compare(function, inputs, repeated=False):
+    """repeated: a token's gradients sum those of its slots, each rounded to the inputs' dtype, which may cancel."""
+    # Kernels keep a log-sum-exp, whose last bit moves all of a query's weights; table gradients add these moves up.
+    # They also add up what the rounding of the output leaves in do . out, the mean that each pair's gradient is held
+    # against: two roundings of the inputs' dtype.
+    floors = dict(TABLE_FLOORS)
+    q = inputs.get("q")
+    if q is not None:
+        floors |= {f"grad of {name}": 2e-6 for name in "qkv"} if q.dtype == torch.float32 else {}
+        floors |= {name: max(floor, 2 * torch.finfo(q.dtype).eps) for name, floor in TABLE_FLOORS.items()}
+    if "iq" in inputs and inputs["iq"].dtype == torch.float32:
+        floors |= SINGLE_FLOORS
+    divergence = "scores" in inputs or "index_score" in inputs
+    if divergence:
+        floors["output"] = 2e-6
+    reference = functools.partial(function, backend="reference")
+
+    def terms(grad):
+        if divergence:
+            return divergence_terms(reference, inputs, grad)
+        if repeated:
+            return gradients(reference, inputs, grad.abs()) | scores_terms(reference, inputs, grad)
+        if "q" not in inputs:
+            return {}
+        q, k, v = inputs["q"], inputs["k"][:, None], inputs["v"][:, None]
+        sizes = sizes_under_softmax(q, k, v, grad, q.shape[2] ** -0.5)
+        if not ("position" in inputs or "time" in inputs):
+            return sizes
+        # Softmax's gradients of a query's pairs add up to 0, in a table where they share a bucket. Root of the sum of
+        # their squares: what q's gradient is where keys are normal numbers.
+        size = (sizes or gradients(reference, inputs, grad))["grad of q"].double().norm()
+        return sizes | {"grad of position": size, "grad of time": size}
+
+    compare_with_reference(
+        functools.partial(function, backend="triton"), reference, inputs, factor=4.0, floor=floors, terms=terms
+    )
+
+
+def visible_slots(indices, lengths):
+    t = torch.cat([torch.arange(n) for n in lengths] or [torch.zeros(0, dtype=torch.int64)]).to(indices.device)
+    return (indices >= 0) & (indices <= t[:, None])
+
+
+def check_choice(device, inputs, tables, lengths, top_k, exact):
+    """The choice by what it has to be; scores and gradients by the reference at the kernels' own choice."""
+    offsets = make_offsets(lengths, device=device)
+    function = biased(lightning_indexer, device, lengths, seq_offsets=offsets, top_k=top_k)
+    with torch.no_grad():
+        scores, indices = function("triton", **inputs, **tables)
+        wide = {name: x.double() for name, x in (inputs | tables).items()}
+        if exact:
+            expected = function("reference", **wide)
+            assert torch.equal(indices, expected[1]), "indices differ"
+            assert torch.equal(scores.double(), expected[0]), "scores differ"
+        longest = max([*lengths, 1])
+        every = torch.arange(longest, device=device).expand(sum(lengths), longest)
+        # [T, n], fp64, -inf after the query
+        known = biased(index_scores, device, lengths, seq_offsets=offsets, indices=every)("reference", **wide)
+    chosen = indices >= 0
+    seen = visible_slots(every, lengths)
+    assert torch.equal(chosen.sum(1), seen.sum(1).clamp(max=top_k)), "a wrong number of tokens"
+    assert not (chosen[:, 1:] & ~chosen[:, :-1]).any(), "-1 before the end"
+    assert ((indices[:, 1:] > indices[:, :-1]) | ~chosen[:, 1:]).all(), "not ascending, or twice the same"
+    assert (scores == -torch.inf)[~chosen].all()
+    if sum(lengths) and not exact:
+        places = torch.where(chosen, indices.long(), longest)
+        taken = torch.zeros_like(seen[:, :1]).repeat(1, longest + 1).scatter(1, places, True)[:, :longest]
+        least = known.masked_fill(~taken, torch.inf).amin(1)
+        missed = known.masked_fill(taken | ~seen, -torch.inf).amax(1)
+        slack = 1e-4 * known.masked_fill(~seen, 0).abs().amax(1)
+        assert (missed <= least + slack).all(), "a token was missed"
+    at = biased(index_scores, device, lengths, seq_offsets=offsets, indices=indices)
+
+    def given_choice(**given):
+        return at("reference", **given).masked_fill(~chosen, 0)
+
+    compare_with_reference(
+        lambda **given: function("triton", **given)[0].masked_fill(~chosen, 0),
+        given_choice,
+        inputs | tables,
+        factor=4.0,
+        floor=TABLE_FLOORS | (SINGLE_FLOORS if inputs["iq"].dtype == torch.float32 else {}),
+        terms=functools.partial(scores_terms, given_choice, inputs | tables),
+    )
+
+
+def launches():
+    from hstu_sparse.indexer import launch_attention, launch_indexer, launch_loss
+
+    def case(label, dtype, heads, size, index_heads, top_k, *, bias, deterministic):
+        def call():
+            tokens = 3 * top_k + 600  # more than a query has room for, so that every kernel is launched
+            x = torch.zeros(tokens, heads, size, dtype=dtype)
+            iq, ik = torch.zeros(tokens, index_heads, 64, dtype=dtype), torch.zeros(tokens, 64, dtype=dtype)
+            fp32 = functools.partial(torch.zeros, dtype=torch.float32)
+            offsets, indices = make_offsets((tokens - 24, 24)), torch.zeros(tokens, top_k, dtype=torch.int32)
+            times = torch.zeros(tokens, dtype=torch.int64)
+            tables = (fp32(tokens), fp32(129), times, times) if bias else (None,) * 4
+            k, grad = x[:, 0], fp32(tokens, top_k)
+            indexer = (iq, ik, iq[:, :, 0], offsets, *tables, top_k)
+            attention = (x, k, k, indices, offsets, *tables, size**-0.5)
+            valid = torch.ones(tokens, dtype=torch.bool) if bias else None
+            loss = (grad, x, k, indices, offsets, *tables, valid, size**-0.5, 1e-10, True)
+            chunk = (grad[None], x.transpose(0, 1)[None], k[None], indices[None], size**-0.5, 3, 1e-10, True)
+            lse = fp32(tokens, heads)
+            with deterministic_algorithms(deterministic):
+                launch_indexer.lightning_indexer_operator.forward(*indexer)
+                launch_indexer.index_scores_operator.forward(*indexer[:3], indices, *indexer[3:-1])
+                launch_indexer.lightning_indexer_operator.backward(grad, *indexer, indices)
+                launch_attention.sparse_attention_jagged.forward(*attention)
+                launch_attention.sparse_attention_jagged.backward(x, *attention, x, lse)
+                launch_loss.indexer_loss_jagged.forward(*loss)
+                launch_loss.indexer_loss_padded.forward(*chunk)
+
+        return Launches(label, call, spills)
+
+    # Bytes of a thread's registers that ptxas keeps in local memory.
+    spills = {
+        "lightning_indexer_collect_kernel": 32,
+        "lightning_indexer_refill_kernel": 32,
+        "sparse_attention_bwd_kernel": 96,
+    }
+
+    def kept():
+        """The index loss where one program fills a multiprocessor."""
+        x, tables = torch.zeros(4000, 16, 128, dtype=torch.bfloat16), (torch.zeros(4000), torch.zeros(129))
+        times, valid = torch.zeros(4000, dtype=torch.int64), torch.ones(4000, dtype=torch.bool)
+        scores, indices = torch.zeros(4000, 2048), torch.zeros(4000, 2048, dtype=torch.int32)
+        given = (scores, x, x[:, 0], indices, make_offsets((3976, 24)), *tables, times, times, valid, 0.1, 1e-10, True)
+        launch_loss.indexer_loss_jagged.forward(*given)
+
+    return [
+        Launches("loss, 2,048 kept", kept, architectures=(80, 90, 100)),
+        case("bf16", torch.bfloat16, 16, 128, 4, 1024, bias=False, deterministic=False),
+        case("fp32 bias lists", torch.float32, 4, 64, 2, 64, bias=True, deterministic=True),
+        case("fp16 wide", torch.float16, 20, 256, 9, 2048, bias=False, deterministic=False),
+    ]

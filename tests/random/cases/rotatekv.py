@@ -1,0 +1,301 @@
+"""RotateKV. Letters: H heads, D query/key and V value head size, G heads of a head group."""
+
+import torch
+
+from hstu_sparse import (
+    RelativeBias,
+    mustafar_attention_with_rope,
+    rotatekv_attention,
+    rotatekv_compress,
+    rotatekv_decompress,
+    rotatekv_round_trip,
+)
+from hstu_sparse.relative_bias import check_bias
+from hstu_sparse.rotatekv import reference
+from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
+from hstu_sparse.testing import assert_within_budget, make_jagged, make_offsets, make_timestamps
+from tests.random.cases import Launches
+from tests.random.terms import FEW_TOKENS
+
+# Bytes of local memory a thread may use for registers that do not fit. Keys that are turned back stand in the registers
+# with all of a group's channels: one head at a time nothing spills, and the work is a third more.
+SPILLS = {
+    "rotatekv_attention_fwd_kernel": 704,
+    "rotatekv_round_trip_kernel": 704,
+    "rotatekv_compress_kernel": 128,
+    "rotatekv_few_fwd_kernel": 128,
+    # Triton 3.7 finds 304 where 3.6 finds none.
+    "rotatekv_many_fwd_kernel": 384,
+}
+
+
+def draw(random, small):
+    most = 100 if small else 2000
+    group = random.choice([1, 2, 4])
+    channels = random.choice([16, 32, 64, 128] if small else [16, 64, 128, 256, 512, 1024])
+    size = max(4, min(channels // group, 128 if small else 256))
+    lengths = [random.choice([0, 1, random.randint(1, most)]) for _ in range(random.randint(1, 2 if small else 8))]
+    return dict(
+        lengths=lengths,
+        asked=[random.choice([0, 1, random.randint(1, 5 if small else 150)]) for _ in lengths],
+        max_seq_len=max([1, *lengths]) + random.choice([0, 11]),
+        groups=random.randint(1, 2),
+        head_size=max(size, 16 // group),
+        value_size=random.choice([1, 16, 24, 32, 40, 64, 96] if small else [1, 16, 40, 64, 96, 128, 200, 256]),
+        dtype=random.choice(["float32", "float16"] if small else ["float32", "float16", "bfloat16"]),
+        bits=random.choice([2, 3, 4, 8]),
+        head_group=group,
+        quant_group=random.choice([16, 32, 64, 64, 128]),
+        sparsity=random.choice([0.0, 0.0, random.uniform(0.05, 0.9)]),
+        sink_tokens=random.choice([0, 0, random.randint(1, 90)]),
+        clip=random.choice([1.0, 1.0, random.uniform(0.1, 1.0)]),
+        ordered=random.random() < 0.3,
+        softmax=random.random() < 0.5,
+        rope=random.random() < 0.4,
+        position=random.random() < 0.4,
+        timed=random.random() < 0.4,
+        splits=random.choice([None, 1, random.randint(2, 5)]),
+        contiguous=random.random() < 0.5,
+        seed=random.randrange(2**31),
+    )
+
+
+def reference_bytes(*, lengths, asked, groups, head_group, head_size, value_size, **_):
+    pairs = len(lengths) * max([1, *lengths]) * max([1, *asked])
+    return 112 * groups * head_group * (pairs + sum(lengths) * (head_size + value_size))
+
+
+def check(
+    device, *, lengths, asked, max_seq_len, groups, head_size, value_size, dtype, bits=2, head_group=2, quant_group=64,
+    sparsity=0.0, sink_tokens=0, clip=1.0, ordered=False, softmax=False, rope=False, position=False, timed=False,
+    splits=None, contiguous=True, seed=0,
+):  # fmt: skip
+    """The kernels' cache is one that the options allow; decompression, round trip and attention on it are right."""
+    heads, dtype = groups * head_group, getattr(torch, dtype)
+    made = dict(dtype=dtype, device=device, contiguous=contiguous)
+    k = make_jagged(lengths, (heads, head_size), seed=seed, **made)
+    v = make_jagged(lengths, (heads, value_size), seed=seed + 1, **made)
+    q = make_jagged(asked, (heads, head_size), seed=seed + 2, **made)
+    # Every second entry of a wider tensor: kernels must not take metadata for contiguous.
+    offsets, q_offsets = (make_offsets(x, device=device).repeat_interleave(2)[::2] for x in (lengths, asked))
+    order = None
+    if ordered:
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.stack([torch.randperm(head_size * head_group, generator=generator) for _ in range(groups)])
+        order = order.to(device)
+    options = dict(
+        bits=bits, head_group=head_group, quant_group=quant_group, sparsity=sparsity, sink_tokens=sink_tokens,
+        clip=clip, channel_order=order,
+    )  # fmt: skip
+    cache = rotatekv_compress(k, v, offsets, **options, backend="triton")
+    codes_are_right(cache, k, v)
+
+    found = rotatekv_decompress(cache, backend="triton")
+    lossy, exact = (reference.decompress_reference(cache, wide) for wide in (dtype, torch.float64))
+    again = rotatekv_round_trip(k, v, offsets, **options, backend="triton")
+    for name, *got, low, high in zip("kv", found, again, lossy, exact):
+        for way, x in zip(("decompress", "round trip"), got):
+            most = first_channels(cache, high) if name == "k" and dtype == torch.float32 else None
+            assert_within_budget(f"{way} {name}", x, low, high, factor=4.0, terms=lambda most=most: most)
+
+    bias = RelativeBias()
+    if position or timed:
+        tables = (
+            make_jagged([max_seq_len + 3], (), device=device, seed=seed + 3) if position else None,
+            make_jagged([129], (), device=device, seed=seed + 4) if timed else None,
+            make_timestamps(lengths, device=device, seed=seed),
+            make_timestamps(asked, device=device, seed=seed + 1) + 100_000,
+        )
+        bias = RelativeBias(*(x if x is None else x.repeat_interleave(2)[::2] for x in tables))
+    call = dict(bias=bias, rope_base=10000.0 if rope else None, alpha=head_size**-0.5)
+    given = call | dict(activation="softmax" if softmax else "silu")
+    wanted = dict(
+        call, bias=check_bias(bias, max_seq_len + 1, sum(lengths), q.device, query_tokens=sum(asked), longer=True)
+    )
+
+    def by_reference(wide, change=lambda x: x, **more):
+        def given_as(x):
+            return change(x.to(wide)) if x is not None and x.is_floating_point() else x
+
+        queries, keys, values = map(given_as, (q, *reference.decompress_reference(cache, wide)))
+        changed = given | more | dict(bias=RelativeBias(*map(given_as, wanted["bias"])))
+        return reference.attention_reference(queries, q_offsets, keys, values, offsets, max_seq_len, **changed)
+
+    def sizes():  # of few queries: what output and log-sum-exp were if no product cancelled
+        few = sum(asked) <= FEW_TOKENS and dtype == torch.float32
+        return by_reference(torch.float64, torch.abs, rope_base=None) if few else exact
+
+    lossy, exact = by_reference(dtype), by_reference(torch.float64)
+    public = dict(activation=given["activation"], return_lse=softmax, backend="triton", **call)
+    ways = {
+        "fused": rotatekv_attention(q, q_offsets, cache, max_seq_len, **public),
+        "two stages": mustafar_attention_with_rope(q, q_offsets, *found, offsets, max_seq_len, **public),
+    }
+    from hstu_sparse.rotatekv import launch_attention
+
+    for way in launch_attention.ways(cache, dtype, wanted["alpha"], rope, softmax and not (position or timed)):
+        ways[way] = launch_attention.attention(
+            q, q_offsets, cache, max_seq_len, softmax=softmax, return_lse=softmax, way=way, splits=splits, **wanted
+        )
+    for way, got in ways.items():
+        out, lse = got if isinstance(got, tuple) else (got, None)
+        assert_within_budget(way, out, lossy[0], exact[0], factor=4.0, terms=lambda: sizes()[0])
+        if softmax:
+            finite = exact[1].isfinite()
+            assert torch.equal(finite, lse.isfinite())
+            assert_within_budget(
+                f"log-sum-exp, {way}", lse[finite], lossy[1][finite].float(), exact[1][finite], factor=4.0,
+                floor=2 * torch.finfo(dtype).eps, terms=lambda finite=finite: sizes()[1][finite],
+            )  # fmt: skip
+
+
+def first_channels(cache, k):
+    """Sizes of keys [T, H, D] before zeros are subtracted, which all meet in the first channel of each 64 or fewer."""
+    channel = torch.arange(k.shape[1] * k.shape[2], device=k.device).view(k.shape[1:])
+    # A group's zero is about twice as large as a channel, and the transform adds as many as there are channels.
+    zeros = 2 * (k.square().mean() * cache.layout.keys.channels).sqrt()
+    return torch.where(channel % min(64, cache.layout.keys.block) == 0, zeros, k.abs())
+
+
+def codes_are_right(cache, k, v):
+    """Every code is the nearest to what it stands for, with its stored scale and zero; the greatest are kept."""
+    layout = cache.layout
+    sequence, position = cache.tokens()
+    packed = position >= layout.options.sink_tokens
+    assert torch.equal(cache.sink_k[sequence[~packed], position[~packed]], k[~packed])
+    assert torch.equal(cache.sink_v[sequence[~packed], position[~packed]], v[~packed])
+    if not packed.any():
+        return
+    levels = 2**layout.options.bits - 1
+    codes = reference.read(cache, *cache.place(sequence[packed], position[packed]))
+    rotated = reference.rotate(k[packed].double(), layout.options.head_group, cache.channel_order)
+    plain = reference.grouped(v[packed].double(), layout.options.head_group)
+    for name, found, x, side in (("k", codes[0], rotated, layout.keys), ("v", codes[1], plain, layout.values)):
+        real = torch.ones_like(x, dtype=torch.bool)
+        if found.kept is not None:
+            real = found.kept
+            assert (real.sum(-1) == layout.kept).all()
+            least = x.abs().masked_fill(~real, float("inf")).amin(-1)
+            most_dropped = x.abs().masked_fill(real, 0).amax(-1)
+            assert (most_dropped <= least * (1 + 1e-5) + 1e-6).all(), f"{name}: not the greatest are kept"
+        padding = side.groups * side.group - side.channels
+        grouped = torch.nn.functional.pad(x, (0, padding)).unflatten(-1, (side.groups, side.group))
+        real = torch.nn.functional.pad(real, (0, padding)).view(grouped.shape)
+        code = found.codes.view(grouped.shape)
+        assert (code[~real] == 0).all()
+        least = grouped.masked_fill(~real, float("inf")).amin(-1)
+        most = grouped.masked_fill(~real, float("-inf")).amax(-1)
+        margin = (most - least) * layout.options.inset
+        least, most = least + margin, most - margin
+        # What fp32 may have lost on the way, and what fp16 does of a number at its smallest.
+        some, lost = real.any(-1), 1e-6 * grouped.abs().amax(-1) + 2**-24
+        for what, got, true in (("zero", found.zero, least), ("scale", found.scale, (most - least) / levels)):
+            error, allowed = (got.double() - true).abs(), true.abs() * 2**-11 * 1.01 + lost
+            assert (error[some] <= allowed[some]).all(), f"{name}: {what}"
+            assert (got[~some] == 0).all()
+        scale, zero = found.scale.double()[..., None], found.zero.double()[..., None]
+        ideal = torch.where(scale > 0, (grouped - zero) / scale, 0).clamp(0, levels)
+        allowed = 0.5 + 1e-5 * levels + torch.where(scale > 0, lost[..., None] / scale, 0)
+        excess = (((code - ideal).abs() - allowed) * real).max().item()
+        assert excess <= 0, f"{name}: a code is {excess} more than half a step from the number that it stands for"
+
+
+def launches():
+    from hstu_sparse import RotateKVCache
+    from hstu_sparse.rotatekv import launch_attention, launchers
+    from hstu_sparse.rotatekv.hadamard import hadamard_operator
+
+    def case(what, dtype=torch.bfloat16, heads=8, size=128, value_size=128, queries=1, ordered=False, splits=None,
+             attend=None, local_bytes=SPILLS, architectures=(80, 90, 100, 120), **options):  # fmt: skip
+        def call():
+            layout = Layout(RotateKVOptions(**options), heads, size, value_size)
+            order = torch.arange(layout.keys.channels).expand(layout.head_groups, -1).contiguous() if ordered else None
+            cache = RotateKVCache.empty(layout, 1, dtype, torch.device("cpu"), order)
+            old, offsets = cache.seq_offsets, make_offsets((100,))
+            cache.grow(offsets.diff())
+            k, v = (torch.zeros(100, heads, x, dtype=dtype) for x in (size, value_size))
+            q = torch.zeros(queries, heads, size, dtype=dtype)
+            if what == "compress":
+                launchers.compress(cache, k, v, offsets, old)
+            elif what == "decompress":
+                launchers.decompress(cache, 100)
+            elif what == "round trip":
+                o = layout.options
+                launchers.round_trip_operator.forward(
+                    k, v, offsets, order, o.bits, o.head_group, o.quant_group, o.sparsity, o.sink_tokens, o.clip
+                )
+            else:
+                source = launch_attention.Plain(k, v, offsets) if what == "plain" else cache
+                rest = dict(softmax=False, alpha=0.1, bias=RelativeBias(), rope_base=None, return_lse=False)
+                rest |= attend or {}
+                launch_attention.attention(q, make_offsets((queries,)), source, 200, splits=splits, **rest)
+
+        label = f"{what} {dtype} H={heads} D={size} V={value_size} Tq={queries} {options} {list(attend or [])}"
+        return Launches(label, call, local_bytes, architectures)
+
+    zeros = torch.zeros(100, dtype=torch.int64)
+    biased = dict(
+        softmax=True, return_lse=True, bias=RelativeBias(torch.zeros(201), torch.zeros(129), zeros, zeros[:1])
+    )
+    small = dict(heads=2, size=32, value_size=32)
+
+    def transform(n, dtype, local_bytes=0):
+        call = lambda: hadamard_operator.forward(torch.zeros(8, n, dtype=dtype))
+        return Launches(f"hadamard {n} {dtype}", call, local_bytes=local_bytes)
+
+    return [
+        transform(4096, torch.bfloat16),
+        transform(64, torch.float32, local_bytes=256),
+        # Three TF32 products for one, of a row that no program can share; worst on Blackwell.
+        transform(4096, torch.float32, local_bytes=3328),
+        case("compress"),
+        case("compress", bits=3, **small),
+        case("compress", sparsity=0.7, sink_tokens=4, **small),
+        case("decompress"),
+        case("decompress", sparsity=0.7, **small),
+        case("round trip"),
+        case("round trip", dtype=torch.float32, **small),
+        case("attention"),
+        case("attention", splits=3, attend=dict(softmax=True)),
+        case("attention", attend=biased, **small),
+        case("attention", bits=4, sink_tokens=4, **small),
+        case("attention", queries=3, architectures=(90,)),
+        case("attention", attend=dict(rope_base=10000.0), architectures=(90,)),
+        case("attention", queries=128, attend=dict(softmax=True)),
+        case("attention", queries=128, splits=3, attend=dict(softmax=True), architectures=(90,)),
+        case("attention", queries=128, attend=dict(softmax=True, way="many"), architectures=(90,)),
+        case("attention", queries=16, bits=4, dtype=torch.float16, attend=biased, architectures=(90,)),
+        case("attention", queries=128, attend=dict(rope_base=10000.0), architectures=(90,)),
+        case("attention", attend=dict(way="queries"), local_bytes=0, architectures=(90,)),
+        case("attention", attend=dict(way="keys", rope_base=10000.0), architectures=(90,)),
+        case("attention", queries=128, attend=dict(way="keys"), architectures=(90,)),
+        case("attention", sparsity=0.7, **small),
+        case("attention", ordered=True, attend=dict(rope_base=10000.0), dtype=torch.float16, **small),
+        case(
+            "attention",
+            ordered=True,
+            attend=dict(rope_base=10000.0),
+            dtype=torch.float32,
+            heads=4,
+            architectures=(80, 90),
+        ),
+        # Registers by the thousand that do not fit, of which ptxas has loaded one again before it was stored.
+        case(
+            "attention",
+            bits=3,
+            sparsity=0.8105972604593938,
+            head_group=4,
+            quant_group=128,
+            ordered=True,
+            dtype=torch.float16,
+            heads=4,
+            value_size=96,
+            queries=40,
+            splits=1,
+            local_bytes=5632,
+            architectures=(90,),
+            attend=dict(softmax=True, return_lse=True, way="keys", bias=RelativeBias(torch.zeros(201))),
+        ),
+        case("plain"),
+        case("plain", attend=dict(rope_base=10000.0), queries=128),
+    ]
