@@ -99,7 +99,7 @@ def check(heads, size, dtype, biased, *items):
 
     def reference(q, k, v, g_cmp, g_slc, g_swa=None, position=None, time=None):
         bias = RelativeBias(position, time, times, times)
-        fixed = dict(**options, alpha=size**-0.5, block_indices=chosen, bias=bias)
+        fixed = dict(**options, scale=size**-0.5, block_indices=chosen, bias=bias)
         return bsa_attention_reference(q, k, v, offsets, 2048, (g_cmp, g_slc, g_swa), **fixed)[0]
 
     grad = torch.randn(v.shape, device="cuda")

@@ -65,7 +65,7 @@ def attend(name, q, q_offsets, cache, length):
         found = mustafar_decompress_with_hadamard_inverse(cache)
         return mustafar_attention_with_rope(q, q_offsets, *found, cache.seq_offsets, length, **given)
     return launch_attention.attention(
-        q, q_offsets, cache, length, softmax=True, alpha=q.shape[2] ** -0.5, bias=RelativeBias(), rope_base=None,
+        q, q_offsets, cache, length, softmax=True, scale=q.shape[2] ** -0.5, bias=RelativeBias(), rope_base=None,
         return_lse=False, way=name,
     )[0]  # fmt: skip
 
@@ -79,7 +79,7 @@ def check(name, heads, size, queries, *options):
 
     q, q_offsets, k, v, offsets = inputs(2, 1000, heads, size, queries)
     cache = packed(k, v, offsets, *options)
-    call = dict(activation="softmax", alpha=size**-0.5, bias=RelativeBias(), rope_base=BASE if "rope" in name else None)
+    call = dict(activation="softmax", scale=size**-0.5, bias=RelativeBias(), rope_base=BASE if "rope" in name else None)
     low, high = (
         reference.attention_reference(
             q.to(dtype), q_offsets, *reference.decompress_reference(cache, dtype), offsets, 1000, **call

@@ -143,10 +143,10 @@ def check_seed(seed: torch.Tensor, device: torch.device) -> None:
         )
 
 
-def check_scale(alpha: float | None, head_size: int, name: str = "alpha") -> float:
+def check_scale(scale: float | None, head_size: int, name: str = "scale") -> float:
     """The scale of the scores: as given, or head_size ** -0.5."""
     check_some({"D": head_size}, "D")
-    return head_size**-0.5 if alpha is None else check_number(name, alpha)
+    return head_size**-0.5 if scale is None else check_number(name, scale)
 
 
 def check_kernel(op: str, x: torch.Tensor, heads: dict[str, int], most: int = 256) -> None:

@@ -85,7 +85,7 @@ class CachedAttention(nn.Module):
             cached = bias._replace(timestamps=bias.timestamps[history] if timed else None, query_timestamps=asked)
             own = RelativeBias(bias.position, bias.time, bias.timestamps[last] if timed else None, asked)
         softmax = isinstance(inner, SoftmaxAttention)
-        alpha = q.shape[2] ** -0.5 if softmax else inner.config.alpha
+        scale = q.shape[2] ** -0.5 if softmax else inner.config.scale
         longest = max(1, inner.sizes.max_seq_len - 1)
         found = hstu_sparse.rotatekv_attention(
             q[last],
@@ -93,15 +93,15 @@ class CachedAttention(nn.Module):
             cache,
             longest,
             activation="softmax" if softmax else "silu",
-            alpha=alpha,
+            scale=scale,
             bias=cached,
             return_lse=softmax,
         )
         if not softmax:
             found = found * (longest / inner.normalizer)
-            return found + own_token(q[last], k[last], v[last], own, alpha, inner.normalizer)
+            return found + own_token(q[last], k[last], v[last], own, scale, inner.normalizer)
         found, lse = found
-        share = torch.sigmoid(own_scores(q[last], k[last], own, alpha) - lse)[..., None]
+        share = torch.sigmoid(own_scores(q[last], k[last], own, scale) - lse)[..., None]
         return found * (1 - share) + v[last] * share
 
 

@@ -34,7 +34,7 @@ def bsa_attention(
     block_counts: int = 4,
     window_size: int = 0,
     selection_group: int = 1,
-    alpha: float | None = None,
+    scale: float | None = None,
     bias: RelativeBias | None = None,
     backend: Literal["auto", "triton", "reference"] = "auto",
     return_block_indices: bool = False,
@@ -44,15 +44,15 @@ def bsa_attention(
 
     With block j of a sequence the positions j*BS .. min((j+1)*BS, n) - 1, and kbar_j, vbar_j their mean key and value:
 
-        o[t] = g_cmp[t] * BS/N * sum over complete past blocks j of SiLU(alpha q[t].kbar_j) vbar_j
-             + g_slc[t] * 1/N  * sum over chosen blocks, their tokens s <= t, of SiLU(alpha q[t].k[s]) v[s]
-             + g_swa[t] * 1/N  * sum over t - W < s <= t of SiLU(alpha q[t].k[s]) v[s]
+        o[t] = g_cmp[t] * BS/N * sum over complete past blocks j of SiLU(scale * q[t].kbar_j) vbar_j
+             + g_slc[t] * 1/N  * sum over chosen blocks, their tokens s <= t, of SiLU(scale * q[t].k[s]) v[s]
+             + g_swa[t] * 1/N  * sum over t - W < s <= t of SiLU(scale * q[t].k[s]) v[s]
 
     With `bias` every SiLU above takes + b: b(t, s) of a token, b(t, m) of a block, which stands at its middle token
     m = j*BS + BS // 2; so does the choice below.
 
     The tokens r*g .. r*g + r - 1 of a sequence are one group. Per head its first token chooses the block it stands in,
-    always, and of the complete blocks before that one the S - 1 with the greatest SiLU(alpha q.kbar_j), ties going
+    always, and of the complete blocks before that one the S - 1 with the greatest SiLU(scale * q.kbar_j), ties going
     to the smaller j. The choice itself carries no gradient.
 
     Args:
@@ -64,7 +64,7 @@ def bsa_attention(
         block_counts: S, the blocks chosen per group, the group's own among them.
         window_size: W in tokens, the query's own among them; 0 switches the window off.
         selection_group: r in tokens; divides block_size.
-        alpha: scale of the logits; D ** -0.5 by default.
+        scale: factor of the logits; D ** -0.5 by default.
         bias: b(t, s) by relative position and time, see `RelativeBias`; both tables get gradients.
         backend: "triton", "reference", or "auto": triton for CUDA tensors and the reference for CPU tensors.
         plan: what `bsa_plan` made of this batch, shared by the calls of several layers; made anew without.
@@ -92,7 +92,7 @@ def bsa_attention(
         raise ValueError(f"selection_group must divide block_size={block_size}, got {selection_group}")
     _check_gates(gates, sizes, q.device, window_size)
     bias = check_bias(bias, max_seq_len, sizes["T"], q.device)
-    alpha = check_scale(alpha, sizes["D"])
+    scale = check_scale(scale, sizes["D"])
     if backend == "reference":
         if plan is not None:
             raise ValueError(f"a plan is for the kernels, the reference takes none, got {type(plan).__name__}")
@@ -107,7 +107,7 @@ def bsa_attention(
             block_counts=block_counts,
             window_size=window_size,
             selection_group=selection_group,
-            alpha=alpha,
+            scale=scale,
             bias=bias,
         )
         return (out, indices) if return_block_indices else out
@@ -146,7 +146,7 @@ def bsa_attention(
         block_counts,
         window_size,
         selection_group,
-        alpha,
+        scale,
         torch.are_deterministic_algorithms_enabled(),
     )
     out = out[..., : sizes["V"]]

@@ -61,7 +61,7 @@ def bsa_pool_fwd_kernel(
 
 @triton.jit(do_not_specialize=["B"])
 def bsa_choose_fwd_kernel(
-    q, kbar, kbar_low, offsets, indices, bias, q_stride_t, q_stride_h, alpha, H, B, S,
+    q, kbar, kbar_low, offsets, indices, bias, q_stride_t, q_stride_h, scale, H, B, S,
     D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
     P: tl.constexpr, SPLIT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +99,7 @@ def bsa_choose_fwd_kernel(
             time = time_tile(
                 bias, (start, asked), (start, rows), (0.0, 0.0), (first * 0, MOST_EDGES + 1, 0, 0), 0, True, ASM
             )
-            score = 2.0 * with_bias(score * (0.5 * alpha), bias, (position, time))
+            score = 2.0 * with_bias(score * (0.5 * scale), bias, (position, time))
             score = score / (1.0 + tl.exp(-score))
             score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie
             bits = score.to(tl.int32, bitcast=True)

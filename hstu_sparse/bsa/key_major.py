@@ -209,7 +209,7 @@ def add_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.con
 @triton.jit(do_not_specialize=["B", "NB", "together", "m_first"])
 def bsa_select_fwd_kernel(
     q, k, v, g_slc, out, offsets, lists, bias, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
-    alpha, inv_n, m_first, NB, together, H, B, CHUNK,
+    scale, inv_n, m_first, NB, together, H, B, CHUNK,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, ATOMIC: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr,
@@ -231,7 +231,7 @@ def bsa_select_fwd_kernel(
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         if BN == BS:
             added, _ = listed_bias(bias, block, tokens, begin, ahead, reach, 0, BN, 0, ASM)
-            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (0.5 * alpha), bias, added)
+            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (0.5 * scale), bias, added)
             part = tl.dot(silu_of_twice(score, FAST).to(values.dtype), values, input_precision=PRECISION)
         else:
             part = tl.zeros([BM, BV], tl.float32)
@@ -239,7 +239,7 @@ def bsa_select_fwd_kernel(
                 some = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
                 added, _ = listed_bias(bias, block, tokens, begin, ahead, reach, s, BN, 0, ASM)
                 score = with_bias(
-                    tl.dot(queries, tl.trans(some), input_precision=PRECISION) * (0.5 * alpha), bias, added
+                    tl.dot(queries, tl.trans(some), input_precision=PRECISION) * (0.5 * scale), bias, added
                 )
                 some = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
                 part = tl.dot(silu_of_twice(score, FAST).to(some.dtype), some, part, input_precision=PRECISION)
@@ -250,7 +250,7 @@ def bsa_select_fwd_kernel(
 @triton.jit(do_not_specialize=["B", "NB", "together", "m_first"])
 def bsa_select_bwd_dq_kernel(
     do, q, k, v, g_slc, dq, dg_slc, offsets, lists, bias, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
-    k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, m_first, NB, together, H, B, CHUNK,
+    k_stride_t, k_stride_h, v_stride_t, v_stride_h, scale, inv_n, m_first, NB, together, H, B, CHUNK,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -273,14 +273,14 @@ def bsa_select_bwd_dq_kernel(
             keys = load_rows(k + s * k_stride_t, place, k_stride_t, place < BN, D, BD)
             values = load_rows(v + s * v_stride_t, place, v_stride_t, place < BN, V, BV)
             added, _ = listed_bias(bias, block, tokens, begin, ahead, reach, s, BN, 0, ASM)
-            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (0.5 * alpha), bias, added)
+            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (0.5 * scale), bias, added)
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad_of_twice(score, FAST)
             branch += tl.sum(weight * dweight, 1)
             acc = tl.dot((dweight * slope).to(keys.dtype), keys, acc, input_precision=PRECISION)
         token = t.to(tl.int64) * H + h
         gate = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-        add_rows(dq + h * D, t, H * D, live, acc * (gate * alpha * inv_n)[:, None], D, BD, False)
+        add_rows(dq + h * D, t, H * D, live, acc * (gate * scale * inv_n)[:, None], D, BD, False)
         total = tl.load(dg_slc + token, mask=live, other=0.0) + branch * inv_n
         tl.debug_barrier()
         tl.store(dg_slc + token, total, mask=live)
@@ -288,7 +288,7 @@ def bsa_select_bwd_dq_kernel(
 
 @triton.jit
 def key_step(
-    dk, dv, keys, values, queries, upstream, gate, alpha, bias, added, SUMMED: tl.constexpr, FAST: tl.constexpr,
+    dk, dv, keys, values, queries, upstream, gate, scale, bias, added, SUMMED: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of queries to dk, dv; everything is transposed, keys first. `gate` is [1, BM] or [BN, BM].
@@ -296,7 +296,7 @@ def key_step(
     added, SUMMED: the bias, see `with_bias`. Also returns the scores' gradient [BN, BM] and weight * (do.v), what the
     gates' gradients sum.
     """
-    score = with_bias(tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (0.5 * alpha), bias, added, SUMMED)
+    score = with_bias(tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (0.5 * scale), bias, added, SUMMED)
     dweight = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
     weight, slope = silu_and_grad_of_twice(score, FAST)
     dv = tl.dot((weight * gate).to(upstream.dtype), upstream, dv, input_precision=PRECISION)
@@ -309,7 +309,7 @@ def key_step(
 def bsa_select_bwd_dkv_kernel(
     do, q, k, v, dkbar, dvbar, g_slc, g_swa, gates_stride_h, dk, dv, parts, dq, dg_slc, offsets, lists, part_start,
     bias, tables, pitch, do_stride_t, do_stride_h, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t,
-    v_stride_h, alpha, inv_n, window, NB, together, H, B, CHUNK,
+    v_stride_h, scale, inv_n, window, NB, together, H, B, CHUNK,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, DQ: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, ASM: tl.constexpr,
@@ -375,7 +375,7 @@ def bsa_select_bwd_dkv_kernel(
                 swa = load_gates(g_swa, start + c, live, BM, ASM)
                 gate += tl.where(seen & (t[None, :] - s[:, None] < window), swa[None, :], 0.0)
             acc_k, acc_v, _, _ = key_step(
-                acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, added, False, FAST, PRECISION
+                acc_k, acc_v, keys, values, queries, upstream, gate, scale, bias, added, False, FAST, PRECISION
             )
 
     # Where groups fill tiles three loops: behind the other groups stand those that reach one edge, and then those that
@@ -413,7 +413,7 @@ def bsa_select_bwd_dkv_kernel(
                 else:
                     gate = tl.load(g_slc + t, mask=live, other=0.0)
                 acc_k, acc_v, dscore, product = key_step(
-                    acc_k, acc_v, keys, values, queries, upstream, gate[None, :], alpha, bias, added, TURN == 2, FAST,
+                    acc_k, acc_v, keys, values, queries, upstream, gate[None, :], scale, bias, added, TURN == 2, FAST,
                     PRECISION,
                 )  # fmt: skip
                 if SPLIT:
@@ -424,10 +424,10 @@ def bsa_select_bwd_dkv_kernel(
                     add_position_gradient(tables, pitch, dscore, begin + ahead, s, 0)
                 if DQ:
                     part = tl.dot(tl.trans(dscore.to(keys.dtype)), keys, input_precision=PRECISION)
-                    add_rows(dq + h * D, t, H * D, live, part * (alpha * inv_n), D, BD, True)
+                    add_rows(dq + h * D, t, H * D, live, part * (scale * inv_n), D, BD, True)
                     tl.atomic_add(dg_slc + t * H + h, tl.sum(product, 0) * inv_n, mask=live, sem="relaxed")
 
-    acc_k *= alpha * inv_n
+    acc_k *= scale * inv_n
     acc_v *= inv_n
     if chunk == 0:
         # The mean's gradient goes to the block's tokens in equal shares.

@@ -99,7 +99,7 @@ class Arguments(NamedTuple):
     block_counts: int
     window_size: int
     selection_group: int
-    alpha: float
+    scale: float
     deterministic: bool
 
 
@@ -113,7 +113,7 @@ class Problem:
         self.B = a.seq_offsets.shape[0] - 1
         self.BS, self.S, self.R = a.block_size, a.block_counts, group
         self.NB, self.NG = self.slots(a.block_size), self.slots(group)
-        self.window, self.alpha, self.inv_n = a.window_size, a.alpha, 1.0 / a.max_seq_len
+        self.window, self.scale, self.inv_n = a.window_size, a.scale, 1.0 / a.max_seq_len
         self.BD, self.BV = padded_head(self.D), padded_head(self.V)
         self.query_major = group >= QUERY_MAJOR
         self.offsets, self.max_seq_len, self.deterministic = a.seq_offsets, a.max_seq_len, a.deterministic
@@ -261,7 +261,7 @@ def launch_forward(*arguments):
     groups = p.group_tile()
     run(
         blocks.bsa_choose_fwd_kernel, (p.slots(groups * p.R), p.H),
-        q, kbar, kbar_low, p.offsets, indices, bias, *q.stride()[:2], p.alpha, p.H, p.B, p.S,
+        q, kbar, kbar_low, p.offsets, indices, bias, *q.stride()[:2], p.scale, p.H, p.B, p.S,
         D=p.D, BD=p.BD, BS=p.BS, R=p.R, BG=groups, BC=max(64 if p.split else 32, width), P=width, SPLIT=p.split,
         ASM=p.numeric["ASM"], num_warps=4, num_stages=2,
     )  # fmt: skip
@@ -277,7 +277,7 @@ def launch_forward(*arguments):
         query_major.bsa_query_fwd_kernel, (tiles * p.H,),
         q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, bias, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(options["BM"], tiles),
+        p.scale, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(options["BM"], tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
         **options,
     )  # fmt: skip
@@ -287,7 +287,7 @@ def launch_forward(*arguments):
             run(
                 key_major.bsa_select_fwd_kernel, (lists.chunks_per_turn,),
                 q, k, v, g_slc, out, p.offsets, lists.pointers(), bias,
-                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.alpha, p.inv_n,
+                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.scale, p.inv_n,
                 turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.options("select_fwd"),
             )  # fmt: skip
@@ -340,7 +340,7 @@ def launch_backward(do, *arguments):
         do, q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, tables, pitch,
         prepared if p.sums else None, *p.units(options["BM"], p.query_major and a.position is not None),
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        p.alpha, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(options["BM"], tiles),
+        p.scale, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(options["BM"], tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,
         **options,
     )  # fmt: skip
@@ -356,7 +356,7 @@ def launch_backward(do, *arguments):
         means_major.bsa_compress_bwd_dkv_kernel, (p.slots(options["BN"] * p.BS), p.H, splits),
         *(described or (do, q)), kbar, vbar, p.offsets, cmp_rows, cmp_rows.stride(0), dkbar, dvbar, bias,
         *do.stride()[:2], *q.stride()[:2],
-        p.alpha, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
+        p.scale, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
         TMA=described is not None, **options,
     )  # fmt: skip
 
@@ -374,7 +374,7 @@ def launch_backward(do, *arguments):
         *(described or (do, q)), k, v, dkbar, dvbar, slc_rows, swa_rows, slc_rows.stride(0), dk, dv, parts, dq, dg_slc,
         p.offsets, lists.pointers(), lists.part_start, bias, TableGradients() if p.query_major else tables, pitch,
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        p.alpha, p.inv_n, p.window, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
+        p.scale, p.inv_n, p.window, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, WINDOW=p.window > 0, DQ=atomic_dq,
         TMA=described is not None, **options,
     )  # fmt: skip
@@ -392,7 +392,7 @@ def launch_backward(do, *arguments):
                 key_major.bsa_select_bwd_dq_kernel, (lists.chunks_per_turn,),
                 do, q, k, v, g_slc, dq, dg_slc, p.offsets, lists.pointers(), bias,
                 *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-                p.alpha, p.inv_n, turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
+                p.scale, p.inv_n, turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.options("select_dq"),
             )  # fmt: skip
     found = [dq.to(q.dtype), dk, dv, *(d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), gates))]
@@ -403,7 +403,7 @@ operator = Operator(
     "bsa",
     "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, SymInt max_seq_len, Tensor g_cmp, Tensor g_slc, Tensor? g_swa, "
     "Tensor? position, Tensor? time, Tensor?[] plan, "
-    "int block_size, int block_counts, int window_size, int selection_group, float alpha, bool deterministic",
+    "int block_size, int block_counts, int window_size, int selection_group, float scale, bool deterministic",
     forward=launch_forward,
     backward=launch_backward,
     fake=fake_forward,

@@ -16,7 +16,7 @@ from hstu_sparse.tiles import load_rows, load_tile, locate
 @triton.jit(do_not_specialize=["B", "gates_stride_h"])
 def bsa_compress_bwd_dkv_kernel(
     do, q, kbar, vbar, offsets, g_cmp, gates_stride_h, dkbar, dvbar, bias, do_stride_t, do_stride_h, q_stride_t,
-    q_stride_h, alpha, inv_n, H, B,
+    q_stride_h, scale, inv_n, H, B,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, ATOMIC: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr,
@@ -72,9 +72,9 @@ def bsa_compress_bwd_dkv_kernel(
                 cmp = load_gates(g_cmp, start + c, live, BM, ASM)
                 gate = tl.where((j * BS + (BS - 1))[:, None] <= t[None, :], cmp[None, :], 0.0)
                 acc_k, acc_v, _, _ = key_step(
-                    acc_k, acc_v, keys, values, queries, upstream, gate, alpha, bias, (position, time), False, FAST,
+                    acc_k, acc_v, keys, values, queries, upstream, gate, scale, bias, (position, time), False, FAST,
                     PRECISION,
                 )  # fmt: skip
     if begin < length:
-        add_rows(dkbar + base * D, j, H * D, known, acc_k * (BS * alpha * inv_n), D, BD, ATOMIC)
+        add_rows(dkbar + base * D, j, H * D, known, acc_k * (BS * scale * inv_n), D, BD, ATOMIC)
         add_rows(dvbar + base * V, j, H * V, known, acc_v * (BS * inv_n), V, BV, ATOMIC)

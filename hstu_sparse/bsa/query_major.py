@@ -51,7 +51,7 @@ HIDDEN = tl.constexpr(-40.0)
 @triton.jit(do_not_specialize=["B", "tiles", "together"])
 def bsa_query_fwd_kernel(
     q, k, v, wide_k, wide_v, kbar, vbar, offsets, chosen, g_cmp, g_slc, g_swa, bias, out, q_stride_t, q_stride_h,
-    k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles, together,
+    k_stride_t, k_stride_h, v_stride_t, v_stride_h, scale, inv_n, H, B, S, window, tiles, together,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
@@ -71,7 +71,7 @@ def bsa_query_fwd_kernel(
         kbar += ((start // BS + b) * H + h) * D
         vbar += ((start // BS + b) * H + h) * V
     acc = tl.zeros([BM, BV], tl.float32)
-    half = 0.5 * alpha
+    half = 0.5 * scale
 
     near = 0.0 if bias.time is None else look_up(bias.places + start + begin, asks.lane, ASM)
     slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
@@ -182,7 +182,7 @@ def add_keys_gradient(
 def bsa_query_bwd_dq_kernel(
     do, q, k, v, wide_k, wide_v, kbar, vbar, offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias,
     tables, pitch, norm, means_unit, keys_unit, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
-    k_stride_t, k_stride_h, v_stride_t, v_stride_h, alpha, inv_n, H, B, S, window, tiles, together,
+    k_stride_t, k_stride_h, v_stride_t, v_stride_h, scale, inv_n, H, B, S, window, tiles, together,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
     SUMS: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
@@ -220,7 +220,7 @@ def bsa_query_bwd_dq_kernel(
 
     SPAN: tl.constexpr = BN if BS < BN else min(BS, 64)
     acc = tl.zeros([BM, BD], tl.float32)
-    half = 0.5 * alpha
+    half = 0.5 * scale
     near = 0.0 if bias.time is None else look_up(bias.places + start + begin, asks.lane, ASM)
 
     branch = tl.zeros([BM], tl.float32)
@@ -340,4 +340,4 @@ def bsa_query_bwd_dq_kernel(
             close_means(tables, sums)
     tl.store(dg_cmp + token, means_branch * (BS * inv_n), mask=live)
 
-    store_rows(dq + (start * H + h) * D, t, H * D, live, acc * (alpha * inv_n), D, BD)
+    store_rows(dq + (start * H + h) * D, t, H * D, live, acc * (scale * inv_n), D, BD)

@@ -27,7 +27,7 @@ def bsa_attention_reference(
     block_counts: int,
     window_size: int,
     selection_group: int,
-    alpha: float,
+    scale: float,
     bias: RelativeBias | None = None,
     block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -82,13 +82,13 @@ def bsa_attention_reference(
     # Compression over the complete past blocks, each standing for its BS tokens.
     complete = first + block_size <= t[:, None] + 1  # [L, M]
     added = bias_of(first + block_size // 2)
-    weights = F.silu(alpha * (q @ kbar.mT) + added).to(q.dtype).masked_fill(~complete, 0)
+    weights = F.silu(scale * (q @ kbar.mT) + added).to(q.dtype).masked_fill(~complete, 0)
     out = g_cmp * masked_product(weights, vbar, ~complete) * (block_size / max_seq_len)
 
     if block_indices is None:
         if isinstance(added, Tensor):
             added = added[..., ::selection_group, :]
-        chosen = choose_blocks(q, kbar, added, block_size, block_counts, selection_group, alpha)  # [B, H, G, M]
+        chosen = choose_blocks(q, kbar, added, block_size, block_counts, selection_group, scale)  # [B, H, G, M]
         block_indices = unpad(_ascending(chosen, block_counts).repeat_interleave(selection_group, 2))
         chosen = chosen.repeat_interleave(selection_group, 2)
     else:
@@ -98,7 +98,7 @@ def bsa_attention_reference(
         chosen = chosen.scatter(-1, places.where(places >= 0, blocks), True)[..., :blocks]
 
     # Selection and window share the token scores.
-    weights = F.silu(alpha * (q @ k.mT) + bias_of(t)).to(q.dtype)
+    weights = F.silu(scale * (q @ k.mT) + bias_of(t)).to(q.dtype)
     after = t > t[:, None]
     hidden = after | ~chosen.repeat_interleave(block_size, 3)
     out = out + g_slc * masked_product(weights.masked_fill(hidden, 0), v, hidden) / max_seq_len
@@ -111,7 +111,7 @@ def bsa_attention_reference(
 
 @torch.no_grad()
 def choose_blocks(
-    q: Tensor, kbar: Tensor, added: Tensor | float, block_size: int, block_counts: int, group: int, alpha: float
+    q: Tensor, kbar: Tensor, added: Tensor | float, block_size: int, block_counts: int, group: int, scale: float
 ) -> Tensor:
     """chosen [B, H, G, M], bool, from padded q [B, H, L, D], kbar [B, H, M, D] and the bias of each score.
 
@@ -119,7 +119,7 @@ def choose_blocks(
     in at least fp32: rounding them to the dtype of the activations would change the choice.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = F.silu(alpha * (q[:, :, ::group].to(wide) @ kbar.to(wide).mT) + added)
+    scores = F.silu(scale * (q[:, :, ::group].to(wide) @ kbar.to(wide).mT) + added)
     blocks = torch.arange(kbar.shape[2], device=q.device)
     own = torch.arange(scores.shape[2], device=q.device)[:, None] * group // block_size
     # Every block before the own one is complete, and no other block but the own one can be.

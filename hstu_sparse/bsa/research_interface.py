@@ -40,7 +40,7 @@ def triton_block_sparse_attn(
         q, k: [B, N, H, D], v: [B, N, H, V].
         u: not used by the attention; the caller multiplies it in.
         g_cmp, g_slc, g_swa: [B, N, H]; g_swa may be None when window_size is 0.
-        scale: alpha, D ** -0.5 by default.
+        scale: factor of the scores, D ** -0.5 by default.
 
     Returns:
         (output [B, N, H, V], block indices [B, H, N, S] int32, ascending, -1 behind them).
@@ -65,7 +65,7 @@ def triton_block_sparse_attn(
         block_counts=block_counts,
         window_size=window_size,
         selection_group=_group(block_size),
-        alpha=scale,
+        scale=scale,
         return_block_indices=True,
     )
     return out.unflatten(0, (batch, length)), indices.unflatten(0, (batch, length)).transpose(1, 2)

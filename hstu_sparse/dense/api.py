@@ -32,7 +32,7 @@ def hstu_attention(
     seq_offsets: torch.Tensor,
     max_seq_len: int,
     *,
-    alpha: float | None = None,
+    scale: float | None = None,
     num_targets: torch.Tensor | None = None,
     window_size: int = 0,
     bias: RelativeBias | None = None,
@@ -41,7 +41,7 @@ def hstu_attention(
 ) -> torch.Tensor:
     """Causal attention with SiLU in place of softmax, a relative bias, and 1/N in place of the normaliser.
 
-        o[t] = (1/N) * sum over visible s of SiLU(alpha * q[t].k[s] + b(t, s)) * v[s]
+        o[t] = (1/N) * sum over visible s of SiLU(scale * q[t].k[s] + b(t, s)) * v[s]
 
     Token t sees s <= t of its own sequence; with `window_size` W > 0 only t - s < W. With `num_targets` the last m_b
     tokens of sequence b are candidates: a candidate sees the history before all candidates, and itself; in window and
@@ -52,7 +52,7 @@ def hstu_attention(
         v: [T, H, V], dtype of q.
         seq_offsets: [B+1], int32 or int64, from 0 to T.
         max_seq_len: N, at least the longest sequence.
-        alpha: scale of the scores, D ** -0.5 by default.
+        scale: factor of the scores, D ** -0.5 by default.
         num_targets: [B] int32 or int64, candidates at each sequence's end, 0 <= m_b <= n_b.
         window_size: W in tokens, 0 for none.
         bias: b(t, s) by relative position and time, see `RelativeBias`; its tables get gradients.
@@ -70,9 +70,9 @@ def hstu_attention(
     """
     backend = choose_backend(backend, q, "hstu_attention")
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
-    alpha = check_scale(alpha, sizes["D"])
+    scale = check_scale(scale, sizes["D"])
     bias = _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, sizes["T"])
-    options = dict(num_targets=num_targets, bias=bias, window_size=window_size, max_seq_len=max_seq_len, alpha=alpha)
+    options = dict(num_targets=num_targets, bias=bias, window_size=window_size, max_seq_len=max_seq_len, scale=scale)
     if backend == "reference":
         if plan is not None:
             raise ValueError(f"a plan is for the kernels, the reference takes none, got {type(plan).__name__}")

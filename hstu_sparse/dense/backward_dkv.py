@@ -26,7 +26,7 @@ from hstu_sparse.tiles import block_source, load_block
 
 @triton.jit
 def _attend_dkv(
-    dk, dv, k, v, first, last, s, sequence, q, do, q_stride, do_stride, half_alpha, bias, kind, MASKED: tl.constexpr,
+    dk, dv, k, v, first, last, s, sequence, q, do, q_stride, do_stride, half_scale, bias, kind, MASKED: tl.constexpr,
     IS_NEAR: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dk [BLOCK_N, D] and dv [BLOCK_N, V] + the queries first .. last."""
@@ -42,7 +42,7 @@ def _attend_dkv(
         biases, _, ahead = half_bias(
             start, place, sequence, ahead, bias, kind, MASKED, IS_NEAR, False, kind.BLOCK_N, kind.BLOCK_M
         )
-        half = scores * half_alpha
+        half = scores * half_scale
         if kind.HAS_POSITION or kind.HAS_TIME:
             half += biases
         dp = tl.dot(v, tl.trans(dout), input_precision=kind.PRECISION)
@@ -60,7 +60,7 @@ def _attend_dkv(
 def dense_attention_bwd_dkv_kernel(
     q, k, v, do, dk, dv, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
     do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h,
-    seq_offsets, num_targets, window_size, half_alpha, half_inverse_n, alpha, schedule, entries, runs, near, row, total,
+    seq_offsets, num_targets, window_size, half_scale, half_inverse_n, scale, schedule, entries, runs, near, row, total,
     q_times, q_offset, k_times, k_offset, position_bias, time_bias, cells, steps,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_POSITION: tl.constexpr,
@@ -116,7 +116,7 @@ def dense_attention_bwd_dkv_kernel(
             # The condition spares registers with TMA and costs some without.
             if not TMA or ranges[part][0] < ranges[part][1]:
                 acc_k, acc_v = _attend_dkv(
-                    acc_k, acc_v, key, value, *ranges[part], s, sequence, q, do, q_stride_t, do_stride_t, half_alpha,
+                    acc_k, acc_v, key, value, *ranges[part], s, sequence, q, do, q_stride_t, do_stride_t, half_scale,
                     bias,
                     Kind(
                         D, V, PAD_D, PAD_V, BLOCK_M, BLOCK_N, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST,
@@ -125,6 +125,6 @@ def dense_attention_bwd_dkv_kernel(
                     part != 2, part == 0, TMA,
                 )  # fmt: skip
     dk += (begin + first_row) * dk_stride_t + head * dk_stride_h
-    store_block(dk, n, dk_stride_t, s < length, acc_k * (alpha * half_inverse_n), D_OUT, PAD_D)
+    store_block(dk, n, dk_stride_t, s < length, acc_k * (scale * half_inverse_n), D_OUT, PAD_D)
     dv += (begin + first_row) * dv_stride_t + head * dv_stride_h
     store_block(dv, n, dv_stride_t, s < length, acc_v * (2.0 * half_inverse_n), V_OUT, PAD_V)

@@ -3,7 +3,7 @@
 Letters: H heads, D query/key head size, V value head size, N max_seq_len. m: query rows of a tile, n: its key rows; t
 and s: their positions in the sequence.
 
-Nothing but the inputs is kept from the forward pass: the scores are computed anew. The scale 1/N, alpha and the factor
+Nothing but the inputs is kept from the forward pass: the scores are computed anew. The scale 1/N, scale and the factor
 of 2 in the slope of SiLU (see ranges.py) are applied once, to the accumulator.
 """
 
@@ -34,7 +34,7 @@ from hstu_sparse.tiles import in_registers, load_block
 
 @triton.jit
 def _attend_dq(
-    acc, ring_low, q, do, first, last, t, first_row, sequence, k, v, k_stride, v_stride, half_alpha, bias, gradients,
+    acc, ring_low, q, do, first, last, t, first_row, sequence, k, v, k_stride, v_stride, half_scale, bias, gradients,
     kind, MASKED: tl.constexpr, IS_NEAR: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_M, D] + the keys first .. last, the gradients of the bias tables, and the ring's lowest distance."""
@@ -53,7 +53,7 @@ def _attend_dq(
         )
         # Behind the bias's branches, so that this product runs while tanh is computed.
         dp = tl.dot(do, tl.trans(value), input_precision=kind.PRECISION)
-        half = scores * half_alpha
+        half = scores * half_scale
         if kind.HAS_POSITION or kind.HAS_TIME:
             half += biases
         _, slope = silu_and_slope(half, kind.FAST)
@@ -73,7 +73,7 @@ def _attend_dq(
 def dense_attention_bwd_dq_kernel(
     q, k, v, do, dq, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t, do_stride_h,
     dq_stride_t, dq_stride_h, position_grad, time_grad, norms, time_shift,
-    seq_offsets, num_targets, window_size, half_alpha, half_inverse_n, alpha, schedule, entries, runs, near, row, total,
+    seq_offsets, num_targets, window_size, half_scale, half_inverse_n, scale, schedule, entries, runs, near, row, total,
     q_times, q_offset, k_times, k_offset, position_bias, time_bias, cells, steps,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_POSITION: tl.constexpr,
@@ -106,10 +106,10 @@ def dense_attention_bwd_dq_kernel(
     )  # fmt: skip
     bias = Bias(position_bias, time_bias, cells, steps, *own, total)
     ring, histogram, lane = 0, 0, 0
-    scale, time_scale = half_inverse_n, 1.0
+    sum_scale, time_scale = half_inverse_n, 1.0
     if EXACT:
-        scale = exact_scale(norms)
-        time_scale = scale / (1 << time_shift).to(tl.float32)
+        sum_scale = exact_scale(norms)
+        time_scale = sum_scale / (1 << time_shift).to(tl.float32)
     if HAS_POSITION and EXACT and ASM:
         ring = ring_open(sequence.length)
     if HAS_TIME:
@@ -120,7 +120,7 @@ def dense_attention_bwd_dq_kernel(
             lane = histogram_lane(histogram)
     if ((HAS_POSITION and EXACT) or HAS_TIME) and ASM:
         tl.debug_barrier()
-    gradients = Gradients(position_grad, time_grad, ring, lane, scale, time_scale)
+    gradients = Gradients(position_grad, time_grad, ring, lane, sum_scale, time_scale)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     ring_low = 1 << 30
     for part in tl.static_range(4):
@@ -128,7 +128,7 @@ def dense_attention_bwd_dq_kernel(
             if bounds[part] < bounds[part + 1]:
                 acc, ring_low = _attend_dq(
                     acc, ring_low, query, dout, bounds[part], bounds[part + 1], t, first_row, sequence, k, v,
-                    k_stride_t, v_stride_t, half_alpha, bias, gradients,
+                    k_stride_t, v_stride_t, half_scale, bias, gradients,
                     Kind(
                         D, V, PAD_D, PAD_V, BLOCK_M, BLOCK_N, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST,
                         PRECISION, ASM,
@@ -144,4 +144,4 @@ def dense_attention_bwd_dq_kernel(
     if HAS_TIME and ASM:
         histogram_close(histogram, time_grad, half_inverse_n, time_shift, TABLE, EXACT)
     dq += (begin + first_row) * dq_stride_t + head * dq_stride_h
-    store_block(dq, m, dq_stride_t, t < sequence.length, acc * (alpha * half_inverse_n), D_OUT, PAD_D)
+    store_block(dq, m, dq_stride_t, t < sequence.length, acc * (scale * half_inverse_n), D_OUT, PAD_D)

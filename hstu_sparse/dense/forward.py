@@ -25,7 +25,7 @@ from hstu_sparse.tiles import load_block
 
 @triton.jit
 def _attend(
-    acc, q, first, last, t, sequence, k, v, k_stride, v_stride, half_alpha, bias, kind, MASKED: tl.constexpr,
+    acc, q, first, last, t, sequence, k, v, k_stride, v_stride, half_scale, bias, kind, MASKED: tl.constexpr,
     IS_NEAR: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_M, V] + the keys first .. last (multiples of BLOCK_N; `last` may pass the end when MASKED)."""
@@ -40,7 +40,7 @@ def _attend(
         biases, _, ahead = half_bias(
             start, place, sequence, ahead, bias, kind, MASKED, IS_NEAR, True, kind.BLOCK_M, kind.BLOCK_N
         )
-        half = scores * half_alpha
+        half = scores * half_scale
         if kind.HAS_POSITION or kind.HAS_TIME:
             half += biases
         weights = silu_of_half(half, kind.FAST)
@@ -55,7 +55,7 @@ def _attend(
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
 def dense_attention_fwd_kernel(
     q, k, v, out, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t, out_stride_h,
-    seq_offsets, num_targets, window_size, half_alpha, inverse_n, schedule, entries, runs, near, row, total,
+    seq_offsets, num_targets, window_size, half_scale, inverse_n, schedule, entries, runs, near, row, total,
     q_times, q_offset, k_times, k_offset, position_bias, time_bias, cells, steps,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_POSITION: tl.constexpr,
@@ -85,7 +85,7 @@ def dense_attention_fwd_kernel(
         if (part > 0 or HAS_WINDOW) and (part != 2 or HAS_TIME):  # noqa: SIM102  known to the compiler
             if bounds[part] < bounds[part + 1]:
                 acc = _attend(
-                    acc, query, bounds[part], bounds[part + 1], t, sequence, k, v, k_stride_t, v_stride_t, half_alpha,
+                    acc, query, bounds[part], bounds[part + 1], t, sequence, k, v, k_stride_t, v_stride_t, half_scale,
                     bias,
                     Kind(
                         D, V, PAD_D, PAD_V, BLOCK_M, BLOCK_N, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, FAST,

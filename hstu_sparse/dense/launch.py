@@ -85,7 +85,7 @@ class _Launch:
 
     def __init__(
         self, q, k, v, seq_offsets, num_targets, position, time, timestamps, query_timestamps, plan, max_seq_len,
-        window_size, alpha,
+        window_size, scale,
     ):  # fmt: skip
         self.bias = RelativeBias(position, time, timestamps, query_timestamps)
         self.metadata = seq_offsets, num_targets, timestamps, query_timestamps
@@ -95,7 +95,7 @@ class _Launch:
         self.d_out, self.v_out = q.shape[2], v.shape[2]
         self.q, self.k, self.v = padded(q, k, v)
         self.strides = *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2]
-        self.alpha = alpha
+        self.scale = scale
         self.empty = purpose.total == 0 or purpose.num_seqs == 0
         self.biased = position is not None or time is not None
         self.case = _Case(
@@ -151,7 +151,7 @@ class _Launch:
         purpose, tiles = self.plan.purpose, self.plan.forward
         arguments = (
             self.q, self.k, self.v, out, *self.strides, *out.stride()[:2], *self.metadata[:2], purpose.window_size,
-            0.5 * self.alpha, 1.0 / purpose.max_seq_len, *self.planned(tiles, tables),
+            0.5 * self.scale, 1.0 / purpose.max_seq_len, *self.planned(tiles, tables),
         )  # fmt: skip
         self.start(dense_attention_fwd_kernel, tiles, arguments, fwd_config)
         return out, tables
@@ -168,7 +168,7 @@ class _Launch:
         self.key = *self.key, max(do.stride()[:2]) < 2**31
         purpose, strides = self.plan.purpose, (*self.strides, *do.stride()[:2])
         numbers = (
-            *self.metadata[:2], purpose.window_size, 0.5 * self.alpha, 0.5 / purpose.max_seq_len, self.alpha,
+            *self.metadata[:2], purpose.window_size, 0.5 * self.scale, 0.5 / purpose.max_seq_len, self.scale,
         )  # fmt: skip
 
         if bwd_dkv_config(self.features)["TMA"]:
@@ -240,7 +240,7 @@ def _fake(q, k, v, seq_offsets, num_targets, position, time, timestamps, query_t
 dense_operator = Operator(
     "dense",
     "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, Tensor? num_targets, Tensor? position_bias, Tensor? time_bias, "
-    "Tensor? timestamps, Tensor? query_timestamps, Tensor?[] plan, SymInt max_seq_len, SymInt window_size, float alpha",
+    "Tensor? timestamps, Tensor? query_timestamps, Tensor?[] plan, SymInt max_seq_len, SymInt window_size, float scale",
     forward=_forward,
     backward=_backward,
     fake=_fake,
@@ -249,6 +249,6 @@ dense_operator = Operator(
 )
 
 
-def hstu_attention_triton(q, k, v, seq_offsets, plan, *, num_targets, bias, window_size, max_seq_len, alpha):
+def hstu_attention_triton(q, k, v, seq_offsets, plan, *, num_targets, bias, window_size, max_seq_len, scale):
     """Arguments and result as `hstu_sparse.hstu_attention`, checked; on CUDA or in Triton's interpreter."""
-    return dense_operator(q, k, v, seq_offsets, num_targets, *bias, plan.flat(), max_seq_len, window_size, alpha)[0]
+    return dense_operator(q, k, v, seq_offsets, num_targets, *bias, plan.flat(), max_seq_len, window_size, scale)[0]

@@ -22,7 +22,7 @@ def hstu_attention_reference(
     seq_offsets: torch.Tensor,
     max_seq_len: int,
     *,
-    alpha: float | None = None,
+    scale: float | None = None,
     num_targets: torch.Tensor | None = None,
     window_size: int = 0,
     bias: RelativeBias,
@@ -32,7 +32,7 @@ def hstu_attention_reference(
     bias: as `check_bias` returned it.
     """
     total, _, size = q.shape
-    alpha = size**-0.5 if alpha is None else alpha
+    scale = size**-0.5 if scale is None else scale
     batch = seq_offsets.shape[0] - 1
     if batch == 0 or total == 0:
         # Nothing to attend to; the sum keeps every input in the graph, so that its gradient is zeros and not None.
@@ -44,7 +44,7 @@ def hstu_attention_reference(
         chosen = torch.tensor(members, device=q.device)
         parts.append(
             _attend(
-                q, k, v, seq_offsets[:-1][chosen].long(), seq_offsets.diff()[chosen].long(), max_seq_len, alpha,
+                q, k, v, seq_offsets[:-1][chosen].long(), seq_offsets.diff()[chosen].long(), max_seq_len, scale,
                 None if num_targets is None else num_targets[chosen], window_size, bias,
             )
         )  # fmt: skip
@@ -64,7 +64,7 @@ def _groups(offsets: list[int]) -> tuple[list[list[int]], list[int]]:
     return groups, [t for group in groups for b in group for t in range(offsets[b], offsets[b + 1])]
 
 
-def _attend(q, k, v, begins, lengths, max_seq_len, alpha, num_targets, window_size, bias):
+def _attend(q, k, v, begins, lengths, max_seq_len, scale, num_targets, window_size, bias):
     """The sequences at `begins` with these `lengths`, padded to the longest; their outputs one after another."""
     batch, heads, longest = begins.shape[0], q.shape[1], int(lengths.max())
     step = torch.arange(longest, device=q.device)
@@ -87,7 +87,7 @@ def _attend(q, k, v, begins, lengths, max_seq_len, alpha, num_targets, window_si
     # Padding needs no mask of its own: causality hides padded keys from real queries, and padded queries are dropped.
     hidden = ~visible if num_targets is None else ~visible[:, None]
 
-    scores = torch.matmul(pad(q * alpha), pad(k).transpose(2, 3))  # [B, H, n, n]
+    scores = torch.matmul(pad(q * scale), pad(k).transpose(2, 3))  # [B, H, n, n]
     if bias.position is not None or bias.time is not None:
         asked = seen = None
         if bias.time is not None:

@@ -32,7 +32,7 @@ def ring_hstu_attention(
     max_seq_len: int,
     *,
     seq_offsets: torch.Tensor | None = None,
-    alpha: float | None = None,
+    scale: float | None = None,
     window_size: int = 0,
     bias: RelativeBias | None = None,
     group=None,
@@ -41,7 +41,7 @@ def ring_hstu_attention(
 ) -> torch.Tensor:
     """hstu_attention of one long sequence, or several, spread over the ranks of a group in any way.
 
-        o[t] = (1/N) * sum over s with position[s] <= position[t] of SiLU(alpha * q[t].k[s] + b(t, s)) * v[s]
+        o[t] = (1/N) * sum over s with position[s] <= position[t] of SiLU(scale * q[t].k[s] + b(t, s)) * v[s]
 
     where s goes over the tokens of all ranks. With `window_size` W > 0 also position[t] - position[s] < W.
 
@@ -52,7 +52,7 @@ def ring_hstu_attention(
             should stand next to each other, since tiles of tokens that see nothing of each other are left out.
         max_seq_len: N, at least the longest whole sequence.
         seq_offsets: [B+1] integers, from 0 to T: this rank's parts of B sequences; absent, all tokens are of one.
-        alpha: scale of the scores, D ** -0.5 by default.
+        scale: factor of the scores, D ** -0.5 by default.
         bias: by relative position and time, see `RelativeBias`; its timestamps [T] are this rank's. The tables are the
             same on all ranks; what they get is this rank's part of their gradients, to be summed over the ranks.
         group: a torch.distributed process group, by default all processes; without torch.distributed one process.
@@ -80,7 +80,7 @@ def ring_hstu_attention(
         raise ValueError(f"positions must be from 0 to N-1={max_seq_len - 1}, got {found.min} to {found.max}")
     check_int("window_size", window_size, 0)
     check_plan(plan)
-    alpha = check_scale(alpha, sizes["D"])
+    scale = check_scale(scale, sizes["D"])
     bias = check_bias(bias, max_seq_len, q.shape[0], q.device)
     backend = choose_backend(backend, q, name)
     if backend == "triton":
@@ -88,14 +88,14 @@ def ring_hstu_attention(
     ring = Ring(group)
     shapes = {"q": [*q.shape[1:]], "v": [*v.shape[1:]], "dtype": str(q.dtype), "backend": backend}
     tables = [None if x is None else len(x) for x in bias[:2]]
-    ring.agree(name, {**shapes, "options": [max_seq_len, alpha, window_size], "bias": tables})
+    ring.agree(name, {**shapes, "options": [max_seq_len, scale, window_size], "bias": tables})
     if plan is None:
         plan = ring_plan(seq_offsets, group=group)
     elif plan.tokens[plan.rank] != q.shape[0]:
         raise ValueError(f"plan is for T={plan.tokens[plan.rank]}, got T={q.shape[0]}")
     return RingHSTU.apply(
         q, k, v, bias.position, bias.time, bias.timestamps, bias.query_timestamps, positions, ring, plan,
-        (max_seq_len, alpha, window_size), backend,
+        (max_seq_len, scale, window_size), backend,
     )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def _visible(t, s, window_size, HAS_WINDOW: tl.constexpr):
 def ring_hstu_fwd_kernel(
     q, k, v, out, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t, out_stride_h,
     q_offsets, k_offsets, q_positions, k_positions, q_times, k_times, position_table, time_table, edges, num_seqs,
-    alpha, inverse_n, window_size,
+    scale, inverse_n, window_size,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, V_OUT: tl.constexpr, N: tl.constexpr, BUCKETS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
@@ -97,7 +97,7 @@ def ring_hstu_fwd_kernel(
         if _overlap(t, s, window_size, HAS_WINDOW):
             k_time = _times(k_times, other, k_inside, time_table)[None, :]
             key = load_rows(k + head * k_stride_h, other, k_stride_t, k_inside, D, PAD_D)
-            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * alpha
+            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
             scores += _bias(t[:, None], s[None, :], q_time, k_time, position_table, time_table, edges, N, BUCKETS)[0]
             seen = _visible(t[:, None], s[None, :], window_size, HAS_WINDOW)
             weights = tl.where(seen, silu(scores, FAST), 0.0)
@@ -113,7 +113,7 @@ def ring_hstu_fwd_kernel(
 def ring_hstu_bwd_dq_kernel(
     q, k, v, do, dq, position_grad, time_grad, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
     do_stride_t, do_stride_h, dq_stride_t, dq_stride_h, q_offsets, k_offsets, q_positions, k_positions, q_times,
-    k_times, position_table, time_table, edges, num_seqs, alpha, inverse_n, window_size,
+    k_times, position_table, time_table, edges, num_seqs, scale, inverse_n, window_size,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, N: tl.constexpr, BUCKETS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
@@ -136,7 +136,7 @@ def ring_hstu_bwd_dq_kernel(
             k_time = _times(k_times, other, k_inside, time_table)[None, :]
             key = load_rows(k + head * k_stride_h, other, k_stride_t, k_inside, D, PAD_D)
             value = load_rows(v + head * v_stride_h, other, v_stride_t, k_inside, V, PAD_V)
-            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * alpha
+            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
             bias, distance, bucket = _bias(
                 t[:, None], s[None, :], q_time, k_time, position_table, time_table, edges, N, BUCKETS
             )
@@ -152,14 +152,14 @@ def ring_hstu_bwd_dq_kernel(
     d = tl.arange(0, PAD_D)
     target = dq + head * dq_stride_h + token[:, None] * dq_stride_t + d[None, :]
     mask = inside[:, None] & (d < D_OUT)[None, :]
-    tl.store(target, tl.load(target, mask, 0.0) + acc * alpha, mask)
+    tl.store(target, tl.load(target, mask, 0.0) + acc * scale, mask)
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
 def ring_hstu_bwd_dkv_kernel(
     q, k, v, do, dk, dv, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
     do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h, q_offsets, k_offsets, q_positions, k_positions,
-    q_times, k_times, position_table, time_table, edges, num_seqs, alpha, inverse_n, window_size,
+    q_times, k_times, position_table, time_table, edges, num_seqs, scale, inverse_n, window_size,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr, N: tl.constexpr,
     BUCKETS: tl.constexpr, HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
@@ -183,7 +183,7 @@ def ring_hstu_bwd_dkv_kernel(
             q_time = _times(q_times, other, q_inside, time_table)[None, :]
             query = load_rows(q + head * q_stride_h, other, q_stride_t, q_inside, D, PAD_D)
             dout = load_rows(do + head * do_stride_h, other, do_stride_t, q_inside, V, PAD_V)
-            scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * alpha
+            scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * scale
             scores += _bias(t[None, :], s[:, None], q_time, k_time, position_table, time_table, edges, N, BUCKETS)[0]
             weights, slope = silu_and_grad(scores, FAST)
             seen = _visible(t[None, :], s[:, None], window_size, HAS_WINDOW)
@@ -195,7 +195,7 @@ def ring_hstu_bwd_dkv_kernel(
     e = tl.arange(0, PAD_V)
     target = dk + head * dk_stride_h + token[:, None] * dk_stride_t + d[None, :]
     mask = inside[:, None] & (d < D_OUT)[None, :]
-    tl.store(target, tl.load(target, mask, 0.0) + acc_k * (alpha * inverse_n), mask)
+    tl.store(target, tl.load(target, mask, 0.0) + acc_k * (scale * inverse_n), mask)
     target = dv + head * dv_stride_h + token[:, None] * dv_stride_t + e[None, :]
     mask = inside[:, None] & (e < V_OUT)[None, :]
     tl.store(target, tl.load(target, mask, 0.0) + acc_v * inverse_n, mask)

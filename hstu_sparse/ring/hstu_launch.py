@@ -32,7 +32,7 @@ def _edges(num_buckets: int, device: torch.device) -> torch.Tensor:
 
 
 def _launch(
-    kernel, grid_tokens, block, tensors, extra, q_offsets, k_offsets, q_positions, k_positions, max_seq_len, alpha,
+    kernel, grid_tokens, block, tensors, extra, q_offsets, k_offsets, q_positions, k_positions, max_seq_len, scale,
     window_size, bias: RelativeBias, sizes: dict, config,
 ):  # fmt: skip
     """kernel[...](*tensors, *extra, strides of the tensors, ...); the first tensors are q, k, v, aligned."""
@@ -43,7 +43,7 @@ def _launch(
     kernel[((grid_tokens // config[block] + num_seqs) * q.shape[1],)](
         *tensors, *extra, *strides, *(x.contiguous() for x in (q_offsets, k_offsets, q_positions, k_positions)),
         *(None if x is None else x.contiguous() for x in (bias.query_timestamps, bias.timestamps, *bias[:2])),
-        None if bias.time is None else _edges(buckets, q.device), num_seqs, alpha, 1.0 / max_seq_len, window_size,
+        None if bias.time is None else _edges(buckets, q.device), num_seqs, scale, 1.0 / max_seq_len, window_size,
         H=q.shape[1], D=q.shape[2], V=v.shape[2], N=max_seq_len, BUCKETS=buckets, HAS_WINDOW=window_size > 0,
         FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype), PAD_D=padded_head(q.shape[2]),
         PAD_V=padded_head(v.shape[2]), **sizes, **config,

@@ -12,7 +12,7 @@ from hstu_sparse.relative_bias import RelativeBias, pair_bias
 
 
 def hstu_block(
-    q, k, v, q_offsets, k_offsets, q_positions, k_positions, max_seq_len: int, alpha: float, window_size: int,
+    q, k, v, q_offsets, k_offsets, q_positions, k_positions, max_seq_len: int, scale: float, window_size: int,
     bias: RelativeBias,
 ) -> torch.Tensor:  # fmt: skip
     """[T, H, V]: what these keys add to the output of these queries; differentiable.
@@ -34,7 +34,7 @@ def hstu_block(
     if window_size > 0:
         visible = visible & (distance < window_size)
     queries, keys, values = (pad(x, i).transpose(1, 2) for x, i in ((q, q_index), (k, k_index), (v, k_index)))
-    scores = alpha * (queries @ keys.transpose(-1, -2))  # [B, H, n, m]
+    scores = scale * (queries @ keys.transpose(-1, -2))  # [B, H, n, m]
     if bias.position is not None or bias.time is not None:
         asked = seen = None
         if bias.time is not None:

@@ -280,7 +280,7 @@ def rotatekv_attention(
     max_seq_len: int,
     *,
     activation: str = "silu",
-    alpha: float | None = None,
+    scale: float | None = None,
     bias: RelativeBias | None = None,
     rope_base: float | None = None,
     return_lse: bool = False,
@@ -288,8 +288,8 @@ def rotatekv_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of queries to all cached tokens of their sequence, on the packed cache as it is.
 
-        silu:     o[t] = (1/N) * sum over s of SiLU(alpha * q[t].k[s] + b(t, s)) * v[s]
-        softmax:  o[t] = sum over s of softmax(alpha * q[t].k[s] + b(t, s)) * v[s]
+        silu:     o[t] = (1/N) * sum over s of SiLU(scale * q[t].k[s] + b(t, s)) * v[s]
+        softmax:  o[t] = sum over s of softmax(scale * q[t].k[s] + b(t, s)) * v[s]
 
     Queries of sequence b stand at position n_b, behind its cached tokens; their own tokens are not in the cache: the
     caller adds them (SiLU), or merges them by log-sum-exp (softmax). A sequence without cached tokens gives 0.
@@ -300,7 +300,7 @@ def rotatekv_attention(
         cache: of `rotatekv_compress`; nothing in it is changed.
         max_seq_len: N, at least the longest cached sequence.
         activation: "silu" or "softmax".
-        alpha: scale of the scores, D ** -0.5 by default.
+        scale: factor of the scores, D ** -0.5 by default.
         bias: position table of more than max_seq_len entries, read at n_b - s; time table with the cached tokens'
             timestamps [T] and the queries' times query_timestamps [Tq]. Forward only: it gets no gradient.
         rope_base: turns cached token s to position s and the queries to n_b (half-split pairs, pair i of D/2 by
@@ -322,7 +322,7 @@ def rotatekv_attention(
         # What was checked and planned once, of a call that differs only in what the tensors hold.
         again = (
             *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, q_offsets)), max_seq_len,
-            activation, alpha, rope_base, return_lse,
+            activation, scale, rope_base, return_lse,
         )  # fmt: skip
         found = repeat(q, q_offsets, cache, again)
         if found is not None:
@@ -333,7 +333,7 @@ def rotatekv_attention(
         tokens = int(cache.seq_offsets[-1])
     sizes = {"H": cache.layout.heads, "D": cache.layout.head_size}
     call = _check_attention(
-        q, q_offsets, sizes, tokens, cache.seq_offsets, max_seq_len, activation=activation, alpha=alpha, bias=bias,
+        q, q_offsets, sizes, tokens, cache.seq_offsets, max_seq_len, activation=activation, scale=scale, bias=bias,
         rope_base=rope_base, return_lse=return_lse,
     )  # fmt: skip
     if q.dtype != cache.dtype:
@@ -358,7 +358,7 @@ def mustafar_attention_with_rope(
     max_seq_len: int,
     *,
     activation: str = "silu",
-    alpha: float | None = None,
+    scale: float | None = None,
     bias: RelativeBias | None = None,
     rope_base: float | None = None,
     return_lse: bool = False,
@@ -377,7 +377,7 @@ def mustafar_attention_with_rope(
     check_some(sizes, "H", "D", "V")
     tokens = sizes.pop("T")
     call = _check_attention(
-        q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, activation=activation, alpha=alpha, bias=bias,
+        q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, activation=activation, scale=scale, bias=bias,
         rope_base=rope_base, return_lse=return_lse,
     )  # fmt: skip
     if q.dtype != k.dtype:
@@ -392,7 +392,7 @@ def _check_cache(cache) -> None:
 
 
 def _check_attention(
-    q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, *, activation, alpha, bias, rope_base, return_lse
+    q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, *, activation, scale, bias, rope_base, return_lse
 ) -> dict:  # fmt: skip
     """The options of an attention call, complete."""
     sizes = {letter: size for letter, size in sizes.items() if letter != "V"}
@@ -410,8 +410,8 @@ def _check_attention(
         if sizes["D"] % 2:
             raise ValueError(f"rope_base needs an even head size, got D={sizes['D']}")
     bias = check_bias(bias, max_seq_len + 1, tokens, q.device, query_tokens=sizes["Tq"], longer=True)
-    alpha = check_scale(alpha, sizes["D"])
-    return dict(activation=activation, alpha=alpha, bias=bias, rope_base=rope_base, return_lse=return_lse)
+    scale = check_scale(scale, sizes["D"])
+    return dict(activation=activation, scale=scale, bias=bias, rope_base=rope_base, return_lse=return_lse)
 
 
 def _attend(q, q_offsets, source, max_seq_len, call, chosen, again=None):

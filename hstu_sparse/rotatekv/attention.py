@@ -140,12 +140,12 @@ def biased(scores, inside, position, token, length, tables, asked, HAS_POSITION:
 
 @triton.jit
 def take(
-    scores, values_state, inside, position, token, length, alpha, tables, asked,
+    scores, values_state, inside, position, token, length, score_scale, tables, asked,
     SOFTMAX: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Weights [R, columns] of scores, and for softmax the new state and the factor for what was summed before."""
     greatest, total = values_state
-    scores = biased(scores * alpha, inside, position, token, length, tables, asked, HAS_POSITION, HAS_TIME)
+    scores = biased(scores * score_scale, inside, position, token, length, tables, asked, HAS_POSITION, HAS_TIME)
     factor = 1.0
     if SOFTMAX:
         scores = tl.where(inside[:, None], scores, float("-inf"))
@@ -166,7 +166,7 @@ def rotatekv_attention_fwd_kernel(
     k_codes, k_ranges, k_bitmap, v_codes, v_ranges,
     plain_k, pk_stride_t, pk_stride_h, plain_v, pv_stride_t, pv_stride_h,
     position_table, time_table, cells, timestamps, query_timestamps, near, far, far_packed,
-    out, lse, B, S, Tq, SPLITS, alpha, scale, inverse_n,
+    out, lse, B, S, Tq, SPLITS, score_scale, scale, inverse_n,
     HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr,
     KEPT_WORDS: tl.constexpr, V_BLOCK: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
@@ -250,7 +250,7 @@ def rotatekv_attention_fwd_kernel(
                 for half in tl.static_range(HALVES):
                     scores += tl.dot(key[half].to(DTYPE), q_plain[h * HALVES + half], input_precision=PRECISION)
             weights, state, factor = take(
-                scores, state, inside, position, begin + position, length, alpha, tables, asked, SOFTMAX,
+                scores, state, inside, position, begin + position, length, score_scale, tables, asked, SOFTMAX,
                 HAS_POSITION, HAS_TIME, FAST,
             )  # fmt: skip
             low_weights = weights.to(DTYPE)
@@ -319,7 +319,7 @@ def rotatekv_attention_fwd_kernel(
                     else:
                         scores += (k_zero - OFFSET * k_scale)[:, None] * q_sums[i][None, :]
             weights, state, factor = take(
-                scores, state, inside, S + behind, begin + S + behind, length, alpha, tables, asked, SOFTMAX,
+                scores, state, inside, S + behind, begin + S + behind, length, score_scale, tables, asked, SOFTMAX,
                 HAS_POSITION, HAS_TIME, FAST,
             )  # fmt: skip
             new = ()

@@ -144,7 +144,7 @@ def rotatekv_few_fwd_kernel(
     q, q_stride_t, q_stride_h, q_offsets, seq_offsets, page_offsets, page_table, order,
     k_codes, k_ranges, v_codes, v_ranges,
     position_table, time_table, cells, timestamps, query_timestamps, near, far, angles,
-    out, lse, B, S, Tq, SPLITS, alpha, scale, inverse_n, unit,
+    out, lse, B, S, Tq, SPLITS, score_scale, scale, inverse_n, unit,
     HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, V_BLOCKS: tl.constexpr,
     V_WORDS: tl.constexpr, V_GROUPS: tl.constexpr, HAS_ORDER: tl.constexpr, SOFTMAX: tl.constexpr, ROPE: tl.constexpr,
@@ -216,7 +216,7 @@ def rotatekv_few_fwd_kernel(
         matrix = sign((k // 2 % 2 * 8 + k // 4 * 2 + k % 2)[:, None], k[None, :])
         matrix = (matrix * power(15 - k // 2 % 2 * BITS)[:, None]).to(tl.float16)
         centre = tl.where((k == 0)[None, :], -8 * LEVELS / BACK, tl.zeros([R, 16], tl.float32)).to(tl.float16)
-        q_scale = most * alpha
+        q_scale = most * score_scale
     else:
         turned = ()
         for i in tl.static_range(K_BLOCKS):
@@ -238,7 +238,7 @@ def rotatekv_few_fwd_kernel(
                 queries += ((low * shrink[None, :]).to(tl.float16),)
                 total += tl.sum(low, 1)
             q_sums += (total / BACK,)
-        q_scale = most * (scale * alpha * BACK)
+        q_scale = most * (scale * score_scale * BACK)
 
     sums = tl.zeros([CV, COLUMNS], tl.float32)
     scaled = tl.zeros([R, COLUMNS], tl.float32)

@@ -80,7 +80,7 @@ def hopper_kernel():
 
 
 def ways(
-    cache: PackedCache | Plain, dtype: torch.dtype, alpha: float, rope: bool, plain_softmax: bool = False
+    cache: PackedCache | Plain, dtype: torch.dtype, scale: float, rope: bool, plain_softmax: bool = False
 ) -> tuple[str, ...]:
     """The ways that take a call: see `attention`. plain_softmax: it is softmax without bias."""
     if not isinstance(cache, PackedCache):
@@ -94,7 +94,7 @@ def ways(
     if max(layout.keys.channels, layout.values.channels) <= 256 and turned and not (rope and ordered):
         found += ("few",)
     heads = layout.head_size % TILE == 0 and layout.value_size % TILE == 0
-    if heads and max(layout.head_size, layout.value_size) <= 128 and not ordered and alpha > 0:
+    if heads and max(layout.head_size, layout.value_size) <= 128 and not ordered and scale > 0:
         found += ("many",)
         fits = layout.head_size == layout.value_size == 128 and layout.keys.group == layout.values.group == 64
         fits = fits and layout.options.bits == 2 and plain_softmax and not rope
@@ -116,7 +116,7 @@ class Call(NamedTuple):
     source: PackedCache | Plain
     max_seq_len: int
     softmax: bool
-    alpha: float
+    scale: float
     bias: RelativeBias
     rope_base: float | None
 
@@ -243,7 +243,7 @@ def few(call: Call) -> Plan:
         others = *call.bias_arguments(), *plan.angles, part, part_lse
         arguments = (
             q, q.stride(0), q.stride(1), call.q_offsets, *known.tensors, *others, sequences, sink_tokens, q.shape[0],
-            splits, call.alpha, *plan.numbers, 1,
+            splits, call.scale, *plan.numbers, 1,
         )  # fmt: skip
         key = *known.key, *specialization((q, call.q_offsets, *others))
         constants = plan.constants[part_lse is not None]
@@ -293,7 +293,7 @@ def many(call: Call) -> Plan:
         near, far, table = call.all_angles()
         # Keys that are turned back keep about their size, by a power of two.
         scale = 2.0 ** -(layout.keys.channels.bit_length() // 2)
-        factor = call.alpha * layout.keys.channels**-0.5 * (math.log2(math.e) if call.softmax else 1.0)
+        factor = call.scale * layout.keys.channels**-0.5 * (math.log2(math.e) if call.softmax else 1.0)
         factor /= 1.0 if near is None else scale
         prepared = torch.empty(q.shape, dtype=torch.float16, device=q.device)
         factors = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -320,7 +320,7 @@ def hopper(call: Call) -> Plan:
         dict(HG=layout.head_groups, G=layout.options.head_group, LSE=lse, STAGES=3) for lse in (False, True)
     )
     programs = (queries // HOPPER_TILE + sequences) * layout.heads
-    sink_tokens, scale = layout.options.sink_tokens, call.alpha * layout.keys.channels**-0.5 * math.log2(math.e)
+    sink_tokens, scale = layout.options.sink_tokens, call.scale * layout.keys.channels**-0.5 * math.log2(math.e)
 
     def launch(call, part, part_lse, splits):
         q, known = call.q, kept(call.source)
@@ -380,7 +380,7 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
             packed.get("k_bitmap"), packed.get("v_codes"), words(packed.get("v_ranges")),
             plain_k, plain_k.stride(0), plain_k.stride(1), plain_v, plain_v.stride(0), plain_v.stride(1),
             *call.bias_arguments(), *call.angles(sinks), part, part_lse, call.q_offsets.shape[0] - 1, sinks,
-            q.shape[0], splits, call.alpha, layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
+            q.shape[0], splits, call.scale, layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
             **constants, **call.constants(), OFFSET=code_offset(layout.options.bits, q.dtype, layout.sparse),
             PACKED=packed_part, PLAIN=cache is None or sinks > 0, SINKS=cache is not None, KEYS_BACK=keys_back,
             SCALED_WEIGHTS=packed_part and not call.many, HEADS=of_program, BQ=block_q, OW=width, PAD=max(16, width),
@@ -404,7 +404,7 @@ def attention(
     max_seq_len: int,
     *,
     softmax: bool,
-    alpha: float,
+    scale: float,
     bias: RelativeBias,
     rope_base: float | None,
     return_lse: bool,
@@ -428,7 +428,7 @@ def attention(
     biased = bias.position is not None or bias.time is not None
     if biased:
         bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
-    call = Call(q, q_offsets.contiguous(), source, max_seq_len, softmax, float(alpha), bias, rope_base)
+    call = Call(q, q_offsets.contiguous(), source, max_seq_len, softmax, float(scale), bias, rope_base)
     if way is None:
         sequences = q_offsets.shape[0] - 1
         wanted = ("few", "queries", "keys")
@@ -438,7 +438,7 @@ def attention(
             wanted = ("many", "keys")
         if 2 * queries > HOPPER_TILE * sequences:
             wanted = ("hopper", *wanted)
-        able = ways(source, q.dtype, alpha, rope_base is not None, softmax and not biased)
+        able = ways(source, q.dtype, scale, rope_base is not None, softmax and not biased)
         way = next(x for x in wanted if x in able)
     plan = PLANS[way](call) if way in PLANS else general(call, way == "keys")
     splits = splits or plan.splits

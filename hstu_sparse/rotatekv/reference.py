@@ -264,7 +264,7 @@ def attention_reference(
     max_seq_len: int,
     *,
     activation: str,
-    alpha: float,
+    scale: float,
     bias: RelativeBias,
     rope_base: float | None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -282,7 +282,7 @@ def attention_reference(
         k = rope(k, torch.arange(k.shape[0], device=k.device) - begins, rope_base)
         q = rope(q, lengths.repeat_interleave(q_offsets.diff()), rope_base)
     keys, values = (jagged_to_padded(x, seq_offsets, cached).transpose(1, 2) for x in (k, v))  # [B, H, n, ...]
-    queries = jagged_to_padded(q * alpha, q_offsets, asked).transpose(1, 2)
+    queries = jagged_to_padded(q * scale, q_offsets, asked).transpose(1, 2)
     scores = queries @ keys.transpose(2, 3)
     index, inside = padded_index(seq_offsets, cached)
     if bias.position is not None or bias.time is not None:

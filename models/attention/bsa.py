@@ -75,7 +75,7 @@ class BlockSparseAttention(HSTUAttention):
             block_counts=c.block_counts,
             window_size=c.window_size,
             selection_group=c.selection_group,
-            alpha=c.alpha,
+            scale=c.scale,
             bias=bias,
             backend=c.backend,
             plan=plan,

@@ -28,6 +28,6 @@ class DenseAttention(HSTUAttention):
             lambda: hstu_sparse.attention_plan(q, v, batch.seq_offsets, self.normalizer, **options),
         )
         out = hstu_sparse.hstu_attention(
-            q, k, v, batch.seq_offsets, self.normalizer, alpha=config.alpha, plan=plan, **options
+            q, k, v, batch.seq_offsets, self.normalizer, scale=config.scale, plan=plan, **options
         )
         return out, {}

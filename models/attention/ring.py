@@ -15,11 +15,11 @@ class RingAttention(SharedKeys, HSTUAttention):
     """Softmax or dense HSTU attention whose sequences may be spread over the ranks of a ring (parallel.context)."""
 
     class Config(SharedKeys.Config, HSTUAttention.Config):
-        """`alpha` defaults to D ** -0.5 for softmax and to 1 for hstu; with hstu the result is dense's."""
+        """`scale` defaults to D ** -0.5 for softmax and to 1 for hstu; with hstu the result is dense's."""
 
         kind: Literal["ring"]
         inner: Literal["softmax", "hstu"]
-        alpha: float | None = Field(None, gt=0)
+        scale: float | None = Field(None, gt=0)
         window_size: int = Field(0, ge=0)
         position_bias: bool = False
         time_bias: bool = False
@@ -38,7 +38,7 @@ class RingAttention(SharedKeys, HSTUAttention):
             dropout = c.dropout if self.training else 0.0
             options = dict(causal=True, window_size=(c.window_size - 1, -1), backend=c.backend)
             if not cut:
-                out = hstu_sparse.flash_attention(q, k, v, offsets, scale=c.alpha, dropout=dropout, **options)
+                out = hstu_sparse.flash_attention(q, k, v, offsets, scale=c.scale, dropout=dropout, **options)
             else:
                 out = hstu_sparse.zigzag_triton_ring_flash_attn_varlen_func(
                     q,
@@ -46,14 +46,14 @@ class RingAttention(SharedKeys, HSTUAttention):
                     v,
                     offsets,
                     dropout_p=dropout,
-                    softmax_scale=c.alpha,
+                    softmax_scale=c.scale,
                     group=batch.group,
                     plan=batch.plan,
                     **options,
                 )
             return out, {}
         options = dict(
-            alpha=1.0 if c.alpha is None else c.alpha,
+            scale=1.0 if c.scale is None else c.scale,
             window_size=c.window_size,
             bias=self.bias(batch),
             backend=c.backend,

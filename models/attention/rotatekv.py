@@ -51,22 +51,22 @@ class RotateKVAttention(HSTUAttention):
         # The differences are 0: they carry the gradients.
         cached_k, cached_v = (y + (x - x.detach()) for x, y in zip((k, v), found))
         out = hstu_sparse.hstu_attention(
-            q, cached_k, cached_v, batch.seq_offsets, self.normalizer, alpha=c.alpha, bias=bias, backend=c.backend
+            q, cached_k, cached_v, batch.seq_offsets, self.normalizer, scale=c.scale, bias=bias, backend=c.backend
         )
-        own = own_token(q, k, v, bias, c.alpha, self.normalizer)
-        return out + own - own_token(q, cached_k, cached_v, bias, c.alpha, self.normalizer), {}
+        own = own_token(q, k, v, bias, c.scale, self.normalizer)
+        return out + own - own_token(q, cached_k, cached_v, bias, c.scale, self.normalizer), {}
 
 
-def own_scores(q: Tensor, k: Tensor, bias: RelativeBias | None, alpha: float) -> Tensor:
+def own_scores(q: Tensor, k: Tensor, bias: RelativeBias | None, scale: float) -> Tensor:
     """Score of each token by itself, [T, H] fp32 (or fp64)."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = alpha * (q.to(wide) * k.to(wide)).sum(-1)
+    scores = scale * (q.to(wide) * k.to(wide)).sum(-1)
     if bias is None:
         return scores
     here = torch.zeros(len(q), dtype=torch.int64, device=q.device)
     return scores + pair_bias(bias, here, bias.query_timestamps, bias.timestamps)[:, None]
 
 
-def own_token(q: Tensor, k: Tensor, v: Tensor, bias: RelativeBias | None, alpha: float, normalizer: int) -> Tensor:
+def own_token(q: Tensor, k: Tensor, v: Tensor, bias: RelativeBias | None, scale: float, normalizer: int) -> Tensor:
     """What a token's own key and value give to its SiLU attention, [T, H, V]."""
-    return (F.silu(own_scores(q, k, bias, alpha))[..., None] * v / normalizer).to(v.dtype)
+    return (F.silu(own_scores(q, k, bias, scale))[..., None] * v / normalizer).to(v.dtype)

@@ -52,9 +52,9 @@ class HSTUAttention(BiasedAttention):
     """What the SiLU kinds share: N, which is `normalizer` if it is given, else max_seq_len + 11."""
 
     class Config(BiasedAttention.Config):
-        """`alpha` scales the logits."""
+        """`scale` scales the logits."""
 
-        alpha: float = 1.0
+        scale: float = 1.0
         normalizer: int | None = Field(None, ge=1)
         backend: Literal["auto", "triton", "reference"] = "auto"
 

@@ -33,6 +33,6 @@ ACCEPTED = {
     "run resume: metrics.jsonl of other bytes": "restored from the checkpoint, and said",
     "run resume: seed changed, --override": "that is what it is for",
     "run resume: threads changed": "where and how fast a run goes on is free",
-    "run eval: attention.alpha overridden": "the weights fit; who overrides an option of the model means it",
+    "run eval: attention.scale overridden": "the weights fit; who overrides an option of the model means it",
     "run eval: train.lr overridden": "it changes nothing in an evaluation",
 }

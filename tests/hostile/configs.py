@@ -37,7 +37,7 @@ model.embedding_dim=HUGE  model.attention_dim=0  model.linear_dim=0  model.feed_
 model.block=transformer  model.block=foo  model.action_embedding=true  model.rotary={}  model.rotary={position: 1}
 model.rotary={positions: true}  model=3  model.attention=[{kind: dense}, {kind: dense}]  model.attention=[]
 model.attention=null  model.attention=dense  model.attention={}  model.attention.kind=foo  model.attention.kind=[1]
-model.attention.kind={a: 1}  model.attention.alpha=.nan  model.attention.alpha=.inf  model.attention.normalizer=4
+model.attention.kind={a: 1}  model.attention.scale=.nan  model.attention.scale=.inf  model.attention.normalizer=4
 model.attention.window_size=-1  model.attention.num_time_buckets=0  model.attention.num_time_buckets=1000000000000000
 model.attention.0.kind=bsa  model.attention.backend=triton  model.attention.backend=foo
 model.attention={kind: softmax, dropout: 1.0}  model.attention={kind: softmax, num_kv_heads: 3}
@@ -68,7 +68,7 @@ model.attention={kind: indexer, backend: triton}  model.attention={kind: rotatek
 model.attention={kind: rotatekv, bits: 2.0}  model.attention={kind: rotatekv, head_group: 4}
 model.attention={kind: rotatekv, sparsity: 1.0}  model.attention={kind: rotatekv, quant_group: 24}
 model.attention={kind: rotatekv, head_group: 1}  model.attention={kind: ring}
-model.attention={kind: ring, inner: foo}  model.attention={kind: ring, inner: softmax, alpha: 0.0}
+model.attention={kind: ring, inner: foo}  model.attention={kind: ring, inner: softmax, scale: 0.0}
 model.attention={kind: ring, inner: softmax, num_kv_heads: 3}  model.head=3  model.head={}  model.table_dtype=foo
 model.head={kind: mol, query_components: 0}  model.head={kind: mol, item_components: 1.5}
 model.head={kind: mol, component_dim: 1000000000000}  model.head={kind: mol, query_components: 1000000000}
@@ -87,7 +87,7 @@ model.table_dtype=null  model.attention={kind: rotatekv, sink_tokens: -1}  model
 model.attention={kind: rotatekv, sink_tokens: 1.5}  model.attention={kind: rotatekv, sparsity: .nan}
 model.attention={kind: rotatekv, sparsity: 0.95}  model.attention={kind: rotatekv, window_size: 3}
 model.attention={kind: indexer, num_index_heads: 0}  model.attention={kind: indexer, top_k: 1000000000000}
-model.attention={kind: indexer, warmup_steps: 1.5}  model.attention={kind: indexer, alpha: .nan}
+model.attention={kind: indexer, warmup_steps: 1.5}  model.attention={kind: indexer, scale: .nan}
 model.attention={kind: ring, inner: softmax, position_bias: true}
 model.attention={kind: ring, inner: hstu, dropout: 0.1}
 model.attention={kind: ring, inner: [softmax]}  model.attention={kind: ring, inner: softmax, window_size: -1}
@@ -201,7 +201,7 @@ BAD_FILES: dict[str, str | bytes] = {
     "name with a line end": swapped("name: t", 'name: "t\\n"'),
     "sections missing": "name: t\n",
     "quote never closed": BASE + 'x: "abc',
-    "kind missing": swapped("kind: dense", "alpha: 1.0"),
+    "kind missing": swapped("kind: dense", "scale: 1.0"),
     "attention as text": swapped("{kind: dense}", "dense"),
 }
 

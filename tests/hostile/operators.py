@@ -131,7 +131,7 @@ WRONG_OFFSETS = {
     "of no sequence": [0],
 }
 NUMBERS = {"max_seq_len": (0, -1, 6.0, True, None, torch.tensor(6), "6"), "backend": ("foo", None, "triton", 1)}
-NUMBERS |= {"alpha": ("x", NAN, INFINITY, None, True), "scale": ("x", NAN, INFINITY, True)}
+NUMBERS |= {"scale": ("x", NAN, INFINITY, True)}
 FLASH = ("flash_attention", "triton_ring_flash_attn_func", "zigzag_triton_ring_flash_attn_varlen_func")
 ON_CACHE = ("rotatekv_attention", "mustafar_attention_with_rope")
 # (operator, what is changed), each refused.
@@ -310,8 +310,7 @@ def _changes() -> Iterator[tuple[str, str, dict, str]]:
         for name, values in NUMBERS.items():
             known = name in inspect.signature(getattr(hstu_sparse, operator)).parameters
             for value in values if known else ():
-                if (name, value) != ("alpha", None) and (name, value) != ("scale", None):
-                    yield operator, f"{name}={value!r}", {name: value}, ERROR
+                yield operator, f"{name}={value!r}", {name: value}, ERROR
     for operator, changes in SPECIFIC:
         (name, value) = next(iter(changes.items()))
         yield operator, f"{name} {_short(value)}", changes, ERROR

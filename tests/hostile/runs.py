@@ -316,7 +316,7 @@ def cases(place: Path) -> list[Case]:
         case("resume: seed changed, --override", resume(RESUME["seed changed"], "--override"), WORKS, short=False),
         case("resume: threads changed", resume(config("threads: 1", "threads: 2")), WORKS, short=False, seconds=180),
         case("resume of the finished run", resume(nothing, of=finished), WORKS, check=same, short=False),
-        case("eval: attention.alpha overridden", judge_it(nothing, "model.attention.0.alpha=9.0"), WORKS, short=False),
+        case("eval: attention.scale overridden", judge_it(nothing, "model.attention.0.scale=9.0"), WORKS, short=False),
         case("eval: train.lr overridden", judge_it(nothing, "train.lr=3.0"), WORKS, short=False),
         case("eval: killed while best/ was replaced", judge_it(MENDED["killed while best/ was replaced"]), WORKS),
         case("eval of a file", lambda f: evaluation.main([str(stopped / "config.yaml")])),

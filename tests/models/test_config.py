@@ -76,10 +76,10 @@ def test_error_in_one_layer_names_the_layer(tmp_path):
             "model.attention.1.selection_group=7 does not divide block_size=30",
         ),
         ("model.attention=3", "model.attention: expected a mapping with a kind, got 3"),
-        ("model.attention={alpha: 2.0}", "model.attention.kind: missing, one of dense, softmax, bsa"),
+        ("model.attention={scale: 2.0}", "model.attention.kind: missing, one of dense, softmax, bsa"),
         (
-            "model.attention={kind: dense, alpha: many}",
-            "model.attention.alpha: input should be a valid number, got 'many'",
+            "model.attention={kind: dense, scale: many}",
+            "model.attention.scale: input should be a valid number, got 'many'",
         ),
         ("trian.lr=1", "trian: unknown key, did you mean train"),
         ("model.attention.kind=htre", "model.attention.kind: unknown attention kind htre"),
@@ -107,9 +107,9 @@ def test_overrides(tmp_path, override, message):
 
 
 def test_another_kind_starts_from_its_own_defaults(tmp_path):
-    text = BASE.replace("kind: dense", "kind: bsa, block_size: 4, alpha: 0.5")
+    text = BASE.replace("kind: dense", "kind: bsa, block_size: 4, scale: 0.5")
     (attention,) = load_config(write(tmp_path, text), ["model.attention.kind=dense"]).model.attention
-    assert (attention.kind, attention.alpha, attention.time_bias) == ("dense", 0.5, True)
+    assert (attention.kind, attention.scale, attention.time_bias) == ("dense", 0.5, True)
 
 
 @pytest.mark.parametrize(

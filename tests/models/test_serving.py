@@ -88,7 +88,7 @@ def test_gradients_pass_straight_through():
 
     k2, v2 = (x.requires_grad_() for x in rotatekv_round_trip(k, v, batch.seq_offsets, bits=2, sink_tokens=3))
     N = kind.normalizer
-    rest = hstu_attention(q, k2, v2, batch.seq_offsets, N, alpha=1.0) - own_token(q, k2, v2, None, 1.0, N)
+    rest = hstu_attention(q, k2, v2, batch.seq_offsets, N, scale=1.0) - own_token(q, k2, v2, None, 1.0, N)
     own = own_token(q, k, v, None, 1.0, N)
     torch.testing.assert_close(out, rest + own)
     expected = torch.autograd.grad(rest + own, (q, k, k2, v, v2), grad)

@@ -144,7 +144,7 @@ def hstu_expected(case: str) -> list:
     leaves, grad, offsets, times, window = hstu_inputs(case)
     wanted = [x.requires_grad_() for x in leaves if x is not None]
     bias = RelativeBias(*leaves[3:], *times)
-    out = hstu_attention(*leaves[:3], offsets, 64, alpha=0.3, window_size=window, bias=bias, backend="reference")
+    out = hstu_attention(*leaves[:3], offsets, 64, scale=0.3, window_size=window, bias=bias, backend="reference")
     return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
 
 
@@ -161,7 +161,7 @@ def hstu_of_rank(rank: int, world: int, case: str, backend: str, device="cpu") -
         positions,
         64,
         seq_offsets=local if len(offsets) > 2 else None,
-        alpha=0.3,
+        scale=0.3,
         window_size=window,
         bias=RelativeBias(*leaves[3:], *(x[index] for x in times)),
         backend=backend,

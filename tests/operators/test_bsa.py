@@ -21,14 +21,14 @@ def draw(lengths, H=2, D=8, V=6, dtype=torch.float64, seed=0):
     return q, k, v, gates, make_offsets(lengths)
 
 
-def dense(q, k, v, alpha, n, visible):
-    """(1/N) sum over visible s of SiLU(alpha q.k) v for one sequence; visible [n, n] or [H, n, n]."""
-    weights = F.silu(alpha * torch.einsum("thd,shd->hts", q, k)) * visible
+def dense(q, k, v, scale, n, visible):
+    """(1/N) sum over visible s of SiLU(scale * q.k) v for one sequence; visible [n, n] or [H, n, n]."""
+    weights = F.silu(scale * torch.einsum("thd,shd->hts", q, k)) * visible
     return torch.einsum("hts,shv->thv", weights, v) / n
 
 
 def test_by_hand():
-    """Two blocks of two, one head of size one, alpha 1, N 4: each sum written out."""
+    """Two blocks of two, one head of size one, scale 1, N 4: each sum written out."""
     q = torch.tensor([1.0, 1.0, 1.0, 2.0], dtype=torch.float64).view(4, 1, 1)
     k = torch.tensor([1.0, 3.0, -1.0, 0.5], dtype=torch.float64).view(4, 1, 1)
     v = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64).view(4, 1, 1)
@@ -36,7 +36,7 @@ def test_by_hand():
     offsets = torch.tensor([0, 4])
 
     def run(gates, window=0):
-        shape = dict(block_size=2, block_counts=1, window_size=window, alpha=1.0)
+        shape = dict(block_size=2, block_counts=1, window_size=window, scale=1.0)
         return bsa_attention(q, k, v, offsets, 4, gates, **shape).flatten()
 
     silu = lambda x: x / (1 + torch.exp(torch.tensor(-x, dtype=torch.float64)))
@@ -73,7 +73,7 @@ def test_bias_by_hand():
     )
 
     def run(gates, window=0):
-        shape = dict(block_size=2, block_counts=1, window_size=window, alpha=1.0)
+        shape = dict(block_size=2, block_counts=1, window_size=window, scale=1.0)
         return bsa_attention(q, k, v, torch.tensor([0, 4]), 4, gates, bias=bias, **shape).flatten()
 
     silu = lambda x: x / (1 + math.exp(-x))
@@ -113,7 +113,7 @@ def test_bias_has_gradients():
     q, k, v, gates, offsets = draw((21, 0, 9))
     times = make_timestamps((21, 0, 9), seed=1)
     leaves = [x.requires_grad_() for x in (q, k, v, *gates, *(torch.randn(n, dtype=torch.float64) for n in (24, 40)))]
-    shape = dict(block_size=8, block_counts=2, window_size=4, selection_group=2, alpha=8**-0.5)
+    shape = dict(block_size=8, block_counts=2, window_size=4, selection_group=2, scale=8**-0.5)
 
     def run(q, k, v, g_cmp, g_slc, g_swa, position, time):
         bias = RelativeBias(position, time, times, times + 50)
@@ -203,7 +203,7 @@ def test_edge_cases_have_gradients(name):
     lengths, N = EDGE_CASES[name]
     q, k, v, gates, offsets = draw(lengths)
     leaves = [x.requires_grad_() for x in (q, k, v, *gates)]
-    shape = dict(block_size=8, block_counts=3, window_size=4, selection_group=2, alpha=8**-0.5)
+    shape = dict(block_size=8, block_counts=3, window_size=4, selection_group=2, scale=8**-0.5)
     run = lambda *x: bsa_attention_reference(*x[:3], offsets, N, x[3:], **shape)[0]
     assert run(*leaves).shape == v.shape
     assert all(g.shape == x.shape for g, x in zip(torch.autograd.grad(run(*leaves).sum(), leaves), leaves))
@@ -226,7 +226,7 @@ def test_sequences_do_not_mix():
 
 def test_given_indices_replace_the_choice():
     q, k, v, gates, offsets = draw((40, 13))
-    shape = dict(block_size=8, block_counts=3, window_size=0, selection_group=1, alpha=0.3)
+    shape = dict(block_size=8, block_counts=3, window_size=0, selection_group=1, scale=0.3)
     out, indices = bsa_attention_reference(q, k, v, offsets, 40, gates, **shape)
     again, same = bsa_attention_reference(q, k, v, offsets, 40, gates, **shape, block_indices=indices)
     assert torch.equal(indices, same)
@@ -242,7 +242,7 @@ def test_given_indices_replace_the_choice():
         (dict(selection_group=3), ValueError, "selection_group must divide block_size=32, got 3"),
         (dict(block_size=30, selection_group=7), ValueError, "selection_group must divide block_size=30, got 7"),
         (dict(block_counts=2.0), TypeError, "block_counts must be a whole number, got 2.0"),
-        (dict(alpha=float("nan")), ValueError, "alpha must be a finite number"),
+        (dict(scale=float("nan")), ValueError, "scale must be a finite number"),
         (dict(bias=torch.zeros(40)), TypeError, "bias must be a RelativeBias, got Tensor"),
         (dict(bias=RelativeBias(torch.zeros(39))), ValueError, r"bias.position must be \[N=40\], got \[39\]"),
         (dict(bias=RelativeBias(time=torch.zeros(5))), ValueError, "bias.time needs bias.timestamps"),

@@ -156,8 +156,8 @@ def test_popular_blocks_are_split():
     shape = dict(block_size=16, block_counts=4, window_size=0, selection_group=1)
 
     def reference(q, k, v, g_cmp, g_slc):
-        alpha = q.shape[-1] ** -0.5
-        return bsa_attention_reference(q, k, v, offsets, 6000, (g_cmp, g_slc, None), **shape, alpha=alpha)[0]
+        scale = q.shape[-1] ** -0.5
+        return bsa_attention_reference(q, k, v, offsets, 6000, (g_cmp, g_slc, None), **shape, scale=scale)[0]
 
     names = ["output", *(f"grad of {n}" for n in inputs)]
     floor = dict.fromkeys(names, 8 * torch.finfo(torch.float32).eps)

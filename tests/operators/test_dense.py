@@ -19,7 +19,7 @@ reference, kernel = (with_tables(functools.partial(hstu_attention, backend=b)) f
 # The reference.
 
 
-def by_hand(q, k, v, seq_offsets, max_seq_len, alpha, targets, window, position_bias, time_bias, timestamps, asked):
+def by_hand(q, k, v, seq_offsets, max_seq_len, scale, targets, window, position_bias, time_bias, timestamps, asked):
     """The formula of the contract, one pair at a time."""
     out = torch.zeros(v.shape, dtype=torch.float64)
     for b in range(len(seq_offsets) - 1):
@@ -39,7 +39,7 @@ def by_hand(q, k, v, seq_offsets, max_seq_len, alpha, targets, window, position_
                     gap = abs(int(asked[begin + t]) - int(timestamps[begin + s]))
                     bias += float(time_bias[min(math.floor(math.log(max(gap, 1)) / 0.301), len(time_bias) - 1)])
                 for h in range(q.shape[1]):
-                    x = alpha * float(q[begin + t, h].double() @ k[begin + s, h].double()) + bias
+                    x = scale * float(q[begin + t, h].double() @ k[begin + s, h].double()) + bias
                     out[begin + t, h] += x / (1 + math.exp(-x)) * v[begin + s, h].double() / max_seq_len
     return out
 
@@ -62,7 +62,7 @@ def test_reference_by_hand(features, window):
         x["q"], x["k"], x["v"], x["seq_offsets"], 11, 0.7, targets, window, position, time, timestamps,
         timestamps if asked is None else asked,
     )  # fmt: skip
-    torch.testing.assert_close(reference(**x, alpha=0.7).double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(reference(**x, scale=0.7).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_reference_gradients():
@@ -215,7 +215,7 @@ def test_strided_inputs():
 def test_int32_offsets_and_alpha():
     x = inputs((33, 20), 40)
     x["seq_offsets"] = x["seq_offsets"].int()
-    compare({**x, "alpha": 0.9})
+    compare({**x, "scale": 0.9})
 
 
 def op_arguments(x):

@@ -72,19 +72,19 @@ def test_many_queries_of_softmax(options):
 @pytest.mark.parametrize("options", [{}, dict(head_group=1), dict(sink_tokens=70)])
 def test_maxima_that_rise_along_the_history(options):
     """Scores grow to 30 powers of two above those of the first tile, and fall again."""
-    length, alpha = 2000, 128**-0.5
+    length, scale = 2000, 128**-0.5
     k, v = (make_jagged((length, 130), (4, 128), dtype=torch.bfloat16, device="cuda", seed=i) for i in range(2))
     grown = torch.linspace(0, 12, length, device="cuda")
     k[:length] *= grown.minimum(12 - grown)[:, None, None]
     q = make_jagged((128, 100), (4, 128), dtype=torch.bfloat16, device="cuda", seed=2)
     q_offsets, offsets = make_offsets((128, 100), device="cuda"), make_offsets((length, 130), device="cuda")
     cache = rotatekv_compress(k, v, offsets, **options)
-    given = dict(activation="softmax", alpha=alpha, return_lse=True)
+    given = dict(activation="softmax", scale=scale, return_lse=True)
     found = rotatekv_attention(q, q_offsets, cache, length, **given)
     lossy, exact = (
         reference.attention_reference(
             q.to(dtype), q_offsets, *reference.decompress_reference(cache, dtype), offsets, length, bias=RelativeBias(),
-            rope_base=None, activation="softmax", alpha=alpha,
+            rope_base=None, activation="softmax", scale=scale,
         )
         for dtype in (torch.bfloat16, torch.float64)
     )  # fmt: skip

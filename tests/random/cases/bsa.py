@@ -116,7 +116,7 @@ def check(
 
 def agree(inputs, offsets, max_seq_len, shape, times=None):
     """Raises AssertionError unless the kernels do what the reference does, up to the rounding of close choices."""
-    alpha = inputs["q"].shape[-1] ** -0.5
+    scale = inputs["q"].shape[-1] ** -0.5
 
     def kernel(q, k, v, g_cmp, g_slc, g_swa=None, position=None, time=None, **more):
         bias = RelativeBias(position, time, **(times or {}))
@@ -125,12 +125,12 @@ def agree(inputs, offsets, max_seq_len, shape, times=None):
 
     with torch.no_grad():
         _, indices = kernel(**inputs, return_block_indices=True)
-    check_choice(indices, inputs, offsets, shape, alpha, times)
+    check_choice(indices, inputs, offsets, shape, scale, times)
 
     def reference(q, k, v, g_cmp, g_slc, g_swa=None, position=None, time=None, chosen=indices):
         bias = RelativeBias(position, time, **{name: x.to(q.device) for name, x in (times or {}).items()})
         given = (q, k, v, offsets.to(q.device), max_seq_len, (g_cmp, g_slc, g_swa))
-        return bsa_attention_reference(*given, **shape, bias=bias, alpha=alpha, block_indices=chosen)[0]
+        return bsa_attention_reference(*given, **shape, bias=bias, scale=scale, block_indices=chosen)[0]
 
     def terms(grad):
         x = {name: x.detach().cpu().double() for name, x in inputs.items()}
@@ -155,7 +155,7 @@ def agree(inputs, offsets, max_seq_len, shape, times=None):
     compare_with_reference(kernel, reference, inputs, factor=3, floor=floor, terms=terms)
 
 
-def check_choice(indices, inputs, offsets, shape, alpha, times=None):
+def check_choice(indices, inputs, offsets, shape, scale, times=None):
     """indices [T, H, S] hold the own block, and of the past ones those whose scores are the best, up to rounding."""
     block_size, most, group = shape["block_size"], shape["block_counts"] - 1, shape["selection_group"]
     q, k, device = inputs["q"].double(), inputs["k"].double(), indices.device
@@ -181,7 +181,7 @@ def check_choice(indices, inputs, offsets, shape, alpha, times=None):
         seen = times["timestamps"][begin:end][middle] if times else None
         added = pair_bias(tables, first[:, None] - middle, asked, seen)
         added = added[:, None] if isinstance(added, torch.Tensor) else added
-        scores = torch.nn.functional.silu(alpha * torch.einsum("nhd,mhd->nhm", q[begin:end][first], kbar) + added)
+        scores = torch.nn.functional.silu(scale * torch.einsum("nhd,mhd->nhm", q[begin:end][first], kbar) + added)
         scores = scores.masked_fill(torch.arange(blocks, device=device) >= own[:, None, None], -torch.inf)
         best = scores.topk(min(most, blocks), -1).values
         chosen = torch.where(place < count[:, None, None], rows, blocks)[..., :most]

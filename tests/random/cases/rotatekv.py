@@ -107,7 +107,7 @@ def check(
             make_timestamps(asked, device=device, seed=seed + 1) + 100_000,
         )
         bias = RelativeBias(*(x if x is None else x.repeat_interleave(2)[::2] for x in tables))
-    call = dict(bias=bias, rope_base=10000.0 if rope else None, alpha=head_size**-0.5)
+    call = dict(bias=bias, rope_base=10000.0 if rope else None, scale=head_size**-0.5)
     given = call | dict(activation="softmax" if softmax else "silu")
     wanted = dict(
         call, bias=check_bias(bias, max_seq_len + 1, sum(lengths), q.device, query_tokens=sum(asked), longer=True)
@@ -133,7 +133,7 @@ def check(
     }
     from hstu_sparse.rotatekv import launch_attention
 
-    for way in launch_attention.ways(cache, dtype, wanted["alpha"], rope, softmax and not (position or timed)):
+    for way in launch_attention.ways(cache, dtype, wanted["scale"], rope, softmax and not (position or timed)):
         ways[way] = launch_attention.attention(
             q, q_offsets, cache, max_seq_len, softmax=softmax, return_lse=softmax, way=way, splits=splits, **wanted
         )
@@ -226,7 +226,7 @@ def launches():
                 )
             else:
                 source = launch_attention.Plain(k, v, offsets) if what == "plain" else cache
-                rest = dict(softmax=False, alpha=0.1, bias=RelativeBias(), rope_base=None, return_lse=False)
+                rest = dict(softmax=False, scale=0.1, bias=RelativeBias(), rope_base=None, return_lse=False)
                 rest |= attend or {}
                 launch_attention.attention(q, make_offsets((queries,)), source, 200, splits=splits, **rest)
 
