@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from data.batches import Batch, Batches
+from data.batch import Batch
+from data.batches import Batches
 from data.datasets import DataError
 from models.average import WeightAverage
 from models.checkpoint import (
@@ -32,13 +33,12 @@ from models.checkpoint import (
     save_folder,
 )
 from models.config import ConfigError, RunConfig, as_yaml, load_config
-from models.context import Context, NoLog
-from models.contract import ContextBatch
 from models.folder import FolderError, access, check_run, claimed, write_text
 from models.graph import GraphedStep, Losses, Step
 from models.losses import head_loss
 from models.metrics import metric_names, ranking_metrics
 from models.monitor import Means, MetricsLog, ProgressBar, StopSignal, explain_faults, memory_fault
+from models.parallel.context import Context, NoLog
 from models.report import environment, print_result, write_report
 from models.retrieval import model_scorer, rank_targets
 from models.run import Data, build_model, check_fingerprint, check_same_run, final_weights, judge, open_data
@@ -66,7 +66,7 @@ def train(config: RunConfig, folder: Path, resume: bool, override: bool = False)
 
 
 def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool, context: Context) -> int:
-    """Several processes, of which the first writes: see models/context.py."""
+    """Several processes, of which the first writes: see models/parallel/context.py."""
     console.quiet = not context.first
     data = open_data(config)
     torch.manual_seed(config.seed)
@@ -190,7 +190,7 @@ def build_step(
         # A cache of cast weights would outlive the step that a graph captures.
         with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
             out, aux = model.raw_output(batch)
-        part = batch.part if isinstance(batch, ContextBatch) else None
+        part = None if batch.cut is None else batch.cut.index
         loss, of_head = head_loss(model, config.loss, out, targets, dtype, part)
         aux |= of_head
         if wrong := aux.keys() & TAKEN:

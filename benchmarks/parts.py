@@ -21,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import train
-from data.batches import Batch
+from data.batch import Batch
 from models.config import RunConfig
 from models.hstu import SequenceModel
 from models.report import environment

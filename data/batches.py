@@ -1,135 +1,22 @@
-"""Jagged batches, cut from the flat columns of a dataset without any Python per row.
+"""The batches of a split, cut from the flat columns of a dataset without any Python per row.
 
 Letters: T tokens of the batch, B sequences, S seen items of the batch, M samples of the split.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hstu_sparse.jagged import sequence_ids
-
+from .batch import Batch
 from .splits import Split
 from .types import DataError, Dataset
 
 CHUNK_BATCHES = 50  # group_by_length sorts within this many batches: enough to even out, still well shuffled
-
-
-@dataclass
-class Batch:
-    """B sequences laid end to end; the one type that `data` and `models` share.
-
-    item_ids          [T] int64, the inputs
-    timestamps        [T] int64, seconds, of the inputs (zeros when the source has none)
-    target_ids        [T] int64, the item after each input; -1 where padding has none
-    query_timestamps  [T] int64, seconds, when the target of each input happened
-    seq_offsets       [B+1] int64, first 0, last T
-    users             [B] int64, user index
-    actions           [T] int64 of the inputs, or None
-    seen_items        [S] int64 or None: all items of each user's whole history before the target of the last
-                      position, also those before the window; duplicates stay
-    seen_offsets      [B+1] int64 or None
-    phase             the training step at which the current phase of training began: what changes at a certain step
-                      compares it with that step (a host-side int, so that it can choose the path); by default past all
-    """
-
-    item_ids: Tensor
-    timestamps: Tensor
-    target_ids: Tensor
-    query_timestamps: Tensor
-    seq_offsets: Tensor
-    users: Tensor
-    actions: Tensor | None = None
-    seen_items: Tensor | None = None
-    seen_offsets: Tensor | None = None
-    phase: int = sys.maxsize
-    # What `once` found. A copy of the batch begins without, so nothing outlives the pass that its copy was made for.
-    _found: dict = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def once(self, key: Hashable, compute: Callable[[], object]) -> object:
-        """compute(), which depends on the batch and `key` alone, called for the first of the layers that ask."""
-        if key not in self._found:
-            self._found[key] = compute()
-        return self._found[key]
-
-    @property
-    def real(self) -> Tensor:
-        """[T] bool: which tokens are real, not padding."""
-        return self.target_ids >= 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self.item_ids.shape[0]
-
-    @property
-    def num_sequences(self) -> int:
-        return self.users.shape[0]
-
-    @property
-    def positions(self) -> Tensor:
-        """[T] int64: place of each token in its sequence."""
-        begins = self.seq_offsets[sequence_ids(self.seq_offsets, self.num_tokens)]
-        return torch.arange(self.num_tokens, device=begins.device) - begins
-
-    @property
-    def origins(self) -> Tensor:
-        """[B] int64: time of the first event of each sequence; of an empty one, whatever stands there."""
-        starts = self.seq_offsets[:-1].clamp(max=max(self.num_tokens - 1, 0))
-        return self.timestamps[starts] if self.num_tokens else self.timestamps.new_zeros(starts.shape)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    def _map(self, function) -> Batch:
-        return dataclasses.replace(self, **{name: function(value) for name, value in self._tensors().items()})
-
-    def to(self, device, non_blocking: bool = False) -> Batch:
-        """The same batch on another device; asynchronous from pinned memory with `non_blocking`."""
-        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Batch:
-        return self._map(Tensor.pin_memory)
-
-    def padded(self, tokens: int, sequences: int, longest: int) -> Batch:
-        """The same training batch with T = `tokens` and B = `sequences`: many batches, one shape.
-
-        Behind the real sequences come some of at most `longest` tokens, of item 0 without a target, then empty ones.
-        """
-        more, rows = tokens - self.num_tokens, sequences - self.num_sequences
-        if self.seen_items is not None:
-            raise ValueError("a batch with seen items is for evaluation and cannot be padded")
-        if more < 0 or rows < 0 or more > rows * longest:
-            raise ValueError(
-                f"cannot pad {self.num_tokens} tokens in {self.num_sequences} sequences to {tokens} in {sequences}, at "
-                f"most {longest} each"
-            )
-        ends = torch.arange(1, rows + 1, device=self.seq_offsets.device) * longest
-        filled = self._map(lambda x: torch.nn.functional.pad(x, (0, more)))
-        filled.target_ids[self.num_tokens :] = -1
-        filled.users = torch.nn.functional.pad(self.users, (0, rows))
-        filled.seq_offsets = torch.cat([self.seq_offsets, self.num_tokens + ends.clamp(max=more)])
-        return filled
-
-    def overwrite(self, other: Batch, longest: int) -> None:
-        """Makes of this batch, in place, other.padded(T, B, longest) with the T and B that it has."""
-        for name, mine in self._tensors().items():
-            theirs = getattr(other, name)
-            mine[: len(theirs)].copy_(theirs)
-            if name != "seq_offsets":
-                mine[len(theirs) :].fill_(-1 if name == "target_ids" else 0)
-        ends = self.seq_offsets[len(other.seq_offsets) :]
-        if len(ends):
-            first = other.num_tokens + longest
-            torch.arange(first, first + longest * len(ends), longest, out=ends).clamp_(max=self.num_tokens)
-        self.phase = other.phase
 
 
 def _columns(dataset: Dataset) -> dict[str, Tensor | None]:

@@ -225,7 +225,7 @@ class EvalConfig(Strict):
 
 
 class ParallelConfig(Strict):
-    # Processes that each sequence is cut over (see models/context.py): as many as torchrun starts.
+    # Processes that each sequence is cut over (see models/parallel/context.py): as many as torchrun starts.
     context: int = Field(1, ge=1)
 
 

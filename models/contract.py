@@ -7,13 +7,12 @@ query/key head size, V value head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, field_validator
 from torch import Tensor, nn
 
-from data.batches import Batch
-from hstu_sparse.ring import RingPlan
+from data.batch import Batch
 
 if TYPE_CHECKING:
     from data.datasets import Dataset
@@ -34,28 +33,6 @@ class Strict(BaseModel):
         if isinstance(value, int) and value > MOST and info.field_name != "seed":
             raise ValueError(f"expected at most {MOST:,}, got {value}")
         return value
-
-
-@dataclass
-class ContextBatch(Batch):
-    """A rank's part of a batch: its tokens, with seq_offsets of their own.
-
-    place          [T] int64, positions in the whole sequences
-    part           [T] int64, which tokens of the whole batch these are
-    origins        [B] int64, the time of the first event of each whole sequence
-    plan           where every rank's tokens lie
-    group          process group of the mesh's dimension
-    """
-
-    place: Tensor | None = None
-    part: Tensor | None = None
-    origins: Tensor | None = None
-    plan: RingPlan | None = None
-    group: Any = None
-
-    @property
-    def positions(self) -> Tensor:
-        return self.place
 
 
 @dataclass(frozen=True)

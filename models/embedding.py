@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 import hstu_sparse
-from data.batches import Batch
-from models.contract import ContextBatch
+from data.batch import Batch
 
 # torchrec asks a question of torch.fx whose answer is a warning in every process.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
@@ -86,7 +85,7 @@ class InputEmbedding(nn.Module):
         rows = looked_up["item"].values()
         more = looked_up["action"].values() if "action" in features else None
         dropout = self.dropout if self.training else 0.0
-        if rows.is_cuda and not isinstance(batch, ContextBatch):
+        if rows.is_cuda and batch.cut is None:
             # The kernels draw their mask from a seed of their own.
             seed = torch.randint(2**62, (1,), device=rows.device) if dropout else None
             return hstu_sparse.embed_inputs(

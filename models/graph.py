@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from data.batches import Batch
+from data.batch import Batch
 from models.config import ConfigError
 
 
@@ -26,7 +26,7 @@ Step = Callable[[Batch], Losses]
 
 
 class GraphedStep:
-    """step(batch) -> losses, captured once for each padded T and phase of training, and replayed.
+    """step(batch) -> losses, captured once for each padded size and phase of training, and replayed.
 
     step: trains on a batch and returns losses by name, 0-d, without ever waiting for the device; what it returns is
     overwritten by later calls.
@@ -41,8 +41,8 @@ class GraphedStep:
         self.step, self.longest = step, longest
         self.sequences = batch_size + -(-_granule(batch_size * longest) // longest)
         self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        self.met: set[tuple[int, int]] = set()
-        self.captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Batch, Losses]] = {}
+        self.met: set[tuple[int, ...]] = set()
+        self.captured: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Batch, Losses]] = {}
 
     def __call__(self, batch: Batch) -> Losses:
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -52,11 +52,12 @@ class GraphedStep:
         return losses
 
     def _run(self, batch: Batch) -> Losses:
-        key = padded_tokens(batch.num_tokens), batch.phase
+        values = {name: padded_tokens(count) for name, count in batch.num_values.items()}
+        key = padded_tokens(batch.num_tokens), batch.phase, *values.values()
         if key in self.captured:
             self.captured[key][1].overwrite(batch, self.longest)
         else:
-            padded = batch.padded(key[0], self.sequences, self.longest)
+            padded = batch.padded(key[0], self.sequences, self.longest, values)
             if key not in self.met:
                 self.met.add(key)
                 return self.step(padded)

@@ -167,12 +167,12 @@ def mol_loss(
         return _chunk_loss(head, given, out, targets, negatives, rest[: len(source)])
 
     total = ChunkedSum.apply(chunk, rows, 3, out, targets, negatives, *source, *parameters)
-    real = targets >= 0
-    count = real.sum().clamp(min=1)
+    scored = targets >= 0
+    count = scored.sum().clamp(min=1)
     own = F.embedding(targets.clamp(min=0), item_weight)
     _, pi = head.scores(head.queries(out), head.items(own[:, None]))
-    mean = (pi[:, 0] * real[:, None]).sum(0) / count
-    balance = (_entropy(pi[:, 0]) * real).sum() / count - _entropy(mean)
+    mean = (pi[:, 0] * scored[:, None]).sum(0) / count
+    balance = (_entropy(pi[:, 0]) * scored).sum() / count - _entropy(mean)
     return total / count, {"mol_balance": AuxLoss.of(balance, head.config.balance_weight)}
 
 

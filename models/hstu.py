@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hstu_sparse
-from data.batches import Batch
+from data.batch import Batch
 from models.attention import ATTENTION
 from models.config import ModelConfig
-from models.contract import AttentionKind, AuxLoss, ContextBatch, LayerSizes
+from models.contract import AttentionKind, AuxLoss, LayerSizes
 from models.embedding import InputEmbedding
 from models.heads import MixtureOfLogits, normalized
 
@@ -35,7 +35,7 @@ def turned(config: ModelConfig, q: Tensor, k: Tensor, batch: Batch) -> tuple[Ten
             times=times if config.rotary.time else None,
             origins=batch.origins if config.rotary.time else None,
             position=config.rotary.position,
-            positions=batch.place if isinstance(batch, ContextBatch) else None,
+            positions=None if batch.cut is None else batch.positions,
         )
         for x, times in ((q, batch.query_timestamps), (k, batch.timestamps))
     )

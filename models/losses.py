@@ -67,21 +67,23 @@ def draw_negatives(config: LossConfig, num_items: int, targets: Tensor) -> Negat
 
     if config.kind in ("sampled_softmax", "bce"):
         return Negatives(uniform(config.num_negatives))
-    real = targets >= 0
-    total = real.sum().clamp(min=1)
+    scored = targets >= 0
+    total = scored.sum().clamp(min=1)
+    # Tokens with a target first, in their order, so that they can be drawn by number without asking the device.
+    candidates = targets.index_select(0, (~scored).int().argsort(stable=True)).to(options["dtype"])
 
     def of_batch(count: int) -> Tensor:
         if not len(targets):
             return uniform(count)
         most = 2**31 - 1 if targets.is_cuda else 2**62
         places = torch.randint(most, (*rows, count), **options) % total.to(options["dtype"])
-        return targets.to(options["dtype"]).index_select(0, places.flatten()).view(places.shape)
+        return candidates.index_select(0, places.flatten()).view(places.shape)
 
     if config.kind == "in_batch":
         return Negatives(of_batch(config.num_negatives))
     count = config.num_in_batch
     share = count / config.num_negatives
-    seen = torch.zeros(num_items, device=targets.device).index_add_(0, targets.clamp(min=0), real.float())
+    seen = torch.zeros(num_items, device=targets.device).index_add_(0, targets.clamp(min=0), scored.float())
     log_q = (share / total * seen + (1 - share) / num_items).log()
     return Negatives(torch.cat([of_batch(count), uniform(config.num_negatives - count)], -1), log_q)
 
@@ -95,10 +97,10 @@ def training_loss(
     part: Tensor | None = None,
     temperature: Tensor | None = None,
 ) -> Tensor:
-    """Mean loss over the positions, with gradients for `out` and `item_weight` (once: no second derivative).
+    """Mean loss over positions with a target, its gradients for `out` and `item_weight` (once: no second derivative).
 
     out: [T, E] fp32, L2-normalised; where `takes_kernel`, of any length. item_weight: [I, E]. targets: [T] int64;
-    positions of padding, with target -1, come last and do not count. dtype: of the products on a GPU; absent, the
+    positions without a target (-1), padding among them, do not count. dtype: of the products on a GPU; absent, the
     table's. Negatives come from torch's global generator: uniform over the catalogue; for `in_batch` over the targets
     of the batch, so that an item is drawn as often as it is popular there; for `mixed_negatives` a share each, logits
     corrected by the logarithm of the probability that this gives an item. A negative equal to the positive does not

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data.batches import Batch
+from data.batch import Batch
 from hstu_sparse.jagged import sequence_ids
 
 # Which of a user's earlier items leave the ranking, each a superset of the one before.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hstu_sparse
-from data.batches import Batch
+from data.batch import Batch
 from hstu_sparse.jagged import offsets_from_lengths
 from hstu_sparse.relative_bias import RelativeBias
 from models.attention import DenseAttention, RotateKVAttention, SoftmaxAttention

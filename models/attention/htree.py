@@ -6,7 +6,7 @@ from pydantic import Field
 from torch import Tensor
 
 import hstu_sparse
-from data.batches import Batch
+from data.batch import Batch
 from models.attention.shared import SharedKeys
 from models.contract import AuxLoss
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hstu_sparse
-from data.batches import Batch
+from data.batch import Batch
 from hstu_sparse.indexer import MOST_CHOSEN
 from hstu_sparse.jagged import sequence_ids
 from hstu_sparse.relative_bias import RelativeBias

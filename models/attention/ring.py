@@ -6,9 +6,9 @@ from pydantic import Field
 from torch import Tensor
 
 import hstu_sparse
-from data.batches import Batch
+from data.batch import Batch
 from models.attention.shared import HSTUAttention, SharedKeys
-from models.contract import AuxLoss, ContextBatch
+from models.contract import AuxLoss
 
 
 class RingAttention(SharedKeys, HSTUAttention):
@@ -33,11 +33,11 @@ class RingAttention(SharedKeys, HSTUAttention):
                 raise ValueError("dropout and num_kv_heads are for inner=softmax: leave them out")
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
-        c, cut, offsets = self.config, isinstance(batch, ContextBatch), batch.seq_offsets
+        c, cut, offsets = self.config, batch.cut, batch.seq_offsets
         if c.inner == "softmax":
             dropout = c.dropout if self.training else 0.0
             options = dict(causal=True, window_size=(c.window_size - 1, -1), backend=c.backend)
-            if not cut:
+            if cut is None:
                 out = hstu_sparse.flash_attention(q, k, v, offsets, scale=c.scale, dropout=dropout, **options)
             else:
                 out = hstu_sparse.zigzag_triton_ring_flash_attn_varlen_func(
@@ -47,8 +47,8 @@ class RingAttention(SharedKeys, HSTUAttention):
                     offsets,
                     dropout_p=dropout,
                     softmax_scale=c.scale,
-                    group=batch.group,
-                    plan=batch.plan,
+                    group=cut.group,
+                    plan=cut.plan,
                     **options,
                 )
             return out, {}
@@ -58,7 +58,7 @@ class RingAttention(SharedKeys, HSTUAttention):
             bias=self.bias(batch),
             backend=c.backend,
         )
-        if not cut:
+        if cut is None:
             return hstu_sparse.hstu_attention(q, k, v, offsets, self.normalizer, **options), {}
         out = hstu_sparse.ring_hstu_attention(
             q,
@@ -67,8 +67,8 @@ class RingAttention(SharedKeys, HSTUAttention):
             batch.positions,
             self.normalizer,
             seq_offsets=offsets,
-            group=batch.group,
-            plan=batch.plan,
+            group=cut.group,
+            plan=cut.plan,
             **options,
         )
         return out, {}

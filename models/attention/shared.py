@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from data.batches import Batch
+from data.batch import Batch
 from hstu_sparse.relative_bias import RelativeBias
 from models.contract import AttentionKind, LayerSizes
 

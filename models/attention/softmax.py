@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import hstu_sparse
-from data.batches import Batch
+from data.batch import Batch
 from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
 from hstu_sparse.relative_bias import pair_bias
 from models.attention.shared import BiasedAttention, SharedKeys

@@ -55,7 +55,8 @@ def naive(dataset, split, order, with_seen):
 
 
 def as_lists(batch):
-    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name not in ("phase", "_found")}
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if "layout" in f.metadata}
+    assert fields.pop("real").tolist() == [True] * batch.num_tokens
     for name, value in fields.items():
         assert value is None or (value.dtype == torch.int64 and value.ndim == 1), name
     return {name: None if value is None else value.tolist() for name, value in fields.items()}
@@ -188,7 +189,7 @@ def test_to_moves_every_field():
     split = make_splits(dataset, "published", max_seq_len=3).test
     batch = dataclasses.replace(next(Batches(dataset, split, batch_size=4, with_seen=True).epoch(0)), phase=7)
     moved = batch.to("meta")
-    tensors = [getattr(moved, f.name) for f in dataclasses.fields(moved) if f.name not in ("phase", "_found")]
+    tensors = [getattr(moved, f.name) for f in dataclasses.fields(moved) if "layout" in f.metadata]
     assert all(x.device.type == "meta" for x in tensors)
     assert as_lists(batch.to("cpu")) == as_lists(batch)
     assert moved.phase == 7

@@ -159,6 +159,23 @@ def test_padding_does_not_count(inputs, kind, form):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("form", ["per_position", "shared"])
+@pytest.mark.parametrize("kind", ["in_batch", "mixed_negatives"])
+def test_negatives_of_the_batch_are_targets_wherever_tokens_have_none(kind, form):
+    """A token may have no target without being padding: none of its like is drawn, and every target can be."""
+    targets = torch.tensor([-1, 3, -1, -1, 7, 5, -1, 3, -1])
+    chosen = config(kind, negatives=form, in_batch_share=0.6)
+    drawn = set()
+    for seed in range(50):
+        torch.manual_seed(seed)
+        ids, log_q = losses.draw_negatives(chosen, I, targets)
+        ids = ids[..., :3] if kind == "mixed_negatives" else ids
+        drawn |= set(ids.flatten().tolist())
+    assert drawn == {3, 5, 7}
+    if log_q is not None:
+        torch.testing.assert_close(log_q[[3, 5, 0]].exp(), 0.6 * torch.tensor([0.5, 0.25, 0]) + 0.4 / I)
+
+
 def test_no_position_gives_zero():
     items = torch.randn(I, E, requires_grad=True)
     loss = training_loss(config("sampled_softmax"), torch.empty(0, E), items, torch.empty(0, dtype=torch.long))

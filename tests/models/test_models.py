@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from data.batches import Batch
+from data.batch import Batch
 from models.attention.bsa import warn_if_too_short
 from models.config import ModelConfig
 from models.hstu import SequenceModel
@@ -316,6 +316,7 @@ def test_padding_changes_no_real_position(kind):
     padded = batch.padded(51, 9, 12)
     assert padded.seq_offsets.tolist() == [0, 5, 5, 17, 20, 32, 44, 51, 51, 51]
     assert padded.target_ids[20:].unique().tolist() == [-1] and padded.num_sequences == 9
+    assert padded.real.tolist() == 20 * [True] + 31 * [False]
     torch.testing.assert_close(model(padded)[0][:20], model(batch)[0])
     with pytest.raises(ValueError, match="cannot pad 20 tokens in 4 sequences to 51 in 6"):
         batch.padded(51, 6, 12)

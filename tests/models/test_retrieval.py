@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from data.batches import Batch
+from data.batch import Batch
 from models import retrieval
 from models.metrics import metrics_by_length, ranking_metrics
 from models.retrieval import (

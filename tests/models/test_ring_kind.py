@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from data.batches import Batch
 from models.config import ModelConfig
-from models.context import Context
 from models.hstu import SequenceModel
+from models.parallel.context import Context
+from tests.data.test_batch import MoreBatch, more
 from tests.models.test_models import CONFIG, NUM_ITEMS, make_batch
 
 LENGTHS = [5, 12, 1, 9]
@@ -44,18 +44,21 @@ def test_a_window_of_the_softmax():
 
 
 def test_a_cut_batch_is_its_parts():
-    batch, parts = make_batch(LENGTHS), []
+    batch, parts = more(make_batch(LENGTHS), [2, 0, 1, 3]), []
     for rank in range(2):
         context = Context.__new__(Context)
         context.world, context.rank, context.group = 2, rank, None
         parts.append(context.cut(batch))
         mine = parts[-1]
-        assert mine.plan.tokens[rank] == mine.num_tokens == int(mine.seq_offsets[-1])
-        for name in ("item_ids", "timestamps", "target_ids", "query_timestamps"):
-            assert torch.equal(getattr(mine, name), getattr(batch, name)[mine.part])
-        assert torch.equal(mine.positions, batch.positions[mine.part])
-    assert sorted(torch.cat([p.part for p in parts]).tolist()) == list(range(sum(LENGTHS)))
-    assert isinstance(parts[0], Batch) and abs(parts[0].num_tokens - parts[1].num_tokens) <= len(LENGTHS)
+        assert mine.cut.plan.tokens[rank] == mine.num_tokens == int(mine.seq_offsets[-1])
+        for name in ("item_ids", "timestamps", "target_ids", "query_timestamps", "real", "tags"):
+            assert torch.equal(getattr(mine, name), getattr(batch, name)[mine.cut.index])
+        for name in ("users", "weight", "words", "word_offsets"):
+            assert torch.equal(getattr(mine, name), getattr(batch, name))
+        assert torch.equal(mine.positions, batch.positions[mine.cut.index])
+        assert torch.equal(mine.origins, batch.origins)
+    assert sorted(torch.cat([p.cut.index for p in parts]).tolist()) == list(range(sum(LENGTHS)))
+    assert isinstance(parts[0], MoreBatch) and abs(parts[0].num_tokens - parts[1].num_tokens) <= len(LENGTHS)
 
 
 @pytest.mark.gpu

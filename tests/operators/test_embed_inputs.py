@@ -100,7 +100,7 @@ def test_dropout_on_gpu():
 
 @pytest.mark.gpu
 def test_the_model_takes_the_kernel():
-    from data.batches import Batch
+    from data.batch import Batch
     from models.embedding import InputEmbedding
 
     model = InputEmbedding(30, 0, 16, 50, 0.0).cuda()

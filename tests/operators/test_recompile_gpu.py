@@ -21,7 +21,7 @@ def count():
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("size", [50, 64])
 def test_batches_do_not_recompile_kernels(size, autocast):
-    from data.batches import Batch
+    from data.batch import Batch
     from models.config import RunConfig
     from models.hstu import SequenceModel
 

@@ -9,7 +9,7 @@ Letters: T tokens of a rank, W ranks.
 
 import os
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from data.batches import Batch
+from data.batch import Batch, Cut
 from data.types import shown
 from hstu_sparse.ring import cut_sequences, whole_plan
 from models.config import ConfigError, RunConfig
-from models.contract import ContextBatch
 
 
 class Context:
@@ -64,18 +63,14 @@ class Context:
         if self.world == 1:
             return batch
         index, offsets = cut_sequences(batch.seq_offsets, self.rank, self.world, zigzag=True)
-        named = {field.name: getattr(batch, field.name) for field in fields(Batch) if field.init}
-        for name in ("item_ids", "timestamps", "target_ids", "query_timestamps", "actions"):
-            if named[name] is not None:
-                named[name] = named[name].index_select(0, index)
-        return ContextBatch(
-            **named | {"seq_offsets": offsets},
-            place=batch.positions.index_select(0, index),
-            part=index,
+        cut = Cut(
+            index=index,
+            positions=batch.positions.index_select(0, index),
             origins=batch.origins,
             plan=whole_plan(batch.seq_offsets, self.rank, self.world, zigzag=True),
             group=self.group,
         )
+        return replace(batch.part(index, offsets), cut=cut)
 
     def sum_gradients(self, parameters: Iterable[Tensor], loss: Tensor) -> Tensor:
         """Sums the parameters' gradients over the ranks, in place, and returns the sum of the losses."""

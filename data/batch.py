@@ -1,0 +1,213 @@
+"""`Batch`, the one type that `data` and `models` share: sequences laid end to end, and how its fields are laid out.
+
+Letters: T tokens of the batch, B sequences, S values of a jagged field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hstu_sparse.jagged import sequence_ids
+from hstu_sparse.ring import RingPlan
+
+
+class Layout(NamedTuple):
+    """How a tensor of a batch is laid out.
+
+    kind     what its first dimension counts: tokens (T), sequences (B), values (S); or it holds offsets (B+1)
+    padding  what stands in it where a batch was padded
+    offsets  the field that says which values belong to which sequence
+    """
+
+    kind: Literal["token", "sequence", "values", "offsets"]
+    padding: float = 0
+    offsets: str | None = None
+
+
+def per_token(padding: float = 0) -> dict[str, Layout]:
+    """The metadata of a field [T, ...]: `field(metadata=per_token(padding=-1))`."""
+    return {"layout": Layout("token", padding)}
+
+
+def per_sequence(padding: float = 0) -> dict[str, Layout]:
+    """The metadata of a field [B, ...]."""
+    return {"layout": Layout("sequence", padding)}
+
+
+def jagged(offsets: str, padding: float = 0) -> dict[str, Layout]:
+    """The metadata of a field [S, ...] with any number of values a sequence, jagged by the field named `offsets`."""
+    return {"layout": Layout("values", padding, offsets)}
+
+
+OFFSETS = {"layout": Layout("offsets")}  # the metadata of a field [B+1], first 0, not descending
+
+
+class Cut(NamedTuple):
+    """What a rank knows of the whole batch of which it holds a part (models/parallel/context.py).
+
+    index      [T] int64, which tokens of the whole batch the part's tokens are
+    positions  [T] int64, their positions in the whole sequences
+    origins    [B] int64, the time of the first event of each whole sequence
+    plan       where every rank's tokens lie
+    group      the process group of the ranks
+    """
+
+    index: Tensor
+    positions: Tensor
+    origins: Tensor
+    plan: RingPlan
+    group: Any
+
+
+@dataclass
+class Batch:
+    """B sequences laid end to end.
+
+    item_ids          [T] int64, the inputs
+    timestamps        [T] int64, seconds, of the inputs (zeros when the source has none)
+    target_ids        [T] int64, the item after each input; -1 for a token without a target, as all padding is
+    query_timestamps  [T] int64, seconds, when the target of each input happened
+    seq_offsets       [B+1] int64, first 0, last T
+    users             [B] int64, user index
+    actions           [T] int64 of the inputs, or None
+    seen_items        [S] int64 or None: all items of each user's whole history before the target of the last
+                      position, also those before the window; duplicates stay
+    seen_offsets      [B+1] int64 or None
+    real              [T] bool: True for tokens of the data, False for padding; all are real if it is not given
+    phase             the training step at which the current phase of training began: what changes at a certain step
+                      compares it with that step (a host-side int, so that it can choose the path); by default past all
+    cut               where the batch is a rank's part of a whole one, what the rank knows of that; else None
+
+    Each field that holds a tensor declares its layout as metadata of the field; moving, padding, overwriting and
+    cutting follow from that declaration, for fields of subclasses too.
+    """
+
+    item_ids: Tensor = field(metadata=per_token())
+    timestamps: Tensor = field(metadata=per_token())
+    target_ids: Tensor = field(metadata=per_token(padding=-1))
+    query_timestamps: Tensor = field(metadata=per_token())
+    seq_offsets: Tensor = field(metadata=OFFSETS)
+    users: Tensor = field(metadata=per_sequence())
+    actions: Tensor | None = field(default=None, metadata=per_token())
+    seen_items: Tensor | None = field(default=None, metadata=jagged("seen_offsets"))
+    seen_offsets: Tensor | None = field(default=None, metadata=OFFSETS)
+    real: Tensor = field(default=None, metadata=per_token(padding=False))  # type: ignore[assignment]
+    phase: int = sys.maxsize
+    cut: Cut | None = None
+    # Results of `once`. A copy of the batch begins without, so nothing outlives the pass that its copy was made for.
+    _shared: dict = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        if self.real is None:
+            self.real = torch.ones(self.num_tokens, dtype=torch.bool, device=self.item_ids.device)
+
+    def once(self, key: Hashable, compute: Callable[[], object]) -> object:
+        """compute(), which depends on the batch and `key` alone, called for the first of the layers that ask."""
+        if key not in self._shared:
+            self._shared[key] = compute()
+        return self._shared[key]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.item_ids.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.users.shape[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """[T] int64: place of each token in its sequence; in the whole sequence where the batch is a part of one."""
+        if self.cut is not None:
+            return self.cut.positions
+        begins = self.seq_offsets[sequence_ids(self.seq_offsets, self.num_tokens)]
+        return torch.arange(self.num_tokens, device=begins.device) - begins
+
+    @property
+    def origins(self) -> Tensor:
+        """[B] int64: time of the first event of each (whole) sequence; of an empty one, whatever stands there."""
+        if self.cut is not None:
+            return self.cut.origins
+        starts = self.seq_offsets[:-1].clamp(max=max(self.num_tokens - 1, 0))
+        return self.timestamps[starts] if self.num_tokens else self.timestamps.new_zeros(starts.shape)
+
+    @property
+    def num_values(self) -> dict[str, int]:
+        """S of each jagged field, by the name of its offsets."""
+        return {layout.offsets: len(x) for _, x, layout in self._tensors() if layout.offsets is not None}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor, Layout]]:
+        """(name, value, layout) of each field that holds a tensor; TypeError for one that declares no layout."""
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, Tensor):
+                if "layout" not in one.metadata:
+                    raise TypeError(f"{type(self).__name__}.{one.name} holds a tensor, but its field has no layout")
+                yield one.name, value, one.metadata["layout"]
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        if self.cut is not None:
+            raise ValueError("a rank's part of a batch stays as it was cut: move or pad the whole batch before")
+        return dataclasses.replace(self, **{name: function(value) for name, value, _ in self._tensors()})
+
+    def to(self, device, non_blocking: bool = False) -> Batch:
+        """The same batch on another device; asynchronous from pinned memory with `non_blocking`."""
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        return self._map(Tensor.pin_memory)
+
+    def part(self, index: Tensor, seq_offsets: Tensor) -> Batch:
+        """The same sequences with the tokens `index` [T'] alone, which `seq_offsets` [B+1] divides among them."""
+        chosen = {
+            name: value.index_select(0, index) for name, value, layout in self._tensors() if layout.kind == "token"
+        }
+        return dataclasses.replace(self, **chosen | {"seq_offsets": seq_offsets})
+
+    def padded(self, tokens: int, sequences: int, longest: int, values: Mapping[str, int] | None = None) -> Batch:
+        """The same batch with T = `tokens`, B = `sequences` and `values` (as `num_values`): many batches, one shape.
+
+        Behind the real sequences come some of at most `longest` tokens of padding, then empty ones. Further values of
+        a jagged field belong to the first of them; fields that `values` does not name keep the number that they have.
+        """
+        sizes = self.num_values | dict(values or {}) | {"seq_offsets": tokens}
+        more, rows = tokens - self.num_tokens, sequences - self.num_sequences
+        if more < 0 or rows < 0 or more > rows * longest:
+            raise ValueError(
+                f"cannot pad {self.num_tokens} tokens in {self.num_sequences} sequences to {tokens} in {sequences}, at "
+                f"most {longest} each"
+            )
+        for name, count in self.num_values.items():
+            if sizes[name] < count or (sizes[name] > count and not rows):
+                raise ValueError(f"cannot pad {count} values of {name} to {sizes[name]} with {rows} more sequences")
+        # New tensors, and all zeros: what they hold is written by `overwrite`, which alone knows how.
+        filled = {}
+        for name, x, layout in self._tensors():
+            length = {"token": tokens, "sequence": sequences, "offsets": sequences + 1}.get(layout.kind)
+            filled[name] = x.new_zeros(sizes[layout.offsets] if length is None else length, *x.shape[1:])
+        batch = dataclasses.replace(self, **filled)
+        batch.overwrite(self, longest)
+        return batch
+
+    def overwrite(self, other: Batch, longest: int) -> None:
+        """Makes of this batch, in place, `other` padded to the sizes that this one has."""
+        sizes = self.num_values | {"seq_offsets": self.num_tokens}
+        for name, mine, layout in self._tensors():
+            theirs = getattr(other, name)
+            mine[: len(theirs)].copy_(theirs)
+            rest = mine[len(theirs) :]
+            if layout.kind != "offsets":
+                rest.fill_(layout.padding)
+            elif name != "seq_offsets":
+                rest.fill_(sizes[name])
+            elif len(rest):
+                first = other.num_tokens + longest
+                torch.arange(first, first + longest * len(rest), longest, out=rest).clamp_(max=self.num_tokens)
+        self.phase = other.phase
