@@ -54,7 +54,7 @@ def loss_inputs(top_k):
 
 
 def run_loss(top_k, backend, compiled):
-    from hstu_sparse import compute_index_loss_sparse
+    from hstu_sparse.compat import compute_index_loss_sparse
 
     given = loss_inputs(top_k)
 
@@ -89,7 +89,7 @@ def replayed(function):
 
 
 def check_loss(top_k):
-    from hstu_sparse import compute_index_loss_sparse
+    from hstu_sparse.compat import compute_index_loss_sparse
     from hstu_sparse.testing import assert_within_budget, gradients
 
     given = loss_inputs(top_k)

@@ -26,7 +26,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from run import environment
 
-from hstu_sparse import cut_sequences, flash_attention, zigzag_triton_ring_flash_attn_func
+from hstu_sparse import cut_sequences, flash_attention
+from hstu_sparse.compat import zigzag_triton_ring_flash_attn_func
 from hstu_sparse.ring.communication import Ring, backward_round
 
 SHOWN = 30  # kernels at each end of a timeline

@@ -54,16 +54,16 @@ def packed(k, v, offsets, bits, sparsity, ordered):
 
 def attend(name, q, q_offsets, cache, length):
     """One call of the named way; softmax, as SDPA has it."""
-    from hstu_sparse import mustafar_attention_with_rope, mustafar_decompress_with_hadamard_inverse, rotatekv_attention
+    from hstu_sparse import rotatekv_attention, rotatekv_decompress
     from hstu_sparse.relative_bias import RelativeBias
-    from hstu_sparse.rotatekv import launch_attention
+    from hstu_sparse.rotatekv import launch_attention, unpacked_attention
 
     given = dict(activation="softmax", rope_base=BASE if "rope" in name else None)
     if name.startswith("fused"):
         return rotatekv_attention(q, q_offsets, cache, length, **given)
     if name.startswith("two stages"):
-        found = mustafar_decompress_with_hadamard_inverse(cache)
-        return mustafar_attention_with_rope(q, q_offsets, *found, cache.seq_offsets, length, **given)
+        found = rotatekv_decompress(cache)
+        return unpacked_attention(q, q_offsets, *found, cache.seq_offsets, length, **given)
     return launch_attention.attention(
         q, q_offsets, cache, length, softmax=True, scale=q.shape[2] ** -0.5, bias=RelativeBias(), rope_base=None,
         return_lse=False, way=name,

@@ -2,18 +2,18 @@
 
 from hstu_sparse.indexer.api import (
     MOST_CHOSEN,
-    compute_index_loss_sparse,
     index_scores,
     indexer_loss,
     lightning_indexer,
+    padded_indexer_loss,
     sparse_attention,
 )
 
 __all__ = [
     "MOST_CHOSEN",
-    "compute_index_loss_sparse",
     "index_scores",
     "indexer_loss",
     "lightning_indexer",
+    "padded_indexer_loss",
     "sparse_attention",
 ]

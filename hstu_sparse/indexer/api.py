@@ -222,12 +222,13 @@ def indexer_loss(
     return rows.mean() if valid is None else rows.sum() / valid.sum().clamp(min=1)
 
 
-def compute_index_loss_sparse(
+def padded_indexer_loss(
     query: Tensor,
     key: Tensor,
     index_score: Tensor,
     indices: Tensor,
-    scaling: float,
+    *,
+    scale: float,
     chunk_offset: int = 0,
     eps: float = 1e-10,
     backend: str = "auto",
@@ -243,7 +244,7 @@ def compute_index_loss_sparse(
         index_score: [B, C, K], floating point.
         indices: [B, C, K], int32 or int64, positions among the S keys. Negative ones are masked too; repeated ones
             count as often as they stand.
-        scaling: scale of the attention's scores.
+        scale: factor of the attention's scores.
         chunk_offset: position of the first row, at least 0.
         eps: positive.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
@@ -263,20 +264,18 @@ def compute_index_loss_sparse(
     check_tensor("index_score", index_score, "B C K", sizes, device=device)
     check_tensor("indices", indices, "B C K", sizes, dtype=INTEGER, device=device)
     _check_some_heads("query", sizes["H"])
-    scaling, eps = check_number("scaling", scaling), check_number("eps", eps, above=0)
+    scale, eps = check_number("scale", scale), check_number("eps", eps, above=0)
     check_int("chunk_offset", chunk_offset, 0)
     if sizes["S"] == 0:
         raise ValueError("key must be [B, S, D] with S > 0, got S=0")
-    if choose_backend(backend, query, "compute_index_loss_sparse") == "reference":
-        return reference.compute_index_loss_sparse_reference(
-            query, key, index_score, indices, scaling, chunk_offset, eps
-        )
-    _check_attention_kernel("compute_index_loss_sparse", query, {"D": sizes["D"]})
+    if choose_backend(backend, query, "padded_indexer_loss") == "reference":
+        return reference.padded_indexer_loss_reference(query, key, index_score, indices, scale, chunk_offset, eps)
+    _check_attention_kernel("padded_indexer_loss", query, {"D": sizes["D"]})
     if index_score.numel() == 0:
         return index_score.sum(dtype=torch.float32)
     from hstu_sparse.indexer.launch_loss import padded_loss_operator
 
-    rows = padded_loss_operator(index_score, query, key, indices, scaling, chunk_offset, eps)
+    rows = padded_loss_operator(index_score, query, key, indices, scale, chunk_offset, eps)
     return rows.sum() if sizes["B"] == 1 else rows.sum() / sizes["B"]
 
 

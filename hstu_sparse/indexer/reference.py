@@ -92,17 +92,17 @@ def indexer_loss_reference(
     return rows.masked_fill(~valid, 0).sum() / valid.sum().clamp(min=1)
 
 
-def compute_index_loss_sparse_reference(
-    query: Tensor, key: Tensor, index_score: Tensor, indices: Tensor, scaling: float, chunk_offset: int, eps: float
+def padded_indexer_loss_reference(
+    query: Tensor, key: Tensor, index_score: Tensor, indices: Tensor, scale: float, chunk_offset: int, eps: float
 ) -> Tensor:
-    """The scalar of `hstu_sparse.compute_index_loss_sparse`."""
+    """The scalar of `padded_indexer_loss`."""
     last = chunk_offset + torch.arange(query.shape[2], device=query.device)
     visible = (indices >= 0) & (indices <= last[:, None]) & (indices < key.shape[1])
     with torch.no_grad():
         wide = torch.promote_types(query.dtype, torch.float32)
         batch = torch.arange(key.shape[0], device=key.device)[:, None, None]
         chosen = key.to(wide)[batch, indices.long().where(visible, 0)]  # [B, C, K, D]
-        logits = torch.einsum("bhcd,bckd->bhck", query.to(wide) * scaling, chosen)
+        logits = torch.einsum("bhcd,bckd->bhck", query.to(wide) * scale, chosen)
         p = masked_softmax(logits, visible[:, None]).mean(1)
     return index_divergence(index_score, p, visible, eps).sum() / max(query.shape[0], 1)
 

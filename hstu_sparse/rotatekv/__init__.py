@@ -4,22 +4,20 @@ from hstu_sparse.rotatekv.api import (
     RotateKVCache,
     calibrate,
     hadamard_transform,
-    mustafar_attention_with_rope,
-    mustafar_decompress_with_hadamard_inverse,
     rotatekv_attention,
     rotatekv_compress,
     rotatekv_decompress,
     rotatekv_round_trip,
+    unpacked_attention,
 )
 
 __all__ = [
     "RotateKVCache",
     "calibrate",
     "hadamard_transform",
-    "mustafar_attention_with_rope",
-    "mustafar_decompress_with_hadamard_inverse",
     "rotatekv_attention",
     "rotatekv_compress",
     "rotatekv_decompress",
     "rotatekv_round_trip",
+    "unpacked_attention",
 ]

@@ -344,12 +344,7 @@ def rotatekv_attention(
     return _attend(q, q_offsets, cache, max_seq_len, call, chosen, again)
 
 
-def mustafar_decompress_with_hadamard_inverse(cache: RotateKVCache, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """The first of two stages, as `rotatekv_decompress`: unpacks a cache and turns its keys back."""
-    return rotatekv_decompress(cache, backend=backend)
-
-
-def mustafar_attention_with_rope(
+def unpacked_attention(
     q: Tensor,
     q_offsets: Tensor,
     k: Tensor,
@@ -364,7 +359,7 @@ def mustafar_attention_with_rope(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The second stage: `rotatekv_attention` on keys and values that the first has unpacked.
+    """`rotatekv_attention` on keys and values that are not packed, like those that `rotatekv_decompress` gives.
 
     Args:
         k, v: [T, H, D] and [T, H, V], dtype of q, any strides; seq_offsets: [B+1], theirs.
@@ -382,7 +377,7 @@ def mustafar_attention_with_rope(
     )  # fmt: skip
     if q.dtype != k.dtype:
         raise TypeError(f"q must be {k.dtype} as k, got {q.dtype}")
-    chosen = choose_backend(backend, q, "mustafar_attention_with_rope")
+    chosen = choose_backend(backend, q, "unpacked_attention")
     return _attend(q, q_offsets, (k, v, seq_offsets), max_seq_len, call, chosen)
 
 

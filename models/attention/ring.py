@@ -35,22 +35,13 @@ class RingAttention(SharedKeys, HSTUAttention):
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c, cut, offsets = self.config, batch.cut, batch.seq_offsets
         if c.inner == "softmax":
-            dropout = c.dropout if self.training else 0.0
-            options = dict(causal=True, window_size=(c.window_size - 1, -1), backend=c.backend)
+            options = dict(scale=c.scale, causal=True, window_size=(c.window_size - 1, -1), backend=c.backend)
+            options["dropout"] = c.dropout if self.training else 0.0
             if cut is None:
-                out = hstu_sparse.flash_attention(q, k, v, offsets, scale=c.scale, dropout=dropout, **options)
+                out = hstu_sparse.flash_attention(q, k, v, offsets, **options)
             else:
-                out = hstu_sparse.zigzag_triton_ring_flash_attn_varlen_func(
-                    q,
-                    k,
-                    v,
-                    offsets,
-                    dropout_p=dropout,
-                    softmax_scale=c.scale,
-                    group=cut.group,
-                    plan=cut.plan,
-                    **options,
-                )
+                ring = dict(zigzag=True, group=cut.group, plan=cut.plan)
+                out = hstu_sparse.ring_flash_attention(q, k, v, offsets, **options, **ring)
             return out, {}
         options = dict(
             scale=1.0 if c.scale is None else c.scale,

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import hstu_sparse
-from hstu_sparse import RelativeBias
+from hstu_sparse import RelativeBias, compat
 from tests.hostile.harness import ERROR, WORKS, Case
 
 T, H, D, V, N = 9, 2, 8, 5, 6
@@ -58,6 +58,7 @@ VALID: dict[str, dict] = {
         "scaling": 0.3,
     },
     "flash_attention": QKV,
+    "ring_flash_attention": QKV,
     "triton_ring_flash_attn_func": FIXED,
     "zigzag_triton_ring_flash_attn_func": FIXED,
     "triton_ring_flash_attn_varlen_func": {"q": q, "k": k, "v": v, "cu_seqlens": offsets},
@@ -132,7 +133,13 @@ WRONG_OFFSETS = {
 }
 NUMBERS = {"max_seq_len": (0, -1, 6.0, True, None, torch.tensor(6), "6"), "backend": ("foo", None, "triton", 1)}
 NUMBERS |= {"scale": ("x", NAN, INFINITY, True)}
-FLASH = ("flash_attention", "triton_ring_flash_attn_func", "zigzag_triton_ring_flash_attn_varlen_func")
+DROPOUTS = (
+    ("flash_attention", "dropout"),
+    ("ring_flash_attention", "dropout"),
+    ("triton_ring_flash_attn_func", "dropout_p"),
+    ("zigzag_triton_ring_flash_attn_varlen_func", "dropout_p"),
+)
+FLASH = tuple(operator for operator, _ in DROPOUTS)
 ON_CACHE = ("rotatekv_attention", "mustafar_attention_with_rope")
 # (operator, what is changed), each refused.
 BIASED = {"position": random(N), "time": random(4), "timestamps": times}
@@ -197,13 +204,14 @@ SPECIFIC: list[tuple[str, dict]] = [
     ("flash_attention", {"k_offsets": [0, 4, 4, 9]}),
     *[(op, {"window_size": x}) for op in FLASH for x in (3, None, (1,), (1, 2, 3), (-2, 0), (1.5, 0), (True, 0), "ab")],
     *[(op, {"alibi_slopes": x}) for op in FLASH for x in ([1.0] * H, random(H).double(), random(3), 0.5)],
-    *[(op, {name: x}) for op, name in zip(FLASH, ("dropout", "dropout_p", "dropout_p")) for x in (1.0, -0.1, NAN, "x")],
-    *[(op, {"seed": x, name: 0.5}) for op, name in zip(FLASH, ("dropout", "dropout_p", "dropout_p")) for x in (
+    *[(op, {name: x}) for op, name in DROPOUTS for x in (1.0, -0.1, NAN, "x")],
+    *[(op, {"seed": x, name: 0.5}) for op, name in DROPOUTS for x in (
         3, torch.tensor([1.0]), torch.tensor([1, 2]), torch.tensor([1], device="meta"),
     )],
+    *[("ring_flash_attention", {"scale": x}) for x in (0.0, -1.0)],
     *[("triton_ring_flash_attn_func", {"softmax_scale": x}) for x in (0.0, -1.0, NAN, INFINITY, "x", True)],
     *[("triton_ring_flash_attn_func", {"group": x}) for x in (3, "world")],
-    *[(op, {"plan": x}) for op in ("triton_ring_flash_attn_varlen_func", "ring_hstu_attention") for x in (3, (1, 2))],
+    *[(op, {"plan": x}) for op in ("ring_flash_attention", "ring_hstu_attention") for x in (3, (1, 2))],
     ("triton_ring_flash_attn_kvpacked_func", {"kv": random(2, 4, 3, H, D)}),
     ("triton_ring_flash_attn_qkvpacked_func", {"qkv": random(2, 4, 2, H, D)}),
     *[("ring_hstu_attention", {"positions": POSITIONS + x}) for x in (-1, N, 2**40)],
@@ -255,9 +263,13 @@ LARGE = {
 }
 
 
+def function(operator: str) -> Callable:
+    return getattr(hstu_sparse, operator, None) or getattr(compat, operator)
+
+
 def call(operator: str, changes: dict) -> int:
     try:
-        out = getattr(hstu_sparse, operator)(**VALID[operator] | changes)
+        out = function(operator)(**VALID[operator] | changes)
     except (TypeError, ValueError) as error:
         # A TypeError of Python's own names no argument of ours: `unsupported operand`, `not iterable`.
         print("error:", error)
@@ -308,7 +320,7 @@ def _changes() -> Iterator[tuple[str, str, dict, str]]:
         if "max_seq_len" in valid and "seq_offsets" in valid:
             yield operator, "a sequence longer than N", {"seq_offsets": torch.tensor([0, 9, 9, 9])}, ERROR
         for name, values in NUMBERS.items():
-            known = name in inspect.signature(getattr(hstu_sparse, operator)).parameters
+            known = name in inspect.signature(function(operator)).parameters
             for value in values if known else ():
                 yield operator, f"{name}={value!r}", {name: value}, ERROR
     for operator, changes in SPECIFIC:
@@ -339,7 +351,7 @@ def strided(x: torch.Tensor) -> torch.Tensor:
 def same_strided(operator: str) -> int:
     """Strided arguments give what contiguous ones give."""
     spread = {name: strided(x) for name, x in VALID[operator].items() if isinstance(x, torch.Tensor)}
-    ours, theirs = (getattr(hstu_sparse, operator)(**VALID[operator] | more) for more in ({}, spread))
+    ours, theirs = (function(operator)(**VALID[operator] | more) for more in ({}, spread))
     for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours, theirs))):
         assert torch.allclose(a, b, atol=1e-6, equal_nan=True), f"differs by {(a - b).abs().max()}"
     return 0
@@ -353,7 +365,7 @@ def empty(operator: str, sequences: int) -> int:
             changes[name] = value[:0].clone().requires_grad_(value.is_floating_point())
         elif name == "gates":
             changes[name] = [gate[:0] for gate in gates]
-    out = getattr(hstu_sparse, operator)(**VALID[operator] | changes)
+    out = function(operator)(**VALID[operator] | changes)
     out = out[0] if isinstance(out, tuple) else out
     if out.requires_grad:
         out.sum().backward()

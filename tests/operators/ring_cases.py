@@ -5,7 +5,7 @@ of each on a rank, T tokens, H heads of queries, Hkv of keys, D head size, W ran
 import torch
 
 import hstu_sparse.ring as ring
-from hstu_sparse import RelativeBias, hstu_attention
+from hstu_sparse import RelativeBias, compat, hstu_attention
 from hstu_sparse.ring import cut_sequences, flash_attention
 from hstu_sparse.testing import make_jagged, make_offsets, make_timestamps
 
@@ -63,8 +63,8 @@ def function_of(form: str):
     name += "varlen_" if "varlen" in form else ""
     for packing in ("qkvpacked", "kvpacked"):
         if packing in form:
-            return getattr(ring, f"{name}{packing}_func"), packing
-    return getattr(ring, f"{name}func"), None
+            return getattr(compat, f"{name}{packing}_func"), packing
+    return getattr(compat, f"{name}func"), None
 
 
 def expected(form: str, option: str, world: int, *, exact: str = "", **sizes) -> list[torch.Tensor]:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import hstu_sparse
-from hstu_sparse import bsa_attention
+from hstu_sparse import bsa_attention, compat
 from hstu_sparse.bsa import bsa_attention_reference
 from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets, make_timestamps
@@ -288,7 +287,7 @@ class TestResearchInterface:
         v, u = torch.randn(2 * N - 9, H * V), torch.randn(2 * N - 9, H * V)
         offsets = torch.tensor([0, N, 2 * N - 9])
         gate_model = GateModel(in_features=D, hidden_dim=16)
-        out, padded_q, padded_k = hstu_sparse.triton_hstu_attention_with_bsa(
+        out, padded_q, padded_k = compat.triton_hstu_attention_with_bsa(
             num_heads=H,
             attention_dim=D,
             linear_dim=V,
@@ -317,7 +316,7 @@ class TestResearchInterface:
         B, N, H = 2, 40, 2
         q, k, v, u = (torch.randn(B, N, H, size) for size in (8, 8, 6, 6))
         g_cmp, g_slc = torch.rand(B, N, H), torch.rand(B, N, H)
-        out, indices = hstu_sparse.triton_block_sparse_attn(
+        out, indices = compat.triton_block_sparse_attn(
             q=q, k=k, v=v, u=u, g_cmp=g_cmp, g_slc=g_slc, g_swa=None,
             block_counts=2, block_size=block_size, window_size=0,
         )  # fmt: skip
@@ -332,7 +331,7 @@ class TestResearchInterface:
 
     def test_module_trains(self):
         torch.manual_seed(0)
-        layer = hstu_sparse.TritonHSTUBSAAttention(
+        layer = compat.TritonHSTUBSAAttention(
             embedding_dim=12, linear_hidden_dim=6, attention_dim=8, num_heads=2, block_counts=2, block_size=8
         )
         gate_model = GateModel(in_features=8, hidden_dim=4)

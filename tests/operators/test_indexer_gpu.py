@@ -188,7 +188,7 @@ def test_one_graph():
 
 def test_the_loss_keeps_nothing_of_the_heads():
     """Forward and backward of a padded chunk in the room of little more than the gradient."""
-    from hstu_sparse import compute_index_loss_sparse
+    from hstu_sparse.compat import compute_index_loss_sparse
 
     rows, keys, top_k = 1024, 4096, 1024
     query = torch.randn(1, 16, rows, 128, device="cuda", dtype=torch.bfloat16)

@@ -11,13 +11,12 @@ from hstu_sparse import (
     calibrate,
     hadamard_transform,
     hstu_attention,
-    mustafar_attention_with_rope,
-    mustafar_decompress_with_hadamard_inverse,
     rotatekv_attention,
     rotatekv_compress,
     rotatekv_decompress,
     rotatekv_round_trip,
 )
+from hstu_sparse.compat import mustafar_attention_with_rope, mustafar_decompress_with_hadamard_inverse
 from hstu_sparse.rotatekv import reference
 from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions, Side
 from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets, make_timestamps

@@ -12,12 +12,12 @@ import torch
 
 from hstu_sparse import (
     RelativeBias,
-    compute_index_loss_sparse,
     index_scores,
     indexer_loss,
     lightning_indexer,
     sparse_attention,
 )
+from hstu_sparse.compat import compute_index_loss_sparse
 from hstu_sparse.indexer import reference as indexer_reference
 from hstu_sparse.indexer.reference import index_divergence
 from hstu_sparse.testing import compare_with_reference, gradients, make_offsets, make_timestamps

@@ -4,12 +4,12 @@ import torch
 
 from hstu_sparse import (
     RelativeBias,
-    mustafar_attention_with_rope,
     rotatekv_attention,
     rotatekv_compress,
     rotatekv_decompress,
     rotatekv_round_trip,
 )
+from hstu_sparse.compat import mustafar_attention_with_rope
 from hstu_sparse.relative_bias import check_bias
 from hstu_sparse.rotatekv import reference
 from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions

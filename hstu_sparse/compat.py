@@ -1,0 +1,373 @@
+"""The functions of the research code that this package grew from, under their names and with their arguments.
+
+Each is written in terms of this package's operators, so that programs written for the research code run unchanged; new
+programs call the operators. The names say triton; on CPU tensors the reference runs.
+
+Letters: B sequences, N padded length, or tokens of each sequence that this rank holds, T tokens of a jagged batch, H
+heads of queries, Hkv of keys and values, D query/key and V value head size, S chosen blocks, W ranks of a group.
+
+Every form of ring attention takes, besides its own arguments,
+
+    dropout_p, softmax_scale       `dropout` and `scale` of `ring_flash_attention`
+    causal, window_size, alibi_slopes, seed, group, backend, plan      as `ring_flash_attention`
+    deterministic                  accepted and always so
+    return_attn_probs              return (out, log-sum-exp, None) in place of out
+
+and returns the output of this rank's tokens in q's shape and dtype.
+
+Source: the ring-flash-attention project (the ring's forms); Mustafar (arXiv 2505.22913); DeepSeek-V3.2-Exp.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hstu_sparse.bsa import bsa_attention
+from hstu_sparse.indexer import padded_indexer_loss
+from hstu_sparse.jagged import jagged_to_padded
+from hstu_sparse.ring import ring_flash_attention
+from hstu_sparse.ring.communication import Ring
+from hstu_sparse.ring.plan import RingPlan, fixed_plan
+from hstu_sparse.rotatekv import rotatekv_decompress, unpacked_attention
+from hstu_sparse.validation import check_int, check_number, check_tensor
+
+__all__ = [
+    "TritonHSTUBSAAttention",
+    "compute_index_loss_sparse",
+    "mustafar_attention_with_rope",
+    "mustafar_decompress_with_hadamard_inverse",
+    "triton_block_sparse_attn",
+    "triton_hstu_attention_with_bsa",
+    "triton_ring_flash_attn_func",
+    "triton_ring_flash_attn_kvpacked_func",
+    "triton_ring_flash_attn_qkvpacked_func",
+    "triton_ring_flash_attn_varlen_func",
+    "triton_ring_flash_attn_varlen_kvpacked_func",
+    "triton_ring_flash_attn_varlen_qkvpacked_func",
+    "zigzag_triton_ring_flash_attn_func",
+    "zigzag_triton_ring_flash_attn_kvpacked_func",
+    "zigzag_triton_ring_flash_attn_qkvpacked_func",
+    "zigzag_triton_ring_flash_attn_varlen_func",
+    "zigzag_triton_ring_flash_attn_varlen_kvpacked_func",
+    "zigzag_triton_ring_flash_attn_varlen_qkvpacked_func",
+]
+
+GateFunction = Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]
+NORM_EPS = 1e-6
+
+
+def triton_ring_flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, group=None, *, seed=None, backend="auto",
+):  # fmt: skip
+    """Ring attention; rank r holds the r-th of W equal stretches of each sequence.
+
+    q: [B, N, H, D], k, v: [B, N, Hkv, D], N the same on all ranks -> [B, N, H, D] (log-sum-exp: [B, H, N] fp32).
+    """
+    options = _ring_options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, seed, backend)
+    return _equal_stretches("triton_ring_flash_attn_func", q, k, v, group, return_attn_probs, False, options)
+
+
+def zigzag_triton_ring_flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, group=None, *, seed=None, backend="auto",
+):  # fmt: skip
+    """Ring attention; of 2W equal stretches of each sequence rank r holds r and 2W-1-r, one behind the other.
+
+    With a causal mask all ranks then have the same work. Shapes as `triton_ring_flash_attn_func`, N even.
+    """
+    options = _ring_options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, seed, backend)
+    return _equal_stretches("zigzag_triton_ring_flash_attn_func", q, k, v, group, return_attn_probs, True, options)
+
+
+def triton_ring_flash_attn_varlen_func(
+    q, k, v, cu_seqlens, max_seqlen=None, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
+    alibi_slopes=None, deterministic=False, return_attn_probs=False, group=None, *, seed=None, plan=None,
+    backend="auto",
+):  # fmt: skip
+    """`ring_flash_attention`: rank r holds a stretch of each sequence, behind those of the ranks before it.
+
+    q: [T, H, D], k, v: [T, Hkv, D]; cu_seqlens: [B+1] integers from 0 to T; max_seqlen is accepted and not needed.
+    -> [T, H, D] (log-sum-exp: [H, T] fp32).
+    """
+    options = _ring_options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, seed, backend)
+    return _stretches(q, k, v, cu_seqlens, group, plan, return_attn_probs, False, options)
+
+
+def zigzag_triton_ring_flash_attn_varlen_func(
+    q, k, v, cu_seqlens, max_seqlen=None, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
+    alibi_slopes=None, deterministic=False, return_attn_probs=False, group=None, *, seed=None, plan=None,
+    backend="auto",
+):  # fmt: skip
+    """The same where rank r holds chunks r and 2W-1-r of 2W of each sequence, as `cut_sequences` cuts them."""
+    options = _ring_options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, seed, backend)
+    return _stretches(q, k, v, cu_seqlens, group, plan, return_attn_probs, True, options)
+
+
+def _ring_options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, seed, backend) -> dict:
+    """The options under their names in `ring_flash_attention`."""
+    return dict(
+        dropout=dropout_p, scale=softmax_scale, causal=causal, window_size=window_size, alibi_slopes=alibi_slopes,
+        seed=seed, backend=backend,
+    )  # fmt: skip
+
+
+def _equal_stretches(name, q, k, v, group, return_lse, zigzag, options):
+    for letter, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{letter} must be a tensor, got {type(x).__name__}")
+        if x.dim() != 4 or x.shape[:2] != q.shape[:2]:
+            expected = "B, N" if x is q else f"B={q.shape[0]}, N={q.shape[1]}"
+            raise ValueError(f"{letter} must be [{expected}, heads, D], got shape {list(x.shape)}")
+    num_seqs, tokens = q.shape[:2]
+    ring = Ring(group)
+    zigzag = zigzag and ring.world > 1
+    if zigzag and tokens % 2:
+        raise ValueError(f"zigzag: each rank holds two chunks of one length, so N must be even, got {tokens}")
+    # Jagged parts may differ in length between the ranks; these may not.
+    ring.agree(name, {letter: list(x.shape) for letter, x in (("q", q), ("k", k), ("v", v))})
+    plan = fixed_plan(num_seqs, tokens, ring.rank, ring.world, zigzag, q.device)
+    flat = (x.flatten(0, 1) for x in (q, k, v))
+    offsets = plan.offsets[plan.rank][:: plan.pieces]
+    out, lse = ring_flash_attention(*flat, offsets, zigzag=zigzag, group=group, plan=plan, return_lse=True, **options)
+    out = out.unflatten(0, (num_seqs, tokens))
+    return (out, lse.view(-1, num_seqs, tokens).transpose(0, 1), None) if return_lse else out
+
+
+def _stretches(q, k, v, cu_seqlens, group, plan: RingPlan | None, return_lse, zigzag, options):
+    out, lse = ring_flash_attention(
+        q, k, v, cu_seqlens, zigzag=zigzag, group=group, plan=plan, return_lse=True, **options
+    )  # fmt: skip
+    return (out, lse, None) if return_lse else out
+
+
+def triton_ring_flash_attn_kvpacked_func(q, kv, *args, **kwargs):
+    """`triton_ring_flash_attn_func` with kv: [B, N, 2, Hkv, D]."""
+    return triton_ring_flash_attn_func(q, *_unpacked("kv", kv, 2, 5), *args, **kwargs)
+
+
+def triton_ring_flash_attn_qkvpacked_func(qkv, *args, **kwargs):
+    """`triton_ring_flash_attn_func` with qkv: [B, N, 3, H, D]."""
+    return triton_ring_flash_attn_func(*_unpacked("qkv", qkv, 3, 5), *args, **kwargs)
+
+
+def zigzag_triton_ring_flash_attn_kvpacked_func(q, kv, *args, **kwargs):
+    """`zigzag_triton_ring_flash_attn_func` with kv: [B, N, 2, Hkv, D]."""
+    return zigzag_triton_ring_flash_attn_func(q, *_unpacked("kv", kv, 2, 5), *args, **kwargs)
+
+
+def zigzag_triton_ring_flash_attn_qkvpacked_func(qkv, *args, **kwargs):
+    """`zigzag_triton_ring_flash_attn_func` with qkv: [B, N, 3, H, D]."""
+    return zigzag_triton_ring_flash_attn_func(*_unpacked("qkv", qkv, 3, 5), *args, **kwargs)
+
+
+def triton_ring_flash_attn_varlen_kvpacked_func(q, kv, *args, **kwargs):
+    """`triton_ring_flash_attn_varlen_func` with kv: [T, 2, Hkv, D]."""
+    return triton_ring_flash_attn_varlen_func(q, *_unpacked("kv", kv, 2, 4), *args, **kwargs)
+
+
+def triton_ring_flash_attn_varlen_qkvpacked_func(qkv, *args, **kwargs):
+    """`triton_ring_flash_attn_varlen_func` with qkv: [T, 3, H, D]."""
+    return triton_ring_flash_attn_varlen_func(*_unpacked("qkv", qkv, 3, 4), *args, **kwargs)
+
+
+def zigzag_triton_ring_flash_attn_varlen_kvpacked_func(q, kv, *args, **kwargs):
+    """`zigzag_triton_ring_flash_attn_varlen_func` with kv: [T, 2, Hkv, D]."""
+    return zigzag_triton_ring_flash_attn_varlen_func(q, *_unpacked("kv", kv, 2, 4), *args, **kwargs)
+
+
+def zigzag_triton_ring_flash_attn_varlen_qkvpacked_func(qkv, *args, **kwargs):
+    """`zigzag_triton_ring_flash_attn_varlen_func` with qkv: [T, 3, H, D]."""
+    return zigzag_triton_ring_flash_attn_varlen_func(*_unpacked("qkv", qkv, 3, 4), *args, **kwargs)
+
+
+def _unpacked(name: str, packed: Tensor, parts: int, dims: int) -> tuple[Tensor, ...]:
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(packed).__name__}")
+    if packed.dim() != dims or packed.shape[-3] != parts:
+        shape = ["B, N", "T"][dims == 4]
+        raise ValueError(f"{name} must be [{shape}, {parts}, H, D], got shape {list(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def triton_block_sparse_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor | None,
+    g_cmp: Tensor,
+    g_slc: Tensor,
+    g_swa: Tensor | None,
+    block_counts: int,
+    block_size: int,
+    window_size: int = 0,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`bsa_attention` on padded tensors: every sequence is taken to be N long.
+
+    Args:
+        q, k: [B, N, H, D], v: [B, N, H, V].
+        u: not used by the attention; the caller multiplies it in.
+        g_cmp, g_slc, g_swa: [B, N, H]; g_swa may be None when window_size is 0.
+        scale: factor of the scores, D ** -0.5 by default.
+
+    Returns:
+        (output [B, N, H, V], block indices [B, H, N, S] int32, ascending, -1 behind them).
+    """
+    sizes: dict[str, int] = {}
+    for name, x, shape in (("q", q, "B N H D"), ("k", k, "B N H D"), ("v", v, "B N H V")):
+        check_tensor(name, x, shape, sizes)
+    for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
+        if gate is not None or name != "g_swa":
+            check_tensor(name, gate, "B N H", sizes)
+    check_int("block_size", block_size, 1)
+    batch, length = q.shape[:2]
+    offsets = torch.arange(batch + 1, device=q.device) * length
+    out, indices = bsa_attention(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        offsets,
+        max(length, 1),
+        (g_cmp.flatten(0, 1), g_slc.flatten(0, 1), None if g_swa is None else g_swa.flatten(0, 1)),
+        block_size=block_size,
+        block_counts=block_counts,
+        window_size=window_size,
+        selection_group=_group(block_size),
+        scale=scale,
+        return_block_indices=True,
+    )
+    return out.unflatten(0, (batch, length)), indices.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+def triton_hstu_attention_with_bsa(
+    num_heads: int,
+    attention_dim: int,
+    linear_dim: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor,
+    x_offsets: Tensor,
+    invalid_attn_mask: Tensor,
+    gate_model: GateFunction,
+    block_counts: int = 4,
+    block_size: int = 32,
+    window_size: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Block-sparse attention of one HSTU layer: LayerNorm over all heads (no affine) of the attention, times u.
+
+    Args:
+        num_heads, attention_dim, linear_dim: H, D, V.
+        q, k: [T, H*D], v, u: [T, H*V].
+        x_offsets: [B + 1], first 0, last T.
+        invalid_attn_mask: its last size is N; the mask itself is always causal and is not read.
+        gate_model: q [T, H, D] -> (g_cmp, g_slc, g_swa), each [T, H].
+
+    Returns:
+        (output [T, H*V], padded q [B, N, H, D], padded k [B, N, H, D]).
+    """
+    if not isinstance(invalid_attn_mask, Tensor) or not invalid_attn_mask.dim():
+        raise TypeError("invalid_attn_mask must be a tensor whose last size is N")
+    length = invalid_attn_mask.shape[-1]
+    for name, size in (("num_heads", num_heads), ("attention_dim", attention_dim), ("linear_dim", linear_dim)):
+        check_int(name, size, 1)
+    check_int("block_size", block_size, 1)
+    sizes = {"H*D": num_heads * attention_dim, "H*V": num_heads * linear_dim}
+    for name, x, shape in (("q", q, "T H*D"), ("k", k, "T H*D"), ("v", v, "T H*V"), ("u", u, "T H*V")):
+        check_tensor(name, x, shape, sizes)
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, q on {q.device}")
+    if not callable(gate_model):
+        raise TypeError(f"gate_model must be a function of q, got {type(gate_model).__name__}")
+    q, k = (x.unflatten(-1, (num_heads, attention_dim)) for x in (q, k))
+    out = bsa_attention(
+        q,
+        k,
+        v.unflatten(-1, (num_heads, linear_dim)),
+        x_offsets,
+        length,
+        gate_model(q),
+        block_size=block_size,
+        block_counts=block_counts,
+        window_size=window_size,
+        selection_group=_group(block_size),
+    )
+    normed = F.layer_norm(out.flatten(1), (num_heads * linear_dim,), eps=NORM_EPS)
+    return normed * u, jagged_to_padded(q, x_offsets, length), jagged_to_padded(k, x_offsets, length)
+
+
+class TritonHSTUBSAAttention(nn.Module):
+    """One HSTU layer without its residual: norm, uvqk projection with SiLU, attention, output projection."""
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        linear_hidden_dim: int,
+        attention_dim: int,
+        num_heads: int,
+        block_counts: int = 4,
+        block_size: int = 32,
+        window_size: int = 0,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.num_heads, self.attention_dim, self.linear_hidden_dim = num_heads, attention_dim, linear_hidden_dim
+        self.block_counts, self.block_size, self.window_size = block_counts, block_size, window_size
+        self.dropout = dropout
+        self.norm = nn.LayerNorm(embedding_dim, eps=NORM_EPS)
+        self.sizes = [num_heads * n for n in (linear_hidden_dim, linear_hidden_dim, attention_dim, attention_dim)]
+        self.uvqk = nn.Parameter(torch.empty(embedding_dim, sum(self.sizes)).normal_(std=0.02))
+        self.output = nn.Linear(num_heads * linear_hidden_dim, embedding_dim)
+        nn.init.xavier_uniform_(self.output.weight)
+
+    def forward(
+        self, x: Tensor, x_offsets: Tensor, invalid_attn_mask: Tensor, gate_model: GateFunction
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, embedding_dim] -> (output [T, embedding_dim], padded q and padded k [B, N, H, D])."""
+        u, v, q, k = F.silu(self.norm(x) @ self.uvqk).split(self.sizes, dim=-1)
+        attended, padded_q, padded_k = triton_hstu_attention_with_bsa(
+            self.num_heads,
+            self.attention_dim,
+            self.linear_hidden_dim,
+            q,
+            k,
+            v,
+            u,
+            x_offsets,
+            invalid_attn_mask,
+            gate_model,
+            self.block_counts,
+            self.block_size,
+            self.window_size,
+        )
+        return self.output(F.dropout(attended, self.dropout, self.training)), padded_q, padded_k
+
+
+def _group(block_size: int) -> int:
+    """An item and its action stand side by side in the research code's sequences and share one choice of blocks."""
+    return 2 if block_size % 2 == 0 else 1
+
+
+def compute_index_loss_sparse(
+    query: Tensor,
+    key: Tensor,
+    index_score: Tensor,
+    indices: Tensor,
+    scaling: float,
+    chunk_offset: int = 0,
+    eps: float = 1e-10,
+    backend: str = "auto",
+) -> Tensor:
+    """`hstu_sparse.indexer.padded_indexer_loss`, with `scaling` for its `scale`."""
+    scale = check_number("scaling", scaling)
+    return padded_indexer_loss(
+        query, key, index_score, indices, scale=scale, chunk_offset=chunk_offset, eps=eps, backend=backend
+    )
+
+
+# Two stages of attention to a compressed cache: its keys and values unpacked, keys turned back, and attention to them.
+mustafar_decompress_with_hadamard_inverse = rotatekv_decompress
+mustafar_attention_with_rope = unpacked_attention
