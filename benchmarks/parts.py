@@ -142,7 +142,7 @@ def bound(config: RunConfig, tokens: int, items: int) -> float | None:
     """Milliseconds that a step's products take at PEAK; None for kinds whose pairs are not counted here."""
     m, loss, attention = config.model, config.loss, config.model.attention[0]
     width, heads = m.embedding_dim, m.num_heads
-    inner = heads * (m.attention_dim or width // heads)
+    inner = heads * m.layer_sizes.attention_dim
     pairs = {
         "dense": m.max_seq_len / 2,
         "softmax": m.max_seq_len / 2,

@@ -27,7 +27,7 @@ from pydantic_core import PydanticCustomError
 from data.options import Columns, SyntheticOptions
 from data.types import shown
 from models.attention import ATTENTION
-from models.contract import AttentionKind, Strict
+from models.contract import AttentionKind, LayerSizes, Strict
 from models.heads import DotConfig, HeadConfig
 from models.metrics import metric_names
 
@@ -146,12 +146,24 @@ class ModelConfig(Strict):
         faults = []
         for layer, attention in enumerate(self.attention):
             try:
-                attention.check_model(self)
+                attention.check_model(self.layer_sizes)
             except ValueError as error:
                 faults.append((("attention", layer), str(error)))
         if faults:
             raise _located(faults, OPTION)
         return self
+
+    @property
+    def layer_sizes(self) -> LayerSizes:
+        """The sizes of every layer: D and V as configured, or the embedding spread over the heads."""
+        default = self.embedding_dim // self.num_heads
+        return LayerSizes(
+            num_heads=self.num_heads,
+            attention_dim=self.attention_dim or default,
+            linear_dim=self.linear_dim or default,
+            embedding_dim=self.embedding_dim,
+            max_seq_len=self.max_seq_len,
+        )
 
 
 class LossConfig(Strict):

@@ -7,17 +7,13 @@ query/key head size, V value head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, field_validator
 from torch import Tensor, nn
 
 from data.batch import Batch
-
-if TYPE_CHECKING:
-    from data.datasets import Dataset
-    from models.config import ModelConfig
-
+from data.types import Dataset
 
 MOST = 10**9  # of any size or count: the tensors that a greater one asks for fit nowhere
 
@@ -37,7 +33,7 @@ class Strict(BaseModel):
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """What a layer tells its attention: H, D, V, E and the longest sequence that it will see."""
+    """The sizes of a layer that an attention kind may depend on: H, D, V, E and the longest sequence."""
 
     num_heads: int
     attention_dim: int
@@ -74,8 +70,8 @@ class AttentionKind(nn.Module):
 
         kind: str
 
-        def check_model(self, model: ModelConfig) -> None:
-            """Whether these options fit the model's sizes; called when a configuration is loaded."""
+        def check_model(self, sizes: LayerSizes) -> None:
+            """Whether these options fit the layer's sizes; called when a configuration is loaded."""
 
         def check_data(self, dataset: Dataset) -> None:
             """Whether the data have what these options need; called before anything is built."""

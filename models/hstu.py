@@ -16,7 +16,7 @@ import hstu_sparse
 from data.batch import Batch
 from models.attention import ATTENTION
 from models.config import ModelConfig
-from models.contract import AttentionKind, AuxLoss, LayerSizes
+from models.contract import AttentionKind, AuxLoss
 from models.embedding import InputEmbedding
 from models.heads import MixtureOfLogits, normalized
 
@@ -146,22 +146,10 @@ class TransformerLayer(nn.Module):
 BLOCKS = {"hstu": HSTULayer, "transformer": TransformerLayer}
 
 
-def layer_sizes(config: ModelConfig) -> LayerSizes:
-    """What every layer has: D and V as configured, or the embedding spread over the heads."""
-    default = config.embedding_dim // config.num_heads
-    return LayerSizes(
-        num_heads=config.num_heads,
-        attention_dim=config.attention_dim or default,
-        linear_dim=config.linear_dim or default,
-        embedding_dim=config.embedding_dim,
-        max_seq_len=config.max_seq_len,
-    )
-
-
 def build_layer(config: ModelConfig, attention: AttentionKind.Config) -> nn.Module:
     kind = ATTENTION[attention.kind]
     kv_heads = kind.kv_heads(attention, config.num_heads)
-    return BLOCKS[config.block](config, kind(attention, layer_sizes(config)), kv_heads)
+    return BLOCKS[config.block](config, kind(attention, config.layer_sizes), kv_heads)
 
 
 class SequenceModel(nn.Module):

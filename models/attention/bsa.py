@@ -45,8 +45,8 @@ class BlockSparseAttention(HSTUAttention):
         selection_group: int = Field(1, ge=1)
         gate_hidden_dim: int = Field(32, ge=1)
 
-        def check_model(self, model) -> None:
-            super().check_model(model)
+        def check_model(self, sizes: LayerSizes) -> None:
+            super().check_model(sizes)
             if self.block_size % self.selection_group:
                 raise ValueError(f"selection_group={self.selection_group} does not divide block_size={self.block_size}")
 

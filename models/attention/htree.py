@@ -8,7 +8,7 @@ from torch import Tensor
 import hstu_sparse
 from data.batch import Batch
 from models.attention.shared import SharedKeys
-from models.contract import AuxLoss
+from models.contract import AuxLoss, LayerSizes
 
 
 class HierarchicalTreeAttention(SharedKeys):
@@ -26,11 +26,12 @@ class HierarchicalTreeAttention(SharedKeys):
         rope_base: float = Field(10000.0, gt=0)
         backend: Literal["auto", "triton", "reference"] = "auto"
 
-        def check_model(self, model) -> None:
-            super().check_model(model)
-            size = model.attention_dim or model.embedding_dim // model.num_heads
-            if size % 2:
-                raise ValueError(f"rope_base: RoPE turns pairs of channels, and the heads have {size}: make it even")
+        def check_model(self, sizes: LayerSizes) -> None:
+            super().check_model(sizes)
+            if sizes.attention_dim % 2:
+                raise ValueError(
+                    f"rope_base: RoPE turns pairs of channels, and the heads have {sizes.attention_dim}: make it even"
+                )
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c = self.config

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
+from data.types import Dataset
 from hstu_sparse.indexer import MOST_CHOSEN
 from hstu_sparse.jagged import sequence_ids
 from hstu_sparse.relative_bias import RelativeBias
@@ -49,15 +50,15 @@ class IndexerAttention(BiasedAttention):
         warmup_steps: int = Field(0, ge=0)
         backend: Literal["auto", "triton", "reference"] = "auto"
 
-        def check_model(self, model) -> None:
-            super().check_model(model)
-            if MOST_CHOSEN < self.top_k < model.max_seq_len and self.backend != "reference":
+        def check_model(self, sizes: LayerSizes) -> None:
+            super().check_model(sizes)
+            if MOST_CHOSEN < self.top_k < sizes.max_seq_len and self.backend != "reference":
                 raise ValueError(
                     f"top_k={self.top_k}: the kernels choose up to {MOST_CHOSEN:,} of "
-                    f"model.max_seq_len={model.max_seq_len} tokens, or all"
+                    f"model.max_seq_len={sizes.max_seq_len} tokens, or all"
                 )
 
-        def check_data(self, dataset) -> None:
+        def check_data(self, dataset: Dataset) -> None:
             super().check_data(dataset)
             if self.index_time_bias and not dataset.has_timestamps:
                 raise ValueError(f"index_time_bias: {dataset.name} has no timestamps, set it to false")

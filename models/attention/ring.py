@@ -8,7 +8,7 @@ from torch import Tensor
 import hstu_sparse
 from data.batch import Batch
 from models.attention.shared import HSTUAttention, SharedKeys
-from models.contract import AuxLoss
+from models.contract import AuxLoss, LayerSizes
 
 
 class RingAttention(SharedKeys, HSTUAttention):
@@ -25,8 +25,8 @@ class RingAttention(SharedKeys, HSTUAttention):
         time_bias: bool = False
         dropout: float = Field(0.0, ge=0, lt=1)  # for softmax only, as is num_kv_heads
 
-        def check_model(self, model) -> None:
-            super().check_model(model)
+        def check_model(self, sizes: LayerSizes) -> None:
+            super().check_model(sizes)
             if self.inner == "softmax" and (self.position_bias or self.time_bias):
                 raise ValueError("position_bias and time_bias are for inner=hstu: set them to false")
             if self.inner == "hstu" and (self.dropout or self.num_kv_heads):

@@ -11,7 +11,7 @@ import hstu_sparse
 from data.batch import Batch
 from hstu_sparse.relative_bias import RelativeBias, pair_bias
 from models.attention.shared import HSTUAttention
-from models.contract import AuxLoss
+from models.contract import AuxLoss, LayerSizes
 
 
 class RotateKVAttention(HSTUAttention):
@@ -32,11 +32,10 @@ class RotateKVAttention(HSTUAttention):
         sink_tokens: int = Field(0, ge=0)
         clip: float = Field(1.0, gt=0, le=1)
 
-        def check_model(self, model) -> None:
-            super().check_model(model)
-            size = model.attention_dim or model.embedding_dim // model.num_heads
+        def check_model(self, sizes: LayerSizes) -> None:
+            super().check_model(sizes)
             try:
-                hstu_sparse.RotateKVCache.check(model.num_heads, size, **self.cache_options())
+                hstu_sparse.RotateKVCache.check(sizes.num_heads, sizes.attention_dim, **self.cache_options())
             except ValueError as error:
                 raise ValueError(f"head_group={self.head_group}: {error}") from None
 

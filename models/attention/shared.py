@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from data.batch import Batch
+from data.types import Dataset
 from hstu_sparse.relative_bias import RelativeBias
 from models.contract import AttentionKind, LayerSizes
 
@@ -35,7 +36,7 @@ class BiasedAttention(AttentionKind):
         time_bias: bool = True
         num_time_buckets: int = Field(128, ge=1, le=10_000)
 
-        def check_data(self, dataset) -> None:
+        def check_data(self, dataset: Dataset) -> None:
             if self.time_bias and not dataset.has_timestamps:
                 raise ValueError(f"time_bias: {dataset.name} has no timestamps, set it to false")
 
@@ -58,10 +59,10 @@ class HSTUAttention(BiasedAttention):
         normalizer: int | None = Field(None, ge=1)
         backend: Literal["auto", "triton", "reference"] = "auto"
 
-        def check_model(self, model) -> None:
-            super().check_model(model)
-            if self.normalizer is not None and self.normalizer < model.max_seq_len:
-                raise ValueError(f"normalizer={self.normalizer} is less than model.max_seq_len={model.max_seq_len}")
+        def check_model(self, sizes: LayerSizes) -> None:
+            super().check_model(sizes)
+            if self.normalizer is not None and self.normalizer < sizes.max_seq_len:
+                raise ValueError(f"normalizer={self.normalizer} is less than model.max_seq_len={sizes.max_seq_len}")
 
     def __init__(self, config: Config, sizes: LayerSizes):
         normalizer = config.normalizer or sizes.max_seq_len + EXTRA_POSITIONS
@@ -77,10 +78,10 @@ class SharedKeys(AttentionKind):
 
         num_kv_heads: int | None = Field(None, ge=1)
 
-        def check_model(self, model) -> None:
-            super().check_model(model)
-            if self.num_kv_heads and model.num_heads % self.num_kv_heads:
-                raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide model.num_heads={model.num_heads}")
+        def check_model(self, sizes: LayerSizes) -> None:
+            super().check_model(sizes)
+            if self.num_kv_heads and sizes.num_heads % self.num_kv_heads:
+                raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide model.num_heads={sizes.num_heads}")
 
     @classmethod
     def kv_heads(cls, config: Config, num_heads: int) -> int:

@@ -32,9 +32,9 @@ class ToyAttention(AttentionKind):
         weight: float = Field(0.5, ge=0)
         warmup_steps: int = Field(20, ge=0)
 
-        def check_model(self, model):
-            if model.num_heads % 2:
-                raise ValueError(f"kind=toy needs an even number of heads, got model.num_heads={model.num_heads}")
+        def check_model(self, sizes):
+            if sizes.num_heads % 2:
+                raise ValueError(f"kind=toy needs an even number of heads, got model.num_heads={sizes.num_heads}")
 
         def check_data(self, dataset):
             if dataset.num_items > 10**6:

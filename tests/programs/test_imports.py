@@ -54,11 +54,11 @@ sys.exit(f"cannot be imported alone: {failed}" if failed else 0)
 MODULES = {name_of(file): file for file in FILES}
 
 
-def imports(code: ast.AST, package: str = "", everywhere: bool = True) -> set[str]:
-    """The project's modules that code of a package imports: when it is run, or (everywhere) when its functions are too.
+def imports(code: ast.AST, package: str = "") -> set[str]:
+    """The project's modules that code of a package imports, its functions' imports included.
 
-    Imports for type checkers alone do not count. `from package import name` is the module `package.name` where there is
-    one, and not the package's own file, which imports what stands inside it.
+    Imports for type checkers alone count too: an annotation ties modules as a call does. `from package import name` is
+    the module `package.name` where there is one, and not the package's own file, which imports what stands inside it.
     """
     found = set()
     for node in ast.iter_child_nodes(code):
@@ -69,10 +69,8 @@ def imports(code: ast.AST, package: str = "", everywhere: bool = True) -> set[st
             module = ".".join([*parents, *([node.module] if node.module else [])])
             inside = {f"{module}.{alias.name}" for alias in node.names}
             found |= inside if inside <= set(MODULES) else {module}
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        elif everywhere or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            found |= imports(node, package, everywhere)
+        else:
+            found |= imports(node, package)
     return found & set(MODULES)
 
 
@@ -105,9 +103,8 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 def test_the_check_sees_a_circle():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
-    code = "def f():\n    import train\nfrom .types import DataError\nfrom models import hstu"
+    code = "def f():\n    import train\nfrom .types import DataError\nif TYPE_CHECKING:\n    from models import hstu"
     assert imports(ast.parse(code), "data") == {"train", "data.types", "models.hstu"}
-    assert imports(ast.parse(code), "data", everywhere=False) == {"data.types", "models.hstu"}
 
 
 def test_no_circle():
