@@ -16,12 +16,12 @@ from rich.console import Console
 from data.datasets import DataError
 from models.checkpoint import CheckpointError, load_weights
 from models.config import ConfigError, load_config
-from models.folder import FolderError, access, check_run, write_text
+from models.folder import FolderError, access, check_run, write_file
 from models.metrics import ranking_metrics
 from models.monitor import explain_faults, memory_fault
 from models.report import print_result
 from models.retrieval import best_items, model_scorer, rank_targets, sampled_candidates, seen_by
-from models.run import Data, build_model, check_fingerprint, final_weights, judge, open_data
+from models.run import Data, build_model, check_config, check_fingerprint, final_weights, judge, open_data
 from models.serving import ServingError, serve_from_cache
 
 console = Console()
@@ -43,6 +43,7 @@ def open_run(folder: Path, overrides: list[str]):
     check_run(folder)
     config = load_config(folder / "config.yaml", overrides)
     weights, facts, source = final_weights(folder)
+    check_config(facts, load_config(folder / "config.yaml"), folder, source)
     data = open_data(config)
     check_fingerprint(facts.get("fingerprint"), data, folder)
     model = build_model(config, data)
@@ -159,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
             result["kv_cache"] = size.report()
             console.print("Served from a cache: " + ", ".join(f"{k} {v}" for k, v in result["kv_cache"].items()))
         path = options.run / result_name(options.split, cache)
-        write_text(path, json.dumps(result, indent=1))
+        write_file(path, json.dumps(result, indent=1))
         console.print(f"Written: {path}")
         if options.predict:
             rows = predict(config, data, model, options.split, options.top_k, options.predict)

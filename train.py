@@ -27,13 +27,15 @@ from models.checkpoint import (
     CheckpointError,
     Progress,
     checkpoints,
+    exists,
     load_checkpoint,
+    load_folder,
     load_weights,
     save_checkpoint,
     save_folder,
 )
 from models.config import ConfigError, RunConfig, as_yaml, load_config
-from models.folder import FolderError, access, check_run, claimed, write_text
+from models.folder import MANIFEST, FolderError, access, check_run, claimed, new_manifest, write_file
 from models.graph import GraphedStep, Losses, Step
 from models.losses import head_loss
 from models.metrics import metric_names, ranking_metrics
@@ -41,7 +43,17 @@ from models.monitor import Means, MetricsLog, ProgressBar, StopSignal, explain_f
 from models.parallel.context import Context, NoLog
 from models.report import environment, print_result, write_report
 from models.retrieval import model_scorer, rank_targets
-from models.run import Data, build_model, check_fingerprint, check_same_run, final_weights, judge, open_data
+from models.run import (
+    Data,
+    build_model,
+    changes,
+    check_fingerprint,
+    check_of_this_run,
+    check_same_run,
+    final_weights,
+    judge,
+    open_data,
+)
 
 console = Console()
 # The other names in a line of metrics.jsonl, which an auxiliary loss cannot have.
@@ -81,14 +93,19 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool,
     )
     watched = "valid" if data.splits.valid is not None else "test"
     eval_batches = data.eval_batches(watched)
-    progress = Progress(fingerprint=data.dataset.fingerprint)
+    progress = Progress(run="", fingerprint=data.dataset.fingerprint)
     if resume and was_saved(folder):
         progress = load_checkpoint(folder, model, optimizer, average)
+        check_of_this_run(progress.run, folder, folder / "checkpoints")
         check_fingerprint(progress.fingerprint, data, folder)
         if not override:
             check_same_run(progress, config, len(batches), folder)
-    elif not resume and context.first:
-        write_text(folder / "config.yaml", as_yaml(config))
+    elif context.first:
+        manifest = new_manifest()
+        write_file(folder / MANIFEST, json.dumps(manifest, indent=1))
+        if not resume:
+            write_file(folder / "config.yaml", as_yaml(config))
+        progress.run = manifest["run"]
     progress.config = config.model_dump(mode="json")
     context.of_first(None)  # all have read before the first one writes
     log = MetricsLog(folder, progress.records, progress.step) if context.first else NoLog(progress.records)
@@ -113,6 +130,8 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool,
 
     # A run that has lines of metrics has a checkpoint: without one they, or it, were lost.
     save(again=override)
+    if context.first:
+        take_over_best(config, folder, progress)
     with ProgressBar(console, config.train.epochs, len(batches), progress.step) as bar:
         while progress.epoch < config.train.epochs:
             if config.eval.patience and progress.stale >= config.eval.patience:
@@ -263,11 +282,24 @@ def keep_best(config: RunConfig, folder: Path | None, model, progress: Progress,
     value = metrics[config.eval.best_metric]
     if progress.best is None or value > progress.best:
         progress.best, progress.stale = value, 0
-        facts = {"value": value, "epoch": progress.epoch, "fingerprint": progress.fingerprint}
+        facts = {"run": progress.run, "config": progress.config, "fingerprint": progress.fingerprint}
+        facts |= {"value": value, "epoch": progress.epoch}
         if folder is not None:
             save_folder(folder / "best", {"model": model.state_dict()}, facts)
     else:
         progress.stale += 1
+
+
+def take_over_best(config: RunConfig, folder: Path, progress: Progress) -> None:
+    """The best weights so far as those of a configuration that was taken over; CheckpointError when of another run."""
+    best = folder / "best"
+    if not exists(best):
+        return
+    _, facts = load_folder(best)
+    check_of_this_run(facts.get("run"), folder, best)
+    if changes(facts.get("config"), config, best):
+        tensors, facts = load_folder(best, "model")
+        save_folder(best, tensors, facts | {"config": progress.config})
 
 
 def shown(values: dict[str, float]) -> str:
@@ -290,7 +322,7 @@ def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progres
     }
     if data.device.type == "cuda":
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-    write_text(folder / "result.json", json.dumps(result, indent=1))
+    write_file(folder / "result.json", json.dumps(result, indent=1))
     write_report(folder, config, result, progress.records, data.dataset)
     print_result(console, config, result)
     console.print(f"Report: {folder / 'report.md'}")

@@ -53,11 +53,18 @@ def put_back(folder: Path) -> None:
         os.rename(found, folder)
 
 
-def replace_file(file: Path, text: str) -> None:
-    """The file with this content, in UTF-8, whole or not at all, and on the disk when this returns."""
+def replace_file(file: Path, content: str | bytes | Callable[[Path], object]) -> None:
+    """The file with this content, whole or not at all, and on the disk when this returns; a link there goes.
+
+    content: text (written in UTF-8; what UTF-8 cannot hold is escaped), bytes, or a function that writes the file whose
+    path it gets.
+    """
     temporary = _beside(file)
     try:
-        temporary.write_text(text, encoding="utf-8")
+        if callable(content):
+            content(temporary)
+        else:
+            temporary.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
         _sync(temporary)
         os.replace(temporary, file)
         _sync(file.parent)
@@ -75,11 +82,17 @@ def sweep(parent: Path, name: str = "*", older_than: float = 6 * 3600) -> None:
 
 
 def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    # Cut: with what is added, a name of the greatest length would be too long.
+    return path.with_name(f".{_cut(path.name)}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _aside(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
+    return folder.with_name(f".{_cut(folder.name)}.old")
+
+
+def _cut(name: str) -> str:
+    """As much of a name as 200 bytes hold."""
+    return os.fsdecode(os.fsencode(name)[:200])
 
 
 def _place(temporary: Path, folder: Path, keep: Callable[[Path], bool] | None) -> None:

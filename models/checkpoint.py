@@ -1,12 +1,13 @@
 """Checkpoints: tensors in safetensors, the rest in JSON, each written whole or not at all.
 
 A checkpoint is a folder `step-00001234` with model.safetensors, state.safetensors (optimizer and random state) and
-state.json, which holds the progress, the checksums of the other two and its own.
+state.json, which holds the progress, the checksums of the other two and its own, and the run's id and configuration.
 """
 
 import hashlib
 import json
-import shutil
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from data.atomic import find_folder, replace_folder
 from data.types import shown
 from models.average import WeightAverage
+from models.folder import check_regular, read_regular
 
 KEEP = 2
+STEP = re.compile(r"step-\d{8,}")  # the name of a checkpoint
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
 
 
@@ -31,6 +34,7 @@ class CheckpointError(ValueError):
 class Progress(BaseModel):
     """Where a run stands: what a resumed run needs beside tensors and the state of the random numbers.
 
+    run          the run's id, see models/folder.py
     fingerprint  of the data
     config       of the run, as it was when the checkpoint was made
     step         training steps done
@@ -46,6 +50,7 @@ class Progress(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    run: str
     fingerprint: str
     config: dict = {}
     step: int = Field(0, ge=0)
@@ -80,14 +85,17 @@ def save_folder(folder: Path, tensors: dict[str, dict[str, Tensor]], facts: dict
     """
     try:
         with replace_folder(folder) as temporary:
-            sums = {}
+            told = temporary / "state.json"
+            told.touch()
+            sums, sizes = {}, {}
             for name, entries in tensors.items():
                 path = temporary / f"{name}.safetensors"
                 save_file({key: value.detach().cpu().contiguous() for key, value in entries.items()}, path)
-                sums[path.name] = _checksum(path)
-            facts = {**facts, "sha256": sums}
+                path.chmod(told.stat().st_mode)  # as the umask has it: safetensors would let the owner alone read it
+                sums[path.name], sizes[path.name] = _checksum(path), path.stat().st_size
+            facts = {**facts, "sha256": sums, "sizes": sizes}
             text = json.dumps({**facts, "checksum": _facts_checksum(facts)}, indent=1)
-            (temporary / "state.json").write_text(text, encoding="utf-8")
+            told.write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{folder}: cannot be written: {reason}; what was saved before is as it was") from error
@@ -103,12 +111,11 @@ def load_folder(folder: Path, *names: str) -> tuple[dict[str, dict[str, Tensor]]
     folder = find_folder(folder)
     path = folder / "state.json"
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(facts, dict) or facts.pop("checksum", None) != _facts_checksum(facts):
-            raise CheckpointError(f"{path}: damaged (its checksum differs from the one it was written with)")
-        sums = facts.pop("sha256")
+        facts = _read_facts(path)
+        sums, sizes = facts.pop("sha256"), facts.pop("sizes")
         for name in names:
             path = folder / f"{name}.safetensors"
+            check_regular(path, sizes[path.name])
             if _checksum(path) != sums[path.name]:
                 raise CheckpointError(f"{path}: damaged (its checksum differs from the one it was written with)")
         return {name: load_file(folder / f"{name}.safetensors") for name in names}, facts
@@ -118,6 +125,14 @@ def load_folder(folder: Path, *names: str) -> tuple[dict[str, dict[str, Tensor]]
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {shown(error, 200)})") from None
+
+
+def _read_facts(path: Path) -> dict:
+    """What a state.json holds, its own checksum found right; CheckpointError when that is wrong."""
+    facts = json.loads(read_regular(path).decode())
+    if not isinstance(facts, dict) or facts.pop("checksum", None) != _facts_checksum(facts):
+        raise CheckpointError(f"{path}: damaged (its checksum differs from the one it was written with)")
+    return facts
 
 
 def save_checkpoint(
@@ -146,11 +161,44 @@ def save_checkpoint(
         facts = {**progress.model_dump(), "optimizer": sorted(moments)}
         save_folder(folder, {"model": model.state_dict(), "state": state | moments}, facts)
     for old in checkpoints(run)[:-KEEP]:
-        shutil.rmtree(old)
+        _remove(old, progress.run)
 
 
 def checkpoints(run: Path) -> list[Path]:
-    return sorted((run / "checkpoints").glob("step-*"))
+    """The folders that have a checkpoint's name, by their steps."""
+    folder = run / "checkpoints"
+    try:
+        entries = list(folder.iterdir()) if folder.is_dir() else []
+        named = [path for path in entries if STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+    except OSError as error:
+        raise CheckpointError(f"{shown(folder, 200)}: cannot be read: {error.strerror or error}") from error
+    return sorted(named, key=lambda path: int(path.name[5:]))
+
+
+def _remove(folder: Path, run: str) -> None:
+    """Removes the files that the folder's state.json lists, and the folder once it is empty.
+
+    Nothing goes where that file is damaged, of another run, or of another step than the folder's name says.
+    """
+    try:
+        facts = _read_facts(folder / "state.json")
+        mine = facts["run"] == run and folder.name == f"step-{facts['step']:08d}"
+        files = [
+            *filter(_plain, facts["sha256"]),
+            "state.json",
+        ]  # the latter last: a removal that was interrupted can be gone on with
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return
+    if not mine:
+        return
+    for name in files:
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # there is more in it, which is not ours
+        folder.rmdir()
+
+
+def _plain(name: str) -> bool:
+    return Path(name).name == name
 
 
 def load_checkpoint(

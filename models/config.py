@@ -419,6 +419,8 @@ def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
     found = []
     for key in dict.fromkeys([*before, *after]):
         path, old, new = f"{prefix}{key}", before.get(key), after.get(key)
+        if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+            old, new = ({str(place): value for place, value in enumerate(values)} for values in (old, new))
         if isinstance(old, dict) and isinstance(new, dict):
             found += differences(old, new, f"{path}.")
         elif old != new and path not in FREE:

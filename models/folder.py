@@ -1,19 +1,30 @@
 """A run's folder: made, claimed by one process at a time, its files written whole.
 
+run.json      the manifest: the run's id, by which its weights know it, and how it was started
 config.yaml   metrics.jsonl   tensorboard/   checkpoints/   best/   result.json   report.md   loss.png   eval-*.json
+
+A link in place of one of the folders is refused; one in place of a file is replaced and what it leads to is left alone.
 """
 
 import fcntl
+import json
 import os
+import secrets
 import socket
-from collections.abc import Iterator
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from data.atomic import put_back, replace_file, sweep
 from data.types import shown
 
-LOCK = ".lock"
+LOCK, MANIFEST = ".lock", "run.json"
+FOLDERS = ("checkpoints", "best", "tensorboard")
+MOST_FACTS = 2**28  # bytes of a JSON file: more is none that this program wrote
 
 
 class FolderError(ValueError):
@@ -36,6 +47,58 @@ def check_run(folder: Path) -> None:
             raise FolderError(f"{shown(folder, 200)}: not a run folder (no config.yaml)")
 
 
+def read_regular(path: Path, most: int = MOST_FACTS) -> bytes:
+    """The content of a regular file; OSError for a pipe, a device, or more than `most` bytes, none of which is read."""
+    check_regular(path, most)
+    return path.read_bytes()
+
+
+def check_regular(path: Path, most: int | None = None) -> None:
+    """OSError unless `path` is a regular file, or a link to one, of at most `most` bytes."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(None, f"not a regular file ({path.name})")
+    if most is not None and status.st_size > most:
+        raise OSError(None, f"{status.st_size:,} bytes, expected at most {most:,}")
+
+
+def new_manifest() -> dict:
+    """The id of a run that begins now, with its time, command and commit."""
+    return {
+        "run": secrets.token_hex(8),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": [shown(part, 500) for part in sys.argv],
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """The commit of this checkout, with `+changes` where files differ from it; `unknown` outside of a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        run = [
+            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        ]
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return run[0] + ("+changes" if run[1] else "")
+
+
+def read_manifest(folder: Path) -> dict:
+    """The run's manifest; FolderError when it is not there or none."""
+    path = folder / MANIFEST
+    with access(path, "read"):
+        text = read_regular(path)
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError):
+        manifest = None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("run"), str):
+        raise FolderError(f"{shown(path, 200)}: damaged, expected an object with the run's id")
+    return manifest
+
+
 @contextmanager
 def claimed(folder: Path, new: bool) -> Iterator[None]:
     """Holds the folder for this process alone; FolderError when another one is training in it.
@@ -52,7 +115,10 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
     try:
         with access(folder, "written"):
             if new and any(not path.name.startswith(".") for path in folder.iterdir()):
-                raise FolderError(f"{folder}: already holds a run; --resume it or choose another folder")
+                raise FolderError(f"{shown(folder, 200)}: already holds a run; --resume it or choose another folder")
+            for name in FOLDERS:
+                if (folder / name).is_symlink():
+                    raise FolderError(f"{shown(folder / name, 200)}: a link, expected a folder of the run's own")
             sweep(folder, older_than=0)
             sweep(folder / "checkpoints", older_than=0)
             put_back(folder / "best")
@@ -67,19 +133,22 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
 
 
 def _lock(folder: Path) -> int:
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    path = folder / LOCK
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise FolderError(f"{shown(path, 200)}: a link or no regular file, expected the run's own")
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(handle, 200).decode("utf-8", "replace").strip()
         os.close(handle)
-        raise FolderError(f"{folder}: another process is training in it ({shown(holder)})") from None
+        raise FolderError(f"{shown(folder, 200)}: another process is training in it ({shown(holder)})") from None
     os.truncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return handle
 
 
-def write_text(path: Path, text: str) -> None:
-    """The file, whole or not at all; FolderError when the disk is full, say."""
+def write_file(path: Path, content: str | bytes | Callable[[Path], object]) -> None:
+    """A file of the run's, whole or not at all (see `replace_file`); FolderError when the disk is full, say."""
     with access(path, "written"):
-        replace_file(path, text)
+        replace_file(path, content)

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from models.checkpoint import Progress
-from models.folder import access, write_text
+from models.folder import access, read_regular, write_file
 
 
 class Means:
@@ -53,10 +53,10 @@ class MetricsLog:
         self.path, self.records = folder / "metrics.jsonl", list(records)
         known = "".join(json.dumps(record) + "\n" for record in records)
         with access(self.path, "read"):
-            found = self.path.read_bytes() if self.path.exists() else b""
+            found = read_regular(self.path) if self.path.exists() else b""
         # What stands behind the known lines comes from steps that will be made again.
         self.lost = not found.startswith(known.encode())
-        write_text(self.path, known)
+        write_file(self.path, known)
         with access(self.path, "written"):
             self.file = self.path.open("a", encoding="utf-8")
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from models.config import RunConfig
-from models.folder import access, write_text
+from models.folder import write_file
 from models.metrics import metric_names
 
 # The values of eval.filter_seen, as a report says them.
@@ -103,7 +103,7 @@ def write_report(folder: Path, config: RunConfig, result: dict, history: list[di
         "",
         f"Reproduce: `python train.py {folder / 'config.yaml'}`",
     ]
-    write_text(folder / "report.md", "\n".join(lines) + "\n")
+    write_file(folder / "report.md", "\n".join(lines) + "\n")
 
 
 def _left_out(split_and_reason: str, count: int) -> str:
@@ -142,7 +142,6 @@ def _plot(folder: Path, history: list[dict]) -> list[str]:
         axes.grid(alpha=0.3)
         if len(names) > 1:
             axes.legend()
-        with access(folder / file, "written"):
-            figure.savefig(folder / file, dpi=120)
+        write_file(folder / file, lambda path, figure=figure: figure.savefig(path, dpi=120, format="png"))
         plt.close(figure)
     return list(figures)

@@ -4,13 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
 from data.batches import Batches
 from data.datasets import Dataset, load_dataset
 from data.splits import Splits, make_splits, train_item_counts
+from data.types import shown
 from hstu_sparse.validation import choose_backend
 from models.checkpoint import CheckpointError, Progress, checkpoints, exists, load_folder
 from models.config import ConfigError, RunConfig, differences
+from models.folder import read_manifest
 from models.hstu import SequenceModel
 from models.metrics import metrics_by_length, ranking_metrics
 from models.retrieval import FILTERS, model_scorer, popularity_scorer, rank_targets
@@ -102,9 +105,39 @@ def final_weights(folder: Path) -> tuple[dict, dict, Path]:
     if not found:
         raise CheckpointError(f"{folder}: no weights in this run folder yet")
     tensors, facts = load_folder(found[0], "model")
+    check_of_this_run(facts.get("run"), folder, found[0])
     if type(facts.get("epoch")) is not int or facts["epoch"] < 0:
         raise CheckpointError(f"{found[0]}: damaged, epoch cannot be {facts.get('epoch')!r}")
     return tensors["model"], facts, found[0]
+
+
+def check_of_this_run(run: object, folder: Path, source: Path) -> None:
+    """CheckpointError unless what `source` holds is of the run whose id is `run`."""
+    if not isinstance(run, str):
+        raise CheckpointError(f"{source}: of another version of this program, it does not say of which run it is")
+    if run != (here := read_manifest(folder)["run"]):
+        raise CheckpointError(f"{source}: of another run ({shown(run)}), run.json says that this one is {shown(here)}")
+
+
+def check_config(facts: dict, config: RunConfig, folder: Path, source: Path) -> None:
+    """CheckpointError unless the weights `source` were made with the run's config.yaml; options of eval may differ."""
+    if changed := changes(facts.get("config"), config, source, ("eval.",)):
+        raise CheckpointError(
+            f"{folder}: config.yaml is not what {source.name} was trained with ({'; '.join(changed)}); undo that, or "
+            "say on the command line what is to be another than in training (key=value)"
+        )
+
+
+def changes(before: object, config: RunConfig, source: Path, free: tuple[str, ...] = ()) -> list[str]:
+    """What a configuration that `source` remembers has other than `config`, options that begin with `free` aside."""
+    try:
+        known = RunConfig.model_validate(before).model_dump(mode="json")
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise CheckpointError(
+            f"{source}: of another version of this program, its configuration has another {shown(place) or 'form'}"
+        ) from None
+    return [line for line in differences(known, config.model_dump(mode="json")) if not line.startswith(free)]
 
 
 def check_fingerprint(fingerprint: object, data: Data, folder: Path) -> None:
@@ -117,7 +150,7 @@ def check_fingerprint(fingerprint: object, data: Data, folder: Path) -> None:
 
 def check_same_run(progress: Progress, config: RunConfig, steps: int, folder: Path) -> None:
     """CheckpointError unless the checkpoint was made with this configuration, of `steps` steps an epoch."""
-    if changed := differences(progress.config, config.model_dump(mode="json")):
+    if changed := changes(progress.config, config, folder / "checkpoints"):
         raise CheckpointError(
             f"{folder}: config.yaml was changed since the checkpoint was made ({'; '.join(changed)}); undo that, or "
             "take it over with --override"

@@ -89,7 +89,14 @@ def forged(name: str, change: Callable[[bytes], bytes]) -> Change:
             content = change((folder / name).read_bytes())
             (folder / name).write_bytes(content)
             told = hashlib.sha256(content).hexdigest()
-            _state(folder, lambda facts, told=told: facts["sha256"].update({name: told}))
+            size = len(content)
+            _state(
+                folder,
+                lambda facts, told=told, size=size: (
+                    facts["sha256"].update({name: told}),
+                    facts["sizes"].update({name: size}),
+                ),
+            )
 
     return go
 
@@ -158,6 +165,27 @@ def no_checkpoints(run: Path, instead: str | None = None) -> None:
         (run / "checkpoints" / "step-00000099").write_text("x")
 
 
+def instead(name: str, make: Callable[[Path], object]) -> Change:
+    """Something else in the place of a file of the checkpoints."""
+
+    def go(run: Path) -> None:
+        for folder in folders(run, name):
+            (folder / name).unlink()
+            make(folder / name)
+
+    return go
+
+
+def linked(name: str) -> Change:
+    """A folder of the run's as a link to where it was moved."""
+
+    def go(run: Path) -> None:
+        (run / name).rename(run.parent / f"moved-{name}")
+        (run / name).symlink_to(run.parent / f"moved-{name}")
+
+    return go
+
+
 # Neither a resume nor an evaluation may use any of these.
 DAMAGE: dict[str, Change] = {
     "model cut short": raw("model.safetensors", lambda b: b[:-9]),
@@ -188,6 +216,13 @@ DAMAGE: dict[str, Change] = {
     "another embedding_dim": config("embedding_dim: 8", "embedding_dim: 16"),
     "another num_layers": config("num_layers: 1", "num_layers: 2"),
     "other data": config("num_items: 20", "num_items: 21"),
+    "model is a pipe": instead("model.safetensors", os.mkfifo),
+    "model is a device": instead("model.safetensors", lambda path: path.symlink_to("/dev/zero")),
+    "model of 1 TB": instead("model.safetensors", lambda path: (path.touch(), os.truncate(path, 2**40))),
+    "state.json is a pipe": instead("state.json", os.mkfifo),
+    "state.json is a device": instead("state.json", lambda path: path.symlink_to("/dev/zero")),
+    "scale changed in config.yaml": config("scale: 1.0", "scale: 5.0"),
+    "lr changed in config.yaml": config("lr: 0.001", "lr: 0.01"),
     "config.yaml deleted": lambda run: (run / "config.yaml").unlink(),
     "config.yaml of other bytes": lambda run: (run / "config.yaml").write_bytes(b"\xff\0"),
     "no checkpoints": no_checkpoints,
@@ -226,9 +261,18 @@ RESUME: dict[str, Change] = {
     "a fact too many": told(zzz=1),
     "seed changed": config("(?m)^seed: 1", "seed: 2"),
     "batch_size changed": config("batch_size: 4\n", "batch_size: 8\n"),
-    "lr changed": config("lr: 0.001", "lr: 0.01"),
     "epochs changed": config("epochs: 6", "epochs: 7"),
     "a loss changed": config("num_negatives: 4", "num_negatives: 5"),
+    "run.json deleted": lambda run: (run / "run.json").unlink(),
+    "run.json of another run": lambda run: (run / "run.json").write_text('{"run": "0123"}'),
+    "run.json is a list": lambda run: (run / "run.json").write_text("[]"),
+    "checkpoints is a link": linked("checkpoints"),
+    "best is a link": linked("best"),
+    "tensorboard is a link": linked("tensorboard"),
+    ".lock is a link": lambda run: ((run / ".lock").unlink(), (run / ".lock").symlink_to(run / "config.yaml")),
+    ".lock is a pipe": lambda run: ((run / ".lock").unlink(), os.mkfifo(run / ".lock")),
+    "metrics.jsonl is a pipe": lambda run: ((run / "metrics.jsonl").unlink(), os.mkfifo(run / "metrics.jsonl")),
+    "state is a pipe": instead("state.safetensors", os.mkfifo),
     "metrics.jsonl is a folder": lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()),
 }
 

@@ -1,6 +1,8 @@
 """Checkpoints: whole or not at all, and a clear line when one is damaged."""
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ def setup(seed=0):
 
 
 def at(step, **facts):
-    return Progress(fingerprint="x", step=step, **facts)
+    return Progress(**{"run": "r", "fingerprint": "x", "step": step, **facts})
 
 
 def step(model, optimizer):
@@ -55,6 +57,54 @@ def test_keeps_the_last_two(tmp_path):
     for number in (1, 2, 10):
         save_checkpoint(tmp_path, model, optimizer, at(number))
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
+
+
+def test_cleaning_up_takes_nothing_of_the_user_s(tmp_path):
+    model, optimizer = setup()
+    save_checkpoint(tmp_path, model, optimizer, at(1))
+    place = tmp_path / "checkpoints"
+    others = ("step-00000001.bak", "step-00000001-before-the-change", "step-00000000-notes", "step-", "step-1")
+    for name in others:
+        (place / name).mkdir()
+    (place / "step-00000000").write_text("a file")
+    shutil.copytree(place / "step-00000001", place / "step-00000002")  # says that it is step 1
+    (place / "step-00000001" / "notes.txt").write_text("mine")
+    (place / "step-00000003").symlink_to(place / "step-00000001")
+    for number in (4, 5, 6):
+        save_checkpoint(tmp_path, model, optimizer, at(number))
+    save_checkpoint(tmp_path, model, optimizer, at(7, run="another"))
+    left = {path.name for path in place.iterdir()}
+    assert left == {*others, *(f"step-0000000{number}" for number in (0, 1, 2, 3, 5, 6, 7))}
+    assert [path.name for path in (place / "step-00000001").iterdir()] == ["notes.txt"]
+    assert len(list((place / "step-00000002").iterdir())) == 3
+
+
+def test_modes_follow_the_umask(tmp_path):
+    model, optimizer = setup()
+    before = os.umask(0o022)
+    try:
+        save_checkpoint(tmp_path, model, optimizer, at(1))
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in checkpoints(tmp_path)[0].iterdir()} == {0o644}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors", "state.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
+def test_what_is_no_regular_file_is_not_read(tmp_path, file, kind):
+    model, optimizer = setup()
+    save_checkpoint(tmp_path, model, optimizer, at(1))
+    path = checkpoints(tmp_path)[-1] / file
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 2**40)
+    with pytest.raises(CheckpointError, match=r"cannot be read: (not a regular file|1,099,511,627,776 bytes)"):
+        load_checkpoint(tmp_path, model, optimizer)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors", "state.json"])

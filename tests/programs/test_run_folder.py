@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+import eval as evaluation
 import train
-from models.folder import FolderError, access, check_run, claimed, write_text
+from models.folder import FolderError, access, check_run, claimed, write_file
 from models.monitor import MetricsLog, explain_faults
 
 CONFIG = """
@@ -27,7 +28,7 @@ train: {epochs: 2, batch_size: 16, checkpoint_seconds: 0}
 def test_a_folder_is_one_process_s(tmp_path):
     folder = tmp_path / "run"
     with claimed(folder, new=True):
-        write_text(folder / "config.yaml", "x")
+        write_file(folder / "config.yaml", "x")
         with pytest.raises(FolderError, match=rf"another process is training in it \(process {os.getpid()} on"):
             claimed(folder, new=False).__enter__()
     with claimed(folder, new=False):
@@ -42,7 +43,7 @@ def test_a_new_folder_goes_again_when_nothing_came_of_it(tmp_path):
     assert not (tmp_path / "a").exists()
     (tmp_path / "a").mkdir()
     with claimed(tmp_path / "a" / "b", new=True):
-        write_text(tmp_path / "a" / "b" / "config.yaml", "x")
+        write_file(tmp_path / "a" / "b" / "config.yaml", "x")
     assert (tmp_path / "a" / "b" / "config.yaml").read_text() == "x"
 
 
@@ -134,6 +135,61 @@ def test_changed_configuration_is_refused_or_taken_over(copy, capsys):
     assert train.main(["--resume", str(copy), "--override"]) == 0
     assert len(metrics(copy)) == 3
     assert train.main(["--resume", str(copy)]) == 0  # it is this run's configuration now
+
+
+def test_weights_know_their_configuration(copy, capsys):
+    """Another configuration with the same shapes, a best/ of another run: named, not evaluated."""
+    config = copy / "config.yaml"
+    text = config.read_text()
+    others = (
+        (text.replace("scale: 1.0", "scale: 5.0"), "model.attention.0.scale: 1.0 -> 5.0"),
+        (text.replace("temperature: 0.05", "temperature: 0.5"), "loss.temperature: 0.05 -> 0.5"),
+        (
+            text[: text.index("  attention:")] + "  attention: {kind: softmax}\n" + text[text.index("loss:") :],
+            "-> softmax",
+        ),
+    )
+    for other, told in others:
+        config.write_text(other)
+        assert evaluation.main([str(copy)]) == 2
+        assert told in capsys.readouterr().err
+    config.write_text(text.replace("filter_seen: history", "filter_seen: none").replace("threads: 1", "threads: 2"))
+    assert evaluation.main([str(copy)]) == 0
+    config.write_text(text)
+    assert evaluation.main([str(copy), "model.attention.0.scale=5.0"]) == 0
+    assert train.main([str(config), "--run", str(copy.parent / "other")]) == 0  # the same weights, even
+    shutil.rmtree(copy / "best")
+    shutil.copytree(copy.parent / "other" / "best", copy / "best")
+    for main, arguments in ((evaluation.main, [str(copy)]), (train.main, ["--resume", str(copy)])):
+        assert main(arguments) == 2
+        assert "best: of another run" in capsys.readouterr().err
+
+
+def test_a_configuration_that_was_taken_over_is_the_best_weights_too(copy):
+    config = copy / "config.yaml"
+    config.write_text(config.read_text().replace("epochs: 2", "epochs: 3").replace("lr: 0.001", "lr: 1.0e-30"))
+    assert train.main(["--resume", str(copy), "--override"]) == 0
+    assert evaluation.main([str(copy)]) == 0
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "best", "tensorboard", ".lock"])
+def test_links_in_place_of_the_run_s_own_are_refused(copy, name, capsys):
+    (copy / name).rename(copy.parent / "moved")
+    (copy / name).symlink_to(copy.parent / "moved")
+    assert train.main(["--resume", str(copy)]) == 2
+    assert f"{name}: a link" in capsys.readouterr().err
+
+
+def test_links_in_place_of_files_are_not_followed(copy):
+    names = ("loss.png", "metrics.png", "result.json", "report.md", "metrics.jsonl", "eval-test.json")
+    (copy.parent / "mine").write_text("mine")
+    for name in names:
+        (copy / name).unlink(missing_ok=True)
+        (copy / name).symlink_to(copy.parent / "mine")
+    assert train.main(["--resume", str(copy)]) == 0
+    assert evaluation.main([str(copy)]) == 0
+    assert (copy.parent / "mine").read_text() == "mine"
+    assert not [name for name in names if (copy / name).is_symlink()]
 
 
 def test_lost_metrics_are_restored_and_said(copy, finished, capsys):

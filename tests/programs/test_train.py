@@ -2,9 +2,9 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -17,8 +17,10 @@ import pytest
 
 import eval as evaluation
 import train
+from models import checkpoint
 from models.checkpoint import checkpoints, load_folder
 from models.config import load_config
+from tests.hostile.harness import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = {"train.py": train.main, "eval.py": evaluation.main}
@@ -90,27 +92,34 @@ def test_a_run_ends_with_a_table_and_a_report(finished):
     assert result["model"]["history"]["HR@10"] > result["popularity"]["history"]["HR@10"]
 
 
-@pytest.mark.slow
+def dies(arguments, module, name, call):
+    """train.py in a process of its own, which is killed when it calls module.name for the `call`-th time."""
+
+    def go():
+        whole, calls = getattr(module, name), itertools.count(1)
+
+        def counted(*given, **more):
+            if next(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return whole(*given, **more)
+
+        setattr(module, name, counted)
+        return train.main([str(argument) for argument in arguments])
+
+    ended = Process(go, seconds=600).wait()
+    assert ended.status == -signal.SIGKILL, ended.output
+
+
 def test_killed_three_times_and_resumed_ends_the_same(tmp_path):
-    """SIGKILL at three random moments of the run; the last resume must give bit-identical metrics."""
-    # So many epochs that no kill can come after the last checkpoint, when there is nothing left to save.
-    epochs = "train.epochs=20"
-    reference, folder, chance = tmp_path / "reference", tmp_path / "run", random.Random(time.time_ns())
-    assert start(reference, epochs).returncode == 0
-    arguments = ["train.py", ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, epochs, "--run", folder]
-    for _ in range(3):
-        steps_before = newest_step(folder)
-        process = subprocess.Popen(command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        deadline = time.time() + 60
-        while newest_step(folder) <= steps_before and process.poll() is None and time.time() < deadline:
-            time.sleep(0.01)
-        time.sleep(chance.random() * 0.3)
-        process.kill()
-        output = process.communicate()[0].decode()
-        assert newest_step(folder) > steps_before, output
-        arguments = ["train.py", "--resume", folder]
+    """SIGKILL within an epoch, while a checkpoint is put in place, and between two of its files."""
+    reference, folder = tmp_path / "reference", tmp_path / "run"
+    assert start(reference).returncode == 0
+    resume = ["--resume", folder]
+    dies([ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "--run", folder], train, "set_lr", 20)
+    dies(resume, os, "rename", 2)
+    dies(resume, checkpoint, "save_file", 4)
     assert not (folder / "result.json").exists()
-    done = run(*arguments)
+    done = run("train.py", *resume)
     assert done.returncode == 0, done.stderr
     assert final(folder) == final(reference)
 
