@@ -4,6 +4,7 @@ An unknown key, a missing key or a wrong type stops the run before anything is l
 answered with the nearest valid one.
 """
 
+import contextlib
 import difflib
 import re
 import types
@@ -26,7 +27,7 @@ from pydantic_core import PydanticCustomError
 
 from data.options import Columns, SyntheticOptions
 from data.types import shown
-from models.attention import ATTENTION
+from models.attention import ATTENTION, attention_config
 from models.contract import AttentionKind, LayerSizes, Strict
 from models.heads import DotConfig, HeadConfig
 from models.metrics import metric_names
@@ -67,16 +68,18 @@ def _as_tuple(value):
 
 
 def _of_its_kind(value):
-    """One mapping of `model.attention` as the Config of the kind that it names, which is looked up only now."""
+    """One mapping of `model.attention` as the Config of the kind that it names."""
     if isinstance(value, AttentionKind.Config):
         return value
     if not isinstance(value, dict):
         raise ValueError(f"expected a mapping with a kind, got {value!r}")
-    kind = value.get("kind")
-    if not isinstance(kind, str) or kind not in ATTENTION:
-        what = f"unknown attention kind {kind}, known: " if "kind" in value else "missing, one of "
-        raise _located([(("kind",), what + ", ".join(ATTENTION))], WHOLE)
-    return ATTENTION[kind].Config.model_validate(value)
+    if "kind" not in value:
+        raise _located([(("kind",), "missing, one of " + ", ".join(ATTENTION))], WHOLE)
+    try:
+        config = attention_config(str(value["kind"]))
+    except ValueError as error:
+        raise _located([(("kind",), str(error))], WHOLE) from None
+    return config.model_validate(value)
 
 
 # Types of our own errors: how `_explain` joins path and message, `path: message` or `path.message`.
@@ -376,12 +379,13 @@ def _override(tree: dict, assignment: str) -> None:
     elif not isinstance(node, dict):
         raise ConfigError(f"{path}: no such key ({last} is not in a mapping)")
     else:
-        known_kind = isinstance(value, str) and value in ATTENTION
-        if last == "kind" and "attention" in parents and node.get("kind") != value and known_kind:
-            # Another kind starts from its own defaults: what the file said of the old kind means nothing to it.
-            known = ATTENTION[value].Config.model_fields
-            for key in [key for key in node if key not in known]:
-                del node[key]
+        if last == "kind" and "attention" in parents and node.get("kind") != value:
+            # Another kind starts from its own defaults: what the file said of the old kind means nothing to it. That
+            # there is no such kind is told when the whole is read.
+            with contextlib.suppress(ValueError):
+                known = attention_config(str(value)).model_fields
+                for key in [key for key in node if key not in known]:
+                    del node[key]
         if parents == ["model", "head"] and last == "kind" and node.get("kind") != value:
             node.clear()
         node[last] = value
@@ -460,7 +464,7 @@ def _keys_beside(location: list, tree: dict) -> list[str]:
     path = location[:-1]
     if path[:2] == ["model", "attention"]:
         mapping = tree["model"]["attention"]
-        model = ATTENTION[(mapping if isinstance(mapping, dict) else mapping[path[2]])["kind"]].Config
+        model = attention_config((mapping if isinstance(mapping, dict) else mapping[path[2]])["kind"])
         path = path[2:]
     for part in path:
         if part in model.model_fields:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention import ATTENTION
+from models.attention import attention_kind
 from models.config import ModelConfig
 from models.contract import AttentionKind, AuxLoss
 from models.embedding import InputEmbedding
@@ -147,7 +147,7 @@ BLOCKS = {"hstu": HSTULayer, "transformer": TransformerLayer}
 
 
 def build_layer(config: ModelConfig, attention: AttentionKind.Config) -> nn.Module:
-    kind = ATTENTION[attention.kind]
+    kind = attention_kind(attention.kind)
     kv_heads = kind.kv_heads(attention, config.num_heads)
     return BLOCKS[config.block](config, kind(attention, config.layer_sizes), kv_heads)
 

@@ -1,8 +1,16 @@
 """The attention kinds that `model.attention.kind` names: a file and an entry in ATTENTION for each.
 
-A kind is one module with its Config; what it must bring: `AttentionKind` in models/contract.py.
+A kind is one module with its Config; what it must bring: `AttentionKind` in models/contract.py. A kind may also stand
+outside of this package: it is then named by its path, `my_package.my_module:MyAttention`.
 """
 
+import functools
+from importlib import import_module
+from typing import Literal
+
+from pydantic import create_model
+
+from data.types import shown
 from models.attention.bsa import BlockSparseAttention
 from models.attention.dense import DenseAttention
 from models.attention.htree import HierarchicalTreeAttention
@@ -21,3 +29,53 @@ ATTENTION: dict[str, type[AttentionKind]] = {
     "rotatekv": RotateKVAttention,
     "ring": RingAttention,
 }
+
+
+def attention_kind(name: str) -> type[AttentionKind]:
+    """Return the class that `model.attention.kind` names: an entry of ATTENTION, or the class at `module:Class`.
+
+    Raises:
+        ValueError: there is no such class, in one line.
+        ImportError: the module is there, but importing it failed.
+    """
+    return ATTENTION[name] if name in ATTENTION else _class_at(name)
+
+
+def attention_config(name: str) -> type[AttentionKind.Config]:
+    """Return the Config of the kind of that name; that of a kind from outside takes its path as `kind`.
+
+    Raises:
+        ValueError, ImportError: as `attention_kind`.
+    """
+    kind = attention_kind(name)
+    return kind.Config if name in ATTENTION else _config_at(name, kind)
+
+
+@functools.cache
+def _class_at(path: str) -> type[AttentionKind]:
+    module, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        known = ", ".join(ATTENTION)
+        raise ValueError(f"unknown attention kind {shown(path)}, known: {known}, or a path like my_module:MyAttention")
+    try:
+        loaded = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise ImportError(f"model.attention.kind: importing {module} failed: {error}") from error
+        raise ValueError(f"{shown(path)}: no module {shown(error.name)}; its folder must be in PYTHONPATH") from None
+    except Exception as error:  # of any type: a ValueError would pass for a fault of the configuration
+        raise ImportError(f"model.attention.kind: importing {module} failed: {error!r}") from error
+    kind = getattr(loaded, name, None)
+    if not isinstance(kind, type):
+        raise ValueError(f"{shown(path)}: module {shown(module)} has no class {shown(name)}")
+    for one, base in ((kind, AttentionKind), (getattr(kind, "Config", None), AttentionKind.Config)):
+        if not isinstance(one, type) or not issubclass(one, base):
+            what = "class" if base is AttentionKind else "Config"
+            raise ValueError(f"{shown(path)}: its {what} does not derive from {base.__qualname__} (models.contract)")
+    return kind
+
+
+@functools.cache
+def _config_at(path: str, kind: type[AttentionKind]) -> type[AttentionKind.Config]:
+    """The kind's Config with `path` as the value of `kind`, whatever the class itself declares there."""
+    return create_model(kind.Config.__name__, __base__=kind.Config, kind=(Literal[path], ...))
