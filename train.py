@@ -91,8 +91,8 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool,
         seed=config.seed,
         group_by_length=config.train.group_by_length,
     )
-    watched = "valid" if data.splits.valid is not None else "test"
-    eval_batches = data.eval_batches(watched)
+    watched = next((name for name in ("valid", "test") if getattr(data.splits, name) is not None), None)
+    eval_batches = data.eval_batches(watched) if watched else None
     progress = Progress(run="", fingerprint=data.dataset.fingerprint)
     if resume and was_saved(folder):
         progress = load_checkpoint(folder, model, optimizer, average)
@@ -157,7 +157,7 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool,
                 )
             progress.epoch, progress.batch, means = progress.epoch + 1, 0, Means(data.device, {})
             record = {"epoch": progress.epoch, "step": progress.step, **losses, "split": watched}
-            if config.eval.every and progress.epoch % config.eval.every == 0:
+            if watched and config.eval.every and progress.epoch % config.eval.every == 0:
                 phase = phase_at(config, progress.step)
                 with judged(average):
                     metrics = context.of_first(evaluate(config, model, eval_batches, phase))
@@ -176,7 +176,9 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool,
                 saved_at = time.monotonic()
     save()
     log.close()
-    if context.first:
+    if data.splits.test is None:
+        console.print(f"Protocol {config.data.protocol}: nothing is held out, so that the run is not judged")
+    elif context.first:
         finish(config, folder, model, data, progress)
     return 0
 

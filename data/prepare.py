@@ -19,9 +19,12 @@ log = logging.getLogger(__name__)
 VERSION = 1  # part of every key: raise it when the same source would be prepared differently
 
 
-def load_or_prepare(name: str, fmt: RawFormat, path, cache_dir: str | Path, options: dict) -> Dataset:
-    """Open the cache of this source and these options; make it first if it is missing or damaged."""
-    cache_dir = local_path(cache_dir, "data.cache_dir")
+def load_or_prepare(name: str, fmt: RawFormat, path, cache_dir: str | Path | None, options: dict) -> Dataset:
+    """Open the cache of this source and these options; make it first if it is missing or damaged.
+
+    Without a `cache_dir` the source is prepared in memory and nothing is written.
+    """
+    cache_dir = None if cache_dir is None else local_path(cache_dir, "data.cache_dir")
     if path and (given := _given_cache(local_path(path, "data.path"), name, options)) is not None:
         return given
     files = find_files(name, fmt, path)
@@ -34,8 +37,8 @@ def load_or_prepare(name: str, fmt: RawFormat, path, cache_dir: str | Path, opti
                 raise DataError(f"{file}: the file is empty")
         key = [recipe, [_file_sha256(f) for f in files]]
         fingerprint = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        folder = cache_dir / f"{name}-{fingerprint[:16]}"
-        if (cached := _open(folder, fingerprint)) is not None:
+        folder = None if cache_dir is None else cache_dir / f"{name}-{fingerprint[:16]}"
+        if folder is not None and (cached := _open(folder, fingerprint)) is not None:
             return cached
         dataset = filter_dataset(read_raw(name, fmt, files, fingerprint), **options)
         if [_stat(f) for f in files] != before:
@@ -46,6 +49,8 @@ def load_or_prepare(name: str, fmt: RawFormat, path, cache_dir: str | Path, opti
         ) from error
     # The filter derives a fingerprint of its own; here the options are part of the key already.
     dataset = dataclasses.replace(dataset, fingerprint=fingerprint)
+    if folder is None:
+        return dataset
     try:
         write_cache(dataset, folder, {**recipe, "sources": [str(f) for f in files]})
         return read_cache(folder, fingerprint)[0]

@@ -11,7 +11,7 @@ import numpy as np
 
 from .types import DataError, Dataset, did_you_mean
 
-PROTOCOLS = ("leave_one_out", "published", "temporal")
+PROTOCOLS = ("leave_one_out", "published", "temporal", "all")
 
 FUTURE_NOTE = (
     "Training data are cut per user, not in time: the model may learn from other users' events that happened after "
@@ -37,7 +37,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """train, valid, test; `valid` is None where the protocol has no validation.
+    """train, valid, test; `valid` is None where the protocol has no validation, `test` where nothing is held out.
 
     skipped    "split: reason" -> number of users left out of that split
     notes      plain sentences that state the protocol, for reports
@@ -47,7 +47,7 @@ class Splits:
     protocol: str
     train: Split
     valid: Split | None
-    test: Split
+    test: Split | None
     skipped: dict[str, int]
     notes: list[str]
     train_end: np.ndarray
@@ -69,6 +69,7 @@ def make_splits(
     validation window, all before that trains; a user's target is their first event in a window, with everything
     before it as history (for the test that includes the validation window). Events of the same second stay in one
     window, the later one.
+    all: every event trains, a user's last one too; nothing is held out, so that there is nothing to judge a model by.
 
     DataError for an unknown protocol, for `temporal` without timestamps and where no training or test sample is left.
     """
@@ -110,6 +111,10 @@ def make_splits(
             "Each user's target is their first event in the window, with all of their events before it as history.",
             "No event of the training data is later than an event of the validation or test windows.",
         ]
+    elif protocol == "all":
+        train_end, valid, test = last, None, None
+        train = split("train", train_end, everyone, "", "fewer than two events")
+        notes = ["Protocol all: training uses every event; nothing is held out, so that nothing can be judged."]
     else:
         held_out = 1 if protocol == "published" else 2
         train_end = np.maximum(first, last - held_out)
@@ -129,7 +134,7 @@ def make_splits(
             ]
         notes.append(FUTURE_NOTE)
     for name, part in (("train", train), ("test", test)):
-        if not len(part):
+        if part is not None and not len(part):
             raise DataError(f"{dataset.name}: protocol {protocol} leaves no {name} sample: a sample needs an input "
                             f"and a target ({_reasons(skipped, name)})")  # fmt: skip
     return Splits(protocol, train, valid, test, skipped, notes, train_end)

@@ -27,7 +27,11 @@ class Dataset:
     user_ids      [U] original ids, int64 or str, ascending
     item_ids      [num_items] original ids, int64 or str, ascending
     fingerprint   hex; changes with the source's content and with the options
+    action_names  the text of each action code, where the source has text as actions; else None
+    notes         sentences about how the source was read, for logs and reports
+    left_out      with a `vocabulary`: the numbers of items, events and users that were left out, else None
 
+    `user_ids` and `item_ids` map an index to its original id; `vocabulary.index_of` maps ids to indices.
     The arrays are copy-on-write memory maps of the cache (writing into one never reaches the file) or, for
     `synthetic`, live in memory.
     """
@@ -41,6 +45,9 @@ class Dataset:
     item_ids: np.ndarray
     has_timestamps: bool
     fingerprint: str
+    action_names: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
+    left_out: dict[str, int] | None = None
 
     @property
     def num_users(self) -> int:

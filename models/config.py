@@ -49,7 +49,7 @@ PathText = Annotated[str, AfterValidator(_possible_path)]
 class DataConfig(Strict):
     format: str
     path: PathText | None = None
-    protocol: Literal["leave_one_out", "published", "temporal"]
+    protocol: Literal["leave_one_out", "published", "temporal", "all"]
     cache_dir: PathText = ".cache"
     min_user_events: int = Field(1, ge=1)
     min_item_events: int = Field(1, ge=1)
@@ -260,8 +260,8 @@ class RunConfig(Strict):
 
     @model_validator(mode="after")
     def _consistent(self):
-        if self.eval.patience and self.data.protocol == "published":
-            raise ValueError("eval.patience: protocol published has no validation split to stop by")
+        if self.eval.patience and self.data.protocol in ("published", "all"):
+            raise ValueError(f"eval.patience: protocol {self.data.protocol} has no validation split to stop by")
         if self.model.head.kind == "mol" and self.loss.kind == "bce":
             raise ValueError("loss.kind=bce is not for model.head.kind=mol: take a softmax loss")
         if self.model.head.kind == "mol" and self.model.table_dtype != "float32":

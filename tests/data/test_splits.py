@@ -66,6 +66,17 @@ def test_published():
     assert "no validation" in " ".join(splits.notes) and "other users' events" in " ".join(splits.notes)
 
 
+def test_all():
+    splits = make_splits(FOUR, "all", max_seq_len=3)
+    assert rows(splits.train) == [(0, 1, 5), (2, 6, 8), (3, 8, 11)]
+    assert splits.valid is None and splits.test is None
+    assert splits.train_end.tolist() == FOUR.user_offsets[1:].tolist()
+    assert splits.skipped == {"train: fewer than two events": 1}
+    assert train_item_counts(FOUR, splits).tolist() == np.bincount(FOUR.items, minlength=100).tolist()
+    with pytest.raises(DataError, match="leaves no train sample"):
+        make_splits(dataset_of([[(1, 1)], [(2, 2)]]), "all", max_seq_len=3)
+
+
 def test_temporal():
     # Sorted times: 5 10 12 20 30 40 50 80 85 95 100. With 3 and 2 of 11 events in the windows the validation window
     # is [50, 95) and the test window [95, ...].

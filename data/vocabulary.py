@@ -1,0 +1,101 @@
+"""The item ids and actions that a trained model knows, and new data in their terms.
+
+numpy alone; letters: E events, U users.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from .filtering import offsets_of
+from .types import DataError, Dataset
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """What the rows of a model's tables stand for.
+
+    item_ids      [num_items] original ids, int64 or text, each once: row i of the item table is item_ids[i]
+    num_actions   rows of the action table, or None where the data had no actions
+    action_names  [num_actions] the text of each action code, or None where actions are numbers
+    """
+
+    item_ids: np.ndarray
+    num_actions: int | None = None
+    action_names: tuple[str, ...] | None = None
+
+
+def vocabulary_of(dataset: Dataset) -> Vocabulary:
+    """Return what a model trained on this data set knows; its arrays can be stored beside the model."""
+    num_actions = None if dataset.actions is None else int(dataset.actions.max(initial=-1)) + 1
+    return Vocabulary(np.asarray(dataset.item_ids), num_actions, dataset.action_names)
+
+
+def index_of(ids: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Return where each of `ids` stands in `known`, as int64 [len(ids)], and -1 for those that are not there.
+
+    Both are int64 or text. Where one is text and the other is not, integers are compared as they are written.
+    """
+    ids, known = np.asarray(ids), np.asarray(known)
+    if ids.dtype.kind != known.dtype.kind:
+        ids, known = ids.astype(str), known.astype(str)
+    if not len(known):
+        return np.full(len(ids), -1, np.int64)
+    order = np.argsort(known, kind="stable")
+    place = order[np.minimum(np.searchsorted(known, ids, sorter=order), len(known) - 1)]
+    return np.where(known[place] == ids, place, -1).astype(np.int64)
+
+
+def in_terms_of(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int = 1) -> Dataset:
+    """Return the data set with the items numbered as in `vocabulary`, its events with other items left out.
+
+    Users keep their order; those with fewer than `min_user_events` events left are left out. What was left out is
+    counted in `left_out` and said in `notes`. DataError when no event is left, and for an action that the vocabulary
+    does not have.
+    """
+    place = index_of(dataset.item_ids, vocabulary.item_ids)
+    users = np.repeat(np.arange(dataset.num_users), np.diff(dataset.user_offsets))
+    items = place[dataset.items]
+    index = np.flatnonzero(items >= 0)
+    if not len(index):
+        raise DataError(f"{dataset.name}: none of its {dataset.num_items:,} items is known to the trained model")
+    counts = np.bincount(users[index], minlength=dataset.num_users)
+    stay = counts >= max(1, min_user_events)
+    index = index[stay[users[index]]]
+    if not len(index):
+        raise DataError(f"{dataset.name}: no user has {min_user_events} events with items known to the trained model")
+    actions = None if dataset.actions is None else dataset.actions[index]
+    if actions is not None and vocabulary.num_actions is not None and actions.max() >= vocabulary.num_actions:
+        raise DataError(
+            f"{dataset.name}: action {actions.max()} is not known to the trained model, which knows 0 to "
+            f"{vocabulary.num_actions - 1}"
+        )
+    left_out = {
+        "items": int(np.count_nonzero(place < 0)),
+        "events": dataset.num_events - len(index),
+        "users": int(np.count_nonzero(~stay)),
+    }
+    notes = dataset.notes
+    if any(left_out.values()):
+        notes += (
+            f"{left_out['items']:,} items are not known to the trained model; left out: {left_out['events']:,} of "
+            f"{dataset.num_events:,} events and {left_out['users']:,} of {dataset.num_users:,} users",
+        )
+    digest = hashlib.sha256(f"{dataset.fingerprint}/{min_user_events}/{vocabulary.item_ids.dtype}/".encode())
+    digest.update(np.ascontiguousarray(vocabulary.item_ids).tobytes())
+    return dataclasses.replace(
+        dataset,
+        items=items[index].astype(np.int32),
+        timestamps=dataset.timestamps[index],
+        actions=actions,
+        user_offsets=offsets_of(counts[stay]),
+        user_ids=np.asarray(dataset.user_ids)[stay],
+        item_ids=vocabulary.item_ids,
+        fingerprint=digest.hexdigest(),
+        notes=notes,
+        left_out=left_out,
+    )

@@ -1,0 +1,17 @@
+"""Protocol all: every event trains, and nothing is there to judge the run by."""
+
+from tests.programs.test_train import run, start
+
+
+def test_trains_on_everything_and_judges_nothing(tmp_path):
+    done = start(tmp_path / "run", "data.protocol=all", "train.epochs=1")
+    assert done.returncode == 0, done.stderr
+    assert "nothing is held out" in done.stdout
+    assert (tmp_path / "run" / "checkpoints").is_dir() and not (tmp_path / "run" / "result.json").exists()
+    judged = run("eval.py", tmp_path / "run")
+    assert judged.returncode == 2 and "--split test: protocol all has no such split" in judged.stderr
+
+
+def test_patience_needs_something_held_out(tmp_path):
+    done = start(tmp_path / "run", "data.protocol=all", "eval.patience=1")
+    assert done.returncode == 2 and "eval.patience: protocol all has no validation split" in done.stderr
