@@ -26,12 +26,13 @@ from torch.nn import functional as F
 
 from hstu_sparse.bsa import bsa_attention
 from hstu_sparse.indexer import padded_indexer_loss
-from hstu_sparse.jagged import jagged_to_padded
+from hstu_sparse.jagged import check_storage, jagged_to_padded
+from hstu_sparse.layer_norm_gate import norm_gate
 from hstu_sparse.ring import ring_flash_attention
 from hstu_sparse.ring.communication import Ring
 from hstu_sparse.ring.plan import RingPlan, fixed_plan
 from hstu_sparse.rotatekv import rotatekv_decompress, unpacked_attention
-from hstu_sparse.validation import check_int, check_number, check_tensor
+from hstu_sparse.validation import check_bool, check_dropout, check_int, check_number, check_tensor
 
 __all__ = [
     "TritonHSTUBSAAttention",
@@ -118,9 +119,11 @@ def _equal_stretches(name, q, k, v, group, return_lse, zigzag, options):
     for letter, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{letter} must be a tensor, got {type(x).__name__}")
+        check_storage(letter, x)
         if x.dim() != 4 or x.shape[:2] != q.shape[:2]:
             expected = "B, N" if x is q else f"B={q.shape[0]}, N={q.shape[1]}"
             raise ValueError(f"{letter} must be [{expected}, heads, D], got shape {list(x.shape)}")
+    check_bool("return_attn_probs", return_lse)
     num_seqs, tokens = q.shape[:2]
     ring = Ring(group)
     zigzag = zigzag and ring.world > 1
@@ -137,6 +140,7 @@ def _equal_stretches(name, q, k, v, group, return_lse, zigzag, options):
 
 
 def _stretches(q, k, v, cu_seqlens, group, plan: RingPlan | None, return_lse, zigzag, options):
+    check_bool("return_attn_probs", return_lse)
     out, lse = ring_flash_attention(
         q, k, v, cu_seqlens, zigzag=zigzag, group=group, plan=plan, return_lse=True, **options
     )  # fmt: skip
@@ -186,6 +190,7 @@ def zigzag_triton_ring_flash_attn_varlen_qkvpacked_func(qkv, *args, **kwargs):
 def _unpacked(name: str, packed: Tensor, parts: int, dims: int) -> tuple[Tensor, ...]:
     if not isinstance(packed, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(packed).__name__}")
+    check_storage(name, packed)
     if packed.dim() != dims or packed.shape[-3] != parts:
         shape = ["B, N", "T"][dims == 4]
         raise ValueError(f"{name} must be [{shape}, {parts}, H, D], got shape {list(packed.shape)}")
@@ -271,6 +276,7 @@ def triton_hstu_attention_with_bsa(
     """
     if not isinstance(invalid_attn_mask, Tensor) or not invalid_attn_mask.dim():
         raise TypeError("invalid_attn_mask must be a tensor whose last size is N")
+    check_storage("invalid_attn_mask", invalid_attn_mask)
     length = invalid_attn_mask.shape[-1]
     for name, size in (("num_heads", num_heads), ("attention_dim", attention_dim), ("linear_dim", linear_dim)):
         check_int(name, size, 1)
@@ -295,8 +301,8 @@ def triton_hstu_attention_with_bsa(
         window_size=window_size,
         selection_group=_group(block_size),
     )
-    normed = F.layer_norm(out.flatten(1), (num_heads * linear_dim,), eps=NORM_EPS)
-    return normed * u, jagged_to_padded(q, x_offsets, length), jagged_to_padded(k, x_offsets, length)
+    gated = norm_gate(out.flatten(1), u, eps=NORM_EPS)
+    return gated, jagged_to_padded(q, x_offsets, length), jagged_to_padded(k, x_offsets, length)
 
 
 class TritonHSTUBSAAttention(nn.Module):
@@ -314,9 +320,19 @@ class TritonHSTUBSAAttention(nn.Module):
         dropout: float = 0.0,
     ):
         super().__init__()
+        for name, size in (
+            ("embedding_dim", embedding_dim),
+            ("linear_hidden_dim", linear_hidden_dim),
+            ("attention_dim", attention_dim),
+            ("num_heads", num_heads),
+            ("block_counts", block_counts),
+            ("block_size", block_size),
+        ):
+            check_int(name, size, 1)
+        check_int("window_size", window_size, 0)
         self.num_heads, self.attention_dim, self.linear_hidden_dim = num_heads, attention_dim, linear_hidden_dim
         self.block_counts, self.block_size, self.window_size = block_counts, block_size, window_size
-        self.dropout = dropout
+        self.dropout = check_dropout(dropout)
         self.norm = nn.LayerNorm(embedding_dim, eps=NORM_EPS)
         self.sizes = [num_heads * n for n in (linear_hidden_dim, linear_hidden_dim, attention_dim, attention_dim)]
         self.uvqk = nn.Parameter(torch.empty(embedding_dim, sum(self.sizes)).normal_(std=0.02))

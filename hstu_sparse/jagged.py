@@ -15,6 +15,7 @@ from hstu_sparse.registration import plain
 # Checks that read values on a device wait for it, so there they run only when asked for.
 DEBUG = os.environ.get("HSTU_SPARSE_DEBUG", "0") not in ("", "0")
 
+LARGEST = 2**63 - 1  # of whole numbers: int64's
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -31,6 +32,25 @@ def readable(x: torch.Tensor) -> bool:
     Never where it is not `concrete`: there are no values, or reading them would be recorded.
     """
     return concrete(x) and (DEBUG or x.device.type == "cpu")
+
+
+def check_storage(name: str, x: torch.Tensor, *, values: bool = False) -> None:
+    """TypeError for a tensor whose numbers do not lie in strided memory: sparse, nested, mkldnn.
+
+    values: they are read here, so that a meta tensor, which has none, is refused too.
+    """
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").removeprefix("_")
+        raise TypeError(f"{name} must be a strided tensor, got a {kind} one")
+    if values and x.is_meta and plain(x):
+        raise TypeError(f"{name} must be a tensor with values, got a meta tensor")
+
+
+def shown(value: int) -> str:
+    """A whole number for an error: those of very many digits by their size."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"{'-' * (value < 0)}2^{value.bit_length() - 1} or more"
+    return str(value)
 
 
 def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.Tensor) -> None:
@@ -53,14 +73,16 @@ def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.T
     """
     if not isinstance(seq_offsets, torch.Tensor):
         raise TypeError(f"seq_offsets must be a tensor, got {type(seq_offsets).__name__}")
+    check_storage("seq_offsets", seq_offsets)
     if seq_offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"seq_offsets must be int32 or int64, got {seq_offsets.dtype}")
     if seq_offsets.dim() != 1 or seq_offsets.shape[0] < 1:
         raise ValueError(f"seq_offsets must be [B+1], got shape {list(seq_offsets.shape)}")
     if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, (int, torch.SymInt)):
         raise TypeError(f"max_seq_len must be an int, got {type(max_seq_len).__name__}")
-    if max_seq_len < 1:
-        raise ValueError(f"max_seq_len must be at least 1, got {max_seq_len}")
+    if not 1 <= max_seq_len <= LARGEST:
+        bound = "at least 1" if max_seq_len < 1 else f"at most {LARGEST}"
+        raise ValueError(f"max_seq_len must be {bound}, got {shown(max_seq_len)}")
     first = None
     for name, tensor in tensors.items():
         if tensor is None:

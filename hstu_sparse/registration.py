@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hstu_sparse.launch import on_device
+from hstu_sparse.precision import without_autocast
 
 _library = torch.library.Library("hstu_sparse", "FRAGMENT")
 
@@ -91,7 +92,8 @@ class Operator:
         self.others = [i for i in range(len(names)) if i not in self.tensors]
         self.differentiable = [names.index(argument) for argument in differentiable]
         self.forward = _ready(forward, self.tensors)
-        self.backward = _ready(backward, [*range(graded), *(i + graded for i in self.tensors)])
+        tensors = [*range(graded), *(i + graded for i in self.tensors)]
+        self.backward = without_autocast(_ready(backward, tensors))
         self.function = _autograd(self)
 
         kept = "".join(f", Tensor kept_{i}" for i in range(0 if keep_output else graded, outputs))

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hstu_sparse.jagged import check_storage
+
 # Width of a time bucket on the logarithmic axis (natural logarithm of seconds).
 BUCKET_WIDTH = 0.301
 
@@ -109,6 +111,7 @@ def check_bias(
 def _check_vector(name: str, x: Tensor, device: torch.device) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor or None, got {type(x).__name__}")
+    check_storage(name, x)
     if x.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {list(x.shape)}")
     if x.device != device:

@@ -8,8 +8,9 @@ import math
 
 import torch
 
-from hstu_sparse.jagged import check_jagged
+from hstu_sparse.jagged import LARGEST, check_jagged, check_storage, shown
 from hstu_sparse.launch import INTERPRET
+from hstu_sparse.registration import plain
 
 BACKENDS = ("auto", "triton", "reference")
 FLOATING, INTEGER = "floating point", "int32 or int64"
@@ -24,6 +25,8 @@ def choose_backend(backend: str, x: torch.Tensor, op: str) -> str:
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op} takes tensors, got {type(x).__name__}")
+    if x.is_meta and plain(x):
+        raise TypeError(f"{op} takes tensors with values, got a meta tensor")
     if backend not in BACKENDS:
         raise ValueError(f"{op}: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
@@ -59,6 +62,7 @@ def check_tensor(
     letters = shape.split()
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor [{', '.join(letters)}], got {type(x).__name__}")
+    check_storage(name, x)
     fits = x.dim() == len(letters)
     for letter, size in zip(letters, x.shape):
         fits = fits and sizes.get(letter, size) == size
@@ -104,14 +108,20 @@ def check_some(sizes: dict[str, int], *letters: str) -> None:
             raise ValueError(f"{letter} must be at least 1, got {letter}={sizes[letter]}")
 
 
-def check_int(name: str, value: int, least: int, most: int | None = None) -> None:
+def check_int(name: str, value: int, least: int, most: int = LARGEST) -> None:
     """A whole number from `least` to `most`; neither a bool nor a float that happens to be whole."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    if most is not None and value > most:
-        raise ValueError(f"{name} must be at most {most}, got {value}")
+        raise ValueError(f"{name} must be at least {least}, got {shown(value)}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {shown(value)}")
+
+
+def check_bool(name: str, value: bool) -> None:
+    """True or False, and nothing that merely counts as one of them: "no" would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_number(name: str, value: float, *, above: float = -math.inf, below: float = math.inf) -> float:
@@ -119,9 +129,13 @@ def check_number(name: str, value: float, *, above: float = -math.inf, below: fl
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not above < value < below:  # NaN is neither; the bounds are infinite at most
+        value = shown(value)
         bounds = [f"above {above:g}"] * (above > -math.inf) + [f"below {below:g}"] * (below < math.inf)
         raise ValueError(f"{name} must be a finite number {' and '.join(bounds)}".rstrip() + f", got {value}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be a finite number that a float can hold, got {shown(value)}") from None
 
 
 def check_dropout(dropout: float) -> float:
@@ -136,6 +150,7 @@ def check_seed(seed: torch.Tensor, device: torch.device) -> None:
     """Where random numbers begin: a tensor, so that drawing it does not wait for the device."""
     if not isinstance(seed, torch.Tensor):
         raise TypeError(f"seed must be an int64 tensor of one element, got {type(seed).__name__}")
+    check_storage("seed", seed)
     if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
         raise ValueError(
             f"seed must be an int64 tensor of one element on {device}, got {seed.dtype} of shape {list(seed.shape)} on "

@@ -12,9 +12,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hstu_sparse.bsa.reference import bsa_attention_reference
-from hstu_sparse.jagged import check_jagged, sequence_ids
+from hstu_sparse.jagged import LARGEST, check_jagged, sequence_ids
+from hstu_sparse.precision import without_autocast
 from hstu_sparse.relative_bias import RelativeBias, check_bias
-from hstu_sparse.validation import check_int, check_kernel, check_qkv, check_scale, check_tensor, choose_backend
+from hstu_sparse.validation import (
+    check_bool,
+    check_int,
+    check_kernel,
+    check_qkv,
+    check_scale,
+    check_tensor,
+    choose_backend,
+)
 
 if TYPE_CHECKING:
     from hstu_sparse.bsa.plan import BlockPlan
@@ -22,6 +31,7 @@ if TYPE_CHECKING:
 MOST = 1 << 20  # of block_size and block_counts: the reference lays out as many slots for each block and query
 
 
+@without_autocast
 def bsa_attention(
     q: Tensor,
     k: Tensor,
@@ -84,10 +94,11 @@ def bsa_attention(
     for name, value, least, most in (
         ("block_size", block_size, 1, MOST),
         ("block_counts", block_counts, 1, MOST),
-        ("window_size", window_size, 0, None),
-        ("selection_group", selection_group, 1, None),
+        ("window_size", window_size, 0, LARGEST),
+        ("selection_group", selection_group, 1, MOST),
     ):
         check_int(name, value, least, most)
+    check_bool("return_block_indices", return_block_indices)
     if block_size % selection_group:
         raise ValueError(f"selection_group must divide block_size={block_size}, got {selection_group}")
     _check_gates(gates, sizes, q.device, window_size)
@@ -159,6 +170,7 @@ def bsa_attention(
     return out, groups[begin // selection_group + sequence + position // selection_group]
 
 
+@without_autocast
 def bsa_plan(
     q: Tensor,
     seq_offsets: Tensor,

@@ -6,12 +6,14 @@ Letters: T tokens, I items, E embedding size, K negatives.
 import torch
 
 from hstu_sparse.cross_entropy.reference import catalogue_loss_reference
-from hstu_sparse.jagged import readable
-from hstu_sparse.validation import INTEGER, check_kernel, check_number, check_tensor, choose_backend
+from hstu_sparse.jagged import check_storage, readable
+from hstu_sparse.precision import without_autocast
+from hstu_sparse.validation import INTEGER, check_bool, check_kernel, check_number, check_tensor, choose_backend
 
 MAX_EMBEDDING = 512
 
 
+@without_autocast
 def catalogue_loss(
     out: torch.Tensor,
     items: torch.Tensor,
@@ -45,7 +47,8 @@ def catalogue_loss(
         out: [T, E], fp16, bf16 or fp32 (the reference also fp64); E up to 512 in Triton.
         items: [I, E], dtype of out. Rows that do not start on 16 bytes are copied, in out too.
         targets: [T] int32 or int64 below I; a negative one does not count.
-        temperature: a number above 0, or a floating point tensor of no dimension, which gets a gradient.
+        temperature: a number above 0, or a floating point tensor of no dimension, which gets a gradient; its value is
+            checked on a CPU.
         negatives: [K] for all tokens, or [T, K], int32 or int64 below I; negative ones do not count. The [T, K] form
             never holds [T, K, E]: it gathers rows in the kernel, or, for I up to K * E / 2.5 (fp32: / 4), takes
             products with all items, some thousand tokens at a time.
@@ -76,13 +79,17 @@ def catalogue_loss(
     if sizes["E"] < 1 or sizes["I"] < 1:
         raise ValueError(f"items must be [I, E] with I, E > 0, got shape {list(items.shape)}")
     if isinstance(temperature, torch.Tensor):
+        check_storage("temperature", temperature)
         if temperature.dim() or not temperature.is_floating_point() or temperature.device != out.device:
             raise ValueError(
                 f"temperature must be a number, or a floating point tensor of no dimension on {out.device}, got "
                 f"{temperature.dtype} of shape {list(temperature.shape)} on {temperature.device}"
             )
+        if readable(temperature):
+            check_number("temperature", temperature.item(), above=0.0)
     else:
         temperature = check_number("temperature", temperature, above=0.0)
+    check_bool("normalize", normalize)
     label_smoothing = check_number("label_smoothing", label_smoothing, above=-1e-30, below=1.0)
     skip_below = check_number("skip_below", skip_below, above=-1e-30, below=1.0)
     if negatives is None:
@@ -122,7 +129,7 @@ def catalogue_loss(
         negatives,
         log_q,
         1.0 if learned else temperature,
-        bool(normalize),
+        normalize,
         label_smoothing,
         skip_below,
     )[0]

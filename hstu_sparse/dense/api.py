@@ -9,6 +9,7 @@ import torch
 
 from hstu_sparse.dense.reference import hstu_attention_reference
 from hstu_sparse.jagged import check_jagged, readable
+from hstu_sparse.precision import without_autocast
 from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.validation import (
     INTEGER,
@@ -25,6 +26,7 @@ if typing.TYPE_CHECKING:
     from hstu_sparse.dense.plan import AttentionPlan
 
 
+@without_autocast
 def hstu_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -89,6 +91,7 @@ def hstu_attention(
     return hstu_attention_triton(q, k, v, seq_offsets, plan, **options)
 
 
+@without_autocast
 def attention_plan(
     q: torch.Tensor,
     v: torch.Tensor,

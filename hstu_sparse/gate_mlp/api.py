@@ -7,6 +7,7 @@ import torch
 
 from hstu_sparse.gate_mlp.reference import query_gates_reference
 from hstu_sparse.launch import padded_head
+from hstu_sparse.precision import without_autocast
 from hstu_sparse.validation import check_kernel, check_some, check_tensor, choose_backend
 
 MAX_SIZE, MAX_HIDDEN, MAX_GATES = 128, 64, 16
@@ -18,6 +19,7 @@ def takes_kernel(size: int, hidden: int, dtype: torch.dtype) -> bool:
     return size <= MAX_SIZE and hidden <= MAX_HIDDEN and padded_head(size) * padded_head(hidden) <= room
 
 
+@without_autocast
 def query_gates(
     q: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor, *, backend: str = "auto"
 ) -> torch.Tensor:

@@ -7,9 +7,11 @@ head size, r compression_rate.
 from torch import Tensor
 
 from hstu_sparse.htree.reference import htree_attention_reference
+from hstu_sparse.precision import without_autocast
 from hstu_sparse.validation import check_int, check_number, check_qkv, check_scale, choose_backend
 
 
+@without_autocast
 def htree_attention(
     q: Tensor,
     k: Tensor,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hstu_sparse.indexer import reference
 from hstu_sparse.jagged import check_jagged, readable
+from hstu_sparse.precision import without_autocast
 from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.validation import (
     FLOATING,
@@ -27,6 +28,7 @@ MOST_HEADS = 128
 MOST_SLOTS = 1 << 20  # of top_k in the reference: the result has as many slots for each query
 
 
+@without_autocast
 def lightning_indexer(
     iq: Tensor,
     ik: Tensor,
@@ -79,6 +81,7 @@ def lightning_indexer(
     return lightning_indexer_operator(iq, ik, w, seq_offsets, *bias, top_k)
 
 
+@without_autocast
 def index_scores(
     iq: Tensor,
     ik: Tensor,
@@ -112,6 +115,7 @@ def index_scores(
     return index_scores_operator(iq, ik, w, indices, seq_offsets, *bias)
 
 
+@without_autocast
 def sparse_attention(
     q: Tensor,
     k: Tensor,
@@ -164,6 +168,7 @@ def sparse_attention(
     return sparse_attention_operator(q, k, v, indices, seq_offsets, *bias, scale)
 
 
+@without_autocast
 def indexer_loss(
     q: Tensor,
     k: Tensor,
@@ -222,6 +227,7 @@ def indexer_loss(
     return rows.mean() if valid is None else rows.sum() / valid.sum().clamp(min=1)
 
 
+@without_autocast
 def padded_indexer_loss(
     query: Tensor,
     key: Tensor,

@@ -7,6 +7,7 @@ import torch
 
 from hstu_sparse.input_embedding.reference import embed_inputs_reference
 from hstu_sparse.jagged import check_jagged
+from hstu_sparse.precision import without_autocast
 from hstu_sparse.validation import (
     check_dropout,
     check_kernel,
@@ -20,6 +21,7 @@ from hstu_sparse.validation import (
 MAX_SIZE = 4096
 
 
+@without_autocast
 def embed_inputs(
     rows: torch.Tensor,
     position: torch.Tensor,

@@ -8,10 +8,12 @@ Letters: T tokens of the batch, C channels.
 import torch
 
 from hstu_sparse.layer_norm_gate.reference import norm_gate_reference
+from hstu_sparse.precision import without_autocast
 from hstu_sparse.registration import plain
 from hstu_sparse.validation import check_dropout, check_number, check_tensor, choose_backend
 
 
+@without_autocast
 def norm_gate(
     x: torch.Tensor,
     u: torch.Tensor,
@@ -58,6 +60,7 @@ def norm_gate(
     return norm_gate_triton(x, u, eps, dropout, seed)
 
 
+@without_autocast
 def layer_norm(
     x: torch.Tensor, *, eps: float = 1e-6, dtype: torch.dtype | None = None, backend: str = "auto"
 ) -> torch.Tensor:
@@ -86,6 +89,7 @@ def layer_norm(
     return norm_gate_triton(x, None, eps, 0.0, None, dtype)
 
 
+@without_autocast
 def residual_norm(
     x: torch.Tensor, *, eps: float = 1e-6, dtype: torch.dtype | None = None, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,6 +109,7 @@ def residual_norm(
     return residual_norm_triton(x, eps, dtype)
 
 
+@without_autocast
 def residual_add(
     x: torch.Tensor, added: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str = "auto"
 ) -> torch.Tensor:

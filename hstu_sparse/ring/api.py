@@ -7,13 +7,15 @@ head size, W ranks of the group.
 import torch
 
 from hstu_sparse.jagged import check_jagged
+from hstu_sparse.precision import without_autocast
 from hstu_sparse.ring.communication import Ring
 from hstu_sparse.ring.flash.api import check_heads, check_options, flash_attention
 from hstu_sparse.ring.plan import LONGEST, RingPlan, check_plan, ring_plan
 from hstu_sparse.ring.softmax import RingSoftmax
-from hstu_sparse.validation import check_kernel, choose_backend
+from hstu_sparse.validation import check_bool, check_kernel, choose_backend
 
 
+@without_autocast
 def ring_flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -66,9 +68,11 @@ def ring_flash_attention(
     Source: Liu et al., Ring Attention (arXiv 2310.01889); the zigzag placement: the ring-flash-attention project.
     """
     name = "ring_flash_attention"
+    check_bool("zigzag", zigzag)
     sizes = check_heads(q, k, v)
     check_jagged(seq_offsets, LONGEST, q=q, k=k, v=v)
     check_plan(plan)
+    check_bool("return_lse", return_lse)
     ring = Ring(group)
     if ring.world == 1:
         return flash_attention(
@@ -81,7 +85,7 @@ def ring_flash_attention(
     if backend == "triton":
         check_kernel(name, q, {"D": sizes["D"], "V": sizes["V"]})
     shapes = {letter: list(x.shape[1:]) for letter, x in (("q", q), ("k", k), ("v", v))}
-    numbers = [options.scale, options.left, options.right, options.dropout, alibi_slopes is not None, bool(zigzag)]
+    numbers = [options.scale, options.left, options.right, options.dropout, alibi_slopes is not None, zigzag]
     ring.agree(name, {**shapes, "dtype": str(q.dtype), "options": numbers, "backend": backend})
     if plan is None:
         plan = ring_plan(seq_offsets, zigzag=zigzag, group=group)

@@ -9,6 +9,7 @@ import torch
 
 from hstu_sparse.jagged import readable
 from hstu_sparse.launch import on_device
+from hstu_sparse.precision import without_autocast
 from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.ring.communication import Ring, backward_round
 from hstu_sparse.ring.hstu_reference import hstu_block
@@ -24,6 +25,7 @@ from hstu_sparse.validation import (
 )
 
 
+@without_autocast
 def ring_hstu_attention(
     q: torch.Tensor,
     k: torch.Tensor,

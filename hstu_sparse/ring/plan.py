@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from hstu_sparse.jagged import check_jagged, check_offset_values
+from hstu_sparse.jagged import check_jagged, check_offset_values, check_storage
 from hstu_sparse.ring.communication import Ring
 from hstu_sparse.ring.flash.problem import Layout
-from hstu_sparse.validation import check_int
+from hstu_sparse.validation import check_bool, check_int
 
 MOST_RANKS = 1 << 16
 LONGEST = 2**31 - 1  # tokens of a sequence
@@ -41,8 +41,10 @@ def check_plan(plan) -> None:
         raise TypeError(f"plan must be a RingPlan or None, got {type(plan).__name__}")
 
 
-def _check_cut(seq_offsets: torch.Tensor, rank: int, world: int) -> None:
+def _check_cut(seq_offsets: torch.Tensor, rank: int, world: int, zigzag: bool) -> None:
+    check_bool("zigzag", zigzag)
     check_jagged(seq_offsets, LONGEST)
+    check_storage("seq_offsets", seq_offsets, values=True)
     check_offset_values(seq_offsets, LONGEST, None)  # what follows waits for the device anyway
     check_int("world", world, 1, MOST_RANKS)
     check_int("rank", rank, 0, world - 1)
@@ -62,7 +64,7 @@ def cut_sequences(
         index [T] int64: which tokens the rank holds, so that x[index] is its part; and the part's offsets [B+1], of the
         dtype and on the device of seq_offsets. Waits for the device.
     """
-    _check_cut(seq_offsets, rank, world)
+    _check_cut(seq_offsets, rank, world, zigzag)
     offsets = seq_offsets.detach().cpu().long()
     starts, lengths = _chunks(offsets.diff(), world, zigzag)
     begins = (offsets[:-1, None] + starts[rank]).flatten()
@@ -105,7 +107,7 @@ def whole_plan(seq_offsets: torch.Tensor, rank: int, world: int, *, zigzag: bool
 
     No communication; waits for the device.
     """
-    _check_cut(seq_offsets, rank, world)
+    _check_cut(seq_offsets, rank, world, zigzag)
     starts, lengths = _chunks(seq_offsets.detach().cpu().long().diff(), world, zigzag)
     return _plan(starts, lengths, rank, seq_offsets.device)
 
@@ -123,6 +125,8 @@ def ring_plan(cu_seqlens: torch.Tensor, *, zigzag: bool = False, group=None) -> 
         ValueError: on every rank, naming one that does not fit.
     """
     check_jagged(cu_seqlens, LONGEST)
+    check_bool("zigzag", zigzag)
+    check_storage("seq_offsets", cu_seqlens, values=True)
     ring = Ring(group)
     own = cu_seqlens.tolist()
     everyone = ring.agree("ring_plan", {"sequences": len(own) - 1, "zigzag": zigzag, "own_offsets": own}, always=True)

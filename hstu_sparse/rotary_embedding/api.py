@@ -7,10 +7,12 @@ Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D head size
 import torch
 
 from hstu_sparse.jagged import check_jagged
+from hstu_sparse.precision import without_autocast
 from hstu_sparse.rotary_embedding.reference import first_times, rotary_reference
-from hstu_sparse.validation import check_kernel, check_tensor, choose_backend
+from hstu_sparse.validation import check_bool, check_kernel, check_tensor, choose_backend
 
 
+@without_autocast
 def rotary(
     x: torch.Tensor,
     seq_offsets: torch.Tensor,
@@ -62,6 +64,7 @@ def rotary(
     if origins is not None:
         sizes["B"] = seq_offsets.shape[0] - 1
         check_tensor("origins", origins, "B", sizes, dtype=torch.int64, device=x.device)
+    check_bool("position", position)
     if times is None and not position:
         raise ValueError("rotary needs position=True or times [T]")
     if choose_backend(backend, x, "rotary") == "reference":

@@ -11,13 +11,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from hstu_sparse.jagged import check_jagged, check_offset_values, concrete, readable, sequence_ids
+from hstu_sparse.jagged import check_jagged, check_offset_values, check_storage, concrete, readable, sequence_ids
+from hstu_sparse.precision import without_autocast
 from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.rotatekv import files, reference
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
 from hstu_sparse.validation import (
     FLOATING_DTYPES,
+    check_bool,
     check_int,
     check_number,
     check_scale,
@@ -29,6 +31,7 @@ from hstu_sparse.validation import (
 MOST_HADAMARD = 4096
 
 
+@without_autocast
 def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
     """The Walsh-Hadamard transform of the last dimension: Sylvester's matrix times n ** -0.5, its own inverse.
 
@@ -44,6 +47,7 @@ def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor [..., n], got {type(x).__name__}")
+    check_storage("x", x)
     if x.dtype not in FLOATING_DTYPES:
         raise TypeError(f"x must be floating point, got {x.dtype}")
     n = x.shape[-1] if x.dim() else 0
@@ -58,6 +62,7 @@ def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
     return hadamard_operator(x)
 
 
+@without_autocast
 def calibrate(k: Tensor, *, head_group: int = 2, quant_group: int = 64) -> Tensor:
     """An order of channels, from sample keys, for `rotatekv_compress(..., channel_order=)`.
 
@@ -79,6 +84,7 @@ def calibrate(k: Tensor, *, head_group: int = 2, quant_group: int = 64) -> Tenso
     options = RotateKVOptions(head_group=head_group, quant_group=quant_group)
     sizes: dict[str, int] = {}
     check_tensor("k", k, "T H D", sizes)
+    check_storage("k", k, values=True)
     if sizes["T"] == 0:
         raise ValueError("k must have sample tokens, got T=0")
     layout = Layout(options, sizes["H"], sizes["D"], 1)
@@ -174,6 +180,7 @@ class RotateKVCache(PackedCache):
         return files.load(cls, path).to(device)
 
 
+@without_autocast
 def rotatekv_compress(
     k: Tensor,
     v: Tensor,
@@ -225,6 +232,7 @@ def rotatekv_compress(
     return cache.append(k, v, seq_offsets, backend=backend)
 
 
+@without_autocast
 @torch.no_grad()
 def rotatekv_round_trip(
     k: Tensor,
@@ -260,6 +268,7 @@ def rotatekv_round_trip(
     )
 
 
+@without_autocast
 def rotatekv_decompress(cache: RotateKVCache, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """(k [T, H, D], v [T, H, V]) of a cache, in the dtype that went in: keys in their own space again, before RoPE.
 
@@ -273,6 +282,7 @@ def rotatekv_decompress(cache: RotateKVCache, *, backend: str = "auto") -> tuple
     return decompress(cache, int(cache.seq_offsets[-1]))
 
 
+@without_autocast
 def rotatekv_attention(
     q: Tensor,
     q_offsets: Tensor,
@@ -344,6 +354,7 @@ def rotatekv_attention(
     return _attend(q, q_offsets, cache, max_seq_len, call, chosen, again)
 
 
+@without_autocast
 def unpacked_attention(
     q: Tensor,
     q_offsets: Tensor,
@@ -398,6 +409,7 @@ def _check_attention(
         raise ValueError(f"q_offsets must be [B+1={seq_offsets.shape[0]}] as the cache's, got {list(q_offsets.shape)}")
     if activation not in ("silu", "softmax"):
         raise ValueError(f"activation must be silu or softmax, got {activation!r}")
+    check_bool("return_lse", return_lse)
     if return_lse and activation != "softmax":
         raise ValueError("return_lse needs activation='softmax': SiLU's parts add up as they are")
     if rope_base is not None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hstu_sparse.precision import without_autocast
 from hstu_sparse.uvqk.reference import silu_parts_reference
 from hstu_sparse.validation import check_int, check_kernel, check_tensor, choose_backend
 
@@ -11,6 +12,7 @@ PARTS = 4
 MAX_SIZE = 4096
 
 
+@without_autocast
 def silu_parts(x: torch.Tensor, sizes: Sequence[int], *, backend: str = "auto") -> tuple[torch.Tensor, ...]:
     """SiLU(x) cut into four parts of columns: what an HSTU layer does with its product, whose parts are u, v, q and k.
 

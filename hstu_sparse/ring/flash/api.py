@@ -6,10 +6,12 @@ value head size.
 
 import torch
 
-from hstu_sparse.jagged import check_jagged
+from hstu_sparse.jagged import LARGEST, check_jagged, check_storage, shown
+from hstu_sparse.precision import without_autocast
 from hstu_sparse.ring.flash.problem import Layout, Options
 from hstu_sparse.ring.flash.reference import flash_attention_reference
 from hstu_sparse.validation import (
+    check_bool,
     check_dropout,
     check_kernel,
     check_number,
@@ -21,6 +23,7 @@ from hstu_sparse.validation import (
 )
 
 
+@without_autocast
 def flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -68,6 +71,7 @@ def flash_attention(
 
     Source: Dao, FlashAttention-2 (arXiv 2307.08691); Press et al., ALiBi (arXiv 2108.12409).
     """
+    check_bool("return_lse", return_lse)
     sizes = check_heads(q, k, v, tokens="S" if k_offsets is not None else "T")
     check_jagged(seq_offsets, 2**31 - 1, q=q)
     starts = None
@@ -111,14 +115,17 @@ def check_options(q, num_seqs: int, scale, causal, window_size, alibi_slopes, dr
     if not (isinstance(window_size, tuple | list) and len(window_size) == 2):
         raise TypeError(f"window_size must be (left, right), got {window_size!r}")
     for bound in window_size:
-        if isinstance(bound, bool) or not isinstance(bound, int) or bound < -1:
-            raise ValueError(f"window_size must be two whole numbers from -1 (no bound) on, got {window_size}")
+        if isinstance(bound, bool) or not isinstance(bound, int) or not -1 <= bound <= LARGEST:
+            both = ", ".join(shown(x) if isinstance(x, int) else repr(x) for x in window_size)
+            raise ValueError(f"window_size must be two whole numbers from -1 (no bound) to {LARGEST}, got ({both})")
+    check_bool("causal", causal)
     left, right = window_size
     if causal:
         right = 0
     if alibi_slopes is not None:
         if not isinstance(alibi_slopes, torch.Tensor) or alibi_slopes.dtype != torch.float32:
             raise TypeError("alibi_slopes must be an fp32 tensor")
+        check_storage("alibi_slopes", alibi_slopes)
         if alibi_slopes.shape not in ((heads,), (num_seqs, heads)):
             raise ValueError(
                 f"alibi_slopes must be [H={heads}] or [B={num_seqs}, H={heads}], got {list(alibi_slopes.shape)}"

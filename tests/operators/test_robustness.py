@@ -1,0 +1,170 @@
+"""What every operator keeps to, whatever its room: autocast, kinds of tensors, switches, numbers that are too large.
+
+The calls are those of `tests/hostile/operators.py`, one for each public function.
+"""
+
+import inspect
+import itertools
+
+import pytest
+import torch
+
+import hstu_sparse
+from hstu_sparse import compat
+from hstu_sparse.launch import INTERPRET
+from tests.hostile.operators import VALID, function
+
+NAN = float("nan")
+HUGE = 10**400
+# Functions of another form of one in VALID, and those that are no operators.
+SAME = {name for name in compat.__all__ if "packed" in name} | {
+    "TritonHSTUBSAAttention",
+    "mustafar_decompress_with_hadamard_inverse",
+}
+
+
+# What an argument of a function of `compat` is called behind it.
+ALIASES = dict.fromkeys(("cu_seqlens", "q_offsets", "x_offsets"), "seq_offsets") | {"softmax_scale": "scale"}
+
+
+def flat(result) -> list:
+    """The tensors and other parts of a result, one after another."""
+    if isinstance(result, hstu_sparse.RotateKVCache):
+        return list(result.tensors().values())
+    if isinstance(result, tuple | list):
+        return [part for x in result for part in flat(x)]
+    return [result]
+
+
+def assert_same(ours, theirs):
+    for a, b in zip(flat(ours), flat(theirs), strict=True):
+        if isinstance(a, torch.Tensor):
+            assert a.dtype == b.dtype
+            assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+        else:
+            assert a == b
+
+
+def parameters(name: str) -> set[str]:
+    return set(inspect.signature(function(name)).parameters)
+
+
+def test_every_operator_is_here():
+    public = {name for name in hstu_sparse.__all__ if not name[0].isupper()} | set(compat.__all__)
+    assert public - SAME - {"bsa_plan"} <= VALID.keys()
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_autocast_changes_nothing(name):
+    expected = function(name)(**VALID[name])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = function(name)(**VALID[name])
+        assert torch.is_autocast_enabled("cpu")
+    assert_same(found, expected)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="kernels on a CPU need TRITON_INTERPRET=1")
+@pytest.mark.parametrize("name", ["catalogue_loss", "lightning_indexer", "norm_gate", "query_gates", "silu_parts"])
+def test_autocast_changes_nothing_about_kernels(name):
+    leaves = {n: x.clone().requires_grad_() if is_floating(x) else x for n, x in VALID[name].items()}
+    wanted = [x for x in leaves.values() if is_floating(x)]
+
+    def run():
+        out = flat(function(name)(**leaves, backend="triton"))
+        return out, torch.autograd.grad(sum(x.sin().sum() for x in out if x.requires_grad), wanted)
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(run(), expected)
+
+
+def is_floating(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def test_an_error_leaves_autocast_as_it_was():
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(TypeError, match="x must be a tensor"):
+            hstu_sparse.layer_norm(None)
+        assert torch.is_autocast_enabled("cpu")
+
+
+def stored_otherwise(x: torch.Tensor):
+    """(kind, the tensor in it) of what is no plain memory."""
+    yield "sparse_coo", x.to_sparse()
+    if x.dim() == 2:
+        yield "sparse_csr", x.to_sparse_csr()
+    if x.dtype == torch.float32 and x.dim():
+        yield "mkldnn", x.to_mkldnn()
+    if x.dim():
+        yield "nested", torch.nested.nested_tensor([x, x])
+        yield "nested", torch.nested.nested_tensor([x, x], layout=torch.jagged)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*", "ignore:Sparse")
+@pytest.mark.parametrize("name", VALID)
+def test_tensors_of_another_storage_are_named(name):
+    for argument, x in VALID[name].items():
+        for kind, stored in stored_otherwise(x) if isinstance(x, torch.Tensor) else ():
+            with pytest.raises(TypeError, match=f"must be a strided tensor, got a {kind} one") as error:
+                function(name)(**VALID[name] | {argument: stored})
+            assert str(error.value).split()[0] in (argument, ALIASES.get(argument))
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_tensors_without_values_are_named(name):
+    given = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in VALID[name].items()}
+    if any(isinstance(x, torch.Tensor) for x in given.values()):
+        with pytest.raises((TypeError, ValueError), match=r"meta|must be on") as error:
+            function(name)(**given)
+        assert "\n" not in str(error.value)
+
+
+SWITCHES = ("causal", "normalize", "return_lse", "position", "zigzag", "return_block_indices", "return_attn_probs")
+SWITCHED = [(name, switch) for name in VALID for switch in SWITCHES if switch in parameters(name)]
+
+
+@pytest.mark.parametrize(("name", "switch"), [case for case in SWITCHED if case != ("embed_inputs", "position")])
+@pytest.mark.parametrize("value", ["no", 1, None, torch.tensor(True)], ids=repr)
+def test_switches_are_true_or_false(name, switch, value):
+    with pytest.raises(TypeError, match=f"{switch} must be True or False, got"):
+        function(name)(**VALID[name] | {switch: value})
+
+
+NUMBERS = ("scale", "scaling", "softmax_scale", "max_seq_len", "window_size", "eps", "rope_base", "temperature", "clip")
+NUMBERS += ("top_k", "block_size", "block_counts", "compression_rate", "chunk_offset", "sink_tokens", "quant_group")
+
+
+@pytest.mark.parametrize(("name", "number"), [x for x in itertools.product(VALID, NUMBERS) if x[1] in parameters(x[0])])
+def test_numbers_beyond_every_type(name, number):
+    for value in (HUGE, -HUGE):
+        pair = number == "window_size" and "causal" in parameters(name)
+        with pytest.raises(ValueError, match=rf"{ALIASES.get(number, number)}.* must be .*2\^1328 or more") as error:
+            function(name)(**VALID[name] | {number: (value, 0) if pair else value})
+        assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN, float("inf")])
+def test_a_temperature_in_a_tensor_is_above_0(value):
+    with pytest.raises(ValueError, match="temperature must be a finite number above 0"):
+        hstu_sparse.catalogue_loss(**VALID["catalogue_loss"] | {"temperature": torch.tensor(value)})
+
+
+LAYER = {"embedding_dim": 8, "linear_hidden_dim": 4, "attention_dim": 4, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_heads", 0),
+        ("attention_dim", 0),
+        ("block_size", 0),
+        ("window_size", -1),
+        ("dropout", 2.0),
+        ("dropout", NAN),
+    ],
+)
+def test_the_research_layer_checks_its_sizes(name, value):
+    compat.TritonHSTUBSAAttention(**LAYER)
+    with pytest.raises(ValueError, match=name):
+        compat.TritonHSTUBSAAttention(**LAYER | {name: value})
