@@ -46,9 +46,9 @@ def open_run(folder: Path, overrides: list[str]):
     check_config(facts, load_config(folder / "config.yaml"), folder, source)
     data = open_data(config)
     check_fingerprint(facts.get("fingerprint"), data, folder)
-    model = build_model(config, data)
+    model = build_model(data)
     load_weights(model, weights, source)
-    return config, data, model, {"weights": source.name, "epoch": facts["epoch"]}
+    return data.config, data, model, {"weights": source.name, "epoch": facts["epoch"]}
 
 
 @torch.no_grad()

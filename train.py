@@ -81,8 +81,9 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool,
     """Several processes, of which the first writes: see models/parallel/context.py."""
     console.quiet = not context.first
     data = open_data(config)
+    config = data.config
     torch.manual_seed(config.seed)
-    model = build_model(config, data)
+    model = build_model(data)
     average = WeightAverage(model, config.train.ema_decay) if config.train.ema_decay else None
     optimizer, step = build_step(config, model, data.device, average, context)
     batches = data.batches(

@@ -7,7 +7,7 @@ query/key head size, V value head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, field_validator
 from torch import Tensor, nn
@@ -73,8 +73,15 @@ class AttentionKind(nn.Module):
         def check_model(self, sizes: LayerSizes) -> None:
             """Whether these options fit the layer's sizes; called when a configuration is loaded."""
 
+        def for_data(self, dataset: Dataset) -> Self:
+            """These options with what the data decide (`auto`) in their place; called when a run opens its data.
+
+            The result is what the run is built and stored with.
+            """
+            return self
+
         def check_data(self, dataset: Dataset) -> None:
-            """Whether the data have what these options need; called before anything is built."""
+            """Whether the data have what these options need; called behind `for_data`, before anything is built."""
 
         def phase_ends(self) -> tuple[int, ...]:
             """The training steps (counted from 0) from which on something is done differently.

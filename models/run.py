@@ -34,7 +34,8 @@ class Data:
 
 
 def open_data(config: RunConfig) -> Data:
-    """The run's data set, prepared or from the cache, its splits and the device they go to."""
+    """The run's data set, prepared or from the cache, its splits, the device they go to, and the configuration as these
+    data decide it: what is built and stored is `Data.config`."""
     kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, but torch finds no GPU (make doctor says why)")
@@ -53,7 +54,7 @@ def open_data(config: RunConfig) -> Data:
         columns=c.columns,
         synthetic=c.synthetic,
     )
-    check_data(config, dataset)
+    config = for_data(config, dataset)
     splits = make_splits(
         dataset,
         c.protocol,
@@ -79,9 +80,9 @@ def check_backends(config: RunConfig, device: torch.device) -> None:
             raise ConfigError(str(error)) from None
 
 
-def check_data(config: RunConfig, dataset: Dataset) -> None:
-    """Whether the data set has what the model's options need; ConfigError."""
-    layers = config.model.attention
+def for_data(config: RunConfig, dataset: Dataset) -> RunConfig:
+    """The configuration with what the data set decides; ConfigError where it lacks what the model's options need."""
+    layers = [attention.for_data(dataset) for attention in config.model.attention]
     for layer, attention in enumerate(layers):
         try:
             attention.check_data(dataset)
@@ -91,12 +92,13 @@ def check_data(config: RunConfig, dataset: Dataset) -> None:
         raise ConfigError(f"model.rotary.time: {dataset.name} has no timestamps, set it to false")
     if config.model.action_embedding and dataset.actions is None:
         raise ConfigError(f"model.action_embedding: {dataset.name} has no actions, set it to false")
+    return config.model_copy(update={"model": config.model.model_copy(update={"attention": layers})})
 
 
-def build_model(config: RunConfig, data: Data) -> SequenceModel:
-    dataset = data.dataset
-    num_actions = int(dataset.actions.max()) + 1 if config.model.action_embedding else 0
-    return SequenceModel(config.model, dataset.num_items, num_actions).to(data.device)
+def build_model(data: Data) -> SequenceModel:
+    dataset, model = data.dataset, data.config.model
+    num_actions = int(dataset.actions.max()) + 1 if model.action_embedding else 0
+    return SequenceModel(model, dataset.num_items, num_actions).to(data.device)
 
 
 def final_weights(folder: Path) -> tuple[dict, dict, Path]:

@@ -53,7 +53,7 @@ class BlockSparseAttention(HSTUAttention):
     def __init__(self, config: Config, sizes: LayerSizes):
         super().__init__(config, sizes)
         self.gate = GateModel(sizes.attention_dim, config.gate_hidden_dim)
-        warn_if_too_short(sizes.max_seq_len, config.selection_group, config.position_bias or config.time_bias)
+        warn_if_too_short(sizes.max_seq_len, config.selection_group, config.position_bias or bool(config.time_bias))
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c, bias = self.config, self.bias(batch)

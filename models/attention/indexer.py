@@ -9,11 +9,10 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
-from data.types import Dataset
 from hstu_sparse.indexer import MOST_CHOSEN
 from hstu_sparse.jagged import sequence_ids
 from hstu_sparse.relative_bias import RelativeBias
-from models.attention.shared import BiasedAttention, new_table, relative_bias
+from models.attention.shared import BiasedAttention, TimeBias, new_table, relative_bias
 from models.contract import AuxLoss, LayerSizes
 
 
@@ -45,7 +44,7 @@ class IndexerAttention(BiasedAttention):
         num_index_heads: int = Field(4, ge=1)
         index_dim: int = Field(32, ge=1)
         index_position_bias: bool = True
-        index_time_bias: bool = True
+        index_time_bias: TimeBias = "auto"
         loss_weight: float = Field(1.0, ge=0)
         warmup_steps: int = Field(0, ge=0)
         backend: Literal["auto", "triton", "reference"] = "auto"
@@ -58,10 +57,8 @@ class IndexerAttention(BiasedAttention):
                     f"model.max_seq_len={sizes.max_seq_len} tokens, or all"
                 )
 
-        def check_data(self, dataset: Dataset) -> None:
-            super().check_data(dataset)
-            if self.index_time_bias and not dataset.has_timestamps:
-                raise ValueError(f"index_time_bias: {dataset.name} has no timestamps, set it to false")
+        def time_options(self) -> tuple[str, ...]:
+            return (*super().time_options(), "index_time_bias")
 
         def phase_ends(self) -> tuple[int, ...]:
             return (self.warmup_steps,)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention.shared import HSTUAttention, SharedKeys
+from models.attention.shared import HSTUAttention, SharedKeys, TimeBias
 from models.contract import AuxLoss, LayerSizes
 
 
@@ -22,7 +22,7 @@ class RingAttention(SharedKeys, HSTUAttention):
         scale: float | None = Field(None, gt=0)
         window_size: int = Field(0, ge=0)
         position_bias: bool = False
-        time_bias: bool = False
+        time_bias: TimeBias = False
         dropout: float = Field(0.0, ge=0, lt=1)  # for softmax only, as is num_kv_heads
 
         def check_model(self, sizes: LayerSizes) -> None:

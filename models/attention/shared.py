@@ -3,10 +3,10 @@
 Letters: N normaliser, H heads, Hkv key/value heads.
 """
 
-from typing import Literal
+from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from data.batch import Batch
@@ -28,17 +28,37 @@ def relative_bias(position: Tensor | None, time: Tensor | None, batch: Batch) ->
     return RelativeBias(position, time, batch.timestamps, batch.query_timestamps)
 
 
+def _switch(value):
+    if isinstance(value, bool) or value == "auto":
+        return value
+    raise ValueError(f"expected true, false or auto, got {value!r}")
+
+
+# A bias by time: `auto` is true where the data have times and false where they have none. A model that is built
+# without a data set has it, since its batches carry times.
+TimeBias = Annotated[bool | Literal["auto"], BeforeValidator(_switch)]
+
+
 class BiasedAttention(AttentionKind):
     """Kinds that add a relative bias by position and time to their scores; its tables serve all heads."""
 
     class Config(AttentionKind.Config):
         position_bias: bool = True
-        time_bias: bool = True
+        time_bias: TimeBias = "auto"
         num_time_buckets: int = Field(128, ge=1, le=10_000)
 
+        def for_data(self, dataset: Dataset) -> Self:
+            names = [name for name in self.time_options() if getattr(self, name) == "auto"]
+            return self.model_copy(update=dict.fromkeys(names, dataset.has_timestamps))
+
         def check_data(self, dataset: Dataset) -> None:
-            if self.time_bias and not dataset.has_timestamps:
-                raise ValueError(f"time_bias: {dataset.name} has no timestamps, set it to false")
+            for name in self.time_options():
+                if getattr(self, name) and not dataset.has_timestamps:
+                    raise ValueError(f"{name}: {dataset.name} has no timestamps, set it to auto or false")
+
+        def time_options(self) -> tuple[str, ...]:
+            """The options of type TimeBias."""
+            return ("time_bias",)
 
     def __init__(self, config: Config, sizes: LayerSizes, positions: int):
         super().__init__(config, sizes)

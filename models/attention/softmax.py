@@ -11,7 +11,7 @@ import hstu_sparse
 from data.batch import Batch
 from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
 from hstu_sparse.relative_bias import pair_bias
-from models.attention.shared import BiasedAttention, SharedKeys
+from models.attention.shared import BiasedAttention, SharedKeys, TimeBias
 from models.contract import AuxLoss, LayerSizes
 
 
@@ -22,7 +22,7 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
         kind: Literal["softmax"]
         dropout: float = Field(0.0, ge=0, lt=1)
         position_bias: bool = False
-        time_bias: bool = False
+        time_bias: TimeBias = False
 
     def __init__(self, config: Config, sizes: LayerSizes):
         super().__init__(config, sizes, positions=sizes.max_seq_len)

@@ -39,6 +39,7 @@ model.rotary={positions: true}  model=3  model.attention=[{kind: dense}, {kind: 
 model.attention=null  model.attention=dense  model.attention={}  model.attention.kind=foo  model.attention.kind=[1]
 model.attention.kind={a: 1}  model.attention.scale=.nan  model.attention.scale=.inf  model.attention.normalizer=4
 model.attention.window_size=-1  model.attention.num_time_buckets=0  model.attention.num_time_buckets=1000000000000000
+model.attention.time_bias=foo  model.attention.time_bias=1  model.attention.time_bias=null
 model.attention.0.kind=bsa  model.attention.backend=triton  model.attention.backend=foo
 model.attention={kind: softmax, dropout: 1.0}  model.attention={kind: softmax, num_kv_heads: 3}
 model.attention={kind: bsa, block_size: 0}  model.attention={kind: bsa, block_size: 32, selection_group: 3}

@@ -81,6 +81,12 @@ def test_error_in_one_layer_names_the_layer(tmp_path):
             "model.attention={kind: dense, scale: many}",
             "model.attention.scale: input should be a valid number, got 'many'",
         ),
+        ("model.attention.time_bias=on", None),
+        (
+            "model.attention.time_bias=maybe",
+            "model.attention.time_bias: expected true, false or auto, got 'maybe'",
+        ),
+        ("model.attention.time_bias=1", "model.attention.time_bias: expected true, false or auto, got 1"),
         ("trian.lr=1", "trian: unknown key, did you mean train"),
         ("model.attention.kind=htre", "model.attention.kind: unknown attention kind htre"),
         ("model.attention=[{kind: dense}]", None),
@@ -109,7 +115,7 @@ def test_overrides(tmp_path, override, message):
 def test_another_kind_starts_from_its_own_defaults(tmp_path):
     text = BASE.replace("kind: dense", "kind: bsa, block_size: 4, scale: 0.5")
     (attention,) = load_config(write(tmp_path, text), ["model.attention.kind=dense"]).model.attention
-    assert (attention.kind, attention.scale, attention.time_bias) == ("dense", 0.5, True)
+    assert (attention.kind, attention.scale, attention.time_bias) == ("dense", 0.5, "auto")
 
 
 @pytest.mark.parametrize(

@@ -286,12 +286,15 @@ def test_data_that_do_not_fit_are_one_line(copy, tmp_path):
         f"data.path={lines}",
         f"data.cache_dir={tmp_path}",
     ]
-    no_times = run("train.py", *base, "data.synthetic=null", "--run", tmp_path / "run")
-    fails(no_times, "model.attention.time_bias", "has no timestamps")
     fails(
-        run("train.py", *base, "model.action_embedding=true", "model.attention.time_bias=false"),
-        "has no actions",
+        run("train.py", *base, "model.attention.time_bias=true", "--run", tmp_path / "run"),
+        "model.attention.time_bias: events has no timestamps, set it to auto or false",
     )
+    fails(
+        run("train.py", *base, "model.attention=[{kind: dense}, {kind: indexer, index_time_bias: true}]"),
+        "model.attention.1.index_time_bias: events has no timestamps",
+    )
+    fails(run("train.py", *base, "model.action_embedding=true"), "has no actions")
     fails(run("eval.py", copy, "data.synthetic={num_users: 50, num_items: 60}"), "trained on other data")
     lines.write_text("")
     fails(run("train.py", *base), "events.txt")
@@ -306,9 +309,31 @@ def test_users_with_too_few_events_are_left_out_and_counted(tmp_path):
     rows = [(user, item) for item in range(6) for user in range(30)] + [(100, 1)]
     lines.write_text("".join(f"{user} {item}\n" for user, item in rows))
     folder = tmp_path / "run"
-    own = ["data.format=lines", f"data.path={lines}", f"data.cache_dir={tmp_path}", "model.attention.time_bias=false"]
+    own = ["data.format=lines", f"data.path={lines}", f"data.cache_dir={tmp_path}"]
     done = start(folder, "data.synthetic=null", *own)
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "result.json").read_text())["users"] == 30
     report = (folder / "report.md").read_text()
     assert "Left out of test: 1 user, fewer than two events." in report
+
+
+@pytest.mark.parametrize("kind", ["dense", "indexer"])
+@pytest.mark.parametrize("timed", [True, False], ids=["with times", "without"])
+def test_biases_by_time_are_on_where_the_data_have_times(tmp_path, timed, kind):
+    events = tmp_path / "events.csv"
+    rows = [f"{user},{(user + place) % 9},{place}" for user in range(30) for place in range(6)]
+    events.write_text("\n".join(["user,item,timestamp", *rows]) + "\n")
+    folder = tmp_path / "run"
+    own = ["data.format=csv", f"data.path={events}", f"data.cache_dir={tmp_path}", "data.synthetic=null"]
+    own += [] if timed else ['data.columns={timestamp: ""}']
+    done = start(folder, *own, "train.epochs=1", f"model.attention.kind={kind}")
+    assert done.returncode == 0, done.stderr
+    (attention,) = load_config(folder / "config.yaml").model.attention
+    assert [getattr(attention, name) for name in attention.time_options()] == len(attention.time_options()) * [timed]
+    weights = load_folder(folder / "best", "model")[0]["model"]
+    tables = {"dense": ("attention.time_bias",), "indexer": ("attention.time_bias", "index_tables.time")}[kind]
+    assert all(any(name.endswith(table) for name in weights) == timed for table in tables)
+    assert run("eval.py", folder).returncode == 0
+    result, again = (json.loads((folder / name).read_text()) for name in ("result.json", "eval-test.json"))
+    assert again["model"] == result["model"]
+    assert run("train.py", "--resume", folder).returncode == 0
