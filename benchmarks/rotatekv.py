@@ -65,8 +65,8 @@ def attend(name, q, q_offsets, cache, length):
         found = rotatekv_decompress(cache)
         return unpacked_attention(q, q_offsets, *found, cache.seq_offsets, length, **given)
     return launch_attention.attention(
-        q, q_offsets, cache, length, softmax=True, scale=q.shape[2] ** -0.5, bias=RelativeBias(), rope_base=None,
-        return_lse=False, way=name,
+        q, q_offsets, cache, length, softmax=True, scale=q.shape[2] ** -0.5, normalizer=1.0, bias=RelativeBias(),
+        rope_base=None, return_lse=False, way=name,
     )[0]  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def check(name, heads, size, queries, *options):
     call = dict(activation="softmax", scale=size**-0.5, bias=RelativeBias(), rope_base=BASE if "rope" in name else None)
     low, high = (
         reference.attention_reference(
-            q.to(dtype), q_offsets, *reference.decompress_reference(cache, dtype), offsets, 1000, **call
+            q.to(dtype), q_offsets, *reference.decompress_reference(cache, dtype), offsets, **call
         )[0]
         for dtype in (q.dtype, torch.float64)
     )

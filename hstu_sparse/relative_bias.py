@@ -28,7 +28,7 @@ BUCKET_WIDTH = 0.301
 class RelativeBias(NamedTuple):
     """Tables of biases, shared by the heads, and the times that `time` is read by.
 
-    position          [N] floating point, by distance in tokens; gets a gradient; None for none
+    position          [N or more] floating point, by distance in tokens; gets a gradient; None for none
     time              [num_buckets + 1] floating point, by bucket of time difference; gets a gradient; None for none
     timestamps        [T] int64, seconds, of the keys; needed by `time`
     query_timestamps  [T] int64, seconds, of the queries; `timestamps` by default
@@ -49,16 +49,14 @@ def check_bias(
     device: torch.device,
     *,
     query_tokens: int | None = None,
-    longer: bool = False,
 ) -> RelativeBias:
     """Validates an operator's `bias` (metadata only) and completes it.
 
     Args:
-        positions: entries that the position table has to have, N for most operators.
+        positions: entries that the position table needs, N for most operators; it may have more.
         tokens: T, the keys that have timestamps.
         device: where the tensors have to be, that of q.
         query_tokens: Tq, the queries, where they are not the keys' tokens; then nothing is taken for their times.
-        longer: the position table may have more entries than `positions`.
 
     Returns:
         A RelativeBias, never None. With a time table it has both timestamps, without one neither.
@@ -77,9 +75,8 @@ def check_bias(
                 raise TypeError(f"{name} must be floating point, got {table.dtype}")
     if bias.position is not None:
         entries = bias.position.shape[0]
-        if entries != positions and not (longer and entries > positions):
-            least = "at least " if longer else "N="
-            raise ValueError(f"bias.position must be [{least}{positions}], got [{entries}]")
+        if entries < positions:
+            raise ValueError(f"bias.position must be [at least {positions}], got [{entries}]")
     if bias.time is not None:
         if bias.time.shape[0] < 1:
             raise ValueError("bias.time must be [num_buckets + 1], got an empty table")

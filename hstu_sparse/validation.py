@@ -164,6 +164,11 @@ def check_scale(scale: float | None, head_size: int, name: str = "scale") -> flo
     return head_size**-0.5 if scale is None else check_number(name, scale)
 
 
+def check_normalizer(normalizer: float | None, max_seq_len: int) -> float:
+    """The number that a SiLU operator's sums are divided by: as given, or max_seq_len."""
+    return float(max_seq_len) if normalizer is None else check_number("normalizer", normalizer, above=0.0)
+
+
 def check_kernel(op: str, x: torch.Tensor, heads: dict[str, int], most: int = 256) -> None:
     """What the kernels do not take and the reference does: dtypes, head sizes (letter -> size)."""
     if x.dtype not in KERNEL_DTYPES:

@@ -94,11 +94,11 @@ class CachedAttention(nn.Module):
             longest,
             activation="softmax" if softmax else "silu",
             scale=scale,
+            normalizer=None if softmax else inner.normalizer,
             bias=cached,
             return_lse=softmax,
         )
         if not softmax:
-            found = found * (longest / inner.normalizer)
             return found + own_token(q[last], k[last], v[last], own, scale, inner.normalizer)
         found, lse = found
         share = torch.sigmoid(own_scores(q[last], k[last], own, scale) - lse)[..., None]

@@ -19,6 +19,7 @@ from hstu_sparse.validation import (
     check_bool,
     check_int,
     check_kernel,
+    check_normalizer,
     check_qkv,
     check_scale,
     check_tensor,
@@ -45,6 +46,7 @@ def bsa_attention(
     window_size: int = 0,
     selection_group: int = 1,
     scale: float | None = None,
+    normalizer: float | None = None,
     bias: RelativeBias | None = None,
     backend: Literal["auto", "triton", "reference"] = "auto",
     return_block_indices: bool = False,
@@ -68,13 +70,14 @@ def bsa_attention(
     Args:
         q, k: [T, H, D], v: [T, H, V]; float16, bfloat16 or float32 (the reference also takes float64), one dtype.
         seq_offsets: [B + 1] int32 or int64, first 0, last T.
-        max_seq_len: N, the normaliser; at least the longest sequence.
+        max_seq_len: N, at least the longest sequence.
         gates: (g_cmp, g_slc, g_swa), each [T, H]; g_swa may be None when window_size is 0.
         block_size: BS in tokens. The kernels take 16, 32, 64 and 128.
         block_counts: S, the blocks chosen per group, the group's own among them.
         window_size: W in tokens, the query's own among them; 0 switches the window off.
         selection_group: r in tokens; divides block_size.
         scale: factor of the logits; D ** -0.5 by default.
+        normalizer: a finite number above 0 in place of N in the factor 1/N; `max_seq_len` by default.
         bias: b(t, s) by relative position and time, see `RelativeBias`; both tables get gradients.
         backend: "triton", "reference", or "auto": triton for CUDA tensors and the reference for CPU tensors.
         plan: what `bsa_plan` made of this batch, shared by the calls of several layers; made anew without.
@@ -103,7 +106,7 @@ def bsa_attention(
         raise ValueError(f"selection_group must divide block_size={block_size}, got {selection_group}")
     _check_gates(gates, sizes, q.device, window_size)
     bias = check_bias(bias, max_seq_len, sizes["T"], q.device)
-    scale = check_scale(scale, sizes["D"])
+    scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
     if backend == "reference":
         if plan is not None:
             raise ValueError(f"a plan is for the kernels, the reference takes none, got {type(plan).__name__}")
@@ -119,6 +122,7 @@ def bsa_attention(
             window_size=window_size,
             selection_group=selection_group,
             scale=scale,
+            normalizer=normalizer,
             bias=bias,
         )
         return (out, indices) if return_block_indices else out
@@ -158,6 +162,7 @@ def bsa_attention(
         window_size,
         selection_group,
         scale,
+        normalizer,
         torch.are_deterministic_algorithms_enabled(),
     )
     out = out[..., : sizes["V"]]

@@ -100,6 +100,7 @@ class Arguments(NamedTuple):
     window_size: int
     selection_group: int
     scale: float
+    normalizer: float
     deterministic: bool
 
 
@@ -113,7 +114,7 @@ class Problem:
         self.B = a.seq_offsets.shape[0] - 1
         self.BS, self.S, self.R = a.block_size, a.block_counts, group
         self.NB, self.NG = self.slots(a.block_size), self.slots(group)
-        self.window, self.scale, self.inv_n = a.window_size, a.scale, 1.0 / a.max_seq_len
+        self.window, self.scale, self.inv_n = a.window_size, a.scale, 1.0 / a.normalizer
         self.BD, self.BV = padded_head(self.D), padded_head(self.V)
         self.query_major = group >= QUERY_MAJOR
         self.offsets, self.max_seq_len, self.deterministic = a.seq_offsets, a.max_seq_len, a.deterministic
@@ -403,7 +404,8 @@ operator = Operator(
     "bsa",
     "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, SymInt max_seq_len, Tensor g_cmp, Tensor g_slc, Tensor? g_swa, "
     "Tensor? position, Tensor? time, Tensor?[] plan, "
-    "int block_size, int block_counts, int window_size, int selection_group, float scale, bool deterministic",
+    "int block_size, int block_counts, int window_size, int selection_group, float scale, "
+    "float normalizer, bool deterministic",
     forward=launch_forward,
     backward=launch_backward,
     fake=fake_forward,

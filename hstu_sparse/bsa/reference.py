@@ -28,6 +28,7 @@ def bsa_attention_reference(
     window_size: int,
     selection_group: int,
     scale: float,
+    normalizer: float | None = None,
     bias: RelativeBias | None = None,
     block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -37,6 +38,7 @@ def bsa_attention_reference(
     block_indices: replace the choice. With them two dtypes can be compared where a close choice would tell them apart.
     """
     bias = RelativeBias() if bias is None else bias
+    normalizer = max_seq_len if normalizer is None else normalizer
     tokens, heads, _ = q.shape
     if tokens == 0:
         # Nothing to compute, but still a function of every input.
@@ -83,7 +85,7 @@ def bsa_attention_reference(
     complete = first + block_size <= t[:, None] + 1  # [L, M]
     added = bias_of(first + block_size // 2)
     weights = F.silu(scale * (q @ kbar.mT) + added).to(q.dtype).masked_fill(~complete, 0)
-    out = g_cmp * masked_product(weights, vbar, ~complete) * (block_size / max_seq_len)
+    out = g_cmp * masked_product(weights, vbar, ~complete) * (block_size / normalizer)
 
     if block_indices is None:
         if isinstance(added, Tensor):
@@ -101,10 +103,10 @@ def bsa_attention_reference(
     weights = F.silu(scale * (q @ k.mT) + bias_of(t)).to(q.dtype)
     after = t > t[:, None]
     hidden = after | ~chosen.repeat_interleave(block_size, 3)
-    out = out + g_slc * masked_product(weights.masked_fill(hidden, 0), v, hidden) / max_seq_len
+    out = out + g_slc * masked_product(weights.masked_fill(hidden, 0), v, hidden) / normalizer
     if window_size > 0:
         hidden = after | (t[:, None] - t >= window_size)
-        out = out + g_swa * masked_product(weights.masked_fill(hidden, 0), v, hidden) / max_seq_len
+        out = out + g_swa * masked_product(weights.masked_fill(hidden, 0), v, hidden) / normalizer
 
     return unpad(out), block_indices
 

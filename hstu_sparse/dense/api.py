@@ -15,6 +15,7 @@ from hstu_sparse.validation import (
     INTEGER,
     check_int,
     check_kernel,
+    check_normalizer,
     check_qkv,
     check_scale,
     check_some,
@@ -35,6 +36,7 @@ def hstu_attention(
     max_seq_len: int,
     *,
     scale: float | None = None,
+    normalizer: float | None = None,
     num_targets: torch.Tensor | None = None,
     window_size: int = 0,
     bias: RelativeBias | None = None,
@@ -55,6 +57,7 @@ def hstu_attention(
         seq_offsets: [B+1], int32 or int64, from 0 to T.
         max_seq_len: N, at least the longest sequence.
         scale: factor of the scores, D ** -0.5 by default.
+        normalizer: a finite number above 0 in place of N in the factor 1/N; `max_seq_len` by default.
         num_targets: [B] int32 or int64, candidates at each sequence's end, 0 <= m_b <= n_b.
         window_size: W in tokens, 0 for none.
         bias: b(t, s) by relative position and time, see `RelativeBias`; its tables get gradients.
@@ -72,9 +75,9 @@ def hstu_attention(
     """
     backend = choose_backend(backend, q, "hstu_attention")
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
-    scale = check_scale(scale, sizes["D"])
+    scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
     bias = _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, sizes["T"])
-    options = dict(num_targets=num_targets, bias=bias, window_size=window_size, max_seq_len=max_seq_len, scale=scale)
+    options = dict(num_targets=num_targets, bias=bias, window_size=window_size, scale=scale, normalizer=normalizer)
     if backend == "reference":
         if plan is not None:
             raise ValueError(f"a plan is for the kernels, the reference takes none, got {type(plan).__name__}")
@@ -88,7 +91,7 @@ def hstu_attention(
         plan = planning.make_plan(purpose, seq_offsets, num_targets, *bias[2:], backward=False)
     elif plan.purpose != purpose:
         raise ValueError(f"plan was made for {plan.purpose}, this call needs one for {purpose}")
-    return hstu_attention_triton(q, k, v, seq_offsets, plan, **options)
+    return hstu_attention_triton(q, k, v, seq_offsets, plan, max_seq_len=max_seq_len, **options)
 
 
 @without_autocast

@@ -42,9 +42,9 @@ _COPIES = 1 if INTERPRET else 64
 _ALIGNMENT = 16
 
 
-def _tables_kept(bias: RelativeBias, max_seq_len: int) -> tuple[int, int]:
+def _tables_kept(bias: RelativeBias) -> tuple[int, int]:
     """(elements of the halved position table with its margins, of the halved time table with what stands behind)."""
-    position = 0 if bias.position is None else max_seq_len + 2 * POSITION_MARGIN
+    position = 0 if bias.position is None else bias.position.shape[0] + 2 * POSITION_MARGIN
     time = 0 if bias.time is None else hidden_bucket(num_time_buckets(bias.time)) + 1
     return cdiv(position, _ALIGNMENT) * _ALIGNMENT, time
 
@@ -85,7 +85,7 @@ class _Launch:
 
     def __init__(
         self, q, k, v, seq_offsets, num_targets, position, time, timestamps, query_timestamps, plan, max_seq_len,
-        window_size, scale,
+        window_size, scale, normalizer,
     ):  # fmt: skip
         self.bias = RelativeBias(position, time, timestamps, query_timestamps)
         self.metadata = seq_offsets, num_targets, timestamps, query_timestamps
@@ -95,7 +95,7 @@ class _Launch:
         self.d_out, self.v_out = q.shape[2], v.shape[2]
         self.q, self.k, self.v = padded(q, k, v)
         self.strides = *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2]
-        self.scale = scale
+        self.scale, self.normalizer = scale, normalizer
         self.empty = purpose.total == 0 or purpose.num_seqs == 0
         self.biased = position is not None or time is not None
         self.case = _Case(
@@ -122,7 +122,7 @@ class _Launch:
         else:
             times = (*self.plan.queries, *self.plan.keys)
             finders = device_cells(buckets, device), bucket_steps(buckets, device)
-        width, _ = _tables_kept(self.bias, self.plan.purpose.max_seq_len)
+        width, _ = _tables_kept(self.bias)
         position = None if self.bias.position is None else tables[POSITION_MARGIN:]
         time = None if self.bias.time is None else tables[width:]
         total = self.plan.purpose.total
@@ -131,12 +131,12 @@ class _Launch:
     def halved_tables(self) -> torch.Tensor:
         """What the attention kernels read of the bias tables, fp32; empty without."""
         position, time = self.bias.position, self.bias.time
-        n = self.plan.purpose.max_seq_len
-        position_width, time_width = _tables_kept(self.bias, n)
+        position_width, time_width = _tables_kept(self.bias)
         tables = torch.empty(position_width + time_width, dtype=torch.float32, device=self.q.device)
         if self.biased:
             given = tables, tables[position_width:], position, time
             times = 0 if time is None else self.plan.purpose.num_buckets + 1
+            n = 0 if position is None else position.shape[0]
             sizes = dict(N=n, WIDTH=position_width, TIMES=times, MARGIN=POSITION_MARGIN, BLOCK=1024)
             start(
                 dense_attention_tables_kernel, cdiv(max(position_width, time_width), 1024), given, sizes, {}, self.key
@@ -151,7 +151,7 @@ class _Launch:
         purpose, tiles = self.plan.purpose, self.plan.forward
         arguments = (
             self.q, self.k, self.v, out, *self.strides, *out.stride()[:2], *self.metadata[:2], purpose.window_size,
-            0.5 * self.scale, 1.0 / purpose.max_seq_len, *self.planned(tiles, tables),
+            0.5 * self.scale, 1.0 / self.normalizer, *self.planned(tiles, tables),
         )  # fmt: skip
         self.start(dense_attention_fwd_kernel, tiles, arguments, fwd_config)
         return out, tables
@@ -168,7 +168,7 @@ class _Launch:
         self.key = *self.key, max(do.stride()[:2]) < 2**31
         purpose, strides = self.plan.purpose, (*self.strides, *do.stride()[:2])
         numbers = (
-            *self.metadata[:2], purpose.window_size, 0.5 * self.scale, 0.5 / purpose.max_seq_len, self.scale,
+            *self.metadata[:2], purpose.window_size, 0.5 * self.scale, 0.5 / self.normalizer, self.scale,
         )  # fmt: skip
 
         if bwd_dkv_config(self.features)["TMA"]:
@@ -192,7 +192,7 @@ class _Launch:
         self.start(dense_attention_bwd_dq_kernel, self.plan.dq, arguments, bwd_dq_config, TABLE=table, COPIES=_COPIES)
         if self.biased:
             position, time = (0 if x is None else x.shape[0] for x in grads)
-            arguments = position_sums, time_sums, *grads, norms, 0.5 / purpose.max_seq_len
+            arguments = position_sums, time_sums, *grads, norms, 0.5 / self.normalizer
             times = 0 if time == 0 else purpose.num_buckets + 1
             constants = dict(N=position, TIMES=times, ALL=time, TABLE=table, COPIES=_COPIES, BLOCK=128)
             start(dense_attention_gradients_kernel, cdiv(max(position, time), 128), arguments, constants, {}, self.key)
@@ -232,15 +232,16 @@ def _backward(grad, *arguments):
     return _Launch(*arguments).backward(grad, tables)
 
 
-def _fake(q, k, v, seq_offsets, num_targets, position, time, timestamps, query_timestamps, plan, max_seq_len, *_):
-    widths = _tables_kept(RelativeBias(position, time), max_seq_len)
+def _fake(q, k, v, seq_offsets, num_targets, position, time, *_):
+    widths = _tables_kept(RelativeBias(position, time))
     return q.new_empty(v.shape), q.new_empty(sum(widths), dtype=torch.float32)
 
 
 dense_operator = Operator(
     "dense",
     "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, Tensor? num_targets, Tensor? position_bias, Tensor? time_bias, "
-    "Tensor? timestamps, Tensor? query_timestamps, Tensor?[] plan, SymInt max_seq_len, SymInt window_size, float scale",
+    "Tensor? timestamps, Tensor? query_timestamps, Tensor?[] plan, SymInt max_seq_len, SymInt window_size, "
+    "float scale, float normalizer",
     forward=_forward,
     backward=_backward,
     fake=_fake,
@@ -249,6 +250,10 @@ dense_operator = Operator(
 )
 
 
-def hstu_attention_triton(q, k, v, seq_offsets, plan, *, num_targets, bias, window_size, max_seq_len, scale):
+def hstu_attention_triton(
+    q, k, v, seq_offsets, plan, *, num_targets, bias, window_size, max_seq_len, scale, normalizer
+):
     """Arguments and result as `hstu_sparse.hstu_attention`, checked; on CUDA or in Triton's interpreter."""
-    return dense_operator(q, k, v, seq_offsets, num_targets, *bias, plan.flat(), max_seq_len, window_size, scale)[0]
+    return dense_operator(
+        q, k, v, seq_offsets, num_targets, *bias, plan.flat(), max_seq_len, window_size, scale, normalizer
+    )[0]

@@ -1,6 +1,6 @@
 """Dense HSTU attention in plain PyTorch: the specification, and the layer that trains on a CPU.
 
-Letters: T tokens of the batch, B sequences, N max_seq_len, n the longest sequence of a group, H heads, D query/key
+Letters: T tokens of the batch, B sequences, n the longest sequence of a group, H heads, D query/key
 head size, V value head size.
 
 Source: Zhai et al., Actions Speak Louder than Words, ICML 2024 (arXiv 2402.17152).
@@ -20,9 +20,9 @@ def hstu_attention_reference(
     k: torch.Tensor,
     v: torch.Tensor,
     seq_offsets: torch.Tensor,
-    max_seq_len: int,
     *,
-    scale: float | None = None,
+    scale: float,
+    normalizer: float,
     num_targets: torch.Tensor | None = None,
     window_size: int = 0,
     bias: RelativeBias,
@@ -31,8 +31,7 @@ def hstu_attention_reference(
 
     bias: as `check_bias` returned it.
     """
-    total, _, size = q.shape
-    scale = size**-0.5 if scale is None else scale
+    total = q.shape[0]
     batch = seq_offsets.shape[0] - 1
     if batch == 0 or total == 0:
         # Nothing to attend to; the sum keeps every input in the graph, so that its gradient is zeros and not None.
@@ -44,7 +43,7 @@ def hstu_attention_reference(
         chosen = torch.tensor(members, device=q.device)
         parts.append(
             _attend(
-                q, k, v, seq_offsets[:-1][chosen].long(), seq_offsets.diff()[chosen].long(), max_seq_len, scale,
+                q, k, v, seq_offsets[:-1][chosen].long(), seq_offsets.diff()[chosen].long(), scale, normalizer,
                 None if num_targets is None else num_targets[chosen], window_size, bias,
             )
         )  # fmt: skip
@@ -64,7 +63,7 @@ def _groups(offsets: list[int]) -> tuple[list[list[int]], list[int]]:
     return groups, [t for group in groups for b in group for t in range(offsets[b], offsets[b + 1])]
 
 
-def _attend(q, k, v, begins, lengths, max_seq_len, scale, num_targets, window_size, bias):
+def _attend(q, k, v, begins, lengths, scale, normalizer, num_targets, window_size, bias):
     """The sequences at `begins` with these `lengths`, padded to the longest; their outputs one after another."""
     batch, heads, longest = begins.shape[0], q.shape[1], int(lengths.max())
     step = torch.arange(longest, device=q.device)
@@ -96,6 +95,6 @@ def _attend(q, k, v, begins, lengths, max_seq_len, scale, num_targets, window_si
         found = pair_bias(bias, distance, asked, seen)  # [n, n] or [B, n, n]
         scores = scores + (found if found.dim() == 2 else found[:, None])
     weights = F.silu(scores).masked_fill(hidden, 0).to(v.dtype)
-    padded = masked_product(weights, pad(v / max_seq_len), hidden)
+    padded = masked_product(weights, pad(v / normalizer), hidden)
     padded = padded.transpose(1, 2).reshape(batch * longest, heads, v.shape[2])
     return padded.index_select(0, inside.flatten().nonzero()[:, 0])

@@ -157,7 +157,7 @@ def sparse_attention(
     check_tensor("q", q, "T H D", sizes)
     check_tensor("v", v, "T V", sizes, dtype=q.dtype, device=q.device)
     _check_choice(q, k, indices, seq_offsets, sizes)
-    bias = check_bias(bias, 0, q.shape[0], q.device, longer=True)
+    bias = check_bias(bias, 0, q.shape[0], q.device)
     _check_positions(bias, seq_offsets)
     scale = check_scale(scale, q.shape[2], "scale")
     if choose_backend(backend, q, "sparse_attention") == "reference":
@@ -211,7 +211,7 @@ def indexer_loss(
     check_tensor("scores", scores, "T K", sizes, device=q.device)
     if valid is not None:
         check_tensor("valid", valid, "T", sizes, dtype=torch.bool, device=q.device)
-    bias = check_bias(bias, 0, q.shape[0], q.device, longer=True)
+    bias = check_bias(bias, 0, q.shape[0], q.device)
     _check_positions(bias, seq_offsets)
     scale, eps = check_scale(scale, q.shape[2], "scale"), check_number("eps", eps, above=0)
     if choose_backend(backend, q, "indexer_loss") == "reference":
@@ -292,7 +292,7 @@ def _check_indexer(iq, ik, w, seq_offsets, bias) -> RelativeBias:
     check_tensor("w", w, "T J", sizes, dtype=FLOATING, device=iq.device)
     _check_some_heads("iq", sizes["J"], "J")
     check_jagged(seq_offsets, max(iq.shape[0], 1), iq=iq, ik=ik, w=w)
-    bias = check_bias(bias, 0, iq.shape[0], iq.device, longer=True)
+    bias = check_bias(bias, 0, iq.shape[0], iq.device)
     _check_positions(bias, seq_offsets)
     return bias
 

@@ -18,6 +18,7 @@ from hstu_sparse.validation import (
     INTEGER,
     check_int,
     check_kernel,
+    check_normalizer,
     check_qkv,
     check_scale,
     check_tensor,
@@ -35,6 +36,7 @@ def ring_hstu_attention(
     *,
     seq_offsets: torch.Tensor | None = None,
     scale: float | None = None,
+    normalizer: float | None = None,
     window_size: int = 0,
     bias: RelativeBias | None = None,
     group=None,
@@ -55,6 +57,7 @@ def ring_hstu_attention(
         max_seq_len: N, at least the longest whole sequence.
         seq_offsets: [B+1] integers, from 0 to T: this rank's parts of B sequences; absent, all tokens are of one.
         scale: factor of the scores, D ** -0.5 by default.
+        normalizer: a finite number above 0 in place of N in the factor 1/N; `max_seq_len` by default.
         bias: by relative position and time, see `RelativeBias`; its timestamps [T] are this rank's. The tables are the
             same on all ranks; what they get is this rank's part of their gradients, to be summed over the ranks.
         group: a torch.distributed process group, by default all processes; without torch.distributed one process.
@@ -82,7 +85,7 @@ def ring_hstu_attention(
         raise ValueError(f"positions must be from 0 to N-1={max_seq_len - 1}, got {found.min} to {found.max}")
     check_int("window_size", window_size, 0)
     check_plan(plan)
-    scale = check_scale(scale, sizes["D"])
+    scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
     bias = check_bias(bias, max_seq_len, q.shape[0], q.device)
     backend = choose_backend(backend, q, name)
     if backend == "triton":
@@ -90,14 +93,14 @@ def ring_hstu_attention(
     ring = Ring(group)
     shapes = {"q": [*q.shape[1:]], "v": [*v.shape[1:]], "dtype": str(q.dtype), "backend": backend}
     tables = [None if x is None else len(x) for x in bias[:2]]
-    ring.agree(name, {**shapes, "options": [max_seq_len, scale, window_size], "bias": tables})
+    ring.agree(name, {**shapes, "options": [max_seq_len, scale, normalizer, window_size], "bias": tables})
     if plan is None:
         plan = ring_plan(seq_offsets, group=group)
     elif plan.tokens[plan.rank] != q.shape[0]:
         raise ValueError(f"plan is for T={plan.tokens[plan.rank]}, got T={q.shape[0]}")
     return RingHSTU.apply(
         q, k, v, bias.position, bias.time, bias.timestamps, bias.query_timestamps, positions, ring, plan,
-        (max_seq_len, scale, window_size), backend,
+        (normalizer, scale, window_size), backend,
     )  # fmt: skip
 
 

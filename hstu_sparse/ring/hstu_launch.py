@@ -1,6 +1,6 @@
 """Launches the kernels of `ring_hstu_attention`, for one block of keys at a time.
 
-Letters: T, S tokens of queries and of keys, H heads, D query/key and V value head size, N max_seq_len.
+Letters: T, S tokens of queries and of keys, H heads, D query/key and V value head size.
 """
 
 import functools
@@ -32,19 +32,20 @@ def _edges(num_buckets: int, device: torch.device) -> torch.Tensor:
 
 
 def _launch(
-    kernel, grid_tokens, block, tensors, extra, q_offsets, k_offsets, q_positions, k_positions, max_seq_len, scale,
+    kernel, grid_tokens, block, tensors, extra, q_offsets, k_offsets, q_positions, k_positions, normalizer, scale,
     window_size, bias: RelativeBias, sizes: dict, config,
 ):  # fmt: skip
     """kernel[...](*tensors, *extra, strides of the tensors, ...); the first tensors are q, k, v, aligned."""
     q, _, v = tensors[:3]
     buckets = 0 if bias.time is None else bias.time.shape[0] - 1
+    positions = 1 if bias.position is None else bias.position.shape[0]
     num_seqs = q_offsets.shape[0] - 1
     strides = [stride for x in tensors for stride in x.stride()[:2]]
     kernel[((grid_tokens // config[block] + num_seqs) * q.shape[1],)](
         *tensors, *extra, *strides, *(x.contiguous() for x in (q_offsets, k_offsets, q_positions, k_positions)),
         *(None if x is None else x.contiguous() for x in (bias.query_timestamps, bias.timestamps, *bias[:2])),
-        None if bias.time is None else _edges(buckets, q.device), num_seqs, scale, 1.0 / max_seq_len, window_size,
-        H=q.shape[1], D=q.shape[2], V=v.shape[2], N=max_seq_len, BUCKETS=buckets, HAS_WINDOW=window_size > 0,
+        None if bias.time is None else _edges(buckets, q.device), num_seqs, scale, 1.0 / normalizer, window_size,
+        H=q.shape[1], D=q.shape[2], V=v.shape[2], N=positions, BUCKETS=buckets, HAS_WINDOW=window_size > 0,
         FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype), PAD_D=padded_head(q.shape[2]),
         PAD_V=padded_head(v.shape[2]), **sizes, **config,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from hstu_sparse.relative_bias import RelativeBias, pair_bias
 
 
 def hstu_block(
-    q, k, v, q_offsets, k_offsets, q_positions, k_positions, max_seq_len: int, scale: float, window_size: int,
+    q, k, v, q_offsets, k_offsets, q_positions, k_positions, normalizer: float, scale: float, window_size: int,
     bias: RelativeBias,
 ) -> torch.Tensor:  # fmt: skip
     """[T, H, V]: what these keys add to the output of these queries; differentiable.
@@ -41,7 +41,7 @@ def hstu_block(
             asked, seen = pad(bias.query_timestamps, q_index)[:, :, None], pad(bias.timestamps, k_index)[:, None, :]
         scores = scores + pair_bias(bias, distance, asked, seen)[:, None]
     hidden = ~visible[:, None]
-    out = masked_product(F.silu(scores).masked_fill(hidden, 0).to(v.dtype), values / max_seq_len, hidden)
+    out = masked_product(F.silu(scores).masked_fill(hidden, 0).to(v.dtype), values / normalizer, hidden)
     owner = sequence_ids(q_offsets, q.shape[0])
     row = torch.arange(q.shape[0], device=q.device) - q_offsets[:-1].long()[owner]
     return out.transpose(1, 2)[owner, row]

@@ -21,6 +21,7 @@ from hstu_sparse.validation import (
     FLOATING_DTYPES,
     check_bool,
     check_int,
+    check_normalizer,
     check_number,
     check_scale,
     check_some,
@@ -291,6 +292,7 @@ def rotatekv_attention(
     *,
     activation: str = "silu",
     scale: float | None = None,
+    normalizer: float | None = None,
     bias: RelativeBias | None = None,
     rope_base: float | None = None,
     return_lse: bool = False,
@@ -311,6 +313,7 @@ def rotatekv_attention(
         max_seq_len: N, at least the longest cached sequence.
         activation: "silu" or "softmax".
         scale: factor of the scores, D ** -0.5 by default.
+        normalizer: a finite number above 0 in place of N in the factor 1/N of silu; `max_seq_len` by default.
         bias: position table of more than max_seq_len entries, read at n_b - s; time table with the cached tokens'
             timestamps [T] and the queries' times query_timestamps [Tq]. Forward only: it gets no gradient.
         rope_base: turns cached token s to position s and the queries to n_b (half-split pairs, pair i of D/2 by
@@ -332,7 +335,7 @@ def rotatekv_attention(
         # What was checked and planned once, of a call that differs only in what the tensors hold.
         again = (
             *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, q_offsets)), max_seq_len,
-            activation, scale, rope_base, return_lse,
+            activation, scale, normalizer, rope_base, return_lse,
         )  # fmt: skip
         found = repeat(q, q_offsets, cache, again)
         if found is not None:
@@ -343,8 +346,8 @@ def rotatekv_attention(
         tokens = int(cache.seq_offsets[-1])
     sizes = {"H": cache.layout.heads, "D": cache.layout.head_size}
     call = _check_attention(
-        q, q_offsets, sizes, tokens, cache.seq_offsets, max_seq_len, activation=activation, scale=scale, bias=bias,
-        rope_base=rope_base, return_lse=return_lse,
+        q, q_offsets, sizes, tokens, cache.seq_offsets, max_seq_len, activation=activation, scale=scale,
+        normalizer=normalizer, bias=bias, rope_base=rope_base, return_lse=return_lse,
     )  # fmt: skip
     if q.dtype != cache.dtype:
         raise TypeError(f"q must be {cache.dtype} as the cache, got {q.dtype}")
@@ -365,6 +368,7 @@ def unpacked_attention(
     *,
     activation: str = "silu",
     scale: float | None = None,
+    normalizer: float | None = None,
     bias: RelativeBias | None = None,
     rope_base: float | None = None,
     return_lse: bool = False,
@@ -383,8 +387,8 @@ def unpacked_attention(
     check_some(sizes, "H", "D", "V")
     tokens = sizes.pop("T")
     call = _check_attention(
-        q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, activation=activation, scale=scale, bias=bias,
-        rope_base=rope_base, return_lse=return_lse,
+        q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, activation=activation, scale=scale,
+        normalizer=normalizer, bias=bias, rope_base=rope_base, return_lse=return_lse,
     )  # fmt: skip
     if q.dtype != k.dtype:
         raise TypeError(f"q must be {k.dtype} as k, got {q.dtype}")
@@ -398,7 +402,8 @@ def _check_cache(cache) -> None:
 
 
 def _check_attention(
-    q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, *, activation, scale, bias, rope_base, return_lse
+    q, q_offsets, sizes, tokens, seq_offsets, max_seq_len, *, activation, scale, normalizer, bias, rope_base,
+    return_lse,
 ) -> dict:  # fmt: skip
     """The options of an attention call, complete."""
     sizes = {letter: size for letter, size in sizes.items() if letter != "V"}
@@ -412,13 +417,17 @@ def _check_attention(
     check_bool("return_lse", return_lse)
     if return_lse and activation != "softmax":
         raise ValueError("return_lse needs activation='softmax': SiLU's parts add up as they are")
+    if normalizer is not None and activation != "silu":
+        raise ValueError(f"normalizer is for activation='silu', softmax has none, got {normalizer!r}")
     if rope_base is not None:
         rope_base = check_number("rope_base", rope_base, above=0)
         if sizes["D"] % 2:
             raise ValueError(f"rope_base needs an even head size, got D={sizes['D']}")
-    bias = check_bias(bias, max_seq_len + 1, tokens, q.device, query_tokens=sizes["Tq"], longer=True)
-    scale = check_scale(scale, sizes["D"])
-    return dict(activation=activation, scale=scale, bias=bias, rope_base=rope_base, return_lse=return_lse)
+    bias = check_bias(bias, max_seq_len + 1, tokens, q.device, query_tokens=sizes["Tq"])
+    scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
+    return dict(
+        activation=activation, scale=scale, normalizer=normalizer, bias=bias, rope_base=rope_base, return_lse=return_lse
+    )
 
 
 def _attend(q, q_offsets, source, max_seq_len, call, chosen, again=None):
@@ -428,7 +437,7 @@ def _attend(q, q_offsets, source, max_seq_len, call, chosen, again=None):
             source = (*reference.decompress_reference(source), source.seq_offsets)
         del call["return_lse"]
         with torch.no_grad():
-            out, lse = reference.attention_reference(q, q_offsets, *source, max_seq_len, **call)
+            out, lse = reference.attention_reference(q, q_offsets, *source, **call)
     else:
         from hstu_sparse.rotatekv import launch_attention
 

@@ -117,6 +117,7 @@ class Call(NamedTuple):
     max_seq_len: int
     softmax: bool
     scale: float
+    normalizer: float
     bias: RelativeBias
     rope_base: float | None
 
@@ -186,7 +187,7 @@ class FewPlan(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def few_plan(
     layout: Layout, ordered: bool, dtype: torch.dtype, device: torch.device, queries: int, sequences: int,
-    max_seq_len: int, softmax: bool, rope_base: float | None, position: bool, time: bool,
+    max_seq_len: int, normalizer: float, softmax: bool, rope_base: float | None, position: bool, time: bool,
 ) -> FewPlan:  # fmt: skip
     pairs = max(layout.values.groups, layout.options.head_group)
     block_q = 8 // pairs
@@ -210,7 +211,7 @@ def few_plan(
     if rope_base is not None:
         angles = all_tables(rope_base, layout.head_size // 2, next_power_of_2(max_seq_len // TILE + 2), True, device)
     constants = tuple(constants | dict(LSE=lse) for lse in (False, True))
-    return FewPlan(constants, programs, splits, (layout.keys.channels**-0.5, 1.0 / max_seq_len), angles)
+    return FewPlan(constants, programs, splits, (layout.keys.channels**-0.5, 1.0 / normalizer), angles)
 
 
 def best_splits(programs: int, room: int, steps: int, least: int, extra: int) -> int:
@@ -235,7 +236,7 @@ def few(call: Call) -> Plan:
     sink_tokens, sequences = cache.layout.options.sink_tokens, max(1, call.q_offsets.shape[0] - 1)
     plan = few_plan(
         cache.layout, cache.channel_order is not None, q.dtype, q.device, q.shape[0], sequences, call.max_seq_len,
-        call.softmax, call.rope_base, bias.position is not None, bias.time is not None,
+        call.normalizer, call.softmax, call.rope_base, bias.position is not None, bias.time is not None,
     )  # fmt: skip
 
     def launch(call, part, part_lse, splits):
@@ -304,7 +305,7 @@ def many(call: Call) -> Plan:
         others = *call.bias_arguments(), None if table is None else table.view(torch.float16), part, part_lse
         arguments = (
             prepared, factors, call.q_offsets, *known.tensors[:3], *known.tensors[4:], *others, sequences,
-            layout.options.sink_tokens, q.shape[0], splits, scale, 1.0 / call.max_seq_len,
+            layout.options.sink_tokens, q.shape[0], splits, scale, 1.0 / call.normalizer,
         )  # fmt: skip
         key = *known.key, *specialization((prepared, factors, call.q_offsets, *others))
         start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, key)
@@ -380,7 +381,7 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
             packed.get("k_bitmap"), packed.get("v_codes"), words(packed.get("v_ranges")),
             plain_k, plain_k.stride(0), plain_k.stride(1), plain_v, plain_v.stride(0), plain_v.stride(1),
             *call.bias_arguments(), *call.angles(sinks), part, part_lse, call.q_offsets.shape[0] - 1, sinks,
-            q.shape[0], splits, call.scale, layout.keys.channels**-0.5, 1.0 / call.max_seq_len,
+            q.shape[0], splits, call.scale, layout.keys.channels**-0.5, 1.0 / call.normalizer,
             **constants, **call.constants(), OFFSET=code_offset(layout.options.bits, q.dtype, layout.sparse),
             PACKED=packed_part, PLAIN=cache is None or sinks > 0, SINKS=cache is not None, KEYS_BACK=keys_back,
             SCALED_WEIGHTS=packed_part and not call.many, HEADS=of_program, BQ=block_q, OW=width, PAD=max(16, width),
@@ -405,6 +406,7 @@ def attention(
     *,
     softmax: bool,
     scale: float,
+    normalizer: float,
     bias: RelativeBias,
     rope_base: float | None,
     return_lse: bool,
@@ -428,7 +430,7 @@ def attention(
     biased = bias.position is not None or bias.time is not None
     if biased:
         bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
-    call = Call(q, q_offsets.contiguous(), source, max_seq_len, softmax, float(scale), bias, rope_base)
+    call = Call(q, q_offsets.contiguous(), source, max_seq_len, softmax, float(scale), normalizer, bias, rope_base)
     if way is None:
         sequences = q_offsets.shape[0] - 1
         wanted = ("few", "queries", "keys")

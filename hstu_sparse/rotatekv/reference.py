@@ -261,16 +261,16 @@ def attention_reference(
     k: Tensor,
     v: Tensor,
     seq_offsets: Tensor,
-    max_seq_len: int,
     *,
     activation: str,
     scale: float,
+    normalizer: float = 1.0,
     bias: RelativeBias,
     rope_base: float | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Queries [Tq, H, D] against all keys and values of their sequence: (out [Tq, H, V], log-sum-exp [Tq, H] or None).
 
-    A sequence without keys gives 0, and the log-sum-exp -inf.
+    A sequence without keys gives 0, and the log-sum-exp -inf. normalizer: for silu.
     """
     lengths = seq_offsets.diff()
     asked = int(q_offsets.diff().max()) if len(lengths) else 0
@@ -297,7 +297,7 @@ def attention_reference(
     lse = None
     if activation == "silu":
         weights = F.silu(scores).masked_fill(hidden, 0)
-        values = values / max_seq_len
+        values = values / normalizer
     else:
         scores = scores.masked_fill(hidden, float("-inf"))
         lse = scores.logsumexp(-1)

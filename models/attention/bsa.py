@@ -61,7 +61,7 @@ class BlockSparseAttention(HSTUAttention):
         plan = batch.once(
             (type(self), c.block_size, c.time_bias, c.backend, self.normalizer),
             lambda: hstu_sparse.bsa_plan(
-                q, batch.seq_offsets, self.normalizer, block_size=c.block_size, bias=bias, backend=c.backend
+                q, batch.seq_offsets, self.sizes.max_seq_len, block_size=c.block_size, bias=bias, backend=c.backend
             ),
         )
         out = hstu_sparse.bsa_attention(
@@ -69,13 +69,14 @@ class BlockSparseAttention(HSTUAttention):
             k,
             v,
             batch.seq_offsets,
-            self.normalizer,
+            self.sizes.max_seq_len,
             self.gate(q),
             block_size=c.block_size,
             block_counts=c.block_counts,
             window_size=c.window_size,
             selection_group=c.selection_group,
             scale=c.scale,
+            normalizer=self.normalizer,
             bias=bias,
             backend=c.backend,
             plan=plan,

@@ -25,9 +25,17 @@ class DenseAttention(HSTUAttention):
         # Layers of the same settings share a plan, whatever their tables hold.
         plan = batch.once(
             (type(self), config, self.normalizer, *sizes),
-            lambda: hstu_sparse.attention_plan(q, v, batch.seq_offsets, self.normalizer, **options),
+            lambda: hstu_sparse.attention_plan(q, v, batch.seq_offsets, self.sizes.max_seq_len, **options),
         )
         out = hstu_sparse.hstu_attention(
-            q, k, v, batch.seq_offsets, self.normalizer, scale=config.scale, plan=plan, **options
+            q,
+            k,
+            v,
+            batch.seq_offsets,
+            self.sizes.max_seq_len,
+            scale=config.scale,
+            normalizer=self.normalizer,
+            plan=plan,
+            **options,
         )
         return out, {}

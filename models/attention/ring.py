@@ -45,18 +45,19 @@ class RingAttention(SharedKeys, HSTUAttention):
             return out, {}
         options = dict(
             scale=1.0 if c.scale is None else c.scale,
+            normalizer=self.normalizer,
             window_size=c.window_size,
             bias=self.bias(batch),
             backend=c.backend,
         )
         if cut is None:
-            return hstu_sparse.hstu_attention(q, k, v, offsets, self.normalizer, **options), {}
+            return hstu_sparse.hstu_attention(q, k, v, offsets, self.sizes.max_seq_len, **options), {}
         out = hstu_sparse.ring_hstu_attention(
             q,
             k,
             v,
             batch.positions,
-            self.normalizer,
+            self.sizes.max_seq_len,
             seq_offsets=offsets,
             group=cut.group,
             plan=cut.plan,

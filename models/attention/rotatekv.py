@@ -50,7 +50,15 @@ class RotateKVAttention(HSTUAttention):
         # The differences are 0: they carry the gradients.
         cached_k, cached_v = (y + (x - x.detach()) for x, y in zip((k, v), found))
         out = hstu_sparse.hstu_attention(
-            q, cached_k, cached_v, batch.seq_offsets, self.normalizer, scale=c.scale, bias=bias, backend=c.backend
+            q,
+            cached_k,
+            cached_v,
+            batch.seq_offsets,
+            self.sizes.max_seq_len,
+            scale=c.scale,
+            normalizer=self.normalizer,
+            bias=bias,
+            backend=c.backend,
         )
         own = own_token(q, k, v, bias, c.scale, self.normalizer)
         return out + own - own_token(q, cached_k, cached_v, bias, c.scale, self.normalizer), {}

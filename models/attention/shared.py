@@ -70,7 +70,7 @@ class BiasedAttention(AttentionKind):
 
 
 class HSTUAttention(BiasedAttention):
-    """What the SiLU kinds share: N, which is `normalizer` if it is given, else max_seq_len + 11."""
+    """What the SiLU kinds share: `normalizer`, by default max_seq_len + 11, and a position table of as many entries."""
 
     class Config(BiasedAttention.Config):
         """`scale` scales the logits."""

@@ -132,7 +132,7 @@ WRONG_OFFSETS = {
     "of no sequence": [0],
 }
 NUMBERS = {"max_seq_len": (0, -1, 6.0, True, None, torch.tensor(6), "6"), "backend": ("foo", None, "triton", 1)}
-NUMBERS |= {"scale": ("x", NAN, INFINITY, True)}
+NUMBERS |= {"scale": ("x", NAN, INFINITY, True), "normalizer": ("x", NAN, INFINITY, True, 0, -1.0)}
 DROPOUTS = (
     ("flash_attention", "dropout"),
     ("ring_flash_attention", "dropout"),

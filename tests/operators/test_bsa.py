@@ -243,7 +243,7 @@ def test_given_indices_replace_the_choice():
         (dict(block_counts=2.0), TypeError, "block_counts must be a whole number, got 2.0"),
         (dict(scale=float("nan")), ValueError, "scale must be a finite number"),
         (dict(bias=torch.zeros(40)), TypeError, "bias must be a RelativeBias, got Tensor"),
-        (dict(bias=RelativeBias(torch.zeros(39))), ValueError, r"bias.position must be \[N=40\], got \[39\]"),
+        (dict(bias=RelativeBias(torch.zeros(39))), ValueError, r"bias.position must be \[at least 40\], got \[39\]"),
         (dict(bias=RelativeBias(time=torch.zeros(5))), ValueError, "bias.time needs bias.timestamps"),
         (dict(backend="cuda"), ValueError, "backend must be"),
         (dict(max_seq_len=0), ValueError, "max_seq_len must be at least 1, got 0"),

@@ -117,7 +117,7 @@ def test_bias_opcheck():
     torch.library.opcheck(torch.ops.hstu_sparse.bsa_times, (offsets, times, times, 18, 16, 8))
     plan = torch.ops.hstu_sparse.bsa_times(offsets, times, times, 18, 16, 8)
     leaves = [x.requires_grad_() for x in (*inputs.values(), torch.randn(18), torch.randn(9))]
-    call = (*leaves[:3], offsets, N, *leaves[3:5], None, *leaves[5:], plan, 16, 2, 0, 2, 0.25, False)
+    call = (*leaves[:3], offsets, N, *leaves[3:5], None, *leaves[5:], plan, 16, 2, 0, 2, 0.25, float(N), False)
     torch.library.opcheck(torch.ops.hstu_sparse.bsa_fwd, call)
 
 
@@ -164,7 +164,7 @@ def test_opcheck():
     inputs, offsets, N, shape = problem((18, 5), 18, 16, 2, 4, 2, 1, 16, 16)
     leaves = {n: x.requires_grad_() for n, x in inputs.items()}
     call = (*list(leaves.values())[:3], offsets, N, *list(leaves.values())[3:], *shape.values())
-    call = (*call[:8], None, None, [None] * 3, 16, 2, 4, 2, 0.25, False)
+    call = (*call[:8], None, None, [None] * 3, 16, 2, 4, 2, 0.25, float(N), False)
     torch.library.opcheck(torch.ops.hstu_sparse.bsa_fwd, call)
 
 

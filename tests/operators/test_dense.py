@@ -88,7 +88,7 @@ def test_reference_gradients():
         ({"num_targets": torch.zeros(3).long()}, ValueError, r"num_targets must be \[B=2\], got shape \[3\]"),
         ({"num_targets": torch.zeros(2)}, TypeError, "num_targets must be int32 or int64, got torch.float32"),
         ({"bias": torch.zeros(8)}, TypeError, "bias must be a RelativeBias, got Tensor"),
-        ({"bias": RelativeBias(torch.zeros(7))}, ValueError, r"bias.position must be \[N=8\], got \[7\]"),
+        ({"bias": RelativeBias(torch.zeros(7))}, ValueError, r"bias.position must be \[at least 8\], got \[7\]"),
         ({"bias": RelativeBias(time=torch.zeros(7))}, ValueError, r"bias.time needs bias.timestamps \[T=6\]"),
         ({"bias": RelativeBias(None, torch.zeros(7), torch.zeros(6))}, TypeError, "bias.timestamps must be int64"),
         (
@@ -227,7 +227,7 @@ def op_arguments(x):
     plan = attention_plan(x["q"], x["v"], x["seq_offsets"], x["max_seq_len"], bias=bias, backend="triton", **rest)
     return (
         *(x[name] for name in ("q", "k", "v", "seq_offsets")), rest["num_targets"], *bias, plan.flat(),
-        x["max_seq_len"], rest["window_size"], 0.25,
+        x["max_seq_len"], rest["window_size"], 0.25, 13.0,
     )  # fmt: skip
 
 

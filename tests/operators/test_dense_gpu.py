@@ -247,7 +247,7 @@ def test_opcheck():
     names = ("q", "k", "v", "seq_offsets", "num_targets")
     torch.library.opcheck(
         torch.ops.hstu_sparse.dense_fwd.default,
-        (*(x[name] for name in names), *bias, plan.flat(), 13, 0, 0.25),
+        (*(x[name] for name in names), *bias, plan.flat(), 13, 0, 0.25, 13.0),
         # Compares gradients of two runs, and the time bias's depends on the order of additions.
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )

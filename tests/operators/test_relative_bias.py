@@ -48,14 +48,14 @@ def test_check_bias_completes():
     found = check_bias(RelativeBias(table, table, times), 8, 6, device)
     assert found.query_timestamps is times
     assert check_bias(RelativeBias(table, None, times), 8, 6, device) == (table, None, None, None)
-    assert check_bias(RelativeBias(table), 5, 6, device, longer=True).position is table
+    assert check_bias(RelativeBias(table), 5, 6, device).position is table
 
 
 @pytest.mark.parametrize(
     ("bias", "error", "message"),
     [
         (torch.zeros(8), TypeError, "bias must be a RelativeBias, got Tensor"),
-        (RelativeBias(torch.zeros(7)), ValueError, r"bias.position must be \[N=8\], got \[7\]"),
+        (RelativeBias(torch.zeros(7)), ValueError, r"bias.position must be \[at least 8\], got \[7\]"),
         (RelativeBias(torch.zeros(8, 1)), ValueError, "bias.position must have one dimension"),
         (RelativeBias([0.0]), TypeError, "bias.position must be a tensor or None, got list"),
         (RelativeBias(torch.zeros(8).long()), TypeError, "bias.position must be floating point"),
@@ -78,4 +78,4 @@ def test_check_bias_of_queries_that_are_not_the_keys():
     with pytest.raises(ValueError, match=r"bias.query_timestamps must be \[Tq=2\], got \[6\]"):
         check_bias(RelativeBias(None, table, times, times), 9, 6, torch.device("cpu"), query_tokens=2)
     with pytest.raises(ValueError, match=r"bias.position must be \[at least 9\], got \[8\]"):
-        check_bias(RelativeBias(table), 9, 6, torch.device("cpu"), query_tokens=2, longer=True)
+        check_bias(RelativeBias(table), 9, 6, torch.device("cpu"), query_tokens=2)

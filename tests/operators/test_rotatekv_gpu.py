@@ -83,7 +83,7 @@ def test_maxima_that_rise_along_the_history(options):
     found = rotatekv_attention(q, q_offsets, cache, length, **given)
     lossy, exact = (
         reference.attention_reference(
-            q.to(dtype), q_offsets, *reference.decompress_reference(cache, dtype), offsets, length, bias=RelativeBias(),
+            q.to(dtype), q_offsets, *reference.decompress_reference(cache, dtype), offsets, bias=RelativeBias(),
             rope_base=None, activation="softmax", scale=scale,
         )
         for dtype in (torch.bfloat16, torch.float64)

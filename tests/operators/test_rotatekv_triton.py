@@ -133,7 +133,9 @@ def test_a_call_comes_again(options):
     k, v = (make_jagged([70, 5], (2, 64), dtype=torch.float16, seed=i) for i in range(2))
     offsets, q_offsets = make_offsets([70, 5]), make_offsets(asked)
     cache = rotatekv_compress(k, v, offsets, backend="triton")
-    given = dict(softmax=True, scale=0.1, bias=RelativeBias(), rope_base=None, return_lse=True, **options)
+    given = dict(
+        softmax=True, scale=0.1, normalizer=1.0, bias=RelativeBias(), rope_base=None, return_lse=True, **options
+    )  # fmt: skip
     first, second = (make_jagged(asked, (2, 64), dtype=torch.float16, seed=i) for i in (2, 3))
     assert launch_attention.repeat(first, q_offsets, cache, ("key",)) is None
     assert launch_attention.repeat(first, q_offsets, cache, ("key", [])) is None  # a wrong argument, say

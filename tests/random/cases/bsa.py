@@ -91,7 +91,10 @@ def check(
     # Every second entry of a wider tensor: kernels must not take metadata for contiguous.
     offsets = make_offsets(lengths, device=device, dtype=torch.int32).repeat_interleave(2)[::2]
     generator = torch.Generator().manual_seed(seed)
-    for name, size in (("position", max_seq_len if position else 0), ("time", 0 if buckets is None else buckets + 1)):
+    for name, size in (
+        ("position", max_seq_len + seed % 2 * 11 if position else 0),
+        ("time", 0 if buckets is None else buckets + 1),
+    ):
         if size:
             inputs[name] = torch.randn(size, generator=generator).to(device, getattr(torch, table_dtype))
     times = {}
@@ -106,6 +109,8 @@ def check(
     shape = dict(
         block_size=block_size, block_counts=block_counts, window_size=window_size, selection_group=selection_group
     )
+    if seed % 3 == 1:
+        shape["normalizer"] = 0.7 * max_seq_len
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(deterministic)
     try:

@@ -140,7 +140,7 @@ def check(
     if targets:
         x["num_targets"] = torch.tensor([int(length * (seed % 97) / 97) for length in lengths], dtype=torch.int64)
     if position:
-        x["position"] = torch.randn(n, generator=generator)
+        x["position"] = torch.randn(n + seed % 2 * 11, generator=generator)
     if time:
         x["time"] = torch.randn(num_buckets + 1, generator=generator)
         x["timestamps"] = make_timestamps(lengths, seed=seed, scale=gap)
@@ -148,6 +148,8 @@ def check(
             x["timestamps"] = x["timestamps"][torch.randperm(total, generator=generator)]
         if query_times:
             x["query_timestamps"] = x["timestamps"] + torch.randint(-(10**5), 10**6, (total,), generator=generator)
+    if seed % 3 == 1:
+        x["normalizer"] = 0.7 * n
     x = {name: y.to(device) if isinstance(y, torch.Tensor) else y for name, y in x.items()}
     compare(x)
 
@@ -167,7 +169,7 @@ def launches():
             targets = torch.tensor([3, 4]) if "targets" in features else None
             window = 30 if "window" in features else 0
             plan = plan_for(q, values, offsets, targets, bias, window)
-            arguments = (q, q, values, offsets, targets, *bias, plan.flat(), 100, window, 0.5)
+            arguments = (q, q, values, offsets, targets, *bias, plan.flat(), 100, window, 0.5, 100.0)
             _, tables = dense_operator.forward(*arguments)
             dense_operator.backward(values, *arguments, tables)
 

@@ -41,7 +41,7 @@ def check(device, *, lengths, gap, heads, size, value_size, dtype, window, posit
     }
     generator = torch.Generator().manual_seed(seed)
     if position:
-        inputs["position"] = torch.randn(longest, generator=generator).to(device)
+        inputs["position"] = torch.randn(longest + seed % 2 * 11, generator=generator).to(device)
     if timed:
         inputs["time"] = torch.randn(41, generator=generator).to(device)
     places = [torch.arange(n) + gap * (torch.arange(n) >= n // 2) for n in lengths]
@@ -51,7 +51,7 @@ def check(device, *, lengths, gap, heads, size, value_size, dtype, window, posit
         bias = RelativeBias(position, time, times, None if times is None else times + 977)
         return ring_hstu_attention(
             q, k, v, torch.cat(places).to(device), longest, seq_offsets=make_offsets(lengths, device=device),
-            window_size=window, bias=bias, backend=backend,
+            window_size=window, bias=bias, normalizer=0.7 * longest if seed % 3 == 1 else None, backend=backend,
         )  # fmt: skip
 
     kernel, reference = (functools.partial(attend, backend=name) for name in ("triton", "reference"))

@@ -109,9 +109,10 @@ def check(
         bias = RelativeBias(*(x if x is None else x.repeat_interleave(2)[::2] for x in tables))
     call = dict(bias=bias, rope_base=10000.0 if rope else None, scale=head_size**-0.5)
     given = call | dict(activation="softmax" if softmax else "silu")
-    wanted = dict(
-        call, bias=check_bias(bias, max_seq_len + 1, sum(lengths), q.device, query_tokens=sum(asked), longer=True)
-    )
+    normalizer = 0.7 * max_seq_len if seed % 3 == 1 else float(max_seq_len)
+    if not softmax:
+        given["normalizer"] = normalizer
+    wanted = dict(call, bias=check_bias(bias, max_seq_len + 1, sum(lengths), q.device, query_tokens=sum(asked)))
 
     def by_reference(wide, change=lambda x: x, **more):
         def given_as(x):
@@ -119,14 +120,14 @@ def check(
 
         queries, keys, values = map(given_as, (q, *reference.decompress_reference(cache, wide)))
         changed = given | more | dict(bias=RelativeBias(*map(given_as, wanted["bias"])))
-        return reference.attention_reference(queries, q_offsets, keys, values, offsets, max_seq_len, **changed)
+        return reference.attention_reference(queries, q_offsets, keys, values, offsets, **changed)
 
     def sizes():  # of few queries: what output and log-sum-exp were if no product cancelled
         few = sum(asked) <= FEW_TOKENS and dtype == torch.float32
         return by_reference(torch.float64, torch.abs, rope_base=None) if few else exact
 
     lossy, exact = by_reference(dtype), by_reference(torch.float64)
-    public = dict(activation=given["activation"], return_lse=softmax, backend="triton", **call)
+    public = given | dict(return_lse=softmax, backend="triton")
     ways = {
         "fused": rotatekv_attention(q, q_offsets, cache, max_seq_len, **public),
         "two stages": mustafar_attention_with_rope(q, q_offsets, *found, offsets, max_seq_len, **public),
@@ -135,7 +136,16 @@ def check(
 
     for way in launch_attention.ways(cache, dtype, wanted["scale"], rope, softmax and not (position or timed)):
         ways[way] = launch_attention.attention(
-            q, q_offsets, cache, max_seq_len, softmax=softmax, return_lse=softmax, way=way, splits=splits, **wanted
+            q,
+            q_offsets,
+            cache,
+            max_seq_len,
+            softmax=softmax,
+            normalizer=normalizer,
+            return_lse=softmax,
+            way=way,
+            splits=splits,
+            **wanted,
         )
     for way, got in ways.items():
         out, lse = got if isinstance(got, tuple) else (got, None)
@@ -226,7 +236,9 @@ def launches():
                 )
             else:
                 source = launch_attention.Plain(k, v, offsets) if what == "plain" else cache
-                rest = dict(softmax=False, scale=0.1, bias=RelativeBias(), rope_base=None, return_lse=False)
+                rest = dict(
+                    softmax=False, scale=0.1, normalizer=200.0, bias=RelativeBias(), rope_base=None, return_lse=False
+                )
                 rest |= attend or {}
                 launch_attention.attention(q, make_offsets((queries,)), source, 200, splits=splits, **rest)
 
