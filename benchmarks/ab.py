@@ -5,7 +5,7 @@
 
 dense, biased (position and time) and planned (the same with a plan made before, where the checkout has one): attention
 of 131,072 tokens, 4 heads of 128, bf16, forward and backward; bsa: the same with blocks of 64, 16 chosen, groups of 64
-and of 2; train: an epoch of ml-1m-hstu and ml-1m-hstu-large on generated data, the median of five.
+and of 2; train: an epoch of ml-1m-hstu, ml-1m-hstu-large and ml-1m-hstu-best on generated data, the median of five.
 
 Both sides compile first, side by side. Then all cases are measured --rounds times, each on one side and at once on the
 other, every time after a warm-up of WARM seconds. Of attention three times are taken, in ms:
@@ -34,7 +34,7 @@ from pathlib import Path
 
 TOKENS, HEADS, SIZE = 131072, 4, 128
 WARM, SPENT = 0.1, 0.1  # seconds of warm-up, and about as many for single calls
-CONFIGS = ("ml-1m-hstu", "ml-1m-hstu-large")
+CONFIGS = ("ml-1m-hstu", "ml-1m-hstu-large", "ml-1m-hstu-best")
 # How checkouts measure an epoch: once, until some commit, and as the median of five since; here `serve` does it.
 EPOCHS = (
     "tokens, queued, seconds = epoch(3)",
