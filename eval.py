@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
         if getattr(data.splits, options.split) is None:
             raise ConfigError(f"--split {options.split}: protocol {config.data.protocol} has no such split")
         size = serve_from_cache(model, **cache) if cache else None
-        result = judge(config, model, data, options.split) | source | {"notes": data.splits.notes}
+        result = judge(model, data, options.split) | source | {"notes": data.splits.notes}
         if options.sampled:
             filters = [config.eval.filter_seen]
             batches = data.eval_batches(options.split).epoch(0)
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
             (ranks,) = rank_targets(score, batches, filters=filters, candidates=candidates)
             label = f"SAMPLED: target among {options.sampled} random items, not comparable with full ranking"
             result["sampled"] = {"label": label, "seed": options.seed, **ranking_metrics(ranks)}
-        print_result(console, config, result)
+        print_result(console, data.task, result)
         if size:
             result["kv_cache"] = size.report()
             console.print("Served from a cache: " + ", ".join(f"{k} {v}" for k, v in result["kv_cache"].items()))

@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 
 from data.batch import Batch
-from data.batches import Batches
 from data.datasets import DataError
 from models.average import WeightAverage
 from models.checkpoint import (
@@ -37,12 +36,9 @@ from models.checkpoint import (
 from models.config import ConfigError, RunConfig, as_yaml, load_config
 from models.folder import MANIFEST, FolderError, access, check_run, claimed, new_manifest, write_file
 from models.graph import GraphedStep, Losses, Step
-from models.losses import head_loss
-from models.metrics import metric_names, ranking_metrics
 from models.monitor import Means, MetricsLog, ProgressBar, StopSignal, explain_faults, memory_fault
 from models.parallel.context import Context, NoLog
 from models.report import environment, print_result, write_report
-from models.retrieval import model_scorer, rank_targets
 from models.run import (
     Data,
     build_model,
@@ -54,10 +50,11 @@ from models.run import (
     judge,
     open_data,
 )
+from models.tasks.build import build_task
 
 console = Console()
 # The other names in a line of metrics.jsonl, which an auxiliary loss cannot have.
-TAKEN = {"epoch", "step", "loss", "split", "seconds", *metric_names()}
+TAKEN = {"epoch", "step", "loss", "split", "seconds"}
 
 
 class TrainingError(ValueError):
@@ -161,14 +158,14 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool,
             if watched and config.eval.every and progress.epoch % config.eval.every == 0:
                 phase = phase_at(config, progress.step)
                 with judged(average):
-                    metrics = context.of_first(evaluate(config, model, eval_batches, phase))
+                    metrics = context.of_first(data.task.evaluate(model, eval_batches, phase))
                     # An earlier phase is another model than the one that is judged: nothing is chosen in it.
                     if watched == "valid" and phase == phase_at(config, math.inf):
                         keep_best(config, folder if context.first else None, model, progress, metrics)
                 record |= metrics
                 bar.print(
                     f"epoch {progress.epoch:>4}  {shown(losses)}  {watched} "
-                    + shown({name: metrics[name] for name in ("HR@10", "NDCG@10")})
+                    + shown({name: metrics[name] for name in data.task.headline})
                 )
             log.write(record, time.monotonic() - started)
             last = progress.epoch == config.train.epochs
@@ -206,16 +203,16 @@ def build_step(
             layer.compile(dynamic=True)
 
     dtype = torch.bfloat16 if c.autocast == "bf16" else None
+    task, taken = build_task(config), TAKEN.union(config.task.metric_names())
 
     def step(batch: Batch) -> Losses:
-        targets, batch = batch.target_ids, context.cut(batch)
+        whole, batch = batch, context.cut(batch)
         # A cache of cast weights would outlive the step that a graph captures.
         with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
             out, aux = model.raw_output(batch)
-        part = None if batch.cut is None else batch.cut.index
-        loss, of_head = head_loss(model, config.loss, out, targets, dtype, part)
-        aux |= of_head
-        if wrong := aux.keys() & TAKEN:
+        loss, of_task = task.loss(model, out, batch, whole, dtype)
+        aux |= of_task
+        if wrong := aux.keys() & taken:
             raise ValueError(
                 f"an auxiliary loss cannot be named {', '.join(sorted(wrong))}: metrics.jsonl has that name"
             )
@@ -273,16 +270,8 @@ def set_lr(config: RunConfig, optimizer, step: int, steps: int) -> None:
             group["lr"] = lr
 
 
-def evaluate(config: RunConfig, model, batches: Batches, phase: int) -> dict[str, float]:
-    scorer = model_scorer(model, config.train.autocast == "bf16")
-    at_phase = (replace(batch, phase=phase) for batch in batches.epoch(0))
-    (ranks,) = rank_targets(scorer, at_phase, filters=[config.eval.filter_seen])
-    model.train()
-    return ranking_metrics(ranks)
-
-
 def keep_best(config: RunConfig, folder: Path | None, model, progress: Progress, metrics: dict) -> None:
-    value = metrics[config.eval.best_metric]
+    value = metrics[config.best_metric]
     if progress.best is None or value > progress.best:
         progress.best, progress.stale = value, 0
         facts = {"run": progress.run, "config": progress.config, "fingerprint": progress.fingerprint}
@@ -312,7 +301,7 @@ def shown(values: dict[str, float]) -> str:
 def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progress) -> None:
     weights, facts, source = final_weights(folder)
     load_weights(model, weights, source)
-    result = judge(config, model, data, "test")
+    result = judge(model, data, "test")
     result |= {
         "weights": source.name,
         "epoch": facts["epoch"],
@@ -326,8 +315,8 @@ def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progres
     if data.device.type == "cuda":
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     write_file(folder / "result.json", json.dumps(result, indent=1))
-    write_report(folder, config, result, progress.records, data.dataset)
-    print_result(console, config, result)
+    write_report(folder, data.task, result, progress.records, data.dataset)
+    print_result(console, data.task, result)
     console.print(f"Report: {folder / 'report.md'}")
 
 

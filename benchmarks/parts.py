@@ -26,6 +26,7 @@ from models.config import RunConfig
 from models.hstu import SequenceModel
 from models.report import environment
 from models.run import set_matmul_precision
+from models.tasks import retrieval
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = [200, 2048, 8192, 32768]
@@ -201,8 +202,8 @@ def finish(options, config: RunConfig, model, batch: Batch, step, peak: int | No
     for layer in model.layers:
         layer.attention.forward = marked(layer.attention.forward, "attention")
         layer.forward = marked(layer.forward, "projections")
-    whole = train.head_loss
-    train.head_loss = marked(whole, "loss")
+    whole = retrieval.head_loss
+    retrieval.head_loss = marked(whole, "loss")
     try:
         eager = config.model_copy(update={"train": config.train.model_copy(update={"cuda_graphs": False})})
         optimizer, step = train.build_step(eager, model, device)
@@ -210,7 +211,7 @@ def finish(options, config: RunConfig, model, batch: Batch, step, peak: int | No
         step(batch)
         parts = part_times(step, batch, device)
     finally:
-        train.head_loss = whole
+        retrieval.head_loss = whole
     ms = statistics.median(times)
     least = bound(config, batch.num_tokens, options.items)
     return {

@@ -80,9 +80,9 @@ def measure(config, profiled: bool, **described) -> None:
         epoch(number)
     epochs = sorted((epoch(number) for number in range(3, 8)), key=lambda measured: measured[-1])
     tokens, queued, seconds = epochs[2]
-    train.evaluate(config, model, evaluation, phase=sys.maxsize)
+    data.task.evaluate(model, evaluation)
     started = time.perf_counter()
-    train.evaluate(config, model, evaluation, phase=sys.maxsize)
+    data.task.evaluate(model, evaluation)
     record = {
         "config": config.name,
         **described,

@@ -20,7 +20,6 @@ from pydantic import (
     Field,
     SerializeAsAny,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -30,7 +29,7 @@ from data.types import shown
 from models.attention import ATTENTION, attention_config
 from models.contract import AttentionKind, LayerSizes, Strict
 from models.heads import DotConfig, HeadConfig
-from models.metrics import metric_names
+from models.tasks.options import RetrievalConfig, TaskConfig
 
 
 class ConfigError(ValueError):
@@ -226,17 +225,11 @@ class EvalConfig(Strict):
     # Which of a user's earlier items leave the ranking: the whole history, the model's window (as in the published
     # figures), or none.
     filter_seen: Literal["history", "window", "none"] = "history"
-    best_metric: str = "NDCG@10"
+    # The metric by which the best weights are chosen, the greatest being the best: NDCG@10 or, for ranking, auc.
+    best_metric: str | None = None
     # Evaluations without a better best_metric before training stops; absent: never. As for the choice of best/, those
     # count that come when all of the attentions' warm-ups are over.
     patience: int | None = Field(None, ge=1)
-
-    @field_validator("best_metric")
-    @classmethod
-    def _known_metric(cls, name):
-        if name not in metric_names():
-            raise ValueError(f"{name} is none of {', '.join(metric_names())}")
-        return name
 
 
 class ParallelConfig(Strict):
@@ -252,14 +245,22 @@ class RunConfig(Strict):
     threads: int | None = Field(None, ge=1, le=4096)
     run_dir: PathText = "runs"
     data: DataConfig
+    task: TaskConfig = RetrievalConfig()
     model: ModelConfig
     loss: LossConfig = LossConfig()
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
     parallel: ParallelConfig = ParallelConfig()
 
+    @property
+    def best_metric(self) -> str:
+        """The metric by which the best weights are chosen."""
+        return self.eval.best_metric or self.task.metric_names()[0]
+
     @model_validator(mode="after")
     def _consistent(self):
+        if self.best_metric not in (names := self.task.metric_names()):
+            raise ValueError(f"eval.best_metric: {self.best_metric} is none of {', '.join(names)}")
         if self.eval.patience and self.data.protocol in ("published", "all"):
             raise ValueError(f"eval.patience: protocol {self.data.protocol} has no validation split to stop by")
         if self.model.head.kind == "mol" and self.loss.kind == "bce":

@@ -156,10 +156,10 @@ class SequenceModel(nn.Module):
     """Batch -> (L2-normalised output [T, E] in fp32, auxiliary losses): out[t] predicts the item after token t.
 
     Auxiliary losses of one name are summed over the layers. `head` scores outputs against items where that is not the
-    cosine.
+    cosine; `task_head` is what a task other than retrieval makes of the outputs.
     """
 
-    def __init__(self, config: ModelConfig, num_items: int, num_actions: int = 0):
+    def __init__(self, config: ModelConfig, num_items: int, num_actions: int = 0, task_head: nn.Module | None = None):
         super().__init__()
         self.embedding = InputEmbedding(
             num_items,
@@ -175,6 +175,7 @@ class SequenceModel(nn.Module):
         # ln of the factor that has been learned for loss.temperature
         learned = config.head.kind == "dot" and config.head.learned_temperature
         self.log_temperature = nn.Parameter(torch.zeros(())) if learned else None
+        self.task_head = task_head
 
     @property
     def item_weight(self) -> Tensor:

@@ -9,19 +9,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from models.config import RunConfig
 from models.folder import write_file
-from models.metrics import metric_names
-
-# The values of eval.filter_seen, as a report says them.
-FILTERED = {
-    "history": "all items of a user's history are taken out of the ranking",
-    "window": "the items of the model's window (the last max_seq_len events) are taken out of the ranking, "
-    "as in the published figures",
-    "none": "nothing is taken out of the ranking",
-}
-SHORT = {"history": "seen filtered", "window": "window filtered", "none": "unfiltered"}
-SHOWN = ("HR@1", "HR@10", "HR@50", "NDCG@10", "MRR")
+from models.tasks.contract import Task
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -39,63 +28,44 @@ def environment(device: torch.device) -> dict[str, str]:
     return found
 
 
-def protocol_lines(config: RunConfig, result: dict) -> list[str]:
-    return [
-        f"Split {result['split']}, {result['users']:,} users, full ranking over the catalogue. "
-        f"Main figures: {FILTERED[config.eval.filter_seen]}.",
-        *result["notes"],
-    ]
-
-
-def print_result(console: Console, config: RunConfig, result: dict) -> None:
-    """The terminal's table: the model next to popularity, under the same protocol."""
-    for line in protocol_lines(config, result):
+def print_result(console: Console, task: Task, result: dict) -> None:
+    """Prints the terminal's table: the model next to the task's baseline, under the same protocol."""
+    for line in task.protocol_lines(result):
         console.print(line, highlight=False)
-    table = Table(title=f"{config.name}: {result['split']}")
-    for heading in ("", *SHOWN):
+    main = task.tables(result)[0]
+    table = Table(title=f"{task.config.name}: {result['split']}")
+    for column in main.short:
+        heading = main.headings[column]
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for label, values in _rows(config, result):
-        table.add_row(label, *(f"{values[name]:.4f}" for name in SHOWN))
+    for row in main.rows:
+        table.add_row(*(row[column] for column in main.short))
     console.print(table)
 
 
-def _rows(config: RunConfig, result: dict) -> list[tuple[str, dict]]:
-    order = sorted(FILTERED, key=lambda how: how != config.eval.filter_seen)
-    rows = [(f"{who}, {SHORT[how]}", result[who][how]) for how in order for who in ("model", "popularity")]
-    if "sampled" in result:
-        rows.append((result["sampled"]["label"], result["sampled"]))
-    return rows
-
-
-def write_report(folder: Path, config: RunConfig, result: dict, history: list[dict], dataset) -> None:
+def write_report(folder: Path, task: Task, result: dict, history: list[dict], dataset) -> None:
     """report.md in the run's folder, with loss.png and, if the run evaluated on the way, metrics.png.
 
     history: the lines of metrics.jsonl.
     """
-    plots = _plot(folder, history)
+    config = task.config
+    plots = _plot(folder, history, task.plotted) + task.plots(result, folder)
     minutes = result["seconds"] / 60
     lines = [
         f"# {config.name}",
         "",
         f"Data: {dataset.name}, {dataset.num_users:,} users, {dataset.num_items:,} items, "
         f"{dataset.num_events:,} events.",
-        *protocol_lines(config, result),
+        *task.protocol_lines(result),
         "",
         f"Weights: {result['weights']} (epoch {result['epoch']}). {result['steps']:,} steps in {minutes:.1f} minutes, "
         f"{result['events_per_second']:,.0f} events a second. Seed {config.seed}.",
         *(_left_out(split, count) for split, count in result["skipped"].items()),
         "",
-        "## Full ranking",
-        "",
-        *_markdown(["", *metric_names()], [[label, *_cells(values)] for label, values in _rows(config, result)]),
-        "",
-        "## By length of the history",
-        "",
-        *_markdown(
-            ["events", "users", *metric_names()],
-            [[row["history"], f"{row['users']:,}", *_cells(row)] for row in result["by_history"]],
+        *(
+            line
+            for table in task.tables(result)
+            for line in (f"## {table.title}", "", *_markdown(table.headings, table.rows), "")
         ),
-        "",
         *(f"![{plot}]({plot})\n" for plot in plots),
         "## Environment",
         "",
@@ -111,10 +81,6 @@ def _left_out(split_and_reason: str, count: int) -> str:
     return f"Left out of {split}: {count:,} {'user' if count == 1 else 'users'}, {reason}."
 
 
-def _cells(values: dict) -> list[str]:
-    return [f"{values[name]:.4f}" for name in metric_names()]
-
-
 def _markdown(headings: list[str], rows: list[list[str]]) -> list[str]:
     return [
         "| " + " | ".join(headings) + " |",
@@ -123,17 +89,17 @@ def _markdown(headings: list[str], rows: list[list[str]]) -> list[str]:
     ]
 
 
-def _plot(folder: Path, history: list[dict]) -> list[str]:
+def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...]) -> list[str]:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    evaluated = [row for row in history if "HR@10" in row]
+    evaluated = [row for row in history if plotted[0] in row]
     split = evaluated[0]["split"] if evaluated else ""
     figures = {"loss.png": (history, ("loss",), "training loss")}
     if evaluated:
-        figures["metrics.png"] = (evaluated, ("HR@10", "NDCG@10", "MRR"), f"{split} metrics")
+        figures["metrics.png"] = (evaluated, plotted, f"{split} metrics")
     for file, (rows, names, title) in figures.items():
         figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
         for name in names:

@@ -8,15 +8,15 @@ from pydantic import ValidationError
 
 from data.batches import Batches
 from data.datasets import Dataset, load_dataset
-from data.splits import Splits, make_splits, train_item_counts
+from data.splits import Splits
 from data.types import shown
 from hstu_sparse.validation import choose_backend
 from models.checkpoint import CheckpointError, Progress, checkpoints, exists, load_folder
 from models.config import ConfigError, RunConfig, differences
 from models.folder import read_manifest
 from models.hstu import SequenceModel
-from models.metrics import metrics_by_length, ranking_metrics
-from models.retrieval import FILTERS, model_scorer, popularity_scorer, rank_targets
+from models.tasks.build import build_task
+from models.tasks.contract import Task
 
 
 @dataclass
@@ -25,9 +25,10 @@ class Data:
     splits: Splits
     device: torch.device
     config: RunConfig
+    task: Task
 
     def batches(self, split: str, **options) -> Batches:
-        return Batches(self.dataset, getattr(self.splits, split), device=self.device, **options)
+        return self.task.batches(self.dataset, getattr(self.splits, split), device=self.device, **options)
 
     def eval_batches(self, split: str) -> Batches:
         return self.batches(split, batch_size=self.config.eval.batch_size, shuffle=False, with_seen=True)
@@ -55,14 +56,9 @@ def open_data(config: RunConfig) -> Data:
         synthetic=c.synthetic,
     )
     config = for_data(config, dataset)
-    splits = make_splits(
-        dataset,
-        c.protocol,
-        max_seq_len=config.model.max_seq_len,
-        valid_fraction=c.valid_fraction,
-        test_fraction=c.test_fraction,
-    )
-    return Data(dataset, splits, torch.device(kind), config)
+    task = build_task(config)
+    task.check_data(dataset)
+    return Data(dataset, task.splits(dataset), torch.device(kind), config, task)
 
 
 def set_matmul_precision(precision: str) -> None:
@@ -98,7 +94,7 @@ def for_data(config: RunConfig, dataset: Dataset) -> RunConfig:
 def build_model(data: Data) -> SequenceModel:
     dataset, model = data.dataset, data.config.model
     num_actions = int(dataset.actions.max()) + 1 if model.action_embedding else 0
-    return SequenceModel(model, dataset.num_items, num_actions).to(data.device)
+    return SequenceModel(model, dataset.num_items, num_actions, data.task.head()).to(data.device)
 
 
 def final_weights(folder: Path) -> tuple[dict, dict, Path]:
@@ -165,19 +161,6 @@ def check_same_run(progress: Progress, config: RunConfig, steps: int, folder: Pa
         )
 
 
-def judge(config: RunConfig, model, data: Data, split: str) -> dict:
-    """Everything that a report says of one split: metrics filtered and not, popularity beside, by history length."""
-    batches = data.eval_batches(split)
-    chosen = getattr(data.splits, split)
-    counts = train_item_counts(data.dataset, data.splits)
-    result = {"split": split, "users": len(chosen.users), "filter_seen": config.eval.filter_seen}
-    for name, scorer in (
-        ("model", model_scorer(model, config.train.autocast == "bf16")),
-        ("popularity", popularity_scorer(counts, data.device)),
-    ):
-        ranks = dict(zip(FILTERS, rank_targets(scorer, batches.epoch(0), filters=FILTERS)))
-        result[name] = {how: ranking_metrics(ranks[how]) for how in FILTERS}
-        if name == "model":
-            history = chosen.end - 1 - data.dataset.user_offsets[chosen.users]
-            result["by_history"] = metrics_by_length(ranks[config.eval.filter_seen], history)
-    return result
+def judge(model, data: Data, split: str) -> dict:
+    """Everything that a report says of one split; see `Task.judge`."""
+    return data.task.judge(model, data.dataset, data.splits, split, data.eval_batches(split))

@@ -1,0 +1,1 @@
+"""What a run predicts: the tasks and their options."""

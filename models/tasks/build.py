@@ -1,0 +1,12 @@
+"""`build_task`: the task that a configuration names."""
+
+from models.config import RunConfig
+from models.tasks.contract import Task
+from models.tasks.retrieval import Retrieval
+
+TASKS: dict[str, type[Task]] = {"retrieval": Retrieval}
+
+
+def build_task(config: RunConfig) -> Task:
+    """The task of a run, which `config.task.kind` names."""
+    return TASKS[config.task.kind](config)

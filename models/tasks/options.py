@@ -1,0 +1,54 @@
+"""The options of each task: the mapping `task:` of a run's configuration."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from models.contract import Strict
+from models.metrics import metric_names
+from models.tasks import binary_metrics
+
+
+class RetrievalConfig(Strict):
+    """Predict the next item among all items."""
+
+    kind: Literal["retrieval"] = "retrieval"
+
+    def metric_names(self) -> list[str]:
+        """The metrics of an evaluation, the one that chooses the best weights unless told otherwise first."""
+        return sorted(metric_names(), key=lambda name: name != "NDCG@10")
+
+
+class ActionConfig(Strict):
+    """One kind of action: a flag of the data set by its name, or values of the action column."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=60)
+    # The action counts from this value of the action column on, in the column's own units (4 stars and more).
+    at_least: float | None = None
+    # How much its loss counts.
+    weight: float = Field(1.0, gt=0)
+
+
+class RankingConfig(Strict):
+    """Predict the actions that the user takes on an item, from items and actions in turn."""
+
+    kind: Literal["ranking"]
+    actions: list[ActionConfig] = Field(min_length=1)
+    # Hidden size of each action's head, a network of two layers; 0: one layer.
+    hidden_dim: int = Field(0, ge=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _named_once(self):
+        names = [action.name for action in self.actions]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"actions: {', '.join(twice)} named twice")
+        return self
+
+    def metric_names(self) -> list[str]:
+        """Each metric's mean over the actions, and of several actions each action's own, as `action/metric`."""
+        own = [f"{action.name}/{name}" for action in self.actions for name in binary_metrics.NAMES]
+        return [*binary_metrics.NAMES, *(own if len(self.actions) > 1 else [])]
+
+
+TaskConfig = Annotated[RetrievalConfig | RankingConfig, Field(discriminator="kind")]
