@@ -145,19 +145,20 @@ class ModelConfig(Strict):
                 )
         if self.block == "transformer" and self.feed_forward_dim is None:
             raise ValueError("block=transformer needs feed_forward_dim")
+        attentions = [attention.for_model(self.layer_sizes) for attention in self.attention]
         faults = []
-        for layer, attention in enumerate(self.attention):
+        for layer, attention in enumerate(attentions):
             try:
                 attention.check_model(self.layer_sizes)
             except ValueError as error:
                 faults.append((("attention", layer), str(error)))
         if faults:
             raise _located(faults, OPTION)
-        return self
+        return self.model_copy(update={"attention": attentions})
 
     @property
     def layer_sizes(self) -> LayerSizes:
-        """The sizes of every layer: D and V as configured, or the embedding spread over the heads."""
+        """What every layer has: D and V as configured, or the embedding spread over the heads."""
         default = self.embedding_dim // self.num_heads
         return LayerSizes(
             num_heads=self.num_heads,
@@ -165,6 +166,7 @@ class ModelConfig(Strict):
             linear_dim=self.linear_dim or default,
             embedding_dim=self.embedding_dim,
             max_seq_len=self.max_seq_len,
+            block=self.block,
         )
 
 

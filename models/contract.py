@@ -33,13 +33,14 @@ class Strict(BaseModel):
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of a layer that an attention kind may depend on: H, D, V, E and the longest sequence."""
+    """What an attention kind may depend on of its layer: H, D, V, E, the longest sequence, and the block it is in."""
 
     num_heads: int
     attention_dim: int
     linear_dim: int
     embedding_dim: int
     max_seq_len: int
+    block: str = "hstu"
 
 
 class AuxLoss(NamedTuple):
@@ -70,11 +71,15 @@ class AttentionKind(nn.Module):
 
         kind: str
 
+        def for_model(self, sizes: LayerSizes) -> Self:
+            """These options with what the layer decides in place of `auto`; called when a configuration is loaded."""
+            return self
+
         def check_model(self, sizes: LayerSizes) -> None:
-            """Whether these options fit the layer's sizes; called when a configuration is loaded."""
+            """Whether these options fit the layer's sizes; called behind `for_model`."""
 
         def for_data(self, dataset: Dataset) -> Self:
-            """These options with what the data decide (`auto`) in their place; called when a run opens its data.
+            """These options with what the data decide in place of `auto`; called when a run opens its data.
 
             The result is what the run is built and stored with.
             """

@@ -1,13 +1,13 @@
 """The kind `ring`. Letters: T tokens, D query/key head size."""
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field
 from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention.shared import HSTUAttention, SharedKeys, TimeBias
+from models.attention.shared import HSTUAttention, SharedKeys
 from models.contract import AuxLoss, LayerSizes
 
 
@@ -15,15 +15,27 @@ class RingAttention(SharedKeys, HSTUAttention):
     """Softmax or dense HSTU attention whose sequences may be spread over the ranks of a ring (parallel.context)."""
 
     class Config(SharedKeys.Config, HSTUAttention.Config):
-        """`scale` defaults to D ** -0.5 for softmax and to 1 for hstu; with hstu the result is dense's."""
+        """The attention that is spread, `inner`, is hstu in an HSTU block and softmax in a transformer's by default.
+
+        With hstu the options and the result are dense's; softmax has no biases. `scale` defaults to D ** -0.5 for
+        softmax and to 1 for hstu.
+        """
 
         kind: Literal["ring"]
-        inner: Literal["softmax", "hstu"]
+        inner: Literal["auto", "softmax", "hstu"] = "auto"
         scale: float | None = Field(None, gt=0)
         window_size: int = Field(0, ge=0)
-        position_bias: bool = False
-        time_bias: TimeBias = False
         dropout: float = Field(0.0, ge=0, lt=1)  # for softmax only, as is num_kv_heads
+
+        def for_model(self, sizes: LayerSizes) -> Self:
+            inner = self.inner
+            if inner == "auto":
+                inner = "hstu" if sizes.block == "hstu" else "softmax"
+            update: dict[str, object] = {"inner": inner}
+            if inner == "softmax":
+                update |= {} if "position_bias" in self.model_fields_set else {"position_bias": False}
+                update |= {} if self.time_bias != "auto" else {"time_bias": False}
+            return super().for_model(sizes).model_copy(update=update)
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)

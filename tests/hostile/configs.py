@@ -68,7 +68,7 @@ model.attention={kind: indexer, warmup_steps: -1}  model.attention={kind: indexe
 model.attention={kind: indexer, backend: triton}  model.attention={kind: rotatekv, bits: 5}
 model.attention={kind: rotatekv, bits: 2.0}  model.attention={kind: rotatekv, head_group: 4}
 model.attention={kind: rotatekv, sparsity: 1.0}  model.attention={kind: rotatekv, quant_group: 24}
-model.attention={kind: rotatekv, head_group: 1}  model.attention={kind: ring}
+model.attention={kind: rotatekv, head_group: 1}
 model.attention={kind: ring, inner: foo}  model.attention={kind: ring, inner: softmax, scale: 0.0}
 model.attention={kind: ring, inner: softmax, num_kv_heads: 3}  model.head=3  model.head={}  model.table_dtype=foo
 model.head={kind: mol, query_components: 0}  model.head={kind: mol, item_components: 1.5}
@@ -111,6 +111,7 @@ train.decay=cosine  model.attention={kind: bsa, block_size: 24}
 model.attention={kind: bsa, block_size: 1, window_size: 1000}  model.attention={kind: softmax}
 model.attention={kind: htree, compression_rate: 2, top_k: 2}  model.attention={kind: indexer, top_k: 4}
 model.num_heads=2;model.attention_dim=8;model.linear_dim=8;model.attention={kind: rotatekv}
+model.attention={kind: ring}
 model.attention={kind: ring, inner: softmax}  model.attention={kind: ring, inner: hstu}  loss.kind=mixed_negatives
 train.matmul_precision=high  loss.negatives=shared  model.table_dtype=bfloat16  model.head={kind: mol}
 model.head={kind: dot, learned_temperature: true}  model.head.kind=mol;loss.kind=in_batch

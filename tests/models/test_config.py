@@ -1,15 +1,20 @@
 """Configuration: every error at once, with its path and the nearest valid key."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from hstu_sparse.launch import precision
+from models.attention import ATTENTION
 from models.config import ConfigError, as_yaml, load_config
+from models.hstu import SequenceModel
 from models.run import set_matmul_precision
+from tests.models.test_models import NUM_ITEMS, make_batch
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+SYNTHETIC = next(path for path in CONFIGS if path.stem == "synthetic-hstu")
 BASE = """
 name: tiny
 data: {format: synthetic, protocol: leave_one_out}
@@ -153,3 +158,53 @@ def test_matmul_precision_reaches_torch_and_the_kernels():
             assert torch.backends.cuda.matmul.allow_tf32 == (found == "tf32")
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+# The head sizes that a kind does not take: RoPE turns pairs of channels, and the codes' transform needs powers of two.
+REFUSED_HEADS = {"htree": "the heads have 25: make it even", "rotatekv": "must divide the number of heads|Hadamard"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_kind_can_be_swapped_in_by_one_override(path):
+    for kind in ATTENTION:
+        try:
+            config = load_config(path, [f"model.attention.kind={kind}", "parallel.context=1"])
+        except ConfigError as error:
+            assert kind in REFUSED_HEADS and re.search(REFUSED_HEADS[kind], str(error)), (kind, error)
+        else:
+            assert {attention.kind for attention in config.model.attention} == {kind}
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_every_kind_trains_once_swapped_in(kind):
+    config = load_config(SYNTHETIC, [f"model.attention.kind={kind}"]).model
+    torch.manual_seed(0)
+    model, batch = SequenceModel(config, NUM_ITEMS), make_batch([5, 0, 33])
+    out, aux = model(batch)
+    sum((loss.weighted for loss in aux.values()), out[:, 0].sum()).backward()
+    assert out.shape == (38, 64) and out.isfinite().all()
+    for name, parameter in model.layers.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], ("hstu", True, "auto")),
+        (["model.attention.inner=hstu"], ("hstu", True, "auto")),
+        (["model.attention.position_bias=false", "model.attention.time_bias=false"], ("hstu", False, False)),
+        (["model.attention.inner=softmax"], ("softmax", False, False)),
+        (["model.block=transformer", "model.feed_forward_dim=64"], ("softmax", False, False)),
+        (
+            ["model.block=transformer", "model.feed_forward_dim=64", "model.attention.inner=hstu"],
+            ("hstu", True, "auto"),
+        ),
+    ],
+    ids=str,
+)
+def test_the_ring_spreads_what_its_block_has(tmp_path, overrides, expected):
+    config = load_config(SYNTHETIC, ["model.attention.kind=ring", *overrides])
+    (ring,) = config.model.attention
+    assert (ring.inner, ring.position_bias, ring.time_bias) == expected
+    (tmp_path / "saved.yaml").write_text(as_yaml(config))
+    assert load_config(tmp_path / "saved.yaml") == config
