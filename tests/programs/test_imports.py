@@ -1,6 +1,7 @@
 """Who imports whom: one direction, no circle, and every module by itself."""
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -74,6 +75,7 @@ def imports(code: ast.AST, package: str = "") -> set[str]:
     return found & set(MODULES)
 
 
+@functools.cache
 def graph() -> dict[str, set[str]]:
     """Module -> modules that it or its functions import."""
     return {
