@@ -1,6 +1,9 @@
-"""Flash attention over jagged sequences against SDPA (FlashAttention, cuDNN) of the same shape.
+"""Flash attention over jagged sequences against SDPA (FlashAttention, cuDNN) of the same shape, and FlashAttention-4.
 
     python benchmarks/run.py --op flash                 131,072 tokens, 16 heads of 128, bf16, causal
+    python benchmarks/run.py --op flash --only ours,cute,fa4,fa4-unordered
+                                                        both backends, and FlashAttention-4 itself: with the sums of its
+                                                        backward pass in order, as ours calls it, and without
     python benchmarks/run.py --op flash --sweep         single kernels with several tile sizes, for launch.py
     python benchmarks/run.py --op flash --sasrec        ml-1m-sasrec's batches in fp32, against padding them
 
@@ -14,6 +17,7 @@ from run import Case
 
 from hstu_sparse import flash_attention
 from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
+from hstu_sparse.ring.flash.cute import INSTALLED
 from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets
 
 LENGTHS = [4096, 16384]
@@ -48,6 +52,7 @@ def add_arguments(parser):
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--kv-heads", type=int, help="heads of keys and values; as many as of queries by default")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--sweep", action="store_true", help="time single kernels with several tile sizes")
     parser.add_argument("--sasrec", action="store_true", help="short sequences of many lengths, fp32")
@@ -59,19 +64,22 @@ def flops(tokens, length, heads, size):
     return {"fwd": 2 * one, "bwd": 5 * one}
 
 
-def inputs(lengths, heads, size, dtype):
+def inputs(lengths, heads, size, dtype, kv_heads=None):
     return [
-        make_jagged(lengths, (heads, size), dtype=dtype, device="cuda", seed=seed).requires_grad_() for seed in range(3)
+        make_jagged(lengths, (n, size), dtype=dtype, device="cuda", seed=seed).requires_grad_()
+        for seed, n in enumerate((heads, kv_heads or heads, kv_heads or heads))
     ]
 
 
-def check(heads, size, dtype):
+def check(heads, size, dtype, kv_heads=None, backend="triton"):
     """Output and gradients against the reference, on a batch that the reference has memory for."""
     lengths = [1024, 700, 1]
-    x = dict(zip("qkv", (t.detach() for t in inputs(lengths, heads, size, dtype))))
-    grad = torch.randn(x["v"].shape, device="cuda")
-    attend = functools.partial(flash_attention, seq_offsets=make_offsets(lengths, device="cuda"), causal=True)
-    reference = functools.partial(attend, backend="reference")
+    x = dict(zip("qkv", (t.detach() for t in inputs(lengths, heads, size, dtype, kv_heads))))
+    grad = torch.randn(x["q"].shape, device="cuda")
+    attend, reference = (
+        functools.partial(flash_attention, seq_offsets=make_offsets(lengths, device="cuda"), causal=True, backend=b)
+        for b in (backend, "reference")
+    )
     wide = {name: t.double() for name, t in x.items()}
     actual, lossy, exact = (
         gradients(attend, x, grad),
@@ -89,9 +97,23 @@ def parts(function, leaves):
     return {"fwd": function, "bwd": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)}
 
 
-def ours(lengths, heads, size, dtype):
-    leaves, offsets = inputs(lengths, heads, size, dtype), make_offsets(lengths, device="cuda")
-    return parts(lambda: flash_attention(*leaves, offsets, causal=True), leaves)
+def ours(lengths, heads, size, dtype, kv_heads=None, backend="triton"):
+    leaves, offsets = inputs(lengths, heads, size, dtype, kv_heads), make_offsets(lengths, device="cuda")
+    return parts(lambda: flash_attention(*leaves, offsets, causal=True, backend=backend), leaves)
+
+
+def fa4(lengths, heads, size, dtype, kv_heads, deterministic):
+    """FlashAttention-4's public function."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    leaves = inputs(lengths, heads, size, dtype, kv_heads)
+    offsets = make_offsets(lengths, device="cuda", dtype=torch.int32)
+    options = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True, deterministic=deterministic)
+
+    def call():
+        return flash_attn_varlen_func(*leaves, max_seqlen_q=max(lengths), max_seqlen_k=max(lengths), **options)[0]
+
+    return parts(call, leaves)
 
 
 def sdpa(tokens, length, heads, size, dtype, backend):
@@ -147,15 +169,17 @@ def cases(arguments):
 
     dtype = getattr(torch, arguments.dtype)
     heads, size, tokens = arguments.heads, arguments.head_size, arguments.tokens
+    shape = heads, size, dtype, arguments.kv_heads
     if arguments.sasrec:
         lengths = torch.randint(20, 201, (128,), generator=torch.Generator().manual_seed(1)).clamp(max=200).tolist()
         lengths = [200 if n > 150 else n for n in lengths]
-        shape = dict(tokens=sum(lengths), length=200, heads=1, head_size=50, dtype="float32")
-        yield Case("ours", shape, lambda: ours(lengths, 1, 50, torch.float32), lambda: check(1, 50, torch.float32))
-        yield Case("padded sdpa", shape, lambda: padded(lengths, 200, 1, 50, torch.float32))
+        described = dict(tokens=sum(lengths), length=200, heads=1, head_size=50, dtype="float32")
+        yield Case("ours", described, lambda: ours(lengths, 1, 50, torch.float32), lambda: check(1, 50, torch.float32))
+        yield Case("padded sdpa", described, lambda: padded(lengths, 200, 1, 50, torch.float32))
         return
     for length in arguments.lengths or LENGTHS:
         described = dict(tokens=tokens, length=length, heads=heads, head_size=size, dtype=arguments.dtype)
+        described |= {"kv_heads": arguments.kv_heads} if arguments.kv_heads else {}
         all_flops = flops(tokens, length, heads, size)
         if arguments.sweep:
             done = {"fwd": all_flops["fwd"], "dq": all_flops["fwd"] * 1.5, "dkv": all_flops["fwd"] * 2}
@@ -166,6 +190,16 @@ def cases(arguments):
             continue
         make = functools.partial(Case, shape=described, flops=all_flops)
         lengths = [length] * (tokens // length)
-        yield make("ours", setup=lambda n=lengths: ours(n, heads, size, dtype), check=lambda: check(heads, size, dtype))
+        for name, backend in (("ours", "triton"), ("cute", "cute")):
+            if backend == "triton" or INSTALLED:
+                yield make(
+                    name,
+                    setup=lambda n=lengths, b=backend: ours(n, *shape, b),
+                    check=lambda b=backend: check(*shape, b),
+                )
+        for name, ordered in (("fa4", True), ("fa4-unordered", False)) if INSTALLED else ():
+            yield make(name, setup=lambda n=lengths, o=ordered: fa4(n, *shape, o))
+        if arguments.kv_heads:
+            continue
         for name, backend in (("sdpa-flash", SDPBackend.FLASH_ATTENTION), ("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION)):
             yield make(name, setup=lambda n=length, b=backend: sdpa(tokens, n, heads, size, dtype, b))

@@ -3,6 +3,8 @@
     torchrun --nproc-per-node 2 benchmarks/ring.py                   errors, then 16,384 and 131,072 tokens
     torchrun --nproc-per-node 2 benchmarks/ring.py --cases ours --trace traces
                                                                      without SDPA; and where the time of a step goes
+    torchrun --nproc-per-node 2 benchmarks/ring.py --cases ours --backend cute
+                                                                     by FlashAttention-4, against it on one GPU
 
 One causal sequence, bf16. Errors at --check tokens against fp64; those of the ring may be at most BOUNDS, and twice
 those of SDPA on one GPU, else the exit code is 1. Rank 0 prints a JSON line for each case; times are medians of whole
@@ -95,13 +97,13 @@ def sdpa(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
 
 
-def ours(q, k, v):
+def ours(backend, q, k, v):
     offsets = torch.arange(2, device=q.device) * q.shape[0]
-    return flash_attention(q, k, v, offsets, causal=True)
+    return flash_attention(q, k, v, offsets, causal=True, backend=backend)
 
 
-def our_ring(q, k, v):
-    return zigzag_triton_ring_flash_attn_func(q[None], k[None], v[None], causal=True).squeeze(0)
+def our_ring(backend, q, k, v):
+    return zigzag_triton_ring_flash_attn_func(q[None], k[None], v[None], causal=True, backend=backend).squeeze(0)
 
 
 def sdpa_ring(ring, q, k, v):
@@ -134,7 +136,8 @@ def errors(arguments, ring) -> list[dict]:
 
     index, _ = cut_sequences(offsets, ring.rank, ring.world, zigzag=True)
     leaves = [x[index].requires_grad_() for x in tensors[:3]]
-    out, lse, _ = zigzag_triton_ring_flash_attn_func(*(x[None] for x in leaves), causal=True, return_attn_probs=True)
+    options = dict(causal=True, return_attn_probs=True, backend=arguments.backend)
+    out, lse, _ = zigzag_triton_ring_flash_attn_func(*(x[None] for x in leaves), **options)
     found = [out[0].detach(), lse[0].T, *torch.autograd.grad(out[0], leaves, tensors[3][index])]
     ring_found = {n: gathered(x, index, exact[n].shape) for n, x in zip(NAMES, found)}
     single = dict(zip(("out", "dq", "dk", "dv"), with_gradients(sdpa, *tensors)))
@@ -248,6 +251,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=lambda x: [int(n) for n in x.split(",")], default=[16384, 131072])
     parser.add_argument("--check", type=int, default=4096, help="tokens at which errors are measured, 0 for none")
     parser.add_argument("--cases", choices=["all", "ours", "sdpa"], default="all")
+    parser.add_argument("--backend", choices=["triton", "cute"], default="triton", help="of ours")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10)
@@ -259,6 +263,7 @@ def main() -> int:
     dist.init_process_group("nccl", device_id=device, pg_options=priority)
     ring = Ring()
     described = {"op": "ring", "ranks": ring.world, "heads": arguments.heads, "size": arguments.size, **environment()}
+    described["backend"] = arguments.backend
 
     def emit(record):
         if ring.rank == 0:
@@ -268,7 +273,10 @@ def main() -> int:
     for record in checked:
         emit(record)
     cases = {
-        "ours": (("ours, one GPU", ours), ("ours", our_ring)),
+        "ours": tuple(
+            (name, functools.partial(attend, arguments.backend))
+            for name, attend in (("ours, one GPU", ours), ("ours", our_ring))
+        ),
         "sdpa": (("sdpa, one GPU", sdpa), ("sdpa ring", functools.partial(sdpa_ring, ring))),
     }
     for kind, ((alone, attend), (spread, attend_ring)) in cases.items():

@@ -125,6 +125,20 @@ def _triton() -> str:
     return f"{triton.__version__}, active driver: {triton.runtime.driver.active.get_current_target()}"
 
 
+def _cute() -> str:
+    """Import FlashAttention-4, the extra `cute`, and compute with it on a GPU that it runs on."""
+    attention = importlib.import_module("flash_attn.cute")
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available() or not (9, 0) <= torch.cuda.get_device_capability() < (12, 0):
+        return "FlashAttention-4 loads; backend=cute needs a GPU of compute capability 9.0 to 11.x"
+    q = torch.ones(1, 128, 1, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    out = attention.flash_attn_func(q, q, q, causal=True, deterministic=True)[0]
+    out.sum().backward()
+    if not (out == 1).all() or not q.grad.isfinite().all():
+        raise RuntimeError("FlashAttention-4 gives a wrong result")
+    return "FlashAttention-4 computes: backend=cute works"
+
+
 def main() -> int:
     print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
     card = gpu()
@@ -135,14 +149,16 @@ def main() -> int:
         "torchrec": version("torchrec"),
         "fbgemm": version("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm_gpu-cpu"),
     }
+    cute = version("flash-attn-4")
     for name, entry in installed.items():
         print(f"  {name:<28} {' '.join(entry) if entry else 'not installed'}")
+    print(f"  {'extra cute':<28} {' '.join(cute) if cute else 'not installed: optional, for backend=cute'}")
     versions = {name: entry[1] if entry else None for name, entry in installed.items()}
     fbgemm_name = installed["fbgemm"][0].replace("_", "-") if installed["fbgemm"] else None
     problems = mismatches(versions, fbgemm_name, card is not None)
     print("checks")
     tests = [("torch", _torch), ("fbgemm jagged operators", _jagged_operators), ("torchrec", _torchrec)]
-    tests += [("triton", _triton)] + ([("CUDA", _cuda)] if card else [])
+    tests += [("triton", _triton)] + ([("CUDA", _cuda)] if card else []) + ([("extra cute", _cute)] if cute else [])
     failures = [failure for label, test in tests if (failure := check(label, test))]
     for line in problems + failures:
         print(f"! {line}")

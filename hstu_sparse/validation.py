@@ -18,17 +18,18 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FLOATING_DTYPES = (*KERNEL_DTYPES, torch.float64)  # torch has smaller ones, which hardly any of its functions takes
 
 
-def choose_backend(backend: str, x: torch.Tensor, op: str) -> str:
+def choose_backend(backend: str, x: torch.Tensor, op: str, more: tuple[str, ...] = ()) -> str:
     """ "triton" or "reference": `auto` is triton for CUDA tensors and reference for CPU tensors.
 
-    Nothing falls back in silence: triton where it cannot run on x raises.
+    Nothing falls back in silence: triton where it cannot run on x raises. more: backends that the caller has besides,
+    for the message.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op} takes tensors, got {type(x).__name__}")
     if x.is_meta and plain(x):
         raise TypeError(f"{op} takes tensors with values, got a meta tensor")
     if backend not in BACKENDS:
-        raise ValueError(f"{op}: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        raise ValueError(f"{op}: backend must be one of {', '.join(BACKENDS + more)}, got {backend!r}")
     if backend == "auto":
         backend = "triton" if x.is_cuda else "reference"
     if backend == "triton":

@@ -10,6 +10,7 @@ from data.batches import Batches
 from data.datasets import Dataset, load_dataset
 from data.splits import Splits
 from data.types import shown
+from hstu_sparse.ring.flash.cute import check_available
 from hstu_sparse.validation import choose_backend
 from models.checkpoint import CheckpointError, Progress, checkpoints, exists, load_folder
 from models.config import ConfigError, RunConfig, differences
@@ -69,9 +70,18 @@ def set_matmul_precision(precision: str) -> None:
 
 def check_backends(config: RunConfig, device: torch.device) -> None:
     """Whether the kernels that the configuration insists on can run on the device; ConfigError."""
+    option = "model.attention.backend"
     for layer in config.model.attention:
+        backend = getattr(layer, "backend", "auto")
         try:
-            choose_backend(getattr(layer, "backend", "auto"), torch.empty(0, device=device), "model.attention.backend")
+            if backend != "cute":
+                choose_backend(backend, torch.empty(0, device=device), option)
+                continue
+            check_available(option, device)
+            if config.train.autocast != "bf16":
+                raise ValueError(f"{option}=cute takes 16 bits: set train.autocast to bf16, or use backend=triton")
+            if config.parallel.context > 1 and getattr(layer, "window_size", 0):
+                raise ValueError(f"{option}=cute has no window_size with parallel.context: use backend=triton")
         except ValueError as error:
             raise ConfigError(str(error)) from None
 

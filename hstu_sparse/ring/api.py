@@ -4,15 +4,18 @@ Letters: B sequences, T tokens that this rank holds, H heads of queries, Hkv of 
 head size, W ranks of the group.
 """
 
+import math
+
 import torch
 
 from hstu_sparse.jagged import check_jagged
 from hstu_sparse.precision import without_autocast
 from hstu_sparse.ring.communication import Ring
-from hstu_sparse.ring.flash.api import check_heads, check_options, flash_attention
+from hstu_sparse.ring.flash.api import check_heads, check_options, choose_flash_backend, flash_attention
 from hstu_sparse.ring.plan import LONGEST, RingPlan, check_plan, ring_plan
 from hstu_sparse.ring.softmax import RingSoftmax
-from hstu_sparse.validation import check_bool, check_kernel, choose_backend
+from hstu_sparse.ring.softmax_cute import check_plan_for_cute
+from hstu_sparse.validation import check_bool
 
 
 @without_autocast
@@ -55,7 +58,7 @@ def ring_flash_attention(
         plan: `ring_plan` of seq_offsets, made once for many calls; without one each call exchanges the ranks' offsets,
             which waits for the device.
         return_lse: also return the log-sum-exp of the scores, [H, T], fp32 (fp64 for fp64), without a gradient.
-        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+        backend: as `flash_attention`. "cute" takes a window only where all sequences have one length.
 
     Returns:
         [T, H, V], dtype of q, and the log-sum-exp if asked for. Gradients flow to q, k and v, in their dtypes.
@@ -81,17 +84,20 @@ def ring_flash_attention(
         )  # fmt: skip
     num_seqs = seq_offsets.shape[0] - 1
     options = check_options(q, num_seqs, scale, causal, window_size, alibi_slopes, dropout, seed)
-    backend = choose_backend(backend, q, name)
-    if backend == "triton":
-        check_kernel(name, q, {"D": sizes["D"], "V": sizes["V"]})
+    chosen = choose_flash_backend(name, backend, q, sizes["V"], math.inf, options)
     shapes = {letter: list(x.shape[1:]) for letter, x in (("q", q), ("k", k), ("v", v))}
     numbers = [options.scale, options.left, options.right, options.dropout, alibi_slopes is not None, zigzag]
-    ring.agree(name, {**shapes, "dtype": str(q.dtype), "options": numbers, "backend": backend})
+    ring.agree(name, {**shapes, "dtype": str(q.dtype), "options": numbers, "backend": chosen})
     if plan is None:
         plan = ring_plan(seq_offsets, zigzag=zigzag, group=group)
     elif plan.tokens[plan.rank] != q.shape[0] or plan.pieces != (2 if zigzag else 1):
         raise ValueError(
             f"plan is for T={plan.tokens[plan.rank]} and {plan.pieces} pieces, got T={q.shape[0]}, {zigzag=}"
         )
-    out, lse = RingSoftmax.apply(q, k, v, ring, plan, options, backend)
+    if chosen == "cute":
+        # Ranks hold different numbers of tokens, but choose alike.
+        mean_length = sum(plan.tokens) / (ring.world * max(1, num_seqs))
+        chosen = choose_flash_backend(name, backend, q, sizes["V"], mean_length, options)
+        check_plan_for_cute(name, plan, options)
+    out, lse = RingSoftmax.apply(q, k, v, ring, plan, options, chosen)
     return (out, lse) if return_lse else out

@@ -22,13 +22,17 @@ LONGEST = 2**31 - 1  # tokens of a sequence
 
 
 class RingPlan(NamedTuple):
-    """offsets [W, B*P+1] and starts [W, B*P]: int32, of every rank; tokens: T of every rank."""
+    """offsets [W, B*P+1] and starts [W, B*P]: int32, of every rank; tokens: T of every rank.
+
+    stretches: (start, length) of every rank's pieces, if they are those of every sequence; None where sequences differ.
+    """
 
     offsets: torch.Tensor
     starts: torch.Tensor
     tokens: tuple[int, ...]
     pieces: int
     rank: int
+    stretches: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
     def layout(self, source: int) -> Layout:
         """This rank's queries against the keys of rank `source`."""
@@ -86,12 +90,16 @@ def _chunks(lengths: torch.Tensor, world: int, zigzag: bool) -> tuple[torch.Tens
 
 def _plan(starts: torch.Tensor, lengths: torch.Tensor, rank: int, device: torch.device) -> RingPlan:
     offsets = torch.nn.functional.pad(lengths.flatten(1).cumsum(1), (1, 0))
+    stretches, both = None, torch.stack([starts, lengths], -1)
+    if (both == both[:, :1]).all():
+        stretches = tuple(tuple(map(tuple, rank)) for rank in both[:, :1].flatten(1, 2).tolist())
     return RingPlan(
         offsets.int().to(device),
         starts.flatten(1).int().to(device),
         tuple(offsets[:, -1].tolist()),
         starts.shape[2],
         rank,
+        stretches,
     )
 
 

@@ -1,4 +1,4 @@
-"""Softmax attention round a ring: the steps of both passes, in Triton or by the reference.
+"""Softmax attention round a ring: the steps of both passes, in Triton or by the reference (by CuTe: softmax_cute.py).
 
 Letters: T tokens of this rank, H heads of queries, Hkv of keys and values, D query/key and V value head size.
 
@@ -13,6 +13,7 @@ long sequences therefore only some heads go round at a time: as many as keep the
 import torch
 
 from hstu_sparse.launch import cdiv, on_device
+from hstu_sparse.ring import softmax_cute
 from hstu_sparse.ring.communication import Ring, backward_round
 from hstu_sparse.ring.flash import reference
 from hstu_sparse.ring.flash.problem import Options
@@ -50,7 +51,7 @@ class RingSoftmax(torch.autograd.Function):
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device)
-        forward = _forward_reference if backend == "reference" else _forward_triton
+        forward = _forward[backend]
         with on_device(q.device):
             for queries, keys, some in head_groups(q.shape[1], k.shape[1], plan, options):
                 forward(q[:, queries], [k[:, keys], v[:, keys]], ring, plan, some, out[:, queries], lse[queries])
@@ -68,7 +69,7 @@ class RingSoftmax(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         ring, plan, options, backend = ctx.rest
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        backward = _backward_reference if backend == "reference" else _backward_triton
+        backward = _backward[backend]
         with on_device(q.device):
             for queries, keys, some in head_groups(q.shape[1], k.shape[1], plan, options):
                 backward(
@@ -138,3 +139,7 @@ def _backward_reference(grad, q, block, ring: Ring, plan: RingPlan, options: Opt
     for target, x in zip(dkv, backward_round(ring, block, plan.tokens, add_dq, find_dkv), strict=True):
         target.copy_(x)
     dq.copy_(sums)
+
+
+_forward = {"triton": _forward_triton, "reference": _forward_reference, "cute": softmax_cute.forward}
+_backward = {"triton": _backward_triton, "reference": _backward_reference, "cute": softmax_cute.backward}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention.shared import HSTUAttention, SharedKeys
+from models.attention.shared import FlashBackend, HSTUAttention, SharedKeys, check_flash_backend
 from models.contract import AuxLoss, LayerSizes
 
 
@@ -26,6 +26,7 @@ class RingAttention(SharedKeys, HSTUAttention):
         scale: float | None = Field(None, gt=0)
         window_size: int = Field(0, ge=0)
         dropout: float = Field(0.0, ge=0, lt=1)  # for softmax only, as is num_kv_heads
+        backend: FlashBackend = "auto"  # cute for softmax only
 
         def for_model(self, sizes: LayerSizes) -> Self:
             inner = self.inner
@@ -43,6 +44,9 @@ class RingAttention(SharedKeys, HSTUAttention):
                 raise ValueError("position_bias and time_bias are for inner=hstu: set them to false")
             if self.inner == "hstu" and (self.dropout or self.num_kv_heads):
                 raise ValueError("dropout and num_kv_heads are for inner=softmax: leave them out")
+            if self.inner == "hstu" and self.backend == "cute":
+                raise ValueError("backend=cute is for inner=softmax: take triton")
+            check_flash_backend(self.backend, self.dropout)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c, cut, offsets = self.config, batch.cut, batch.seq_offsets

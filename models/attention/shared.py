@@ -14,8 +14,17 @@ from data.types import Dataset
 from hstu_sparse.relative_bias import RelativeBias
 from models.contract import AttentionKind, LayerSizes
 
+# Implementations of softmax attention (hstu_sparse.flash_attention): "cute" is FlashAttention-4.
+FlashBackend = Literal["auto", "triton", "reference", "cute"]
+
 # The room that the published HSTU adds to max_seq_len in its normaliser and bias tables.
 EXTRA_POSITIONS = 11
+
+
+def check_flash_backend(backend: str, dropout: float) -> None:
+    """What FlashAttention-4 lacks of a kind's options: ValueError. What depends on the run: models.run."""
+    if backend == "cute" and dropout:
+        raise ValueError("backend=cute has no dropout: set attention's dropout to 0, or take backend=triton")
 
 
 def new_table(size: int) -> nn.Parameter:

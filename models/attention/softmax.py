@@ -11,7 +11,7 @@ import hstu_sparse
 from data.batch import Batch
 from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
 from hstu_sparse.relative_bias import pair_bias
-from models.attention.shared import BiasedAttention, SharedKeys, TimeBias
+from models.attention.shared import BiasedAttention, FlashBackend, SharedKeys, TimeBias, check_flash_backend
 from models.contract import AuxLoss, LayerSizes
 
 
@@ -23,14 +23,22 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
         dropout: float = Field(0.0, ge=0, lt=1)
         position_bias: bool = False
         time_bias: TimeBias = False
+        backend: FlashBackend = "auto"
+
+        def check_model(self, sizes: LayerSizes) -> None:
+            super().check_model(sizes)
+            if self.backend != "auto" and (self.position_bias or self.time_bias):
+                raise ValueError(f"backend={self.backend} has no position_bias and time_bias: leave it out")
+            check_flash_backend(self.backend, self.dropout)
 
     def __init__(self, config: Config, sizes: LayerSizes):
         super().__init__(config, sizes, positions=sizes.max_seq_len)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
-        if q.is_cuda and self.bias(batch) is None:
-            dropout = self.config.dropout if self.training else 0.0
-            return hstu_sparse.flash_attention(q, k, v, batch.seq_offsets, causal=True, dropout=dropout), {}
+        backend = self.config.backend
+        if (q.is_cuda or backend != "auto") and self.bias(batch) is None:
+            options = dict(causal=True, dropout=self.config.dropout if self.training else 0.0, backend=backend)
+            return hstu_sparse.flash_attention(q, k, v, batch.seq_offsets, **options), {}
         return self.padded(q, k, v, batch), {}
 
     def padded(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:

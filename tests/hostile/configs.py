@@ -41,7 +41,8 @@ model.attention.kind={a: 1}  model.attention.scale=.nan  model.attention.scale=.
 model.attention.window_size=-1  model.attention.num_time_buckets=0  model.attention.num_time_buckets=1000000000000000
 model.attention.time_bias=foo  model.attention.time_bias=1  model.attention.time_bias=null
 model.attention.0.kind=bsa  model.attention.backend=triton  model.attention.backend=foo
-model.attention={kind: softmax, dropout: 1.0}  model.attention={kind: softmax, num_kv_heads: 3}
+model.attention={kind: softmax, backend: cute}  model.attention={kind: softmax, dropout: 1.0}
+model.attention={kind: softmax, num_kv_heads: 3}
 model.attention={kind: bsa, block_size: 0}  model.attention={kind: bsa, block_size: 32, selection_group: 3}
 model.attention={kind: bsa, normalizer: 4}  model.attention={kind: bsa, block_counts: 0}
 model.attention={kind: bsa, gate_hidden_dim: 0}  model.attention={kind: bsa, block_size: 16, selection_group: 32}

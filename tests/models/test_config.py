@@ -92,6 +92,20 @@ def test_error_in_one_layer_names_the_layer(tmp_path):
             "model.attention.time_bias: expected true, false or auto, got 'maybe'",
         ),
         ("model.attention.time_bias=1", "model.attention.time_bias: expected true, false or auto, got 1"),
+        (
+            "model.attention={kind: softmax, backend: cute, dropout: 0.1}",
+            "model.attention.backend=cute has no dropout: set attention's dropout to 0, or take backend=triton",
+        ),
+        (
+            "model.attention={kind: softmax, backend: triton, position_bias: true}",
+            "model.attention.backend=triton has no position_bias and time_bias: leave it out",
+        ),
+        (
+            "model.attention={kind: ring, inner: hstu, backend: cute}",
+            "model.attention.backend=cute is for inner=softmax",
+        ),
+        ("model.attention={kind: ring, inner: softmax, backend: cute, dropout: 0.1}", "backend=cute has no dropout"),
+        ("model.attention={kind: dense, backend: cute}", "model.attention.backend: input should be 'auto', 'triton'"),
         ("trian.lr=1", "trian: unknown key, did you mean train"),
         ("model.attention.kind=htre", "model.attention.kind: unknown attention kind htre"),
         ("model.attention=[{kind: dense}]", None),

@@ -1,5 +1,5 @@
 """What test_ring_gpu.py runs under torchrun: each rank's part of a case against one process in fp64, and the errors of
-SDPA on one GPU beside it. The case is named on the command line.
+SDPA on one GPU beside it. The case is named on the command line, and after it a backend in place of auto.
 """
 
 import os
@@ -49,7 +49,7 @@ def sdpa_errors(form, option, world, dtype, whole, larger) -> dict[str, float]:
     return {name: relative(x, whole[name]) for name, x in zip(("out", "dq", "dk", "dv"), flat, strict=True)}
 
 
-def main(name: str) -> int:
+def main(name: str, backend: str = "auto") -> int:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -65,7 +65,7 @@ def main(name: str) -> int:
 
     if name in HSTU_CASES:
         case = HSTU_CASES[name]
-        found = ring_cases.hstu_of_rank(rank, world, case, "auto", "cuda")
+        found = ring_cases.hstu_of_rank(rank, world, case, backend, "cuda")
         index, _ = cut_sequences(hstu_inputs(case)[2], rank, world, zigzag=case == "zigzag")
         for place, (value, right) in enumerate(zip(found, hstu_expected(case), strict=True)):
             if place >= 4:
@@ -76,7 +76,7 @@ def main(name: str) -> int:
         larger = dict(size=SMALLER.get(name, 128), longer=LONGER)
         if name == "heads in turn":
             softmax.TILES = 1
-        found = ring_cases.of_rank(rank, world, form, option, "auto", "cuda", dtype=dtype, **larger)
+        found = ring_cases.of_rank(rank, world, form, option, backend, "cuda", dtype=dtype, **larger)
         offsets = ring_cases.make_offsets(ring_cases.lengths_of(form, world, LONGER))
         index, _ = cut_sequences(offsets, rank, world, zigzag="zigzag" in form)
         exact = expected(form, option, world, dtype=dtype, exact="cuda", **larger)
@@ -91,4 +91,4 @@ def main(name: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -8,6 +8,7 @@ import torch
 
 from hstu_sparse.jagged import LARGEST, check_jagged, check_storage, shown
 from hstu_sparse.precision import without_autocast
+from hstu_sparse.ring.flash.cute import check_cute, faster_with_cute, flash_cute_operator
 from hstu_sparse.ring.flash.problem import Layout, Options
 from hstu_sparse.ring.flash.reference import flash_attention_reference
 from hstu_sparse.validation import (
@@ -61,10 +62,13 @@ def flash_attention(
         seed: int64 tensor of one element on q's device; drawn from torch's generator by default. Which weights are kept
             depends on it, sequence, head and positions alone, in both backends and however the work is cut.
         return_lse: also return the log-sum-exp of the scores, [H, T], fp32 (fp64 for fp64), without a gradient.
-        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+        backend: "triton"; "reference"; "cute": FlashAttention-4 (the extra `cute`; fp16 and bf16 on compute capability
+            9.0 to 11.x, D = V a multiple of 8, no alibi_slopes, no dropout); or "auto": reference for CPU tensors, for
+            CUDA tensors triton, or cute where it is installed and was measured to be faster.
 
     Returns:
-        [T, H, V], dtype of q, and the log-sum-exp if asked for. Gradients flow to q, k and v; no second ones in Triton.
+        [T, H, V], dtype of q, and the log-sum-exp if asked for. Gradients flow to q, k and v; second ones in the
+        reference alone.
 
     Raises:
         TypeError, ValueError: what was expected and what came.
@@ -83,10 +87,15 @@ def flash_attention(
             raise ValueError(f"k_offsets must be {list(seq_offsets.shape)} as seq_offsets, got {list(k_offsets.shape)}")
         starts = (k_offsets.diff() - seq_offsets.diff()).to(torch.int32)
     options = check_options(q, seq_offsets.shape[0] - 1, scale, causal, window_size, alibi_slopes, dropout, seed)
-    if choose_backend(backend, q, "flash_attention") == "reference":
+    mean_length = q.shape[0] / max(1, seq_offsets.shape[0] - 1)
+    backend = choose_flash_backend("flash_attention", backend, q, sizes["V"], mean_length, options)
+    if backend == "reference":
         out, lse = flash_attention_reference(q, k, v, Layout(seq_offsets, k_offsets, starts), options)
+    elif backend == "cute":
+        out, lse = flash_cute_operator(
+            q, k, v, seq_offsets, k_offsets, options.left, options.right, options.scale
+        )  # fmt: skip
     else:
-        check_kernel("flash_attention", q, {"D": sizes["D"], "V": sizes["V"]})
         from hstu_sparse.ring.flash.launch import flash_operator
 
         out, lse = flash_operator(
@@ -141,3 +150,22 @@ def check_options(q, num_seqs: int, scale, causal, window_size, alibi_slopes, dr
     else:
         check_seed(seed, q.device)
     return Options(scale, left, right, alibi_slopes, dropout, seed)
+
+
+def choose_flash_backend(op: str, backend: str, q, value_size: int, mean_length: float, options: Options) -> str:
+    """Return "triton", "reference" or "cute", after a check that it takes these tensors and options.
+
+    Args:
+        q: [T, H, D].
+        value_size: V.
+        mean_length: tokens of a sequence on average, by which "auto" chooses between triton and cute.
+    """
+    if backend == "cute":
+        check_cute(op, q, value_size, options)
+        return backend
+    chosen = choose_backend(backend, q, op, more=("cute",))
+    if chosen == "triton":
+        if backend == "auto" and faster_with_cute(q, value_size, mean_length, options):
+            return "cute"
+        check_kernel(op, q, {"D": q.shape[-1], "V": value_size})
+    return chosen

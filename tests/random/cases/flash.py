@@ -68,9 +68,9 @@ def problem(
     )
 
 
-def check(device, **case):
+def check(device, backend="triton", **case):
     inputs, given = problem(device, **case)
-    kernel, reference = (functools.partial(flash_attention, **given, backend=b) for b in ("triton", "reference"))
+    kernel, reference = (functools.partial(flash_attention, **given, backend=b) for b in (backend, "reference"))
     wide = {name: x.double() for name, x in inputs.items()}
     grad = torch.randn(
         inputs["q"].shape[0], case["heads"], case["value_size"], generator=torch.Generator().manual_seed(1)

@@ -1,0 +1,139 @@
+"""Softmax attention round a ring by FlashAttention-4: which of its calls make a step, and both passes.
+
+FlashAttention-4 knows a sequence as one stretch of queries and one of keys whose last rows stand at one position. A
+step of a ring is made of such calls. Without a window one is enough: of the blocks that come round a query sees all
+keys of a piece or none, but of its own rank's, which stand as the queries do. With a window each piece of queries meets
+each piece of keys with a shift of its own, one number for all sequences, which therefore have to have one length.
+
+It gives a call's output in the inputs' dtype. Outputs, dq, and dk and dv on their way are rounded to that once for each
+block, and added in fp32.
+
+Letters: B sequences, P pieces of a sequence on a rank, T tokens of this rank, H heads of queries, Hkv of keys and
+values, D query/key and V value head size.
+"""
+
+import torch
+
+from hstu_sparse.ring.communication import Ring, Transfer
+from hstu_sparse.ring.flash import cute
+from hstu_sparse.ring.flash.cute import Part, Rows, bound
+from hstu_sparse.ring.flash.problem import Options
+from hstu_sparse.ring.plan import RingPlan
+
+
+def check_plan_for_cute(op: str, plan: RingPlan, options: Options) -> None:
+    """Raise ValueError where a ring by FlashAttention-4 does not take the plan; the same on every rank."""
+    if _has_window(options) and plan.stretches is None:
+        raise ValueError(
+            f"{op}: backend='cute' takes a window only where all sequences have one length; use backend='triton'"
+        )
+
+
+def _has_window(options: Options) -> bool:
+    return options.left >= 0 or options.right > 0
+
+
+def _rows(offsets: torch.Tensor, pieces: int, piece: int | None = None) -> Rows:
+    """All rows of each sequence, or those of one piece; offsets: [B*P+1]."""
+    if piece is None or pieces == 1:
+        return Rows(offsets[::pieces].contiguous())
+    begins, ends = offsets[piece:-1:pieces], offsets[piece + 1 :: pieces]
+    return Rows(torch.cat([begins, offsets[-1:]]), ends - begins)
+
+
+def step_parts(plan: RingPlan, source: int, options: Options) -> list[Part]:
+    """The calls that make the attention of this rank's queries to the keys of rank `source`."""
+    queries, keys, pieces = plan.offsets[plan.rank], plan.offsets[source], plan.pieces
+    if not _has_window(options):
+        if source == plan.rank or options.right < 0:
+            return [Part(_rows(queries, pieces), _rows(keys, pieces), right=bound(options.right))]
+        if source < plan.rank:
+            return [Part(_rows(queries, pieces), _rows(keys, pieces, 0))]
+        return [Part(_rows(queries, pieces, 1), _rows(keys, pieces))] if pieces == 2 else []
+    found = []
+    for i, (q_start, num_queries) in enumerate(plan.stretches[plan.rank]):
+        for j, (k_start, num_keys) in enumerate(plan.stretches[source]):
+            if not num_queries or not num_keys:
+                continue
+            # Row j of the keys and row i of the queries are j - i - shift apart as FlashAttention-4 counts.
+            shift = q_start - k_start - (num_keys - num_queries)
+            left = None if options.left < 0 else options.left - shift
+            right = None if options.right < 0 else options.right + shift
+            if (right is not None and right <= -num_keys) or (left is not None and left <= -num_queries):
+                continue  # nothing is seen
+            left = None if left is not None and left >= num_keys - 1 else left
+            right = None if right is not None and right >= num_queries - 1 else right
+            found.append(Part(_rows(queries, pieces, i), _rows(keys, pieces, j), left, right))
+    return found
+
+
+def forward(q, block, ring: Ring, plan: RingPlan, options: Options, out, lse) -> None:
+    """Write out [T, H, V] and lse [H, T]; block: this rank's k and v."""
+    from hstu_sparse.ring.flash.merge import merge
+
+    steps = [step_parts(plan, (ring.rank - i) % ring.world, options) for i in range(ring.world)]
+    remaining, sums = sum(map(len, steps)), None
+    if remaining < 2:
+        out.zero_()  # rows that no call writes; with more calls the merge does
+    lse.fill_(-torch.inf)
+    for parts, (_, (k, v)) in zip(steps, ring.blocks(block, plan.tokens), strict=True):
+        for part in parts:
+            remaining -= 1
+            if sums is None:
+                sums = torch.empty(out.shape, dtype=q.dtype, device=q.device) if remaining else out
+                cute.forward(q, k, v, part, options.scale, sums, lse)
+                continue
+            more, more_lse = torch.empty(out.shape, dtype=q.dtype, device=q.device), torch.full_like(lse, -torch.inf)
+            cute.forward(q, k, v, part, options.scale, more, more_lse)
+            target = out
+            if remaining:
+                target = sums if sums.dtype == lse.dtype else torch.empty(out.shape, dtype=lse.dtype, device=q.device)
+            merge(sums, lse, more, more_lse, target)
+            sums = target
+
+
+def backward(grad, q, block, ring: Ring, plan: RingPlan, options: Options, out, lse, dq, dkv) -> None:
+    """Write dq [T, H, D] and the list dkv of dk and dv [T, Hkv, ...].
+
+    A block's gradients are all found in one call. They then join those that came with the block and go on with them,
+    in the inputs' dtype from the first rank and in fp32 (as with a window, of several calls) from the others.
+    """
+    steps = [step_parts(plan, (ring.rank - i) % ring.world, options) for i in range(ring.world)]
+    remaining, sums, own, pending = sum(map(len, steps)), None, None, None
+    if not remaining:
+        dq.zero_()
+    for parts, (source, (k, v)) in zip(steps, ring.blocks(block, plan.tokens), strict=True):
+        found = None
+        for part in parts:
+            remaining -= 1
+            more_dq, *more = (_buffer(x, rows) for x, rows in ((q, part.q), (k, part.k), (v, part.k)))
+            cute.backward(grad, q, k, v, out, lse, part, options.scale, more_dq, *more)
+            if sums is None:
+                sums = more_dq
+                if not remaining:
+                    dq.copy_(sums)
+            elif remaining:
+                sums = sums.float().add_(more_dq)
+            else:
+                torch.add(sums, more_dq, out=dq)
+            if _has_window(options):
+                more = [x.float() for x in more]
+            found = more if found is None else [x.add_(y) for x, y in zip(found, more, strict=True)]
+        if found is None:
+            dtype = lse.dtype if _has_window(options) else q.dtype
+            found = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v)]
+        if source == ring.rank:
+            own = found
+            continue
+        if pending is not None:
+            found = [x.float().add_(y) for x, y in zip(pending.wait(), found, strict=True)]
+        size = plan.tokens[(source - 1) % ring.world]
+        pending = Transfer(ring, found, [(size, *x.shape[1:]) for x in found]).post()
+    for target, x, y in zip(dkv, pending.wait(), own, strict=True):
+        torch.add(x, y, out=target)
+
+
+def _buffer(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """A tensor for a call's gradient of x: zeros where the call does not write all rows."""
+    make = torch.empty if rows.lengths is None else torch.zeros
+    return make(x.shape, dtype=x.dtype, device=x.device)

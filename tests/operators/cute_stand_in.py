@@ -1,0 +1,112 @@
+"""What FlashAttention-4's calls do, in plain PyTorch and in any dtype, for machines without a GPU.
+
+With them in the place of `cute.forward` and `cute.backward` a ring over gloo shows that its calls, put together, make
+the whole attention. Rows that a call is not about are left alone, as FlashAttention-4 leaves them.
+"""
+
+import torch
+
+from hstu_sparse.ring import cut_sequences, softmax, softmax_cute, whole_plan
+from hstu_sparse.ring.communication import Ring
+from hstu_sparse.ring.flash import cute
+from hstu_sparse.ring.flash.api import check_options
+from tests.operators import ring_cases
+
+
+def _blocks(q, k, part, scale):
+    """(rows of queries, rows of keys, scores [H, n, m] with -inf where a query does not see) of each sequence."""
+    for b in range(len(part.q.begins) - 1):
+        rows = []
+        for begins, lengths in (part.q, part.k):
+            begin, end = begins[b : b + 2].tolist()
+            rows.append(torch.arange(begin, end if lengths is None else begin + int(lengths[b])))
+        queries, keys = rows
+        distance = torch.arange(len(keys)) - torch.arange(len(queries))[:, None] - (len(keys) - len(queries))
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if part.left is not None:
+            hidden |= distance < -part.left
+        if part.right is not None:
+            hidden |= distance > part.right
+        key = k[keys].repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = scale * torch.einsum("nhd,mhd->hnm", q[queries], key)
+        yield queries, keys, scores.masked_fill(hidden, -torch.inf)
+
+
+def forward(q, k, v, part, scale, out, lse):
+    for queries, keys, scores in _blocks(q, k, part, scale):
+        value = v[keys].repeat_interleave(q.shape[1] // k.shape[1], 1)
+        row_lse = scores.logsumexp(-1)
+        weights = (scores - row_lse.masked_fill(row_lse.isneginf(), 0)[..., None]).exp()
+        out[queries] = torch.einsum("hnm,mhd->nhd", weights, value).to(out)
+        lse[:, queries] = row_lse.to(lse)
+
+
+def backward(grad, q, k, v, out, lse, part, scale, dq, dk, dv):
+    heads, shared = k.shape[1], q.shape[1] // k.shape[1]
+    for queries, keys, scores in _blocks(q, k, part, scale):
+        key, value = (x[keys].repeat_interleave(shared, 1) for x in (k, v))
+        row_lse = lse[:, queries]
+        weights = (scores - row_lse.masked_fill(row_lse.isneginf(), 0)[..., None]).exp()
+        slope = torch.einsum("nhd,mhd->hnm", grad[queries], value) - (grad * out).sum(-1)[queries].T[..., None]
+        slope = scale * weights * slope
+        dq[queries] = torch.einsum("hnm,mhd->nhd", slope, key).to(dq)
+        for target, x, y in ((dk, slope, q), (dv, weights, grad)):
+            found = torch.einsum("hnm,nhd->mhd", x, y[queries])
+            target[keys] = found.unflatten(1, (heads, shared)).sum(2).to(target)
+
+
+def all_of_rank(rank: int, world: int, cases, single_heads: bool = False) -> dict:
+    """{(form, option): out, lse, dq, dk, dv} of this rank's tokens; in a process of its own."""
+    cute.forward, cute.backward = forward, backward
+    if single_heads:
+        softmax.TILES = 1
+    found = {}
+    for form, option in cases:
+        tensors, grad, offsets, keywords = ring_cases.inputs(form, option, world)
+        index, _ = cut_sequences(offsets, rank, world, zigzag="zigzag" in form)
+        leaves = [x[index].requires_grad_() for x in tensors]
+        options = check_options(
+            leaves[0], len(offsets) - 1, keywords.get("softmax_scale"), keywords.get("causal", False),
+            keywords.get("window_size", (-1, -1)), None, 0.0, None,
+        )  # fmt: skip
+        plan = whole_plan(offsets, rank, world, zigzag="zigzag" in form)
+        out, lse = softmax.RingSoftmax.apply(*leaves, Ring(), plan, options, "cute")
+        found[form, option] = [out.detach(), lse, *torch.autograd.grad(out, leaves, grad[index])]
+    return found
+
+
+def check_parts(form: str, option: str, device: str) -> None:
+    """Assert that the calls of a ring of two, one after another in one process, make the whole attention.
+
+    By FlashAttention-4 itself, in bf16; the ring's own sums and transfers are tested apart.
+    """
+    world, names = 2, ("out", "dq", "dk", "dv")
+    sizes = dict(size=64, longer=24, dtype=torch.bfloat16)
+    exact = ring_cases.expected(form, option, world, exact=device, **sizes)
+    whole_out, whole_lse, *_ = exact
+    tensors, grad, offsets, keywords = ring_cases.inputs(form, option, world, **sizes)
+    *tensors, grad = (x.to(device) for x in (*tensors, grad))
+    options = check_options(
+        tensors[0], len(offsets) - 1, None, keywords.get("causal", False), keywords.get("window_size", (-1, -1)),
+        None, 0.0, None,
+    )  # fmt: skip
+    places = [cut_sequences(offsets, rank, world, zigzag="zigzag" in form)[0].to(device) for rank in range(world)]
+    sums = [torch.zeros(x.shape, device=device) for x in (tensors[0], *tensors)]
+    for rank, mine in enumerate(places):
+        plan = whole_plan(offsets.to(device), rank, world, zigzag="zigzag" in form)
+        q, out, dout = tensors[0][mine], whole_out[mine].to(torch.bfloat16), grad[mine]
+        lse = whole_lse[:, mine].float().contiguous()
+        for source, other in enumerate(places):
+            k, v = (x[other] for x in tensors[1:])
+            for part in softmax_cute.step_parts(plan, source, options):
+                more, more_lse = torch.zeros_like(q), torch.full_like(lse, -torch.inf)
+                cute.forward(q, k, v, part, options.scale, more, more_lse)
+                share = (more_lse - lse.masked_fill(lse.isneginf(), 0)).exp().T[..., None]
+                sums[0][mine] += more * share
+                found = [torch.zeros_like(x) for x in (q, k, v)]
+                cute.backward(dout, q, k, v, out, lse, part, options.scale, *found)
+                for total, place, x in zip(sums[1:], (mine, other, other), found, strict=True):
+                    total[place] += x
+    for name, total, right in zip(names, sums, (whole_out, *exact[2:]), strict=True):
+        error = ((total - right).norm() / right.norm()).item()
+        assert error < 1e-2, f"{name}: {error:.2e}"
