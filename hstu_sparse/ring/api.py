@@ -84,7 +84,7 @@ def ring_flash_attention(
         )  # fmt: skip
     num_seqs = seq_offsets.shape[0] - 1
     options = check_options(q, num_seqs, scale, causal, window_size, alibi_slopes, dropout, seed)
-    chosen = choose_flash_backend(name, backend, q, sizes["V"], math.inf, options)
+    chosen = choose_flash_backend(name, backend, q, sizes["V"], (math.inf, 1), options)
     shapes = {letter: list(x.shape[1:]) for letter, x in (("q", q), ("k", k), ("v", v))}
     numbers = [options.scale, options.left, options.right, options.dropout, alibi_slopes is not None, zigzag]
     ring.agree(name, {**shapes, "dtype": str(q.dtype), "options": numbers, "backend": chosen})
@@ -96,8 +96,8 @@ def ring_flash_attention(
         )
     if chosen == "cute":
         # Ranks hold different numbers of tokens, but choose alike.
-        mean_length = sum(plan.tokens) / (ring.world * max(1, num_seqs))
-        chosen = choose_flash_backend(name, backend, q, sizes["V"], mean_length, options)
+        size = sum(plan.tokens), ring.world * num_seqs
+        chosen = choose_flash_backend(name, backend, q, sizes["V"], size, options)
         check_plan_for_cute(name, plan, options)
     out, lse = RingSoftmax.apply(q, k, v, ring, plan, options, chosen)
     return (out, lse) if return_lse else out

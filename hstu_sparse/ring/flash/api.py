@@ -87,8 +87,8 @@ def flash_attention(
             raise ValueError(f"k_offsets must be {list(seq_offsets.shape)} as seq_offsets, got {list(k_offsets.shape)}")
         starts = (k_offsets.diff() - seq_offsets.diff()).to(torch.int32)
     options = check_options(q, seq_offsets.shape[0] - 1, scale, causal, window_size, alibi_slopes, dropout, seed)
-    mean_length = q.shape[0] / max(1, seq_offsets.shape[0] - 1)
-    backend = choose_flash_backend("flash_attention", backend, q, sizes["V"], mean_length, options)
+    size = q.shape[0], seq_offsets.shape[0] - 1
+    backend = choose_flash_backend("flash_attention", backend, q, sizes["V"], size, options)
     if backend == "reference":
         out, lse = flash_attention_reference(q, k, v, Layout(seq_offsets, k_offsets, starts), options)
     elif backend == "cute":
@@ -152,20 +152,20 @@ def check_options(q, num_seqs: int, scale, causal, window_size, alibi_slopes, dr
     return Options(scale, left, right, alibi_slopes, dropout, seed)
 
 
-def choose_flash_backend(op: str, backend: str, q, value_size: int, mean_length: float, options: Options) -> str:
+def choose_flash_backend(op: str, backend: str, q, value_size: int, size: tuple, options: Options) -> str:
     """Return "triton", "reference" or "cute", after a check that it takes these tensors and options.
 
     Args:
         q: [T, H, D].
         value_size: V.
-        mean_length: tokens of a sequence on average, by which "auto" chooses between triton and cute.
+        size: numbers of tokens and of sequences, by which "auto" chooses between triton and cute.
     """
     if backend == "cute":
         check_cute(op, q, value_size, options)
         return backend
     chosen = choose_backend(backend, q, op, more=("cute",))
     if chosen == "triton":
-        if backend == "auto" and faster_with_cute(q, value_size, mean_length, options):
+        if backend == "auto" and faster_with_cute(q, value_size, size, options):
             return "cute"
         check_kernel(op, q, {"D": q.shape[-1], "V": value_size})
     return chosen

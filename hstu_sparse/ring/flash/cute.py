@@ -88,17 +88,18 @@ def check_available(op: str, device: torch.device) -> None:
         raise ValueError(f"{op}: backend='cute' needs compute capability 9.0 to 11.x, got {arch / 10}; use 'triton'")
 
 
-def faster_with_cute(q: torch.Tensor, value_size: int, mean_length: float, options: Options) -> bool:
+def faster_with_cute(q: torch.Tensor, value_size: int, size: tuple, options: Options) -> bool:
     """Whether `auto` takes FlashAttention-4: it is installed, takes the problem, and was measured to be faster.
 
     Args:
         q: [T, H, D].
         value_size: V.
-        mean_length: tokens of a sequence on average. The lengths themselves are on the device.
+        size: numbers of tokens and of sequences, whose quotient decides. The lengths themselves are on the device.
     """
     if not INSTALLED or not q.is_cuda or options.left >= 0 or options.right > 0:
         return False
-    if mean_length < FASTER_FROM.get(value_size, math.inf):
+    tokens, sequences = size
+    if tokens < sequences * FASTER_FROM.get(value_size, math.inf):
         return False
     return LEAST <= _architecture(q.get_device()) < BEYOND and lacks(q, value_size, options) is None
 
