@@ -48,7 +48,7 @@ def inputs(tokens, length, heads, size, dtype, window):
 
 def make_bias(tokens, length):
     """Both tables, of 128 time buckets, and timestamps with gaps of a second to half a day."""
-    from hstu_sparse.relative_bias import RelativeBias
+    from hstu_sparse.bias.relative import RelativeBias
     from hstu_sparse.testing import make_timestamps
 
     generator = torch.Generator("cuda").manual_seed(1)
@@ -78,8 +78,8 @@ def run_bsa(shape, options, deterministic, biased, planned=False):
 def check(heads, size, dtype, biased, *items):
     """Output and gradients against the reference with the kernel's choice of blocks, at a length it has memory for."""
     from hstu_sparse import bsa_attention
+    from hstu_sparse.bias.relative import RelativeBias
     from hstu_sparse.bsa import bsa_attention_reference
-    from hstu_sparse.relative_bias import RelativeBias
     from hstu_sparse.testing import assert_within_budget, gradients
 
     options = dict(items)

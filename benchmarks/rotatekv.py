@@ -55,7 +55,7 @@ def packed(k, v, offsets, bits, sparsity, ordered):
 def attend(name, q, q_offsets, cache, length):
     """One call of the named way; softmax, as SDPA has it."""
     from hstu_sparse import rotatekv_attention, rotatekv_decompress
-    from hstu_sparse.relative_bias import RelativeBias
+    from hstu_sparse.bias.relative import RelativeBias
     from hstu_sparse.rotatekv import launch_attention, unpacked_attention
 
     given = dict(activation="softmax", rope_base=BASE if "rope" in name else None)
@@ -73,7 +73,7 @@ def attend(name, q, q_offsets, cache, length):
 @functools.cache
 def check(name, heads, size, queries, *options):
     """Against the fp64 reference on the same cache, for 2 users with fewer events."""
-    from hstu_sparse.relative_bias import RelativeBias
+    from hstu_sparse.bias.relative import RelativeBias
     from hstu_sparse.rotatekv import reference
     from hstu_sparse.testing import assert_within_budget
 

@@ -1,5 +1,6 @@
 """Operators of HSTU-style sequence recommenders: tensors in, tensors out."""
 
+from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bsa import bsa_attention, bsa_plan
 from hstu_sparse.cross_entropy import catalogue_loss
 from hstu_sparse.dense import attention_plan, hstu_attention
@@ -8,7 +9,6 @@ from hstu_sparse.htree import htree_attention
 from hstu_sparse.indexer import index_scores, indexer_loss, lightning_indexer, sparse_attention
 from hstu_sparse.input_embedding import embed_inputs
 from hstu_sparse.layer_norm_gate import layer_norm, norm_gate, residual_add, residual_norm
-from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.ring import (
     RingPlan,
     cut_sequences,

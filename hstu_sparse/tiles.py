@@ -232,13 +232,3 @@ def in_registers(x, WANTED: tl.constexpr):
         return (x.to(tl.float32) + none).to(x.dtype)
     else:
         return x
-
-
-@triton.jit
-def add_to(pointers, value, unit=None, mask=None):
-    """pointers += value, in fp32; to int64 cells in multiples of 1 / unit[0], which no order of additions changes."""
-    if pointers.dtype.element_ty == tl.int64:
-        if unit is not None:
-            value *= tl.load(unit)
-        value = tl.floor(value + 0.5).to(tl.int64)
-    tl.atomic_add(pointers, value, mask=mask, sem="relaxed")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import hstu_sparse
 from data.batch import Batch
+from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.jagged import offsets_from_lengths
-from hstu_sparse.relative_bias import RelativeBias
 from models.attention import DenseAttention, RotateKVAttention, SoftmaxAttention
 from models.attention.rotatekv import own_scores, own_token
 from models.contract import AttentionKind, AuxLoss

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.bsa.reference import bsa_attention_reference
 from hstu_sparse.jagged import LARGEST, check_jagged, sequence_ids
 from hstu_sparse.precision import without_autocast
-from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.validation import (
     check_bool,
     check_int,

@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import proven
+from hstu_sparse.bias.gradients import fixed_point_unit
+from hstu_sparse.bias.relative import bucket_edges
 from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, MOST_EDGES, bsa_edges_kernel, bucket_cells
 from hstu_sparse.launch import cdiv, run
-from hstu_sparse.relative_bias import bucket_edges
 
 # Entries around the position table: past its end, and for blocks of a tile that are not there yet (128 of 128 tokens).
 BEHIND, BEFORE = 256, 128 * 128 + 256
@@ -201,9 +202,9 @@ class TableSums:
                 torch.stack([g.abs().amax() for g in gates]).amax().float()
             ]
             # SiLU's slope is at most 1.1.
-            greatest = 1.1 * v.shape[2] * greatest[0] * greatest[1] * greatest[2]
-            power = torch.floor(62 - math.log2(terms) - torch.log2(greatest)).clamp(-100, 100)
-            self.scale = torch.exp2(power).view(1)
+            greatest = [x.double() for x in greatest]
+            bound = 1.1 * v.shape[2] * terms * greatest[0] * greatest[1] * greatest[2]
+            self.scale = fixed_point_unit(bound).view(1)
             kind["dtype"] = torch.int64
         N, buckets = (0 if x is None else x.shape[0] for x in (position, time))
         self.origin = table_origin(N)

@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import look_up, scalar
+from hstu_sparse.bias.gradients import add_to
 from hstu_sparse.bsa.bias import AT_ONCE, COPIES, LANES
 from hstu_sparse.bsa.reach import CHUNK, MOST_EDGES, TOGETHER, find_bucket, own_places
-from hstu_sparse.tiles import COMPILED, add_to
+from hstu_sparse.tiles import COMPILED
 
 
 @triton.jit

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import proven
+from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, bsa_means_kernel, bucket_cells, find_bucket, own_places, span
 from hstu_sparse.launch import cdiv
 from hstu_sparse.registration import register_preparation
-from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.tiles import locate
 
 # Zeros behind the tokens, which tiles past a batch's end read.

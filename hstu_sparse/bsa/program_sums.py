@@ -16,7 +16,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import (
+from hstu_sparse.bias.sums import (
     GREATEST_TERM,
     HISTOGRAM_ROWS,
     ROUNDING_BITS,

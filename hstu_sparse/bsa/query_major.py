@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import look_up
+from hstu_sparse.bias.gradients import add_to
 from hstu_sparse.bsa.bias_tiles import add_position_gradient, add_time_gradient, own_buckets, with_bias
 from hstu_sparse.bsa.program_sums import MOST_MOVED, add_keys, add_means, close_keys, close_means, open_sums
 from hstu_sparse.bsa.query_tiles import (
@@ -34,7 +35,6 @@ from hstu_sparse.bsa.query_tiles import (
 )
 from hstu_sparse.bsa.reach import MOST_EDGES
 from hstu_sparse.tiles import (
-    add_to,
     head_and_slot,
     load_rows,
     load_tile,

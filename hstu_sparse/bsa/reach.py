@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import look_up, scalar
-from hstu_sparse.relative_bias import bucket_edges
+from hstu_sparse.bias.relative import bucket_edges
 from hstu_sparse.tiles import locate
 
 # The bucket has 12 bits of a cell's word.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.jagged import masked_product
-from hstu_sparse.relative_bias import RelativeBias, pair_bias
 
 
 def bsa_attention_reference(

@@ -7,10 +7,10 @@ import typing
 
 import torch
 
+from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.dense.reference import hstu_attention_reference
 from hstu_sparse.jagged import check_jagged, readable
 from hstu_sparse.precision import without_autocast
-from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.validation import (
     INTEGER,
     check_int,

@@ -9,7 +9,7 @@ As in dq the scores are computed anew, and constant factors are applied once, to
 import triton
 import triton.language as tl
 
-from hstu_sparse.dense.bias import NEAR, Bias, bias_position, half_bias, read_ahead
+from hstu_sparse.bias.scores import NEAR, Bias, bias_position, half_bias, read_ahead
 from hstu_sparse.dense.ranges import (
     GIVEN,
     MOST_TILES,

@@ -10,7 +10,9 @@ of 2 in the slope of SiLU (see ranges.py) are applied once, to the accumulator.
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import (
+from hstu_sparse.bias.gradients import Gradients, add_position, add_time, exact_scale
+from hstu_sparse.bias.scores import Bias, bias_position, half_bias, read_ahead
+from hstu_sparse.bias.sums import (
     RING,
     histogram_close,
     histogram_lane,
@@ -18,13 +20,12 @@ from hstu_sparse.assembly import (
     ring_flush,
     ring_open,
 )
-from hstu_sparse.dense.bias import Bias, bias_position, half_bias, query_tile_bias, read_ahead
-from hstu_sparse.dense.bias_grad import Gradients, add_position, add_time, exact_scale
 from hstu_sparse.dense.ranges import (
     GIVEN,
     PER_BATCH,
     Kind,
     find_query_tile,
+    query_tile_bias,
     silu_and_slope,
     store_block,
     visible,

@@ -10,12 +10,13 @@ once, to the accumulator.
 import triton
 import triton.language as tl
 
-from hstu_sparse.dense.bias import Bias, bias_position, half_bias, query_tile_bias, read_ahead
+from hstu_sparse.bias.scores import Bias, bias_position, half_bias, read_ahead
 from hstu_sparse.dense.ranges import (
     GIVEN,
     PER_BATCH,
     Kind,
     find_query_tile,
+    query_tile_bias,
     silu_of_half,
     store_block,
     visible,

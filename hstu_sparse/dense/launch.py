@@ -3,7 +3,7 @@
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
 
 The kernels: plan_kernels.py (by way of plan.py), forward.py, backward_dq.py, backward_dkv.py, and the small ones of
-bias_grad.py. Their settings: configs.py.
+hstu_sparse/bias. Their settings: configs.py.
 """
 
 import functools
@@ -13,28 +13,23 @@ from typing import NamedTuple
 import torch
 
 from hstu_sparse.assembly import proven
+from hstu_sparse.bias.buckets import bucket_steps, device_cells, hidden_bucket, num_time_buckets
+from hstu_sparse.bias.gradients import greatest_norms_kernel, table_gradients_kernel
+from hstu_sparse.bias.relative import RelativeBias
+from hstu_sparse.bias.scores import POSITION_MARGIN, halved_tables_kernel
 from hstu_sparse.dense.backward_dkv import dense_attention_bwd_dkv_kernel
 from hstu_sparse.dense.backward_dq import dense_attention_bwd_dq_kernel
-from hstu_sparse.dense.bias import POSITION_MARGIN, bucket_steps, hidden_bucket
-from hstu_sparse.dense.bias_grad import (
-    dense_attention_gradients_kernel,
-    dense_attention_norms_kernel,
-    dense_attention_tables_kernel,
-)
 from hstu_sparse.dense.configs import Features, bwd_dkv_config, bwd_dq_config, fwd_config
 from hstu_sparse.dense.forward import dense_attention_fwd_kernel
 from hstu_sparse.dense.plan import (
     AttentionPlan,
     TileMap,
-    num_time_buckets,
     purpose_of,
     with_backward,
 )
 from hstu_sparse.launch import INTERPRET, allow_descriptors, cdiv, close_precision, padded_head, start
 from hstu_sparse.padding import padded
 from hstu_sparse.registration import Operator
-from hstu_sparse.relative_bias import RelativeBias
-from hstu_sparse.time_buckets import device_cells
 
 # Copies of the time bias's sums, which keep the programs' additions from queueing at one address.
 _COPIES = 1 if INTERPRET else 64
@@ -138,9 +133,7 @@ class _Launch:
             times = 0 if time is None else self.plan.purpose.num_buckets + 1
             n = 0 if position is None else position.shape[0]
             sizes = dict(N=n, WIDTH=position_width, TIMES=times, MARGIN=POSITION_MARGIN, BLOCK=1024)
-            start(
-                dense_attention_tables_kernel, cdiv(max(position_width, time_width), 1024), given, sizes, {}, self.key
-            )
+            start(halved_tables_kernel, cdiv(max(position_width, time_width), 1024), given, sizes, {}, self.key)
         return tables
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,7 +188,7 @@ class _Launch:
             arguments = position_sums, time_sums, *grads, norms, 0.5 / self.normalizer
             times = 0 if time == 0 else purpose.num_buckets + 1
             constants = dict(N=position, TIMES=times, ALL=time, TABLE=table, COPIES=_COPIES, BLOCK=128)
-            start(dense_attention_gradients_kernel, cdiv(max(position, time), 128), arguments, constants, {}, self.key)
+            start(table_gradients_kernel, cdiv(max(position, time), 128), arguments, constants, {}, self.key)
         return [dq, dk, dv, *given]
 
     def _sums(self, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -217,7 +210,7 @@ class _Launch:
             rows, block = self.v.shape[0] * self.v.shape[1], 128
             arguments = self.v, do, norms, *self.v.stride()[:2], *do.stride()[:2], self.v.shape[0]
             constants = dict(H=self.v.shape[1], V=self.v.shape[2], PAD_V=padded_head(self.v.shape[2]), BLOCK=block)
-            start(dense_attention_norms_kernel, cdiv(rows, block), arguments, constants, dict(num_warps=8), self.key)
+            start(greatest_norms_kernel, cdiv(rows, block), arguments, constants, dict(num_warps=8), self.key)
         return (
             None if position is None else sums[:width], None if time is None else sums[width:-1], norms,
         )  # fmt: skip

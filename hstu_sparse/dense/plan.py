@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 
 from hstu_sparse.assembly import proven
-from hstu_sparse.dense.bias import NEAR, hidden_bucket
+from hstu_sparse.bias.buckets import TokenTimes, device_cells, hidden_bucket, num_time_buckets
+from hstu_sparse.bias.relative import RelativeBias
+from hstu_sparse.bias.scores import NEAR
 from hstu_sparse.dense.configs import Features, bwd_dkv_config, bwd_dq_config, fwd_config
 from hstu_sparse.dense.plan_kernels import dense_attention_plan_kernel
 from hstu_sparse.launch import architecture, cdiv, padded_head, start
 from hstu_sparse.registration import register_preparation
-from hstu_sparse.relative_bias import RelativeBias
-from hstu_sparse.time_buckets import MAX_BUCKETS, TokenTimes, device_cells
 
 
 class Tiling(NamedTuple):
@@ -104,11 +104,6 @@ def features(q: torch.Tensor, v: torch.Tensor, position: bool, time: bool) -> Fe
 @functools.cache
 def _features(d: int, v: int, *rest) -> Features:
     return Features(padded_head(d), padded_head(v), *rest)
-
-
-def num_time_buckets(time: torch.Tensor | None) -> int | None:
-    """Buckets that differences can fall into, of a table's."""
-    return None if time is None else min(time.shape[0] - 1, MAX_BUCKETS)
 
 
 def purpose_of(q, v, seq_offsets, num_targets, bias: RelativeBias, max_seq_len: int, window_size: int) -> Purpose:

@@ -6,15 +6,18 @@ Letters: T tokens of the batch, B sequences; t and s: the positions of queries a
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import bucket
-from hstu_sparse.dense.bias import ENTRY_SHIFT, MOST_EDGES, NEAR, near_order
+from hstu_sparse.bias.buckets import (
+    EXACT_SECONDS,
+    bucket_of,
+    extremes,
+    load_split_times,
+    near_order,
+    store_split_times,
+    tile_entry,
+)
+from hstu_sparse.bias.scores import NEAR
 from hstu_sparse.dense.ranges import find_sequence, key_ranges, query_ranges, visible
 from hstu_sparse.tiles import locate
-from hstu_sparse.time_buckets import load_split_times, store_split_times
-
-LEAST, GREATEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
-# fp32 counts seconds exactly up to here.
-EXACT_SECONDS = tl.constexpr(2**24)
 
 
 @triton.jit
@@ -44,19 +47,6 @@ def _write_schedule(b, seq_offsets, schedule, num_seqs, num_slots, BLOCK: tl.con
 
 
 @triton.jit
-def _extremes(times, origin, inside, AXIS: tl.constexpr):
-    """The least and the greatest offset from `origin` of int64 timestamps, as int64 but in the range of int32.
-
-    One that does not fit counts as the range's both ends, so that no tile with it passes for narrow.
-    """
-    offset = tl.load(times, inside, 0) - origin
-    fits = (offset > LEAST) & (offset < GREATEST)
-    least = tl.where(inside, tl.where(fits, offset, LEAST), GREATEST).to(tl.int32)
-    greatest = tl.where(inside, tl.where(fits, offset, GREATEST), LEAST).to(tl.int32)
-    return tl.min(least, AXIS).to(tl.int64), tl.max(greatest, AXIS).to(tl.int64)
-
-
-@triton.jit
 def _map_tile(
     first_row, slot, begin, sequence, own_times, times, k_times, cells, entries, runs, near, row,
     HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
@@ -72,25 +62,19 @@ def _map_tile(
     times += begin
     origin = tl.load(k_times + begin)
     own = first_row + tl.arange(0, OWN)
-    own_first, own_last = _extremes(own_times + own, origin, own < length, 0)
+    own_first, own_last = extremes(own_times + own, origin, own < length, 0)
     low_block, high_block = low // OTHER, high // OTHER
     wide_first, wide_end = high_block, low_block
     for start in range(low_block, high_block + 2, CHUNK):
         block = start + tl.arange(0, CHUNK)
         inside = block < high_block
         token = block[:, None] * OTHER + tl.arange(0, OTHER)[None, :]
-        other_first, other_last = _extremes(times + token, origin, inside[:, None] & (token < length), 1)
+        other_first, other_last = extremes(times + token, origin, inside[:, None] & (token < length), 1)
         if BY_QUERY:
-            nearest_time = own_first - other_last
-            farthest_time = own_last - other_first
+            value = tile_entry(own_first, own_last, other_first, other_last, cells, ASM)
         else:
-            nearest_time = other_first - own_last
-            farthest_time = other_last - own_first
-        lowest = bucket(tl.maximum(nearest_time, 0).to(tl.float32), cells, ASM)
-        highest = bucket(tl.maximum(farthest_time, 0).to(tl.float32), cells, ASM)
-        countable = other_last - other_first < EXACT_SECONDS
-        narrow = (nearest_time >= 0) & (highest - lowest <= MOST_EDGES) & countable & inside
-        value = tl.where(narrow, (lowest << ENTRY_SHIFT) + highest - lowest, -1)
+            value = tile_entry(other_first, other_last, own_first, own_last, cells, ASM)
+        value = tl.where((other_last - other_first < EXACT_SECONDS) & inside, value, -1)
         tl.store(entries + slot * row + block, value.to(tl.int16), block < high_block + 2)
         wide = inside & (value < 0)
         wide_first = tl.minimum(wide_first, tl.min(tl.where(wide, block, wide_first), 0))
@@ -113,7 +97,7 @@ def _map_tile(
     for block in range(first, last):
         other = (block * OTHER + tl.arange(0, OTHER))[None, :]
         other_high, other_low = load_split_times(times + other, other < length)
-        buckets = bucket(tl.abs((own_high - other_high) + (own_low - other_low)), cells, ASM)
+        buckets = bucket_of(tl.abs((own_high - other_high) + (own_low - other_low)), cells, ASM)
         t, s = (own, other) if BY_QUERY else (other, own)
         seen = visible(t, s, sequence, HAS_TARGETS, HAS_WINDOW)
         buckets = tl.where(seen, buckets, HIDDEN).to(tl.uint8)

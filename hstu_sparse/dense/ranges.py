@@ -16,6 +16,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from hstu_sparse.bias.scores import NEAR
 from hstu_sparse.tiles import COMPILED, tanh_approx
 
 # Arguments by which Triton would otherwise tell batches apart and compile anew: numbers that differ between batches,
@@ -161,3 +162,34 @@ def silu_and_slope(h, FAST: tl.constexpr):
         u = 2.0 / (1.0 + tl.exp(-2.0 * h)) - 1.0
     z = h * u
     return h + z, (h - z * u) + u
+
+
+@triton.jit
+def query_tile_bias(
+    b, begin, block, first_row, t, sequence, q_times, q_offset, k_times, k_offset, entries, runs, near, row, total,
+    HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TIME: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """For a tile of queries: (the keys' ranges, the fields of its `Bias` from `high` to `nearest`).
+
+    Ranges: five bounds of four loops over the keys. The second loop needs no masks; with a time bias its blocks are
+    narrow, the third is of wide and the fourth of near ones. Without, the third is empty.
+    """
+    first, full, diagonal, end = key_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N)
+    near_start = diagonal
+    high, low, offset, nearest = 0.0, 0.0, 0, 0
+    if HAS_TIME:
+        slot = begin // BLOCK_M + b + block
+        high = tl.load(q_times + begin + t, t < sequence.length, 0.0)[:, None]
+        low = tl.load(q_times + total + begin + t, t < sequence.length, 0.0)[:, None]
+        offset = tl.load(q_offset + begin + t, t < sequence.length, 0)[:, None]
+        k_times += begin
+        k_offset += begin
+        entries += slot * row
+        near += slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
+        nearest = (end - 1) // BLOCK_N
+        diagonal = tl.load(runs + slot)
+        near_start = tl.maximum(diagonal, (nearest - (NEAR - 1)) * BLOCK_N)
+        return (first, full, diagonal, near_start, end), (high, low, offset, k_times, k_offset, entries, near, nearest)
+    else:
+        return (first, full, diagonal, near_start, end), (high, low, offset, 0, 0, 0, 0, nearest)

@@ -11,8 +11,8 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.jagged import masked_product
-from hstu_sparse.relative_bias import RelativeBias, pair_bias
 
 
 def hstu_attention_reference(

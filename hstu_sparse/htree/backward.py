@@ -10,6 +10,7 @@ the tokens have gathered goes down to their children afterwards (`pooling.py`).
 import triton
 import triton.language as tl
 
+from hstu_sparse.bias.gradients import add_to
 from hstu_sparse.htree.forward import entering, find_sequence
 from hstu_sparse.htree.walk import (
     begin_walk,
@@ -32,9 +33,7 @@ from hstu_sparse.tiles import load_rows, store_rows
 def add_rows(base, row, stride, column, value, inside, units, PLACE: tl.constexpr, FIXED: tl.constexpr):
     """Adds a tile to rows in memory: fp32, or with FIXED multiples of 1 / units[PLACE], in whatever order."""
     pointers = base + row[:, None] * stride + column
-    if FIXED:
-        value = tl.floor(value * tl.load(units + PLACE) + 0.5).to(tl.int64)
-    tl.atomic_add(pointers, value, mask=inside, sem="relaxed")
+    add_to(pointers, value, units + PLACE if FIXED else None, inside)
 
 
 @triton.jit

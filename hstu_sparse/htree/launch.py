@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hstu_sparse.bias.gradients import fixed_point_unit
 from hstu_sparse.htree.backward import htree_attend_bwd_kernel
 from hstu_sparse.htree.forward import htree_attend_fwd_kernel
 from hstu_sparse.htree.layout import depth, tree_layers
@@ -179,7 +180,7 @@ def fixed_units(problem: Problem, do: Tensor, q: Tensor, v: Tensor) -> Tensor:
     )
     terms = 2.0 * problem.T * problem.G
     bounds = torch.stack([terms * 2 * do_row * v_row * q_row * abs(problem.scale) / math.log(2.0), terms * do_row])
-    return torch.exp2((62 - bounds.clamp(min=1e-30).log2()).floor().clamp(max=100)).float()
+    return fixed_point_unit(bounds)
 
 
 def launch_backward(grad, q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base, out, lse):

@@ -7,10 +7,10 @@ E index head size, K chosen tokens per query; in padded chunks C queries and S k
 import torch
 from torch import Tensor
 
+from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.indexer import reference
 from hstu_sparse.jagged import check_jagged, readable
 from hstu_sparse.precision import without_autocast
-from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.validation import (
     FLOATING,
     INTEGER,

@@ -14,7 +14,8 @@ it: no atomics, the same bits in every run, but H (D + V) elements for a pair in
 import triton
 import triton.language as tl
 
-from hstu_sparse.indexer.pairs import LOG2E, add_table_gradients, chosen_bias, chosen_tokens, pair_bias
+from hstu_sparse.bias.scores import pair_bias
+from hstu_sparse.indexer.pairs import LOG2E, add_table_gradients, chosen_bias, chosen_tokens
 from hstu_sparse.tiles import load_rows, store_rows
 
 

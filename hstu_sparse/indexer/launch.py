@@ -3,15 +3,15 @@
 Letters: T tokens of the batch, B sequences, N entries of the position table, K chosen tokens per query.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hstu_sparse.bias.buckets import device_cells, num_time_buckets
+from hstu_sparse.bias.gradients import TableSums
 from hstu_sparse.jagged import sequence_ids
 from hstu_sparse.launch import INTERPRET, specialization, start
-from hstu_sparse.time_buckets import device_cells
 
 # Copies of a table's gradient that atomic additions are spread over. Of the time buckets a few get most pairs.
 POSITION_COPIES, TIME_COPIES = 4, 64
@@ -32,7 +32,7 @@ NO_BIAS = Bias(None, None, None, None, None, 0)
 
 
 def kernel_bias(position, time, timestamps, query_timestamps) -> Bias:
-    cells = None if time is None else device_cells(time.shape[0] - 1, time.device)
+    cells = None if time is None else device_cells(num_time_buckets(time), time.device)
     return Bias(position, time, cells, timestamps, query_timestamps, 0 if position is None else position.shape[0])
 
 
@@ -42,36 +42,10 @@ def token_begins(seq_offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return seq_offsets.long()[sequence], sequence
 
 
-class TableGradients:
-    """Where kernels add up the gradients of the bias tables, and what becomes of the sums.
-
-    Sums by atomic additions in fp32 depend in their last bits on the order of additions. In deterministic mode the
-    cells are integers, whose sums do not: multiples of 1 / unit, with the unit so small that 2^62 holds what all
-    queries together can add to one cell. `most` bounds what one query can.
-    """
-
-    def __init__(self, bias: Bias, tokens: int, deterministic: bool, most):
-        self.tables = bias.position, bias.time
-        device = next((table.device for table in self.tables if table is not None), None)
-        self.unit = None
-        if device is not None and deterministic:
-            most = most().float().clamp(min=1e-30)
-            self.unit = torch.exp2(62 - math.ceil(math.log2(tokens + 1)) - most.log2().ceil()).clamp(max=2.0**100)
-        dtype = torch.float32 if self.unit is None else torch.int64
-        self.position, self.time = (
-            None if table is None else torch.zeros(copies, table.shape[0], dtype=dtype, device=device)
-            for table, copies in zip(self.tables, (POSITION_COPIES, TIME_COPIES))
-        )
-        self.buckets = 0 if bias.time is None else bias.time.shape[0]
-
-    def finish(self) -> list[Tensor]:
-        """The gradients of those tables that there are."""
-        found = []
-        for table, copies in zip(self.tables, (self.position, self.time)):
-            if table is not None:
-                total = copies.sum(0) if self.unit is None else copies.sum(0).double() / self.unit.double()
-                found.append(total.to(table.dtype))
-        return found
+def table_sums(bias: Bias, tokens: int, deterministic: bool, most) -> TableSums:
+    """Memory for the tables' gradients; most: gives a bound of what one query adds to a cell."""
+    copies = POSITION_COPIES, TIME_COPIES
+    return TableSums((bias.position, bias.time), copies, deterministic, lambda: (tokens + 1.0) * most().double())
 
 
 def pairs_by_key(indices: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,12 +15,12 @@ from hstu_sparse.indexer.launch import (
     POSITION_COPIES,
     TIME_COPIES,
     Launch,
-    TableGradients,
     by_lists,
     kernel_bias,
     key_block,
     pairs_by_key,
     run,
+    table_sums,
     token_begins,
 )
 from hstu_sparse.launch import aligned, next_power_of_2, padded_head, precision
@@ -66,13 +66,13 @@ def _backward(do, q, k, v, indices, seq_offsets, position, time, timestamps, que
 
     if T == 0:
         return [dq, dk.to(k.dtype), dv.to(v.dtype), *(torch.zeros_like(x) for x in (position, time) if x is not None)]
-    tables = TableGradients(bias, T, torch.are_deterministic_algorithms_enabled(), most)
+    tables = table_sums(bias, T, torch.are_deterministic_algorithms_enabled(), most)
     begins, delta = token_begins(seq_offsets, T)[0], torch.empty_like(lse)
     strides = (*do.stride()[:2], *q.stride()[:2], k.stride(0), v.stride(0))
     sizes = dict(H=H, D=q.shape[2], V=v.shape[1], OUT_D=D, OUT_V=V)
     arguments = (
         do, q, k, v, out, lse, indices, begins, dq, dk, dv, delta, tables.position, tables.time, tables.unit, *bias,
-        tables.buckets, *strides, scale, K,
+        0 if bias.time is None else bias.time.shape[0], *strides, scale, K,
     )  # fmt: skip
     constants = dict(POSITION_COPIES=POSITION_COPIES, TIME_COPIES=TIME_COPIES, ATOMIC=not lists)
     _run(sparse_attention_bwd_kernel, "bwd", q, v, arguments, sizes | constants | dict(PRECISION=precision(q.dtype)))
@@ -84,7 +84,7 @@ def _backward(do, q, k, v, indices, seq_offsets, position, time, timestamps, que
         )  # fmt: skip
         tiles = _tiles(q, v) | dict(BH=heads, QUERIES=max(1, 4096 // (heads * width)))
         run(sparse_attention_bwd_dkv_kernel, T, arguments, sizes | tiles, num_warps=4, num_stages=2)
-    return [dq, dk.to(k.dtype), dv.to(v.dtype), *tables.finish()]
+    return [dq, dk.to(k.dtype), dv.to(v.dtype), *tables.gradients()]
 
 
 def _tiles(q: Tensor, v: Tensor) -> dict[str, int]:

@@ -14,12 +14,12 @@ from hstu_sparse.indexer import topk
 from hstu_sparse.indexer.launch import (
     POSITION_COPIES,
     TIME_COPIES,
-    TableGradients,
     by_lists,
     kernel_bias,
     key_block,
     pairs_by_key,
     run,
+    table_sums,
     token_begins,
 )
 from hstu_sparse.indexer.scores import index_scores_bwd_dik_kernel, index_scores_bwd_kernel, index_scores_fwd_kernel
@@ -150,11 +150,11 @@ def _scores_backward(grad, iq, ik, w, indices, seq_offsets, position, time, time
     bias = kernel_bias(position, time, timestamps, query_timestamps)
     begins = token_begins(seq_offsets, T)[0]
     # A masked slot's gradient is not read by the kernels; it makes this bound too great at worst.
-    tables = TableGradients(bias, T, deterministic, lambda: grad.nan_to_num().abs().sum(1, dtype=torch.float32).amax())
+    tables = table_sums(bias, T, deterministic, lambda: grad.nan_to_num().abs().sum(1, dtype=torch.float32).amax())
     strides = (*grad.stride(), *iq.stride()[:2], ik.stride(0), *w.stride())
     arguments = (
         grad, iq, ik, w, indices, begins, diq, dik, dw, tables.position, tables.time, tables.unit, *bias[2:],
-        tables.buckets, *strides, K,
+        0 if bias.time is None else bias.time.shape[0], *strides, K,
     )  # fmt: skip
     constants = dict(OUT_E=E, POSITION_COPIES=POSITION_COPIES, TIME_COPIES=TIME_COPIES, ATOMIC=not lists)
     run(index_scores_bwd_kernel, T, arguments, _tiles(iq) | constants, num_warps=4, num_stages=2)
@@ -163,7 +163,7 @@ def _scores_backward(grad, iq, ik, w, indices, seq_offsets, position, time, time
         arguments = (grad, iq, ik, w, *pairs_by_key(indices, begins), dik, *strides, K)
         constants = dict(J=J, E=iq.shape[2], OUT_E=E, BJ=heads, BE=width, QUERIES=max(1, 4096 // (heads * width)))
         run(index_scores_bwd_dik_kernel, T, arguments, constants, num_warps=4, num_stages=2)
-    return [diq, dik.to(ik.dtype), dw, *tables.finish()]
+    return [diq, dik.to(ik.dtype), dw, *tables.gradients()]
 
 
 def _backward(grad, iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k, indices):

@@ -9,8 +9,9 @@ for none), the cells that find buckets, the tokens' times and N.
 import triton
 import triton.language as tl
 
-from hstu_sparse.tiles import COMPILED, add_to
-from hstu_sparse.time_buckets import bucket_of
+from hstu_sparse.bias.gradients import add_pairs
+from hstu_sparse.bias.scores import pair_bias
+from hstu_sparse.tiles import COMPILED
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -76,22 +77,6 @@ def log2(x):
 
 
 @triton.jit
-def pair_bias(distance, seen, asked, known, position, time, cells, positions):
-    """(biases fp32, time buckets) of pairs: of any shape, that of `distance` = t - s and of `seen`, those to look up.
-
-    asked, known: the queries' and keys' times, which broadcast to that shape; not read without a time table.
-    """
-    bias = tl.zeros_like(distance.to(tl.float32))
-    bucket = tl.zeros_like(distance)
-    if position is not None:
-        bias += tl.load(position + distance, mask=seen & (distance < positions), other=0.0).to(tl.float32)
-    if time is not None:
-        bucket = tl.where(seen, bucket_of(tl.abs(asked - known).to(tl.float32), cells), 0)
-        bias += tl.load(time + bucket).to(tl.float32)
-    return bias, bucket
-
-
-@triton.jit
 def chosen_bias(s, visible, token, begin, t, position, time, cells, timestamps, query_timestamps, positions):
     """`pair_bias` of the query `token`, at t of its sequence from `begin` on, and the tokens chosen for it."""
     asked = 0
@@ -109,7 +94,7 @@ def add_table_gradients(
 ):  # fmt: skip
     """Adds the pairs' gradients `value` [BLOCK] to a copy of each table's: fp32 cells, or int64 ones in 1 / `unit`."""
     if position_grad is not None:
-        copy = position_grad + (token % POSITION_COPIES) * positions
-        add_to(copy + (t - s), value, unit, visible & (t - s < positions))
+        position_grad += (token % POSITION_COPIES) * positions
     if time_grad is not None:
-        add_to(time_grad + (token % TIME_COPIES) * buckets + bucket, value, unit, visible)
+        time_grad += (token % TIME_COPIES) * buckets
+    add_pairs(position_grad, time_grad, unit, value, t - s, visible, bucket, positions)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.jagged import masked_product, padded_index
-from hstu_sparse.relative_bias import RelativeBias, pair_bias
 
 
 def lightning_indexer_reference(

@@ -9,9 +9,9 @@ queries that chose them: by atomics, or from lists by a program that owns the ke
 import triton
 import triton.language as tl
 
+from hstu_sparse.bias.buckets import pair_bucket
 from hstu_sparse.indexer.pairs import add_table_gradients, chosen_bias, chosen_tokens
 from hstu_sparse.tiles import load_rows, store_rows
-from hstu_sparse.time_buckets import bucket_of
 
 
 @triton.jit(do_not_specialize=["positions"])
@@ -73,7 +73,7 @@ def index_scores_bwd_kernel(
         if time_grad is not None:
             asked = tl.load(query_timestamps + token)
             known = tl.load(timestamps + begin + s, mask=visible, other=0)
-            bucket = bucket_of(tl.abs(asked - known).to(tl.float32), cells)
+            bucket = pair_bucket(asked, known, cells)
         add_table_gradients(
             position_grad, time_grad, unit, given, s, visible, bucket, token, t, positions, buckets,
             POSITION_COPIES, TIME_COPIES,

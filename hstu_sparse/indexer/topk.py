@@ -17,7 +17,7 @@ so a row holds even a score that all keys share.
 import triton
 import triton.language as tl
 
-from hstu_sparse.indexer.pairs import pair_bias
+from hstu_sparse.bias.scores import pair_bias
 from hstu_sparse.tiles import COMPILED, load_rows, locate
 
 

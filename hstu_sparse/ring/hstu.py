@@ -7,10 +7,10 @@ SiLU needs no normaliser, so the outputs of the blocks add; they do so in fp32.
 
 import torch
 
+from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.jagged import readable
 from hstu_sparse.launch import on_device
 from hstu_sparse.precision import without_autocast
-from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.ring.communication import Ring, backward_round
 from hstu_sparse.ring.hstu_reference import hstu_block
 from hstu_sparse.ring.plan import RingPlan, check_plan, ring_plan

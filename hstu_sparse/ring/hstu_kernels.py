@@ -11,30 +11,14 @@ additions, whose last bits depend on their order; nothing else does.
 import triton
 import triton.language as tl
 
+from hstu_sparse.bias.gradients import add_pairs
+from hstu_sparse.bias.scores import pair_bias
 from hstu_sparse.tiles import load_rows, locate, silu, silu_and_grad
 
 PER_BATCH = ["num_seqs", "window_size"]
 GIVEN = ["q_offsets", "k_offsets", "q_positions", "k_positions", "q_times", "k_times", "position_table", "time_table"]
 # Positions of rows that are none: such a query sees nothing, such a key is not seen.
 NO_QUERY, NO_KEY = tl.constexpr(-1), tl.constexpr(1 << 30)
-
-
-@triton.jit
-def _bias(t, s, q_time, k_time, position_table, time_table, edges, N: tl.constexpr, BUCKETS: tl.constexpr):
-    """(bias [m, n], distance, bucket) of pairs; those that are not seen have some entry's."""
-    bias = 0.0
-    distance = tl.minimum(tl.maximum(t - s, 0), N - 1)
-    bucket = 0
-    if position_table is not None:
-        bias += tl.load(position_table + distance).to(tl.float32)
-    if time_table is not None:
-        apart = tl.abs(q_time - k_time).to(tl.float32)
-        bucket = tl.minimum((tl.log(tl.maximum(apart, 1.0)) / 0.301).to(tl.int32), BUCKETS)
-        # The logarithm may be one bucket off near an edge; edges[i] is the least value of bucket i + 1.
-        bucket += (apart >= tl.load(edges + bucket, bucket < BUCKETS, float("inf"))).to(tl.int32)
-        bucket -= (apart < tl.load(edges + bucket - 1, bucket > 0, -1.0)).to(tl.int32)
-        bias += tl.load(time_table + bucket).to(tl.float32)
-    return bias, distance, bucket
 
 
 @triton.jit
@@ -65,19 +49,19 @@ def _overlap(t, s, window_size, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _visible(t, s, window_size, HAS_WINDOW: tl.constexpr):
-    seen = s <= t
+def _visible(distance, window_size, HAS_WINDOW: tl.constexpr):
+    seen = distance >= 0
     if HAS_WINDOW:
-        seen = seen & (t - s < window_size)
+        seen = seen & (distance < window_size)
     return seen
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
 def ring_hstu_fwd_kernel(
     q, k, v, out, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, out_stride_t, out_stride_h,
-    q_offsets, k_offsets, q_positions, k_positions, q_times, k_times, position_table, time_table, edges, num_seqs,
+    q_offsets, k_offsets, q_positions, k_positions, q_times, k_times, position_table, time_table, cells, num_seqs,
     scale, inverse_n, window_size,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, V_OUT: tl.constexpr, N: tl.constexpr, BUCKETS: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, V_OUT: tl.constexpr, N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
@@ -98,8 +82,9 @@ def ring_hstu_fwd_kernel(
             k_time = _times(k_times, other, k_inside, time_table)[None, :]
             key = load_rows(k + head * k_stride_h, other, k_stride_t, k_inside, D, PAD_D)
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-            scores += _bias(t[:, None], s[None, :], q_time, k_time, position_table, time_table, edges, N, BUCKETS)[0]
-            seen = _visible(t[:, None], s[None, :], window_size, HAS_WINDOW)
+            distance = t[:, None] - s[None, :]
+            seen = _visible(distance, window_size, HAS_WINDOW)
+            scores += pair_bias(distance, seen, q_time, k_time, position_table, time_table, cells, N)[0]
             weights = tl.where(seen, silu(scores, FAST), 0.0)
             value = load_rows(v + head * v_stride_h, other, v_stride_t, k_inside, V, PAD_V)
             acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
@@ -113,8 +98,8 @@ def ring_hstu_fwd_kernel(
 def ring_hstu_bwd_dq_kernel(
     q, k, v, do, dq, position_grad, time_grad, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
     do_stride_t, do_stride_h, dq_stride_t, dq_stride_h, q_offsets, k_offsets, q_positions, k_positions, q_times,
-    k_times, position_table, time_table, edges, num_seqs, scale, inverse_n, window_size,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, N: tl.constexpr, BUCKETS: tl.constexpr,
+    k_times, position_table, time_table, cells, num_seqs, scale, inverse_n, window_size,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
@@ -137,18 +122,14 @@ def ring_hstu_bwd_dq_kernel(
             key = load_rows(k + head * k_stride_h, other, k_stride_t, k_inside, D, PAD_D)
             value = load_rows(v + head * v_stride_h, other, v_stride_t, k_inside, V, PAD_V)
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-            bias, distance, bucket = _bias(
-                t[:, None], s[None, :], q_time, k_time, position_table, time_table, edges, N, BUCKETS
-            )
+            distance = t[:, None] - s[None, :]
+            seen = _visible(distance, window_size, HAS_WINDOW)
+            bias, bucket = pair_bias(distance, seen, q_time, k_time, position_table, time_table, cells, N)
             _, slope = silu_and_grad(scores + bias, FAST)
             ds = slope * tl.dot(dout, tl.trans(value), input_precision=PRECISION) * inverse_n
-            seen = _visible(t[:, None], s[None, :], window_size, HAS_WINDOW)
             ds = tl.where(seen, ds, 0.0)
             acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
-            if position_grad is not None:
-                tl.atomic_add(position_grad + distance, ds, seen, sem="relaxed")
-            if time_grad is not None:
-                tl.atomic_add(time_grad + bucket, ds, seen, sem="relaxed")
+            add_pairs(position_grad, time_grad, None, ds, distance, seen, bucket, N)
     d = tl.arange(0, PAD_D)
     target = dq + head * dq_stride_h + token[:, None] * dq_stride_t + d[None, :]
     mask = inside[:, None] & (d < D_OUT)[None, :]
@@ -159,9 +140,9 @@ def ring_hstu_bwd_dq_kernel(
 def ring_hstu_bwd_dkv_kernel(
     q, k, v, do, dk, dv, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, do_stride_t,
     do_stride_h, dk_stride_t, dk_stride_h, dv_stride_t, dv_stride_h, q_offsets, k_offsets, q_positions, k_positions,
-    q_times, k_times, position_table, time_table, edges, num_seqs, scale, inverse_n, window_size,
+    q_times, k_times, position_table, time_table, cells, num_seqs, scale, inverse_n, window_size,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr, N: tl.constexpr,
-    BUCKETS: tl.constexpr, HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
     """Adds to dk and dv (fp32) of BLOCK_N keys of one head; tiles are transposed, keys x queries."""
@@ -184,9 +165,10 @@ def ring_hstu_bwd_dkv_kernel(
             query = load_rows(q + head * q_stride_h, other, q_stride_t, q_inside, D, PAD_D)
             dout = load_rows(do + head * do_stride_h, other, do_stride_t, q_inside, V, PAD_V)
             scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * scale
-            scores += _bias(t[None, :], s[:, None], q_time, k_time, position_table, time_table, edges, N, BUCKETS)[0]
+            distance = t[None, :] - s[:, None]
+            seen = _visible(distance, window_size, HAS_WINDOW)
+            scores += pair_bias(distance, seen, q_time, k_time, position_table, time_table, cells, N)[0]
             weights, slope = silu_and_grad(scores, FAST)
-            seen = _visible(t[None, :], s[:, None], window_size, HAS_WINDOW)
             weights = tl.where(seen, weights, 0.0)
             acc_v = tl.dot(weights.to(dout.dtype), dout, acc_v, input_precision=PRECISION)
             ds = tl.where(seen, slope * tl.dot(value, tl.trans(dout), input_precision=PRECISION), 0.0)

@@ -3,12 +3,11 @@
 Letters: T, S tokens of queries and of keys, H heads, D query/key and V value head size.
 """
 
-import functools
-
 import torch
 
+from hstu_sparse.bias.buckets import device_cells, num_time_buckets
+from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.launch import aligned, padded_head, precision
-from hstu_sparse.relative_bias import RelativeBias, bucket_edges
 from hstu_sparse.ring.hstu_kernels import ring_hstu_bwd_dkv_kernel, ring_hstu_bwd_dq_kernel, ring_hstu_fwd_kernel
 
 
@@ -26,26 +25,21 @@ def tile_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, backwa
     return dict(BLOCK_M=32 if backward or pad_v < 64 else 64, BLOCK_N=64, num_warps=warps, num_stages=1)
 
 
-@functools.lru_cache(maxsize=16)
-def _edges(num_buckets: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(bucket_edges(num_buckets) or [float("inf")], dtype=torch.float32, device=device)
-
-
 def _launch(
     kernel, grid_tokens, block, tensors, extra, q_offsets, k_offsets, q_positions, k_positions, normalizer, scale,
     window_size, bias: RelativeBias, sizes: dict, config,
 ):  # fmt: skip
     """kernel[...](*tensors, *extra, strides of the tensors, ...); the first tensors are q, k, v, aligned."""
     q, _, v = tensors[:3]
-    buckets = 0 if bias.time is None else bias.time.shape[0] - 1
+    cells = None if bias.time is None else device_cells(num_time_buckets(bias.time), q.device)
     positions = 1 if bias.position is None else bias.position.shape[0]
     num_seqs = q_offsets.shape[0] - 1
     strides = [stride for x in tensors for stride in x.stride()[:2]]
     kernel[((grid_tokens // config[block] + num_seqs) * q.shape[1],)](
         *tensors, *extra, *strides, *(x.contiguous() for x in (q_offsets, k_offsets, q_positions, k_positions)),
         *(None if x is None else x.contiguous() for x in (bias.query_timestamps, bias.timestamps, *bias[:2])),
-        None if bias.time is None else _edges(buckets, q.device), num_seqs, scale, 1.0 / normalizer, window_size,
-        H=q.shape[1], D=q.shape[2], V=v.shape[2], N=positions, BUCKETS=buckets, HAS_WINDOW=window_size > 0,
+        cells, num_seqs, scale, 1.0 / normalizer, window_size,
+        H=q.shape[1], D=q.shape[2], V=v.shape[2], N=positions, HAS_WINDOW=window_size > 0,
         FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype), PAD_D=padded_head(q.shape[2]),
         PAD_V=padded_head(v.shape[2]), **sizes, **config,
     )  # fmt: skip

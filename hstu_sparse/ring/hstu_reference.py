@@ -7,8 +7,8 @@ query/key and V value head size.
 import torch
 import torch.nn.functional as F
 
+from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.jagged import masked_product, padded_index, sequence_ids
-from hstu_sparse.relative_bias import RelativeBias, pair_bias
 
 
 def hstu_block(

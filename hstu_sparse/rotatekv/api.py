@@ -11,9 +11,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.jagged import check_jagged, check_offset_values, check_storage, concrete, readable, sequence_ids
 from hstu_sparse.precision import without_autocast
-from hstu_sparse.relative_bias import RelativeBias, check_bias
 from hstu_sparse.rotatekv import files, reference
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions

@@ -17,21 +17,14 @@ RoPE turns position 64 a + r by the angle of 64 a and by that of r: two small ta
 import triton
 import triton.language as tl
 
+from hstu_sparse.bias.scores import time_bias
 from hstu_sparse.rotatekv.codec import butterfly, sign
 from hstu_sparse.rotatekv.decode import load_keys, load_values, restored_blocks
 from hstu_sparse.tiles import locate, opaque, silu
-from hstu_sparse.time_buckets import bucket_of
 
 # Signs of the matrices of a channel order, of all channels, that may be kept in shared memory from tile to tile, which
 # the compiler does with what is the same in every turn of a loop: 64 KB. Of 1,024 channels it is 512 KB.
 MOST_SIGNS = tl.constexpr(32768)
-
-
-@triton.jit
-def time_bias(table, cells, asked, seen):
-    """Bias [R, columns] of times asked [columns] and seen [R], int64 seconds."""
-    difference = tl.abs(asked[None, :] - seen[:, None]).to(tl.float32)
-    return tl.load(table + bucket_of(difference, cells)).to(tl.float32)
 
 
 @triton.jit
@@ -134,7 +127,7 @@ def biased(scores, inside, position, token, length, tables, asked, HAS_POSITION:
         scores += tl.load(position_table + length - position, inside, 0.0).to(tl.float32)[:, None]
     if HAS_TIME:
         seen = tl.load(timestamps + token, inside, 0)
-        scores += time_bias(time_table, cells, asked, seen)
+        scores += time_bias(time_table, cells, asked[None, :], seen[:, None])[0]
     return scores
 
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hstu_sparse.bias.buckets import device_cells, num_time_buckets
+from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.launch import (
     INTERPRET,
     architecture,
@@ -25,7 +27,6 @@ from hstu_sparse.launch import (
     specialization,
     start,
 )
-from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.rotatekv.angles import all_tables, rope_table
 from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
 from hstu_sparse.rotatekv.cache import PackedCache
@@ -33,7 +34,6 @@ from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
 from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, kept, rows, sizes, words
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.rotatekv.many import rotatekv_many_fwd_kernel, rotatekv_queries_fwd_kernel
-from hstu_sparse.time_buckets import device_cells
 from hstu_sparse.validation import check_kernel
 
 # Queries of a sequence, on average: from the first on `many` is faster than `few`; from the second on the general
@@ -134,7 +134,7 @@ class Call(NamedTuple):
         return (
             self.bias.position,
             self.bias.time,
-            device_cells(self.bias.time.shape[0] - 1, self.q.device) if timed else None,
+            device_cells(num_time_buckets(self.bias.time), self.q.device) if timed else None,
             self.bias.timestamps if timed else None,
             self.bias.query_timestamps if timed else None,
         )

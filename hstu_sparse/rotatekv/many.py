@@ -14,7 +14,8 @@ in (`channel_of`): the queries and the result follow it.
 import triton
 import triton.language as tl
 
-from hstu_sparse.rotatekv.attention import time_bias, turn
+from hstu_sparse.bias.scores import time_bias
+from hstu_sparse.rotatekv.attention import turn
 from hstu_sparse.rotatekv.codec import halves_of, sign
 from hstu_sparse.rotatekv.turning import halves
 from hstu_sparse.tiles import COMPILED, locate, silu
@@ -359,7 +360,7 @@ def rotatekv_many_fwd_kernel(
                 scores += tl.load(position_table + length - S - behind, inside, 0.0).to(tl.float32)[None, :] * LOG2E
             if HAS_TIME:
                 seen = tl.load(timestamps + begin + S + behind, inside, 0)
-                scores += time_bias(time_table, cells, seen, asked) * LOG2E
+                scores += time_bias(time_table, cells, asked[:, None], seen[None, :])[0] * LOG2E
             if SOFTMAX:
                 if (tile + 1) * R > packed:
                     scores = tl.where(inside[None, :], scores, float("-inf"))

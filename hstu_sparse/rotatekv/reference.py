@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.jagged import jagged_to_padded, padded_index, padded_to_jagged
 from hstu_sparse.launch import cdiv
-from hstu_sparse.relative_bias import RelativeBias, pair_bias
 from hstu_sparse.rotatekv.layout import Layout, Side, plane_words, planes
 
 FP16_MOST = 65504.0

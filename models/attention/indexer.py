@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
+from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.indexer import MOST_CHOSEN
 from hstu_sparse.jagged import sequence_ids
-from hstu_sparse.relative_bias import RelativeBias
 from models.attention.shared import BiasedAttention, TimeBias, new_table, relative_bias
 from models.contract import AuxLoss, LayerSizes
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
-from hstu_sparse.relative_bias import RelativeBias, pair_bias
+from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from models.attention.shared import HSTUAttention
 from models.contract import AuxLoss, LayerSizes
 

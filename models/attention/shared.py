@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from data.batch import Batch
 from data.types import Dataset
-from hstu_sparse.relative_bias import RelativeBias
+from hstu_sparse.bias.relative import RelativeBias
 from models.contract import AttentionKind, LayerSizes
 
 # Implementations of softmax attention (hstu_sparse.flash_attention): "cute" is FlashAttention-4.

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
+from hstu_sparse.bias.relative import pair_bias
 from hstu_sparse.jagged import jagged_to_padded, padded_to_jagged
-from hstu_sparse.relative_bias import pair_bias
 from models.attention.shared import BiasedAttention, FlashBackend, SharedKeys, TimeBias, check_flash_backend
 from models.contract import AuxLoss, LayerSizes
 

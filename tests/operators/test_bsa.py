@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from hstu_sparse import bsa_attention, compat
+from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bsa import bsa_attention_reference
-from hstu_sparse.relative_bias import RelativeBias
 from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets, make_timestamps
 from models.gate import GateModel
 

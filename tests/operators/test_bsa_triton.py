@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hstu_sparse import bsa_attention, bsa_plan
-from hstu_sparse.relative_bias import RelativeBias, bucket_edges, time_bucket
+from hstu_sparse.bias.relative import RelativeBias, bucket_edges, time_bucket
 from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.random.cases.bsa import check
 

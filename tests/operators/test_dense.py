@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hstu_sparse import RelativeBias, attention_plan, hstu_attention
-from hstu_sparse.relative_bias import time_bucket
+from hstu_sparse.bias.relative import time_bucket
 from hstu_sparse.testing import EDGE_CASES
 from tests.random.cases.dense import compare, inputs, with_tables
 
@@ -152,9 +152,9 @@ def few_near_blocks(monkeypatch):
     """The map holds the buckets of two blocks for each tile, so that the loops of all others are reached."""
     import triton.language as tl
 
-    from hstu_sparse.dense import backward_dkv, bias, plan, plan_kernels
+    from hstu_sparse.dense import backward_dkv, plan, plan_kernels, ranges
 
-    for module in (backward_dkv, bias, plan, plan_kernels):
+    for module in (backward_dkv, plan, plan_kernels, ranges):
         monkeypatch.setattr(module, "NEAR", tl.constexpr(2))
 
 
@@ -381,8 +381,8 @@ def test_strided_metadata(name):
 @pytest.mark.parametrize("num_buckets", [1, 7, 128, 145])
 def test_bucket_cells(num_buckets):
     """The kernels' table gives the reference's bucket, also next to every edge and for the largest differences."""
-    from hstu_sparse.relative_bias import bucket_edges
-    from hstu_sparse.time_buckets import CELL_BITS, bucket_cells
+    from hstu_sparse.bias.buckets import CELL_BITS, bucket_cells
+    from hstu_sparse.bias.relative import bucket_edges
 
     edges = torch.tensor([math.ceil(edge) for edge in bucket_edges(num_buckets) if edge < 2**62])
     spread = torch.cat(

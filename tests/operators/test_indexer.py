@@ -17,8 +17,8 @@ from hstu_sparse import (
     lightning_indexer,
     sparse_attention,
 )
+from hstu_sparse.bias.relative import time_bucket
 from hstu_sparse.compat import compute_index_loss_sparse
-from hstu_sparse.relative_bias import time_bucket
 from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets, make_timestamps
 from tests.random.cases import indexer as cases
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hstu_sparse.relative_bias import RelativeBias, bucket_edges, check_bias, pair_bias, time_bucket
+from hstu_sparse.bias.relative import RelativeBias, bucket_edges, check_bias, pair_bias, time_bucket
 
 
 def test_time_bucket():

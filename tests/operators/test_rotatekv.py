@@ -227,7 +227,7 @@ def test_attention_equals_dense_attention_of_the_last_token():
     bias = RelativeBias(**tables, timestamps=times[history], query_timestamps=asked[last])
     out = rotatekv_attention(q[last], torch.arange(4), cache, N - 1, bias=bias) * ((N - 1) / N)
     own = (q[last] * k[last]).sum(-1) * 32**-0.5 + tables["position"][0]
-    own = own + tables["time"][hstu_sparse.relative_bias.time_bucket(asked[last] - times[last], 128)][:, None]
+    own = own + tables["time"][hstu_sparse.bias.relative.time_bucket(asked[last] - times[last], 128)][:, None]
     out = out + torch.nn.functional.silu(own)[..., None] * v[last] / N
     torch.testing.assert_close(out, whole[last])
 

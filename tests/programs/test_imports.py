@@ -124,12 +124,19 @@ def test_arrows_run_one_way():
 
 
 def test_operators_do_not_import_one_another():
-    rooms = {file.parent.name for file in (ROOT / "hstu_sparse").glob("*/__init__.py")}
+    # The relative bias is no operator: it is what several of them have in common, and knows none of them.
+    rooms = {file.parent.name for file in (ROOT / "hstu_sparse").glob("*/__init__.py")} - {"bias"}
     wrong = [
         f"{name} imports {other}"
         for name, others in graph().items()
         for other in others
         if len({module.split(".")[1] for module in (name, other) if module.count(".")} & rooms) > 1
+    ]
+    wrong += [
+        f"{name} imports {other}"
+        for name, others in graph().items()
+        for other in others
+        if name.startswith("hstu_sparse.bias") and other.count(".") and other.split(".")[1] in rooms
     ]
     assert len(rooms) > 5 and not wrong, wrong
 

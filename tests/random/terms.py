@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 
-from hstu_sparse import relative_bias
+from hstu_sparse.bias import relative
 from hstu_sparse.testing import gradients
 
 TABLES = ("grad of position", "grad of time")
@@ -62,7 +62,7 @@ def _squares_of_terms(
     squares = _Squares.apply
     with (
         mock.patch.object(torch.nn.functional, "silu", lambda scores: scores),
-        mock.patch.object(relative_bias, "look_up", lambda table, index: squares(table, index)),
+        mock.patch.object(relative, "look_up", lambda table, index: squares(table, index)),
     ):
         found = []
         for h in range(grad.shape[1]):

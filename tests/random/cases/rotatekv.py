@@ -9,8 +9,8 @@ from hstu_sparse import (
     rotatekv_decompress,
     rotatekv_round_trip,
 )
+from hstu_sparse.bias.relative import check_bias
 from hstu_sparse.compat import mustafar_attention_with_rope
-from hstu_sparse.relative_bias import check_bias
 from hstu_sparse.rotatekv import reference
 from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
 from hstu_sparse.testing import assert_within_budget, make_jagged, make_offsets, make_timestamps

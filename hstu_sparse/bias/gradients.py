@@ -1,49 +1,115 @@
-"""Gradients of the bias tables: device functions that add a tile of ds, the scores' gradients, into a table; kernels
-that prepare the tables and finish their gradients.
+"""How kernels sum the gradients of the bias tables: pair by pair, or a tile of ds, the scores' gradients, at a time.
 
 Letters: T tokens of the batch, N max_seq_len, H heads, V value head size; t and s: the positions of queries and keys in
 their sequence. A tile is BLOCK_M queries by BLOCK_N keys.
 
-For fp16 and bf16 inputs all sums are integers, so that no order of additions matters: a ds is multiplied by a scale
-that makes of the greatest one possible an integer of 21 bits, and rounded. For fp32, which has more digits, and in the
-interpreter they are fp32.
+Sums in memory are atomic additions: in fp32, whose last bits depend on the order of additions, or in int64, in
+multiples of 1 / a unit, which add up to the same in any order (`add_to`, `fixed_point_unit`, `TableSums`).
 
-Position bias: sums along the diagonals of a tile, in the ring of assembly.py or in registers (`add_diagonals`). Time
-bias: a sum per bucket edge for a narrow tile (see bias.py), an addition for each pair of any other; in the histogram of
-assembly.py, or where that may not be used by atomic additions to copies of the table.
+Pair by pair (`add_pairs`): one addition for each pair and table. It is right for any pairs.
+
+By tiles (`add_position`, `add_time`): for fp16 and bf16 inputs all sums are integers: a ds is multiplied by a scale
+that makes of the greatest one possible an integer of 21 bits, and rounded. For fp32, which has more digits, and in the
+interpreter they are fp32. Position bias: sums along the diagonals of a tile, in the ring of sums.py or in registers
+(`add_diagonals`). Time bias: a sum per bucket edge for a narrow tile (buckets.py), an addition for each pair of any
+other; in the histogram of sums.py, or where that may not be used by atomic additions to copies of the table.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import (
+from hstu_sparse.assembly import look_up
+from hstu_sparse.bias.buckets import ENTRY_EDGES, ENTRY_SHIFT, edge_place, other_place, reached
+from hstu_sparse.bias.sums import (
     GREATEST_TERM,
     RING,
     barrier,
     histogram_add,
     histogram_add_sum,
     histogram_move_sum,
-    look_up,
     ring_add,
     ring_flush,
 )
-from hstu_sparse.dense.bias import (
-    ENTRY_EDGES,
-    ENTRY_SHIFT,
-    HIDDEN_BIAS,
-    MOST_EDGES,
-    edge_place,
-    opaque,
-    other_place,
-    reached,
-)
-from hstu_sparse.tiles import add_to, row_norms
+from hstu_sparse.tiles import opaque, row_norms
 
 # Twice the greatest slope of SiLU, 1.0998, with room for the roundings of tanh and of the products.
 _STEEPEST = tl.constexpr(2.25)
 _TINY, _INFINITY = tl.constexpr(1e-30), tl.constexpr(float("inf"))
+
+
+def fixed_point_unit(bound: torch.Tensor) -> torch.Tensor:
+    """The unit of sums in int64: the greatest power of two, fp32, by which numbers up to `bound` stay below 2^62.
+
+    bound: of any shape, the greatest that a sum's terms can come to in size, all signs alike.
+    """
+    return torch.exp2((62 - bound.double().clamp(min=1e-30).log2()).floor().clamp(-100, 100)).float()
+
+
+class TableSums:
+    """Memory for the tables' gradients where kernels add to them by `add_pairs`, and what becomes of the sums.
+
+    position, time  [copies, entries] fp32, or int64 if deterministic; None for a table that there is not. Kernels
+                    spread their additions over the copies
+    unit            of int64 sums, a tensor of one fp32 number; else None
+
+    Args:
+        tables: those of position and time, None for one that there is not.
+        copies: of each.
+        deterministic: sum in int64, whose sums do not depend on the order of additions.
+        bound: what all terms of one sum come to in size at most; called only if it is needed.
+    """
+
+    def __init__(
+        self,
+        tables: tuple[torch.Tensor | None, torch.Tensor | None],
+        copies: tuple[int, int],
+        deterministic: bool,
+        bound: Callable[[], torch.Tensor],
+    ):
+        self.tables, self.unit = tables, None
+        if deterministic and any(table is not None for table in tables):
+            self.unit = fixed_point_unit(bound())
+        dtype = torch.float32 if self.unit is None else torch.int64
+        self.position, self.time = (
+            None if table is None else torch.zeros(count, table.shape[0], dtype=dtype, device=table.device)
+            for table, count in zip(tables, copies)
+        )
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those of the tables that there are, in their dtypes."""
+        found = []
+        for table, sums in zip(self.tables, (self.position, self.time)):
+            if table is not None:
+                total = sums.sum(0) if self.unit is None else sums.sum(0).double() / self.unit.double()
+                found.append(total.to(table.dtype))
+        return found
+
+
+@triton.jit
+def add_to(pointers, value, unit=None, mask=None):
+    """pointers += value, in fp32; to int64 cells in multiples of 1 / unit[0], which no order of additions changes."""
+    if pointers.dtype.element_ty == tl.int64:
+        if unit is not None:
+            value *= tl.load(unit)
+        value = tl.floor(value + 0.5).to(tl.int64)
+    tl.atomic_add(pointers, value, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def add_pairs(position_grad, time_grad, unit, value, distance, seen, bucket, positions):
+    """Adds the gradients `value` of pairs' scores to the tables', fp32 or in multiples of 1 / `unit`: see `add_to`.
+
+    position_grad, time_grad: pointers to the sums, None for a table that there is not. The others are of one shape:
+    what `pair_bias` (scores.py) takes, and the buckets that it returns. positions: entries of the position table.
+    """
+    if position_grad is not None:
+        add_to(position_grad + distance, value, unit, seen & (distance < positions))
+    if time_grad is not None:
+        add_to(time_grad + bucket, value, unit, seen)
 
 
 class Gradients(NamedTuple):
@@ -170,7 +236,7 @@ def add_time(
 
 @triton.jit
 def exact_scale(norms):
-    """What turns a ds into an integer of 21 bits. norms: pointer to what `dense_attention_norms_kernel` found."""
+    """What turns a ds into an integer of 21 bits. norms: pointer to what `greatest_norms_kernel` found."""
     return GREATEST_TERM / (_STEEPEST * tl.load(norms) * tl.load(norms + 1) + _TINY)
 
 
@@ -184,7 +250,7 @@ def _keep_greatest_norm(rows, columns, inside, base, stride_t, stride_h, norm, H
 
 
 @triton.jit(do_not_specialize=["total"])
-def dense_attention_norms_kernel(
+def greatest_norms_kernel(
     v, do, norms, v_stride_t, v_stride_h, do_stride_t, do_stride_h, total, H: tl.constexpr, V: tl.constexpr,
     PAD_V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -196,28 +262,8 @@ def dense_attention_norms_kernel(
     _keep_greatest_norm(rows, columns, inside, do, do_stride_t, do_stride_h, norms + 1, H)
 
 
-@triton.jit(do_not_specialize_on_alignment=["position", "time"])
-def dense_attention_tables_kernel(
-    half_position, half_time, position, time, N: tl.constexpr, WIDTH: tl.constexpr, TIMES: tl.constexpr,
-    MARGIN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Halves of the bias tables in fp32, since the attention kernels want half the scores.
-
-    Position [N] gets MARGIN zeros in front, and zeros behind up to WIDTH; time [TIMES] gets MOST_EDGES zeros behind and
-    then HIDDEN_BIAS.
-    """
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if position is not None:
-        value = tl.load(position + i - MARGIN, (i >= MARGIN) & (i < MARGIN + N), 0.0).to(tl.float32)
-        tl.store(half_position + i, 0.5 * value, i < WIDTH)
-    if time is not None:
-        value = 0.5 * tl.load(time + i, i < TIMES, 0.0).to(tl.float32)
-        value = tl.where(i == TIMES + MOST_EDGES, HIDDEN_BIAS, value)
-        tl.store(half_time + i, value, i <= TIMES + MOST_EDGES)
-
-
 @triton.jit(do_not_specialize=["scale"])
-def dense_attention_gradients_kernel(
+def table_gradients_kernel(
     position, time, position_grad, time_grad, norms, scale, N: tl.constexpr, TIMES: tl.constexpr, ALL: tl.constexpr,
     TABLE: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -1,49 +1,49 @@
-"""The time and the position bias of a tile of scores.
+"""How kernels add the relative bias to scores: pair by pair, or to a tile of scores of consecutive tokens.
 
 Letters: T tokens of the batch, N max_seq_len; t and s: the positions of queries and keys in their sequence. The own
 side of a program is that of its tile, of queries or of keys; the other side is the one it walks in blocks.
 
-A position bias is read per pair from `position[t - s]`, a table of N. Time differences fall into buckets of logarithmic
-width. How many bucket edges a tile reaches over is known from the least and the greatest timestamp of its two sides. A
-tile of at most MOST_EDGES is called narrow: timestamps, as offsets from the sequence's first, are compared with its
-edges, and a flat tile (no edge) needs only one number. With ascending timestamps all tiles are narrow but the few next
-to the diagonal. The run of narrow tiles on the far side is walked by a loop that has no masks.
+Pair by pair (`pair_bias`): a position bias is read from `position[t - s]`, a table of N, a time bias from the bucket of
+the two timestamps. It is right for any pairs.
 
-The NEAR nearest blocks, narrow or not, have the buckets of all their pairs in the plan, a byte each: NEAR times the
-length of a block for each token. Pairs that are not seen have a bucket of their own there, and need no mask. Wide tiles
-further away go to a loop that computes their buckets.
+By tiles (`half_bias`): a narrow tile (buckets.py) compares timestamps with its few edges, and where it has none needs
+only one number. The run of narrow tiles on the far side is walked by a loop that has no masks. The NEAR nearest blocks,
+narrow or not, have the buckets of all their pairs in the plan, a byte each: NEAR times the length of a block for each
+token. Pairs that are not seen have a bucket of their own there, and need no mask. Wide tiles further away go to a loop
+that computes their buckets.
 """
 
-import functools
-import math
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import bucket, look_up, scalar
-from hstu_sparse.dense.ranges import key_ranges
-from hstu_sparse.relative_bias import bucket_edges
-from hstu_sparse.tiles import COMPILED, opaque
+from hstu_sparse.assembly import look_up, scalar
+from hstu_sparse.bias.buckets import (
+    ENTRY_EDGES,
+    ENTRY_SHIFT,
+    MOST_EDGES,
+    bucket_of,
+    edge_place,
+    near_order,
+    other_place,
+    pair_bucket,
+    reached,
+)
+from hstu_sparse.tiles import opaque
 
-MOST_EDGES = tl.constexpr(4)
 NEAR = tl.constexpr(16)
-# A narrow tile's entry in the plan: its lowest bucket times 8, plus the number of edges in it.
-ENTRY_SHIFT, ENTRY_EDGES = tl.constexpr(3), tl.constexpr(7)
 # Zeros on both sides of the halved position table: look-ups may be moved in front of the loops' bounds checks, and
 # then read for one block more, past the table's ends.
 POSITION_MARGIN = 1024
 # Half the bias of a pair that is not seen: SiLU and its slope are exactly zero there.
 HIDDEN_BIAS = tl.constexpr(-1e30)
-# Beyond all differences of int64 seconds that occur.
-_NEVER = 2**62
 
 
 class Bias(NamedTuple):
     """What finds the biases of a program's own tile; what belongs to a bias that is not there is not read.
 
-    position, time        pointers to the tables' halves (see `dense_attention_tables_kernel`)
+    position, time        pointers to the tables' halves (see `halved_tables_kernel`)
     cells, steps          pointers to `bucket_cells` and `bucket_steps`
     high, low, offset     [OWN, 1], timestamps of the own side, see `TokenTimes`
     other_split           pointer to the other side's, from the sequence's first token on
@@ -68,16 +68,32 @@ class Bias(NamedTuple):
     total: tl.tensor
 
 
-def hidden_bucket(num_buckets: int) -> int:
-    """The bucket of pairs that are not seen: behind the table and what is read beyond its end."""
-    return num_buckets + 1 + MOST_EDGES.value
+@triton.jit
+def time_bias(time, cells, query_times, key_times):
+    """(biases fp32, time buckets) of pairs of int64 seconds, which broadcast against each other.
+
+    time, cells: pointers to the table, of any floating dtype, and to its `bucket_cells`.
+    """
+    bucket = pair_bucket(query_times, key_times, cells)
+    return tl.load(time + bucket).to(tl.float32), bucket
 
 
-@functools.lru_cache(maxsize=64)
-def bucket_steps(num_buckets: int, device: torch.device) -> torch.Tensor:
-    """[num_buckets + 1 + MOST_EDGES] int64: the least integer in each bucket, then some beyond all."""
-    steps = [min(math.ceil(edge), _NEVER) if edge < math.inf else _NEVER for edge in bucket_edges(num_buckets)]
-    return torch.tensor([0, *steps, *[_NEVER] * MOST_EDGES.value], device=device)
+@triton.jit
+def pair_bias(distance, seen, query_times, key_times, position, time, cells, positions):
+    """(biases fp32, time buckets) of pairs; 0 and bucket 0 of those that are not `seen`.
+
+    distance: t - s, of any shape, which is that of `seen`. query_times, key_times: int64 seconds, which broadcast to
+    it; not read without a time table. position, time, cells: pointers to the tables, None for one that there is not,
+    and to `bucket_cells`. positions: entries of the position table.
+    """
+    bias = tl.zeros_like(distance.to(tl.float32))
+    bucket = tl.zeros_like(distance)
+    if position is not None:
+        bias += tl.load(position + distance, mask=seen & (distance < positions), other=0.0).to(tl.float32)
+    if time is not None:
+        bucket = tl.where(seen, pair_bucket(query_times, key_times, cells), 0)
+        bias += tl.load(time + bucket).to(tl.float32)
+    return bias, bucket
 
 
 @triton.jit
@@ -92,36 +108,6 @@ def read_ahead(start, last, bias, OTHER: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def edge_place(own, origin, edge, BY_QUERY: tl.constexpr):
-    """Where the own side stands by an edge, fp32, for `reached`. own: offsets; origin: of the block's first token."""
-    if BY_QUERY:
-        return (own.to(tl.int64) - (edge + origin - 1)).to(tl.float32)
-    else:
-        return ((origin + 1 - edge) - own.to(tl.int64)).to(tl.float32)
-
-
-@triton.jit
-def other_place(other, origin, BY_QUERY: tl.constexpr):
-    """Where the other side stands. BY_QUERY: queries are the own side."""
-    return (origin - other if BY_QUERY else other - origin).to(tl.float32)
-
-
-@triton.jit
-def reached(own, other):
-    """1.0 for the pairs of a narrow tile at or past an edge, 0.0 for the rest, of `edge_place` and `other_place`.
-
-    The sum of both, query less key less edge plus 1, is an integer, and exact where it is small: the other side of a
-    narrow tile is less than 2^24 seconds long. One instruction at the full rate, which comparisons do not have.
-    """
-    if COMPILED:
-        return tl.inline_asm_elementwise(
-            "add.sat.f32 $0, $1, $2;", "=f,f,f", [own, other], tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.minimum(tl.maximum(own + other, 0.0), 1.0)
-
-
-@triton.jit
 def bias_position(t, history, HAS_TARGETS: tl.constexpr):
     """Where a token stands in the position bias (int64): candidates all at the first of them.
 
@@ -130,20 +116,6 @@ def bias_position(t, history, HAS_TARGETS: tl.constexpr):
     if HAS_TARGETS:
         t = tl.minimum(t, history)
     return t.to(tl.int64)
-
-
-@triton.jit
-def near_order(tile, OWN: tl.constexpr, OTHER: tl.constexpr, STORE: tl.constexpr):
-    """A tile [OWN, OTHER] from its order in memory, or (STORE) to it: a thread's values in wgmma's layout lie together.
-
-    It is right for any layout; in wgmma's a thread loads its 16 bytes at once and nothing moves between threads.
-    """
-    if STORE:
-        parts = tl.reshape(tile, [OWN // 16, 2, 8, OTHER // 8, 4, 2])
-        return tl.reshape(tl.permute(parts, [0, 2, 4, 3, 1, 5]), [OWN * OTHER])
-    else:
-        parts = tl.reshape(tile, [OWN // 16, 8, 4, OTHER // 8, 2, 2])
-        return tl.reshape(tl.permute(parts, [0, 4, 1, 3, 2, 5]), [OWN, OTHER])
 
 
 @triton.jit
@@ -188,7 +160,7 @@ def half_bias(
         inside = token < sequence.length
         other_high = tl.load(bias.other_split + token, inside, 0.0)[None, :]
         other_low = tl.load(bias.other_split + bias.total + token, inside, 0.0)[None, :]
-        buckets = bucket(tl.abs((bias.high - other_high) + (bias.low - other_low)), bias.cells, kind.ASM)
+        buckets = bucket_of(tl.abs((bias.high - other_high) + (bias.low - other_low)), bias.cells, kind.ASM)
         found += look_up(bias.time, buckets, kind.ASM)
     elif kind.HAS_TIME:
         entry, first, following = ahead
@@ -218,32 +190,21 @@ def half_bias(
     return found, buckets, ahead
 
 
-@triton.jit
-def query_tile_bias(
-    b, begin, block, first_row, t, sequence, q_times, q_offset, k_times, k_offset, entries, runs, near, row, total,
-    HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TIME: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+@triton.jit(do_not_specialize_on_alignment=["position", "time"])
+def halved_tables_kernel(
+    half_position, half_time, position, time, N: tl.constexpr, WIDTH: tl.constexpr, TIMES: tl.constexpr,
+    MARGIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of queries: (the keys' ranges, the fields of its `Bias` from `high` to `nearest`).
+    """Halves of the bias tables in fp32, since the attention kernels want half the scores.
 
-    Ranges: five bounds of four loops over the keys. The second loop needs no masks; with a time bias its blocks are
-    narrow, the third is of wide and the fourth of near ones. Without, the third is empty.
+    Position [N] gets MARGIN zeros in front, and zeros behind up to WIDTH; time [TIMES] gets MOST_EDGES zeros behind and
+    then HIDDEN_BIAS.
     """
-    first, full, diagonal, end = key_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, BLOCK_M, BLOCK_N)
-    near_start = diagonal
-    high, low, offset, nearest = 0.0, 0.0, 0, 0
-    if HAS_TIME:
-        slot = begin // BLOCK_M + b + block
-        high = tl.load(q_times + begin + t, t < sequence.length, 0.0)[:, None]
-        low = tl.load(q_times + total + begin + t, t < sequence.length, 0.0)[:, None]
-        offset = tl.load(q_offset + begin + t, t < sequence.length, 0)[:, None]
-        k_times += begin
-        k_offset += begin
-        entries += slot * row
-        near += slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
-        nearest = (end - 1) // BLOCK_N
-        diagonal = tl.load(runs + slot)
-        near_start = tl.maximum(diagonal, (nearest - (NEAR - 1)) * BLOCK_N)
-        return (first, full, diagonal, near_start, end), (high, low, offset, k_times, k_offset, entries, near, nearest)
-    else:
-        return (first, full, diagonal, near_start, end), (high, low, offset, 0, 0, 0, 0, nearest)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if position is not None:
+        value = tl.load(position + i - MARGIN, (i >= MARGIN) & (i < MARGIN + N), 0.0).to(tl.float32)
+        tl.store(half_position + i, 0.5 * value, i < WIDTH)
+    if time is not None:
+        value = 0.5 * tl.load(time + i, i < TIMES, 0.0).to(tl.float32)
+        value = tl.where(i == TIMES + MOST_EDGES, HIDDEN_BIAS, value)
+        tl.store(half_time + i, value, i <= TIMES + MOST_EDGES)

@@ -1,0 +1,368 @@
+"""The sums of the bias tables' gradients of one program, in shared memory, by inline assembly: a histogram and a ring.
+
+What it needs of a machine, and when kernels may use it: hstu_sparse/assembly.py.
+
+Letters: N max_seq_len; t and s: the positions of queries and keys in their sequence.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.bias.buckets import MAX_BUCKETS
+
+# The variables are declared inside the assembly, in the program's static shared memory. The
+# dynamic part, which Triton lays out, comes after it and wants 1 KB alignment for its swizzled tiles: hence sizes in
+# whole KB.
+_KB = 1024
+_WORD = 4
+# 1.5 * 2^23: added to an fp32 number below 2^22 in size, it leaves that number, rounded, in the low bits of the sum.
+_ROUNDING = "4B400000"
+ROUNDING_BITS = tl.constexpr(int(_ROUNDING, 16))
+# What callers scale their greatest term to: the additions round correctly up to twice as much.
+GREATEST_TERM = tl.constexpr(2.0**21 - 1)
+
+
+@triton.jit
+def _zero(base, BYTES: tl.constexpr):
+    """Zeroes BYTES (a multiple of 16) of shared memory from `base` on; a barrier has to follow."""
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred done;
+            .reg .u32 a, end, step, none;
+            mov.u32 none, 0;
+            mov.u32 a, %tid.x;
+            mad.lo.u32 a, a, 16, $1;
+            mov.u32 step, %ntid.x;
+            shl.b32 step, step, 4;
+            add.u32 end, $1, $2;
+            AGAIN:
+            setp.ge.u32 done, a, end;
+            @done bra DONE;
+            st.shared.v4.u32 [a], {none, none, none, none};
+            add.u32 a, a, step;
+            bra AGAIN;
+            DONE:
+            mov.u32 $0, 0;
+        }""",
+        "=r,r,r", [base, BYTES], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def barrier(token):
+    """A barrier of the program's threads. Triton's own keeps the loop around it from being pipelined."""
+    tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r,r", [token], tl.int32, is_pure=False, pack=1)
+
+
+# The histogram, for the time bias's gradient: a row for each bucket, a column for each of the 32 lanes of a warp, so
+# that the lanes neither meet in a bank nor at an address.
+_LANES = 32
+HISTOGRAM_ROWS = 152  # buckets, the entries that are read behind the table, and the bucket of pairs that are not seen
+HISTOGRAM_BYTES = HISTOGRAM_ROWS * _LANES * _WORD
+assert HISTOGRAM_BYTES % _KB == 0 and HISTOGRAM_ROWS >= MAX_BUCKETS + 6
+# SMALL: 16 columns, of which two lanes share one.
+_SMALL_LANES, _SMALL_BYTES = 16, 10 * _KB
+assert _SMALL_BYTES >= HISTOGRAM_ROWS * _SMALL_LANES * _WORD
+_ROW, _SMALL_ROW = tl.constexpr(_LANES * _WORD), tl.constexpr(_SMALL_LANES * _WORD)
+_HISTOGRAM, _SMALL_HISTOGRAM = tl.constexpr(HISTOGRAM_BYTES), tl.constexpr(_SMALL_BYTES)
+_OPEN_HISTOGRAM, _OPEN_SMALL_HISTOGRAM = (
+    tl.constexpr(f"{{ .shared .align 128 .b8 hstu_histogram[{size}]; mov.u32 $0, hstu_histogram; }}")
+    for size in (HISTOGRAM_BYTES, _SMALL_BYTES)
+)
+_LANE_CELL, _SMALL_LANE_CELL = (
+    tl.constexpr(f"{{ .reg .u32 n; mov.u32 n, %tid.x; and.b32 n, n, {lanes - 1}; mad.lo.u32 $0, n, {_WORD}, $1; }}")
+    for lanes in (_LANES, _SMALL_LANES)
+)
+
+
+@triton.jit
+def histogram_open(token, SMALL: tl.constexpr = False):
+    """The shared-memory address of the zeroed histogram. Called once per program; `token` is any int32 scalar."""
+    OPEN: tl.constexpr = _OPEN_SMALL_HISTOGRAM if SMALL else _OPEN_HISTOGRAM
+    BYTES: tl.constexpr = _SMALL_HISTOGRAM if SMALL else _HISTOGRAM
+    base = tl.inline_asm_elementwise(OPEN, "=r,r", [token], tl.int32, is_pure=False, pack=1)
+    _zero(base, BYTES)
+    return base
+
+
+@triton.jit
+def histogram_clear(base, SMALL: tl.constexpr = False):
+    """Zeroes a histogram whose sums were taken."""
+    BYTES: tl.constexpr = _SMALL_HISTOGRAM if SMALL else _HISTOGRAM
+    tl.debug_barrier()
+    _zero(base, BYTES)
+    tl.debug_barrier()
+
+
+@triton.jit
+def histogram_lane(base, SMALL: tl.constexpr = False):
+    """Where a lane's cells begin."""
+    CELL: tl.constexpr = _SMALL_LANE_CELL if SMALL else _LANE_CELL
+    return tl.inline_asm_elementwise(CELL, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
+
+
+_ADD_EXACT = tl.constexpr(f"""{{
+    .reg .f32 f;
+    .reg .b32 n;
+    fma.rn.f32 f, $2, $3, 0f{_ROUNDING};
+    mov.b32 n, f;
+    sub.u32 n, n, 0x{_ROUNDING};
+    red.shared.add.u32 [$1], n;
+    mov.u32 $0, 0;
+}}""")
+_ADD_FOUR = tl.constexpr("""{
+    .reg .f32 sum;
+    .reg .pred same;
+    setp.eq.u32 same, $1, $2;
+    setp.eq.and.u32 same, $1, $3, same;
+    setp.eq.and.u32 same, $1, $4, same;
+    @!same bra APART;
+    add.f32 sum, $5, $6;
+    add.f32 sum, sum, $7;
+    add.f32 sum, sum, $8;
+    red.shared.add.f32 [$1], sum;
+    bra DONE;
+    APART:
+    red.shared.add.f32 [$1], $5;
+    red.shared.add.f32 [$2], $6;
+    red.shared.add.f32 [$3], $7;
+    red.shared.add.f32 [$4], $8;
+    DONE:
+    mov.u32 $0, 0;
+}""")
+
+
+@triton.jit
+def histogram_add(lane, bucket, value, scale, EXACT: tl.constexpr, SMALL: tl.constexpr = False):
+    """histogram[bucket] += value for a tile; EXACT: value * scale, rounded, in integers. lane: `histogram_lane`.
+
+    Else four neighbours that share a bucket, as most do, are added first: an addition in fp32 takes long.
+    """
+    cell = lane + (_SMALL_ROW if SMALL else _ROW) * bucket
+    if EXACT:
+        tl.inline_asm_elementwise(_ADD_EXACT, "=r,r,f,f", [cell, value, scale], tl.int32, is_pure=False, pack=1)
+    else:
+        tl.inline_asm_elementwise(_ADD_FOUR, "=r,r,r,r,r,f,f,f,f", [cell, value], tl.int8, is_pure=False, pack=4)
+
+
+def _sum_assembly(pack: int, past_edge: bool, exact: bool, row_bytes: int) -> str:
+    """Adds up `pack` values and adds the sum times a scale to a lane's cell.
+
+    past_edge: only the values at or past an edge, and takes their sum from the cell of the bucket before. Operands:
+    pack / 4 results, and for each value the cell, the value, the scale and, past_edge, the two places of `reached`.
+    """
+    cell, value, scale, own, other = (pack // 4 + pack * i for i in range(5))
+    lines = [".reg .f32 s<4>, t;", ".reg .b32 n;", *(f"mov.f32 s{i}, 0f00000000;" for i in range(4))]
+    for i in range(pack):
+        if past_edge:
+            lines += [f"add.sat.f32 t, ${own + i}, ${other + i};", f"fma.rn.f32 s{i % 4}, t, ${value + i}, s{i % 4};"]
+        else:
+            lines.append(f"add.f32 s{i % 4}, s{i % 4}, ${value + i};")
+    lines += ["add.f32 s0, s0, s1;", "add.f32 s2, s2, s3;", "add.f32 s0, s0, s2;", f"mul.f32 s0, s0, ${scale};"]
+    kind, negate = ("u32", "neg.s32 n, n;") if exact else ("f32", "xor.b32 n, n, 0x80000000;")
+    lines.append("cvt.rni.s32.f32 n, s0;" if exact else "mov.b32 n, s0;")
+    lines.append(f"red.shared.add.{kind} [${cell}], n;")
+    if past_edge:
+        lines += [negate, f"red.shared.add.{kind} [${cell}+-{row_bytes}], n;"]
+    return "{ " + " ".join(lines + [f"mov.u32 ${i}, 0;" for i in range(pack // 4)]) + " }"
+
+
+def _sum_operands(pack: int, past_edge: bool) -> str:
+    return ",".join(["=r"] * (pack // 4) + ["r"] * pack + ["f"] * pack * (4 if past_edge else 2))
+
+
+# Values that a thread adds up before it touches shared memory.
+_PACK, _PACK_FP32 = tl.constexpr(16), tl.constexpr(4)
+_ADD_SUM, _MOVE_SUM = (tl.constexpr(_sum_assembly(_PACK.value, edge, True, _ROW.value)) for edge in (False, True))
+_ADD_SUM_FP32, _MOVE_SUM_FP32 = (
+    tl.constexpr(_sum_assembly(_PACK_FP32.value, edge, False, _ROW.value)) for edge in (False, True)
+)
+_SMALL_MOVE_SUM = tl.constexpr(_sum_assembly(_PACK.value, True, True, _SMALL_ROW.value))
+_ADD_OPERANDS, _MOVE_OPERANDS = (tl.constexpr(_sum_operands(_PACK.value, edge)) for edge in (False, True))
+_ADD_OPERANDS_FP32, _MOVE_OPERANDS_FP32 = (
+    tl.constexpr(_sum_operands(_PACK_FP32.value, edge)) for edge in (False, True)
+)
+
+
+@triton.jit
+def histogram_add_sum(lane, bucket, value, scale, EXACT: tl.constexpr, SMALL: tl.constexpr = False):
+    """histogram[bucket] += scale * the sum of a tile (EXACT: in integers).
+
+    `bucket` is one number. A thread adds up what it has, 16 or 4 values at a time, so that no thread waits for another.
+    """
+    cell = lane + (_SMALL_ROW if SMALL else _ROW) * bucket
+    if EXACT:
+        tl.inline_asm_elementwise(_ADD_SUM, _ADD_OPERANDS, [cell, value, scale], tl.int8, is_pure=False, pack=_PACK)
+    else:
+        tl.inline_asm_elementwise(
+            _ADD_SUM_FP32, _ADD_OPERANDS_FP32, [cell, value, scale], tl.int8, is_pure=False, pack=_PACK_FP32
+        )
+
+
+@triton.jit
+def histogram_move_sum(lane, bucket, value, own, other, scale, EXACT: tl.constexpr, SMALL: tl.constexpr = False):
+    """The same with what has reached an edge (own, other: see `reached`), and histogram[bucket - 1] -= as much."""
+    cell = lane + (_SMALL_ROW if SMALL else _ROW) * bucket
+    if EXACT:
+        MOVE: tl.constexpr = _SMALL_MOVE_SUM if SMALL else _MOVE_SUM
+        tl.inline_asm_elementwise(
+            MOVE, _MOVE_OPERANDS, [cell, value, scale, own, other], tl.int8, is_pure=False, pack=_PACK
+        )
+    else:
+        tl.inline_asm_elementwise(
+            _MOVE_SUM_FP32, _MOVE_OPERANDS_FP32, [cell, value, scale, own, other], tl.int8, is_pure=False,
+            pack=_PACK_FP32,
+        )  # fmt: skip
+
+
+def _total_assembly(exact: bool, lanes: int) -> str:
+    """The sum of a bucket's cells, the first one another for every bucket: lanes do not meet in a bank."""
+    kind, zero = ("s32", "mov.s64 $0, 0;") if exact else ("f32", "mov.f32 $0, 0f00000000;")
+    lines = [".reg .pred out;", ".reg .u32 first, a;", f".reg .{kind} x;", zero]
+    lines += [f"setp.gt.u32 out, $2, {HISTOGRAM_ROWS - 1};", "@out bra DONE;", f"and.b32 a, $2, {lanes - 1};"]
+    lines += [f"mad.lo.u32 first, $2, {lanes * _WORD}, $1;", f"mad.lo.u32 first, a, {_WORD}, first;"]
+    for i in range(lanes):
+        lines += [f"xor.b32 a, first, {_WORD * i};", f"ld.shared.{kind} x, [a];"]
+        lines.append("mad.wide.s32 $0, x, 1, $0;" if exact else "add.f32 $0, $0, x;")
+    return "{ " + " ".join([*lines, "DONE:"]) + " }"
+
+
+_TOTAL, _TOTAL_FP32 = (tl.constexpr(_total_assembly(exact, _LANES)) for exact in (True, False))
+_SMALL_TOTAL = tl.constexpr(_total_assembly(True, _SMALL_LANES))
+
+
+@triton.jit
+def histogram_close(
+    base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.constexpr, STRIDE: tl.constexpr = 1,
+    SMALL: tl.constexpr = False,
+):  # fmt: skip
+    """grad[STRIDE * bucket] += scale * histogram[bucket]; EXACT, and an int64 grad: histogram[bucket] << shift."""
+    tl.debug_barrier()
+    bucket = tl.arange(0, 256)
+    if EXACT:
+        TOTAL: tl.constexpr = _SMALL_TOTAL if SMALL else _TOTAL
+        total = tl.inline_asm_elementwise(TOTAL, "=&l,r,r", [base, bucket], tl.int64, is_pure=False, pack=1)
+        if grad.dtype.element_ty == tl.int64:
+            total = total << shift
+        else:
+            total = total.to(tl.float32) * scale
+    else:
+        total = tl.inline_asm_elementwise(_TOTAL_FP32, "=&f,r,r", [base, bucket], tl.float32, is_pure=False, pack=1)
+        total *= scale
+    tl.atomic_add(grad + STRIDE * bucket, total, (bucket < TABLE) & (total != 0), sem="relaxed")
+
+
+# The ring, for the position bias's gradient: a cell per distance t - s. A program meets the distances in descending
+# order; where they are more than there are cells, all are moved to memory and the cells begin anew, further down. Cells
+# are integers: shared memory adds those in one instruction, floats only in a loop of compare-and-swap; and integers add
+# up to the same sum in any order. A cell takes at most a term for each query of the tile. A thread adds to one of four
+# copies: the lanes of a quad, which in the tensor cores' layouts hold neighbouring keys of one query, and so the same
+# distances as the quads beside them, then meet neither at an address nor, by the copies' distance, in a bank.
+RING_CELLS = 1056
+RING = tl.constexpr(RING_CELLS)
+# SMALL: two stretches of STRETCH cells, for tiles whose diagonals are no more, which take turns. Each term there is
+# ROUNDING_BITS too great, which who knows how many there are takes off the sum: an instruction less a term.
+STRETCH = tl.constexpr(128)
+_COPIES = 4
+
+
+def _copy_bytes(cells: int) -> int:
+    return (cells + 10) * _WORD
+
+
+_RING, _SMALL = tl.constexpr(17 * _KB), tl.constexpr(5 * _KB)
+_COPY, _SMALL_COPY = _copy_bytes(RING_CELLS), _copy_bytes(2 * STRETCH.value)
+assert all(size.value >= _COPIES * copy for size, copy in ((_RING, _COPY), (_SMALL, _SMALL_COPY)))
+_OPEN_RING, _OPEN_SMALL = (
+    tl.constexpr(f"{{ .shared .align 16 .b8 hstu_ring[{size.value}]; mov.u32 $0, hstu_ring; }}")
+    for size in (_RING, _SMALL)
+)
+
+
+def _copy_assembly(copy_bytes: int, address: str) -> str:
+    """`address` = $1 in the thread's copy."""
+    return f"""
+        .reg .u32 copy;
+        mov.u32 copy, %tid.x;
+        and.b32 copy, copy, {_COPIES - 1};
+        mad.lo.u32 {address}, copy, {copy_bytes}, $1;
+    """
+
+
+def _add_assembly(copy_bytes: int) -> str:
+    return f"""{{
+        .reg .u32 a;
+        .reg .f32 f;
+        .reg .b32 n;
+        {_copy_assembly(copy_bytes, "a") if copy_bytes else "mov.u32 a, $1;"}
+        fma.rn.f32 f, $2, $3, 0f{_ROUNDING};
+        mov.b32 n, f;
+        {f"sub.u32 n, n, 0x{_ROUNDING};" if copy_bytes else ""}
+        red.shared.add.u32 [a], n;
+        mov.u32 $0, 0;
+    }}"""
+
+
+def _take_assembly(copy_bytes: int) -> str:
+    """The sum of a cell's copies, which become zero; 0 past the ring's end."""
+    lines = [".reg .u32 n, z;", "mov.u32 z, 0;", "mov.u32 $0, 0;", ".reg .pred p;", "setp.lt.u32 p, $1, $2;"]
+    for copy in range(_COPIES):
+        place = f"[$3+{copy * copy_bytes}]" if copy else "[$3]"
+        lines += [f"@p ld.shared.u32 {'n' if copy else '$0'}, {place};", f"@p st.shared.u32 {place}, z;"]
+        lines += ["@p add.u32 $0, $0, n;"] if copy else []
+    return "{ " + " ".join(lines) + " }"
+
+
+_ADD_TO_RING, _ADD_TO_SMALL = (tl.constexpr(_add_assembly(x)) for x in (_COPY, 0))
+_SMALL_LANE = tl.constexpr("{" + _copy_assembly(_SMALL_COPY, "$0") + "}")
+_TAKE, _TAKE_SMALL = (tl.constexpr(_take_assembly(x)) for x in (_COPY, _SMALL_COPY))
+
+
+@triton.jit
+def ring_open(token, SMALL: tl.constexpr = False):
+    """The shared-memory address of the cells, zeroed. Called once per program; `token` is any int32 scalar."""
+    OPEN: tl.constexpr = _OPEN_SMALL if SMALL else _OPEN_RING
+    BYTES: tl.constexpr = _SMALL if SMALL else _RING
+    base = tl.inline_asm_elementwise(OPEN, "=r,r", [token], tl.int32, is_pure=False, pack=1)
+    _zero(base, BYTES)
+    return base
+
+
+@triton.jit
+def ring_lane(base):
+    """A small ring's address in the thread's copy."""
+    return tl.inline_asm_elementwise(_SMALL_LANE, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def ring_add(cell, value, to_exact, SMALL: tl.constexpr = False):
+    """The cells at these addresses += value * to_exact, rounded (SMALL: + ROUNDING_BITS). They are in the first copy;
+    SMALL: in the thread's.
+    """
+    ADD: tl.constexpr = _ADD_TO_SMALL if SMALL else _ADD_TO_RING
+    tl.inline_asm_elementwise(ADD, "=r,r,f,f", [cell, value, to_exact], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _take(cell, address, limit: tl.constexpr, TAKE: tl.constexpr):
+    return tl.inline_asm_elementwise(TAKE, "=&r,r,r,r", [cell, limit, address], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def stretch_take(base, cell):
+    """The sums of a small ring's stretch at `base`, of its first 128 cells, which become zero; 0 past its end.
+
+    For 4 warps.
+    """
+    return _take(cell, base + 4 * cell, STRETCH, _TAKE_SMALL)
+
+
+@triton.jit
+def ring_flush(base, grad, low, first, last, length):
+    """Moves the distances first .. last - 1 to grad [N] int64; low: the distance of the first cell. For 4 warps."""
+    lane = tl.arange(0, 128)
+    for start in range(first, last, 128):
+        distance = start + lane
+        value = _take(distance - low, base + 4 * (distance - low), RING, _TAKE)
+        use = (distance >= 0) & (distance < length) & (value != 0)
+        tl.atomic_add(grad + distance, value.to(tl.int64), use, sem="relaxed")
