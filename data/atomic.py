@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 import time
@@ -72,10 +73,13 @@ def replace_file(file: Path, content: str | bytes | Callable[[Path], object]) ->
         temporary.unlink(missing_ok=True)
 
 
-def sweep(parent: Path, name: str = "*", older_than: float = 6 * 3600) -> None:
-    """Removes the temporary folders and files that killed processes left beside `name`; a younger one may belong to a
-    process at work."""
-    for leftover in parent.glob(f".{name}.tmp-*"):
+def sweep(parent: Path, name: str | None = None, older_than: float = 6 * 3600) -> None:
+    """Removes the temporary folders and files that killed processes left beside `name`, or beside any name; a younger
+    one may belong to a process at work."""
+    mine = re.compile(rf"\.{'.*' if name is None else re.escape(_cut(name))}\.tmp-[0-9]+-[0-9a-f]{{8}}", re.DOTALL)
+    for leftover in parent.glob(".*.tmp-*"):
+        if not mine.fullmatch(leftover.name):
+            continue
         with contextlib.suppress(OSError):
             if time.time() - leftover.stat().st_mtime >= older_than:
                 _remove(leftover)

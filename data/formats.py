@@ -33,6 +33,7 @@ class RawFormat:
     flags: tuple[str, ...] = ()  # 0/1 columns that make up the action code, bit by bit, lowest first
     all_files: bool = False  # read every file that matches (a source cut into parts), in the order of their names
     own_columns: bool = False  # the user may name the columns
+    downloads: tuple[str, ...] = ()  # what data.download can fetch of it
 
     @property
     def has_timestamps(self) -> bool:
@@ -55,6 +56,7 @@ FORMATS: dict[str, RawFormat] = {
         header=False,
         columns={"user": 0, "item": 1, "action": 2, "timestamp": 3},
         most_action=5,
+        downloads=("ml-100k",),
     ),
     "ml-1m": RawFormat(
         "MovieLens 1M, ratings.dat: user::item::rating::timestamp",
@@ -63,10 +65,17 @@ FORMATS: dict[str, RawFormat] = {
         header=False,
         columns={"user": 0, "item": 1, "action": 2, "timestamp": 3},
         most_action=5,
+        downloads=("ml-1m",),
     ),
-    "ml-20m": RawFormat("MovieLens 20M, ratings.csv: userId,movieId,rating,timestamp", **_MOVIELENS_CSV),
-    "ml-25m": RawFormat("MovieLens 25M, ratings.csv: userId,movieId,rating,timestamp", **_MOVIELENS_CSV),
-    "ml-32m": RawFormat("MovieLens 32M, ratings.csv: userId,movieId,rating,timestamp", **_MOVIELENS_CSV),
+    "ml-20m": RawFormat(
+        "MovieLens 20M, ratings.csv: userId,movieId,rating,timestamp", downloads=("ml-20m",), **_MOVIELENS_CSV
+    ),
+    "ml-25m": RawFormat(
+        "MovieLens 25M, ratings.csv: userId,movieId,rating,timestamp", downloads=("ml-25m",), **_MOVIELENS_CSV
+    ),
+    "ml-32m": RawFormat(
+        "MovieLens 32M, ratings.csv: userId,movieId,rating,timestamp", downloads=("ml-32m",), **_MOVIELENS_CSV
+    ),
     "amazon": RawFormat(
         "Amazon reviews 2014, ratings only: user,item,rating,timestamp without a header",
         files=("ratings*.csv", "*.csv"),
@@ -74,6 +83,7 @@ FORMATS: dict[str, RawFormat] = {
         columns={"user": 0, "item": 1, "action": 2, "timestamp": 3},
         most_action=5,
         integer_ids=False,
+        downloads=("amazon-beauty", "amazon-books"),
     ),
     "kuairand": RawFormat(
         "KuaiRand, log_standard_*.csv: user_id, video_id, time_ms and 0/1 feedback columns",
@@ -91,6 +101,7 @@ FORMATS: dict[str, RawFormat] = {
             "is_profile_enter",
         ),
         all_files=True,
+        downloads=("kuairand-pure", "kuairand-1k", "kuairand-27k"),
     ),
     "lines": RawFormat(
         "one 'user item' pair of integers a line, each user's lines in time order; no timestamps",
@@ -146,7 +157,7 @@ def local_path(path: str | Path, key: str) -> Path:
 def find_files(name: str, fmt: RawFormat, path: str | Path | None) -> list[Path]:
     """The raw files of a source. `path` is the file itself or the folder that holds it; DataError when missing."""
     if not path:
-        raise DataError(f"data.path: format {name} needs the path of {fmt.files[0]} or of its folder")
+        raise DataError(f"data.path: format {name} needs the path of {fmt.files[0]} or of its folder{_fetch(fmt)}")
     path = local_path(path, "data.path")
     try:
         return _find_files(fmt, path)
@@ -158,7 +169,7 @@ def _find_files(fmt: RawFormat, path: Path) -> list[Path]:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise DataError(f"{shown(path, 200)}: no such file or folder") from None
+        raise DataError(f"{shown(path, 200)}: no such file or folder{_fetch(fmt)}") from None
     if stat.S_ISREG(mode):
         return [path]
     if not stat.S_ISDIR(mode):
@@ -171,4 +182,12 @@ def _find_files(fmt: RawFormat, path: Path) -> list[Path]:
             raise DataError(f"{path}: {len(found)} files match {pattern} ({names}); give the path of one")
         if found:
             return found
-    raise DataError(f"{path}: no {fmt.files[0]} in this folder")
+    raise DataError(f"{path}: no {fmt.files[0]} in this folder{_fetch(fmt)}")
+
+
+def _fetch(fmt: RawFormat) -> str:
+    """How to get the data, where `data.download` can fetch them."""
+    if not fmt.downloads:
+        return ""
+    name = fmt.downloads[0] if len(fmt.downloads) == 1 else f"NAME (NAME is one of {', '.join(fmt.downloads)})"
+    return f"; to fetch it: python -m data.download {name}"

@@ -6,7 +6,6 @@ answered with the nearest valid one.
 
 import contextlib
 import difflib
-import re
 import types
 import typing
 from pathlib import Path
@@ -29,11 +28,8 @@ from data.types import shown
 from models.attention import ATTENTION, attention_config
 from models.contract import AttentionKind, LayerSizes, Strict
 from models.heads import DotConfig, HeadConfig
+from models.strict_yaml import ConfigError, parse_yaml, read_config
 from models.tasks.options import RetrievalConfig, TaskConfig
-
-
-class ConfigError(ValueError):
-    """What is wrong with a configuration, one line for each error."""
 
 
 def _possible_path(value: str) -> str:
@@ -281,88 +277,6 @@ class RunConfig(Strict):
         return self
 
 
-MOST_NODES, DEEPEST = 10_000, 30  # far beyond any configuration, far below what harms the parser
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with its traps removed: `1e-3` is a number.
-
-    Errors are a key given twice or not plain text, a tag, nesting without end, a value that holds itself, and one that
-    looks like a number or a date and is none.
-    """
-
-    depth = 0
-
-    def compose_node(self, parent, index):
-        event = self.peek_event()
-        if getattr(event, "tag", None) is not None:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"tags like {event.tag} are not allowed", event.start_mark
-            )
-        self.depth += 1
-        if self.depth > DEEPEST:
-            raise yaml.constructor.ConstructorError(None, None, "nested too deeply", event.start_mark)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def get_single_data(self):
-        node = self.get_single_node()
-        if node is None:
-            return None
-        if self._size(node, {}) > MOST_NODES:
-            raise yaml.constructor.ConstructorError(None, None, "too many values", node.start_mark)
-        return self.construct_document(node)
-
-    def _size(self, node, known: dict) -> int:
-        """The number of values below the node once its aliases are written out."""
-        if node in known:
-            if known[node] is None:
-                raise yaml.constructor.ConstructorError(None, None, "a value that holds itself", node.start_mark)
-            return known[node]
-        known[node] = None
-        children = () if isinstance(node, yaml.ScalarNode) else node.value
-        if isinstance(node, yaml.MappingNode):
-            children = [part for pair in node.value for part in pair]
-        known[node] = 1 + sum(self._size(child, known) for child in children)
-        return known[node]
-
-    def construct_mapping(self, node, deep=False):
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be plain text", key.start_mark)
-        keys = [key.value for key, _ in node.value]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"key given twice: {', '.join(twice)}", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-    def construct_scalar_of(self, node):
-        """Numbers and dates: SafeLoader's own reading, whose errors lack the place."""
-        try:
-            return yaml.SafeLoader.yaml_constructors[node.tag](self, node)
-        except ValueError as error:
-            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
-
-
-for _kind in ("int", "float", "timestamp"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.construct_scalar_of)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
-def parse_yaml(text: str, where: str):
-    """`text` as YAML; ConfigError, in one line with the place, when it is none."""
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f" line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise ConfigError(f"{where}{place}: {reason}") from None
-
-
 def _override(tree: dict, assignment: str) -> None:
     path, equals, text = assignment.partition("=")
     if not equals or not path:
@@ -396,11 +310,7 @@ def _override(tree: dict, assignment: str) -> None:
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
     """The run that the YAML file at `path` and the dotted `overrides` describe; ConfigError names all errors."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # the latter: not UTF-8, or a NUL in the path
-        raise ConfigError(f"{shown(path, 200)}: {getattr(error, 'strerror', None) or error}") from None
-    tree = parse_yaml(text, str(path))
+    tree = parse_yaml(read_config(Path(path)), str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping with data, model and train")
     for assignment in overrides:

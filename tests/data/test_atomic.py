@@ -157,13 +157,24 @@ def test_killed_at_random_moments_it_is_always_there_and_whole(tmp_path):
 
 
 def test_sweep_takes_only_what_is_old(tmp_path):
-    for name in (".folder.tmp-1-a", ".folder.tmp-2-b", ".other.tmp-1-a", ".folder.old", "folder"):
+    for name in (".folder.tmp-1-0000000a", ".folder.tmp-2-0000000b", ".other.tmp-1-0000000a", ".folder.old", "folder"):
         (tmp_path / name).mkdir()
-    os.utime(tmp_path / ".folder.tmp-1-a", (time.time() - 86400,) * 2)
+    os.utime(tmp_path / ".folder.tmp-1-0000000a", (time.time() - 86400,) * 2)
     sweep(tmp_path, "folder")
-    assert names(tmp_path) == [".folder.old", ".folder.tmp-2-b", ".other.tmp-1-a", "folder"]
+    assert names(tmp_path) == [".folder.old", ".folder.tmp-2-0000000b", ".other.tmp-1-0000000a", "folder"]
     sweep(tmp_path, older_than=0)
     assert names(tmp_path) == [".folder.old", "folder"]
+
+
+def test_sweep_takes_a_name_as_it_is_and_nothing_of_the_user_s(tmp_path):
+    long = "x" * 250
+    mine = [".data[1].tmp-1-0000000a", f".{long[:200]}.tmp-1-0000000a"]
+    others = [".data1.tmp-1-0000000a", ".data[1].tmp-notes", ".data[1].tmp-1-0000000a.csv"]
+    for name in mine + others:
+        (tmp_path / name).mkdir()
+    for name in ("data[1]", "data*", long):
+        sweep(tmp_path, name, older_than=0)
+    assert names(tmp_path) == sorted(others)
 
 
 def test_gives_up_when_others_never_stop_replacing_it(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 from data import lines as rows
 from data import prepare
 from data.datasets import FORMATS, DataError, load_dataset
+from data.download import SOURCES
 from tests.data.raw_files import CSV, GOOD, error_of, events
 
 pl = pytest.importorskip("polars")  # raw files cannot be read without; the rest of the data layer can do without
@@ -342,8 +343,17 @@ def test_files_that_are_missing_empty_or_ambiguous(tmp_path, load):
     for name in "ab":
         (tmp_path / "folder" / f"{name}.txt").write_text("1 1\n")
     assert "2 files match" in error_of(load, "lines", tmp_path / "folder")
-    with pytest.raises(DataError, match=r"data\.path: format ml-1m needs"):
+    with pytest.raises(DataError, match=r"data\.path: format ml-1m needs .*: python -m data\.download ml-1m$"):
         load_dataset("ml-1m", None, cache_dir=tmp_path)
+
+
+def test_missing_data_are_answered_by_how_to_fetch_them(tmp_path, load):
+    assert error_of(load, "ml-1m", tmp_path / "nowhere").endswith("to fetch it: python -m data.download ml-1m")
+    (tmp_path / "folder").mkdir()
+    message = error_of(load, "kuairand", tmp_path / "folder")
+    assert message.endswith("data.download NAME (NAME is one of kuairand-pure, kuairand-1k, kuairand-27k)")
+    for name, fmt in FORMATS.items():
+        assert list(fmt.downloads) == [source for source, entry in SOURCES.items() if entry.format == name]
 
 
 def test_options_that_are_wrong(tmp_path, load):

@@ -289,7 +289,7 @@ MENDED: dict[str, Change] = {
     "metrics.jsonl with zeros behind (power cut)": metrics(lambda b: b + b"\0" * 300),
     "killed while best/ was replaced": lambda run: (run / "best").rename(run / ".best.old"),
     "killed while a checkpoint was written": lambda run: newest(run).rename(
-        newest(run).with_name(f".{newest(run).name}.tmp-123-ab")
+        newest(run).with_name(f".{newest(run).name}.tmp-123-000000ab")
     ),
 }
 

@@ -1,5 +1,6 @@
 """Configuration: every error at once, with its path and the nearest valid key."""
 
+import os
 import re
 from pathlib import Path
 
@@ -42,6 +43,44 @@ def test_shipped_configs_load(path):
 def test_scientific_notation_is_a_number(tmp_path):
     assert load_config(write(tmp_path)).train.lr == 1e-3
     assert load_config(write(tmp_path), ["train.lr=3e-4"]).train.lr == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lr=1:30", "train.lr: input should be a valid number, got '1:30'"),
+        ("seed=010", "seed: input should be a valid integer, got '010'"),
+        ("seed=-010", "seed: input should be a valid integer, got '-010'"),
+        ("train.epochs=0b10", "train.epochs: input should be a valid integer, got '0b10'"),
+        ("train.lr=1:30.5", "train.lr: input should be a valid number, got '1:30.5'"),
+    ],
+)
+def test_text_that_yaml_1_1_takes_for_numbers(tmp_path, override, message):
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path), [override])
+    assert message in str(error.value)
+
+
+def test_numbers(tmp_path):
+    for text, number in (("0.5", 0.5), (".5", 0.5), ("1e-2", 0.01), ("2.5E-1", 0.25), ("0.1e0", 0.1), ("1.", 1.0)):
+        assert load_config(write(tmp_path), [f"train.lr={text}"]).train.lr == number
+    for text, number in (("0", 0), ("1_000", 1000), ("+7", 7), ("0x10", 16)):
+        assert load_config(write(tmp_path), [f"seed={text}"]).seed == number
+
+
+def test_config_that_is_no_file_of_a_possible_size(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "long").write_text("a: " + "[1, " * 300_000)
+    for name, message in (("pipe", "expected a regular file"), ("zero", "expected a regular file"), ("long", "bytes")):
+        with pytest.raises(ConfigError, match=message):
+            load_config(tmp_path / name)
+
+
+def test_name_of_a_shipped_config_without_its_path(tmp_path):
+    for name in ("ml-1m-hstu", "ml-1m-hstu.yaml", "ml1m-hstu"):
+        with pytest.raises(ConfigError, match=r"No such file or directory, did you mean .*configs/ml-1m-hstu\.yaml\?"):
+            load_config(tmp_path / name)
 
 
 def test_all_errors_at_once(tmp_path):

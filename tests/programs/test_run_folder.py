@@ -48,7 +48,7 @@ def test_a_new_folder_goes_again_when_nothing_came_of_it(tmp_path):
 
 
 def test_what_a_kill_left_is_put_right(tmp_path):
-    for name in (".config.yaml.tmp-1-a", "checkpoints/.step-00000001.tmp-1-a", ".best.old"):
+    for name in (".config.yaml.tmp-1-0000000a", "checkpoints/.step-00000001.tmp-1-0000000a", ".best.old"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "config.yaml").write_text("x")
     with claimed(tmp_path, new=False):
