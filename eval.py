@@ -44,7 +44,7 @@ def open_run(folder: Path, overrides: list[str]):
     config = load_config(folder / "config.yaml", overrides)
     weights, facts, source = final_weights(folder)
     check_config(facts, load_config(folder / "config.yaml"), folder, source)
-    data = open_data(config)
+    data = open_data(config, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
     check_fingerprint(facts.get("fingerprint"), data, folder)
     model = build_model(data)
     load_weights(model, weights, source)

@@ -77,7 +77,7 @@ def train(config: RunConfig, folder: Path, resume: bool, override: bool = False)
 def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool, context: Context) -> int:
     """Several processes, of which the first writes: see models/parallel/context.py."""
     console.quiet = not context.first
-    data = open_data(config)
+    data = open_data(config, tell)
     config = data.config
     torch.manual_seed(config.seed)
     model = build_model(data)
@@ -115,6 +115,8 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool,
         f"{data.dataset.name}: {data.dataset.num_users:,} users, {data.dataset.num_items:,} items, "
         f"{data.dataset.num_events:,} events; {parameters:,} parameters; {data.device}; run folder {folder}"
     )
+    for note in data.dataset.notes:
+        tell(f"data: {note}")
     stop = StopSignal()
     started, saved_at = time.monotonic() - progress.seconds, time.monotonic()
     means = Means(data.device, progress.losses)
@@ -179,6 +181,10 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool,
     elif context.first:
         finish(config, folder, model, data, progress)
     return 0
+
+
+def tell(line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def build_step(

@@ -32,7 +32,7 @@ def replace_folder(folder: Path, keep: Callable[[Path], bool] | None = None) -> 
     Raises OSError when the disk is full or the place cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _beside(folder)
+    temporary = temporary_beside(folder)
     temporary.mkdir()
     try:
         yield temporary
@@ -60,7 +60,7 @@ def replace_file(file: Path, content: str | bytes | Callable[[Path], object]) ->
     content: text (written in UTF-8; what UTF-8 cannot hold is escaped), bytes, or a function that writes the file whose
     path it gets.
     """
-    temporary = _beside(file)
+    temporary = temporary_beside(file)
     try:
         if callable(content):
             content(temporary)
@@ -85,7 +85,16 @@ def sweep(parent: Path, name: str | None = None, older_than: float = 6 * 3600) -
                 _remove(leftover)
 
 
-def _beside(path: Path) -> Path:
+def remove_temporaries(path: Path) -> None:
+    """Removes what this process began to write beside `path` and did not put in its place."""
+    for leftover in path.parent.glob(f".*.tmp-{os.getpid()}-*"):
+        if leftover.name.startswith(f".{_cut(path.name)}.tmp-"):
+            with contextlib.suppress(OSError):
+                _remove(leftover)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name beside `path` that nothing has and that `sweep` knows."""
     # Cut: with what is added, a name of the greatest length would be too long.
     return path.with_name(f".{_cut(path.name)}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 

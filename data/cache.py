@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +38,11 @@ class CacheError(Exception):
     """A cache folder that is missing something or damaged."""
 
 
-def write_cache(dataset: Dataset, folder: Path, meta: dict) -> None:
-    """The dataset as `folder`, whole or not at all; `meta` is kept beside it. OSError when the disk is full, say."""
+def write_cache(dataset: Dataset, folder: Path, meta: dict, stage: Callable[[str], None] = lambda _: None) -> None:
+    """The dataset as `folder`, whole or not at all; `meta` is kept beside it. OSError when the disk is full, say.
+
+    stage: is told what is being written, and may raise.
+    """
     sweep(folder.parent, folder.name)
     with replace_folder(folder, keep=_is_good) as temporary:
         files = {}
@@ -47,6 +51,7 @@ def write_cache(dataset: Dataset, folder: Path, meta: dict) -> None:
             if array is None:
                 continue
             file = temporary / f"{column}.npy"
+            stage(f"writing the cache: {column}")
             np.save(file, array, allow_pickle=False)
             files[column] = {"size": file.stat().st_size, "crc32": _file_crc32(file)}
         meta = {
@@ -59,6 +64,8 @@ def write_cache(dataset: Dataset, folder: Path, meta: dict) -> None:
             "num_items": dataset.num_items,
             "num_events": dataset.num_events,
             "files": files,
+            "action_names": None if dataset.action_names is None else list(dataset.action_names),
+            "notes": list(dataset.notes),
         }
         text = json.dumps(meta | {"crc32": _meta_crc32(meta)}, indent=1)
         (temporary / "meta.json").write_text(text, encoding="utf-8")
@@ -74,8 +81,14 @@ def read_cache(folder: Path, fingerprint: str | None = None) -> tuple[Dataset, d
         arrays[column] = _read_column(folder, column, expected)
     if missing := [c for c in COLUMNS if arrays[c] is None and c != "actions"]:
         raise CacheError(f"no column {', '.join(missing)}")
+    names = meta.get("action_names")
     dataset = Dataset(
-        name=meta["name"], has_timestamps=meta["has_timestamps"], fingerprint=meta["fingerprint"], **arrays
+        name=meta["name"],
+        has_timestamps=meta["has_timestamps"],
+        fingerprint=meta["fingerprint"],
+        action_names=None if names is None else tuple(names),
+        notes=tuple(meta.get("notes") or ()),
+        **arrays,
     )
     for key in ("num_users", "num_items", "num_events"):
         if meta[key] != getattr(dataset, key):
@@ -104,6 +117,10 @@ def _read_meta(folder: Path) -> dict:
     for key, kind in META.items():
         if not isinstance(meta.get(key), kind):
             raise CacheError(f"meta.json: {key}: expected {kind.__name__}, got {shown(repr(meta.get(key)))}")
+    for key in ("action_names", "notes"):  # earlier caches have none
+        texts = meta.get(key)
+        if texts is not None and not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+            raise CacheError(f"meta.json: {key}: expected a list of text, got {shown(repr(texts))}")
     if meta.pop("crc32", None) != _meta_crc32(meta):
         raise CacheError("meta.json: wrong checksum")
     if unknown := meta["files"].keys() - set(COLUMNS):
@@ -153,6 +170,9 @@ def _check(dataset: Dataset) -> None:
         or (np.diff(offsets) < 0).any()
     ):
         raise CacheError(f"user_offsets.npy: expected {dataset.num_users + 1} values rising from 0 to {events}")
+    actions, names = dataset.actions, dataset.action_names
+    if names is not None and (actions is None or (events and actions.max() >= len(names))):
+        raise CacheError("meta.json: action_names: fewer than there are actions")
     if not dataset.has_timestamps and dataset.timestamps.any():
         raise CacheError("meta.json says has_timestamps=false, and timestamps.npy has some")
     falls = np.flatnonzero(dataset.timestamps[1:] < dataset.timestamps[:-1]) + 1

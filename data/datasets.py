@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from .filtering import filter_dataset
-from .formats import FORMATS, with_own_columns
+from .formats import FORMATS, with_options
 from .options import Columns, SyntheticOptions
 from .prepare import load_or_prepare
+from .raw import PLAIN, Handling
 from .synthetic import generate
 from .types import DataError, Dataset, did_you_mean
 from .vocabulary import Vocabulary, in_terms_of
@@ -25,17 +29,25 @@ def load_dataset(
     columns: Columns | dict | None = None,
     synthetic: SyntheticOptions | dict | None = None,
     vocabulary: Vocabulary | None = None,
+    separator: str | None = None,
+    on_bad_row: Literal["error", "drop"] = "error",
+    duplicates: Literal["keep", "drop"] = "keep",
+    tell: Callable[[str], None] | None = None,
 ) -> Dataset:
     """Load a dataset, preparing its cache first if need be.
 
-    format: a key of FORMATS. path: the raw file, the folder that holds it, or a prepared cache folder (one with a
-    meta.json; then neither the raw file nor polars is needed). cache_dir: where prepared caches live; None keeps the
+    format: a key of FORMATS. path: the raw file, the folder that holds it or its parts, a pattern of
+    files (`logs/*.csv`; csv and parquet only), or a prepared cache folder (one with a meta.json; then neither the raw
+    file nor polars is needed). cache_dir: where prepared caches live; None keeps the
     prepared data in memory and writes nothing.
     min_user_events, min_item_events: repeatedly drop users and items with fewer events, until none is left.
     columns: csv and parquet only, see `options.Columns`. synthetic: format synthetic only, see
     `options.SyntheticOptions`. vocabulary: what a trained model knows (`vocabulary.vocabulary_of` its data set);
     known items keep their numbers, events with others are left out and counted in `Dataset.left_out`, users with fewer
-    than min_user_events events left go too, and min_item_events is not applied.
+    than min_user_events events left go too, and min_item_events is not applied. separator: of a csv file or of
+    sequences; absent, it is told from the first line. on_bad_row: whether rows that cannot be read end the preparation
+    or are left out and counted. duplicates: whether events that equal an earlier one in every column stay. tell: gets a
+    line now and then about what a long preparation is doing; what it found is in `Dataset.notes`.
 
     Raises DataError, one line, that names the file, line, column and value where it can.
     """
@@ -46,16 +58,32 @@ def load_dataset(
     for key, value in (("min_user_events", min_user_events), ("min_item_events", min_item_events)):
         if not isinstance(value, int) or not 1 <= value < 2**63:
             raise DataError(f"data.{key}: expected an integer >= 1, got {value!r}")
-    if vocabulary is not None:
-        whole = load_dataset(format, path, cache_dir=cache_dir, columns=columns, synthetic=synthetic)
-        return in_terms_of(whole, vocabulary, min_user_events)
+    for key, value, known in (
+        ("on_bad_row", on_bad_row, ("error", "drop")),
+        ("duplicates", duplicates, ("keep", "drop")),
+    ):
+        if value not in known:
+            raise DataError(f"data.{key}: expected {' or '.join(known)}, got {value!r}")
     options = {"min_user_events": min_user_events, "min_item_events": min_item_events}
-    fmt = with_own_columns(format, FORMATS[format], columns)
+    fmt = with_options(format, FORMATS[format], columns, separator)
+    if vocabulary is not None and vocabulary.action_names is not None and fmt.own_columns and not fmt.action_codes:
+        # The codes that the model was trained with, not those of the most frequent actions here.
+        codes = {text: code for code, text in enumerate(vocabulary.action_names) if text}
+        fmt = dataclasses.replace(fmt, action_codes=codes if "action" in fmt.columns else None)
+    handling = Handling(on_bad_row, duplicates)
     if format == "synthetic":
         if path:
             raise DataError("data.path: format synthetic is generated and takes no path")
         given = synthetic.model_dump() if isinstance(synthetic, SyntheticOptions) else synthetic
-        return filter_dataset(generate(**(given or {})), **options)
+        if handling != PLAIN:
+            raise DataError("data.on_bad_row, data.duplicates: format synthetic has neither bad rows nor duplicates")
+        dataset = generate(**(given or {}))
+        if vocabulary is None:
+            return filter_dataset(dataset, **options)
+        return in_terms_of(dataset, vocabulary, min_user_events)
     if synthetic:
         raise DataError(f"data.synthetic: these options belong to format synthetic, not to {format}")
-    return load_or_prepare(format, fmt, path, cache_dir, options)
+    if vocabulary is None:
+        return load_or_prepare(format, fmt, path, cache_dir, options, handling, tell)
+    whole = load_or_prepare(format, fmt, path, cache_dir, None, handling, tell)
+    return in_terms_of(whole, vocabulary, min_user_events)

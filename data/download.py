@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .atomic import replace_folder, sweep
-from .formats import FORMATS, local_path
+from .formats import FORMATS
 from .lines import first_line, split_row
+from .sources import RawFile, local_path
 from .types import DataError, shown
 
 BLOCK = 1 << 18
@@ -287,7 +288,7 @@ def _check_first_row(format: str) -> Callable[[Path], None]:
     fmt = FORMATS[format]
 
     def check(file: Path) -> None:
-        text = first_line(file).decode("utf-8", "replace").rstrip("\r\n")
+        text = first_line(RawFile(file, file.name), fmt).decode("utf-8", "replace").rstrip("\r\n")
         if len(split_row(text, fmt)) != len(fmt.columns):
             raise DownloadError(f"what came is not the file: it starts with {shown(text)!r}, no row of format {format}")
 

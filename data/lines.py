@@ -1,4 +1,4 @@
-"""The rows of a text file before anybody parses them: each has as many fields as there are columns, or is named.
+"""The rows of a text file before anybody parses them: whether each has as many fields as there are columns.
 
 A parser may fill a short row and cut a long one in silence. Works on bytes, block by block; numpy alone. A row is a
 line, except that in a format with quoting a quoted field may hold line ends.
@@ -7,27 +7,26 @@ line, except that in a format with quoting a quoted field may hold line ends.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 
 from .formats import RawFormat
+from .sources import RawFile
 from .types import DataError
 
 BLOCK = 1 << 22  # bytes looked at in one go
-SEARCH_BLOCK = 1 << 24  # bytes parsed in one go in the search for a bad row
-MAX_ROW = 1 << 20  # bytes; a longer one is no row of events, and an unclosed quote would swallow the file
+SEARCH_BLOCK = 1 << 24  # bytes parsed in one go where rows may be bad
 NEWLINE, RETURN, QUOTE = b'\n\r"'  # as numbers
 
 
-def read_header(file: Path, fmt: RawFormat) -> list[str]:
+def read_header(source: RawFile, fmt: RawFormat) -> list[str]:
     """The names of the columns. DataError for a line that cannot be a header."""
-    line = first_line(file).decode("utf-8-sig", "replace").rstrip("\r\n")
+    line = first_line(source, fmt).decode("utf-8-sig", "replace").rstrip("\r\n")
     if not fmt.quoting:
         return line.split(fmt.separator)
     if line.count('"') % 2:
-        raise DataError(f"{file.name} line 1: a quote that is never closed")
+        raise DataError(f"{source.name} line 1: a quote that is never closed")
     return split_row(line, fmt)
 
 
@@ -39,20 +38,20 @@ def split_row(text: str, fmt: RawFormat) -> list[str]:
     return [field[1:-1].replace('""', '"') if field.startswith('"') else field for field in fields]
 
 
-def first_line(file: Path) -> bytes:
-    with open(file, "rb") as f:
-        line = f.readline(MAX_ROW + 1)
-    if len(line) > MAX_ROW:
-        raise DataError(f"{file.name} line 1: longer than {MAX_ROW:,} bytes")
+def first_line(source: RawFile, fmt: RawFormat) -> bytes:
+    with open(source.path, "rb") as f:
+        line = f.readline(fmt.longest_row + 1)
+    if len(line) > fmt.longest_row:
+        raise DataError(f"{source.name} line 1: longer than {fmt.longest_row:,} bytes")
     return line
 
 
-def blocks(file: Path, fmt: RawFormat, size: int) -> Iterator[tuple[int, bytes]]:
+def blocks(source: RawFile, fmt: RawFormat, size: int) -> Iterator[tuple[int, bytes]]:
     """(number of its first line, whole rows), some `size` bytes at a time, the header left out.
 
-    DataError for a row that is longer than MAX_ROW.
+    DataError for a row that is longer than the format allows.
     """
-    with open(file, "rb") as f:
+    with open(source.path, "rb") as f:
         line = 1
         if fmt.header:
             f.readline()
@@ -69,8 +68,8 @@ def blocks(file: Path, fmt: RawFormat, size: int) -> Iterator[tuple[int, bytes]]
             if data:
                 yield line, data
                 line += data.count(b"\n")
-            if len(rest) > MAX_ROW:
-                raise DataError(_too_long(file, line, rest, fmt))
+            if len(rest) > fmt.longest_row:
+                raise DataError(_too_long(source, line, rest, fmt))
         if data:
             yield line, data if data.endswith(b"\n") else data + b"\n"
 
@@ -87,40 +86,67 @@ def _outside_quotes(data: bytes, fmt: RawFormat, marks: np.ndarray) -> np.ndarra
     return marks
 
 
-def check_rows(file: Path, fmt: RawFormat, columns: int) -> None:
-    """DataError names the first row that has not `columns` fields, is too long or is quoted wrongly."""
-    for line, data in blocks(file, fmt, BLOCK):
-        if found := _first_wrong(data, fmt, columns):
-            start, what = min(found)
-            raise DataError(f"{file.name} line {line + data[:start].count(NEWLINE)}: {what}")
+class Shape:
+    """Which rows of `data`, whole rows of a text file, cannot be rows of `columns` fields.
+
+    ends       [rows] int64: where each row ends
+    wrong      [<= rows] int64, ascending: the rows that are wrong
+    misquoted  (row, what) of the first quote out of place, behind which nobody can tell where rows end; or None
+    """
+
+    def __init__(self, data: bytes, fmt: RawFormat, columns: int):
+        values = np.frombuffer(data, np.uint8)
+        self._data, self._fmt, self._columns = data, fmt, columns
+        self.ends = row_ends(data, fmt)
+        self._starts = np.append(0, self.ends + 1)  # [rows + 1]: the last is the end, unless a quote is never closed
+        separators = np.flatnonzero(_outside_quotes(data, fmt, values == ord(fmt.separator[0])))
+        fields = np.diff(np.searchsorted(separators, self.ends), prepend=0) / len(fmt.separator) + 1
+        wrong = (fields != columns) | (self.ends - self._starts[:-1] > fmt.longest_row)
+        if len(fmt.separator) == 2 and not wrong.any():
+            # Rows have the right even number of colons here, so that these pair up within rows.
+            apart = np.flatnonzero(np.diff(separators.reshape(-1, 2))[:, 0] != 1)
+            wrong[np.searchsorted(self.ends, separators[2 * apart])] = True
+        elif len(fmt.separator) == 2:
+            rows = np.flatnonzero(~wrong).tolist()
+            wrong[[row for row in rows if self.row(row).count(fmt.separator.encode()) != columns - 1]] = True
+        self.wrong = np.flatnonzero(wrong)
+        self.misquoted = None
+        if fmt.quoting and b'"' in data:
+            if (position := _misquoted(values, ord(fmt.separator))) is not None:
+                row = int(np.searchsorted(self.ends, position))
+                self.misquoted = row, "a quote in a field that does not start with one"
+            elif self._starts[-1] != len(data):
+                self.misquoted = len(self.ends), "a quote that is never closed"
+
+    def row(self, row: int) -> bytes:
+        """The bytes of a row, without its line end."""
+        return self._data[self._starts[row] : self.ends[row]]
+
+    def lines_before(self, row: int) -> int:
+        return self._data.count(b"\n", 0, int(self._starts[row]))
+
+    def without(self, rows: np.ndarray) -> bytes:
+        """The data without some of its rows (ascending)."""
+        cuts = [0, *np.stack([self._starts[rows], self.ends[rows] + 1], 1).ravel().tolist(), len(self._data)]
+        return b"".join(self._data[start:end] for start, end in zip(cuts[::2], cuts[1::2]))
+
+    def problem(self, row: int) -> str:
+        """What is wrong with a row of `wrong`."""
+        text, separator = self.row(row), self._fmt.separator
+        if len(text) > self._fmt.longest_row:
+            return f"longer than {self._fmt.longest_row:,} bytes"
+        if not text.strip():
+            return "empty line"
+        got = len(split_row(text.decode("utf-8", "replace"), self._fmt))
+        if got == self._columns:
+            return f"expected {self._columns} columns between {separator!r}"
+        return f"expected {self._columns} columns, got {got}"
 
 
-def _first_wrong(data: bytes, fmt: RawFormat, columns: int) -> list[tuple[int, str]]:
-    """For each kind of fault that is found: (where the first row with it starts, what is wrong)."""
-    values = np.frombuffer(data, np.uint8)
-    ends = row_ends(data, fmt)
-    starts = np.append(0, ends + 1)  # [rows + 1]: the last one is the end, unless a quote is never closed
-    separators = np.flatnonzero(_outside_quotes(data, fmt, values == ord(fmt.separator[0])))
-    width = len(fmt.separator)
-    fields = np.diff(np.searchsorted(separators, ends), prepend=0) / width + 1
-    found = []
-    if len(wrong := np.flatnonzero(fields != columns)):
-        row = wrong[0]
-        text = data[starts[row] : ends[row]]
-        got = int(fields[row]) if width == 1 else text.count(fmt.separator.encode()) + 1
-        found.append((starts[row], f"expected {columns} columns, got {got}" if text.strip() else "empty line"))
-    elif width == 2 and len(apart := np.flatnonzero(np.diff(separators.reshape(-1, 2))[:, 0] != 1)):
-        # Rows have the right even number of colons here, so that these pair up within rows.
-        row = np.searchsorted(ends, separators[2 * apart[0]])
-        found.append((starts[row], f"expected {columns} columns between {fmt.separator!r}"))
-    if len(long := np.flatnonzero(ends - starts[:-1] > MAX_ROW)):
-        found.append((starts[long[0]], f"longer than {MAX_ROW:,} bytes"))
-    if fmt.quoting and b'"' in data:
-        if (position := _misquoted(values, ord(fmt.separator))) is not None:
-            found.append((starts[np.searchsorted(ends, position)], "a quote in a field that does not start with one"))
-        if starts[-1] != len(data):
-            found.append((starts[-1], "a quote that is never closed"))
-    return found
+def are_whole(source: RawFile, fmt: RawFormat, columns: int) -> bool:
+    """Whether every row has `columns` fields, is short enough and is quoted rightly."""
+    shapes = (Shape(data, fmt, columns) for _, data in blocks(source, fmt, BLOCK))
+    return not any(len(shape.wrong) or shape.misquoted for shape in shapes)
 
 
 def _misquoted(values: np.ndarray, separator: int) -> int | None:
@@ -134,24 +160,6 @@ def _misquoted(values: np.ndarray, separator: int) -> int | None:
     return int(wrong.min()) if len(wrong) else None
 
 
-def _too_long(file: Path, line: int, rest: bytes, fmt: RawFormat) -> str:
+def _too_long(source: RawFile, line: int, rest: bytes, fmt: RawFormat) -> str:
     hint = ", is a quote never closed?" if fmt.quoting and rest.count(b'"') % 2 else ""
-    return f"{file.name} line {line}: longer than {MAX_ROW:,} bytes{hint}"
-
-
-def find_bad_row(file: Path, fmt: RawFormat, good: Callable[[bytes], bool]) -> tuple[int, bytes] | None:
-    """(number of its first line, the row) of the first row that `good` rejects, by halving; None when it takes all.
-
-    good: whole rows -> whether all of them are right.
-    """
-    for line, data in blocks(file, fmt, SEARCH_BLOCK):
-        if good(data):
-            continue
-        while len(ends := row_ends(data, fmt)) > 1:
-            half = int(ends[len(ends) // 2 - 1]) + 1
-            if good(data[:half]):
-                line, data = line + data.count(b"\n", 0, half), data[half:]
-            else:
-                data = data[:half]
-        return line, data
-    return None
+    return f"{source.name} line {line}: longer than {fmt.longest_row:,} bytes{hint}"

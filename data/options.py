@@ -6,7 +6,7 @@ answered like any other key.
 
 from __future__ import annotations
 
-from typing import Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -14,6 +14,17 @@ from .types import DataError, did_you_mean, shown
 
 MOST_EVENTS = 2 * 10**9  # generated ones; their arrays would take some 24 GB
 MOST_ITEMS = 10**7
+MOST_ACTION = 999_999  # codes are rows of an embedding table: more is taken for a column read wrongly
+
+
+def checked_separator(value: object) -> str:
+    """What separates the fields of a text file, "tab" being another word for a tab; DataError."""
+    text = "\t" if value == "tab" else value
+    if not isinstance(text, str) or len(text) != 1 or not text.isascii() or text.isalnum() or text in '"\r\n\0.+-':
+        raise DataError(
+            f"data.separator: expected one character that no number holds, or tab, got {shown(repr(value))}"
+        )
+    return text
 
 
 class Options(BaseModel):
@@ -23,14 +34,21 @@ class Options(BaseModel):
 
 
 class Columns(Options):
-    """The columns of a csv or parquet file by their names in it; `timestamp: ""` says that it has no times and is in
-    time order already; `timestamp_unit` is that of integers, "s" or "ms"."""
+    """The columns of a csv or parquet file by their names in it.
+
+    timestamp: "" says that it has no times and is in time order already. timestamp_unit: of times that are numbers, s,
+    ms, us or ns; absent, it is told from the values. timestamp_format: of times that are text, as of
+    `datetime.strptime` ("%d/%m/%Y %H:%M"); absent, ISO 8601 is read; times without a zone are UTC. action_codes: text
+    of an action -> its code, an integer >= 0; absent, text gets codes in order of frequency.
+    """
 
     user: str = Field("user", min_length=1)
     item: str = Field("item", min_length=1)
     timestamp: str = "timestamp"
     action: str | None = Field(None, min_length=1)
-    timestamp_unit: Literal["s", "ms"] = "s"
+    timestamp_unit: Literal["s", "ms", "us", "ns"] | None = None
+    timestamp_format: str | None = Field(None, min_length=1, max_length=100)
+    action_codes: dict[str, Annotated[int, Field(ge=0, le=MOST_ACTION)]] | None = Field(None, min_length=1)
 
     def by_role(self) -> dict[str, str]:
         """role -> column, in a fixed order and without what the source has none of."""
@@ -42,6 +60,10 @@ class Columns(Options):
         names = list(self.by_role().values())
         if doubled := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"column {doubled[0]!r} is named twice")
+        if self.timestamp_format and self.timestamp_unit:
+            raise ValueError("timestamp_unit is for numbers, timestamp_format for text: give one")
+        if self.action_codes and not self.action:
+            raise ValueError("action_codes: name the column of the actions too (action)")
         return self
 
 

@@ -1,54 +1,104 @@
-"""Parquet files -> polars frames with the columns user, item, timestamp and action; the first bad row is named."""
+"""Parquet files -> polars frames with the columns user, item, timestamp and action; bad rows are named."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from . import times
+from .bad_rows import BadRows
 from .formats import RawFormat
+from .memory import require_memory
+from .sources import RawFile, literal
 from .text import finish, require_columns
+from .times import Reading
 from .types import DataError, shown
-from .values import checks, problem
+from .values import Readings, checks, choose_readings, problem, typed
+
+SAMPLE = 100_000  # rows by which columns are read
 
 
-def read_parquet(file: Path, fmt: RawFormat):
-    """One file -> polars frame; DataError with the bad row, column and value."""
+def read_parquet(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None = None):
+    """(polars frame, the readings of its columns, what to say of them) of one file.
+
+    readings: those of the files before, whose times must be of the same kind. Bad rows go to `bad`; DataError for what
+    leaves nothing to read.
+    """
+    raw = _read(source, fmt)
+    time = raw["timestamp"].dtype if "timestamp" in raw.columns else None
+    frame = raw.select(_as_read(source, role, raw[role].dtype, fmt) for role in raw.columns)
+    if readings is None:
+        readings = choose_readings(frame.head(SAMPLE), fmt, numbers_as_text=fmt.timestamp_unit is not None)
+    if time is not None and time.is_temporal():
+        readings = Readings(Reading("datetime", "ns"), readings.text_actions)
+    frame = typed(frame, fmt, readings)
+    import polars as pl
+
+    good = frame.select(pl.all_horizontal(*checks(frame, fmt, readings).values())).to_series()
+    if not good.all():
+        rows = (~good).arg_true()
+        bad.add(len(rows), [_problem(source, row, raw, frame, fmt, readings) for row in rows.head(bad.room)])
+        frame = frame.filter(good)
+    bad.check(source.name)
+    return finish(frame, fmt), readings, []
+
+
+def _read(source: RawFile, fmt: RawFormat):
+    """The wanted columns as they are, named by their roles; DataError for a file that cannot be read."""
     import polars as pl
 
     try:
-        schema = pl.read_parquet_schema(file)
-        require_columns(file, fmt, list(schema))
-        frame = pl.read_parquet(file, columns=list(fmt.columns.values()))
-    except (pl.exceptions.PolarsError, OSError) as error:
+        with literal(source.path) as file:
+            schema = pl.read_parquet_schema(file)
+        names = list(schema)
+        require_columns(source, fmt, names)
+        with literal(source.path) as file:
+            rows = pl.scan_parquet(file).select(pl.len()).collect().item()
+        require_memory(rows * 8 * (2 + 2 * len(fmt.columns)), f"{source.name} says that it has {rows:,} rows; they")
+        # By their places: a name of the user's is a pattern to polars where it looks like one.
+        with literal(source.path) as file:
+            places = [names.index(column) for column in fmt.columns.values()]
+            frame = pl.read_parquet(file, columns=sorted(places), hive_partitioning=False, glob=False)
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
         reason = shown((str(error).strip() or type(error).__name__).splitlines()[0], 200)
-        raise DataError(f"{file}: not a readable Parquet file: {reason}") from error
-    raw, frame = (
-        frame,
-        frame.select(_cast(file, role, column, schema[column], fmt) for role, column in fmt.columns.items()),
-    )
-    for role, good in checks(frame, fmt).items():
-        row = frame.select((~good).arg_true().first()).item()
-        if row is not None:
-            original, value = raw[fmt.columns[role]][row], frame[role][row]
-            what = problem(role, "" if original is None else str(original if value is None else value), fmt)
-            raise DataError(f"{file.name} row {row + 1}, column {fmt.columns[role]}: {what}")
-    return finish(frame, fmt)
+        raise DataError(f"{source.name}: not a readable Parquet file: {reason}") from error
+    by_place = dict(zip(sorted(places), frame.get_columns()))
+    return pl.DataFrame([by_place[place].alias(role) for place, role in zip(places, fmt.columns)])
 
 
-def _cast(file: Path, role: str, column: str, kind, fmt: RawFormat):
+def _as_read(source: RawFile, role: str, kind, fmt: RawFormat):
     """The expression that reads a column of polars type `kind` as `role`; DataError for a type that cannot be it."""
     import polars as pl
 
-    value = pl.col(column)
+    value = pl.col(role)
+    text = kind in (pl.String, pl.Categorical) or isinstance(kind, pl.Enum)
     if role in ("user", "item"):
-        good = kind.is_integer() or kind in (pl.String, pl.Categorical) or isinstance(kind, pl.Enum)
-        expected, target = "integers or strings", pl.Int64 if kind.is_integer() else pl.String
+        good, expected = kind.is_integer() or text, "integers or strings"
+        value = value.cast(pl.Int64 if kind.is_integer() else pl.String, strict=False)
     elif role == "timestamp":
-        good = kind.is_integer() or isinstance(kind, pl.Datetime)
-        expected, target = "integers or a datetime", pl.Int64
-        if isinstance(kind, pl.Datetime):
-            value = value.dt.epoch(fmt.timestamp_unit)
+        good = kind.is_integer() or kind in (pl.Float64, pl.Date, pl.Datetime) or kind.is_decimal() or text
+        expected = "numbers (Float32 has too few digits), datetimes, dates or text"
+        if kind == pl.Date:
+            value = value.cast(pl.Datetime("us"))
+        if kind.is_temporal():
+            value = times.from_datetime(value)
+        elif kind.is_integer():
+            value = value.cast(pl.Int64, strict=False)
+        elif text:
+            value = value.cast(pl.String)
     else:
-        good, expected, target = kind.is_numeric(), "numbers", pl.Float64
+        good, expected = kind.is_numeric() or text, "numbers or text"
+        value = value.cast(pl.String if text or fmt.action_codes else pl.Float64, strict=False)
     if not good:
-        raise DataError(f"{file.name}, column {column}: expected {expected}, got {kind}")
-    return value.cast(target, strict=False).alias(role)
+        raise DataError(f"{source.name}, column {fmt.columns[role]}: expected {expected}, got {kind}")
+    return value
+
+
+def _problem(source: RawFile, row: int, raw, frame, fmt: RawFormat, readings: Readings) -> str:
+    for role, good in checks(frame, fmt, readings).items():
+        if frame[row].select(good).item():
+            continue
+        original, value = raw[role][row], frame[role][row]
+        number = value if role == "timestamp" and isinstance(value, (int, float)) else None
+        what = problem(role, "" if original is None else str(original), fmt, readings, number) or "cannot be read"
+        return f"{source.name} row {row + 1}, column {fmt.columns[role]}: {what}"
+    return f"{source.name} row {row + 1}: cannot be read"

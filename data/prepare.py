@@ -6,53 +6,113 @@ import dataclasses
 import hashlib
 import json
 import logging
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from .atomic import remove_temporaries
 from .cache import CacheError, read_cache, write_cache
 from .filtering import filter_dataset
-from .formats import RawFormat, find_files, local_path
-from .raw import read_raw
+from .formats import RawFormat
+from .progress import Progress, interruptible
+from .raw import PLAIN, Handling, read_raw
+from .sources import RawFile, check_source, find_sources, literal, local_path
 from .types import DataError, Dataset, shown
 
 log = logging.getLogger(__name__)
 
+NO_FILTER = {"min_user_events": 1, "min_item_events": 1}
 VERSION = 1  # part of every key: raise it when the same source would be prepared differently
+OWN_VERSION = 2  # that of csv and parquet
 
 
-def load_or_prepare(name: str, fmt: RawFormat, path, cache_dir: str | Path | None, options: dict) -> Dataset:
+def load_or_prepare(
+    name: str,
+    fmt: RawFormat,
+    path: str | Path | None,
+    cache_dir: str | Path | None,
+    options: dict | None,
+    handling: Handling = PLAIN,
+    tell: Callable[[str], None] | None = None,
+) -> Dataset:
     """Open the cache of this source and these options; make it first if it is missing or damaged.
 
-    Without a `cache_dir` the source is prepared in memory and nothing is written.
+    Without a `cache_dir` the source is prepared in memory and nothing is written. options: of `filter_dataset`; None
+    takes a given cache with whichever it has. tell: is told now and then what is being done. Ctrl-C ends a preparation
+    within a second and leaves no cache that is not whole.
     """
     cache_dir = None if cache_dir is None else local_path(cache_dir, "data.cache_dir")
-    if path and (given := _given_cache(local_path(path, "data.path"), name, options)) is not None:
+    asked = _recipe(name, fmt, options, handling)
+    if path and (given := _given_cache(local_path(path, "data.path"), asked)) is not None:
         return given
-    files = find_files(name, fmt, path)
+    sources, how = find_sources(name, fmt, path)
+    progress = Progress(tell)
+    recipe = asked | {"options": options or NO_FILTER}
+    place: list[Path] = []
+
+    def work() -> Dataset:
+        return _prepare(name, fmt, sources, cache_dir, recipe, handling, progress, place)
+
+    def clean() -> None:
+        for folder in place:
+            remove_temporaries(folder)
+
+    dataset = interruptible(work, progress, clean)
+    return dataclasses.replace(dataset, notes=(how, *dataset.notes)) if how else dataset
+
+
+def _recipe(name: str, fmt: RawFormat, options: dict | None, handling: Handling) -> dict:
+    """What decides, beside the content of the files, what a cache holds."""
     recipe = {"version": VERSION, "format": name, "options": options, "columns": fmt.columns}
     recipe["timestamp_unit"] = fmt.timestamp_unit
+    # What came later is left out where it is not used, so that earlier caches keep their keys.
+    if fmt.own_columns:
+        recipe["version"] = OWN_VERSION
+        recipe |= {"timestamp_format": fmt.timestamp_format, "action_codes": fmt.action_codes}
+    if fmt.kind == "sequences" or fmt.own_columns:
+        recipe["separator"] = None if fmt.detect_separator else fmt.separator
+    if handling != PLAIN:
+        recipe |= {"on_bad_row": handling.on_bad_row, "duplicates": handling.duplicates}
+    return recipe
+
+
+def _prepare(
+    name: str,
+    fmt: RawFormat,
+    sources: list[RawFile],
+    cache_dir: Path | None,
+    recipe: dict,
+    handling: Handling,
+    progress: Progress,
+    place: list[Path],
+) -> Dataset:
+    """`load_or_prepare`, once the files are known; `place` gets what it leaves temporary folders beside."""
     try:
-        before = [_stat(f) for f in files]
-        for file, (size, _) in zip(files, before):
-            if size == 0:
-                raise DataError(f"{file}: the file is empty")
-        key = [recipe, [_file_sha256(f) for f in files]]
-        fingerprint = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        before = [check_source(source, fmt) for source in sources]
+        sums = []
+        for source in sources:
+            progress.stage(f"checking {source.name}")
+            sums.append(_file_sha256(source.path))
+        fingerprint = hashlib.sha256(json.dumps([recipe, sums], sort_keys=True).encode()).hexdigest()
         folder = None if cache_dir is None else cache_dir / f"{name}-{fingerprint[:16]}"
         if folder is not None and (cached := _open(folder, fingerprint)) is not None:
             return cached
-        dataset = filter_dataset(read_raw(name, fmt, files, fingerprint), **options)
-        if [_stat(f) for f in files] != before:
-            raise DataError(f"{files[0]}: the source changed while it was being read; try again")
+        place += [(cache_dir or Path(tempfile.gettempdir())) / "unpacked", *([folder] if folder else [])]
+        dataset = read_raw(name, fmt, sources, fingerprint, handling, cache_dir, progress)
+        progress.stage("filtering")
+        dataset = filter_dataset(dataset, **recipe["options"])
+        if [check_source(source, fmt) for source in sources] != before:
+            raise DataError(f"{sources[0].name}: the source changed while it was being read; try again")
     except OSError as error:
         raise DataError(
-            f"{shown(error.filename or files[0], 200)}: cannot be read: {error.strerror or error}"
+            f"{shown(error.filename or sources[0].path, 200)}: cannot be read: {error.strerror or error}"
         ) from error
     # The filter derives a fingerprint of its own; here the options are part of the key already.
     dataset = dataclasses.replace(dataset, fingerprint=fingerprint)
     if folder is None:
         return dataset
     try:
-        write_cache(dataset, folder, {**recipe, "sources": [str(f) for f in files]})
+        write_cache(dataset, folder, {**recipe, "sources": [str(s.path) for s in sources]}, progress.stage)
         return read_cache(folder, fingerprint)[0]
     except OSError as error:
         raise DataError(f"{shown(cache_dir, 200)}: cannot write the cache: {error.strerror or error}") from error
@@ -71,30 +131,37 @@ def _open(folder: Path, fingerprint: str) -> Dataset | None:
         return None
 
 
-def _given_cache(folder: Path, name: str, options: dict) -> Dataset | None:
-    """The cache that was given as data.path, or None when that is no cache folder."""
+def _given_cache(folder: Path, asked: dict) -> Dataset | None:
+    """The cache that was given as data.path, or None when that is no cache folder.
+
+    DataError unless it was made with what is asked for, where that is said: `options` may be None.
+    """
     try:
         if not (folder / "meta.json").is_file():
             return None
-    except OSError:  # find_files says what is wrong with the path
+    except OSError:  # find_sources says what is wrong with the path
         return None
     try:
         dataset, meta = read_cache(folder)
     except CacheError as error:
         raise DataError(f"{folder}: damaged cache: {error}; prepare it again from the raw file") from error
-    if (meta["format"], meta["options"]) != (name, options):
-        raise DataError(
-            f"{folder}: this cache holds {meta['format']} prepared with {meta['options']}; "
-            f"asked for was {name} with {options}"
-        )
+    for key, value in asked.items():
+        # A unit that is not asked for is told from the values, and was then. Earlier caches lack later keys.
+        told = key == "version" or (key in ("options", "timestamp_unit") and value is None)
+        default = {"on_bad_row": "error", "duplicates": "keep"}.get(key)
+        if not told and (found := meta.get(key, default)) != value:
+            raise DataError(
+                f"{folder}: this cache holds {meta['format']} prepared with {key}={_told(found)}; "
+                f"asked for was {asked['format']} with {key}={_told(value)}"
+            )
     return dataset
 
 
-def _stat(file: Path) -> tuple[int, int]:
-    stat = file.stat()
-    return stat.st_size, stat.st_mtime_ns
+def _told(value: object) -> str:
+    """An option as it can stand in an error."""
+    return shown(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value, 300)
 
 
 def _file_sha256(file: Path) -> str:
-    with open(file, "rb") as f:
+    with literal(file) as f:
         return hashlib.file_digest(f, "sha256").hexdigest()

@@ -1,54 +1,71 @@
-"""Text files -> polars frames with the columns user, item, timestamp and action; the first bad row is named.
+"""Text files -> polars frames with the columns user, item, timestamp and action; bad rows are named.
 
-The rows' shape is checked first, then the file is parsed as a whole, strictly; only if that fails is it searched.
+The rows' shape is checked first, then the file is parsed as a whole, strictly; only if that fails is it read again,
+block by block and value by value.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
+from .bad_rows import BadRows
 from .formats import RawFormat
-from .lines import check_rows, find_bad_row, first_line, read_header, split_row
+from .lines import SEARCH_BLOCK, Shape, are_whole, blocks, first_line, read_header, split_row
+from .sources import RawFile, literal
+from .times import SECONDS
 from .types import DataError, did_you_mean, shown
-from .values import checks, problem
+from .values import Readings, checks, choose_readings, problem, typed
+
+SEPARATORS = ",;\t|"
+NAMES = {"\t": "a tab", " ": "a blank", ",": "a comma", ";": "a semicolon"}
+SAMPLE = 1 << 20  # bytes of the first rows, by which columns of an own file are read
 
 
-def read_text(file: Path, fmt: RawFormat):
-    """One file -> polars frame; DataError with the bad line, column and value."""
+def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None = None):
+    """(polars frame, the readings of its columns, what to say of them) of one file.
+
+    readings: those of the files before. Bad rows go to `bad`; DataError for what leaves nothing to read.
+    """
     import polars as pl
 
-    if fmt.separator == " " and b"\t" in first_line(file):
-        fmt = dataclasses.replace(fmt, separator="\t")
-    names = read_header(file, fmt) if fmt.header else list(range(len(fmt.columns)))
-    require_columns(file, fmt, names)
-    check_rows(file, fmt, len(names))
-    parse = _parser(fmt)
-
-    def good(rows: bytes) -> bool:
+    fmt, notes = with_separator(source, fmt)
+    names = read_header(source, fmt) if fmt.header else list(range(len(fmt.columns)))
+    require_columns(source, fmt, names)
+    whole = are_whole(source, fmt, len(names))
+    if readings is None:
+        readings = _readings(source, fmt, names)
+    if whole:
         try:
-            return is_valid(parse(header + rows), fmt)
+            with literal(source.path) as file:
+                frame = typed(_parse(file, fmt, names, readings), fmt, readings)
+            if is_valid(frame, fmt, readings):
+                return finish(frame, fmt), readings, notes
         except pl.exceptions.PolarsError:
-            return False
+            pass
+    before = bad.count
+    frame = _read_in_blocks(source, fmt, names, readings, bad)
+    if whole and bad.count == before:
+        raise DataError(f"{source.name}: cannot be read")  # the parser and the search for bad rows do not agree
+    bad.check(source.name)
+    return finish(frame, fmt), readings, notes
 
-    reason = "a value is missing or out of range"
-    try:
-        frame = parse(file)
-        if is_valid(frame, fmt):
-            return finish(frame, fmt)
-    except pl.exceptions.PolarsError as error:
-        reason = shown(str(error).strip().splitlines()[0], 200)
-    header = first_line(file) if fmt.header else b""
-    if (bad := find_bad_row(file, fmt, good)) is None:
-        raise DataError(f"{file}: cannot be read: {reason}")
-    line, row = bad
-    where = f"{file.name} line {line}"
-    fields = _fields(row, fmt)
-    for role, column in wanted(fmt).items():
-        index = names.index(column)
-        if index < len(fields) and (what := problem(role, fields[index], fmt)):
-            raise DataError(f"{where}, column {column if fmt.header else role}: {what}")
-    raise DataError(f"{where}: cannot be read: {reason}")
+
+def with_separator(source: RawFile, fmt: RawFormat) -> tuple[RawFormat, list[str]]:
+    """The format with the separator of this file, and a sentence where it is not the format's own."""
+    if fmt.separator == " " and not fmt.own_columns:
+        tabs = b"\t" in first_line(source, fmt)
+        return dataclasses.replace(fmt, separator="\t" if tabs else " "), []
+    if not fmt.detect_separator:
+        return fmt, []
+    fits = []
+    for separator in SEPARATORS:
+        candidate = dataclasses.replace(fmt, separator=separator, detect_separator=False)
+        names = read_header(source, candidate)
+        if all(column in names for column in wanted(fmt).values()):
+            fits.append(candidate)
+    chosen = fits[0] if fits else dataclasses.replace(fmt, detect_separator=False)
+    name = NAMES.get(chosen.separator, chosen.separator)
+    return chosen, [f"fields are separated by {name} (data.separator)"] if chosen.separator != fmt.separator else []
 
 
 def wanted(fmt: RawFormat) -> dict[str, str | int]:
@@ -56,68 +73,131 @@ def wanted(fmt: RawFormat) -> dict[str, str | int]:
     return {**fmt.columns, **{flag: flag for flag in fmt.flags}}
 
 
-def require_columns(file: Path, fmt: RawFormat, present: list) -> None:
+def require_columns(source: RawFile, fmt: RawFormat, present: list) -> None:
     """DataError unless every column that the format wants is there, once."""
     for role, column in wanted(fmt).items():
         if column not in present:
             owned = f" (data.columns.{role})" if fmt.own_columns else ""
             has = ", ".join(shown(c) for c in present[:20])[:400]
-            raise DataError(f"{file}: no column {column!r}{owned}{did_you_mean(column, present)}; it has {has}")
+            raise DataError(f"{source.name}: no column {column!r}{owned}{did_you_mean(column, present)}; it has {has}")
         if present.count(column) > 1:
-            raise DataError(f"{file}: the header names column {column!r} twice")
+            raise DataError(f"{source.name}: the header names column {column!r} twice")
 
 
-def _parser(fmt: RawFormat):
-    """A file's path or bytes -> frame with the roles as columns; PolarsError for what is not of its type."""
+def _readings(source: RawFile, fmt: RawFormat, names: list) -> Readings:
+    """The readings that fit the first rows that have the right shape."""
+    if not fmt.own_columns and fmt.timestamp_unit in (None, "s"):
+        return Readings(SECONDS)
+    for _, data in blocks(source, fmt, SAMPLE):
+        shape = Shape(data, fmt, len(names))
+        if shape.misquoted is None and len(shape.wrong) < len(shape.ends):
+            frame = _parse(shape.without(shape.wrong), fmt, names, None, lossy=True)
+            return choose_readings(frame, fmt)
+    return Readings(SECONDS)
+
+
+def _parse(source, fmt: RawFormat, names: list, readings: Readings | None, lossy: bool = False):
+    """A file or rows in bytes -> frame with the roles as columns: of their types, or of text where `readings` is None
+    or says so; PolarsError for what is not of its type."""
     import polars as pl
 
     # polars splits at one byte: with ":" for "::" every other column is empty.
     step = len(fmt.separator)
-    id_type = pl.Int64 if fmt.integer_ids else pl.String
-    types = {"user": id_type, "item": id_type, "timestamp": pl.Int64, "action": pl.Float64}
-    columns = wanted(fmt)
-    if fmt.header:
-        layout = {"schema_overrides": {c: types.get(role, pl.UInt8) for role, c in columns.items()}}
-        layout["columns"] = list(columns.values())
-    else:
-        schema = {str(i): pl.String for i in range((len(columns) - 1) * step + 1)}
-        columns = {role: str(i * step) for role, i in columns.items()}
-        layout = {"schema": schema | {c: types[role] for role, c in columns.items()}}
-        layout["columns"] = sorted(int(c) for c in columns.values())
-
-    def parse(source):
-        frame = pl.read_csv(
-            source,
-            separator=fmt.separator[0],
-            has_header=fmt.header,
-            quote_char='"' if fmt.quoting else None,
-            infer_schema=False,
-            **layout,
-        )
-        if not fmt.header:
-            frame.columns = [str(c) for c in layout["columns"]]
-        return frame.select(pl.col(column).alias(role) for role, column in columns.items())
-
-    return parse
+    columns = {role: names.index(column) * step for role, column in wanted(fmt).items()}
+    schema = {str(i): pl.String for i in range((len(names) - 1) * step + 1)}
+    if readings is not None:
+        types = {"action": pl.String if readings.text_actions else pl.Float64}
+        types |= {"timestamp": pl.Int64 if readings.time.kind == "integer" else pl.String}
+        types |= dict.fromkeys(("user", "item"), pl.Int64 if fmt.integer_ids else pl.String)
+        schema |= {str(i): types.get(role, pl.UInt8) for role, i in columns.items()}
+    chosen = sorted(columns.values())
+    # Columns are named by their places: a name of the user's is a pattern to polars where it looks like one.
+    frame = pl.read_csv(
+        source,
+        separator=fmt.separator[0],
+        has_header=False,
+        skip_rows=int(fmt.header and not isinstance(source, bytes)),
+        quote_char='"' if fmt.quoting else None,
+        infer_schema=False,
+        schema=schema,
+        columns=chosen,
+        encoding="utf8-lossy" if lossy else "utf8",
+        glob=False,
+    )
+    frame.columns = [str(i) for i in chosen]
+    return frame.select(pl.col(str(i)).alias(role) for role, i in columns.items())
 
 
-def is_valid(frame, fmt: RawFormat) -> bool:
-    return all(frame.select(check.all().alias(role) for role, check in checks(frame, fmt).items()).row(0))
+def is_valid(frame, fmt: RawFormat, readings: Readings) -> bool:
+    return all(frame.select(check.all().alias(role) for role, check in checks(frame, fmt, readings).items()).row(0))
+
+
+def _read_in_blocks(source: RawFile, fmt: RawFormat, names: list, readings: Readings, bad: BadRows):
+    """The good rows of a file; the bad ones go to `bad`."""
+    import numpy as np
+    import polars as pl
+
+    frames = []
+    for line, data in blocks(source, fmt, SEARCH_BLOCK):
+        shape = Shape(data, fmt, len(names))
+        order = shape.wrong if shape.misquoted is None else shape.wrong[shape.wrong < shape.misquoted[0]]
+        misshapen = set(order.tolist())
+        if not _is_text(data):  # in whichever column
+            rows = range(len(shape.ends))
+            order = np.union1d(order, [row for row in rows if not _is_text(shape.row(row))]).astype(np.int64)
+        left = np.setdiff1d(np.arange(len(shape.ends)), order)
+        if not shape.misquoted and len(left):
+            frame = _parse(shape.without(order), fmt, names, None)
+            if frame.height != len(left):
+                raise DataError(f"{source.name} line {line}: cannot be read: rows are not where they seem to be")
+            frame = typed(frame, fmt, readings)
+            good = frame.select(pl.all_horizontal(*checks(frame, fmt, readings).values())).to_series()
+            frames.append(frame.filter(good))
+            order = np.union1d(order, left[~good.to_numpy()])
+        told = []
+        for row in order.tolist():
+            if len(told) == bad.room:
+                break
+            what = f": {shape.problem(row)}" if row in misshapen else _problem(shape.row(row), fmt, names, readings)
+            told.append(f"{source.name} line {line + shape.lines_before(row)}{what}")
+        bad.add(len(order), told)
+        if shape.misquoted:
+            row, what = shape.misquoted
+            bad.stop(f"{source.name} line {line + shape.lines_before(row)}: {what}")
+    if not frames:
+        frames.append(typed(pl.DataFrame(schema=dict.fromkeys(wanted(fmt), pl.String)), fmt, readings))
+    return pl.concat(frames)
+
+
+def _problem(row: bytes, fmt: RawFormat, names: list, readings: Readings) -> str:
+    """`, column user: what is wrong` of the first bad value of a row."""
+    fields = split_row(row.decode("utf-8", "surrogateescape").removeprefix("\ufeff").rstrip("\r"), fmt)
+    for role, column in wanted(fmt).items():
+        index = names.index(column)
+        if index < len(fields) and (what := problem(role, fields[index], fmt, readings)):
+            return f", column {column if fmt.header else role}: {what}"
+    return ": not valid UTF-8" if not _is_text(row) else ": cannot be read"
+
+
+def _is_text(row: bytes) -> bool:
+    try:
+        row.decode()
+        return True
+    except UnicodeDecodeError:
+        return False
 
 
 def finish(frame, fmt: RawFormat):
-    """Keep user, item, timestamp and an int32 action code."""
+    """Keep user, item, timestamp and an int32 action code, or the action's text."""
     import polars as pl
 
     code = None
-    if "action" in fmt.columns:
-        code = pl.col("action") * fmt.action_scale
+    if "action" in frame.columns:
+        code = pl.col("action")
+        if frame["action"].dtype != pl.String:
+            code = (code * fmt.action_scale).cast(pl.Int32)
     elif fmt.flags:
         code = pl.sum_horizontal(pl.col(flag).cast(pl.Int32) * (1 << bit) for bit, flag in enumerate(fmt.flags))
     if code is not None:
-        frame = frame.with_columns(code.cast(pl.Int32).alias("action"))
+        frame = frame.with_columns(code.alias("action"))
     return frame.select(r for r in ("user", "item", "timestamp", "action") if r in frame.columns)
-
-
-def _fields(row: bytes, fmt: RawFormat) -> list[str]:
-    return split_row(row.decode("utf-8", "surrogateescape").removeprefix("\ufeff").rstrip("\r\n"), fmt)

@@ -1,57 +1,120 @@
-"""What one value of a raw file may be: as polars expressions for whole columns, and in words for the first bad one."""
+"""What one value of a raw file may be: as polars expressions for whole columns, and in words for a bad one."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
+from . import times
 from .formats import RawFormat
+from .times import Reading
 from .types import shown
 
-MAX_SECONDS = 10**11  # the year 5138; anything later is taken for milliseconds read as seconds
 MAX_ID_LENGTH = 256  # characters; ids are stored at fixed width, so that one absurd id would blow up the whole column
+FLAG = r"^ *\+?[01]$"
 
 
-def checks(frame, fmt: RawFormat) -> dict:
-    """role -> expression, true for each row of the polars frame with a good value and never null."""
+@dataclass(frozen=True)
+class Readings:
+    """How the columns of a source are read: its times, and whether its actions are text."""
+
+    time: Reading
+    text_actions: bool = False
+
+
+def choose_readings(sample, fmt: RawFormat, numbers_as_text: bool = True) -> Readings:
+    """Readings by the first rows of a source, a polars frame with the roles as columns; DataError.
+
+    numbers_as_text: text in the time's column may hold numbers, as in a text file.
+    """
+    import polars as pl
+
+    time = times.SECONDS
+    if "timestamp" in sample.columns:
+        time = times.choose(
+            sample["timestamp"], fmt.timestamp_unit, fmt.own_columns, fmt.timestamp_format, numbers_as_text
+        )
+    text = False
+    if fmt.own_columns and "action" in sample.columns:
+        actions = sample["action"]
+        text = fmt.action_codes is not None
+        if not text and actions.dtype == pl.String:
+            actions = actions.filter(actions.str.strip_chars() != "")
+            text = bool(len(actions)) and not actions.cast(pl.Float64, strict=False).is_not_null().any()
+    return Readings(time, text)
+
+
+def typed(frame, fmt: RawFormat, readings: Readings):
+    """The polars frame with the columns of text read as what they are to be, null for what is not of its type."""
+    import polars as pl
+
+    columns = []
+    for role, kind in frame.schema.items():
+        value = pl.col(role)
+        bare = value.str.strip_chars_start(" ").str.strip_prefix("+")
+        if role == "action" and readings.text_actions:
+            value = value.cast(pl.String)
+            if fmt.action_codes is not None:
+                codes = pl.Series(list(fmt.action_codes.values()), dtype=pl.Int64)
+                value = value.replace_strict(pl.Series(list(fmt.action_codes)), codes, default=None)
+        elif kind != pl.String:
+            pass
+        elif role in ("user", "item"):
+            if fmt.integer_ids:
+                value = pl.when(value.str.contains(times.INTEGER)).then(bare).cast(pl.Int64, strict=False)
+        elif role == "timestamp":
+            value = times.from_text(value, readings.time)
+        elif role == "action":
+            value = bare.cast(pl.Float64, strict=False)
+        else:
+            value = pl.when(value.str.contains(FLAG)).then(bare).cast(pl.UInt8, strict=False)
+        columns.append(value.alias(role))
+    return frame.select(columns)
+
+
+def checks(frame, fmt: RawFormat, readings: Readings) -> dict:
+    """role -> expression, true for each row of the typed polars frame with a good value and never null."""
     import polars as pl
 
     checks = {}
     for role, kind in frame.schema.items():
         value = pl.col(role)
         good = value.is_not_null()
-        if role in ("user", "item") and kind == pl.String:
+        if kind == pl.String:  # ids, and actions that are text
             good &= (value != "") & (value.str.len_chars() <= MAX_ID_LENGTH)
             good &= ~value.str.contains("\0", literal=True)  # numpy drops one at the end: two ids would become one
         elif role == "timestamp":
-            good &= value.is_between(0, _latest(fmt), closed="left")
+            good &= times.is_good(value, readings.time)
         elif role == "action":
             code = value * fmt.action_scale
-            good &= code.is_between(0, fmt.most_action) & (code == code.floor())
+            good &= code.is_between(0, fmt.most_action)
+            if not kind.is_integer():
+                good &= code == code.floor()
         elif role in fmt.flags:
             good &= value <= 1
         checks[role] = good.fill_null(False)
     return checks
 
 
-def _latest(fmt: RawFormat) -> int:
-    return MAX_SECONDS * (1000 if fmt.timestamp_unit == "ms" else 1)
+def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: float | None = None) -> str | None:
+    """What is wrong with one value, as it stands in the file, or None.
 
-
-def problem(role: str, value: str, fmt: RawFormat) -> str | None:
-    """What is wrong with one value, as it stands in the file, or None."""
+    number: the value as a number, where it is not one of a text file.
+    """
     if value == "":
         return "the value is missing"
     if any("\udc80" <= c <= "\udcff" for c in value):
         return f"not valid UTF-8: {shown(ascii(value))}"
     got = shown(repr(value))
+    if role == "action" and readings.text_actions:
+        if fmt.action_codes is not None:
+            known = ", ".join(fmt.action_codes)
+            return None if value in fmt.action_codes else f"expected one of {shown(known, 200)}, got {got}"
+        return _text_problem(value, got, "an action")
     if role in ("user", "item"):
-        if fmt.integer_ids:
-            return _integer_problem(value, got)
-        if len(value) > MAX_ID_LENGTH:
-            return f"an id of more than {MAX_ID_LENGTH} characters: {got}"
-        return "an id with a NUL character" if "\0" in value else None
+        return _integer_problem(value, got) if fmt.integer_ids else _text_problem(value, got, "an id")
     if role == "timestamp":
-        return _integer_problem(value, got) or _time_problem(int(value), fmt)
+        return _time_problem(value, got, fmt, readings.time, number)
     if role == "action":
         try:
             code = float(value) * fmt.action_scale
@@ -60,16 +123,25 @@ def problem(role: str, value: str, fmt: RawFormat) -> str | None:
         kind = "an integer" if fmt.action_scale == 1 else f"a multiple of 1/{fmt.action_scale}"
         most = f"{fmt.most_action / fmt.action_scale:.15g}"
         return None if 0 <= code <= fmt.most_action and code.is_integer() else f"expected {kind} 0 to {most}, got {got}"
-    return None if re.fullmatch(r" *\+?[01]", value) else f"expected 0 or 1, got {got}"
+    return None if re.fullmatch(FLAG[1:-1], value) else f"expected 0 or 1, got {got}"
 
 
-def _time_problem(time: int, fmt: RawFormat) -> str | None:
-    if time < 0:
-        return f"expected a timestamp >= 0, got {time}"
-    if time >= _latest(fmt):
-        hint = "; if these are milliseconds set data.columns.timestamp_unit to ms" if fmt.own_columns else ""
-        return f"expected {'milliseconds' if fmt.timestamp_unit == 'ms' else 'seconds'}, got {time}{hint}"
-    return None
+def _text_problem(value: str, got: str, what: str) -> str | None:
+    if len(value) > MAX_ID_LENGTH:
+        return f"{what} of more than {MAX_ID_LENGTH} characters: {got}"
+    return f"{what} with a NUL character" if "\0" in value else None
+
+
+def _time_problem(value: str, got: str, fmt: RawFormat, reading: Reading, number: float | None) -> str | None:
+    if number is None and reading.kind == "integer":
+        if wrong := _integer_problem(value, got):
+            return wrong
+        number = int(value)
+    elif number is None and reading.kind == "decimal" and re.fullmatch(times.DECIMAL[1:-1], value):
+        number = float(value)
+    if number is not None and number == number:
+        return times.problem(number, reading, fmt.own_columns)
+    return f"expected {reading.expected}{' from 1970 to 2262' if reading.kind in ('iso', 'format') else ''}, got {got}"
 
 
 def _integer_problem(value: str, got: str) -> str | None:

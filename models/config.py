@@ -23,8 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from data.options import Columns, SyntheticOptions
-from data.types import shown
+from data.options import Columns, SyntheticOptions, checked_separator
+from data.types import DataError, shown
 from models.attention import ATTENTION, attention_config
 from models.contract import AttentionKind, LayerSizes, Strict
 from models.heads import DotConfig, HeadConfig
@@ -38,6 +38,14 @@ def _possible_path(value: str) -> str:
     return value
 
 
+def _possible_separator(value: str) -> str:
+    try:
+        checked_separator(value)
+    except DataError as error:
+        raise ValueError(str(error).removeprefix("data.separator: ")) from None
+    return value
+
+
 PathText = Annotated[str, AfterValidator(_possible_path)]
 
 
@@ -48,6 +56,9 @@ class DataConfig(Strict):
     cache_dir: PathText = ".cache"
     min_user_events: int = Field(1, ge=1)
     min_item_events: int = Field(1, ge=1)
+    separator: Annotated[str, AfterValidator(_possible_separator)] | None = None
+    on_bad_row: Literal["error", "drop"] = "error"
+    duplicates: Literal["keep", "drop"] = "keep"
     columns: Columns | None = None
     synthetic: SyntheticOptions | None = None
     valid_fraction: float = Field(0.1, ge=0, lt=1)

@@ -1,5 +1,6 @@
 """What training and evaluation of a run share: its data, its model, the weights it is judged by, the verdict."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +36,12 @@ class Data:
         return self.batches(split, batch_size=self.config.eval.batch_size, shuffle=False, with_seen=True)
 
 
-def open_data(config: RunConfig) -> Data:
+def open_data(config: RunConfig, tell: Callable[[str], None] | None = None) -> Data:
     """The run's data set, prepared or from the cache, its splits, the device they go to, and the configuration as these
-    data decide it: what is built and stored is `Data.config`."""
+    data decide it: what is built and stored is `Data.config`.
+
+    tell: gets a line now and then about a long preparation.
+    """
     kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, but torch finds no GPU (make doctor says why)")
@@ -55,6 +59,10 @@ def open_data(config: RunConfig) -> Data:
         min_item_events=c.min_item_events,
         columns=c.columns,
         synthetic=c.synthetic,
+        separator=c.separator,
+        on_bad_row=c.on_bad_row,
+        duplicates=c.duplicates,
+        tell=tell,
     )
     config = for_data(config, dataset)
     task = build_task(config)

@@ -23,9 +23,10 @@ def events(dataset):
     )
 
 
-def error_of(load, *args, **kwargs):
+def error_of(load, *args, lines=1, **kwargs):
+    """The message of the DataError, of so many lines: one, unless several rows are bad."""
     with pytest.raises(DataError) as caught:
         load(*args, **kwargs)
     message = str(caught.value)
-    assert "\n" not in message and message
+    assert message and len(message.split("\n")) == lines
     return message

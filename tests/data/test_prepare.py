@@ -115,7 +115,7 @@ def test_parquet(tmp_path, load, time_type):
 def test_path_may_be_the_folder(tmp_path, load, name):
     """Every text format is found in its folder under the name that its publisher gives it."""
     fmt = FORMATS[name]
-    file = tmp_path / fmt.files[0].replace("*", "x")
+    file = tmp_path / Path(fmt.files[0]).name.replace("*", "x")
     names = list(fmt.columns.values()) + list(fmt.flags)
     lines = [[1, 2, 3, 4][: len(fmt.columns)] + [1] * len(fmt.flags)]
     if fmt.header:
@@ -259,11 +259,11 @@ def test_validator_far_into_the_file(load, monkeypatch, name):
         bad = "u,i,x,0\n"
     assert load(name, text).num_events > 100
     assert f"line {lines + 1}, column timestamp: expected an integer, got 'x'" in error_of(
-        load, name, text + bad + text
+        load, name, text + bad + text.removeprefix("user,item,timestamp,how\n")
     )
 
 
-@pytest.mark.parametrize("magic", [b"\x1f\x8b", b"PK\x03\x04"])
+@pytest.mark.parametrize("magic", [b"BZh9", b"PK\x03\x04"])
 def test_compressed_file(load, magic):
     assert "the file is compressed; unpack it first" in error_of(load, "ml-20m", magic + b"\n\n")
 
@@ -319,7 +319,8 @@ def test_validator_not_utf8(load):
         ("user", ["a", None], "row 2, column user: the value is missing"),
         ("timestamp", [1, -1], "row 2, column timestamp: expected a timestamp >= 0, got -1"),
         ("timestamp", [1, None], "row 2, column timestamp: the value is missing"),
-        ("timestamp", ["1", "2"], "column timestamp: expected integers or a datetime, got String"),
+        ("timestamp", [1.5, float("nan")], "row 2, column timestamp: expected a number, got 'nan'"),
+        ("timestamp", [[1], [2]], "column timestamp: expected numbers (Float32 has too few digits), datetimes, dates"),
         ("item", [1.0, 2.0], "column item: expected integers or strings, got Float64"),
         ("how", [0.0, 1.5], "row 2, column how: expected an integer 0 to 999999, got '1.5'"),
     ],
@@ -361,7 +362,9 @@ def test_options_that_are_wrong(tmp_path, load):
     assert "min_user_events: expected an integer >= 1, got 0" in error_of(load, "lines", "1 1\n", min_user_events=0)
     assert "are fixed" in error_of(load, "lines", "1 1\n", columns={"user": "u"})
     assert "did you mean item?" in error_of(load, "csv", CSV, columns={"itm": "u"})
-    assert "should be 's' or 'ms', got 'days'" in error_of(load, "csv", CSV, columns={"timestamp_unit": "days"})
+    assert "should be 's', 'ms', 'us' or 'ns', got 'days'" in error_of(
+        load, "csv", CSV, columns={"timestamp_unit": "days"}
+    )
     assert "named twice" in error_of(load, "csv", CSV, columns={"user": "item"})
     assert "belong to format synthetic" in error_of(load, "lines", "1 1\n", synthetic={"seed": 1})
     with pytest.raises(DataError, match="takes no path"):
