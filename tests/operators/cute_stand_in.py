@@ -19,9 +19,11 @@ def _blocks(q, k, part, scale):
         rows = []
         for begins, lengths in (part.q, part.k):
             begin, end = begins[b : b + 2].tolist()
-            rows.append(torch.arange(begin, end if lengths is None else begin + int(lengths[b])))
+            end = end if lengths is None else begin + int(lengths[b])
+            rows.append(torch.arange(begin, end, device=q.device))
         queries, keys = rows
-        distance = torch.arange(len(keys)) - torch.arange(len(queries))[:, None] - (len(keys) - len(queries))
+        j, i = (torch.arange(len(x), device=q.device) for x in (keys, queries))
+        distance = j - i[:, None] - (len(keys) - len(queries))
         hidden = torch.zeros_like(distance, dtype=torch.bool)
         if part.left is not None:
             hidden |= distance < -part.left
