@@ -15,7 +15,6 @@ WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 # Of the GPU's memory, for all processes together: the rest is their contexts and kernels.
 SHARED_MEMORY = 0.9
 MOST_CACHED = 2**30  # bytes that a test may leave in torch's cache
-GPU_TIMEOUT = 600  # seconds: on a busy host to compile a test's kernels took over two minutes
 
 
 def pytest_addoption(parser):
@@ -33,8 +32,6 @@ def pytest_collection_modifyitems(items):
         for marker, needed in (("gpu", 1), ("multigpu", 2)):
             if item.get_closest_marker(marker) and gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {gpus}"))
-        if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(GPU_TIMEOUT))
 
 
 def pytest_runtest_setup(item):
@@ -75,14 +72,15 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(autouse=True)
-def addresses():
-    """No kernel touches memory beside its tensors, where the interpreter can tell."""
+def interpreted():
+    """Where kernels are interpreted, none touches memory beside its tensors, and no work is done for nothing."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         yield
     else:
         from tests.operators.addresses import addresses_held
+        from tests.operators.interpreter import quick_interpreter
 
-        with addresses_held():
+        with addresses_held(), quick_interpreter():
             yield
 
 
