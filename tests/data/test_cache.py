@@ -109,7 +109,7 @@ def slow(*args, **kwargs):
     calls.append(1)
     if len(calls) == 3:
         print("midway", flush=True)
-        time.sleep(60)
+        time.sleep(3600)
     save(*args, **kwargs)
 np.save = slow
 load_dataset("ml-100k", {str(file)!r}, cache_dir={str(tmp_path / "cache")!r})

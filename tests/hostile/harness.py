@@ -20,6 +20,7 @@ ERROR, WORKS, EITHER = "error", "works", "either"
 # The verdicts, the worst first.
 VERDICTS = ("lost", "traceback", "hang", "accepted", "refused", "passed")
 MEMORY = 4 << 30  # bytes that a case may take beyond what the campaign has already
+SLOW = 10  # times as long as on an idle machine a process may take before it hangs
 LONGEST = 1500  # characters of a line of an error
 NOBODY = 65534
 
@@ -29,7 +30,8 @@ class Case:
     """One input. `run` gets an empty folder of its own and returns an exit status, None for 0.
 
     check: looks at that folder and at the output; what it returns was lost or is wrong. short: also in CI. seconds: the
-    longest that it may take. nobody: without root's rights. disk: bytes that a file may have, as on a full disk.
+    longest that it may take on an idle machine. nobody: without root's rights. disk: bytes that a file may have, as on
+    a full disk.
     """
 
     area: str
@@ -54,10 +56,10 @@ class Ended:
 
 
 class Process:
-    """A forked child that runs a function, with a limit of memory and of time."""
+    """A forked child that runs a function, with a limit of memory and of time (seconds, on an idle machine)."""
 
     def __init__(self, run: Callable[[], int | None], *, seconds: float, nobody: bool = False, disk: int | None = None):
-        self.end = time.monotonic() + seconds
+        self.end = time.monotonic() + SLOW * seconds
         self.out, inner = os.pipe()
         self.answer, answer = os.pipe()
         self.pid = os.fork()

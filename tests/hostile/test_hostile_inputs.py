@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_short_campaign():
     command = [sys.executable, "-m", "tests.hostile", "--short", "--quiet", "--jobs", "2"]
     done = subprocess.run(
@@ -47,7 +46,7 @@ def test_verdicts():
     assert judge(ended(lambda: fails(2, "error: " + "x" * 5000)), ERROR)[0] == "traceback"
     assert judge(ended(lambda: 1 // 0), ERROR) == ("traceback", "ZeroDivisionError: integer division or modulo by zero")
     assert judge(ended(lambda: os.kill(os.getpid(), 9)), ERROR)[0] == "traceback"
-    assert judge(ended(lambda: os.read(os.pipe()[0], 1) and 0, seconds=0.2), ERROR)[0] == "hang"
+    assert judge(ended(lambda: os.read(os.pipe()[0], 1) and 0, seconds=0.02), ERROR)[0] == "hang"
 
 
 def test_disk_that_is_full(tmp_path):

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 
-def run_ranks(function: Callable, world: int, *arguments, seconds: float = 90.0, timeout: float = 60.0) -> list:
+def run_ranks(
+    function: Callable, world: int, *arguments, hanging: int | None = None, seconds: float = 600.0, timeout: float = 300
+) -> list:
     """[function(rank, *arguments) of every rank]; an exception there is returned in its place.
 
-    function: importable. seconds: after which processes that still run are killed, and None is their result.
-    timeout: of the process group.
+    function: importable. hanging: a rank that does not return, and is killed once the others have; None is its result.
+    seconds: after which processes that still run are killed too. timeout: of the process group.
     """
     # A server that has imported torch once, and no threads of the tests, starts the processes.
     context = multiprocessing.get_context("forkserver")
@@ -29,8 +31,9 @@ def run_ranks(function: Callable, world: int, *arguments, seconds: float = 90.0,
         for process in processes:
             process.start()
         end = time.monotonic() + seconds
-        for process in processes:
-            process.join(max(0.0, end - time.monotonic()))
+        for rank, process in enumerate(processes):
+            if rank != hanging:
+                process.join(max(0.0, end - time.monotonic()))
         for process in processes:
             if process.is_alive():
                 process.kill()
@@ -41,6 +44,8 @@ def run_ranks(function: Callable, world: int, *arguments, seconds: float = 90.0,
 
 def _start(function, rank, world, folder, timeout, arguments):
     torch.set_num_threads(1)
+    # The group's timeout may be short: it is not for a process that starts late.
+    _meet(Path(folder, "started"), rank, world)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/meet",
@@ -49,10 +54,7 @@ def _start(function, rank, world, folder, timeout, arguments):
         timeout=datetime.timedelta(seconds=timeout),
     )
     # Nobody begins, and may die of it, while others still look for him.
-    Path(f"{folder}/{rank}.here").touch()
-    end = time.monotonic() + timeout
-    while time.monotonic() < end and not all(Path(f"{folder}/{i}.here").exists() for i in range(world)):
-        time.sleep(0.01)
+    _meet(Path(folder, "connected"), rank, world)
     try:
         result = function(rank, *arguments)
     except Exception as error:
@@ -60,3 +62,11 @@ def _start(function, rank, world, folder, timeout, arguments):
     torch.save(result, f"{folder}/{rank}.tmp")
     Path(f"{folder}/{rank}.tmp").rename(f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def _meet(folder: Path, rank: int, world: int):
+    """Returns when every rank has come here; `run_ranks` ends those that wait in vain."""
+    folder.mkdir(exist_ok=True)
+    (folder / str(rank)).touch()
+    while len(list(folder.iterdir())) < world:
+        time.sleep(0.01)

@@ -2,7 +2,7 @@
 
 import os
 import re
-import time
+import signal
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_ranks_that_do_not_agree():
 
 
 def lost(rank, when, how):
-    """(seconds until the error, its message); rank 2 is lost before its first call, its second, or between passes."""
+    """The message of the error; rank 2 is lost before its first call, its second, or between passes."""
     leaves = [x.requires_grad_() for x in tensors(4)]
     call = lambda: triton_ring_flash_attn_func(*leaves, causal=True)
     if when != "first call":
@@ -64,42 +64,36 @@ def lost(rank, when, how):
     if rank == 2:
         if how == "dies":
             os._exit(1)
-        time.sleep(TIMEOUT + 4)
-        return None
-    start = time.monotonic()
-    found = message(call)
-    return time.monotonic() - start, found
+        signal.pause()
+    return message(call)
 
 
-# Of the process group, in seconds.
+# Of the process group, in seconds; without it nobody would notice a rank that hangs until `run_ranks` ends them all.
 TIMEOUT = 4
 
 
 @pytest.mark.parametrize("when", ["first call", "second call", "backward"])
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_lost_rank_is_named(when, how):
-    ranks = run_ranks(lost, 4, when, how, timeout=TIMEOUT, seconds=60)
+    ranks = run_ranks(lost, 4, when, how, timeout=TIMEOUT, hanging=2)
     assert ranks[2] is None
     for rank in (0, 1, 3):
-        seconds, found = ranks[rank]
+        found = ranks[rank]
         assert re.match(rf"RuntimeError: (ring attention|(triton_)?ring_\w+): rank {rank} lost rank \d", found), found
-        assert seconds < TIMEOUT + 4
     # The neighbours of the lost rank see it first; what they do about it is what rank 0 sees.
-    assert any("lost rank 2" in ranks[rank][1] for rank in (1, 3))
+    assert any("lost rank 2" in ranks[rank] for rank in (1, 3))
     if when == "first call":
-        assert all("lost rank 2" in ranks[rank][1] for rank in (0, 1, 3))
+        assert all("lost rank 2" in ranks[rank] for rank in (0, 1, 3))
 
 
 def other_shapes(rank):
     """Rank 1 calls with a length of its own, and nothing compares them: after a first call that was right."""
     found = message(triton_ring_flash_attn_func, *tensors(4), causal=True)
-    start = time.monotonic()
     later = message(triton_ring_flash_attn_func, *tensors(6 if rank == 1 else 4), causal=True)
-    return found, later, time.monotonic() - start
+    return found, later
 
 
 def test_other_shapes_in_a_later_call():
-    for rank, (first, later, seconds) in enumerate(run_ranks(other_shapes, 2, timeout=TIMEOUT, seconds=60)):
+    for rank, (first, later) in enumerate(run_ranks(other_shapes, 2, timeout=TIMEOUT)):
         assert first == "no error"
         assert f"rank {rank} lost rank {1 - rank}" in later
-        assert seconds < 2 * TIMEOUT + 2

@@ -141,7 +141,6 @@ def test_operators_do_not_import_one_another():
     assert len(rooms) > 5 and not wrong, wrong
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each module is imported in a fork of one process")
 def test_every_module_imports_alone():
     run = subprocess.run([sys.executable, "-c", EACH_ALONE, *MODULES], cwd=ROOT, capture_output=True, text=True)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs.test_train import run
+
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [
     "data.synthetic={num_users: 40, num_items: 50, mean_length: 30}",
@@ -32,11 +34,12 @@ KINDS = {
 }
 
 
-def run(*arguments, processes=1):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "--"]
-    command = [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "train.py"), *map(str, arguments)]
+def by_two(*arguments):
+    """train.py in two processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110)
+    command = [*launcher, str(ROOT / "train.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def losses(folder):
@@ -47,9 +50,9 @@ def losses(folder):
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_train_as_one(kind, tmp_path):
     given = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *KINDS[kind]]
-    one = run(*given, "--run", tmp_path / "one")
+    one = run("train.py", *given, "--run", tmp_path / "one")
     assert one.returncode == 0, one.stderr[-3000:]
-    two = run(*given, "parallel.context=2", "--run", tmp_path / "two", processes=2)
+    two = by_two(*given, "parallel.context=2", "--run", tmp_path / "two")
     assert two.returncode == 0, two.stderr[-3000:]
     alone, together = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert len(alone) == 50 and alone[-1] < 0.95 * alone[0]
@@ -61,7 +64,7 @@ def test_two_processes_train_as_one(kind, tmp_path):
 
 
 def test_the_number_of_processes_must_fit(tmp_path):
-    done = run(ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *KINDS["softmax"], "parallel.context=2")
+    done = run("train.py", ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *KINDS["softmax"], "parallel.context=2")
     assert done.returncode == 2 and "torchrun --nproc-per-node 2" in done.stderr
 
 

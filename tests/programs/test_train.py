@@ -9,8 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -36,10 +34,6 @@ SETTINGS = [
     "threads=1",
     "device=cpu",
 ]
-
-
-def command(*arguments):
-    return [sys.executable, *map(str, arguments)]
 
 
 def run(script, *arguments):
@@ -92,21 +86,25 @@ def test_a_run_ends_with_a_table_and_a_report(finished):
     assert result["model"]["history"]["HR@10"] > result["popularity"]["history"]["HR@10"]
 
 
-def dies(arguments, module, name, call):
-    """train.py in a process of its own, which is killed when it calls module.name for the `call`-th time."""
+def stopped(arguments, module, name, call, number):
+    """How train.py ends in a process of its own that gets signal `number` in its `call`-th call of module.name."""
 
     def go():
         whole, calls = getattr(module, name), itertools.count(1)
 
         def counted(*given, **more):
             if next(calls) == call:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), number)
             return whole(*given, **more)
 
         setattr(module, name, counted)
         return train.main([str(argument) for argument in arguments])
 
-    ended = Process(go, seconds=600).wait()
+    return Process(go, seconds=600).wait()
+
+
+def dies(*given):
+    ended = stopped(*given, signal.SIGKILL)
     assert ended.status == -signal.SIGKILL, ended.output
 
 
@@ -124,21 +122,13 @@ def test_killed_three_times_and_resumed_ends_the_same(tmp_path):
     assert final(folder) == final(reference)
 
 
-def newest_step(folder):
-    return max((int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*")), default=-1)
-
-
 def test_sigterm_saves_midway_and_says_how_to_resume(finished, tmp_path):
     reference, _ = finished
     folder = tmp_path / "run"
-    arguments = ["train.py", ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "--run", folder]
-    process = subprocess.Popen(command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    while newest_step(folder) < 0 and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0].replace("\n", "")
-    assert process.returncode == 128 + signal.SIGTERM
-    assert f"python train.py --resume {folder}" in output
+    arguments = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "--run", folder]
+    ended = stopped(arguments, train, "set_lr", 20, signal.SIGTERM)
+    assert ended.status == 128 + signal.SIGTERM, ended.output
+    assert f"python train.py --resume {folder}" in ended.output.replace("\n", "")
     assert json.loads(sorted((folder / "checkpoints").glob("step-*"))[-1].joinpath("state.json").read_text())["step"]
     assert run("train.py", "--resume", folder).returncode == 0
     assert final(folder) == final(reference)
