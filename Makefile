@@ -35,7 +35,7 @@ train: $(STAMP)
 	@$(BIN)/python train.py $(CONFIG) $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 doctor:
 	@if test -x $(BIN)/python; then $(BIN)/python hstu_sparse/doctor.py; \

@@ -6,7 +6,7 @@ A module has
     reference_bytes(**case) -> int    about what the reference in fp64, with its gradients, takes: a case that asks for
                                       over MOST_BYTES is not tried, since the campaign's processes share a GPU.
     check(device, **case) -> None     asserts that kernels and reference agree on it, forward and every gradient.
-    launches() -> list[Launches]      calls whose kernels tests/operators/test_compile*.py compile ahead of time.
+    launches() -> list[Launches]      calls whose kernels tests/operators/test_compile.py compiles ahead of time.
 """
 
 import importlib

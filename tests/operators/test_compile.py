@@ -1,0 +1,40 @@
+"""Every kernel of every operator compiles for every architecture, as it should."""
+
+import pytest
+
+from tests.operators.compiling import compiled, launches_of
+from tests.random.cases import NAMES
+
+pytest.importorskip("triton")
+
+# Where all architectures take long, two halves, so that two workers can share them; where they take seconds, together.
+LONG = ("bsa", "catalogue_loss", "dense", "indexer")
+SHORT = ("embed_inputs", "norm_gate", "residual", "rotary", "silu_parts")
+PARTS = [
+    *(((name,), architectures) for name in LONG for architectures in ((80, 90), (100, 120))),
+    *(((name,), (80, 90, 100, 120)) for name in NAMES if name not in LONG + SHORT),
+    (SHORT, (80, 90, 100, 120)),
+]
+# Bytes of shared memory that a program may have, with the driver's 1 KB.
+SHARED = {80: 163 * 1024, 90: 228 * 1024}
+
+
+@pytest.mark.parametrize(
+    ("names", "architectures"), PARTS, ids=[f"{' '.join(names)}-{'-'.join(map(str, archs))}" for names, archs in PARTS]
+)
+def test_every_kernel_compiles(names, architectures):
+    kernels = compiled(names, architectures)
+    for name in names:
+        used = {arch for case in launches_of(name) for arch in case.architectures}
+        assert {k["arch"] for k in kernels if k["operator"] == name} == used.intersection(architectures)
+    wrong = [
+        k
+        for k in kernels
+        if k["local_bytes"] > k["allowed"]
+        or k["shared_bytes"] > SHARED.get(k["arch"], k["shared_bytes"])
+        or k["unset_registers"]
+        or k["early_reloads"]
+        or k["added_twice"]
+        or k["memory_assembly"]
+    ]
+    assert not wrong, "\n".join(map(str, wrong))

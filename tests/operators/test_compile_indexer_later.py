@@ -1,5 +1,0 @@
-"""Every kernel of indexer compiles for sm_100 and sm_120."""
-
-from tests.operators.compiling import compile_test
-
-test_every_kernel_compiles = compile_test("indexer", architectures=(100, 120))

@@ -1,5 +1,0 @@
-"""Every kernel of rotatekv compiles for every architecture."""
-
-from tests.operators.compiling import compile_test
-
-test_every_kernel_compiles = compile_test("rotatekv")
