@@ -1,4 +1,7 @@
-"""Which dtype an operator computes in: inputs as they are, sums of 16-bit ones in fp32, and no autocast.
+"""Which dtype an operator computes in: inputs as they are, 16-bit ones in fp32, and no autocast.
+
+References compute with 16-bit inputs in fp32 and round the result alone (`widened`), as kernels sum in fp32: what is
+ordinary in the end overflows nowhere on the way. fp32 and fp64 stay what they are.
 
 `torch.autocast` changes nothing about an operator: every public function switches it off for its own time
 (`without_autocast`), so that products, choices and the dtype of the result are what its docstring says. Linear layers
@@ -38,6 +41,11 @@ def without_autocast(function: Callable[Arguments, Result]) -> Callable[Argument
     return run
 
 
-def working_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """What references compute in for inputs of these dtypes: the widest of them, and at least fp32, as kernels sum."""
-    return functools.reduce(torch.promote_types, dtypes, torch.float32)
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What references compute in for inputs of this dtype: fp32 for 16-bit ones, else the dtype itself."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def widened(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Each floating point tensor in the dtype that references compute in; None stays None. Differentiable."""
+    return [None if x is None else x.to(working_dtype(x.dtype)) for x in tensors]

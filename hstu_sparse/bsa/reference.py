@@ -2,7 +2,8 @@
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per query group (block_counts), r tokens per group (selection_group), W window. Here also L, the
-longest sequence rounded up to whole blocks, M = L / BS blocks and G = L / r groups of a padded sequence.
+longest sequence rounded up to whole blocks (to whole groups, where a block is longer), with M blocks and G = L / r
+groups.
 
 Everything is dense over the padded [B, H, L, L] scores, so that each rule is one visible mask; memory grows with L^2.
 """
@@ -13,6 +14,9 @@ from torch.nn import functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.jagged import masked_product
+from hstu_sparse.precision import widened
+
+USUAL_BLOCK = 128
 
 
 def bsa_attention_reference(
@@ -39,17 +43,24 @@ def bsa_attention_reference(
     """
     bias = RelativeBias() if bias is None else bias
     normalizer = max_seq_len if normalizer is None else normalizer
-    tokens, heads, _ = q.shape
+    (tokens, heads, _), dtype = q.shape, q.dtype
+    q, k, v = widened(q, k, v)
+    gates = [None if g is None else g.to(q.dtype) for g in gates]
     if tokens == 0:
         # Nothing to compute, but still a function of every input.
         out = v * sum((x.sum(-1) for x in (q, k)), sum(g for g in gates if g is not None)).unsqueeze(-1)
         for table in bias[:2]:
             out = out if table is None else out + table.sum().to(out.dtype)
-        return out, torch.full((0, heads, block_counts), -1, dtype=torch.int32, device=q.device)
+        return out.to(dtype), torch.full((0, heads, block_counts), -1, dtype=torch.int32, device=q.device)
 
     lengths = seq_offsets.diff().long()
-    batch, blocks = len(lengths), -(-int(lengths.max()) // block_size)
-    padded_len = blocks * block_size
+    batch, longest = len(lengths), int(lengths.max())
+    blocks = -(-longest // block_size)
+    # A block that reaches beyond every sequence is laid out no longer than they are (or than blocks mostly are), in
+    # whole groups.
+    selection_group = min(selection_group, longest)
+    width = min(block_size, -(-max(longest, USUAL_BLOCK) // selection_group) * selection_group)
+    padded_len = blocks * width
     sequence = torch.arange(batch, device=q.device).repeat_interleave(lengths, output_size=tokens)
     row = sequence * padded_len + torch.arange(tokens, device=q.device) - seq_offsets.long()[sequence]
 
@@ -66,8 +77,8 @@ def bsa_attention_reference(
     # Means over the tokens that a block really has: the padding adds nothing to the sum. [B, H, M, D] and [B, H, M, V]
     first = torch.arange(blocks, device=q.device) * block_size
     size = (lengths[:, None] - first).clamp(1, block_size)[:, None, :, None].to(q.dtype)
-    kbar = k.unflatten(2, (blocks, block_size)).sum(3) / size
-    vbar = v.unflatten(2, (blocks, block_size)).sum(3) / size
+    kbar = k.unflatten(2, (blocks, width)).sum(3) / size
+    vbar = v.unflatten(2, (blocks, width)).sum(3) / size
 
     t = torch.arange(padded_len, device=q.device)
     asked = seen = None
@@ -77,6 +88,7 @@ def bsa_attention_reference(
 
     def bias_of(places: Tensor) -> Tensor | float:
         """b of all queries and of keys at the `places` [X] of their sequence: [L, X], [B, 1, L, X], or 0."""
+        places = places.clamp(max=padded_len - 1)  # a block beyond every sequence is never complete
         distance = (t[:, None] - places).clamp(max=max_seq_len - 1)  # greater only behind a sequence's end
         found = pair_bias(bias, distance, asked, None if seen is None else seen[..., places])
         return found.unsqueeze(1) if seen is not None else found
@@ -102,13 +114,13 @@ def bsa_attention_reference(
     # Selection and window share the token scores.
     weights = F.silu(scale * (q @ k.mT) + bias_of(t)).to(q.dtype)
     after = t > t[:, None]
-    hidden = after | ~chosen.repeat_interleave(block_size, 3)
+    hidden = after | ~chosen.repeat_interleave(width, 3)
     out = out + g_slc * masked_product(weights.masked_fill(hidden, 0), v, hidden) / normalizer
     if window_size > 0:
         hidden = after | (t[:, None] - t >= window_size)
         out = out + g_swa * masked_product(weights.masked_fill(hidden, 0), v, hidden) / normalizer
 
-    return unpad(out), block_indices
+    return unpad(out).to(dtype), block_indices
 
 
 @torch.no_grad()
@@ -117,11 +129,10 @@ def choose_blocks(
 ) -> Tensor:
     """chosen [B, H, G, M], bool, from padded q [B, H, L, D], kbar [B, H, M, D] and the bias of each score.
 
-    A group chooses the block of its first token, and of the complete past blocks the S - 1 best. The scores are taken
-    in at least fp32: rounding them to the dtype of the activations would change the choice.
+    A group chooses the block of its first token, and of the complete past blocks the S - 1 best. q and kbar are fp32 at
+    least: rounding the scores to 16 bits would change the choice.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = F.silu(scale * (q[:, :, ::group].to(wide) @ kbar.to(wide).mT) + added)
+    scores = F.silu(scale * (q[:, :, ::group] @ kbar.mT) + added)
     blocks = torch.arange(kbar.shape[2], device=q.device)
     own = torch.arange(scores.shape[2], device=q.device)[:, None] * group // block_size
     # Every block before the own one is complete, and no other block but the own one can be.

@@ -8,6 +8,8 @@ import math
 import torch
 from torch.nn import functional as F
 
+from hstu_sparse.precision import widened, working_dtype
+
 NORM_EPS = 1e-6
 
 
@@ -23,8 +25,8 @@ def catalogue_loss_reference(
     label_smoothing: float,
 ) -> torch.Tensor:
     """Arguments and result as `hstu_sparse.catalogue_loss`. 16-bit inputs are computed with in fp32."""
-    dtype = torch.promote_types(out.dtype, torch.float32)
-    out, items = out.to(dtype), items.to(dtype)
+    dtype = working_dtype(out.dtype)
+    out, items = widened(out, items)
 
     def ready(x):
         return F.normalize(x, dim=-1, eps=NORM_EPS) if normalize else x

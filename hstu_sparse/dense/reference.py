@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.jagged import masked_product
+from hstu_sparse.precision import widened
 
 
 def hstu_attention_reference(
@@ -31,12 +32,13 @@ def hstu_attention_reference(
 
     bias: as `check_bias` returned it.
     """
-    total = q.shape[0]
+    total, dtype = q.shape[0], q.dtype
+    q, k, v = widened(q, k, v)
     batch = seq_offsets.shape[0] - 1
     if batch == 0 or total == 0:
         # Nothing to attend to; the sum keeps every input in the graph, so that its gradient is zeros and not None.
         tables = sum(x.sum() for x in bias[:2] if x is not None)
-        return v * (q.sum() + k.sum() + tables)
+        return (v * (q.sum() + k.sum() + tables)).to(dtype)
     alike, tokens = _groups(seq_offsets.tolist())
     parts = []
     for members in alike:
@@ -47,7 +49,7 @@ def hstu_attention_reference(
                 None if num_targets is None else num_targets[chosen], window_size, bias,
             )
         )  # fmt: skip
-    return torch.cat(parts).index_select(0, torch.tensor(tokens, device=q.device).argsort())
+    return torch.cat(parts).index_select(0, torch.tensor(tokens, device=q.device).argsort()).to(dtype)
 
 
 def _groups(offsets: list[int]) -> tuple[list[list[int]], list[int]]:

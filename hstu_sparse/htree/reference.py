@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hstu_sparse.htree.layout import depth, tree_layers
+from hstu_sparse.precision import working_dtype
 
 # Elements that queries gather and compute (see `queries_at_once`): they are worked off in chunks of as many as fit. On
 # a CPU few, for the cache.
@@ -80,7 +81,7 @@ class Tree:
     """The pooled keys and values of every layer, and where each sequence has its nodes."""
 
     def __init__(self, k: Tensor, v: Tensor, seq_offsets: Tensor, max_seq_len: int, rate: int, top_k: int):
-        wide = torch.promote_types(k.dtype, torch.float32)
+        wide = working_dtype(k.dtype)
         self.rate, self.top_k, self.most = rate, top_k, rate * top_k
         self.depth = depth(max_seq_len, rate, self.most)
         self.max_seq_len = max_seq_len

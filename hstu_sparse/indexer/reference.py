@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.jagged import masked_product, padded_index
+from hstu_sparse.precision import widened, working_dtype
 
 
 def lightning_indexer_reference(
@@ -38,7 +39,7 @@ def index_scores_reference(
     if iq.shape[0] == 0:
         tables = sum(x.sum() for x in (bias.position, bias.time) if x is not None)
         empty = iq.sum() + ik.sum() + w.sum() + tables
-        return empty + iq.new_zeros(indices.shape, dtype=torch.promote_types(iq.dtype, torch.float32))
+        return empty + iq.new_zeros(indices.shape, dtype=working_dtype(iq.dtype))
     padding = _Padding(seq_offsets)
     return _at(_all_scores(iq, ik, w, padding, bias), indices, padding)
 
@@ -47,10 +48,12 @@ def sparse_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, seq_offsets: Tensor, *, scale: float, bias: RelativeBias
 ) -> Tensor:
     """[T, H, V] as `hstu_sparse.sparse_attention`."""
+    dtype = q.dtype
+    q, k, v = widened(q, k, v)
     if q.shape[0] == 0:
         # Nothing to attend to; the sum keeps every input in the graph, so that its gradient is zeros and not None.
         tables = sum(x.sum() for x in (bias.position, bias.time) if x is not None)
-        return q.sum() + k.sum() + tables + v.new_zeros(*q.shape[:2], v.shape[1]) * v.sum()
+        return (q.sum() + k.sum() + tables + v.new_zeros(*q.shape[:2], v.shape[1]) * v.sum()).to(dtype)
     padding = _Padding(seq_offsets)
     logits = _attention_logits(q, k, scale, padding, bias)  # [B, H, n, n]
     slots, visible = padding.slots(indices)
@@ -61,7 +64,7 @@ def sparse_attention_reference(
     )[:, None, :, :n]
     weights = masked_softmax(logits + times.clamp(min=1).log(), times > 0)
     out = masked_product(weights.to(v.dtype), padding.pad(v)[:, None], times == 0)
-    return padding.unpad(out.transpose(1, 2))
+    return padding.unpad(out.transpose(1, 2)).to(dtype)
 
 
 def indexer_loss_reference(
@@ -82,7 +85,7 @@ def indexer_loss_reference(
     padding = _Padding(seq_offsets)
     slots, visible = padding.slots(indices)
     with torch.no_grad():
-        wide = torch.promote_types(q.dtype, torch.float32)
+        wide = working_dtype(q.dtype)
         logits = _attention_logits(q.to(wide), k.to(wide), scale, padding, bias)
         logits = logits.gather(3, slots[:, None].expand(-1, q.shape[1], -1, -1))
         p = padding.unpad(masked_softmax(logits, visible[:, None]).mean(1))
@@ -99,7 +102,7 @@ def padded_indexer_loss_reference(
     last = chunk_offset + torch.arange(query.shape[2], device=query.device)
     visible = (indices >= 0) & (indices <= last[:, None]) & (indices < key.shape[1])
     with torch.no_grad():
-        wide = torch.promote_types(query.dtype, torch.float32)
+        wide = working_dtype(query.dtype)
         batch = torch.arange(key.shape[0], device=key.device)[:, None, None]
         chosen = key.to(wide)[batch, indices.long().where(visible, 0)]  # [B, C, K, D]
         logits = torch.einsum("bhcd,bckd->bhck", query.to(wide) * scale, chosen)
@@ -187,7 +190,7 @@ def _bias(bias: RelativeBias, padding: _Padding) -> Tensor | float:
 
 def _all_scores(iq: Tensor, ik: Tensor, w: Tensor, padding: _Padding, bias: RelativeBias) -> Tensor:
     """I(t, s) of all pairs [B, n, n], in at least fp32: rounded further, close scores would be chosen otherwise."""
-    wide = torch.promote_types(iq.dtype, torch.float32)
+    wide = working_dtype(iq.dtype)
     iq, ik, w = (padding.pad(x.to(wide)) for x in (iq, ik, w))
     dots = (iq.flatten(1, 2) @ ik.mT).unflatten(1, iq.shape[1:3])  # [B, n, J, n]
     scores = (w[:, :, None] @ dots.relu()).squeeze(2)

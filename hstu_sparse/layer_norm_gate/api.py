@@ -7,7 +7,7 @@ Letters: T tokens of the batch, C channels.
 
 import torch
 
-from hstu_sparse.layer_norm_gate.reference import norm_gate_reference
+from hstu_sparse.layer_norm_gate.reference import norm_gate_reference, residual_add_reference
 from hstu_sparse.precision import without_autocast
 from hstu_sparse.registration import plain
 from hstu_sparse.validation import check_dropout, check_number, check_tensor, choose_backend
@@ -83,7 +83,7 @@ def layer_norm(
     eps, backend, _ = _check(x, eps, backend, "layer_norm")
     _check_dtype(dtype)
     if backend == "reference":
-        return norm_gate_reference(x, None, eps=eps, dropout=0.0).to(dtype or x.dtype)
+        return norm_gate_reference(x, None, eps=eps, dropout=0.0, dtype=dtype)
     from hstu_sparse.layer_norm_gate.kernels import norm_gate_triton
 
     return norm_gate_triton(x, None, eps, 0.0, None, dtype)
@@ -136,8 +136,7 @@ def residual_add(
     if bias is not None:
         check_tensor("bias", bias, "C", sizes, device=x.device)
     if backend == "reference" or torch.compiler.is_compiling() or not plain(x):
-        total = x + added
-        return total if bias is None else total + bias.to(total.dtype)
+        return residual_add_reference(x, added, bias)
     from hstu_sparse.layer_norm_gate.kernels import check_sizes
     from hstu_sparse.layer_norm_gate.residual import residual_add_triton
 

@@ -1,4 +1,4 @@
-"""Layer norm times a gate, with dropout, in plain PyTorch: the specification.
+"""Layer norm times a gate, with dropout, and the sum of a residual, in plain PyTorch: the specification.
 
 Letters: T tokens of the batch, C channels.
 """
@@ -6,9 +6,28 @@ Letters: T tokens of the batch, C channels.
 import torch
 from torch.nn import functional as F
 
+from hstu_sparse.precision import widened, working_dtype
 
-def norm_gate_reference(x: torch.Tensor, u: torch.Tensor | None, *, eps: float, dropout: float) -> torch.Tensor:
-    """dropout(LayerNorm(x) * u), or LayerNorm(x) without u: [T, C]. The keep mask is drawn by torch's own generator."""
+
+def norm_gate_reference(
+    x: torch.Tensor, u: torch.Tensor | None, *, eps: float, dropout: float, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """dropout(LayerNorm(x) * u), or LayerNorm(x) without u: [T, C]. The keep mask is drawn by torch's own generator.
+
+    dtype: of the result; absent, the one that x * u has.
+    """
+    dtype = dtype or (x.dtype if u is None else torch.promote_types(x.dtype, u.dtype))
+    x, u = widened(x, u)
     normed = F.layer_norm(x, x.shape[-1:], eps=eps)
     gated = normed if u is None else normed * u
-    return F.dropout(gated, dropout) if dropout else gated
+    return (F.dropout(gated, dropout) if dropout else gated).to(dtype).contiguous()
+
+
+def residual_add_reference(x: torch.Tensor, added: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x + added + bias, of the dtype that x + added has: [T, C]."""
+    dtype = torch.promote_types(x.dtype, added.dtype)
+    x, added = widened(x, added)
+    total = x + added
+    if bias is not None:
+        total = total + bias.to(working_dtype(dtype))
+    return total.to(dtype).contiguous()

@@ -10,7 +10,7 @@ import torch
 from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.jagged import readable
 from hstu_sparse.launch import on_device
-from hstu_sparse.precision import without_autocast
+from hstu_sparse.precision import widened, without_autocast, working_dtype
 from hstu_sparse.ring.communication import Ring, backward_round
 from hstu_sparse.ring.hstu_reference import hstu_block
 from hstu_sparse.ring.plan import RingPlan, check_plan, ring_plan
@@ -107,7 +107,7 @@ def ring_hstu_attention(
 class RingHSTU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, position, time, timestamps, query_timestamps, positions, ring, plan, options, backend):
-        out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=_wide(q), device=q.device)
+        out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=working_dtype(q.dtype), device=q.device)
         ctx.save_for_backward(q, k, v, position, time, timestamps, query_timestamps, positions)
         ctx.rest = ring, plan, options, backend
         for source, (key, value, *rest) in ring.blocks(_payload(k, v, positions, timestamps), plan.tokens):
@@ -127,10 +127,11 @@ class RingHSTU(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, position, time, timestamps, query_timestamps, positions = ctx.saved_tensors
         ring, plan, options, backend = ctx.rest
-        wide = _wide(q)
+        wide = working_dtype(q.dtype)
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
         # Tables' gradients gather in fp32, or in fp64 for fp64 tables.
-        sums = [None if x is None else torch.zeros(x.shape, dtype=_wide(x), device=x.device) for x in (position, time)]
+        tables = position, time
+        sums = [None if x is None else torch.zeros_like(x, dtype=working_dtype(x.dtype)) for x in tables]
 
         def block_of(source, rest):
             """Offsets and positions, and the timestamps, of queries and of a block's keys."""
@@ -159,7 +160,7 @@ class RingHSTU(torch.autograd.Function):
                 where, times = block_of(source, block[2:])
                 with torch.enable_grad():
                     leaves = [x.detach().to(wide).requires_grad_() for x in (q, *block[:2])]
-                    tables = [None if x is None else x.detach().to(_wide(x)).requires_grad_() for x in (position, time)]
+                    tables = [None if x is None else x.detach().requires_grad_() for x in widened(position, time)]
                     out = hstu_block(*leaves, *where, *options, RelativeBias(*tables, *times))
                     wanted = [*leaves, *(x for x in tables if x is not None)]
                     more, dk, dv, *parts = torch.autograd.grad(out, wanted, grad.to(out.dtype))
@@ -173,10 +174,6 @@ class RingHSTU(torch.autograd.Function):
             dk, dv = backward_round(ring, payload, plan.tokens, add_dq, find_dkv)
         tables = (None if x is None else total.to(x.dtype) for total, x in zip(sums, (position, time)))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *tables, *[None] * 7
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _payload(k, v, positions, timestamps) -> list[torch.Tensor]:

@@ -9,17 +9,19 @@ import torch.nn.functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.jagged import masked_product, padded_index, sequence_ids
+from hstu_sparse.precision import widened
 
 
 def hstu_block(
     q, k, v, q_offsets, k_offsets, q_positions, k_positions, normalizer: float, scale: float, window_size: int,
     bias: RelativeBias,
 ) -> torch.Tensor:  # fmt: skip
-    """[T, H, V]: what these keys add to the output of these queries; differentiable.
+    """[T, H, V]: what these keys add to the output of these queries, in `working_dtype` of theirs; differentiable.
 
     q: [T, H, D], k: [S, H, D], v: [S, H, V]. q_offsets, k_offsets: [B+1]. q_positions [T], k_positions [S]: a query
     sees the keys of its sequence whose position is not after its own. bias: query_timestamps are [T], timestamps [S].
     """
+    q, k, v = widened(q, k, v)
     if not q.shape[0] or not k.shape[0]:
         tables = sum(x.sum() for x in bias[:2] if x is not None)
         return v.new_zeros(q.shape[0], q.shape[1], v.shape[2]) + 0 * (q.sum() + k.sum() + v.sum() + tables)

@@ -13,6 +13,7 @@ long sequences therefore only some heads go round at a time: as many as keep the
 import torch
 
 from hstu_sparse.launch import cdiv, on_device
+from hstu_sparse.precision import working_dtype
 from hstu_sparse.ring import softmax_cute
 from hstu_sparse.ring.communication import Ring, backward_round
 from hstu_sparse.ring.flash import reference
@@ -48,9 +49,8 @@ class RingSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, ring: Ring, plan: RingPlan, options: Options, backend: str):
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device)
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=working_dtype(q.dtype), device=q.device)
         forward = _forward[backend]
         with on_device(q.device):
             for queries, keys, some in head_groups(q.shape[1], k.shape[1], plan, options):

@@ -9,6 +9,7 @@ import math
 import torch
 
 from hstu_sparse.jagged import sequence_ids
+from hstu_sparse.precision import working_dtype
 
 # Periods of the pairs, in tokens from the first to N and in seconds from the first to the second (four years).
 SHORTEST_POSITION = 4.0
@@ -30,7 +31,7 @@ def rotary_reference(
         elapsed = (times - origins[sequence]).double()[:, None]
         units = torch.where(torch.arange(n, device=x.device) < by_position, units, elapsed)
     turned = (units * turns_per_unit(n, by_position, max_seq_len, x.device)).frac()
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = working_dtype(x.dtype)
     angles = (turned * (2 * math.pi)).to(wide)[:, None]
     cos, sin = angles.cos(), angles.sin()
     first, second, rest = x.to(wide).split([n, n, size - 2 * n], dim=-1)

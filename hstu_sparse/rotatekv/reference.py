@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.jagged import jagged_to_padded, padded_index, padded_to_jagged
 from hstu_sparse.launch import cdiv
+from hstu_sparse.precision import widened, working_dtype
 from hstu_sparse.rotatekv.layout import Layout, Side, plane_words, planes
 
 FP16_MOST = 65504.0
@@ -33,20 +34,16 @@ class Codes(NamedTuple):
     kept: Tensor | None
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What quantisation computes in: fp32 for shorter types."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def hadamard_reference(x: Tensor) -> Tensor:
     """[..., n] -> [..., n], Sylvester's matrix times n ** -0.5, in x's dtype."""
-    shape, n = x.shape, x.shape[-1]
+    shape, n, dtype = x.shape, x.shape[-1], x.dtype
+    (x,) = widened(x)
     step = 1
     while step < n:
         pair = x.reshape(*shape[:-1], n // (2 * step), 2, step)
         x = torch.stack((pair[..., 0, :] + pair[..., 1, :], pair[..., 0, :] - pair[..., 1, :]), -2)
         step *= 2
-    return x.reshape(shape) * n**-0.5
+    return (x.reshape(shape) * n**-0.5).to(dtype).contiguous()
 
 
 def grouped(x: Tensor, head_group: int) -> Tensor:
@@ -55,8 +52,8 @@ def grouped(x: Tensor, head_group: int) -> Tensor:
 
 
 def rotate(k: Tensor, head_group: int, channel_order: Tensor | None) -> Tensor:
-    """Keys [T, H, D] -> [T, HG, C], permuted and transformed, in `wide` of their dtype."""
-    x = grouped(k, head_group).to(wide(k.dtype))
+    """Keys [T, H, D] -> [T, HG, C], permuted and transformed, in `working_dtype` of theirs."""
+    x = grouped(k, head_group).to(working_dtype(k.dtype))
     if channel_order is not None:
         x = x.gather(-1, channel_order.expand(x.shape))
     return hadamard_reference(x)
@@ -117,15 +114,15 @@ def encode(k: Tensor, v: Tensor, layout: Layout, channel_order: Tensor | None) -
     options = layout.options
     rotated = rotate(k, options.head_group, channel_order)
     keys = quantise(rotated, layout.keys, options.bits, prune(rotated, layout.kept), options.inset)
-    values = grouped(v, options.head_group).to(wide(v.dtype))
+    values = grouped(v, options.head_group).to(working_dtype(v.dtype))
     values = quantise(values, layout.values, options.bits, None, options.inset)
     return keys, values
 
 
 def decode(keys: Codes, values: Codes, layout: Layout, channel_order: Tensor | None, dtype: torch.dtype):
     """(k [T, H, D], v [T, H, V]) of `dtype`."""
-    k = rotate_back(dequantise(keys, layout.keys, wide(dtype)), layout.heads, channel_order)
-    v = dequantise(values, layout.values, wide(dtype))
+    k = rotate_back(dequantise(keys, layout.keys, working_dtype(dtype)), layout.heads, channel_order)
+    v = dequantise(values, layout.values, working_dtype(dtype))
     return k.to(dtype), v.reshape(v.shape[0], layout.heads, layout.value_size).to(dtype)
 
 
@@ -277,6 +274,8 @@ def attention_reference(
     cached = int(lengths.max()) if len(lengths) else 0
     if asked == 0:
         return q.new_zeros(0, q.shape[1], v.shape[2]), q.new_zeros(0, q.shape[1])
+    dtype = q.dtype
+    q, k, v = widened(q, k, v)
     if rope_base is not None:
         begins = seq_offsets[:-1].repeat_interleave(lengths)
         k = rope(k, torch.arange(k.shape[0], device=k.device) - begins, rope_base)
@@ -304,4 +303,4 @@ def attention_reference(
         weights = torch.exp(scores - lse.masked_fill(lse.isinf(), 0)[..., None])
         lse = padded_to_jagged(lse.transpose(1, 2), q_offsets, q.shape[0])
     out = (weights.to(v.dtype) @ values).transpose(1, 2)
-    return padded_to_jagged(out, q_offsets, q.shape[0]), lse
+    return padded_to_jagged(out, q_offsets, q.shape[0]).to(dtype), lse

@@ -131,6 +131,89 @@ def test_switches_are_true_or_false(name, switch, value):
         function(name)(**VALID[name] | {switch: value})
 
 
+# Without those that round on the way: a cache to its few bits, and a layer of two operators between them.
+ROUNDING = ("rotatekv_compress", "rotatekv_attention", "rotatekv_decompress", "triton_hstu_attention_with_bsa")
+ROUNDED_ONCE = [
+    name
+    for name, given in VALID.items()
+    if name not in ROUNDING and "ring_flash_attn" not in name and any(map(is_floating, given.values()))
+]
+
+
+def with_gradients(name: str, given: dict, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Results and gradients of a call whose results have gradients; with `dtype` in fp32, rounded to it at the end."""
+    working = torch.float32 if dtype else None
+    leaves = {n: x.to(working or x.dtype).detach().requires_grad_() for n, x in given.items() if is_floating(x)}
+    if "gates" in given:
+        given = given | {"gates": [gate.to(working or gate.dtype) for gate in given["gates"]]}
+    out = [x for x in flat(function(name)(**given | leaves)) if is_floating(x)]
+    found = [x.detach() for x in out]
+    graded = [x for x in out if x.requires_grad]
+    if graded:
+        ones = [torch.ones_like(x) for x in graded]
+        found += [x for x in torch.autograd.grad(graded, [*leaves.values()], ones, allow_unused=True) if x is not None]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", ROUNDED_ONCE)
+def test_16_bits_are_computed_with_in_fp32(name, dtype):
+    """Results and gradients are those of fp32, rounded at the end: what is ordinary there is so in fp16 too."""
+    given = {n: (100 * x).to(dtype) if is_floating(x) else x for n, x in VALID[name].items()}
+    if "gates" in given:
+        given["gates"] = [gate.to(dtype) for gate in given["gates"]]
+    narrow, wide = with_gradients(name, given), with_gradients(name, given, dtype)
+    for x, y in zip(narrow, wide, strict=True):
+        assert x.dtype in (dtype, torch.float32)
+        assert torch.equal(x.nan_to_num(), y.to(x.dtype).nan_to_num())
+
+
+def test_what_is_ordinary_overflows_nowhere_on_the_way():
+    """fp16 inputs whose scores, sums of a block or squares are beyond 65504."""
+    half = torch.float16
+    large, v, offsets = (
+        torch.full((9, 2, 8), 200.0, dtype=half),
+        torch.full((9, 2, 8), 0.5, dtype=half),
+        torch.tensor([0, 9]),
+    )
+    keys, chosen = torch.full((9, 2, 8), 3e3, dtype=half), torch.arange(9)[:, None].int()
+    gates = [torch.full((9, 2), 0.5, dtype=half)] * 3
+    options = {"block_size": 4, "window_size": 2}
+    found = {
+        "flash": hstu_sparse.flash_attention(large, large, v, offsets),
+        "sparse": hstu_sparse.sparse_attention(large, large[:, 0], v[:, 0], chosen, offsets),
+        "dense": hstu_sparse.hstu_attention(large, large, v, offsets, 2**16),
+        "ring": hstu_sparse.ring_hstu_attention(large, large, v, torch.arange(9), 2**16, seq_offsets=offsets),
+        "cache": compat.mustafar_attention_with_rope(large, offsets, large, v, offsets, 9, activation="softmax"),
+        "bsa, keys": hstu_sparse.bsa_attention(v / 100, keys, v, offsets, 16, gates, block_size=128, window_size=2),
+        "bsa, values": hstu_sparse.bsa_attention(v, v, v * 1200, offsets, 64, gates, **options),
+        "gates": hstu_sparse.query_gates(large, *(torch.full(size, -1.0, dtype=half) * s for size, s in (
+            ((8, 8), 200), ((8,), 1), ((3, 8), 200), ((3,), 1),
+        ))),
+        "hadamard": hstu_sparse.hadamard_transform(torch.full((2, 8), 2e4, dtype=half)),
+    }  # fmt: skip
+    for name, x in found.items():
+        assert x.dtype == half
+        assert x.isfinite().all(), name
+
+
+def test_a_residual_is_summed_in_fp32():
+    x, added = (torch.full((2, 3), value, dtype=torch.bfloat16) for value in (256.0, 1.0))
+    for bias in (added[0], added[0].float()):
+        assert torch.equal(hstu_sparse.residual_add(x, added, bias), torch.full_like(x, 258.0))
+
+
+CONTIGUOUS = ("norm_gate", "layer_norm", "residual_add", "embed_inputs", "rotary", "hadamard_transform", "query_gates")
+
+
+@pytest.mark.parametrize("name", CONTIGUOUS)
+def test_results_are_contiguous_as_promised(name):
+    """Whatever the strides of inputs are."""
+    given = {n: x.mT.contiguous().mT if is_floating(x) and x.dim() > 1 else x for n, x in VALID[name].items()}
+    assert not all(x.is_contiguous() for x in given.values() if isinstance(x, torch.Tensor))
+    assert function(name)(**given).is_contiguous()
+
+
 NUMBERS = ("scale", "scaling", "softmax_scale", "max_seq_len", "window_size", "eps", "rope_base", "temperature", "clip")
 NUMBERS += ("top_k", "block_size", "block_counts", "compression_rate", "chunk_offset", "sink_tokens", "quant_group")
 

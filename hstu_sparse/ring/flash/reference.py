@@ -10,15 +10,18 @@ finds into an output and its log-sum-exp, `backward_step` adds a block's part of
 import torch
 
 from hstu_sparse.jagged import masked_product, padded_index, sequence_ids
+from hstu_sparse.precision import widened
 from hstu_sparse.ring.flash.problem import Layout, Options
 
 
 def flash_attention_reference(q, k, v, layout: Layout, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """(output [T, H, V], log-sum-exp of the scores [H, T]); a query that sees no key has zeros and -inf."""
+    dtype = q.dtype
+    q, k, v = widened(q, k, v)
     if not q.shape[0]:
         # The sum keeps every input in the graph, so that its gradient is zeros and not None.
         nothing = 0 * (q.sum() + k.sum() + v.sum())
-        return q.new_zeros(0, q.shape[1], v.shape[2]) + nothing, q.new_zeros(q.shape[1], 0)
+        return (q.new_zeros(0, q.shape[1], v.shape[2]) + nothing).to(dtype), q.new_zeros(q.shape[1], 0)
     block = _Block(q, k, v, layout, options)
     scores = block.scores()
     peak = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
@@ -29,7 +32,8 @@ def flash_attention_reference(q, k, v, layout: Layout, options: Options) -> tupl
     weights = weights / total.masked_fill(total == 0, 1.0)
     if block.kept is not None:
         weights = weights * block.kept
-    return block.to_tokens(masked_product(weights, block.v, scores.isneginf())), block.rows_to_tokens(lse)
+    out = block.to_tokens(masked_product(weights, block.v, scores.isneginf()))
+    return out.to(dtype), block.rows_to_tokens(lse)
 
 
 def forward_step(q, k, v, layout: Layout, options: Options, out: torch.Tensor, lse: torch.Tensor) -> None:
