@@ -156,23 +156,29 @@ class RotateKVCache(PackedCache):
 
             check_compress(k, layout)
         old_offsets = self.seq_offsets
+        if chosen == "reference" or readable(k):
+            sequence = torch.repeat_interleave(seq_offsets.diff())
+            position = torch.arange(len(sequence), device=k.device) - (seq_offsets[:-1] - old_offsets.diff())[sequence]
+            sinks = position < layout.options.sink_tokens
+            # Before anything changes: what does not fit is refused here.
+            codes = reference.encode(k[~sinks], v[~sinks], layout, self.channel_order)
         self.grow(seq_offsets.diff().long())
         if chosen == "triton":
             from hstu_sparse.rotatekv.launchers import compress
 
             compress(self, k, v, seq_offsets, old_offsets)
             return self
-        sequence = torch.repeat_interleave(seq_offsets.diff())
-        position = torch.arange(len(sequence), device=k.device) - (seq_offsets[:-1] - old_offsets.diff())[sequence]
-        sinks = position < layout.options.sink_tokens
         self.sink_k[sequence[sinks], position[sinks]] = k[sinks]
         self.sink_v[sequence[sinks], position[sinks]] = v[sinks]
-        codes = reference.encode(k[~sinks], v[~sinks], layout, self.channel_order)
         reference.write(self, *codes, *self.place(sequence[~sinks], position[~sinks]))
         return self
 
     def save(self, path) -> None:
-        """Writes the cache to one safetensors file, which appears whole or not at all; OSError where it cannot be."""
+        """Writes the cache to one safetensors file, which appears whole or not at all.
+
+        Raises OSError where it cannot be, also where a device, a pipe or a folder stands, and ValueError for a cache
+        with NaN or infinity, which `load` refuses.
+        """
         files.save(self, path)
 
     @classmethod
@@ -216,19 +222,25 @@ def rotatekv_compress(
         clip: share of a quantisation group's range, around its middle, that the codes reach over; what lies outside
             takes the nearest. Few codes do better without what is rare: 0.75 at 2 bits and 0.9 at 3 lose the least
             (docs/rotatekv.md).
-        channel_order: [H / head_group, D * head_group] int64, of `calibrate`.
+        channel_order: [H / head_group, D * head_group] int64, of `calibrate`; the cache keeps a copy.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
         The cache. Nothing is differentiable (training: `rotatekv_round_trip`). Waits for the device once.
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: what was expected and what came. Scales and zeros are fp16: on a CPU, and elsewhere under
+            HSTU_SPARSE_DEBUG, keys (after their rotation) and values that are too large for them are refused, and those
+            that are all so small that their scales would be rounded away. Elsewhere they are clamped. NaN stays NaN,
+            but for a file (`RotateKVCache.save`).
+
+    Groups of small numbers among larger ones come back with an error of up to (2^bits - 1) * 2^-25, whatever they are.
     """
     sizes = _check_kv(k, v, seq_offsets)
     options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens, clip)
     layout = Layout(options, sizes["H"], sizes["D"], sizes["V"])
     order = _check_order(channel_order, layout, k.device, wait=True)
+    order = None if order is None else order.clone()  # the cache's own: the caller may change theirs
     cache = RotateKVCache.empty(layout, seq_offsets.shape[0] - 1, k.dtype, k.device, order)
     return cache.append(k, v, seq_offsets, backend=backend)
 
@@ -258,10 +270,13 @@ def rotatekv_round_trip(
     options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens, clip)
     layout = Layout(options, sizes["H"], sizes["D"], sizes["V"])
     channel_order = _check_order(channel_order, layout, k.device, wait=False)
-    if choose_backend(backend, k, "rotatekv_round_trip") == "reference":
+    chosen = choose_backend(backend, k, "rotatekv_round_trip")
+    if chosen == "reference" or readable(k):
         position = torch.arange(sizes["T"], device=k.device)
         position = position - seq_offsets[sequence_ids(seq_offsets, sizes["T"])]
-        return reference.round_trip_reference(k, v, position < sink_tokens, layout, channel_order)
+        found = reference.round_trip_reference(k, v, position < sink_tokens, layout, channel_order)
+        if chosen == "reference":
+            return found
     from hstu_sparse.rotatekv.launchers import round_trip_operator
 
     return round_trip_operator(

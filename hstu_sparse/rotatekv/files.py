@@ -1,8 +1,10 @@
 """A cache's file: one safetensors file with the packed tensors, the options as metadata, and a checksum of both."""
 
+import errno
 import hashlib
 import json
 import os
+import secrets
 from pathlib import Path
 
 import torch
@@ -13,6 +15,8 @@ from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
 from hstu_sparse.validation import FLOATING_DTYPES, check_int
 
 FORMAT = "hstu_sparse.rotatekv.2"
+SIZES = ("heads", "head_size", "value_size")
+FACTS = {"options", "dtype", "used_pages", *SIZES}
 INDEX = ("seq_offsets", "page_offsets", "page_table")
 
 
@@ -20,7 +24,10 @@ def save(cache: PackedCache, path) -> None:
     from safetensors.torch import save as to_bytes
 
     path = Path(path)
+    if path.exists() and not path.is_file():  # a link counts as what it leads to
+        raise FileExistsError(errno.EEXIST, "is no regular file", str(path))
     tensors = {name: x.cpu().contiguous() for name, x in cache.tensors().items()}
+    _check_values(tensors)
     layout = cache.layout
     facts = {
         "options": {name: getattr(cache.options, name) for name in RotateKVOptions.__dataclass_fields__},
@@ -32,10 +39,11 @@ def save(cache: PackedCache, path) -> None:
     }
     text = json.dumps(facts, sort_keys=True)
     metadata = {"format": FORMAT, "facts": text, "sha256": _checksum(text, tensors)}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Of its own in every process and thread.
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         try:
-            with temporary.open("wb") as file:
+            with temporary.open("xb") as file:
                 file.write(to_bytes(tensors, metadata))
                 file.flush()
                 os.fsync(file.fileno())
@@ -52,6 +60,8 @@ def load(kind: type[PackedCache], path) -> PackedCache:
 
     path = Path(path)
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("is no regular file")
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
@@ -61,17 +71,24 @@ def load(kind: type[PackedCache], path) -> PackedCache:
         if metadata.get("sha256") != _checksum(text, tensors):
             raise ValueError("damaged (its checksum differs from the one it was written with)")
         return _build(kind, json.loads(text), tensors)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = "not found" if isinstance(error, FileNotFoundError) else str(error) or type(error).__name__
         raise ValueError(f"{str(path)[:200]}: {reason[:300]}".splitlines()[0]) from None
 
 
 def _build(kind: type[PackedCache], facts: dict, tensors: dict[str, Tensor]) -> PackedCache:
-    layout = Layout(RotateKVOptions(**facts["options"]), facts["heads"], facts["head_size"], facts["value_size"])
-    dtype, pages = getattr(torch, facts["dtype"]), facts["used_pages"]
+    if not isinstance(facts, dict) or facts.keys() != FACTS:
+        raise ValueError(f"its facts must be {', '.join(sorted(FACTS))}")
+    for name in SIZES:
+        check_int(name, facts[name], 1)
+    pages = facts["used_pages"]
     check_int("used_pages", pages, 0)
-    if dtype not in FLOATING_DTYPES:
-        raise ValueError(f"cannot hold keys of {dtype}")
+    layout = Layout(RotateKVOptions(**facts["options"]), *(facts[name] for name in SIZES))
+    dtype = {str(known): known for known in FLOATING_DTYPES}.get(f"torch.{facts['dtype']}")
+    if dtype is None:
+        raise ValueError(f"cannot hold keys of {facts['dtype']}")
+    if tensors["seq_offsets"].dim() != 1 or not len(tensors["seq_offsets"]):
+        raise ValueError(f"seq_offsets must be [B+1], got {list(tensors['seq_offsets'].shape)}")
     sequences = tensors["seq_offsets"].shape[0] - 1
     sinks = (sequences, layout.options.sink_tokens, layout.heads)
     expected = {name: (shape, DTYPES[name[2:]]) for name, shape in layout.shapes(pages).items()}
@@ -91,7 +108,9 @@ def _build(kind: type[PackedCache], facts: dict, tensors: dict[str, Tensor]) -> 
         if tuple(x.shape) != tuple(shape) or x.dtype != wanted:
             raise ValueError(f"{name} must be {list(shape)} {wanted}, got {list(x.shape)} {x.dtype}")
     _check_index(layout, tensors, pages)
-    _check_values(tensors, order)
+    _check_values(tensors)
+    if layout.sparse:
+        _check_bitmap(layout, tensors)
     empty = kind.empty(layout, sequences, dtype, torch.device("cpu"), order)
     empty.packed = {name: tensors[name] for name in PACKED if name in tensors}
     for name in (*INDEX, "sink_k", "sink_v"):
@@ -111,10 +130,27 @@ def _check_index(layout: Layout, tensors: dict[str, Tensor], pages: int) -> None
         raise ValueError("its offsets and page table do not fit together")
 
 
-def _check_values(tensors: dict[str, Tensor], order: Tensor | None) -> None:
+def _check_bitmap(layout: Layout, tensors: dict[str, Tensor]) -> None:
+    """Every cached token keeps as many channels as the sparsity says: the kernels read codes of just as many."""
+    lengths = (tensors["seq_offsets"].diff() - layout.options.sink_tokens).clamp(min=0)
+    counts = tensors["page_offsets"].diff().long()
+    place = torch.cat([torch.arange(count) for count in counts.tolist()]) if len(counts) else counts
+    used = (lengths.repeat_interleave(counts) - place * layout.page).clamp(max=layout.page)
+    expected = torch.zeros(len(place), layout.page, dtype=torch.int64)
+    expected[tensors["page_table"].long()] = (torch.arange(layout.page) < used[:, None]).long() * layout.kept
+    bytes_ = tensors["k_bitmap"].contiguous().view(torch.uint8).unflatten(-1, (-1, 8))  # [P, HG, C, 8], low bits first
+    found = torch.stack([(bytes_ >> bit & 1).sum(2) for bit in range(8)], -1).flatten(-2)  # [P, HG, slots]
+    if not torch.equal(found, expected[:, None].expand_as(found)):
+        raise ValueError(f"k_bitmap does not keep {layout.kept} channels of every token, as its options say")
+
+
+def _check_values(tensors: dict[str, Tensor]) -> None:
     for name, x in tensors.items():
-        if (x.is_floating_point() and not x.isfinite().all()) or (name.endswith("ranges") and (x[..., 0] < 0).any()):
-            raise ValueError(f"{name} holds numbers that no cache has")
+        if x.is_floating_point() and not x.isfinite().all():
+            raise ValueError(f"{name} holds NaN or infinity: keys or values that were none were cached")
+        if name.endswith("ranges") and (x[..., 0] < 0).any():
+            raise ValueError(f"{name} holds a scale below 0")
+    order = tensors.get("channel_order")
     if order is not None and not torch.equal(order.sort(-1).values, torch.arange(order.shape[1]).expand_as(order)):
         raise ValueError("channel_order does not hold each channel once")
 

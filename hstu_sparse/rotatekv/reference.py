@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
-from hstu_sparse.jagged import jagged_to_padded, padded_index, padded_to_jagged
+from hstu_sparse.jagged import jagged_to_padded, padded_index, padded_to_jagged, readable
 from hstu_sparse.launch import cdiv
 from hstu_sparse.precision import widened, working_dtype
 from hstu_sparse.rotatekv.layout import Layout, Side, plane_words, planes
 
 FP16_MOST = 65504.0
+LEAST = 2.0**-20  # of a scale: 16 of fp16's smallest steps, so that rounding costs it 3% at most
 
 
 class Codes(NamedTuple):
@@ -75,11 +76,37 @@ def prune(x: Tensor, kept: int) -> Tensor | None:
     return torch.zeros_like(x, dtype=torch.bool).scatter_(-1, order[..., :kept], True)
 
 
-def quantise(x: Tensor, side: Side, bits: int, kept: Tensor | None, inset: float = 0.0) -> Codes:
+def check_fits(name: str, least: Tensor, most: Tensor, levels: int) -> None:
+    """ValueError where numbers between `least` and `most` [...] of their groups need scales or zeros beyond fp16's.
+
+    Too large: a zero or scale is beyond fp16. Too small: the greatest number of all needs a scale of less than LEAST,
+    which fp16 rounds to a few bits or to 0. NaN fits: it comes back as NaN.
+    """
+    if not readable(least) or not least.numel():
+        return
+    peak = float(torch.maximum(most, -least).max())
+    if bool((least.abs() > FP16_MOST).any() | (most - least > FP16_MOST * levels).any()):
+        raise ValueError(
+            f"{name} must fit in fp16 scales and zeros, up to {FP16_MOST:g}, got {peak:g} (of keys after "
+            "their rotation): scale it down first"
+        )
+    if 0 < peak < LEAST * levels:
+        raise ValueError(
+            f"{name} must reach {LEAST * levels:.1e}, below which fp16 scales of {levels + 1} levels lose it, got "
+            f"at most {peak:.1e}: scale it up first, or take fewer bits"
+        )
+
+
+def quantise(
+    x: Tensor, side: Side, bits: int, kept: Tensor | None, inset: float = 0.0, name: str | None = None
+) -> Codes:
     """x [T, HG, C] in codes; scale and zero are rounded to fp16 first and the codes are of the rounded ones.
 
-    inset: share of a group's range that the codes leave out at either end.
+    inset: share of a group's range that the codes leave out at either end. name: of x in an error where it does not fit
+    (see `check_fits`); absent, what does not is clamped, as the kernels do. A group with an infinity is NaN, as one
+    with NaN is.
     """
+    x = x.masked_fill(x.isinf(), torch.nan)
     padding = side.groups * side.group - side.channels
     x = F.pad(x, (0, padding)).unflatten(-1, (side.groups, side.group))
     taken = torch.ones_like(x, dtype=torch.bool) if kept is None else F.pad(kept, (0, padding)).view(x.shape)
@@ -92,6 +119,8 @@ def quantise(x: Tensor, side: Side, bits: int, kept: Tensor | None, inset: float
         margin = (most - least) * inset
         least, most = least + margin, most - margin
     levels = 2**bits - 1
+    if name is not None:
+        check_fits(name, least, most, levels)
     zero = least.clamp(-FP16_MOST, FP16_MOST).half()
     scale = ((most - least) / levels).clamp(max=FP16_MOST).half()
     inverse = torch.where(scale > 0, 1 / scale.to(x.dtype), 0)
@@ -113,9 +142,9 @@ def encode(k: Tensor, v: Tensor, layout: Layout, channel_order: Tensor | None) -
     """Keys and values [T, H, ...] in codes."""
     options = layout.options
     rotated = rotate(k, options.head_group, channel_order)
-    keys = quantise(rotated, layout.keys, options.bits, prune(rotated, layout.kept), options.inset)
+    keys = quantise(rotated, layout.keys, options.bits, prune(rotated, layout.kept), options.inset, "k")
     values = grouped(v, options.head_group).to(working_dtype(v.dtype))
-    values = quantise(values, layout.values, options.bits, None, options.inset)
+    values = quantise(values, layout.values, options.bits, None, options.inset, "v")
     return keys, values
 
 
@@ -238,7 +267,8 @@ def decompress_reference(cache, dtype: torch.dtype | None = None) -> tuple[Tenso
 
 def round_trip_reference(k: Tensor, v: Tensor, sinks: Tensor, layout: Layout, channel_order: Tensor | None):
     """decompress(compress(k, v)) without a cache; tokens that `sinks` [T] bool marks come back as they are."""
-    found = decode(*encode(k, v, layout, channel_order), layout, channel_order, k.dtype)
+    packed = (x.masked_fill(sinks[:, None, None], 0) for x in (k, v))  # sinks need not fit
+    found = decode(*encode(*packed, layout, channel_order), layout, channel_order, k.dtype)
     return tuple(torch.where(sinks[:, None, None], x, y) for x, y in zip((k, v), found))
 
 

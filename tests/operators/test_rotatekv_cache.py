@@ -1,0 +1,147 @@
+"""RotateKV caches: what is refused when they are made, written and read, and that they are nobody else's."""
+
+import json
+import os
+import threading
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hstu_sparse import RotateKVCache, rotatekv_compress, rotatekv_decompress, rotatekv_round_trip
+from hstu_sparse.launch import INTERPRET
+from hstu_sparse.rotatekv import files
+from tests.operators.test_rotatekv import make
+
+
+def forge(path, change, tensors=lambda x: None):
+    """Rewrites a cache's file with other facts or tensors, and the checksum that belongs to them."""
+    with safe_open(path, framework="pt") as file:
+        facts, found = json.loads(file.metadata()["facts"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    facts = change(facts) or facts
+    tensors(found)
+    text = json.dumps(facts)
+    save_file(found, path, {"format": files.FORMAT, "facts": text, "sha256": files._checksum(text, found)})
+
+
+@pytest.mark.parametrize(
+    ("change", "tensors", "message"),
+    [
+        (lambda facts: facts["options"].update(sparsity=0.55), lambda x: None, "k_bitmap does not keep"),
+        (lambda facts: None, lambda x: x["k_bitmap"].zero_(), "k_bitmap does not keep 32 channels of every token"),
+        (lambda facts: None, lambda x: x["k_bitmap"].bitwise_not_(), "k_bitmap does not keep"),
+        (lambda facts: None, lambda x: x["k_ranges"].fill_(float("nan")), "k_ranges holds NaN or infinity"),
+        (lambda facts: None, lambda x: x.update(seq_offsets=torch.tensor(7)), "seq_offsets must be"),
+        (lambda facts: None, lambda x: x.update(seq_offsets=torch.zeros(0, dtype=torch.int64)), "seq_offsets must be"),
+        (lambda facts: facts.update(heads=2.0), lambda x: None, "heads must be a whole number, got 2.0"),
+        (lambda facts: facts.update(value_size=-1), lambda x: None, "value_size must be at least 1"),
+        (lambda facts: facts.update(dtype="nn"), lambda x: None, "cannot hold keys of nn"),
+        (lambda facts: facts.update(head_size=10**30), lambda x: None, "head_size must be at most"),
+        (lambda facts: [1], lambda x: None, "its facts must be"),
+    ],
+)  # fmt: skip
+def test_forged_file_is_refused_in_one_line(tmp_path, change, tensors, message):
+    """By other code, with the checksum that belongs to it."""
+    path = tmp_path / "cache"
+    rotatekv_compress(*make(), sparsity=0.5).save(path)
+    forge(path, lambda facts: None)
+    RotateKVCache.load(path)
+    forge(path, change, tensors)
+    with pytest.raises(ValueError, match=message) as caught:
+        RotateKVCache.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cache_keeps_its_own_channel_order():
+    k, v, offsets = make()
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))[None]
+    cache = rotatekv_compress(k, v, offsets, channel_order=order)
+    before = rotatekv_decompress(cache)
+    order.copy_(order.flip(1))
+    assert all(torch.equal(x, y) for x, y in zip(rotatekv_decompress(cache), before))
+
+
+@pytest.mark.parametrize("options", [{}, {"sink_tokens": 9}, {"sparsity": 0.5}])
+def test_nan_is_not_saved(tmp_path, options):
+    k, v, offsets = make()
+    k[1] = float("nan")
+    cache = rotatekv_compress(k, v, offsets, **options)
+    with pytest.raises(ValueError, match="holds NaN or infinity"):
+        cache.save(tmp_path / "cache")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_infinity_comes_back_as_no_number():
+    k, v, offsets = make()
+    v[1] = float("inf")
+    assert rotatekv_decompress(rotatekv_compress(k, v, offsets))[1][1].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a device", "folder"])
+def test_only_files_are_written_and_read(tmp_path, kind):
+    """A device is tried by a link to it: where this fails, the link is lost and not the machine's device."""
+    path, cache = tmp_path / "cache", rotatekv_compress(*make())
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(os.devnull)
+    with pytest.raises(OSError, match="is no regular file"):
+        cache.save(path)
+    with pytest.raises(ValueError, match="is no regular file"):
+        RotateKVCache.load(path)
+    assert path.exists() and not path.is_file()
+
+
+def test_threads_save_to_one_path(tmp_path):
+    """The last one's file stands there, whole, and nothing beside it."""
+    caches = [rotatekv_compress(*make((size, 3, 5, 7))) for size in (20, 200, 40, 100)]
+    path, start, failed = tmp_path / "cache", threading.Barrier(4), []
+
+    def save(cache):
+        start.wait()
+        try:
+            for _ in range(5):
+                cache.save(path)
+        except OSError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=save, args=(cache,)) for cache in caches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert RotateKVCache.load(path).nbytes in [cache.nbytes for cache in caches]
+    assert [file.name for file in tmp_path.iterdir()] == ["cache"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "backend"),
+    [("k", 8, "reference"), ("v", 8, "reference"), ("k", 2, "reference"), ("k", 8, "triton")],
+)
+@pytest.mark.parametrize("size", [1e6, 1e-7])
+def test_what_does_not_fit_in_fp16_scales_is_refused(size, name, bits, backend):
+    if backend == "triton" and not INTERPRET:
+        pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
+    k, v, offsets = make((3, 2))
+    given = {"k": k, "v": v} | {name: size * {"k": k, "v": v}[name]}
+    message = f"{name} must fit in fp16 scales" if size > 1 else f"{name} must reach .* scale it up first"
+    for function in (rotatekv_compress, rotatekv_round_trip):
+        with pytest.raises(ValueError, match=message):
+            function(**given, seq_offsets=offsets, bits=bits, backend=backend)
+        function(**given, seq_offsets=offsets, bits=bits, sink_tokens=3, backend=backend)  # they stay as they are
+    cache = rotatekv_compress(k, v, offsets, bits=bits)
+    before = rotatekv_decompress(cache)
+    with pytest.raises(ValueError, match=message):
+        cache.append(**given, seq_offsets=offsets, backend=backend)
+    assert all(torch.equal(x, y) for x, y in zip(rotatekv_decompress(cache), before))
+
+
+@pytest.mark.parametrize("size", [0.0, 2e-3, 1.0, 1e4])
+def test_what_fits_comes_back_as_close_as_codes_are(size):
+    k, v, offsets = make()
+    for found, x in zip(rotatekv_round_trip(size * k, size * v, offsets, bits=8), (size * k, size * v)):
+        assert (found - x).norm() <= 0.02 * x.norm()
