@@ -178,6 +178,26 @@ def _autograd(operator: Operator) -> type[torch.autograd.Function]:
     return Function
 
 
+def once_only(name: str) -> Callable:
+    """Decorates backward of an autograd.Function that has no second derivative: under create_graph it raises.
+
+    torch's own once_differentiable raises only where the incoming gradient has one; else the second derivative would
+    count as 0 without a word.
+    """
+
+    def decorate(backward: Callable) -> Callable:
+        @functools.wraps(backward)
+        def run(ctx, *grads):
+            twice = not torch.compiler.is_compiling() and torch.is_grad_enabled()
+            if twice and all(plain(grad) for grad in grads if grad is not None):
+                raise RuntimeError(f"{name} has no second derivative")
+            return backward(ctx, *grads)
+
+        return run
+
+    return decorate
+
+
 def register_preparation(name: str, arguments: str, *, launch: Callable, fake: Callable) -> Callable:
     """torch.ops.hstu_sparse.<name>: tensors that depend on a batch's metadata alone, computed before the operators run.
 

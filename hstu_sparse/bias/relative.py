@@ -179,10 +179,23 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (index,) = ctx.saved_tensors
+        return _Sum.apply(grad, *ctx.saved_tensors, ctx.size, ctx.dtype), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sums of values [...] that have one index: what `_LookUp` gives its table; each is looked up in turn."""
+
+    @staticmethod
+    def forward(ctx, values, index, size, dtype):
+        ctx.save_for_backward(index)
+        ctx.dtype = values.dtype
         # In fp64: a bucket sums millions of terms.
-        grad = torch.bincount(index.flatten(), weights=grad.flatten().double(), minlength=ctx.size)
-        return grad.to(ctx.dtype), None
+        return torch.bincount(index.flatten(), weights=values.flatten().double(), minlength=size).to(dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (index,) = ctx.saved_tensors
+        return _LookUp.apply(grad.to(ctx.dtype), index), None, None, None
 
 
 def look_up(table: Tensor, index: Tensor) -> Tensor:

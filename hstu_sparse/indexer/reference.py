@@ -12,11 +12,11 @@ Source: DeepSeek-V3.2-Exp (DeepSeek Sparse Attention).
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.jagged import masked_product, padded_index
 from hstu_sparse.precision import widened, working_dtype
+from hstu_sparse.registration import once_only
 
 
 def lightning_indexer_reference(
@@ -143,7 +143,7 @@ class _Divergence(torch.autograd.Function):
         return (p * ((p + eps).log() - (pi + eps).log())).sum(-1)
 
     @staticmethod
-    @once_differentiable
+    @once_only("indexer_loss")
     def backward(ctx, grad):
         (difference,) = ctx.saved_tensors
         return (grad[..., None] * difference).to(difference.dtype), None, None, None

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from hstu_sparse.launch import cdiv, multiprocessors, on_device
 from hstu_sparse.layer_norm_gate.kernels import _gradients, _key, _launch, _load, _rows, norm_gate_operator, tile
+from hstu_sparse.registration import once_only
 
 # Programs of the sum's backward kernel for each multiprocessor.
 _RESIDENT = 8
@@ -28,7 +29,7 @@ class _Fork(torch.autograd.Function):
         return x, norm_gate_operator.forward(x, None, None, eps, 0.0, dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_only("residual_norm in Triton")
     def backward(ctx, beside, grad):
         if grad is None:
             return beside, None, None
@@ -91,7 +92,7 @@ class _Add(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_only("residual_add in Triton")
     def backward(ctx, grad):
         x_dtype, dtype, bias_dtype = ctx.dtypes
         tokens, channels = grad.shape

@@ -11,6 +11,7 @@ from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.jagged import readable
 from hstu_sparse.launch import on_device
 from hstu_sparse.precision import widened, without_autocast, working_dtype
+from hstu_sparse.registration import once_only
 from hstu_sparse.ring.communication import Ring, backward_round
 from hstu_sparse.ring.hstu_reference import hstu_block
 from hstu_sparse.ring.plan import RingPlan, check_plan, ring_plan
@@ -123,7 +124,8 @@ class RingHSTU(torch.autograd.Function):
         return out.to(q.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_only("ring_hstu_attention")
+    @without_autocast
     def backward(ctx, grad):
         q, k, v, position, time, timestamps, query_timestamps, positions = ctx.saved_tensors
         ring, plan, options, backend = ctx.rest

@@ -13,7 +13,8 @@ long sequences therefore only some heads go round at a time: as many as keep the
 import torch
 
 from hstu_sparse.launch import cdiv, on_device
-from hstu_sparse.precision import working_dtype
+from hstu_sparse.precision import without_autocast, working_dtype
+from hstu_sparse.registration import once_only
 from hstu_sparse.ring import softmax_cute
 from hstu_sparse.ring.communication import Ring, backward_round
 from hstu_sparse.ring.flash import reference
@@ -62,7 +63,8 @@ class RingSoftmax(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_only("ring_flash_attention")
+    @without_autocast
     def backward(ctx, grad, _):
         if grad is None:
             return (None,) * 7

@@ -12,7 +12,7 @@ import torch
 import hstu_sparse
 from hstu_sparse import compat
 from hstu_sparse.launch import INTERPRET
-from tests.hostile.operators import VALID, function
+from tests.hostile.operators import VALID, function, random
 
 NAN = float("nan")
 HUGE = 10**400
@@ -45,6 +45,15 @@ def assert_same(ours, theirs):
             assert a == b
 
 
+def is_floating(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def leaves_of(given: dict, dtype: torch.dtype | None = None) -> dict:
+    """The arguments of a call, floating point ones as leaves with gradients, of `dtype`."""
+    return {n: x.detach().to(dtype or x.dtype).requires_grad_() if is_floating(x) else x for n, x in given.items()}
+
+
 def parameters(name: str) -> set[str]:
     return set(inspect.signature(function(name)).parameters)
 
@@ -66,7 +75,7 @@ def test_autocast_changes_nothing(name):
 @pytest.mark.skipif(not INTERPRET, reason="kernels on a CPU need TRITON_INTERPRET=1")
 @pytest.mark.parametrize("name", ["catalogue_loss", "lightning_indexer", "norm_gate", "query_gates", "silu_parts"])
 def test_autocast_changes_nothing_about_kernels(name):
-    leaves = {n: x.clone().requires_grad_() if is_floating(x) else x for n, x in VALID[name].items()}
+    leaves = leaves_of(VALID[name])
     wanted = [x for x in leaves.values() if is_floating(x)]
 
     def run():
@@ -76,10 +85,6 @@ def test_autocast_changes_nothing_about_kernels(name):
     expected = run()
     with torch.autocast("cpu", torch.bfloat16):
         assert_same(run(), expected)
-
-
-def is_floating(x) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
 def test_an_error_leaves_autocast_as_it_was():
@@ -251,3 +256,46 @@ def test_the_research_layer_checks_its_sizes(name, value):
     compat.TritonHSTUBSAAttention(**LAYER)
     with pytest.raises(ValueError, match=name):
         compat.TritonHSTUBSAAttention(**LAYER | {name: value})
+
+
+# What is left out of the second derivatives below: functions whose results have no gradient.
+GRADED = [
+    name
+    for name, given in VALID.items()
+    if "ring_flash_attn" not in name
+    and any(x.requires_grad for x in flat(function(name)(**leaves_of(given))) if is_floating(x))
+]
+
+
+@pytest.mark.parametrize("name", GRADED)
+def test_second_derivatives_are_right_or_refused(name):
+    """None of them is 0 in silence; with biases, where an operator takes them."""
+    given = leaves_of(VALID[name], torch.float64)
+    wanted = [n for n, x in given.items() if is_floating(x)]
+    tables = ()
+    if "bias" in parameters(name) and name != "residual_add":
+        tokens = len(given["seq_offsets"]) and int(given["seq_offsets"][-1])
+        tables = random(given.get("max_seq_len", tokens)).double().requires_grad_(), random(3).double().requires_grad_()
+
+    def slope(leaves: list, along: list) -> torch.Tensor:
+        """The derivative in a direction."""
+        changed = dict(zip(wanted, leaves))
+        if tables:
+            changed["bias"] = hstu_sparse.RelativeBias(*leaves[len(wanted) :], torch.arange(tokens) * 60)
+        found = flat(function(name)(**given | changed))
+        total = sum(torch.tanh(x.nan_to_num(neginf=0.0)).sum() for x in found if x.requires_grad)
+        first = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
+        return sum((x * u).sum() for x, u in zip(first, along) if x is not None)
+
+    leaves = [given[n] for n in wanted] + list(tables)
+    generator = torch.Generator().manual_seed(0)
+    u, w = ([torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in leaves] for _ in "uw")
+    if name in ("indexer_loss", "compute_index_loss_sparse", "ring_hstu_attention"):
+        with pytest.raises(RuntimeError, match="has no second derivative"):
+            slope(leaves, u)
+        return
+    second = torch.autograd.grad(slope(leaves, u), leaves, allow_unused=True)
+    found = sum((x * y).sum() for x, y in zip(second, w) if x is not None)
+    step = 1e-5
+    ahead, behind = (slope([x + sign * step * y for x, y in zip(leaves, w)], u) for sign in (1, -1))
+    torch.testing.assert_close(found, ((ahead - behind) / (2 * step)).detach(), rtol=1e-4, atol=1e-6)
