@@ -64,7 +64,7 @@ def flash_attention(
         return_lse: also return the log-sum-exp of the scores, [H, T], fp32 (fp64 for fp64), without a gradient.
         backend: "triton"; "reference"; "cute": FlashAttention-4 (the extra `cute`; fp16 and bf16 on compute capability
             9.0 to 11.x, D = V a multiple of 8, no alibi_slopes, no dropout); or "auto": reference for CPU tensors, for
-            CUDA tensors triton, or cute where it is installed and was measured to be faster.
+            CUDA tensors triton (cute where it is installed and was measured to be faster: nowhere yet).
 
     Returns:
         [T, H, V], dtype of q, and the log-sum-exp if asked for. Gradients flow to q, k and v; second ones in the

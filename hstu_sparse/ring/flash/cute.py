@@ -28,9 +28,9 @@ DISTRIBUTION = "flash-attn-4"
 DTYPES = (torch.float16, torch.bfloat16)
 # Compute capabilities: below, there is no backward pass; from 12.0 on, it is not deterministic.
 LEAST, BEYOND = 90, 120
-# Head sizes for which its forward and deterministic backward were measured together against the Triton kernels on one
-# H200 (docs/ring.md) -> tokens of the average sequence from which on it is faster.
-FASTER_FROM = {128: 4096}
+# Head sizes for which its forward and deterministic backward were measured against the Triton kernels, through the
+# functions here -> tokens of the average sequence from which on it is faster. Nothing has been measured yet.
+FASTER_FROM: dict[int, int] = {}
 
 
 def _installed() -> bool:
