@@ -42,7 +42,7 @@ def _device_columns(dataset: Dataset, device: torch.device) -> dict[str, Tensor 
     return kept[device]
 
 
-def _ranges(begin: Tensor, offsets: Tensor, total: int) -> Tensor:
+def ranges(begin: Tensor, offsets: Tensor, total: int) -> Tensor:
     """[total] int64: begin[i], begin[i]+1, ... for each i, offsets[i+1]-offsets[i] of them. Needs no host sync."""
     shift = torch.repeat_interleave(begin - offsets[:-1], offsets[1:] - offsets[:-1], output_size=total)
     return shift + torch.arange(total, device=begin.device)
@@ -81,7 +81,7 @@ class Batches:
             )
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        self.split, self.batch_size, self.seed = split, batch_size, seed
+        self.dataset, self.split, self.batch_size, self.seed = dataset, split, batch_size, seed
         self.shuffle, self.group_by_length, self.with_seen = shuffle, group_by_length, with_seen
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
@@ -120,13 +120,14 @@ class Batches:
         begin, end = self.split.begin[order], self.split.end[order]
         seen_begin = self._user_begin[order]
         # Host copies of the offsets tell T and S without asking the device.
-        offsets = np.append(0, np.cumsum(end - 1 - begin))
+        offsets = np.append(0, np.cumsum(self._tokens(begin, end)))
         seen_offsets = np.append(0, np.cumsum(end - 1 - seen_begin)) if self.with_seen else None
 
         def upload(x):
             return None if x is None else torch.from_numpy(x).to(self._assemble_on)
 
-        arrays = (self.split.users[order], begin, seen_begin, offsets, seen_offsets)
+        scored = None if self.split.scored is None else self.split.scored[order]
+        arrays = (self.split.users[order], begin, scored, seen_begin, offsets, seen_offsets)
         on_device = [upload(x) for x in arrays]
         for first, last in zip(bounds[start:-1].tolist(), bounds[start + 1 :].tolist()):
             total = int(offsets[last] - offsets[first])
@@ -136,7 +137,11 @@ class Batches:
                 batch = (batch.pin_memory() if self.device.type == "cuda" else batch).to(self.device, non_blocking=True)
             yield batch
 
-    def _assemble(self, first, last, total, seen, users, begin, seen_begin, offsets, seen_offsets) -> Batch:
+    def _tokens(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """[M]: tokens of the samples that are the events begin .. end-1."""
+        return end - 1 - begin
+
+    def _assemble(self, first, last, total, seen, users, begin, scored, seen_begin, offsets, seen_offsets) -> Batch:
         columns = self._columns
 
         def local(offsets):
@@ -146,7 +151,7 @@ class Batches:
             return columns[name].index_select(0, index).long()
 
         seq_offsets = local(offsets)
-        now = _ranges(begin[first:last], seq_offsets, total)
+        now = ranges(begin[first:last], seq_offsets, total)
         batch = Batch(
             item_ids=take("items", now),
             timestamps=take("timestamps", now),
@@ -158,5 +163,5 @@ class Batches:
         )
         if self.with_seen:
             batch.seen_offsets = local(seen_offsets)
-            batch.seen_items = take("items", _ranges(seen_begin[first:last], batch.seen_offsets, seen))
+            batch.seen_items = take("items", ranges(seen_begin[first:last], batch.seen_offsets, seen))
         return batch

@@ -70,7 +70,8 @@ class Columns(Options):
 class SyntheticOptions(Options):
     """num_users, num_items, num_clusters; mean_length and min_length of a history (events, capped at max_length);
     num_successors of an item; num_homes: home clusters of a user; session_length: mean events of a session;
-    noise: share of events drawn by popularity alone; zipf: exponent of the popularity skew."""
+    noise: share of events drawn by popularity alone; zipf: exponent of the popularity skew; actions: whether each
+    event is liked (1) or not (0)."""
 
     num_users: int = Field(2000, ge=1, le=10**9)
     num_items: int = Field(1000, ge=2, le=MOST_ITEMS)
@@ -84,6 +85,7 @@ class SyntheticOptions(Options):
     noise: float = Field(0.1, ge=0, le=1)
     zipf: float = Field(0.9, ge=0, le=10)
     seed: int = Field(0, ge=0, lt=2**63)
+    actions: bool = False
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

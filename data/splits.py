@@ -21,15 +21,18 @@ FUTURE_NOTE = (
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """M samples. Sample i is events begin[i] .. end[i]-1 of the dataset's flat columns, at least two of them:
-    the inputs are begin .. end-2, and the target of each input is the event after it.
+    """M samples. Sample i is events begin[i] .. end[i]-1 of the dataset's flat columns.
 
-    users [M] int64, user index; begin [M] int64; end [M] int64, exclusive.
+    For retrieval they are at least two: the inputs are begin .. end-2, and the target of each input is the event after
+    it. For ranking every event is an input, and the labels of the events scored[i] .. end[i]-1 count.
+
+    users [M] int64, user index; begin [M] int64; end [M] int64, exclusive; scored [M] int64, or None for retrieval.
     """
 
     users: np.ndarray
     begin: np.ndarray
     end: np.ndarray
+    scored: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.users)

@@ -10,7 +10,10 @@ What is planted:
 
 Users rarely meet an item twice, as in ratings data: a draw that was seen already is replaced while that is possible.
 
-Letters: U users, I items, C clusters, K successors.
+- with `actions` each event is liked (1) or not (0): users have a taste for each cluster, which an item shares with its
+  neighbours, and a leaning of their own, and items differ in quality.
+
+Letters: E events, U users, I items, C clusters, K successors.
 """
 
 from __future__ import annotations
@@ -103,17 +106,33 @@ def generate(**options) -> Dataset:
             last[:n] = choice
             at = offsets[users[:n]] + step
             items[at], times[at] = choice, now[:n]
+    actions = None
+    if o.actions:
+        chance = like_probabilities(o, np.repeat(np.arange(o.num_users), lengths), items, cluster[items])
+        actions = (np.random.default_rng([o.seed, 1]).random(len(items)) < chance).astype(np.int32)
     # So far the smaller number is the more popular item; the ids must not tell.
     items = rng.permutation(o.num_items)[items]
-    recipe = json.dumps([GENERATOR_VERSION, o.model_dump()], sort_keys=True)
+    options = o.model_dump(exclude=None if o.actions else {"actions"})
+    recipe = json.dumps([GENERATOR_VERSION, options], sort_keys=True)
     return Dataset(
         name="synthetic",
         items=items.astype(np.int32),
         timestamps=times,
-        actions=None,
+        actions=actions,
         user_offsets=offsets,
         user_ids=np.arange(1, o.num_users + 1),
         item_ids=np.arange(1, o.num_items + 1),
         has_timestamps=True,
         fingerprint=hashlib.sha256(recipe.encode()).hexdigest(),
     )
+
+
+def like_probabilities(o: SyntheticOptions, users: np.ndarray, items: np.ndarray, clusters: np.ndarray) -> np.ndarray:
+    """[E]: the probability with which each event is liked, from a user's leaning and taste and an item's quality.
+
+    users, items, clusters: [E] int. No model can tell the actions better than these probabilities do.
+    """
+    rng = np.random.default_rng([o.seed, 2])
+    leaning, quality = rng.normal(0, 0.7, o.num_users), rng.normal(0, 0.7, o.num_items)
+    taste = rng.normal(0, 1.5, (o.num_users, o.num_clusters))
+    return 1 / (1 + np.exp(-(leaning[users] + quality[items] + taste[users, clusters])))

@@ -52,7 +52,7 @@ PathText = Annotated[str, AfterValidator(_possible_path)]
 class DataConfig(Strict):
     format: str
     path: PathText | None = None
-    protocol: Literal["leave_one_out", "published", "temporal", "all"]
+    protocol: Literal["leave_one_out", "published", "temporal", "all", "last_tenth"]
     cache_dir: PathText = ".cache"
     min_user_events: int = Field(1, ge=1)
     min_item_events: int = Field(1, ge=1)
@@ -63,6 +63,8 @@ class DataConfig(Strict):
     synthetic: SyntheticOptions | None = None
     valid_fraction: float = Field(0.1, ge=0, lt=1)
     test_fraction: float = Field(0.1, gt=0, lt=1)
+    # Whether the validation events of last_tenth train too: for a final figure, once everything is chosen.
+    train_on_valid: bool = False
 
 
 def _as_list(value):
@@ -270,6 +272,10 @@ class RunConfig(Strict):
     def _consistent(self):
         if self.best_metric not in (names := self.task.metric_names()):
             raise ValueError(f"eval.best_metric: {self.best_metric} is none of {', '.join(names)}")
+        if self.task.kind == "ranking":
+            self._check_ranking()
+        elif self.data.protocol == "last_tenth" or self.data.train_on_valid:
+            raise ValueError("data.protocol=last_tenth and data.train_on_valid are for task.kind=ranking")
         if self.eval.patience and self.data.protocol in ("published", "all"):
             raise ValueError(f"eval.patience: protocol {self.data.protocol} has no validation split to stop by")
         if self.model.head.kind == "mol" and self.loss.kind == "bce":
@@ -286,6 +292,23 @@ class RunConfig(Strict):
         if self.eval.patience and not self.eval.every:
             raise ValueError("eval.patience needs eval.every >= 1")
         return self
+
+    def _check_ranking(self) -> None:
+        """ValueError for options that ranking has no use for."""
+        if self.data.protocol not in ("last_tenth", "all"):
+            raise ValueError(f"data.protocol={self.data.protocol} is for retrieval: ranking takes last_tenth or all")
+        if self.model.max_seq_len < 2:
+            raise ValueError("model.max_seq_len counts tokens, two for each event: ranking needs at least 2")
+        for name, given, default in (
+            ("loss", self.loss, LossConfig()),
+            ("model.head", self.model.head, DotConfig()),
+            ("model.action_embedding", self.model.action_embedding, False),
+            ("parallel.context", self.parallel.context, 1),
+        ):
+            if given != default:
+                raise ValueError(f"{name}: of no use to task.kind=ranking, leave it out")
+        if self.eval.patience and self.data.train_on_valid:
+            raise ValueError("eval.patience: data.train_on_valid leaves no validation split to stop by")
 
 
 def _override(tree: dict, assignment: str) -> None:

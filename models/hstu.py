@@ -163,7 +163,7 @@ class SequenceModel(nn.Module):
         super().__init__()
         self.embedding = InputEmbedding(
             num_items,
-            num_actions if config.action_embedding else 0,
+            num_actions,
             config.embedding_dim,
             config.max_seq_len,
             config.dropout,

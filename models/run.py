@@ -111,7 +111,8 @@ def for_data(config: RunConfig, dataset: Dataset) -> RunConfig:
 
 def build_model(data: Data) -> SequenceModel:
     dataset, model = data.dataset, data.config.model
-    num_actions = int(dataset.actions.max()) + 1 if model.action_embedding else 0
+    embedded = model.action_embedding or data.config.task.kind == "ranking"
+    num_actions = int(dataset.actions.max()) + 1 if embedded else 0
     return SequenceModel(model, dataset.num_items, num_actions, data.task.head()).to(data.device)
 
 

@@ -2,9 +2,10 @@
 
 from models.config import RunConfig
 from models.tasks.contract import Task
+from models.tasks.ranking import Ranking
 from models.tasks.retrieval import Retrieval
 
-TASKS: dict[str, type[Task]] = {"retrieval": Retrieval}
+TASKS: dict[str, type[Task]] = {"retrieval": Retrieval, "ranking": Ranking}
 
 
 def build_task(config: RunConfig) -> Task:

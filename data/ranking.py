@@ -1,0 +1,163 @@
+"""Ranking samples and batches: an item token and an action token for each event.
+
+A user's events become the tokens item, action, item, action, ... At an item token a model predicts the action that
+follows. Histories are cut between events, never between an item and its action.
+
+Letters: T tokens of the batch, B sequences, A kinds of action, M samples, U users, C events of a window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .batch import Batch, per_token
+from .batches import Batches, ranges
+from .splits import FUTURE_NOTE, Split, Splits
+from .types import DataError, Dataset
+
+RANKING_PROTOCOLS = ("last_tenth", "all")
+
+
+@dataclass
+class RankingBatch(Batch):
+    """Sequences of item and action tokens; `item_ids`, `actions` and `timestamps` are those of a token's event.
+
+    No token has an item as its target: target_ids is -1 throughout. The query time of an item token is its own event's,
+    that of an action token the next event's (its own event's where the sample has no next one).
+
+    is_action  [T] bool, True for action tokens
+    labels     [T, A] int8 at item tokens whose label counts: 1 for each kind of action that was taken, else 0; -1
+               where nothing is predicted
+    events     [T] int64, which event of the data set a token belongs to
+    """
+
+    is_action: Tensor = field(default=None, metadata=per_token(padding=False))  # type: ignore[assignment]
+    labels: Tensor = field(default=None, metadata=per_token(padding=-1))  # type: ignore[assignment]
+    events: Tensor = field(default=None, metadata=per_token(padding=-1))  # type: ignore[assignment]
+
+
+class RankingBatches(Batches):
+    """The samples of one ranking split, batch by batch; see `Batches`.
+
+    label_table: [codes, A] int8, which kinds of action each action code of the data set stands for.
+    """
+
+    def __init__(self, dataset: Dataset, split: Split, *, label_table: np.ndarray, **options):
+        super().__init__(dataset, split, **options)
+        self._labels = torch.from_numpy(np.ascontiguousarray(label_table, np.int8)).to(self._assemble_on)
+
+    def _tokens(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+        return 2 * (end - begin)
+
+    def _assemble(self, first, last, total, seen, users, begin, scored, seen_begin, offsets, seen_offsets):
+        columns, count = self._columns, total // 2
+        seq_offsets = offsets[first : last + 1] - offsets[first]
+        event_offsets = seq_offsets // 2
+        events = ranges(begin[first:last], event_offsets, count)
+        sequence = torch.repeat_interleave(
+            torch.arange(last - first, device=events.device), event_offsets.diff(), output_size=count
+        )
+
+        def take(name):
+            return columns[name].index_select(0, events).long()
+
+        times, codes = take("timestamps"), take("actions")
+        after = torch.arange(1, count + 1, device=events.device)
+        following = torch.minimum(after, event_offsets[1:].index_select(0, sequence) - 1)
+        labels = self._labels.index_select(0, codes)
+        counts = events >= scored[first:last].index_select(0, sequence)
+        labels = torch.where(counts[:, None], labels, -1)
+
+        def both(x: Tensor) -> Tensor:
+            return x.repeat_interleave(2)
+
+        return RankingBatch(
+            item_ids=both(take("items")),
+            timestamps=both(times),
+            target_ids=torch.full((total,), -1, device=events.device),
+            query_timestamps=torch.stack([times, times.index_select(0, following)], 1).flatten(),
+            seq_offsets=seq_offsets,
+            users=users[first:last],
+            actions=both(codes),
+            is_action=torch.arange(total, device=events.device) % 2 == 1,
+            labels=torch.stack([labels, torch.full_like(labels, -1)], 1).flatten(0, 1),
+            events=both(events),
+        )
+
+
+def training_windows(users: np.ndarray, begin: np.ndarray, end: np.ndarray, capacity: int) -> Split:
+    """Samples that cover the events begin .. end-1 of each user once, C = `capacity` events each, cut from the end.
+
+    users, begin, end: [U] int64. Every label counts.
+    """
+    counts = -(-(end - begin) // capacity)
+    which = np.repeat(np.arange(len(users)), counts)
+    place = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    last = end[which] - place * capacity
+    first = np.maximum(begin[which], last - capacity)
+    return Split(users[which], first, last, first)
+
+
+def scoring_windows(users: np.ndarray, begin: np.ndarray, scored: np.ndarray, end: np.ndarray, capacity: int) -> Split:
+    """Samples in which the events scored .. end-1 of each user are scored, each once.
+
+    Windows of C = `capacity` events begin every max(1, C // 2) events from the user's first one, `begin`. An event is
+    scored in the first window that holds it, which shows it most history. users, begin, scored, end: [U] int64.
+    """
+    hop = max(1, capacity // 2)
+    some = scored < end
+    users, begin, scored, end = users[some], begin[some], scored[some], end[some]
+    # The event at place p of a history belongs to window max(0, ceil((p - C + 1) / hop)).
+    first = np.maximum(0, -(-(scored - begin - capacity + 1) // hop))
+    last = np.maximum(0, -(-(end - 1 - begin - capacity + 1) // hop))
+    counts = last - first + 1
+    which = np.repeat(np.arange(len(users)), counts)
+    number = first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = begin[which] + number * hop
+    stop = np.minimum(start + capacity, end[which])
+    new = np.where(number == 0, start, start - hop + capacity)  # events before it are in the window before
+    return Split(users[which], start, stop, np.maximum(new, scored[which]))
+
+
+def ranking_splits(dataset: Dataset, protocol: str, *, max_seq_len: int, train_on_valid: bool = False) -> Splits:
+    """Cut a dataset into ranking samples of at most max_seq_len tokens, two an event.
+
+    last_tenth: of a user's n events the last floor(n / 10) are the test, the floor(n / 10) before them the validation;
+    the rest trains, with `train_on_valid` the validation too, and there is then none. all: everything trains.
+    Test events are scored with all earlier events of the user as history, as far as the window reaches.
+
+    DataError for another protocol and where no training or test sample is left.
+    """
+    if protocol not in RANKING_PROTOCOLS:
+        raise DataError(f"data.protocol: ranking takes {' or '.join(RANKING_PROTOCOLS)}, got {protocol!r}")
+    first, last = dataset.user_offsets[:-1], dataset.user_offsets[1:]
+    users, capacity = np.arange(dataset.num_users), max_seq_len // 2
+    tenth = (last - first) // 10
+    if protocol == "all":
+        notes = ["Protocol all: training uses every event; nothing is held out, so that nothing can be judged."]
+        return Splits(protocol, training_windows(users, first, last, capacity), None, None, {}, notes, last)
+    test_start = last - tenth
+    valid_start = test_start - tenth
+    train_end = test_start if train_on_valid else valid_start
+    valid = None if train_on_valid else scoring_windows(users, first, valid_start, test_start, capacity)
+    test = scoring_windows(users, first, test_start, last, capacity)
+    if not len(test):
+        raise DataError(f"{dataset.name}: protocol last_tenth leaves no test event: no user has 10 events")
+    held_out = int((tenth == 0).sum())
+    skipped = {"test: fewer than ten events, which all train": held_out} if held_out else {}
+    notes = [
+        "Protocol last_tenth: of a user's n events the last floor(n / 10) are the test"
+        + (
+            ", the rest trains."
+            if train_on_valid
+            else ", the floor(n / 10) before them the validation, the rest trains."
+        ),
+        "Every test event is scored with the user's earlier events as its history, their actions included; the actions "
+        "of events in the same second are visible to later ones of that second.",
+        FUTURE_NOTE,
+    ]
+    return Splits(protocol, training_windows(users, first, train_end, capacity), valid, test, skipped, notes, train_end)

@@ -1,0 +1,280 @@
+"""The task `ranking`: predict the actions that a user takes on an item, from items and actions in turn.
+
+Letters: T tokens, E embedding size, A kinds of action, M scored events.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from data.batch import Batch
+from data.formats import FORMATS
+from data.ranking import RankingBatch, RankingBatches, ranking_splits
+from data.splits import Split, Splits
+from data.types import Dataset, shown
+from models.config import ConfigError
+from models.contract import AuxLoss
+from models.folder import write_file
+from models.metrics import LENGTH_EDGES
+from models.tasks import binary_metrics
+from models.tasks.binary_metrics import auc_difference, metrics_by_history
+from models.tasks.contract import Table, Task, cells
+from models.tasks.options import ActionConfig, RankingConfig
+from models.tasks.ranking_baseline import fit_logistic, history_features, predict_logistic
+
+CURVE_POINTS, CALIBRATION_GROUPS = 101, 10
+
+
+class ActionHeads(nn.Module):
+    """A logit for each kind of action from an output: [T, E] -> [T, A], one head of one or two layers for each."""
+
+    def __init__(self, config: RankingConfig, embedding_dim: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(embedding_dim)
+        self.hidden = None
+        count, size = len(config.actions), embedding_dim
+        if config.hidden_dim:
+            size = config.hidden_dim
+            self.hidden = nn.Parameter(torch.empty(count, embedding_dim, size))
+            for weight in self.hidden:
+                nn.init.xavier_uniform_(weight)
+        self.dropout = config.dropout
+        self.weight = nn.Parameter(torch.empty(count, size))
+        self.bias = nn.Parameter(torch.zeros(count))
+        nn.init.normal_(self.weight, std=size**-0.5)
+
+    def forward(self, out: Tensor) -> Tensor:
+        x = self.norm(out)[:, None]  # [T, 1, E]
+        if self.hidden is not None:
+            x = F.silu(torch.einsum("toe,aeh->tah", x, self.hidden))
+        x = F.dropout(x, self.dropout, self.training)
+        return (x * self.weight).sum(-1) + self.bias
+
+
+@dataclass
+class Predictions:
+    """The scored events of a split, in the data set's order.
+
+    events [M] int64, which events; probabilities [M, A] float32; labels [M, A] bool
+    """
+
+    events: np.ndarray
+    probabilities: np.ndarray
+    labels: np.ndarray
+
+
+class Ranking(Task):
+    """At an item token the model predicts which actions follow; action tokens only inform."""
+
+    headline = ("auc", "gauc", "log_loss")
+    plotted = ("auc", "gauc")
+
+    @property
+    def actions(self) -> list[ActionConfig]:
+        return self.config.task.actions
+
+    def check_data(self, dataset: Dataset) -> None:
+        if dataset.actions is None:
+            raise ConfigError(f"task: {dataset.name} has no actions, which ranking predicts")
+        self.label_table(dataset)
+
+    def label_table(self, dataset: Dataset) -> np.ndarray:
+        """[codes, A] int8: which kinds of action each action code of the data set stands for."""
+        source = FORMATS[self.config.data.format]
+        codes = np.arange(int(dataset.actions.max()) + 1)
+        texts = dataset.action_names or ()
+        named = ", ".join(shown(name) for name in (source.flags or texts)[:20] if name)
+        columns = []
+        for action in self.actions:
+            if action.at_least is not None and not named:
+                columns.append(codes >= action.at_least * source.action_scale)
+            elif action.at_least is not None:
+                raise ConfigError(f"task.actions: {action.name}: at_least is for numbers, the actions here are {named}")
+            elif action.name in source.flags:
+                columns.append(codes >> source.flags.index(action.name) & 1)
+            elif action.name in texts:
+                columns.append(codes == texts.index(action.name))
+            else:
+                raise ConfigError(f"task.actions: {action.name}: expected {named or 'a threshold, at_least'}")
+        table = np.stack(columns, 1).astype(np.int8)
+        for action, column in zip(self.actions, table[dataset.actions].T):
+            if column.min() == column.max():
+                raise ConfigError(f"task.actions: {action.name} is {column.min()} in every event of {dataset.name}")
+        return table
+
+    def splits(self, dataset: Dataset) -> Splits:
+        c = self.config
+        return ranking_splits(
+            dataset, c.data.protocol, max_seq_len=c.model.max_seq_len, train_on_valid=c.data.train_on_valid
+        )
+
+    def batches(self, dataset: Dataset, split: Split, **options) -> RankingBatches:
+        options.pop("with_seen", None)  # nothing that users saw is taken out of anything
+        return RankingBatches(dataset, split, label_table=self.label_table(dataset), **options)
+
+    def head(self) -> ActionHeads:
+        return ActionHeads(self.config.task, self.config.model.embedding_dim)
+
+    def loss(
+        self, model: nn.Module, out: Tensor, batch: Batch, whole: Batch, dtype: torch.dtype | None
+    ) -> tuple[Tensor, dict[str, AuxLoss]]:
+        """The mean binary cross-entropy over the scored tokens, summed over the actions by their weights."""
+        assert isinstance(batch, RankingBatch)
+        labels = batch.labels
+        scored = labels >= 0
+        logits = model.task_head(out)
+        losses = F.binary_cross_entropy_with_logits(logits, labels.clamp(min=0).to(logits), reduction="none")
+        means = torch.where(scored, losses, 0).sum(0) / scored.sum(0).clamp(min=1)
+        weights = means.new_tensor([action.weight for action in self.actions])
+        if len(self.actions) == 1:
+            return (weights * means).sum(), {}
+        named = {f"loss/{action.name}": AuxLoss(mean, 0 * mean) for action, mean in zip(self.actions, means)}
+        return (weights * means).sum(), named
+
+    @torch.no_grad()
+    def predictions(self, model: nn.Module, batches: RankingBatches, phase: int = sys.maxsize) -> Predictions:
+        """The probabilities of the actions at every scored event of a split."""
+        model.eval()
+        device, autocast = batches.device.type, self.config.train.autocast == "bf16"
+        parts: list[tuple[np.ndarray, ...]] = []
+        for batch in batches.epoch(0):
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                out, _ = model.raw_output(replace(batch, phase=phase))
+            scored = (batch.labels[:, 0] >= 0).nonzero()[:, 0]
+            probabilities = model.task_head(out[scored]).sigmoid()
+            found = (batch.events[scored], probabilities.float(), batch.labels[scored] > 0)
+            parts.append(tuple(x.cpu().numpy() for x in found))
+        events, probabilities, labels = (np.concatenate(x) for x in zip(*parts))
+        order = np.argsort(events)
+        return Predictions(events[order], probabilities[order], labels[order])
+
+    def evaluate(self, model: nn.Module, batches: RankingBatches, phase: int = sys.maxsize) -> dict[str, float]:
+        found = self.predictions(model, batches, phase)
+        return self.metrics(found.probabilities, found.labels, users_of(batches.dataset, found.events))
+
+    def metrics(self, probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray) -> dict[str, float]:
+        """All of `config.task.metric_names()` of probabilities [M, A] against labels [M, A]; users: [M]."""
+        own = [
+            binary_metrics.binary_metrics(p, y, users) for p, y in zip(probabilities.T, np.ascontiguousarray(labels.T))
+        ]
+        mean = {name: float(np.mean([values[name] for values in own])) for name in binary_metrics.NAMES}
+        if len(own) == 1:
+            return mean
+        return mean | {f"{a.name}/{name}": values[name] for a, values in zip(self.actions, own) for name in values}
+
+    def judge(self, model: nn.Module, dataset: Dataset, splits: Splits, split: str, batches: RankingBatches) -> dict:
+        """Metrics of the model and of the baseline, the difference of their AUCs, curves, and by history length."""
+        found = self.predictions(model, batches)
+        users = users_of(dataset, found.events)
+        baseline = self.baseline(dataset, splits, found.events)
+        history = found.events - dataset.user_offsets[users]
+        result = {
+            "split": split,
+            "users": len(np.unique(users)),
+            "events": len(found.events),
+            "model": self.metrics(found.probabilities, found.labels, users),
+            "baseline": self.metrics(baseline, found.labels, users),
+            "actions": {},
+        }
+        for a, action in enumerate(self.actions):
+            p, q, y = found.probabilities[:, a], baseline[:, a], found.labels[:, a]
+            difference, lower, upper = auc_difference(p, q, y, users)
+            result["actions"][action.name] = {
+                "positive_share": float(y.mean()),
+                "auc_over_baseline": {"difference": difference, "lower": lower, "upper": upper},
+                "by_history": metrics_by_history(p, y, users, history, LENGTH_EDGES),
+                "curves": {"model": curves(p, y), "baseline": curves(q, y)},
+            }
+        return result
+
+    def baseline(self, dataset: Dataset, splits: Splits, events: np.ndarray) -> np.ndarray:
+        """Probabilities [M, A] of the events [M] by logistic regression on items' and users' labels so far."""
+        starts, lengths = dataset.user_offsets[:-1], np.diff(dataset.user_offsets)
+        place = np.arange(dataset.num_events) - np.repeat(starts, lengths)
+        training = place < np.repeat(splits.train_end - starts, lengths)
+        columns = []
+        for labels in self.label_table(dataset).T.astype(bool)[:, dataset.actions]:
+            features = history_features(dataset.items, labels, dataset.user_offsets, training, dataset.num_items)
+            coefficients = fit_logistic(features[training], labels[training])
+            columns.append(predict_logistic(coefficients, features[events]))
+        return np.stack(columns, 1)
+
+    def protocol_lines(self, result: dict) -> list[str]:
+        return [
+            f"Split {result['split']}, {result['users']:,} users, {result['events']:,} scored events. The baseline is "
+            "a logistic regression on the labels that the item and the user had so far.",
+            *result["notes"],
+        ]
+
+    def tables(self, result: dict) -> list[Table]:
+        names = list(binary_metrics.NAMES)
+        several = len(self.actions) > 1
+        rows = []
+        for action in ["", *(f"{action.name}/" for action in self.actions if several)]:
+            for who in ("model", "baseline"):
+                label = f"{who}, {action[:-1] or ('mean of the actions' if several else self.actions[0].name)}"
+                rows.append([label, *cells({name: result[who][action + name] for name in names}, names)])
+        tables = [Table("Predicted actions", ["", *names], rows, list(range(len(names) + 1)))]
+        over = []
+        for name, values in result["actions"].items():
+            gain = values["auc_over_baseline"]
+            interval = f"{gain['lower']:+.4f} to {gain['upper']:+.4f}"
+            over.append([name, f"{values['positive_share']:.4f}", f"{gain['difference']:+.4f}", interval])
+        headings = ["action", "share of positives", "AUC over the baseline's", "95% (bootstrap over users)"]
+        tables.append(Table("Against the baseline", headings, over, []))
+        for name, values in result["actions"].items():
+            rows = [[row["history"], f"{row['events']:,}", *cells(row, names)] for row in values["by_history"]]
+            title = "By length of the history" + (f": {name}" if several else "")
+            tables.append(Table(title, ["events before", "scored events", *names], rows, []))
+        return tables
+
+    def plots(self, result: dict, folder: Path) -> list[str]:
+        """ROC curves and calibration of each action."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
+
+        files = []
+        for name, values in result["actions"].items():
+            figure, (roc, calibration) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
+            for who, points in values["curves"].items():
+                roc.plot(*zip(*points["roc"]), label=f"{who}, AUC {result_auc(result, who, name):.4f}")
+                calibration.plot(*zip(*points["calibration"]), marker="o", markersize=4, label=who)
+            for axes in (roc, calibration):
+                axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle="--")
+                axes.grid(alpha=0.3)
+                axes.legend()
+            roc.set(title=f"{name}: ROC", xlabel="false positive rate", ylabel="true positive rate")
+            calibration.set(title=f"{name}: calibration", xlabel="mean prediction", ylabel="share of positives")
+            files.append(f"ranking-{name}.png")
+            write_file(folder / files[-1], lambda path, figure=figure: figure.savefig(path, dpi=120, format="png"))
+            plt.close(figure)
+        return files
+
+
+def result_auc(result: dict, who: str, action: str) -> float:
+    """The AUC of an action, which stands under its own name where there are several."""
+    return result[who].get(f"{action}/auc", result[who]["auc"])
+
+
+def users_of(dataset: Dataset, events: np.ndarray) -> np.ndarray:
+    """The user of each event: [M] -> [M]."""
+    return np.searchsorted(dataset.user_offsets, events, side="right") - 1
+
+
+def curves(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, list[list[float]]]:
+    """Points (false, true positive rate) of the ROC curve and (mean prediction, share of positives) of equal groups."""
+    order = np.argsort(-probabilities, kind="stable")
+    hits = np.concatenate([[0], np.cumsum(labels[order])])
+    misses = np.arange(len(hits)) - hits
+    at = np.linspace(0, len(labels), CURVE_POINTS).round().astype(int)
+    roc = np.stack([misses[at] / max(1, misses[-1]), hits[at] / max(1, hits[-1])], 1)
+    groups = [group for group in np.array_split(order[::-1], CALIBRATION_GROUPS) if len(group)]
+    calibration = [[float(probabilities[group].mean()), float(labels[group].mean())] for group in groups]
+    return {"roc": roc.round(5).tolist(), "calibration": calibration}

@@ -1,0 +1,71 @@
+"""The baseline of ranking reports: logistic regression on what an item's and a user's labels have been so far.
+
+Letters: E events, F features.
+"""
+
+import numpy as np
+
+ITEM_SMOOTHING, USER_SMOOTHING, RECENT_SMOOTHING = 5, 5, 2  # labels of the global mean that a mean is mixed with
+RECENT = 10  # latest labels of a user
+CLIP = 0.01  # means are clipped to it and to 1 less it before their log-odds are taken
+STEPS, TOLERANCE = 50, 1e-10
+
+
+def history_features(
+    items: np.ndarray, labels: np.ndarray, user_offsets: np.ndarray, training: np.ndarray, num_items: int
+) -> np.ndarray:
+    """Features [E, 4] of each event, from its item's training labels and its user's earlier labels.
+
+    The log-odds of (a) the mean training label of the item, the event's own label left out, (b) the mean of all of the
+    user's earlier labels and (c) the mean of the last RECENT of them, each mixed with labels of the global mean; and
+    (d) ln(1 + the item's training events).
+
+    items: [E] int, users one after another as `user_offsets` [U+1] says, in time order; labels: [E] bool; training:
+    [E] bool, which events are of the training data.
+    """
+    labels = labels.astype(np.float64)
+    mean = labels[training].mean() if training.any() else 0.5
+    counts = np.bincount(items[training], minlength=num_items)
+    sums = np.bincount(items[training], labels[training], minlength=num_items)
+    item_sum, item_count = sums[items] - labels * training, counts[items] - training
+
+    totals = np.concatenate([[0.0], np.cumsum(labels)])
+    event = np.arange(len(items))
+    first = np.repeat(user_offsets[:-1], np.diff(user_offsets))
+    recent = np.maximum(first, event - RECENT)
+
+    def log_odds(total: np.ndarray, count: np.ndarray, smoothing: int) -> np.ndarray:
+        p = np.clip((total + smoothing * mean) / (count + smoothing), CLIP, 1 - CLIP)
+        return np.log(p / (1 - p))
+
+    return np.stack(
+        [
+            log_odds(item_sum, item_count, ITEM_SMOOTHING),
+            log_odds(totals[event] - totals[first], event - first, USER_SMOOTHING),
+            log_odds(totals[event] - totals[recent], event - recent, RECENT_SMOOTHING),
+            np.log1p(counts[items]),
+        ],
+        axis=1,
+    )
+
+
+def fit_logistic(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Coefficients [F+1], the last of them the intercept, of maximum likelihood, by Newton's method.
+
+    features: [M, F]; labels: [M] bool. A ridge of 1e-6 keeps them finite where labels can be told apart without error.
+    """
+    x = np.column_stack([features, np.ones(len(features))])
+    coefficients = np.zeros(x.shape[1])
+    for _ in range(STEPS):
+        p = 1 / (1 + np.exp(-np.clip(x @ coefficients, -30, 30)))
+        gradient = x.T @ (p - labels) + 1e-6 * coefficients
+        step = np.linalg.solve((x * (p * (1 - p))[:, None]).T @ x + 1e-6 * np.eye(x.shape[1]), gradient)
+        coefficients -= step
+        if np.abs(step).max() < TOLERANCE:
+            break
+    return coefficients
+
+
+def predict_logistic(coefficients: np.ndarray, features: np.ndarray) -> np.ndarray:
+    """Probabilities [M] of the positive label, of features [M, F]."""
+    return 1 / (1 + np.exp(-(features @ coefficients[:-1] + coefficients[-1])))

@@ -1,0 +1,85 @@
+"""Ranking samples: what trains, what is scored, and the tokens of a batch."""
+
+import numpy as np
+import pytest
+import torch
+
+from data.ranking import RankingBatches, ranking_splits, scoring_windows, training_windows
+from data.splits import Split
+from data.types import DataError, Dataset
+
+
+def dataset(lengths):
+    events = sum(lengths)
+    return Dataset(
+        name="made up",
+        items=np.arange(events, dtype=np.int32) % 5,
+        timestamps=100 + 10 * np.arange(events, dtype=np.int64),
+        actions=(np.arange(events) % 3).astype(np.int32),
+        user_offsets=np.append(0, np.cumsum(lengths)),
+        user_ids=np.arange(len(lengths)),
+        item_ids=np.arange(5),
+        has_timestamps=True,
+        fingerprint="x",
+    )
+
+
+def covered(split):
+    return [e for a, b in zip(split.scored, split.end) for e in range(a, b)]
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 5, 8])
+def test_every_event_is_scored_once_in_the_window_that_shows_most_history(capacity):
+    rng = np.random.default_rng(capacity)
+    for _ in range(30):
+        lengths = rng.integers(1, 40, rng.integers(1, 6))
+        offsets, users = np.append(0, np.cumsum(lengths)), np.arange(len(lengths))
+        scored = offsets[1:] - rng.integers(0, lengths + 1)
+        split = scoring_windows(users, offsets[:-1], scored, offsets[1:], capacity)
+        assert sorted(covered(split)) == [e for a, b in zip(scored, offsets[1:]) for e in range(a, b)]
+        assert (split.end - split.begin <= capacity).all()
+        for user, begin, first, end in zip(split.users, split.begin, split.scored, split.end):
+            starts = np.arange(offsets[user], offsets[user + 1], max(1, capacity // 2))
+            for event in range(first, end):
+                assert begin == min(s for s in starts if s <= event < s + capacity)
+        training = training_windows(users, offsets[:-1], offsets[1:], capacity)
+        assert sorted(covered(training)) == list(range(offsets[-1]))
+        assert (training.end - training.begin <= capacity).all()
+
+
+def test_last_tenth():
+    data = dataset([9, 10, 35])
+    found = ranking_splits(data, "last_tenth", max_seq_len=100)
+    assert covered(found.test) == [18, 51, 52, 53]
+    assert covered(found.valid) == [17, 48, 49, 50]
+    assert sorted(covered(found.train)) == [*range(17), *range(19, 48)]
+    assert found.skipped == {"test: fewer than ten events, which all train": 1}
+    joined = ranking_splits(data, "last_tenth", max_seq_len=100, train_on_valid=True)
+    assert joined.valid is None and sorted(covered(joined.train)) == [*range(18), *range(19, 51)]
+    everything = ranking_splits(data, "all", max_seq_len=100)
+    assert everything.test is None and sorted(covered(everything.train)) == list(range(54))
+    with pytest.raises(DataError, match="ranking takes last_tenth or all, got 'temporal'"):
+        ranking_splits(data, "temporal", max_seq_len=100)
+    with pytest.raises(DataError, match="leaves no test event"):
+        ranking_splits(dataset([9]), "last_tenth", max_seq_len=100)
+
+
+def test_the_tokens_of_a_batch():
+    data = dataset([3, 4])
+    split = Split(np.array([0, 1]), np.array([0, 4]), np.array([3, 7]), np.array([1, 4]))
+    table = np.array([[0, 0], [1, 0], [1, 1]])
+    (batch,) = RankingBatches(data, split, label_table=table, batch_size=2, shuffle=False).epoch(0)
+    assert batch.seq_offsets.tolist() == [0, 6, 12]
+    assert batch.item_ids.tolist() == [0, 0, 1, 1, 2, 2, 4, 4, 0, 0, 1, 1]
+    assert batch.actions.tolist() == [0, 0, 1, 1, 2, 2, 1, 1, 2, 2, 0, 0]
+    assert batch.is_action.tolist() == [False, True] * 6
+    assert batch.timestamps.tolist() == [100, 100, 110, 110, 120, 120, 140, 140, 150, 150, 160, 160]
+    # An item token asks at its event's time, an action token at the next event's, the last at its own.
+    assert batch.query_timestamps.tolist() == [100, 110, 110, 120, 120, 120, 140, 150, 150, 160, 160, 160]
+    assert batch.labels[:, 0].tolist() == [-1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 0, -1]
+    assert batch.labels[:, 1].tolist() == [-1, -1, 0, -1, 1, -1, 0, -1, 1, -1, 0, -1]
+    assert batch.events.tolist() == [0, 0, 1, 1, 2, 2, 4, 4, 5, 5, 6, 6]
+    assert (batch.target_ids == -1).all() and batch.real.all()
+    padded = batch.padded(16, 4, 4)
+    assert (padded.labels[12:] == -1).all() and (padded.events[12:] == -1).all() and not padded.real[12:].any()
+    assert torch.equal(padded.labels[:12], batch.labels)
