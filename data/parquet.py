@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from . import times
 from .bad_rows import BadRows
 from .formats import RawFormat
@@ -44,6 +46,8 @@ def _read(source: RawFile, fmt: RawFormat):
     """The wanted columns as they are, named by their roles; DataError for a file that cannot be read."""
     import polars as pl
 
+    # A datetime is a moment whatever its zone is called, also where polars does not know the zone ("+05:30").
+    os.environ.setdefault("POLARS_IGNORE_TIMEZONE_PARSE_ERROR", "1")
     try:
         with literal(source.path) as file:
             schema = pl.read_parquet_schema(file)
@@ -56,9 +60,9 @@ def _read(source: RawFile, fmt: RawFormat):
         with literal(source.path) as file:
             places = [names.index(column) for column in fmt.columns.values()]
             frame = pl.read_parquet(file, columns=sorted(places), hive_partitioning=False, glob=False)
+    except DataError:
+        raise
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
         reason = shown((str(error).strip() or type(error).__name__).splitlines()[0], 200)
         raise DataError(f"{source.name}: not a readable Parquet file: {reason}") from error
     by_place = dict(zip(sorted(places), frame.get_columns()))
@@ -77,10 +81,8 @@ def _as_read(source: RawFile, role: str, kind, fmt: RawFormat):
     elif role == "timestamp":
         good = kind.is_integer() or kind in (pl.Float64, pl.Date, pl.Datetime) or kind.is_decimal() or text
         expected = "numbers (Float32 has too few digits), datetimes, dates or text"
-        if kind == pl.Date:
-            value = value.cast(pl.Datetime("us"))
-        if kind.is_temporal():
-            value = times.from_datetime(value)
+        if kind.is_temporal() and good:
+            value = _nanoseconds(value.to_physical(), kind)
         elif kind.is_integer():
             value = value.cast(pl.Int64, strict=False)
         elif text:
@@ -93,12 +95,29 @@ def _as_read(source: RawFile, role: str, kind, fmt: RawFormat):
     return value
 
 
+def _nanoseconds(value, kind):
+    """The numbers behind datetimes or dates, an expression, as nanoseconds; null where they do not fit into int64.
+
+    By the numbers: polars panics where a changed file holds a datetime that no calendar has.
+    """
+    import polars as pl
+
+    each = 86_400 * 10**9 if kind == pl.Date else 10**9 // times.PER_SECOND[kind.time_unit]
+    value = value.cast(pl.Int64)
+    most = (2**63 - 1) // each
+    return pl.when(value.is_between(-most, most)).then(value) * each
+
+
 def _problem(source: RawFile, row: int, raw, frame, fmt: RawFormat, readings: Readings) -> str:
     for role, good in checks(frame, fmt, readings).items():
         if frame[row].select(good).item():
             continue
-        original, value = raw[role][row], frame[role][row]
+        column = raw[role]
+        # A moment far off cannot be shown as a date.
+        original = (column.to_physical() if column.dtype.is_temporal() else column)[row]
+        value = frame[role][row]
         number = value if role == "timestamp" and isinstance(value, (int, float)) else None
-        what = problem(role, "" if original is None else str(original), fmt, readings, number) or "cannot be read"
+        text = "" if original is None else str(original)
+        what = problem(role, text, fmt, readings, number) or "cannot be read"
         return f"{source.name} row {row + 1}, column {fmt.columns[role]}: {what}"
     return f"{source.name} row {row + 1}: cannot be read"

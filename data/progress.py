@@ -55,16 +55,18 @@ def interruptible(work: Callable[[], Result], progress: Progress, clean: Callabl
             results.append(work())
         except BaseException as error:
             errors.append(error)
+        finally:
+            done.set()
 
-    thread = threading.Thread(target=run, name="preparation", daemon=True)
-    thread.start()
+    # Waited for by an event: a join that Ctrl-C interrupts takes the thread for ended (Python 3.11).
+    done = threading.Event()
+    threading.Thread(target=run, name="preparation", daemon=True).start()
     try:
-        while thread.is_alive():
-            thread.join(0.1)
+        while not done.wait(0.1):
             progress.wait()
     except BaseException:
         progress.ended = True
-        thread.join(PATIENCE)
+        done.wait(PATIENCE)
         clean()
         raise
     if errors:

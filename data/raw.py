@@ -125,7 +125,12 @@ def _read_all(fmt: RawFormat, files: list[RawFile], handling: Handling, progress
         part = f" (file {number + 1} of {len(files)}, {rows:,} rows so far)" if len(files) > 1 else ""
         progress.stage(f"reading {file.name}{part}")
         before = readings
-        frame, readings, told = READERS[fmt.kind](file, fmt, bad, readings)
+        try:
+            frame, readings, told = READERS[fmt.kind](file, fmt, bad, readings)
+        except (
+            pl.exceptions.PanicException
+        ) as error:  # of a changed file, say: no Exception, which would end in a trace
+            raise DataError(f"{file.name}: cannot be read: {shown(str(error).strip(), 200)}") from None
         if before is not None and before.time.unit != readings.time.unit:
             raise DataError(
                 f"{file.name}: times in {NAMES[readings.time.unit]}, in {files[0].name} they are in "

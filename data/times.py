@@ -136,7 +136,7 @@ def from_text(value, reading: Reading):
         number = pl.when(value.str.contains(DECIMAL)).then(bare.str.strip_prefix("+"))
         return number.cast(pl.Decimal(38, 9), strict=False)
     if reading.kind == "format":
-        return from_datetime(value.str.to_datetime(reading.format, strict=False, time_unit="us"), value, reading)
+        return _from_format(value, reading.format)
     part = value.str.extract_groups(ISO).struct.field
     text = part("date") + "T" + part("minute").fill_null("00:00") + ":" + part("second").fill_null("00")
     seconds = text.str.to_datetime("%Y-%m-%dT%H:%M:%S", strict=False, time_unit="us").dt.epoch("s")
@@ -148,19 +148,15 @@ def from_text(value, reading: Reading):
     return _in_nanoseconds(seconds, rest)
 
 
-def from_datetime(value, text=None, reading: Reading | None = None):
-    """Nanoseconds of an expression of datetimes; null where they do not fit into int64.
-
-    text, reading: where the datetimes were read in microseconds of text that may have finer fractions.
-    """
+def _from_format(value, format: str):
+    """Nanoseconds of text in a form; null where they do not fit into int64."""
     import polars as pl
 
-    seconds = value.dt.epoch("s")
-    if text is not None and reading is not None and re.search(r"%[.0-9]*f", reading.format or ""):
-        inside = pl.when(seconds.is_between(0, LAST_SECOND, closed="left")).then(text)
-        return inside.str.to_datetime(reading.format, strict=False, time_unit="ns").dt.epoch("ns")
-    inside = pl.when(seconds.is_between(-LAST_SECOND, LAST_SECOND, closed="none")).then(value)
-    return inside.dt.epoch("ns")
+    seconds = value.str.to_datetime(format, strict=False, time_unit="us").dt.epoch("s")
+    inside = seconds.is_between(-LAST_SECOND, LAST_SECOND, closed="none")
+    if not re.search(r"%[.0-9]*f", format):
+        return pl.when(inside).then(seconds) * 10**9
+    return pl.when(inside).then(value).str.to_datetime(format, strict=False, time_unit="ns").dt.epoch("ns")
 
 
 def _in_nanoseconds(seconds, rest):

@@ -1,13 +1,18 @@
 """Own files: literal paths and names, separators, times, actions, bad rows, duplicates, parts, compression."""
 
+import base64
+import contextlib
 import gzip
 import os
+import re
+import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data.datasets import DataError, load_dataset
+from data.memory import available_memory
 from data.options import checked_separator
 from tests.data.raw_files import error_of, events
 
@@ -444,3 +449,66 @@ def test_nothing_is_written_beside_the_source(load, tmp_path):
     (tmp_path / "data" / "x.csv.gz").write_bytes(gzip.compress(ROWS.encode()))
     load_dataset("csv", tmp_path / "data", cache_dir=tmp_path / "cache")
     assert os.listdir(tmp_path / "data") == ["x.csv.gz"]
+
+
+# ---- Parquet that others wrote
+
+
+def with_zone(file, zone):
+    """Writes a Parquet file whose datetimes are of a zone that polars would not write; of six characters."""
+    times = pl.Series([SECONDS * 10**6 + 2, SECONDS * 10**6 + 1]).cast(pl.Datetime("us", "Turkey"))
+    pl.DataFrame({"user": ["u"] * 2, "item": [0, 1], "timestamp": times}).write_parquet(file)
+    content = file.read_bytes()
+    schema = re.search(rb"ARROW:schema.{1,6}?([A-Za-z0-9+/=]{100,})", content, re.DOTALL)[1]
+    other = base64.b64decode(schema).replace(b"Turkey", zone.encode())
+    file.write_bytes(content.replace(schema, base64.b64encode(other)))
+
+
+@pytest.mark.parametrize("zone", ["+05:30", "Xurkey", "\0\1\2\3\4\5"])
+def test_zone_that_polars_does_not_know(load, tmp_path, zone):
+    with_zone(tmp_path / "x", zone)
+    assert order(load("parquet", tmp_path / "x")) == [(1, SECONDS), (0, SECONDS)]
+
+
+@pytest.mark.parametrize("unit", ["ms", "us", "ns"])
+def test_datetimes_that_no_calendar_has(load, tmp_path, unit):
+    """What a changed byte makes of a datetime: polars panics when it computes with one, Python when it shows it."""
+    for far in (2**63 - 1, -(2**63) + 1, 2**62):
+        times = pl.Series([SECONDS, far]).cast(pl.Datetime(unit))
+        pl.DataFrame({"user": ["u"] * 2, "item": [0, 1], "timestamp": times}).write_parquet(tmp_path / "x")
+        if unit != "ns" or far < 0:
+            assert "row 2, column timestamp: expected a time" in error_of(load, "parquet", tmp_path / "x")
+
+
+def test_more_rows_than_memory_holds(load, tmp_path, monkeypatch):
+    rows = {name: pl.repeat(1, 1_000_000, dtype=pl.Int64, eager=True) for name in ("user", "item", "timestamp")}
+    pl.DataFrame(rows).write_parquet(tmp_path / "x")
+    assert (tmp_path / "x").stat().st_size < 100_000
+    monkeypatch.setattr("data.memory.available_memory", lambda: 2**25)
+    message = error_of(load, "parquet", tmp_path / "x")
+    assert message == "x says that it has 1,000,000 rows; they need some 0.1 GiB of memory, 0.0 GiB are left"
+    monkeypatch.setattr("data.memory.available_memory", lambda: 1)
+    assert "of rows need some" in error_of(load, "csv", ROWS)
+
+
+def test_memory_that_is_left(monkeypatch):
+    whole = available_memory()
+    assert whole > 2**20
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (used + 2**20, used + 2**20))
+    assert available_memory() <= 2**20
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_changed_bytes_of_parquet(load, tmp_path, seed):
+    """Whatever the bytes, the reader gives a data set or an error of one line or of bad rows, and no panic gets out."""
+    frame = {"user": [f"u{i % 7}" for i in range(50)], "item": range(50), "timestamp": range(50)}
+    pl.DataFrame(frame).write_parquet(tmp_path / "x")
+    content, rng = (tmp_path / "x").read_bytes(), np.random.default_rng(seed)
+    for _ in range(10):
+        changed = bytearray(content)
+        for place in rng.integers(0, len(content), rng.integers(1, 9)):
+            changed[place] = rng.integers(256)
+        (tmp_path / "x").write_bytes(changed)
+        with contextlib.suppress(DataError):
+            load("parquet", tmp_path / "x")

@@ -1,0 +1,99 @@
+"""Waiting for a preparation: what it says meanwhile, and Ctrl-C at every stage."""
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from data import prepare, progress
+from tests.data.raw_files import GOOD, events
+
+pytest.importorskip("polars")  # raw files cannot be read without
+
+
+@pytest.fixture
+def held():
+    """An event that lets a held preparation go on; set at the end, so that its thread ends."""
+    event = threading.Event()
+    yield event
+    event.set()
+    for thread in threading.enumerate():
+        if thread.name == "preparation":
+            thread.join()
+
+
+@pytest.fixture
+def ctrl_c(held):
+    """Sends SIGINT to this process and holds the caller as a library would that is computing."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def send():
+        os.kill(os.getpid(), signal.SIGINT)
+        held.wait()
+
+    yield send
+    signal.signal(signal.SIGINT, before)
+
+
+def test_interrupted_while_it_reads(load, tmp_path, monkeypatch, ctrl_c):
+    monkeypatch.setattr(prepare, "read_raw", lambda *args: ctrl_c())
+    with pytest.raises(KeyboardInterrupt):
+        load("ml-100k", GOOD)
+    monkeypatch.undo()
+    assert not (tmp_path / "cache").exists()
+    assert load("ml-100k", tmp_path / "raw.txt").num_events == 16
+
+
+@pytest.mark.parametrize("call", [1, 3, 6])
+def test_interrupted_while_it_writes(load, tmp_path, monkeypatch, ctrl_c, held, call):
+    save, calls = np.save, []
+
+    def saved(*args, **kwargs):
+        save(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == call:
+            ctrl_c()
+
+    monkeypatch.setattr(np, "save", saved)
+    with pytest.raises(KeyboardInterrupt):
+        load("ml-100k", GOOD)
+    assert list((tmp_path / "cache").iterdir()) == []
+    held.set()
+    for thread in threading.enumerate():
+        if thread.name == "preparation":
+            thread.join()
+    assert list((tmp_path / "cache").iterdir()) == []
+    monkeypatch.undo()
+    again = load("ml-100k", tmp_path / "raw.txt")
+    assert len(events(again)) == 16
+
+
+def test_says_what_it_is_doing(load, tmp_path, monkeypatch):
+    said, heard = [], threading.Event()
+    original = prepare.read_raw
+
+    def read(name, fmt, sources, fingerprint, handling, scratch, now):
+        now.stage("reading raw.txt")
+        assert heard.wait(60)
+        return original(name, fmt, sources, fingerprint, handling, scratch, now)
+
+    def tell(line):
+        said.append(line)
+        if line.startswith("reading raw.txt, "):
+            heard.set()
+
+    monkeypatch.setattr(prepare, "read_raw", read)
+    monkeypatch.setattr(progress, "EVERY", 0)
+    assert load("ml-100k", GOOD, tell=tell).num_events == 16
+    assert any(line.startswith("reading raw.txt, ") and line.endswith(" s") for line in said)
+
+
+def test_error_of_a_preparation_is_the_caller_s(load, monkeypatch):
+    def fail(*args):
+        raise ZeroDivisionError("deep inside")
+
+    monkeypatch.setattr(prepare, "read_raw", fail)
+    with pytest.raises(ZeroDivisionError, match="deep inside"):
+        load("ml-100k", GOOD)
