@@ -94,36 +94,99 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
-# (kernel's name, key) -> compiled kernel, and its constants in the order of its signature.
-compiled_kernels: dict[tuple, tuple] = {}
+class _Kernel:
+    """What `run` knows of one kernel."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel  # held, so that no other object gets its id
+        self.exempt = tuple((p.do_not_specialize, p.do_not_specialize_on_alignment) for p in kernel.params)
+        self.compiled: dict[tuple, tuple] = {}  # key -> compiled kernel, its constants in the order of the signature
 
 
-def start(kernel, grid: int | tuple[int, ...], arguments: tuple, constants: dict, options: dict, key: tuple) -> None:
-    """kernel[grid](*arguments, **constants, **options), on a GPU without Triton's dispatch from the second time on.
+# By a kernel's id: a triton.jit function takes a lock and a string to hash itself.
+_kernels: dict[int, _Kernel] = {}
 
-    Triton finds out in every call what it specialised on, which takes longer than a short kernel.
+
+def run(kernel, grid: int | tuple[int, ...], *arguments, **settings) -> None:
+    """kernel[grid](*arguments, **settings); on a GPU without Triton's dispatch from the second time on.
+
+    The one way in which kernels are launched. Triton finds out in every call what it specialised on, builds strings of
+    it and looks them up, which takes longer than a short kernel. Here the key comes from the kernel's own signature
+    (`specialization`), so that a call gets the kernel that Triton would have given it.
 
     Args:
-        kernel: a triton.jit function whose constexprs come last.
-        arguments: all others, in their order; one at least is a tensor.
-        constants: name -> value, of the constexprs.
-        options: num_warps and the like.
-        key: with constants and options everything that Triton would tell calls apart by: dtypes, which arguments are
-            None, and of pointers and integers that the kernel does not exempt whether they are multiples of 16.
+        kernel: a triton.jit function whose constexprs stand behind all other parameters.
+        grid: the number of programs, or up to three of them.
+        arguments: all that are not constexprs, in their order; the first tensor among them says on which device.
+        settings: the constexprs by name, and Triton's options (num_warps, num_stages, maxnreg, enable_fp_fusion).
     """
     grid = (grid,) if isinstance(grid, int) else grid
     device = next(x for x in arguments if isinstance(x, torch.Tensor)).get_device()
-    if device < 0:
-        kernel[grid](*arguments, **constants, **options)
+    if device < 0:  # interpreted, or compiled ahead of time
+        kernel[grid](*arguments, **settings)
         return
-    key = (kernel.__name__, device, key, *constants.values(), *options.values())
-    found = compiled_kernels.get(key)
+    known = _kernels.get(id(kernel))
+    if known is None:
+        known = _kernels[id(kernel)] = _Kernel(kernel)
+    key = (device, *specialization(arguments, known.exempt), *_settings_key(settings))
+    found = known.compiled.get(key)
     if found is None:
-        compiled = _first(kernel, grid, arguments, constants | options)
-        compiled_kernels[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        constants = _constants(kernel, len(arguments), settings)
+        known.compiled[key] = _first(kernel, grid, arguments, settings), constants
     else:
-        compiled, values = found
-        compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+        compiled, constants = found
+        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+
+
+def _settings_key(settings: dict) -> tuple:
+    """Names, values and types: 1, 1.0 and True are equal, but not the same constant."""
+    values = settings.values()
+    return *settings, *values, *map(type, values)
+
+
+def _constants(kernel, given: int, settings: dict) -> tuple:
+    """Values of the parameters behind the first `given`, which a compiled kernel takes with the others.
+
+    Raises:
+        TypeError: one of them is not a constexpr, or has no value.
+    """
+    values = []
+    for p in kernel.params[given:]:
+        if not p.is_constexpr or (p.name not in settings and not p.has_default):
+            what = "has no value" if p.is_constexpr else "must be given by position"
+            raise TypeError(f"{kernel.__name__}: {p.name} {what}")
+        values.append(settings.get(p.name, p.default))
+    return tuple(values)
+
+
+def specialization(arguments: tuple, exempt: Sequence[tuple[bool, bool]]) -> tuple:
+    """What Triton tells calls of a kernel apart by, but for their constexprs.
+
+    exempt: of each argument whether it is in the kernel's do_not_specialize and do_not_specialize_on_alignment.
+    """
+    return tuple([_kind(x, *e) for x, e in zip(arguments, exempt)])
+
+
+def _kind(x, value: bool, alignment: bool):
+    """What Triton compiles another kernel for where an argument differs in it.
+
+    A tensor's dtype and whether it begins at a multiple of 16 bytes; whether an integer is 1, a multiple of 16, and how
+    wide it is; the type of other numbers and of None; a tensor descriptor's dtype, block and layout; the parts of a
+    tuple, which no exemption reaches.
+    """
+    kind = type(x)
+    if isinstance(x, torch.Tensor):
+        return x.dtype, value or alignment or x.data_ptr() % 16 == 0
+    if kind is int:
+        if x == 1 and not value:
+            return 1
+        width = 32 if -(2**31) <= x < 2**31 else 64 if x < 2**63 else 65
+        return width, value or alignment or x % 16 == 0
+    if x is None or kind is float or kind is bool:
+        return kind
+    if isinstance(x, tuple):
+        return kind, *[_kind(part, False, False) for part in x]
+    return kind, x.base.dtype, *x.block_shape, getattr(x, "layout", None)
 
 
 def _first(kernel, grid: tuple[int, ...], arguments: tuple, settings: dict):
@@ -148,43 +211,3 @@ def _first(kernel, grid: tuple[int, ...], arguments: tuple, settings: dict):
     if status:
         raise RuntimeError(f"cuFuncSetAttribute failed with CUDA error {status} for {kernel.__name__}")
     return kernel[grid](*arguments, **settings)
-
-
-def run(kernel, grid: tuple[int, ...], *arguments, **settings) -> None:
-    """`start` with constants and options together, and a key of all that Triton looks at."""
-    if all(x.get_device() < 0 for x in arguments if isinstance(x, torch.Tensor)):
-        kernel[grid](*arguments, **settings)
-        return
-    options = {name: settings.pop(name) for name in _OPTIONS if name in settings}
-    start(kernel, grid, arguments, settings, options, specialization(arguments, kernel.params))
-
-
-_OPTIONS = "num_warps", "num_stages", "maxnreg"
-
-
-def specialization(arguments: tuple, parameters: Sequence | None = None) -> tuple:
-    """What Triton tells calls of a kernel apart by: the key of `start`. parameters: a kernel's, with its exemptions."""
-    if parameters is None:
-        kinds = [
-            (x.dtype, x.data_ptr() % 16 == 0)
-            if isinstance(x, torch.Tensor)
-            else (-(2**31) <= x < 2**31, x == 1, x % 16 == 0)
-            if isinstance(x, int)
-            else _kind(x)
-            for x in arguments
-        ]
-        return tuple(kinds)
-    return tuple(_kind(x, p.do_not_specialize, p.do_not_specialize_on_alignment) for x, p in zip(arguments, parameters))
-
-
-def _kind(x, exempt: bool = False, unaligned: bool = False):
-    """What Triton would compile another kernel for, if an argument differed in it."""
-    if isinstance(x, torch.Tensor):
-        return x.dtype, exempt or unaligned or x.data_ptr() % 16 == 0
-    if isinstance(x, int):
-        return -(2**31) <= x < 2**31, exempt or x == 1, exempt or unaligned or x % 16 == 0
-    if isinstance(x, tuple):
-        return tuple(map(_kind, x))
-    if x is None or isinstance(x, float):
-        return type(x)
-    return x.base.dtype, x.base.dim(), *x.block_shape  # a tensor descriptor

@@ -51,8 +51,9 @@ def padded(*given: torch.Tensor) -> list[torch.Tensor]:
     strides = [stride for x in wanted for stride in x.stride()[:2]] + [0, 0] * len(spare)
     sizes = dict(zip("ABCD", [x.shape[2] for x in wanted] + [0] * len(spare)))
     width = launch.next_power_of_2(max(x.shape[2] for x in made))
-    pad_heads_kernel[(launch.cdiv(tokens * heads, _ROWS),)](
-        *wanted, *spare, *made, *spare, *strides, tokens * heads, H=heads, **sizes, WIDTH=width, ROWS=_ROWS, num_warps=4
-    )
+    launch.run(
+        pad_heads_kernel, launch.cdiv(tokens * heads, _ROWS), *wanted, *spare, *made, *spare, *strides, tokens * heads,
+        H=heads, **sizes, WIDTH=width, ROWS=_ROWS, num_warps=4,
+    )  # fmt: skip
     done = iter(made)
     return [next(done) if any(x is y for y in wanted) else launch.aligned(x) for x in given]

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from hstu_sparse.assembly import load_edge
 from hstu_sparse.bias.relative import bucket_edges
-from hstu_sparse.launch import start
+from hstu_sparse.launch import run
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.tiles import COMPILED, locate
 
@@ -220,7 +220,7 @@ def _split_times(seq_offsets, times, key_times):
     split, offset = _fake_split_times(seq_offsets, times, key_times)
     if total and num_seqs:
         given = seq_offsets, times, key_times, split, offset, num_seqs, total
-        start(split_times_kernel, total // _BLOCK + num_seqs, given, dict(BLOCK=_BLOCK), {}, (seq_offsets.dtype,))
+        run(split_times_kernel, total // _BLOCK + num_seqs, *given, BLOCK=_BLOCK)
     return [split, offset]
 
 

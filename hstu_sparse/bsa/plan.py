@@ -15,7 +15,7 @@ import triton.language as tl
 from hstu_sparse.assembly import proven
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, bsa_means_kernel, bucket_cells, find_bucket, own_places, span
-from hstu_sparse.launch import cdiv
+from hstu_sparse.launch import cdiv, run
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.tiles import locate
 
@@ -106,11 +106,13 @@ def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, n
     if timestamps.shape[0] and spans.shape[0]:
         num_seqs, pitch, asm = seq_offsets.shape[0] - 1, times.shape[1], proven(seq_offsets.device)
         cells = bucket_cells(num_buckets, seq_offsets.device)
-        bsa_times_kernel[(spans.shape[0],)](
+        run(
+            bsa_times_kernel, spans.shape[0],
             seq_offsets, timestamps, query_timestamps, cells, times, spans, key_places, own, num_seqs, pitch,
             BS=block_size, ROWS=16, ASM=asm, num_warps=4,
         )  # fmt: skip
-        bsa_means_kernel[(means.shape[0],)](
+        run(
+            bsa_means_kernel, means.shape[0],
             seq_offsets, times, cells, means, summaries, places, origins, num_seqs, pitch, means.shape[1],
             BS=block_size, TILE=max(block_size, LEAST_TILE.value), ASM=asm, num_warps=1,
         )  # fmt: skip

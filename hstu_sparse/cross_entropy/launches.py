@@ -35,7 +35,7 @@ from hstu_sparse.cross_entropy.sampled import (
     catalogue_loss_sampled_fwd_kernel,
     catalogue_loss_table_bwd_kernel,
 )
-from hstu_sparse.launch import INTERPRET, cdiv, next_power_of_2
+from hstu_sparse.launch import INTERPRET, cdiv, next_power_of_2, run
 from hstu_sparse.registration import Operator
 
 LOG2E = math.log2(math.e)
@@ -220,7 +220,7 @@ class _Call:
         constants = self.rows | constants
         programs = cdiv(count, constants["ROWS"])
         if programs:
-            kernel[(programs,)](*arguments, **constants)
+            run(kernel, programs, *arguments, **constants)
         return programs
 
     def scales(self, x: Tensor, factor: float, temperature: Tensor | None) -> Tensor:
@@ -233,14 +233,16 @@ class _Call:
         constants = {name: value for name, value in self.rows.items() if name != "NORMALIZE"}
         programs = max(1, min(512, cdiv(len(x), constants["ROWS"])))
         sums = self.new(programs, self.E)
-        catalogue_loss_sum_kernel[(programs,)](x, x.stride(0), scales, targets, sums, len(x), **constants)
+        run(catalogue_loss_sum_kernel, programs, x, x.stride(0), scales, targets, sums, len(x), **constants)
         return sums.sum(0)
 
     def mean(self, parts: Tensor) -> tuple[Tensor, Tensor]:
         loss, inverse_count = self.new(), self.new(1)
         # One program: it adds in one order, and the fewer turns the sooner.
         size = 1024 if len(parts) <= 4096 else 8192
-        catalogue_loss_mean_kernel[(1,)](parts, loss, inverse_count, len(parts), SIZE=size, num_warps=size // 512)
+        run(
+            catalogue_loss_mean_kernel, 1, parts, loss, inverse_count, len(parts), SIZE=size, num_warps=size // 512
+        )  # fmt: skip
         return loss, inverse_count
 
 
@@ -259,7 +261,8 @@ def _forward(*arguments):
     out, matrix = launch.aligned(call.out), launch.aligned(matrix)
     walk, lengths, tma = _walk(config, matrix, item_scale if call.normalize else None)
     if call.T:
-        catalogue_loss_fwd_kernel[(cdiv(call.T, config["BLOCK_M"]) * splits,)](
+        run(
+            catalogue_loss_fwd_kernel, cdiv(call.T, config["BLOCK_M"]) * splits,
             out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets,
             partial, min(call.bound, BOUND), call.T, W, per_split, E=out.shape[1],
             BOUNDED=call.bound <= BOUND, PRECISION=call.precision, TMA=tma, **_options(config),
@@ -283,7 +286,8 @@ def _forward_per_token(call: _Call):
     table, item_scale = call.gathered()
     positive, picked = (call.new(call.T), call.new(call.T, call.K)) if call.small else (None, None)
     if call.T:
-        catalogue_loss_sampled_fwd_kernel[(call.T,)](
+        run(
+            catalogue_loss_sampled_fwd_kernel, call.T,
             call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, table, item_scale,
             call.temperature, lse, positive, picked, parts, call.scale, math.log(max(1, call.K)), call.K,
             WIDTH=table.shape[1], **call.sizes, **call.drawn,
@@ -339,7 +343,8 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
     splits, per_split = plan_splits(call.T, W, config, call.out.device, 4 * call.E)
     partial = call.new(splits, call.T, call.E) if splits > 1 else None
     walk, lengths, tma = _walk(config, matrix, item_scale)
-    catalogue_loss_bwd_dout_kernel[(cdiv(call.T, config["BLOCK_M"]) * splits,)](
+    run(
+        catalogue_loss_bwd_dout_kernel, cdiv(call.T, config["BLOCK_M"]) * splits,
         out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets, lse,
         positive if sampled else None, *ending, dout, along, partial, call.smoothing, marks,
         0 if marks is None else marks.shape[1], call.T, call.I, W, per_split, SIZE=call.E, OWN_MARK=mark_sizes[0],
@@ -361,7 +366,8 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
     ditems = None if sampled else torch.empty_like(call.items, memory_format=torch.contiguous_format)
     walk, scales, targets, sums, tma = _walk(config, out, row_scale, call.targets, lse)
     if W:
-        catalogue_loss_bwd_ditems_kernel[(cdiv(W, config["BLOCK_M"]) * splits,)](
+        run(
+            catalogue_loss_bwd_ditems_kernel, cdiv(W, config["BLOCK_M"]) * splits,
             walk, matrix, out.stride(0), matrix.stride(0), scales, item_scale, ids, shift, targets, sums, row_scale,
             out_sum, grad, inverse_count, ditems, partial, call.smoothing, marks,
             0 if marks is None else marks.shape[1], W, call.T, per_split, SIZE=call.E, OWN_MARK=mark_sizes[1],
@@ -389,7 +395,8 @@ def _marks(call, out, matrix, item_scale, row_scale, lse):
     marks = call.new(cdiv(call.T, tokens), cdiv(call.I, items), dtype=torch.uint8).zero_()
     splits, per_split = plan_splits(call.T, call.I, config, call.out.device, 0)
     walk, lengths, tma = _walk(config, matrix, item_scale)
-    catalogue_loss_mark_kernel[(cdiv(call.T, config["BLOCK_M"]) * splits,)](
+    run(
+        catalogue_loss_mark_kernel, cdiv(call.T, config["BLOCK_M"]) * splits,
         out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, call.targets, lse, marks, marks.shape[1],
         math.log2(call.skip), call.T, call.I, per_split, E=out.shape[1], OWN_MARK=tokens, MARK=items,
         PRECISION=call.precision, TMA=tma, **_options(config),
@@ -404,7 +411,8 @@ def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along):
         shares = call.new(call.T * (1 + call.K))
     else:
         sums = call.new(*table.shape).zero_()
-    catalogue_loss_sampled_bwd_dout_kernel[(call.T,)](
+    run(
+        catalogue_loss_sampled_bwd_dout_kernel, call.T,
         call.out, call.out.stride(0), call.targets, call.negatives, call.log_q, table, item_scale,
         call.temperature, lse, grad, inverse_count, dout, along, shares, sums, call.scale,
         math.log(max(1, call.K)), call.T, call.K, WIDTH=table.shape[1], **call.sizes, **call.drawn,
@@ -432,12 +440,21 @@ def _table_gradient(call, grad, inverse_count, row_scale, negatives, shares, dra
     scalars = (row_scale, grad, inverse_count, ditems, slots, len(keys))
     # Entries of a run at a time: about as many as it has.
     rows = 16 if len(keys) < 32 * call.I else max(16, min(64, 2 * ROW_TILE // call.width))
-    catalogue_loss_table_bwd_kernel[(cdiv(len(keys), CHUNK),)](
+    run(
+        catalogue_loss_table_bwd_kernel, cdiv(len(keys), CHUNK),
         keys, order, call.out, call.out.stride(0), shares, drawn, call.items, call.items.stride(0), *scalars, call.T,
         call.K, call.I, **call.sizes, ROWS=rows, CHUNK=CHUNK, PIECE=PIECE,
     )  # fmt: skip
-    catalogue_loss_pieces_bwd_kernel[(windows,)](
-        keys, call.items, call.items.stride(0), *scalars, call.I, **call.sizes, PIECE=PIECE
+    run(
+        catalogue_loss_pieces_bwd_kernel,
+        windows,
+        keys,
+        call.items,
+        call.items.stride(0),
+        *scalars,
+        call.I,
+        **call.sizes,
+        PIECE=PIECE,
     )
     return ditems
 

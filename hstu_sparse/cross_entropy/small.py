@@ -116,7 +116,8 @@ def backward(call, grad, lse, positive, inverse_count, picked, dout, along) -> T
     total = None
     for begin, end in _chunks(call, width):
         gradients = call.new(end - begin, width, dtype=call.out.dtype)
-        catalogue_loss_pick_bwd_kernel[(end - begin,)](
+        launch.run(
+            catalogue_loss_pick_bwd_kernel, end - begin,
             gradients, width, call.targets, call.negatives, picked, lse, positive, factor, begin, call.K,
             ROWS=_rows(call.K), OTHERS=32, ZEROS=1024, num_warps=4,
         )  # fmt: skip

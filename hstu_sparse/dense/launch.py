@@ -27,7 +27,7 @@ from hstu_sparse.dense.plan import (
     purpose_of,
     with_backward,
 )
-from hstu_sparse.launch import INTERPRET, allow_descriptors, cdiv, close_precision, padded_head, start
+from hstu_sparse.launch import INTERPRET, allow_descriptors, cdiv, close_precision, padded_head, run
 from hstu_sparse.padding import padded
 from hstu_sparse.registration import Operator
 
@@ -58,21 +58,17 @@ class _Case(NamedTuple):
 
 
 @functools.cache
-def _constants(case: _Case, config: Callable[[Features], dict]) -> tuple[dict, dict]:
-    """(An attention kernel's constants, Triton's own options), `config` one of configs.py. `aligned` pads the heads."""
+def _settings(case: _Case, config: Callable[[Features], dict]) -> dict:
+    """An attention kernel's constants and Triton's options, `config` one of configs.py. `aligned` pads the heads."""
     d, v, f = cdiv(case.d, 16) * 16, cdiv(case.v, 16) * 16, case.features
     # Wider than a tile of fp32 is high: see `bwd_dq_config`.
     least = 32 if f.dtype == torch.float32 else 16
-    constants = dict(
+    return dict(
         H=case.heads, D=d, V=v, D_OUT=case.d, V_OUT=case.v, PAD_D=max(least, padded_head(d)),
         PAD_V=max(least, padded_head(v)),
         HAS_TARGETS=case.targets, HAS_WINDOW=case.window, HAS_POSITION=f.position, HAS_TIME=f.time,
-        FAST=f.dtype != torch.float32, PRECISION=case.precision, ASM=case.asm,
+        FAST=f.dtype != torch.float32, PRECISION=case.precision, ASM=case.asm, **config(f),
     )  # fmt: skip
-    options = {}
-    for name, x in config(f).items():
-        (constants if name.isupper() else options)[name] = x
-    return constants, options
 
 
 class _Launch:
@@ -97,17 +93,14 @@ class _Launch:
             self.features, q.shape[1], self.d_out, self.v_out, purpose.targets, window_size > 0,
             close_precision(q.dtype), proven(q.device),
         )  # fmt: skip
-        # With the constants, what Triton would specialise on: pointers and strides are multiples of 16, see `aligned`.
-        dtypes = [None if x is None else x.dtype for x in (num_targets, position, time)]
-        self.key = q.dtype, seq_offsets.dtype, *dtypes, max(self.strides) < 2**31
 
     def new(self, size: int) -> torch.Tensor:
         """[T, H, size]."""
         return torch.empty(*self.q.shape[:2], size, dtype=self.q.dtype, device=self.q.device)
 
-    def start(self, kernel, tiles: TileMap, arguments: tuple, config: Callable, **more) -> None:
-        constants, options = _constants(self.case, config)
-        start(kernel, tiles.schedule.shape[0] * self.q.shape[1], arguments, constants | more, options, self.key)
+    def run(self, kernel, tiles: TileMap, arguments: tuple, config: Callable, **more) -> None:
+        settings = _settings(self.case, config)
+        run(kernel, tiles.schedule.shape[0] * self.q.shape[1], *arguments, **settings, **more)
 
     def planned(self, tiles: TileMap, tables: torch.Tensor) -> tuple:
         """The arguments of an attention kernel from `schedule` on: its tile map, the times, the halved tables."""
@@ -132,8 +125,10 @@ class _Launch:
             given = tables, tables[position_width:], position, time
             times = 0 if time is None else self.plan.purpose.num_buckets + 1
             n = 0 if position is None else position.shape[0]
-            sizes = dict(N=n, WIDTH=position_width, TIMES=times, MARGIN=POSITION_MARGIN, BLOCK=1024)
-            start(halved_tables_kernel, cdiv(max(position_width, time_width), 1024), given, sizes, {}, self.key)
+            run(
+                halved_tables_kernel, cdiv(max(position_width, time_width), 1024), *given, N=n,
+                WIDTH=position_width, TIMES=times, MARGIN=POSITION_MARGIN, BLOCK=1024,
+            )  # fmt: skip
         return tables
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +141,7 @@ class _Launch:
             self.q, self.k, self.v, out, *self.strides, *out.stride()[:2], *self.metadata[:2], purpose.window_size,
             0.5 * self.scale, 1.0 / self.normalizer, *self.planned(tiles, tables),
         )  # fmt: skip
-        self.start(dense_attention_fwd_kernel, tiles, arguments, fwd_config)
+        self.run(dense_attention_fwd_kernel, tiles, arguments, fwd_config)
         return out, tables
 
     def backward(self, do: torch.Tensor, tables: torch.Tensor) -> list[torch.Tensor]:
@@ -158,7 +153,6 @@ class _Launch:
             return [dq, dk, dv, *(x.zero_() for x in given)]
         self.plan = with_backward(self.plan, *self.metadata)
         (do,) = padded(do)
-        self.key = *self.key, max(do.stride()[:2]) < 2**31
         purpose, strides = self.plan.purpose, (*self.strides, *do.stride()[:2])
         numbers = (
             *self.metadata[:2], purpose.window_size, 0.5 * self.scale, 0.5 / self.normalizer, self.scale,
@@ -170,7 +164,7 @@ class _Launch:
             self.q, self.k, self.v, do, dk, dv, *strides, *dk.stride()[:2], *dv.stride()[:2], *numbers,
             *self.planned(self.plan.dkv, tables),
         )  # fmt: skip
-        self.start(dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, bwd_dkv_config)
+        self.run(dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, bwd_dkv_config)
 
         config = bwd_dq_config(self.features)
         position_sums, time_sums, norms = self._sums(do)
@@ -182,13 +176,15 @@ class _Launch:
             self.q, self.k, self.v, do, dq, *strides, *dq.stride()[:2], position_sums, time_sums, norms, time_shift,
             *numbers, *self.planned(self.plan.dq, tables),
         )  # fmt: skip
-        self.start(dense_attention_bwd_dq_kernel, self.plan.dq, arguments, bwd_dq_config, TABLE=table, COPIES=_COPIES)
+        self.run(dense_attention_bwd_dq_kernel, self.plan.dq, arguments, bwd_dq_config, TABLE=table, COPIES=_COPIES)
         if self.biased:
             position, time = (0 if x is None else x.shape[0] for x in grads)
             arguments = position_sums, time_sums, *grads, norms, 0.5 / self.normalizer
             times = 0 if time == 0 else purpose.num_buckets + 1
-            constants = dict(N=position, TIMES=times, ALL=time, TABLE=table, COPIES=_COPIES, BLOCK=128)
-            start(table_gradients_kernel, cdiv(max(position, time), 128), arguments, constants, {}, self.key)
+            run(
+                table_gradients_kernel, cdiv(max(position, time), 128), *arguments, N=position, TIMES=times, ALL=time,
+                TABLE=table, COPIES=_COPIES, BLOCK=128,
+            )  # fmt: skip
         return [dq, dk, dv, *given]
 
     def _sums(self, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -210,7 +206,7 @@ class _Launch:
             rows, block = self.v.shape[0] * self.v.shape[1], 128
             arguments = self.v, do, norms, *self.v.stride()[:2], *do.stride()[:2], self.v.shape[0]
             constants = dict(H=self.v.shape[1], V=self.v.shape[2], PAD_V=padded_head(self.v.shape[2]), BLOCK=block)
-            start(greatest_norms_kernel, cdiv(rows, block), arguments, constants, dict(num_warps=8), self.key)
+            run(greatest_norms_kernel, cdiv(rows, block), *arguments, **constants, num_warps=8)
         return (
             None if position is None else sums[:width], None if time is None else sums[width:-1], norms,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import NEAR
 from hstu_sparse.dense.configs import Features, bwd_dkv_config, bwd_dq_config, fwd_config
 from hstu_sparse.dense.plan_kernels import dense_attention_plan_kernel
-from hstu_sparse.launch import architecture, cdiv, padded_head, start
+from hstu_sparse.launch import architecture, cdiv, padded_head, run
 from hstu_sparse.registration import register_preparation
 
 
@@ -140,7 +140,7 @@ def _fake_map(seq_offsets, num_targets, timestamps, query_timestamps, total, max
 def _map(*arguments):
     (
         seq_offsets, num_targets, timestamps, query_timestamps, total, _, window_size, num_buckets, own, other,
-        by_query, roles,
+        by_query, _,
     ) = arguments  # fmt: skip
     found = _fake_map(*arguments, least=min)
     num_seqs, timed = seq_offsets.shape[0] - 1, timestamps is not None
@@ -157,9 +157,8 @@ def _map(*arguments):
         HAS_TARGETS=num_targets is not None, HAS_WINDOW=window_size > 0, OWN=own, OTHER=other, BY_QUERY=by_query,
         HIDDEN=hidden_bucket(num_buckets) if timed else 0, ASM=proven(seq_offsets.device), CHUNK=16,
     )  # fmt: skip
-    key = seq_offsets.dtype, None if num_targets is None else num_targets.dtype, timed, roles
     grid = num_seqs + (slots if timed else 0)
-    start(dense_attention_plan_kernel, grid, given, constants, dict(num_warps=8 if timed else 4), key)
+    run(dense_attention_plan_kernel, grid, *given, **constants, num_warps=8 if timed else 4)
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import INTERPRET, cdiv, close_precision, multiprocessors, next_power_of_2, padded_head
+from hstu_sparse.launch import INTERPRET, cdiv, close_precision, multiprocessors, next_power_of_2, padded_head, run
 from hstu_sparse.registration import Operator
 
 # Programs of the backward kernel for each multiprocessor.
@@ -127,8 +127,10 @@ def _forward(*arguments):
     gates = torch.empty(len(w2), *q.shape[:2], dtype=q.dtype, device=q.device)
     rows = q.shape[0] * q.shape[1]
     if rows:
-        grid = (cdiv(rows, constants["ROWS"]),)
-        query_gates_fwd_kernel[grid](q, w1, b1, w2, b2, gates, q.stride(0), q.stride(1), rows, **constants)
+        run(
+            query_gates_fwd_kernel, cdiv(rows, constants["ROWS"]), q, w1, b1, w2, b2, gates, q.stride(0), q.stride(1),
+            rows, **constants,
+        )  # fmt: skip
     return gates
 
 
@@ -141,9 +143,10 @@ def _backward(grad, *arguments):
     programs = min(_RESIDENT * multiprocessors(q.device), cdiv(rows, constants["ROWS"]))
     parts = torch.empty(programs, sum(x.numel() for x in weights), dtype=torch.float32, device=q.device)
     if rows:
-        query_gates_bwd_kernel[(programs,)](
-            q, *weights, grad.contiguous(), dq, parts, q.stride(0), q.stride(1), rows, **constants
-        )
+        run(
+            query_gates_bwd_kernel, programs, q, *weights, grad.contiguous(), dq, parts, q.stride(0), q.stride(1),
+            rows, **constants,
+        )  # fmt: skip
     found, begin = [dq], 0
     for x in weights:
         found.append(parts[:, begin : begin + x.numel()].sum(0).view(x.shape).to(x.dtype))

@@ -25,7 +25,7 @@ from hstu_sparse.htree.forward import htree_attend_fwd_kernel
 from hstu_sparse.htree.layout import depth, tree_layers
 from hstu_sparse.htree.pooling import htree_pool_fwd_kernel, htree_push_bwd_kernel, htree_turn_fwd_kernel
 from hstu_sparse.htree.reference import rope_tables
-from hstu_sparse.launch import cdiv, multiprocessors, next_power_of_2, padded_head, precision
+from hstu_sparse.launch import cdiv, multiprocessors, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.validation import check_kernel
 
@@ -135,12 +135,14 @@ def grow(problem: Problem, x: Tensor, keys: bool) -> Tensor:
     nodes = x.new_empty(p.H * p.rows + 2 * TILE, 2 * padded if keys else padded)
     shared = dict(BH=padded, RATE=p.rate, TURN=p.turn, ROWS=max(1, 2048 // padded), ROTARY=keys)
     grid = (cdiv(p.T, shared["ROWS"]), p.H)
-    htree_turn_fwd_kernel[grid](
+    run(
+        htree_turn_fwd_kernel, grid,
         x, nodes, p.offsets, p.cos, p.sin, x.stride(0), x.stride(1), p.B, p.T, p.rows,
         HALF=x.shape[2] // 2 if keys else x.shape[2], **shared,
     )  # fmt: skip
     for below, layer in itertools.pairwise(p.layers):
-        htree_pool_fwd_kernel[(cdiv(layer.slots, shared["ROWS"]), p.H)](
+        run(
+            htree_pool_fwd_kernel, (cdiv(layer.slots, shared["ROWS"]), p.H),
             nodes, p.offsets, p.cos, p.sin, p.B, layer.size, layer.slots, layer.base, below.base, p.rows,
             TOKENS=below.number == 0, **shared,
         )  # fmt: skip
@@ -154,7 +156,8 @@ def attend(problem, q, keys, values, positions=None, choices=None, trace_scores=
     out = q.new_empty(count, q.shape[1], p.V)
     lse = q.new_empty(count, q.shape[1], dtype=torch.float32)
     grid, notes, options = p.options("fwd", count * p.H)
-    htree_attend_fwd_kernel[grid](
+    run(
+        htree_attend_fwd_kernel, grid,
         q, keys, values, p.offsets, p.cos, p.sin, notes, out, lse, positions, choices, trace_scores, trace_state,
         *q.stride()[:2], p.scale / math.log(2.0), p.B, p.T, count, p.top, p.rows, **options,
     )  # fmt: skip
@@ -195,7 +198,8 @@ def launch_backward(grad, q, k, v, seq_offsets, max_seq_len, rate, top_k, scale,
     kind = torch.int64 if fixed else torch.float32
     dk_sums, dv_sums = (torch.zeros(p.H, p.rows, x.shape[2], dtype=kind, device=p.device) for x in (k, v))
     grid, notes, options = p.options("bwd", p.T * p.H)
-    htree_attend_bwd_kernel[grid](
+    run(
+        htree_attend_bwd_kernel, grid,
         grad, q, grow(p, k, True), grow(p, v, False), p.offsets, p.cos, p.sin, notes, out, lse, dq, dk_sums, dv_sums,
         units, *grad.stride()[:2], *q.stride()[:2], p.scale / math.log(2.0), p.scale, p.B, p.T, p.top, p.rows,
         FIXED=fixed, **options,
@@ -212,7 +216,8 @@ def push_down(problem: Problem, sums: Tensor, target: Tensor, units: Tensor | No
     rows = max(1, 2048 // padded)
     above = 0
     for layer in reversed(p.layers):
-        htree_push_bwd_kernel[(cdiv(layer.slots, rows), p.H)](
+        run(
+            htree_push_bwd_kernel, (cdiv(layer.slots, rows), p.H),
             sums, target, p.offsets, p.cos, p.sin, units, p.B, layer.size, layer.slots, layer.base, above, p.rows,
             HALF=width // 2 if keys else width, BH=padded, RATE=p.rate, TURN=p.turn, ROWS=rows, ROTARY=keys,
             PARENTS=layer.number < p.top, TOKENS=layer.number == 0, PLACE=0 if keys else 1, FIXED=units is not None,

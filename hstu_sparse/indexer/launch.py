@@ -11,7 +11,7 @@ from torch import Tensor
 from hstu_sparse.bias.buckets import device_cells, num_time_buckets
 from hstu_sparse.bias.gradients import TableSums
 from hstu_sparse.jagged import sequence_ids
-from hstu_sparse.launch import INTERPRET, specialization, start
+from hstu_sparse.launch import INTERPRET
 
 # Copies of a table's gradient that atomic additions are spread over. Of the time buckets a few get most pairs.
 POSITION_COPIES, TIME_COPIES = 4, 64
@@ -69,10 +69,6 @@ def by_lists(deterministic: bool) -> bool:
 
 # For the benchmark, which measures both.
 _force_lists = False
-
-
-def run(kernel, programs: int, arguments: tuple, constants: dict, **options) -> None:
-    start(kernel, programs, arguments, constants, options, specialization(arguments))
 
 
 class Launch(NamedTuple):

@@ -19,11 +19,10 @@ from hstu_sparse.indexer.launch import (
     kernel_bias,
     key_block,
     pairs_by_key,
-    run,
     table_sums,
     token_begins,
 )
-from hstu_sparse.launch import aligned, next_power_of_2, padded_head, precision
+from hstu_sparse.launch import aligned, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
 
 
@@ -83,7 +82,7 @@ def _backward(do, q, k, v, indices, seq_offsets, position, time, timestamps, que
             do, q, k, v, lse, delta, *pairs_by_key(indices, begins), dk, dv, *bias, *strides, scale, K,
         )  # fmt: skip
         tiles = _tiles(q, v) | dict(BH=heads, QUERIES=max(1, 4096 // (heads * width)))
-        run(sparse_attention_bwd_dkv_kernel, T, arguments, sizes | tiles, num_warps=4, num_stages=2)
+        run(sparse_attention_bwd_dkv_kernel, T, *arguments, **sizes, **tiles, num_warps=4, num_stages=2)
     return [dq, dk.to(k.dtype), dv.to(v.dtype), *tables.gradients()]
 
 
@@ -95,7 +94,7 @@ def _run(kernel, part: str, q: Tensor, v: Tensor, arguments: tuple, constants: d
     tiles = _tiles(q, v)
     chosen = launches(q.dtype, tiles["BD"] + tiles["BV"])[part]
     run(
-        kernel, q.shape[0], arguments, constants | tiles | dict(BLOCK=chosen.BLOCK), num_warps=chosen.num_warps,
+        kernel, q.shape[0], *arguments, **constants, **tiles, BLOCK=chosen.BLOCK, num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
     )  # fmt: skip
 

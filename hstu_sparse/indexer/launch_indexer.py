@@ -18,12 +18,11 @@ from hstu_sparse.indexer.launch import (
     kernel_bias,
     key_block,
     pairs_by_key,
-    run,
     table_sums,
     token_begins,
 )
 from hstu_sparse.indexer.scores import index_scores_bwd_dik_kernel, index_scores_bwd_kernel, index_scores_fwd_kernel
-from hstu_sparse.launch import INTERPRET, aligned, cdiv, next_power_of_2, padded_head, precision
+from hstu_sparse.launch import INTERPRET, aligned, cdiv, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
 
 # Bytes of candidates that are held at a time.
@@ -96,28 +95,28 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
         if capacity < T:
             run(
                 topk.lightning_indexer_sample_kernel, slots,
-                (iq, ik, w, seq_offsets, sampled, *bias, *strides, B, first, capacity), tile | dict(SAMPLE=SAMPLE),
+                iq, ik, w, seq_offsets, sampled, *bias, *strides, B, first, capacity, **tile, SAMPLE=SAMPLE,
                 num_warps=size.num_warps, num_stages=2,
             )  # fmt: skip
             run(
-                topk.lightning_indexer_threshold_kernel, rows, (sampled, begins, mine, thresholds, capacity, top_k),
-                dict(SAMPLE=SAMPLE), num_warps=4,
+                topk.lightning_indexer_threshold_kernel, rows, sampled, begins, mine, thresholds, capacity, top_k,
+                SAMPLE=SAMPLE, num_warps=4,
             )  # fmt: skip
         run(
             topk.lightning_indexer_collect_kernel, slots,
-            (iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, top_k),
-            tile | dict(CAPACITY=capacity), num_warps=size.num_warps, num_stages=size.num_stages,
+            iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, top_k,
+            **tile, CAPACITY=capacity, num_warps=size.num_warps, num_stages=size.num_stages,
         )  # fmt: skip
         if capacity < T:
             run(
                 topk.lightning_indexer_refill_kernel, slots,
-                (iq, ik, w, begins, mine, candidates, counts, *bias, *strides, capacity, top_k), refill,
+                iq, ik, w, begins, mine, candidates, counts, *bias, *strides, capacity, top_k, **refill,
                 num_warps=max(4, min(16, SIZE // 512)), num_stages=2,
             )  # fmt: skip
         arguments = (mine, candidates, counts, scores, indices, capacity, top_k)
         for part in parts:
             warps = max(1, min(16, part["SIZE"] // PER_WARP))
-            run(topk.lightning_indexer_finish_kernel, rows, arguments, part, num_warps=warps)
+            run(topk.lightning_indexer_finish_kernel, rows, *arguments, **part, num_warps=warps)
     return scores, indices
 
 
@@ -132,7 +131,7 @@ def _scores_forward(iq, ik, w, indices, seq_offsets, position, time, timestamps,
         *kernel_bias(position, time, timestamps, query_timestamps), *iq.stride()[:2], ik.stride(0), *w.stride(),
         indices.shape[1],
     )  # fmt: skip
-    run(index_scores_fwd_kernel, T, arguments, _tiles(iq), num_warps=4, num_stages=3)
+    run(index_scores_fwd_kernel, T, *arguments, **_tiles(iq), num_warps=4, num_stages=3)
     return scores
 
 
@@ -157,12 +156,12 @@ def _scores_backward(grad, iq, ik, w, indices, seq_offsets, position, time, time
         0 if bias.time is None else bias.time.shape[0], *strides, K,
     )  # fmt: skip
     constants = dict(OUT_E=E, POSITION_COPIES=POSITION_COPIES, TIME_COPIES=TIME_COPIES, ATOMIC=not lists)
-    run(index_scores_bwd_kernel, T, arguments, _tiles(iq) | constants, num_warps=4, num_stages=2)
+    run(index_scores_bwd_kernel, T, *arguments, **_tiles(iq), **constants, num_warps=4, num_stages=2)
     if lists:
         heads, width = next_power_of_2(J), padded_head(iq.shape[2])
         arguments = (grad, iq, ik, w, *pairs_by_key(indices, begins), dik, *strides, K)
         constants = dict(J=J, E=iq.shape[2], OUT_E=E, BJ=heads, BE=width, QUERIES=max(1, 4096 // (heads * width)))
-        run(index_scores_bwd_dik_kernel, T, arguments, constants, num_warps=4, num_stages=2)
+        run(index_scores_bwd_dik_kernel, T, *arguments, **constants, num_warps=4, num_stages=2)
     return [diq, dik.to(ik.dtype), dw, *tables.gradients()]
 
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias, run, token_begins
+from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias, token_begins
 from hstu_sparse.indexer.loss import index_loss_kernel
-from hstu_sparse.launch import INTERPRET, aligned, architecture, cdiv, next_power_of_2, padded_head, precision
+from hstu_sparse.launch import INTERPRET, aligned, architecture, cdiv, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
 
 # Scores of one query that its program keeps in registers: all heads', as many as half of a multiprocessor's hold.
@@ -61,7 +61,7 @@ def _launch(scores, q, k, indices, begins, valid, bias, strides, chunk, scale, e
         chosen = options(q.dtype, width, heads, K, architecture(q.device))
         sizes = dict(H=H, D=q.shape[-1], BH=heads, BD=width, BLOCK=chosen.BLOCK, HELD=chosen.HELD)
         run(
-            index_loss_kernel, rows, arguments, sizes | dict(PADDED=begins is None, PRECISION=precision(q.dtype)),
+            index_loss_kernel, rows, *arguments, **sizes, PADDED=begins is None, PRECISION=precision(q.dtype),
             num_warps=chosen.num_warps, num_stages=chosen.num_stages,
         )  # fmt: skip
     return loss, difference

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import cdiv, next_power_of_2
+from hstu_sparse.launch import cdiv, next_power_of_2, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.tiles import drop, locate
 
@@ -97,7 +97,8 @@ def _forward(rows, position, seq_offsets, more, seed, scale, dropout):
     out = torch.empty(rows.shape, dtype=_result(rows, position, more), device=rows.device)
     sequences, constants = len(seq_offsets) - 1, _constants(rows.shape[1])
     if len(rows):
-        embed_inputs_fwd_kernel[(len(rows) // constants["ROWS"] + sequences,)](
+        run(
+            embed_inputs_fwd_kernel, len(rows) // constants["ROWS"] + sequences,
             rows.contiguous(), position.contiguous(), seq_offsets, None if more is None else more.contiguous(), seed,
             out, scale, dropout, sequences, len(position), **constants,
         )  # fmt: skip
@@ -112,15 +113,17 @@ def _backward(grad, rows, position, seq_offsets, more, seed, scale, dropout):
     if not len(rows):
         return [drows, dposition.zero_(), *dmore]
     grad, sequences, constants = grad.contiguous(), len(seq_offsets) - 1, _constants(rows.shape[1])
-    embed_inputs_bwd_rows_kernel[(len(rows) // constants["ROWS"] + sequences,)](
-        grad, seq_offsets, seed, drows, *(dmore or [None]), scale, dropout, sequences, **constants
-    )
+    run(
+        embed_inputs_bwd_rows_kernel, len(rows) // constants["ROWS"] + sequences, grad, seq_offsets, seed, drows,
+        *(dmore or [None]), scale, dropout, sequences, **constants,
+    )  # fmt: skip
     sharing = max(1, min(_SHARING, sequences // _WALKED))
     direct = sharing == 1 and position.dtype == torch.float32
     parts = dposition if direct else torch.empty(sharing, *position.shape, dtype=torch.float32, device=grad.device)
-    embed_inputs_bwd_position_kernel[(cdiv(len(position), constants["ROWS"]) * sharing,)](
-        grad, seq_offsets, seed, parts, dropout, sequences, len(position), sharing, **constants
-    )
+    run(
+        embed_inputs_bwd_position_kernel, cdiv(len(position), constants["ROWS"]) * sharing, grad, seq_offsets, seed,
+        parts, dropout, sequences, len(position), sharing, **constants,
+    )  # fmt: skip
     return [drows, dposition if direct else parts.sum(0).to(position.dtype), *dmore]
 
 

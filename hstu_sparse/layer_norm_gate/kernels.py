@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import cdiv, next_power_of_2
+from hstu_sparse.launch import cdiv, next_power_of_2, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.tiles import drop
 from hstu_sparse.validation import check_kernel, check_seed
@@ -84,10 +84,13 @@ def norm_gate_bwd_kernel(
 
 
 @functools.cache
-def tile(channels: int) -> tuple[int, int, int]:
-    """(ROWS, BLOCK_C, num_warps) for C channels."""
+def tile(channels: int) -> dict:
+    """Constants and options of the kernels for C channels."""
     width = max(4, next_power_of_2(channels))
-    return max(1, TILE // width), width, max(4, width // 512)
+    # Fused into h - mean(h), the product h = g u would not be rounded as it was in the mean: with one channel the
+    # difference would not be 0.
+    options = dict(num_warps=max(4, width // 512), enable_fp_fusion=False)
+    return dict(C=channels, ROWS=max(1, TILE // width), BLOCK_C=width, **options)
 
 
 def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -95,27 +98,9 @@ def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
     return x if x is None or x.stride(1) == 1 else x.contiguous()
 
 
-# Compiled kernels by everything that Triton would specialise on. Its own dispatch finds that out anew in every call,
-# which takes longer than all the rest of a call; a compiled kernel is launched by itself.
-compiled_kernels: dict[tuple, object] = {}
-
-
-def _key(x: torch.Tensor | None) -> tuple | None:
-    return None if x is None else (x.dtype, x.stride(0), x.data_ptr() % 16)
-
-
-def _launch(kernel, key, arguments, tokens, rows, warps):
-    grid = (cdiv(tokens, rows), 1, 1)
-    compiled = compiled_kernels.get(key)
-    if compiled is not None:
-        compiled[grid](*arguments)
-        return
-    # Fused into h - mean(h), the product h = g u would not be rounded as it was in the mean: with one channel the
-    # difference would not be 0.
-    compiled = kernel[grid](*arguments, num_warps=warps, enable_fp_fusion=False)
-    # The interpreter compiles nothing.
-    if compiled is not None:
-        compiled_kernels[key] = compiled
+def stride(x: torch.Tensor | None) -> int:
+    """Elements between rows; a tensor that is not there has none."""
+    return 0 if x is None else x.stride(0)
 
 
 def _result(x, u, dtype):
@@ -130,13 +115,10 @@ def _forward(x, u, seed, eps, dropout, dtype):
     if tokens:
         if not dropout:
             seed = None
-        rows, width, warps = tile(channels)
-        x_key, u_key = _key(x), _key(u)
-        _launch(
-            norm_gate_fwd_kernel,
-            (x.get_device(), channels, x_key, u_key, seed is None, dtype),
-            (x, u, out, x_key[1], u_key and u_key[1], tokens, eps, seed, dropout, channels, rows, width),
-            tokens, rows, warps,
+        constants = tile(channels)
+        run(
+            norm_gate_fwd_kernel, cdiv(tokens, constants["ROWS"]), x, u, out, stride(x), stride(u), tokens, eps, seed,
+            dropout, **constants,
         )  # fmt: skip
     return out
 
@@ -153,16 +135,11 @@ def _gradients(grad, x, u, beside, seed, eps, dropout):
     if tokens:
         if not dropout:
             seed = None
-        rows, width, warps = tile(channels)
-        grad_key, x_key, u_key, beside_key = _key(grad), _key(x), _key(u), _key(beside)
-        _launch(
-            norm_gate_bwd_kernel,
-            (x.get_device(), channels, grad_key, x_key, u_key, beside_key, seed is None),
-            (
-                grad, x, u, beside, found[0], None if u is None else found[1], grad_key[1], x_key[1],
-                u_key and u_key[1], beside_key and beside_key[1], tokens, eps, seed, dropout, channels, rows, width,
-            ),
-            tokens, rows, warps,
+        constants = tile(channels)
+        run(
+            norm_gate_bwd_kernel, cdiv(tokens, constants["ROWS"]), grad, x, u, beside, found[0],
+            None if u is None else found[1], stride(grad), stride(x), stride(u), stride(beside), tokens, eps, seed,
+            dropout, **constants,
         )  # fmt: skip
     return found
 

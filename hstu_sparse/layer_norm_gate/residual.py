@@ -4,17 +4,17 @@ Letters: T tokens of the batch, C channels.
 
 Two gradients meet at x, of its norm and of the stream that goes on: the norm's kernel adds the other. The sum's
 gradient goes on as it is; what was added gets it in its own dtype, and its bias the sum over tokens, by one kernel that
-reads it once. Under torch.compile and dispatch modes both are torch's operations: what passes a function as it is
-cannot be an operator's output.
+reads it once. Under torch.compile and dispatch modes the norm is the registered operator of `norm_gate`, and x goes by
+itself.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import cdiv, multiprocessors, on_device
-from hstu_sparse.layer_norm_gate.kernels import _gradients, _key, _launch, _load, _rows, norm_gate_operator, tile
-from hstu_sparse.registration import once_only
+from hstu_sparse.launch import cdiv, multiprocessors, on_device, run
+from hstu_sparse.layer_norm_gate.kernels import _gradients, _load, _rows, norm_gate_operator, tile
+from hstu_sparse.registration import once_only, register_preparation
 
 # Programs of the sum's backward kernel for each multiprocessor.
 _RESIDENT = 8
@@ -72,49 +72,67 @@ def residual_add_bwd_kernel(
         tl.store(parts + tl.program_id(0) * C + c, tl.sum(total, 0), c < C)
 
 
+def _sum(x, added, bias) -> list[torch.Tensor]:
+    """[x + added + bias]."""
+    out = _fake_sum(x, added, bias)
+    tokens, channels = x.shape
+    if tokens:
+        x, added, constants = _rows(x), _rows(added), tile(channels)
+        run(
+            residual_add_fwd_kernel, cdiv(tokens, constants["ROWS"]), x, added, bias, *out, x.stride(0),
+            added.stride(0), tokens, **constants,
+        )  # fmt: skip
+    return out
+
+
+def _fake_sum(x, added, bias) -> list[torch.Tensor]:
+    return [torch.empty(x.shape, dtype=torch.promote_types(x.dtype, added.dtype), device=x.device)]
+
+
+def _shares(grad, dtype) -> list[torch.Tensor]:
+    """[the sum of grad over tokens, fp32, grad in `dtype` unless that is None]."""
+    (total, *dadded), (tokens, channels) = _fake_shares(grad, dtype), grad.shape
+    if not tokens:
+        return [total.zero_(), *dadded]
+    grad, constants = _rows(grad), tile(channels)
+    programs = min(_RESIDENT * multiprocessors(grad.device), cdiv(tokens, constants["ROWS"]))
+    parts = torch.empty(programs, channels, dtype=torch.float32, device=grad.device)
+    run(
+        residual_add_bwd_kernel, programs, grad, *(dadded or [None]), parts, grad.stride(0), tokens, **constants
+    )  # fmt: skip
+    return [torch.sum(parts, 0, out=total), *dadded]
+
+
+def _fake_shares(grad, dtype) -> list[torch.Tensor]:
+    total = torch.empty(grad.shape[1], dtype=torch.float32, device=grad.device)
+    return [total] if dtype is None else [total, torch.empty(grad.shape, dtype=dtype, device=grad.device)]
+
+
+_sum_operator = register_preparation(
+    "residual_sum", "Tensor x, Tensor added, Tensor? bias", launch=_sum, fake=_fake_sum
+)
+_shares_operator = register_preparation(
+    "residual_shares", "Tensor grad, ScalarType? dtype", launch=_shares, fake=_fake_shares
+)
+
+
 class _Add(torch.autograd.Function):
+    """What backward hands on as it is cannot be an operator's output: the operators are what it launches."""
+
     @staticmethod
     def forward(ctx, x, added, bias):
         ctx.dtypes = x.dtype, added.dtype, None if bias is None else bias.dtype
-        tokens, channels = x.shape
-        out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, added.dtype), device=x.device)
-        if tokens:
-            x, added = _rows(x), _rows(added)
-            rows, width, warps = tile(channels)
-            x_key, added_key = _key(x), _key(added)
-            with on_device(x.device):
-                _launch(
-                    residual_add_fwd_kernel,
-                    ("sum", x.get_device(), channels, x_key, added_key, None if bias is None else _key(bias[None])),
-                    (x, added, bias, out, x_key[1], added_key[1], tokens, channels, rows, width),
-                    tokens, rows, warps,
-                )  # fmt: skip
-        return out
+        return _sum_operator(x, added, bias)[0]
 
     @staticmethod
     @once_only("residual_add in Triton")
     def backward(ctx, grad):
         x_dtype, dtype, bias_dtype = ctx.dtypes
-        tokens, channels = grad.shape
-        dx = grad if grad.dtype == x_dtype else grad.to(x_dtype)
-        same = grad.dtype == dtype
+        dx, same = grad.to(x_dtype), grad.dtype == dtype
         if bias_dtype is None:
-            return dx, grad if same else grad.to(dtype), None
-        grad = _rows(grad)
-        rows, width, warps = tile(channels)
-        programs = min(_RESIDENT * multiprocessors(grad.device), cdiv(tokens, rows))
-        dadded = None if same else torch.empty(grad.shape, dtype=dtype, device=grad.device)
-        parts = torch.empty(programs, channels, dtype=torch.float32, device=grad.device)
-        if tokens:
-            key = _key(grad)
-            with on_device(grad.device):
-                _launch(
-                    residual_add_bwd_kernel,
-                    ("sum", grad.get_device(), channels, key, None if same else dtype),
-                    (grad, dadded, parts, key[1], tokens, channels, rows, width),
-                    programs * rows, rows, warps,
-                )  # fmt: skip
-        return dx, grad if same else dadded, parts.sum(0).to(bias_dtype)
+            return dx, grad.to(dtype), None
+        total, *dadded = _shares_operator(grad, None if same else dtype)
+        return dx, grad if same else dadded[0], total.to(bias_dtype)
 
 
 def residual_norm_triton(x, eps, dtype):

@@ -7,7 +7,7 @@ import torch
 
 from hstu_sparse.bias.buckets import device_cells, num_time_buckets
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.launch import aligned, padded_head, precision
+from hstu_sparse.launch import aligned, padded_head, precision, run
 from hstu_sparse.ring.hstu_kernels import ring_hstu_bwd_dkv_kernel, ring_hstu_bwd_dq_kernel, ring_hstu_fwd_kernel
 
 
@@ -35,7 +35,8 @@ def _launch(
     positions = 1 if bias.position is None else bias.position.shape[0]
     num_seqs = q_offsets.shape[0] - 1
     strides = [stride for x in tensors for stride in x.stride()[:2]]
-    kernel[((grid_tokens // config[block] + num_seqs) * q.shape[1],)](
+    run(
+        kernel, (grid_tokens // config[block] + num_seqs) * q.shape[1],
         *tensors, *extra, *strides, *(x.contiguous() for x in (q_offsets, k_offsets, q_positions, k_positions)),
         *(None if x is None else x.contiguous() for x in (bias.query_timestamps, bias.timestamps, *bias[:2])),
         cells, num_seqs, scale, 1.0 / normalizer, window_size,

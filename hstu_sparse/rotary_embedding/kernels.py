@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import next_power_of_2, start
+from hstu_sparse.launch import next_power_of_2, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.rotary_embedding.reference import split, turns_per_unit
 from hstu_sparse.tiles import locate
@@ -70,10 +70,10 @@ def _rotate(x, seq_offsets, times, origins, positions, max_seq_len, position, si
         num_seqs, pairs = seq_offsets.shape[0] - 1, next_power_of_2(max(1, size // 2))
         rows = min(64, TILE // pairs)
         given = x, out, *x.stride(), seq_offsets, times, origins, positions, turns, num_seqs
-        constants = dict(H=heads, D=size, BY_POSITION=by_position, SIGN=sign, ROWS=rows, PAIRS=pairs)
-        dtypes = [None if y is None else y.dtype for y in (seq_offsets, times, positions)]
-        key = x.dtype, x.stride(), x.data_ptr() % 16, *dtypes
-        start(rotary_kernel, tokens // rows + num_seqs, given, constants, dict(num_warps=4), key)
+        run(
+            rotary_kernel, tokens // rows + num_seqs, *given, H=heads, D=size, BY_POSITION=by_position, SIGN=sign,
+            ROWS=rows, PAIRS=pairs, num_warps=4,
+        )  # fmt: skip
     return out
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
-from hstu_sparse.jagged import check_jagged, check_offset_values, check_storage, concrete, readable, sequence_ids
+from hstu_sparse.jagged import check_jagged, check_offset_values, check_storage, readable, sequence_ids
 from hstu_sparse.precision import without_autocast
 from hstu_sparse.rotatekv import files, reference
 from hstu_sparse.rotatekv.cache import PackedCache
@@ -343,18 +343,6 @@ def rotatekv_attention(
         TypeError, ValueError: what was expected and what came.
     """
     _check_cache(cache)
-    again = None
-    if backend == "auto" and bias is None and concrete(q) and concrete(q_offsets) and q.is_cuda and not readable(q):
-        from hstu_sparse.rotatekv.launch_attention import repeat
-
-        # What was checked and planned once, of a call that differs only in what the tensors hold.
-        again = (
-            *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, q_offsets)), max_seq_len,
-            activation, scale, normalizer, rope_base, return_lse,
-        )  # fmt: skip
-        found = repeat(q, q_offsets, cache, again)
-        if found is not None:
-            return found if return_lse else found[0]
     known = readable(cache.seq_offsets)
     tokens = bias.timestamps.shape[0] if isinstance(bias, RelativeBias) and bias.timestamps is not None else 0
     if tokens and known:
@@ -369,7 +357,7 @@ def rotatekv_attention(
     if known:
         check_offset_values(cache.seq_offsets, max_seq_len, None)
     chosen = choose_backend(backend, q, "rotatekv_attention")
-    return _attend(q, q_offsets, cache, max_seq_len, call, chosen, again)
+    return _attend(q, q_offsets, cache, max_seq_len, call, chosen)
 
 
 @without_autocast
@@ -445,7 +433,7 @@ def _check_attention(
     )
 
 
-def _attend(q, q_offsets, source, max_seq_len, call, chosen, again=None):
+def _attend(q, q_offsets, source, max_seq_len, call, chosen):
     return_lse = call["return_lse"]
     if chosen == "reference":
         if isinstance(source, RotateKVCache):
@@ -459,5 +447,5 @@ def _attend(q, q_offsets, source, max_seq_len, call, chosen, again=None):
         if not isinstance(source, RotateKVCache):
             source = launch_attention.Plain(*source)
         softmax = call.pop("activation") == "softmax"
-        out, lse = launch_attention.attention(q, q_offsets, source, max_seq_len, softmax=softmax, again=again, **call)
+        out, lse = launch_attention.attention(q, q_offsets, source, max_seq_len, softmax=softmax, **call)
     return (out, lse.float()) if return_lse else out

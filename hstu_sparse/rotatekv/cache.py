@@ -81,10 +81,6 @@ class PackedCache:
             return self.packed[name]
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
-    def __getstate__(self) -> dict:
-        """Without what `launchers.kept` remembers of a state."""
-        return {name: value for name, value in self.__dict__.items() if name != "kept"}
-
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the cache by name, the packed ones cut to the pages in use."""
         found = {name: x[: self.used_pages] for name, x in self.packed.items()}
@@ -126,7 +122,6 @@ class PackedCache:
 
     def grow(self, lengths: Tensor) -> None:
         """Makes room for `lengths` [B] more tokens and counts them in; their slots hold zeros."""
-        self.__dict__.pop("kept", None)  # what `launchers.kept` remembers would hold the old pages
         page, sinks = self.layout.page, self.options.sink_tokens
         before = self.page_offsets.diff().long()
         after = self.seq_offsets.diff() + lengths

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import cdiv
+from hstu_sparse.launch import cdiv, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.rotatekv.codec import sign
 from hstu_sparse.validation import check_kernel
@@ -65,7 +65,8 @@ def _forward(x):
         return out
     outer, inner = factors(n)
     rows = max(1, ELEMENTS // (outer * inner))
-    hadamard_transform_fwd_kernel[(cdiv(total, rows * outer * inner),)](
+    run(
+        hadamard_transform_fwd_kernel, cdiv(total, rows * outer * inner),
         x, out, total, n**-0.5, N=n, OUTER=outer, INNER=inner, ROWS=rows, PRECISION="tf32x3" if n > 1024 else "ieee",
         num_warps=8 if outer * inner > ELEMENTS else 4,
     )  # fmt: skip

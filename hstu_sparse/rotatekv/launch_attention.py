@@ -24,14 +24,13 @@ from hstu_sparse.launch import (
     next_power_of_2,
     padded_head,
     precision,
-    specialization,
-    start,
+    run,
 )
 from hstu_sparse.rotatekv.angles import all_tables, rope_table
 from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
-from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, kept, rows, sizes, words
+from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, packed_tensors, rows, sizes, words
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.rotatekv.many import rotatekv_many_fwd_kernel, rotatekv_queries_fwd_kernel
 from hstu_sparse.validation import check_kernel
@@ -41,7 +40,6 @@ from hstu_sparse.validation import check_kernel
 MANY_QUERIES, GENERAL_MANY_QUERIES = 8, 32
 # Queries and tokens that a program of `hopper` takes at once.
 HOPPER_TILE = 128
-MOST_CALLS = 64  # that a cache remembers
 KERNEL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -165,10 +163,7 @@ class Call(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A way's launch(call, part, part_lse, splits) and the splits that it would like.
-
-    Those of `PLANS` hold none of a call's tensors: other calls may have them too.
-    """
+    """A way's launch(call, part, part_lse, splits) and the splits that it would like."""
 
     launch: Callable[[Call, Tensor, Tensor | None, int], None]
     splits: int
@@ -240,15 +235,12 @@ def few(call: Call) -> Plan:
     )  # fmt: skip
 
     def launch(call, part, part_lse, splits):
-        q, known = call.q, kept(call.source)
-        others = *call.bias_arguments(), *plan.angles, part, part_lse
-        arguments = (
-            q, q.stride(0), q.stride(1), call.q_offsets, *known.tensors, *others, sequences, sink_tokens, q.shape[0],
-            splits, call.scale, *plan.numbers, 1,
+        q = call.q
+        run(
+            rotatekv_few_fwd_kernel, plan.programs * splits, q, q.stride(0), q.stride(1), call.q_offsets,
+            *packed_tensors(call.source), *call.bias_arguments(), *plan.angles, part, part_lse, sequences, sink_tokens,
+            q.shape[0], splits, call.scale, *plan.numbers, 1, **plan.constants[part_lse is not None], **FEW_OPTIONS,
         )  # fmt: skip
-        key = *known.key, *specialization((q, call.q_offsets, *others))
-        constants = plan.constants[part_lse is not None]
-        start(rotatekv_few_fwd_kernel, plan.programs * splits, arguments, constants, FEW_OPTIONS, key)
 
     return Plan(launch, plan.splits)
 
@@ -287,7 +279,7 @@ def many(call: Call) -> Plan:
     programs = call.slots(block_q) * heads
 
     def launch(call, part, part_lse, splits):
-        q, known = call.q, kept(call.source)
+        q, packed = call.q, packed_tensors(call.source)
         preparing, given, options = many_constants(
             layout, q.dtype, architecture(device), block_q, tuple(call.constants().items()), part_lse is not None
         )
@@ -298,17 +290,15 @@ def many(call: Call) -> Plan:
         factor /= 1.0 if near is None else scale
         prepared = torch.empty(q.shape, dtype=torch.float16, device=q.device)
         factors = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        made = call.q_offsets, call.source.seq_offsets, near, far, prepared, factors
-        arguments = q, q.stride(0), q.stride(1), *made, sequences, factor
-        start(rotatekv_queries_fwd_kernel, call.slots(64) * heads, arguments, preparing, dict(num_warps=4),
-              specialization((q, *made)))  # fmt: skip
-        others = *call.bias_arguments(), None if table is None else table.view(torch.float16), part, part_lse
-        arguments = (
-            prepared, factors, call.q_offsets, *known.tensors[:3], *known.tensors[4:], *others, sequences,
-            layout.options.sink_tokens, q.shape[0], splits, scale, 1.0 / call.normalizer,
+        run(
+            rotatekv_queries_fwd_kernel, call.slots(64) * heads, q, q.stride(0), q.stride(1), call.q_offsets,
+            call.source.seq_offsets, near, far, prepared, factors, sequences, factor, **preparing, num_warps=4,
         )  # fmt: skip
-        key = *known.key, *specialization((prepared, factors, call.q_offsets, *others))
-        start(rotatekv_many_fwd_kernel, programs * splits, arguments, given, options, key)
+        run(
+            rotatekv_many_fwd_kernel, programs * splits, prepared, factors, call.q_offsets, *packed[:3], *packed[4:],
+            *call.bias_arguments(), None if table is None else table.view(torch.float16), part, part_lse, sequences,
+            layout.options.sink_tokens, q.shape[0], splits, scale, 1.0 / call.normalizer, **given, **options,
+        )  # fmt: skip
 
     wanted = cdiv(2 * multiprocessors(device), programs)
     return Plan(launch, max(1, min(wanted, call.max_seq_len // 512)))
@@ -324,14 +314,12 @@ def hopper(call: Call) -> Plan:
     sink_tokens, scale = layout.options.sink_tokens, call.scale * layout.keys.channels**-0.5 * math.log2(math.e)
 
     def launch(call, part, part_lse, splits):
-        q, known = call.q, kept(call.source)
-        given = q, q.stride(0), q.stride(1), call.q_offsets
-        arguments = (
-            *given, *known.tensors[:3], *known.tensors[4:], part, part_lse, sequences, sink_tokens, queries, splits,
-            scale,
+        q, packed = call.q, packed_tensors(call.source)
+        run(
+            hopper_kernel(), programs * splits, q, q.stride(0), q.stride(1), call.q_offsets, *packed[:3], *packed[4:],
+            part, part_lse, sequences, sink_tokens, queries, splits, scale, **constants[part_lse is not None],
+            num_warps=4,
         )  # fmt: skip
-        key = *known.key, *specialization((*given, part, part_lse))
-        start(hopper_kernel(), programs * splits, arguments, constants[part_lse is not None], dict(num_warps=4), key)
 
     filled = sequences * cdiv(queries, sequences * HOPPER_TILE) * layout.heads
     # A program takes a processor, and about as long besides its tiles as with three of them.
@@ -374,7 +362,8 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
     def launch(call, part, part_lse, splits):
         packed = {} if cache is None else cache.packed
         order = None if cache is None else cache.channel_order
-        rotatekv_attention_fwd_kernel[(slots, heads // of_program, splits)](
+        run(
+            rotatekv_attention_fwd_kernel, (slots, heads // of_program, splits),
             q, q.stride(0), q.stride(1), call.q_offsets, source.seq_offsets.contiguous(),
             None if cache is None else cache.page_offsets, None if cache is None else cache.page_table, order,
             inverse(order), packed.get("k_codes"), words(packed.get("k_ranges")),
@@ -412,13 +401,12 @@ def attention(
     return_lse: bool,
     way: str | None = None,
     splits: int | None = None,
-    again: tuple | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(out [Tq, H, V], log-sum-exp [Tq, H] or None) of queries against a cache or plain keys and values.
 
     way: "few", "many" and "hopper" for the kernels of those files, "queries" and "keys" for that of attention.py, which
     takes everything, with queries or keys rotated; only one of `ways`. splits: the parts into which a history is cut.
-    By default what is faster. again: what later calls that are just like this one give `repeat`.
+    By default what is faster.
     """
     cache = source if isinstance(source, PackedCache) else None
     value_size = source.v.shape[2] if cache is None else cache.layout.value_size
@@ -446,31 +434,10 @@ def attention(
     splits = splits or plan.splits
     # Only the general kernel reads sinks: a part of their own for the others.
     sinks = cache is not None and cache.layout.options.sink_tokens > 0 and way in PLANS
-    if again is not None and way in PLANS and not sinks:
-        calls = kept(cache).calls
-        if len(calls) >= MOST_CALLS:
-            calls.clear()
-        calls[again] = call[3:], plan, splits, return_lse
-    return run(call, plan, splits, sinks, return_lse)
+    return _run_parts(call, plan, splits, sinks, return_lse)
 
 
-@current
-def repeat(q: Tensor, q_offsets: Tensor, cache: PackedCache, again: tuple) -> tuple[Tensor, Tensor | None] | None:
-    """`attention` if a call was just like this one while the cache was in this state, and None if none was.
-
-    again: all that its checks and its plan depend on, but for the cache.
-    """
-    try:
-        found = kept(cache).calls.get(again)
-    except TypeError:  # not hashable, which no argument of a right call is: its check will say so
-        return None
-    if found is None:
-        return None
-    rest, plan, splits, return_lse = found
-    return run(Call(rows(q), q_offsets.contiguous(), cache, *rest), plan, splits, False, return_lse)
-
-
-def run(call: Call, plan: Plan, splits: int, sinks: bool, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _run_parts(call: Call, plan: Plan, splits: int, sinks: bool, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """What `attention` returns; sinks: of the cache, a part of their own."""
     q, source, softmax = call.q, call.source, call.softmax
     queries, heads, _ = q.shape
@@ -490,8 +457,8 @@ def run(call: Call, plan: Plan, splits: int, sinks: bool, return_lse: bool) -> t
     if parts > 1:
         out = q.new_empty(queries, heads, value_size)
         lse = q.new_empty(queries, heads, dtype=torch.float32) if return_lse else None
-        arguments = (part, part_lse, out, lse, queries * heads, parts)
-        constants = dict(V=value_size, PAD=next_power_of_2(value_size), ROWS=16, SOFTMAX=softmax, LSE=return_lse)
-        start(rotatekv_attention_merge_kernel, cdiv(queries * heads, 16), arguments, constants, dict(num_warps=4),
-              specialization(arguments[:4]))  # fmt: skip
+        run(
+            rotatekv_attention_merge_kernel, cdiv(queries * heads, 16), part, part_lse, out, lse, queries * heads,
+            parts, V=value_size, PAD=next_power_of_2(value_size), ROWS=16, SOFTMAX=softmax, LSE=return_lse, num_warps=4,
+        )  # fmt: skip
     return out, lse

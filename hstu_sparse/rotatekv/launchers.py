@@ -5,12 +5,11 @@ a head group, S sink tokens, R tokens of a tile.
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hstu_sparse.launch import on_device, specialization
+from hstu_sparse.launch import on_device, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.decode import rotatekv_decompress_kernel, rotatekv_round_trip_kernel
@@ -62,37 +61,24 @@ def words(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.view(torch.int32)
 
 
-class Kept(NamedTuple):
-    """What is found out once for each state of a cache."""
-
-    page_table: Tensor
-    packed: dict[str, Tensor]
-    tensors: tuple  # in the order in which kernels take them
-    key: tuple  # their `specialization`
-    calls: dict  # of calls that may come again: what `repeat` needs
-
-
-def kept(cache: PackedCache) -> Kept:
-    found = cache.__dict__.get("kept")
-    if found is None or found.page_table is not cache.page_table or found.packed is not cache.packed:
-        packed = cache.packed
-        tensors = (
-            cache.seq_offsets, cache.page_offsets, cache.page_table, cache.channel_order, packed["k_codes"],
-            words(packed["k_ranges"]), packed["v_codes"], words(packed["v_ranges"]),
-        )  # fmt: skip
-        found = cache.__dict__["kept"] = Kept(cache.page_table, packed, tensors, specialization(tensors), {})
-    return found
+def packed_tensors(cache: PackedCache) -> tuple[Tensor | None, ...]:
+    """What a cache without bitmaps consists of, in the order in which kernels take it."""
+    packed = cache.packed
+    return (
+        cache.seq_offsets, cache.page_offsets, cache.page_table, cache.channel_order, packed["k_codes"],
+        words(packed["k_ranges"]), packed["v_codes"], words(packed["v_ranges"]),
+    )  # fmt: skip
 
 
 def current(launch):
     """`launch(cache or tensor, ...)` with its device the current one, as Triton wants it."""
 
     @functools.wraps(launch)
-    def run(x, *arguments, **options):
+    def there(x, *arguments, **options):
         with on_device(x.device):
             return launch(x, *arguments, **options)
 
-    return run
+    return there
 
 
 def inverse(order: Tensor | None) -> Tensor | None:
@@ -116,7 +102,8 @@ def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_
     if k.shape[0] == 0:
         return
     packed = cache.packed
-    rotatekv_compress_kernel[(slots, layout.head_groups)](
+    run(
+        rotatekv_compress_kernel, (slots, layout.head_groups),
         k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), new_offsets.contiguous(), old_offsets,
         cache.page_offsets, cache.page_table, cache.channel_order, cache.sink_k, cache.sink_v,
         packed["k_codes"], words(packed["k_ranges"]), packed.get("k_bitmap"), packed["v_codes"],
@@ -138,7 +125,8 @@ def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group,
         constants.pop(name)
     batch = seq_offsets.shape[0] - 1
     if k.shape[0]:
-        rotatekv_round_trip_kernel[(k.shape[0] // constants["R"] + batch, layout.head_groups)](
+        run(
+            rotatekv_round_trip_kernel, (k.shape[0] // constants["R"] + batch, layout.head_groups),
             k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), seq_offsets, channel_order,
             inverse(channel_order), *found, batch, sink_tokens, layout.keys.channels**-0.5, **constants,
             INSET=options.inset, enable_fp_fusion=False, num_warps=4,
@@ -171,7 +159,8 @@ def decompress(cache: PackedCache, tokens: int) -> tuple[Tensor, Tensor]:
     packed, sinks = cache.packed, layout.options.sink_tokens
     out = min(4, layout.keys.blocks)
     grid = (tokens // constants["R"] + cache.num_sequences, layout.head_groups, layout.keys.blocks // out)
-    rotatekv_decompress_kernel[grid](
+    run(
+        rotatekv_decompress_kernel, grid,
         cache.seq_offsets, cache.page_offsets, cache.page_table, inverse(cache.channel_order),
         packed["k_codes"], words(packed["k_ranges"]), packed.get("k_bitmap"), packed["v_codes"],
         words(packed["v_ranges"]), cache.sink_k, cache.sink_v, k, v, cache.num_sequences, sinks,

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import INTERPRET, cdiv, next_power_of_2
+from hstu_sparse.launch import INTERPRET, cdiv, next_power_of_2, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.tiles import silu, silu_and_grad
 
@@ -81,7 +81,7 @@ def _forward(x, *sizes):
     found = tuple(torch.empty(len(x), size, dtype=x.dtype, device=x.device) for size in sizes)
     if len(x):
         constants = _constants(sizes)
-        silu_parts_fwd_kernel[(cdiv(len(x), constants["ROWS"]),)](x.contiguous(), *found, len(x), **constants)
+        run(silu_parts_fwd_kernel, cdiv(len(x), constants["ROWS"]), x.contiguous(), *found, len(x), **constants)
     return found
 
 
@@ -91,9 +91,10 @@ def _backward(da, db, dm, dn, x, *sizes):
         grads = [None if g is None else g if g.stride(1) == 1 else g.contiguous() for g in (da, db, dm, dn)]
         strides = [0 if g is None else g.stride(0) for g in grads]
         constants = _constants(sizes)
-        silu_parts_bwd_kernel[(cdiv(len(x), constants["ROWS"]),)](
-            *grads, x.contiguous(), dx, *strides, len(x), **constants
-        )
+        run(
+            silu_parts_bwd_kernel, cdiv(len(x), constants["ROWS"]), *grads, x.contiguous(), dx, *strides, len(x),
+            **constants,
+        )  # fmt: skip
     return [dx]
 
 

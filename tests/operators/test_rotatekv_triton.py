@@ -1,7 +1,5 @@
 """The RotateKV kernels in Triton's interpreter against the reference: fp32, and fp16 for the bits that it alone has."""
 
-import pickle
-
 import pytest
 import torch
 
@@ -121,31 +119,6 @@ def test_parts_of_histories_fill_whole_rounds():
 
     assert [best_splits(programs, 1056, 512, 16, 6) for programs in (4, 256, 400, 2000)] == [32, 4, 5, 1]
     assert best_splits(4, 1056, 3, 16, 6) == best_splits(5000, 1056, 3, 16, 6) == 1
-
-
-@pytest.mark.parametrize("options", [dict(asked=[3, 1]), dict(asked=[1, 1], splits=2), dict(asked=[20, 30])])
-def test_a_call_comes_again(options):
-    """`repeat` gives what `attention` does, for other queries, until the cache changes."""
-    from hstu_sparse import RelativeBias
-    from hstu_sparse.rotatekv import launch_attention
-
-    asked = options.pop("asked")
-    k, v = (make_jagged([70, 5], (2, 64), dtype=torch.float16, seed=i) for i in range(2))
-    offsets, q_offsets = make_offsets([70, 5]), make_offsets(asked)
-    cache = rotatekv_compress(k, v, offsets, backend="triton")
-    given = dict(
-        softmax=True, scale=0.1, normalizer=1.0, bias=RelativeBias(), rope_base=None, return_lse=True, **options
-    )  # fmt: skip
-    first, second = (make_jagged(asked, (2, 64), dtype=torch.float16, seed=i) for i in (2, 3))
-    assert launch_attention.repeat(first, q_offsets, cache, ("key",)) is None
-    assert launch_attention.repeat(first, q_offsets, cache, ("key", [])) is None  # a wrong argument, say
-    launch_attention.attention(first, q_offsets, cache, 80, again=("key",), **given)
-    again = launch_attention.repeat(second, q_offsets, cache, ("key",))
-    wanted = launch_attention.attention(second, q_offsets, cache, 80, **given)
-    assert all(map(torch.equal, again, wanted))
-    assert not hasattr(pickle.loads(pickle.dumps(cache)), "kept")
-    cache.append(k[:0], v[:0], make_offsets([0, 0]), backend="triton")
-    assert launch_attention.repeat(second, q_offsets, cache, ("key",)) is None
 
 
 @pytest.mark.parametrize(

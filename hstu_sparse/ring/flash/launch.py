@@ -14,8 +14,7 @@ from hstu_sparse.launch import (
     cdiv,
     padded_head,
     precision,
-    specialization,
-    start,
+    run,
 )
 from hstu_sparse.registration import Operator
 from hstu_sparse.ring.flash.backward import (
@@ -123,7 +122,6 @@ class Launch:
             slopes.shape[1] if slopes is not None and slopes.dim() == 2 else 0,
             options.seed if options.dropout else None, options.dropout,
         )  # fmt: skip
-        self.key = specialization(self.problem)
         features = {"dropout"} if options.dropout else set()
         features |= {"alibi"} if slopes is not None else set()
         features |= {"many"} if q.shape[0] >= MANY else set()
@@ -140,21 +138,17 @@ class Launch:
         """A program for each tile of config's BLOCK of `rows` tokens and each head."""
         if config["TMA"]:
             allow_descriptors()
-        options = {name: x for name, x in config.items() if not name.isupper()}
-        constants = self.constants | more | {name: x for name, x in config.items() if name.isupper()}
-        key = *specialization(arguments), *self.key
-        start(kernel, (rows + self.pieces) * heads, (*arguments, *self.problem), constants, options, key)
+        run(kernel, (rows + self.pieces) * heads, *arguments, *self.problem, **self.constants, **more, **config)
 
     def _longest(self) -> torch.Tensor:
         """[Hkv] fp32: the square of the greatest norm of each head's keys."""
         longest = torch.zeros(self.kv_heads, dtype=torch.float32, device=self.k.device)
         tokens, block = self.k.shape[0], max(16, 8192 // self.sizes[0])
         if tokens:
-            arguments = self.k, longest, *self._strides(self.k), tokens
-            constants = dict(HEADS=self.kv_heads, D=self.k.shape[2], BLOCK=block, PAD_D=self.sizes[0])
-            start(
-                flash_attention_longest_kernel, cdiv(tokens, block) * self.kv_heads, arguments, constants, {},
-                specialization(arguments),
+            run(
+                flash_attention_longest_kernel, cdiv(tokens, block) * self.kv_heads, self.k, longest,
+                *self._strides(self.k), tokens, HEADS=self.kv_heads, D=self.k.shape[2], BLOCK=block,
+                PAD_D=self.sizes[0],
             )  # fmt: skip
         return longest
 
@@ -184,13 +178,10 @@ class Launch:
         if tokens:
             grad = grad if grad.stride(-1) == 1 else grad.contiguous()
             block = min(ROW_BLOCK.value, max(16, 4096 // self.sizes[1]))
-            arguments = (
-                out, grad, lse, rows, *self._strides(out, grad), self.layout.q_offsets, self.pieces, tokens
-            )  # fmt: skip
-            constants = dict(H=self.heads, V=self.v_out, BLOCK=block, PAD_V=self.sizes[1])
-            start(
-                flash_attention_bwd_rows_kernel, slots * ROW_BLOCK.value // block * self.heads, arguments, constants,
-                {}, specialization(arguments),
+            run(
+                flash_attention_bwd_rows_kernel, slots * ROW_BLOCK.value // block * self.heads, out, grad, lse, rows,
+                *self._strides(out, grad), self.layout.q_offsets, self.pieces, tokens, H=self.heads, V=self.v_out,
+                BLOCK=block, PAD_V=self.sizes[1],
             )  # fmt: skip
         return rows
 
