@@ -76,6 +76,33 @@ def test_one_graph():
 
 
 @interpreter
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_compiled_sum_is_the_kernels(dtype, biased):
+    """backend="triton" under torch.compile launches the kernels that it names, forward and backward."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    targets = []
+
+    def keep(module, _):
+        targets.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return module
+
+    leaves = [torch.randn(5, 6), torch.randn(5, 6).to(dtype), torch.randn(6)][: 3 if biased else 2]
+    leaves = [x.requires_grad_() for x in leaves]
+    compiled = torch.compile(add, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    (out, found), (right, expected) = (
+        (total, torch.autograd.grad(total.square().sum(), leaves))
+        for total in (compiled(*leaves), residual_add(*leaves))
+    )
+    tolerance = dict(rtol=1e-2, atol=1e-2) if dtype == torch.float16 else {}
+    torch.testing.assert_close((out, *found), (right, *expected), **tolerance)
+    ours = [target for target in targets if "hstu_sparse" in target]
+    assert ours == ["hstu_sparse.residual_sum.default", "hstu_sparse.residual_shares.default"][: 2 if biased else 1]
+    assert not any("add" in target for target in targets if target not in ours)
+
+
+@interpreter
 def test_dispatch_modes_get_torchs_operations():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
