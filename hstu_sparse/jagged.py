@@ -5,6 +5,7 @@ Letters: T tokens of the batch, B sequences, N max_seq_len, n the padded length 
 A jagged tensor `[T, ...]` holds the sequences one after another; `seq_offsets [B+1]` says where each begins.
 """
 
+import hashlib
 import itertools
 import os
 
@@ -32,6 +33,17 @@ def readable(x: torch.Tensor) -> bool:
     Never where it is not `concrete`: there are no values, or reading them would be recorded.
     """
     return concrete(x) and (DEBUG or x.device.type == "cpu")
+
+
+def fingerprint(*tensors: torch.Tensor | None) -> str | None:
+    """A digest of what tensors of integers hold, by which a plan knows its batch; None where that may not be read."""
+    given = [x for x in tensors if x is not None]
+    if not all(readable(x) for x in given):
+        return None
+    found = hashlib.sha256()
+    for x in given:
+        found.update(f"{x.shape}".encode() + x.cpu().long().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def check_storage(name: str, x: torch.Tensor, *, values: bool = False) -> None:

@@ -5,6 +5,7 @@ Jagged offsets are checked in `jagged.py`. Letters: T tokens, H heads, D query/k
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -137,6 +138,17 @@ def check_number(name: str, value: float, *, above: float = -math.inf, below: fl
         return float(value)
     except OverflowError:
         raise ValueError(f"{name} must be a finite number that a float can hold, got {shown(value)}") from None
+
+
+def check_plan(plan: object, kind: type, purpose: NamedTuple) -> None:
+    """Whether a plan of this kind was made for `purpose`; for which batch, is known where both could read it."""
+    if not isinstance(plan, kind):
+        raise TypeError(f"plan must be of {kind.__name__} or None, got {type(plan).__name__}")
+    made, wanted = plan.purpose, purpose
+    if made.batch is None or wanted.batch is None:
+        made, wanted = made._replace(batch=None), wanted._replace(batch=None)
+    if made != wanted:
+        raise ValueError(f"plan was made for {made}, this call needs one for {wanted}")
 
 
 def check_dropout(dropout: float) -> float:

@@ -20,6 +20,7 @@ from hstu_sparse.validation import (
     check_int,
     check_kernel,
     check_normalizer,
+    check_plan,
     check_qkv,
     check_scale,
     check_tensor,
@@ -80,7 +81,8 @@ def bsa_attention(
         normalizer: a finite number above 0 in place of N in the factor 1/N; `max_seq_len` by default.
         bias: b(t, s) by relative position and time, see `RelativeBias`; both tables get gradients.
         backend: "triton", "reference", or "auto": triton for CUDA tensors and the reference for CPU tensors.
-        plan: what `bsa_plan` made of this batch, shared by the calls of several layers; made anew without.
+        plan: what `bsa_plan` made of this batch, shared by the calls of several layers; made anew without. On a CPU,
+            and elsewhere under HSTU_SPARSE_DEBUG, one of another batch is refused.
         return_block_indices: also return the chosen blocks [T, H, S] int32: ascending, -1 behind them.
 
     Returns:
@@ -128,7 +130,7 @@ def bsa_attention(
         return (out, indices) if return_block_indices else out
 
     from hstu_sparse.bsa import launch  # triton is needed from here on
-    from hstu_sparse.bsa.plan import make_plan, purpose_of
+    from hstu_sparse.bsa.plan import BlockPlan, make_plan, purpose_of
     from hstu_sparse.bsa.reach import MAX_BUCKETS
 
     check_kernel("bsa_attention", q, {"D": sizes["D"], "V": sizes["V"]})
@@ -142,8 +144,8 @@ def bsa_attention(
     purpose = purpose_of(sizes["T"], seq_offsets, max_seq_len, block_size, bias)
     if plan is None:
         plan = make_plan(purpose, seq_offsets, bias)
-    elif plan.purpose != purpose:
-        raise ValueError(f"plan was made for {plan.purpose}, this call needs one for {purpose}")
+    else:
+        check_plan(plan, BlockPlan, purpose)
     q, k, v = (_pad_head(x) for x in (q, k, v))
     g_cmp, g_slc, g_swa = gates
     out, groups, *_ = launch.operator(

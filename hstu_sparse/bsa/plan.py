@@ -15,6 +15,7 @@ import triton.language as tl
 from hstu_sparse.assembly import proven
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, bsa_means_kernel, bucket_cells, find_bucket, own_places, span
+from hstu_sparse.jagged import fingerprint
 from hstu_sparse.launch import cdiv, run
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.tiles import locate
@@ -31,6 +32,7 @@ class Purpose(NamedTuple):
     max_seq_len: int
     block_size: int
     num_buckets: int | None
+    batch: str | None  # `fingerprint` of offsets and times; without a time bias a plan holds nothing of them
 
 
 class BlockPlan(NamedTuple):
@@ -151,7 +153,8 @@ def purpose_of(
     tokens: int, seq_offsets: torch.Tensor, max_seq_len: int, block_size: int, bias: RelativeBias
 ) -> Purpose:
     buckets = None if bias.time is None else bias.time.shape[0] - 1
-    return Purpose(tokens, seq_offsets.shape[0] - 1, max_seq_len, block_size, buckets)
+    batch = None if buckets is None else fingerprint(seq_offsets, *bias[2:])
+    return Purpose(tokens, seq_offsets.shape[0] - 1, max_seq_len, block_size, buckets, batch)
 
 
 def make_plan(purpose: Purpose, seq_offsets: torch.Tensor, bias: RelativeBias) -> BlockPlan:

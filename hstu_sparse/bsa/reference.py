@@ -56,10 +56,10 @@ def bsa_attention_reference(
     lengths = seq_offsets.diff().long()
     batch, longest = len(lengths), int(lengths.max())
     blocks = -(-longest // block_size)
-    # A block that reaches beyond every sequence is laid out no longer than they are (or than blocks mostly are), in
-    # whole groups.
-    selection_group = min(selection_group, longest)
-    width = min(block_size, -(-max(longest, USUAL_BLOCK) // selection_group) * selection_group)
+    width, enough = block_size, max(longest, USUAL_BLOCK)
+    if width > enough:  # one block, which reaches beyond every sequence: it is laid out in as many groups as they have
+        selection_group = min(selection_group, enough)
+        width = -(-enough // selection_group) * selection_group
     padded_len = blocks * width
     sequence = torch.arange(batch, device=q.device).repeat_interleave(lengths, output_size=tokens)
     row = sequence * padded_len + torch.arange(tokens, device=q.device) - seq_offsets.long()[sequence]

@@ -16,6 +16,7 @@ from hstu_sparse.validation import (
     check_int,
     check_kernel,
     check_normalizer,
+    check_plan,
     check_qkv,
     check_scale,
     check_some,
@@ -62,6 +63,7 @@ def hstu_attention(
         window_size: W in tokens, 0 for none.
         bias: b(t, s) by relative position and time, see `RelativeBias`; its tables get gradients.
         plan: what `attention_plan` computed for the same batch, window and bias; without one it is computed here.
+            On a CPU, and elsewhere under HSTU_SPARSE_DEBUG, one of another batch is refused.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
@@ -89,8 +91,8 @@ def hstu_attention(
     purpose = planning.purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size)
     if plan is None:
         plan = planning.make_plan(purpose, seq_offsets, num_targets, *bias[2:], backward=False)
-    elif plan.purpose != purpose:
-        raise ValueError(f"plan was made for {plan.purpose}, this call needs one for {purpose}")
+    else:
+        check_plan(plan, planning.AttentionPlan, purpose)
     return hstu_attention_triton(q, k, v, seq_offsets, plan, max_seq_len=max_seq_len, **options)
 
 

@@ -17,6 +17,7 @@ from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import NEAR
 from hstu_sparse.dense.configs import Features, bwd_dkv_config, bwd_dq_config, fwd_config
 from hstu_sparse.dense.plan_kernels import dense_attention_plan_kernel
+from hstu_sparse.jagged import fingerprint
 from hstu_sparse.launch import architecture, cdiv, padded_head, run
 from hstu_sparse.registration import register_preparation
 
@@ -68,6 +69,7 @@ class Purpose(NamedTuple):
     targets: bool
     num_buckets: int | None
     features: Features
+    batch: str | None  # `fingerprint` of offsets, candidates and times
 
     @property
     def tilings(self) -> tuple[Tiling, Tiling, Tiling]:
@@ -109,7 +111,8 @@ def _features(d: int, v: int, *rest) -> Features:
 def purpose_of(q, v, seq_offsets, num_targets, bias: RelativeBias, max_seq_len: int, window_size: int) -> Purpose:
     f = features(q, v, bias.position is not None, bias.time is not None)
     num_seqs, buckets = seq_offsets.shape[0] - 1, num_time_buckets(bias.time)
-    return Purpose(q.shape[0], num_seqs, max_seq_len, window_size, num_targets is not None, buckets, f)
+    batch = fingerprint(seq_offsets, num_targets, *(bias[2:] if f.time else ()))
+    return Purpose(q.shape[0], num_seqs, max_seq_len, window_size, num_targets is not None, buckets, f, batch)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from hstu_sparse.jagged import check_jagged
 from hstu_sparse.precision import without_autocast
 from hstu_sparse.ring.communication import Ring
 from hstu_sparse.ring.flash.api import check_heads, check_options, choose_flash_backend, flash_attention
-from hstu_sparse.ring.plan import LONGEST, RingPlan, check_plan, ring_plan
+from hstu_sparse.ring.plan import LONGEST, RingPlan, check_plan, check_plan_fits, ring_plan
 from hstu_sparse.ring.softmax import RingSoftmax
 from hstu_sparse.ring.softmax_cute import check_plan_for_cute
 from hstu_sparse.validation import check_bool
@@ -78,6 +78,8 @@ def ring_flash_attention(
     check_bool("return_lse", return_lse)
     ring = Ring(group)
     if ring.world == 1:
+        if plan is not None:
+            check_plan_fits(plan, seq_offsets, ring)
         return flash_attention(
             q, k, v, seq_offsets, scale=scale, causal=causal, window_size=window_size, alibi_slopes=alibi_slopes,
             dropout=dropout, seed=seed, return_lse=return_lse, backend=backend,
@@ -90,10 +92,10 @@ def ring_flash_attention(
     ring.agree(name, {**shapes, "dtype": str(q.dtype), "options": numbers, "backend": chosen})
     if plan is None:
         plan = ring_plan(seq_offsets, zigzag=zigzag, group=group)
-    elif plan.tokens[plan.rank] != q.shape[0] or plan.pieces != (2 if zigzag else 1):
-        raise ValueError(
-            f"plan is for T={plan.tokens[plan.rank]} and {plan.pieces} pieces, got T={q.shape[0]}, {zigzag=}"
-        )
+    elif plan.tokens[plan.rank] != q.shape[0]:
+        raise ValueError(f"plan is for T={plan.tokens[plan.rank]}, got T={q.shape[0]}")
+    else:
+        check_plan_fits(plan, seq_offsets, ring, 2 if zigzag else 1)
     if chosen == "cute":
         # Ranks hold different numbers of tokens, but choose alike.
         size = sum(plan.tokens), ring.world * num_seqs

@@ -14,7 +14,7 @@ from hstu_sparse.precision import widened, without_autocast, working_dtype
 from hstu_sparse.registration import once_only
 from hstu_sparse.ring.communication import Ring, backward_round
 from hstu_sparse.ring.hstu_reference import hstu_block
-from hstu_sparse.ring.plan import RingPlan, check_plan, ring_plan
+from hstu_sparse.ring.plan import RingPlan, check_plan, check_plan_fits, ring_plan
 from hstu_sparse.validation import (
     INTEGER,
     check_int,
@@ -99,6 +99,8 @@ def ring_hstu_attention(
         plan = ring_plan(seq_offsets, group=group)
     elif plan.tokens[plan.rank] != q.shape[0]:
         raise ValueError(f"plan is for T={plan.tokens[plan.rank]}, got T={q.shape[0]}")
+    else:
+        check_plan_fits(plan, seq_offsets, ring)
     return RingHSTU.apply(
         q, k, v, bias.position, bias.time, bias.timestamps, bias.query_timestamps, positions, ring, plan,
         (normalizer, scale, window_size), backend,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from hstu_sparse.jagged import check_jagged, check_offset_values, check_storage
+from hstu_sparse.jagged import check_jagged, check_offset_values, check_storage, readable
 from hstu_sparse.ring.communication import Ring
 from hstu_sparse.ring.flash.problem import Layout
 from hstu_sparse.validation import check_bool, check_int
@@ -43,6 +43,29 @@ class RingPlan(NamedTuple):
 def check_plan(plan) -> None:
     if plan is not None and not isinstance(plan, RingPlan):
         raise TypeError(f"plan must be a RingPlan or None, got {type(plan).__name__}")
+
+
+def check_plan_fits(plan: RingPlan, seq_offsets: torch.Tensor, ring: Ring, pieces: int | None = None) -> None:
+    """Whether a plan is for these parts of this rank, in so many pieces each (absent: in any).
+
+    Rank, sequences and tokens always; the offsets themselves on a CPU, elsewhere with the debug switch. ValueError.
+    """
+    if (plan.rank, len(plan.tokens)) != (ring.rank, ring.world):
+        raise ValueError(
+            f"plan is for rank {plan.rank} of {len(plan.tokens)}, this is rank {ring.rank} of {ring.world}"
+        )
+    if pieces is not None and plan.pieces != pieces:
+        raise ValueError(f"plan is for {plan.pieces} pieces of each sequence, this call for {pieces}")
+    mine = plan.offsets[plan.rank][:: plan.pieces]
+    if mine.shape != seq_offsets.shape:
+        raise ValueError(f"plan is for B={len(mine) - 1} sequences, got B={len(seq_offsets) - 1}")
+    if mine.device != seq_offsets.device:
+        raise ValueError(f"plan is on {mine.device}, seq_offsets on {seq_offsets.device}")
+    if readable(seq_offsets) and readable(mine) and not torch.equal(mine.long(), seq_offsets.long()):
+        where = int((mine.long() != seq_offsets.long()).nonzero()[0])
+        raise ValueError(
+            f"plan is for another batch: its seq_offsets[{where}] is {int(mine[where])}, got {int(seq_offsets[where])}"
+        )
 
 
 def _check_cut(seq_offsets: torch.Tensor, rank: int, world: int, zigzag: bool) -> None:

@@ -299,3 +299,73 @@ def test_second_derivatives_are_right_or_refused(name):
     step = 1e-5
     ahead, behind = (slope([x + sign * step * y for x, y in zip(leaves, w)], u) for sign in (1, -1))
     torch.testing.assert_close(found, ((ahead - behind) / (2 * step)).detach(), rtol=1e-4, atol=1e-6)
+
+
+QKV = {name: VALID["hstu_attention"][name] for name in ("q", "k", "v")}
+OFFSETS, OTHER = torch.tensor([0, 4, 4, 9]), torch.tensor([0, 3, 5, 9])  # as many sequences and tokens
+
+
+@pytest.mark.parametrize("name", ["ring_hstu_attention", "ring_flash_attention"])
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        (OTHER, r"plan is for another batch: its seq_offsets\[1\] is 3, got 4"),
+        (OTHER[[0, 1, 3]], "plan is for B=2 sequences, got B=3"),
+    ],
+)
+def test_a_rings_plan_is_for_one_batch(name, offsets, message):
+    given = VALID[name] | {"plan": hstu_sparse.ring_plan(OFFSETS)}
+    assert_same(function(name)(**given), function(name)(**VALID[name]))
+    with pytest.raises(ValueError, match=message):
+        function(name)(**VALID[name] | {"plan": hstu_sparse.ring_plan(offsets)})
+    with pytest.raises(ValueError, match="plan is for rank 1 of 2, this is rank 0 of 1"):
+        function(name)(**VALID[name] | {"plan": hstu_sparse.whole_plan(2 * OFFSETS, 1, 2)})
+
+
+@pytest.mark.skipif(not INTERPRET, reason="kernels on a CPU need TRITON_INTERPRET=1")
+@pytest.mark.parametrize("what", ["offsets", "times", "candidates", "of another type"])
+@pytest.mark.parametrize("name", ["hstu_attention", "bsa_attention"])
+def test_a_kernels_plan_is_for_one_batch(name, what):
+    bsa = name == "bsa_attention"
+    if bsa and what == "candidates":
+        pytest.skip("bsa_attention has none")
+    more = {"block_size": 16} if bsa else {}
+    times = torch.arange(9) * 60
+    candidates = {"num_targets": torch.tensor([1, 0, 2])} if what == "candidates" else {}
+
+    def bias(timestamps):
+        return hstu_sparse.RelativeBias(time=random(4), timestamps=timestamps)
+
+    def made(offsets, timestamps, **changed):
+        where = dict(seq_offsets=offsets, max_seq_len=6, bias=bias(timestamps), backend="triton") | more
+        if bsa:
+            return hstu_sparse.bsa_plan(QKV["q"], **where)
+        return hstu_sparse.attention_plan(QKV["q"], QKV["v"], **where | changed)
+
+    given = dict(seq_offsets=OFFSETS, max_seq_len=6, bias=bias(times), backend="triton") | QKV | more | candidates
+    if bsa:
+        given["gates"] = VALID[name]["gates"]
+    right = made(OFFSETS.clone(), times.clone(), **candidates)
+    assert_same(function(name)(**given, plan=right), function(name)(**given))
+    wrong = {
+        "offsets": lambda: made(OTHER, times),
+        "times": lambda: made(OFFSETS, times * 2),
+        "candidates": lambda: made(OFFSETS, times, num_targets=torch.tensor([0, 0, 2])),
+        "of another type": lambda: hstu_sparse.ring_plan(OFFSETS),
+    }[what]()
+    with pytest.raises((TypeError, ValueError), match=r"plan was made for|plan must be of (Attention|Block)Plan"):
+        function(name)(**given, plan=wrong)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("selection_group", [1, 4, 2**16])
+def test_a_block_beyond_every_sequence_takes_no_memory(selection_group, timed):
+    """2^16 squared scores for nine tokens would be 100 GB; a block of 16 holds them as well."""
+    bias = hstu_sparse.RelativeBias(random(6), random(4) if timed else None, torch.arange(9) * 60 if timed else None)
+    call = VALID["bsa_attention"] | {"bias": bias, "return_block_indices": True}
+    found, expected = (
+        hstu_sparse.bsa_attention(**call | {"block_size": size, "selection_group": min(size, selection_group)})
+        for size in (2**16, 16)
+    )
+    torch.testing.assert_close(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
