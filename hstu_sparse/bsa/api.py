@@ -4,7 +4,7 @@ Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key
 size, S blocks chosen per query group (block_counts), r tokens per group (selection_group), W window.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -185,6 +185,7 @@ def bsa_plan(
     *,
     block_size: int = 32,
     bias: RelativeBias | None = None,
+    once: Callable[[Hashable, Callable[[], object]], object] | None = None,
     backend: Literal["auto", "triton", "reference"] = "auto",
 ) -> "BlockPlan | None":
     """What `bsa_attention` computes of a batch's times before it attends, for calls that share a batch.
@@ -196,6 +197,8 @@ def bsa_plan(
     Args:
         q: [T, H, D] of one of the calls; only its shape and device are looked at.
         seq_offsets, max_seq_len, block_size, bias: as for `bsa_attention`; the tables' values are not read.
+        once: (key, compute) -> what compute() gave for the first call with this key: `Batch.once` of the batch that the
+            calls share. The key is all that the plan depends on beside that batch.
         backend: as for `bsa_attention`.
 
     Returns:
@@ -215,7 +218,9 @@ def bsa_plan(
     from hstu_sparse.bsa.plan import make_plan, purpose_of
 
     _check_taken("bsa_plan", "block_size", block_size, BLOCK_SIZES)
-    return make_plan(purpose_of(sizes["T"], seq_offsets, max_seq_len, block_size, bias), seq_offsets, bias)
+    purpose = purpose_of(sizes["T"], seq_offsets, max_seq_len, block_size, bias)
+    make = lambda: make_plan(purpose, seq_offsets, bias)
+    return make() if once is None else once(purpose.key, make)
 
 
 def _check_taken(function: str, name: str, value: int, taken: Sequence[int]) -> None:

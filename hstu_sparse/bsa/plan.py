@@ -34,6 +34,11 @@ class Purpose(NamedTuple):
     num_buckets: int | None
     batch: str | None  # `fingerprint` of offsets and times; without a time bias a plan holds nothing of them
 
+    @property
+    def key(self) -> tuple:
+        """What plans of one batch differ by."""
+        return "bsa_plan", *self._replace(total=0, num_seqs=0)
+
 
 class BlockPlan(NamedTuple):
     """See `bsa_plan`; without a time bias there is nothing in it.

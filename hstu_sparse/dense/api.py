@@ -4,6 +4,7 @@ Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key
 """
 
 import typing
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -26,6 +27,8 @@ from hstu_sparse.validation import (
 
 if typing.TYPE_CHECKING:
     from hstu_sparse.dense.plan import AttentionPlan
+
+Once = Callable[[Hashable, Callable[[], object]], object]
 
 
 @without_autocast
@@ -106,6 +109,7 @@ def attention_plan(
     num_targets: torch.Tensor | None = None,
     window_size: int = 0,
     bias: RelativeBias | None = None,
+    once: Once | None = None,
     backend: str = "auto",
 ) -> "AttentionPlan | None":
     """What `hstu_attention` computes of a batch's offsets and times before it attends, for calls that share a batch.
@@ -117,6 +121,8 @@ def attention_plan(
     Args:
         q, v: of one of the calls; only their shapes, dtype and device are looked at.
         seq_offsets, max_seq_len, num_targets, window_size, bias: as for `hstu_attention`.
+        once: (key, compute) -> what compute() gave for the first call with this key: `Batch.once` of the batch that the
+            calls share. The key is all that the plan depends on beside that batch.
         backend: as for `hstu_attention`.
 
     Returns:
@@ -136,7 +142,8 @@ def attention_plan(
     from hstu_sparse.dense.plan import make_plan, purpose_of
 
     purpose = purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size)
-    return make_plan(purpose, seq_offsets, num_targets, *bias[2:], backward=torch.is_grad_enabled())
+    make = lambda: make_plan(purpose, seq_offsets, num_targets, *bias[2:], backward=torch.is_grad_enabled())
+    return make() if once is None else once(purpose.key, make)
 
 
 def _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, tokens) -> RelativeBias:

@@ -72,6 +72,11 @@ class Purpose(NamedTuple):
     batch: str | None  # `fingerprint` of offsets, candidates and times
 
     @property
+    def key(self) -> tuple:
+        """What plans of one batch differ by."""
+        return "attention_plan", *self._replace(total=0, num_seqs=0)
+
+    @property
     def tilings(self) -> tuple[Tiling, Tiling, Tiling]:
         """Of the tile maps of forward, dq and dkv."""
         return _tilings(self.features)

@@ -57,28 +57,20 @@ class BlockSparseAttention(HSTUAttention):
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c, bias = self.config, self.bias(batch)
-        # Layers of the same block size share a plan, whatever their tables hold.
-        plan = batch.once(
-            (type(self), c.block_size, c.time_bias, c.backend, self.normalizer),
-            lambda: hstu_sparse.bsa_plan(
-                q, batch.seq_offsets, self.sizes.max_seq_len, block_size=c.block_size, bias=bias, backend=c.backend
-            ),
-        )
+        lengths, options = (batch.seq_offsets, self.sizes.max_seq_len), dict(bias=bias, backend=c.backend)
+        options["block_size"] = c.block_size
+        options["plan"] = hstu_sparse.bsa_plan(q, *lengths, once=batch.once, **options)
         out = hstu_sparse.bsa_attention(
             q,
             k,
             v,
-            batch.seq_offsets,
-            self.sizes.max_seq_len,
+            *lengths,
             self.gate(q),
-            block_size=c.block_size,
             block_counts=c.block_counts,
             window_size=c.window_size,
             selection_group=c.selection_group,
             scale=c.scale,
             normalizer=self.normalizer,
-            bias=bias,
-            backend=c.backend,
-            plan=plan,
+            **options,
         )
         return out, {}

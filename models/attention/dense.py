@@ -21,21 +21,7 @@ class DenseAttention(HSTUAttention):
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         config, bias = self.config, self.bias(batch)
         options = dict(window_size=config.window_size, bias=bias, backend=config.backend)
-        sizes = q.dtype, q.shape[2], v.shape[2]
-        # Layers of the same settings share a plan, whatever their tables hold.
-        plan = batch.once(
-            (type(self), config, self.normalizer, *sizes),
-            lambda: hstu_sparse.attention_plan(q, v, batch.seq_offsets, self.sizes.max_seq_len, **options),
-        )
-        out = hstu_sparse.hstu_attention(
-            q,
-            k,
-            v,
-            batch.seq_offsets,
-            self.sizes.max_seq_len,
-            scale=config.scale,
-            normalizer=self.normalizer,
-            plan=plan,
-            **options,
-        )
-        return out, {}
+        lengths = batch.seq_offsets, self.sizes.max_seq_len
+        options["plan"] = hstu_sparse.attention_plan(q, v, *lengths, once=batch.once, **options)
+        factors = dict(scale=config.scale, normalizer=self.normalizer)
+        return hstu_sparse.hstu_attention(q, k, v, *lengths, **factors, **options), {}

@@ -195,15 +195,34 @@ def test_targets_do_not_reach_the_output():
     assert torch.equal(before, after)
 
 
-def test_layers_of_the_same_settings_share_a_plan(monkeypatch):
-    calls = []
-    monkeypatch.setattr("hstu_sparse.attention_plan", lambda *_, window_size, **__: calls.append(window_size))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+@pytest.mark.parametrize(
+    ("kind", "option", "values"),
+    [
+        ("dense", "window_size", (0, 2)),
+        ("dense", "num_time_buckets", (16, 30)),
+        ("bsa", "block_size", (16, 32)),
+        ("bsa", "num_time_buckets", (16, 30)),
+    ],
+)
+def test_layers_share_the_plans_that_fit_them(kind, option, values, monkeypatch):
+    """Three layers, of which the second differs in what a plan depends on, make two plans in every pass."""
+    pytest.importorskip("triton")
+    made, once = [], Batch.once
+    monkeypatch.setattr(Batch, "once", lambda self, key, make: once(self, key, lambda: made.append(key) or make()))
+    layers = [{"kind": kind, "backend": "triton", "block_size": 16} | {option: values[i]} for i in (0, 1, 0)]
+    if kind == "dense":
+        layers = [{name: x for name, x in layer.items() if name != "block_size"} for layer in layers]
+    torch.manual_seed(0)
+    model = SequenceModel(ModelConfig.model_validate(CONFIG | {"num_layers": 3, "attention": layers}), NUM_ITEMS)
     batch = make_batch([5, 3])
-    model = make_model("dense", num_layers=3, attention=[{"kind": "dense", "window_size": w} for w in (0, 2, 0)])
     for _ in range(2):  # nothing is kept from one pass to the next
-        calls.clear()
-        model(batch)
-        assert calls == [0, 2]
+        made.clear()
+        found, _ = model.raw_output(batch)
+        assert len(made) == 2
+    for layer in model.layers:
+        layer.attention.config = layer.attention.config.model_copy(update={"backend": "reference"})
+    torch.testing.assert_close(found, model.raw_output(batch)[0], rtol=1e-4, atol=1e-5)
 
 
 INDEXER = ("index_query.weight", "index_key.weight", "index_weight.weight", "tables.position", "tables.time")
@@ -265,15 +284,6 @@ def test_bsa_warns_by_the_crossover_of_its_biases(tables, monkeypatch):
     attention = KINDS["bsa"]["attention"] | dict(zip(("position_bias", "time_bias"), tables))
     make_model("bsa", num_layers=1, attention=attention)
     assert asked == [(CONFIG["max_seq_len"], 1, any(tables))]
-
-
-def test_bsa_layers_share_a_plan(monkeypatch):
-    calls = []
-    monkeypatch.setattr("hstu_sparse.bsa_plan", lambda *_, block_size, **__: calls.append(block_size))
-    batch, attention = make_batch([5, 3]), KINDS["bsa"]["attention"]
-    model = make_model("bsa", num_layers=3, attention=[attention | {"block_size": size} for size in (2, 4, 2)])
-    model(batch)
-    assert calls == [2, 4]
 
 
 def test_layers_of_different_kinds_mix():
