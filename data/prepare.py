@@ -117,7 +117,7 @@ def _prepare(
     except OSError as error:
         raise DataError(f"{shown(cache_dir, 200)}: cannot write the cache: {error.strerror or error}") from error
     except CacheError as error:
-        raise DataError(f"{folder}: cannot be read back after it was written: {error}") from error
+        raise DataError(f"{shown(folder, 200)}: cannot be read back after it was written: {error}") from error
 
 
 def _open(folder: Path, fingerprint: str) -> Dataset | None:
@@ -144,14 +144,14 @@ def _given_cache(folder: Path, asked: dict) -> Dataset | None:
     try:
         dataset, meta = read_cache(folder)
     except CacheError as error:
-        raise DataError(f"{folder}: damaged cache: {error}; prepare it again from the raw file") from error
+        raise DataError(f"{shown(folder, 200)}: damaged cache: {error}; prepare it again from the raw file") from error
     for key, value in asked.items():
         # A unit that is not asked for is told from the values, and was then. Earlier caches lack later keys.
         told = key == "version" or (key in ("options", "timestamp_unit") and value is None)
         default = {"on_bad_row": "error", "duplicates": "keep"}.get(key)
         if not told and (found := meta.get(key, default)) != value:
             raise DataError(
-                f"{folder}: this cache holds {meta['format']} prepared with {key}={_told(found)}; "
+                f"{shown(folder, 200)}: this cache holds {meta['format']} prepared with {key}={_told(found)}; "
                 f"asked for was {asked['format']} with {key}={_told(value)}"
             )
     return dataset

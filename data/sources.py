@@ -7,6 +7,7 @@ import gzip
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -46,10 +47,11 @@ def local_path(path: str | Path, key: str) -> Path:
     try:
         expanded = Path(path).expanduser()
         str(expanded).encode("utf-8")
+        os.fsencode(expanded)
     except RuntimeError as error:
         raise DataError(f"{key}: {shown(path)}: {error}") from None
     except UnicodeEncodeError:
-        raise DataError(f"{key}: {shown(path)} is not valid text") from None
+        raise DataError(f"{key}: {shown(path)} is not valid text, or none for {sys.getfilesystemencoding()}") from None
     return expanded
 
 
@@ -79,7 +81,7 @@ def _find(fmt: RawFormat, path: Path) -> tuple[list[RawFile], str | None]:
             raise DataError(f"{shown(path, 200)}: no such file, and no file matches it as a pattern") from None
         raise DataError(f"{shown(path, 200)}: no such file or folder{_fetch(fmt)}") from None
     if stat.S_ISREG(mode):
-        return [RawFile(path, path.name)], None
+        return [RawFile(path, shown(path.name, 200))], None
     if not stat.S_ISDIR(mode):
         raise DataError(f"{shown(path, 200)}: neither a file nor a folder")
     os.listdir(path)  # a closed folder would look like an empty one to glob
@@ -99,7 +101,7 @@ def _sorted(files: Iterator[Path]) -> list[Path]:
 
 
 def _named(files: list[Path], root: Path) -> list[RawFile]:
-    return [RawFile(file, str(file.relative_to(root))) for file in files]
+    return [RawFile(file, shown(file.relative_to(root), 200)) for file in files]
 
 
 def _fetch(fmt: RawFormat) -> str:

@@ -85,6 +85,8 @@ def _with_unit(kind: str, values, given: str | None, own: bool, text=None) -> Re
     import polars as pl
 
     numbers = values.drop_nulls()
+    if numbers.dtype.is_float():
+        numbers = numbers.filter(numbers.is_finite())
     counts = {unit: ((numbers >= low) & (numbers < high)).sum() for unit, (low, high) in BANDS.items()}
     band = max(counts, key=counts.__getitem__)
     if counts[band] <= (numbers < BANDS["s"][0]).sum():
@@ -95,8 +97,8 @@ def _with_unit(kind: str, values, given: str | None, own: bool, text=None) -> Re
         key = "data.columns.timestamp_unit" if own else "timestamps"
         raise DataError(f"{key}: expected {NAMES[given]}, the times look like {NAMES[band]}, {example:.15g} for one")
     if own and not given and kind == "integer" and len(numbers):
-        digits = numbers.cast(pl.Int64, strict=False).cast(pl.String)
-        if digits.str.contains(DIGITS).all():
+        digits = numbers.cast(pl.Int64, strict=False).cast(pl.String).drop_nulls()
+        if len(digits) and digits.str.contains(DIGITS).all():
             raise DataError(
                 f"data.columns.timestamp_format: the times look like dates, {digits[0]} for one; set it to "
                 f'"{"%Y%m%d%H%M%S"[: len(digits[0]) - 2]}" (or set timestamp_unit, if they are none)'

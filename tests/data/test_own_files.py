@@ -6,6 +6,8 @@ import gzip
 import os
 import re
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ HEADER = "user,item,timestamp\n"
 ROWS = HEADER + "1,10,100\n2,20,200\n"
 OTHER = HEADER + "7,70,700\n"
 SECONDS = 1_700_000_000
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def csv_of(times, header=HEADER):
@@ -204,6 +207,11 @@ def test_iso_8601(load, tmp_path, kind):
     # In time order, also within a second: 3 is a nanosecond behind 0 and 1.
     assert order(dataset) == [(i, int(ISO[i][1])) for i in (5, 4, 0, 1, 3, 2, 6)]
     assert "ISO 8601 text; without a zone they are taken for UTC" in dataset.notes[-1]
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "1e9", "9" * 40, "-5"])
+def test_numbers_that_are_no_times(load, text):
+    assert "line 2, column timestamp: expected a" in error_of(load, "csv", csv_of([text]))
 
 
 @pytest.mark.parametrize(
@@ -512,3 +520,20 @@ def test_changed_bytes_of_parquet(load, tmp_path, seed):
         (tmp_path / "x").write_bytes(changed)
         with contextlib.suppress(DataError):
             load("parquet", tmp_path / "x")
+
+
+def test_accents_in_a_locale_of_ascii(tmp_path):
+    """Where Python takes the locale at its word, a path that it cannot encode is refused in one line."""
+    program = (
+        "from data.datasets import load_dataset\n"
+        "for path in ('x.csv', 'caf\\u00e9.csv'):\n"
+        "    try: print(ascii(load_dataset('csv', path, cache_dir=None).user_ids.tolist()))\n"
+        "    except ValueError as error: print(type(error).__name__, ascii(str(error)))\n"
+    )
+    (tmp_path / "x.csv").write_text(HEADER + "é,1,1\n", encoding="utf-8")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    read, refused = done.stdout.splitlines()
+    assert read == r"['\xe9']" and refused.startswith("DataError") and "is not valid text, or none for" in refused

@@ -16,13 +16,14 @@ from pathlib import Path
 import torch.utils.tensorboard  # noqa: F401 (once here, not in each child)
 from matplotlib import pyplot  # noqa: F401
 
-from tests.hostile import caches, configs, downloads, features, kills, operators, raw, runs
+from tests.hostile import caches, configs, downloads, features, kills, operators, own_data, raw, runs
 from tests.hostile.accepted import ACCEPTED
 from tests.hostile.harness import VERDICTS, run_all
 
 AREAS = {
     "config": configs.cases,
     "raw": raw.cases,
+    "own": own_data.cases,
     "cache": caches.cases,
     "run": runs.cases,
     "feature": features.cases,

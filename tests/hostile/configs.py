@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +52,9 @@ model.attention={kind: bsa, backend: triton}  loss=null  loss.kind=foo  loss.num
 loss.num_negatives=1000000000000  loss.temperature=.nan  loss.temperature=.inf  loss.temperature=0
 loss.temperature=1e-300  loss.temperature=1e300  eval.batch_size=0  eval.batch_size=HUGE  eval.every=-1
 eval.patience=0  eval.best_metric=HR  eval.filter_seen=no  eval.filter_seen=foo  seed=-1  seed=1180591620717411303424
-seed=0x_  seed=1.0  name=../x  name=..  name=.  name=.hidden  name=  name=a/b  name=2020-99-99  name=2020-01-01
+seed=0x_  seed=010  seed=0b10  train.lr=1:30  train.epochs=0b1  data.separator=ab  data.separator=3
+data.on_bad_row=skip  data.duplicates=first  data.columns={timestamp_unit: days}
+seed=1.0  name=../x  name=..  name=.  name=.hidden  name=  name=a/b  name=2020-99-99  name=2020-01-01
 run_dir=3  device=cuda:7  device=tpu  threads=0  threads=1099511627776  data=[]  data.protocol=foo  data.format=foo
 data.path=x  data.cache_dir=null  data.columns={user: u}  data.columns=[user]  data.columns={usr: u}
 data.min_user_events=0  data.min_item_events=1000000000  data.min_item_events=HUGE  data.valid_fraction=1.5
@@ -277,12 +280,19 @@ def _paths(case) -> list[Case]:
         (folder / "loop").symlink_to(folder / "loop")
         return folder / "loop"
 
+    def pipe(folder: Path) -> int:
+        os.mkfifo(folder / "pipe.yaml")
+        return start(folder, config="pipe.yaml")
+
     def is_file(folder: Path, output: str) -> str | None:
         return None if (folder / "file").read_text() == "x" else "the file was changed"
 
     return [
         case("is a folder", lambda f: start(f, config=".")),
         case("is not there", lambda f: start(f, config="nope.yaml")),
+        case("is a named pipe", pipe),
+        case("is /dev/zero", lambda f: train.main(["/dev/zero"])),
+        case("one line of 60 MB", lambda f: start(f, text="a: [" + "1, " * 20_000_000), seconds=10),
         case("NUL in its name", lambda f: start(f, config="a\0b")),
         case("a name of 5,000 characters", lambda f: start(f, config="a" * 5000)),
         case("no arguments", lambda f: train.main([])),

@@ -297,25 +297,31 @@ def _run(folder: Path, format: str, content: Content, facts: object, overrides: 
     status = start(folder, format, file, *overrides)
     if status == 0:
         c = load_config(folder / "run.yaml", overrides).data
-        data = load_dataset(c.format, c.path, cache_dir=c.cache_dir, columns=c.columns)
+        own = {"separator": c.separator, "on_bad_row": c.on_bad_row, "duplicates": c.duplicates}
+        data = load_dataset(c.format, c.path, cache_dir=c.cache_dir, columns=c.columns, **own)
         found = (data.num_users, data.num_items, data.num_events)
         assert found == facts, f"misread: expected {facts} users, items and events, got {found}"
     return status
 
 
 def cases(place: Path) -> list[Case]:
+    return from_table("raw", CASES) + _paths()
+
+
+def from_table(area: str, entries: list[tuple[str, str, Content, object, str]]) -> list[Case]:
+    """A case for each line of a table like CASES."""
     found = []
-    for number, (format, name, content, expect, overrides) in enumerate(CASES):
-        words = [word.replace(":", ": ") if "={" in word else word for word in overrides.split()]
+    for number, (format, name, content, expect, overrides) in enumerate(entries):
+        words = [word.replace(":", ": ") if "={" in word and '"%' not in word else word for word in overrides.split()]
 
         def run(folder: Path, format=format, content=content, facts=expect, words=words) -> int:
             return _run(folder, format, content, facts, words)
 
         quick = number % 4 == 0 or (name == "valid" and number % 2 == 0)
         found.append(
-            Case("raw", f"raw {format}: {name}", run, ERROR if expect == ERROR else WORKS, short=quick, seconds=30)
+            Case(area, f"{area} {format}: {name}", run, ERROR if expect == ERROR else WORKS, short=quick, seconds=30)
         )
-    return found + _paths()
+    return found
 
 
 def _paths() -> list[Case]:
