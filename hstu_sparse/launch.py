@@ -67,17 +67,21 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def precision(dtype: torch.dtype) -> str:
-    """`input_precision` of tl.dot: fp32 products are exact unless the user allowed TF32 for torch's own.
+def precision(dtype: torch.dtype, parts: str = "ieee") -> str:
+    """`input_precision` of tl.dot: the one rule for fp32 products, in every operator (docs/performance.md).
 
-    Asks the setting that both of torch's interfaces write: `allow_tf32` itself raises once a user has mixed them.
+    Products of 16-bit numbers are exact. Products of fp32 are TF32's where the user allowed that for torch's own;
+    else each is as good as fp32's, in the way that the kernel names.
+
+    Args:
+        dtype: of the operands.
+        parts: "ieee", one product outside of the tensor cores; "tf32x3" or "bf16x6", several on them, of parts of each
+            number: sums as near to fp32's as a few more roundings, for kernels where that was measured faster.
     """
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
-def close_precision(dtype: torch.dtype) -> str:
-    """As `precision`, but fp32 products as three of TF32, which lose next to nothing and run on tensor cores."""
-    return "tf32x3" if dtype == torch.float32 and precision(dtype) == "ieee" else precision(dtype)
+    if dtype != torch.float32:
+        return "ieee"
+    # The setting that both of torch's interfaces write: `allow_tf32` itself raises once a user has mixed them.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else parts
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ class Problem:
         self.launch = launches(q.dtype, max(self.BD, self.BV), a.block_size, group, architecture(q.device), self.biased)
         self.heads = dict(D=self.D, V=self.V, BD=self.BD, BV=self.BV)
         self.numeric = dict(
-            FAST=q.dtype != torch.float32, PRECISION="tf32" if precision(q.dtype) == "tf32" else "tf32x3",
+            FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype, "tf32x3"),
             ASM=proven(q.device),
         )  # fmt: skip
 

@@ -190,7 +190,7 @@ class _Call:
         self.width = max(16, next_power_of_2(self.E))
         self.sizes = dict(E=self.E, PAD_E=self.width, NORMALIZE=normalize)
         self.rows = dict(**self.sizes, ROWS=max(1, ROW_TILE // self.width))
-        self.precision = launch.close_precision(out.dtype)
+        self.precision = launch.precision(out.dtype, "tf32x3")
         self.negatives, self.log_q = negatives, log_q
         self.K = 0 if negatives is None else negatives.shape[-1]
         self.drawn = _gather_tile(self.width)

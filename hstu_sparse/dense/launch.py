@@ -27,7 +27,7 @@ from hstu_sparse.dense.plan import (
     purpose_of,
     with_backward,
 )
-from hstu_sparse.launch import INTERPRET, allow_descriptors, cdiv, close_precision, padded_head, run
+from hstu_sparse.launch import INTERPRET, allow_descriptors, cdiv, padded_head, precision, run
 from hstu_sparse.padding import padded
 from hstu_sparse.registration import Operator
 
@@ -91,7 +91,7 @@ class _Launch:
         self.biased = position is not None or time is not None
         self.case = _Case(
             self.features, q.shape[1], self.d_out, self.v_out, purpose.targets, window_size > 0,
-            close_precision(q.dtype), proven(q.device),
+            precision(q.dtype, "tf32x3"), proven(q.device),
         )  # fmt: skip
 
     def new(self, size: int) -> torch.Tensor:

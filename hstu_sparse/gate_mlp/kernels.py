@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import INTERPRET, cdiv, close_precision, multiprocessors, next_power_of_2, padded_head, run
+from hstu_sparse.launch import INTERPRET, cdiv, multiprocessors, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
 
 # Programs of the backward kernel for each multiprocessor.
@@ -112,7 +112,7 @@ def _constants(q, w2, hidden: int) -> dict:
     rows = 16 if INTERPRET else 64 if small else 32
     return dict(
         H=H, D=D, F=hidden, G=len(w2), PAD_D=width, PAD_F=inner, PAD_G=max(_GATES, next_power_of_2(len(w2))),
-        ROWS=rows, PRECISION=close_precision(q.dtype), num_warps=4 if small else 8,
+        ROWS=rows, PRECISION=precision(q.dtype, "tf32x3"), num_warps=4 if small else 8,
     )  # fmt: skip
 
 

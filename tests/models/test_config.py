@@ -208,6 +208,9 @@ def test_matmul_precision_reaches_torch_and_the_kernels():
         for name, found in (("high", "tf32"), ("default", "tf32"), ("highest", "ieee")):
             set_matmul_precision(name)
             assert precision(torch.float32) == found
+            # One rule for all kernels: TF32 where it is allowed, else as each of them splits its numbers, or not.
+            assert precision(torch.float32, "tf32x3") == ("tf32" if found == "tf32" else "tf32x3")
+            assert precision(torch.bfloat16, "tf32x3") == "ieee"
             assert torch.backends.cuda.matmul.allow_tf32 == (found == "tf32")
     finally:
         torch.set_float32_matmul_precision(before)

@@ -87,14 +87,6 @@ def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str
     return dict(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
 
 
-def _precision(dtype: torch.dtype, widest: int) -> str:
-    """`input_precision` of the products. Exact ones of fp32 are six products of bf16, of three parts of each number: on
-    the tensor cores, with errors no larger than those of fp32's own. Wider heads have no registers for the parts."""
-    found = precision(dtype)
-    parts = dtype == torch.float32 and found == "ieee" and widest <= 64 and not INTERPRET
-    return "bf16x6" if parts else found
-
-
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """x as the kernels read it. fp32 stays as it is: a padded copy of heads of, say, 50 costs more than it saves. What
     comes by tensor descriptor must not be expanded."""
@@ -127,10 +119,12 @@ class Launch:
         features |= {"many"} if q.shape[0] >= MANY else set()
         self.sizes = padded_head(self.q.shape[2]), padded_head(self.v.shape[2])
         self.chosen = (*self.sizes, q.dtype, features, architecture(q.device))
+        # Wider heads have no registers for the parts.
+        parts = "bf16x6" if max(self.sizes) <= 64 and not INTERPRET else "ieee"
         self.constants = dict(
             H=self.heads, GROUP=self.heads // self.kv_heads, D=self.q.shape[2], V=self.v.shape[2], D_OUT=self.d_out,
             V_OUT=self.v_out, PIECES=layout.pieces, HAS_LEFT=options.left >= 0, HAS_RIGHT=options.right >= 0,
-            ALIGNED=layout.k_starts is None, PRECISION=_precision(q.dtype, max(self.sizes)), PAD_D=self.sizes[0],
+            ALIGNED=layout.k_starts is None, PRECISION=precision(q.dtype, parts), PAD_D=self.sizes[0],
             PAD_V=self.sizes[1],
         )  # fmt: skip
 
