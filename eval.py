@@ -1,99 +1,212 @@
-"""Evaluates a run from its folder alone, over the full catalogue, and writes predictions.
+"""Judges a run over the full catalogue, predicts, recommends and exports, from the run's folder.
 
-python eval.py RUN [--split test] [--predict OUT.parquet --top-k 10] [--sampled 100]
-python eval.py RUN --kv-cache rotatekv --bits 2 [--sink-tokens 4]      the model answers from a packed cache
+python eval.py RUN [--split test] [--predict OUT.parquet --top-k 10] [--sampled 100]      the held-out events
+python eval.py RUN --data NEW                                  the same on other data, in the items that the run knows
+python eval.py RUN --recommend OUT.csv [--users FILE | --history FILE.csv]        what comes next after whole histories
+python eval.py RUN --export-items OUT                                                        item vectors and their ids
+python eval.py RUN --kv-cache rotatekv --bits 2 [--sink-tokens 4]            the model answers from a packed cache
 """
+
+from models.command import CACHE_OPTIONS, CLIPS, answer_early, eval_options
+
+if __name__ == "__main__":
+    answer_early(eval_options, __doc__)
 
 import argparse
 import json
+import os
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
-import torch
-from rich.console import Console
 
-from data.datasets import DataError
+from data.types import DataError, Dataset, shown
+from data.vocabulary import index_of
 from models.checkpoint import CheckpointError, load_weights
-from models.config import ConfigError, load_config
-from models.folder import FolderError, access, check_run, write_file
+from models.config import ConfigError, RunConfig, load_config
+from models.folder import access, check_run, read_regular, write_file
+from models.interrupt import Interrupts
 from models.metrics import ranking_metrics
-from models.monitor import explain_faults, memory_fault
+from models.monitor import explain_faults
+from models.outputs import check_export, check_table, export_items, recommendations, whole_histories, write_table
+from models.program import guarded
 from models.report import print_result
-from models.retrieval import best_items, model_scorer, rank_targets, sampled_candidates, seen_by
-from models.run import Data, build_model, check_config, check_fingerprint, final_weights, judge, open_data
-from models.serving import ServingError, serve_from_cache
-
-console = Console()
-
-# Options of the packed cache: name, type, default.
-CACHE_OPTIONS = (
-    ("bits", int, 2),
-    ("head_group", int, 2),
-    ("quant_group", int, 64),
-    ("sparsity", float, 0.0),
-    ("sink_tokens", int, 0),
-    ("clip", float, 1.0),
+from models.retrieval import model_scorer, rank_targets, sampled_candidates
+from models.run import (
+    Data,
+    build_model,
+    check_config,
+    final_weights,
+    find_data,
+    for_data,
+    judge,
+    load_data,
+    open_data,
+    open_device,
 )
-CLIPS = {2: 0.75, 3: 0.9}  # the default of clip at so many bits: what loses the least, see docs/rotatekv.md
+from models.serving import serve_from_cache
+from models.terminal import terminal
+from models.vocabulary import Known, load_vocabulary
+
+MOST_USERS = 2**32  # bytes of a file of user ids
 
 
-def open_run(folder: Path, overrides: list[str]):
-    """(config, data, model) of a run folder, the model with its final weights."""
+def open_weights(folder: Path, overrides: list[str]):
+    """(config, what the run knows, weights, where they are, their epoch) of a run's folder, and of nothing else."""
     check_run(folder)
     config = load_config(folder / "config.yaml", overrides)
     weights, facts, source = final_weights(folder)
     check_config(facts, load_config(folder / "config.yaml"), folder, source)
-    data = open_data(config, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
-    check_fingerprint(facts.get("fingerprint"), data, folder)
-    model = build_model(data)
+    known = load_vocabulary(folder)
+    if known.fingerprint != facts.get("fingerprint"):
+        raise CheckpointError(f"{source}: was trained on other data than vocabulary/ is of")
+    return config, known, weights, source, facts["epoch"]
+
+
+def trained_model(config: RunConfig, known: Known, weights: dict, source: Path):
+    """The model on its device, with these weights."""
+    model = build_model(config, known.vocabulary, open_device(config))
     load_weights(model, weights, source)
-    return data.config, data, model, {"weights": source.name, "epoch": facts["epoch"]}
+    return model.eval()
 
 
-@torch.no_grad()
-def predict(config, data: Data, model, split: str, k: int, out: Path) -> int:
-    """Writes the k best items of each user of the split, in original ids; returns the number of rows.
-
-    Columns: user, rank (from 1), item, score (cosine). The history is the split's: nothing from its target on.
-    """
-    import polars as pl
-
-    score = model_scorer(model, config.train.autocast == "bf16")
-    users, items, values = [], [], []
-    for batch in data.eval_batches(split).epoch(0):
-        how = config.eval.filter_seen
-        best, ids = best_items(score(batch), k, None if how == "none" else seen_by(how, batch))
-        users.append(batch.users.cpu().numpy())
-        items.append(ids.cpu().numpy())
-        values.append(best.cpu().numpy())
-    users, items, values = (np.concatenate(parts) for parts in (users, items, values))
-    width = items.shape[1]
-    frame = pl.DataFrame(
-        {
-            "user": np.asarray(data.dataset.user_ids)[np.repeat(users, width)],
-            "rank": np.tile(np.arange(1, width + 1, dtype=np.int32), len(users)),
-            "item": np.asarray(data.dataset.item_ids)[items.ravel()],
-            "score": values.ravel(),
-        }
-    ).filter(pl.col("score").is_finite())  # a user who has seen nearly everything has fewer than k left
-    with access(out, "written"):
-        frame.write_parquet(out)
-    return len(frame)
+def open_run(folder: Path, overrides: list[str]):
+    """(config, data, model, facts) of a run folder, the model with its final weights, the data as in training."""
+    config, known, weights, source, epoch = open_weights(folder, overrides)
+    data = open_data(config, trained_on=known.fingerprint)
+    model = trained_model(data.config, known, weights, source)
+    return data.config, data, model, {"weights": source.name, "epoch": epoch}
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """ConfigError for values of the command line that nothing can be done with."""
-    if options.top_k < 1 or (options.sampled is not None and options.sampled < 1):
-        raise ConfigError("--top-k and --sampled take a whole number of at least 1")
-    if not 0 <= options.seed < 2**63:
-        raise ConfigError(f"--seed: expected 0 to {2**63 - 1}, got {options.seed}")
+def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
+    interrupts.stage = "opening the run; nothing was written"
+    config, known, weights, source, epoch = open_weights(options.run, options.overrides)
+    if config.task.kind != "retrieval" and (options.predict or options.recommend or options.export_items):
+        raise ConfigError(f"task.kind={config.task.kind} scores items that it is given: it has no lists to write")
+    for out, name in ((options.predict, "--predict"), (options.recommend, "--recommend")):
+        if out:
+            check_table(out, name, config, options.overwrite)
+    if options.export_items:
+        check_export(options.export_items, config, options.overwrite)
+    if options.data:
+        path = os.path.abspath(os.path.expanduser(options.data))
+        config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
+        for out, name in ((options.predict, "--predict"), (options.recommend, "--recommend")):
+            if out:
+                check_table(out, name, config, options.overwrite)
+    if options.export_items:
+        interrupts.stage = "exporting the items; nothing was written"
+        model = trained_model(config, known, weights, source)
+        count, size = export_items(options.export_items, model, known.vocabulary.item_ids)
+        terminal.say(f"Written: {options.export_items} ({count:,} vectors of {size})")
+    elif options.recommend:
+        recommend(options, config, known, trained_model(config, known, weights, source), interrupts)
+    else:
+        interrupts.stage = "preparing the data; nothing was written"
+        if options.data:
+            data = open_data(config, vocabulary=known.vocabulary)
+        else:
+            data = open_data(config, trained_on=known.fingerprint)
+        model = trained_model(data.config, known, weights, source)
+        evaluate(options, data.config, data, model, {"weights": source.name, "epoch": epoch}, interrupts)
+
+
+def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interrupts: Interrupts) -> None:
+    """Judges the split; the result is written first and shown then."""
+    split, dataset = options.split, data.dataset
+    if options.sampled and options.sampled > dataset.num_items:
+        raise ConfigError(f"--sampled {options.sampled}: there are {dataset.num_items} items")
+    if getattr(data.splits, split) is None:
+        raise ConfigError(f"--split {split}: protocol {config.data.protocol} has no such split in these data")
+    cache = cache_options(options)
+    size = serve_from_cache(model, **cache) if cache else None
+    interrupts.stage = f"judging the split {split}; nothing was written"
+    result = judge(model, data, split) | facts | {"notes": [*dataset.notes, *data.splits.notes]}
+    if options.data:
+        result |= {"data": config.data.path, "left_out": dataset.left_out}
+    batches = data.eval_batches(split)
+    if options.sampled:
+        candidates = sampled_candidates(options.sampled, options.seed)
+        score = model_scorer(model, config.train.autocast == "bf16")
+        tracked = terminal.track(batches.epoch(0), len(batches), "ranking among sampled items")
+        (ranks,) = rank_targets(score, tracked, filters=[config.eval.filter_seen], candidates=candidates)
+        label = f"SAMPLED: target among {options.sampled} random items, not comparable with full ranking"
+        result["sampled"] = {"label": label, "seed": options.seed, **ranking_metrics(ranks)}
+    if size:
+        result["kv_cache"] = size.report()
+    path = options.run / result_name(split, cache, options.data)
+    write_file(path, json.dumps(result, indent=1))
+    interrupts.stage = f"predicting; {path} is written"
     if options.predict:
-        # Nothing but an earlier file of predictions is ever written over.
-        if options.predict.suffix != ".parquet" or options.predict.is_dir():
-            raise ConfigError(f"--predict {options.predict}: expected the name of a file that ends in .parquet")
-        if not options.predict.absolute().parent.is_dir():
-            raise ConfigError(f"{options.predict.parent}: no such folder")
+        tracked = terminal.track(batches.epoch(0), len(batches), "predicting")
+        frame = recommendations(config, model, dataset, tracked, options.top_k)
+        write_table(options.predict, frame)
+    print_result(data.task, result)
+    if size:
+        terminal.say("Served from a cache: " + ", ".join(f"{k} {v}" for k, v in result["kv_cache"].items()))
+    terminal.say(f"Written: {path}")
+    if options.predict:
+        terminal.say(f"Written: {options.predict} ({len(frame):,} rows)")
+
+
+def recommend(options, config: RunConfig, known: Known, model, interrupts: Interrupts) -> None:
+    """Writes the top-k items that come next after whole histories, without those that a history has."""
+    interrupts.stage = "preparing the data; nothing was written"
+    if options.history:
+        dataset = load_history(config, known, options.history)
+    elif options.data:
+        dataset = load_data(config, vocabulary=known.vocabulary)
+    else:
+        dataset = find_data(config, known.fingerprint)
+    config = for_data(config, dataset)
+    for note in dataset.notes:
+        terminal.say(note)
+    users = np.flatnonzero(np.diff(dataset.user_offsets))
+    if options.users:
+        users = chosen_users(options.users, dataset)
+    latest = int(dataset.timestamps.max())
+    if options.at is not None and options.at < latest:
+        raise ConfigError(f"--at {options.at}: the last event is later, at {latest}")
+    at, size = latest if options.at is None else options.at, config.eval.batch_size
+    batches = whole_histories(dataset, users, at, config.model.max_seq_len, size, model.item_weight.device)
+    interrupts.stage = "recommending; nothing was written"
+    tracked = terminal.track(batches, -(-len(users) // size), "recommending")
+    frame = recommendations(config, model, dataset, tracked, options.top_k)
+    write_table(options.recommend, frame)
+    terminal.say(f"Written: {options.recommend} ({len(frame):,} rows for {len(users):,} users)")
+
+
+def load_history(config: RunConfig, known: Known, path: Path) -> Dataset:
+    """The events of a file in the run's terms: of the run's format, or CSV or Parquet by the name's end."""
+    kind, columns = config.data.format, config.data.columns
+    if path.suffix in (".csv", ".parquet"):
+        kind = path.suffix[1:]
+        if config.data.format not in ("csv", "parquet"):
+            columns = {"timestamp": "timestamp" if known.has_timestamps else ""}
+            columns |= {"action": "action"} if config.model.action_embedding else {}
+    elif kind == "synthetic":
+        raise ConfigError(f"--history {shown(path, 200)}: expected a name that ends in .csv or .parquet")
+    options = {"format": kind, "columns": columns, "synthetic": None, "min_user_events": 1}
+    return load_data(config, path=str(path), cache_dir=None, vocabulary=known.vocabulary, **options)
+
+
+def chosen_users(path: Path, dataset: Dataset) -> np.ndarray:
+    """Indices of the users whose ids stand in the file, one a line; DataError for ids that the data do not have."""
+    with access(path, "read"):
+        content = read_regular(path, MOST_USERS)
+    try:
+        ids = [line.strip() for line in content.decode("utf-8-sig").splitlines()]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{shown(path, 200)}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    ids = [name for name in ids if name]
+    if not ids:
+        raise DataError(f"{shown(path, 200)}: no user id in it, expected one a line")
+    users = index_of(np.array(ids), dataset.user_ids)
+    if unknown := [name for name, user in zip(ids, users) if user < 0]:
+        some = ", ".join(shown(name) for name in unknown[:5])
+        raise DataError(f"{shown(path, 200)}: {len(unknown):,} of {len(ids):,} users are not in the data: {some}")
+    return users
 
 
 def cache_defaults(bits: int) -> dict:
@@ -101,79 +214,28 @@ def cache_defaults(bits: int) -> dict:
 
 
 def cache_options(options: argparse.Namespace) -> dict | None:
-    """What `serve_from_cache` takes, or None without --kv-cache; ConfigError for options without a cache."""
-    given = {name: value for name, _, _ in CACHE_OPTIONS if (value := getattr(options, name)) is not None}
+    """What `serve_from_cache` takes, or None without --kv-cache."""
     if options.kv_cache is None:
-        if given:
-            raise ConfigError(f"--{next(iter(given)).replace('_', '-')} is an option of --kv-cache, which is not given")
         return None
+    given = {name: value for name, _, _ in CACHE_OPTIONS if (value := getattr(options, name)) is not None}
     return cache_defaults(given.get("bits", 2)) | given
 
 
-def result_name(split: str, cache: dict | None) -> str:
-    """eval-test.json; with a cache its options stand in the name, so that results lie beside each other."""
-    if cache is None:
-        return f"eval-{split}.json"
-    parts = [f"eval-{split}-rotatekv-{cache['bits']}bit"]
-    defaults = cache_defaults(cache["bits"])
-    parts += [f"{name}={cache[name]}" for name, default in defaults.items() if cache[name] != default]
+def result_name(split: str, cache: dict | None, data: str | None = None) -> str:
+    """eval-test.json; options of a cache and other data stand in the name, so that results lie beside each other."""
+    parts = [f"eval-{split}"]
+    if data is not None:
+        parts.append("of-" + (re.sub(r"[^A-Za-z0-9._]+", "-", Path(data).name)[:100] or "data"))
+    if cache is not None:
+        parts.append(f"rotatekv-{cache['bits']}bit")
+        defaults = cache_defaults(cache["bits"])
+        parts += [f"{name}={cache[name]}" for name, default in defaults.items() if cache[name] != default]
     return "-".join(parts) + ".json"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the folder of a run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, like device=cpu")
-    parser.add_argument("--split", choices=("train", "valid", "test"), default="test")
-    parser.add_argument("--predict", type=Path, metavar="OUT.parquet", help="write the top-k items of each user")
-    parser.add_argument("--top-k", type=int, default=10)
-    parser.add_argument("--sampled", type=int, metavar="COUNT", help="also rank among COUNT random items")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampled candidates")
-    parser.add_argument("--kv-cache", choices=("rotatekv",), help="the last query reads its history from such a cache")
-    for name, kind, default in CACHE_OPTIONS:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=kind,
-            help=f"of the cache; by default {CLIPS if name == 'clip' else default}",
-        )
-    options = parser.parse_intermixed_args(arguments)
-    try:
-        check_options(options)
-        cache = cache_options(options)
-        config, data, model, source = open_run(options.run, options.overrides)
-        if options.sampled and options.sampled > data.dataset.num_items:
-            raise ConfigError(f"--sampled {options.sampled}: there are {data.dataset.num_items} items")
-        if getattr(data.splits, options.split) is None:
-            raise ConfigError(f"--split {options.split}: protocol {config.data.protocol} has no such split")
-        size = serve_from_cache(model, **cache) if cache else None
-        result = judge(model, data, options.split) | source | {"notes": data.splits.notes}
-        if options.sampled:
-            filters = [config.eval.filter_seen]
-            batches = data.eval_batches(options.split).epoch(0)
-            candidates = sampled_candidates(options.sampled, options.seed)
-            score = model_scorer(model, config.train.autocast == "bf16")
-            (ranks,) = rank_targets(score, batches, filters=filters, candidates=candidates)
-            label = f"SAMPLED: target among {options.sampled} random items, not comparable with full ranking"
-            result["sampled"] = {"label": label, "seed": options.seed, **ranking_metrics(ranks)}
-        print_result(console, data.task, result)
-        if size:
-            result["kv_cache"] = size.report()
-            console.print("Served from a cache: " + ", ".join(f"{k} {v}" for k, v in result["kv_cache"].items()))
-        path = options.run / result_name(options.split, cache)
-        write_file(path, json.dumps(result, indent=1))
-        console.print(f"Written: {path}")
-        if options.predict:
-            rows = predict(config, data, model, options.split, options.top_k, options.predict)
-            console.print(f"Written: {options.predict} ({rows:,} rows)")
-        return 0
-    except (ConfigError, DataError, CheckpointError, FolderError, ServingError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (MemoryError, RuntimeError) as error:
-        if (line := memory_fault(error)) is None:
-            raise
-        print(f"error: {line}", file=sys.stderr)
-        return 2
+    options = eval_options(__doc__, arguments)
+    return guarded(lambda interrupts: work(options, interrupts), options.quiet)
 
 
 if __name__ == "__main__":

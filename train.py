@@ -1,15 +1,22 @@
 """Trains the run that a YAML file describes, evaluates it and writes a report.
 
     python train.py configs/synthetic-hstu.yaml [key=value ...]   a new run, under run_dir/name/
-    python train.py --resume RUN [--override]                     go on after an interruption or a kill
+    python train.py --resume RUN [key=value ...] [--override]     go on after an interruption, or with more epochs
+    python train.py CONFIG --init-from RUN [key=value ...]        begin with the weights of another run
+    python train.py CONFIG --dry-run                              what a run would take in time and memory
 
 On the CPU a resumed run ends bit-identical to one that was never stopped, at the same number of threads.
 """
 
-import argparse
+from models.command import answer_early, train_options
+
+if __name__ == "__main__":
+    answer_early(train_options, __doc__)
+
 import json
 import math
 import os
+import resource
 import sys
 import time
 from contextlib import nullcontext
@@ -17,16 +24,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from data.batch import Batch
-from data.datasets import DataError
+from data.batches import Batches
 from models.average import WeightAverage
 from models.checkpoint import (
     CheckpointError,
     Progress,
     checkpoints,
     exists,
+    last_facts,
     load_checkpoint,
     load_folder,
     load_weights,
@@ -34,90 +41,98 @@ from models.checkpoint import (
     save_folder,
 )
 from models.config import ConfigError, RunConfig, as_yaml, load_config
-from models.folder import MANIFEST, FolderError, access, check_run, claimed, new_manifest, write_file
+from models.folder import MANIFEST, access, check_run, claimed, new_manifest, read_manifest, write_file
 from models.graph import GraphedStep, Losses, Step
-from models.monitor import Means, MetricsLog, ProgressBar, StopSignal, explain_faults, memory_fault
+from models.interrupt import Interrupts, Stopped
+from models.monitor import Means, MetricsLog, explain_faults
 from models.parallel.context import Context, NoLog
+from models.program import TrainingError, guarded
 from models.report import environment, print_result, write_report
 from models.run import (
     Data,
+    Tracked,
     build_model,
     changes,
-    check_fingerprint,
     check_of_this_run,
     check_same_run,
     final_weights,
     judge,
     open_data,
+    warm_start,
 )
 from models.tasks.build import build_task
+from models.terminal import Bar, duration, terminal
+from models.vocabulary import save_vocabulary
 
-console = Console()
 # The other names in a line of metrics.jsonl, which an auxiliary loss cannot have.
-TAKEN = {"epoch", "step", "loss", "split", "seconds"}
+TAKEN = {"epoch", "step", "loss", "split", "seconds", "grad_norm"}
+REHEARSED = 3  # steps of a dry run that are timed
 
 
-class TrainingError(ValueError):
-    """Training cannot go on, in one line."""
-
-
-def train(config: RunConfig, folder: Path, resume: bool, override: bool = False) -> int:
-    """The whole run, in `folder`, which is ours alone meanwhile; returns the exit status.
+def train(
+    config: RunConfig,
+    folder: Path,
+    resume: bool,
+    override: bool = False,
+    init_from: Path | None = None,
+    interrupts: Interrupts | None = None,
+) -> None:
+    """The whole run, in `folder`, which is ours alone meanwhile.
 
     resume: go on with the run that is there. override: also with a configuration that is not the checkpoint's.
+    init_from: another run's folder, whose weights a new run begins with. Stopped when a signal came; all is saved then.
     """
-    context = Context(config)
+    context, interrupts = Context(config), interrupts or Interrupts()
     folder = context.of_first(folder)
-    if not context.first:
-        return train_claimed(config, folder, resume, override, context)
-    with claimed(folder, new=not resume):
-        return train_claimed(config, folder, resume, override, context)
+    with claimed(folder, new=not resume) if context.first else nullcontext():
+        train_claimed(config, folder, resume, override, init_from, context, interrupts)
 
 
-def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool, context: Context) -> int:
+def train_claimed(
+    config: RunConfig,
+    folder: Path,
+    resume: bool,
+    override: bool,
+    init_from: Path | None,
+    context: Context,
+    interrupts: Interrupts,
+) -> None:
     """Several processes, of which the first writes: see models/parallel/context.py."""
-    console.quiet = not context.first
-    data = open_data(config, tell)
+    terminal.quiet |= not context.first
+    interrupts.stage = f"preparing the data. To {'go on' if resume else 'begin'}: the same command again"
+    saved = resume and was_saved(folder)
+    data = open_data(config, trained_on=str(last_facts(folder)[0].get("fingerprint")) if saved else None)
     config = data.config
     torch.manual_seed(config.seed)
-    model = build_model(data)
+    model = build_model(config, data.vocabulary, data.device)
+    if init_from is not None:
+        warm_start(model, config, data.vocabulary, init_from)
     average = WeightAverage(model, config.train.ema_decay) if config.train.ema_decay else None
     optimizer, step = build_step(config, model, data.device, average, context)
-    batches = data.batches(
-        "train",
-        batch_size=config.train.batch_size,
-        seed=config.seed,
-        group_by_length=config.train.group_by_length,
-    )
+    batches = train_batches(config, data)
+    steps = config.train.epochs * len(batches)
     watched = next((name for name in ("valid", "test") if getattr(data.splits, name) is not None), None)
-    eval_batches = data.eval_batches(watched) if watched else None
+    if config.eval.patience and watched != "valid":
+        raise ConfigError("eval.patience: there is no validation split to stop by in these data")
     progress = Progress(run="", fingerprint=data.dataset.fingerprint)
-    if resume and was_saved(folder):
+    if saved:
         progress = load_checkpoint(folder, model, optimizer, average)
         check_of_this_run(progress.run, folder, folder / "checkpoints")
-        check_fingerprint(progress.fingerprint, data, folder)
         if not override:
             check_same_run(progress, config, len(batches), folder)
     elif context.first:
         manifest = new_manifest()
         write_file(folder / MANIFEST, json.dumps(manifest, indent=1))
-        if not resume:
-            write_file(folder / "config.yaml", as_yaml(config))
+        save_vocabulary(folder, data.dataset)
         progress.run = manifest["run"]
     progress.config = config.model_dump(mode="json")
     context.of_first(None)  # all have read before the first one writes
+    if context.first and (not resume or override):
+        write_file(folder / "config.yaml", as_yaml(config))
     log = MetricsLog(folder, progress.records, progress.step) if context.first else NoLog(progress.records)
     if log.lost:
-        console.print("metrics.jsonl had been changed: its lines are restored from the checkpoint")
-
-    parameters = sum(p.numel() for p in model.parameters())
-    console.print(
-        f"{data.dataset.name}: {data.dataset.num_users:,} users, {data.dataset.num_items:,} items, "
-        f"{data.dataset.num_events:,} events; {parameters:,} parameters; {data.device}; run folder {folder}"
-    )
-    for note in data.dataset.notes:
-        tell(f"data: {note}")
-    stop = StopSignal()
+        terminal.say("metrics.jsonl had been changed: its lines are restored from the checkpoint")
+    introduce(config, data, model, len(batches), folder)
     started, saved_at = time.monotonic() - progress.seconds, time.monotonic()
     means = Means(data.device, progress.losses)
 
@@ -128,63 +143,133 @@ def train_claimed(config: RunConfig, folder: Path, resume: bool, override: bool,
         with judged(average):
             save_checkpoint(folder, model, optimizer, progress, average, again=again)
 
-    # A run that has lines of metrics has a checkpoint: without one they, or it, were lost.
-    save(again=override)
-    if context.first:
-        take_over_best(config, folder, progress)
-    with ProgressBar(console, config.train.epochs, len(batches), progress.step) as bar:
+    def check() -> None:
+        if context.world == 1:  # several processes have to come to the end of an evaluation together
+            interrupts.check()
+
+    def stopped(number: int) -> Stopped:
+        save()
+        best = "" if progress.best is None else f"; best {config.best_metric} so far {progress.best:.4f}"
+        interrupts.stage = (
+            f"training. Saved at step {progress.step:,} of {steps:,}{best}. To go on: python train.py --resume {folder}"
+        )
+        return Stopped(number)
+
+    with interrupts.noted(), terminal.bar(steps, progress.step, unit="steps") as bar:
+        # A run that has lines of metrics has a checkpoint: without one they, or it, were lost.
+        save(again=override)
+        if context.first:
+            take_over_best(config, folder, progress)
         while progress.epoch < config.train.epochs:
             if config.eval.patience and progress.stale >= config.eval.patience:
                 break
             model.train()
+            began, before, lr = time.monotonic(), progress.events, 0.0
             for batch in batches.epoch(progress.epoch, start=progress.batch):
-                set_lr(config, optimizer, progress.step, config.train.epochs * len(batches))
+                lr = set_lr(config, optimizer, progress.step, steps)
                 means.add(step(replace(batch, phase=phase_at(config, progress.step))))
                 progress.step += 1
                 progress.batch += 1
                 progress.events += batch.num_tokens
-                bar.step(means, progress)
-                if signal := context.any(stop.signal):
-                    save()
-                    bar.stop()
-                    console.print(f"Stopped at step {progress.step}. To go on: python train.py --resume {folder}")
-                    return 128 + signal
+                show(bar, config, progress, means, (progress.events - before) / (time.monotonic() - began))
+                if signal := context.any(interrupts.signal):
+                    raise stopped(signal)
             losses = means.values()
             if not math.isfinite(losses["loss"]):
                 raise TrainingError(
                     f"the loss is {losses['loss']} in epoch {progress.epoch + 1}: try a lower train.lr or "
                     f"train.clip_norm; {folder} keeps the checkpoints from before"
                 )
-            progress.epoch, progress.batch, means = progress.epoch + 1, 0, Means(data.device, {})
-            record = {"epoch": progress.epoch, "step": progress.step, **losses, "split": watched}
-            if watched and config.eval.every and progress.epoch % config.eval.every == 0:
+            rates = {"lr": lr, "events_per_second": (progress.events - before) / (time.monotonic() - began)}
+            record = {"epoch": progress.epoch + 1, "step": progress.step, **losses, "split": watched}
+            evaluated = watched and config.eval.every and (progress.epoch + 1) % config.eval.every == 0
+            if evaluated:
                 phase = phase_at(config, progress.step)
-                with judged(average):
-                    metrics = context.of_first(data.task.evaluate(model, eval_batches, phase))
-                    # An earlier phase is another model than the one that is judged: nothing is chosen in it.
-                    if watched == "valid" and phase == phase_at(config, math.inf):
+                try:
+                    with judged(average):
+                        batches_shown = Tracked(data.eval_batches(watched), f"evaluating on {watched}", check)
+                        metrics = data.task.evaluate(model, batches_shown, phase)
+                except Stopped as stop:
+                    # Saved as it was before the evaluation, which a resumed run makes again.
+                    raise stopped(stop.number) from None
+                metrics = context.of_first(metrics)
+            progress.epoch, progress.batch, means = progress.epoch + 1, 0, Means(data.device, {})
+            told = f"epoch {progress.epoch:>4}  {shown(losses)}"
+            if evaluated:
+                # An earlier phase is another model than the one that is judged: nothing is chosen in it.
+                if watched == "valid" and phase == phase_at(config, math.inf):
+                    with judged(average):
                         keep_best(config, folder if context.first else None, model, progress, metrics)
                 record |= metrics
-                bar.print(
-                    f"epoch {progress.epoch:>4}  {shown(losses)}  {watched} "
-                    + shown({name: metrics[name] for name in data.task.headline})
-                )
-            log.write(record, time.monotonic() - started)
+                told += f"  {watched} " + shown({name: metrics[name] for name in data.task.headline})
+            terminal.say(told)
+            log.write(record, time.monotonic() - started, losses | rates)
             last = progress.epoch == config.train.epochs
             if last or time.monotonic() - saved_at >= config.train.checkpoint_seconds:
                 save()
                 saved_at = time.monotonic()
-    save()
+        save()
+        interrupts.stage = f"evaluating; all epochs are saved. To evaluate: python train.py --resume {folder}"
     log.close()
-    if data.splits.test is None:
-        console.print(f"Protocol {config.data.protocol}: nothing is held out, so that the run is not judged")
-    elif context.first:
-        finish(config, folder, model, data, progress)
-    return 0
+    if context.first:
+        finish(config, folder, model, data, progress, watched)
 
 
-def tell(line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+def train_batches(config: RunConfig, data: Data) -> Batches:
+    c = config.train
+    return data.batches("train", batch_size=c.batch_size, seed=config.seed, group_by_length=c.group_by_length)
+
+
+def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | str) -> None:
+    """What is about to be trained, on what, and what is known of its size before it begins."""
+    for note in data.dataset.notes:
+        terminal.say(f"data: {note}")
+    parameters = sum(p.numel() for p in model.parameters())
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    copies = 5 if config.train.ema_decay else 4
+    terminal.say(
+        f"{data.dataset.name}: {data.dataset.num_users:,} users, {data.dataset.num_items:,} items, "
+        f"{data.dataset.num_events:,} events; {parameters:,} parameters; {data.device}; run folder {folder}"
+    )
+    terminal.say(
+        f"{config.train.epochs:,} epochs of {steps:,} steps; weights, gradients and moments take "
+        f"{copies * size / 2**20:,.1f} MiB, a step's tensors come on top (--dry-run measures them and the time)"
+    )
+
+
+def show(bar: Bar, config: RunConfig, progress: Progress, means: Means, rate: float) -> None:
+    """Draws the progress; the losses, which wait for the device, are read only where they are shown."""
+    if bar.due():
+        epoch = f"epoch {progress.epoch + 1}/{config.train.epochs}"
+        bar.show(progress.step, epoch, f"{shown(means.values())}  {rate:,.0f} events/s")
+
+
+def rehearse(config: RunConfig, interrupts: Interrupts) -> None:
+    """A dry run: the data are prepared, a few steps are made and measured, nothing is kept."""
+    interrupts.stage = "rehearsing; nothing was written but prepared data"
+    data = open_data(config)
+    config = data.config
+    torch.manual_seed(config.seed)
+    model = build_model(config, data.vocabulary, data.device)
+    _, step = build_step(config, model, data.device)
+    batches = train_batches(config, data)
+    introduce(config, data, model, len(batches), "none, this is a dry run")
+    seconds = []
+    for number, batch in enumerate(batches.epoch(0)):
+        if number > REHEARSED:
+            break
+        began = time.monotonic()
+        step(replace(batch, phase=phase_at(config, 0)))["loss"].item()
+        seconds.append(time.monotonic() - began)
+    typical = sum(seconds[1:] or seconds) / len(seconds[1:] or seconds)  # the first one also compiles
+    if data.device.type == "cuda":
+        memory = f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB of GPU memory"
+    else:
+        memory = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of memory, Python's included"
+    terminal.say(
+        f"A step takes about {duration(typical)}, an epoch {duration(typical * len(batches))}, the run "
+        f"{duration(typical * len(batches) * config.train.epochs)} without evaluations; {memory} at the most"
+    )
 
 
 def build_step(
@@ -192,7 +277,8 @@ def build_step(
 ) -> tuple[torch.optim.Optimizer, Step]:
     """The optimiser, and the function that makes one step of it: batch -> losses, without waiting for the device.
 
-    The losses by name, 0-d: `loss`, what the step minimises, and the auxiliary losses before their weights.
+    The losses by name, 0-d: `loss`, what the step minimises, the auxiliary losses before their weights, and `grad_norm`
+    before clipping (in captured steps only where train.clip_norm needs it).
     """
     c, context = config.train, context or Context(config)
     graphed = device.type == "cuda" and c.cuda_graphs and not c.compile and context.world == 1
@@ -227,12 +313,16 @@ def build_step(
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         loss = context.sum_gradients(model.parameters(), loss.detach())
+        norm = {}
         if c.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip_norm)
+            norm = {"grad_norm": torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip_norm).detach()}
+        elif not graphed:  # one that nobody asked for is not worth a kernel of a captured step
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = {"grad_norm": torch.nn.utils.get_total_norm(gradients).detach()}
         optimizer.step()
         if average is not None:
             average.update()
-        return {"loss": loss} | {name: extra.value.detach() for name, extra in aux.items()}
+        return {"loss": loss} | {name: extra.value.detach() for name, extra in aux.items()} | norm
 
     if not graphed:
         return optimizer, step
@@ -260,8 +350,8 @@ def judged(average: WeightAverage | None):
     return nullcontext() if average is None else average.in_the_model()
 
 
-def set_lr(config: RunConfig, optimizer, step: int, steps: int) -> None:
-    """The learning rate of this step, of `steps` in all: rising over the warm-up, then as `train.decay` says."""
+def set_lr(config: RunConfig, optimizer, step: int, steps: int) -> float:
+    """Sets the learning rate of this step, of `steps` in all: rising over the warm-up, then as `train.decay` says."""
     c = config.train
     lr = c.lr * min(1.0, (step + 1) / max(1, c.warmup_steps))
     past = max(0, step - c.warmup_steps) / max(1, steps - c.warmup_steps)
@@ -274,6 +364,7 @@ def set_lr(config: RunConfig, optimizer, step: int, steps: int) -> None:
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
+    return lr
 
 
 def keep_best(config: RunConfig, folder: Path | None, model, progress: Progress, metrics: dict) -> None:
@@ -301,29 +392,34 @@ def take_over_best(config: RunConfig, folder: Path, progress: Progress) -> None:
 
 
 def shown(values: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+    return "  ".join(f"{name} {value:.4f}" for name, value in values.items() if name != "grad_norm")
 
 
-def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progress) -> None:
+def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progress, watched: str | None) -> None:
+    """Judges the run by its test split, if it has one, and writes result.json and the report."""
     weights, facts, source = final_weights(folder)
     load_weights(model, weights, source)
-    result = judge(model, data, "test")
-    result |= {
+    result = {
         "weights": source.name,
         "epoch": facts["epoch"],
         "steps": progress.step,
         "seconds": progress.seconds,
         "events_per_second": progress.events / max(progress.seconds, 1e-9),
-        "notes": data.splits.notes,
+        "notes": [*data.dataset.notes, *data.splits.notes],
         "skipped": data.splits.skipped,
         "environment": environment(data.device),
+        "run": read_manifest(folder),
     }
+    if data.splits.test is not None:
+        result |= judge(model, data, "test")
+        batches = Tracked(data.eval_batches(watched), f"judging the baseline on {watched}")
+        result["baseline"] = data.task.baseline(data.dataset, data.splits, watched, batches)
     if data.device.type == "cuda":
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     write_file(folder / "result.json", json.dumps(result, indent=1))
     write_report(folder, data.task, result, progress.records, data.dataset)
-    print_result(console, data.task, result)
-    console.print(f"Report: {folder / 'report.md'}")
+    print_result(data.task, result)
+    terminal.say(f"Report: {folder / 'report.md'}")
 
 
 def new_folder(config: RunConfig) -> Path:
@@ -343,38 +439,34 @@ def absolute_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"data": config.data.model_copy(update=paths)})
 
 
+def only_these_change(folder: Path, overrides: list[str]) -> bool:
+    """Whether there are overrides, and a run's config.yaml differs from its checkpoint in what they name at most."""
+    if not overrides or not was_saved(folder):
+        return False
+    facts, source = last_facts(folder)
+    named = tuple(override.partition("=")[0] for override in overrides)
+    found = changes(facts.get("config"), load_config(folder / "config.yaml"), source)
+    return all(line.startswith(named) for line in found)
+
+
+def work(options, interrupts: Interrupts) -> None:
+    if options.resume:
+        check_run(options.resume)
+        config = load_config(options.resume / "config.yaml", options.overrides)
+        # What the command line changes is taken over; what config.yaml alone has changed needs --override.
+        override = options.override or only_these_change(options.resume, options.overrides)
+        train(absolute_paths(config), options.resume, True, override, interrupts=interrupts)
+        return
+    config = absolute_paths(load_config(options.config, options.overrides))
+    if options.dry_run:
+        rehearse(config, interrupts)
+    else:
+        train(config, options.run or new_folder(config), False, False, options.init_from, interrupts)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?", help="the run's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, like train.lr=3e-4")
-    parser.add_argument("--run", type=Path, help="the run's folder, instead of a new one under run_dir/name")
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run folder")
-    parser.add_argument(
-        "--override", action="store_true", help="with --resume: take over a config.yaml that was changed"
-    )
-    options = parser.parse_intermixed_args(arguments)
-    if (options.config is None) == (options.resume is None):
-        parser.error("give either a config or --resume RUN")
-    if options.run and options.resume:
-        parser.error("--run is for a new run: --resume names its folder")
-    if options.override and not options.resume:
-        parser.error("--override belongs to --resume")
-    try:
-        if options.resume:
-            check_run(options.resume)
-            config, folder = load_config(options.resume / "config.yaml"), options.resume
-        else:
-            config = absolute_paths(load_config(options.config, options.overrides))
-            folder = options.run or new_folder(config)
-        return train(config, folder, bool(options.resume), options.override)
-    except (ConfigError, DataError, CheckpointError, FolderError, TrainingError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (MemoryError, RuntimeError) as error:
-        if (line := memory_fault(error)) is None:
-            raise
-        print(f"error: {line}", file=sys.stderr)
-        return 2
+    options = train_options(__doc__, arguments)
+    return guarded(lambda interrupts: work(options, interrupts), options.quiet)
 
 
 if __name__ == "__main__":

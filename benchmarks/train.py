@@ -60,7 +60,7 @@ def measure(config, profiled: bool, **described) -> None:
     """Prints the record of one configuration."""
     torch.manual_seed(config.seed)
     data = open_data(config)
-    model = build_model(data)
+    model = build_model(data.config, data.vocabulary, data.device)
     _, step = train.build_step(config, model, data.device)
     batches = data.batches("train", batch_size=config.train.batch_size, seed=config.seed)
     evaluation = data.eval_batches("test")

@@ -61,6 +61,15 @@ def load_or_prepare(
     return dataclasses.replace(dataset, notes=(how, *dataset.notes)) if how else dataset
 
 
+def find_prepared(name: str, cache_dir: str | Path, fingerprint: str) -> Dataset | None:
+    """Return the data set of this format and fingerprint from its cache, without its source, or None."""
+    return _open(_cache_folder(local_path(cache_dir, "data.cache_dir"), name, fingerprint), fingerprint)
+
+
+def _cache_folder(cache_dir: Path, name: str, fingerprint: str) -> Path:
+    return cache_dir / f"{name}-{fingerprint[:16]}"
+
+
 def _recipe(name: str, fmt: RawFormat, options: dict | None, handling: Handling) -> dict:
     """What decides, beside the content of the files, what a cache holds."""
     recipe = {"version": VERSION, "format": name, "options": options, "columns": fmt.columns}
@@ -94,7 +103,7 @@ def _prepare(
             progress.stage(f"checking {source.name}")
             sums.append(_file_sha256(source.path))
         fingerprint = hashlib.sha256(json.dumps([recipe, sums], sort_keys=True).encode()).hexdigest()
-        folder = None if cache_dir is None else cache_dir / f"{name}-{fingerprint[:16]}"
+        folder = None if cache_dir is None else _cache_folder(cache_dir, name, fingerprint)
         if folder is not None and (cached := _open(folder, fingerprint)) is not None:
             return cached
         place += [(cache_dir or Path(tempfile.gettempdir())) / "unpacked", *([folder] if folder else [])]

@@ -114,6 +114,12 @@ def make_splits(
             "Each user's target is their first event in the window, with all of their events before it as history.",
             "No event of the training data is later than an event of the validation or test windows.",
         ]
+        if valid is not None and not len(valid):
+            valid = None
+            notes.append(
+                "The validation window has no event of a user with a history: nothing is chosen by it, and the last "
+                "weights are judged."
+            )
     elif protocol == "all":
         train_end, valid, test = last, None, None
         train = split("train", train_end, everyone, "", "fewer than two events")

@@ -7,7 +7,8 @@ state.json, which holds the progress, the checksums of the other two and its own
 import hashlib
 import json
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -201,6 +202,23 @@ def _plain(name: str) -> bool:
     return Path(name).name == name
 
 
+@contextmanager
+def _or_older(found: list[Path]) -> Iterator[None]:
+    """Inside, an error of the last of these checkpoints says whether there is one to go on from without it."""
+    try:
+        yield
+    except CheckpointError as error:
+        older = f"; remove that folder to go on from {found[-2].name}" if len(found) > 1 else ""
+        raise CheckpointError(f"{error}{older}") from None
+
+
+def last_facts(run: Path) -> tuple[dict, Path]:
+    """(facts, folder) of the last checkpoint, of which there is one; CheckpointError when it is damaged."""
+    found = checkpoints(run)
+    with _or_older(found):
+        return load_folder(found[-1])[1], found[-1]
+
+
 def load_checkpoint(
     run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
 ) -> Progress:
@@ -212,7 +230,7 @@ def load_checkpoint(
     if not found:
         raise CheckpointError(f"{run}: no checkpoint to resume from")
     source = found[-1]
-    try:
+    with _or_older(found):
         tensors, facts = load_folder(source, "model", "state")
         moments = facts.pop("optimizer", None)
         progress = Progress.of(facts, source)
@@ -220,9 +238,6 @@ def load_checkpoint(
             raise CheckpointError(f"{source}: damaged, it holds step {progress.step}")
         if model.state_dict().keys() == tensors["model"].keys():  # else it is another model's, as is told below
             _check_state(tensors["state"], optimizer, moments, source)
-    except CheckpointError as error:
-        older = f"; remove that folder to go on from {found[-2].name}" if len(found) > 1 else ""
-        raise CheckpointError(f"{error}{older}") from None
     if progress.best is not None and not find_folder(run / "best").is_dir():
         raise CheckpointError(f"{run / 'best'}: not there, though the checkpoint tells of the best weights so far")
     load_weights(model, tensors["model"], source)

@@ -1,6 +1,7 @@
 """A run's folder: made, claimed by one process at a time, its files written whole.
 
 run.json      the manifest: the run's id, by which its weights know it, and how it was started
+vocabulary/   the original ids of its items and users
 config.yaml   metrics.jsonl   tensorboard/   checkpoints/   best/   result.json   report.md   loss.png   eval-*.json
 
 A link in place of one of the folders is refused; one in place of a file is replaced and what it leads to is left alone.
@@ -23,7 +24,7 @@ from data.atomic import put_back, replace_file, sweep
 from data.types import shown
 
 LOCK, MANIFEST = ".lock", "run.json"
-FOLDERS = ("checkpoints", "best", "tensorboard")
+FOLDERS = ("checkpoints", "best", "tensorboard", "vocabulary")
 MOST_FACTS = 2**28  # bytes of a JSON file: more is none that this program wrote
 
 
@@ -40,10 +41,21 @@ def access(path: Path, what: str) -> Iterator[None]:
         raise FolderError(f"{shown(path, 200)}: cannot be {what}: {error.strerror or error}") from error
 
 
+def check_path(path: Path) -> None:
+    """FolderError for a path that the libraries which write there cannot name."""
+    if "\0" in str(path):
+        raise FolderError(f"{shown(path)}: a path cannot hold a NUL character")
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise FolderError(f"{shown(path, 200)}: the path is no text in UTF-8, choose another") from None
+
+
 def check_run(folder: Path) -> None:
     """FolderError unless `folder` is a run's."""
+    check_path(folder)
     with access(folder, "read"):
-        if "\0" in str(folder) or not (folder / "config.yaml").exists():
+        if not (folder / "config.yaml").exists():
             raise FolderError(f"{shown(folder, 200)}: not a run folder (no config.yaml)")
 
 
@@ -106,8 +118,7 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
     What a killed process left half done is put right first. A new folder is made, and goes again when nothing was put
     into it. The claim ends with the process, however that ends.
     """
-    if "\0" in str(folder):
-        raise FolderError(f"{shown(folder)}: a path cannot hold a NUL character")
+    check_path(folder)
     with access(folder, "written"):
         made = [path for path in (folder, *folder.parents) if not path.exists()] if new else []
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +132,8 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
                     raise FolderError(f"{shown(folder / name, 200)}: a link, expected a folder of the run's own")
             sweep(folder, older_than=0)
             sweep(folder / "checkpoints", older_than=0)
-            put_back(folder / "best")
+            for name in ("best", "vocabulary"):
+                put_back(folder / name)
         yield
     finally:
         if made and [path.name for path in folder.iterdir()] == [LOCK]:

@@ -1,18 +1,12 @@
-"""What a run shows and hears while it goes on: metrics.jsonl and TensorBoard, the progress bar, signals."""
+"""What a run writes down while it goes on: metrics.jsonl and TensorBoard; what an unexpected exception says."""
 
 import json
-import re
-import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
-from rich import progress as rich
-from rich.console import Console
 from torch import Tensor
 
-from models.checkpoint import Progress
 from models.folder import access, read_regular, write_file
 
 
@@ -61,44 +55,24 @@ class MetricsLog:
             self.file = self.path.open("a", encoding="utf-8")
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
 
-    def write(self, record: dict, seconds: float) -> None:
-        record = {**record, "seconds": round(seconds, 3)}
+    def write(self, record: dict, seconds: float, trained: dict[str, float]) -> None:
+        """A line of metrics.jsonl; in TensorBoard what is in `trained` stands below train/, the rest below its split.
+
+        trained: losses and rates of training; those that `record` does not have come into TensorBoard alone.
+        """
+        record, step = {**record, "seconds": round(seconds, 3)}, record["step"]
         with access(self.path, "written"):
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
-            for name, value in record.items():
-                if isinstance(value, float):
-                    self.board.add_scalar(name, value, record["step"])
+            for name, value in {**record, **trained}.items():
+                if isinstance(value, float) and name != "seconds":
+                    self.board.add_scalar(f"{'train' if name in trained else record['split']}/{name}", value, step)
         self.records.append(record)
 
     def close(self) -> None:
         with access(self.path, "written"):
             self.file.close()
             self.board.close()
-
-
-def memory_fault(error: Exception) -> str | None:
-    """The line for an error that says that memory is not enough, on the host or a device; None for any other."""
-    text = str(error)
-    on_host = any(sign in text for sign in ("DefaultCPUAllocator: can't allocate memory", "Storage size calculation"))
-    if not (on_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))):
-        return None
-    wanted = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ [KMGT]iB)", text)
-    asked = f" ({wanted[1] + ' bytes' if wanted[1] else wanted[2]} asked for at once)" if wanted else ""
-    return f"not enough memory{asked}: lower the model's sizes, the batch sizes or loss.num_negatives"
-
-
-class StopSignal:
-    """Turns SIGINT and SIGTERM into a flag that the loop reads between steps; a second one ends at once."""
-
-    def __init__(self):
-        self.signal = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
-
-    def _note(self, number, frame) -> None:
-        self.signal = number
-        signal.signal(number, signal.SIG_DFL)
 
 
 def explain_faults() -> None:
@@ -115,46 +89,3 @@ def explain_faults() -> None:
         )
 
     sys.excepthook = hook
-
-
-class ProgressBar:
-    """The bar with epoch, losses, events per second and remaining time; reads the device twice a second at most."""
-
-    def __init__(self, console: Console, epochs: int, per_epoch: int, done: int):
-        self.bar = rich.Progress(
-            rich.TextColumn("{task.description}"),
-            rich.BarColumn(),
-            rich.TextColumn("{task.fields[losses]}"),
-            rich.TextColumn("{task.fields[rate]:,.0f} events/s"),
-            rich.TimeRemainingColumn(),
-            console=console,
-        )
-        self.epochs = epochs
-        self.task = self.bar.add_task("", total=per_epoch * self.epochs, completed=done, losses="", rate=0.0)
-        self.shown = self.events = 0.0
-
-    def __enter__(self):
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error):
-        self.stop()
-
-    def stop(self) -> None:
-        self.bar.stop()
-
-    def print(self, line: str) -> None:
-        self.bar.console.print(line, highlight=False)
-
-    def step(self, means: Means, progress: Progress) -> None:
-        now = time.monotonic()
-        if now - self.shown < 0.5:
-            return
-        self.bar.update(
-            self.task,
-            description=f"epoch {progress.epoch + 1}/{self.epochs}",
-            completed=progress.step,
-            losses="  ".join(f"{name} {value:.4f}" for name, value in means.values().items()),
-            rate=(progress.events - self.events) / (now - self.shown) if self.shown else 0.0,
-        )
-        self.shown, self.events = now, progress.events

@@ -2,15 +2,18 @@
 
 import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 
 import torch
-from rich.console import Console
+from rich import box
 from rich.table import Table
 
+from data.types import shown
 from models.folder import write_file
 from models.tasks.contract import Task
+from models.terminal import duration, terminal
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -28,18 +31,26 @@ def environment(device: torch.device) -> dict[str, str]:
     return found
 
 
-def print_result(console: Console, task: Task, result: dict) -> None:
+def protocol_lines(task: Task, result: dict) -> list[str]:
+    """What the figures are figures of; of a run that is judged by nothing, its notes."""
+    return task.protocol_lines(result) if "split" in result else result["notes"]
+
+
+def print_result(task: Task, result: dict) -> None:
     """Prints the terminal's table: the model next to the task's baseline, under the same protocol."""
-    for line in task.protocol_lines(result):
-        console.print(line, highlight=False)
+    for line in protocol_lines(task, result):
+        terminal.say(line)
+    if "split" not in result:
+        return
     main = task.tables(result)[0]
-    table = Table(title=f"{task.config.name}: {result['split']}")
+    table = Table(title=f"{task.config.name}: {result['split']}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in main.short:
         heading = main.headings[column]
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+        # Words may wrap, numbers may not.
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading), overflow="fold")
     for row in main.rows:
         table.add_row(*(row[column] for column in main.short))
-    console.print(table)
+    terminal.table(table)
 
 
 def write_report(folder: Path, task: Task, result: dict, history: list[dict], dataset) -> None:
@@ -47,31 +58,34 @@ def write_report(folder: Path, task: Task, result: dict, history: list[dict], da
 
     history: the lines of metrics.jsonl.
     """
-    config = task.config
-    plots = _plot(folder, history, task.plotted) + task.plots(result, folder)
-    minutes = result["seconds"] / 60
+    config, run, judged = task.config, result["run"], "split" in result
+    plots = _plot(folder, history, task.plotted, result.get("baseline", {}))
+    plots += task.plots(result, folder) if judged else []
     lines = [
         f"# {config.name}",
         "",
-        f"Data: {dataset.name}, {dataset.num_users:,} users, {dataset.num_items:,} items, "
+        f"Data: {shown(dataset.name, 200)}, {dataset.num_users:,} users, {dataset.num_items:,} items, "
         f"{dataset.num_events:,} events.",
-        *task.protocol_lines(result),
+        *protocol_lines(task, result),
         "",
-        f"Weights: {result['weights']} (epoch {result['epoch']}). {result['steps']:,} steps in {minutes:.1f} minutes, "
-        f"{result['events_per_second']:,.0f} events a second. Seed {config.seed}.",
+        f"Weights: {result['weights']} (epoch {result['epoch']}). {result['steps']:,} steps in "
+        f"{duration(result['seconds'])}, {result['events_per_second']:,.0f} events a second. Seed {config.seed}.",
         *(_left_out(split, count) for split, count in result["skipped"].items()),
         "",
         *(
             line
-            for table in task.tables(result)
+            for table in (task.tables(result) if judged else [])
             for line in (f"## {table.title}", "", *_markdown(table.headings, table.rows), "")
         ),
         *(f"![{plot}]({plot})\n" for plot in plots),
         "## Environment",
         "",
+        f"- begun: {run.get('created')}",
+        f"- command: `{' '.join(map(str, run.get('command', [])))}`",
+        f"- commit: {run.get('commit')}",
         *(f"- {name}: {value}" for name, value in result["environment"].items()),
         "",
-        f"Reproduce: `python train.py {folder / 'config.yaml'}`",
+        f"Reproduce: `python train.py {shown(folder / 'config.yaml', 1000)}`",
     ]
     write_file(folder / "report.md", "\n".join(lines) + "\n")
 
@@ -85,15 +99,15 @@ def _markdown(headings: list[str], rows: list[list[str]]) -> list[str]:
     return [
         "| " + " | ".join(headings) + " |",
         "|" + " --- |" * len(headings),
-        *("| " + " | ".join(row) + " |" for row in rows),
+        *("| " + " | ".join(re.sub(r"([\\|`*_\[\]<>])", r"\\\1", cell) for cell in row) + " |" for row in rows),
     ]
 
 
-def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...]) -> list[str]:
-    import matplotlib
-
-    matplotlib.use("Agg")
+def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline: dict[str, float]) -> list[str]:
+    """Writes the curves, the baseline's metrics as lines beside them; returns the names of the files."""
+    os.environ["MPLBACKEND"] = "agg"  # what the environment says of it may be no backend at all
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     evaluated = [row for row in history if plotted[0] in row]
     split = evaluated[0]["split"] if evaluated else ""
@@ -103,8 +117,12 @@ def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...]) -> list[s
     for file, (rows, names, title) in figures.items():
         figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
         for name in names:
-            axes.plot([row["epoch"] for row in rows], [row[name] for row in rows], marker=".", label=name)
+            (line,) = axes.plot([row["epoch"] for row in rows], [row[name] for row in rows], marker=".", label=name)
+            if name in baseline:
+                label = "baseline" if name == names[0] else None
+                axes.axhline(baseline[name], color=line.get_color(), linestyle=":", label=label)
         axes.set(xlabel="epoch", title=title)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if len(names) > 1:
             axes.legend()

@@ -1,24 +1,51 @@
 """What training and evaluation of a run share: its data, its model, the weights it is judged by, the verdict."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 
+from data.batch import Batch
 from data.batches import Batches
-from data.datasets import Dataset, load_dataset
+from data.datasets import DataError, Dataset, Vocabulary, load_dataset
+from data.prepare import find_prepared
 from data.splits import Splits
 from data.types import shown
+from data.vocabulary import index_of, vocabulary_of
 from hstu_sparse.ring.flash.cute import check_available
 from hstu_sparse.validation import choose_backend
-from models.checkpoint import CheckpointError, Progress, checkpoints, exists, load_folder
+from models.checkpoint import CheckpointError, Progress, checkpoints, exists, load_folder, load_weights
 from models.config import ConfigError, RunConfig, differences
-from models.folder import read_manifest
+from models.folder import check_run, read_manifest
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
 from models.tasks.contract import Task
+from models.terminal import terminal
+from models.vocabulary import load_vocabulary
+
+MOST_THREADS = 16  # for each core: many more cannot be started, and none of them would help
+
+
+class Tracked:
+    """The batches of a split; in an epoch it is shown how far it is, and `check` is called at each batch."""
+
+    def __init__(self, batches: Batches, what: str, check: Callable[[], None] = lambda: None):
+        self.batches, self.what, self.check = batches, what, check
+
+    def __getattr__(self, name: str):
+        return getattr(self.batches, name)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        for batch in terminal.track(self.batches.epoch(epoch), len(self.batches), self.what):
+            self.check()
+            yield batch
 
 
 @dataclass
@@ -28,6 +55,7 @@ class Data:
     device: torch.device
     config: RunConfig
     task: Task
+    vocabulary: Vocabulary
 
     def batches(self, split: str, **options) -> Batches:
         return self.task.batches(self.dataset, getattr(self.splits, split), device=self.device, **options)
@@ -36,38 +64,77 @@ class Data:
         return self.batches(split, batch_size=self.config.eval.batch_size, shuffle=False, with_seen=True)
 
 
-def open_data(config: RunConfig, tell: Callable[[str], None] | None = None) -> Data:
-    """The run's data set, prepared or from the cache, its splits, the device they go to, and the configuration as these
-    data decide it: what is built and stored is `Data.config`.
-
-    tell: gets a line now and then about a long preparation.
-    """
+def open_device(config: RunConfig) -> torch.device:
+    """The device that the configuration asks for, with its threads and precision set; ConfigError."""
     kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, but torch finds no GPU (make doctor says why)")
     if config.threads:
+        if config.threads > (most := MOST_THREADS * (os.cpu_count() or 1)):
+            raise ConfigError(
+                f"threads: {config.threads} on a machine of {os.cpu_count()} cores, expected at most {most}"
+            )
         torch.set_num_threads(config.threads)
     if kind == "cuda":
         set_matmul_precision(config.train.matmul_precision)
     check_backends(config, torch.device(kind))
-    c = config.data
-    dataset = load_dataset(
-        c.format,
-        c.path,
-        cache_dir=c.cache_dir,
-        min_user_events=c.min_user_events,
-        min_item_events=c.min_item_events,
-        columns=c.columns,
-        synthetic=c.synthetic,
-        separator=c.separator,
-        on_bad_row=c.on_bad_row,
-        duplicates=c.duplicates,
-        tell=tell,
-    )
+    return torch.device(kind)
+
+
+def open_data(config: RunConfig, *, trained_on: str | None = None, vocabulary: Vocabulary | None = None) -> Data:
+    """The run's data set, prepared or from the cache, its splits, the device they go to, and the configuration as these
+    data decide it: what is built and stored is `Data.config`.
+
+    trained_on: the fingerprint that the data must have; where the source has another one or is gone, the prepared copy
+    is taken. vocabulary: what the model knows, in whose terms other data are read.
+    """
+    device = open_device(config)
+    dataset = find_data(config, trained_on) if vocabulary is None else load_data(config, vocabulary=vocabulary)
     config = for_data(config, dataset)
     task = build_task(config)
     task.check_data(dataset)
-    return Data(dataset, task.splits(dataset), torch.device(kind), config, task)
+    return Data(dataset, task.splits(dataset), device, config, task, vocabulary or vocabulary_of(dataset))
+
+
+def load_data(config: RunConfig, **others) -> Dataset:
+    """`load_dataset` as `config.data` says, with these options in place of its own."""
+    c = config.data
+    options = {
+        "format": c.format,
+        "path": c.path,
+        "cache_dir": c.cache_dir,
+        "min_user_events": c.min_user_events,
+        "min_item_events": c.min_item_events,
+        "columns": c.columns,
+        "synthetic": c.synthetic,
+        "separator": c.separator,
+        "on_bad_row": c.on_bad_row,
+        "duplicates": c.duplicates,
+        "tell": terminal.say,
+    }
+    return load_dataset(**options | others)
+
+
+def find_data(config: RunConfig, trained_on: str | None) -> Dataset:
+    """The data set of `config.data`; of the fingerprint `trained_on` if that is given, else DataError."""
+    c = config.data
+    try:
+        dataset = load_data(config)
+        if trained_on in (None, dataset.fingerprint):
+            return dataset
+        reason = f"the run was trained on other data than {shown(c.path or dataset.name, 200)} has now"
+    except DataError as error:
+        if trained_on is None:
+            raise
+        reason = str(error)
+    if c.format != "synthetic" and (dataset := find_prepared(c.format, c.cache_dir, trained_on)) is not None:
+        terminal.say(f"{reason}: taking the prepared copy of the run's data from {c.cache_dir}")
+        return dataset
+    raise DataError(
+        f"{reason}, and there is no prepared copy of the run's data in data.cache_dir={shown(c.cache_dir, 200)}. "
+        "Without it eval.py RUN can --recommend OUT --history FILE, --export-items OUT and judge --data NEW; "
+        "train.py CONFIG --init-from RUN trains on with other data"
+    )
 
 
 def set_matmul_precision(precision: str) -> None:
@@ -78,6 +145,9 @@ def set_matmul_precision(precision: str) -> None:
 
 def check_backends(config: RunConfig, device: torch.device) -> None:
     """Whether the kernels that the configuration insists on can run on the device; ConfigError."""
+    # Found with torch 2.13: the loops of the reference over levels are unrolled anew for every shape, without end.
+    if config.train.compile and device.type == "cpu" and any(a.kind == "htree" for a in config.model.attention):
+        raise ConfigError("train.compile: torch's compiler comes to no end with htree on a CPU, set it to false")
     option = "model.attention.backend"
     for layer in config.model.attention:
         backend = getattr(layer, "backend", "auto")
@@ -109,11 +179,12 @@ def for_data(config: RunConfig, dataset: Dataset) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"attention": layers})})
 
 
-def build_model(data: Data) -> SequenceModel:
-    dataset, model = data.dataset, data.config.model
-    embedded = model.action_embedding or data.config.task.kind == "ranking"
-    num_actions = int(dataset.actions.max()) + 1 if embedded else 0
-    return SequenceModel(model, dataset.num_items, num_actions, data.task.head()).to(data.device)
+def build_model(config: RunConfig, vocabulary: Vocabulary, device: torch.device) -> SequenceModel:
+    """The model of a configuration that the data have decided, on the device, its weights drawn anew."""
+    embedded = config.model.action_embedding or config.task.kind == "ranking"
+    num_actions = vocabulary.num_actions or 0 if embedded else 0
+    head = build_task(config).head()
+    return SequenceModel(config.model, len(vocabulary.item_ids), num_actions, head).to(device)
 
 
 def final_weights(folder: Path) -> tuple[dict, dict, Path]:
@@ -157,14 +228,6 @@ def changes(before: object, config: RunConfig, source: Path, free: tuple[str, ..
     return [line for line in differences(known, config.model_dump(mode="json")) if not line.startswith(free)]
 
 
-def check_fingerprint(fingerprint: object, data: Data, folder: Path) -> None:
-    if fingerprint != data.dataset.fingerprint:
-        raise CheckpointError(
-            f"{folder}: was trained on other data (fingerprint {fingerprint}, "
-            f"{data.config.data.path or data.dataset.name} has {data.dataset.fingerprint})"
-        )
-
-
 def check_same_run(progress: Progress, config: RunConfig, steps: int, folder: Path) -> None:
     """CheckpointError unless the checkpoint was made with this configuration, of `steps` steps an epoch."""
     if changed := changes(progress.config, config, folder / "checkpoints"):
@@ -180,6 +243,38 @@ def check_same_run(progress: Progress, config: RunConfig, steps: int, folder: Pa
         )
 
 
+def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, folder: Path) -> None:
+    """The weights of the run in `folder` into a new model: rows of items that both know, and all else as it is.
+
+    Rows of items that the run does not know stay as they were drawn. ConfigError where another tensor does not fit.
+    """
+    check_run(folder)
+    weights, facts, source = final_weights(folder)
+    known = load_vocabulary(folder)
+    if known.fingerprint != facts.get("fingerprint"):
+        raise CheckpointError(f"{source}: was trained on other data than vocabulary/ is of")
+    if config.model.action_embedding and vocabulary.action_names != known.vocabulary.action_names:
+        raise ConfigError(f"--init-from {shown(folder, 200)}: the actions have other names there")
+    place = index_of(np.asarray(vocabulary.item_ids), known.vocabulary.item_ids)
+    taken = torch.from_numpy(np.flatnonzero(place >= 0))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for name in sorted(state.keys() | weights.keys()):
+        table = name.startswith("embedding.tables.embeddings.")
+        if name not in state or name not in weights or state[name].shape[table:] != weights[name].shape[table:]:
+            raise ConfigError(f"--init-from {shown(folder, 200)}: of another model, {name} does not fit")
+        old, new = weights[name], state[name]
+        if name == "embedding.tables.embeddings.item.weight":
+            new[taken.to(new.device)] = old[torch.from_numpy(place[place >= 0])].to(new)
+        elif table:
+            rows = min(len(old), len(new))
+            new[:rows] = old[:rows].to(new)
+        else:
+            state[name] = old
+    load_weights(model, state, source)
+    terminal.say(f"{source}: taken over, with the rows of {len(taken):,} of {len(place):,} items")
+
+
 def judge(model, data: Data, split: str) -> dict:
     """Everything that a report says of one split; see `Task.judge`."""
-    return data.task.judge(model, data.dataset, data.splits, split, data.eval_batches(split))
+    batches = Tracked(data.eval_batches(split), f"judging on {split}")
+    return data.task.judge(model, data.dataset, data.splits, split, batches)

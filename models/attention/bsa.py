@@ -1,8 +1,9 @@
 """The kind `bsa`."""
 
-import warnings
+import logging
 from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -18,6 +19,9 @@ CROSSOVER = {1: 7457, 2: 6900, 16: 6481, 64: 2710}
 BIASED_CROSSOVER = {1: 11048, 2: 9908, 16: 9478, 64: 2901}
 
 
+log = logging.getLogger(__name__)
+
+
 def warn_if_too_short(max_seq_len: int, selection_group: int, biased: bool) -> None:
     """Says so when no sequence of a run is long enough for block sparsity to pay.
 
@@ -26,11 +30,14 @@ def warn_if_too_short(max_seq_len: int, selection_group: int, biased: bool) -> N
     table = BIASED_CROSSOVER if biased else CROSSOVER
     group = max(size for size in table if size <= selection_group)
     if max_seq_len < table[group]:
-        warnings.warn(
-            f"bsa pays from about {table[group]:,} tokens a sequence on (selection_group={group}, "
-            f"{'both' if biased else 'no'} biases, on an H200: docs/bsa.md); max_seq_len={max_seq_len} is less, so "
-            "dense attention is faster here",
-            stacklevel=2,
+        measured = ""
+        if torch.cuda.is_available():  # figures of a GPU say nothing of a CPU
+            biases = "both" if biased else "no"
+            measured = f" (about {table[group]:,} on an H200, selection_group={group}, {biases} biases)"
+        log.warning(
+            "bsa is for long sequences%s: at max_seq_len=%d dense attention is faster, see docs/bsa.md",
+            measured,
+            max_seq_len,
         )
 
 

@@ -122,7 +122,7 @@ class NoLog:
     def __init__(self, records: list[dict]):
         self.records = list(records)
 
-    def write(self, record: dict, seconds: float) -> None:
+    def write(self, record: dict, seconds: float, trained: dict) -> None:
         self.records.append({**record, "seconds": round(seconds, 3)})
 
     def close(self) -> None:

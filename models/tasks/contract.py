@@ -69,6 +69,10 @@ class Task:
         """Metrics of a split's batches, all of `config.task.metric_names()`; puts the model into evaluation mode."""
         raise NotImplementedError
 
+    def baseline(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, float]:
+        """Metrics of the task's baseline on a split, which a report draws beside the model's over the epochs."""
+        return {}
+
     def judge(self, model: nn.Module, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
         """Everything that a report says of one split, as JSON has it: the model beside a baseline, and by groups."""
         raise NotImplementedError

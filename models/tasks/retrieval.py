@@ -3,17 +3,19 @@
 import sys
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from data.batch import Batch
 from data.batches import Batches
 from data.splits import Split, Splits, make_splits, train_item_counts
-from data.types import Dataset
+from data.types import Dataset, shown
+from models.config import ConfigError
 from models.contract import AuxLoss
 from models.losses import head_loss
-from models.metrics import metric_names, metrics_by_length, ranking_metrics
-from models.retrieval import FILTERS, model_scorer, popularity_scorer, rank_targets
+from models.metrics import describe_lists, intervals, metrics_by_length, names_for, ranking_metrics
+from models.retrieval import FILTERS, Scores, best_items, model_scorer, popularity_scorer, rank_targets, seen_by
 from models.tasks.contract import Table, Task, cells
 
 # The values of eval.filter_seen, as a report says them.
@@ -24,6 +26,8 @@ FILTERED = {
     "none": "nothing is taken out of the ranking",
 }
 SHORT = {"history": "seen filtered", "window": "window filtered", "none": "unfiltered"}
+LISTED, LIST_LENGTH = 10_000, 10  # users whose lists a report describes, and how long these are
+SAMPLES, SAMPLE_LENGTH = 3, 5
 ON_TERMINAL = ("HR@1", "HR@10", "HR@50", "NDCG@10", "MRR")
 
 
@@ -32,6 +36,11 @@ class Retrieval(Task):
 
     headline = ("HR@10", "NDCG@10")
     plotted = ("HR@10", "NDCG@10", "MRR")
+
+    def check_data(self, dataset: Dataset) -> None:
+        name, _, k = self.config.best_metric.partition("@")
+        if name == "HR" and int(k) >= dataset.num_items and self.config.eval.every:
+            raise ConfigError(f"eval.best_metric: {name}@{k} is 1 for any model of {dataset.num_items} items")
 
     def splits(self, dataset: Dataset) -> Splits:
         c = self.config.data
@@ -58,20 +67,38 @@ class Retrieval(Task):
         (ranks,) = rank_targets(score, at_phase, filters=[self.config.eval.filter_seen])
         return ranking_metrics(ranks)
 
+    def baseline(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, float]:
+        score = popularity_scorer(train_item_counts(dataset, splits), batches.device)
+        (ranks,) = rank_targets(score, batches.epoch(0), filters=[self.config.eval.filter_seen])
+        return ranking_metrics(ranks)
+
     def judge(self, model: nn.Module, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
-        """Metrics with and without what users saw taken out, popularity beside the model, and by history length."""
+        """Metrics with and without what users saw taken out, popularity beside the model, and by history length.
+
+        Also what the model's lists are like: the share of the catalogue in them, how rare their items are, and some of
+        them in original ids.
+        """
         config, chosen = self.config, getattr(splits, split)
-        counts = train_item_counts(dataset, splits)
-        result = {"split": split, "users": len(chosen.users), "filter_seen": config.eval.filter_seen}
-        for name, score in (
-            ("model", model_scorer(model, config.train.autocast == "bf16")),
-            ("popularity", popularity_scorer(counts, batches.device)),
-        ):
+        counts, main = train_item_counts(dataset, splits), self.config.eval.filter_seen
+        result = {"split": split, "users": len(chosen.users), "items": dataset.num_items, "filter_seen": main}
+        scorer, lists = model_scorer(model, config.train.autocast == "bf16"), []
+
+        def listed(batch: Batch) -> Scores:
+            scores = scorer(batch)
+            if sum(map(len, lists)) < LISTED:
+                values, items = best_items(scores, LIST_LENGTH, None if main == "none" else seen_by(main, batch))
+                lists.append(items.masked_fill(values.isinf(), -1).cpu().numpy())  # -1: nothing is left
+            return scores
+
+        for name, score in (("model", listed), ("popularity", popularity_scorer(counts, batches.device))):
             ranks = dict(zip(FILTERS, rank_targets(score, batches.epoch(0), filters=FILTERS)))
             result[name] = {how: ranking_metrics(ranks[how]) for how in FILTERS}
             if name == "model":
                 history = chosen.end - 1 - dataset.user_offsets[chosen.users]
-                result["by_history"] = metrics_by_length(ranks[config.eval.filter_seen], history)
+                result["by_history"] = metrics_by_length(ranks[main], history)
+                result["intervals"] = intervals(ranks[main])
+        described = describe_lists(np.concatenate(lists), counts)
+        result["lists"] = described | {"samples": samples(dataset, chosen, lists[0])}
         return result
 
     def protocol_lines(self, result: dict) -> list[str]:
@@ -82,12 +109,13 @@ class Retrieval(Task):
         ]
 
     def tables(self, result: dict) -> list[Table]:
-        names = metric_names()
+        names = names_for(result["items"])
         order = sorted(FILTERED, key=lambda how: how != self.config.eval.filter_seen)
         rows = [(f"{who}, {SHORT[how]}", result[who][how]) for how in order for who in ("model", "popularity")]
         if "sampled" in result:
             rows.append((result["sampled"]["label"], result["sampled"]))
-        short = [0, *(1 + names.index(name) for name in ON_TERMINAL)]
+        short = [0, *(1 + names.index(name) for name in ON_TERMINAL if name in names)]
+        lists = result["lists"]
         return [
             Table("Full ranking", ["", *names], [[label, *cells(values, names)] for label, values in rows], short),
             Table(
@@ -96,4 +124,40 @@ class Retrieval(Task):
                 [[row["history"], f"{row['users']:,}", *cells(row, names)] for row in result["by_history"]],
                 [],
             ),
+            Table(
+                "95% intervals over the users (the seed's chance is not in them)",
+                ["", "from", "to"],
+                [[name, f"{low:.4f}", f"{high:.4f}"] for name, (low, high) in result["intervals"].items()],
+                [],
+            ),
+            Table(
+                f"The model's lists of {lists['length']}: the share of the catalogue in any of them, and the mean of "
+                "-log2 of an item's share of the training events",
+                ["users", "coverage", "novelty"],
+                [[f"{lists['users']:,}", f"{lists['coverage']:.1%}", f"{lists['novelty']:.2f} bits"]],
+                [],
+            ),
+            Table(
+                "Some of them",
+                ["user", "last events", "next event", "list"],
+                [
+                    [row["user"], ", ".join(row["history"]), row["target"], ", ".join(row["list"])]
+                    for row in lists["samples"]
+                ],
+                [],
+            ),
         ]
+
+
+def samples(dataset: Dataset, chosen: Split, lists: np.ndarray) -> list[dict]:
+    """Of the first users of a split: the last events before the target, the target, the head of the model's list."""
+    ids, found = dataset.item_ids, []
+    for user, begin, end, items in zip(chosen.users, chosen.begin, chosen.end, lists[:SAMPLES, :SAMPLE_LENGTH]):
+        history = dataset.items[max(begin, end - 1 - SAMPLE_LENGTH) : end - 1]
+        words = {"user": dataset.user_ids[user], "target": ids[dataset.items[end - 1]]}
+        rows = {"history": history, "list": items[items >= 0]}
+        found.append(
+            {key: shown(value) for key, value in words.items()}
+            | {key: [shown(ids[item]) for item in row] for key, row in rows.items()}
+        )
+    return found

@@ -13,11 +13,13 @@ from torch import nn
 
 import eval as evaluation
 import train
+from models import program
 from models.attention import ATTENTION
 from models.config import ConfigError, ModelConfig, load_config
 from models.contract import AttentionKind, AuxLoss
 from models.hstu import SequenceModel
-from models.metrics import ranking_metrics
+from models.interrupt import Interrupts
+from models.tasks.retrieval import Retrieval
 from tests.models.test_models import CONFIG, make_batch
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -136,13 +138,13 @@ def test_it_trains_is_logged_resumed_and_judged(tmp_path, monkeypatch):
     assert evaluation.main([str(tmp_path / "run")]) == 0 and PHASES[-1] == sys.maxsize
 
     # Stopped in the middle of an epoch (and of the warm-up), it goes on to the same end.
-    class StopAt(train.StopSignal):
+    class StopAt(Interrupts):
         signal = property(lambda self: 15 if len(PHASES) == 2 * 6 else 0, lambda self, value: None)
 
     PHASES.clear()
     arguments[-1] = str(tmp_path / "other")
     with monkeypatch.context() as patch:
-        patch.setattr(train, "StopSignal", StopAt)
+        patch.setattr(program, "Interrupts", StopAt)
         assert train.main(arguments) == 128 + 15
     assert train.main(["--resume", str(tmp_path / "other")]) == 0
     again = [json.loads(line) for line in (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()]
@@ -153,7 +155,8 @@ def test_it_trains_is_logged_resumed_and_judged(tmp_path, monkeypatch):
 def test_nothing_is_chosen_before_the_last_phase(tmp_path, monkeypatch, epochs, weights, epoch):
     """The warm-up's model, which is another one, has the best figure; the others' best comes in the third epoch."""
     figures = iter([0.9, 0.3, 0.5, 0.4])
-    monkeypatch.setattr(train, "ranking_metrics", lambda ranks: ranking_metrics(ranks) | {"NDCG@10": next(figures)})
+    whole = Retrieval.evaluate
+    monkeypatch.setattr(Retrieval, "evaluate", lambda *given: whole(*given) | {"NDCG@10": next(figures)})
     settings = ["data.synthetic={num_users: 200, num_items: 80, mean_length: 15}", "model.attention.kind=toy"]
     settings += ["model.max_seq_len=20", "model.embedding_dim=16", f"train.epochs={epochs}", "train.batch_size=16"]
     settings += ["device=cpu", "threads=1", "eval.patience=2"]

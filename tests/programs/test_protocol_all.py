@@ -1,5 +1,7 @@
 """Protocol all: every event trains, and nothing is there to judge the run by."""
 
+import json
+
 from tests.programs.test_train import run, start
 
 
@@ -7,7 +9,9 @@ def test_trains_on_everything_and_judges_nothing(tmp_path):
     done = start(tmp_path / "run", "data.protocol=all", "train.epochs=1")
     assert done.returncode == 0, done.stderr
     assert "nothing is held out" in done.stdout
-    assert (tmp_path / "run" / "checkpoints").is_dir() and not (tmp_path / "run" / "result.json").exists()
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["steps"] and not result.keys() & {"model", "popularity", "split"}
+    assert "HR@10" not in (tmp_path / "run" / "report.md").read_text()
     judged = run("eval.py", tmp_path / "run")
     assert judged.returncode == 2 and "--split test: protocol all has no such split" in judged.stderr
 

@@ -87,7 +87,7 @@ def test_metrics_are_what_the_checkpoint_knew(tmp_path, found, lost):
         file.write_bytes(found)
     log = MetricsLog(tmp_path, [{"a": 1}, {"a": 2}], 0)
     assert log.lost == lost
-    log.write({"a": 3, "step": 1}, 0.5)
+    log.write({"a": 3, "step": 1}, 0.5, {})
     log.close()
     assert [json.loads(line)["a"] for line in file.read_text().splitlines()] == [1, 2, 3]
     assert log.records[-1] == {"a": 3, "step": 1, "seconds": 0.5}

@@ -43,6 +43,8 @@ def run(script, *arguments):
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = MAIN[script]([str(argument) for argument in arguments])
+    except SystemExit as left:  # arguments that make no sense
+        status = left.code
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

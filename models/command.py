@@ -1,0 +1,156 @@
+"""The command lines of train.py and eval.py.
+
+Python's own modules alone are imported here, so that `--help` and wrong arguments are answered before torch is.
+"""
+
+import argparse
+import difflib
+import os
+import signal
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Options of eval.py's packed cache: name, type, default.
+CACHE_OPTIONS = (
+    ("bits", int, 2),
+    ("head_group", int, 2),
+    ("quant_group", int, 64),
+    ("sparsity", float, 0.0),
+    ("sink_tokens", int, 0),
+    ("clip", float, 1.0),
+)
+CLIPS = {2: 0.75, 3: 0.9}  # the default of clip at so many bits: what loses the least, see docs/rotatekv.md
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"error: {message} (--help lists what can be given)\n")
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser, *given):
+        from models.folder import commit
+
+        try:
+            version = metadata.version("hstu_sparse")
+        except metadata.PackageNotFoundError:
+            version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+        print(f"hstu_sparse {version}, commit {commit()}")
+        parser.exit()
+
+
+def _parser(description: str | None) -> argparse.ArgumentParser:
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and the commit")
+    return parser
+
+
+def train_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
+    """What train.py was called with; ends the process with a line when that makes no sense."""
+    parser = _parser(description)
+    add = parser.add_argument
+    add("config", nargs="?", help="the run's YAML file")
+    add("overrides", nargs="*", metavar="key=value", help="dotted overrides, like train.lr=3e-4")
+    add("--run", type=Path, help="the run's folder, instead of a new one under run_dir/name")
+    add("--resume", type=Path, metavar="RUN", help="go on with this run folder; key=value changes its configuration")
+    add("--override", action="store_true", help="with --resume: take over a config.yaml that was changed")
+    add("--init-from", type=Path, metavar="RUN", help="begin with this run's weights; known items keep their rows")
+    add("--dry-run", action="store_true", help="prepare the data, make a few steps, tell time and memory; no run")
+    options = parser.parse_intermixed_args(arguments)
+    if options.resume and options.config is not None:
+        options.overrides.insert(0, options.config)
+        options.config = None
+        if "=" not in options.overrides[0]:
+            parser.error(f"give either a config or --resume RUN, not {options.overrides[0]} beside --resume")
+    if options.config is None and options.resume is None:
+        parser.error("give a config, like configs/synthetic-hstu.yaml, or --resume RUN")
+    if options.resume and (options.run or options.init_from or options.dry_run):
+        parser.error("--run, --init-from and --dry-run are for a new run: --resume goes on with one")
+    if options.override and not options.resume:
+        parser.error("--override belongs to --resume")
+    if options.config is not None and not os.path.lexists(options.config) and (near := _config_like(options.config)):
+        parser.error(f"{options.config}: No such file, did you mean {near}?")
+    return options
+
+
+def _config_like(name: str) -> str | None:
+    """The path of the config that a name means, `ml-100k-hstu` say."""
+    known = {path.stem: path for path in (ROOT / "configs").glob("*.yaml")}
+    near = difflib.get_close_matches(Path(name).stem, known, 1)
+    return os.path.relpath(known[near[0]]) if near else None
+
+
+def eval_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
+    """What eval.py was called with; ends the process with a line when that makes no sense."""
+    parser = _parser(description)
+    add = parser.add_argument
+    add("run", type=Path, nargs="?", help="the folder of a run")
+    add("overrides", nargs="*", metavar="key=value", help="dotted overrides, like device=cpu")
+    add("--split", choices=("train", "valid", "test"), default="test")
+    add("--data", metavar="NEW", help="other data of the same format; items that the run does not know are left out")
+    add("--predict", type=Path, metavar="OUT", help="write the top-k items of each user of the split")
+    add("--recommend", type=Path, metavar="OUT", help="write what comes next after whole histories; judges nothing")
+    add("--users", type=Path, metavar="FILE", help="with --recommend: users of the data, an id a line; by default all")
+    add("--history", type=Path, metavar="FILE", help="with --recommend: events of other users, in place of the data's")
+    add("--at", type=int, metavar="SECONDS", help="with --recommend: when, in Unix time; by default the last event's")
+    add("--top-k", type=int, default=10)
+    add("--export-items", type=Path, metavar="OUT", help="write item vectors and ids into this folder; judges nothing")
+    add("--overwrite", action="store_true", help="replace what stands in the place of an output")
+    add("--sampled", type=int, metavar="COUNT", help="also rank among COUNT random items")
+    add("--seed", type=int, default=0, help="of the sampled candidates")
+    add("--kv-cache", choices=("rotatekv",), help="the last query reads its history from such a cache")
+    for name, kind, default in CACHE_OPTIONS:
+        text = f"of the cache; by default {CLIPS if name == 'clip' else default}"
+        add(f"--{name.replace('_', '-')}", type=kind, help=text)
+    options = parser.parse_intermixed_args(arguments)
+    if options.run is None:
+        parser.error("give the folder of a run, like runs/NAME/20260101-120000")
+    if options.top_k < 1 or (options.sampled is not None and options.sampled < 1):
+        parser.error("--top-k and --sampled take a whole number of at least 1")
+    if not 0 <= options.seed < 2**63:
+        parser.error(f"--seed: expected 0 to {2**63 - 1}, got {options.seed}")
+    if options.at is not None and not 0 <= options.at < 2**62:
+        parser.error(f"--at: expected seconds since 1970, got {options.at}")
+    for name in ("users", "history", "at"):
+        if getattr(options, name) is not None and not options.recommend:
+            parser.error(f"--{name} belongs to --recommend")
+    for name in ("predict", "sampled", "kv_cache"):
+        if getattr(options, name) is not None and (options.recommend or options.export_items):
+            parser.error(f"--{name.replace('_', '-')} judges a split, --recommend and --export-items judge nothing")
+    for one, other, why in (
+        ("recommend", "export_items", ""),
+        ("users", "history", " (the former chooses users of the data, the latter brings its own)"),
+        ("history", "data", ""),
+    ):
+        if getattr(options, one) and getattr(options, other):
+            parser.error(f"--{one} and --{other.replace('_', '-')}: give one of them{why}")
+    if options.kv_cache is None:
+        given = [name for name, _, _ in CACHE_OPTIONS if getattr(options, name) is not None]
+        if given:
+            parser.error(f"--{given[0].replace('_', '-')} is an option of --kv-cache, which is not given")
+    return options
+
+
+def answer_early(parse, description: str | None) -> None:
+    """Ends the process where the arguments are wrong, before the imports that take seconds.
+
+    parse: train_options or eval_options. Ctrl-C ends the process in one line until `Interrupts` takes over.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    options = parse(description)
+    if source := getattr(options, "config", None):
+        from models.config import ConfigError, load_config  # half of what the imports take
+
+        try:
+            load_config(source, options.overrides)
+        except ConfigError as error:
+            _Parser().exit(2, f"error: {error}\n")
+
+
+def _leave(number: int, frame) -> None:
+    os.write(2, b"Stopped while starting\n")
+    os._exit(128 + number)

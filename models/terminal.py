@@ -1,0 +1,187 @@
+"""What the programs print: lines, tables, progress and errors, on a terminal or into a pipe or file.
+
+All that is printed goes through `terminal`, the one place that escapes names of the user's (nothing in them is markup,
+control characters and undecodable bytes are shown as escapes) and that stands a reader who went away or a full disk.
+"""
+
+import errno
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+from rich import progress as rich
+from rich.console import Console
+from rich.table import Table
+
+from data.types import shown
+
+LONGEST = 100_000  # characters of a line
+EVERY = 5.0  # seconds between two lines of progress where there is no terminal
+NAMESPACES = ("data", "models", "hstu_sparse")  # whose log lines are shown
+
+
+class Output:
+    """Standard output as a file: what its encoding lacks is escaped; when it takes no more, the rest is dropped.
+
+    error: why it takes no more, or None.
+    """
+
+    def __init__(self):
+        self.error: OSError | None = None
+
+    @property
+    def encoding(self) -> str:
+        return getattr(sys.stdout, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        if self.error is None:
+            try:
+                sys.stdout.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
+            except OSError as error:
+                self._end(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if self.error is None:
+            try:
+                sys.stdout.flush()
+            except OSError as error:
+                self._end(error)
+
+    def isatty(self) -> bool:
+        return sys.stdout.isatty()
+
+    def fileno(self) -> int:
+        return sys.stdout.fileno()
+
+    def _end(self, error: OSError) -> None:
+        self.error = error
+        with suppress(OSError, ValueError):  # Python writes what is left in its buffer when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Terminal:
+    """quiet: nothing but errors is printed."""
+
+    def __init__(self, quiet: bool = False):
+        self.quiet, self.output, self.live = quiet, Output(), None
+        self.console = Console(file=self.output, markup=False, emoji=False, highlight=False)
+
+    def begin(self, quiet: bool = False) -> None:
+        """To be called at the start of a program: log lines of the project are shown from then on."""
+        self.__init__(quiet)
+        for name in NAMESPACES:
+            logger = logging.getLogger(name)
+            logger.setLevel(logging.INFO)
+            logger.propagate = False
+            logger.handlers = [_Lines()]
+
+    def say(self, text: object) -> None:
+        """One line, never wrapped."""
+        if not self.quiet:
+            self.console.print(shown(text, LONGEST), soft_wrap=True)
+
+    def table(self, table: Table) -> None:
+        if not self.quiet:
+            self.console.print(table)
+
+    def fail(self, error: object) -> None:
+        """`error: ...` on standard error, in as many lines as it has."""
+        lines = [shown(line, LONGEST) for line in str(error).split("\n")]
+        with suppress(OSError):
+            print("error: " + "\n".join(lines), file=sys.stderr, flush=True)
+
+    def end(self, status: int) -> int:
+        """The program's exit status: 2 in place of 0 where standard output could not be written.
+
+        A reader who went away (`| head -1`) is no error.
+        """
+        self.output.flush()
+        error = self.output.error
+        if error is None or error.errno == errno.EPIPE:
+            return status
+        self.fail(f"standard output cannot be written: {error.strerror or error}; the files are as they should be")
+        return status or 2
+
+    @contextmanager
+    def bar(self, total: int, done: int = 0, *, unit: str = "batches") -> Iterator["Bar"]:
+        """A bar on a terminal, else a line each EVERY seconds."""
+        bar = Bar(self, total, done, unit)
+        first = self.live is None and self.console.is_terminal and not self.quiet
+        if first:
+            columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TextColumn("{task.fields[more]}"))
+            self.live = rich.Progress(*columns, rich.TimeRemainingColumn(), console=self.console, transient=True)
+            self.live.start()
+        try:
+            bar.begin()
+            yield bar
+        finally:
+            bar.end()
+            if first:
+                self.live.stop()
+                self.live = None
+
+    def track(self, batches: Iterable, total: int, what: str) -> Iterator:
+        """The batches themselves; meanwhile how many of them are done is shown."""
+        with self.bar(total) as bar:
+            for done, batch in enumerate(batches):
+                bar.show(done, what)
+                yield batch
+
+
+class _Lines(logging.Handler):
+    """Log records as lines of the terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        terminal.say(prefix + record.getMessage())
+
+
+class Bar:
+    """How far something is. `show` may be called for each batch: it draws twice a second at most."""
+
+    def __init__(self, terminal: Terminal, total: int, done: int, unit: str):
+        self.terminal, self.total, self.first, self.unit = terminal, total, done, unit
+        self.started = self.drawn = time.monotonic()
+        self.live = None
+
+    def begin(self) -> None:
+        self.live = self.terminal.live
+        if self.live:
+            self.task = self.live.add_task("", total=self.total, completed=self.first, more="")
+
+    def end(self) -> None:
+        if self.live:
+            self.live.remove_task(self.task)
+
+    def due(self) -> bool:
+        """Whether `show` would draw now: what it is given may be costly to find."""
+        return time.monotonic() - self.drawn >= (0.5 if self.live else EVERY)
+
+    def show(self, done: int, what: str, more: str = "") -> None:
+        """what: what is under way; more: beside the count."""
+        if not self.due():
+            return
+        self.drawn = now = time.monotonic()
+        if self.live:
+            self.live.update(self.task, description=what, completed=done, more=more)
+            return
+        share = done / max(1, self.total)
+        left = (now - self.started) * (self.total - done) / max(1, done - self.first)
+        rest = f", about {duration(left)} left" if done > self.first else ""
+        line = f"{what}: {done:,} of {self.total:,} {self.unit} ({share:.0%}){rest}"
+        self.terminal.say(f"{line}  {more}" if more else line)
+
+
+def duration(seconds: float) -> str:
+    """`8.2 s`, `3:05 min` or `2:10:00 h`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d} h"
+
+
+terminal = Terminal()

@@ -1,0 +1,264 @@
+"""What eval.py writes and train.py and eval.py print: never over what is not ours, whole, readable, and never lost."""
+
+import io
+import json
+import os
+import resource
+import shutil
+import stat
+import sys
+
+import pytest
+
+import eval as evaluation
+from models import terminal as printing
+from tests.programs.test_train import run
+
+CONFIG = """
+name: t
+seed: 1
+device: cpu
+threads: 1
+data: {format: csv, path: PATH/events.csv, protocol: leave_one_out, cache_dir: PATH/cache}
+model: {block: hstu, max_seq_len: 12, embedding_dim: 16, num_layers: 1, num_heads: 2, attention: {kind: dense}}
+loss: {num_negatives: 4}
+train: {epochs: 2, batch_size: 16, checkpoint_seconds: 0}
+"""
+
+
+ODD = "a [/b] [red] [/]é/run"
+
+
+def events(users=range(30), first=0):
+    """Rows of a small CSV file: each user goes through the items in steps of one or two."""
+    rows = [(user, (user * 7 + k * (1 + user % 2)) % 20, first + 1000 * k + user) for user in users for k in range(8)]
+    return "".join(f"u{user},i{item:02d}é,{when}\n" for user, item, when in rows)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with events.csv, run.yaml and a finished run, in a folder whose name is markup."""
+    place = tmp_path_factory.mktemp("made")
+    (place / "events.csv").write_text("user,item,timestamp\n" + events())
+    (place / "run.yaml").write_text(CONFIG.replace("PATH", str(place)))
+    done = run("train.py", place / "run.yaml", "--run", place / ODD)
+    assert done.returncode == 0, done.stderr
+    assert ODD in done.stdout
+    return place
+
+
+@pytest.fixture
+def place(made, tmp_path, monkeypatch):
+    shutil.copytree(made / ODD, tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(*arguments, says):
+    done = run("eval.py", "run", *arguments)
+    assert done.returncode == 2 and says in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_nothing_is_written_over_what_is_not_ours(made, place):
+    source = (made / "events.csv").read_bytes()
+    refused("--predict", made / "events.csv", says="this is data.path")
+    refused("--predict", made / "events.csv", "--overwrite", says="this is data.path")
+    os.link(made / "events.csv", place / "hard.csv")
+    refused("--predict", "hard.csv", "--overwrite", says="this is data.path")
+    (place / "mine.csv").write_text("mine")
+    (place / "mine.parquet").write_text("mine")
+    for name in ("mine.csv", "mine.parquet"):
+        refused("--predict", name, says="eval.py did not write; --overwrite replaces it")
+        assert (place / name).read_text() == "mine"
+        assert run("eval.py", "run", "--predict", name, "--overwrite").returncode == 0
+        assert run("eval.py", "run", "--recommend", name).returncode == 0  # an earlier table of ours
+    (place / "full.csv").symlink_to("/dev/full")
+    os.mkfifo(place / "pipe.csv")
+    for name in ("full.csv", "pipe.csv"):
+        refused("--predict", name, "--overwrite", says="is no regular file")
+    for main in (run("train.py", made / "run.yaml", "--run", "a\udcff"), run("eval.py", "a\udcff")):
+        assert main.returncode == 2 and "a\\udcff: the path is no text in UTF-8" in main.stderr
+    refused("--predict", "x" * 300 + ".csv", says="File name too long")
+    refused("--predict", "top.txt", says=".parquet or .csv")
+    assert (made / "events.csv").read_bytes() == source
+    assert stat.S_ISFIFO((place / "pipe.csv").stat().st_mode)
+
+
+def test_a_full_disk_leaves_the_earlier_table(place):
+    assert run("eval.py", "run", "--recommend", "top.csv").returncode == 0
+    before = (place / "top.csv").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+    try:
+        done = run("eval.py", "run", "--recommend", "top.csv", "--top-k", 9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert done.returncode == 2 and "top.csv: cannot be written: File too large" in done.stderr
+    assert (place / "top.csv").read_bytes() == before
+    assert sorted(path.name for path in place.iterdir()) == ["run", "top.csv"]
+
+
+def test_items_are_exported_with_their_ids(place):
+    import numpy as np
+    import polars as pl
+
+    assert run("eval.py", "run", "--export-items", "items").returncode == 0
+    vectors, ids = (np.load(place / "items" / name, allow_pickle=False) for name in ("items.npy", "item_ids.npy"))
+    assert vectors.shape == (20, 16) and np.allclose((vectors**2).sum(1), 1, atol=1e-5)
+    frame = pl.read_parquet(place / "items" / "items.parquet")
+    assert frame["item"].to_list() == list(ids) and np.array_equal(np.array(frame["vector"].to_list()), vectors)
+    refused("--export-items", "items", says="there is an earlier export; --overwrite replaces it")
+    assert run("eval.py", "run", "--export-items", "items", "--overwrite").returncode == 0
+    (place / "items" / "mine").write_text("mine")
+    refused("--export-items", "items", "--overwrite", says="there is something that eval.py did not write")
+    refused("--export-items", "more", "--sampled", "3", says="--sampled judges a split")
+
+
+class Gone(io.StringIO):
+    """Standard output whose reader went away after the first line."""
+
+    def write(self, text):
+        if self.tell():
+            raise BrokenPipeError(32, "Broken pipe")
+        return super().write(text)
+
+
+def test_a_reader_who_goes_away_loses_nothing(place, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Gone())
+    assert evaluation.main(["run", "--predict", "top.csv"]) == 0
+    assert json.loads((place / "run" / "eval-test.json").read_text())["users"] == 30
+    assert (place / "top.csv").stat().st_size > 100
+
+
+def test_standard_output_on_a_full_disk(place, monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert evaluation.main(["run"]) == 2
+        monkeypatch.undo()
+    assert "standard output cannot be written: No space left" in capsys.readouterr().err
+    assert (place / "run" / "eval-test.json").exists()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_output_of_a_narrow_encoding(made, monkeypatch, encoding):
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    assert evaluation.main([str(made / ODD)]) == 0
+    out.flush()
+    assert (
+        b"Written: " in out.buffer.getvalue() and "[/]é".encode(encoding, "backslashreplace") in out.buffer.getvalue()
+    )
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_tables_on_narrow_terminals(place, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    done = run("eval.py", "run", "--sampled", "15")
+    table = done.stdout[done.stdout.index("t: test") :]
+    lines = table[: table.index("Written")].splitlines()
+    assert max(map(len, lines)) <= width
+    result = json.loads((place / "run" / "eval-test.json").read_text())
+    for values in (result["model"]["history"], result["popularity"]["none"], result["sampled"]):
+        numbers = [f"{values[name]:.4f}" for name in ("HR@1", "HR@10", "NDCG@10", "MRR")]
+        assert any(all(number in line for number in numbers) for line in lines)
+    assert "HR@50" not in table  # of twenty items, HR@50 says nothing
+    assert "Written: run/eval-test.json" in done.stdout.splitlines()
+
+
+def test_progress_in_a_pipe_and_silence(place, monkeypatch):
+    monkeypatch.setattr(printing, "EVERY", 0.0)
+    done = run("train.py", "--resume", "run", "train.epochs=3")
+    assert done.returncode == 0, done.stderr
+    for part in ("epoch 3/3: ", "evaluating on valid: ", "judging on test: ", "judging the baseline on valid: "):
+        assert part in done.stdout
+    done = run("eval.py", "run", "--recommend", "top.csv", "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_report_says_where_it_comes_from(place, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "nonsense")
+    assert run("train.py", "--resume", "run", "train.epochs=3").returncode == 0
+    report = (place / "run" / "report.md").read_text()
+    manifest = json.loads((place / "run" / "run.json").read_text())
+    for part in (manifest["commit"], manifest["created"], "- command: `", "95% intervals", "coverage", "next event"):
+        assert part in report
+    assert "HR@50" not in report and "0.0 minutes" not in report
+    result = json.loads((place / "run" / "result.json").read_text())
+    low, high = result["intervals"]["NDCG@10"]
+    assert low < result["model"]["history"]["NDCG@10"] < high
+    assert 0 < result["lists"]["coverage"] <= 1 and len(result["lists"]["samples"]) == 3
+    assert result["baseline"]["HR@10"] > 0
+    assert b"PNG" in (place / "run" / "metrics.png").read_bytes()[:8]
+
+
+def test_tensorboard_has_prefixes_and_rates(place):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(place / "run" / "tensorboard"))
+    board.Reload()
+    tags = set(board.Tags()["scalars"])
+    assert {"train/loss", "train/lr", "train/grad_norm", "train/events_per_second", "valid/NDCG@10"} <= tags
+    assert not [tag for tag in tags if "/" not in tag]
+
+
+def test_more_epochs_by_an_override(place):
+    assert run("train.py", "--resume", "run", "train.epochs=4").returncode == 0
+    assert len((place / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+    assert "epochs: 4" in (place / "run" / "config.yaml").read_text()
+    assert run("train.py", "--resume", "run").returncode == 0 and run("eval.py", "run").returncode == 0
+    config = place / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("lr: 0.001", "lr: 0.01"))
+    done = run("train.py", "--resume", "run", "train.epochs=5")
+    assert done.returncode == 2 and "train.lr: 0.001 -> 0.01" in done.stderr
+
+
+def test_a_dry_run_leaves_nothing(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = [f"data.path={made / 'events.csv'}", f"data.cache_dir={tmp_path / 'cache'}", "--dry-run"]
+    done = run("train.py", made / "run.yaml", *arguments)
+    assert done.returncode == 0 and "A step takes about" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_bf16_on_a_cpu(made, tmp_path):
+    """Heads and the packed cache under autocast, which torch refused."""
+    base = [made / "run.yaml", f"data.path={made / 'events.csv'}", f"data.cache_dir={tmp_path}", "train.autocast=bf16"]
+    mol = "model.head={kind: mol, query_components: 2, item_components: 2, component_dim: 8, gate_hidden_dim: 8}"
+    for name, more in (("mol", mol), ("learned", "model.head={kind: dot, learned_temperature: true}")):
+        done = run("train.py", *base, "train.epochs=1", "model.attention.kind=rotatekv", more, "--run", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        done = run("eval.py", tmp_path / name, "--kv-cache", "rotatekv")
+        assert done.returncode == 0, done.stderr
+    done = run("eval.py", tmp_path / "mol", "--export-items", tmp_path / "items")
+    assert done.returncode == 2 and "no one vector" in done.stderr
+
+
+def test_a_validation_window_without_anyone(made, tmp_path):
+    """Newcomers alone are in it: the last weights are judged, the run can be resumed, and patience is refused."""
+    rows = [f"a{user},i{k % 9},{1000 * k + user}" for user in range(20) for k in range(9)]
+    rows += [f"n{user},i{user % 9},{20_000 + user}" for user in range(20)]  # the validation window
+    rows += [f"a{user},i{user % 9},{30_000 + user}" for user in range(20)]
+    (tmp_path / "t.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")
+    arguments = [made / "run.yaml", f"data.path={tmp_path / 't.csv'}", f"data.cache_dir={tmp_path}"]
+    arguments += ["data.protocol=temporal", "data.valid_fraction=0.09", "data.test_fraction=0.09"]
+    done = run("train.py", *arguments, "--run", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "has no event of a user with a history" in (tmp_path / "run" / "report.md").read_text()
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["epoch"] == 2
+    assert run("train.py", "--resume", tmp_path / "run").returncode == 0
+    done = run("train.py", *arguments, "eval.patience=1", "--run", tmp_path / "other")
+    assert done.returncode == 2 and "eval.patience: there is no validation split" in done.stderr
+
+
+def test_what_cannot_be_done_is_said_before_it_is_begun(made, tmp_path):
+    base = [made / "run.yaml", f"data.path={made / 'events.csv'}", f"data.cache_dir={tmp_path}"]
+    for override, says in (
+        ("threads=4096", "threads: 4096 on a machine of"),
+        ("eval.best_metric=HR@50", "eval.best_metric: HR@50 is 1 for any model of 20 items"),
+    ):
+        done = run("train.py", *base, override, "--run", tmp_path / "run")
+        assert done.returncode == 2 and says in done.stderr, done.stderr
+    done = run("train.py", *base, "train.compile=true", "model.attention.kind=htree", "--run", tmp_path / "run")
+    assert done.returncode == 2 and "no end with htree on a CPU" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,167 @@
+"""What a user does with own data, from a CSV file to recommendations, with what goes wrong on the way."""
+
+import ctypes
+import hashlib
+import os
+import runpy
+import signal
+import sys
+import threading
+
+import pytest
+
+import train
+from models.attention import ATTENTION
+from models.interrupt import Interrupts, Stopped
+from tests.hostile.harness import Process
+from tests.programs.test_outputs import CONFIG, events
+from tests.programs.test_train import ROOT, final, run
+
+
+def interrupted(monkeypatch, place, name, call):
+    """SIGINT when `name` of an object is called for the `call`-th time."""
+    whole, calls = getattr(place, name), []
+
+    def counted(*given, **more):
+        calls.append(1)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGINT)
+        return whole(*given, **more)
+
+    monkeypatch.setattr(place, name, counted)
+
+
+def test_the_story(tmp_path, monkeypatch):
+    import polars as pl
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "events.csv").write_text("user,item,timestamp\n" + events())
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("PATH", "."))
+    assert run("train.py", "run.yaml", "--run", "whole").returncode == 0
+    for kind in ATTENTION:
+        done = run("train.py", "run.yaml", f"model.attention.kind={kind}", "train.epochs=1", "--run", f"of-{kind}")
+        assert done.returncode == 0, done.stderr
+
+    # Interrupted while the data are prepared, in the first epoch, in its evaluation, and at the end.
+    stops = (
+        (train, "open_data", 1, "preparing the data. To begin: the same command again"),
+        (train, "set_lr", 2, "training. Saved at step 2 of 4. To go on: python train.py --resume run"),
+        (train.Tracked, "epoch", 1, "training. Saved at step 2 of 4. To go on"),
+        (train, "judge", 1, "evaluating; all epochs are saved. To evaluate: python train.py --resume run"),
+    )
+    arguments = ("run.yaml", "--run", "run")
+    for place, name, call, told in stops:
+        with monkeypatch.context() as patch:
+            interrupted(patch, place, name, call)
+            done = run("train.py", *arguments)
+        assert done.returncode == 130 and f"Stopped while {told}" in done.stdout, (name, done.stdout, done.stderr)
+        if name != "open_data":
+            arguments = ("--resume", "run")
+    assert run("train.py", *arguments).returncode == 0
+    assert final(tmp_path / "run") == final(tmp_path / "whole")
+
+    # What comes next: for all users, for some, and for one that the run has never seen.
+    assert run("eval.py", "run", "--recommend", "all.csv", "--top-k", 3).returncode == 0
+    top = pl.read_csv("all.csv")
+    assert top.columns == ["user", "rank", "item", "score"] and len(top) == 3 * 30
+    seen = pl.read_csv("events.csv").group_by("user").agg(pl.col("item"))
+    listed = top.join(seen, on="user", suffix="_seen")
+    assert not any(row["item"] in row["item_seen"] for row in listed.iter_rows(named=True))
+    (tmp_path / "users.txt").write_text("u3\nu1\n")
+    assert run("eval.py", "run", "--recommend", "two.parquet", "--users", "users.txt", "--top-k", 3).returncode == 0
+    two = pl.read_parquet("two.parquet")
+    assert two["user"].to_list() == ["u3"] * 3 + ["u1"] * 3
+    assert two.filter(pl.col("user") == "u3")["item"].to_list() == top.filter(pl.col("user") == "u3")["item"].to_list()
+    (tmp_path / "users.txt").write_text("u3\nnobody\n")
+    done = run("eval.py", "run", "--recommend", "two.parquet", "--users", "users.txt")
+    assert done.returncode == 2 and "1 of 2 users are not in the data: nobody" in done.stderr
+    history = (tmp_path / "events.csv").read_text().splitlines()
+    rows = [row.replace("u3,", "new,") for row in history if row.startswith("u3,")]
+    (tmp_path / "new.csv").write_text("\n".join([history[0], *rows, "new,unheard-of,5"]) + "\n")
+
+    # The raw file is moved away: the prepared copy serves; without it, what needs no data still works.
+    (tmp_path / "events.csv").rename("moved.csv")
+    done = run("eval.py", "run")
+    assert done.returncode == 0 and "taking the prepared copy of the run's data" in done.stdout
+    (tmp_path / "cache").rename("gone")
+    done = run("eval.py", "run")
+    assert done.returncode == 2 and "--history FILE" in done.stderr and "--init-from" in done.stderr
+    assert run("eval.py", "run", "--recommend", "new-top.csv", "--history", "new.csv", "--top-k", 3).returncode == 0
+    last = str(max(int(row.rpartition(",")[2]) for row in history[1:]))
+    at = ("--at", last, "--top-k", 3)
+    assert run("eval.py", "run", "--recommend", "new-top.csv", "--history", "new.csv", *at).returncode == 0
+    new = pl.read_csv("new-top.csv")
+    assert set(new["user"]) == {"new"}
+    assert new["item"].to_list() == top.filter(pl.col("user") == "u3")["item"].to_list()
+
+    # Rows are appended: the run is not judged on them unawares, and trained on from where it was.
+    grown = (tmp_path / "moved.csv").read_text() + events(range(30, 40), 10**6).replace("i01", "fresh")
+    (tmp_path / "events.csv").write_text(grown)
+    done = run("eval.py", "run")
+    assert done.returncode == 2 and "trained on other data than" in done.stderr
+    done = run("eval.py", "run", "--data", "events.csv")
+    assert done.returncode == 0 and "1 items are not known to the trained model" in done.stdout
+    done = run("train.py", "run.yaml", "--init-from", "run", "--run", "warm", "train.epochs=1", "train.lr=1e-30")
+    assert done.returncode == 0 and "with the rows of 20 of 21 items" in done.stdout
+    done = run("train.py", "run.yaml", "--init-from", "run", "--run", "other", "model.embedding_dim=32")
+    assert done.returncode == 2 and "of another model" in done.stderr
+
+
+def test_protocol_all_recommends_what_comes_after_everything(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "events.csv").write_text("user,item,timestamp\n" + events())
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("PATH", "."))
+    assert run("train.py", "run.yaml", "--run", "run", "data.protocol=all").returncode == 0
+    done = run("eval.py", "run", "--recommend", "all.csv")
+    assert done.returncode == 0 and "for 30 users" in done.stdout
+
+
+def test_signals():
+    with pytest.raises(Stopped), Interrupts():
+        os.kill(os.getpid(), signal.SIGTERM)
+        ctypes.CDLL(None).usleep(0)
+    with Interrupts() as interrupts:
+        with pytest.raises(Stopped) as stopped, interrupts.noted():
+            os.kill(os.getpid(), signal.SIGINT)
+            reached = interrupts.signal == signal.SIGINT  # it goes on until it asks
+        assert reached and stopped.value.number == signal.SIGINT
+
+
+def test_a_library_that_does_not_come_back_is_left():
+    def stuck():
+        with Interrupts() as interrupts:
+            interrupts.stage = "counting"
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # for many minutes, beside Python
+        return 0
+
+    ended = Process(stuck, seconds=600).wait()
+    assert ended.status == 130 and "Stopped while counting" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "says"),
+    [
+        ("train.py", ["--help"], "--resume"),
+        ("eval.py", ["--help"], "--recommend"),
+        ("eval.py", [], "give the folder of a run"),
+        ("train.py", [], "give a config"),
+        ("train.py", ["ml-100k-hstu"], "did you mean"),
+        ("train.py", ["--version"], "hstu_sparse "),
+        ("eval.py", ["run", "--top-k", "0"], "at least 1"),
+        ("eval.py", ["run", "--users", "x"], "--users belongs to --recommend"),
+    ],
+)
+def test_arguments_are_answered_before_slow_imports(program, arguments, says, monkeypatch, capfd):
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            for slow in ("torch", "rich", "polars", "pydantic"):
+                patch.setitem(sys.modules, slow, None)  # an import of it fails
+            patch.setattr(sys, "argv", [program, *arguments])
+            runpy.run_path(str(ROOT / program), run_name="__main__")
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    out = capfd.readouterr()
+    assert says in out.out + out.err and "Traceback" not in out.err
