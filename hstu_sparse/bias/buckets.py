@@ -22,7 +22,7 @@ import triton.language as tl
 
 from hstu_sparse.assembly import load_edge
 from hstu_sparse.bias.relative import bucket_edges
-from hstu_sparse.launch import run
+from hstu_sparse.launch import cdiv, run
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.tiles import COMPILED, locate
 
@@ -33,6 +33,8 @@ CELL_BITS = 3
 FP32_MANTISSA, FP32_BIAS, OCTAVES = 23, 127, 64
 _SHIFT, _BASE = tl.constexpr(FP32_MANTISSA - CELL_BITS), tl.constexpr(FP32_BIAS << CELL_BITS)
 _BLOCK = 256
+# Zeros behind the tokens in what `split_times` gives, for tiles that reach past a batch's end.
+MARGIN = 256
 # Edges that a narrow tile of pairs reaches over at most.
 MOST_EDGES = tl.constexpr(4)
 # A narrow tile's entry in the plan: its lowest bucket times 8, plus the number of edges in it.
@@ -219,14 +221,14 @@ def _split_times(seq_offsets, times, key_times):
     total, num_seqs = times.shape[0], seq_offsets.shape[0] - 1
     split, offset = _fake_split_times(seq_offsets, times, key_times)
     if total and num_seqs:
-        given = seq_offsets, times, key_times, split, offset, num_seqs, total
+        given = seq_offsets, times, key_times, split, offset, num_seqs, split.shape[1]
         run(split_times_kernel, total // _BLOCK + num_seqs, *given, BLOCK=_BLOCK)
     return [split, offset]
 
 
 def _fake_split_times(seq_offsets, times, key_times):
-    total = times.shape[0]
-    return [times.new_empty(2, total, dtype=torch.float32), times.new_empty(total, dtype=torch.int32)]
+    width = cdiv(times.shape[0], 16) * 16 + MARGIN
+    return [times.new_zeros(2, width, dtype=torch.float32), times.new_zeros(width, dtype=torch.int32)]
 
 
 _split_times_operator = register_preparation(
@@ -238,6 +240,8 @@ def split_times(
     seq_offsets: torch.Tensor, timestamps: torch.Tensor, query_timestamps: torch.Tensor
 ) -> tuple[TokenTimes, TokenTimes]:
     """(of the keys, of the queries) as kernels read them; what is computed once serves both where both are one tensor.
+
+    They are of T rounded up to a multiple of 16, and MARGIN more, for kernels whose tiles reach past a batch's end.
 
     Args:
         seq_offsets: [B+1].

@@ -61,6 +61,7 @@ class TableSums:
         copies: of each.
         deterministic: sum in int64, whose sums do not depend on the order of additions.
         bound: what all terms of one sum come to in size at most; called only if it is needed.
+        behind: entries behind each copy's, which kernels may add zeros to.
     """
 
     def __init__(
@@ -69,23 +70,25 @@ class TableSums:
         copies: tuple[int, int],
         deterministic: bool,
         bound: Callable[[], torch.Tensor],
+        behind: int = 0,
     ):
         self.tables, self.unit = tables, None
         if deterministic and any(table is not None for table in tables):
             self.unit = fixed_point_unit(bound())
         dtype = torch.float32 if self.unit is None else torch.int64
         self.position, self.time = (
-            None if table is None else torch.zeros(count, table.shape[0], dtype=dtype, device=table.device)
+            None if table is None else torch.zeros(count, table.shape[0] + behind, dtype=dtype, device=table.device)
             for table, count in zip(tables, copies)
         )
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Those of the tables that there are, in their dtypes."""
+    def gradients(self, factor: float | torch.Tensor = 1.0) -> list[torch.Tensor]:
+        """Those of the tables that there are, times `factor`, in their dtypes."""
         found = []
         for table, sums in zip(self.tables, (self.position, self.time)):
             if table is not None:
+                sums = sums[:, : table.shape[0]]
                 total = sums.sum(0) if self.unit is None else sums.sum(0).double() / self.unit.double()
-                found.append(total.to(table.dtype))
+                found.append((total * factor).to(table.dtype))
         return found
 
 
@@ -182,15 +185,6 @@ def add_position(
 
 
 @triton.jit
-def _add_sum(gradients, bucket, ds, ASM: tl.constexpr, EXACT: tl.constexpr):
-    """The time bias's gradient at one bucket += the sum of ds."""
-    if ASM:
-        histogram_add_sum(gradients.lane, bucket, ds, gradients.time_scale, EXACT)
-    else:
-        add_to(gradients.time + bucket, tl.sum(ds) * gradients.scale)
-
-
-@triton.jit
 def _move_sum(gradients, bucket, ds, own, other, origin, edge, ASM: tl.constexpr, EXACT: tl.constexpr):
     """The time bias's gradient at a bucket += the sum of ds past its edge, and less so much at the bucket before."""
     place = edge_place(own, origin, tl.load(edge), True)
@@ -203,35 +197,50 @@ def _move_sum(gradients, bucket, ds, own, other, origin, edge, ASM: tl.constexpr
 
 
 @triton.jit
-def add_time(
-    gradients, ds, buckets, entry, start, bias, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, ASM: tl.constexpr,
-    EXACT: tl.constexpr,
-):  # fmt: skip
+def add_pair_times(gradients, ds, buckets, ASM: tl.constexpr, EXACT: tl.constexpr):
+    """The time bias's gradient += a tile of ds, pair by pair; `buckets` of the pairs that are not 0."""
+    if ASM:
+        histogram_add(gradients.lane, buckets, ds, gradients.time_scale, EXACT)
+    else:
+        add_to(gradients.time + buckets, ds * gradients.scale, None, ds != 0.0)
+
+
+@triton.jit
+def add_narrow_times(gradients, ds, entry, own, keys, steps, ASM: tl.constexpr, EXACT: tl.constexpr):
+    """The time bias's gradient += a narrow tile of ds [BLOCK_M, BLOCK_N].
+
+    entry: the tile's; own, keys: offsets of its queries [BLOCK_M, 1], and a pointer to those of its keys; steps:
+    pointer to `bucket_steps`.
+    """
+    lowest = entry >> ENTRY_SHIFT
+    edges = entry & ENTRY_EDGES
+    if ASM:
+        histogram_add_sum(gradients.lane, lowest, ds, gradients.time_scale, EXACT)
+    else:
+        add_to(gradients.time + lowest, tl.sum(ds) * gradients.scale)
+    if edges > 0:
+        edge = steps + lowest
+        origin = tl.load(keys).to(tl.int64)
+        own = opaque(own)
+        offsets = look_up(keys, tl.arange(0, ds.shape[1]).to(tl.int64)[None, :], ASM)
+        other = other_place(offsets, origin.to(tl.int32), True)
+        _move_sum(gradients, lowest + 1, ds, own, other, origin, edge + 1, ASM, EXACT)
+        if edges > 1:
+            _move_sum(gradients, lowest + 2, ds, own, other, origin, edge + 2, ASM, EXACT)
+        if edges > 2:
+            _move_sum(gradients, lowest + 3, ds, own, other, origin, edge + 3, ASM, EXACT)
+            _move_sum(gradients, lowest + 4, ds, own, other, origin, edge + 4, ASM, EXACT)
+
+
+@triton.jit
+def add_time(gradients, ds, buckets, entry, start, bias, MASKED: tl.constexpr, ASM: tl.constexpr, EXACT: tl.constexpr):
     """The time bias's gradient += a tile of ds, keys from `start` on. buckets: of its pairs, if MASKED; else `entry`:
     what the plan says of the narrow tile.
     """
     if MASKED:
-        if ASM:
-            histogram_add(gradients.lane, buckets, ds, gradients.time_scale, EXACT)
-        else:
-            add_to(gradients.time + buckets, ds * gradients.scale, None, ds != 0.0)
+        add_pair_times(gradients, ds, buckets, ASM, EXACT)
     else:
-        lowest = entry >> ENTRY_SHIFT
-        edges = entry & ENTRY_EDGES
-        _add_sum(gradients, lowest, ds, ASM, EXACT)
-        if edges > 0:
-            edge = bias.steps + lowest
-            s = start + tl.arange(0, BLOCK_N)
-            origin = tl.load(bias.other_offset + start).to(tl.int64)
-            own = opaque(bias.offset)
-            offsets = look_up(bias.other_offset, s.to(tl.int64)[None, :], ASM)
-            other = other_place(offsets, origin.to(tl.int32), True)
-            _move_sum(gradients, lowest + 1, ds, own, other, origin, edge + 1, ASM, EXACT)
-            if edges > 1:
-                _move_sum(gradients, lowest + 2, ds, own, other, origin, edge + 2, ASM, EXACT)
-            if edges > 2:
-                _move_sum(gradients, lowest + 3, ds, own, other, origin, edge + 3, ASM, EXACT)
-                _move_sum(gradients, lowest + 4, ds, own, other, origin, edge + 4, ASM, EXACT)
+        add_narrow_times(gradients, ds, entry, bias.offset, bias.other_offset + start, bias.steps, ASM, EXACT)
 
 
 @triton.jit

@@ -125,6 +125,24 @@ def next_four(pointer):
 
 
 @triton.jit
+def narrow_bias(first, edges, time, steps, own, other, origin, BY_QUERY: tl.constexpr):
+    """The time bias of a narrow tile of one edge at least.
+
+    first: its lowest bucket's bias; edges: how many it has, 1 to MOST_EDGES; time, steps: pointers to the table and to
+    `bucket_steps` at the lowest bucket; own, other, origin: for `reached`, the own side's offsets, `other_place`, the
+    time of the other side's first token. first, time and steps may be numbers, or tensors that broadcast to the tile.
+    """
+    edge, value = next_four(steps), next_four(time)  # at once: no branch waits for its own
+    tile = first + (value[0] - first) * reached(edge_place(own, origin, edge[0], BY_QUERY), other)
+    if edges > 1:
+        tile += (value[1] - value[0]) * reached(edge_place(own, origin, edge[1], BY_QUERY), other)
+    if edges > 2:
+        tile += (value[2] - value[1]) * reached(edge_place(own, origin, edge[2], BY_QUERY), other)
+        tile += (value[3] - value[2]) * reached(edge_place(own, origin, edge[3], BY_QUERY), other)
+    return tile
+
+
+@triton.jit
 def half_bias(
     start, place, sequence, ahead, bias, kind, MASKED: tl.constexpr, IS_NEAR: tl.constexpr, BY_QUERY: tl.constexpr,
     OWN: tl.constexpr, OTHER: tl.constexpr,
@@ -179,14 +197,7 @@ def half_bias(
             origin = tl.load(bias.other_offset + start).to(tl.int64)
             offsets = look_up(bias.other_offset, token.to(tl.int64)[None, :], kind.ASM)
             other = other_place(offsets, origin.to(tl.int32), BY_QUERY)
-            edge, value = next_four(steps), next_four(time)  # at once: no branch waits for its own
-            tile = first + (value[0] - first) * reached(edge_place(bias.offset, origin, edge[0], BY_QUERY), other)
-            if edges > 1:
-                tile += (value[1] - value[0]) * reached(edge_place(bias.offset, origin, edge[1], BY_QUERY), other)
-            if edges > 2:
-                tile += (value[2] - value[1]) * reached(edge_place(bias.offset, origin, edge[2], BY_QUERY), other)
-                tile += (value[3] - value[2]) * reached(edge_place(bias.offset, origin, edge[3], BY_QUERY), other)
-            found += tile
+            found += narrow_bias(first, edges, time, steps, bias.offset, other, origin, BY_QUERY)
     return found, buckets, ahead
 
 

@@ -17,7 +17,6 @@ _KB = 1024
 _WORD = 4
 # 1.5 * 2^23: added to an fp32 number below 2^22 in size, it leaves that number, rounded, in the low bits of the sum.
 _ROUNDING = "4B400000"
-ROUNDING_BITS = tl.constexpr(int(_ROUNDING, 16))
 # What callers scale their greatest term to: the additions round correctly up to twice as much.
 GREATEST_TERM = tl.constexpr(2.0**21 - 1)
 
@@ -60,45 +59,35 @@ _LANES = 32
 HISTOGRAM_ROWS = 152  # buckets, the entries that are read behind the table, and the bucket of pairs that are not seen
 HISTOGRAM_BYTES = HISTOGRAM_ROWS * _LANES * _WORD
 assert HISTOGRAM_BYTES % _KB == 0 and HISTOGRAM_ROWS >= MAX_BUCKETS + 6
-# SMALL: 16 columns, of which two lanes share one.
-_SMALL_LANES, _SMALL_BYTES = 16, 10 * _KB
-assert _SMALL_BYTES >= HISTOGRAM_ROWS * _SMALL_LANES * _WORD
-_ROW, _SMALL_ROW = tl.constexpr(_LANES * _WORD), tl.constexpr(_SMALL_LANES * _WORD)
-_HISTOGRAM, _SMALL_HISTOGRAM = tl.constexpr(HISTOGRAM_BYTES), tl.constexpr(_SMALL_BYTES)
-_OPEN_HISTOGRAM, _OPEN_SMALL_HISTOGRAM = (
-    tl.constexpr(f"{{ .shared .align 128 .b8 hstu_histogram[{size}]; mov.u32 $0, hstu_histogram; }}")
-    for size in (HISTOGRAM_BYTES, _SMALL_BYTES)
+_ROW, _HISTOGRAM = tl.constexpr(_LANES * _WORD), tl.constexpr(HISTOGRAM_BYTES)
+_OPEN_HISTOGRAM = tl.constexpr(
+    f"{{ .shared .align 128 .b8 hstu_histogram[{HISTOGRAM_BYTES}]; mov.u32 $0, hstu_histogram; }}"
 )
-_LANE_CELL, _SMALL_LANE_CELL = (
-    tl.constexpr(f"{{ .reg .u32 n; mov.u32 n, %tid.x; and.b32 n, n, {lanes - 1}; mad.lo.u32 $0, n, {_WORD}, $1; }}")
-    for lanes in (_LANES, _SMALL_LANES)
+_LANE_CELL = tl.constexpr(
+    f"{{ .reg .u32 n; mov.u32 n, %tid.x; and.b32 n, n, {_LANES - 1}; mad.lo.u32 $0, n, {_WORD}, $1; }}"
 )
 
 
 @triton.jit
-def histogram_open(token, SMALL: tl.constexpr = False):
+def histogram_open(token):
     """The shared-memory address of the zeroed histogram. Called once per program; `token` is any int32 scalar."""
-    OPEN: tl.constexpr = _OPEN_SMALL_HISTOGRAM if SMALL else _OPEN_HISTOGRAM
-    BYTES: tl.constexpr = _SMALL_HISTOGRAM if SMALL else _HISTOGRAM
-    base = tl.inline_asm_elementwise(OPEN, "=r,r", [token], tl.int32, is_pure=False, pack=1)
-    _zero(base, BYTES)
+    base = tl.inline_asm_elementwise(_OPEN_HISTOGRAM, "=r,r", [token], tl.int32, is_pure=False, pack=1)
+    _zero(base, _HISTOGRAM)
     return base
 
 
 @triton.jit
-def histogram_clear(base, SMALL: tl.constexpr = False):
+def histogram_clear(base):
     """Zeroes a histogram whose sums were taken."""
-    BYTES: tl.constexpr = _SMALL_HISTOGRAM if SMALL else _HISTOGRAM
     tl.debug_barrier()
-    _zero(base, BYTES)
+    _zero(base, _HISTOGRAM)
     tl.debug_barrier()
 
 
 @triton.jit
-def histogram_lane(base, SMALL: tl.constexpr = False):
+def histogram_lane(base):
     """Where a lane's cells begin."""
-    CELL: tl.constexpr = _SMALL_LANE_CELL if SMALL else _LANE_CELL
-    return tl.inline_asm_elementwise(CELL, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(_LANE_CELL, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
 
 
 _ADD_EXACT = tl.constexpr(f"""{{
@@ -133,12 +122,12 @@ _ADD_FOUR = tl.constexpr("""{
 
 
 @triton.jit
-def histogram_add(lane, bucket, value, scale, EXACT: tl.constexpr, SMALL: tl.constexpr = False):
+def histogram_add(lane, bucket, value, scale, EXACT: tl.constexpr):
     """histogram[bucket] += value for a tile; EXACT: value * scale, rounded, in integers. lane: `histogram_lane`.
 
     Else four neighbours that share a bucket, as most do, are added first: an addition in fp32 takes long.
     """
-    cell = lane + (_SMALL_ROW if SMALL else _ROW) * bucket
+    cell = lane + _ROW * bucket
     if EXACT:
         tl.inline_asm_elementwise(_ADD_EXACT, "=r,r,f,f", [cell, value, scale], tl.int32, is_pure=False, pack=1)
     else:
@@ -177,7 +166,6 @@ _ADD_SUM, _MOVE_SUM = (tl.constexpr(_sum_assembly(_PACK.value, edge, True, _ROW.
 _ADD_SUM_FP32, _MOVE_SUM_FP32 = (
     tl.constexpr(_sum_assembly(_PACK_FP32.value, edge, False, _ROW.value)) for edge in (False, True)
 )
-_SMALL_MOVE_SUM = tl.constexpr(_sum_assembly(_PACK.value, True, True, _SMALL_ROW.value))
 _ADD_OPERANDS, _MOVE_OPERANDS = (tl.constexpr(_sum_operands(_PACK.value, edge)) for edge in (False, True))
 _ADD_OPERANDS_FP32, _MOVE_OPERANDS_FP32 = (
     tl.constexpr(_sum_operands(_PACK_FP32.value, edge)) for edge in (False, True)
@@ -185,12 +173,12 @@ _ADD_OPERANDS_FP32, _MOVE_OPERANDS_FP32 = (
 
 
 @triton.jit
-def histogram_add_sum(lane, bucket, value, scale, EXACT: tl.constexpr, SMALL: tl.constexpr = False):
+def histogram_add_sum(lane, bucket, value, scale, EXACT: tl.constexpr):
     """histogram[bucket] += scale * the sum of a tile (EXACT: in integers).
 
     `bucket` is one number. A thread adds up what it has, 16 or 4 values at a time, so that no thread waits for another.
     """
-    cell = lane + (_SMALL_ROW if SMALL else _ROW) * bucket
+    cell = lane + _ROW * bucket
     if EXACT:
         tl.inline_asm_elementwise(_ADD_SUM, _ADD_OPERANDS, [cell, value, scale], tl.int8, is_pure=False, pack=_PACK)
     else:
@@ -200,13 +188,12 @@ def histogram_add_sum(lane, bucket, value, scale, EXACT: tl.constexpr, SMALL: tl
 
 
 @triton.jit
-def histogram_move_sum(lane, bucket, value, own, other, scale, EXACT: tl.constexpr, SMALL: tl.constexpr = False):
+def histogram_move_sum(lane, bucket, value, own, other, scale, EXACT: tl.constexpr):
     """The same with what has reached an edge (own, other: see `reached`), and histogram[bucket - 1] -= as much."""
-    cell = lane + (_SMALL_ROW if SMALL else _ROW) * bucket
+    cell = lane + _ROW * bucket
     if EXACT:
-        MOVE: tl.constexpr = _SMALL_MOVE_SUM if SMALL else _MOVE_SUM
         tl.inline_asm_elementwise(
-            MOVE, _MOVE_OPERANDS, [cell, value, scale, own, other], tl.int8, is_pure=False, pack=_PACK
+            _MOVE_SUM, _MOVE_OPERANDS, [cell, value, scale, own, other], tl.int8, is_pure=False, pack=_PACK
         )
     else:
         tl.inline_asm_elementwise(
@@ -228,20 +215,16 @@ def _total_assembly(exact: bool, lanes: int) -> str:
 
 
 _TOTAL, _TOTAL_FP32 = (tl.constexpr(_total_assembly(exact, _LANES)) for exact in (True, False))
-_SMALL_TOTAL = tl.constexpr(_total_assembly(True, _SMALL_LANES))
 
 
 @triton.jit
 def histogram_close(
-    base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.constexpr, STRIDE: tl.constexpr = 1,
-    SMALL: tl.constexpr = False,
-):  # fmt: skip
-    """grad[STRIDE * bucket] += scale * histogram[bucket]; EXACT, and an int64 grad: histogram[bucket] << shift."""
+    base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """grad[bucket] += scale * histogram[bucket]; EXACT, and an int64 grad: histogram[bucket] << shift."""
     tl.debug_barrier()
     bucket = tl.arange(0, 256)
     if EXACT:
-        TOTAL: tl.constexpr = _SMALL_TOTAL if SMALL else _TOTAL
-        total = tl.inline_asm_elementwise(TOTAL, "=&l,r,r", [base, bucket], tl.int64, is_pure=False, pack=1)
+        total = tl.inline_asm_elementwise(_TOTAL, "=&l,r,r", [base, bucket], tl.int64, is_pure=False, pack=1)
         if grad.dtype.element_ty == tl.int64:
             total = total << shift
         else:
@@ -249,7 +232,7 @@ def histogram_close(
     else:
         total = tl.inline_asm_elementwise(_TOTAL_FP32, "=&f,r,r", [base, bucket], tl.float32, is_pure=False, pack=1)
         total *= scale
-    tl.atomic_add(grad + STRIDE * bucket, total, (bucket < TABLE) & (total != 0), sem="relaxed")
+    tl.atomic_add(grad + bucket, total, (bucket < TABLE) & (total != 0), sem="relaxed")
 
 
 # The ring, for the position bias's gradient: a cell per distance t - s. A program meets the distances in descending
@@ -260,9 +243,6 @@ def histogram_close(
 # distances as the quads beside them, then meet neither at an address nor, by the copies' distance, in a bank.
 RING_CELLS = 1056
 RING = tl.constexpr(RING_CELLS)
-# SMALL: two stretches of STRETCH cells, for tiles whose diagonals are no more, which take turns. Each term there is
-# ROUNDING_BITS too great, which who knows how many there are takes off the sum: an instruction less a term.
-STRETCH = tl.constexpr(128)
 _COPIES = 4
 
 
@@ -270,91 +250,57 @@ def _copy_bytes(cells: int) -> int:
     return (cells + 10) * _WORD
 
 
-_RING, _SMALL = tl.constexpr(17 * _KB), tl.constexpr(5 * _KB)
-_COPY, _SMALL_COPY = _copy_bytes(RING_CELLS), _copy_bytes(2 * STRETCH.value)
-assert all(size.value >= _COPIES * copy for size, copy in ((_RING, _COPY), (_SMALL, _SMALL_COPY)))
-_OPEN_RING, _OPEN_SMALL = (
-    tl.constexpr(f"{{ .shared .align 16 .b8 hstu_ring[{size.value}]; mov.u32 $0, hstu_ring; }}")
-    for size in (_RING, _SMALL)
-)
+_RING = tl.constexpr(17 * _KB)
+# Bytes from one copy to the next: as many more than the cells that the four begin in different banks.
+_COPY_BYTES = (RING_CELLS + 10) * _WORD
+assert _RING.value >= _COPIES * _COPY_BYTES
+_OPEN_RING = tl.constexpr(f"{{ .shared .align 16 .b8 hstu_ring[{_RING.value}]; mov.u32 $0, hstu_ring; }}")
+_ADD_TO_RING = tl.constexpr(f"""{{
+    .reg .u32 a, copy;
+    .reg .f32 f;
+    .reg .b32 n;
+    mov.u32 copy, %tid.x;
+    and.b32 copy, copy, {_COPIES - 1};
+    mad.lo.u32 a, copy, {_COPY_BYTES}, $1;
+    fma.rn.f32 f, $2, $3, 0f{_ROUNDING};
+    mov.b32 n, f;
+    sub.u32 n, n, 0x{_ROUNDING};
+    red.shared.add.u32 [a], n;
+    mov.u32 $0, 0;
+}}""")
 
 
-def _copy_assembly(copy_bytes: int, address: str) -> str:
-    """`address` = $1 in the thread's copy."""
-    return f"""
-        .reg .u32 copy;
-        mov.u32 copy, %tid.x;
-        and.b32 copy, copy, {_COPIES - 1};
-        mad.lo.u32 {address}, copy, {copy_bytes}, $1;
-    """
-
-
-def _add_assembly(copy_bytes: int) -> str:
-    return f"""{{
-        .reg .u32 a;
-        .reg .f32 f;
-        .reg .b32 n;
-        {_copy_assembly(copy_bytes, "a") if copy_bytes else "mov.u32 a, $1;"}
-        fma.rn.f32 f, $2, $3, 0f{_ROUNDING};
-        mov.b32 n, f;
-        {f"sub.u32 n, n, 0x{_ROUNDING};" if copy_bytes else ""}
-        red.shared.add.u32 [a], n;
-        mov.u32 $0, 0;
-    }}"""
-
-
-def _take_assembly(copy_bytes: int) -> str:
+def _take_assembly() -> str:
     """The sum of a cell's copies, which become zero; 0 past the ring's end."""
     lines = [".reg .u32 n, z;", "mov.u32 z, 0;", "mov.u32 $0, 0;", ".reg .pred p;", "setp.lt.u32 p, $1, $2;"]
     for copy in range(_COPIES):
-        place = f"[$3+{copy * copy_bytes}]" if copy else "[$3]"
+        place = f"[$3+{copy * _COPY_BYTES}]" if copy else "[$3]"
         lines += [f"@p ld.shared.u32 {'n' if copy else '$0'}, {place};", f"@p st.shared.u32 {place}, z;"]
         lines += ["@p add.u32 $0, $0, n;"] if copy else []
     return "{ " + " ".join(lines) + " }"
 
 
-_ADD_TO_RING, _ADD_TO_SMALL = (tl.constexpr(_add_assembly(x)) for x in (_COPY, 0))
-_SMALL_LANE = tl.constexpr("{" + _copy_assembly(_SMALL_COPY, "$0") + "}")
-_TAKE, _TAKE_SMALL = (tl.constexpr(_take_assembly(x)) for x in (_COPY, _SMALL_COPY))
+_TAKE = tl.constexpr(_take_assembly())
 
 
 @triton.jit
-def ring_open(token, SMALL: tl.constexpr = False):
+def ring_open(token):
     """The shared-memory address of the cells, zeroed. Called once per program; `token` is any int32 scalar."""
-    OPEN: tl.constexpr = _OPEN_SMALL if SMALL else _OPEN_RING
-    BYTES: tl.constexpr = _SMALL if SMALL else _RING
-    base = tl.inline_asm_elementwise(OPEN, "=r,r", [token], tl.int32, is_pure=False, pack=1)
-    _zero(base, BYTES)
+    base = tl.inline_asm_elementwise(_OPEN_RING, "=r,r", [token], tl.int32, is_pure=False, pack=1)
+    _zero(base, _RING)
     return base
 
 
 @triton.jit
-def ring_lane(base):
-    """A small ring's address in the thread's copy."""
-    return tl.inline_asm_elementwise(_SMALL_LANE, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
+def ring_add(cell, value, to_exact):
+    """The cells at these addresses, of the first copy, += value * to_exact, rounded."""
+    tl.inline_asm_elementwise(_ADD_TO_RING, "=r,r,f,f", [cell, value, to_exact], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def ring_add(cell, value, to_exact, SMALL: tl.constexpr = False):
-    """The cells at these addresses += value * to_exact, rounded (SMALL: + ROUNDING_BITS). They are in the first copy;
-    SMALL: in the thread's.
-    """
-    ADD: tl.constexpr = _ADD_TO_SMALL if SMALL else _ADD_TO_RING
-    tl.inline_asm_elementwise(ADD, "=r,r,f,f", [cell, value, to_exact], tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _take(cell, address, limit: tl.constexpr, TAKE: tl.constexpr):
-    return tl.inline_asm_elementwise(TAKE, "=&r,r,r,r", [cell, limit, address], tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def stretch_take(base, cell):
-    """The sums of a small ring's stretch at `base`, of its first 128 cells, which become zero; 0 past its end.
-
-    For 4 warps.
-    """
-    return _take(cell, base + 4 * cell, STRETCH, _TAKE_SMALL)
+def ring_take(base, cell):
+    """The sums of cells, which become zero; 0 past the ring's end."""
+    return tl.inline_asm_elementwise(_TAKE, "=&r,r,r,r", [cell, RING, base + 4 * cell], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -363,6 +309,6 @@ def ring_flush(base, grad, low, first, last, length):
     lane = tl.arange(0, 128)
     for start in range(first, last, 128):
         distance = start + lane
-        value = _take(distance - low, base + 4 * (distance - low), RING, _TAKE)
+        value = ring_take(base, distance - low)
         use = (distance >= 0) & (distance < length) & (value != 0)
         tl.atomic_add(grad + distance, value.to(tl.int64), use, sem="relaxed")

@@ -131,16 +131,10 @@ def bsa_attention(
 
     from hstu_sparse.bsa import launch  # triton is needed from here on
     from hstu_sparse.bsa.plan import BlockPlan, make_plan, purpose_of
-    from hstu_sparse.bsa.reach import MAX_BUCKETS
 
     check_kernel("bsa_attention", q, {"D": sizes["D"], "V": sizes["V"]})
     _check_taken("bsa_attention", "block_size", block_size, launch.BLOCK_SIZES)
     _check_taken("bsa_attention", "block_counts", block_counts, range(1, launch.MAX_BLOCK_COUNTS + 1))
-    if bias.time is not None and bias.time.shape[0] > MAX_BUCKETS + 1:
-        raise ValueError(
-            f"bsa_attention: the kernels take bias.time [up to {MAX_BUCKETS + 1}], got [{bias.time.shape[0]}]; "
-            "use backend='reference'"
-        )
     purpose = purpose_of(sizes["T"], seq_offsets, max_seq_len, block_size, bias)
     if plan is None:
         plan = make_plan(purpose, seq_offsets, bias)
@@ -158,7 +152,7 @@ def bsa_attention(
         g_slc,
         g_swa if window_size > 0 else None,
         *bias[:2],
-        list(plan[1:]),
+        plan.flat(),
         block_size,
         block_counts,
         window_size,
@@ -191,8 +185,8 @@ def bsa_plan(
     """What `bsa_attention` computes of a batch's times before it attends, for calls that share a batch.
 
     The layers of a model see one batch, so one plan serves them all, forward and backward, as long as their block size
-    N and number of time buckets agree; the biases' values may differ. It holds 16 bytes a token, 16 a block, and 2 for
-    each tile of max(64, BS) queries and each block of a sequence of N.
+    N and number of time buckets agree; the biases' values may differ. It holds 12 bytes a token, twice that if queries
+    have times of their own, and 2 for each tile of max(64, BS) queries and each block of a sequence of N.
 
     Args:
         q: [T, H, D] of one of the calls; only its shape and device are looked at.

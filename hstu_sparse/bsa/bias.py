@@ -1,14 +1,12 @@
-"""The relative bias of a call: what kernels are given of it, and where they add its tables' gradients.
+"""The relative bias in the block-sparse kernels: what they are given of it, a tile's bias, its tables' gradients.
 
-b(t, s) is defined in hstu_sparse/relative_bias.py. Letters: T tokens of the batch, N max_seq_len, t and s positions of
-queries and keys in their sequence, BS block size.
+b(t, s) is defined in hstu_sparse/bias/relative.py. Letters: T tokens of the batch, N max_seq_len, BM queries and BN
+keys of a tile. A tile is [queries, keys], queries on its axis 0, or [keys, queries]: AXIS is the axis of the queries.
 
-The position table is kept backwards, `position[s - t]` with a pointer to entry 0, and with zeros around it, so that no
-index of a pair that is not seen needs a bound.
+Of a tile of queries and a chosen block the plan has the entry (buckets.py): most lie so far apart that it is narrow.
+Everywhere else, next to the diagonal and for mean keys, each pair's bucket is looked up.
 """
 
-import functools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,23 +14,50 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import proven
-from hstu_sparse.bias.gradients import fixed_point_unit
-from hstu_sparse.bias.relative import bucket_edges
-from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, MOST_EDGES, bsa_edges_kernel, bucket_cells
-from hstu_sparse.launch import cdiv, run
+from hstu_sparse.assembly import look_up, scalar
+from hstu_sparse.bias.buckets import (
+    ENTRY_EDGES,
+    ENTRY_SHIFT,
+    MOST_EDGES,
+    bucket_of,
+    bucket_steps,
+    device_cells,
+    edge_place,
+    hidden_bucket,
+    num_time_buckets,
+    other_place,
+    reached,
+)
+from hstu_sparse.bias.gradients import (
+    Gradients,
+    TableSums,
+    add_diagonals,
+    add_narrow_times,
+    add_pair_times,
+    add_to,
+    exact_scale,
+    greatest_norms_kernel,
+)
+from hstu_sparse.bias.scores import halved_tables_kernel, narrow_bias
+from hstu_sparse.bias.sums import (
+    HISTOGRAM_ROWS,
+    barrier,
+    histogram_clear,
+    histogram_close,
+    histogram_lane,
+    histogram_open,
+    ring_add,
+    ring_open,
+    ring_take,
+)
+from hstu_sparse.launch import cdiv, padded_head, run
 
-# Entries around the position table: past its end, and for blocks of a tile that are not there yet (128 of 128 tokens).
-BEHIND, BEFORE = 256, 128 * 128 + 256
-# Places of a norm, of which the first is used: what is behind stays aligned.
-NORM = 16
-# Sums kept of each bucket's gradient, so that programs do not wait for another.
-LANES = tl.constexpr(64)
-# Buckets whose sums are taken side by side, and entries behind the time table, which tiles read or add to.
-AT_ONCE = tl.constexpr(4)
-BEYOND = MOST_EDGES.value + AT_ONCE.value
-# Copies of the position table's gradient.
-COPIES = tl.constexpr(16)
+_HISTOGRAM_ROWS = tl.constexpr(HISTOGRAM_ROWS)
+# Zeros on both sides of the halved position table, for pairs that are not seen: of mean keys, a tile of 64 or 128 whose
+# blocks of 128 tokens are still to come.
+MARGIN = 128 * 128 + 256
+# Copies of the tables' gradients, so that programs do not wait for another.
+POSITION_COPIES, TIME_COPIES = tl.constexpr(4), tl.constexpr(64)
 
 
 class KernelBias(NamedTuple):
@@ -40,195 +65,303 @@ class KernelBias(NamedTuple):
     compute half of each score, of which SiLU is one product less.
     """
 
-    position: object = None  # [s - t] fp32
-    time: object = None  # [bucket] fp32, BEYOND zeros behind
-    steps: object = None  # [bucket] fp32, the least whole difference in each, infinite behind
-    cells: object = None  # int32, see `bucket_cells`
-    key_high: object = None  # [T] fp32, times of the keys
+    position: object = None  # [t - s] fp32, MARGIN zeros on both sides
+    time: object = None  # [bucket] fp32
+    cells: object = None  # see `bucket_cells`
+    steps: object = None  # see `bucket_steps`
+    key_high: object = None  # [T] fp32, times of the keys as `TokenTimes` has them
     key_low: object = None
+    key_offset: object = None
     query_high: object = None
     query_low: object = None
-    key_spans: object = None  # [NB, 4] fp32, of each block the earliest time (high, low) and the latest
-    means: object = None  # [slots, blocks] int16, see `bsa_means_kernel`
-    summaries: object = None  # [slots, blocks / CHUNK] int32
+    query_offset: object = None
+    entries: object = None  # [slots, blocks] int16, see `BlockPlan`
     blocks: object = None
-    places: object = None  # [T] fp32, queries' times since `origins`
-    key_places: object = None  # [T] fp32, keys' times since their block's earliest
-    own: object = None  # [NB, BS * BS] int16, buckets between queries and the keys of the block they stand in
-    origins: object = None  # [slots, 2] fp32, the earliest times of the tiles of `means`
-    edges: object = None  # [slots, blocks / CHUNK, 3, CHUNK] fp32, see `bsa_edges_kernel`
 
 
 class TableGradients(NamedTuple):
-    """Where kernels add the tables' gradients: fp32, or int64 multiples of 1 / scale, which add in any order alike."""
+    """Where kernels add the tables' gradients: see `TableSums`."""
 
-    ahead: object = None  # [t - s], for queries that stand side by side
-    backwards: object = None  # [COPIES, s - t], for keys that do
-    time: object = None  # [bucket, LANES]
-    scale: object = None  # one fp32 number, with int64
-
-
-@functools.cache
-def bucket_steps(num_buckets: int, device: torch.device) -> torch.Tensor:
-    """[num_buckets + 1 + BEYOND] fp32, the least whole number in each bucket, infinity behind."""
-    steps = torch.tensor([0.0, *bucket_edges(num_buckets), *[math.inf] * BEYOND], dtype=torch.float32)
-    return steps.ceil().to(device)
+    position: object = None  # [POSITION_COPIES, positions]
+    time: object = None  # [TIME_COPIES, buckets]
+    unit: object = None  # of int64 sums, one fp32 number
+    positions: object = 0
+    buckets: object = 0
 
 
-@triton.jit(do_not_specialize=["N", "origin", "entries", "buckets", "places"])
-def bsa_tables_kernel(
-    position, time, norm, backwards, padded, N, origin, entries, buckets, places, NORM: tl.constexpr,
-    SIZE: tl.constexpr,
-):  # fmt: skip
-    """Writes half of the position table backwards with its margins, half of the time table with zeros behind up to
-    `places`, and a norm of 0.
+class Side(NamedTuple):
+    """The queries or the keys of a tile.
+
+    token, place  the first one's place in the batch, and in its sequence
+    lane          [BM] or [BN] int64, how far each is behind it
     """
-    lane = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    if position is not None:
-        distance = origin - lane
-        value = tl.load(position + distance, mask=(distance >= 0) & (distance < N), other=0.0)
-        tl.store(backwards + lane, 0.5 * value.to(tl.float32), mask=lane < entries)
-    if time is not None:
-        value = tl.load(time + lane, mask=lane < buckets, other=0.0)
-        tl.store(padded + lane, 0.5 * value.to(tl.float32), mask=lane < places)
-    tl.store(norm + tl.arange(0, NORM), tl.zeros([NORM], tl.float32))
+
+    token: tl.tensor
+    place: tl.tensor
+    lane: tl.tensor
 
 
-class Prepared:
-    """What a call makes of its tables, in one fp32 tensor that is kept for the backward pass: the greatest norm of a
-    value, which bsa_pool_fwd_kernel finds; the position table backwards; the time table and what bsa_edges_kernel
-    writes. Nothing without tables.
+@triton.jit
+def position_tile(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
+    """The position bias of a tile, of which a table is there.
+
+    In 64 bits, and with one number for the tile's distance, so that the compiler sees which neighbours read
+    neighbouring addresses, and which the same.
+    """
+    row = bias.position + tl.cast(queries.place - keys.place, tl.int64)
+    return look_up(row + tl.expand_dims(queries.lane, 1 - AXIS), -tl.expand_dims(keys.lane, AXIS), ASM)
+
+
+@triton.jit
+def pair_buckets(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
+    """The time buckets of a tile's pairs."""
+    query_high = look_up(bias.query_high + queries.token, queries.lane, ASM)
+    query_low = look_up(bias.query_low + queries.token, queries.lane, ASM)
+    key_high = look_up(bias.key_high + keys.token, keys.lane, ASM)
+    key_low = look_up(bias.key_low + keys.token, keys.lane, ASM)
+    high = tl.expand_dims(query_high, 1 - AXIS) - tl.expand_dims(key_high, AXIS)
+    low = tl.expand_dims(query_low, 1 - AXIS) - tl.expand_dims(key_low, AXIS)
+    return bucket_of(tl.abs(high + low), bias.cells, ASM)
+
+
+@triton.jit
+def pair_tile(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
+    """(Half the bias of a tile of any queries and keys, its time buckets); 0.0 and 0 without tables."""
+    tile = 0.0
+    buckets = 0
+    if bias.time is not None:
+        buckets = pair_buckets(bias, queries, keys, AXIS, ASM)
+        tile += look_up(bias.time, buckets, ASM)
+    if bias.position is not None:
+        tile += position_tile(bias, queries, keys, AXIS, ASM)
+    return tile, buckets
+
+
+@triton.jit
+def block_tile(bias, entry, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
+    """Half the bias of a tile of queries and keys of a block that they chose; 0.0 without tables.
+
+    entry: the plan's, of all queries, or [BM] of each.
+    """
+    position = 0.0
+    if bias.position is not None:
+        position = position_tile(bias, queries, keys, AXIS, ASM)
+    if bias.time is not None:
+        M: tl.constexpr = queries.lane.shape[0] if AXIS == 0 else keys.lane.shape[0]
+        N: tl.constexpr = keys.lane.shape[0] if AXIS == 0 else queries.lane.shape[0]
+        edges, lowest = _edges(entry, AXIS)
+        if edges > MOST_EDGES:
+            tile = look_up(bias.time, pair_buckets(bias, queries, keys, AXIS, ASM), ASM)
+        else:
+            first = tl.load(bias.time + lowest) if entry.type.is_block() else scalar(bias.time + lowest, ASM)
+            tile = tl.zeros([M, N], tl.float32) + first
+            if edges > 0:
+                own, other, origin = _edge_sides(bias, queries, keys, AXIS, ASM)
+                time, steps = bias.time + lowest, bias.steps + lowest
+                tile = narrow_bias(first, edges, time, steps, own, other, origin, True)
+        return tile + position  # only here: so the branches wait for no look-up of the position's
+    else:
+        return position
+
+
+@triton.jit
+def _edges(entry, AXIS: tl.constexpr):
+    """(The most edges of an entry, the lowest buckets as they broadcast to a tile)."""
+    if entry.type.is_block():
+        return tl.max(entry & ENTRY_EDGES, 0), tl.expand_dims(entry >> ENTRY_SHIFT, 1 - AXIS)
+    else:
+        return entry & ENTRY_EDGES, entry >> ENTRY_SHIFT
+
+
+@triton.jit
+def _edge_sides(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
+    """What `edge_place` and `reached` want of a tile: own, other, origin; queries are the own side."""
+    own = tl.expand_dims(look_up(bias.query_offset + queries.token, queries.lane, ASM), 1 - AXIS)
+    origin = tl.load(bias.key_offset + keys.token)
+    offsets = tl.expand_dims(look_up(bias.key_offset + keys.token, keys.lane, ASM), AXIS)
+    return own, other_place(offsets, origin, True), origin.to(tl.int64)
+
+
+@triton.jit
+def open_gradients(tables, norms, time_shift, SUMS: tl.constexpr):
+    """The `Gradients` of a program of consecutive queries.
+
+    SUMS: they are summed up in shared memory first, as integers of 21 bits, or in the histogram of `time_shift` fewer;
+    norms: what `exact_scale` wants. What leaves shared memory is fp32.
+    """
+    ring, lane = 0, 0
+    scale, time_scale = 1.0, 1.0
+    position, time = tables.position, tables.time
+    if tables.position is not None:
+        position += (tl.program_id(0) % POSITION_COPIES) * tables.positions
+    if tables.time is not None:
+        time += (tl.program_id(0) % TIME_COPIES) * tables.buckets
+    if tables.unit is not None:
+        scale = tl.load(tables.unit)
+    histogram = 0
+    if SUMS:
+        scale = exact_scale(norms)
+        time_scale = scale / (1 << time_shift).to(tl.float32)
+        if tables.position is not None:
+            ring = ring_open(time_shift)
+        if tables.time is not None:
+            histogram = histogram_open(time_shift)
+            lane = histogram_lane(histogram)
+        tl.debug_barrier()
+    return Gradients(position, time, ring, lane, scale, time_scale), histogram
+
+
+@triton.jit
+def close_times(gradients, histogram, tables, SUMS: tl.constexpr):
+    """Moves the histogram to memory."""
+    if SUMS and tables.time is not None:
+        histogram_close(histogram, gradients.time, 1.0 / gradients.time_scale, 0, _HISTOGRAM_ROWS, True)
+
+
+@triton.jit
+def means_gradients(gradients, histogram, tables, factor, SUMS: tl.constexpr):
+    """The `Gradients` for mean keys, whose terms in the time table are 1 / `factor` times as great, from then on."""
+    if SUMS and tables.time is not None:
+        histogram_clear(histogram)
+    return Gradients(
+        gradients.position, gradients.time, gradients.ring, gradients.lane, gradients.scale,
+        gradients.scale * factor if SUMS else gradients.time_scale,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_position_tile(gradients, ds, queries, keys, length, SUMS: tl.constexpr):
+    """The position table's gradient += a tile of ds, [queries, keys], both consecutive."""
+    BM: tl.constexpr = ds.shape[0]
+    BN: tl.constexpr = ds.shape[1]
+    if SUMS:
+        # The tile's diagonals go to memory at once: the next block may lie anywhere.
+        tl.static_assert(BM + BN - 1 <= 128)
+        cell = gradients.ring + 4 * (BN - 1)
+        ring_add(cell + 4 * (tl.arange(0, BM)[:, None] - tl.arange(0, BN)[None, :]), ds, gradients.scale)
+        barrier(length)
+        lane = tl.arange(0, 128)
+        value = ring_take(gradients.ring, lane)
+        distance = queries.place - keys.place - (BN - 1) + lane
+        use = (distance >= 0) & (distance < length) & (value != 0)
+        tl.atomic_add(gradients.position + distance, value.to(tl.float32) / gradients.scale, use, sem="relaxed")
+        barrier(length)
+    else:
+        add_diagonals(gradients.position, ds, queries.place, keys.place, length, gradients.scale, BM, BN)
+
+
+@triton.jit
+def add_mean_positions(gradients, tables, ds, queries, keys):
+    """The same of mean keys, pair by pair: few are on one diagonal."""
+    distance = queries.place - keys.place + (queries.lane[:, None] - keys.lane[None, :])
+    # Of pairs that are not seen ds is 0, unless a score is not a number; then they may lie outside of the table.
+    inside = (ds != 0.0) & (distance >= 0) & (distance < tables.positions)
+    add_to(gradients.position + distance, ds, tables.unit, inside)
+
+
+@triton.jit
+def add_block_times(gradients, ds, bias, entry, queries, keys, SUMS: tl.constexpr, ASM: tl.constexpr):
+    """The time table's gradient += a tile of ds, [queries, keys], of a block; entry: one number."""
+    if (entry & ENTRY_EDGES) > MOST_EDGES:
+        add_pair_times(gradients, ds, pair_buckets(bias, queries, keys, 0, ASM), SUMS, SUMS)
+    else:
+        own = look_up(bias.query_offset + queries.token, queries.lane, ASM)[:, None]
+        add_narrow_times(gradients, ds, entry, own, bias.key_offset + keys.token, bias.steps, SUMS, SUMS)
+
+
+@triton.jit
+def add_gathered(tables, ds, bias, entry, queries, keys, ASM: tl.constexpr):
+    """The tables' gradients += a tile of ds, [keys, queries], of gathered queries; entry: [BM], of each.
+
+    Of the time table a query adds one sum for its lowest bucket, and one for each edge.
+    """
+    BM: tl.constexpr = ds.shape[1]
+    scale = 1.0 if tables.unit is None else tl.load(tables.unit)
+    ds *= scale
+    if tables.position is not None:
+        distance = queries.place - keys.place + (queries.lane[None, :] - keys.lane[:, None])
+        copy = (queries.lane % POSITION_COPIES)[None, :] * tables.positions
+        add_to(tables.position + copy + distance, ds, None, (ds != 0.0) & (distance < tables.positions))
+    if tables.time is not None:
+        cell = tables.time + (tl.arange(0, BM) % TIME_COPIES) * tables.buckets
+        edges, lowest = _edges(entry, 1)
+        if edges > MOST_EDGES:
+            buckets = pair_buckets(bias, queries, keys, 1, ASM)
+            add_to(cell[None, :] + buckets, ds, None, ds != 0.0)
+        else:
+            cell += entry >> ENTRY_SHIFT
+            add_to(cell, tl.sum(ds, 0))
+            if edges > 0:
+                own, other, origin = _edge_sides(bias, queries, keys, 1, ASM)
+                for E in tl.static_range(1, MOST_EDGES + 1):
+                    if edges >= E:
+                        edge = tl.load(bias.steps + lowest + E)
+                        past = tl.sum(ds * reached(edge_place(own, origin, edge, True), other), 0)
+                        add_to(cell + E, past, None, past != 0.0)
+                        add_to(cell + (E - 1), -past, None, past != 0.0)
+
+
+class Tables:
+    """What a call makes of its tables: their halves, in one fp32 tensor that is kept for the backward pass, empty
+    without tables: the position table with its margins, then the time table with what stands behind it.
     """
 
     def __init__(self, position: torch.Tensor | None, time: torch.Tensor | None, plan: Sequence[torch.Tensor | None]):
         self.position, self.time, self.plan = position, time, plan
-        self.N = self.origin = self.buckets = entries = places = edges = 0
+        self.N = 0 if position is None else position.shape[0]
+        self.buckets = num_time_buckets(time)
         # Pointers stay multiples of 16 bytes whatever N is: kernels are compiled anew where they do not.
-        if position is not None:
-            self.N = position.shape[0]
-            self.origin = table_origin(self.N)
-            entries = self.origin + BEFORE
-        if time is not None:
-            self.buckets = time.shape[0]
-            places, edges = cdiv(self.buckets + BEYOND, 16) * 16, 3 * plan[2].numel()
-        self.sizes = NORM if entries or places else 0, entries, places, edges
+        self.width = 0 if position is None else cdiv(self.N + 2 * MARGIN, 16) * 16
+        self.size = self.width + (0 if time is None else hidden_bucket(self.buckets) + 1)
 
     def new(self, like: torch.Tensor) -> torch.Tensor:
-        """Its memory, on the device of `like`."""
-        return like.new_empty(sum(self.sizes), dtype=torch.float32)
+        """Memory for the halves, on the device of `like`."""
+        return like.new_empty(self.size, dtype=torch.float32)
 
-    def bias(self, prepared: torch.Tensor) -> KernelBias:
-        """What kernels read of it and of the plan's tensors."""
-        if not len(prepared):
-            return KernelBias()
-        _, backwards, padded, edges = prepared.split(self.sizes)
-        backwards = None if self.position is None else backwards[self.origin :]
+    def halved(self, like: torch.Tensor) -> torch.Tensor:
+        """The halves."""
+        halves = self.new(like)
+        if self.size:
+            times = 0 if self.time is None else self.buckets + 1
+            sizes = dict(N=self.N, WIDTH=self.width, TIMES=times, MARGIN=MARGIN, BLOCK=1024)
+            grid = (cdiv(self.size, 1024),)
+            run(halved_tables_kernel, grid, halves, halves[self.width :], self.position, self.time, **sizes)
+        return halves
+
+    def bias(self, halves: torch.Tensor) -> KernelBias:
+        """What kernels read of the halves and of the plan's tensors."""
+        position = None if self.position is None else halves[MARGIN:]
         if self.time is None:
-            return KernelBias(backwards)
-        times, spans, means, summaries, places, origins, key_places, own = self.plan
-        steps, cells = (f(self.buckets - 1, prepared.device) for f in (bucket_steps, bucket_cells))
-        return KernelBias(
-            backwards, padded, steps, cells, *times, spans, means, summaries, means.shape[1], places, key_places, own,
-            origins, edges,
-        )  # fmt: skip
+            return KernelBias(position)
+        key_split, key_offset, query_split, query_offset, entries = self.plan
+        found = (f(self.buckets, halves.device) for f in (device_cells, bucket_steps))
+        times = *key_split, key_offset, *query_split, query_offset
+        return KernelBias(position, halves[self.width :], *found, *times, entries, entries.shape[1])
 
-    def launch(self, seq_offsets: torch.Tensor, block_size: int) -> torch.Tensor:
-        """All of it but the norm, which is 0."""
-        prepared = self.new(seq_offsets)
-        if not len(prepared):
-            return prepared
-        norm, backwards, padded, _ = prepared.split(self.sizes)
-        _, entries, places, _ = self.sizes
-        run(
-            bsa_tables_kernel, (cdiv(max(entries, places), 1024),), self.position, self.time, norm, backwards, padded,
-            self.N, self.origin, entries, self.buckets, places, NORM=NORM, SIZE=1024, num_warps=4,
-        )  # fmt: skip
-        if self.time is not None:
-            slots, blocks = self.plan[2].shape
-            sizes = dict(BS=block_size, TILE=max(block_size, LEAST_TILE.value), ASM=proven(prepared.device))
-            grid = slots, min(8, blocks // CHUNK.value)
-            run(
-                bsa_edges_kernel, grid, seq_offsets, self.bias(prepared), seq_offsets.shape[0] - 1, **sizes, num_warps=1
-            )
-        return prepared
+    def sums(self, do, v, gates, terms: int, deterministic: bool) -> TableSums:
+        """Memory for the tables' gradients; terms: of one table's gradient at most."""
 
-
-def table_origin(N: int) -> int:
-    """Where distance 0 stands in a position table that is kept backwards, or in its gradient."""
-    return cdiv(N + BEHIND, 16) * 16
-
-
-@triton.jit(do_not_specialize=["pitch", "N", "buckets"])
-def bsa_sums_kernel(
-    tables, pitch, position, time, N, buckets, factor, COPIES: tl.constexpr, LANES: tl.constexpr, SIZE: tl.constexpr
-):
-    """Writes the tables' gradients, times factor: of each program SIZE distances and SIZE / 8 buckets."""
-    if position is not None:
-        distance = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-        total = tl.load(tables.ahead + distance, mask=distance < N, other=0)
-        if tables.backwards is not None:
-            for copy in tl.static_range(COPIES):
-                # Copies have distance 0 one place further each.
-                place = tables.backwards + (copy * pitch + copy) - distance
-                total += tl.load(place, mask=distance < N, other=0)
-        _store_total(position + distance, total, tables.scale, factor, distance < N)
-    if time is not None:
-        bucket = tl.program_id(0) * (SIZE // 8) + tl.arange(0, SIZE // 8)
-        inside = bucket < buckets
-        cells = tables.time + bucket[:, None] * LANES + tl.arange(0, LANES)[None, :]
-        total = tl.sum(tl.load(cells, mask=inside[:, None], other=0), 1)
-        _store_total(time + bucket, total, tables.scale, factor, inside)
-
-
-@triton.jit
-def _store_total(place, total, scale, factor, mask):
-    if scale is not None:
-        total = (total.to(tl.float64) / tl.load(scale)).to(tl.float32)
-    tl.store(place, total * factor, mask=mask)
-
-
-class TableSums:
-    """Memory for the tables' gradients, and their last sums.
-
-    Under torch.use_deterministic_algorithms, whole multiples of a power of two small enough that `terms` times the
-    greatest of all terms stays below 2^62. scattered: some kernel adds to the position table's pair by pair.
-    """
-
-    def __init__(self, position, time, do, v, gates, terms: int, scattered: bool):
-        self.position, self.time, self.scale = position, time, None
-        kind = dict(dtype=torch.float32, device=do.device)
-        if torch.are_deterministic_algorithms_enabled():
-            greatest = [x.abs().amax().float() for x in (do, v)] + [
-                torch.stack([g.abs().amax() for g in gates]).amax().float()
-            ]
+        def bound() -> torch.Tensor:
             # SiLU's slope is at most 1.1.
-            greatest = [x.double() for x in greatest]
-            bound = 1.1 * v.shape[2] * terms * greatest[0] * greatest[1] * greatest[2]
-            self.scale = fixed_point_unit(bound).view(1)
-            kind["dtype"] = torch.int64
-        N, buckets = (0 if x is None else x.shape[0] for x in (position, time))
-        self.origin = table_origin(N)
-        self.pitch = self.origin + BEHIND if scattered and N else 0
-        sizes = (
-            BEFORE + self.origin if N else 0,
-            COPIES.value * self.pitch,
-            (buckets + BEYOND) * LANES.value if buckets else 0,
-        )
-        ahead, backwards, cells = torch.zeros(sum(sizes), **kind).split(sizes)
-        self.tables = TableGradients(
-            ahead[BEFORE:] if N else None,
-            backwards[self.origin :] if self.pitch else None,
-            cells if buckets else None,
-            self.scale,
-        )
+            greatest = [x.abs().amax().double() for x in (do, v)]
+            return 1.1 * v.shape[2] * terms * greatest[0] * greatest[1] * _greatest_gate(gates).double()
 
-    def gradients(self, factor: float) -> list[torch.Tensor]:
-        """[position's, time's], those that there are, times `factor`."""
-        found = [None if x is None else torch.empty_like(x) for x in (self.position, self.time)]
-        N, buckets = (0 if x is None else x.shape[0] for x in found)
-        size = 128
-        run(
-            bsa_sums_kernel, (max(cdiv(N, size), cdiv(buckets, size // 8)),), self.tables, self.pitch, *found,
-            N, buckets, factor, COPIES=COPIES, LANES=LANES, SIZE=size, num_warps=4,
-        )  # fmt: skip
-        return [x for x in found if x is not None]
+        copies = POSITION_COPIES.value, TIME_COPIES.value
+        return TableSums((self.position, self.time), copies, deterministic, bound, MOST_EDGES.value + 1)
+
+
+def _greatest_gate(gates) -> torch.Tensor:
+    """What the gates of a pair come to in size at most: a key may be in the own block and in the window."""
+    return sum(torch.linalg.vector_norm(g, float("inf"), dtype=torch.float32) for g in gates)
+
+
+def pair_norms(do: torch.Tensor, v: torch.Tensor, gates) -> torch.Tensor:
+    """[2] fp32, whose product bounds every do.v times the gates: what `exact_scale` wants."""
+    norms = torch.zeros(2, dtype=torch.float32, device=v.device)
+    T, H, V = v.shape
+    run(
+        greatest_norms_kernel, (cdiv(T * H, 128),), v, do, norms, *v.stride()[:2], *do.stride()[:2], T,
+        H=H, V=V, PAD_V=padded_head(V), BLOCK=128, num_warps=8,
+    )  # fmt: skip
+    norms[1] *= _greatest_gate(gates)
+    return norms

@@ -9,9 +9,9 @@ Blocks, groups and tiles are numbered by slots: see hstu_sparse/tiles.py.
 import triton
 import triton.language as tl
 
-from hstu_sparse.bsa.bias_tiles import position_tile, time_tile, with_bias
-from hstu_sparse.bsa.reach import EDGE_SHIFT, MOST_EDGES, PARTS
-from hstu_sparse.tiles import load_rows, locate, numbered, row_norms
+from hstu_sparse.bsa.bias import Side, pair_tile
+from hstu_sparse.bsa.plan import entries_row
+from hstu_sparse.tiles import load_rows, locate, numbered
 
 # Larger than any block index: what the sort puts last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
@@ -21,15 +21,13 @@ NO_KEY = tl.constexpr(-(2**63))
 
 @triton.jit(do_not_specialize=["B"])
 def bsa_pool_fwd_kernel(
-    k, v, offsets, kbar, kbar_low, vbar, norm, k_stride_t, k_stride_h, v_stride_t, v_stride_h, H, B,
+    k, v, offsets, kbar, kbar_low, vbar, k_stride_t, k_stride_h, v_stride_t, v_stride_h, H, B,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Means of one block's keys and values. With SPLIT the mean key is kept as a sum of two 16-bit numbers.
 
     The mean key in 16 bits is as good as any key for attention, but it would decide close choices by its rounding;
     high and low part together are nearly fp32, and the tensor cores take them as two products.
-
-    norm: None or a number, at first 0, that becomes the greatest norm of a value, infinity if one is not a number.
     """
     slot, h = tl.program_id(0), tl.program_id(1)
     _b, start, length, j = locate(offsets, slot, B, BS)
@@ -47,9 +45,6 @@ def bsa_pool_fwd_kernel(
     )
     values = load_rows(v + (start + j * BS) * v_stride_t + h * v_stride_h, rows, v_stride_t, live, V, BV).to(tl.float32)
     mean_v = tl.sum(values, 0) / size
-    if norm is not None:
-        found = row_norms(values)
-        tl.atomic_max(norm, tl.max(tl.where(found == found, found, float("inf")), 0), sem="relaxed")
     d, e = tl.arange(0, BD), tl.arange(0, BV)
     row = slot.to(tl.int64) * H + h
     high = mean_k.to(kbar.dtype.element_ty)
@@ -61,7 +56,7 @@ def bsa_pool_fwd_kernel(
 
 @triton.jit(do_not_specialize=["B"])
 def bsa_choose_fwd_kernel(
-    q, kbar, kbar_low, offsets, indices, bias, q_stride_t, q_stride_h, scale, H, B, S,
+    q, kbar, kbar_low, offsets, indices, entries, bias, q_stride_t, q_stride_h, scale, H, B, S,
     D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
     P: tl.constexpr, SPLIT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -69,6 +64,8 @@ def bsa_choose_fwd_kernel(
 
     The sort key is the fp32 score, its bits made to order as an integer, above the inverted block index: one
     comparison, and ties go to the smaller block. P is S rounded up to a power of two.
+
+    entries: None, or where the plan's entries of the chosen blocks go, [NG, H, S] int16.
     """
     tile, h = tl.program_id(0), tl.program_id(1)
     b, start, length, i = locate(offsets, tile, B, BG * R)
@@ -86,20 +83,16 @@ def bsa_choose_fwd_kernel(
     if S > 1:
         for c in range(0, candidates, BC):
             j = c + tl.arange(0, BC)
-            means = load_rows(kbar + (base * H + h) * D, j, H * D, j < candidates, D, BD)
-            score = tl.dot(queries, tl.trans(means), input_precision="ieee")
+            mean_keys = load_rows(kbar + (base * H + h) * D, j, H * D, j < candidates, D, BD)
+            score = tl.dot(queries, tl.trans(mean_keys), input_precision="ieee")
             if SPLIT:
-                means = load_rows(kbar_low + (base * H + h) * D, j, H * D, j < candidates, D, BD)
-                score = tl.dot(queries, tl.trans(means), score)
-            # Groups that are not there stand where the tables have entries.
-            asked = tl.where(live, first, 0).to(tl.int64)
-            position = position_tile(bias, c * BS + BS // 2, -asked, (tl.arange(0, BC) * BS).to(tl.int64), ASM)
-            rows = tl.where(j < candidates, j * BS + BS // 2, 0).to(tl.int64)
-            # A row's groups stand far apart: no tile is of one bucket.
-            time = time_tile(
-                bias, (start, asked), (start, rows), (0.0, 0.0), (first * 0, MOST_EDGES + 1, 0, 0), 0, True, ASM
-            )
-            score = 2.0 * with_bias(score * (0.5 * scale), bias, (position, time))
+                mean_keys = load_rows(kbar_low + (base * H + h) * D, j, H * D, j < candidates, D, BD)
+                score = tl.dot(queries, tl.trans(mean_keys), score)
+            # Groups and blocks that are not there stand where the tables have entries.
+            middle = c * BS + BS // 2
+            means = Side(start + middle, middle, tl.where(j < candidates, (j - c) * BS, 0).to(tl.int64))
+            biases, _ = pair_tile(bias, Side(start, 0, tl.where(live, first, 0).to(tl.int64)), means, 0, ASM)
+            score = 2.0 * (score * (0.5 * scale) + biases)
             score = score / (1.0 + tl.exp(-score))
             score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie
             bits = score.to(tl.int32, bitcast=True)
@@ -116,32 +109,20 @@ def bsa_choose_fwd_kernel(
     chosen = tl.sort(chosen, descending=False)
     chosen = tl.where(p < count, chosen, tl.where(p == count, own[:, None], -1))
     row = (start // R + b + group).to(tl.int64)
-    tl.store(indices + (row[:, None] * H + h) * S + p, chosen, mask=live[:, None] & (p < S))
-
-
-@triton.jit
-def list_part(lists, reaches, entry, mask, FEW: tl.constexpr):
-    """Where the counts of these lists' parts are that these choices belong to, and which: 0 .. PARTS - 1.
-
-    Without reaches a list has one part; with them its groups are put in order by the edges they reach (FEW: see PARTS),
-    so that most tiles of them have few.
-    """
-    if reaches is not None:
-        edges = tl.load(reaches + entry, mask=mask, other=0) >> EDGE_SHIFT
-        part = tl.where(edges > MOST_EDGES, 0, tl.where(edges > FEW, 1, tl.where(edges > 0, 2, 3)))
-        return lists * PARTS, part
-    else:
-        return lists, tl.zeros_like(lists)
+    place = (row[:, None] * H + h) * S + p
+    inside = live[:, None] & (p < S)
+    tl.store(indices + place, chosen, mask=inside)
+    if entries is not None:
+        plan_row = entries_row(start, b, first, BS)[:, None] * bias.blocks
+        tl.store(entries + place, tl.load(bias.entries + plan_row + chosen, inside & (chosen >= 0), 0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["B", "NB", "together"])
 def bsa_rank_kernel(
-    indices, offsets, reaches, ranks, counts, NB, together, H, B, S,
-    BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr, FEW: tl.constexpr,
+    indices, offsets, ranks, counts, NB, together, H, B, S,
+    BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Counts how often each block is chosen by groups that do not stand in it; each choice draws its number there, in
-    its part of the block's list.
-    """
+    """Counts how often each block is chosen by groups that do not stand in it; each choice draws its number there."""
     tile, h = tl.program_id(0), tl.program_id(1)
     b, start, length, i = locate(offsets, tile, B, BG * R)
     group = i * BG + tl.arange(0, BG)
@@ -150,25 +131,22 @@ def bsa_rank_kernel(
     entry = ((start // R + b + group)[:, None] * H + h) * S + p
     past = (group[:, None] * R < length) & (p < S - 1) & (p < own)
     j = tl.load(indices + entry, mask=past, other=0)
-    first, part = list_part(numbered(h, start // BS + b + j, NB, H, together), reaches, entry, past, FEW)
-    rank = tl.atomic_add(counts + first + part, 1, mask=past, sem="relaxed")
+    rank = tl.atomic_add(counts + numbered(h, start // BS + b + j, NB, H, together), 1, mask=past, sem="relaxed")
     tl.store(ranks + entry, rank, mask=past)
 
 
 @triton.jit(do_not_specialize=["M", "CHUNK"])
-def bsa_plan_kernel(counts, list_start, chunk_start, part_start, M, CHUNK, COUNTS: tl.constexpr, SIZE: tl.constexpr):
+def bsa_plan_kernel(counts, list_start, chunk_start, part_start, M, CHUNK, SIZE: tl.constexpr):
     """Exclusive sums over the M = H * NB lists: entries, chunks of CHUNK entries (one at least), and partial results.
 
-    COUNTS: numbers that a list's length is the sum of. Only lists of several chunks need partial results. One program:
+    Only lists of several chunks need partial results. One program:
     M is small, and the scan stays on the device.
     """
     entries, chunks, parts = 0, 0, 0
     for m in range(0, M, SIZE):
         lane = m + tl.arange(0, SIZE)
         live = lane < M
-        n = tl.load(counts + lane * COUNTS, mask=live, other=0)
-        for i in tl.static_range(1, COUNTS):
-            n += tl.load(counts + lane * COUNTS + i, mask=live, other=0)
+        n = tl.load(counts + lane, mask=live, other=0)
         c = tl.where(live, tl.maximum((n + CHUNK - 1) // CHUNK, 1), 0)
         p = tl.where(c > 1, c, 0)
         tl.store(list_start + lane, entries + tl.cumsum(n, 0) - n, mask=live)
@@ -199,10 +177,10 @@ def bsa_chunks_kernel(chunk_start, chunk_list, M, limit, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "NB", "together"])
 def bsa_fill_kernel(
-    indices, offsets, ranks, counts, list_start, lists, reaches, list_reach, NB, together, H, B, S,
-    BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr, FEW: tl.constexpr,
+    indices, offsets, ranks, list_start, lists, entries, list_entries, NB, together, H, B, S,
+    BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Writes each group's first token into the lists of the blocks it chose; with a time bias its reaches too."""
+    """Writes each group's first token into the lists of the blocks it chose; with a time bias its entries too."""
     tile, h = tl.program_id(0), tl.program_id(1)
     b, start, length, i = locate(offsets, tile, B, BG * R)
     group = i * BG + tl.arange(0, BG)
@@ -213,11 +191,7 @@ def bsa_fill_kernel(
     j = tl.load(indices + entry, mask=past, other=0)
     block = numbered(h, start // BS + b + j, NB, H, together)
     place = tl.load(list_start + block, mask=past, other=0) + tl.load(ranks + entry, mask=past, other=0)
-    first, part = list_part(block, reaches, entry, past, FEW)
-    if reaches is not None:
-        for i in tl.static_range(PARTS - 1):
-            place += tl.load(counts + first + i, mask=past & (i < part), other=0)
     token = (start + group[:, None] * R).to(tl.int32)
     tl.store(lists + place, tl.broadcast_to(token, place.shape), mask=past)
-    if reaches is not None:
-        tl.store(list_reach + place, tl.load(reaches + entry, mask=past, other=0), mask=past)
+    if entries is not None:
+        tl.store(list_entries + place, tl.load(entries + entry, mask=past, other=0), mask=past)

@@ -14,18 +14,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import look_up
-from hstu_sparse.bsa.bias_tiles import (
-    add_position_gradient,
-    add_time_gradient,
-    group_tile,
-    load_origin,
-    own_tile,
-    position_tile,
-    time_tile,
-    with_bias,
-)
-from hstu_sparse.bsa.reach import LOWEST, MOST_EDGES, PARTS, load_reach, map_row
+from hstu_sparse.assembly import look_up, scalar
+from hstu_sparse.bsa.bias import Side, add_gathered, block_tile, pair_tile
 from hstu_sparse.tiles import (
     head_and_slot,
     load_rows,
@@ -44,8 +34,7 @@ class ListPointers(NamedTuple):
     start: object
     chunk_start: object
     chunk_list: object
-    reaches: object
-    counts: object
+    entries: object
 
 
 class ListedBlock(NamedTuple):
@@ -53,32 +42,27 @@ class ListedBlock(NamedTuple):
 
     m, chunk       the list, -1 if there is none for the program, and the chunk's number in it
     first, rows    its first entry, and its queries, R for each entry
-    ends           of the rows those before the first whose group reaches no more than one edge, as all behind it, and
-                   those before the first that reaches none
     h, slot        head and slot of the block
     b              its sequence
     start, stop    the first token of that, and the one behind the last
     begin          position of its first key
-    origin         its earliest time, see `load_origin`
     """
 
     m: tl.tensor
     chunk: tl.tensor
     first: tl.tensor
     rows: tl.tensor
-    ends: tuple
     h: tl.tensor
     slot: tl.tensor
     b: tl.tensor
     start: tl.tensor
     stop: tl.tensor
     begin: tl.tensor
-    origin: tuple
 
 
 @triton.jit
 def find_listed_block(
-    lists, offsets, bias, m_first, NB, together, H, B, CHUNK, BS: tl.constexpr, R: tl.constexpr, ASM: tl.constexpr
+    lists, offsets, m_first, NB, together, H, B, CHUNK, BS: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
     """The program's `ListedBlock`; the chunks of the lists m_first .. m_first + NB * H - 1 are the grid's."""
     chunk = tl.load(lists.chunk_start + m_first) + tl.program_id(0)
@@ -86,106 +70,53 @@ def find_listed_block(
     part = 0
     first = 0
     count = 0
-    single = 0
-    plain = 0
     if chunk < tl.load(lists.chunk_start + m_first + NB * H):
         m = tl.load(lists.chunk_list + chunk)
         part = chunk - tl.load(lists.chunk_start + m)
         first = tl.load(lists.start + m) + part * CHUNK
-        last = tl.load(lists.start + m + 1)
-        count = tl.minimum(last - first, CHUNK)
-        if lists.counts is not None:
-            plain = last - tl.load(lists.counts + m * PARTS + (PARTS - 1))
-            single = plain - tl.load(lists.counts + m * PARTS + (PARTS - 2))
-            plain = tl.minimum(tl.maximum(plain - first, 0), count)
-            single = tl.minimum(tl.maximum(single - first, 0), count)
+        count = tl.minimum(tl.load(lists.start + m + 1) - first, CHUNK)
     h, slot = head_and_slot(tl.maximum(m - m_first, 0), NB, H, together)
     b, start, length, j = locate(offsets, slot, B, BS)
-    return ListedBlock(
-        m,
-        part,
-        first,
-        count * R,
-        (single * R, plain * R),
-        h,
-        slot,
-        b,
-        start,
-        start + length,
-        j * BS,
-        load_origin(bias, slot, ASM),
-    )
+    return ListedBlock(m, part, first, count * R, h, slot, b, start, start + length, j * BS)
 
 
 @triton.jit
 def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
-    """The BM queries from row `row` of a list on: (two parts of their tokens, which there are, two parts of their
-    positions, and what `load_reach` finds).
+    """The BM queries from row `row` of a list on: (the side of a tile, which of them there are, their entries).
 
-    The parts are the first one's position and the others' distance from it, where they are consecutive, else 0 and all
-    positions. Rows that are not there stand behind the block, where the position table has entries.
+    Where they are consecutive there is one entry for all, else [BM]. Rows that are not there stand behind the block.
     """
-    begin = 0
+    entries = 0
     if R >= BM:
         entry = (block.first + row // R).to(tl.int64)
-        token = look_up(lists.tokens, entry, ASM) + row % R  # as in `chosen_keys`
-        reaches = None if lists.reaches is None else lists.reaches + entry
-        ahead = tl.arange(0, BM)
-        first, lane = token.to(tl.int64), ahead.to(tl.int64)
-        live = ahead < (block.stop - token).to(tl.int32)
-        reach = load_reach(reaches, None, BM, ASM)
-        begin = token - block.start.to(tl.int32)
+        first = look_up(lists.tokens, entry, ASM) + row % R  # as in `chosen_block`
+        lane = tl.arange(0, BM)
+        live = lane < (block.stop - first).to(tl.int32)
+        if lists.entries is not None:
+            entries = scalar(lists.entries + entry, ASM).to(tl.int32)
+        return Side(first.to(tl.int64), first - block.start.to(tl.int32), lane.to(tl.int64)), live, entries
     else:
         lane = row + tl.arange(0, BM)
-        inside = lane < block.rows
         entry = block.first + lane // R
-        t = tl.load(lists.tokens + entry, mask=inside, other=0) + lane % R
-        live = inside & (t < block.stop)
-        reach = load_reach(None if lists.reaches is None else lists.reaches + entry, inside, BM, ASM)
-        ahead = tl.where(live, (t - block.start).to(tl.int32), block.begin + BS)
-        first, lane = tl.cast(0, tl.int64), t.to(tl.int64)
-    return (first, lane), live, begin, ahead, reach
+        t = tl.load(lists.tokens + entry, mask=lane < block.rows, other=0) + lane % R
+        live = (lane < block.rows) & (t < block.stop)
+        if lists.entries is not None:
+            entries = tl.load(lists.entries + entry, live, 0).to(tl.int32)
+        t = tl.where(live, t, block.start + block.begin + BS).to(tl.int64)
+        return Side(tl.cast(0, tl.int64), -block.start.to(tl.int32), t), live, entries
+
+
+@triton.jit
+def block_keys(block, first, BN: tl.constexpr):
+    """A block's BN keys from place `first` on as the side of a tile."""
+    place = block.begin + first
+    return Side(block.start + place, place, tl.arange(0, BN).to(tl.int64))
 
 
 @triton.jit
 def load_gates(gates, first, live, BM: tl.constexpr, ASM: tl.constexpr):
     """A head's `gates` of the BM tokens from `first` (int64) on, 0 for those that are not there."""
     return tl.where(live, look_up(gates + first, tl.arange(0, BM).to(tl.int64), ASM), 0.0)
-
-
-@triton.jit
-def listed_bias(
-    bias, block, tokens, begin, ahead, reach, first, BN: tl.constexpr, AXIS: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
-    """The bias of listed queries and a block's BN keys from place `first` on (the queries on the tile's axis AXIS), and
-    what `add_time_gradient` wants: far to reaches.
-    """
-    place = tl.arange(0, BN)
-    rows, ahead = place.to(tl.int64), -ahead.to(tl.int64)
-    found = tokens, (block.start + block.begin + first, rows), block.origin, reach
-    if AXIS == 0:
-        position = position_tile(bias, block.begin + first - begin, ahead, rows, ASM)
-    else:
-        position = position_tile(bias, block.begin + first - begin, rows, ahead, ASM)
-    return (position, time_tile(bias, *found, AXIS, True, ASM)), found
-
-
-@triton.jit
-def listed_ahead(
-    lists, bias, block, row, first, PLAIN: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """Of the tile of BM consecutive listed queries from row `row` on the position's bias; PLAIN: and the bucket's, of a
-    group that reaches no edge.
-    """
-    entry = (block.first + row // R).to(tl.int64)
-    begin = look_up(lists.tokens, entry, ASM) + row % R - block.start.to(tl.int32)
-    rows, ahead = tl.arange(0, BN).to(tl.int64), -tl.arange(0, BM).to(tl.int64)
-    tile = position_tile(bias, block.begin + first - begin, rows, ahead, ASM)
-    if PLAIN:
-        lowest = look_up(lists.reaches, entry, ASM) & LOWEST
-        tile += look_up(bias.time, lowest.to(tl.int64), ASM)
-    return tile
 
 
 @triton.jit
@@ -214,7 +145,7 @@ def bsa_select_fwd_kernel(
     BM: tl.constexpr, BN: tl.constexpr, ATOMIC: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    block = find_listed_block(lists, offsets, bias, m_first, NB, together, H, B, CHUNK, BS, R, ASM)
+    block = find_listed_block(lists, offsets, m_first, NB, together, H, B, CHUNK, BS, R)
     if block.rows <= 0:
         return
     h = block.h
@@ -222,27 +153,24 @@ def bsa_select_fwd_kernel(
     whole = key < BN
     k += (block.start + block.begin) * k_stride_t + h * k_stride_h
     v += (block.start + block.begin) * v_stride_t + h * v_stride_h
-    if BN == BS:
+    if BN == BS:  # loaded once for all queries
         keys = load_rows(k, key, k_stride_t, whole, D, BD)
         values = load_rows(v, key, v_stride_t, whole, V, BV)
     for row in range(0, block.rows, BM):
-        tokens, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS, ASM)
-        t = tokens[0] + tokens[1]
+        side, live, entry = listed_queries(lists, block, row, R, BM, BS, ASM)
+        t = side.token + side.lane
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
-        if BN == BS:
-            added, _ = listed_bias(bias, block, tokens, begin, ahead, reach, 0, BN, 0, ASM)
-            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (0.5 * scale), bias, added)
-            part = tl.dot(silu_of_twice(score, FAST).to(values.dtype), values, input_precision=PRECISION)
-        else:
-            part = tl.zeros([BM, BV], tl.float32)
-            for s in range(0, BS, BN):
-                some = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
-                added, _ = listed_bias(bias, block, tokens, begin, ahead, reach, s, BN, 0, ASM)
-                score = with_bias(
-                    tl.dot(queries, tl.trans(some), input_precision=PRECISION) * (0.5 * scale), bias, added
-                )
-                some = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
-                part = tl.dot(silu_of_twice(score, FAST).to(some.dtype), some, part, input_precision=PRECISION)
+        part = tl.zeros([BM, BV], tl.float32)
+        for s in range(0, BS, BN):
+            if BN < BS:
+                some_keys = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
+                some_values = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
+            else:
+                some_keys, some_values = keys, values
+            biases = block_tile(bias, entry, side, block_keys(block, s, BN), 0, ASM)
+            score = tl.dot(queries, tl.trans(some_keys), input_precision=PRECISION) * (0.5 * scale) + biases
+            weight = silu_of_twice(score, FAST).to(some_values.dtype)
+            part = tl.dot(weight, some_values, part, input_precision=PRECISION)
         gate = tl.load(g_slc + t.to(tl.int64) * H + h, mask=live, other=0.0).to(tl.float32)
         add_rows(out + h * V, t, H * V, live, part * (gate * inv_n)[:, None], V, BV, ATOMIC)
 
@@ -255,7 +183,7 @@ def bsa_select_bwd_dq_kernel(
     BM: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Gradient of q and of the selection gate alone: what the deterministic mode adds up slot after slot."""
-    block = find_listed_block(lists, offsets, bias, m_first, NB, together, H, B, CHUNK, BS, R, ASM)
+    block = find_listed_block(lists, offsets, m_first, NB, together, H, B, CHUNK, BS, R)
     if block.rows <= 0:
         return
     h = block.h
@@ -263,8 +191,8 @@ def bsa_select_bwd_dq_kernel(
     k += (block.start + block.begin) * k_stride_t + h * k_stride_h
     v += (block.start + block.begin) * v_stride_t + h * v_stride_h
     for row in range(0, block.rows, BM):
-        tokens, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS, ASM)
-        t = tokens[0] + tokens[1]
+        side, live, entry = listed_queries(lists, block, row, R, BM, BS, ASM)
+        t = side.token + side.lane
         queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
         upstream = load_rows(do + h * do_stride_h, t, do_stride_t, live, V, BV)
         acc = tl.zeros([BM, BD], tl.float32)
@@ -272,8 +200,8 @@ def bsa_select_bwd_dq_kernel(
         for s in range(0, BS, BN):
             keys = load_rows(k + s * k_stride_t, place, k_stride_t, place < BN, D, BD)
             values = load_rows(v + s * v_stride_t, place, v_stride_t, place < BN, V, BV)
-            added, _ = listed_bias(bias, block, tokens, begin, ahead, reach, s, BN, 0, ASM)
-            score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (0.5 * scale), bias, added)
+            biases = block_tile(bias, entry, side, block_keys(block, s, BN), 0, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (0.5 * scale) + biases
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad_of_twice(score, FAST)
             branch += tl.sum(weight * dweight, 1)
@@ -287,16 +215,13 @@ def bsa_select_bwd_dq_kernel(
 
 
 @triton.jit
-def key_step(
-    dk, dv, keys, values, queries, upstream, gate, scale, bias, added, SUMMED: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def key_step(dk, dv, keys, values, queries, upstream, gate, scale, biases, FAST: tl.constexpr, PRECISION: tl.constexpr):
     """Adds one tile of queries to dk, dv; everything is transposed, keys first. `gate` is [1, BM] or [BN, BM].
 
-    added, SUMMED: the bias, see `with_bias`. Also returns the scores' gradient [BN, BM] and weight * (do.v), what the
+    biases: half of them, [BN, BM]. Also returns the scores' gradient [BN, BM] and weight * (do.v), what the
     gates' gradients sum.
     """
-    score = with_bias(tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (0.5 * scale), bias, added, SUMMED)
+    score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (0.5 * scale) + biases
     dweight = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
     weight, slope = silu_and_grad_of_twice(score, FAST)
     dv = tl.dot((weight * gate).to(upstream.dtype), upstream, dv, input_precision=PRECISION)
@@ -308,7 +233,7 @@ def key_step(
 @triton.jit(do_not_specialize=["B", "NB", "together", "gates_stride_h"])
 def bsa_select_bwd_dkv_kernel(
     do, q, k, v, dkbar, dvbar, g_slc, g_swa, gates_stride_h, dk, dv, parts, dq, dg_slc, offsets, lists, part_start,
-    bias, tables, pitch, do_stride_t, do_stride_h, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t,
+    bias, tables, do_stride_t, do_stride_h, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t,
     v_stride_h, scale, inv_n, window, NB, together, H, B, CHUNK,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, DQ: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
@@ -321,7 +246,7 @@ def bsa_select_bwd_dkv_kernel(
 
     g_slc, g_swa: [H, at least T + BM] fp32.
     """
-    block = find_listed_block(lists, offsets, bias, 0, NB, together, H, B, CHUNK, BS, R, ASM)
+    block = find_listed_block(lists, offsets, 0, NB, together, H, B, CHUNK, BS, R)
     h, start, stop, chunk = block.h, block.start, block.stop, block.chunk
     length = (stop - start).to(tl.int32)
     if (block.m < 0) | (block.begin >= length):
@@ -357,14 +282,8 @@ def bsa_select_bwd_dkv_kernel(
         for c in range(first, end, BM):
             t = c + tl.arange(0, BM)
             live = t < length
-            none = tl.zeros([BM], tl.int32)
-            lane = tl.arange(0, BM).to(tl.int64)
-            added, _ = listed_bias(
-                bias, block, (start + c, lane), c, tl.arange(0, BM), (none, MOST_EDGES + 1, 0, 0), offset, BN, 1, ASM
-            )
-            if not WINDOW and BM <= BS:
-                sides = (c - block.begin, lane), (offset, tl.arange(0, BN).to(tl.int64))
-                added = added[0], own_tile(bias, block.slot, *sides, 1, BS, ASM)
+            side = Side(start + c, c, tl.arange(0, BM).to(tl.int64))
+            biases, _ = pair_tile(bias, side, block_keys(block, offset, BN), 1, ASM)
             queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
             upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
             slc = load_gates(g_slc, start + c, live, BM, ASM)
@@ -375,57 +294,33 @@ def bsa_select_bwd_dkv_kernel(
                 swa = load_gates(g_swa, start + c, live, BM, ASM)
                 gate += tl.where(seen & (t[None, :] - s[:, None] < window), swa[None, :], 0.0)
             acc_k, acc_v, _, _ = key_step(
-                acc_k, acc_v, keys, values, queries, upstream, gate, scale, bias, added, False, FAST, PRECISION
+                acc_k, acc_v, keys, values, queries, upstream, gate, scale, biases, FAST, PRECISION
             )
 
-    # Where groups fill tiles three loops: behind the other groups stand those that reach one edge, and then those that
-    # reach none. Of the last two the next tile's look-ups are begun while this one is computed.
-    SPLIT: tl.constexpr = lists.counts is not None
-    for TURN in tl.static_range(3 if SPLIT else 1):
-        begin_at = block.ends[TURN - 1] if TURN else 0
-        end_at = block.ends[TURN] if SPLIT and TURN < 2 else block.rows
-        listed = begin_at < end_at
-        if APART:
-            listed = True
-        if listed:
-            if TURN:
-                position = listed_ahead(lists, bias, block, begin_at, offset, TURN == 2, R, BM, BN, ASM)
-            for row in range(begin_at, end_at, BM):
-                tokens, live, begin, ahead, reach = listed_queries(lists, block, row, R, BM, BS, ASM)
-                t = tokens[0] + tokens[1]
-                if SPLIT:
-                    if TURN:
-                        after = tl.minimum(row + BM, end_at - BM)
-                        next_position = listed_ahead(lists, bias, block, after, offset, TURN == 2, R, BM, BN, ASM)
-                    else:
-                        position = listed_ahead(lists, bias, block, row, offset, False, R, BM, BN, ASM)
-                    time = 0.0
-                    if TURN < 2:
-                        sides = map_row(start, block.b, begin, BS), tokens, (start + block.begin, place.to(tl.int64))
-                        time = group_tile(bias, reach, *sides, block.origin, TURN == 0, ASM)
-                    added = position, time
-                else:
-                    added, found = listed_bias(bias, block, tokens, begin, ahead, reach, offset, BN, 1, ASM)
-                queries = load_tile(q, t, q_stride_t, live, origin + begin, h * D, D, BD, TMA)
-                upstream = load_tile(do, t, do_stride_t, live, origin + begin, h * V, V, BV, TMA)
-                if R >= BM:
-                    gate = load_gates(g_slc, tokens[0], live, BM, ASM)
-                else:
-                    gate = tl.load(g_slc + t, mask=live, other=0.0)
-                acc_k, acc_v, dscore, product = key_step(
-                    acc_k, acc_v, keys, values, queries, upstream, gate[None, :], scale, bias, added, TURN == 2, FAST,
-                    PRECISION,
-                )  # fmt: skip
-                if SPLIT:
-                    if TURN:
-                        position = next_position
-                else:
-                    add_time_gradient(tables, dscore, bias, *found, 1, True, ASM)
-                    add_position_gradient(tables, pitch, dscore, begin + ahead, s, 0)
-                if DQ:
-                    part = tl.dot(tl.trans(dscore.to(keys.dtype)), keys, input_precision=PRECISION)
-                    add_rows(dq + h * D, t, H * D, live, part * (scale * inv_n), D, BD, True)
-                    tl.atomic_add(dg_slc + t * H + h, tl.sum(product, 0) * inv_n, mask=live, sem="relaxed")
+    listed = block.rows > 0
+    if APART:
+        listed = True
+    if listed:
+        mine = block_keys(block, offset, BN)
+        for row in range(0, block.rows, BM):
+            side, live, entry = listed_queries(lists, block, row, R, BM, BS, ASM)
+            t = side.token + side.lane
+            biases = block_tile(bias, entry, side, mine, 1, ASM)
+            queries = load_tile(q, t, q_stride_t, live, origin + side.place, h * D, D, BD, TMA)
+            upstream = load_tile(do, t, do_stride_t, live, origin + side.place, h * V, V, BV, TMA)
+            if R >= BM:
+                gate = load_gates(g_slc, side.token, live, BM, ASM)
+            else:
+                gate = tl.load(g_slc + t, mask=live, other=0.0)
+            acc_k, acc_v, dscore, product = key_step(
+                acc_k, acc_v, keys, values, queries, upstream, gate[None, :], scale, biases, FAST, PRECISION
+            )
+            if tables.position is not None or tables.time is not None:
+                add_gathered(tables, dscore, bias, entry, side, mine, ASM)
+            if DQ:
+                part = tl.dot(tl.trans(dscore.to(keys.dtype)), keys, input_precision=PRECISION)
+                add_rows(dq + h * D, t, H * D, live, part * (scale * inv_n), D, BD, True)
+                tl.atomic_add(dg_slc + t * H + h, tl.sum(product, 0) * inv_n, mask=live, sem="relaxed")
 
     acc_k *= scale * inv_n
     acc_v *= inv_n

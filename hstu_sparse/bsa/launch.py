@@ -21,9 +21,9 @@ from torch import Tensor
 
 from hstu_sparse.assembly import proven
 from hstu_sparse.bsa import blocks, key_major, means_major, query_major
-from hstu_sparse.bsa.bias import KernelBias, Prepared, TableGradients, TableSums
+from hstu_sparse.bsa.bias import TableGradients, Tables, pair_norms
 from hstu_sparse.bsa.lists import invert
-from hstu_sparse.bsa.reach import Chosen, bsa_reach_kernel
+from hstu_sparse.bsa.query_major import Chosen, Gates, Strides
 from hstu_sparse.launch import aligned, architecture, cdiv, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
 
@@ -35,17 +35,13 @@ QUERY_MAJOR = 32
 
 @dataclass(frozen=True)
 class Launch:
-    """Tile sizes and launch options of one kernel: BM queries, BN keys; maxnreg: registers of a thread, if limited.
-
-    WIDE: keys of a tile, in place of BN, of chosen blocks whose tiles reach no edge of a time bucket.
-    """
+    """Tile sizes and launch options of one kernel: BM queries, BN keys; maxnreg: registers of a thread, if limited."""
 
     BM: int
     BN: int
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
-    WIDE: int | None = None
 
 
 @functools.cache
@@ -62,11 +58,10 @@ def launches(dtype: torch.dtype, head: int, block_size: int, group: int, arch: i
     most = 168 if arch == 90 and head <= 64 else None  # for three programs to a multiprocessor
     if small == 64:  # measured on an H200 with heads of 128 in bf16; see docs/bsa.md
         return {
-            "query_fwd": Launch(query, 32, 4, 2, most, key) if biased else Launch(query, 32, 4, 3),
-            "query_dq": Launch(query, 32, 4, 2, WIDE=key)
-            if biased
-            else Launch(query, key if query_major else 64, 4, 2),
-            "select_fwd": Launch(64, key, 4, 3),
+            "query_fwd": Launch(query, 32, 4, 2, most) if biased else Launch(query, 32, 4, 3),
+            "query_dq": Launch(query, 32 if biased else key if query_major else 64, 4, 2),
+            # Where there is no wgmma a tile's biases take registers that four warps do not have.
+            "select_fwd": Launch(64, key, 8 if biased and arch > 90 else 4, 3),
             "select_dq": Launch(64, key, 8 if key == 64 and dtype.itemsize == 2 else 4, 2),
             "select_dkv": Launch(64 if query_major and not biased else 32, key, 4, 3 if query_major and biased else 2),
             "compress_dkv": Launch(32, 64, 4, 3),
@@ -129,22 +124,20 @@ class Problem:
         )  # fmt: skip
 
         dq = self.launch["query_dq"]
-        # See program_sums.py: integers, which fp32 would lose by; a thread must have 16 values of a tile.
+        # Sums in shared memory are integers, which fp32 would lose by; a thread must have 16 values of a tile.
         self.sums = (
             self.biased and self.numeric["ASM"] and self.numeric["FAST"] and not self.deterministic
             and dq.num_warps == 4 and dq.BM == 64 and dq.BN >= 32
         )  # fmt: skip
 
-    def units(self, tile: int, totals: bool) -> tuple[float, float]:
-        """What keeps the sum of a histogram's cell below 2^31, of mean keys and of others: a lane's share of a tile's
-        pairs, each of 21 bits. totals: of a chosen block's diagonals, of up to `tile` terms, which are added as numbers
-        of 22 bits, and of which as many are then moved from another lane.
+    def shifts(self, tile: int) -> tuple[int, int]:
+        """Bits of 21 that a term in the time table's histogram does without, so that no cell's sum leaves 32: of keys,
+        and of mean keys. A cell gets a 32th of the pairs of a tile.
         """
-        past = (self.S - 1) * self.BS if self.query_major else 0
-        keys = past + max(self.BS, tile) + (self.window + tile if self.window else 0)
-        terms = self.max_seq_len // self.BS, keys * (2 if totals else 1)
-        means, others = (max(0, (max(1, tile * x // 16) - 1).bit_length() - 10) for x in terms)
-        return 2.0**-means, 2.0 ** -(max(others, tile.bit_length() - 2) if totals else others)
+        keys = (self.S - 1) * self.BS if self.query_major else 0
+        keys += 2 * tile + self.BS + (self.window + tile if self.window else 0)
+        terms = (min(keys, self.max_seq_len + 2 * tile), self.max_seq_len // self.BS + tile)
+        return tuple(max(0, (tile * x // 32 + 1).bit_length() - 10) for x in terms)
 
     def slots(self, size: int) -> int:
         return self.T // size + self.B
@@ -180,50 +173,24 @@ class Problem:
         ]
 
     def keys(self, options: dict, k: Tensor, v: Tensor, kbar: Tensor, vbar: Tensor) -> tuple[list, bool]:
-        """(k, v, both for WIDE keys at once, kbar, vbar) for a query-major kernel, and whether they are descriptors."""
-        narrow, wide = options["BN"], options.setdefault("WIDE", options["BN"])
-        found = self.tma(narrow, k, v, kbar, vbar) if wide <= self.BS else None
-        if found is None:
-            return [k, v, k, v, kbar, vbar], False
-        return found[:2] + self.tma(wide, k, v) + found[2:], True
-
-    def reaches(self, indices: Tensor, bias: KernelBias) -> Tensor:
-        """[6, or 1 for small groups, NG * H * S and more] int32: of each chosen block what bsa_reach_kernel finds, and
-        `Chosen`; nothing without a time bias.
-        """
-        if bias.time is None:
-            return indices.new_empty(0, 0)
-        # Rows stay multiples of 16 bytes: kernels are compiled anew where they do not.
-        found, groups = indices.new_empty(6 if self.query_major else 1, cdiv(indices.numel(), 4) * 4), 16
-        reaches, chosen = self.chosen(indices, found)
-        run(
-            bsa_reach_kernel, (self.slots(groups * self.R), self.H),
-            indices, self.offsets, reaches, chosen if self.query_major else None, bias, self.H, self.B, self.S,
-            BS=self.BS, R=self.R, BG=groups, P=max(2, next_power_of_2(self.S)), ASM=self.numeric["ASM"], num_warps=4,
-        )  # fmt: skip
-        return found
-
-    def chosen(self, indices: Tensor, found: Tensor) -> tuple[Tensor | None, Chosen]:
-        """(the reaches of `reaches`, or None, and how query-major kernels read the choice)."""
-        if len(found) <= 1:
-            return found[0] if len(found) else None, Chosen(indices)
-        return found[0], Chosen(*found[1:3], *found[3:].view(torch.float32))
+        """(k, v, kbar, vbar) for a query-major kernel, and whether they are descriptors."""
+        found = self.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= self.BS else None
+        return ([k, v, kbar, vbar], False) if found is None else (found, True)
 
     def group_tile(self) -> int:
         """Groups per program: fewer where a group is long, for then there are few of them in all."""
         return 64 if self.R < 8 else 16
 
 
-def no_reaches(a: Arguments, indices: Tensor) -> Tensor:
-    """In place of `Problem.reaches` for the backward pass, of their shape where it is given them."""
-    given = a.time is not None and a.selection_group >= QUERY_MAJOR
-    return indices.new_empty(6 if given else 0, cdiv(indices.numel(), 4) * 4 if given else 0)
+def new_entries(a: Arguments, indices: Tensor) -> Tensor:
+    """Memory for the plan's entries of the chosen blocks; nothing without a time bias."""
+    return indices.new_zeros(0 if a.time is None else indices.shape, dtype=torch.int16)
 
 
-def contiguous_gates(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """g_cmp, g_slc, g_swa; where there is no window, its gate's place is taken and never read."""
+def contiguous_gates(a: Arguments) -> Gates:
+    """Where there is no window, its gate's place is taken and never read."""
     g_cmp, g_slc = a.g_cmp.contiguous(), a.g_slc.contiguous()
-    return g_cmp, g_slc, g_slc if a.g_swa is None else a.g_swa.contiguous()
+    return Gates(g_cmp, g_slc, g_slc if a.g_swa is None else a.g_swa.contiguous())
 
 
 def gates_by_head(p: Problem, *gates: Tensor) -> list[Tensor]:
@@ -235,40 +202,37 @@ def gates_by_head(p: Problem, *gates: Tensor) -> list[Tensor]:
 
 
 def launch_forward(*arguments):
-    """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V], `Prepared`,
-    found [0 or 6, NG * H * S and more] int32).
-
-    found: `Problem.reaches`, where the backward pass wants them.
+    """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V], the halved
+    tables, and with a time bias the plan's entries of the chosen blocks [NG, H, S] int16).
     """
     a = Arguments(*arguments)
     p, q, k, v = Problem(a), a.q, a.k, a.v
     kbar, vbar = q.new_zeros(p.NB, p.H, p.D), v.new_zeros(p.NB, p.H, p.V)
     indices = torch.full((p.NG, p.H, p.S), -1, dtype=torch.int32, device=q.device)
-    made = Prepared(a.position, a.time, a.plan)
+    tables, entries = Tables(a.position, a.time, a.plan), new_entries(a, indices)
     if p.T == 0 or p.H == 0:
-        return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar, made.new(q), no_reaches(a, indices)
+        return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar, tables.new(q), entries
     q, k, v = aligned(q), aligned(k), aligned(v)
-    g_cmp, g_slc, g_swa = contiguous_gates(a)
-    prepared = made.launch(p.offsets, p.BS)
-    bias = made.bias(prepared)
+    gates = contiguous_gates(a)
+    halves = tables.halved(q)
+    bias = tables.bias(halves)
+    chosen = Chosen(indices, None if a.time is None else entries)
 
     kbar_low = torch.empty_like(kbar) if p.split else kbar
     run(
         blocks.bsa_pool_fwd_kernel, (p.NB, p.H),
-        k, v, p.offsets, kbar, kbar_low, vbar, prepared if p.sums else None, *k.stride()[:2], *v.stride()[:2], p.H, p.B,
+        k, v, p.offsets, kbar, kbar_low, vbar, *k.stride()[:2], *v.stride()[:2], p.H, p.B,
         **p.heads, BS=p.BS, SPLIT=p.split, num_warps=4,
     )  # fmt: skip
     width = max(2, next_power_of_2(p.S))
     groups = p.group_tile()
     run(
         blocks.bsa_choose_fwd_kernel, (p.slots(groups * p.R), p.H),
-        q, kbar, kbar_low, p.offsets, indices, bias, *q.stride()[:2], p.scale, p.H, p.B, p.S,
+        q, kbar, kbar_low, p.offsets, *chosen, bias, *q.stride()[:2], p.scale, p.H, p.B, p.S,
         D=p.D, BD=p.BD, BS=p.BS, R=p.R, BG=groups, BC=max(64 if p.split else 32, width), P=width, SPLIT=p.split,
         ASM=p.numeric["ASM"], num_warps=4, num_stages=2,
     )  # fmt: skip
 
-    found = p.reaches(indices, bias)
-    reaches, chosen = p.chosen(indices, found)
     # fp32 where the key-major kernel adds to it
     out = torch.empty(p.T, p.H, p.V, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
     options = p.options("query_fwd")
@@ -276,23 +240,22 @@ def launch_forward(*arguments):
     tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
     run(
         query_major.bsa_query_fwd_kernel, (tiles * p.H,),
-        q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, bias, out,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        q, *tensors, p.offsets, chosen, gates, bias, out, Strides(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         p.scale, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(options["BM"], tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
         **options,
     )  # fmt: skip
     if not p.query_major and p.S > 1:
-        lists = invert(p, indices, reaches, 2 * p.S * p.BS, by_slot=p.deterministic, stable=p.deterministic)
+        lists = invert(p, *chosen, 2 * p.S * p.BS, by_slot=p.deterministic, stable=p.deterministic)
         for turn in range(lists.turns):
             run(
                 key_major.bsa_select_fwd_kernel, (lists.chunks_per_turn,),
-                q, k, v, g_slc, out, p.offsets, lists.pointers(), bias,
+                q, k, v, gates.slc, out, p.offsets, lists.pointers(), bias,
                 *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.scale, p.inv_n,
                 turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.options("select_fwd"),
             )  # fmt: skip
-    return out.to(q.dtype), indices, kbar, vbar, prepared, found if p.query_major else no_reaches(a, indices)
+    return out.to(q.dtype), indices, kbar, vbar, halves, entries
 
 
 def fake_forward(*arguments):
@@ -305,29 +268,33 @@ def fake_forward(*arguments):
         indices,
         q.new_empty(T // a.block_size + B, H, D),
         v.new_empty(T // a.block_size + B, H, v.shape[2]),
-        Prepared(a.position, a.time, a.plan).new(q),
-        no_reaches(a, indices),
+        Tables(a.position, a.time, a.plan).new(q),
+        new_entries(a, indices),
     )
 
 
 def launch_backward(do, *arguments):
     """Gradients of q, k, v, g_cmp, g_slc and, where they are there, g_swa and the tables."""
-    *arguments, indices, kbar, vbar, prepared, found = arguments
+    *arguments, indices, kbar, vbar, halves, entries = arguments
     a = Arguments(*arguments)
     p = Problem(a)
-    gates = [g for g in (a.g_cmp, a.g_slc, a.g_swa) if g is not None]
+    given_gates = [g for g in (a.g_cmp, a.g_slc, a.g_swa) if g is not None]
     if p.T == 0 or p.H == 0:
-        given = (a.q, a.k, a.v, *gates, *(x for x in (a.position, a.time) if x is not None))
+        given = (a.q, a.k, a.v, *given_gates, *(x for x in (a.position, a.time) if x is not None))
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given]
     do, q, k, v = aligned(do), aligned(a.q), aligned(a.k), aligned(a.v)
-    g_cmp, g_slc, g_swa = contiguous_gates(a)
-    bias = Prepared(a.position, a.time, a.plan).bias(prepared)
+    gates = contiguous_gates(a)
+    made = Tables(a.position, a.time, a.plan)
+    bias = made.bias(halves)
+    chosen = Chosen(indices, None if a.time is None else entries)
     # Terms of a table's gradient; those of the compression, BS for one.
     terms = p.T * p.H * (p.S * p.BS + p.max_seq_len + min(p.window, p.max_seq_len))
-    scattered = not (p.query_major and p.sums)
-    sums = TableSums(a.position, a.time, do, v, gates, terms, scattered) if p.biased else None
-    tables, pitch = (sums.tables, sums.pitch) if sums else (TableGradients(), 0)
-    reaches, chosen = p.chosen(indices, found if len(found) else p.reaches(indices, bias))
+    sums = made.sums(do, v, given_gates, terms, p.deterministic) if p.biased else None
+    tables = TableGradients()
+    if sums:
+        pitches = (0 if x is None else x.shape[1] for x in (sums.position, sums.time))
+        tables = TableGradients(sums.position, sums.time, sums.unit, *pitches)
+    norms = pair_norms(do, v, given_gates) if p.sums else None
 
     fp32 = dict(dtype=torch.float32, device=q.device)
     dq = torch.empty(p.T, p.H, p.D, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
@@ -336,17 +303,17 @@ def launch_backward(do, *arguments):
     options = p.options("query_dq")
     tiles = p.slots(options["BM"])
     tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
+    keys_shift, means_shift = p.shifts(options["BM"])
     run(
         query_major.bsa_query_bwd_dq_kernel, (tiles * p.H,),
-        do, q, *tensors, p.offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias, tables, pitch,
-        prepared if p.sums else None, *p.units(options["BM"], p.query_major and a.position is not None),
-        *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        do, q, *tensors, p.offsets, chosen, gates, dq, dg_cmp, dg_slc, dg_swa, bias, tables, norms, keys_shift,
+        2.0**-means_shift / p.BS, *do.stride()[:2], Strides(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         p.scale, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(options["BM"], tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,
         **options,
     )  # fmt: skip
 
-    cmp_rows, slc_rows, *rest = gates_by_head(p, *gates)
+    cmp_rows, slc_rows, *rest = gates_by_head(p, *given_gates)
     swa_rows = rest[0] if rest else slc_rows
     dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)
     options = p.options("compress_dkv")
@@ -362,7 +329,7 @@ def launch_backward(do, *arguments):
     )  # fmt: skip
 
     atomic_dq = not p.query_major and not p.deterministic
-    lists = invert(p, indices, reaches, 8 * p.S * p.BS, by_slot=False, stable=p.deterministic)
+    lists = invert(p, *chosen, 8 * p.S * p.BS, by_slot=False, stable=p.deterministic)
     dk, dv = (
         torch.empty(p.T, p.H, p.D, **fp32 | dict(dtype=k.dtype)),
         torch.empty(p.T, p.H, p.V, **fp32 | dict(dtype=v.dtype)),
@@ -373,7 +340,7 @@ def launch_backward(do, *arguments):
     run(
         key_major.bsa_select_bwd_dkv_kernel, (lists.chunks_per_turn, p.BS // options["BN"]),
         *(described or (do, q)), k, v, dkbar, dvbar, slc_rows, swa_rows, slc_rows.stride(0), dk, dv, parts, dq, dg_slc,
-        p.offsets, lists.pointers(), lists.part_start, bias, TableGradients() if p.query_major else tables, pitch,
+        p.offsets, lists.pointers(), lists.part_start, bias, TableGradients() if p.query_major else tables,
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         p.scale, p.inv_n, p.window, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, WINDOW=p.window > 0, DQ=atomic_dq,
@@ -387,17 +354,22 @@ def launch_backward(do, *arguments):
     del parts, lists
 
     if not p.query_major and p.deterministic and p.S > 1:
-        lists = invert(p, indices, reaches, 2 * p.S * p.BS, by_slot=True, stable=True)
+        lists = invert(p, *chosen, 2 * p.S * p.BS, by_slot=True, stable=True)
         for turn in range(lists.turns):
             run(
                 key_major.bsa_select_bwd_dq_kernel, (lists.chunks_per_turn,),
-                do, q, k, v, g_slc, dq, dg_slc, p.offsets, lists.pointers(), bias,
+                do, q, k, v, gates.slc, dq, dg_slc, p.offsets, lists.pointers(), bias,
                 *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
                 p.scale, p.inv_n, turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.options("select_dq"),
             )  # fmt: skip
-    found = [dq.to(q.dtype), dk, dv, *(d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), gates))]
-    return found + (sums.gradients(p.inv_n) if sums else [])
+    found = [dq.to(q.dtype), dk, dv, *(d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), given_gates))]
+    if sums:
+        factor = p.inv_n
+        if norms is not None:  # sums in units of what is not a number are none
+            factor = torch.where(norms.prod().isfinite(), p.inv_n, float("nan"))
+        found += sums.gradients(factor)
+    return found
 
 
 operator = Operator(

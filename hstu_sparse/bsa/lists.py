@@ -22,8 +22,7 @@ class Lists:
     """
 
     tokens: Tensor  # [entries] int32
-    reaches: Tensor | None  # [entries] int32, see bsa_reach_kernel
-    counts: Tensor | None  # [M, PARTS] int32, entries of each part, where lists are in the order of the edges
+    entries: Tensor | None  # [entries] int16, with a time bias: see `BlockPlan`
     start: Tensor  # [turns * M + 1] int32, first entry of each list
     chunk_start: Tensor  # [turns * M + 1], first chunk of each list
     part_start: Tensor  # [turns * M + 1], first partial result of each list with several chunks
@@ -34,16 +33,16 @@ class Lists:
     max_parts: int
 
     def pointers(self) -> ListPointers:
-        return ListPointers(self.tokens, self.start, self.chunk_start, self.chunk_list, self.reaches, self.counts)
+        return ListPointers(self.tokens, self.start, self.chunk_start, self.chunk_list, self.entries)
 
 
-def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_slot: bool, stable: bool) -> Lists:
+def invert(p, indices: Tensor, entries: Tensor | None, chunk_rows: int, *, by_slot: bool, stable: bool) -> Lists:
     """Builds Lists; sizes are bounds that the host knows.
 
     Args:
         p: the launcher's `Problem`.
         indices: [NG, H, S] int32, the chosen blocks.
-        reaches: [NG, H, S] int32 with a time bias, see bsa_reach_kernel.
+        entries: [NG, H, S] int16 with a time bias, see `BlockPlan`.
         chunk_rows: tokens of a chunk.
         by_slot: a set of lists for each slot of the choice but the own block's.
         stable: lists in the order of the tokens, the same in every run.
@@ -53,30 +52,27 @@ def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_sl
     turns = p.S - 1 if by_slot else 1
     most = p.NG * p.H * max(p.S - 1, 0)  # entries, at most: the own block is in no list
     if stable:
-        tokens, start, list_reach = _sorted_lists(p, indices, reaches, by_slot)
-        counts, parts = start.diff(), 1
+        tokens, start, list_entries = _sorted_lists(p, indices, entries, by_slot)
+        counts = start.diff()
     else:
         tokens, start = torch.empty(max(most, 1), **int32), torch.empty(M + 1, **int32)
-        parts = 1 if reaches is None else blocks.PARTS.value
-        counts = torch.zeros(M * parts, **int32)
-        list_reach = None if reaches is None else torch.empty_like(tokens)
+        counts = torch.zeros(M, **int32)
+        list_entries = None if entries is None else torch.empty_like(tokens, dtype=torch.int16)
         ranks = torch.empty_like(indices)
         groups = 64
         grid, width = (p.slots(groups * p.R), p.H), max(2, next_power_of_2(p.S))
-        shape = dict(BS=p.BS, R=p.R, BG=groups, P=width, FEW=1 if p.query_major else 2, num_warps=4)
+        shape = dict(BS=p.BS, R=p.R, BG=groups, P=width, num_warps=4)
         run(
-            blocks.bsa_rank_kernel, grid, indices, p.offsets, reaches, ranks, counts,
+            blocks.bsa_rank_kernel, grid, indices, p.offsets, ranks, counts,
             p.NB, p.blocks_together, p.H, p.B, p.S, **shape,
         )  # fmt: skip
-    # Where groups fill a tile, those that reach no edge, or one, have loops of their own.
-    split = parts > 1 and p.query_major
     chunk = max(1, chunk_rows // p.R)
     chunk_start, part_start = torch.empty(turns * M + 1, **int32), torch.empty(turns * M + 1, **int32)
-    sizes = dict(COUNTS=parts, SIZE=4096, num_warps=8)
+    sizes = dict(SIZE=4096, num_warps=8)
     run(blocks.bsa_plan_kernel, (1,), counts, start, chunk_start, part_start, turns * M, chunk, **sizes)
     if not stable:
         run(
-            blocks.bsa_fill_kernel, grid, indices, p.offsets, ranks, counts, start, tokens, reaches, list_reach,
+            blocks.bsa_fill_kernel, grid, indices, p.offsets, ranks, start, tokens, entries, list_entries,
             p.NB, p.blocks_together, p.H, p.B, p.S, **shape,
         )  # fmt: skip
     limit = most // chunk + turns * M
@@ -85,12 +81,12 @@ def invert(p, indices: Tensor, reaches: Tensor | None, chunk_rows: int, *, by_sl
     per_turn = limit if turns == 1 else p.NG * p.H // chunk + M
     # A list of n > chunk entries has at most n / chunk + 1 <= 2 n / chunk chunks.
     return Lists(
-        tokens, list_reach, counts if split else None, start, chunk_start, part_start, chunk_list, chunk, turns,
+        tokens, list_entries, start, chunk_start, part_start, chunk_list, chunk, turns,
         per_turn, 2 * most // chunk + 1,
     )  # fmt: skip
 
 
-def _sorted_lists(p, indices: Tensor, reaches: Tensor | None, by_slot: bool):
+def _sorted_lists(p, indices: Tensor, entries: Tensor | None, by_slot: bool):
     """The lists in the order of the tokens, by a stable sort over all choices."""
     device, M = indices.device, p.H * p.NB
     begin = p.offsets[:-1].long()
@@ -110,4 +106,4 @@ def _sorted_lists(p, indices: Tensor, reaches: Tensor | None, by_slot: bool):
     key, order = key.sort(stable=True)
     tokens = (begin[sequence] + group * p.R).int()[order // (p.H * p.S)]
     start = torch.searchsorted(key, torch.arange(turns * M + 1, dtype=torch.int32, device=device), out_int32=True)
-    return tokens, start, None if reaches is None else reaches.flatten()[order]
+    return tokens, start, None if entries is None else entries.flatten()[order]

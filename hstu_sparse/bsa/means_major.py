@@ -6,10 +6,8 @@ Letters: B sequences, H heads, D query/key and V value head size, BS block size,
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import look_up
-from hstu_sparse.bsa.bias_tiles import means_tile, position_tile
+from hstu_sparse.bsa.bias import Side, pair_tile
 from hstu_sparse.bsa.key_major import add_rows, key_step, load_gates
-from hstu_sparse.bsa.reach import LEAST_TILE, last_rough, map_row
 from hstu_sparse.tiles import load_rows, load_tile, locate
 
 
@@ -35,8 +33,8 @@ def bsa_compress_bwd_dkv_kernel(
     base = (start // BS + b) * H + h
     keys = load_rows(kbar + base * D, j, H * D, known, D, BD)
     values = load_rows(vbar + base * V, j, H * V, known, V, BV)
-    rows = tl.where(known, j * BS + BS // 2, 0).to(tl.int64)
-    spaced, side = (tl.arange(0, BN) * BS).to(tl.int64), -tl.arange(0, BM).to(tl.int64)
+    first = i * BN * BS + BS // 2
+    side = Side(start + first, first, tl.where(known, (j - i * BN) * BS, 0).to(tl.int64))
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
@@ -47,34 +45,17 @@ def bsa_compress_bwd_dkv_kernel(
     # The first block of the tile is complete for its own last token.
     begin = (i * BN * BS + BS - 1) // BM * BM + tl.program_id(2) * BM
     step = BM * tl.num_programs(2)
-    # First the tiles of queries up to the last to which a mean key reaches several edges, then the others.
-    split = begin
-    if bias.time is not None:
-        SIZE: tl.constexpr = BS if BS > LEAST_TILE else LEAST_TILE
-        rows_left = (length + SIZE - 1) // SIZE - begin // SIZE
-        rough = last_rough(bias, map_row(start, b, begin, BS), rows_left, i * BN, BN)
-        rough = tl.where(rough > 0, (begin // SIZE + rough) * SIZE - begin, 0)
-        split += (rough + step - 1) // step * step
-    for PLAIN in tl.static_range(1 if bias.time is None else 2):
-        begin_at, end_at = (split, length) if PLAIN or bias.time is None else (begin, tl.minimum(split, length))
-        if begin_at < end_at:
-            for c in range(begin_at, end_at, step):
-                t = c + tl.arange(0, BM)
-                live = t < length
-                position, time = position_tile(bias, i * BN * BS + BS // 2 - c, spaced, side, ASM), 0.0
-                if bias.time is not None:
-                    tokens = start + c, tl.arange(0, BM).to(tl.int64)
-                    near = look_up(bias.places + tokens[0], tokens[1], ASM)
-                    row = map_row(start, b, c, BS)
-                    time = means_tile(bias, row, i * BN, (start, rows), tokens, near, not PLAIN, 0, ASM)
-                queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
-                upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
-                cmp = load_gates(g_cmp, start + c, live, BM, ASM)
-                gate = tl.where((j * BS + (BS - 1))[:, None] <= t[None, :], cmp[None, :], 0.0)
-                acc_k, acc_v, _, _ = key_step(
-                    acc_k, acc_v, keys, values, queries, upstream, gate, scale, bias, (position, time), False, FAST,
-                    PRECISION,
-                )  # fmt: skip
     if begin < length:
+        for c in range(begin, length, step):
+            t = c + tl.arange(0, BM)
+            live = t < length
+            biases, _ = pair_tile(bias, Side(start + c, c, tl.arange(0, BM).to(tl.int64)), side, 1, ASM)
+            queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
+            upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
+            cmp = load_gates(g_cmp, start + c, live, BM, ASM)
+            gate = tl.where((j * BS + (BS - 1))[:, None] <= t[None, :], cmp[None, :], 0.0)
+            acc_k, acc_v, _, _ = key_step(
+                acc_k, acc_v, keys, values, queries, upstream, gate, scale, biases, FAST, PRECISION
+            )
         add_rows(dkbar + base * D, j, H * D, known, acc_k * (BS * scale * inv_n), D, BD, ATOMIC)
         add_rows(dvbar + base * V, j, H * V, known, acc_v * (BS * inv_n), V, BV, ATOMIC)

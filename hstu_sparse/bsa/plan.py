@@ -1,9 +1,6 @@
 """What the block-sparse kernels need to know of a batch's times: computed once a batch, shared by its layers.
 
-Letters: T tokens of the batch, B sequences, BS block size, NB slots of blocks (see hstu_sparse/tiles.py).
-
-Seconds are kept as two fp32 numbers, a multiple of 2^20 and the rest. The difference of two times is then right to the
-last bit of fp32.
+Letters: T tokens of the batch, B sequences, BS block size. Blocks and tiles have slots: hstu_sparse/tiles.py.
 """
 
 from typing import NamedTuple
@@ -13,15 +10,25 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.assembly import proven
+from hstu_sparse.bias.buckets import (
+    EXACT_SECONDS,
+    TokenTimes,
+    device_cells,
+    extremes,
+    num_time_buckets,
+    split_times,
+    tile_entry,
+)
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.bsa.reach import CHUNK, LEAST_TILE, bsa_means_kernel, bucket_cells, find_bucket, own_places, span
 from hstu_sparse.jagged import fingerprint
 from hstu_sparse.launch import cdiv, run
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.tiles import locate
 
-# Zeros behind the tokens, which tiles past a batch's end read.
-MARGIN = 256
+# Tokens of a tile of queries of the plan, if blocks are not longer: no group of queries lies in two tiles.
+LEAST_TILE = tl.constexpr(64)
+# Blocks that a program looks at side by side.
+_CHUNK = 16
 
 
 class Purpose(NamedTuple):
@@ -43,121 +50,90 @@ class Purpose(NamedTuple):
 class BlockPlan(NamedTuple):
     """See `bsa_plan`; without a time bias there is nothing in it.
 
-    times  [4, at least T + MARGIN] fp32: the keys' high and low parts, the queries' high and low parts
-    spans  [NB, 4] fp32: of each block's keys the earliest time (high, low) and the latest
-    means  [slots, at least N / BS] int16: of tiles of queries and blocks' middle tokens the lowest bucket
-    summaries  [slots, a CHUNK-th of that] int32: of CHUNK blocks together what `means_reach` gives behind it
-    places  [at least T + MARGIN] fp32: of queries the time since their tile's earliest
-    origins  [slots, 2] fp32: that earliest time
-    key_places  as `places`, of keys the time since their block's earliest
-    own  [NB, BS * BS] int16, see `own_places`: of each query and each key of the block it stands in the bucket
+    keys, queries  their times
+    entries        [slots, at least N / BS] int16: of a tile of max(BS, LEAST_TILE) queries and a block of keys what
+                   `tile_entry` says, -1 also where either is 2^24 seconds long or more
     """
 
     purpose: Purpose
-    times: torch.Tensor | None = None
-    spans: torch.Tensor | None = None
-    means: torch.Tensor | None = None
-    summaries: torch.Tensor | None = None
-    places: torch.Tensor | None = None
-    origins: torch.Tensor | None = None
-    key_places: torch.Tensor | None = None
-    own: torch.Tensor | None = None
+    keys: TokenTimes | None = None
+    queries: TokenTimes | None = None
+    entries: torch.Tensor | None = None
+
+    def flat(self) -> list[torch.Tensor]:
+        """The tensors, for an operator's `Tensor?[]`."""
+        return [] if self.entries is None else [*self.keys, *self.queries, self.entries]
+
+
+def tile_size(block_size: int) -> int:
+    """Queries of a tile of the plan."""
+    return max(block_size, LEAST_TILE.value)
 
 
 @triton.jit
-def _split(seconds):
-    low = seconds & 0xFFFFF
-    return (seconds - low).to(tl.float32), low.to(tl.float32)
+def entries_row(start, b, begin, BS: tl.constexpr):
+    """The row of the plan's entries for queries from position `begin` on of sequence b, which begins at `start`."""
+    SIZE: tl.constexpr = BS if BS > LEAST_TILE else LEAST_TILE
+    return (start // SIZE + b + begin // SIZE).to(tl.int64)
 
 
 @triton.jit(
-    do_not_specialize=["B", "pitch"],
+    do_not_specialize=["B", "blocks"],
     do_not_specialize_on_alignment=["offsets", "timestamps", "query_timestamps"],
 )
-def bsa_times_kernel(
-    offsets, timestamps, query_timestamps, cells, times, spans, key_places, own, B, pitch,
-    BS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
+def bsa_entries_kernel(
+    offsets, timestamps, query_timestamps, cells, entries, B, blocks, BS: tl.constexpr, TILE: tl.constexpr,
+    CHUNK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One program: the tokens of a block, and the buckets between them, of ROWS queries at a time."""
+    """One program: the entries of a tile of queries with all blocks up to its own."""
     slot = tl.program_id(0)
-    _b, start, length, j = locate(offsets, slot, B, BS)
-    s = j * BS + tl.arange(0, BS)
-    inside = s < length
-    if j * BS < length:
-        key_high, key_low = _split(tl.load(timestamps + start + s, inside, 0))
-        tl.store(times + start + s, key_high, inside)
-        tl.store(times + pitch + start + s, key_low, inside)
-        found = span(key_high, key_low, inside, 0)
-        tl.store(key_places + start + s, (key_high - found[0]) + (key_low - found[1]), inside)
-        for i in tl.static_range(4):
-            tl.store(spans + slot.to(tl.int64) * 4 + i, found[i])
-        for i in tl.static_range(BS // ROWS):
-            t = j * BS + i * ROWS + tl.arange(0, ROWS)
-            live = t < length
-            high, low = _split(tl.load(query_timestamps + start + t, live, 0))
-            tl.store(times + 2 * pitch + start + t, high, live)
-            tl.store(times + 3 * pitch + start + t, low, live)
-            apart = (high[None, :] - key_high[:, None]) + (low[None, :] - key_low[:, None])
-            place = own_places((i * ROWS + tl.arange(0, ROWS))[None, :], tl.arange(0, BS)[:, None], BS)
-            bucket = find_bucket(apart, cells, ASM).to(own.dtype.element_ty)
-            tl.store(own + slot.to(tl.int64) * (BS * BS) + place, bucket)  # also where no token is: tiles read it
+    _b, start, length, i = locate(offsets, slot, B, TILE)
+    if i * TILE < length:
+        origin = tl.load(timestamps + start)
+        t = i * TILE + tl.arange(0, TILE)
+        first, last = extremes(query_timestamps + start + t, origin, t < length, 0)
+        end = tl.minimum(i * TILE + TILE, length)
+        for c in range(0, (end + BS - 1) // BS, CHUNK):
+            j = c + tl.arange(0, CHUNK)
+            s = j[:, None] * BS + tl.arange(0, BS)[None, :]
+            key_first, key_last = extremes(timestamps + start + s, origin, s < length, 1)
+            entry = tile_entry(first, last, key_first, key_last, cells, ASM)
+            short = (last - first < EXACT_SECONDS) & (key_last - key_first < EXACT_SECONDS)
+            entry = tl.where(short & (j * BS < length), entry, -1)
+            tl.store(entries + slot.to(tl.int64) * blocks + j, entry.to(tl.int16), j < blocks)
 
 
-def _times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets):
-    times, spans, means, summaries, places, origins, key_places, own = found = _fake_times(
-        seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets
-    )
-    # What no program writes.
-    unwritten = times, spans, means, summaries, places, origins, key_places
-    torch._foreach_zero_([x.view(torch.float32) for x in unwritten])
-    if timestamps.shape[0] and spans.shape[0]:
-        num_seqs, pitch, asm = seq_offsets.shape[0] - 1, times.shape[1], proven(seq_offsets.device)
-        cells = bucket_cells(num_buckets, seq_offsets.device)
+def _entries(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets):
+    (entries,) = _fake_entries(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets)
+    if timestamps.shape[0] and entries.shape[0]:
         run(
-            bsa_times_kernel, spans.shape[0],
-            seq_offsets, timestamps, query_timestamps, cells, times, spans, key_places, own, num_seqs, pitch,
-            BS=block_size, ROWS=16, ASM=asm, num_warps=4,
+            bsa_entries_kernel, (entries.shape[0],), seq_offsets, timestamps, query_timestamps,
+            device_cells(num_buckets, seq_offsets.device), entries, seq_offsets.shape[0] - 1, entries.shape[1],
+            BS=block_size, TILE=tile_size(block_size), CHUNK=_CHUNK, ASM=proven(seq_offsets.device), num_warps=4,
         )  # fmt: skip
-        run(
-            bsa_means_kernel, means.shape[0],
-            seq_offsets, times, cells, means, summaries, places, origins, num_seqs, pitch, means.shape[1],
-            BS=block_size, TILE=max(block_size, LEAST_TILE.value), ASM=asm, num_warps=1,
-        )  # fmt: skip
-    return found
+    return [entries]
 
 
-def _fake_times(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets):
-    tokens, num_seqs = timestamps.shape[0], seq_offsets.shape[0] - 1
-    new = seq_offsets.new_empty
-    # Rows stay multiples of 16 elements whatever T and N are: kernels are compiled anew where they do not. Of blocks a
-    # tile may have 64.
-    blocks = cdiv(torch.sym_min(max_seq_len, tokens) // block_size + 1, 64) * 64
-    slots = tokens // max(block_size, LEAST_TILE.value) + num_seqs
-    return [
-        new(4, cdiv(tokens, 16) * 16 + MARGIN, dtype=torch.float32),
-        new(tokens // block_size + num_seqs, 4, dtype=torch.float32),
-        new(slots, blocks, dtype=torch.int16),
-        new(slots, blocks // CHUNK.value, dtype=torch.int32),
-        new(cdiv(tokens, 16) * 16 + MARGIN, dtype=torch.float32),
-        new(slots, 2, dtype=torch.float32),
-        new(cdiv(tokens, 16) * 16 + MARGIN, dtype=torch.float32),
-        new(tokens // block_size + num_seqs, block_size**2, dtype=torch.int16),
-    ]
+def _fake_entries(seq_offsets, timestamps, query_timestamps, max_seq_len, block_size, num_buckets):
+    tokens = timestamps.shape[0]
+    blocks = cdiv(torch.sym_min(max_seq_len, tokens) // block_size + 1, _CHUNK) * _CHUNK
+    slots = tokens // tile_size(block_size) + seq_offsets.shape[0] - 1
+    return [seq_offsets.new_zeros(slots, blocks, dtype=torch.int16)]
 
 
-_times_operator = register_preparation(
-    "bsa_times",
+_entries_operator = register_preparation(
+    "bsa_entries",
     "Tensor seq_offsets, Tensor timestamps, Tensor query_timestamps, SymInt max_seq_len, int block_size, "
     "int num_buckets",
-    launch=_times,
-    fake=_fake_times,
+    launch=_entries,
+    fake=_fake_entries,
 )
 
 
 def purpose_of(
     tokens: int, seq_offsets: torch.Tensor, max_seq_len: int, block_size: int, bias: RelativeBias
 ) -> Purpose:
-    buckets = None if bias.time is None else bias.time.shape[0] - 1
+    buckets = num_time_buckets(bias.time)
     batch = None if buckets is None else fingerprint(seq_offsets, *bias[2:])
     return Purpose(tokens, seq_offsets.shape[0] - 1, max_seq_len, block_size, buckets, batch)
 
@@ -166,5 +142,6 @@ def make_plan(purpose: Purpose, seq_offsets: torch.Tensor, bias: RelativeBias) -
     """`bsa_plan` of checked arguments."""
     if purpose.num_buckets is None:
         return BlockPlan(purpose)
+    keys, queries = split_times(seq_offsets, *bias[2:])
     sizes = purpose.max_seq_len, purpose.block_size, purpose.num_buckets
-    return BlockPlan(purpose, *_times_operator(seq_offsets, *bias[2:], *sizes))
+    return BlockPlan(purpose, keys, queries, *_entries_operator(seq_offsets, *bias[2:], *sizes))

@@ -6,338 +6,337 @@ They compute the compression branch, the group's own block and the window; with 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per group, R tokens per group, BM queries and BN keys of a tile.
 
-SiLU has no normaliser, so a branch is its gate times a plain sum, and the gate can be multiplied into the weights.
+SiLU has no normaliser, so a branch is its gate times a plain sum, and the branches add up in one accumulator. Scores
+are computed halved, from halved tables: SiLU(2x) = x tanh(x) + x. docs/bsa_kernel.md goes through the forward kernel.
 
-An `if` stands around each loop that adds to an accumulator, and none around that: where ptxas sees a path on which the
-accumulator may have been set by other instructions meanwhile, it waits for each of the tensor cores' instructions by
-itself (C7515).
+For the compiler: an `if` stands around each loop that adds to an accumulator, and none around that: where ptxas sees a
+path on which the accumulator may have been set by other instructions meanwhile, it waits for each of the tensor cores'
+instructions by itself (C7515). And a chosen block's index is one number a step: of a vector `index * BS + place % BS`
+Triton 3.6 takes every element for divisible by BS once the loop is pipelined, and then the mask of a thread's first
+query for that of all its queries.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from hstu_sparse.assembly import look_up
-from hstu_sparse.bias.gradients import add_to
-from hstu_sparse.bsa.bias_tiles import add_position_gradient, add_time_gradient, own_buckets, with_bias
-from hstu_sparse.bsa.program_sums import MOST_MOVED, add_keys, add_means, close_keys, close_means, open_sums
-from hstu_sparse.bsa.query_tiles import (
-    band_bias,
-    band_weight,
-    chosen_both,
-    chosen_ends,
-    chosen_first,
-    find_queries,
-    in_block,
-    keys_position,
-    means_ends,
-    means_position,
-    means_time,
+from hstu_sparse.assembly import look_up, scalar
+from hstu_sparse.bias.gradients import add_pair_times
+from hstu_sparse.bsa.bias import (
+    Side,
+    add_block_times,
+    add_mean_positions,
+    add_position_tile,
+    block_tile,
+    close_times,
+    means_gradients,
+    open_gradients,
+    pair_tile,
 )
-from hstu_sparse.bsa.reach import MOST_EDGES
 from hstu_sparse.tiles import (
     head_and_slot,
     load_rows,
     load_tile,
-    opaque,
+    locate,
     silu_and_grad_of_twice,
     silu_of_twice,
     store_rows,
 )
 
-# Half of a score whose SiLU and its slope are 0.
-HIDDEN = tl.constexpr(-40.0)
+
+class Chosen(NamedTuple):
+    """The blocks that each group chose, ascending, the own one last: [NG, H, S] each.
+
+    indices  int32, -1 behind the own block
+    entries  int16, with a time bias: of the group's tile and the block, see `BlockPlan`
+    """
+
+    indices: object
+    entries: object = None
+
+
+class Gates(NamedTuple):
+    """[T, H] each, see the public function; without a window `slc` stands for `swa`, which is not read."""
+
+    cmp: object
+    slc: object
+    swa: object
+
+
+class Strides(NamedTuple):
+    """Of q, k and v between tokens and between heads."""
+
+    q_t: object
+    q_h: object
+    k_t: object
+    k_h: object
+    v_t: object
+    v_h: object
+
+
+class QueryTile(NamedTuple):
+    """A program's queries.
+
+    b, start    their sequence and its first token
+    begin, end  their positions begin .. end - 1, none if end <= begin
+    t, live     [BM] positions, and whether there are such
+    token       [BM] their places in [T, H]
+    block_row   slot of the sequence's first block
+    side        the same as the side of a tile
+    """
+
+    b: tl.tensor
+    start: tl.tensor
+    begin: tl.tensor
+    end: tl.tensor
+    t: tl.tensor
+    live: tl.tensor
+    token: tl.tensor
+    block_row: tl.tensor
+    side: Side
+
+
+@triton.jit
+def find_queries(offsets, tiles, h, tile, B, H, BM: tl.constexpr, BS: tl.constexpr):
+    # Late tiles see the most blocks: they start first.
+    b, start, length, i = locate(offsets, tiles - 1 - tile, B, BM)
+    begin = i * BM
+    t = begin + tl.arange(0, BM)
+    side = Side(start + begin, begin, tl.arange(0, BM).to(tl.int64))
+    end = tl.minimum(begin + BM, length)
+    return QueryTile(
+        b, start, begin, end, t, t < length, (start + t) * H + h, (start // BS + b).to(tl.int32), side
+    )  # fmt: skip
+
+
+@triton.jit
+def consecutive(mine, first, BN: tl.constexpr):
+    """The BN keys from position `first` on as the side of a tile."""
+    return Side(mine.start + first, first, tl.arange(0, BN).to(tl.int64))
+
+
+@triton.jit
+def means(mine, j, c, known, BS: tl.constexpr):
+    """The mean keys of blocks j = c, c + 1, ... as the side of a tile: at the blocks' middle tokens.
+
+    Those that are not there stand at the first one's, where there is something to read.
+    """
+    first = c * BS + BS // 2
+    return Side(mine.start + first, first, tl.where(known, (j - c) * BS, 0).to(tl.int64))
+
+
+@triton.jit
+def chosen_block(chosen, place, e, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
+    """Of the chosen keys e .. e + BN - 1, which lie in one block: (the first one's position, their block's entry).
+
+    place: the queries' first one in `chosen`. Not by tl.load, which Triton would move through shared memory, one load's
+    time before what hangs on it.
+    """
+    at = tl.cast(e // BS, tl.int64)
+    first = tl.multiple_of(look_up(chosen.indices + place, at, ASM) * BS + e % BS, BN)
+    if chosen.entries is not None:
+        return first, scalar(chosen.entries + place + at, ASM).to(tl.int32)
+    else:
+        return first, 0
+
+
+@triton.jit
+def band_weight(slc, swa, t, s, window, BS: tl.constexpr, WINDOW: tl.constexpr):
+    """[BM, BN] weight of key s for query t: the own block's gate and the window's, where s <= t."""
+    seen = s[None, :] <= t[:, None]
+    weight = tl.where(seen & (s[None, :] // BS == t[:, None] // BS), slc[:, None], 0.0)
+    if WINDOW:
+        weight += tl.where(seen & (t[:, None] - s[None, :] < window), swa[:, None], 0.0)
+    return weight
+
+
+@triton.jit
+def band_begin(mine, window, BN: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr):
+    """Where the own block of the first query and the window begin, whichever is earlier; a multiple of BN or BS."""
+    first = mine.begin // BS * BS
+    if WINDOW:
+        first = tl.minimum(first, tl.maximum(mine.begin - window + 1, 0)) // BN * BN
+    return first
 
 
 @triton.jit(do_not_specialize=["B", "tiles", "together"])
 def bsa_query_fwd_kernel(
-    q, k, v, wide_k, wide_v, kbar, vbar, offsets, chosen, g_cmp, g_slc, g_swa, bias, out, q_stride_t, q_stride_h,
-    k_stride_t, k_stride_h, v_stride_t, v_stride_h, scale, inv_n, H, B, S, window, tiles, together,
+    q, k, v, kbar, vbar, offsets, chosen, gates, bias, out, strides, scale, inv_n, H, B, S, window, tiles, together,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
-    TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
+    """Output of BM queries of one head. TMA: k, v, kbar and vbar are tensor descriptors."""
     h, tile = head_and_slot(tl.program_id(0), tiles, H, together)
-    asks = find_queries(offsets, bias, tiles, h, tile, B, H, BM, BS)
-    b, start, begin, end, t, live, token = asks.b, asks.start, asks.begin, asks.end, asks.t, asks.live, asks.token
-    if end <= begin:
+    mine = find_queries(offsets, tiles, h, tile, B, H, BM, BS)
+    start, end, t, live = mine.start, mine.end, mine.t, mine.live
+    if end <= mine.begin:
         return
-    queries = load_rows(q + start * q_stride_t + h * q_stride_h, t, q_stride_t, live, D, BD)
+    queries = load_rows(q + start * strides.q_t + h * strides.q_h, t, strides.q_t, live, D, BD)
     origin = start.to(tl.int32)
-    block_row = asks.block_row
     if not TMA:
-        k += start * k_stride_t + h * k_stride_h
-        v += start * v_stride_t + h * v_stride_h
-        wide_k, wide_v = k, v
-        kbar += ((start // BS + b) * H + h) * D
-        vbar += ((start // BS + b) * H + h) * V
+        k += start * strides.k_t + h * strides.k_h
+        v += start * strides.v_t + h * strides.v_h
+        kbar += ((start // BS + mine.b) * H + h) * D
+        vbar += ((start // BS + mine.b) * H + h) * V
+    slc = tl.load(gates.slc + mine.token, mask=live, other=0.0).to(tl.float32)
     acc = tl.zeros([BM, BV], tl.float32)
     half = 0.5 * scale
 
-    near = 0.0 if bias.time is None else look_up(bias.places + start + begin, asks.lane, ASM)
-    slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
-    plain = means_ends(bias, asks, BS)
-    if SELECT:
-        # One index a step, a scalar. Of a vector `index * BS + place % BS` Triton 3.6 takes every element for divisible
-        # by BS once the loop is pipelined, and then the mask of a thread's first query for that of all its queries.
-        tl.static_assert((BN <= WIDE) & (WIDE <= BS))
-        row = ((start // R + b + begin // R) * H + h) * S
-        # The own block is the last one, and the last loop's.
-        count = tl.minimum(begin // BS, S - 1) * BS
-        ends = chosen_ends(chosen, row, count, S, BS, ASM)
-        WIDTH: tl.constexpr = (WIDE, WIDE, BN)
-        TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
-    # The own block comes first where it has the choice's gate alone: nothing has to be found out about its keys, and
-    # meanwhile what was chosen arrives.
-    OWN: tl.constexpr = not WINDOW and BM <= BS
-    FIRST: tl.constexpr = SELECT and OWN
-    for PART in tl.static_range(2):
-        if (PART == 1) == FIRST:  # chosen blocks
-            if SELECT:
-                for EDGES in tl.static_range(TURNS):
-                    begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
-                    end_at = count if EDGES == 2 else ends[EDGES]
-                    some_k, some_v = (k, v) if EDGES == 2 else (wide_k, wide_v)
-                    if begin_at < end_at:
-                        first = chosen_first(chosen, row, begin_at, WIDTH[EDGES], BS, ASM)
-                        position = keys_position(bias, asks, first, WIDTH[EDGES], ASM)
-                        for e in range(begin_at, end_at, WIDTH[EDGES]):
-                            first = chosen_first(chosen, row, e, WIDTH[EDGES], BS, ASM)
-                            next_first = chosen_first(chosen, row, e + WIDTH[EDGES], WIDTH[EDGES], BS, ASM)
-                            next_position = keys_position(bias, asks, next_first, WIDTH[EDGES], ASM)
-                            edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
-                            added, _ = chosen_both(
-                                bias, asks, edge, position, first, EDGES, MOST_EDGES, BM, WIDTH[EDGES], BS, ASM
-                            )
-                            s = first + tl.arange(0, WIDTH[EDGES])
-                            known = s < end
-                            keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
-                            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
-                            weight = silu_of_twice(with_bias(score, bias, added, EDGES < 2), FAST)
-                            values = load_tile(some_v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
-                            acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
-                            position = next_position
-                acc *= slc[:, None]
+    if SELECT:  # the chosen past blocks: the own one is the last
+        tl.static_assert(BN <= BS)
+        place = ((start // R + mine.b + mine.begin // R) * H + h) * S
+        count = tl.minimum(mine.begin // BS, S - 1) * BS
+        if count > 0:
+            for e in range(0, count, BN):
+                first, entry = chosen_block(chosen, place, e, BN, BS, ASM)
+                s = first + tl.arange(0, BN)
+                keys = load_tile(k, s, strides.k_t, s < end, origin + first, h * D, D, BD, TMA)
+                biases = block_tile(bias, entry, mine.side, consecutive(mine, first, BN), 0, ASM)
+                score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
+                weight = silu_of_twice(score, FAST)
+                values = load_tile(v, s, strides.v_t, s < end, origin + first, h * V, V, BV, TMA)
+                acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+        acc *= slc[:, None]
 
-        else:  # the own block and the window
-            swa = slc
-            nearest = begin // BS * BS
-            if WINDOW:
-                swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
-                nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
-            if nearest < end:
-                for c in range(nearest, end, BN):
-                    s = c + tl.arange(0, BN)
-                    known = s < end
-                    keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-                    added, _ = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW, OWN, ASM)
-                    score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half, bias, added)
-                    if FIRST:
-                        weight = tl.where(s[None, :] <= t[:, None], silu_of_twice(score, FAST), 0.0)
-                    else:
-                        weight = silu_of_twice(score, FAST) * band_weight(slc, swa, t, s, window, BS, WINDOW)
-                    values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-                    acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+    swa = slc
+    if WINDOW:
+        swa = tl.load(gates.swa + mine.token, mask=live, other=0.0).to(tl.float32)
+    nearest = band_begin(mine, window, BN, BS, WINDOW)
+    if nearest < end:  # the own block and the window
+        for c in range(nearest, end, BN):
+            s = c + tl.arange(0, BN)
+            keys = load_tile(k, s, strides.k_t, s < end, origin + c, h * D, D, BD, TMA)
+            biases, _ = pair_tile(bias, mine.side, consecutive(mine, c, BN), 0, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
+            weight = silu_of_twice(score, FAST) * band_weight(slc, swa, t, s, window, BS, WINDOW)
+            values = load_tile(v, s, strides.v_t, s < end, origin + c, h * V, V, BV, TMA)
+            acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
     complete = (t + 1) // BS
-    if end >= BS:  # see the head of this file
-        cmp = tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS
-        position = means_position(bias, asks, 0, BN, BS, ASM)
+    if end >= BS:  # the means of the blocks that are complete
+        cmp = tl.load(gates.cmp + mine.token, mask=live, other=0.0).to(tl.float32) * BS
         for c in range(0, end // BS, BN):
             j = c + tl.arange(0, BN)
             known = j < end // BS
-            next_position = means_position(bias, asks, c + BN, BN, BS, ASM)
-            # A branch where the backward kernels have two loops: without it ptxas reads the biases behind the product.
-            time, _ = means_time(bias, asks, c, known, near, c + BN > plain, BN, BS, ASM)
-            keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
-            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
-            score = tl.where(j[None, :] < complete[:, None], with_bias(score, bias, (position, time)), HIDDEN)
-            weight = silu_of_twice(score, FAST) * cmp[:, None]
-            means = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-            acc = tl.dot(weight.to(means.dtype), means, acc, input_precision=PRECISION)
-            position = next_position
+            keys = load_tile(kbar, j, H * D, known, mine.block_row + c, h * D, D, BD, TMA)
+            biases, _ = pair_tile(bias, mine.side, means(mine, j, c, known, BS), 0, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
+            weight = tl.where(j[None, :] < complete[:, None], silu_of_twice(score, FAST), 0.0) * cmp[:, None]
+            values = load_tile(vbar, j, H * V, known, mine.block_row + c, h * V, V, BV, TMA)
+            acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
     store_rows(out + (start * H + h) * V, t, H * V, live, acc * inv_n, V, BV)
 
 
-@triton.jit
-def add_keys_gradient(
-    tables, pitch, sums, grad, gate, bias, found, edge, EDGES: tl.constexpr, buckets, t, s, first_apart, part,
-    SUMS: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Adds a tile's gradient to the tables; its keys stand side by side. first_apart: of its first query and first key.
-
-    Returns `sums`, where such are kept. gate, edge, EDGES, buckets, part, SPAN: as in `add_keys`.
-    """
-    if SUMS:
-        return add_keys(tables, sums, grad, gate, bias, *found, edge, EDGES, buckets, first_apart, part, SPAN, ASM)
-    else:
-        if gate is not None:
-            grad *= gate[:, None]
-        add_time_gradient(tables, grad, bias, *found, 0, True, ASM)
-        add_position_gradient(tables, pitch, grad, t, s, 1)
-        return sums
-
-
-@triton.jit(do_not_specialize=["B", "tiles", "together"])
+@triton.jit(do_not_specialize=["B", "tiles", "together", "time_shift"])
 def bsa_query_bwd_dq_kernel(
-    do, q, k, v, wide_k, wide_v, kbar, vbar, offsets, chosen, g_cmp, g_slc, g_swa, dq, dg_cmp, dg_slc, dg_swa, bias,
-    tables, pitch, norm, means_unit, keys_unit, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
-    k_stride_t, k_stride_h, v_stride_t, v_stride_h, scale, inv_n, H, B, S, window, tiles, together,
+    do, q, k, v, kbar, vbar, offsets, chosen, gates, dq, dg_cmp, dg_slc, dg_swa, bias, tables, norms, time_shift,
+    means_factor, do_stride_t, do_stride_h, strides, scale, inv_n, H, B, S, window, tiles, together,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr,
-    SUMS: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, SUMS: tl.constexpr,
+    TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Gradient of q and of the gates. A gate's gradient is its branch's output times do: the sum of weight * (do.v).
 
-    SUMS: the tables' gradients are summed up in shared memory first: program_sums.py, also on `norm` and the units.
+    SUMS, norms, time_shift, means_factor: see `open_gradients` and `means_gradients`.
     """
     h, tile = head_and_slot(tl.program_id(0), tiles, H, together)
-    asks = find_queries(offsets, bias, tiles, h, tile, B, H, BM, BS)
-    b, start, begin, end, t, live, token = asks.b, asks.start, asks.begin, asks.end, asks.t, asks.live, asks.token
-    if end <= begin:
+    mine = find_queries(offsets, tiles, h, tile, B, H, BM, BS)
+    start, end, t, live = mine.start, mine.end, mine.t, mine.live
+    if end <= mine.begin:
         return
-    queries = load_rows(q + start * q_stride_t + h * q_stride_h, t, q_stride_t, live, D, BD)
+    queries = load_rows(q + start * strides.q_t + h * strides.q_h, t, strides.q_t, live, D, BD)
     upstream = load_rows(do + start * do_stride_t + h * do_stride_h, t, do_stride_t, live, V, BV)
     origin = start.to(tl.int32)
-    block_row = asks.block_row
     if not TMA:
-        k += start * k_stride_t + h * k_stride_h
-        v += start * v_stride_t + h * v_stride_h
-        wide_k, wide_v = k, v
-        kbar += ((start // BS + b) * H + h) * D
-        vbar += ((start // BS + b) * H + h) * V
+        k += start * strides.k_t + h * strides.k_h
+        v += start * strides.v_t + h * strides.v_h
+        kbar += ((start // BS + mine.b) * H + h) * D
+        vbar += ((start // BS + mine.b) * H + h) * V
+    slc = tl.load(gates.slc + mine.token, mask=live, other=0.0).to(tl.float32)
+    gradients, histogram = open_gradients(tables, norms, time_shift, SUMS)
+    acc = tl.zeros([BM, BD], tl.float32)
+    slc_branch = tl.zeros([BM], tl.float32)
+    swa_branch = tl.zeros([BM], tl.float32)
+    cmp_branch = tl.zeros([BM], tl.float32)
+    half = 0.5 * scale
 
-    cmp = tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS
-    slc = tl.load(g_slc + token, mask=live, other=0.0).to(tl.float32)
+    if SELECT:  # the chosen past blocks
+        tl.static_assert(BN <= BS)
+        place = ((start // R + mine.b + mine.begin // R) * H + h) * S
+        count = tl.minimum(mine.begin // BS, S - 1) * BS
+        if count > 0:
+            for e in range(0, count, BN):
+                first, entry = chosen_block(chosen, place, e, BN, BS, ASM)
+                s = first + tl.arange(0, BN)
+                side = consecutive(mine, first, BN)
+                keys = load_tile(k, s, strides.k_t, s < end, origin + first, h * D, D, BD, TMA)
+                values = load_tile(v, s, strides.v_t, s < end, origin + first, h * V, V, BV, TMA)
+                biases = block_tile(bias, entry, mine.side, side, 0, ASM)
+                score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
+                dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
+                weight, slope = silu_and_grad_of_twice(score, FAST)
+                slc_branch += tl.sum(weight * dweight, 1)
+                dscore = dweight * slope * slc[:, None]
+                acc = tl.dot(dscore.to(keys.dtype), keys, acc, input_precision=PRECISION)
+                if tables.position is not None:
+                    add_position_tile(gradients, dscore, mine.side, side, end, SUMS)
+                if tables.time is not None:
+                    add_block_times(gradients, dscore, bias, entry, mine.side, side, SUMS, ASM)
+
     swa = slc
     if WINDOW:
-        swa = tl.load(g_swa + token, mask=live, other=0.0).to(tl.float32)
-    # Of two tiles of mean keys a second loop costs more than looking the first one's buckets up.
-    plain = means_ends(bias, asks, BS, 2 * BN)
-    sums = 0
-    if SUMS:
-        sums = open_sums(bias, upstream, norm, cmp, tl.abs(slc) + tl.abs(swa) if WINDOW else slc, means_unit, keys_unit)
-
-    SPAN: tl.constexpr = BN if BS < BN else min(BS, 64)
-    acc = tl.zeros([BM, BD], tl.float32)
-    half = 0.5 * scale
-    near = 0.0 if bias.time is None else look_up(bias.places + start + begin, asks.lane, ASM)
-
-    branch = tl.zeros([BM], tl.float32)
-    OWN: tl.constexpr = not WINDOW and BM <= BS
-    FIRST: tl.constexpr = SELECT and OWN  # as in bsa_query_fwd_kernel
-    window_branch = tl.zeros([BM], tl.float32)
-    if SELECT:
-        tl.static_assert((BN <= WIDE) & (WIDE <= BS))  # as in bsa_query_fwd_kernel
-        row = ((start // R + b + begin // R) * H + h) * S
-        count = tl.minimum(begin // BS, S - 1) * BS
-        ends = chosen_ends(chosen, row, count, S, BS, ASM)
-        TURNS: tl.constexpr = 1 if chosen.reaches is None else 3
-        WIDTH: tl.constexpr = (WIDE, WIDE, BN)
-    for PART in tl.static_range(2):
-        if (PART == 1) == FIRST:  # chosen blocks
-            if SELECT:
-                for EDGES in tl.static_range(TURNS):
-                    begin_at = 0 if EDGES == 0 else ends[EDGES - 1]
-                    end_at = count if EDGES == 2 else ends[EDGES]
-                    some_k, some_v = (k, v) if EDGES == 2 else (wide_k, wide_v)
-                    if begin_at < end_at:
-                        for e in range(begin_at, end_at, WIDTH[EDGES]):
-                            first = chosen_first(chosen, row, e, WIDTH[EDGES], BS, ASM)
-                            position = keys_position(bias, asks, first, WIDTH[EDGES], ASM)
-                            edge = chosen, tl.cast(row + e // BS, tl.int64), near, asks.map_row
-                            added, found = chosen_both(
-                                bias, asks, edge, position, first, EDGES, MOST_MOVED, BM, WIDTH[EDGES], BS, ASM
-                            )
-                            s = first + tl.arange(0, WIDTH[EDGES])
-                            known = s < end
-                            keys = load_tile(some_k, s, k_stride_t, known, origin + first, h * D, D, BD, TMA)
-                            values = load_tile(some_v, s, v_stride_t, known, origin + first, h * V, V, BV, TMA)
-                            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
-                            score = with_bias(score, bias, added, EDGES < 2)
-                            dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-                            weight, slope = silu_and_grad_of_twice(score, FAST)
-                            branch += tl.sum(weight * dweight, 1)
-                            grad = dweight * slope
-                            acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-                            sums = add_keys_gradient(
-                                tables, pitch, sums, grad, slc, bias, found, edge, EDGES, added[2], t, s,
-                                begin - first, e % SPAN, SUMS, SPAN, ASM,
-                            )  # fmt: skip
-                acc *= slc[:, None]
-
-        else:  # the own block and the window
-            nearest = begin // BS * BS
+        swa = tl.load(gates.swa + mine.token, mask=live, other=0.0).to(tl.float32)
+    nearest = band_begin(mine, window, BN, BS, WINDOW)
+    if nearest < end:  # the own block and the window
+        for c in range(nearest, end, BN):
+            s = c + tl.arange(0, BN)
+            side = consecutive(mine, c, BN)
+            keys = load_tile(k, s, strides.k_t, s < end, origin + c, h * D, D, BD, TMA)
+            values = load_tile(v, s, strides.v_t, s < end, origin + c, h * V, V, BV, TMA)
+            biases, buckets = pair_tile(bias, mine.side, side, 0, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
+            dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
+            weight, slope = silu_and_grad_of_twice(score, FAST)
+            dweight = tl.where(s[None, :] <= t[:, None], dweight, 0.0)
+            slc_branch += tl.sum(tl.where(s[None, :] // BS == t[:, None] // BS, weight * dweight, 0.0), 1)
             if WINDOW:
-                nearest = tl.minimum(nearest, tl.maximum(begin - window + 1, 0)) // BN * BN
-            if nearest < end:
-                for c in range(nearest, end, BN):
-                    s = c + tl.arange(0, BN)
-                    known = s < end
-                    keys = load_tile(k, s, k_stride_t, known, origin + c, h * D, D, BD, TMA)
-                    values = load_tile(v, s, v_stride_t, known, origin + c, h * V, V, BV, TMA)
-                    added, found = band_bias(bias, asks, c, known, BM, BN, BS, WINDOW or not SUMS, OWN, ASM)
-                    score = with_bias(tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half, bias, added)
-                    dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-                    weight, slope = silu_and_grad_of_twice(score, FAST)
-                    visible = s[None, :] <= t[:, None]
-                    dweight = tl.where(visible, dweight, 0.0)
-                    branch += tl.sum(tl.where(s[None, :] // BS == t[:, None] // BS, weight * dweight, 0.0), 1)
-                    if WINDOW:
-                        inside = t[:, None] - s[None, :] < window
-                        window_branch += tl.sum(tl.where(inside, weight * dweight, 0.0), 1)
-                    grad = dweight * slope
-                    if not FIRST:
-                        grad *= band_weight(slc, swa, t, s, window, BS, WINDOW)
-                    acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-                    buckets = None
-                    if OWN and SUMS and bias.time is not None:
-                        buckets = own_buckets(bias, *in_block(asks, c, BN, BS), 0, BS, ASM)
-                    sums = add_keys_gradient(
-                        tables, pitch, sums, grad, slc if FIRST else None, bias, found, None, None, buckets, t, s,
-                        begin - c, (c - nearest) % SPAN, SUMS, SPAN, ASM,
-                    )  # fmt: skip
-    if WINDOW:
-        tl.store(dg_swa + token, window_branch * inv_n, mask=live)
-    tl.store(dg_slc + token, branch * inv_n, mask=live)
-    if SUMS:
-        close_keys(tables, sums, BM, SPAN)
+                swa_branch += tl.sum(tl.where(t[:, None] - s[None, :] < window, weight * dweight, 0.0), 1)
+            dscore = dweight * slope * band_weight(slc, swa, t, s, window, BS, WINDOW)
+            acc = tl.dot(dscore.to(keys.dtype), keys, acc, input_precision=PRECISION)
+            if tables.position is not None:
+                add_position_tile(gradients, dscore, mine.side, side, end, SUMS)
+            if tables.time is not None:
+                add_pair_times(gradients, dscore, buckets, SUMS, SUMS)
+    close_times(gradients, histogram, tables, SUMS)
 
     complete = (t + 1) // BS
-    means_branch = tl.zeros([BM], tl.float32)
-    if SUMS:  # read again: a register less until here
-        cmp = tl.load(g_cmp + token, mask=live, other=0.0).to(tl.float32) * BS
-    if end >= BS:  # see the head of this file
-        for SEVERAL in tl.static_range(1 if bias.time is None else 2):
-            begin_at, end_at = (plain, end // BS) if SEVERAL else (0, plain)
-            if begin_at < end_at:
-                position = means_position(bias, asks, begin_at, BN, BS, ASM)
-                for c in range(begin_at, end_at, BN):
-                    j = c + tl.arange(0, BN)
-                    known = j < end // BS
-                    at = opaque(c)
-                    next_position = means_position(bias, asks, at + BN, BN, BS, ASM)
-                    time, found = means_time(bias, asks, at, known, near, SEVERAL, BN, BS, ASM)
-                    keys = load_tile(kbar, j, H * D, known, block_row + c, h * D, D, BD, TMA)
-                    values = load_tile(vbar, j, H * V, known, block_row + c, h * V, V, BV, TMA)
-                    score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half
-                    score = with_bias(score, bias, (position, time))
-                    dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-                    weight, slope = silu_and_grad_of_twice(score, FAST)
-                    dweight = tl.where(j[None, :] < complete[:, None], dweight, 0.0)
-                    means_branch += tl.sum(weight * dweight, 1)
-                    grad = dweight * slope * cmp[:, None]
-                    acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
-                    if SUMS:
-                        add_means(sums, grad, bias, found, asks.map_row, at, near, SEVERAL, ASM)
-                    else:
-                        add_time_gradient(tables, grad, bias, *found, 1, False, ASM)
-                    if tables.ahead is not None:
-                        ahead = tables.ahead + (begin - at * BS - BS // 2) + asks.lane
-                        add_to(ahead[:, None] - (tl.arange(0, BN) * BS).to(tl.int64)[None, :], grad, tables.scale)
-                    position = next_position
-        if SUMS:
-            close_means(tables, sums)
-    tl.store(dg_cmp + token, means_branch * (BS * inv_n), mask=live)
-
+    if end >= BS:  # the means of the blocks that are complete
+        gradients = means_gradients(gradients, histogram, tables, means_factor, SUMS)
+        cmp = tl.load(gates.cmp + mine.token, mask=live, other=0.0).to(tl.float32) * BS
+        for c in range(0, end // BS, BN):
+            j = c + tl.arange(0, BN)
+            known = j < end // BS
+            side = means(mine, j, c, known, BS)
+            keys = load_tile(kbar, j, H * D, known, mine.block_row + c, h * D, D, BD, TMA)
+            values = load_tile(vbar, j, H * V, known, mine.block_row + c, h * V, V, BV, TMA)
+            biases, buckets = pair_tile(bias, mine.side, side, 0, ASM)
+            score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
+            dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
+            weight, slope = silu_and_grad_of_twice(score, FAST)
+            dweight = tl.where(j[None, :] < complete[:, None], dweight, 0.0)
+            cmp_branch += tl.sum(weight * dweight, 1)
+            dscore = dweight * slope * cmp[:, None]
+            acc = tl.dot(dscore.to(keys.dtype), keys, acc, input_precision=PRECISION)
+            if tables.position is not None:
+                add_mean_positions(gradients, tables, dscore, mine.side, side)
+            if tables.time is not None:
+                add_pair_times(gradients, dscore, buckets, SUMS, SUMS)
+        close_times(gradients, histogram, tables, SUMS)
+    tl.store(dg_cmp + mine.token, cmp_branch * (BS * inv_n), mask=live)
+    tl.store(dg_slc + mine.token, slc_branch * inv_n, mask=live)
+    if WINDOW:
+        tl.store(dg_swa + mine.token, swa_branch * inv_n, mask=live)
     store_rows(dq + (start * H + h) * D, t, H * D, live, acc * (scale * inv_n), D, BD)

@@ -66,7 +66,7 @@ def _attend_dq(
         if kind.HAS_POSITION:
             ring_low = add_position(gradients, ring_low, ds, t, first_row, start, sequence, kind, EXACT)
         if kind.HAS_TIME:
-            add_time(gradients, ds, buckets, entry, start, bias, MASKED, kind.BLOCK_N, kind.ASM, EXACT)
+            add_time(gradients, ds, buckets, entry, start, bias, MASKED, kind.ASM, EXACT)
     return acc, ring_low
 
 

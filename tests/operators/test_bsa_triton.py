@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hstu_sparse import bsa_attention, bsa_plan
-from hstu_sparse.bias.relative import RelativeBias, bucket_edges, time_bucket
+from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.random.cases.bsa import check
 
@@ -114,24 +114,23 @@ def test_bias_opcheck():
 
     inputs, offsets, N, _ = problem((18, 5), 18, 16, 2, 0, 2, 1, 16, 16)
     times = make_timestamps((18, 5))
-    torch.library.opcheck(torch.ops.hstu_sparse.bsa_times, (offsets, times, times, 18, 16, 8))
-    plan = torch.ops.hstu_sparse.bsa_times(offsets, times, times, 18, 16, 8)
+    torch.library.opcheck(torch.ops.hstu_sparse.bsa_entries, (offsets, times, times, 18, 16, 8))
+    sides = [*torch.ops.hstu_sparse.split_times(offsets, times, times)] * 2
+    plan = [*sides, *torch.ops.hstu_sparse.bsa_entries(offsets, times, times, 18, 16, 8)]
     leaves = [x.requires_grad_() for x in (*inputs.values(), torch.randn(18), torch.randn(9))]
     call = (*leaves[:3], offsets, N, *leaves[3:5], None, *leaves[5:], plan, 16, 2, 0, 2, 0.25, float(N), False)
     torch.library.opcheck(torch.ops.hstu_sparse.bsa_fwd, call)
 
 
-def test_buckets_of_single_differences_are_exact():
-    """As `reached` finds them, about every edge and in fp32's whole range."""
-    from hstu_sparse.bsa.reach import CELL_REST, CELL_SHIFT, FIRST_CELL, bucket_cells
+def test_position_bias_of_mean_keys_far_ahead():
+    """A program of mean keys has some whose blocks are over 1,000 tokens further than its first query: not seen."""
+    case = named("query-major, whole block") | dict(lengths=(1300,), max_seq_len=1300, heads=1, block_counts=1)
+    check("cpu", **case | dict(block_size=128, selection_group=128), position=True)
 
-    for buckets in (1, 15, 128, 200):
-        edges = [int(e) for e in bucket_edges(buckets) if e < 2**62]
-        whole = torch.tensor([e + d for e in edges for d in (-2, -1, 0, 1, 2, 200)] + [*range(5000), 2**62])
-        bits = whole.float().clamp(min=1).view(torch.int32)
-        word = bucket_cells(buckets, torch.device("cpu"))[(bits >> CELL_SHIFT.value).long() - FIRST_CELL.value].long()
-        found = (word & 0xFFF) + ((bits & CELL_REST.value) > (word >> 12 & CELL_REST.value))
-        assert torch.equal(found.int(), time_bucket(whole, buckets))
+
+def test_a_time_table_with_a_tail_that_no_difference_reaches():
+    case = named("query-major, whole block") | dict(lengths=(40,), max_seq_len=40)
+    check("cpu", **case, position=False, buckets=5000, gap=10**9)
 
 
 def test_strided_metadata():
@@ -190,14 +189,14 @@ def biased(lengths, N):
 def test_layers_that_share_a_plan_compute_it_once(monkeypatch):
     from hstu_sparse.bsa import plan
 
-    kernel, launches = plan.bsa_times_kernel, []
+    kernel, launches = plan.bsa_entries_kernel, []
 
     class Counted:
         def __getitem__(self, grid):
             launches.append(grid)
             return kernel[grid]
 
-    monkeypatch.setattr(plan, "bsa_times_kernel", Counted())
+    monkeypatch.setattr(plan, "bsa_entries_kernel", Counted())
     (q, *rest), shape, bias = biased((37, 21), 40)
     alone = bsa_attention(q, *rest, **shape, bias=bias, backend="triton")
     made = bsa_plan(q, *rest[2:4], block_size=16, bias=bias, backend="triton")

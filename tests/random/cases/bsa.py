@@ -210,7 +210,7 @@ def launches():
             tables = RelativeBias(torch.zeros(256), torch.zeros(129), times, times) if bias else RelativeBias()
             made = plan.make_plan(plan.purpose_of(256, offsets, 256, block_size, tables), offsets, tables)
             options = (block_size, 16, window, group, 0.1, 256.0, deterministic)
-            given = (q, q, q, offsets, 256, gate, gate, gate if window else None, *tables[:2], list(made[1:]), *options)
+            given = (q, q, q, offsets, 256, gate, gate, gate if window else None, *tables[:2], made.flat(), *options)
             torch.use_deterministic_algorithms(deterministic)
             out = launch.launch_forward(*given)
             launch.launch_backward(grad, *given, *out[1:])
