@@ -1,0 +1,150 @@
+"""The plan of a comparison: a strict YAML file of settings, each a run's configuration with some options changed.
+
+    base: configs/synthetic-hstu.yaml      what train.py would be given
+    baseline: dense                        by default the first setting
+    seeds: [1, 2, 3, 4, 5]                 the default
+    settings:
+      dense: {}
+      bsa: {model.attention.kind: bsa, model.attention.block_size: 16}
+      large: {base: configs/ml-1m-hstu-large.yaml}
+    runs: {old: runs/ml-1m-hstu/20260101-120000}   finished runs, a folder of one or of several, or a list
+    quick: {train.epochs: 2}               changed too with --quick
+
+Paths are taken from the working directory, as train.py does.
+"""
+
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from data.types import shown
+from models.config import RunConfig, differences, load_config
+from models.contract import Strict
+from models.strict_yaml import ConfigError, parse_yaml, read_config
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+DEFAULT_SEEDS = [1, 2, 3, 4, 5]
+TAKEN = {"comparison.json", "comparison.csv", "report.html"}  # files that stand beside the settings' folders
+
+
+class PlanFile(Strict):
+    base: str | None = None
+    baseline: str | None = None
+    seeds: list[Seed] = Field(default_factory=lambda: list(DEFAULT_SEEDS), min_length=1)
+    settings: dict[Name, dict[str, Any] | None] = Field(default_factory=dict)
+    runs: dict[Name, str | list[str]] = Field(default_factory=dict)
+    quick: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass
+class Plan:
+    """What is compared: settings to train, name -> configuration, each with all seeds; runs that are there, name ->
+    folders; baseline: the name of one of either."""
+
+    settings: dict[str, RunConfig]
+    runs: dict[str, list[Path]]
+    baseline: str
+    seeds: list[int]
+
+    @property
+    def names(self) -> list[str]:
+        """All that are compared, the baseline first."""
+        return sorted([*self.settings, *self.runs], key=lambda name: name != self.baseline)
+
+
+def load_plan(
+    path: Path | None,
+    *,
+    seeds: Sequence[int] | None = None,
+    runs: dict[str, list[Path]] | None = None,
+    baseline: str | None = None,
+    quick: bool = False,
+) -> Plan:
+    """The plan of a file, or without one of `runs` alone; the other arguments add to what the file says or replace it.
+
+    ConfigError names all errors of the file and of its settings' configurations, a line each.
+    """
+    file = PlanFile() if path is None else _read(path)
+    where = "--runs" if path is None else str(path)
+    seeds = list(file.seeds if seeds is None else seeds)
+    if twice := {seed for seed in seeds if seeds.count(seed) > 1}:
+        raise ConfigError(f"{where}: seeds: {min(twice)} given twice")
+    there = {
+        name: [Path(x) for x in ([paths] if isinstance(paths, str) else paths)] for name, paths in file.runs.items()
+    }
+    there |= runs or {}
+    settings, errors = {}, []
+    for name, overrides in file.settings.items():
+        try:
+            settings[name] = _setting(file, name, dict(overrides or {}), quick)
+        except ConfigError as error:
+            errors += [f"{where}: settings.{name}: {line}" for line in str(error).split("\n")]
+    names = [*file.settings, *there]
+    errors += [f"{where}: {name}: both a setting and a run" for name in file.settings if name in there]
+    errors += [f"{where}: settings.{name}: the name of a file of the result" for name in names if name in TAKEN]
+    chosen = baseline or file.baseline or next(iter(names), "")
+    if len(names) < 2:
+        errors.append(f"{where}: expected at least two settings or runs to compare, got {len(names)}")
+    elif chosen not in names:
+        errors.append(f"{where}: baseline: {shown(chosen)} is none of {', '.join(names)}")
+    errors = errors or [f"{where}: {line}" for line in _not_comparable(settings)]
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return Plan(settings, there, chosen, seeds)
+
+
+def _read(path: Path) -> PlanFile:
+    tree = parse_yaml(read_config(path), str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping with base and settings")
+    try:
+        return PlanFile.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{path}: {_explain(item)}" for item in error.errors())) from None
+
+
+def _explain(item: dict) -> str:
+    *above, last = map(str, item["loc"])
+    key = ".".join([*above, last])
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(last, PlanFile.model_fields, 1)
+        known = f"did you mean {near[0]}?" if near else f"known here: {', '.join(PlanFile.model_fields)}"
+        return f"{shown(key, 200)}: unknown key, {known}"
+    return f"{shown(key, 200)}: {item['msg'][0].lower()}{item['msg'][1:]}, got {shown(repr(item['input']), 200)}"
+
+
+def _setting(file: PlanFile, name: str, overrides: dict[str, Any], quick: bool) -> RunConfig:
+    """The configuration of a setting, without a seed of its own."""
+    base = overrides.pop("base", file.base)
+    if not isinstance(base, str):
+        raise ConfigError("base: missing, the YAML file of a run, here or for the whole plan")
+    if "seed" in overrides:
+        raise ConfigError("seed: a setting has none of its own, the plan's seeds are for all")
+    changed = overrides | (file.quick if quick else {})
+    config = load_config(base, [f"{key}={json.dumps(value)}" for key, value in changed.items()])
+    return config.model_copy(update={"name": name, "seed": 0})
+
+
+def _not_comparable(settings: dict[str, RunConfig]) -> list[str]:
+    """What keeps the settings from being judged by the same events in the same way."""
+    lines: list[str] = []
+    judged = {name: _judged_by(config) for name, config in settings.items()}
+    first = next(iter(judged), None)
+    for name, options in judged.items():
+        lines += [
+            f"settings.{name}: {line}: settings of a comparison are judged by the same events in the same way"
+            for line in differences(judged[first], options)
+        ]
+    return lines
+
+
+def _judged_by(config: RunConfig) -> dict:
+    tree = config.model_dump(mode="json")
+    del tree["data"]["train_on_valid"], tree["data"]["cache_dir"]
+    return {"task": tree["task"], "data": tree["data"], "eval": {"filter_seen": tree["eval"]["filter_seen"]}}

@@ -1,0 +1,177 @@
+"""Ratios of means over users and seeds, with intervals and tests.
+
+A run gives one value for each user (see `Task.user_values`), a setting one run for each seed. Both are samples: another
+seed or other users would have given other means. The variance of a ratio's logarithm is the sum of two parts:
+
+- users: a bootstrap. All settings are judged by the same users, so that each draw takes the same users for all of them,
+  and what makes a user hard for every setting cancels out.
+- seeds: five are too few to resample. How far a setting's runs scatter about their mean, less the part of that which is
+  chance among the users and hence in the bootstrap already, is a variance component with S - 1 degrees of freedom.
+
+The interval is the logarithm's. The square of its half width is the sum of t^2 * variance over both parts, with
+Student's t for the degrees of freedom of each. (A single t with Satterthwaite's degrees of freedom for the sum of the
+variances held the true ratio in 93.5% of the cases where both parts are equal.)
+
+Letters: S and R seeds, M users, K settings, D draws.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+DRAWS = 2000
+LEVEL = 0.95
+MOST_DRAWN = 20_000
+CHUNK = 2**23  # weights of a bootstrap that are held at a time
+NODES, WEIGHTS = np.polynomial.legendre.leggauss(128)
+
+
+class Comparison(NamedTuple):
+    """The ratio of a setting's mean to another one's, its 95% interval, and the two-sided p value of a ratio of 1.
+
+    seeds: whether the chance of the seeds is in the interval, which takes two runs of each. NaN: cannot be told.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    p: float
+    seeds: bool
+
+
+def compare(ours: np.ndarray, theirs: np.ndarray, *, same_runs: bool = False) -> Comparison:
+    """Compares the values `ours` [S, M] with `theirs` [R, M] of the same users; see `log_ratio` for the options."""
+    center, error = log_ratio(ours, theirs, same_runs=same_runs)
+    if not np.isfinite(center + error.variance):
+        nan = float("nan")
+        return Comparison(float(np.exp(center)), nan, nan, nan, error.seeds)
+    half, p = error.half_width(), error.p_value(center)
+    return Comparison(
+        *(float(x) for x in (np.exp(center), np.exp(center - half), np.exp(center + half), p)), error.seeds
+    )
+
+
+@dataclass
+class Error:
+    """What is known of the error of an estimate: the variances [...] of the users' and the seeds' part, and the degrees
+    of freedom that each is estimated with. seeds: whether the latter is known at all."""
+
+    users: np.ndarray
+    users_freedom: int
+    of_seeds: np.ndarray
+    seeds_freedom: np.ndarray
+    seeds: bool
+
+    @property
+    def variance(self) -> np.ndarray:
+        return self.users + self.of_seeds
+
+    def half_width(self, level: float = LEVEL) -> np.ndarray:
+        """Half the width of the interval that holds the truth in `level` of all cases."""
+        upper = (1 + level) / 2
+        # Squares of both parts' half widths add up, as variances do; exact where one part is all there is.
+        users = quantile(upper, np.full_like(self.users, self.users_freedom)) ** 2 * self.users
+        return np.sqrt(users + quantile(upper, self.seeds_freedom) ** 2 * self.of_seeds)
+
+    def p_value(self, estimate: np.ndarray) -> np.ndarray:
+        """The least 1 - level whose interval about `estimate` leaves out 0."""
+        low, high = np.zeros_like(self.users), np.ones_like(self.users)  # of p
+        for _ in range(50):
+            middle = (low + high) / 2
+            outside = np.abs(estimate) > self.half_width(1 - middle)
+            low, high = np.where(outside, low, middle), np.where(outside, middle, high)
+        return high
+
+
+def log_ratio(
+    ours: np.ndarray, theirs: np.ndarray, *, same_runs: bool = False, draws: int = DRAWS
+) -> tuple[np.ndarray, Error]:
+    """The logarithm of the ratio of two means, ours [..., S, M] to theirs [..., R, M], and its error.
+
+    same_runs: row i of both is one and the same trained model, judged in two ways, so that its seed is no chance
+    between them. Infinite or NaN where a mean, or that of a draw of users, is 0.
+    """
+    if ours.shape[:-2] != theirs.shape[:-2] or ours.shape[-1] != theirs.shape[-1]:
+        raise ValueError(f"the values are {ours.shape} and {theirs.shape} ([..., seeds, users]): not of the same users")
+    if same_runs and ours.shape != theirs.shape:
+        raise ValueError(f"same_runs: the runs are {ours.shape[-2]} and {theirs.shape[-2]}")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        center = np.log(ours.mean((-2, -1)) / theirs.mean((-2, -1)))
+        users = np.log(user_draws(ours.mean(-2), draws) / user_draws(theirs.mean(-2), draws)).var(-1, ddof=1)
+        rows = [x / x.mean((-2, -1), keepdims=True) for x in (ours, theirs)]
+        rows = [rows[0] - rows[1]] if same_runs else rows
+        seeds = same_runs or min(x.shape[-2] for x in rows) > 1
+        parts = [(seed_variance(x), x.shape[-2] - 1) for x in rows if seeds and x.shape[-2] > 1]
+        of_seeds = sum((part for part, _ in parts), np.zeros_like(users))
+        # Welch, Satterthwaite: degrees of freedom of a sum of variances.
+        freedom = of_seeds**2 / sum((part**2 / degrees for part, degrees in parts), np.zeros_like(users))
+    return center, Error(users, max(1, ours.shape[-1] - 1), of_seeds, np.where(of_seeds > 0, freedom, 1.0), seeds)
+
+
+def seed_variance(rows: np.ndarray) -> np.ndarray:
+    """The variance that the seeds give to the mean over all of rows [..., S, M]: [...], never below 0.
+
+    The runs' means scatter by their seeds and by how each happened to serve these users. The latter is part of the
+    bootstrap over users, and is taken off (two-way analysis of variance).
+    """
+    seeds, users = rows.shape[-2:]
+    means = rows.mean(-1)
+    # Residuals of rows less both means: their sum of squares without a copy of rows.
+    both = (rows**2).sum((-2, -1)) - seeds * (rows.mean(-2) ** 2).sum(-1) - users * (means**2).sum(-1)
+    both = both + seeds * users * rows.mean((-2, -1)) ** 2
+    by_chance = both / ((seeds - 1) * max(1, users - 1))
+    return np.maximum(0, means.var(-1, ddof=1) - by_chance / users) / seeds
+
+
+def user_draws(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndarray:
+    """Means of values [..., M] over `draws` samples of the users: [..., D], the same users for the same seed and M.
+
+    A user's weight in a draw is Poisson's with mean 1, so that users can be taken a part at a time. Of more than
+    MOST_DRAWN users groups of equal size are drawn, made at random.
+    """
+    rng = np.random.default_rng(seed)
+    flat, sizes = values.reshape(-1, values.shape[-1]), np.ones(values.shape[-1])
+    if flat.shape[1] > MOST_DRAWN:
+        starts = np.linspace(0, flat.shape[1], MOST_DRAWN, endpoint=False).astype(np.int64)
+        flat = np.add.reduceat(flat[:, rng.permutation(flat.shape[1])], starts, axis=1)
+        sizes = np.diff(starts, append=values.shape[-1])
+    total, count = np.zeros((len(flat), draws)), np.zeros(draws)
+    parts = -(-flat.shape[1] * draws // CHUNK)
+    for part, size in zip(np.array_split(flat, parts, axis=1), np.array_split(sizes, parts)):
+        weights = rng.poisson(1.0, (part.shape[1], draws)).astype(np.float64)
+        total += part @ weights
+        count += size @ weights
+    return (total / count).reshape(*values.shape[:-1], draws)
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """The p values corrected for their number (Holm, Scandinavian Journal of Statistics 6, 1979); NaN is left out."""
+    p = np.asarray(p_values, np.float64)
+    known = np.flatnonzero(~np.isnan(p))
+    order = known[np.argsort(p[known], kind="stable")]
+    corrected = np.full(len(p), np.nan)
+    corrected[order] = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)))
+    return corrected.tolist()
+
+
+def quantile(probability: float, freedom: np.ndarray) -> np.ndarray:
+    """The t that Student's t stays below with this probability, which is over a half."""
+    low, high = np.zeros_like(freedom, dtype=float), np.full_like(freedom, math.pi / 2, dtype=float)
+    for _ in range(52):
+        middle = (low + high) / 2
+        above = _tail_of_angle(middle, freedom) > 1 - probability
+        low, high = np.where(above, middle, low), np.where(above, high, middle)
+    return np.sqrt(freedom) * np.tan(low)
+
+
+def _tail_of_angle(angle: np.ndarray, freedom: np.ndarray) -> np.ndarray:
+    """The probability that Student's t is over sqrt(freedom) * tan(angle): the density is a power of the cosine."""
+    freedom = np.asarray(freedom, float)[..., None]
+    log_gamma = np.vectorize(math.lgamma)
+    at = np.asarray(angle)[..., None] * (NODES + 1) / 2
+    with np.errstate(invalid="ignore"):
+        scale = np.exp(log_gamma((freedom + 1) / 2) - log_gamma(freedom / 2)) / math.sqrt(math.pi)
+        inside = (np.cos(at) ** (freedom - 1) * WEIGHTS).sum(-1) * np.asarray(angle) / 2 * scale[..., 0]
+    return np.maximum(0, 0.5 - inside)
