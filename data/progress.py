@@ -60,8 +60,9 @@ def interruptible(work: Callable[[], Result], progress: Progress, clean: Callabl
 
     # Waited for by an event: a join that Ctrl-C interrupts takes the thread for ended (Python 3.11).
     done = threading.Event()
-    threading.Thread(target=run, name="preparation", daemon=True).start()
+    thread = threading.Thread(target=run, name="preparation", daemon=True)
     try:
+        thread.start()
         while not done.wait(0.1):
             progress.wait()
     except BaseException:

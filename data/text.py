@@ -44,7 +44,7 @@ def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings 
             pass
     before = bad.count
     frame = _read_in_blocks(source, fmt, names, readings, bad)
-    if whole and bad.count == before:
+    if whole and bad.count == before and frame.height:
         raise DataError(f"{source.name}: cannot be read")  # the parser and the search for bad rows do not agree
     bad.check(source.name)
     return finish(frame, fmt), readings, notes
