@@ -15,6 +15,7 @@ ACCEPTED = {
     "operator hstu_attention: max_seq_len 10^12": "N is a number to divide by, nothing of its size is made",
     "operator hstu_attention: timestamps from end to end of int64": "their difference wraps around, as int64 does",
     "operator bsa_attention: block_counts 10^6": "more blocks than there are: all are chosen",
+    "operator bsa_attention: block_size 2^20": "a block that holds every sequence",
     "operator rotatekv_compress: quant_group 2^40": "a group of all channels",
     "operator flash_attention: window_size (10^12, 10^12)": "a window that hides nothing",
     "operator ring_hstu_attention: max_seq_len 10^12": "N is a number to divide by, nothing of its size is made",

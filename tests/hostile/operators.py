@@ -19,7 +19,7 @@ from hstu_sparse import RelativeBias, compat
 from tests.hostile.harness import ERROR, WORKS, Case
 
 T, H, D, V, N = 9, 2, 8, 5, 6
-NAN, INFINITY = float("nan"), float("inf")
+NAN, INFINITY, HUGE = float("nan"), float("inf"), 10**400
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -106,6 +106,8 @@ BAD_TENSORS: dict[str, Callable] = {
     "list": lambda x: [1],
     "numpy": lambda x: x.numpy(),
     "meta": lambda x: x.to("meta"),
+    "sparse": lambda x: x.to_sparse(),
+    "nested": lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
     "complex": lambda x: x.to(torch.complex64),
     "bool": lambda x: x > 0,
     "a dimension more": lambda x: x[None],
@@ -162,6 +164,24 @@ SPECIFIC: list[tuple[str, dict]] = [
         {"timestamps": times[:3]}, {"timestamps": times[:, None]}, {"timestamps": list(range(T))},
         {"query_timestamps": times[:3]}, {"query_timestamps": times.int()[:2]},
     )],
+    *[(op, {name: HUGE}) for op, name in (
+        ("hstu_attention", "scale"), ("hstu_attention", "max_seq_len"), ("hstu_attention", "window_size"),
+        ("ring_hstu_attention", "max_seq_len"), ("htree_attention", "rope_base"), ("norm_gate", "eps"),
+        ("catalogue_loss", "temperature"), ("rotatekv_attention", "max_seq_len"),
+        ("compute_index_loss_sparse", "scaling"),
+    )],
+    ("flash_attention", {"window_size": (HUGE, 0)}),
+    *[(op, {name: x}) for op, name in (
+        ("flash_attention", "causal"), ("flash_attention", "return_lse"), ("ring_flash_attention", "zigzag"),
+        ("catalogue_loss", "normalize"), ("rotary", "position"), ("rotatekv_attention", "return_lse"),
+        ("bsa_attention", "return_block_indices"), ("triton_ring_flash_attn_func", "return_attn_probs"),
+        *((plan, "zigzag") for plan in PLANS),
+    ) for x in ("no", 1, None)],
+    *[("catalogue_loss", {"temperature": torch.tensor(x)}) for x in (0.0, -1.0, NAN, INFINITY)],
+    *[(op, {"plan": hstu_sparse.ring_plan(torch.tensor(x))}) for op in ("ring_flash_attention", "ring_hstu_attention")
+      for x in ([0, 3, 5, 9], [0, 4, 9], [0, 4, 4, 8])],
+    *[(op, {name: x * size, "bits": 8}) for op in ("rotatekv_compress", "rotatekv_round_trip")
+      for name, x in (("k", k), ("v", v)) for size in (1e6, 1e-7)],
     ("hstu_attention", {"bias": 3}),
     ("hstu_attention", {"plan": 3}),
     *[("htree_attention", {"compression_rate": x}) for x in (0, -1, 1.5, True)],
@@ -257,6 +277,7 @@ LARGE = {
     ("hstu_attention", "max_seq_len 10^12"): {"max_seq_len": 10**12},
     ("hstu_attention", "timestamps from end to end of int64"): {"bias": EXTREME},
     ("bsa_attention", "block_counts 10^6"): {"block_counts": 10**6},
+    ("bsa_attention", "block_size 2^20"): {"block_size": 2**20, "selection_group": 2**20},
     ("rotatekv_compress", "quant_group 2^40"): {"quant_group": 2**40},
     ("flash_attention", "window_size (10^12, 10^12)"): {"window_size": (10**12, 10**12)},
     ("ring_hstu_attention", "max_seq_len 10^12"): {"max_seq_len": 10**12},
@@ -290,13 +311,11 @@ def _changes() -> Iterator[tuple[str, str, dict, str]]:
                 continue
             bad = BAD_TENSORS | (BAD_FLOATING if value.is_floating_point() else {})
             if name == "invalid_attn_mask":  # only its last size is read
-                bad = {what: BAD_TENSORS[what] for what in ("None", "list", "numpy", "no dimension")}
+                bad = {what: BAD_TENSORS[what] for what in ("None", "list", "numpy", "no dimension", "nested")}
             if name in ("times", "g_swa", "more", "bias"):
                 bad = {what: change for what, change in bad.items() if what != "None"}
             if operator == "hadamard_transform":  # it takes any number of dimensions
                 bad = {what: change for what, change in bad.items() if "dimension" not in what}
-            if sum(isinstance(x, torch.Tensor) for x in valid.values()) == 1:  # then all of its tensors are there
-                bad = {what: change for what, change in bad.items() if what != "meta"}
             for what, change in bad.items():
                 yield operator, f"{name}: {what}", {name: change(value)}, ERROR
         for name in OFFSETS:
@@ -331,12 +350,14 @@ def _changes() -> Iterator[tuple[str, str, dict, str]]:
 
 
 def _short(value: object) -> str:
+    if value is HUGE:
+        return "10^400"
     if isinstance(value, torch.Tensor):
         shown = "meta" if value.is_meta else value.flatten()[:4].tolist()
         return f"{value.dtype} {list(value.shape)} {shown}"
     if inspect.isfunction(value):
         return value.__name__
-    if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
+    if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) or part is HUGE for part in value):
         return "(" + ", ".join(_short(part) for part in value) + ")"
     return repr(value)
 
@@ -354,6 +375,17 @@ def same_strided(operator: str) -> int:
     ours, theirs = (function(operator)(**VALID[operator] | more) for more in ({}, spread))
     for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours, theirs))):
         assert torch.allclose(a, b, atol=1e-6, equal_nan=True), f"differs by {(a - b).abs().max()}"
+    return 0
+
+
+def same_under_autocast(operator: str) -> int:
+    """torch.autocast changes neither a bit nor a dtype."""
+    ours = function(operator)(**VALID[operator])
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = function(operator)(**VALID[operator])
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours, theirs))):
+        if isinstance(a, torch.Tensor):
+            assert a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num()), "differs under autocast"
     return 0
 
 
@@ -385,6 +417,8 @@ def cases(place: Path) -> list[Case]:
         found.append(
             Case("operator", f"operator {operator}: strided", lambda f, o=operator: same_strided(o), WORKS, short=False)
         )
+        name = f"operator {operator}: under autocast"
+        found.append(Case("operator", name, lambda f, o=operator: same_under_autocast(o), WORKS, short=False))
         for sequences in (0, 2) if "seq_offsets" in valid else ():
             run = lambda f, o=operator, s=sequences: empty(o, s)
             name = f"operator {operator}: no tokens in {sequences} sequences"
