@@ -145,16 +145,23 @@ def cut_cross_entropy(shape, folder, **options):
 
 
 def tuned(shape, part, config):
-    from hstu_sparse.cross_entropy import launches
+    from hstu_sparse.cross_entropy.launches import product_config
+    from hstu_sparse.launch import override
 
-    launches.overrides.clear()
-    launches.overrides[part] = dict(zip(NAMES, config))
+    def change(found, product, *_):
+        return found | dict(zip(NAMES, config)) if product == part else found
+
+    def changed(function):
+        with override(product_config, change):
+            return function()
+
     out, items, targets = inputs(*shape)
     loss = lambda: catalogue_loss(out, items, targets, temperature=TEMPERATURE)
     if part == "fwd":
-        return {"fwd": parts(loss, (out, items))["fwd"]}
-    kept = loss()
-    return {"bwd": lambda: torch.autograd.grad(kept, (out, items), retain_graph=True)}
+        forward = parts(loss, (out, items))["fwd"]
+        return {"fwd": lambda: changed(forward)}
+    kept = changed(loss)
+    return {"bwd": lambda: changed(lambda: torch.autograd.grad(kept, (out, items), retain_graph=True))}
 
 
 def cases(arguments):

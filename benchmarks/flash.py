@@ -145,7 +145,8 @@ def padded(lengths, longest, heads, size, dtype):
 
 def kernel(part, config, tokens, length, heads, size, dtype):
     """{part: one kernel with these tile sizes}."""
-    from hstu_sparse.ring.flash.launch import Launch
+    from hstu_sparse.launch import override
+    from hstu_sparse.ring.flash.launch import Launch, bwd_dkv_config, bwd_dq_config, fwd_config
     from hstu_sparse.ring.flash.problem import Layout, Options
 
     q, k, v = (x.detach() for x in inputs([length] * (tokens // length), heads, size, dtype))
@@ -155,13 +156,17 @@ def kernel(part, config, tokens, length, heads, size, dtype):
     launch.forward(out, lse)
     grad, dq, dk, dv = torch.randn_like(q), torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
     rows = launch.rows(out, grad, lse)
-    return {
-        part: {
-            "fwd": lambda: launch.forward(out, lse, config=config),
-            "dq": lambda: launch.dq(grad, rows, dq, config=config),
-            "dkv": lambda: launch.dkv(grad, rows, dk, dv, config=config),
-        }[part]
-    }
+    configuration, call = {
+        "fwd": (fwd_config, lambda: launch.forward(out, lse)),
+        "dq": (bwd_dq_config, lambda: launch.dq(grad, rows, dq)),
+        "dkv": (bwd_dkv_config, lambda: launch.dkv(grad, rows, dk, dv)),
+    }[part]
+
+    def run():
+        with override(configuration, lambda *_: config):
+            call()
+
+    return {part: run}
 
 
 def cases(arguments):

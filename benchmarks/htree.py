@@ -50,10 +50,9 @@ def inputs(length, heads, kv_heads, size, dtype):
 def run_ours(shape, options, deterministic=False, tiles=None):
     from hstu_sparse import htree_attention
     from hstu_sparse.htree import launch
+    from hstu_sparse.launch import override
     from hstu_sparse.testing import make_offsets
 
-    if tiles is not None:
-        launch.tiles = lambda *_: tiles
     q, k, v = inputs(*shape)
     offsets = make_offsets([shape[0]], device="cuda")
 
@@ -63,7 +62,14 @@ def run_ours(shape, options, deterministic=False, tiles=None):
         torch.utils.deterministic.fill_uninitialized_memory = False
         return htree_attention(q, k, v, offsets, shape[0], **options)
 
-    return parts(call, [q, k, v])
+    def within(function):
+        def run():
+            with override(launch.tiles, lambda found, *_: tiles or found):
+                return function()
+
+        return run
+
+    return {name: within(function) for name, function in parts(within(call), [q, k, v]).items()}
 
 
 @functools.cache

@@ -13,13 +13,14 @@ A loss of 0.1 ms is as long as its call takes on the host, so it is timed as a r
 it; the compiled reference likewise.
 """
 
-import contextlib
 import functools
 
 import torch
 import triton
 import triton.language as tl
 from run import Case
+
+from hstu_sparse.launch import override
 
 ROWS, KEYS, OFFSET, HEADS, SIZE = 4096, 8192, 4096, 16, 128
 TOKENS, LENGTH, TOP_K, INDEX_HEADS, INDEX_SIZE = 131072, 65536, 1024, 4, 64
@@ -176,7 +177,7 @@ def within_lists(lists, function):
     from hstu_sparse.indexer import launch
 
     def run():
-        with replaced(launch, "_force_lists", lists):
+        with override(launch.by_lists, lambda found, _: found or lists):
             return function()
 
     return run
@@ -250,25 +251,15 @@ def check_indexer(tokens, length):
 # Other launch options: what the constants in the launchers were chosen from.
 
 
-@contextlib.contextmanager
-def replaced(module, name, value):
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
-def tuned(module, name, value, setup):
-    """setup() with module.name replaced whenever one of its parts runs."""
+def tuned(configuration, value, setup):
+    """setup() with this value of a configuration whenever one of its parts runs."""
 
     def run():
-        with replaced(module, name, value):
+        with override(configuration, lambda *_: value):
             parts = setup()
 
         def within(function):
-            with replaced(module, name, value):
+            with override(configuration, lambda *_: value):
                 return function()
 
         return {part: functools.partial(within, function) for part, function in parts.items()}
@@ -285,28 +276,25 @@ def tuning(tokens, length):
         (2048, 128, 0, 4, 5),
     ):  # fmt: skip
         option = launch_loss.Launch(*sizes)
-        replace = lambda *_, option=option: option
         setup = functools.partial(run_loss, top_k, "triton", False)
-        yield Case(f"loss {tuple(sizes)}", {"top_k": top_k}, tuned(launch_loss, "options", replace, setup))
+        yield Case(f"loss {tuple(sizes)}", {"top_k": top_k}, tuned(launch_loss.options, option, setup))
     shape = dict(tokens=tokens, length=length)
     for block, warps, stages in ((64, 4, 3), (64, 4, 5), (64, 4, 7), (32, 4, 5), (32, 2, 5), (32, 4, 7), (128, 8, 5)):
         option = launch_attention.Launch(block, warps, stages)
-        forward = lambda dtype, width, option=option: {"fwd": option, "bwd": option}
+        forward = {"fwd": option, "bwd": option}
         setup = functools.partial(run_sparse, tokens, length, backward=False)
-        yield Case(f"attention fwd {tuple(option)}", shape, tuned(launch_attention, "launches", forward, setup))
+        yield Case(f"attention fwd {tuple(option)}", shape, tuned(launch_attention.launches, forward, setup))
     for block, warps, stages in ((64, 4, 2), (64, 4, 5), (64, 8, 5), (32, 4, 3), (32, 4, 5), (16, 4, 3)):
         both = {"fwd": launch_attention.Launch(64, 4, 3), "bwd": launch_attention.Launch(block, warps, stages)}
-        replace = lambda dtype, width, both=both: both
         setup = functools.partial(run_sparse, tokens, length)
-        yield Case(f"attention bwd {tuple(both['bwd'])}", shape, tuned(launch_attention, "launches", replace, setup))
+        yield Case(f"attention bwd {tuple(both['bwd'])}", shape, tuned(launch_attention.launches, both, setup))
     for capacity, sample, rows, block, *others in (
         (3072, 4096, 64, 64, 4, 3), (3072, 2048, 64, 64, 4, 3), (4096, 2048, 64, 64, 4, 3), (3072, 4096, 64, 64, 4, 4),
         (3072, 4096, 64, 32, 4, 3), (3072, 4096, 128, 32, 8, 3),
     ):  # fmt: skip
         sizes = launch_indexer.Sizes(capacity, sample, rows, block, INDEX_HEADS, *others)
-        replace = lambda *_, sizes=sizes: sizes
         setup = functools.partial(run_indexer, tokens, length, backward=False)
-        yield Case(f"indexer {tuple(sizes)}", shape, tuned(launch_indexer, "sizes", replace, setup))
+        yield Case(f"indexer {tuple(sizes)}", shape, tuned(launch_indexer.sizes, sizes, setup))
 
 
 def cases(arguments):

@@ -9,7 +9,7 @@ set before triton is first imported, they run on the CPU, in fp32 as a rule: the
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -96,6 +96,47 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     *strides, last = x.stride()
     whole = last == 1 and not any([stride % 16 for stride in strides]) and x.data_ptr() % 16 == 0
     return x if whole else x.clone(memory_format=torch.contiguous_format)
+
+
+_overrides: dict[Callable, Callable] = {}
+
+
+def configuration(function: Callable) -> Callable:
+    """Decorates a function that chooses how kernels are launched: it is cached, and `override` changes what it says."""
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def chosen(*arguments):
+        found, change = cached(*arguments), _overrides.get(chosen)
+        return found if change is None else change(found, *arguments)
+
+    _overridable.add(chosen)
+    return chosen
+
+
+_overridable: set[Callable] = set()
+
+
+@contextlib.contextmanager
+def override(function: Callable, change: Callable):
+    """Inside, the `configuration` `function` gives change(what it gives else, *its arguments).
+
+    The one way in which benchmarks and tests launch kernels otherwise than the library does.
+
+    Raises:
+        TypeError: the function is no `configuration`.
+    """
+    if function not in _overridable:
+        raise TypeError(f"{function} is no configuration of launches")
+    before = _overrides.get(function)
+    _overrides[function] = change
+    try:
+        yield
+    finally:
+        if before is None:
+            del _overrides[function]
+        else:
+            _overrides[function] = before
 
 
 class _Kernel:

@@ -12,7 +12,6 @@ Deterministic mode (torch.use_deterministic_algorithms): the lists come from a s
 atomics, and for small groups the choice is worked off slot by slot, so that no two programs of a launch add to one row.
 """
 
-import functools
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from hstu_sparse.bsa import blocks, key_major, means_major, query_major
 from hstu_sparse.bsa.bias import TableGradients, Tables, pair_norms
 from hstu_sparse.bsa.lists import invert
 from hstu_sparse.bsa.query_major import Chosen, Gates, Strides
-from hstu_sparse.launch import aligned, architecture, cdiv, next_power_of_2, padded_head, precision, run
+from hstu_sparse.launch import aligned, architecture, cdiv, configuration, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -44,7 +43,7 @@ class Launch:
     maxnreg: int | None = None
 
 
-@functools.cache
+@configuration
 def launches(dtype: torch.dtype, head: int, block_size: int, group: int, arch: int, biased: bool) -> dict[str, Launch]:
     """Tile sizes by kernel. `head` is the wider padded head size. Fixed rather than tuned at run time: the kernels
     add to their outputs, so a tuner that runs them again and again would have to restore those each time."""

@@ -7,7 +7,6 @@ over like a catalogue; negatives [T, K], with kernels of their own, or over a sm
 computes anew what it needs: kept are lse and scales of the outputs, [T] each, and the scales of the matrix walked over.
 """
 
-import functools
 import math
 
 import torch
@@ -35,7 +34,7 @@ from hstu_sparse.cross_entropy.sampled import (
     catalogue_loss_sampled_fwd_kernel,
     catalogue_loss_table_bwd_kernel,
 )
-from hstu_sparse.launch import INTERPRET, cdiv, next_power_of_2, run
+from hstu_sparse.launch import INTERPRET, cdiv, configuration, next_power_of_2, run
 from hstu_sparse.registration import Operator
 
 LOG2E = math.log2(math.e)
@@ -75,12 +74,10 @@ _WIDE_FLOAT32 = {
     part: dict(BLOCK_M=32, BLOCK_N=32, BLOCK_E=64, num_warps=8, num_stages=2, TMA=False, REGISTERS=False, resident=2)
     for part in ("fwd", "dout", "ditems")
 }
-# For measuring others: benchmarks/catalogue_loss.py --tune.
-overrides: dict[str, dict] = {}
 
 
-@functools.cache
-def _config(part: str, dtype: torch.dtype, width: int, arch: int) -> dict:
+@configuration
+def product_config(part: str, dtype: torch.dtype, width: int, arch: int) -> dict:
     if INTERPRET:
         return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2, TMA=False, REGISTERS=False, resident=2)
     if dtype == torch.float32:
@@ -122,7 +119,7 @@ def chunk_width(size: int) -> int:
 def config_of(part: str, x: Tensor) -> dict:
     """Tile sizes and options of a product kernel, `resident` among them."""
     width = max(16, next_power_of_2(x.shape[1]))
-    config = _config(part, x.dtype, width, launch.architecture(x.device)) | overrides.get(part, {})
+    config = product_config(part, x.dtype, width, launch.architecture(x.device))
     return {"BLOCK_E": chunk_width(x.shape[1])} | config
 
 

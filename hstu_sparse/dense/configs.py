@@ -4,10 +4,11 @@ Letters: D query/key head size, V value head size. For sm_90 measured on an H200
 to fit, and for all others made to fit the least shared memory that a later GPU has (99 KB, sm_86, 89 and 120).
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
+
+from hstu_sparse.launch import configuration
 
 
 class Features(NamedTuple):
@@ -21,7 +22,7 @@ class Features(NamedTuple):
     arch: int  # compute capability, 90 for 9.0
 
 
-@functools.cache
+@configuration
 def fwd_config(f: Features) -> dict:
     """Settings of the forward kernel."""
     wide = max(f.pad_d, f.pad_v) > 128
@@ -43,7 +44,7 @@ def fwd_config(f: Features) -> dict:
     return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1 if wide else 2)
 
 
-@functools.cache
+@configuration
 def bwd_dq_config(f: Features) -> dict:
     """Settings of the kernel of dq and of the bias tables' gradients. HOLD: q and do are held in registers.
 
@@ -64,7 +65,7 @@ def bwd_dq_config(f: Features) -> dict:
     return dict(BLOCK_M=32 if wide else 64, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=1)
 
 
-@functools.cache
+@configuration
 def bwd_dkv_config(f: Features) -> dict:
     """Settings of the kernel of dk and dv. TMA: queries come by tensor descriptor, which needs few registers."""
     wide = max(f.pad_d, f.pad_v) > 128

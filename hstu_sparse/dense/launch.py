@@ -58,8 +58,8 @@ class _Case(NamedTuple):
 
 
 @functools.cache
-def _settings(case: _Case, config: Callable[[Features], dict]) -> dict:
-    """An attention kernel's constants and Triton's options, `config` one of configs.py. `aligned` pads the heads."""
+def _constants(case: _Case) -> dict:
+    """An attention kernel's constants but for its configuration. `aligned` pads the heads."""
     d, v, f = cdiv(case.d, 16) * 16, cdiv(case.v, 16) * 16, case.features
     # Wider than a tile of fp32 is high: see `bwd_dq_config`.
     least = 32 if f.dtype == torch.float32 else 16
@@ -67,7 +67,7 @@ def _settings(case: _Case, config: Callable[[Features], dict]) -> dict:
         H=case.heads, D=d, V=v, D_OUT=case.d, V_OUT=case.v, PAD_D=max(least, padded_head(d)),
         PAD_V=max(least, padded_head(v)),
         HAS_TARGETS=case.targets, HAS_WINDOW=case.window, HAS_POSITION=f.position, HAS_TIME=f.time,
-        FAST=f.dtype != torch.float32, PRECISION=case.precision, ASM=case.asm, **config(f),
+        FAST=f.dtype != torch.float32, PRECISION=case.precision, ASM=case.asm,
     )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ class _Launch:
         return torch.empty(*self.q.shape[:2], size, dtype=self.q.dtype, device=self.q.device)
 
     def run(self, kernel, tiles: TileMap, arguments: tuple, config: Callable, **more) -> None:
-        settings = _settings(self.case, config)
+        settings = _constants(self.case) | config(self.features)
         run(kernel, tiles.schedule.shape[0] * self.q.shape[1], *arguments, **settings, **more)
 
     def planned(self, tiles: TileMap, tables: torch.Tensor) -> tuple:

@@ -120,7 +120,6 @@ def purpose_of(q, v, seq_offsets, num_targets, bias: RelativeBias, max_seq_len: 
     return Purpose(q.shape[0], num_seqs, max_seq_len, window_size, num_targets is not None, buckets, f, batch)
 
 
-@functools.cache
 def _tilings(f: Features) -> tuple[Tiling, Tiling, Tiling]:
     fwd, dq, dkv = fwd_config(f), bwd_dq_config(f), bwd_dkv_config(f)
     sizes = (

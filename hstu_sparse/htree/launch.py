@@ -25,7 +25,7 @@ from hstu_sparse.htree.forward import htree_attend_fwd_kernel
 from hstu_sparse.htree.layout import depth, tree_layers
 from hstu_sparse.htree.pooling import htree_pool_fwd_kernel, htree_push_bwd_kernel, htree_turn_fwd_kernel
 from hstu_sparse.htree.reference import rope_tables
-from hstu_sparse.launch import cdiv, multiprocessors, next_power_of_2, padded_head, precision, run
+from hstu_sparse.launch import cdiv, configuration, multiprocessors, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.validation import check_kernel
 
@@ -49,7 +49,7 @@ class Tile:
     programs: int
 
 
-@functools.cache
+@configuration
 def tiles(half: int, value: int, group: int, item: int) -> dict[str, Tile]:
     """Tiles by kernel for padded sizes: half of the head, values, heads of a group; bytes of an element."""
     # Registers that a tile's operands and the query take, in units of what a warp has room for.

@@ -11,7 +11,7 @@ from torch import Tensor
 from hstu_sparse.bias.buckets import device_cells, num_time_buckets
 from hstu_sparse.bias.gradients import TableSums
 from hstu_sparse.jagged import sequence_ids
-from hstu_sparse.launch import INTERPRET
+from hstu_sparse.launch import INTERPRET, configuration
 
 # Copies of a table's gradient that atomic additions are spread over. Of the time buckets a few get most pairs.
 POSITION_COPIES, TIME_COPIES = 4, 64
@@ -62,13 +62,10 @@ def pairs_by_key(indices: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
     return pairs, torch.searchsorted(key, bounds)
 
 
+@configuration
 def by_lists(deterministic: bool) -> bool:
     """Whether the gradients of keys come from lists in place of atomic additions: see docs/indexer.md."""
-    return deterministic or _force_lists
-
-
-# For the benchmark, which measures both.
-_force_lists = False
+    return deterministic
 
 
 class Launch(NamedTuple):

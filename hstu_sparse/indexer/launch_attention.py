@@ -22,10 +22,11 @@ from hstu_sparse.indexer.launch import (
     table_sums,
     token_begins,
 )
-from hstu_sparse.launch import aligned, next_power_of_2, padded_head, precision, run
+from hstu_sparse.launch import aligned, configuration, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
 
 
+@configuration
 def launches(dtype: torch.dtype, width: int) -> dict[str, Launch]:
     """By kernel. `width` is that of a key and a value, padded. Fixed rather than tuned at run time."""
     block = key_block(dtype, width)

@@ -4,7 +4,6 @@ index_scores_fwd and _bwd.
 Letters: T tokens of the batch, B sequences, J index heads, E index head size, K chosen tokens per query.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from hstu_sparse.indexer.launch import (
     token_begins,
 )
 from hstu_sparse.indexer.scores import index_scores_bwd_dik_kernel, index_scores_bwd_kernel, index_scores_fwd_kernel
-from hstu_sparse.launch import INTERPRET, aligned, cdiv, next_power_of_2, padded_head, precision, run
+from hstu_sparse.launch import INTERPRET, aligned, cdiv, configuration, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
 
 # Bytes of candidates that are held at a time.
@@ -43,7 +42,7 @@ class Sizes(NamedTuple):
     num_stages: int = 3
 
 
-@functools.cache
+@configuration
 def sizes(top_k: int, heads: int, width: int, dtype: torch.dtype) -> Sizes:
     """`heads` index heads, padded to `width`."""
     # Room for what a threshold from SAMPLE of 65,536 keys lets through, by several standard deviations.

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias, token_begins
 from hstu_sparse.indexer.loss import index_loss_kernel
-from hstu_sparse.launch import INTERPRET, aligned, architecture, cdiv, next_power_of_2, padded_head, precision, run
+from hstu_sparse.launch import (
+    INTERPRET,
+    aligned,
+    architecture,
+    cdiv,
+    configuration,
+    next_power_of_2,
+    padded_head,
+    precision,
+    run,
+)
 from hstu_sparse.registration import Operator
 
 # Scores of one query that its program keeps in registers: all heads', as many as half of a multiprocessor's hold.
@@ -31,6 +41,7 @@ class Launch(NamedTuple):
     num_stages: int
 
 
+@configuration
 def options(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: int) -> Launch:
     """Of a head padded to `width` and padded `heads`. Fixed rather than tuned at run time."""
     if INTERPRET:

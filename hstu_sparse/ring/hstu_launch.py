@@ -7,10 +7,11 @@ import torch
 
 from hstu_sparse.bias.buckets import device_cells, num_time_buckets
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.launch import aligned, padded_head, precision, run
+from hstu_sparse.launch import aligned, configuration, padded_head, precision, run
 from hstu_sparse.ring.hstu_kernels import ring_hstu_bwd_dkv_kernel, ring_hstu_bwd_dq_kernel, ring_hstu_fwd_kernel
 
 
+@configuration
 def tile_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, backward: bool) -> dict:
     """Tile sizes, warps and pipeline stages: small enough for every head size and architecture. A bias takes many
     registers."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hstu_sparse import flash_attention
+from hstu_sparse.launch import override
 from hstu_sparse.ring.flash.problem import Layout, Options
 from hstu_sparse.ring.flash.reference import flash_attention_reference, philox
 from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets
@@ -136,7 +137,8 @@ def test_with_and_without_a_maximum(large):
     for step, keep in enumerate((first, ~first)):
         layout = Layout(offsets, parts[step], torch.zeros_like(starts[0]), starts[step])
         given = launch.Launch(q, k[keep], v[keep], layout, Options(scale, -1, 0))
-        given.forward(out, lse, before=out if step else None, config=config)
+        with override(launch.fwd_config, lambda *_: config):
+            given.forward(out, lse, before=out if step else None)
     wide = [x.double() for x in (q, k, v)]
     right, right_lse = flash_attention_reference(*wide, Layout(offsets, offsets), Options(scale, -1, 0))
     torch.testing.assert_close(out.double(), right, rtol=1e-4, atol=1e-5, equal_nan=True)
@@ -159,7 +161,8 @@ def test_what_is_known_is_not_lost_beside_no_maximum():
         start = torch.tensor([keys.start], dtype=torch.int32, device=DEVICE)
         layout = Layout(whole, make_offsets([keys.stop - keys.start], device=DEVICE), torch.zeros_like(start), start)
         given = launch.Launch(q, k[keys], v[keys], layout, Options(1.0, -1, 0))
-        given.forward(out, lse, before=out if keys.start else None, config=config)
+        with override(launch.fwd_config, lambda *_: config):
+            given.forward(out, lse, before=out if keys.start else None)
     wide = [x.double() for x in (q, k, v)]
     right, right_lse = flash_attention_reference(*wide, Layout(whole, whole), Options(1.0, -1, 0))
     torch.testing.assert_close(out.double(), right, rtol=1e-4, atol=1e-4)

@@ -200,3 +200,42 @@ def test_rooms_launch_by_run_alone():
     ]
     found = [f"{file.relative_to(ROOT)}:{line}" for file in files for line in launched_without_run(file.read_text())]
     assert len(files) > 80 and not found, found
+
+
+def test_configurations_are_cached_and_overridden():
+    calls = []
+
+    @launch.configuration
+    def config(width, arch):
+        calls.append(width)
+        return {"BLOCK": width}
+
+    assert config(16, 90) is config(16, 90) and calls == [16]
+    with launch.override(config, lambda found, width, arch: found | {"ARCH": arch}):
+        assert config(16, 90) == {"BLOCK": 16, "ARCH": 90}
+        with launch.override(config, lambda *_: 3):
+            assert config(16, 90) == 3
+        assert config(16, 90) == {"BLOCK": 16, "ARCH": 90}
+    with pytest.raises(ZeroDivisionError), launch.override(config, lambda *_: 1 / 0):
+        config(16, 90)
+    assert config(16, 90) == {"BLOCK": 16}
+    with pytest.raises(TypeError, match="is no configuration"), launch.override(print, lambda *_: None):
+        pass
+
+
+def test_an_override_reaches_the_launch():
+    from hstu_sparse import flash_attention
+    from hstu_sparse.ring.flash.launch import fwd_config
+    from hstu_sparse.testing import make_jagged, make_offsets
+
+    q, asked = make_jagged((40, 3), (2, 16)), []
+    right = flash_attention(q, q, q, make_offsets((40, 3)), causal=True, backend="triton")
+
+    def change(found, *_):
+        asked.append(found)
+        return found | {"BLOCK_M": 16, "BLOCK_N": 16}
+
+    with launch.override(fwd_config, change):
+        found = flash_attention(q, q, q, make_offsets((40, 3)), causal=True, backend="triton")
+    assert len(asked) == 1 and asked[0]["BLOCK_M"] != 16
+    torch.testing.assert_close(found, right)

@@ -12,6 +12,7 @@ from hstu_sparse.launch import (
     allow_descriptors,
     architecture,
     cdiv,
+    configuration,
     padded_head,
     precision,
     run,
@@ -35,7 +36,8 @@ def _roomy(arch: int) -> bool:
     return 90 <= arch < 120
 
 
-def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
+@configuration
+def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> dict:
     """Tile sizes, warps and pipeline stages of the forward kernel: chosen, not tuned at run time.
 
     features: those there are, of dropout, alibi, many (tokens). STEADY: first look whether a maximum is needed.
@@ -59,7 +61,8 @@ def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], a
     return dict(BLOCK_M=128, BLOCK_N=128, TMA=False, num_warps=8, num_stages=2)
 
 
-def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
+@configuration
+def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> dict:
     """The same for the kernel of dq. WGMMA: made for sm_90; q and do are held in registers."""
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
@@ -74,7 +77,8 @@ def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str]
     return dict(BLOCK_M=64, BLOCK_N=64, WGMMA=arch == 90, TMA=True, num_warps=4, num_stages=3)
 
 
-def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: set[str], arch: int) -> dict:
+@configuration
+def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> dict:
     """The same for the kernel of dk and dv. TMA: queries come by tensor descriptor, which needs few registers."""
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
@@ -118,7 +122,7 @@ class Launch:
         features |= {"alibi"} if slopes is not None else set()
         features |= {"many"} if q.shape[0] >= MANY else set()
         self.sizes = padded_head(self.q.shape[2]), padded_head(self.v.shape[2])
-        self.chosen = (*self.sizes, q.dtype, features, architecture(q.device))
+        self.chosen = (*self.sizes, q.dtype, frozenset(features), architecture(q.device))
         # Wider heads have no registers for the parts.
         parts = "bf16x6" if max(self.sizes) <= 64 and not INTERPRET else "ieee"
         self.constants = dict(
@@ -149,14 +153,14 @@ class Launch:
     def _strides(self, *tensors):
         return [stride for x in tensors for stride in x.stride()[:2]]
 
-    def forward(self, out: torch.Tensor, lse: torch.Tensor, *, before=None, config: dict | None = None) -> None:
+    def forward(self, out: torch.Tensor, lse: torch.Tensor, *, before=None) -> None:
         """Writes out [T, H, V] and lse [H, T] fp32.
 
         before: [T, H, V] fp32, contiguous, perhaps `out`: with lse what other keys gave, to be merged.
         """
         if not self.q.shape[0]:
             return
-        config = dict(config or fwd_config(*self.chosen))
+        config = dict(fwd_config(*self.chosen))
         longest = self._longest() if config.pop("STEADY", False) else None
         strides = self._strides(self.q, self.k, self.v, out)
         self._start(
@@ -179,22 +183,22 @@ class Launch:
             )  # fmt: skip
         return rows
 
-    def dq(self, grad: torch.Tensor, rows: torch.Tensor, dq: torch.Tensor, *, before=None, config=None) -> None:
+    def dq(self, grad: torch.Tensor, rows: torch.Tensor, dq: torch.Tensor, *, before=None) -> None:
         """Writes dq [T, H, D], `before` ([T, H, D] fp32, contiguous, perhaps dq) and these keys' part of it."""
         if not self.q.shape[0]:
             return
-        grad, config = _rows(grad), config or bwd_dq_config(*self.chosen)
+        grad, config = _rows(grad), bwd_dq_config(*self.chosen)
         strides = self._strides(self.q, self.k, self.v, grad, dq)
         self._start(
             flash_attention_bwd_dq_kernel, self.q.shape[0] // config["BLOCK_M"], self.heads,
             (self.q, self.k, self.v, grad, rows, before, dq, *strides), config, IN_PLACE=before is dq,
         )  # fmt: skip
 
-    def dkv(self, grad, rows: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, sums=None, config=None) -> None:
+    def dkv(self, grad, rows: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, sums=None) -> None:
         """Writes dk [S, Hkv, D] and dv [S, Hkv, V]; `sums`: two such, contiguous, that are added, perhaps the same."""
         if not self.k.shape[0]:
             return
-        grad, config = _rows(grad), config or bwd_dkv_config(*self.chosen)
+        grad, config = _rows(grad), bwd_dkv_config(*self.chosen)
         strides = self._strides(self.q, self.k, self.v, grad, dk, dv)
         self._start(
             flash_attention_bwd_dkv_kernel, self.k.shape[0] // config["BLOCK_N"], self.kv_heads,
