@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -66,10 +65,6 @@ def load_dataset(
             raise DataError(f"data.{key}: expected {' or '.join(known)}, got {value!r}")
     options = {"min_user_events": min_user_events, "min_item_events": min_item_events}
     fmt = with_options(format, FORMATS[format], columns, separator)
-    if vocabulary is not None and vocabulary.action_names is not None and fmt.own_columns and not fmt.action_codes:
-        # The codes that the model was trained with, not those of the most frequent actions here.
-        codes = {text: code for code, text in enumerate(vocabulary.action_names) if text}
-        fmt = dataclasses.replace(fmt, action_codes=codes if "action" in fmt.columns else None)
     handling = Handling(on_bad_row, duplicates)
     if format == "synthetic":
         if path:

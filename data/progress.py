@@ -9,7 +9,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 EVERY = 5.0  # seconds between two lines about one stage
-PATIENCE = 0.5  # seconds that an interrupted stage gets to end by itself
+PATIENCE = 0.3  # seconds that an interrupted stage gets to end by itself
 
 
 class Interrupted(BaseException):

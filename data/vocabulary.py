@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .filtering import offsets_of
-from .types import DataError, Dataset
+from .types import DataError, Dataset, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +69,8 @@ def in_terms_of(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int =
     if not len(index):
         raise DataError(f"{dataset.name}: no user has {min_user_events} events with items known to the trained model")
     actions = None if dataset.actions is None else dataset.actions[index]
+    if actions is not None and vocabulary.num_actions is not None:
+        actions = _actions_in_terms_of(actions, dataset, vocabulary)
     if actions is not None and vocabulary.num_actions is not None and actions.max() >= vocabulary.num_actions:
         raise DataError(
             f"{dataset.name}: action {actions.max()} is not known to the trained model, which knows 0 to "
@@ -95,7 +97,26 @@ def in_terms_of(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int =
         user_offsets=offsets_of(counts[stay]),
         user_ids=np.asarray(dataset.user_ids)[stay],
         item_ids=vocabulary.item_ids,
+        action_names=None if actions is None else vocabulary.action_names,
         fingerprint=digest.hexdigest(),
         notes=notes,
         left_out=left_out,
     )
+
+
+def _actions_in_terms_of(actions: np.ndarray, dataset: Dataset, vocabulary: Vocabulary) -> np.ndarray:
+    """The codes [E] that the vocabulary gives to the same texts; DataError for a text that it does not have."""
+    names, known = dataset.action_names, vocabulary.action_names
+    if names is None and known is None:
+        return actions
+    if names is None or known is None:
+        kinds = [f"{'text' if kind else 'numbers'}" for kind in (names, known)]
+        raise DataError(f"{dataset.name}: its actions are {kinds[0]}, those of the trained model {kinds[1]}")
+    codes = index_of(np.array(names), np.array(known))[actions]
+    if (codes < 0).any():
+        text = names[actions[np.argmax(codes < 0)]]
+        raise DataError(
+            f"{dataset.name}: action {shown(repr(text))} is not known to the trained model, which knows "
+            f"{shown(', '.join(known), 200)}"
+        )
+    return codes.astype(np.int32)

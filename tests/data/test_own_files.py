@@ -310,9 +310,23 @@ def test_actions_of_new_data_have_the_codes_of_the_old(load):
     vocabulary = vocabulary_of(load("csv", ACTIONS, columns=HOW))
     new = ACTIONS.splitlines()[0] + "\n5,1,1,buy\n5,2,2,buy\n5,3,3,view\n"
     assert load("csv", new, columns=HOW, vocabulary=vocabulary).actions.tolist() == [1, 1, 0]
-    assert "expected one of view, buy, cart, got 'like'" in error_of(
+    assert "action 'like' is not known to the trained model, which knows view, buy, cart" in error_of(
         load, "csv", new + "5,1,9,like\n", columns=HOW, vocabulary=vocabulary
     )
+    numbers = HEADER.replace("stamp", "stamp,how") + "5,1,1,0\n"
+    assert "its actions are numbers, those of the trained model text" in error_of(
+        load, "csv", numbers, columns=HOW, vocabulary=vocabulary
+    )
+
+
+def test_given_cache_in_a_model_s_terms(load, tmp_path):
+    from data.vocabulary import vocabulary_of
+
+    old = load("csv", ACTIONS, columns=HOW, min_user_events=2)
+    (folder,) = (path for path in (tmp_path / "cache").iterdir())
+    again = load("csv", folder, columns=HOW, vocabulary=vocabulary_of(old))
+    assert events(again) == events(old) and again.left_out == {"items": 0, "events": 0, "users": 0}
+    assert again.action_names == old.action_names and again.fingerprint != old.fingerprint
 
 
 def test_numbers_among_text_as_actions(load):
