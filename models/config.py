@@ -402,6 +402,9 @@ def _explain(item: dict, tree: dict) -> str:
         return f"{key}{': ' if kind == WHOLE else '.'}{item['msg']}"
     if kind == "value_error":
         return f"{key}: {item['ctx']['error']}"
+    if kind in ("model_type", "model_attributes_type"):
+        some = _keys_beside([*location, ""], tree)[:4]
+        return f"{key}: expected a mapping with keys like {', '.join(some)}, got {shown(repr(item['input']), 200)}"
     return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {shown(repr(item['input']), 200)}"
 
 

@@ -46,5 +46,6 @@ ACCEPTED = {
     "run resume: seed changed, --override": "that is what it is for",
     "run resume: threads changed": "where and how fast a run goes on is free",
     "run eval: attention.scale overridden": "the weights fit; who overrides an option of the model means it",
+    "run eval: eval.filter_seen in config.yaml": "what an evaluation takes out of the ranking is its own choice",
     "run eval: train.lr overridden": "it changes nothing in an evaluation",
 }

@@ -299,8 +299,14 @@ EVAL_REFUSED = """
 --predict /proc/x.parquet; --predict run/config.yaml; --sampled 0; --sampled 1000000; --sampled 1000000000000000000
 --sampled 3 --seed -1; --sampled 3 --seed 1180591620717411303424; --split foo; model.embedding_dim=16; foo=1
 data.synthetic.num_items=21; device=cuda:9; model.max_seq_len=0
+--recommend o.txt; --recommend .; --recommend /dev/full; --recommend o.csv --users nope; --recommend o.csv --users run
+--recommend o.csv --users run/config.yaml; --recommend o.csv --history nope.csv; --recommend o.csv --history run
+--recommend o.csv --history run/config.yaml; --recommend o.csv --at 5; --recommend o.csv --at -1; --at 5
+--recommend o.csv --predict p.csv; --recommend o.csv --data nope; --data nope; --export-items run; --export-items no/x
+--export-items /dev/null; --users x; --history x; --recommend o.csv --users /dev/zero
 """
 EVAL_WORKING = """
+--recommend o.csv; --recommend o.parquet --top-k 1000000000000 --at 4000000000; --export-items items; --quiet
 --split train; --split valid; --predict o.parquet --top-k 1000000000000000000; --sampled 20 --seed 9223372036854775807
 """
 
@@ -361,6 +367,11 @@ def cases(place: Path) -> list[Case]:
         case("resume: threads changed", resume(config("threads: 1", "threads: 2")), WORKS, short=False, seconds=180),
         case("resume of the finished run", resume(nothing, of=finished), WORKS, check=same, short=False),
         case("eval: attention.scale overridden", judge_it(nothing, "model.attention.0.scale=9.0"), WORKS, short=False),
+        case(
+            "eval: eval.filter_seen in config.yaml",
+            judge_it(config("filter_seen: history", "filter_seen: none")),
+            WORKS,
+        ),
         case("eval: train.lr overridden", judge_it(nothing, "train.lr=3.0"), WORKS, short=False),
         case("eval: killed while best/ was replaced", judge_it(MENDED["killed while best/ was replaced"]), WORKS),
         case("eval of a file", lambda f: evaluation.main([str(stopped / "config.yaml")])),

@@ -11,7 +11,9 @@ import sys
 import pytest
 
 import eval as evaluation
+from models import report
 from models import terminal as printing
+from tests.hostile.harness import Process
 from tests.programs.test_train import run
 
 CONFIG = """
@@ -176,14 +178,24 @@ def test_progress_in_a_pipe_and_silence(place, monkeypatch):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_report_says_where_it_comes_from(place, monkeypatch):
-    monkeypatch.setenv("MPLBACKEND", "nonsense")
+def test_a_backend_that_is_none_costs_no_report(tmp_path):
+    def plot():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+            del sys.modules[name]
+        os.environ["MPLBACKEND"] = "nonsense"
+        report._plot(tmp_path, [{"epoch": 1, "loss": 1.0}, {"epoch": 2, "loss": 0.5}], ("HR@10",), {})
+
+    ended = Process(plot, seconds=600).wait()
+    assert ended.status == 0 and (tmp_path / "loss.png").exists(), ended.output
+
+
+def test_the_report_says_where_it_comes_from(place):
     assert run("train.py", "--resume", "run", "train.epochs=3").returncode == 0
-    report = (place / "run" / "report.md").read_text()
+    told = (place / "run" / "report.md").read_text()
     manifest = json.loads((place / "run" / "run.json").read_text())
     for part in (manifest["commit"], manifest["created"], "- command: `", "95% intervals", "coverage", "next event"):
-        assert part in report
-    assert "HR@50" not in report and "0.0 minutes" not in report
+        assert part in told
+    assert "HR@50" not in told and "0.0 minutes" not in told
     result = json.loads((place / "run" / "result.json").read_text())
     low, high = result["intervals"]["NDCG@10"]
     assert low < result["model"]["history"]["NDCG@10"] < high
@@ -255,6 +267,10 @@ def test_what_cannot_be_done_is_said_before_it_is_begun(made, tmp_path):
     base = [made / "run.yaml", f"data.path={made / 'events.csv'}", f"data.cache_dir={tmp_path}"]
     for override, says in (
         ("threads=4096", "threads: 4096 on a machine of"),
+        (
+            "model=small",
+            "model: expected a mapping with keys like block, max_seq_len, embedding_dim, num_layers, got 'small'",
+        ),
         ("eval.best_metric=HR@50", "eval.best_metric: HR@50 is 1 for any model of 20 items"),
     ):
         done = run("train.py", *base, override, "--run", tmp_path / "run")
