@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +23,7 @@ import hstu_sparse
 import train
 from hstu_sparse.rotatekv import files
 from tests.hostile import runs
-from tests.hostile.harness import ERROR, WORKS, Case, Process
+from tests.hostile.harness import ERROR, WORKS, Case, Process, signalled
 from tests.hostile.runs import Change, config, differs, facts, tensors
 
 ATTENTION = "{kind: rotatekv, sink_tokens: 1}"
@@ -300,12 +299,8 @@ def cases(place: Path) -> list[Case]:
     for run, overrides in ((finished, MODEL + TRAIN), (basic, ["train.epochs=1"])):
         ended = Process(lambda run=run, more=overrides: runs.start(run, *more), seconds=300).wait()
         assert ended.status == 0, ended.output
-    process = Process(lambda: runs.start(stopped, *MODEL, *TRAIN), seconds=300)
-    while len(list((stopped / "checkpoints").glob("step-*"))) < 2 or not (stopped / "best").exists():
-        time.sleep(0.005)
-    time.sleep(0.1)
-    process.kill(signal.SIGTERM)
-    process.wait()
+    ended = signalled(lambda: runs.start(stopped, *MODEL, *TRAIN), signal.SIGTERM, train, "set_lr", runs.STEP)
+    assert ended.status == 128 + signal.SIGTERM, ended.output
     wanted = facts(finished)
 
     def resume(change: Change, *more: str) -> Callable[[Path], int]:

@@ -26,9 +26,10 @@ import eval as evaluation
 import train
 from models.checkpoint import _facts_checksum
 from tests.hostile.configs import BASE
-from tests.hostile.harness import EITHER, ERROR, WORKS, Case, Process, judge
+from tests.hostile.harness import EITHER, ERROR, WORKS, Case, Process, judge, signalled
 
 LONG = ["train.epochs=6", "train.batch_size=4", "data.synthetic.num_users=200"]
+STEP = 120  # of such a run of 300 steps, at which it is stopped: in the third of six epochs
 Change = Callable[[Path], object]
 
 
@@ -317,12 +318,8 @@ def cases(place: Path) -> list[Case]:
         run.parent.mkdir()
     ended = Process(lambda: start(finished), seconds=300).wait()
     assert ended.status == 0, ended.output
-    process = Process(lambda: start(stopped), seconds=300)
-    while len(list((stopped / "checkpoints").glob("step-*"))) < 2 or not (stopped / "best").exists():
-        time.sleep(0.005)
-    time.sleep(0.1)
-    process.kill(signal.SIGTERM)
-    process.wait()
+    ended = signalled(lambda: start(stopped), signal.SIGTERM, train, "set_lr", STEP)
+    assert ended.status == 128 + signal.SIGTERM, ended.output
     wanted = facts(finished)
 
     def same(folder: Path, output: str) -> str | None:
@@ -423,11 +420,7 @@ def _full(case, wanted: dict) -> list[Case]:
 
     def again(folder: Path) -> int:
         """Stopped by a full disk, then resumed with room: it ends as if nothing had been."""
-        process = Process(lambda: start(folder / "run"), seconds=60)
-        while not list((folder / "run" / "checkpoints").glob("step-*")):
-            time.sleep(0.01)
-        process.kill(signal.SIGTERM)
-        process.wait()
+        signalled(lambda: start(folder / "run"), signal.SIGTERM, train, "set_lr", STEP)
         full = Process(lambda: train.main(["--resume", str(folder / "run")]), seconds=60, disk=3000).wait()
         verdict, line = judge(full, ERROR)
         assert verdict == "passed", f"{verdict}: {line}"

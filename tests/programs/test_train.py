@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import itertools
 import json
 import os
 import re
@@ -18,7 +17,7 @@ import train
 from models import checkpoint
 from models.checkpoint import checkpoints, load_folder
 from models.config import load_config
-from tests.hostile.harness import Process
+from tests.hostile.harness import signalled
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = {"train.py": train.main, "eval.py": evaluation.main}
@@ -88,25 +87,12 @@ def test_a_run_ends_with_a_table_and_a_report(finished):
     assert result["model"]["history"]["HR@10"] > result["popularity"]["history"]["HR@10"]
 
 
-def stopped(arguments, module, name, call, number):
-    """How train.py ends in a process of its own that gets signal `number` in its `call`-th call of module.name."""
-
-    def go():
-        whole, calls = getattr(module, name), itertools.count(1)
-
-        def counted(*given, **more):
-            if next(calls) == call:
-                os.kill(os.getpid(), number)
-            return whole(*given, **more)
-
-        setattr(module, name, counted)
-        return train.main([str(argument) for argument in arguments])
-
-    return Process(go, seconds=600).wait()
+def main(arguments):
+    return train.main([str(argument) for argument in arguments])
 
 
-def dies(*given):
-    ended = stopped(*given, signal.SIGKILL)
+def dies(arguments, *moment):
+    ended = signalled(lambda: main(arguments), signal.SIGKILL, *moment)
     assert ended.status == -signal.SIGKILL, ended.output
 
 
@@ -128,7 +114,7 @@ def test_sigterm_saves_midway_and_says_how_to_resume(finished, tmp_path):
     reference, _ = finished
     folder = tmp_path / "run"
     arguments = [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "--run", folder]
-    ended = stopped(arguments, train, "set_lr", 20, signal.SIGTERM)
+    ended = signalled(lambda: main(arguments), signal.SIGTERM, train, "set_lr", 20)
     assert ended.status == 128 + signal.SIGTERM, ended.output
     assert f"python train.py --resume {folder}" in ended.output.replace("\n", "")
     assert json.loads(sorted((folder / "checkpoints").glob("step-*"))[-1].joinpath("state.json").read_text())["step"]
