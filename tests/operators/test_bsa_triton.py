@@ -128,6 +128,15 @@ def test_position_bias_of_mean_keys_far_ahead():
     check("cpu", **case | dict(block_size=128, selection_group=128), position=True)
 
 
+def test_not_a_number_adds_nothing_outside_of_the_tables():
+    """Where a key is not a number neither are the gradients of pairs that are not seen, which are behind the table."""
+    (q, k, *rest), shape, bias = biased((40,), 40)
+    k = torch.full_like(k, float("nan"))
+    tables = [bias.position.requires_grad_(), bias.time.requires_grad_()]
+    out = bsa_attention(q, k, *rest, **shape, bias=bias, backend="triton")
+    assert all(grad.isnan().any() for grad in torch.autograd.grad(out.sum(), tables))
+
+
 def test_a_time_table_with_a_tail_that_no_difference_reaches():
     case = named("query-major, whole block") | dict(lengths=(40,), max_seq_len=40)
     check("cpu", **case, position=False, buckets=5000, gap=10**9)
