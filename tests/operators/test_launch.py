@@ -2,6 +2,9 @@
 
 import ast
 import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -239,3 +242,37 @@ def test_an_override_reaches_the_launch():
         found = flash_attention(q, q, q, make_offsets((40, 3)), causal=True, backend="triton")
     assert len(asked) == 1 and asked[0]["BLOCK_M"] != 16
     torch.testing.assert_close(found, right)
+
+
+# Every kernel of every operator, without a compiler: what `run` would ask of its signature on a GPU.
+EVERY_LAUNCH = """
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from hstu_sparse import ahead, launch
+from tests.random.cases import NAMES, operator
+
+launched = set()
+
+def check(self, *arguments, grid, warmup, **settings):
+    launched.add(self.fn.__name__)
+    launch._constants(self, len(arguments), settings)
+    unknown = set(settings) - set(self.arg_names) - {"num_warps", "num_stages", "maxnreg", "enable_fp_fusion"}
+    assert not unknown and not any(p.is_constexpr for p in self.params[: len(arguments)]), (self.fn.__name__, unknown)
+    hash((launch.specialization(arguments, launch._Kernel(self).exempt), launch._settings_key(settings)))
+
+JITFunction.run, launch.cpu_architecture = check, 90
+driver.set_active(ahead._Driver(90))
+for name in NAMES:
+    for case in operator(name).launches():
+        case.call()
+assert len(launched) > 70, launched
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tensors pass for a GPU's where there is none")
+def test_every_kernel_can_be_launched_by_its_signature():
+    environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", EVERY_LAUNCH], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

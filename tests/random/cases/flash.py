@@ -114,7 +114,8 @@ def launches():
             seed = torch.zeros(1, dtype=torch.int64) if dropout else None
             options = Options(0.1, left, right, torch.ones(2) if alibi else None, dropout, seed)
             launch = Launch(q, k, value, layout, options)
-            launch.chosen[3].update({"many"} if many else {})
+            pad_d, pad_v, dtype_, features, arch = launch.chosen
+            launch.chosen = pad_d, pad_v, dtype_, features | ({"many"} if many else set()), arch
             out, lse = torch.zeros(64, 2, v or size, dtype=dtype), torch.zeros(2, 64)
             launch.forward(out, lse, before=out.float() if add else None)
             rows = launch.rows(out, out, lse)
