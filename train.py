@@ -411,9 +411,9 @@ def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progres
         "run": read_manifest(folder),
     }
     if data.splits.test is not None:
-        result |= judge(model, data, "test")
+        result |= judge(model, data, "test", folder)
         batches = Tracked(data.eval_batches(watched), f"judging the baseline on {watched}")
-        result["baseline"] = data.task.baseline(data.dataset, data.splits, watched, batches)
+        result["plotted_baseline"] = data.task.baseline(data.dataset, data.splits, watched, batches)
     if data.device.type == "cuda":
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     write_file(folder / "result.json", json.dumps(result, indent=1))

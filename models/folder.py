@@ -3,11 +3,13 @@
 run.json      the manifest: the run's id, by which its weights know it, and how it was started
 vocabulary/   the original ids of its items and users
 config.yaml   metrics.jsonl   tensorboard/   checkpoints/   best/   result.json   report.md   loss.png   eval-*.json
+judged.npz    what the model said of each user or event of the test split
 
 A link in place of one of the folders is refused; one in place of a file is replaced and what it leads to is left alone.
 """
 
 import fcntl
+import io
 import json
 import os
 import secrets
@@ -16,16 +18,21 @@ import stat
 import subprocess
 import sys
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
+
 from data.atomic import put_back, replace_file, sweep
 from data.types import shown
 
-LOCK, MANIFEST = ".lock", "run.json"
+LOCK, MANIFEST, JUDGED = ".lock", "run.json", "judged.npz"
 FOLDERS = ("checkpoints", "best", "tensorboard", "vocabulary")
 MOST_FACTS = 2**28  # bytes of a JSON file: more is none that this program wrote
+MOST_JUDGED = 2**36
 
 
 class FolderError(ValueError):
@@ -164,3 +171,22 @@ def write_file(path: Path, content: str | bytes | Callable[[Path], object]) -> N
     """A file of the run's, whole or not at all (see `replace_file`); FolderError when the disk is full, say."""
     with access(path, "written"):
         replace_file(path, content)
+
+
+def write_judged(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    """What a run said of each user or event, `Task.judge`'s `judged`, into the run's folder."""
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)
+    write_file(folder / JUDGED, content.getvalue())
+
+
+def read_judged(folder: Path) -> dict[str, np.ndarray]:
+    """What `write_judged` wrote; FolderError when it is not there or damaged."""
+    path = folder / JUDGED
+    with access(path, "read"):
+        content = read_regular(path, MOST_JUDGED)
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        raise FolderError(f"{shown(path, 200)}: damaged ({shown(error)})") from None

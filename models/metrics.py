@@ -1,28 +1,34 @@
 """Ranking metrics from ranks: HR and NDCG at k, MRR, also by history length."""
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 KS = (1, 5, 10, 50, 100, 200)
 # Upper ends of the history-length groups, in events before the target.
 LENGTH_EDGES = (5, 10, 20, 50, 100, 200)
+# Likewise of an item's training events.
+COUNT_EDGES = (0, 10, 30, 100, 300, 1000)
 
 
-def ranking_metrics(ranks: np.ndarray, ks: tuple[int, ...] = KS) -> dict[str, float]:
-    """Means over the users of one relevant item each.
+def user_metrics(ranks: np.ndarray, ks: tuple[int, ...] = KS) -> dict[str, np.ndarray]:
+    """Metrics of each user, of one relevant item: name -> [M] float64.
 
-    ranks: [M] int, from 1. HR@k = share of ranks <= k; NDCG@k = mean of 1 / log2(rank + 1) where rank <= k, else 0;
-    MRR = mean of 1 / rank, over the whole catalogue. An empty array gives NaN.
+    ranks: [M] int, from 1. HR@k = 1 where the rank is <= k, else 0; NDCG@k = 1 / log2(rank + 1) there; MRR = 1 / rank.
     """
-    if len(ranks) == 0:
-        return {name: float("nan") for name in metric_names(ks)}
     gain = 1 / np.log2(ranks + 1.0)
     values = {}
     for k in ks:
-        hit = ranks <= k
-        values[f"HR@{k}"] = float(hit.mean())
-        values[f"NDCG@{k}"] = float((gain * hit).mean())
-    values["MRR"] = float((1.0 / ranks).mean())
-    return values
+        values[f"HR@{k}"] = (ranks <= k).astype(np.float64)
+        values[f"NDCG@{k}"] = gain * (ranks <= k)
+    return values | {"MRR": 1.0 / ranks}
+
+
+def ranking_metrics(ranks: np.ndarray, ks: tuple[int, ...] = KS) -> dict[str, float]:
+    """Means of `user_metrics` over the users, of ranks [M] over the whole catalogue. An empty array gives NaN."""
+    if len(ranks) == 0:
+        return {name: float("nan") for name in metric_names(ks)}
+    return {name: float(values.mean()) for name, values in user_metrics(ranks, ks).items()}
 
 
 def metric_names(ks: tuple[int, ...] = KS) -> list[str]:
@@ -41,13 +47,8 @@ def intervals(ranks: np.ndarray, ks: tuple[int, ...] = (10,)) -> dict[str, list[
     """
     if len(ranks) < 2:
         return {}
-    values = {}
-    for k in ks:
-        values[f"HR@{k}"] = (ranks <= k).astype(float)
-        values[f"NDCG@{k}"] = (ranks <= k) / np.log2(ranks + 1.0)
-    values["MRR"] = 1.0 / ranks
     found = {}
-    for name, value in values.items():
+    for name, value in user_metrics(ranks, ks).items():
         mean, error = value.mean(), 1.96 * value.std(ddof=1) / len(value) ** 0.5
         found[name] = [float(max(0.0, mean - error)), float(min(1.0, mean + error))]
     return found
@@ -73,13 +74,21 @@ def metrics_by_length(ranks: np.ndarray, lengths: np.ndarray) -> list[dict]:
 
     ranks, lengths: [M]. Groups end at LENGTH_EDGES; empty groups are left out.
     """
-    groups = np.searchsorted(LENGTH_EDGES, lengths)
-    rows = []
-    for group in range(len(LENGTH_EDGES) + 1):
+    return [
+        {"history": name, "users": int(inside.sum()), **ranking_metrics(ranks[inside])}
+        for name, inside in groups_of(lengths, LENGTH_EDGES, 1)
+    ]
+
+
+def groups_of(counts: np.ndarray, edges: Sequence[int], least: int) -> Iterator[tuple[str, np.ndarray]]:
+    """(name like `6-10`, which of counts [M] are in it) of the groups that end at `edges`, the last having no end.
+
+    least: what the first group begins with. Empty groups are left out.
+    """
+    groups = np.searchsorted(edges, counts)
+    for group in range(len(edges) + 1):
         inside = groups == group
-        if not inside.any():
-            continue
-        low = 1 if group == 0 else LENGTH_EDGES[group - 1] + 1
-        name = f"{low}-{LENGTH_EDGES[group]}" if group < len(LENGTH_EDGES) else f"{low}+"
-        rows.append({"history": name, "users": int(inside.sum()), **ranking_metrics(ranks[inside])})
-    return rows
+        if inside.any():
+            low = least if group == 0 else edges[group - 1] + 1
+            high = None if group == len(edges) else edges[group]
+            yield f"{low}+" if high is None else f"{low}" if low == high else f"{low}-{high}", inside

@@ -59,7 +59,7 @@ def write_report(folder: Path, task: Task, result: dict, history: list[dict], da
     history: the lines of metrics.jsonl.
     """
     config, run, judged = task.config, result["run"], "split" in result
-    plots = _plot(folder, history, task.plotted, result.get("baseline", {}))
+    plots = _plot(folder, history, task.plotted, result.get("plotted_baseline", {}))
     plots += task.plots(result, folder) if judged else []
     lines = [
         f"# {config.name}",

@@ -20,7 +20,7 @@ from hstu_sparse.ring.flash.cute import check_available
 from hstu_sparse.validation import choose_backend
 from models.checkpoint import CheckpointError, Progress, checkpoints, exists, load_folder, load_weights
 from models.config import ConfigError, RunConfig, differences
-from models.folder import check_run, read_manifest
+from models.folder import check_run, read_manifest, write_judged
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
 from models.tasks.contract import Task
@@ -274,7 +274,14 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
     terminal.say(f"{source}: taken over, with the rows of {len(taken):,} of {len(place):,} items")
 
 
-def judge(model, data: Data, split: str) -> dict:
-    """Everything that a report says of one split; see `Task.judge`."""
+def judge(model, data: Data, split: str, folder: Path | None = None) -> dict:
+    """Everything that a report says of one split; see `Task.judge`.
+
+    folder: the run's, where the task's `judged` go, by which compare.py compares runs user by user.
+    """
     batches = Tracked(data.eval_batches(split), f"judging on {split}")
-    return data.task.judge(model, data.dataset, data.splits, split, batches)
+    result = data.task.judge(model, data.dataset, data.splits, split, batches)
+    judged = result.pop("judged", {})
+    if folder is not None:
+        write_judged(folder, judged | {"fingerprint": np.array(data.dataset.fingerprint)})
+    return result

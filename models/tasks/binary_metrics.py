@@ -38,6 +38,16 @@ def gauc(scores: np.ndarray, labels: np.ndarray, users: np.ndarray) -> float:
 
     scores: [M] float; labels: [M] bool; users: [M] int. NaN where no user has both labels.
     """
+    values, events = user_aucs(scores, labels, users)
+    both = ~np.isnan(values)
+    return float(np.average(values[both], weights=events[both])) if both.any() else float("nan")
+
+
+def user_aucs(scores: np.ndarray, labels: np.ndarray, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(AUC, number of events) of each user, in the order of np.unique(users): [U] both; NaN without both labels.
+
+    scores: [M] float; labels: [M] bool; users: [M] int.
+    """
     order = np.lexsort((scores, users))
     scores, labels, users = scores[order], labels[order], users[order]
     new_user = np.diff(users, prepend=-1) != 0
@@ -51,16 +61,61 @@ def gauc(scores: np.ndarray, labels: np.ndarray, users: np.ndarray) -> float:
     below = before - before[first][owner]  # negatives of the same user with a smaller score
     won = np.bincount(owner, positives * (below + negatives / 2))
     pairs = np.bincount(owner, positives) * np.bincount(owner, negatives)
-    both = pairs > 0
-    if not both.any():
-        return float("nan")
-    return float(np.average(won[both] / pairs[both], weights=np.bincount(user)[both]))
+    with np.errstate(invalid="ignore"):
+        return won / pairs, np.bincount(user)
+
+
+def user_values(probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray) -> dict[str, np.ndarray]:
+    """Values [U] of each user, in the order of np.unique(users), whose means are the metrics of `binary_metrics`.
+
+    The AUC over all events is no mean over users: a user's value is the AUC and U times what the user's events
+    contribute to it (the influence function; Obuchowski, Nonparametric analysis of clustered ROC curve data,
+    Biometrics 53, 1997), so that samples of the users change the mean as they change the AUC, to first order. The
+    others are ratios of sums over users, and treated likewise. Calibration, whose best value is 1, has no values.
+    """
+    _, user = np.unique(users, return_inverse=True)
+    count = int(user.max()) + 1
+
+    def values(mean: float, contributions: np.ndarray) -> np.ndarray:
+        return mean + count * np.bincount(user, contributions, minlength=count)
+
+    p, q, area = labels.sum(), (~labels).sum(), auc(probabilities, labels)
+    # The share of the events of the other label that an event is above (a positive one) or below.
+    above, below = _share_under(probabilities, ~labels), 1 - _share_under(probabilities, labels)
+    won = np.where(labels, above, below)
+    aucs, events = user_aucs(probabilities, labels, users)
+    both = ~np.isnan(aucs)
+    grouped = gauc(probabilities, labels, users)
+    share = np.where(both, events, 0) / max(1, events[both].sum())
+    clipped = np.clip(probabilities.astype(np.float64), LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
+    losses = -np.log(np.where(labels, clipped, 1 - clipped))
+    loss = losses.mean()
+    of_loss = values(loss, (losses - loss) / len(losses))
+    return {
+        "auc": values(area, (won - area) / np.where(labels, p, q)),
+        "gauc": grouped + count * share * (np.where(both, aucs, grouped) - grouped),
+        "log_loss": of_loss,
+        "normalized_entropy": of_loss / entropy(labels),
+    }
+
+
+def _share_under(scores: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """The share of the chosen scores that each of scores [M] is above, ties counting a half: [M]."""
+    ordered = np.sort(scores[chosen])
+    places = np.searchsorted(ordered, scores) + np.searchsorted(ordered, scores, side="right")
+    return places / 2 / max(1, len(ordered))
 
 
 def log_loss(probabilities: np.ndarray, labels: np.ndarray) -> float:
     """Mean cross-entropy in nats: [M] probabilities against [M] bool labels."""
     p = np.clip(probabilities.astype(np.float64), LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
     return float(-np.log(np.where(labels, p, 1 - p)).mean()) if len(p) else float("nan")
+
+
+def entropy(labels: np.ndarray) -> float:
+    """The log loss of always predicting the share of positives of labels [M]; NaN where they are all the same."""
+    share = labels.mean() if len(labels) else np.nan
+    return float(-(share * np.log(share) + (1 - share) * np.log(1 - share))) if 0 < share < 1 else float("nan")
 
 
 def binary_metrics(probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray) -> dict[str, float]:
@@ -74,12 +129,11 @@ def binary_metrics(probabilities: np.ndarray, labels: np.ndarray, users: np.ndar
     """
     share = labels.mean() if len(labels) else np.nan
     loss = log_loss(probabilities, labels)
-    entropy = -(share * np.log(share) + (1 - share) * np.log(1 - share)) if 0 < share < 1 else np.nan
     return {
         "auc": auc(probabilities, labels),
         "gauc": gauc(probabilities, labels, users),
         "log_loss": loss,
-        "normalized_entropy": float(loss / entropy),
+        "normalized_entropy": float(loss / entropy(labels)),
         "calibration": float(probabilities.astype(np.float64).mean() / share) if share > 0 else float("nan"),
     }
 

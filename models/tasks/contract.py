@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -74,8 +75,23 @@ class Task:
         return {}
 
     def judge(self, model: nn.Module, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
-        """Everything that a report says of one split, as JSON has it: the model beside a baseline, and by groups."""
+        """Everything that a report says of one split, as JSON has it: the model beside a baseline, and by groups.
+
+        Beside that `judged`, arrays by name that `user_values` and `breakdowns` need: what the model said of each user
+        or event, and `events`, the places in the data set of the events it was judged by.
+        """
         raise NotImplementedError
+
+    def user_values(self, judged: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """(users [M], metric -> values [M]) of what `judge` gave as `judged`: a metric is the mean of its values.
+
+        The main metric, `config.best_metric`, is one of them. Metrics that are no ratios of means over users have none.
+        """
+        raise NotImplementedError
+
+    def breakdowns(self, result: dict, judged: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
+        """The main metric by groups of users or events: title -> name of the group -> value."""
+        return {}
 
     def protocol_lines(self, result: dict) -> list[str]:
         """What the figures of `judge` are figures of, in sentences."""

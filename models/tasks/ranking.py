@@ -171,7 +171,7 @@ class Ranking(Task):
         """Metrics of the model and of the baseline, the difference of their AUCs, curves, and by history length."""
         found = self.predictions(model, batches)
         users = users_of(dataset, found.events)
-        baseline = self.baseline(dataset, splits, found.events)
+        baseline = self.baseline_probabilities(dataset, splits, found.events)
         history = found.events - dataset.user_offsets[users]
         result = {
             "split": split,
@@ -190,9 +190,31 @@ class Ranking(Task):
                 "by_history": metrics_by_history(p, y, users, history, LENGTH_EDGES),
                 "curves": {"model": curves(p, y), "baseline": curves(q, y)},
             }
+        result["judged"] = {"users": users, **vars(found)}
         return result
 
-    def baseline(self, dataset: Dataset, splits: Splits, events: np.ndarray) -> np.ndarray:
+    def user_values(self, judged: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        users = judged["users"]
+        own = [
+            binary_metrics.user_values(p, np.ascontiguousarray(y), users)
+            for p, y in zip(judged["probabilities"].T, judged["labels"].T)
+        ]
+        values = {name: np.mean([values[name] for values in own], axis=0) for name in own[0]}
+        if len(own) > 1:
+            values |= {f"{a.name}/{name}": values[name] for a, values in zip(self.actions, own) for name in values}
+        return np.unique(users), values
+
+    def breakdowns(self, result: dict, judged: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
+        action, _, metric = self.config.best_metric.rpartition("/")
+        return {
+            f"events before the scored one{f': {name}' if len(self.actions) > 1 else ''}": {
+                row["history"]: row[metric] for row in values["by_history"]
+            }
+            for name, values in result["actions"].items()
+            if action in ("", name)
+        }
+
+    def baseline_probabilities(self, dataset: Dataset, splits: Splits, events: np.ndarray) -> np.ndarray:
         """Probabilities [M, A] of the events [M] by logistic regression on items' and users' labels so far."""
         starts, lengths = dataset.user_offsets[:-1], np.diff(dataset.user_offsets)
         place = np.arange(dataset.num_events) - np.repeat(starts, lengths)

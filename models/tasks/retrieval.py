@@ -14,7 +14,17 @@ from data.types import Dataset, shown
 from models.config import ConfigError
 from models.contract import AuxLoss
 from models.losses import head_loss
-from models.metrics import describe_lists, intervals, metrics_by_length, names_for, ranking_metrics
+from models.metrics import (
+    COUNT_EDGES,
+    LENGTH_EDGES,
+    describe_lists,
+    groups_of,
+    intervals,
+    metrics_by_length,
+    names_for,
+    ranking_metrics,
+    user_metrics,
+)
 from models.retrieval import FILTERS, Scores, best_items, model_scorer, popularity_scorer, rank_targets, seen_by
 from models.tasks.contract import Table, Task, cells
 
@@ -97,9 +107,25 @@ class Retrieval(Task):
                 history = chosen.end - 1 - dataset.user_offsets[chosen.users]
                 result["by_history"] = metrics_by_length(ranks[main], history)
                 result["intervals"] = intervals(ranks[main])
+                targets = dataset.items[chosen.end - 1]
+                of_users = {"users": chosen.users, "events": chosen.end - 1, "history": history}
+                result["judged"] = of_users | {"target_count": counts[targets]} | ranks
         described = describe_lists(np.concatenate(lists), counts)
         result["lists"] = described | {"samples": samples(dataset, chosen, lists[0])}
         return result
+
+    def user_values(self, judged: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        return judged["users"], user_metrics(judged[self.config.eval.filter_seen])
+
+    def breakdowns(self, result: dict, judged: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
+        values = self.user_values(judged)[1][self.config.best_metric]
+        return {
+            title: {name: float(values[inside].mean()) for name, inside in groups_of(judged[key], edges, least)}
+            for title, key, edges, least in (
+                ("events before the target", "history", LENGTH_EDGES, 1),
+                ("training events of the target", "target_count", COUNT_EDGES, 0),
+            )
+        }
 
     def protocol_lines(self, result: dict) -> list[str]:
         return [

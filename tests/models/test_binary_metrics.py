@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from models.tasks.binary_metrics import auc, auc_difference, binary_metrics, gauc, log_loss, metrics_by_history
+from models.tasks.binary_metrics import (
+    auc,
+    auc_difference,
+    binary_metrics,
+    gauc,
+    log_loss,
+    metrics_by_history,
+    user_values,
+)
 from models.tasks.ranking_baseline import fit_logistic, history_features, predict_logistic
 
 RNG = np.random.default_rng(0)
@@ -104,3 +112,25 @@ def test_logistic_regression_finds_the_coefficients_that_made_the_labels():
     p = predict_logistic(found, x)
     assert abs(p.mean() - labels.mean()) < 1e-6  # the score equation of the intercept
     assert np.isfinite(fit_logistic(x[:4], np.array([True, False, True, False]))).all()
+
+
+def test_values_of_users_have_the_metrics_as_means_and_their_spread():
+    rng = np.random.default_rng(1)
+    users = np.sort(rng.integers(0, 300, 3000)) * 2
+    skill = rng.normal(size=601)[users]
+    scores, labels = rng.random(3000).round(2), np.zeros(3000, bool)
+    labels[:] = rng.random(3000) < 0.2 + 0.4 * scores + 0.1 * (skill > 0)
+    values, whole = user_values(scores, labels, users), binary_metrics(scores, labels, users)
+    for name, value in values.items():
+        assert value.shape == np.unique(users).shape and value.mean() == pytest.approx(whole[name], rel=1e-12)
+    # Drawn users move the means of the values as they move the metrics, to first order.
+    names, place = np.unique(users, return_inverse=True)
+    moved, shift = [], []
+    for _ in range(30):
+        weight = rng.multinomial(len(names), np.full(len(names), 1 / len(names)))
+        again = np.repeat(np.arange(3000), weight[place])
+        drawn = binary_metrics(scores[again], labels[again], users[again])
+        moved.append([np.average(values[name], weights=weight) - whole[name] for name in ("auc", "gauc", "log_loss")])
+        shift.append([drawn[name] - whole[name] for name in ("auc", "gauc", "log_loss")])
+    for one, other in zip(np.transpose(moved), np.transpose(shift)):
+        assert np.corrcoef(one, other)[0, 1] > 0.98 and one.std() == pytest.approx(other.std(), rel=0.1)

@@ -13,6 +13,7 @@ from data.ranking import RankingBatches
 from data.splits import Split
 from data.synthetic import generate
 from models.config import ConfigError, RunConfig, load_config
+from models.folder import read_judged
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
 
@@ -167,6 +168,13 @@ def test_a_run_from_yaml_to_report(tmp_path, capsys):
     gain = result["actions"]["liked"]["auc_over_baseline"]
     assert gain["lower"] <= gain["difference"] <= gain["upper"]
     assert abs(gain["difference"] - (result["model"]["auc"] - result["baseline"]["auc"])) < 1e-9
+    config, judged = load_config(run / "config.yaml"), read_judged(run)
+    users, values = build_task(config).user_values(judged)
+    assert len(users) == result["users"] and values.keys() == {"auc", "gauc", "log_loss", "normalized_entropy"}
+    for name, value in values.items():
+        assert value.mean() == pytest.approx(result["model"][name], rel=1e-9)
+    (groups,) = build_task(config).breakdowns(result, judged).values()
+    assert list(groups) == [row["history"] for row in result["actions"]["liked"]["by_history"]]
     report = (run / "report.md").read_text()
     assert "Against the baseline" in report and "![ranking-liked.png](ranking-liked.png)" in report
     assert (run / "ranking-liked.png").read_bytes()[:4] == b"\x89PNG"

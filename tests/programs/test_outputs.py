@@ -200,7 +200,7 @@ def test_the_report_says_where_it_comes_from(place):
     low, high = result["intervals"]["NDCG@10"]
     assert low < result["model"]["history"]["NDCG@10"] < high
     assert 0 < result["lists"]["coverage"] <= 1 and len(result["lists"]["samples"]) == 3
-    assert result["baseline"]["HR@10"] > 0
+    assert result["plotted_baseline"]["HR@10"] > 0
     assert b"PNG" in (place / "run" / "metrics.png").read_bytes()[:8]
 
 
