@@ -171,7 +171,7 @@ def _read_in_blocks(source: RawFile, fmt: RawFormat, names: list, readings: Read
 
 def _problem(row: bytes, fmt: RawFormat, names: list, readings: Readings) -> str:
     """`, column user: what is wrong` of the first bad value of a row."""
-    fields = split_row(row.decode("utf-8", "surrogateescape").removeprefix("\ufeff").rstrip("\r"), fmt)
+    fields = split_row(row.decode("utf-8", "surrogateescape").removeprefix("\ufeff").removesuffix("\r"), fmt)
     for role, column in wanted(fmt).items():
         index = names.index(column)
         if index < len(fields) and (what := problem(role, fields[index], fmt, readings)):

@@ -65,7 +65,7 @@ class Dataset:
 def did_you_mean(name: object, known: Iterable) -> str:
     """`, did you mean x?` for a misspelt name, else the empty string."""
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1)
-    return f", did you mean {close[0]}?" if close else ""
+    return f", did you mean {shown(close[0])}?" if close else ""
 
 
 def shown(value: object, most: int = 60) -> str:

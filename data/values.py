@@ -117,7 +117,8 @@ def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: f
         return _time_problem(value, got, fmt, readings.time, number)
     if role == "action":
         try:
-            code = float(value) * fmt.action_scale
+            # Python reads blanks behind a number, and underscores in it; polars does not.
+            code = float(value) * fmt.action_scale if re.fullmatch(r" *[^\s_]+", value) else -1.0
         except ValueError:
             code = -1.0
         kind = "an integer" if fmt.action_scale == 1 else f"a multiple of 1/{fmt.action_scale}"

@@ -196,6 +196,7 @@ def test_user_with_one_event_and_duplicates_stay(load):
         ("7\t900\tgood\t1", "raw.txt line 17, column action: expected an integer 0 to 5, got 'good'"),
         ("7\t900\t4.5\t1", "raw.txt line 17, column action: expected an integer 0 to 5, got '4.5'"),
         ("7\t900\t-1\t1", "raw.txt line 17, column action: expected an integer 0 to 5, got '-1'"),
+        ("7\t900\t4 \t1", "raw.txt line 17, column action: expected an integer 0 to 5, got '4 '"),
         ("7\t900\tnan\t1", "raw.txt line 17, column action: expected an integer 0 to 5, got 'nan'"),
         ("7 900 5 1", "raw.txt line 17: expected 4 columns, got 1"),
     ],
