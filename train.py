@@ -409,6 +409,7 @@ def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progres
         "skipped": data.splits.skipped,
         "environment": environment(data.device),
         "run": read_manifest(folder),
+        "parameters": sum(p.numel() for p in model.parameters()),
     }
     if data.splits.test is not None:
         result |= judge(model, data, "test", folder)

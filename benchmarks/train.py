@@ -2,6 +2,7 @@
 
     python benchmarks/train.py configs/ml-1m-hstu.yaml [key=value ...]
     python benchmarks/train.py configs/ml-1m-sasrec.yaml --padded   and the same with softmax attention over padded rows
+    python benchmarks/train.py --step RUN/config.yaml           a few steps on the config's own data, as compare.py does
     python benchmarks/train.py --parts [--help]     a step by part, by attention kind and sequence length: parts.py
 
 Prints one JSON line, with --padded two: seconds for each (an epoch: the median of five), the host's share (until the
@@ -11,10 +12,14 @@ functions.
 
 import argparse
 import cProfile
+import itertools
 import json
+import math
 import pstats
+import resource
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,16 +29,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from models.attention import SoftmaxAttention
 from models.config import load_config
+from models.folder import write_file
 from models.report import environment
 from models.run import build_model, open_data
 
+STEPS = 20
 ML_1M = (
     "data={format: synthetic, protocol: published, synthetic: {num_users: 6040, num_items: 3706, mean_length: 165.6, "
     "min_length: 20, max_length: 2300}}"
 )
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     if "--parts" in sys.argv:
         import parts
@@ -44,9 +51,17 @@ def main() -> None:
         return
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument(
+        "--step", action="store_true", help="a few steps on the config's own data; what compare.py runs"
+    )
+    parser.add_argument("--out", type=Path, help="with --step: a JSON file, in place of standard output")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--padded", action="store_true", help="softmax attention padded too, as where there is no GPU")
-    options = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args(arguments)
+    if options.step:
+        record = json.dumps(measure_step(load_config(options.config, options.overrides)), indent=1)
+        write_file(options.out, record) if options.out else print(record)
+        return
     config = load_config(options.config, [ML_1M, *options.overrides])
     measure(config, options.profile)
     if options.padded:
@@ -54,6 +69,36 @@ def main() -> None:
             raise SystemExit("--padded is about model.attention.kind=softmax")
         SoftmaxAttention.forward = lambda self, x, q, k, v, batch: (self.padded(q, k, v, batch), {})
         measure(config, options.profile, padded=True)
+
+
+def measure_step(config) -> dict:
+    """Events a second of STEPS steps of training, and the most memory that their process needs.
+
+    On a GPU the steps are made twice before: compiled, then captured. The attention is in its last phase.
+    """
+    data = open_data(config)
+    config = data.config
+    torch.manual_seed(config.seed)
+    model = build_model(config, data.vocabulary, data.device).train()
+    _, step = train.build_step(config, model, data.device)
+    phase, gpu = train.phase_at(config, math.inf), data.device.type == "cuda"
+    batches = list(itertools.islice(train.train_batches(config, data).epoch(0), STEPS))
+    for batch in 2 * batches if gpu else batches[:1]:
+        step(replace(batch, phase=phase))
+    wait = torch.cuda.synchronize if gpu else lambda: None
+    wait()
+    started = time.perf_counter()
+    for batch in batches:
+        step(replace(batch, phase=phase))
+    wait()
+    seconds = time.perf_counter() - started
+    memory = torch.cuda.max_memory_allocated() if gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "events_per_second": sum(batch.num_tokens for batch in batches) / seconds,
+        "peak_memory_bytes": memory,
+        "steps": len(batches),
+        "environment": environment(data.device),
+    }
 
 
 def measure(config, profiled: bool, **described) -> None:

@@ -1,4 +1,4 @@
-"""The command lines of train.py and eval.py.
+"""The command lines of train.py, eval.py and compare.py.
 
 Python's own modules alone are imported here, so that `--help` and wrong arguments are answered before torch is.
 """
@@ -6,6 +6,7 @@ Python's own modules alone are imported here, so that `--help` and wrong argumen
 import argparse
 import difflib
 import os
+import re
 import signal
 import tomllib
 from importlib import metadata
@@ -134,10 +135,49 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     return options
 
 
+def compare_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
+    """What compare.py was called with; ends the process with a line when that makes no sense."""
+    parser = _parser(description)
+    add = parser.add_argument
+    add("plan", type=Path, nargs="?", help="the plan's YAML file")
+    add("--out", type=Path, help="the folder of the runs and of the result")
+    add("--seeds", type=_seeds, metavar="1,2,3", help="in place of the plan's")
+    add("--parallel", type=int, default=1, metavar="N", help="runs at a time, on one machine")
+    add("--quick", action="store_true", help="with what the plan says under quick, to see whether all works")
+    add("--baseline", metavar="NAME", help="in place of the plan's")
+    add(
+        "--runs", nargs="+", default=[], metavar="NAME=FOLDER", help="finished runs, or folders of such, to compare too"
+    )
+    options = parser.parse_args(arguments)
+    if options.out is None or (options.plan is None and not options.runs):
+        parser.error("give a plan or --runs, and --out DIR")
+    if options.parallel < 1:
+        parser.error(f"--parallel: expected a whole number of at least 1, got {options.parallel}")
+    runs: dict[str, list[Path]] = {}
+    for given in options.runs:
+        name, equals, folder = given.partition("=")
+        if not (equals and folder and re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name)):
+            parser.error(f"--runs {given}: expected NAME=FOLDER, the name of letters, digits, dots and dashes")
+        runs.setdefault(name, []).append(Path(folder))
+    options.runs = runs
+    return options
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        seeds = [-1]
+    if not all(0 <= seed < 2**63 for seed in seeds):
+        raise argparse.ArgumentTypeError(f"expected whole numbers like 1,2,3, got {text}")
+    return seeds
+
+
 def answer_early(parse, description: str | None) -> None:
     """Ends the process where the arguments are wrong, before the imports that take seconds.
 
-    parse: train_options or eval_options. Ctrl-C ends the process in one line until `Interrupts` takes over.
+    parse: train_options, eval_options or compare_options. Ctrl-C ends the process in one line until `Interrupts` takes
+    over.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)

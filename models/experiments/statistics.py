@@ -25,7 +25,7 @@ DRAWS = 2000
 LEVEL = 0.95
 MOST_DRAWN = 20_000
 CHUNK = 2**23  # weights of a bootstrap that are held at a time
-NODES, WEIGHTS = np.polynomial.legendre.leggauss(128)
+NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 
 class Comparison(NamedTuple):
@@ -78,7 +78,7 @@ class Error:
     def p_value(self, estimate: np.ndarray) -> np.ndarray:
         """The least 1 - level whose interval about `estimate` leaves out 0."""
         low, high = np.zeros_like(self.users), np.ones_like(self.users)  # of p
-        for _ in range(50):
+        for _ in range(32):
             middle = (low + high) / 2
             outside = np.abs(estimate) > self.half_width(1 - middle)
             low, high = np.where(outside, low, middle), np.where(outside, middle, high)
@@ -159,7 +159,7 @@ def holm(p_values: list[float]) -> list[float]:
 def quantile(probability: float, freedom: np.ndarray) -> np.ndarray:
     """The t that Student's t stays below with this probability, which is over a half."""
     low, high = np.zeros_like(freedom, dtype=float), np.full_like(freedom, math.pi / 2, dtype=float)
-    for _ in range(52):
+    for _ in range(42):
         middle = (low + high) / 2
         above = _tail_of_angle(middle, freedom) > 1 - probability
         low, high = np.where(above, middle, low), np.where(above, high, middle)

@@ -108,7 +108,7 @@ class Retrieval(Task):
                 result["by_history"] = metrics_by_length(ranks[main], history)
                 result["intervals"] = intervals(ranks[main])
                 targets = dataset.items[chosen.end - 1]
-                of_users = {"users": chosen.users, "events": chosen.end - 1, "history": history}
+                of_users = {"users": chosen.users, "events": chosen.end - 1, "events_before": history}
                 result["judged"] = of_users | {"target_count": counts[targets]} | ranks
         described = describe_lists(np.concatenate(lists), counts)
         result["lists"] = described | {"samples": samples(dataset, chosen, lists[0])}
@@ -122,7 +122,7 @@ class Retrieval(Task):
         return {
             title: {name: float(values[inside].mean()) for name, inside in groups_of(judged[key], edges, least)}
             for title, key, edges, least in (
-                ("events before the target", "history", LENGTH_EDGES, 1),
+                ("events before the target", "events_before", LENGTH_EDGES, 1),
                 ("training events of the target", "target_count", COUNT_EDGES, 0),
             )
         }

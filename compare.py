@@ -1,0 +1,55 @@
+"""Compares settings: trains each with several seeds, and tells how they differ over users and seeds.
+
+    python compare.py configs/compare/attention-kinds.yaml --out compared [--quick] [--parallel N]
+    python compare.py PLAN.yaml --out DIR --seeds 1,2,3            other seeds than the plan's
+    python compare.py --runs a=runs/a/20260101-120000 b=runs/b/20260101-120000 --out DIR      runs that are there
+
+The same command again goes on where it was stopped: finished runs are not repeated. DIR gets a folder for each run,
+comparison.json, comparison.csv and report.html. What a plan says: models/experiments/plan.py and docs/comparing.md.
+"""
+
+from models.command import answer_early, compare_options
+
+if __name__ == "__main__":
+    answer_early(compare_options, __doc__)
+
+import sys
+
+from models.experiments.plan import load_plan
+from models.experiments.results import as_csv, as_json, collect, finished
+from models.experiments.runs import run_all, speed_jobs, training_jobs, write_settings
+from models.experiments.table import print_results
+from models.folder import claimed, write_file
+from models.interrupt import Interrupts
+from models.monitor import explain_faults
+from models.program import TrainingError, guarded
+from models.terminal import terminal
+
+
+def work(options, interrupts: Interrupts) -> None:
+    plan = load_plan(
+        options.plan, seeds=options.seeds, runs=options.runs, baseline=options.baseline, quick=options.quick
+    )
+    with claimed(options.out, new=False):
+        write_settings(plan, options.out)
+        failed = run_all(training_jobs(plan, options.out), interrupts, options.parallel)
+        configs = {name: folders[0] / "config.yaml" for name, folders in finished(plan, options.out).items()}
+        failed += run_all(speed_jobs(configs, options.out), interrupts)  # one process alone
+        interrupts.stage = "comparing; all runs are finished"
+        results = collect(plan, options.out, failed)
+        write_file(options.out / "comparison.json", as_json(results))
+        write_file(options.out / "comparison.csv", as_csv(results))
+        print_results(results)
+        terminal.say(f"Written: {options.out}/comparison.json, comparison.csv")
+    if failed:
+        raise TrainingError(f"{len(failed)} of the runs failed: " + "; ".join(f"{name}: {why}" for name, why in failed))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = compare_options(__doc__, arguments)
+    return guarded(lambda interrupts: work(options, interrupts), options.quiet)
+
+
+if __name__ == "__main__":
+    explain_faults()
+    sys.exit(main())

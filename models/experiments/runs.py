@@ -1,0 +1,199 @@
+"""The runs of a comparison: train.py as processes, OUT/SETTING/seed-N, each by itself resumable."""
+
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from data.types import shown
+from models.config import FREE, ConfigError, RunConfig, as_yaml, differences, load_config
+from models.experiments.plan import Plan
+from models.folder import FolderError, access, read_regular, write_file
+from models.interrupt import Interrupts
+from models.terminal import terminal
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTING, RESULT, SPEED = "setting.yaml", "result.json", "speed.json"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LIBC = ctypes.CDLL(None)
+MOST_LOG = 2**16  # bytes of a log's end that are searched for its last line
+
+
+class Job(NamedTuple):
+    """A process to be started: what it is called, its command behind `python`, its log."""
+
+    name: str
+    command: list[str]
+    log: Path
+
+
+class Failed(NamedTuple):
+    """A job that ended with an error, and the last line of its log."""
+
+    name: str
+    reason: str
+
+
+def run_folder(out: Path, setting: str, seed: int) -> Path:
+    return out / setting / f"seed-{seed}"
+
+
+def write_settings(plan: Plan, out: Path) -> None:
+    """The settings' configurations into their folders; ConfigError, before any is written, where there is another."""
+    for name, config in plan.settings.items():
+        path = out / name / SETTING
+        if not os.path.lexists(path):
+            continue
+        changed = differences(load_config(path).model_dump(mode="json"), config.model_dump(mode="json"))
+        if changed:
+            raise ConfigError(
+                f"{shown(out / name, 200)}: has runs of another configuration ({'; '.join(changed)}): give another "
+                "--out, or remove that folder"
+            )
+    for name, config in plan.settings.items():
+        with access(out / name, "written"):
+            (out / name).mkdir(parents=True, exist_ok=True)
+        write_file(out / name / SETTING, as_yaml(config))
+
+
+def training_jobs(plan: Plan, out: Path) -> list[Job]:
+    """What is left to train: runs that were interrupted go on, finished ones are left alone.
+
+    Seed by seed, so that every setting has a run when half of the time is over.
+    """
+    jobs = []
+    for seed in plan.seeds:
+        for name in plan.settings:
+            folder = run_folder(out, name, seed)
+            if (folder / RESULT).exists():
+                continue
+            if (folder / "config.yaml").exists():
+                command = ["--resume", str(folder)]
+            else:
+                if folder.exists():  # killed before it was a run
+                    shutil.rmtree(folder)
+                command = [str(out / name / SETTING), f"seed={seed}", "--run", str(folder)]
+            jobs.append(Job(f"{name}, seed {seed}", [str(ROOT / "train.py"), *command], folder.with_suffix(".log")))
+    return jobs
+
+
+def speed_jobs(configs: dict[str, Path], out: Path) -> list[Job]:
+    """What is left to measure of a step: name -> the configuration of one of its runs."""
+    with access(out, "written"):
+        for name in configs:
+            (out / name).mkdir(parents=True, exist_ok=True)
+    return [
+        Job(
+            f"{name}, speed",
+            [str(ROOT / "benchmarks/train.py"), "--step", str(config), "--out", str(out / name / SPEED)],
+            out / name / "speed.log",
+        )
+        for name, config in configs.items()
+        if not (out / name / SPEED).exists()
+    ]
+
+
+def read_speed(out: Path, name: str) -> dict:
+    """What was measured of a setting's step; empty where that failed."""
+    path = out / name / SPEED
+    return _read_json(path) if path.exists() else {}
+
+
+def run_all(jobs: Iterable[Job], interrupts: Interrupts, parallel: int = 1) -> list[Failed]:
+    """Runs the jobs, so many at a time; those that failed. A signal ends all of them, and what they did is saved."""
+    waiting, running, failed = list(jobs), {}, []
+    total = len(waiting)
+    try:
+        while waiting or running:
+            while waiting and len(running) < parallel:
+                job = waiting.pop(0)
+                running[launch(job, parallel)] = job
+                terminal.say(f"{job.name}: started, {total - len(waiting)} of {total}")
+            for process in ended(list(running)):
+                job = running.pop(process)
+                if process.returncode:
+                    failed.append(Failed(job.name, last_line(job.log, process.returncode)))
+                    terminal.say(f"{job.name}: failed, the others go on: {failed[-1].reason} ({job.log})")
+                else:
+                    terminal.say(f"{job.name}: done")
+    finally:
+        interrupts.stage = "running. What was under way is saved. To go on: the same command again"
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
+    return failed
+
+
+def launch(job: Job, parallel: int) -> subprocess.Popen:
+    """The job's process, its output in the log, the cores shared with the others; it ends when this process does."""
+    environment = dict(os.environ)
+    if parallel > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // parallel)))
+    with access(job.log, "written"), job.log.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, *job.command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C comes to this process alone, which tells the others once
+            preexec_fn=_end_with_parent,
+        )
+
+
+def _end_with_parent() -> None:
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def ended(processes: list[subprocess.Popen]) -> list[subprocess.Popen]:
+    """Waits until at least one of the processes has ended; all that have."""
+    while not (done := [process for process in processes if process.poll() is not None]):
+        handles = [os.pidfd_open(process.pid) for process in processes]
+        try:
+            select.select(handles, [], [])
+        finally:
+            for handle in handles:
+                os.close(handle)
+    return done
+
+
+def last_line(log: Path, status: int) -> str:
+    """The last line of a log, or which signal it was that left none."""
+    with access(log, "read"):
+        lines = read_regular(log)[-MOST_LOG:].decode("utf-8", "replace").split("\n")
+    told = next((line for line in reversed(lines) if line.strip()), "no output")
+    return f"ended by {signal.Signals(-status).name}" if status < 0 else shown(told.strip(), 300)
+
+
+def read_result(folder: Path) -> dict:
+    """result.json of a finished run; FolderError when there is none, or none of a run that was judged."""
+    result = _read_json(folder / RESULT)
+    if "split" not in result:
+        raise FolderError(f"{shown(folder / RESULT, 200)}: of a run that nothing judges (protocol all)")
+    return result
+
+
+def _read_json(path: Path) -> dict:
+    with access(path, "read"):
+        content = read_regular(path)
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise FolderError(f"{shown(path, 200)}: damaged, expected a JSON object")
+    return values
+
+
+def settings_differ(before: RunConfig, after: RunConfig) -> list[str]:
+    """What a setting has other than another one, `train.lr: 0.001 -> 0.01`, seeds and places aside."""
+    trees = (config.model_dump(mode="json") for config in (before, after))
+    return [line for line in differences(*trees) if line.partition(":")[0] not in FREE | {"seed"}]

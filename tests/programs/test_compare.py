@@ -1,0 +1,230 @@
+"""compare.py as a user runs it: what is finished is not repeated, what fails is named, tables and files."""
+
+import contextlib
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import compare
+import train
+from benchmarks import train as benchmark
+from models.experiments import runs
+from models.experiments.runs import Job, run_all
+from models.interrupt import Interrupts, Stopped
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = """
+name: tiny
+seed: 0
+device: cpu
+threads: 1
+data:
+  format: synthetic
+  protocol: leave_one_out
+  synthetic: {num_users: 60, num_items: 60, num_clusters: 6, mean_length: 12}
+model: {block: hstu, max_seq_len: 16, embedding_dim: 8, num_layers: 1, attention: {kind: dense}}
+train: {epochs: 2, batch_size: 16, lr: 1e-2, checkpoint_seconds: 0}
+"""
+
+
+class Ended:
+    """A process that has ended."""
+
+    def __init__(self, status):
+        self.returncode = status
+
+    def poll(self):
+        return self.returncode
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with plan.yaml, where jobs run in this process: starting Python anew takes seconds each time.
+
+    `place.launched` names them.
+    """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    write_plan()
+    launched = []
+
+    def launch(job, parallel):
+        launched.append(job.name)
+        script, *arguments = job.command
+        main = {"train.py": train.main, "benchmarks/train.py": benchmark.main}[os.path.relpath(script, ROOT)]
+        with job.log.open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            return Ended(main(arguments) or 0)
+
+    monkeypatch.setattr(runs, "launch", launch)
+    return SimpleNamespace(launched=launched)
+
+
+def write_plan(bsa="{model.attention.kind: bsa, model.attention.block_size: 8}", more=""):
+    Path("plan.yaml").write_text(f"base: tiny.yaml\nseeds: [1, 2]\nsettings:\n  dense: {{}}\n  bsa: {bsa}\n{more}")
+
+
+def run(*arguments):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = compare.main([str(argument) for argument in arguments])
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+
+def results(out="out"):
+    return json.loads(Path(out, "comparison.json").read_text()), Path(out, "comparison.csv").read_text()
+
+
+ALL = ["dense, seed 1", "bsa, seed 1", "dense, seed 2", "bsa, seed 2", "dense, speed", "bsa, speed"]
+
+
+def test_stopped_and_started_again_repeats_no_finished_run(place, monkeypatch):
+    set_lr = train.set_lr
+
+    def stopped_at_the_second_epoch(config, optimizer, step, steps):
+        if config.seed == 1 and config.name == "bsa" and step >= steps // 2:
+            raise Stopped(signal.SIGTERM)
+        return set_lr(config, optimizer, step, steps)
+
+    launch = runs.launch
+
+    def killed(job, parallel):
+        process = launch(job, parallel)
+        if process.returncode:
+            raise Stopped(signal.SIGINT)
+        return process
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "set_lr", stopped_at_the_second_epoch)
+        patch.setattr(runs, "launch", killed)
+        first = run("plan.yaml", "--out", "out")
+    assert first.returncode == 130 and "To go on: the same command again" in first.stdout
+    assert place.launched == ALL[:2]
+    finished = Path("out/dense/seed-1/result.json").stat().st_mtime_ns
+
+    second = run("plan.yaml", "--out", "out")
+    assert second.returncode == 0, second.stderr
+    assert place.launched[2:] == ALL[1:]
+    assert Path("out/dense/seed-1/result.json").stat().st_mtime_ns == finished
+    assert json.loads(Path("out/bsa/seed-1/run.json").read_text())["command"]  # gone on with, not begun anew
+    tree, table = results()
+
+    third = run("plan.yaml", "--out", "out")
+    assert place.launched[7:] == [] and results() == (tree, table)
+    told = third.stdout.splitlines()
+    assert told == second.stdout.splitlines()[-len(told) :]
+    assert max(map(len, told)) <= 80
+
+    # The whole thing again elsewhere: the same runs give the same figures.
+    again = run("plan.yaml", "--out", "other", "--seeds", "1,2")
+    assert again.returncode == 0
+    for one, other in zip(tree["settings"], results("other")[0]["settings"]):
+        assert one["metrics"] == other["metrics"] and one["by_group"] == other["by_group"]
+
+    check_what_is_told(tree, table)
+    check_runs_that_are_there(place)
+
+
+def check_what_is_told(tree, table):
+    dense, bsa = tree["settings"]
+    values = [
+        json.loads(Path(f"out/bsa/seed-{seed}/result.json").read_text())["model"]["history"]["NDCG@10"]
+        for seed in (1, 2)
+    ]
+    row = bsa["metrics"]["NDCG@10"]
+    assert row["by_seed"] == pytest.approx(values) and row["mean"] == pytest.approx(sum(values) / 2)
+    assert row["ratio"] == pytest.approx(row["mean"] / dense["metrics"]["NDCG@10"]["mean"])
+    assert row["low"] < row["ratio"] < row["high"] and row["p"] <= row["p_holm"] <= 1
+    assert "model.attention.0.kind: dense -> bsa" in bsa["changes"] and dense["changes"] == []
+    assert bsa["parameters"] > 0 and bsa["events_per_second"] > 0 and bsa["peak_memory_bytes"] > 2**20
+    assert set(bsa["by_group"]) == {"events before the target", "training events of the target"}
+    rows = list(csv.DictReader(io.StringIO(table)))
+    assert {(x["setting"], x["metric"]) for x in rows} >= {("dense", "MRR"), ("bsa", "HR@10")}
+    assert float(next(x for x in rows if (x["setting"], x["metric"]) == ("bsa", "NDCG@10"))["mean"]) == row["mean"]
+
+
+def check_runs_that_are_there(place):
+    """Finished runs alone: of a folder that holds several, of one by itself, and against themselves."""
+    before = len(place.launched)
+    done = run("--runs", "a=out/dense", "b=out/bsa/seed-1", "b=out/bsa/seed-2", "c=out/dense", "--out", "there")
+    assert done.returncode == 0, done.stderr
+    assert place.launched[before:] == ["a, speed", "b, speed", "c, speed"]
+    _, b, c = results("there")[0]["settings"]
+    there = results()[0]["settings"][1]["metrics"]["MRR"]
+    assert {**b["metrics"]["MRR"], "p_holm": None} == {**there, "p_holm": None}  # there are more p values here
+    same = c["metrics"]["NDCG@10"]
+    assert (same["ratio"], same["low"], same["high"], same["p"]) == (1, 1, 1, 1)
+    os.remove("out/bsa/seed-1/judged.npz")
+    for arguments, message in (
+        (["--runs", "a=out/dense", "b=nowhere"], "nowhere: no finished run here"),
+        (["--runs", "a=out/dense", "b=out/bsa"], "judged.npz: cannot be read: No such file"),
+        (["--runs", "a=out/dense"], "expected at least two settings or runs to compare, got 1"),
+    ):
+        wrong = run(*arguments, "--out", "there")
+        assert wrong.returncode == 2 and message in wrong.stderr
+
+
+def test_a_failing_setting_is_named_and_the_others_finish(place):
+    write_plan("{train.lr: 1e30, train.clip_norm: null}")
+    done = run("plan.yaml", "--out", "out", "--seeds", "1")
+    assert done.returncode == 2 and place.launched == ["dense, seed 1", "bsa, seed 1", "dense, speed"]
+    assert "1 of the runs failed: bsa, seed 1: error: the loss is nan" in done.stderr
+    (dense,), (failed,) = (results()[0][key] for key in ("settings", "failed"))
+    assert dense["name"] == "dense" and failed["run"] == "bsa, seed 1"
+    # Mended under the same name: what is there is of another configuration.
+    write_plan()
+    other = run("plan.yaml", "--out", "out", "--seeds", "1")
+    assert other.returncode == 2 and "out/bsa: has runs of another configuration (" in other.stderr
+    assert "train.lr: 1e+30 -> 0.01" in other.stderr
+
+
+def test_arguments_that_make_no_sense(capsys):
+    for arguments, message in (
+        ([], "give a plan or --runs, and --out DIR"),
+        (["plan.yaml", "--out", "x", "--seeds", "1,b"], "expected whole numbers like 1,2,3"),
+        (["plan.yaml", "--out", "x", "--parallel", "0"], "expected a whole number of at least 1"),
+        (["--out", "x", "--runs", "dense"], "expected NAME=FOLDER"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            compare.main(arguments)
+        assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_jobs_side_by_side(tmp_path):
+    """Processes of their own: all run, though one fails; its reason is its last line."""
+    code = {
+        "good": "print('fine')",
+        "bad": "import sys; print('no\\n\\nreason'); sys.exit(3)",
+        "shot": "import os; os.abort()",
+    }
+    jobs = [Job(name, ["-I", "-S", "-c", text], tmp_path / f"{name}.log") for name, text in code.items()]
+    with Interrupts() as interrupts:
+        failed = run_all(jobs, interrupts, parallel=2)
+    assert sorted(failed) == [("bad", "reason"), ("shot", "ended by SIGABRT")]
+    assert (tmp_path / "good.log").read_text() == "fine\n"
+
+
+def test_a_killed_comparison_leaves_no_run_behind(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    child = (
+        f"import time; pipe = open({str(tmp_path / 'pipe')!r}, 'w'); print(1, file=pipe, flush=True); time.sleep(600)"
+    )
+    parent = f"""
+from pathlib import Path
+from models.experiments.runs import Job, run_all
+from models.interrupt import Interrupts
+run_all([Job("x", ["-c", {child!r}], Path({str(tmp_path / "log")!r}))], Interrupts())
+"""
+    process = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT)
+    with (tmp_path / "pipe").open() as pipe:
+        assert pipe.readline() == "1\n"
+        process.kill()
+        assert pipe.read() == ""  # its end: the child is gone
+    process.wait()
