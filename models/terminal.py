@@ -113,7 +113,10 @@ class Terminal:
         first = self.live is None and self.console.is_terminal and not self.quiet
         if first:
             columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TextColumn("{task.fields[more]}"))
-            self.live = rich.Progress(*columns, rich.TimeRemainingColumn(), console=self.console, transient=True)
+            columns += (rich.TimeRemainingColumn(),)
+            # Redirected, sys.stdout would print to this console, which writes to sys.stdout.
+            redirect = {"redirect_stdout": False, "redirect_stderr": False}
+            self.live = rich.Progress(*columns, console=self.console, transient=True, **redirect)
             self.live.start()
         try:
             bar.begin()
@@ -167,7 +170,7 @@ class Bar:
             return
         self.drawn = now = time.monotonic()
         if self.live:
-            self.live.update(self.task, description=what, completed=done, more=more)
+            self.live.update(self.task, description=what, completed=done, more=more, refresh=True)
             return
         share = done / max(1, self.total)
         left = (now - self.started) * (self.total - done) / max(1, done - self.first)

@@ -178,6 +178,23 @@ def test_progress_in_a_pipe_and_silence(place, monkeypatch):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_bars_on_a_terminal(monkeypatch):
+    """Bars within bars, and lines between them: rich's own redirection would send what it prints back to itself."""
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(printing.Output, "isatty", lambda self: True)
+    monkeypatch.setattr(printing.Bar, "due", lambda self: True)
+    terminal = printing.Terminal()
+    with terminal.bar(3, unit="steps") as bar:
+        for step in range(3):
+            bar.show(step, "epoch 1/1", "loss 1.0")
+            assert list(terminal.track(iter("ab"), 2, "evaluating")) == ["a", "b"]
+            terminal.say(f"a line {step}")
+    assert terminal.live is None
+    assert all(part in out.getvalue() for part in ("a line 0", "a line 2", "epoch 1/1", "evaluating", "loss 1.0"))
+
+
 def test_a_backend_that_is_none_costs_no_report(tmp_path):
     def plot():
         for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
