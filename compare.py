@@ -16,6 +16,7 @@ if __name__ == "__main__":
 import sys
 
 from models.experiments.plan import load_plan
+from models.experiments.report import as_html
 from models.experiments.results import as_csv, as_json, collect, finished
 from models.experiments.runs import run_all, speed_jobs, training_jobs, write_settings
 from models.experiments.table import print_results
@@ -39,8 +40,9 @@ def work(options, interrupts: Interrupts) -> None:
         results = collect(plan, options.out, failed)
         write_file(options.out / "comparison.json", as_json(results))
         write_file(options.out / "comparison.csv", as_csv(results))
+        write_file(options.out / "report.html", as_html(results))
         print_results(results)
-        terminal.say(f"Written: {options.out}/comparison.json, comparison.csv")
+        terminal.say(f"Written: {options.out}/comparison.json, comparison.csv, report.html")
     if failed:
         raise TrainingError(f"{len(failed)} of the runs failed: " + "; ".join(f"{name}: {why}" for name, why in failed))
 

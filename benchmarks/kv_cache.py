@@ -1,10 +1,9 @@
-"""What a packed cache costs in quality: runs of benchmarks/quality.py, ranked again with their keys and values in one.
+"""What a packed cache costs in quality: runs of compare.py, ranked again with their keys and values in one.
 
-    python benchmarks/quality.py PLAN.yaml --out quality/                   trains the runs (dense, rotatekv, ...)
+    python compare.py PLAN.yaml --out quality/                   trains the runs (dense, rotatekv, ...)
     python benchmarks/kv_cache.py quality/ --names dense,rotatekv --bits 2,4 --sinks 0,4
-    python benchmarks/quality.py --report quality/ --baseline dense         everything side by side, user by user
 
-For every run OUT/runs/NAME-SEED the ranks of its users' targets go to OUT/ranks/NAME+2bit+4sinks-SEED.npy, and a line
+For every run OUT/NAME/seed-SEED the ranks of its users' targets go to OUT/ranks/NAME+2bit+4sinks-SEED.npy, and a line
 with the cache's size to OUT/kv_cache.jsonl. The table's ratios and intervals are over users and runs, each run compared
 with itself. With --plot the mean NDCG@10 is drawn over the bytes of a user.
 """
@@ -20,16 +19,19 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.quality import ratio_interval  # noqa: E402
+from models.config import load_config  # noqa: E402
+from models.experiments.statistics import compare  # noqa: E402
+from models.folder import read_judged  # noqa: E402
+from models.metrics import user_metrics  # noqa: E402
 
 
-def rank(folder: Path, out: Path, split: str, options: dict) -> None:
+def rank(folder: Path, out: Path, options: dict) -> None:
     import eval as evaluation
     from models.metrics import ranking_metrics
     from models.retrieval import model_scorer, rank_targets
     from models.serving import serve_from_cache
 
-    name, _, seed = folder.name.rpartition("-")
+    name, seed = folder.parent.name, folder.name.removeprefix("seed-")
     sinks = options["sink_tokens"]
     groups, clip = options.get("quant_group", 64), options.get("clip", 1.0)
     name += (
@@ -38,10 +40,11 @@ def rank(folder: Path, out: Path, split: str, options: dict) -> None:
     target = out / "ranks" / f"{name}-{seed}.npy"
     if target.exists():
         return
+    target.parent.mkdir(exist_ok=True)
     config, data, model, _ = evaluation.open_run(folder, [])
     size = serve_from_cache(model, **options)
     score = model_scorer(model, config.train.autocast == "bf16")
-    (ranks,) = rank_targets(score, data.eval_batches(split).epoch(0), filters=[config.eval.filter_seen])
+    (ranks,) = rank_targets(score, data.eval_batches("test").epoch(0), filters=[config.eval.filter_seen])
     np.save(target, ranks)
     line = {"name": name, "seed": int(seed), **size.report(), **ranking_metrics(ranks)}
     with (out / "kv_cache.jsonl").open("a", encoding="utf-8") as file:
@@ -61,10 +64,15 @@ class Row(NamedTuple):
 
 
 def gains(out: Path, name: str) -> dict[str, np.ndarray]:
-    """seed -> NDCG@10 of every user."""
-    paths = sorted((out / "ranks").glob(f"{name}-*.npy"))
-    ranks = {path.stem.removeprefix(f"{name}-"): np.load(path, allow_pickle=False) for path in paths}
-    return {seed: np.where(x <= 10, 1 / np.log2(x + 1.0), 0.0) for seed, x in ranks.items() if seed.isdigit()}
+    """seed -> NDCG@10 of every user, through a cache, or for a name without + as the run was judged."""
+    if "+" in name:
+        paths = sorted((out / "ranks").glob(f"{name}-*.npy"))
+        ranks = {path.stem.removeprefix(f"{name}-"): np.load(path, allow_pickle=False) for path in paths}
+    else:
+        folders = sorted(path.parent for path in (out / name).glob("seed-*/result.json"))
+        how = {folder: load_config(folder / "config.yaml").eval.filter_seen for folder in folders}
+        ranks = {folder.name.removeprefix("seed-"): read_judged(folder)[how[folder]] for folder in folders}
+    return {seed: user_metrics(x, (10,))["NDCG@10"] for seed, x in ranks.items() if seed.isdigit()}
 
 
 def table(out: Path) -> list[Row]:
@@ -78,7 +86,7 @@ def table(out: Path) -> list[Row]:
         if full:
             whole[base] = Row(base, own["bytes_per_user_bf16"], float(np.mean(list(full.values()))))
         both = [np.stack([x[seed] for seed in seeds]) for x in (served, full)] if seeds else ()
-        interval = ratio_interval(*both, same_runs=True) if seeds else ()
+        interval = compare(*both, same_runs=True)[:3] if seeds else ()
         packed.append(Row(name, own["bytes_per_user"], float(np.mean(list(served.values()))), *interval))
     return [*whole.values(), *packed]
 
@@ -108,23 +116,22 @@ def main() -> None:
         return [int(x) for x in text.split(",")]
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="the folder of benchmarks/quality.py")
+    parser.add_argument("out", type=Path, help="the folder of compare.py")
     parser.add_argument("--names", default="dense", help="which of its settings, by comma")
     parser.add_argument("--bits", type=numbers, default=[2, 3, 4, 8])
     parser.add_argument("--sinks", type=numbers, default=[0, 4])
     parser.add_argument("--groups", type=numbers, default=[64], help="channels that share a scale (quant_group)")
     parser.add_argument("--clip", type=float, default=1.0, help="share of a group's range that the codes reach over")
-    parser.add_argument("--split", default="test")
     parser.add_argument("--plot", type=Path, help="a PNG of what is there; ranks nothing")
     arguments = parser.parse_args()
     if not arguments.plot:
         for name in arguments.names.split(","):
-            for folder in sorted((arguments.out / "runs").glob(f"{name}-[0-9]*")):
+            for folder in sorted(path.parent for path in (arguments.out / name).glob("seed-*/result.json")):
                 for bits in arguments.bits:
                     for sinks in arguments.sinks:
                         for group in arguments.groups:
                             options = {"bits": bits, "sink_tokens": sinks, "quant_group": group, "clip": arguments.clip}
-                            rank(folder, arguments.out, arguments.split, options)
+                            rank(folder, arguments.out, options)
     rows = table(arguments.out)
     print("| setting | bytes of a user | NDCG@10 | over the full cache | 95% interval |")
     print("| --- | ---: | ---: | ---: | --- |")

@@ -45,7 +45,7 @@ class Setting:
     name: str
     runs: list[Run]
     metrics: dict[str, dict] = field(default_factory=dict)
-    breakdowns: dict[str, dict[str, float]] = field(default_factory=dict)
+    breakdowns: dict[str, dict[str, float | None]] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
     speed: dict = field(default_factory=dict)
 
@@ -174,7 +174,7 @@ def _fill(settings: list[Setting]) -> bool:
         setting.changes = [] if setting is base else settings_differ(base.runs[0].config, setting.runs[0].config)
         for title, groups in setting.runs[0].breakdowns.items():
             setting.breakdowns[title] = {
-                group: float(np.mean([run.breakdowns[title][group] for run in setting.runs])) for group in groups
+                group: _number(np.mean([run.breakdowns[title][group] for run in setting.runs])) for group in groups
             }
     for name in names:
         rows = [setting.metrics[name] for setting in settings[1:]]

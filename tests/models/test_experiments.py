@@ -5,6 +5,7 @@ import pytest
 
 from models.config import ConfigError
 from models.experiments.plan import load_plan
+from models.experiments.plots import ticks
 from models.experiments.statistics import Error, compare, holm, log_ratio, seed_variance, user_draws
 
 SEEDS, SIMULATED = 5, 1000
@@ -164,3 +165,11 @@ def test_errors_of_a_plan(tmp_path, old, new, message):
     with pytest.raises(ConfigError) as told:
         planned(tmp_path, old, new, quick=True)
     assert any(message in line for line in str(told.value).split("\n")), told.value
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.31, 0.37), (-3.2, 14.0), (1200, 98000), (0, 1e-5), (0.999, 1.001)])
+def test_ticks_are_few_round_and_inside(low, high):
+    marks = ticks(low, high)
+    assert 2 <= len(marks) <= 6 and low - 1e-9 <= marks[0] and marks[-1] <= high * (1 + 1e-9)
+    step = np.diff(marks)
+    assert step == pytest.approx(step[0]) and f"{step[0]:.0e}"[0] in "125"

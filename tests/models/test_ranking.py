@@ -13,6 +13,9 @@ from data.ranking import RankingBatches
 from data.splits import Split
 from data.synthetic import generate
 from models.config import ConfigError, RunConfig, load_config
+from models.experiments.plan import Plan
+from models.experiments.report import as_html
+from models.experiments.results import collect
 from models.folder import read_judged
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
@@ -175,6 +178,11 @@ def test_a_run_from_yaml_to_report(tmp_path, capsys):
         assert value.mean() == pytest.approx(result["model"][name], rel=1e-9)
     (groups,) = build_task(config).breakdowns(result, judged).values()
     assert list(groups) == [row["history"] for row in result["actions"]["liked"]["by_history"]]
+    results = collect(Plan({}, {"a": [run], "b": [run]}, "a", []), tmp_path, [])
+    same = results.settings[1].metrics["auc"]
+    assert results.metric == "auc" and same["mean"] == pytest.approx(result["model"]["auc"], rel=1e-9)
+    assert (same["ratio"], same["low"], same["high"], same["sd"]) == (1, 1, 1, None)
+    assert "auc by events before the scored one" in as_html(results)
     report = (run / "report.md").read_text()
     assert "Against the baseline" in report and "![ranking-liked.png](ranking-liked.png)" in report
     assert (run / "ranking-liked.png").read_bytes()[:4] == b"\x89PNG"

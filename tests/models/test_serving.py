@@ -8,6 +8,7 @@ import torch
 
 from benchmarks import kv_cache
 from models.config import ModelConfig
+from models.folder import read_judged, write_judged
 from models.hstu import SequenceModel
 from models.serving import ServingError, serve_from_cache
 from tests.models.test_models import NUM_ITEMS, make_batch
@@ -131,13 +132,12 @@ def test_kind_refuses_heads_when_the_configuration_is_loaded():
 
 
 def compared(out):
-    """benchmarks/kv_cache.py on the run, as if benchmarks/quality.py had made it."""
-    (out / "runs").mkdir()
-    (out / "ranks").mkdir()
-    (out / "run").rename(out / "runs" / "small-1")
+    """benchmarks/kv_cache.py on the run, as if compare.py had made it."""
+    (out / "small").mkdir()
+    folder = (out / "run").rename(out / "small" / "seed-1")
     for sinks in (0, 20):
-        kv_cache.rank(out / "runs" / "small-1", out, "test", {"bits": 2, "sink_tokens": sinks})
-    np.save(out / "ranks" / "small-1.npy", np.load(out / "ranks" / "small+2bit+20sinks-1.npy"))
+        kv_cache.rank(folder, out, {"bits": 2, "sink_tokens": sinks})
+    write_judged(folder, read_judged(folder) | {"history": np.load(out / "ranks" / "small+2bit+20sinks-1.npy")})
     rows = {row.name: row for row in kv_cache.table(out)}
     assert rows["small+2bit"].size < rows["small+2bit+20sinks"].size and rows["small+2bit"].size < rows["small"].size
     assert rows["small"].value == pytest.approx(rows["small+2bit+20sinks"].value)
@@ -145,7 +145,7 @@ def compared(out):
     same = rows["small+2bit+20sinks"]
     assert same.low == pytest.approx(1.0) and same.high == pytest.approx(1.0)
     kv_cache.plot(kv_cache.table(out), out / "plot.png")
-    (out / "runs" / "small-1").rename(out / "run")
+    folder.rename(out / "run")
 
 
 def test_command_line(tmp_path):

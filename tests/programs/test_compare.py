@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -145,6 +146,10 @@ def check_what_is_told(tree, table):
     assert "model.attention.0.kind: dense -> bsa" in bsa["changes"] and dense["changes"] == []
     assert bsa["parameters"] > 0 and bsa["events_per_second"] > 0 and bsa["peak_memory_bytes"] > 2**20
     assert set(bsa["by_group"]) == {"events before the target", "training events of the target"}
+    page = Path("out/report.html").read_text()
+    assert page.count("<svg") == 7 and "model.attention.0.kind: dense -&gt; bsa" in page
+    assert not re.search(r"https?:|src=|@import|url\(", page)  # it stands alone
+    assert "nan" not in page and f"{row['low']:.3f} to {row['high']:.3f}" in page
     rows = list(csv.DictReader(io.StringIO(table)))
     assert {(x["setting"], x["metric"]) for x in rows} >= {("dense", "MRR"), ("bsa", "HR@10")}
     assert float(next(x for x in rows if (x["setting"], x["metric"]) == ("bsa", "NDCG@10"))["mean"]) == row["mean"]
@@ -176,6 +181,7 @@ def test_a_failing_setting_is_named_and_the_others_finish(place):
     done = run("plan.yaml", "--out", "out", "--seeds", "1")
     assert done.returncode == 2 and place.launched == ["dense, seed 1", "bsa, seed 1", "dense, speed"]
     assert "1 of the runs failed: bsa, seed 1: error: the loss is nan" in done.stderr
+    assert "<dd>error: the loss is nan" in Path("out/report.html").read_text()
     (dense,), (failed,) = (results()[0][key] for key in ("settings", "failed"))
     assert dense["name"] == "dense" and failed["run"] == "bsa, seed 1"
     # Mended under the same name: what is there is of another configuration.
