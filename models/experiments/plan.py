@@ -137,6 +137,8 @@ def _not_comparable(settings: dict[str, RunConfig]) -> list[str]:
     judged = {name: _judged_by(config) for name, config in settings.items()}
     first = next(iter(judged), None)
     for name, options in judged.items():
+        if options["data"]["protocol"] == "all":
+            lines.append(f"settings.{name}: data.protocol=all holds nothing out that settings could be compared by")
         lines += [
             f"settings.{name}: {line}: settings of a comparison are judged by the same events in the same way"
             for line in differences(judged[first], options)

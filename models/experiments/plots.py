@@ -1,6 +1,6 @@
 """Plots as inline SVG that takes its colours from the page, so that they follow its light or dark mode.
 
-Text stays readable at 350 pixels, the width that a phone leaves: a plot is drawn for 480 and its text at 14.
+Text stays readable at 350 pixels, the width that a phone leaves: a plot is drawn for 400 and its text at 14.
 """
 
 import html
@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 480, 300
+WIDTH, HEIGHT = 400, 280
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 46
 ROW = 40  # height of a row of `strip`
 
@@ -67,9 +67,13 @@ def _svg(parts: list[str], height: float, title: str) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
-def _x_axis(span: tuple[float, float], scale: Callable, bottom: float, label: str, top: float) -> list[str]:
+def _x_axis(
+    span: tuple[float, float], scale: Callable, bottom: float, label: str, top: float, whole: bool = False
+) -> list[str]:
     parts = []
     for value in ticks(*span):
+        if whole and value % 1:
+            continue
         parts += [
             _line(scale(value), top, scale(value), bottom, "grid"),
             _text(scale(value), bottom + 18, _number(value)),
@@ -102,11 +106,13 @@ def _chart(series: Sequence[Series], x: str, y: str, lines: bool, names: Sequenc
     place_x, place_y = _scale(across, LEFT, WIDTH - RIGHT), _scale(up, bottom, TOP)
     parts = _y_axis(up, place_y)
     if names:
-        shown = range(0, len(names), -(-len(names) // 7))
+        shown = range(0, len(names), -(-len(names) // 6))
         parts += [_text(place_x(i), bottom + 18, names[i]) for i in shown]
         parts.append(_text((LEFT + WIDTH - RIGHT) / 2, bottom + 38, x))
     else:
-        parts += _x_axis(across, place_x, bottom, x, TOP)
+        # Between two epochs there is nothing to be marked.
+        whole = lines and all(point[0] % 1 == 0 for point in points)
+        parts += _x_axis(across, place_x, bottom, x, TOP, whole)
     for color, own in series:
         placed = [(place_x(a), place_y(b)) for a, b in own]
         if lines and len(placed) > 1:

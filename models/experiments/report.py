@@ -22,13 +22,13 @@ body { margin: 0 auto; padding: 1rem; max-width: 72rem; background: var(--back);
 h1 { font-size: 1.5rem; margin: .5rem 0 } h2 { font-size: 1.1rem; margin: 0 0 .5rem }
 p { margin: .4rem 0; color: var(--soft) } code { overflow-wrap: anywhere }
 section { background: var(--box); border: 1px solid var(--line); border-radius: 8px; padding: 1rem; min-width: 0 }
-main { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)) }
+main { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)) }
 .wide { grid-column: 1 / -1 } .scroll { overflow-x: auto }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line) }
 th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 7rem; overflow-wrap: anywhere }
 th { color: var(--soft); font-weight: 600 }
-svg { display: block; width: 100%; height: auto; max-width: 36rem; margin: auto }
+svg { display: block; width: 100%; height: auto; max-width: 29rem; margin: auto }
 svg text { fill: var(--text); font-size: 14px }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; margin-top: .5rem; overflow-wrap: anywhere }
 .key { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .4em;

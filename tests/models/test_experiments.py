@@ -152,6 +152,11 @@ def test_plan(tmp_path):
         ("base: configs/synthetic-hstu.yaml", "", "settings.dense: base: missing"),
         ("block_size", "blok_size", "model.attention.blok_size: unknown key, did you mean block_size?"),
         ("train.lr", "data.min_item_events: 3, train.lr", "settings.bsa: data.min_item_events: 1 -> 3"),
+        (
+            "train.lr",
+            "data.protocol: all, eval.patience: null, train.lr",
+            "settings.bsa: data.protocol=all holds nothing out",
+        ),
         ("train.lr", "eval.filter_seen: none, train.lr", "settings.bsa: eval.filter_seen: history -> none"),
         (PLAN, "[]", "plan.yaml: expected a mapping"),
         (
