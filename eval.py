@@ -82,8 +82,12 @@ def open_run(folder: Path, overrides: list[str]):
 def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     interrupts.stage = "opening the run; nothing was written"
     config, known, weights, source, epoch = open_weights(options.run, options.overrides)
-    if config.task.kind != "retrieval" and (options.predict or options.recommend or options.export_items):
-        raise ConfigError(f"task.kind={config.task.kind} scores items that it is given: it has no lists to write")
+    lists = options.predict or options.recommend or options.export_items
+    if config.task.kind != "retrieval" and (lists or options.sampled or options.kv_cache):
+        raise ConfigError(
+            f"task.kind={config.task.kind} scores the items that it is given: --predict, --recommend, --export-items, "
+            "--sampled and --kv-cache are for retrieval"
+        )
     for out, name in ((options.predict, "--predict"), (options.recommend, "--recommend")):
         if out:
             check_table(out, name, config, options.overwrite)

@@ -133,6 +133,6 @@ def like_probabilities(o: SyntheticOptions, users: np.ndarray, items: np.ndarray
     users, items, clusters: [E] int. No model can tell the actions better than these probabilities do.
     """
     rng = np.random.default_rng([o.seed, 2])
-    leaning, quality = rng.normal(0, 0.7, o.num_users), rng.normal(0, 0.7, o.num_items)
-    taste = rng.normal(0, 1.5, (o.num_users, o.num_clusters))
+    leaning, quality = rng.normal(0, 0.5, o.num_users), rng.normal(0, 0.5, o.num_items)
+    taste = rng.normal(0, 3.0, (o.num_users, o.num_clusters))
     return 1 / (1 + np.exp(-(leaning[users] + quality[items] + taste[users, clusters])))

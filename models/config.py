@@ -28,7 +28,7 @@ from data.types import DataError, shown
 from models.attention import ATTENTION, attention_config
 from models.contract import AttentionKind, LayerSizes, Strict
 from models.heads import DotConfig, HeadConfig
-from models.strict_yaml import ConfigError, parse_yaml, read_config
+from models.strict_yaml import ConfigError, _Loader, parse_yaml, read_config  # noqa: F401 (_Loader: for checks of it)
 from models.tasks.options import RetrievalConfig, TaskConfig
 
 

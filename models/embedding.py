@@ -26,10 +26,10 @@ def truncated_normal_(weight: Tensor, std: float) -> Tensor:
 class InputEmbedding(nn.Module):
     """x[t] = item embedding * sqrt(E) (+ action embedding) + position embedding, then dropout: [T, E].
 
-    In a ranking batch x[t] is the embedding of the token's item or of its action, whichever the token stands for, *
-    sqrt(E) + position embedding. Positions count from the oldest event of the window. Tables start truncated normal,
-    items (and actions) with standard deviation 0.02, positions with E ** -0.5. (The published HSTU then draws the
-    latter anew, Xavier normal: no gain after 101 epochs, docs/evaluation.md.)
+    In a ranking batch x[t] of an item token is its item's embedding, of an action token the sum of its action's and its
+    item's, * sqrt(E), + position embedding. Positions count from the oldest event of the window. Tables start truncated
+    normal, items (and actions) with standard deviation 0.02, positions with E ** -0.5. (The published HSTU then draws
+    the latter anew, Xavier normal: no gain after 101 epochs, docs/evaluation.md.)
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class InputEmbedding(nn.Module):
         rows = looked_up["item"].values()
         more = looked_up["action"].values() if "action" in features else None
         if isinstance(batch, RankingBatch):
-            rows, more = torch.where(batch.is_action[:, None], more, rows), None
+            rows, more = torch.where(batch.is_action[:, None], more + rows, rows), None
         dropout = self.dropout if self.training else 0.0
         if rows.is_cuda and batch.cut is None:
             # The kernels draw their mask from a seed of their own.

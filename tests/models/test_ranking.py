@@ -81,9 +81,7 @@ def test_an_action_of_an_item_token_is_never_looked_at():
     split = Split(np.array([0]), np.array([0]), np.array([15]), np.array([0]))
     (batch,) = build_task(config).batches(dataset, split, batch_size=1, shuffle=False).epoch(0)
     other = torch.where(batch.is_action, batch.actions, 1 - batch.actions)
-    changed = replace(
-        batch, actions=other, labels=-batch.labels, item_ids=torch.where(batch.is_action, 0, batch.item_ids)
-    )
+    changed = replace(batch, actions=other, labels=-batch.labels)
     assert torch.equal(model.raw_output(batch)[0], model.raw_output(changed)[0])
 
 
@@ -203,3 +201,13 @@ def test_batches_of_any_size_predict_alike():
     assert (found[0].events == found[1].events).all() and (np.diff(found[0].events) > 0).all()
     np.testing.assert_allclose(found[0].probabilities, found[1].probabilities, atol=1e-6)
     assert (found[0].labels[:, 0] == (dataset.actions[found[0].events] == 1)).all()
+
+
+def test_outputs_of_retrieval_are_refused(tmp_path, capsys):
+    path, run = tmp_path / "t.yaml", tmp_path / "run"
+    path.write_text(json.dumps(CONFIG | {"train": CONFIG["train"] | {"epochs": 1}}))
+    assert train.main([str(path), "--run", str(run)]) == 0
+    for option in (["--sampled", "5"], ["--predict", str(tmp_path / "p.csv")], ["--kv-cache", "rotatekv"]):
+        capsys.readouterr()
+        assert evaluation.main([str(run), *option]) == 2
+        assert "task.kind=ranking scores the items that it is given" in capsys.readouterr().err
