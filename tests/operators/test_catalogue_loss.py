@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from hstu_sparse import catalogue_loss, jagged
+from hstu_sparse.launch import override
 from tests.random.cases.catalogue_loss import check
 
 T, I, E, K = 9, 7, 5, 4
@@ -210,10 +211,10 @@ def test_products_with_a_small_catalogue_in_chunks(monkeypatch):
 
 @interpreter
 @pytest.mark.parametrize("name", ["whole catalogue", "no normalisation", "several chunks", "negatives of the batch"])
-def test_kernels_with_tensor_descriptors(name, monkeypatch):
+def test_kernels_with_tensor_descriptors(name):
     launches = pytest.importorskip("hstu_sparse.cross_entropy.launches")
-    monkeypatch.setattr(launches, "overrides", {part: {"TMA": True} for part in ("fwd", "dout", "ditems")})
-    check("cpu", **{**CASE, **CASES[name]})
+    with override(launches.product_config, lambda config, *_: config | {"TMA": True}):
+        check("cpu", **{**CASE, **CASES[name]})
 
 
 @interpreter
