@@ -159,3 +159,10 @@ def test_no_function_hides_a_module():
     import hstu_sparse
 
     assert not [name for name in hstu_sparse.__all__ if f"hstu_sparse.{name}" in MODULES]
+
+
+def test_the_operators_are_imported_without_what_takes_long():
+    """torch._dynamo and triton take about a second each to import: a first call pays for that, not `import`."""
+    code = "import sys, hstu_sparse, models.config; print([m for m in ('torch._dynamo', 'triton') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr[-2000:]

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 
-from hstu_sparse.launch import architecture
 from hstu_sparse.registration import Operator
 from hstu_sparse.ring.flash.problem import Options
 
@@ -44,9 +43,11 @@ def _installed() -> bool:
 INSTALLED = _installed()
 
 
-@torch.compiler.assume_constant_result
 def _architecture(device: int) -> int:
-    return architecture(torch.device("cuda", device))
+    """Return the compute capability of a CUDA device, a constant under torch.compile."""
+    from hstu_sparse.ring.flash.capability import constant_architecture  # imports torch._dynamo
+
+    return constant_architecture(device)
 
 
 def lacks(q: torch.Tensor, value_size: int, options: Options) -> str | None:

@@ -1,0 +1,14 @@
+"""The compute capability of a GPU as a constant of torch.compile.
+
+A module of its own: the decorator imports torch._dynamo, which takes a second that no other use of the package needs.
+"""
+
+import torch
+
+from hstu_sparse.launch import architecture
+
+
+@torch.compiler.assume_constant_result
+def constant_architecture(device: int) -> int:
+    """Return the compute capability of the CUDA device with this index as one number, 90 for 9.0."""
+    return architecture(torch.device("cuda", device))
