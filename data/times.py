@@ -13,8 +13,8 @@ from .types import DataError, shown
 
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
-# Of a number of each unit: from 1973 on, and below the year 5138 (ns: as far as int64 goes). Smaller ones may be times
-# since the start of something.
+# The numbers that each unit takes for times: from 1973 on, and below the year 5138 (ns: as far as int64 goes). Smaller
+# ones may be times since the start of something.
 BANDS = {"s": (10**8, 10**11), "ms": (10**11, 10**14), "us": (10**14, 10**17), "ns": (10**17, 2**63 - 1)}
 LAST_SECOND = 2**63 // 10**9  # of a time in nanoseconds: in the year 2262
 

@@ -79,7 +79,7 @@ def device_cells(num_buckets: int, device: torch.device) -> torch.Tensor:
 
 
 def num_time_buckets(time: torch.Tensor | None) -> int | None:
-    """Of a time table's buckets those that a difference can fall into; None without a table."""
+    """Return how many buckets of a time table a difference can fall into; None without a table."""
     return None if time is None else min(time.shape[0] - 1, MAX_BUCKETS)
 
 

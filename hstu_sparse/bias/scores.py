@@ -98,9 +98,9 @@ def pair_bias(distance, seen, query_times, key_times, position, time, cells, pos
 
 @triton.jit
 def read_ahead(start, last, bias, OTHER: tl.constexpr, ASM: tl.constexpr):
-    """Of the narrow tile with the block from `start` on: (its entry, the bias of its lowest bucket, the next entry).
+    """Return (entry, bias of its lowest bucket, next entry) of the narrow tile whose block begins at `start`.
 
-    From `last` on there is none: what stands there may be anything.
+    From `last` on there is no narrow tile, and the result may be anything.
     """
     entries = bias.entries + start // OTHER
     entry = tl.where(start < last, scalar(entries, ASM).to(tl.int32), 0)

@@ -3,8 +3,8 @@
 b(t, s) is defined in hstu_sparse/bias/relative.py. Letters: T tokens of the batch, N max_seq_len, BM queries and BN
 keys of a tile. A tile is [queries, keys], queries on its axis 0, or [keys, queries]: AXIS is the axis of the queries.
 
-Of a tile of queries and a chosen block the plan has the entry (buckets.py): most lie so far apart that it is narrow.
-Everywhere else, next to the diagonal and for mean keys, each pair's bucket is looked up.
+The plan holds the entry (buckets.py) of each tile of queries with each chosen block: most lie so far apart that it is
+narrow. Everywhere else, next to the diagonal and for mean keys, each pair's bucket is looked up.
 """
 
 from collections.abc import Sequence
