@@ -20,7 +20,7 @@ from .sequences import read_sequences
 from .sources import RawFile, unpacked
 from .text import read_text
 from .times import NAMES, to_seconds
-from .types import DataError, Dataset, shown
+from .types import ACTION_CODES, DataError, Dataset, shown
 from .values import Readings
 
 READERS = {"text": read_text, "sequences": read_sequences, "parquet": read_parquet}
@@ -82,7 +82,7 @@ def read_raw(
         action_names = names_of(fmt.action_codes)
     if action_names:
         codes = [f"{shown(text)} {code}" for code, text in enumerate(action_names[:NOTED_ACTIONS]) if text]
-        notes.append(f"codes of the actions: {', '.join(codes)}{', ...' if len(action_names) > len(codes) else ''}")
+        notes.append(f"{ACTION_CODES}{', '.join(codes)}{', ...' if len(action_names) > len(codes) else ''}")
     user_ids, users = _number(frame["user"], first, "user")
     item_ids, items = _number(frame["item"], first, "item")
     columns = {"user": users, "item": items}

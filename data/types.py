@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+ACTION_CODES = "codes of the actions: "  # how the note begins that says which code each text of an action got
+
 
 class DataError(ValueError):
     """Something is wrong with the user's data or data options. `str(error)` is one line that says what and where."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .filtering import offsets_of
-from .types import DataError, Dataset, shown
+from .types import ACTION_CODES, DataError, Dataset, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,8 @@ def in_terms_of(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int =
         "events": dataset.num_events - len(index),
         "users": int(np.count_nonzero(~stay)),
     }
-    notes = dataset.notes
+    # The codes that these data had by themselves are not those of the model.
+    notes = tuple(note for note in dataset.notes if not note.startswith(ACTION_CODES))
     if any(left_out.values()):
         notes += (
             f"{left_out['items']:,} items are not known to the trained model; left out: {left_out['events']:,} of "

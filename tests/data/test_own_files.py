@@ -309,7 +309,9 @@ def test_actions_of_new_data_have_the_codes_of_the_old(load):
 
     vocabulary = vocabulary_of(load("csv", ACTIONS, columns=HOW))
     new = ACTIONS.splitlines()[0] + "\n5,1,1,buy\n5,2,2,buy\n5,3,3,view\n"
-    assert load("csv", new, columns=HOW, vocabulary=vocabulary).actions.tolist() == [1, 1, 0]
+    dataset = load("csv", new, columns=HOW, vocabulary=vocabulary)
+    assert dataset.actions.tolist() == [1, 1, 0]
+    assert not any("codes of the actions" in note for note in dataset.notes)  # those of the new file alone
     assert "action 'like' is not known to the trained model, which knows view, buy, cart" in error_of(
         load, "csv", new + "5,1,9,like\n", columns=HOW, vocabulary=vocabulary
     )
