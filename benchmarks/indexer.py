@@ -196,7 +196,7 @@ def check_sparse(tokens, length, lists):
     weights = (torch.einsum("thd,tkd->thk", q.float()[some], keys) * SIZE**-0.5).softmax(-1)
     expected = weights @ values
     assert (out[some] - expected).norm() < 5e-3 * expected.norm(), "sparse attention: wrong output"
-    # Of those tokens' outputs alone.
+    # Only those tokens' outputs get a gradient.
     grad = torch.zeros_like(out)
     grad[some] = torch.randn_like(grad[some])
     dq, dk, dv = within_lists(lists, lambda: torch.autograd.grad(out, (q, k, v), grad))()

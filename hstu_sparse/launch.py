@@ -46,7 +46,7 @@ def _capability(device: torch.device) -> int:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 2 where kernels are interpreted."""
+    """Return the number of multiprocessors of a GPU (2 in the interpreter)."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 

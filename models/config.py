@@ -137,8 +137,8 @@ class ModelConfig(Strict):
     head: HeadConfig = DotConfig()
     dropout: float = Field(0.0, ge=0, lt=1)
     action_embedding: bool = False
-    # Of the item table (and the actions'), its gradient and what the optimiser keeps of it. A large catalogue takes
-    # half the memory in bfloat16; updates below 1/256 of a weight are then lost.
+    # The dtype of the item table (and the actions'), its gradient and what the optimiser keeps of it. A large catalogue
+    # takes half the memory in bfloat16; updates below 1/256 of a weight are then lost.
     table_dtype: Literal["float32", "bfloat16"] = "float32"
     # One mapping for all layers, or one for each.
     attention: Annotated[list[AttentionConfig], BeforeValidator(_as_list)]
@@ -214,7 +214,7 @@ class TrainConfig(Strict):
     warmup_steps: int = Field(0, ge=0)
     # What the learning rate does behind the warm-up: stay, or fall to 0 at the last step.
     decay: Literal["none", "linear", "cosine"] = "none"
-    # Of an exponential moving average of the weights, by which the run is then judged; absent, no average.
+    # Decay of an exponential moving average of the weights, by which the run is then judged; absent, no average.
     ema_decay: float | None = Field(None, gt=0, lt=1)
     clip_norm: float | None = Field(None, gt=0)
     autocast: Literal["none", "bf16"] = "none"

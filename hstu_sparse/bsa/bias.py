@@ -273,7 +273,7 @@ def add_block_times(gradients, ds, bias, entry, queries, keys, SUMS: tl.constexp
 def add_gathered(tables, ds, bias, entry, queries, keys, ASM: tl.constexpr):
     """The tables' gradients += a tile of ds, [keys, queries], of gathered queries; entry: [BM], of each.
 
-    Of the time table a query adds one sum for its lowest bucket, and one for each edge.
+    To the time table a query adds one sum for its lowest bucket, and one for each edge.
     """
     BM: tl.constexpr = ds.shape[1]
     scale = 1.0 if tables.unit is None else tl.load(tables.unit)

@@ -153,7 +153,7 @@ class Problem:
         return min(slots, 4) if few else self.together(size, slots)
 
     def options(self, kernel: str) -> dict:
-        """Of a kernel, as its launch wants them."""
+        """Return a kernel's launch configuration as keyword arguments."""
         return {name: x for name, x in asdict(self.launch[kernel]).items() if x is not None}
 
     def tma(self, rows: int, *tensors: Tensor) -> list | None:

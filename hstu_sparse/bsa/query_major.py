@@ -128,7 +128,7 @@ def means(mine, j, c, known, BS: tl.constexpr):
 
 @triton.jit
 def chosen_block(chosen, place, e, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
-    """Of the chosen keys e .. e + BN - 1, which lie in one block: (the first one's position, their block's entry).
+    """Return (position of the first, entry of their block) of the chosen keys e .. e + BN - 1, which lie in one block.
 
     place: the queries' first one in `chosen`. Not by tl.load, which Triton would move through shared memory, one load's
     time before what hangs on it.

@@ -145,7 +145,7 @@ def plan_splits(rows: int, walked: int, config: dict, device: torch.device, row_
 
 
 def _gather_tile(width: int) -> dict:
-    """Of a token's negatives at a time: loads wait for each other, so many small programs do better than few."""
+    """Return how many of a token's negatives a program takes at a time: loads wait for each other, so a few."""
     return dict(ROWS=max(1, min(8, 1024 // width)), num_warps=1)
 
 

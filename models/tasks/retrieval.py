@@ -176,7 +176,7 @@ class Retrieval(Task):
 
 
 def samples(dataset: Dataset, chosen: Split, lists: np.ndarray) -> list[dict]:
-    """Of the first users of a split: the last events before the target, the target, the head of the model's list."""
+    """Return, for a split's first users, the last events before the target, the target and the head of the list."""
     ids, found = dataset.item_ids, []
     for user, begin, end, items in zip(chosen.users, chosen.begin, chosen.end, lists[:SAMPLES, :SAMPLE_LENGTH]):
         history = dataset.items[max(begin, end - 1 - SAMPLE_LENGTH) : end - 1]

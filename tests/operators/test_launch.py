@@ -113,7 +113,7 @@ VALUES = {
 
 @pytest.mark.parametrize("parameter", ["plain", "value", "alignment"])
 def test_keys_differ_exactly_where_triton_s_do(parameter):
-    """Of each two values of a parameter, with and without its exemptions."""
+    """Keys differ for two values of a parameter exactly where Triton's do, with and without its exemptions."""
     kernel = Recorded()
     flags = {p.name: (p.do_not_specialize, p.do_not_specialize_on_alignment) for p in kernel.params}
     place = list(flags).index(parameter)
