@@ -194,12 +194,8 @@ def last_targets(batch: Batch) -> Tensor:
     return batch.target_ids[batch.seq_offsets[1:] - 1]
 
 
-def model_scorer(model: nn.Module, autocast: bool = False) -> Callable[[Batch], Scores]:
-    """Score of each sequence's last output with every item, fp32. Puts the model into eval mode.
-
-    The cosine, or what the model's head makes of the two.
-    """
-    model.eval()
+def output_scorer(model: nn.Module) -> Callable[[Tensor], Scores]:
+    """Score of outputs [B, E] of length one with every item, fp32: the cosine, or what the model's head makes of both."""
     table = model.item_weight.detach()
 
     @torch.no_grad()
@@ -209,20 +205,29 @@ def model_scorer(model: nn.Module, autocast: bool = False) -> Callable[[Batch], 
     # Of a small catalogue once, of a large one tile by tile: prepared, it would be a second table.
     whole = prepared(table) if table.numel() <= 4 * TILE else None
 
-    @torch.no_grad()
-    def score(batch: Batch) -> Scores:
-        with torch.autocast(table.device.type, torch.bfloat16, enabled=autocast):
-            out, _ = model(batch)
-        last = out[batch.seq_offsets[1:] - 1]
-
+    def score(out: Tensor) -> Scores:
         @torch.no_grad()
         def tile(begin: int, end: int) -> Tensor:
             if model.head is not None:
                 items = model.head.items(table[begin:end]) if whole is None else whole.rows(begin, end)
-                return model.head.scores_of_all(last, items)
-            return last @ (prepared(table[begin:end]) if whole is None else whole[begin:end]).T
+                return model.head.scores_of_all(out, items)
+            return out @ (prepared(table[begin:end]) if whole is None else whole[begin:end]).T
 
-        return Scores(len(last), len(table), tile)
+        return Scores(len(out), len(table), tile)
+
+    return score
+
+
+def model_scorer(model: nn.Module, autocast: bool = False) -> Callable[[Batch], Scores]:
+    """Score of each sequence's last output with every item, as `output_scorer`. Puts the model into eval mode."""
+    model.eval()
+    scores_of = output_scorer(model)
+
+    @torch.no_grad()
+    def score(batch: Batch) -> Scores:
+        with torch.autocast(model.item_weight.device.type, torch.bfloat16, enabled=autocast):
+            out, _ = model(batch)
+        return scores_of(out[batch.seq_offsets[1:] - 1])
 
     return score
 
