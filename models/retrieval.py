@@ -195,7 +195,7 @@ def last_targets(batch: Batch) -> Tensor:
 
 
 def output_scorer(model: nn.Module) -> Callable[[Tensor], Scores]:
-    """Score of outputs [B, E] of length one with every item, fp32: the cosine, or what the model's head makes of both."""
+    """Score of outputs [B, E] of length one with every item, fp32: the cosine, or what the head makes of the two."""
     table = model.item_weight.detach()
 
     @torch.no_grad()
