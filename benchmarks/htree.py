@@ -47,7 +47,7 @@ def inputs(length, heads, kv_heads, size, dtype):
     ]
 
 
-def run_ours(shape, options, deterministic=False, tiles=None):
+def run_ours(shape, options, deterministic=False, config=None):
     from hstu_sparse import htree_attention
     from hstu_sparse.htree import launch
     from hstu_sparse.launch import override
@@ -64,7 +64,7 @@ def run_ours(shape, options, deterministic=False, tiles=None):
 
     def within(function):
         def run():
-            with override(launch.tiles, lambda found, *_: tiles or found):
+            with override(launch.walk_config, lambda found, *_: config or found):
                 return function()
 
         return run
@@ -120,12 +120,12 @@ def run_sdpa(shape, backend, gqa):
 
 def sweep():
     """Launch options of the two walking kernels that are worth a look."""
-    from hstu_sparse.htree.launch import Tile
+    from hstu_sparse.htree.launch import TILE
+    from hstu_sparse.launch import LaunchConfig
 
     options = [(2, 128, 16), (3, 128, 16), (4, 128, 16), (3, 168, 12), (4, 168, 12), (3, 96, 20), (2, None, 8)]
     for stages, registers, programs in options:
-        tile = Tile(1, stages, registers, programs)
-        yield {"fwd": tile, "bwd": tile}
+        yield LaunchConfig(1, stages, registers, programs=programs, BN=TILE)
 
 
 def cases(arguments):

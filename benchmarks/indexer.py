@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from run import Case
 
-from hstu_sparse.launch import override
+from hstu_sparse.launch import LaunchConfig, override
 
 ROWS, KEYS, OFFSET, HEADS, SIZE = 4096, 8192, 4096, 16, 128
 TOKENS, LENGTH, TOP_K, INDEX_HEADS, INDEX_SIZE = 131072, 65536, 1024, 4, 64
@@ -251,15 +251,15 @@ def check_indexer(tokens, length):
 # Other launch options: what the constants in the launchers were chosen from.
 
 
-def tuned(configuration, value, setup):
-    """setup() with this value of a configuration whenever one of its parts runs."""
+def tuned(configuration, change, setup):
+    """setup() with a configuration changed whenever one of its parts runs."""
 
     def run():
-        with override(configuration, lambda *_: value):
+        with override(configuration, change):
             parts = setup()
 
         def within(function):
-            with override(configuration, lambda *_: value):
+            with override(configuration, change):
                 return function()
 
         return {part: functools.partial(within, function) for part, function in parts.items()}
@@ -270,31 +270,36 @@ def tuned(configuration, value, setup):
 def tuning(tokens, length):
     from hstu_sparse.indexer import launch_attention, launch_indexer, launch_loss
 
-    for top_k, *sizes in (
+    for top_k, block, held, warps, stages in (
         (512, 128, 4, 4, 4), (512, 128, 4, 8, 4), (512, 64, 8, 4, 4), (512, 64, 8, 4, 5), (512, 64, 0, 4, 5),
         (2048, 256, 8, 8, 5), (2048, 256, 8, 8, 4), (2048, 256, 8, 16, 5), (2048, 128, 16, 8, 5), (2048, 64, 0, 4, 5),
         (2048, 128, 0, 4, 5),
     ):  # fmt: skip
-        option = launch_loss.Launch(*sizes)
+        config = LaunchConfig(warps, stages, BLOCK=block, HELD=held)
         setup = functools.partial(run_loss, top_k, "triton", False)
-        yield Case(f"loss {tuple(sizes)}", {"top_k": top_k}, tuned(launch_loss.options, option, setup))
+        change = lambda *_, config=config: config
+        yield Case(f"loss {config}", {"top_k": top_k}, tuned(launch_loss.loss_config, change, setup))
     shape = dict(tokens=tokens, length=length)
     for block, warps, stages in ((64, 4, 3), (64, 4, 5), (64, 4, 7), (32, 4, 5), (32, 2, 5), (32, 4, 7), (128, 8, 5)):
-        option = launch_attention.Launch(block, warps, stages)
-        forward = {"fwd": option, "bwd": option}
+        config = LaunchConfig(warps, stages, BLOCK=block)
         setup = functools.partial(run_sparse, tokens, length, backward=False)
-        yield Case(f"attention fwd {tuple(option)}", shape, tuned(launch_attention.launches, forward, setup))
+        change = lambda *_, config=config: config
+        yield Case(f"attention fwd {config}", shape, tuned(launch_attention.attention_config, change, setup))
     for block, warps, stages in ((64, 4, 2), (64, 4, 5), (64, 8, 5), (32, 4, 3), (32, 4, 5), (16, 4, 3)):
-        both = {"fwd": launch_attention.Launch(64, 4, 3), "bwd": launch_attention.Launch(block, warps, stages)}
+        config = LaunchConfig(warps, stages, BLOCK=block)
         setup = functools.partial(run_sparse, tokens, length)
-        yield Case(f"attention bwd {tuple(both['bwd'])}", shape, tuned(launch_attention.launches, both, setup))
-    for capacity, sample, rows, block, *others in (
+        change = lambda found, kernel, *_, config=config: config if kernel == "bwd" else found
+        yield Case(f"attention bwd {config}", shape, tuned(launch_attention.attention_config, change, setup))
+    for capacity, sample, rows, block, warps, stages in (
         (3072, 4096, 64, 64, 4, 3), (3072, 2048, 64, 64, 4, 3), (4096, 2048, 64, 64, 4, 3), (3072, 4096, 64, 64, 4, 4),
         (3072, 4096, 64, 32, 4, 3), (3072, 4096, 128, 32, 8, 3),
     ):  # fmt: skip
-        sizes = launch_indexer.Sizes(capacity, sample, rows, block, INDEX_HEADS, *others)
+        config = LaunchConfig(warps, stages, ROWS=rows, BLOCK=block, HEADS=INDEX_HEADS)
         setup = functools.partial(run_indexer, tokens, length, backward=False)
-        yield Case(f"indexer {tuple(sizes)}", shape, tuned(launch_indexer.sizes, sizes, setup))
+        change, sampled = lambda *_, config=config: config, lambda *_, sizes=(capacity, sample): sizes
+        setup = tuned(launch_indexer.choice_config, change, setup)
+        label = f"indexer {capacity} of {sample}, {config}"
+        yield Case(label, shape, tuned(launch_indexer.sample_config, sampled, setup))
 
 
 def cases(arguments):

@@ -1,4 +1,4 @@
-"""What every launcher of Triton kernels needs on the host: sizes of tiles, precision of products, layout of rows.
+"""What every launcher of Triton kernels needs on the host: configurations, precision of products, the launch itself.
 
 Imports no triton, so that `import hstu_sparse` works where it is absent.
 
@@ -84,25 +84,63 @@ def precision(dtype: torch.dtype, parts: str = "ieee") -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else parts
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x [T, H, D] with rows that can be read 16 bytes at a time: x itself, or a copy, heads padded with zeros.
+class LaunchConfig:
+    """How one kernel is launched: the sizes of its tiles with its other constants, and Triton's options.
 
-    The views of a fused projection pass as they are. The copy costs less than reading a head of, say, 25 two bytes at a
-    time, once for every block; zeros change no sum.
+    `run(kernel, grid, *arguments, **config)` hands all of it to the kernel but `programs`; `config.BLOCK_M` reads one
+    setting, `config.replace(BLOCK_M=64)` is another configuration. Cached and shared, so nothing can be assigned.
+
+    Args:
+        num_warps, num_stages, maxnreg: Triton's options; None leaves it to Triton.
+        programs: the number of programs that a multiprocessor is given at once, for launchers that divide work by it.
+        settings: constants of the kernel by name, and Triton's other options (enable_fp_fusion).
     """
-    size = x.shape[-1]
-    if size % 16:
-        return torch.nn.functional.pad(x, (0, 16 - size % 16))
-    *strides, last = x.stride()
-    whole = last == 1 and not any([stride % 16 for stride in strides]) and x.data_ptr() % 16 == 0
-    return x if whole else x.clone(memory_format=torch.contiguous_format)
+
+    def __init__(
+        self,
+        num_warps: int,
+        num_stages: int | None = None,
+        maxnreg: int | None = None,
+        *,
+        programs: int | None = None,
+        **settings,
+    ):
+        options = dict(num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
+        settings |= {name: value for name, value in options.items() if value is not None}
+        self.__dict__.update(settings, programs=programs)
+        self.__dict__["_settings"] = settings
+
+    def __setattr__(self, name: str, value):
+        raise AttributeError(f"a LaunchConfig is not changed: use replace({name}=...)")
+
+    def keys(self):
+        return self._settings.keys()
+
+    def __getitem__(self, name: str):
+        return self._settings[name]
+
+    def replace(self, **changes) -> "LaunchConfig":
+        return LaunchConfig(**{"programs": self.programs, **self, **changes})
+
+    def __eq__(self, other):
+        return isinstance(other, LaunchConfig) and vars(self) == vars(other)
+
+    def __hash__(self):
+        return hash((self.programs, *sorted(self._settings.items())))
+
+    def __repr__(self):
+        given = self._settings | ({} if self.programs is None else {"programs": self.programs})
+        return f"LaunchConfig({', '.join(f'{name}={value}' for name, value in given.items())})"
 
 
 _overrides: dict[Callable, Callable] = {}
 
 
 def configuration(function: Callable) -> Callable:
-    """Decorates a function that chooses how kernels are launched: it is cached, and `override` changes what it says."""
+    """Decorates a function that chooses how a kernel is launched (a `LaunchConfig`, or one choice between ways).
+
+    It is cached, and `override` changes what it says.
+    """
     cached = functools.cache(function)
 
     @functools.wraps(function)

@@ -23,8 +23,9 @@ from hstu_sparse.bsa import blocks, key_major, means_major, query_major
 from hstu_sparse.bsa.bias import TableGradients, Tables, pair_norms
 from hstu_sparse.bsa.lists import invert
 from hstu_sparse.bsa.query_major import Chosen, Gates, Strides
-from hstu_sparse.launch import aligned, architecture, cdiv, configuration, next_power_of_2, padded_head, precision, run
+from hstu_sparse.launch import architecture, cdiv, configuration, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
+from hstu_sparse.rows import as_rows
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_COUNTS = 128
@@ -211,7 +212,7 @@ def launch_forward(*arguments):
     tables, entries = Tables(a.position, a.time, a.plan), new_entries(a, indices)
     if p.T == 0 or p.H == 0:
         return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar, tables.new(q), entries
-    q, k, v = aligned(q), aligned(k), aligned(v)
+    q, k, v = as_rows(q, k, v)
     gates = contiguous_gates(a)
     halves = tables.halved(q)
     bias = tables.bias(halves)
@@ -281,7 +282,7 @@ def launch_backward(do, *arguments):
     if p.T == 0 or p.H == 0:
         given = (a.q, a.k, a.v, *given_gates, *(x for x in (a.position, a.time) if x is not None))
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given]
-    do, q, k, v = aligned(do), aligned(a.q), aligned(a.k), aligned(a.v)
+    do, q, k, v = as_rows(do, a.q, a.k, a.v)
     gates = contiguous_gates(a)
     made = Tables(a.position, a.time, a.plan)
     bias = made.bias(halves)

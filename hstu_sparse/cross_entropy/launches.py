@@ -36,6 +36,7 @@ from hstu_sparse.cross_entropy.sampled import (
 )
 from hstu_sparse.launch import INTERPRET, cdiv, configuration, next_power_of_2, run
 from hstu_sparse.registration import Operator
+from hstu_sparse.rows import as_rows
 
 LOG2E = math.log2(math.e)
 # Logits within this of 0, in base 2, need no running maximum: 2^-(2 * 60) is a number in fp32.
@@ -175,8 +176,7 @@ class _Call:
             raise ValueError(f"the kernels take T and I below 2^31, got {len(out)} and {len(items)}")
         self.T, self.E = out.shape
         self.I = len(items)
-        self.out = out if out.stride(1) == 1 else out.contiguous()
-        self.items = items if items.stride(1) == 1 else items.contiguous()
+        self.out, self.items = as_rows(out, items, align=False)
         self.targets = targets.to(torch.int32)
         if self.targets.data_ptr() % 16:  # a tensor descriptor's base
             self.targets = self.targets.clone()
@@ -205,7 +205,7 @@ class _Call:
 
     def gathered(self) -> tuple[Tensor, Tensor | None]:
         """The table as rows are gathered from it: contiguous [I, WIDTH], and its rows' scales, if they are few."""
-        table = launch.aligned(self.items).contiguous()
+        table = as_rows(self.items)[0].contiguous()
         few = self.normalize and self.I <= FEW_ITEMS
         return table, self.scales(self.items, 1.0, None) if few else None
 
@@ -255,7 +255,7 @@ def _forward(*arguments):
     config = config_of("fwd", call.out)
     splits, per_split = plan_splits(call.T, W, config, call.out.device, 4)
     partial = call.new(splits, call.T)
-    out, matrix = launch.aligned(call.out), launch.aligned(matrix)
+    out, matrix = as_rows(call.out, matrix)
     walk, lengths, tma = _walk(config, matrix, item_scale if call.normalize else None)
     if call.T:
         run(
@@ -330,7 +330,7 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
         item_sum = call.sum(call.items, item_scale, None)
         out_sum = call.sum(call.out, row_scale if call.normalize else None, call.targets)
     W = len(matrix)
-    out, matrix = launch.aligned(call.out), launch.aligned(matrix)
+    out, matrix = as_rows(call.out, matrix)
     shape = dict(E=out.shape[1], NORMALIZE=call.normalize, PRECISION=call.precision)
     marks, mark_sizes = None, (1, 1)
     if call.skip and not sampled:

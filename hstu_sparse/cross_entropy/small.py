@@ -20,6 +20,7 @@ from hstu_sparse.cross_entropy.rows import (
     catalogue_loss_merge_bwd_ditems_kernel,
     catalogue_loss_merge_bwd_dout_kernel,
 )
+from hstu_sparse.rows import as_rows
 
 # Logits whose gradients are held at a time, about.
 HELD = 2**26
@@ -74,9 +75,9 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def _padded(x: Tensor, rows: int) -> Tensor:
+def _with_zero_rows(x: Tensor, rows: int) -> Tensor:
     """x with rows and columns of zeros that make products of it aligned."""
-    x = launch.aligned(x)
+    (x,) = as_rows(x)
     return x if len(x) == rows else torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))
 
 
@@ -96,16 +97,12 @@ def _width(call) -> int:
     return launch.cdiv(call.I, 16) * 16
 
 
-def _rows(K: int) -> int:
-    return max(16, min(launch.next_power_of_2(K), 128))
-
-
 def backward(call, grad, lse, positive, inverse_count, picked, dout, along) -> Tensor:
     """Writes dout and along; returns the items' gradient."""
     row_scale = call.scales(call.out, call.scale, call.temperature)
     width = _width(call)
     # Rows are scaled before the products: fp16 has no exponents for a small probability times 1 / |item|.
-    out, items = launch.aligned(call.out), _padded(call.items, width)
+    (out,), items = as_rows(call.out), _with_zero_rows(call.items, width)
     rows = torch.mul(out, row_scale[:, None], out=torch.empty_like(out)) if call.normalize else out
     columns = items
     if call.normalize:
@@ -119,7 +116,7 @@ def backward(call, grad, lse, positive, inverse_count, picked, dout, along) -> T
         launch.run(
             catalogue_loss_pick_bwd_kernel, end - begin,
             gradients, width, call.targets, call.negatives, picked, lse, positive, factor, begin, call.K,
-            ROWS=_rows(call.K), OTHERS=32, ZEROS=1024, num_warps=4,
+            ROWS=max(16, min(launch.next_power_of_2(call.K), 128)), OTHERS=32, ZEROS=1024, num_warps=4,
         )  # fmt: skip
         part = _product(gradients, columns)[:, : call.E]
         part = part.mul_(1 / factor).contiguous() if factor != 1 else part.contiguous()

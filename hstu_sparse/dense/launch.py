@@ -28,8 +28,8 @@ from hstu_sparse.dense.plan import (
     with_backward,
 )
 from hstu_sparse.launch import INTERPRET, allow_descriptors, cdiv, padded_head, precision, run
-from hstu_sparse.padding import padded
 from hstu_sparse.registration import Operator
+from hstu_sparse.rows import as_rows
 
 # Copies of the time bias's sums, which keep the programs' additions from queueing at one address.
 _COPIES = 1 if INTERPRET else 64
@@ -59,7 +59,7 @@ class _Case(NamedTuple):
 
 @functools.cache
 def _constants(case: _Case) -> dict:
-    """An attention kernel's constants but for its configuration. `aligned` pads the heads."""
+    """An attention kernel's constants but for its configuration. `as_rows` pads the heads."""
     d, v, f = cdiv(case.d, 16) * 16, cdiv(case.v, 16) * 16, case.features
     # Wider than a tile of fp32 is high: see `bwd_dq_config`.
     least = 32 if f.dtype == torch.float32 else 16
@@ -84,7 +84,7 @@ class _Launch:
         self.features = purpose.features
         self.plan = AttentionPlan.of_flat(purpose, plan)
         self.d_out, self.v_out = q.shape[2], v.shape[2]
-        self.q, self.k, self.v = padded(q, k, v)
+        self.q, self.k, self.v = as_rows(q, k, v)
         self.strides = *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2]
         self.scale, self.normalizer = scale, normalizer
         self.empty = purpose.total == 0 or purpose.num_seqs == 0
@@ -152,7 +152,7 @@ class _Launch:
         if self.empty:
             return [dq, dk, dv, *(x.zero_() for x in given)]
         self.plan = with_backward(self.plan, *self.metadata)
-        (do,) = padded(do)
+        (do,) = as_rows(do)
         purpose, strides = self.plan.purpose, (*self.strides, *do.stride()[:2])
         numbers = (
             *self.metadata[:2], purpose.window_size, 0.5 * self.scale, 0.5 / self.normalizer, self.scale,

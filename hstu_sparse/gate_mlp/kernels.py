@@ -11,6 +11,7 @@ import triton.language as tl
 
 from hstu_sparse.launch import INTERPRET, cdiv, multiprocessors, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
+from hstu_sparse.rows import as_rows
 
 # Programs of the backward kernel for each multiprocessor.
 _RESIDENT = 2
@@ -118,7 +119,7 @@ def _constants(q, w2, hidden: int) -> dict:
 
 def _ready(q, *weights):
     """Channels and weights side by side."""
-    return q if q.stride(2) == 1 else q.contiguous(), *(x.contiguous() for x in weights)
+    return *as_rows(q, align=False), *(x.contiguous() for x in weights)
 
 
 def _forward(*arguments):

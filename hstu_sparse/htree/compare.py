@@ -38,6 +38,7 @@ class KernelWalk:
 def walk_kernel(q, k, v, seq_offsets, max_seq_len, *, compression_rate, top_k, scale, rope_base, positions, trace=True):
     """Runs the forward kernel at some tokens (`positions` [P], indices into T) and brings back what it did."""
     from hstu_sparse.htree import launch
+    from hstu_sparse.rows import as_rows
 
     launch.check_supported(q, k, v, compression_rate, top_k)
     problem = launch.Problem(q, k, v, seq_offsets, max_seq_len, compression_rate, top_k, scale, rope_base)
@@ -51,7 +52,7 @@ def walk_kernel(q, k, v, seq_offsets, max_seq_len, *, compression_rate, top_k, s
         state = torch.full((*shape, problem.BV + 2), torch.nan, device=q.device)
     out, _ = launch.attend(
         problem,
-        launch.adjacent(q),
+        *as_rows(q, align=False),
         launch.grow(problem, k, True),
         launch.grow(problem, v, False),
         positions,

@@ -13,7 +13,6 @@ import functools
 import itertools
 import math
 import struct
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,8 +24,18 @@ from hstu_sparse.htree.forward import htree_attend_fwd_kernel
 from hstu_sparse.htree.layout import depth, tree_layers
 from hstu_sparse.htree.pooling import htree_pool_fwd_kernel, htree_push_bwd_kernel, htree_turn_fwd_kernel
 from hstu_sparse.htree.reference import rope_tables
-from hstu_sparse.launch import cdiv, configuration, multiprocessors, next_power_of_2, padded_head, precision, run
+from hstu_sparse.launch import (
+    LaunchConfig,
+    cdiv,
+    configuration,
+    multiprocessors,
+    next_power_of_2,
+    padded_head,
+    precision,
+    run,
+)
 from hstu_sparse.registration import Operator
+from hstu_sparse.rows import as_rows
 from hstu_sparse.validation import check_kernel
 
 # Positions within a layer take the low bits of a key; what is left of an importance must tell candidates apart.
@@ -39,28 +48,20 @@ TILE = 16
 STEPPED = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Launch options, and programs that an SM is given at once."""
-
-    num_warps: int
-    num_stages: int
-    registers: int | None
-    programs: int
-
-
 @configuration
-def tiles(half: int, value: int, group: int, item: int) -> dict[str, Tile]:
-    """Tiles by kernel for padded sizes: half of the head, values, heads of a group; bytes of an element."""
+def walk_config(kernel: str, half: int, value: int, group: int, item: int) -> LaunchConfig:
+    """The configuration of a walking kernel, "fwd" or "bwd", whose tiles are BN candidates.
+
+    By padded sizes: half of the head, values, heads of a group; bytes of an element.
+    """
     # Registers that a tile's operands and the query take, in units of what a warp has room for.
     load = max(half * 2, value) * group * item // (64 * 16 * 2)
     warps = min(8, max(1, load))
-    alone = None, max(1, 8 // warps)
-    fwd = (128, 16) if load <= 1 and item == 2 else alone
+    registers, programs = (128, 16) if kernel == "fwd" and load <= 1 and item == 2 else (None, max(1, 8 // warps))
     # Three stages: the next tiles are on their way while these are worked on. With one a barrier for shared memory
     # stands between any two loads, and their latencies add up; but the largest heads have no room for more.
     stages = 3 if load <= 1 else 2 if load <= 8 else 1
-    return {"fwd": Tile(warps, stages, *fwd), "bwd": Tile(warps, stages, *alone)}
+    return LaunchConfig(warps, stages, registers, programs=programs, BN=TILE)
 
 
 @functools.lru_cache(maxsize=64)
@@ -95,7 +96,7 @@ class Problem:
         half = self.D // 2
         group, self.BH, self.BV = max(16, next_power_of_2(self.G)), padded_head(half), padded_head(self.V)
         candidates = max(4 * TILE, next_power_of_2(most))
-        self.tiles = tiles(self.BH, self.BV, group, q.dtype.itemsize)
+        self.padded_sizes = self.BH, self.BV, group, q.dtype.itemsize
         # The last two tiles of candidates may reach past the most that there are.
         rows = most + 2 * TILE
         self.cos, self.sin = tables(rows, self.D, self.BH, rope_base, q.device)
@@ -111,25 +112,17 @@ class Problem:
 
     def options(self, kernel: str, items: int) -> tuple[tuple[int], Tensor, dict]:
         """(grid, notes, keywords) of one of the two walking kernels for so many pairs of a token and a head."""
-        tile = self.tiles[kernel]
-        programs = min(items, multiprocessors(self.device) * tile.programs)
+        config = walk_config(kernel, *self.padded_sizes)
+        programs = min(items, multiprocessors(self.device) * config.programs)
         candidates = self.constants["CANDIDATES"]
         size = 2 * self.constants["LIST"] + candidates + cdiv(candidates // 16, 32) * 32
         notes = torch.empty(programs * size, dtype=torch.int32, device=self.device)
-        options = dict(BN=TILE, NOTES=size, num_warps=tile.num_warps, num_stages=tile.num_stages)
-        if tile.registers:
-            options["maxnreg"] = tile.registers
-        return (programs,), notes, self.constants | options
-
-
-def adjacent(x: Tensor) -> Tensor:
-    """x with adjacent channels."""
-    return x if x.stride(2) == 1 else x.contiguous()
+        return (programs,), notes, dict(**self.constants, NOTES=size, **config)
 
 
 def grow(problem: Problem, x: Tensor, keys: bool) -> Tensor:
     """The tree [Hkv * rows, padded width] over tokens x [T, Hkv, width]: all layers, keys turned by RoPE."""
-    p, x = problem, adjacent(x)
+    p, (x,) = problem, as_rows(x, align=False)
     padded = p.BH if keys else p.BV
     # The walk reads a tile to its end: spare rows behind the last.
     nodes = x.new_empty(p.H * p.rows + 2 * TILE, 2 * padded if keys else padded)
@@ -169,7 +162,8 @@ def launch_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_b
     if q.shape[0] == 0:
         return q.new_empty(0, q.shape[1], v.shape[2]), q.new_empty(0, q.shape[1], dtype=torch.float32)
     problem = Problem(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base)
-    return attend(problem, adjacent(q), grow(problem, k, True), grow(problem, v, False))
+    (q,) = as_rows(q, align=False)
+    return attend(problem, q, grow(problem, k, True), grow(problem, v, False))
 
 
 def fixed_units(problem: Problem, do: Tensor, q: Tensor, v: Tensor) -> Tensor:
@@ -192,7 +186,7 @@ def launch_backward(grad, q, k, v, seq_offsets, max_seq_len, rate, top_k, scale,
     if q.shape[0] == 0:
         return [dq, dk, dv]
     p = Problem(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base)
-    q, grad = adjacent(q), adjacent(grad)
+    q, grad = as_rows(q, grad, align=False)
     fixed = torch.are_deterministic_algorithms_enabled()
     units = fixed_units(p, grad, q, v) if fixed else None
     kind = torch.int64 if fixed else torch.float32

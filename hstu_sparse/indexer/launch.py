@@ -68,14 +68,6 @@ def by_lists(deterministic: bool) -> bool:
     return deterministic
 
 
-class Launch(NamedTuple):
-    """Chosen keys per step and Triton's options of one kernel."""
-
-    BLOCK: int
-    num_warps: int
-    num_stages: int
-
-
 def key_block(dtype: torch.dtype, width: int) -> int:
     """Chosen keys per step: as many as leave room in shared memory for a few tiles of `width` in all."""
     if INTERPRET:

@@ -14,7 +14,6 @@ from hstu_sparse.indexer.attention import (
 from hstu_sparse.indexer.launch import (
     POSITION_COPIES,
     TIME_COPIES,
-    Launch,
     by_lists,
     kernel_bias,
     key_block,
@@ -22,15 +21,18 @@ from hstu_sparse.indexer.launch import (
     table_sums,
     token_begins,
 )
-from hstu_sparse.launch import aligned, configuration, next_power_of_2, padded_head, precision, run
+from hstu_sparse.launch import LaunchConfig, configuration, next_power_of_2, padded_head, precision, run
 from hstu_sparse.registration import Operator
+from hstu_sparse.rows import as_rows
 
 
 @configuration
-def launches(dtype: torch.dtype, width: int) -> dict[str, Launch]:
-    """By kernel. `width` is that of a key and a value, padded. Fixed rather than tuned at run time."""
+def attention_config(kernel: str, dtype: torch.dtype, width: int) -> LaunchConfig:
+    """The configuration of "fwd" or "bwd", which take BLOCK chosen keys a step. `width` is that of a key and a value,
+    padded. Fixed rather than tuned at run time.
+    """
     block = key_block(dtype, width)
-    return {"fwd": Launch(block, 4, 3), "bwd": Launch(min(block, 32), 4, 3)}
+    return LaunchConfig(4, 3, BLOCK=block if kernel == "fwd" else min(block, 32))
 
 
 def _forward(q, k, v, indices, seq_offsets, position, time, timestamps, query_timestamps, scale):
@@ -39,7 +41,7 @@ def _forward(q, k, v, indices, seq_offsets, position, time, timestamps, query_ti
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
     if T == 0:
         return out, lse
-    q, k, v = aligned(q), aligned(k), aligned(v)
+    q, k, v = as_rows(q, k, v)
     bias = kernel_bias(position, time, timestamps, query_timestamps)
     arguments = (
         q, k, v, indices, token_begins(seq_offsets, T)[0], out, lse, *bias, *q.stride()[:2], k.stride(0), v.stride(0),
@@ -56,7 +58,7 @@ def _backward(do, q, k, v, indices, seq_offsets, position, time, timestamps, que
     lists = by_lists(torch.are_deterministic_algorithms_enabled())
     make = torch.empty if lists else torch.zeros
     dk, dv = (make(x.shape, dtype=x.dtype if lists else torch.float32, device=x.device) for x in (k, v))
-    do, q, k, v = aligned(do), aligned(q), aligned(k), aligned(v)
+    do, q, k, v = as_rows(do, q, k, v)
     bias = kernel_bias(position, time, timestamps, query_timestamps)
 
     def most() -> Tensor:
@@ -93,11 +95,8 @@ def _tiles(q: Tensor, v: Tensor) -> dict[str, int]:
 
 def _run(kernel, part: str, q: Tensor, v: Tensor, arguments: tuple, constants: dict) -> None:
     tiles = _tiles(q, v)
-    chosen = launches(q.dtype, tiles["BD"] + tiles["BV"])[part]
-    run(
-        kernel, q.shape[0], *arguments, **constants, **tiles, BLOCK=chosen.BLOCK, num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-    )  # fmt: skip
+    config = attention_config(part, q.dtype, tiles["BD"] + tiles["BV"])
+    run(kernel, q.shape[0], *arguments, **constants, **tiles, **config)
 
 
 def _fake(q, k, v, *_):

@@ -4,8 +4,6 @@ index_scores_fwd and _bwd.
 Letters: T tokens of the batch, B sequences, J index heads, E index head size, K chosen tokens per query.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -21,8 +19,18 @@ from hstu_sparse.indexer.launch import (
     token_begins,
 )
 from hstu_sparse.indexer.scores import index_scores_bwd_dik_kernel, index_scores_bwd_kernel, index_scores_fwd_kernel
-from hstu_sparse.launch import INTERPRET, aligned, cdiv, configuration, next_power_of_2, padded_head, precision, run
+from hstu_sparse.launch import (
+    INTERPRET,
+    LaunchConfig,
+    cdiv,
+    configuration,
+    next_power_of_2,
+    padded_head,
+    precision,
+    run,
+)
 from hstu_sparse.registration import Operator
+from hstu_sparse.rows import as_rows
 
 # Bytes of candidates that are held at a time.
 SCRATCH = 2**31
@@ -30,30 +38,24 @@ SCRATCH = 2**31
 PER_WARP = 1024
 
 
-class Sizes(NamedTuple):
-    """Of the kernels that choose: see topk.py."""
-
-    capacity: int  # candidates that a query has room for
-    SAMPLE: int  # keys in a query's sample
-    ROWS: int  # queries of a tile
-    BLOCK: int  # keys of a tile
-    HEADS: int  # index heads whose queries are kept; those of more are read anew for every block of keys
-    num_warps: int
-    num_stages: int = 3
+@configuration
+def sample_config(top_k: int) -> tuple[int, int]:
+    """(candidates that a query has room for, keys in a query's sample): see topk.py."""
+    # Room for what a threshold from the sample of 65,536 keys lets through, by several standard deviations.
+    return 1024 if top_k <= 192 else max(3 * top_k, top_k + 1024), 1024 if INTERPRET else 4096
 
 
 @configuration
-def sizes(top_k: int, heads: int, width: int, dtype: torch.dtype) -> Sizes:
-    """`heads` index heads, padded to `width`."""
-    # Room for what a threshold from SAMPLE of 65,536 keys lets through, by several standard deviations.
-    capacity = 1024 if top_k <= 192 else max(3 * top_k, top_k + 1024)
-    SAMPLE = 1024 if INTERPRET else 4096
-    HEADS = heads if heads <= 4 else 2
+def choice_config(heads: int, width: int, dtype: torch.dtype) -> LaunchConfig:
+    """The configuration of the kernels that score tiles of ROWS queries and BLOCK keys, for index heads padded to
+    `width`. HEADS: index heads whose queries are kept; those of more are read anew for every block of keys.
+    """
+    kept = heads if heads <= 4 else 2
     if INTERPRET:
-        return Sizes(capacity, SAMPLE, 32, 32, HEADS, 4)
+        return LaunchConfig(4, 3, ROWS=32, BLOCK=32, HEADS=kept)
     if dtype.itemsize == 4:
-        return Sizes(capacity, SAMPLE, 32, 32, 1, 4)
-    return Sizes(capacity, SAMPLE, 64, 64 if width <= 128 else 32, HEADS, 4)
+        return LaunchConfig(4, 3, ROWS=32, BLOCK=32, HEADS=1)
+    return LaunchConfig(4, 3, ROWS=64, BLOCK=64 if width <= 128 else 32, HEADS=kept)
 
 
 def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k):
@@ -62,16 +64,17 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
     indices = torch.empty(T, top_k, dtype=torch.int32, device=iq.device)
     if T == 0:
         return scores, indices
-    iq, ik = aligned(iq), aligned(ik)
+    iq, ik = as_rows(iq, ik)
     E, BE, B = iq.shape[2], padded_head(iq.shape[2]), seq_offsets.shape[0] - 1
     bias = kernel_bias(position, time, timestamps, query_timestamps)
     begins, sequence = token_begins(seq_offsets, T)
-    size = sizes(top_k, J, BE, iq.dtype)
-    capacity, SAMPLE, ROWS = size.capacity, size.SAMPLE, size.ROWS
+    capacity, sample = sample_config(top_k)
+    config = choice_config(J, BE, iq.dtype)
+    ROWS = config.ROWS
     SIZE = next_power_of_2(capacity)
     all_slots = T // ROWS + B
     # Before a row holds candidates, its sample (fp32) lies there.
-    room = max(capacity, SAMPLE // 2)
+    room = max(capacity, sample // 2)
     slots = min(all_slots, max(1, SCRATCH // (8 * room * ROWS)))
     rows = slots * ROWS
     # A tile's queries have neighbouring rows of candidates, and so have the places past a sequence's end: -1 there.
@@ -85,7 +88,6 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
     counts = torch.empty(rows, dtype=torch.int32, device=iq.device)
     strides = (*iq.stride()[:2], ik.stride(0), *w.stride())
     heads = dict(J=J, E=E, BE=BE, PRECISION=precision(iq.dtype))
-    tile = heads | dict(HEADS=size.HEADS, ROWS=ROWS, BLOCK=size.BLOCK)
     refill = heads | dict(BJ=padded_head(J), ROWS=ROWS, BLOCK=key_block(iq.dtype, BE), SIZE=SIZE)
     # Most rows have far fewer candidates than there is room for; a program for as many has fewer registers.
     some = dict(BLOCK=min(1024, next_power_of_2(top_k)))
@@ -94,17 +96,17 @@ def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamp
         if capacity < T:
             run(
                 topk.lightning_indexer_sample_kernel, slots,
-                iq, ik, w, seq_offsets, sampled, *bias, *strides, B, first, capacity, **tile, SAMPLE=SAMPLE,
-                num_warps=size.num_warps, num_stages=2,
+                iq, ik, w, seq_offsets, sampled, *bias, *strides, B, first, capacity, **heads, SAMPLE=sample,
+                **config.replace(num_stages=2),
             )  # fmt: skip
             run(
                 topk.lightning_indexer_threshold_kernel, rows, sampled, begins, mine, thresholds, capacity, top_k,
-                SAMPLE=SAMPLE, num_warps=4,
+                SAMPLE=sample, num_warps=4,
             )  # fmt: skip
         run(
             topk.lightning_indexer_collect_kernel, slots,
             iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, top_k,
-            **tile, CAPACITY=capacity, num_warps=size.num_warps, num_stages=size.num_stages,
+            **heads, CAPACITY=capacity, **config,
         )  # fmt: skip
         if capacity < T:
             run(
@@ -124,7 +126,7 @@ def _scores_forward(iq, ik, w, indices, seq_offsets, position, time, timestamps,
     scores = torch.empty(indices.shape, dtype=torch.float32, device=iq.device)
     if scores.numel() == 0:
         return scores
-    iq, ik = aligned(iq), aligned(ik)
+    iq, ik = as_rows(iq, ik)
     arguments = (
         iq, ik, w, indices, token_begins(seq_offsets, T)[0], scores,
         *kernel_bias(position, time, timestamps, query_timestamps), *iq.stride()[:2], ik.stride(0), *w.stride(),
@@ -144,7 +146,7 @@ def _scores_backward(grad, iq, ik, w, indices, seq_offsets, position, time, time
     dik = make(ik.shape, dtype=dtype, device=ik.device)
     if T == 0:
         return [diq, dik.to(ik.dtype), dw, *(torch.zeros_like(x) for x in (position, time) if x is not None)]
-    iq, ik = aligned(iq), aligned(ik)
+    iq, ik = as_rows(iq, ik)
     bias = kernel_bias(position, time, timestamps, query_timestamps)
     begins = token_begins(seq_offsets, T)[0]
     # A masked slot's gradient is not read by the kernels; it makes this bound too great at worst.

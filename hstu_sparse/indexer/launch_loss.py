@@ -8,8 +8,6 @@ Forward writes pi - p, where it will be wanted: the gradient but for a factor of
 it in place.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias, token_begins
 from hstu_sparse.indexer.loss import index_loss_kernel
 from hstu_sparse.launch import (
     INTERPRET,
-    aligned,
+    LaunchConfig,
     architecture,
     cdiv,
     configuration,
@@ -27,36 +25,30 @@ from hstu_sparse.launch import (
     run,
 )
 from hstu_sparse.registration import Operator
+from hstu_sparse.rows import as_rows
 
 # Scores of one query that its program keeps in registers: all heads', as many as half of a multiprocessor's hold.
 MOST_HELD = 16 * 2048
 
 
-class Launch(NamedTuple):
-    """See `index_loss_kernel`."""
-
-    BLOCK: int
-    HELD: int
-    num_warps: int
-    num_stages: int
-
-
 @configuration
-def options(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: int) -> Launch:
-    """Of a head padded to `width` and padded `heads`. Fixed rather than tuned at run time."""
+def loss_config(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: int) -> LaunchConfig:
+    """The configuration of `index_loss_kernel` for a head padded to `width` and padded `heads`. Fixed rather than
+    tuned at run time.
+    """
     if INTERPRET:
-        return Launch(32, next_power_of_2(cdiv(top_k, 32)) if top_k <= 64 else 0, 4, 2)
+        return LaunchConfig(4, 2, BLOCK=32, HELD=next_power_of_2(cdiv(top_k, 32)) if top_k <= 64 else 0)
     if dtype.itemsize == 4 or width > 128:
-        return Launch(64 if dtype.itemsize == 2 else 32, 0, 4, 3)
+        return LaunchConfig(4, 3, BLOCK=64 if dtype.itemsize == 2 else 32, HELD=0)
     held = heads * next_power_of_2(max(top_k, 64))
     if held <= MOST_HELD // 4:
         block = 128 if top_k > 64 else 64
-        return Launch(block, cdiv(top_k, block), 4, 4)
+        return LaunchConfig(4, 4, BLOCK=block, HELD=cdiv(top_k, block))
     # One program fills a multiprocessor, or half of it, and needs its shared memory: these have 160 KB and more.
     if held > MOST_HELD or heads > 32 or arch not in (80, 90, 100, 103):
-        return Launch(64, 0, 4, 5)
+        return LaunchConfig(4, 5, BLOCK=64, HELD=0)
     block = 128 if held <= MOST_HELD // 2 else 256
-    return Launch(block, cdiv(top_k, block), 8, 5)
+    return LaunchConfig(8, 5, BLOCK=block, HELD=cdiv(top_k, block))
 
 
 def _launch(scores, q, k, indices, begins, valid, bias, strides, chunk, scale, eps, rows, H, with_grad):
@@ -69,11 +61,11 @@ def _launch(scores, q, k, indices, begins, valid, bias, strides, chunk, scale, e
             scores.contiguous(), q, k, indices, begins, valid, loss, difference if with_grad else None, *bias,
             *strides, *chunk, scale, eps, K,
         )  # fmt: skip
-        chosen = options(q.dtype, width, heads, K, architecture(q.device))
-        sizes = dict(H=H, D=q.shape[-1], BH=heads, BD=width, BLOCK=chosen.BLOCK, HELD=chosen.HELD)
+        config = loss_config(q.dtype, width, heads, K, architecture(q.device))
+        sizes = dict(H=H, D=q.shape[-1], BH=heads, BD=width)
+        padded = begins is None
         run(
-            index_loss_kernel, rows, *arguments, **sizes, PADDED=begins is None, PRECISION=precision(q.dtype),
-            num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+            index_loss_kernel, rows, *arguments, **sizes, **config, PADDED=padded, PRECISION=precision(q.dtype)
         )  # fmt: skip
     return loss, difference
 
@@ -86,7 +78,7 @@ def _backward(grad, *arguments):
 
 def _jagged(q, k, seq_offsets, position, time, timestamps, query_timestamps):
     """(q, k, begins, bias, strides, chunk) of the kernels."""
-    q, k = aligned(q), aligned(k)
+    q, k = as_rows(q, k)
     begins = token_begins(seq_offsets, q.shape[0])[0]
     bias = kernel_bias(position, time, timestamps, query_timestamps)
     return q, k, begins, bias, (0, *q.stride()[:2], 0, k.stride(0)), (0, 1, 1)
@@ -119,7 +111,7 @@ indexer_loss_jagged = Operator(
 
 
 def _padded(query, key, chunk_offset):
-    query, key = aligned(query), aligned(key)
+    query, key = as_rows(query, key)
     batch, head, row, _ = query.stride()
     return query, key, (batch, row, head, *key.stride()[:2]), (chunk_offset, query.shape[2], key.shape[1])
 

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from hstu_sparse.launch import cdiv, next_power_of_2, run
 from hstu_sparse.registration import Operator
+from hstu_sparse.rows import as_rows
 from hstu_sparse.tiles import drop
 from hstu_sparse.validation import check_kernel, check_seed
 
@@ -93,11 +94,6 @@ def tile(channels: int) -> dict:
     return dict(C=channels, ROWS=max(1, TILE // width), BLOCK_C=width, **options)
 
 
-def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
-    """x with adjacent channels."""
-    return x if x is None or x.stride(1) == 1 else x.contiguous()
-
-
 def stride(x: torch.Tensor | None) -> int:
     """Elements between rows; a tensor that is not there has none."""
     return 0 if x is None else x.stride(0)
@@ -109,7 +105,7 @@ def _result(x, u, dtype):
 
 def _forward(x, u, seed, eps, dropout, dtype):
     tokens, channels = x.shape
-    x, u = _rows(x), _rows(u)
+    x, u = as_rows(x, u, align=False)
     dtype = _result(x, u, dtype)
     out = torch.empty((tokens, channels), dtype=dtype, device=x.device)
     if tokens:
@@ -130,7 +126,7 @@ def _backward(grad, x, u, seed, eps, dropout, _):
 
 def _gradients(grad, x, u, beside, seed, eps, dropout):
     tokens, channels = x.shape
-    grad, x, u, beside = _rows(grad), _rows(x), _rows(u), _rows(beside)
+    grad, x, u, beside = as_rows(grad, x, u, beside, align=False)
     found = [torch.empty((tokens, channels), dtype=a.dtype, device=x.device) for a in (x, u) if a is not None]
     if tokens:
         if not dropout:

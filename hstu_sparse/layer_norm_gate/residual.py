@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.launch import cdiv, multiprocessors, on_device, run
-from hstu_sparse.layer_norm_gate.kernels import _gradients, _load, _rows, norm_gate_operator, tile
+from hstu_sparse.layer_norm_gate.kernels import _gradients, _load, norm_gate_operator, tile
 from hstu_sparse.registration import once_only, register_preparation
+from hstu_sparse.rows import as_rows
 
 # Programs of the sum's backward kernel for each multiprocessor.
 _RESIDENT = 8
@@ -77,7 +78,7 @@ def _sum(x, added, bias) -> list[torch.Tensor]:
     out = _fake_sum(x, added, bias)
     tokens, channels = x.shape
     if tokens:
-        x, added, constants = _rows(x), _rows(added), tile(channels)
+        (x, added), constants = as_rows(x, added, align=False), tile(channels)
         run(
             residual_add_fwd_kernel, cdiv(tokens, constants["ROWS"]), x, added, bias, *out, x.stride(0),
             added.stride(0), tokens, **constants,
@@ -94,7 +95,7 @@ def _shares(grad, dtype) -> list[torch.Tensor]:
     (total, *dadded), (tokens, channels) = _fake_shares(grad, dtype), grad.shape
     if not tokens:
         return [total.zero_(), *dadded]
-    grad, constants = _rows(grad), tile(channels)
+    (grad,), constants = as_rows(grad, align=False), tile(channels)
     programs = min(_RESIDENT * multiprocessors(grad.device), cdiv(tokens, constants["ROWS"]))
     parts = torch.empty(programs, channels, dtype=torch.float32, device=grad.device)
     run(

@@ -7,8 +7,9 @@ import torch
 
 from hstu_sparse.bias.buckets import device_cells, num_time_buckets
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.launch import aligned, configuration, padded_head, precision, run
+from hstu_sparse.launch import configuration, padded_head, precision, run
 from hstu_sparse.ring.hstu_kernels import ring_hstu_bwd_dkv_kernel, ring_hstu_bwd_dq_kernel, ring_hstu_fwd_kernel
+from hstu_sparse.rows import as_rows
 
 
 @configuration
@@ -56,7 +57,7 @@ def block_forward(q, k, v, *rest_and_out) -> None:
     """Adds these keys' part to out [T, H, V] fp32; arguments as `hstu_block`, then bias and out."""
     *rest, bias, out = rest_and_out
     if q.shape[0] and k.shape[0]:
-        given = [aligned(x) for x in (q, k, v)]
+        given = as_rows(q, k, v)
         _launch(
             ring_hstu_fwd_kernel, q.shape[0], "BLOCK_M", [*given, out], [], *rest, bias, {"V_OUT": v.shape[2]},
             _config(q, v, bias, False),
@@ -71,7 +72,7 @@ def block_dq(grad, q, k, v, *rest_and_sums) -> None:
     *rest, bias, dq, position_grad, time_grad = rest_and_sums
     if q.shape[0] and k.shape[0]:
         _launch(
-            ring_hstu_bwd_dq_kernel, q.shape[0], "BLOCK_M", [*(aligned(x) for x in (q, k, v, grad)), dq],
+            ring_hstu_bwd_dq_kernel, q.shape[0], "BLOCK_M", [*as_rows(q, k, v, grad), dq],
             [position_grad, time_grad], *rest, bias, {"D_OUT": q.shape[2]}, _config(q, v, bias, True),
         )  # fmt: skip
 
@@ -81,6 +82,6 @@ def block_dkv(grad, q, k, v, *rest_and_sums) -> None:
     *rest, bias, dk, dv = rest_and_sums
     if q.shape[0] and k.shape[0]:
         _launch(
-            ring_hstu_bwd_dkv_kernel, k.shape[0], "BLOCK_N", [*(aligned(x) for x in (q, k, v, grad)), dk, dv], [],
+            ring_hstu_bwd_dkv_kernel, k.shape[0], "BLOCK_N", [*as_rows(q, k, v, grad), dk, dv], [],
             *rest, bias, {"D_OUT": q.shape[2], "V_OUT": v.shape[2]}, _config(q, v, bias, True),
         )  # fmt: skip

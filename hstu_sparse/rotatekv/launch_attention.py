@@ -18,8 +18,10 @@ from hstu_sparse.bias.buckets import device_cells, num_time_buckets
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.launch import (
     INTERPRET,
+    LaunchConfig,
     architecture,
     cdiv,
+    configuration,
     multiprocessors,
     next_power_of_2,
     padded_head,
@@ -30,9 +32,10 @@ from hstu_sparse.rotatekv.angles import all_tables, rope_table
 from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
-from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, packed_tensors, rows, sizes, words
+from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, packed_tensors, sizes, words
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.rotatekv.many import rotatekv_many_fwd_kernel, rotatekv_queries_fwd_kernel
+from hstu_sparse.rows import as_rows
 from hstu_sparse.validation import check_kernel
 
 # Queries of a sequence, on average: from the first on `many` is faster than `few`; from the second on the general
@@ -126,6 +129,10 @@ class Call(NamedTuple):
     @property
     def many(self) -> bool:
         return self.q.shape[0] >= GENERAL_MANY_QUERIES * (self.q_offsets.shape[0] - 1)
+
+    @property
+    def biased(self) -> bool:
+        return self.bias.position is not None or self.bias.time is not None
 
     def bias_arguments(self) -> tuple:
         timed = self.bias.time is not None
@@ -222,7 +229,7 @@ def best_splits(programs: int, room: int, steps: int, least: int, extra: int) ->
     return min(range(1, min(most, 16) + 1), key=time)
 
 
-FEW_OPTIONS = dict(num_warps=1, num_stages=1)
+FEW_CONFIG = LaunchConfig(num_warps=1, num_stages=1)
 
 
 def few(call: Call) -> Plan:
@@ -239,36 +246,35 @@ def few(call: Call) -> Plan:
         run(
             rotatekv_few_fwd_kernel, plan.programs * splits, q, q.stride(0), q.stride(1), call.q_offsets,
             *packed_tensors(call.source), *call.bias_arguments(), *plan.angles, part, part_lse, sequences, sink_tokens,
-            q.shape[0], splits, call.scale, *plan.numbers, 1, **plan.constants[part_lse is not None], **FEW_OPTIONS,
+            q.shape[0], splits, call.scale, *plan.numbers, 1, **plan.constants[part_lse is not None],
+            **FEW_CONFIG,
         )  # fmt: skip
 
     return Plan(launch, plan.splits)
 
 
 @functools.lru_cache(maxsize=64)
-def many_constants(
-    layout: Layout, dtype: torch.dtype, arch: int, block_q: int, call: tuple, lse: bool
-) -> tuple[dict, dict, dict]:
-    """Constants of `many`'s two kernels, launch options of the second; call: items of `Call.constants`."""
+def many_constants(layout: Layout, dtype: torch.dtype, call: tuple, lse: bool) -> tuple[dict, dict]:
+    """Constants of `many`'s two kernels; call: items of `Call.constants`."""
     found = sizes(layout, False, dtype) | dict(call)
-    for name in ("KEPT", "KEPT_WORDS", "SPARSE", "K_BLOCK", "V_BLOCK", "HAS_ORDER"):
+    for name in ("KEPT", "KEPT_WORDS", "SPARSE", "K_BLOCK", "V_BLOCK", "HAS_ORDER", "R"):
         found.pop(name)
-    rope = found["ROPE"]
-    queries = dict(H=layout.heads, D=layout.head_size, ROPE=rope, BQ=64)
+    queries = dict(H=layout.heads, D=layout.head_size, ROPE=found["ROPE"], BQ=64)
+    return queries, found | dict(DTYPE=tl.float16 if found["SOFTMAX"] else KERNEL_TYPES[dtype], LSE=lse)
+
+
+@configuration
+def many_config(block_q: int, bits: int, rope: bool, biased: bool, arch: int) -> LaunchConfig:
+    """The configuration of the second of `many`'s kernels: BQ queries, R tokens of a tile."""
     # Measured on Hopper: 128 queries have a processor to themselves, with all registers, and take 128 tokens at once;
     # of 64 queries four programs share one. With RoPE copies are in flight two tiles ahead, but for bias: copies of the
     # entries of its tables would take too much shared memory.
-    hopper = arch == 90
-    ahead = hopper and block_q == 128 and not rope
-    copies = hopper and block_q == 128 and rope and not (found["HAS_POSITION"] or found["HAS_TIME"])
-    found |= dict(
-        DTYPE=tl.float16 if found["SOFTMAX"] else KERNEL_TYPES[dtype], R=128 if ahead else 64, BQ=block_q, LSE=lse,
-        AHEAD=ahead, STAGES=3 if copies else 1,
-    )  # fmt: skip
-    options = dict(num_warps=block_q // 16, num_stages=1)
-    if hopper and block_q == 64 and not rope and layout.options.bits == 2:
-        options["maxnreg"] = 128
-    return queries, found, options
+    alone = arch == 90 and block_q == 128
+    ahead, copies = alone and not rope, alone and rope and not biased
+    registers = 128 if arch == 90 and block_q == 64 and not rope and bits == 2 else None
+    return LaunchConfig(
+        block_q // 16, 1, registers, BQ=block_q, R=128 if ahead else 64, AHEAD=ahead, STAGES=3 if copies else 1
+    )
 
 
 def many(call: Call) -> Plan:
@@ -280,9 +286,8 @@ def many(call: Call) -> Plan:
 
     def launch(call, part, part_lse, splits):
         q, packed = call.q, packed_tensors(call.source)
-        preparing, given, options = many_constants(
-            layout, q.dtype, architecture(device), block_q, tuple(call.constants().items()), part_lse is not None
-        )
+        preparing, given = many_constants(layout, q.dtype, tuple(call.constants().items()), part_lse is not None)
+        config = many_config(block_q, layout.options.bits, given["ROPE"], call.biased, architecture(device))
         near, far, table = call.all_angles()
         # Keys that are turned back keep about their size, by a power of two.
         scale = 2.0 ** -(layout.keys.channels.bit_length() // 2)
@@ -297,7 +302,7 @@ def many(call: Call) -> Plan:
         run(
             rotatekv_many_fwd_kernel, programs * splits, prepared, factors, call.q_offsets, *packed[:3], *packed[4:],
             *call.bias_arguments(), None if table is None else table.view(torch.float16), part, part_lse, sequences,
-            layout.options.sink_tokens, q.shape[0], splits, scale, 1.0 / call.normalizer, **given, **options,
+            layout.options.sink_tokens, q.shape[0], splits, scale, 1.0 / call.normalizer, **given, **config,
         )  # fmt: skip
 
     wanted = cdiv(2 * multiprocessors(device), programs)
@@ -337,7 +342,7 @@ def general(call: Call, keys_back: bool, sinks_only: bool = False) -> Plan:
         # The sizes of packed keys go unused; no head is too odd for them.
         layout = Layout(RotateKVOptions(head_group=1), heads, 64, source.v.shape[2])
         constants = sizes(layout, False, q.dtype) | dict(D=head_size)
-        plain_k, plain_v = rows(source.k), rows(source.v)
+        plain_k, plain_v = as_rows(source.k, source.v, align=False)
     else:
         layout = cache.layout
         constants = sizes(layout, cache.channel_order is not None, cache.dtype)
@@ -411,13 +416,11 @@ def attention(
     cache = source if isinstance(source, PackedCache) else None
     value_size = source.v.shape[2] if cache is None else cache.layout.value_size
     check_kernel("rotatekv_attention", q, {"D": q.shape[2], "V": value_size})
-    q = rows(q)
+    (q,) = as_rows(q, align=False)
     queries, heads, _ = q.shape
     if queries == 0:
         return q.new_empty(0, heads, value_size), q.new_empty(0, heads, dtype=torch.float32) if return_lse else None
-    biased = bias.position is not None or bias.time is not None
-    if biased:
-        bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
+    bias = RelativeBias(*(None if x is None else x.contiguous() for x in bias))
     call = Call(q, q_offsets.contiguous(), source, max_seq_len, softmax, float(scale), normalizer, bias, rope_base)
     if way is None:
         sequences = q_offsets.shape[0] - 1
@@ -428,7 +431,7 @@ def attention(
             wanted = ("many", "keys")
         if 2 * queries > HOPPER_TILE * sequences:
             wanted = ("hopper", *wanted)
-        able = ways(source, q.dtype, scale, rope_base is not None, softmax and not biased)
+        able = ways(source, q.dtype, scale, rope_base is not None, softmax and not call.biased)
         way = next(x for x in wanted if x in able)
     plan = PLANS[way](call) if way in PLANS else general(call, way == "keys")
     splits = splits or plan.splits

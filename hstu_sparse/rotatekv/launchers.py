@@ -9,15 +9,15 @@ import functools
 import torch
 from torch import Tensor
 
-from hstu_sparse.launch import on_device, run
+from hstu_sparse.launch import LaunchConfig, configuration, on_device, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.decode import rotatekv_decompress_kernel, rotatekv_round_trip_kernel
 from hstu_sparse.rotatekv.encode import rotatekv_compress_kernel
 from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
+from hstu_sparse.rows import as_rows
 from hstu_sparse.validation import check_kernel
 
-COMPRESS = (16, 2)  # most tokens of a program that compresses without pruning, and its warps
 LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}  # what a 16-bit type's mantissa holds beside its first bit
 
 
@@ -32,6 +32,13 @@ def tile_tokens(layout: Layout, dtype: torch.dtype) -> int:
     """Tokens of a tile: fewer with many channels, or long ones, which a program holds all at once."""
     most = TILE // 2 if dtype == torch.float32 else TILE
     return max(16, min(most, TILE * 256 // layout.keys.channels))
+
+
+@configuration
+def compress_config(layout: Layout, dtype: torch.dtype) -> LaunchConfig:
+    """The configuration of compression: R tokens of a program, few without pruning."""
+    tokens, warps = (TILE, 4) if layout.sparse else (16, 2)
+    return LaunchConfig(warps, R=min(tokens, tile_tokens(layout, dtype)))
 
 
 def sizes(layout: Layout, ordered: bool, dtype: torch.dtype) -> dict:
@@ -49,11 +56,6 @@ def _sizes(layout: Layout, ordered: bool, dtype: torch.dtype) -> dict:
         V_BLOCKS=values.blocks, V_WORDS=values.words, V_GROUPS=values.groups, SPARSE=layout.sparse,
         HAS_ORDER=ordered, R=tile_tokens(layout, dtype),
     )  # fmt: skip
-
-
-def rows(x: Tensor) -> Tensor:
-    """x with adjacent channels."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def words(x: Tensor | None) -> Tensor | None:
@@ -94,11 +96,10 @@ def check_compress(k: Tensor, layout: Layout) -> None:
 def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_offsets: Tensor) -> None:
     """Packs new tokens into a cache that has grown for them (`PackedCache.grow`)."""
     layout = cache.layout
-    k, v = rows(k), rows(v)
+    k, v = as_rows(k, v, align=False)
     constants = sizes(layout, cache.channel_order is not None, cache.dtype)
-    tokens, warps = (TILE, 4) if layout.sparse else COMPRESS
-    constants["R"] = min(tokens, constants["R"])
-    slots = k.shape[0] // constants["R"] + cache.num_sequences
+    config = compress_config(layout, cache.dtype)
+    slots = k.shape[0] // config.R + cache.num_sequences
     if k.shape[0] == 0:
         return
     packed = cache.packed
@@ -108,9 +109,10 @@ def compress(cache: PackedCache, k: Tensor, v: Tensor, new_offsets: Tensor, old_
         cache.page_offsets, cache.page_table, cache.channel_order, cache.sink_k, cache.sink_v,
         packed["k_codes"], words(packed["k_ranges"]), packed.get("k_bitmap"), packed["v_codes"],
         words(packed["v_ranges"]), cache.num_sequences, layout.options.sink_tokens,
-        layout.keys.channels**-0.5, **constants, INSET=layout.options.inset, SINKS=layout.options.sink_tokens > 0,
+        layout.keys.channels**-0.5, **constants | dict(config), INSET=layout.options.inset,
+        SINKS=layout.options.sink_tokens > 0,
         # Fused into a product and a sum, scaling and shifting would round otherwise than the reference does.
-        enable_fp_fusion=False, num_warps=warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -119,7 +121,7 @@ def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group,
     layout = Layout(options, k.shape[1], k.shape[2], v.shape[2])
     check_kernel("rotatekv_round_trip", k, {"D": layout.head_size, "V": layout.value_size})
     found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
-    k, v = rows(k), rows(v)
+    k, v = as_rows(k, v, align=False)
     constants = sizes(layout, channel_order is not None, k.dtype)
     for name in ("PAGE", "K_WORDS", "V_WORDS", "KEPT_WORDS"):
         constants.pop(name)

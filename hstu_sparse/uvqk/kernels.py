@@ -9,6 +9,7 @@ import triton.language as tl
 
 from hstu_sparse.launch import INTERPRET, cdiv, next_power_of_2, run
 from hstu_sparse.registration import Operator
+from hstu_sparse.rows import as_rows
 from hstu_sparse.tiles import silu, silu_and_grad
 
 # Numbers of the widest part in a program's tile.
@@ -88,7 +89,7 @@ def _forward(x, *sizes):
 def _backward(da, db, dm, dn, x, *sizes):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(x):
-        grads = [None if g is None else g if g.stride(1) == 1 else g.contiguous() for g in (da, db, dm, dn)]
+        grads = as_rows(da, db, dm, dn, align=False)
         strides = [0 if g is None else g.stride(0) for g in grads]
         constants = _constants(sizes)
         run(

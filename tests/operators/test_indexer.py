@@ -3,6 +3,7 @@
 Letters: T tokens, H heads, D query/key and V value head size, J index heads, E index head size, K chosen tokens.
 """
 
+import contextlib
 import functools
 import math
 
@@ -158,8 +159,9 @@ def test_the_loss_gradient_of_a_retained_graph(backend):
 
 
 @interpreter
-def test_scores_kept_and_gathered_again_give_one_loss(monkeypatch):
-    from hstu_sparse.indexer import launch_loss
+def test_scores_kept_and_gathered_again_give_one_loss():
+    from hstu_sparse.indexer.launch_loss import loss_config
+    from hstu_sparse.launch import LaunchConfig, override
 
     lengths = (5, 2)
     x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
@@ -168,13 +170,13 @@ def test_scores_kept_and_gathered_again_give_one_loss(monkeypatch):
     bias = tables(lengths, torch.float32)
     found = []
     for held in (0, 2, 4):
-        chosen = launch_loss.Launch(32, held, 4, 2)
-        monkeypatch.setattr(launch_loss, "options", lambda *_, chosen=chosen: chosen)
-        loss = indexer_loss(x["q"], x["k"], scores, indices, offsets, bias=bias, backend="triton")
-        padded = compute_index_loss_sparse(
-            x["q"][:6].view(2, 3, *x["q"].shape[1:]).transpose(1, 2), x["k"][:6].view(2, 3, -1),
-            scores[:6].view(2, 3, 50), indices[:6].view(2, 3, 50), 0.4, backend="triton",
-        )  # fmt: skip
+        config = LaunchConfig(4, 2, BLOCK=32, HELD=held)
+        with override(loss_config, lambda *_, config=config: config):
+            loss = indexer_loss(x["q"], x["k"], scores, indices, offsets, bias=bias, backend="triton")
+            padded = compute_index_loss_sparse(
+                x["q"][:6].view(2, 3, *x["q"].shape[1:]).transpose(1, 2), x["k"][:6].view(2, 3, -1),
+                scores[:6].view(2, 3, 50), indices[:6].view(2, 3, 50), 0.4, backend="triton",
+            )  # fmt: skip
         found.append((loss.detach(), padded.detach(), *torch.autograd.grad(loss + padded, scores)))
     for others in found[1:]:
         torch.testing.assert_close(others, found[0])
@@ -202,16 +204,26 @@ def test_no_token_that_counts_makes_a_loss_of_zero(backend):
 # The choice.
 
 
+@contextlib.contextmanager
+def choice_with(capacity, sample):
+    """Inside, a query has room for `capacity` candidates and samples `sample` keys."""
+    from hstu_sparse.indexer.launch_indexer import choice_config, sample_config
+    from hstu_sparse.launch import override
+
+    small = lambda config, *_: config.replace(ROWS=32, BLOCK=16, HEADS=2)
+    with override(sample_config, lambda *_: (capacity, sample)), override(choice_config, small):
+        yield
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["few numbers", "all zero", "none above zero", "ascending", "descending", "infinite"])
 def test_ties_are_exact(kind, backend, monkeypatch):
     """Whole numbers, so that equal scores are equal bits; rows with so little room that every kernel has work."""
-    lengths, top_k = (70, 0, 19, 1), 7
+    lengths, top_k, choosing = (70, 0, 19, 1), 7, contextlib.nullcontext()
     if backend == "triton":
         from hstu_sparse.indexer import launch_indexer
 
-        sizes = launch_indexer.Sizes(capacity=48, SAMPLE=16, ROWS=32, BLOCK=16, HEADS=2, num_warps=4)
-        monkeypatch.setattr(launch_indexer, "sizes", lambda *_: sizes)
+        choosing = choice_with(48, 16)
         monkeypatch.setattr(launch_indexer, "SCRATCH", 8 * 48 * 64)  # some tiles at a time
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randint(-2, 3, (90, *s), generator=generator).float() for s in ((3, 4), (4,), (3,))]
@@ -226,7 +238,8 @@ def test_ties_are_exact(kind, backend, monkeypatch):
     if kind == "infinite":  # scores that nothing exceeds, and more of them than a row has room for
         iq, w = torch.ones_like(iq), torch.ones_like(w)
         ik = torch.where(torch.arange(90)[:, None] % 8 == 5, ik, 3e38)
-    scores, indices = lightning_indexer(iq, ik, w, make_offsets(lengths), top_k, backend=backend)
+    with choosing:
+        scores, indices = lightning_indexer(iq, ik, w, make_offsets(lengths), top_k, backend=backend)
     begin = 0
     for length in lengths:
         for t in range(begin, begin + length):
@@ -240,7 +253,7 @@ def test_ties_are_exact(kind, backend, monkeypatch):
 @interpreter
 def test_the_sample_spares_the_refill(monkeypatch):
     """On random scores no row falls short or overflows: the kernel that would mend that finds nothing to do."""
-    from hstu_sparse.indexer import launch_indexer, topk
+    from hstu_sparse.indexer import topk
 
     counts = []
     kernel = topk.lightning_indexer_refill_kernel
@@ -250,11 +263,10 @@ def test_the_sample_spares_the_refill(monkeypatch):
             return lambda *arguments, **options: counts.append((arguments[6].clone(), arguments[4]))  # and tokens
 
     monkeypatch.setattr(topk, "lightning_indexer_refill_kernel", Look())
-    sizes = launch_indexer.Sizes(capacity=96, SAMPLE=256, ROWS=32, BLOCK=16, HEADS=2, num_warps=4)
-    monkeypatch.setattr(launch_indexer, "sizes", lambda *_: sizes)
     x = inputs((160,), dtype=torch.float32)
     given = x["iq"], x["ik"], x["w"].abs(), make_offsets((160,)), 4
-    _, indices = lightning_indexer(*given, backend="triton")
+    with choice_with(96, 256):
+        _, indices = lightning_indexer(*given, backend="triton")
     assert kernel is not topk.lightning_indexer_refill_kernel and len(counts) == 1
     found, tokens = counts[0]
     found = found[tokens >= 0]

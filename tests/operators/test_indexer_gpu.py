@@ -103,13 +103,13 @@ def test_the_sample_rarely_misleads(monkeypatch):
     seen = []
     run = launch_indexer.run
 
-    def look(kernel, programs, arguments, constants, **options):
+    def look(kernel, programs, *arguments, **settings):
         if kernel is topk.lightning_indexer_refill_kernel:
             counts, tokens = arguments[6], arguments[4]
             capacity, top_k = arguments[-2:]
             found, t = counts[tokens >= 0], tokens[tokens >= 0]
             seen.append(((found > capacity) | (found < (t + 1).clamp(max=top_k))).sum().item())
-        run(kernel, programs, arguments, constants, **options)
+        run(kernel, programs, *arguments, **settings)
 
     monkeypatch.setattr(launch_indexer, "run", look)
     n, generator = 20_000, torch.Generator("cuda").manual_seed(0)

@@ -205,6 +205,20 @@ def test_rooms_launch_by_run_alone():
     assert len(files) > 80 and not found, found
 
 
+def test_a_launch_config():
+    config = launch.LaunchConfig(4, maxnreg=128, programs=2, BLOCK_M=64, TMA=True)
+    assert dict(**config) == dict(num_warps=4, maxnreg=128, BLOCK_M=64, TMA=True)
+    assert (config.BLOCK_M, config.num_warps, config.programs) == (64, 4, 2)
+    smaller = config.replace(BLOCK_M=32, num_stages=1)
+    assert smaller == launch.LaunchConfig(4, 1, 128, programs=2, BLOCK_M=32, TMA=True) != config
+    assert config.replace() == config and hash(config.replace()) == hash(config) and config.BLOCK_M == 64
+    assert repr(smaller) == "LaunchConfig(BLOCK_M=32, TMA=True, num_warps=4, num_stages=1, maxnreg=128, programs=2)"
+    with pytest.raises(AttributeError, match=r"replace\(BLOCK_M=...\)"):
+        config.BLOCK_M = 32
+    with pytest.raises(AttributeError, match="BLOCK_N"):
+        _ = config.BLOCK_N
+
+
 def test_configurations_are_cached_and_overridden():
     calls = []
 

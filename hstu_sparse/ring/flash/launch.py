@@ -8,7 +8,6 @@ import torch
 
 from hstu_sparse.launch import (
     INTERPRET,
-    aligned,
     allow_descriptors,
     architecture,
     cdiv,
@@ -26,6 +25,7 @@ from hstu_sparse.ring.flash.backward import (
 from hstu_sparse.ring.flash.forward import flash_attention_fwd_kernel, flash_attention_longest_kernel
 from hstu_sparse.ring.flash.problem import Layout, Options
 from hstu_sparse.ring.flash.tiles import LOG2_E, ROW_BLOCK
+from hstu_sparse.rows import as_rows
 
 # Tokens of a batch from which on the launch that STEADY needs is less than what it saves.
 MANY = 2**15
@@ -91,14 +91,6 @@ def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozens
     return dict(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x as the kernels read it. fp32 stays as it is: a padded copy of heads of, say, 50 costs more than it saves. What
-    comes by tensor descriptor must not be expanded."""
-    if x.dtype == torch.float32:
-        return x if x.stride(-1) == 1 else x.contiguous()
-    return aligned(x.contiguous() if 0 in x.stride() else x)
-
-
 class Launch:
     """Launches for one problem; tensors are on the current device (see registration).
 
@@ -107,7 +99,7 @@ class Launch:
 
     def __init__(self, q, k, v, layout: Layout, options: Options):
         self.d_out, self.v_out = q.shape[2], v.shape[2]
-        self.q, self.k, self.v = (_rows(x) for x in (q, k, v))
+        self.q, self.k, self.v = self.as_rows(q, k, v)
         self.layout, self.options = layout, options
         self.heads, self.kv_heads = q.shape[1], k.shape[1]
         self.pieces = layout.q_offsets.shape[0] - 1
@@ -131,6 +123,11 @@ class Launch:
             ALIGNED=layout.k_starts is None, PRECISION=precision(q.dtype, parts), PAD_D=self.sizes[0],
             PAD_V=self.sizes[1],
         )  # fmt: skip
+
+    @staticmethod
+    def as_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        # fp32 stays as it is: a padded copy of heads of, say, 50 costs more than it saves.
+        return as_rows(*tensors, align=tensors[0].dtype != torch.float32)
 
     def _start(self, kernel, rows: int, heads: int, arguments: tuple, config: dict, **more) -> None:
         """A program for each tile of config's BLOCK of `rows` tokens and each head."""
@@ -174,7 +171,7 @@ class Launch:
         slots = tokens // ROW_BLOCK.value + self.pieces
         rows = torch.empty(2, self.heads, slots * ROW_BLOCK.value, dtype=torch.float32, device=self.q.device)
         if tokens:
-            grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+            (grad,) = as_rows(grad, align=False)
             block = min(ROW_BLOCK.value, max(16, 4096 // self.sizes[1]))
             run(
                 flash_attention_bwd_rows_kernel, slots * ROW_BLOCK.value // block * self.heads, out, grad, lse, rows,
@@ -187,7 +184,7 @@ class Launch:
         """Writes dq [T, H, D], `before` ([T, H, D] fp32, contiguous, perhaps dq) and these keys' part of it."""
         if not self.q.shape[0]:
             return
-        grad, config = _rows(grad), bwd_dq_config(*self.chosen)
+        (grad,), config = self.as_rows(grad), bwd_dq_config(*self.chosen)
         strides = self._strides(self.q, self.k, self.v, grad, dq)
         self._start(
             flash_attention_bwd_dq_kernel, self.q.shape[0] // config["BLOCK_M"], self.heads,
@@ -198,7 +195,7 @@ class Launch:
         """Writes dk [S, Hkv, D] and dv [S, Hkv, V]; `sums`: two such, contiguous, that are added, perhaps the same."""
         if not self.k.shape[0]:
             return
-        grad, config = _rows(grad), bwd_dkv_config(*self.chosen)
+        (grad,), config = self.as_rows(grad), bwd_dkv_config(*self.chosen)
         strides = self._strides(self.q, self.k, self.v, grad, dk, dv)
         self._start(
             flash_attention_bwd_dkv_kernel, self.k.shape[0] // config["BLOCK_N"], self.kv_heads,
