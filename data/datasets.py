@@ -8,9 +8,10 @@ from typing import Literal
 
 from .filtering import filter_dataset
 from .formats import FORMATS, with_options
-from .options import Columns, SyntheticOptions
+from .options import Columns, Options, RecallOptions, SyntheticOptions
 from .prepare import load_or_prepare
 from .raw import PLAIN, Handling
+from .recall import generate_recall
 from .synthetic import generate
 from .types import DataError, Dataset, did_you_mean
 from .vocabulary import Vocabulary, in_terms_of
@@ -27,6 +28,7 @@ def load_dataset(
     min_item_events: int = 1,
     columns: Columns | dict | None = None,
     synthetic: SyntheticOptions | dict | None = None,
+    recall: RecallOptions | dict | None = None,
     vocabulary: Vocabulary | None = None,
     separator: str | None = None,
     on_bad_row: Literal["error", "drop"] = "error",
@@ -40,13 +42,14 @@ def load_dataset(
     file nor polars is needed). cache_dir: where prepared caches live; None keeps the
     prepared data in memory and writes nothing.
     min_user_events, min_item_events: repeatedly drop users and items with fewer events, until none is left.
-    columns: csv and parquet only, see `options.Columns`. synthetic: format synthetic only, see
-    `options.SyntheticOptions`. vocabulary: what a trained model knows (`vocabulary.vocabulary_of` its data set);
-    known items keep their numbers, events with others are left out and counted in `Dataset.left_out`, users with fewer
-    than min_user_events events left go too, and min_item_events is not applied. separator: of a csv file or of
-    sequences; absent, it is told from the first line. on_bad_row: whether rows that cannot be read end the preparation
-    or are left out and counted. duplicates: whether events that equal an earlier one in every column stay. tell: gets a
-    line now and then about what a long preparation is doing; what it found is in `Dataset.notes`.
+    columns: csv and parquet only, see `options.Columns`. synthetic, recall: of the formats of these names only, see
+    `options.SyntheticOptions` and `options.RecallOptions`. vocabulary: what a trained model knows
+    (`vocabulary.vocabulary_of` its data set); known items keep their numbers, events with others are left out and
+    counted in `Dataset.left_out`, users with fewer than min_user_events events left go too, and min_item_events is not
+    applied. separator: of a csv file or of sequences; absent, it is told from the first line. on_bad_row: whether rows
+    that cannot be read end the preparation or are left out and counted. duplicates: whether events that equal an
+    earlier one in every column stay. tell: gets a line now and then about what a long preparation is doing; what it
+    found is in `Dataset.notes`.
 
     Raises DataError, one line, that names the file, line, column and value where it can.
     """
@@ -66,18 +69,19 @@ def load_dataset(
     options = {"min_user_events": min_user_events, "min_item_events": min_item_events}
     fmt = with_options(format, FORMATS[format], columns, separator)
     handling = Handling(on_bad_row, duplicates)
-    if format == "synthetic":
+    for kind, given in (("synthetic", synthetic), ("recall", recall)):
+        if given and format != kind:
+            raise DataError(f"data.{kind}: these options belong to format {kind}, not to {format}")
+    if fmt.kind == "generated":
         if path:
-            raise DataError("data.path: format synthetic is generated and takes no path")
-        given = synthetic.model_dump() if isinstance(synthetic, SyntheticOptions) else synthetic
+            raise DataError(f"data.path: format {format} is generated and takes no path")
         if handling != PLAIN:
-            raise DataError("data.on_bad_row, data.duplicates: format synthetic has neither bad rows nor duplicates")
-        dataset = generate(**(given or {}))
+            raise DataError(f"data.on_bad_row, data.duplicates: format {format} has neither bad rows nor duplicates")
+        generator, given = (generate, synthetic) if format == "synthetic" else (generate_recall, recall)
+        dataset = generator(**(given.model_dump() if isinstance(given, Options) else given or {}))
         if vocabulary is None:
             return filter_dataset(dataset, **options)
         return in_terms_of(dataset, vocabulary, min_user_events)
-    if synthetic:
-        raise DataError(f"data.synthetic: these options belong to format synthetic, not to {format}")
     if vocabulary is None:
         return load_or_prepare(format, fmt, path, cache_dir, options, handling, tell)
     whole = load_or_prepare(format, fmt, path, cache_dir, None, handling, tell)

@@ -145,6 +145,7 @@ FORMATS: dict[str, RawFormat] = {
         own_columns=True,
     ),
     "synthetic": RawFormat("generated, see data/synthetic.py", kind="generated"),
+    "recall": RawFormat("generated, see data/recall.py", kind="generated"),
 }
 
 

@@ -1,7 +1,7 @@
 """The options that a user may give a source: columns of an own file, sizes of the generated data.
 
-They are part of the run's configuration (`data.columns`, `data.synthetic`): an unknown one, a wrong type or value is
-answered like any other key.
+They are part of the run's configuration (`data.columns`, `data.synthetic`, `data.recall`): an unknown one, a wrong type
+or value is answered like any other key.
 """
 
 from __future__ import annotations
@@ -99,6 +99,35 @@ class SyntheticOptions(Options):
         if self.num_users * self.mean_length > MOST_EVENTS:
             raise ValueError(
                 f"num_users={self.num_users} of mean_length={self.mean_length:g} are more than {MOST_EVENTS:,} events"
+            )
+        return self
+
+
+class RecallOptions(Options):
+    """num_sequences of `length` events; distances: the greatest, in events, of each group of distances at which items
+    return; pairs of a sequence in each group; num_keys items that return, num_values that follow them, num_fillers
+    others (data/recall.py)."""
+
+    num_sequences: int = Field(2000, ge=3, le=10**7)
+    length: int = Field(1024, ge=8, le=10**6)
+    distances: list[Annotated[int, Field(ge=2)]] = Field([16, 32, 64, 128, 256, 512], min_length=1, max_length=64)
+    pairs: int = Field(8, ge=1)
+    num_keys: int = Field(512, ge=1, le=MOST_ITEMS)
+    num_values: int = Field(256, ge=2, le=MOST_ITEMS)
+    num_fillers: int = Field(256, ge=1, le=MOST_ITEMS)
+    seed: int = Field(0, ge=0, lt=2**63)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if len(set(self.distances)) < len(self.distances):
+            raise ValueError(f"distances: {self.distances} has one twice")
+        if max(self.distances) > self.length - 2:
+            raise ValueError(f"distances: {max(self.distances)} needs a length of {max(self.distances) + 2} at least")
+        if (total := self.pairs * len(self.distances)) > self.num_keys:
+            raise ValueError(f"num_keys={self.num_keys} is less than the {total} pairs of a sequence")
+        if self.num_sequences * self.length > MOST_EVENTS:
+            raise ValueError(
+                f"num_sequences={self.num_sequences} of length={self.length} are more than {MOST_EVENTS:,} events"
             )
         return self
 

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from data.options import Columns, SyntheticOptions, checked_separator
+from data.options import Columns, RecallOptions, SyntheticOptions, checked_separator
 from data.types import DataError, shown
 from models.attention import ATTENTION, attention_config
 from models.contract import AttentionKind, LayerSizes, Strict
@@ -52,7 +52,7 @@ PathText = Annotated[str, AfterValidator(_possible_path)]
 class DataConfig(Strict):
     format: str
     path: PathText | None = None
-    protocol: Literal["leave_one_out", "published", "temporal", "all", "last_tenth"]
+    protocol: Literal["leave_one_out", "published", "temporal", "all", "last_tenth", "held_out_users"]
     cache_dir: PathText = ".cache"
     min_user_events: int = Field(1, ge=1)
     min_item_events: int = Field(1, ge=1)
@@ -61,6 +61,7 @@ class DataConfig(Strict):
     duplicates: Literal["keep", "drop"] = "keep"
     columns: Columns | None = None
     synthetic: SyntheticOptions | None = None
+    recall: RecallOptions | None = None
     valid_fraction: float = Field(0.1, ge=0, lt=1)
     test_fraction: float = Field(0.1, gt=0, lt=1)
     # Whether the validation events of last_tenth train too: for a final figure, once everything is chosen.
@@ -276,6 +277,17 @@ class RunConfig(Strict):
             self._check_ranking()
         elif self.data.protocol == "last_tenth" or self.data.train_on_valid:
             raise ValueError("data.protocol=last_tenth and data.train_on_valid are for task.kind=ranking")
+        if (self.task.kind == "recall") != (self.data.format == "recall"):
+            raise ValueError(
+                f"task.kind={self.task.kind} on data.format={self.data.format}: task and format recall belong together"
+            )
+        if (self.task.kind == "recall") != (self.data.protocol == "held_out_users"):
+            raise ValueError(
+                f"data.protocol={self.data.protocol} on task.kind={self.task.kind}: recall takes held_out_users, "
+                "and nothing else does"
+            )
+        if self.task.kind == "recall":
+            self._check_recall()
         if self.eval.patience and self.data.protocol in ("published", "all"):
             raise ValueError(f"eval.patience: protocol {self.data.protocol} has no validation split to stop by")
         if self.model.head.kind == "mol" and self.loss.kind == "bce":
@@ -292,6 +304,11 @@ class RunConfig(Strict):
         if self.eval.patience and not self.eval.every:
             raise ValueError("eval.patience needs eval.every >= 1")
         return self
+
+    def _check_recall(self) -> None:
+        """ValueError for options that recall has no use for."""
+        if self.model.action_embedding or self.model.head.kind != "dot" or self.parallel.context > 1:
+            raise ValueError("model.action_embedding, model.head, parallel.context: of no use to task.kind=recall")
 
     def _check_ranking(self) -> None:
         """ValueError for options that ranking has no use for."""

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from data.batch import Batch
 from data.batches import Batches
-from data.datasets import DataError, Dataset, Vocabulary, load_dataset
+from data.datasets import FORMATS, DataError, Dataset, Vocabulary, load_dataset
 from data.prepare import find_prepared
 from data.splits import Splits
 from data.types import shown
@@ -107,6 +107,7 @@ def load_data(config: RunConfig, **others) -> Dataset:
         "min_item_events": c.min_item_events,
         "columns": c.columns,
         "synthetic": c.synthetic,
+        "recall": c.recall,
         "separator": c.separator,
         "on_bad_row": c.on_bad_row,
         "duplicates": c.duplicates,
@@ -127,7 +128,8 @@ def find_data(config: RunConfig, trained_on: str | None) -> Dataset:
         if trained_on is None:
             raise
         reason = str(error)
-    if c.format != "synthetic" and (dataset := find_prepared(c.format, c.cache_dir, trained_on)) is not None:
+    generated = FORMATS[c.format].kind == "generated"
+    if not generated and (dataset := find_prepared(c.format, c.cache_dir, trained_on)) is not None:
         terminal.say(f"{reason}: taking the prepared copy of the run's data from {c.cache_dir}")
         return dataset
     raise DataError(

@@ -3,9 +3,10 @@
 from models.config import RunConfig
 from models.tasks.contract import Task
 from models.tasks.ranking import Ranking
+from models.tasks.recall import Recall
 from models.tasks.retrieval import Retrieval
 
-TASKS: dict[str, type[Task]] = {"retrieval": Retrieval, "ranking": Ranking}
+TASKS: dict[str, type[Task]] = {"retrieval": Retrieval, "ranking": Ranking, "recall": Recall}
 
 
 def build_task(config: RunConfig) -> Task:

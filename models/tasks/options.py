@@ -51,4 +51,14 @@ class RankingConfig(Strict):
         return [*binary_metrics.NAMES, *(own if len(self.actions) > 1 else [])]
 
 
-TaskConfig = Annotated[RetrievalConfig | RankingConfig, Field(discriminator="kind")]
+class RecallConfig(Strict):
+    """Predict what followed an item when it was shown: the generated task of data/recall.py."""
+
+    kind: Literal["recall"]
+
+    def metric_names(self) -> list[str]:
+        """accuracy: the share of recalls whose target scores highest; worst: that of the worst distance."""
+        return ["accuracy", "worst"]
+
+
+TaskConfig = Annotated[RetrievalConfig | RankingConfig | RecallConfig, Field(discriminator="kind")]

@@ -1,0 +1,152 @@
+"""A generated memory task: what followed an item was shown once, d events ago, and is asked for when the item returns.
+
+A sequence is filled with random filler items. Into it go pairs, a key and the value behind it: the key returns d events
+after it was shown, and the value follows it again. `distances` are the greatest of each group: d is drawn uniformly
+from d_max // 2 + 1 to d_max, so that no model can tune itself to one distance, and each group has the same number of
+pairs in every sequence. A key is in one pair of a sequence, and each sequence draws its values anew, so that the
+sequence alone tells. The event that repeats a value is a recall; recalls are all that is trained and judged on. A guess
+among the values is right once in `num_values`.
+
+The items are numbered keys first, then values, then fillers. Each event's action says what it is: 0 for `shown`, i for
+a recall of the i-th group of distances (`Dataset.action_names`). Users are sequences, and whole users are held out.
+
+Letters: E events, U users (sequences), N events of a sequence, M samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from .batch import Batch, per_token
+from .batches import Batches, ranges
+from .options import RecallOptions, parse_options
+from .splits import Split, Splits
+from .types import DataError, Dataset
+
+GENERATOR_VERSION = 1  # part of the fingerprint: raise it when the same options would give other data
+RECALL_PROTOCOL = "held_out_users"
+TRIES = 200  # places that are drawn for a pair before the sequence counts as full
+CHUNK_CELLS = 1 << 26  # events of the sequences that are made at a time
+
+
+def generate_recall(**options) -> Dataset:
+    """The data set of these RecallOptions; the same options (and numpy) give the same data.
+
+    DataError, see `options.parse_options`, and where a sequence has no room for its pairs.
+    """
+    o = parse_options(RecallOptions, options, "data.recall")
+    rng = np.random.default_rng(o.seed)
+    items = np.empty((o.num_sequences, o.length), np.int32)
+    codes = np.zeros((o.num_sequences, o.length), np.int32)
+    step = max(1, CHUNK_CELLS // o.length)
+    for first in range(0, o.num_sequences, step):
+        fill(rng, o, items[first : first + step], codes[first : first + step])
+    recipe = json.dumps(["recall", GENERATOR_VERSION, o.model_dump()], sort_keys=True)
+    num_items = o.num_keys + o.num_values + o.num_fillers
+    return Dataset(
+        name="recall",
+        items=items.reshape(-1),
+        timestamps=np.zeros(items.size, np.int64),
+        actions=codes.reshape(-1),
+        user_offsets=np.arange(o.num_sequences + 1) * o.length,
+        user_ids=np.arange(1, o.num_sequences + 1),
+        item_ids=np.arange(1, num_items + 1),
+        has_timestamps=False,
+        fingerprint=hashlib.sha256(recipe.encode()).hexdigest(),
+        action_names=("shown", *(f"{distance // 2 + 1}-{distance}" for distance in o.distances)),
+        notes=(
+            f"{o.num_sequences:,} sequences of {o.length:,} events, {o.pairs} pairs at each of the distances "
+            f"up to {', '.join(f'{distance:,}' for distance in o.distances)}; {o.num_keys:,} keys, {o.num_values:,} "
+            f"values, {o.num_fillers:,} fillers. A guess among the values is right in {1 / o.num_values:.2%} of all "
+            "cases.",
+        ),
+    )
+
+
+def fill(rng: np.random.Generator, o: RecallOptions, items: np.ndarray, codes: np.ndarray) -> None:
+    """Writes sequences into items and codes, both [U, N]; DataError where the pairs find no room."""
+    users = np.arange(len(items))
+    items[:] = o.num_keys + o.num_values + rng.integers(0, o.num_fillers, items.shape, dtype=np.int32)
+    free = np.ones(items.shape, bool)
+    total = o.pairs * len(o.distances)
+    keys = np.argsort(rng.random((len(items), o.num_keys), dtype=np.float32), axis=1)[:, :total].astype(np.int32)
+    values = o.num_keys + rng.integers(0, o.num_values, (len(items), total), dtype=np.int32)
+    # The longest first: they have the fewest places to go to.
+    order = sorted(range(len(o.distances)), key=lambda place: -o.distances[place])
+    for pair, place in enumerate(place for place in order for _ in range(o.pairs)):
+        longest, waiting = o.distances[place], users
+        shown, asked = np.zeros((2, len(users)), np.int64)
+        for _ in range(TRIES):
+            distance = rng.integers(longest // 2 + 1, longest + 1, len(waiting))
+            begin = (rng.random(len(waiting)) * (o.length - distance - 1)).astype(np.int64)
+            shown[waiting], asked[waiting] = begin, begin + distance
+            fits = free[waiting, begin] & free[waiting, begin + 1]
+            fits &= free[waiting, begin + distance] & free[waiting, begin + distance + 1]
+            waiting = waiting[~fits]
+            if not len(waiting):
+                break
+        else:
+            raise DataError(
+                f"data.recall: length={o.length} has no room for pairs={o.pairs} of each of {len(o.distances)} "
+                "distances: take fewer pairs or longer sequences"
+            )
+        for begin in (shown, asked):
+            items[users, begin], items[users, begin + 1] = keys[:, pair], values[:, pair]
+            free[users, begin] = free[users, begin + 1] = False
+        codes[users, asked + 1] = 1 + place
+
+
+@dataclass
+class RecallBatch(Batch):
+    """A batch whose targets are recalls alone.
+
+    events  [T] int64, which event of the data set the target of each token is
+    """
+
+    events: Tensor = field(default=None, metadata=per_token(padding=-1))  # type: ignore[assignment]
+
+
+class RecallBatches(Batches):
+    """The samples of a recall split, batch by batch; see `Batches`."""
+
+    def _assemble(self, first, last, total, seen, users, begin, *others) -> RecallBatch:
+        whole = super()._assemble(first, last, total, seen, users, begin, *others)
+        events = ranges(begin[first:last], whole.seq_offsets, total) + 1
+        codes = self._columns["actions"].index_select(0, events)
+        return RecallBatch(
+            item_ids=whole.item_ids,
+            timestamps=whole.timestamps,
+            target_ids=whole.target_ids.masked_fill(codes == 0, -1),
+            query_timestamps=whole.query_timestamps,
+            seq_offsets=whole.seq_offsets,
+            users=whole.users,
+            events=events,
+        )
+
+
+def recall_splits(dataset: Dataset, valid_fraction: float, test_fraction: float) -> Splits:
+    """Hold whole users out: the last `test_fraction` of them are the test, the `valid_fraction` before them validation.
+
+    A sample is all events of a user. DataError where a part would be empty.
+    """
+    users, last = np.arange(dataset.num_users), dataset.user_offsets[1:]
+    cuts = [round(dataset.num_users * (1 - test_fraction - fraction)) for fraction in (valid_fraction, 0.0)]
+    if not 0 < cuts[0] < cuts[1] < dataset.num_users:
+        raise DataError(
+            f"data.valid_fraction and data.test_fraction: {valid_fraction} and {test_fraction} of {dataset.num_users} "
+            "users leave none to train on, to validate or to test"
+        )
+    parts = [
+        Split(part, dataset.user_offsets[part], last[part]) for part in np.split(users, cuts)
+    ]  # fmt: skip
+    note = (
+        f"Protocol {RECALL_PROTOCOL}: {len(parts[0]):,} sequences train, {len(parts[1]):,} others validate, "
+        f"{len(parts[2]):,} others test. Recalls alone are trained and judged on."
+    )
+    train_end = np.where(users < cuts[0], last, dataset.user_offsets[:-1])
+    return Splits(RECALL_PROTOCOL, *parts, {}, [note], train_end)

@@ -1,0 +1,130 @@
+"""The task `recall`: after an item that returns, predict what followed it when it was shown (data/recall.py).
+
+Letters: T tokens, E embedding size, I items, M recalls of a split.
+"""
+
+import sys
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from data.batches import Batches
+from data.options import RecallOptions
+from data.recall import RecallBatches, recall_splits
+from data.splits import Split, Splits
+from data.types import Dataset
+from models.config import ConfigError
+from models.retrieval import normalized_items
+from models.tasks.contract import Table, cells
+from models.tasks.retrieval import Retrieval
+
+CHUNK = 2**24  # scores that are held at a time
+
+
+class Recalls(NamedTuple):
+    """The recalls of a split: events [M] int64, which events of the data set; codes [M], the place of their distance
+    among the data set's from 1; right [M] bool, whether the target scored highest."""
+
+    events: np.ndarray
+    codes: np.ndarray
+    right: np.ndarray
+
+
+class Recall(Retrieval):
+    """Retrieval whose targets are recalls alone; the loss is retrieval's, the metric is the share that scores first."""
+
+    headline = ("accuracy", "worst")
+    plotted = ("accuracy", "worst")
+
+    def check_data(self, dataset: Dataset) -> None:
+        longest = int(np.diff(dataset.user_offsets).max()) - 1
+        if self.config.model.max_seq_len < longest:
+            raise ConfigError(
+                f"model.max_seq_len={self.config.model.max_seq_len}: expected at least {longest}, a sequence's inputs: "
+                "what is asked for may stand at its beginning"
+            )
+
+    def splits(self, dataset: Dataset) -> Splits:
+        return recall_splits(dataset, self.config.data.valid_fraction, self.config.data.test_fraction)
+
+    def batches(self, dataset: Dataset, split: Split, **options) -> RecallBatches:
+        options.pop("with_seen", None)  # nothing that users saw is taken out of anything
+        return RecallBatches(dataset, split, **options)
+
+    @torch.no_grad()
+    def recalls(self, model: nn.Module, batches: Batches, phase: int = sys.maxsize) -> Recalls:
+        """Whether each recall of a split was right: the target's score is above that of all other items."""
+        model.eval()
+        device, autocast = batches.device.type, self.config.train.autocast == "bf16"
+        items = normalized_items(model.item_weight.detach())
+        events, right = [], []
+        for batch in batches.epoch(0):
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                out, _ = model(replace(batch, phase=phase))
+            recalls = (batch.target_ids >= 0).nonzero()[:, 0]
+            for part in recalls.split(max(1, CHUNK // len(items))):
+                scores, targets = out[part] @ items.T, batch.target_ids[part][:, None]
+                own = scores.gather(1, targets)
+                events.append(batch.events[part])
+                # Of equal scores none is the highest, and a NaN never is.
+                right.append((scores >= own).sum(1) == 1)
+        where = torch.cat(events).cpu().numpy()
+        return Recalls(where, batches.dataset.actions[where], torch.cat(right).cpu().numpy())
+
+    def evaluate(self, model: nn.Module, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
+        return metrics(self.recalls(model, batches, phase))
+
+    def baseline(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, float]:
+        level = self.random_level()
+        return {"accuracy": level, "worst": level}
+
+    def random_level(self) -> float:
+        """The accuracy of a guess among the values."""
+        return 1 / (self.config.data.recall or RecallOptions()).num_values
+
+    def judge(self, model: nn.Module, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
+        """The accuracy over all recalls, at the worst distance and at each, beside that of a guess."""
+        found = self.recalls(model, batches)
+        distances = {name: place for place, name in enumerate(dataset.action_names) if place}
+        users = np.searchsorted(dataset.user_offsets, found.events, side="right") - 1
+        return {
+            "split": split,
+            "users": len(getattr(splits, split).users),
+            "recalls": len(found.events),
+            "model": metrics(found),
+            "guess": self.baseline(dataset, splits, split, batches),
+            "by_distance": {name: float(found.right[found.codes == code].mean()) for name, code in distances.items()},
+            "judged": {"users": users, "events": found.events, "right": found.right},
+        }
+
+    def user_values(self, judged: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        users, place, counts = np.unique(judged["users"], return_inverse=True, return_counts=True)
+        return users, {"accuracy": np.bincount(place, judged["right"]) / counts}
+
+    def breakdowns(self, result: dict, judged: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
+        return {"distance, in events": result["by_distance"]}
+
+    def protocol_lines(self, result: dict) -> list[str]:
+        return [
+            f"Split {result['split']}, {result['users']:,} sequences, {result['recalls']:,} recalls: the share whose "
+            "target scores highest of all items.",
+            *result["notes"],
+        ]
+
+    def tables(self, result: dict) -> list[Table]:
+        names = self.config.task.metric_names()
+        rows = [[who, *cells(result[who], names)] for who in ("model", "guess")]
+        by_distance = [[name, f"{value:.4f}"] for name, value in result["by_distance"].items()]
+        return [
+            Table("Recall", ["", *names], rows, [0, 1, 2]),
+            Table("By distance", ["events ago", "accuracy"], by_distance, []),
+        ]
+
+
+def metrics(found: Recalls) -> dict[str, float]:
+    """The accuracy over all recalls, and the lowest that a distance has."""
+    right, counts = (np.bincount(found.codes, weights)[1:] for weights in (found.right, None))
+    return {"accuracy": float(right.sum() / counts.sum()), "worst": float((right / counts).min())}
