@@ -24,7 +24,7 @@ from hstu_sparse.testing import compare_with_reference
 TEMPERATURE = 0.05
 ITEMS = [10_000, 100_000, 1_000_000]
 # Tile sizes for --tune at E = 256: part of the step, then its options in the order of NAMES.
-NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "BLOCK_E", "REGISTERS", "resident")
+NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "BLOCK_E", "REGISTERS", "programs")
 TUNE = [
     ("fwd", 128, 128, 8, 2, 256, False, 1),
     ("fwd", 128, 64, 8, 3, 256, False, 1),
@@ -149,7 +149,7 @@ def tuned(shape, part, config):
     from hstu_sparse.launch import override
 
     def change(found, product, *_):
-        return found | dict(zip(NAMES, config)) if product == part else found
+        return found.replace(**dict(zip(NAMES, config))) if product == part else found
 
     def changed(function):
         with override(product_config, change):

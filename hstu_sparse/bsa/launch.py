@@ -12,7 +12,6 @@ Deterministic mode (torch.use_deterministic_algorithms): the lists come from a s
 atomics, and for small groups the choice is worked off slot by slot, so that no two programs of a launch add to one row.
 """
 
-from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,16 @@ from hstu_sparse.bsa import blocks, key_major, means_major, query_major
 from hstu_sparse.bsa.bias import TableGradients, Tables, pair_norms
 from hstu_sparse.bsa.lists import invert
 from hstu_sparse.bsa.query_major import Chosen, Gates, Strides
-from hstu_sparse.launch import architecture, cdiv, configuration, next_power_of_2, padded_head, precision, run
+from hstu_sparse.launch import (
+    LaunchConfig,
+    architecture,
+    cdiv,
+    configuration,
+    next_power_of_2,
+    padded_head,
+    precision,
+    run,
+)
 from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 
@@ -33,21 +41,15 @@ MAX_BLOCK_COUNTS = 128
 QUERY_MAJOR = 32
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Tile sizes and launch options of one kernel: BM queries, BN keys; maxnreg: registers of a thread, if limited."""
-
-    BM: int
-    BN: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None = None
-
-
 @configuration
-def launches(dtype: torch.dtype, head: int, block_size: int, group: int, arch: int, biased: bool) -> dict[str, Launch]:
-    """Tile sizes by kernel. `head` is the wider padded head size. Fixed rather than tuned at run time: the kernels
-    add to their outputs, so a tuner that runs them again and again would have to restore those each time."""
+def tile_config(
+    kernel: str, dtype: torch.dtype, head: int, block_size: int, group: int, arch: int, biased: bool
+) -> LaunchConfig:
+    """The configuration of a kernel whose tiles are BM queries by BN keys. `head` is the wider padded head size.
+
+    Fixed rather than tuned at run time: the kernels add to their outputs, so a tuner that runs them again and again
+    would have to restore those each time.
+    """
     small = 64 if dtype.itemsize * head <= 256 else 32 if dtype.itemsize * head <= 512 else 16
     if dtype == torch.float32 and arch != 90:
         # Hopper's matrix instructions read fp32 from shared memory; elsewhere the parts of each number take registers.
@@ -57,23 +59,21 @@ def launches(dtype: torch.dtype, head: int, block_size: int, group: int, arch: i
     key = min(block_size, small)
     most = 168 if arch == 90 and head <= 64 else None  # for three programs to a multiprocessor
     if small == 64:  # measured on an H200 with heads of 128 in bf16; see docs/bsa.md
-        return {
-            "query_fwd": Launch(query, 32, 4, 2, most) if biased else Launch(query, 32, 4, 3),
-            "query_dq": Launch(query, 32 if biased else key if query_major else 64, 4, 2),
+        bm, bn, warps, stages, registers = {
+            "query_fwd": (query, 32, 4, 2 if biased else 3, most if biased else None),
+            "query_dq": (query, 32 if biased else key if query_major else 64, 4, 2, None),
             # Where there is no wgmma a tile's biases take registers that four warps do not have.
-            "select_fwd": Launch(64, key, 8 if biased and arch > 90 else 4, 3),
-            "select_dq": Launch(64, key, 8 if key == 64 and dtype.itemsize == 2 else 4, 2),
-            "select_dkv": Launch(64 if query_major and not biased else 32, key, 4, 3 if query_major and biased else 2),
-            "compress_dkv": Launch(32, 64, 4, 3),
-        }
-    return {
-        "query_fwd": Launch(query, small, 4, 2),
-        "query_dq": Launch(query, small, 4, 2),
-        "select_fwd": Launch(small, key, 4, 2),
-        "select_dq": Launch(small, key, 4, 2),
-        "select_dkv": Launch(small, key, 4, 2),
-        "compress_dkv": Launch(small, small, 4, 2),
-    }
+            "select_fwd": (64, key, 8 if biased and arch > 90 else 4, 3, None),
+            "select_dq": (64, key, 8 if key == 64 and dtype.itemsize == 2 else 4, 2, None),
+            "select_dkv": (
+                64 if query_major and not biased else 32, key, 4, 3 if query_major and biased else 2, None
+            ),
+            "compress_dkv": (32, 64, 4, 3, None),
+        }[kernel]  # fmt: skip
+        return LaunchConfig(warps, stages, registers, BM=bm, BN=bn)
+    queries = query if kernel in ("query_fwd", "query_dq") else small
+    keys = key if kernel in ("select_fwd", "select_dq", "select_dkv") else small
+    return LaunchConfig(4, 2, BM=queries, BN=keys)
 
 
 class Arguments(NamedTuple):
@@ -116,14 +116,16 @@ class Problem:
         self.blocks_together = self.together(self.BS, self.NB)
         self.biased = a.position is not None or a.time is not None
         self.split = q.dtype != torch.float32
-        self.launch = launches(q.dtype, max(self.BD, self.BV), a.block_size, group, architecture(q.device), self.biased)
+        self.tiled_by = (
+            q.dtype, max(self.BD, self.BV), a.block_size, group, architecture(q.device), self.biased
+        )  # fmt: skip
         self.heads = dict(D=self.D, V=self.V, BD=self.BD, BV=self.BV)
         self.numeric = dict(
             FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype, "tf32x3"),
             ASM=proven(q.device),
         )  # fmt: skip
 
-        dq = self.launch["query_dq"]
+        dq = self.config("query_dq")
         # Sums in shared memory are integers, which fp32 would lose by; a thread must have 16 values of a tile.
         self.sums = (
             self.biased and self.numeric["ASM"] and self.numeric["FAST"] and not self.deterministic
@@ -153,9 +155,8 @@ class Problem:
         few = self.max_seq_len * self.H * (self.D + self.V) * 2 <= 2**24
         return min(slots, 4) if few else self.together(size, slots)
 
-    def options(self, kernel: str) -> dict:
-        """Return a kernel's launch configuration as keyword arguments."""
-        return {name: x for name, x in asdict(self.launch[kernel]).items() if x is not None}
+    def config(self, kernel: str) -> LaunchConfig:
+        return tile_config(kernel, *self.tiled_by)
 
     def tma(self, rows: int, *tensors: Tensor) -> list | None:
         """Descriptors over [T, H * size] whose tiles are `rows` rows of one head, for the tensor memory accelerator.
@@ -172,9 +173,9 @@ class Problem:
             for x in tensors
         ]
 
-    def keys(self, options: dict, k: Tensor, v: Tensor, kbar: Tensor, vbar: Tensor) -> tuple[list, bool]:
+    def keys(self, config: LaunchConfig, k: Tensor, v: Tensor, kbar: Tensor, vbar: Tensor) -> tuple[list, bool]:
         """(k, v, kbar, vbar) for a query-major kernel, and whether they are descriptors."""
-        found = self.tma(options["BN"], k, v, kbar, vbar) if options["BN"] <= self.BS else None
+        found = self.tma(config.BN, k, v, kbar, vbar) if config.BN <= self.BS else None
         return ([k, v, kbar, vbar], False) if found is None else (found, True)
 
     def group_tile(self) -> int:
@@ -235,15 +236,15 @@ def launch_forward(*arguments):
 
     # fp32 where the key-major kernel adds to it
     out = torch.empty(p.T, p.H, p.V, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
-    options = p.options("query_fwd")
-    tiles = p.slots(options["BM"])
-    tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
+    config = p.config("query_fwd")
+    tiles = p.slots(config.BM)
+    tensors, tma = p.keys(config, k, v, kbar, vbar)
     run(
         query_major.bsa_query_fwd_kernel, (tiles * p.H,),
         q, *tensors, p.offsets, chosen, gates, bias, out, Strides(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
-        p.scale, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(options["BM"], tiles),
-        **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0,
-        **options,
+        p.scale, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(config.BM, tiles),
+        **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, TMA=tma,
+        **config,
     )  # fmt: skip
     if not p.query_major and p.S > 1:
         lists = invert(p, *chosen, 2 * p.S * p.BS, by_slot=p.deterministic, stable=p.deterministic)
@@ -253,7 +254,7 @@ def launch_forward(*arguments):
                 q, k, v, gates.slc, out, p.offsets, lists.pointers(), bias,
                 *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.scale, p.inv_n,
                 turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
-                **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.options("select_fwd"),
+                **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.config("select_fwd"),
             )  # fmt: skip
     return out.to(q.dtype), indices, kbar, vbar, halves, entries
 
@@ -300,32 +301,32 @@ def launch_backward(do, *arguments):
     dq = torch.empty(p.T, p.H, p.D, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
     dg_cmp, dg_slc = torch.empty(p.T, p.H, **fp32), torch.empty(p.T, p.H, **fp32)
     dg_swa = torch.empty((p.T, p.H) if p.window else (0,), **fp32)
-    options = p.options("query_dq")
-    tiles = p.slots(options["BM"])
-    tensors, options["TMA"] = p.keys(options, k, v, kbar, vbar)
-    keys_shift, means_shift = p.shifts(options["BM"])
+    config = p.config("query_dq")
+    tiles = p.slots(config.BM)
+    tensors, tma = p.keys(config, k, v, kbar, vbar)
+    keys_shift, means_shift = p.shifts(config.BM)
     run(
         query_major.bsa_query_bwd_dq_kernel, (tiles * p.H,),
         do, q, *tensors, p.offsets, chosen, gates, dq, dg_cmp, dg_slc, dg_swa, bias, tables, norms, keys_shift,
         2.0**-means_shift / p.BS, *do.stride()[:2], Strides(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
-        p.scale, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(options["BM"], tiles),
+        p.scale, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(config.BM, tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,
-        **options,
+        TMA=tma, **config,
     )  # fmt: skip
 
     cmp_rows, slc_rows, *rest = gates_by_head(p, *given_gates)
     swa_rows = rest[0] if rest else slc_rows
     dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)
-    options = p.options("compress_dkv")
+    config = p.config("compress_dkv")
     # Enough programs for the earliest blocks, which nearly every query sees; one each where the order must be fixed.
     splits = 1 if p.deterministic else min(16, cdiv(p.max_seq_len, 2048))
-    described = p.tma(options["BM"], do, q)
+    described = p.tma(config.BM, do, q)
     run(
-        means_major.bsa_compress_bwd_dkv_kernel, (p.slots(options["BN"] * p.BS), p.H, splits),
+        means_major.bsa_compress_bwd_dkv_kernel, (p.slots(config.BN * p.BS), p.H, splits),
         *(described or (do, q)), kbar, vbar, p.offsets, cmp_rows, cmp_rows.stride(0), dkbar, dvbar, bias,
         *do.stride()[:2], *q.stride()[:2],
         p.scale, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
-        TMA=described is not None, **options,
+        TMA=described is not None, **config,
     )  # fmt: skip
 
     atomic_dq = not p.query_major and not p.deterministic
@@ -335,16 +336,16 @@ def launch_backward(do, *arguments):
         torch.empty(p.T, p.H, p.V, **fp32 | dict(dtype=v.dtype)),
     )
     parts = torch.empty(lists.max_parts * p.BS * (p.D + p.V), **fp32)
-    options = p.options("select_dkv")
-    described = p.tma(options["BM"], do, q) if options["BM"] <= p.R else None
+    config = p.config("select_dkv")
+    described = p.tma(config.BM, do, q) if config.BM <= p.R else None
     run(
-        key_major.bsa_select_bwd_dkv_kernel, (lists.chunks_per_turn, p.BS // options["BN"]),
+        key_major.bsa_select_bwd_dkv_kernel, (lists.chunks_per_turn, p.BS // config.BN),
         *(described or (do, q)), k, v, dkbar, dvbar, slc_rows, swa_rows, slc_rows.stride(0), dk, dv, parts, dq, dg_slc,
         p.offsets, lists.pointers(), lists.part_start, bias, TableGradients() if p.query_major else tables,
         *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         p.scale, p.inv_n, p.window, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, WINDOW=p.window > 0, DQ=atomic_dq,
-        TMA=described is not None, **options,
+        TMA=described is not None, **config,
     )  # fmt: skip
     run(
         key_major.bsa_merge_bwd_dkv_kernel, (p.H * p.NB, p.BS // 16),
@@ -361,7 +362,7 @@ def launch_backward(do, *arguments):
                 do, q, k, v, gates.slc, dq, dg_slc, p.offsets, lists.pointers(), bias,
                 *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
                 p.scale, p.inv_n, turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
-                **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.options("select_dq"),
+                **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.config("select_dq"),
             )  # fmt: skip
     found = [dq.to(q.dtype), dk, dv, *(d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), given_gates))]
     if sums:

@@ -34,7 +34,7 @@ from hstu_sparse.cross_entropy.sampled import (
     catalogue_loss_sampled_fwd_kernel,
     catalogue_loss_table_bwd_kernel,
 )
-from hstu_sparse.launch import INTERPRET, cdiv, configuration, next_power_of_2, run
+from hstu_sparse.launch import INTERPRET, LaunchConfig, cdiv, configuration, next_power_of_2, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 
@@ -51,36 +51,38 @@ FEW_ITEMS = 2**16
 ROW_TILE = 2048
 CHUNK, PIECE = 32, 1024
 
-# Tile sizes and options of the three products, for 16-bit inputs by padded E; `resident`: programs that share a
-# multiprocessor, by which the work is split.
+# Tile sizes and options of the three products, for 16-bit inputs by padded E; `programs` of a
+# multiprocessor: by them the work is split.
 _WIDE = {
-    "fwd": dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=True, resident=2),
-    "dout": dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, TMA=True, REGISTERS=False, resident=2),
-    "ditems": dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, TMA=True, REGISTERS=False, resident=2),
+    "fwd": LaunchConfig(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=True, programs=2),
+    "dout": LaunchConfig(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, TMA=True, REGISTERS=False, programs=2),
+    "ditems": LaunchConfig(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, TMA=True, REGISTERS=False, programs=2),
 }
 _NARROW = {
-    "fwd": dict(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=False, resident=3),
-    "dout": dict(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=False, resident=2),
-    "ditems": dict(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=False, resident=2),
+    "fwd": LaunchConfig(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=False, programs=3),
+    "dout": LaunchConfig(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=False, programs=2),
+    "ditems": LaunchConfig(BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=3, TMA=True, REGISTERS=False, programs=2),
 }
 _WIDEST = {
-    part: dict(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2, TMA=True, REGISTERS=False, resident=1)
+    part: LaunchConfig(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2, TMA=True, REGISTERS=False, programs=1)
     for part in ("fwd", "dout", "ditems")
 }
 _FLOAT32 = {
-    part: dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2, TMA=False, REGISTERS=False, resident=2)
+    part: LaunchConfig(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2, TMA=False, REGISTERS=False, programs=2)
     for part in ("fwd", "dout", "ditems")
 }
 _WIDE_FLOAT32 = {
-    part: dict(BLOCK_M=32, BLOCK_N=32, BLOCK_E=64, num_warps=8, num_stages=2, TMA=False, REGISTERS=False, resident=2)
+    part: LaunchConfig(
+        BLOCK_M=32, BLOCK_N=32, BLOCK_E=64, num_warps=8, num_stages=2, TMA=False, REGISTERS=False, programs=2
+    )
     for part in ("fwd", "dout", "ditems")
 }
 
 
 @configuration
-def product_config(part: str, dtype: torch.dtype, width: int, arch: int) -> dict:
+def product_config(part: str, dtype: torch.dtype, width: int, arch: int) -> LaunchConfig:
     if INTERPRET:
-        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2, TMA=False, REGISTERS=False, resident=2)
+        return LaunchConfig(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2, TMA=False, REGISTERS=False, programs=2)
     if dtype == torch.float32:
         config = (_WIDE_FLOAT32 if width > 64 or arch < 90 else _FLOAT32)[part]
     elif width > 256:
@@ -88,9 +90,9 @@ def product_config(part: str, dtype: torch.dtype, width: int, arch: int) -> dict
     else:
         config = (_WIDE if width > 128 else _NARROW)[part]
     if arch < 90:
-        config = config | dict(TMA=False)
+        config = config.replace(TMA=False)
     if arch != 90:  # left operands come from registers in Hopper's products alone
-        config = config | dict(REGISTERS=False)
+        config = config.replace(REGISTERS=False)
     return _fitting(config, width * dtype.itemsize, _SHARED.get(arch, 99) * 1024)
 
 
@@ -98,15 +100,14 @@ def product_config(part: str, dtype: torch.dtype, width: int, arch: int) -> dict
 _SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 
 
-def _fitting(config: dict, row_bytes: int, limit: int) -> dict:
+def _fitting(config: LaunchConfig, row_bytes: int, limit: int) -> LaunchConfig:
     """The config with tiles made smaller until they fit: one of rows owned, one walked over for each stage."""
-    config = dict(config)
-    while (config["BLOCK_M"] + config["num_stages"] * config["BLOCK_N"]) * row_bytes + 4096 > limit:
-        larger = max("BLOCK_N", "BLOCK_M", key=lambda side: config[side])
-        if config["num_stages"] > 2 or config[larger] == 16:  # products take no less
-            config["num_stages"] -= 1
+    while (config.BLOCK_M + config.num_stages * config.BLOCK_N) * row_bytes + 4096 > limit:
+        larger = "BLOCK_N" if config.BLOCK_N >= config.BLOCK_M else "BLOCK_M"
+        if config.num_stages > 2 or config[larger] == 16:  # products take no less
+            config = config.replace(num_stages=config.num_stages - 1)
         else:
-            config[larger] //= 2
+            config = config.replace(**{larger: config[larger] // 2})
     return config
 
 
@@ -117,21 +118,21 @@ def chunk_width(size: int) -> int:
     return 64 if cdiv(size, 64) % 2 else 128
 
 
-def config_of(part: str, x: Tensor) -> dict:
-    """Tile sizes and options of a product kernel, `resident` among them."""
+def config_of(part: str, x: Tensor) -> LaunchConfig:
+    """The configuration of a product kernel."""
     width = max(16, next_power_of_2(x.shape[1]))
     config = product_config(part, x.dtype, width, launch.architecture(x.device))
-    return {"BLOCK_E": chunk_width(x.shape[1])} | config
+    return config.replace(**{"BLOCK_E": chunk_width(x.shape[1]), **config})
 
 
-def plan_splits(rows: int, walked: int, config: dict, device: torch.device, row_bytes: int) -> tuple[int, int]:
+def plan_splits(rows: int, walked: int, config: LaunchConfig, device: torch.device, row_bytes: int) -> tuple[int, int]:
     """(splits, rows walked over by each): as few as keep nine tenths of the GPU busy, or as near to it as can be.
 
     row_bytes: of a split's results, for each row owned; all of them have to stay within SPLIT_BYTES.
     """
-    block = config["BLOCK_N"]
-    tiles, steps = max(1, cdiv(rows, config["BLOCK_M"])), max(1, cdiv(walked, block))
-    slots = launch.multiprocessors(device) * config["resident"]
+    block = config.BLOCK_N
+    tiles, steps = max(1, cdiv(rows, config.BLOCK_M)), max(1, cdiv(walked, block))
+    slots = launch.multiprocessors(device) * config.programs
     most = min(steps, cdiv(4 * slots, tiles), max(1, SPLIT_BYTES // max(1, rows * row_bytes)))
     best, busiest = 1, 0.0
     for splits in range(1, most + 1):
@@ -145,27 +146,29 @@ def plan_splits(rows: int, walked: int, config: dict, device: torch.device, row_
     return max(1, cdiv(walked, per_split)), per_split
 
 
-def _gather_tile(width: int) -> dict:
-    """Return how many of a token's negatives a program takes at a time: loads wait for each other, so a few."""
-    return dict(ROWS=max(1, min(8, 1024 // width)), num_warps=1)
+def _gather_config(width: int) -> LaunchConfig:
+    """Return the configuration of the kernels that gather ROWS of a token's negatives: loads wait for each other, so a
+    few at a time.
+    """
+    return LaunchConfig(1, ROWS=max(1, min(8, 1024 // width)))
 
 
-def _walk(config: dict, matrix: Tensor, *vectors: Tensor | None):
-    """What a product's kernel walks over, as it is or as tensor descriptors; and the constant that says which."""
-    if not config["TMA"] or not len(matrix):
-        return matrix, *vectors, False
+def _walk(config: LaunchConfig, matrix: Tensor, *vectors: Tensor | None):
+    """What a product's kernel walks over, as it is or as tensor descriptors; and the settings that say which."""
+    if not config.TMA or not len(matrix):
+        return matrix, *vectors, _settings(config, False)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     def described(x: Tensor | None, *block: int):
         return x if x is None else TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
-    rows = config["BLOCK_N"]
-    return described(matrix, rows, config["BLOCK_E"]), *(described(x, rows) for x in vectors), True
+    rows = config.BLOCK_N
+    return described(matrix, rows, config.BLOCK_E), *(described(x, rows) for x in vectors), _settings(config, True)
 
 
-def _options(config: dict) -> dict:
-    found = {name: value for name, value in config.items() if name not in ("TMA", "resident")}
-    return found | {"STAGES": config["num_stages"]}
+def _settings(config: LaunchConfig, tma: bool) -> LaunchConfig:
+    """Kernels pipeline their loops by STAGES; num_stages is for what else is in them."""
+    return config.replace(TMA=tma, STAGES=config.num_stages)
 
 
 class _Call:
@@ -190,7 +193,7 @@ class _Call:
         self.precision = launch.precision(out.dtype, "tf32x3")
         self.negatives, self.log_q = negatives, log_q
         self.K = 0 if negatives is None else negatives.shape[-1]
-        self.drawn = _gather_tile(self.width)
+        self.drawn = _gather_config(self.width)
         self.per_token = negatives is not None and negatives.dim() == 2
         self.small = self.per_token and small.takes_products(self.I, self.K, self.E, out.dtype)
 
@@ -256,13 +259,13 @@ def _forward(*arguments):
     splits, per_split = plan_splits(call.T, W, config, call.out.device, 4)
     partial = call.new(splits, call.T)
     out, matrix = as_rows(call.out, matrix)
-    walk, lengths, tma = _walk(config, matrix, item_scale if call.normalize else None)
+    walk, lengths, settings = _walk(config, matrix, item_scale if call.normalize else None)
     if call.T:
         run(
-            catalogue_loss_fwd_kernel, cdiv(call.T, config["BLOCK_M"]) * splits,
+            catalogue_loss_fwd_kernel, cdiv(call.T, config.BLOCK_M) * splits,
             out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets,
             partial, min(call.bound, BOUND), call.T, W, per_split, E=out.shape[1],
-            BOUNDED=call.bound <= BOUND, PRECISION=call.precision, TMA=tma, **_options(config),
+            BOUNDED=call.bound <= BOUND, PRECISION=call.precision, **settings,
         )  # fmt: skip
     lse, positive = call.new(call.T), call.new(call.T)
     item_sum = None
@@ -339,13 +342,13 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
     config = config_of("dout", call.out)
     splits, per_split = plan_splits(call.T, W, config, call.out.device, 4 * call.E)
     partial = call.new(splits, call.T, call.E) if splits > 1 else None
-    walk, lengths, tma = _walk(config, matrix, item_scale)
+    walk, lengths, settings = _walk(config, matrix, item_scale)
     run(
-        catalogue_loss_bwd_dout_kernel, cdiv(call.T, config["BLOCK_M"]) * splits,
+        catalogue_loss_bwd_dout_kernel, cdiv(call.T, config.BLOCK_M) * splits,
         out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets, lse,
         positive if sampled else None, *ending, dout, along, partial, call.smoothing, marks,
         0 if marks is None else marks.shape[1], call.T, call.I, W, per_split, SIZE=call.E, OWN_MARK=mark_sizes[0],
-        MARK=mark_sizes[1], TMA=tma, **shape, **_options(config),
+        MARK=mark_sizes[1], **shape, **settings,
     )  # fmt: skip
     if splits > 1:
         call.over_rows(
@@ -361,14 +364,14 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
     parts = splits > 1 or sampled
     partial = call.new(splits, W, call.E) if parts else None
     ditems = None if sampled else torch.empty_like(call.items, memory_format=torch.contiguous_format)
-    walk, scales, targets, sums, tma = _walk(config, out, row_scale, call.targets, lse)
+    walk, scales, targets, sums, settings = _walk(config, out, row_scale, call.targets, lse)
     if W:
         run(
-            catalogue_loss_bwd_ditems_kernel, cdiv(W, config["BLOCK_M"]) * splits,
+            catalogue_loss_bwd_ditems_kernel, cdiv(W, config.BLOCK_M) * splits,
             walk, matrix, out.stride(0), matrix.stride(0), scales, item_scale, ids, shift, targets, sums, row_scale,
             out_sum, grad, inverse_count, ditems, partial, call.smoothing, marks,
             0 if marks is None else marks.shape[1], W, call.T, per_split, SIZE=call.E, OWN_MARK=mark_sizes[1],
-            MARK=mark_sizes[0], TMA=tma, **shape, **_options(config),
+            MARK=mark_sizes[0], **shape, **settings,
         )  # fmt: skip
     if sampled:
         drawn = partial[0] if splits == 1 else partial.sum(0)
@@ -387,16 +390,16 @@ def _marks(call, out, matrix, item_scale, row_scale, lse):
     """(marks of the tiles that backward takes, uint8 [rows, columns]; tokens of a row, items of a column)."""
     config, dout, ditems = (config_of(part, call.out) for part in ("fwd", "dout", "ditems"))
     # Powers of two: a tile of any of the kernels lies within one.
-    tokens = max(config["BLOCK_M"], dout["BLOCK_M"], ditems["BLOCK_N"])
-    items = max(config["BLOCK_N"], dout["BLOCK_N"], ditems["BLOCK_M"])
+    tokens = max(config.BLOCK_M, dout.BLOCK_M, ditems.BLOCK_N)
+    items = max(config.BLOCK_N, dout.BLOCK_N, ditems.BLOCK_M)
     marks = call.new(cdiv(call.T, tokens), cdiv(call.I, items), dtype=torch.uint8).zero_()
     splits, per_split = plan_splits(call.T, call.I, config, call.out.device, 0)
-    walk, lengths, tma = _walk(config, matrix, item_scale)
+    walk, lengths, settings = _walk(config, matrix, item_scale)
     run(
-        catalogue_loss_mark_kernel, cdiv(call.T, config["BLOCK_M"]) * splits,
+        catalogue_loss_mark_kernel, cdiv(call.T, config.BLOCK_M) * splits,
         out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, call.targets, lse, marks, marks.shape[1],
         math.log2(call.skip), call.T, call.I, per_split, E=out.shape[1], OWN_MARK=tokens, MARK=items,
-        PRECISION=call.precision, TMA=tma, **_options(config),
+        PRECISION=call.precision, **settings,
     )  # fmt: skip
     return marks, (tokens, items)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hstu_sparse.launch import configuration
+from hstu_sparse.launch import LaunchConfig, configuration
 
 
 class Features(NamedTuple):
@@ -23,29 +23,29 @@ class Features(NamedTuple):
 
 
 @configuration
-def fwd_config(f: Features) -> dict:
+def fwd_config(f: Features) -> LaunchConfig:
     """Settings of the forward kernel."""
     wide = max(f.pad_d, f.pad_v) > 128
     if f.dtype == torch.float32:
         narrow = f.arch == 90 and max(f.pad_d, f.pad_v) <= 32
-        return dict(BLOCK_M=64 if narrow else 32, BLOCK_N=32, num_warps=4, num_stages=2)
+        return LaunchConfig(BLOCK_M=64 if narrow else 32, BLOCK_N=32, num_warps=4, num_stages=2)
     if f.arch == 90:
         if wide:
-            return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
+            return LaunchConfig(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
         # Few registers and little shared memory, so that two or three programs share a multiprocessor: while one waits
         # for its products, another computes SiLU and bias.
         if f.time:
-            return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3, maxnreg=168)
-        return dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=3, maxnreg=128)
+            return LaunchConfig(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3, maxnreg=168)
+        return LaunchConfig(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=3, maxnreg=128)
     if f.arch == 80:
         if wide:
-            return dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=1)
-        return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
-    return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1 if wide else 2)
+            return LaunchConfig(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=1)
+        return LaunchConfig(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
+    return LaunchConfig(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1 if wide else 2)
 
 
 @configuration
-def bwd_dq_config(f: Features) -> dict:
+def bwd_dq_config(f: Features) -> LaunchConfig:
     """Settings of the kernel of dq and of the bias tables' gradients. HOLD: q and do are held in registers.
 
     No value of a tile of scores may stand in two threads, whose sums of the tables' gradients would have it twice: four
@@ -53,35 +53,35 @@ def bwd_dq_config(f: Features) -> dict:
     """
     wide, both = max(f.pad_d, f.pad_v) > 128, f.pad_d + f.pad_v
     if f.dtype == torch.float32:
-        return dict(BLOCK_M=16, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=1 if both > 128 else 2)
+        return LaunchConfig(BLOCK_M=16, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=1 if both > 128 else 2)
     if f.arch == 90:
         if wide or both <= 64:
-            return dict(BLOCK_M=64, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=2)
-        return dict(BLOCK_M=64, BLOCK_N=32, HOLD=True, num_warps=4, num_stages=3)
+            return LaunchConfig(BLOCK_M=64, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=2)
+        return LaunchConfig(BLOCK_M=64, BLOCK_N=32, HOLD=True, num_warps=4, num_stages=3)
     if f.arch == 80:
         if wide or both <= 64 or f.time:
-            return dict(BLOCK_M=64, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=1 if wide else 2)
-        return dict(BLOCK_M=64, BLOCK_N=64, HOLD=False, num_warps=4, num_stages=1 if f.position else 2)
-    return dict(BLOCK_M=32 if wide else 64, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=1)
+            return LaunchConfig(BLOCK_M=64, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=1 if wide else 2)
+        return LaunchConfig(BLOCK_M=64, BLOCK_N=64, HOLD=False, num_warps=4, num_stages=1 if f.position else 2)
+    return LaunchConfig(BLOCK_M=32 if wide else 64, BLOCK_N=32, HOLD=False, num_warps=4, num_stages=1)
 
 
 @configuration
-def bwd_dkv_config(f: Features) -> dict:
+def bwd_dkv_config(f: Features) -> LaunchConfig:
     """Settings of the kernel of dk and dv. TMA: queries come by tensor descriptor, which needs few registers."""
     wide = max(f.pad_d, f.pad_v) > 128
     if f.dtype == torch.float32:
         if f.arch == 90 and max(f.pad_d, f.pad_v) <= 32:
-            return dict(BLOCK_M=16, BLOCK_N=64, TMA=False, num_warps=4, num_stages=1)
+            return LaunchConfig(BLOCK_M=16, BLOCK_N=64, TMA=False, num_warps=4, num_stages=1)
         rows = 32 if f.pad_d == f.pad_v == 64 else 16  # else it spills
-        return dict(BLOCK_M=rows, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
+        return LaunchConfig(BLOCK_M=rows, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
     if f.arch == 90:
         if wide:
-            return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=8, num_stages=2)
+            return LaunchConfig(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=8, num_stages=2)
         if f.time:
-            return dict(BLOCK_M=32, BLOCK_N=64, TMA=True, num_warps=4, num_stages=3)
-        return dict(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
+            return LaunchConfig(BLOCK_M=32, BLOCK_N=64, TMA=True, num_warps=4, num_stages=3)
+        return LaunchConfig(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
     if f.arch == 80:
         if wide:
-            return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=8, num_stages=1)
-        return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=4, num_stages=2)
-    return dict(BLOCK_M=32, BLOCK_N=32 if wide or f.time else 64, TMA=False, num_warps=4, num_stages=1)
+            return LaunchConfig(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=8, num_stages=1)
+        return LaunchConfig(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=4, num_stages=2)
+    return LaunchConfig(BLOCK_M=32, BLOCK_N=32 if wide or f.time else 64, TMA=False, num_warps=4, num_stages=1)

@@ -99,8 +99,8 @@ class _Launch:
         return torch.empty(*self.q.shape[:2], size, dtype=self.q.dtype, device=self.q.device)
 
     def run(self, kernel, tiles: TileMap, arguments: tuple, config: Callable, **more) -> None:
-        settings = _constants(self.case) | config(self.features)
-        run(kernel, tiles.schedule.shape[0] * self.q.shape[1], *arguments, **settings, **more)
+        grid, config = tiles.schedule.shape[0] * self.q.shape[1], config(self.features)
+        run(kernel, grid, *arguments, **_constants(self.case), **config, **more)
 
     def planned(self, tiles: TileMap, tables: torch.Tensor) -> tuple:
         """The arguments of an attention kernel from `schedule` on: its tile map, the times, the halved tables."""
@@ -158,7 +158,7 @@ class _Launch:
             *self.metadata[:2], purpose.window_size, 0.5 * self.scale, 0.5 / self.normalizer, self.scale,
         )  # fmt: skip
 
-        if bwd_dkv_config(self.features)["TMA"]:
+        if bwd_dkv_config(self.features).TMA:
             allow_descriptors()
         arguments = (
             self.q, self.k, self.v, do, dk, dv, *strides, *dk.stride()[:2], *dv.stride()[:2], *numbers,
@@ -169,7 +169,7 @@ class _Launch:
         config = bwd_dq_config(self.features)
         position_sums, time_sums, norms = self._sums(do)
         # A cell of the time bias's histogram takes at most so many terms, of 21 bits before the shift.
-        terms = config["BLOCK_M"] * (min(purpose.max_seq_len, purpose.total) + config["BLOCK_N"]) // 32
+        terms = config.BLOCK_M * (min(purpose.max_seq_len, purpose.total) + config.BLOCK_N) // 32
         time_shift = max(0, terms.bit_length() - 10)
         table = 0 if self.bias.time is None else hidden_bucket(purpose.num_buckets)
         arguments = (

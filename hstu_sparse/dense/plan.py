@@ -123,9 +123,9 @@ def purpose_of(q, v, seq_offsets, num_targets, bias: RelativeBias, max_seq_len: 
 def _tilings(f: Features) -> tuple[Tiling, Tiling, Tiling]:
     fwd, dq, dkv = fwd_config(f), bwd_dq_config(f), bwd_dkv_config(f)
     sizes = (
-        Tiling(fwd["BLOCK_M"], fwd["BLOCK_N"], True),
-        Tiling(dq["BLOCK_M"], dq["BLOCK_N"], True),
-        Tiling(dkv["BLOCK_N"], dkv["BLOCK_M"], False),
+        Tiling(fwd.BLOCK_M, fwd.BLOCK_N, True),
+        Tiling(dq.BLOCK_M, dq.BLOCK_N, True),
+        Tiling(dkv.BLOCK_N, dkv.BLOCK_M, False),
     )
     return sizes if f.time else tuple(Tiling(tiling.own, 1, True) for tiling in sizes)
 

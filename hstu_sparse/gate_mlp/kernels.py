@@ -9,7 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import INTERPRET, cdiv, multiprocessors, next_power_of_2, padded_head, precision, run
+from hstu_sparse.launch import (
+    INTERPRET,
+    LaunchConfig,
+    cdiv,
+    multiprocessors,
+    next_power_of_2,
+    padded_head,
+    precision,
+    run,
+)
 from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 
@@ -105,15 +114,15 @@ def query_gates_bwd_kernel(
     tl.store(parts + G * F + row, db2, row < G)
 
 
-def _constants(q, w2, hidden: int) -> dict:
+def _config(q, w2, hidden: int) -> LaunchConfig:
     _, H, D = q.shape
     width, inner = padded_head(D), padded_head(hidden)
     # What a program's products and sums leave room for in registers.
     small = q.dtype != torch.float32 and width * inner <= 4096
     rows = 16 if INTERPRET else 64 if small else 32
-    return dict(
-        H=H, D=D, F=hidden, G=len(w2), PAD_D=width, PAD_F=inner, PAD_G=max(_GATES, next_power_of_2(len(w2))),
-        ROWS=rows, PRECISION=precision(q.dtype, "tf32x3"), num_warps=4 if small else 8,
+    return LaunchConfig(
+        4 if small else 8, H=H, D=D, F=hidden, G=len(w2), PAD_D=width, PAD_F=inner,
+        PAD_G=max(_GATES, next_power_of_2(len(w2))), ROWS=rows, PRECISION=precision(q.dtype, "tf32x3"),
     )  # fmt: skip
 
 
@@ -124,13 +133,13 @@ def _ready(q, *weights):
 
 def _forward(*arguments):
     q, w1, b1, w2, b2 = _ready(*arguments)
-    constants = _constants(q, w2, len(w1))
+    config = _config(q, w2, len(w1))
     gates = torch.empty(len(w2), *q.shape[:2], dtype=q.dtype, device=q.device)
     rows = q.shape[0] * q.shape[1]
     if rows:
         run(
-            query_gates_fwd_kernel, cdiv(rows, constants["ROWS"]), q, w1, b1, w2, b2, gates, q.stride(0), q.stride(1),
-            rows, **constants,
+            query_gates_fwd_kernel, cdiv(rows, config.ROWS), q, w1, b1, w2, b2, gates, q.stride(0), q.stride(1),
+            rows, **config,
         )  # fmt: skip
     return gates
 
@@ -138,15 +147,15 @@ def _forward(*arguments):
 def _backward(grad, *arguments):
     """Gradients of q, w1, b1, w2 and b2."""
     q, *weights = _ready(*arguments)
-    constants = _constants(q, weights[2], len(weights[0]))
+    config = _config(q, weights[2], len(weights[0]))
     rows = q.shape[0] * q.shape[1]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    programs = min(_RESIDENT * multiprocessors(q.device), cdiv(rows, constants["ROWS"]))
+    programs = min(_RESIDENT * multiprocessors(q.device), cdiv(rows, config.ROWS))
     parts = torch.empty(programs, sum(x.numel() for x in weights), dtype=torch.float32, device=q.device)
     if rows:
         run(
             query_gates_bwd_kernel, programs, q, *weights, grad.contiguous(), dq, parts, q.stride(0), q.stride(1),
-            rows, **constants,
+            rows, **config,
         )  # fmt: skip
     found, begin = [dq], 0
     for x in weights:

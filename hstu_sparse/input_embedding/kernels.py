@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import cdiv, next_power_of_2, run
+from hstu_sparse.launch import LaunchConfig, cdiv, next_power_of_2, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.tiles import drop, locate
 
@@ -83,9 +83,9 @@ def embed_inputs_bwd_position_kernel(
     tl.store(parts + at, total, (place < N) & (column < E))
 
 
-def _constants(size: int) -> dict:
+def _config(size: int) -> LaunchConfig:
     width = max(4, next_power_of_2(size))
-    return dict(E=size, PAD_E=width, ROWS=max(1, TILE // width), num_warps=max(4, width // 512))
+    return LaunchConfig(max(4, width // 512), E=size, PAD_E=width, ROWS=max(1, TILE // width))
 
 
 def _result(rows, position, more) -> torch.dtype:
@@ -95,12 +95,12 @@ def _result(rows, position, more) -> torch.dtype:
 
 def _forward(rows, position, seq_offsets, more, seed, scale, dropout):
     out = torch.empty(rows.shape, dtype=_result(rows, position, more), device=rows.device)
-    sequences, constants = len(seq_offsets) - 1, _constants(rows.shape[1])
+    sequences, config = len(seq_offsets) - 1, _config(rows.shape[1])
     if len(rows):
         run(
-            embed_inputs_fwd_kernel, len(rows) // constants["ROWS"] + sequences,
+            embed_inputs_fwd_kernel, len(rows) // config.ROWS + sequences,
             rows.contiguous(), position.contiguous(), seq_offsets, None if more is None else more.contiguous(), seed,
-            out, scale, dropout, sequences, len(position), **constants,
+            out, scale, dropout, sequences, len(position), **config,
         )  # fmt: skip
     return out
 
@@ -112,17 +112,17 @@ def _backward(grad, rows, position, seq_offsets, more, seed, scale, dropout):
     )
     if not len(rows):
         return [drows, dposition.zero_(), *dmore]
-    grad, sequences, constants = grad.contiguous(), len(seq_offsets) - 1, _constants(rows.shape[1])
+    grad, sequences, config = grad.contiguous(), len(seq_offsets) - 1, _config(rows.shape[1])
     run(
-        embed_inputs_bwd_rows_kernel, len(rows) // constants["ROWS"] + sequences, grad, seq_offsets, seed, drows,
-        *(dmore or [None]), scale, dropout, sequences, **constants,
+        embed_inputs_bwd_rows_kernel, len(rows) // config.ROWS + sequences, grad, seq_offsets, seed, drows,
+        *(dmore or [None]), scale, dropout, sequences, **config,
     )  # fmt: skip
     sharing = max(1, min(_SHARING, sequences // _WALKED))
     direct = sharing == 1 and position.dtype == torch.float32
     parts = dposition if direct else torch.empty(sharing, *position.shape, dtype=torch.float32, device=grad.device)
     run(
-        embed_inputs_bwd_position_kernel, cdiv(len(position), constants["ROWS"]) * sharing, grad, seq_offsets, seed,
-        parts, dropout, sequences, len(position), sharing, **constants,
+        embed_inputs_bwd_position_kernel, cdiv(len(position), config.ROWS) * sharing, grad, seq_offsets, seed,
+        parts, dropout, sequences, len(position), sharing, **config,
     )  # fmt: skip
     return [drows, dposition if direct else parts.sum(0).to(position.dtype), *dmore]
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import cdiv, next_power_of_2, run
+from hstu_sparse.launch import LaunchConfig, cdiv, next_power_of_2, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 from hstu_sparse.tiles import drop
@@ -85,13 +85,13 @@ def norm_gate_bwd_kernel(
 
 
 @functools.cache
-def tile(channels: int) -> dict:
-    """Constants and options of the kernels for C channels."""
+def rows_config(channels: int) -> LaunchConfig:
+    """The configuration of the kernels for C channels: ROWS rows of a program."""
     width = max(4, next_power_of_2(channels))
     # Fused into h - mean(h), the product h = g u would not be rounded as it was in the mean: with one channel the
     # difference would not be 0.
-    options = dict(num_warps=max(4, width // 512), enable_fp_fusion=False)
-    return dict(C=channels, ROWS=max(1, TILE // width), BLOCK_C=width, **options)
+    warps, rows = max(4, width // 512), max(1, TILE // width)
+    return LaunchConfig(warps, C=channels, ROWS=rows, BLOCK_C=width, enable_fp_fusion=False)
 
 
 def stride(x: torch.Tensor | None) -> int:
@@ -111,10 +111,10 @@ def _forward(x, u, seed, eps, dropout, dtype):
     if tokens:
         if not dropout:
             seed = None
-        constants = tile(channels)
+        config = rows_config(channels)
         run(
-            norm_gate_fwd_kernel, cdiv(tokens, constants["ROWS"]), x, u, out, stride(x), stride(u), tokens, eps, seed,
-            dropout, **constants,
+            norm_gate_fwd_kernel, cdiv(tokens, config.ROWS), x, u, out, stride(x), stride(u), tokens, eps, seed,
+            dropout, **config,
         )  # fmt: skip
     return out
 
@@ -131,11 +131,11 @@ def _gradients(grad, x, u, beside, seed, eps, dropout):
     if tokens:
         if not dropout:
             seed = None
-        constants = tile(channels)
+        config = rows_config(channels)
         run(
-            norm_gate_bwd_kernel, cdiv(tokens, constants["ROWS"]), grad, x, u, beside, found[0],
+            norm_gate_bwd_kernel, cdiv(tokens, config.ROWS), grad, x, u, beside, found[0],
             None if u is None else found[1], stride(grad), stride(x), stride(u), stride(beside), tokens, eps, seed,
-            dropout, **constants,
+            dropout, **config,
         )  # fmt: skip
     return found
 

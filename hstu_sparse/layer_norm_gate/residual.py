@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.launch import cdiv, multiprocessors, on_device, run
-from hstu_sparse.layer_norm_gate.kernels import _gradients, _load, norm_gate_operator, tile
+from hstu_sparse.layer_norm_gate.kernels import _gradients, _load, norm_gate_operator, rows_config
 from hstu_sparse.registration import once_only, register_preparation
 from hstu_sparse.rows import as_rows
 
@@ -78,10 +78,10 @@ def _sum(x, added, bias) -> list[torch.Tensor]:
     out = _fake_sum(x, added, bias)
     tokens, channels = x.shape
     if tokens:
-        (x, added), constants = as_rows(x, added, align=False), tile(channels)
+        (x, added), config = as_rows(x, added, align=False), rows_config(channels)
         run(
-            residual_add_fwd_kernel, cdiv(tokens, constants["ROWS"]), x, added, bias, *out, x.stride(0),
-            added.stride(0), tokens, **constants,
+            residual_add_fwd_kernel, cdiv(tokens, config.ROWS), x, added, bias, *out, x.stride(0),
+            added.stride(0), tokens, **config,
         )  # fmt: skip
     return out
 
@@ -95,11 +95,11 @@ def _shares(grad, dtype) -> list[torch.Tensor]:
     (total, *dadded), (tokens, channels) = _fake_shares(grad, dtype), grad.shape
     if not tokens:
         return [total.zero_(), *dadded]
-    (grad,), constants = as_rows(grad, align=False), tile(channels)
-    programs = min(_RESIDENT * multiprocessors(grad.device), cdiv(tokens, constants["ROWS"]))
+    (grad,), config = as_rows(grad, align=False), rows_config(channels)
+    programs = min(_RESIDENT * multiprocessors(grad.device), cdiv(tokens, config.ROWS))
     parts = torch.empty(programs, channels, dtype=torch.float32, device=grad.device)
     run(
-        residual_add_bwd_kernel, programs, grad, *(dadded or [None]), parts, grad.stride(0), tokens, **constants
+        residual_add_bwd_kernel, programs, grad, *(dadded or [None]), parts, grad.stride(0), tokens, **config
     )  # fmt: skip
     return [torch.sum(parts, 0, out=total), *dadded]
 

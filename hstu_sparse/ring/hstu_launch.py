@@ -7,24 +7,24 @@ import torch
 
 from hstu_sparse.bias.buckets import device_cells, num_time_buckets
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.launch import configuration, padded_head, precision, run
+from hstu_sparse.launch import LaunchConfig, configuration, padded_head, precision, run
 from hstu_sparse.ring.hstu_kernels import ring_hstu_bwd_dkv_kernel, ring_hstu_bwd_dq_kernel, ring_hstu_fwd_kernel
 from hstu_sparse.rows import as_rows
 
 
 @configuration
-def tile_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, backward: bool) -> dict:
+def tile_config(pad_d: int, pad_v: int, dtype: torch.dtype, biased: bool, backward: bool) -> LaunchConfig:
     """Tile sizes, warps and pipeline stages: small enough for every head size and architecture. A bias takes many
     registers."""
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
-        return dict(BLOCK_M=16 if backward else 32, BLOCK_N=32, num_warps=4, num_stages=1)
+        return LaunchConfig(BLOCK_M=16 if backward else 32, BLOCK_N=32, num_warps=4, num_stages=1)
     if widest > 128:
-        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)
+        return LaunchConfig(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)
     warps = 8 if biased and widest > 64 else 4
     # Forward's keys and values take turns in one buffer. Where values are narrow, ptxas 12.8 then forgets to set a
     # register of wgmma's (`ahead.report`: unset_registers), which tiles of 32 rows do without.
-    return dict(BLOCK_M=32 if backward or pad_v < 64 else 64, BLOCK_N=64, num_warps=warps, num_stages=1)
+    return LaunchConfig(BLOCK_M=32 if backward or pad_v < 64 else 64, BLOCK_N=64, num_warps=warps, num_stages=1)
 
 
 def _launch(
@@ -48,7 +48,7 @@ def _launch(
     )  # fmt: skip
 
 
-def _config(q, v, bias: RelativeBias, backward: bool) -> dict:
+def _config(q, v, bias: RelativeBias, backward: bool) -> LaunchConfig:
     biased = bias.position is not None or bias.time is not None
     return tile_config(padded_head(q.shape[2]), padded_head(v.shape[2]), q.dtype, biased, backward)
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hstu_sparse.launch import INTERPRET, cdiv, next_power_of_2, run
+from hstu_sparse.launch import INTERPRET, LaunchConfig, cdiv, next_power_of_2, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 from hstu_sparse.tiles import silu, silu_and_grad
@@ -71,18 +71,18 @@ def silu_parts_bwd_kernel(
     _backward_part(dn, n_stride, x + A + B + M, dx + A + B + M, row, tokens, A + B + M + N, N, PAD_N)
 
 
-def _constants(sizes) -> dict:
+def _config(sizes) -> LaunchConfig:
     widths = [next_power_of_2(size) for size in sizes]
     names = [f"{kind}{name}" for kind in ("", "PAD_") for name in "ABMN"]
     rows = max(1, min(64, TILE // max(widths)))
-    return dict(zip(names, (*sizes, *widths)), ROWS=8 if INTERPRET else rows, num_warps=4)
+    return LaunchConfig(4, ROWS=8 if INTERPRET else rows, **dict(zip(names, (*sizes, *widths))))
 
 
 def _forward(x, *sizes):
     found = tuple(torch.empty(len(x), size, dtype=x.dtype, device=x.device) for size in sizes)
     if len(x):
-        constants = _constants(sizes)
-        run(silu_parts_fwd_kernel, cdiv(len(x), constants["ROWS"]), x.contiguous(), *found, len(x), **constants)
+        config = _config(sizes)
+        run(silu_parts_fwd_kernel, cdiv(len(x), config.ROWS), x.contiguous(), *found, len(x), **config)
     return found
 
 
@@ -91,10 +91,10 @@ def _backward(da, db, dm, dn, x, *sizes):
     if len(x):
         grads = as_rows(da, db, dm, dn, align=False)
         strides = [0 if g is None else g.stride(0) for g in grads]
-        constants = _constants(sizes)
+        config = _config(sizes)
         run(
-            silu_parts_bwd_kernel, cdiv(len(x), constants["ROWS"]), *grads, x.contiguous(), dx, *strides, len(x),
-            **constants,
+            silu_parts_bwd_kernel, cdiv(len(x), config.ROWS), *grads, x.contiguous(), dx, *strides, len(x),
+            **config,
         )  # fmt: skip
     return [dx]
 

@@ -213,7 +213,7 @@ def test_products_with_a_small_catalogue_in_chunks(monkeypatch):
 @pytest.mark.parametrize("name", ["whole catalogue", "no normalisation", "several chunks", "negatives of the batch"])
 def test_kernels_with_tensor_descriptors(name):
     launches = pytest.importorskip("hstu_sparse.cross_entropy.launches")
-    with override(launches.product_config, lambda config, *_: config | {"TMA": True}):
+    with override(launches.product_config, lambda config, *_: config.replace(TMA=True)):
         check("cpu", **{**CASE, **CASES[name]})
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hstu_sparse import flash_attention
-from hstu_sparse.launch import override
+from hstu_sparse.launch import LaunchConfig, override
 from hstu_sparse.ring.flash.problem import Layout, Options
 from hstu_sparse.ring.flash.reference import flash_attention_reference, philox
 from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets
@@ -133,11 +133,11 @@ def test_with_and_without_a_maximum(large):
     first = torch.cat([torch.arange(n, device=DEVICE) < 40 for n in lengths])
     starts = [torch.zeros(4, dtype=torch.int32, device=DEVICE), cut.int()]
     out, lse = torch.full_like(q, torch.nan), torch.full((4, len(q)), torch.nan, device=DEVICE)
-    config = dict(BLOCK_M=32, BLOCK_N=16, TMA=False, STEADY=True, num_warps=4, num_stages=1)
+    config = LaunchConfig(BLOCK_M=32, BLOCK_N=16, TMA=False, num_warps=4, num_stages=1)
     for step, keep in enumerate((first, ~first)):
         layout = Layout(offsets, parts[step], torch.zeros_like(starts[0]), starts[step])
         given = launch.Launch(q, k[keep], v[keep], layout, Options(scale, -1, 0))
-        with override(launch.fwd_config, lambda *_: config):
+        with override(launch.fwd_config, lambda *_: config), override(launch.looks_for_bounds, lambda *_: True):
             given.forward(out, lse, before=out if step else None)
     wide = [x.double() for x in (q, k, v)]
     right, right_lse = flash_attention_reference(*wide, Layout(offsets, offsets), Options(scale, -1, 0))
@@ -155,13 +155,13 @@ def test_what_is_known_is_not_lost_beside_no_maximum():
     q, k, v = torch.ones(70, 1, 16, device=DEVICE), *(make_jagged([70], (1, 16), device=DEVICE, seed=i) for i in (1, 2))
     k[:40] -= 20.0
     out, lse = torch.empty_like(q), torch.empty(1, 70, device=DEVICE)
-    config = dict(BLOCK_M=32, BLOCK_N=16, TMA=False, STEADY=True, num_warps=4, num_stages=1)
+    config = LaunchConfig(BLOCK_M=32, BLOCK_N=16, TMA=False, num_warps=4, num_stages=1)
     whole = make_offsets([70], device=DEVICE)
     for keys in (slice(0, 40), slice(40, 70)):
         start = torch.tensor([keys.start], dtype=torch.int32, device=DEVICE)
         layout = Layout(whole, make_offsets([keys.stop - keys.start], device=DEVICE), torch.zeros_like(start), start)
         given = launch.Launch(q, k[keys], v[keys], layout, Options(1.0, -1, 0))
-        with override(launch.fwd_config, lambda *_: config):
+        with override(launch.fwd_config, lambda *_: config), override(launch.looks_for_bounds, lambda *_: True):
             given.forward(out, lse, before=out if keys.start else None)
     wide = [x.double() for x in (q, k, v)]
     right, right_lse = flash_attention_reference(*wide, Layout(whole, whole), Options(1.0, -1, 0))

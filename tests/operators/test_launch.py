@@ -225,17 +225,17 @@ def test_configurations_are_cached_and_overridden():
     @launch.configuration
     def config(width, arch):
         calls.append(width)
-        return {"BLOCK": width}
+        return launch.LaunchConfig(4, BLOCK=width)
 
     assert config(16, 90) is config(16, 90) and calls == [16]
-    with launch.override(config, lambda found, width, arch: found | {"ARCH": arch}):
-        assert config(16, 90) == {"BLOCK": 16, "ARCH": 90}
+    with launch.override(config, lambda found, width, arch: found.replace(ARCH=arch)):
+        assert config(16, 90) == launch.LaunchConfig(4, BLOCK=16, ARCH=90)
         with launch.override(config, lambda *_: 3):
             assert config(16, 90) == 3
-        assert config(16, 90) == {"BLOCK": 16, "ARCH": 90}
+        assert config(16, 90) == launch.LaunchConfig(4, BLOCK=16, ARCH=90)
     with pytest.raises(ZeroDivisionError), launch.override(config, lambda *_: 1 / 0):
         config(16, 90)
-    assert config(16, 90) == {"BLOCK": 16}
+    assert config(16, 90) == launch.LaunchConfig(4, BLOCK=16)
     with pytest.raises(TypeError, match="is no configuration"), launch.override(print, lambda *_: None):
         pass
 
@@ -250,11 +250,11 @@ def test_an_override_reaches_the_launch():
 
     def change(found, *_):
         asked.append(found)
-        return found | {"BLOCK_M": 16, "BLOCK_N": 16}
+        return found.replace(BLOCK_M=16, BLOCK_N=16)
 
     with launch.override(fwd_config, change):
         found = flash_attention(q, q, q, make_offsets((40, 3)), causal=True, backend="triton")
-    assert len(asked) == 1 and asked[0]["BLOCK_M"] != 16
+    assert len(asked) == 1 and asked[0].BLOCK_M != 16
     torch.testing.assert_close(found, right)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from hstu_sparse.launch import (
     INTERPRET,
+    LaunchConfig,
     allow_descriptors,
     architecture,
     cdiv,
@@ -27,7 +28,7 @@ from hstu_sparse.ring.flash.problem import Layout, Options
 from hstu_sparse.ring.flash.tiles import LOG2_E, ROW_BLOCK
 from hstu_sparse.rows import as_rows
 
-# Tokens of a batch from which on the launch that STEADY needs is less than what it saves.
+# Tokens of a batch from which on the launch of `looks_for_bounds` is less than what it saves.
 MANY = 2**15
 
 
@@ -37,58 +38,69 @@ def _roomy(arch: int) -> bool:
 
 
 @configuration
-def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> dict:
+def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> LaunchConfig:
     """Tile sizes, warps and pipeline stages of the forward kernel: chosen, not tuned at run time.
 
-    features: those there are, of dropout, alibi, many (tokens). STEADY: first look whether a maximum is needed.
+    features: those there are, of dropout, alibi, many (tokens).
     """
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
-        return dict(BLOCK_M=32, BLOCK_N=32, TMA=False, num_warps=4, num_stages=2 if widest <= 128 else 1)
+        return LaunchConfig(BLOCK_M=32, BLOCK_N=32, TMA=False, num_warps=4, num_stages=2 if widest <= 128 else 1)
     if widest > 128:
         roomy = _roomy(arch)
-        return dict(BLOCK_M=128 if roomy else 64, BLOCK_N=32, TMA=roomy, num_warps=8, num_stages=2 if roomy else 1)
+        return LaunchConfig(
+            BLOCK_M=128 if roomy else 64, BLOCK_N=32, TMA=roomy, num_warps=8, num_stages=2 if roomy else 1
+        )
     if "dropout" in features:
-        return dict(BLOCK_M=64, BLOCK_N=32, TMA=_roomy(arch), num_warps=4, num_stages=2)
+        return LaunchConfig(BLOCK_M=64, BLOCK_N=32, TMA=_roomy(arch), num_warps=4, num_stages=2)
     if not _roomy(arch):
-        return dict(BLOCK_M=64, BLOCK_N=64, TMA=False, num_warps=4, num_stages=2)
+        return LaunchConfig(BLOCK_M=64, BLOCK_N=64, TMA=False, num_warps=4, num_stages=2)
     if "alibi" in features:
-        return dict(BLOCK_M=128, BLOCK_N=64, TMA=True, num_warps=8, num_stages=2)
+        return LaunchConfig(BLOCK_M=128, BLOCK_N=64, TMA=True, num_warps=8, num_stages=2)
     if arch == 90:
         # Few registers, so that two programs share a multiprocessor: one's softmax runs beside the other's products.
-        steady = "many" in features and dtype == torch.bfloat16
-        return dict(BLOCK_M=128, BLOCK_N=32, TMA=True, STEADY=steady, num_warps=8, num_stages=3, maxnreg=128)
-    return dict(BLOCK_M=128, BLOCK_N=128, TMA=False, num_warps=8, num_stages=2)
+        return LaunchConfig(BLOCK_M=128, BLOCK_N=32, TMA=True, num_warps=8, num_stages=3, maxnreg=128)
+    return LaunchConfig(BLOCK_M=128, BLOCK_N=128, TMA=False, num_warps=8, num_stages=2)
 
 
 @configuration
-def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> dict:
+def looks_for_bounds(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> bool:
+    """Whether a kernel in front of forward finds the heads whose scores are bounded and need no running maximum."""
+    return arch == 90 and dtype == torch.bfloat16 and max(pad_d, pad_v) <= 128 and features == {"many"}
+
+
+@configuration
+def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> LaunchConfig:
     """The same for the kernel of dq. WGMMA: made for sm_90; q and do are held in registers."""
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
-        return dict(BLOCK_M=32 if widest <= 64 else 16, BLOCK_N=32, WGMMA=False, TMA=False, num_warps=4, num_stages=1)
+        return LaunchConfig(
+            BLOCK_M=32 if widest <= 64 else 16, BLOCK_N=32, WGMMA=False, TMA=False, num_warps=4, num_stages=1
+        )
     if widest > 128 and _roomy(arch):
-        return dict(BLOCK_M=128, BLOCK_N=32, WGMMA=False, TMA=True, num_warps=8, num_stages=2)
+        return LaunchConfig(BLOCK_M=128, BLOCK_N=32, WGMMA=False, TMA=True, num_warps=8, num_stages=2)
     if widest > 128 or widest <= 32 or "dropout" in features:
         warps = 8 if widest > 128 else 4
-        return dict(BLOCK_M=64, BLOCK_N=32, WGMMA=False, TMA=_roomy(arch), num_warps=warps, num_stages=1)
+        return LaunchConfig(BLOCK_M=64, BLOCK_N=32, WGMMA=False, TMA=_roomy(arch), num_warps=warps, num_stages=1)
     if not _roomy(arch):
-        return dict(BLOCK_M=64, BLOCK_N=64, WGMMA=False, TMA=False, num_warps=4, num_stages=1)
-    return dict(BLOCK_M=64, BLOCK_N=64, WGMMA=arch == 90, TMA=True, num_warps=4, num_stages=3)
+        return LaunchConfig(BLOCK_M=64, BLOCK_N=64, WGMMA=False, TMA=False, num_warps=4, num_stages=1)
+    return LaunchConfig(BLOCK_M=64, BLOCK_N=64, WGMMA=arch == 90, TMA=True, num_warps=4, num_stages=3)
 
 
 @configuration
-def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> dict:
+def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> LaunchConfig:
     """The same for the kernel of dk and dv. TMA: queries come by tensor descriptor, which needs few registers."""
     widest = max(pad_d, pad_v)
     if dtype == torch.float32:
-        return dict(BLOCK_M=32 if widest <= 64 else 16, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
+        return LaunchConfig(BLOCK_M=32 if widest <= 64 else 16, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
     if widest > 128:
         roomy = _roomy(arch)
-        return dict(BLOCK_M=32, BLOCK_N=64 if roomy else 32, TMA=False, num_warps=8, num_stages=2 if roomy else 1)
+        return LaunchConfig(
+            BLOCK_M=32, BLOCK_N=64 if roomy else 32, TMA=False, num_warps=8, num_stages=2 if roomy else 1
+        )
     if not _roomy(arch) or "dropout" in features:
-        return dict(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=4, num_stages=1)
-    return dict(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
+        return LaunchConfig(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=4, num_stages=1)
+    return LaunchConfig(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
 
 
 class Launch:
@@ -129,9 +141,9 @@ class Launch:
         # fp32 stays as it is: a padded copy of heads of, say, 50 costs more than it saves.
         return as_rows(*tensors, align=tensors[0].dtype != torch.float32)
 
-    def _start(self, kernel, rows: int, heads: int, arguments: tuple, config: dict, **more) -> None:
+    def _start(self, kernel, rows: int, heads: int, arguments: tuple, config: LaunchConfig, **more) -> None:
         """A program for each tile of config's BLOCK of `rows` tokens and each head."""
-        if config["TMA"]:
+        if config.TMA:
             allow_descriptors()
         run(kernel, (rows + self.pieces) * heads, *arguments, *self.problem, **self.constants, **more, **config)
 
@@ -157,11 +169,11 @@ class Launch:
         """
         if not self.q.shape[0]:
             return
-        config = dict(fwd_config(*self.chosen))
-        longest = self._longest() if config.pop("STEADY", False) else None
+        config = fwd_config(*self.chosen)
+        longest = self._longest() if looks_for_bounds(*self.chosen) else None
         strides = self._strides(self.q, self.k, self.v, out)
         self._start(
-            flash_attention_fwd_kernel, self.q.shape[0] // config["BLOCK_M"], self.heads,
+            flash_attention_fwd_kernel, self.q.shape[0] // config.BLOCK_M, self.heads,
             (self.q, self.k, self.v, longest, before, out, lse, *strides), config, IN_PLACE=before is out,
         )  # fmt: skip
 
@@ -187,7 +199,7 @@ class Launch:
         (grad,), config = self.as_rows(grad), bwd_dq_config(*self.chosen)
         strides = self._strides(self.q, self.k, self.v, grad, dq)
         self._start(
-            flash_attention_bwd_dq_kernel, self.q.shape[0] // config["BLOCK_M"], self.heads,
+            flash_attention_bwd_dq_kernel, self.q.shape[0] // config.BLOCK_M, self.heads,
             (self.q, self.k, self.v, grad, rows, before, dq, *strides), config, IN_PLACE=before is dq,
         )  # fmt: skip
 
@@ -198,7 +210,7 @@ class Launch:
         (grad,), config = self.as_rows(grad), bwd_dkv_config(*self.chosen)
         strides = self._strides(self.q, self.k, self.v, grad, dk, dv)
         self._start(
-            flash_attention_bwd_dkv_kernel, self.k.shape[0] // config["BLOCK_N"], self.kv_heads,
+            flash_attention_bwd_dkv_kernel, self.k.shape[0] // config.BLOCK_N, self.kv_heads,
             (self.q, self.k, self.v, grad, rows, dk, dv, *(sums or (None, None)), *strides), config,
         )  # fmt: skip
 
