@@ -126,8 +126,8 @@ def run_sdpa(backend, users, length, heads, size, queries):
 def run_compress(users, length, heads, size, bits, sparsity, ordered):
     """The kernel alone, into a cache that has room: `append` after the page table is made."""
     from hstu_sparse import RotateKVCache
+    from hstu_sparse.pages.layout import Layout, RotateKVOptions
     from hstu_sparse.rotatekv import launchers
-    from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
 
     _, _, k, v, offsets = inputs(users, length, heads, size, 1)
     layout = Layout(RotateKVOptions(bits=bits, sparsity=sparsity), heads, size, size)

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from hstu_sparse.rotatekv.layout import TILE
+from hstu_sparse.pages.layout import TILE
 
 
 def cos_sin(base: float, half: int, first: int, step: int, count: int) -> Tensor:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.jagged import check_jagged, check_offset_values, check_storage, readable, sequence_ids
+from hstu_sparse.pages import packing
+from hstu_sparse.pages.layout import Layout, RotateKVOptions
 from hstu_sparse.precision import without_autocast
 from hstu_sparse.rotatekv import files, reference
 from hstu_sparse.rotatekv.cache import PackedCache
-from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
 from hstu_sparse.validation import (
     FLOATING_DTYPES,
     check_bool,
@@ -55,7 +56,7 @@ def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
     if n < 1 or n & (n - 1):
         raise ValueError(f"the last dimension of x must be a power of two, got shape {list(x.shape)}")
     if choose_backend(backend, x, "hadamard_transform") == "reference":
-        return reference.hadamard_reference(x)
+        return packing.hadamard_reference(x)
     if n > MOST_HADAMARD:
         raise ValueError(f"the kernel takes n up to {MOST_HADAMARD}, got {n}; use backend='reference'")
     from hstu_sparse.rotatekv.hadamard import hadamard_operator
@@ -89,7 +90,7 @@ def calibrate(k: Tensor, *, head_group: int = 2, quant_group: int = 64) -> Tenso
     if sizes["T"] == 0:
         raise ValueError("k must have sample tokens, got T=0")
     layout = Layout(options, sizes["H"], sizes["D"], 1)
-    strength = reference.grouped(k.detach(), head_group).double().square().mean(0)
+    strength = packing.grouped(k.detach(), head_group).double().square().mean(0)
     ranked = strength.sort(dim=-1, descending=True, stable=True).indices
     keys = layout.keys
     return ranked.unflatten(-1, (keys.group, keys.groups)).transpose(1, 2).flatten(1).contiguous()
@@ -161,7 +162,7 @@ class RotateKVCache(PackedCache):
             position = torch.arange(len(sequence), device=k.device) - (seq_offsets[:-1] - old_offsets.diff())[sequence]
             sinks = position < layout.options.sink_tokens
             # Before anything changes: what does not fit is refused here.
-            codes = reference.encode(k[~sinks], v[~sinks], layout, self.channel_order)
+            codes = packing.encode(k[~sinks], v[~sinks], layout, self.channel_order)
         self.grow(seq_offsets.diff().long())
         if chosen == "triton":
             from hstu_sparse.rotatekv.launchers import compress

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bias.scores import time_bias
-from hstu_sparse.rotatekv.codec import butterfly, sign
+from hstu_sparse.pages.codec import butterfly, sign
 from hstu_sparse.rotatekv.decode import load_keys, load_values, restored_blocks
 from hstu_sparse.tiles import locate, opaque, silu
 

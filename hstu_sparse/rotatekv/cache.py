@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.jagged import offsets_from_lengths, sequence_ids
-from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
+from hstu_sparse.pages.layout import Layout, RotateKVOptions
 
 PACKED = ("k_codes", "k_ranges", "v_codes", "v_ranges", "k_bitmap")
 DTYPES = {"codes": torch.int32, "ranges": torch.float16, "bitmap": torch.int64}

@@ -16,8 +16,8 @@ product serves all groups, and each channel takes its sum from its own column.
 import triton
 import triton.language as tl
 
+from hstu_sparse.pages.codec import butterfly, halves_of, sign
 from hstu_sparse.rotatekv.attention import biased, load_queries
-from hstu_sparse.rotatekv.codec import butterfly, halves_of, sign
 from hstu_sparse.rotatekv.turning import halves, load_turns, turned_scores, turning_queries
 from hstu_sparse.tiles import locate, sequence_of, silu
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hstu_sparse.pages.layout import Layout, RotateKVOptions
 from hstu_sparse.rotatekv.cache import DTYPES, PACKED, PackedCache
-from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
 from hstu_sparse.validation import FLOATING_DTYPES, check_int
 
 FORMAT = "hstu_sparse.rotatekv.2"

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.launch import cdiv, run
+from hstu_sparse.pages.codec import sign
 from hstu_sparse.registration import Operator
-from hstu_sparse.rotatekv.codec import sign
 from hstu_sparse.validation import check_kernel
 
 ELEMENTS = 2048  # of a program, where a row has no more

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from hstu_sparse.rotatekv.codec import sign
+from hstu_sparse.pages.codec import sign
 from hstu_sparse.tiles import locate
 
 BQ = gl.constexpr(128)

@@ -28,12 +28,12 @@ from hstu_sparse.launch import (
     precision,
     run,
 )
+from hstu_sparse.pages.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.rotatekv.angles import all_tables, rope_table
 from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
 from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, packed_tensors, sizes, words
-from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.rotatekv.many import rotatekv_many_fwd_kernel, rotatekv_queries_fwd_kernel
 from hstu_sparse.rows import as_rows
 from hstu_sparse.validation import check_kernel

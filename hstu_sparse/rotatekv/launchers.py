@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.launch import LaunchConfig, configuration, on_device, run
+from hstu_sparse.pages.encode import rotatekv_compress_kernel
+from hstu_sparse.pages.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.registration import Operator
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.decode import rotatekv_decompress_kernel, rotatekv_round_trip_kernel
-from hstu_sparse.rotatekv.encode import rotatekv_compress_kernel
-from hstu_sparse.rotatekv.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.rows import as_rows
 from hstu_sparse.validation import check_kernel
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bias.scores import time_bias
+from hstu_sparse.pages.codec import halves_of, sign
 from hstu_sparse.rotatekv.attention import turn
-from hstu_sparse.rotatekv.codec import halves_of, sign
 from hstu_sparse.rotatekv.turning import halves
 from hstu_sparse.tiles import COMPILED, locate, silu
 

@@ -14,8 +14,8 @@ so that an element takes two sums, two products and its part in two products on 
 import triton
 import triton.language as tl
 
+from hstu_sparse.pages.codec import sign
 from hstu_sparse.rotatekv.attention import turn
-from hstu_sparse.rotatekv.codec import sign
 from hstu_sparse.tiles import COMPILED
 
 

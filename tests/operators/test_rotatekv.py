@@ -17,8 +17,9 @@ from hstu_sparse import (
     rotatekv_round_trip,
 )
 from hstu_sparse.compat import mustafar_attention_with_rope, mustafar_decompress_with_hadamard_inverse
+from hstu_sparse.pages import packing
+from hstu_sparse.pages.layout import Layout, RotateKVOptions, Side
 from hstu_sparse.rotatekv import reference
-from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions, Side
 from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets, make_timestamps
 
 
@@ -44,18 +45,18 @@ def test_codes_by_hand():
     """Two bits, one group of 16: from -1 to 2 in steps of 1; a half goes to the even code; a constant has scale 0."""
     x = torch.tensor([-1.0, 0.0, 1.0, 2.0, -0.5, 0.5, 1.5, 0.2] * 2)
     side = Side.of(16, 64, 2)
-    found = reference.quantise(torch.stack((x, torch.full((16,), 3.0)))[:, None], side, 2, None)
+    found = packing.quantise(torch.stack((x, torch.full((16,), 3.0)))[:, None], side, 2, None)
     assert found.codes[0, 0, :8].tolist() == [0, 1, 2, 3, 0, 2, 2, 1]
     assert (found.scale.flatten().tolist(), found.zero.flatten().tolist()) == ([1.0, 0.0], [-1.0, 3.0])
     assert (found.codes[1] == 0).all()
-    assert torch.equal(reference.dequantise(found, side, torch.float32)[1], torch.full((1, 16), 3.0))
+    assert torch.equal(packing.dequantise(found, side, torch.float32)[1], torch.full((1, 16), 3.0))
 
 
 def test_clipped_codes_by_hand():
     """Of a range from -1 to 7 three quarters, from 0 to 6 in steps of 2; what lies outside becomes 0 or 6."""
     x = torch.tensor([-1.0, 7.0, 0.0, 6.0, 0.9, 1.1, 3.2, 5.2] * 2)[None, None]
     side, options = Side.of(16, 64, 2), RotateKVOptions(clip=0.75)
-    found = reference.quantise(x, side, 2, None, options.inset)
+    found = packing.quantise(x, side, 2, None, options.inset)
     assert (found.zero.item(), found.scale.item()) == (0.0, 2.0)
     assert found.codes[0, 0, :8].tolist() == [0, 3, 0, 3, 0, 1, 2, 3]
 
@@ -72,7 +73,7 @@ def test_clipping_helps_few_codes():
 def test_codes_are_of_the_stored_scale():
     x = torch.linspace(0, 1000.3, 64)[None, None]
     side = Side.of(64, 64, 8)
-    found = reference.quantise(x, side, 8, None)
+    found = packing.quantise(x, side, 8, None)
     scale, zero = found.scale.float(), found.zero.float()
     assert scale.item() != 1000.3 / 255
     assert torch.equal(found.codes[0, 0], ((x[0, 0] - zero) / scale).flatten().clamp(0, 255).round().long())
@@ -80,7 +81,7 @@ def test_codes_are_of_the_stored_scale():
 
 def test_pruning_keeps_the_greatest_and_the_first_of_equals():
     x = torch.tensor([[[1.0, -3.0, 2.0, -2.0, 2.0, 0.0, 3.0, -1.0]]])
-    assert reference.prune(x, 4)[0, 0].nonzero().flatten().tolist() == [1, 2, 3, 6]
+    assert packing.prune(x, 4)[0, 0].nonzero().flatten().tolist() == [1, 2, 3, 6]
     assert Layout(RotateKVOptions(sparsity=0.7), 2, 64, 64).kept == 39  # ceil(0.3 * 128)
     assert Layout(RotateKVOptions(sparsity=0.9), 2, 64, 64).kept == 13  # ceil(0.1 * 128)
 
@@ -89,8 +90,8 @@ def test_pruning_keeps_the_greatest_and_the_first_of_equals():
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_packing_is_exact_and_dense(bits, width):
     codes = torch.randint(2**bits, (5, 3, 4 * width), generator=torch.Generator().manual_seed(0))
-    words = reference.pack(codes, width, bits)
-    assert torch.equal(reference.unpack(words, width, bits), codes)
+    words = packing.pack(codes, width, bits)
+    assert torch.equal(packing.unpack(words, width, bits), codes)
     if width * bits % 32 == 0 and (bits != 3 or width >= 32):
         assert words.numel() * 32 == codes.numel() * bits
 
@@ -99,17 +100,17 @@ def test_packing_order_by_hand():
     """The channel at place (field * words + word) * 2 + half is at bit half * 16 + field * 2 of its word."""
     codes = torch.zeros(64, dtype=torch.long)
     codes[(5 * 4 + 3) * 2 + 1] = 2
-    words = reference.pack(codes, 64, 2)
+    words = packing.pack(codes, 64, 2)
     assert words.tolist() == [[0, 0, 0, 2 << (16 + 10)]]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_packing_of_what_is_kept(bits):
-    kept = reference.prune(torch.randn(7, 2, 64, generator=torch.Generator().manual_seed(1)), 13)
+    kept = packing.prune(torch.randn(7, 2, 64, generator=torch.Generator().manual_seed(1)), 13)
     codes = torch.randint(2**bits, kept.shape, generator=torch.Generator().manual_seed(0)) * kept
-    words = reference.pack_kept(codes, kept, 13, bits)
+    words = packing.pack_kept(codes, kept, 13, bits)
     assert words.shape[-1] == sum(-(-13 * plane // 32) for plane in ((2, 1) if bits == 3 else (bits,)))
-    assert torch.equal(reference.unpack_kept(words, kept, 13, bits), codes)
+    assert torch.equal(packing.unpack_kept(words, kept, 13, bits), codes)
 
 
 @pytest.mark.parametrize("options", [{}, dict(head_group=4), dict(head_group=1, quant_group=16), dict(sink_tokens=5)])

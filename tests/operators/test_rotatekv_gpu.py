@@ -178,7 +178,8 @@ def test_the_same_bits_in_every_run():
 
 
 def test_batches_do_not_recompile_kernels():
-    from hstu_sparse.rotatekv import attention, decode, encode
+    from hstu_sparse.pages import encode
+    from hstu_sparse.rotatekv import attention, decode
 
     kernels = [encode.rotatekv_compress_kernel, decode.rotatekv_decompress_kernel,
                attention.rotatekv_attention_fwd_kernel]  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hstu_sparse import calibrate, hadamard_transform, rotatekv_attention, rotatekv_compress, rotatekv_decompress
-from hstu_sparse.rotatekv import reference
+from hstu_sparse.pages import packing
 from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets
 from tests.random.cases.rotatekv import check
 
@@ -110,7 +110,7 @@ def test_hadamard(n):
     x = torch.randn(2, 3, n, generator=torch.Generator().manual_seed(n))[:, ::2]
     run = lambda backend: lambda x: hadamard_transform(x, backend=backend)
     compare_with_reference(run("triton"), run("reference"), {"x": x}, factor=4.0)
-    matrix = reference.hadamard_reference(torch.eye(n))
+    matrix = packing.hadamard_reference(torch.eye(n))
     torch.testing.assert_close(hadamard_transform(x, backend="triton"), x @ matrix, atol=1e-4, rtol=1e-4)
 
 

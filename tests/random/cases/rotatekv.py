@@ -11,8 +11,9 @@ from hstu_sparse import (
 )
 from hstu_sparse.bias.relative import check_bias
 from hstu_sparse.compat import mustafar_attention_with_rope
+from hstu_sparse.pages import packing
+from hstu_sparse.pages.layout import Layout, RotateKVOptions
 from hstu_sparse.rotatekv import reference
-from hstu_sparse.rotatekv.layout import Layout, RotateKVOptions
 from hstu_sparse.testing import assert_within_budget, make_jagged, make_offsets, make_timestamps
 from tests.random.cases import Launches
 from tests.random.terms import FEW_TOKENS
@@ -178,8 +179,8 @@ def codes_are_right(cache, k, v):
         return
     levels = 2**layout.options.bits - 1
     codes = reference.read(cache, *cache.place(sequence[packed], position[packed]))
-    rotated = reference.rotate(k[packed].double(), layout.options.head_group, cache.channel_order)
-    plain = reference.grouped(v[packed].double(), layout.options.head_group)
+    rotated = packing.rotate(k[packed].double(), layout.options.head_group, cache.channel_order)
+    plain = packing.grouped(v[packed].double(), layout.options.head_group)
     for name, found, x, side in (("k", codes[0], rotated, layout.keys), ("v", codes[1], plain, layout.values)):
         real = torch.ones_like(x, dtype=torch.bool)
         if found.kept is not None:

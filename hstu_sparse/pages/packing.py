@@ -1,0 +1,215 @@
+"""RotateKV's codes in plain PyTorch: the specification. Any device, any float dtype, vectorised.
+
+Letters: T tokens, H heads, D query/key and V value head size, G heads of a head group, C its channels, HG = H / G head
+groups, K channels of a key that pruning keeps.
+
+Source: RotateKV (IJCAI 2025, arXiv 2501.16383), Mustafar (arXiv 2505.22913).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hstu_sparse.jagged import readable
+from hstu_sparse.launch import cdiv
+from hstu_sparse.pages.layout import Layout, Side, plane_words, planes
+from hstu_sparse.precision import widened, working_dtype
+
+FP16_MOST = 65504.0
+LEAST = 2.0**-20  # of a scale: 16 of fp16's smallest steps, so that rounding costs it 3% at most
+
+
+class Codes(NamedTuple):
+    """One side (keys or values) of T tokens, quantised and not yet packed.
+
+    codes [T, HG, blocks * block] int64, 0 where nothing is kept; scale, zero [T, HG, groups] fp16; kept: bool like
+    codes, or None where all are.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    kept: Tensor | None
+
+
+def hadamard_reference(x: Tensor) -> Tensor:
+    """[..., n] -> [..., n], Sylvester's matrix times n ** -0.5, in x's dtype."""
+    shape, n, dtype = x.shape, x.shape[-1], x.dtype
+    (x,) = widened(x)
+    step = 1
+    while step < n:
+        pair = x.reshape(*shape[:-1], n // (2 * step), 2, step)
+        x = torch.stack((pair[..., 0, :] + pair[..., 1, :], pair[..., 0, :] - pair[..., 1, :]), -2)
+        step *= 2
+    return (x.reshape(shape) * n**-0.5).to(dtype).contiguous()
+
+
+def grouped(x: Tensor, head_group: int) -> Tensor:
+    """[T, H, D] -> [T, HG, D * G]."""
+    return x.reshape(x.shape[0], x.shape[1] // head_group, head_group * x.shape[2])
+
+
+def rotate(k: Tensor, head_group: int, channel_order: Tensor | None) -> Tensor:
+    """Keys [T, H, D] -> [T, HG, C], permuted and transformed, in `working_dtype` of theirs."""
+    x = grouped(k, head_group).to(working_dtype(k.dtype))
+    if channel_order is not None:
+        x = x.gather(-1, channel_order.expand(x.shape))
+    return hadamard_reference(x)
+
+
+def rotate_back(x: Tensor, heads: int, channel_order: Tensor | None) -> Tensor:
+    """The inverse of `rotate`: [T, HG, C] -> [T, H, D]."""
+    x = hadamard_reference(x)
+    if channel_order is not None:
+        x = torch.empty_like(x).scatter_(-1, channel_order.expand(x.shape), x)
+    return x.reshape(x.shape[0], heads, x.shape[1] * x.shape[2] // heads)
+
+
+def prune(x: Tensor, kept: int) -> Tensor | None:
+    """bool like x [T, HG, C]: the `kept` greatest magnitudes, ties to the smaller channel; None if that is all."""
+    if kept == x.shape[-1]:
+        return None
+    order = x.abs().sort(dim=-1, descending=True, stable=True).indices
+    return torch.zeros_like(x, dtype=torch.bool).scatter_(-1, order[..., :kept], True)
+
+
+def check_fits(name: str, least: Tensor, most: Tensor, levels: int) -> None:
+    """ValueError where numbers between `least` and `most` [...] of their groups need scales or zeros beyond fp16's.
+
+    Too large: a zero or scale is beyond fp16. Too small: the greatest number of all needs a scale of less than LEAST,
+    which fp16 rounds to a few bits or to 0. NaN fits: it comes back as NaN.
+    """
+    if not readable(least) or not least.numel():
+        return
+    peak = float(torch.maximum(most, -least).max())
+    if bool((least.abs() > FP16_MOST).any() | (most - least > FP16_MOST * levels).any()):
+        raise ValueError(
+            f"{name} must fit in fp16 scales and zeros, up to {FP16_MOST:g}, got {peak:g} (of keys after "
+            "their rotation): scale it down first"
+        )
+    if 0 < peak < LEAST * levels:
+        raise ValueError(
+            f"{name} must reach {LEAST * levels:.1e}, below which fp16 scales of {levels + 1} levels lose it, got "
+            f"at most {peak:.1e}: scale it up first, or take fewer bits"
+        )
+
+
+def quantise(
+    x: Tensor, side: Side, bits: int, kept: Tensor | None, inset: float = 0.0, name: str | None = None
+) -> Codes:
+    """x [T, HG, C] in codes; scale and zero are rounded to fp16 first and the codes are of the rounded ones.
+
+    inset: share of a group's range that the codes leave out at either end. name: of x in an error where it does not fit
+    (see `check_fits`); absent, what does not is clamped, as the kernels do. A group with an infinity is NaN, as one
+    with NaN is.
+    """
+    x = x.masked_fill(x.isinf(), torch.nan)
+    padding = side.groups * side.group - side.channels
+    x = F.pad(x, (0, padding)).unflatten(-1, (side.groups, side.group))
+    taken = torch.ones_like(x, dtype=torch.bool) if kept is None else F.pad(kept, (0, padding)).view(x.shape)
+    if padding:
+        taken[..., -1, side.group - padding :] = False
+    some = taken.any(-1)
+    least = x.masked_fill(~taken, float("inf")).amin(-1).masked_fill(~some, 0)
+    most = x.masked_fill(~taken, float("-inf")).amax(-1).masked_fill(~some, 0)
+    if inset > 0:
+        margin = (most - least) * inset
+        least, most = least + margin, most - margin
+    levels = 2**bits - 1
+    if name is not None:
+        check_fits(name, least, most, levels)
+    zero = least.clamp(-FP16_MOST, FP16_MOST).half()
+    scale = ((most - least) / levels).clamp(max=FP16_MOST).half()
+    inverse = torch.where(scale > 0, 1 / scale.to(x.dtype), 0)
+    codes = ((x - zero.to(x.dtype)[..., None]) * inverse[..., None]).clamp(0, levels).round().long()
+    codes = codes.masked_fill(~taken, 0).flatten(-2)
+    return Codes(codes, scale, zero, None if kept is None else taken.flatten(-2))
+
+
+def dequantise(found: Codes, side: Side, dtype: torch.dtype) -> Tensor:
+    """[T, HG, C] of `dtype`: zero + scale * code where something is kept, else 0."""
+    codes = found.codes.unflatten(-1, (side.groups, side.group)).to(dtype)
+    x = (found.zero.to(dtype)[..., None] + found.scale.to(dtype)[..., None] * codes).flatten(-2)
+    if found.kept is not None:
+        x = x.masked_fill(~found.kept, 0)
+    return x[..., : side.channels]
+
+
+def encode(k: Tensor, v: Tensor, layout: Layout, channel_order: Tensor | None) -> tuple[Codes, Codes]:
+    """Keys and values [T, H, ...] in codes."""
+    options = layout.options
+    rotated = rotate(k, options.head_group, channel_order)
+    keys = quantise(rotated, layout.keys, options.bits, prune(rotated, layout.kept), options.inset, "k")
+    values = grouped(v, options.head_group).to(working_dtype(v.dtype))
+    values = quantise(values, layout.values, options.bits, None, options.inset, "v")
+    return keys, values
+
+
+def decode(keys: Codes, values: Codes, layout: Layout, channel_order: Tensor | None, dtype: torch.dtype):
+    """(k [T, H, D], v [T, H, V]) of `dtype`."""
+    k = rotate_back(dequantise(keys, layout.keys, working_dtype(dtype)), layout.heads, channel_order)
+    v = dequantise(values, layout.values, working_dtype(dtype))
+    return k.to(dtype), v.reshape(v.shape[0], layout.heads, layout.value_size).to(dtype)
+
+
+def _words(x: Tensor) -> Tensor:
+    """int64 below 2^32 -> int32 with the same bits."""
+    return torch.where(x >= 2**31, x - 2**32, x).int()
+
+
+def pack(codes: Tensor, width: int, bits: int) -> Tensor:
+    """Codes [..., blocks * width] -> words [..., blocks, words] int32, in the order that `layout` states."""
+    codes = codes.unflatten(-1, (-1, width))
+    parts, done = [], 0
+    for plane in planes(bits):
+        words = plane_words(width, plane)
+        chunk = min(4, words)
+        fields = codes.unflatten(-1, (words // chunk, width // (2 * words), chunk, 2))
+        fields = (fields >> done) & (2**plane - 1)
+        place = plane * torch.arange(fields.shape[-3], device=codes.device)[:, None, None]
+        place = place + 16 * torch.arange(2, device=codes.device)
+        parts.append((fields << place).sum((-3, -1)).flatten(-2))
+        done += plane
+    return _words(torch.cat(parts, -1))
+
+
+def unpack(words: Tensor, width: int, bits: int) -> Tensor:
+    """The inverse of `pack`: int64 codes."""
+    words, codes, start, done = words.long() & 0xFFFFFFFF, 0, 0, 0
+    for plane in planes(bits):
+        count = plane_words(width, plane)
+        chunk = min(4, count)
+        part = words[..., start : start + count].unflatten(-1, (count // chunk, 1, chunk, 1))
+        place = plane * torch.arange(width // (2 * count), device=words.device)[:, None, None]
+        place = place + 16 * torch.arange(2, device=words.device)
+        codes = codes + (((part >> place & (2**plane - 1)) << done).flatten(-4))
+        start, done = start + count, done + plane
+    return codes.flatten(-2)
+
+
+def pack_kept(codes: Tensor, kept: Tensor, count: int, bits: int) -> Tensor:
+    """Codes [..., C] of which `kept` marks `count` each -> words [..., words] int32."""
+    order = (~kept).byte().sort(dim=-1, stable=True).indices[..., :count]
+    codes = codes.gather(-1, order)
+    parts, done = [], 0
+    for plane in planes(bits):
+        per = 32 // plane
+        part = F.pad((codes >> done) & (2**plane - 1), (0, -count % per)).unflatten(-1, (-1, per))
+        parts.append((part << plane * torch.arange(per, device=codes.device)).sum(-1))
+        done += plane
+    return _words(torch.cat(parts, -1))
+
+
+def unpack_kept(words: Tensor, kept: Tensor, count: int, bits: int) -> Tensor:
+    """The inverse of `pack_kept`: int64 codes, 0 where nothing is kept."""
+    rank = kept.long().cumsum(-1) - 1
+    words, codes, start, done = words.long() & 0xFFFFFFFF, 0, 0, 0
+    for plane in planes(bits):
+        per = 32 // plane
+        place = rank.clamp(min=0)
+        word = words.gather(-1, start + place // per)
+        codes = codes + ((word >> plane * (place % per) & (2**plane - 1)) << done)
+        start, done = start + cdiv(count * plane, 32), done + plane
+    return codes.masked_fill(~kept, 0)
