@@ -9,6 +9,8 @@ from hstu_sparse.htree import htree_attention
 from hstu_sparse.indexer import index_scores, indexer_loss, lightning_indexer, sparse_attention
 from hstu_sparse.input_embedding import embed_inputs
 from hstu_sparse.layer_norm_gate import layer_norm, norm_gate, residual_add, residual_norm
+from hstu_sparse.paged import paged_attention
+from hstu_sparse.pages import PageFormat, PagePool, PoolFull
 from hstu_sparse.ring import (
     RingPlan,
     cut_sequences,
@@ -31,6 +33,9 @@ from hstu_sparse.rotatekv import (
 from hstu_sparse.uvqk import silu_parts
 
 __all__ = [
+    "PageFormat",
+    "PagePool",
+    "PoolFull",
     "RelativeBias",
     "RingPlan",
     "RotateKVCache",
@@ -50,6 +55,7 @@ __all__ = [
     "layer_norm",
     "lightning_indexer",
     "norm_gate",
+    "paged_attention",
     "query_gates",
     "residual_add",
     "residual_norm",

@@ -8,3 +8,8 @@ layout.py    options and sizes of RotateKV's codes, and their order in a page
 packing.py   quantising, packing and unpacking in plain PyTorch
 codec.py     the same in kernels; encode.py: the kernel that packs
 """
+
+from hstu_sparse.pages.format import PageFormat
+from hstu_sparse.pages.pool import PagePool, PoolFull
+
+__all__ = ["PageFormat", "PagePool", "PoolFull"]

@@ -75,11 +75,11 @@ def prune(x: Tensor, kept: int) -> Tensor | None:
     return torch.zeros_like(x, dtype=torch.bool).scatter_(-1, order[..., :kept], True)
 
 
-def check_fits(name: str, least: Tensor, most: Tensor, levels: int) -> None:
+def check_fits(name: str, least: Tensor, most: Tensor, levels: int, refuse_small: bool = True) -> None:
     """ValueError where numbers between `least` and `most` [...] of their groups need scales or zeros beyond fp16's.
 
     Too large: a zero or scale is beyond fp16. Too small: the greatest number of all needs a scale of less than LEAST,
-    which fp16 rounds to a few bits or to 0. NaN fits: it comes back as NaN.
+    which fp16 rounds to a few bits or to 0 (refuse_small). NaN fits: it comes back as NaN.
     """
     if not readable(least) or not least.numel():
         return
@@ -89,7 +89,7 @@ def check_fits(name: str, least: Tensor, most: Tensor, levels: int) -> None:
             f"{name} must fit in fp16 scales and zeros, up to {FP16_MOST:g}, got {peak:g} (of keys after "
             "their rotation): scale it down first"
         )
-    if 0 < peak < LEAST * levels:
+    if refuse_small and 0 < peak < LEAST * levels:
         raise ValueError(
             f"{name} must reach {LEAST * levels:.1e}, below which fp16 scales of {levels + 1} levels lose it, got "
             f"at most {peak:.1e}: scale it up first, or take fewer bits"
@@ -97,8 +97,9 @@ def check_fits(name: str, least: Tensor, most: Tensor, levels: int) -> None:
 
 
 def quantise(
-    x: Tensor, side: Side, bits: int, kept: Tensor | None, inset: float = 0.0, name: str | None = None
-) -> Codes:
+    x: Tensor, side: Side, bits: int, kept: Tensor | None, inset: float = 0.0, name: str | None = None,
+    refuse_small: bool = True,
+) -> Codes:  # fmt: skip
     """x [T, HG, C] in codes; scale and zero are rounded to fp16 first and the codes are of the rounded ones.
 
     inset: share of a group's range that the codes leave out at either end. name: of x in an error where it does not fit
@@ -119,7 +120,7 @@ def quantise(
         least, most = least + margin, most - margin
     levels = 2**bits - 1
     if name is not None:
-        check_fits(name, least, most, levels)
+        check_fits(name, least, most, levels, refuse_small)
     zero = least.clamp(-FP16_MOST, FP16_MOST).half()
     scale = ((most - least) / levels).clamp(max=FP16_MOST).half()
     inverse = torch.where(scale > 0, 1 / scale.to(x.dtype), 0)
@@ -137,14 +138,17 @@ def dequantise(found: Codes, side: Side, dtype: torch.dtype) -> Tensor:
     return x[..., : side.channels]
 
 
-def encode(k: Tensor, v: Tensor, layout: Layout, channel_order: Tensor | None) -> tuple[Codes, Codes]:
-    """Keys and values [T, H, ...] in codes."""
+def encode(
+    k: Tensor, v: Tensor, layout: Layout, channel_order: Tensor | None, *, refuse_small: bool = True
+) -> tuple[Codes, Codes]:
+    """Keys and values [T, H, ...] in codes; refuse_small: also where they are lost in fp16 scales (`check_fits`)."""
     options = layout.options
     rotated = rotate(k, options.head_group, channel_order)
-    keys = quantise(rotated, layout.keys, options.bits, prune(rotated, layout.kept), options.inset, "k")
+    keys = quantise(
+        rotated, layout.keys, options.bits, prune(rotated, layout.kept), options.inset, "k", refuse_small
+    )  # fmt: skip
     values = grouped(v, options.head_group).to(working_dtype(v.dtype))
-    values = quantise(values, layout.values, options.bits, None, options.inset, "v")
-    return keys, values
+    return keys, quantise(values, layout.values, options.bits, None, options.inset, "v", refuse_small)
 
 
 def decode(keys: Codes, values: Codes, layout: Layout, channel_order: Tensor | None, dtype: torch.dtype):

@@ -1,0 +1,69 @@
+"""Paged attention in plain PyTorch: the specification. Gathers the pages; any device, any float dtype.
+
+Letters: Tq new tokens, B sequences, P columns of the page table, H heads, D query/key and V value head size, n the
+longest sequence in the pool, m the most new tokens of a sequence.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hstu_sparse.bias.relative import RelativeBias, pair_bias
+from hstu_sparse.jagged import jagged_to_padded, masked_product, padded_to_jagged
+from hstu_sparse.pages import store
+from hstu_sparse.pages.pool import PagePool
+from hstu_sparse.precision import widened
+
+
+def paged_reference(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, pool: PagePool, pages: Tensor, lengths: Tensor, *,
+    layer: int, candidates: bool, activation: str, scale: float, normalizer: float, bias: RelativeBias,
+) -> Tensor:  # fmt: skip
+    """`hstu_sparse.paged_attention`, [Tq, H, V]; the arguments are checked and complete."""
+    total, dtype, device = q.shape[0], q.dtype, q.device
+    if total == 0:
+        return q.new_zeros(0, q.shape[1], v.shape[2])
+    new, lengths = q_offsets.diff().long(), lengths.long()
+    most = int(new.max())
+    q, k, v = widened(q, k, v)
+    queries, own_k, own_v = (jagged_to_padded(x, q_offsets, most).transpose(1, 2) for x in (q * scale, k, v))
+    # Position of new token i of each sequence, which sees what is before it: [B, m].
+    at = lengths[:, None] + (0 if candidates else torch.arange(most, device=device))
+    at = at.expand(-1, most)
+    seen_from_last = torch.where(new > 0, lengths if candidates else lengths + new - 1, 0)
+    longest = int(seen_from_last.max())
+    position = torch.arange(longest, device=device)
+    inside = position < seen_from_last[:, None]  # [B, n]
+    sequence, place = inside.nonzero(as_tuple=True)
+    found = store.read(pool.tensors[layer], pool.format, pages, sequence, place, q.dtype)
+    keys, values = (
+        x.new_zeros(*inside.shape, *x.shape[1:]).index_put((sequence, place), x).transpose(1, 2) for x in found
+    )  # [B, H, n, D] and V
+    scores = queries @ keys.transpose(2, 3)
+    own = (queries * own_k).sum(-1, keepdim=True)  # [B, H, m, 1]
+    if bias.position is not None or bias.time is not None:
+        times, own_times = (), ()
+        if bias.time is not None:
+            cached = torch.zeros_like(inside, dtype=torch.int64)
+            cached[sequence, place] = pool.timestamps[store.place(pool.format, pages, sequence, place)]
+            asked, given = bias.query_timestamps[:, None], bias.timestamps[:, None]
+            if not candidates:
+                asked, given = (jagged_to_padded(x[:, 0], q_offsets, most) for x in (asked, given))
+            times, own_times = (asked[:, :, None], cached[:, None]), (asked, given)
+        distance = at[:, : 1 if candidates else most, None] - position
+        scores = scores + pair_bias(bias, distance, *times)[:, None]
+        here = pair_bias(bias, torch.zeros_like(at[:, :1]), *own_times)
+        own = own + here[:, None, :, None]
+    hidden = ~(inside[:, None] & (position < at[:, :, None]))[:, None]  # [B, 1, m, n]
+    if activation == "silu":
+        weights, own_weight = F.silu(scores).masked_fill(hidden, 0) / normalizer, F.silu(own) / normalizer
+    else:
+        greatest = own
+        if longest:
+            greatest = torch.maximum(own, scores.masked_fill(hidden, float("-inf")).amax(-1, keepdim=True))
+        weights = torch.exp(scores - greatest).masked_fill(hidden, 0)
+        own_weight = torch.exp(own - greatest)
+        total_weight = weights.sum(-1, keepdim=True) + own_weight
+        weights, own_weight = weights / total_weight, own_weight / total_weight
+    out = masked_product(weights, values, hidden) + own_weight * own_v
+    return padded_to_jagged(out.transpose(1, 2), q_offsets, total).to(dtype)

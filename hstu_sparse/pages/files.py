@@ -1,0 +1,168 @@
+"""Sequences of a pool in a file: one safetensors file with their pages, the format as metadata, and a checksum of both.
+
+The pages lie in the order of the sequences, so that lengths alone say which are whose, and a file cannot name pages
+that it does not have.
+"""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import secrets
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hstu_sparse.pages.format import PageFormat
+from hstu_sparse.validation import FLOATING_DTYPES, check_int
+
+FORMAT = "hstu_sparse.pages.1"
+FACTS = {"format", "layers", "num_pages", "num_sequences"}
+
+
+def write_whole(path, kind: str, facts: dict, tensors: dict[str, Tensor]) -> None:
+    """Writes tensors and facts to a safetensors file that appears whole or not at all; OSError where it cannot be."""
+    from safetensors.torch import save as to_bytes
+
+    path = Path(path)
+    if path.exists() and not path.is_file():  # a link counts as what it leads to
+        raise FileExistsError(errno.EEXIST, "is no regular file", str(path))
+    tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
+    text = json.dumps(facts, sort_keys=True)
+    metadata = {"format": kind, "facts": text, "sha256": checksum(text, tensors)}
+    # Of its own in every process and thread.
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        try:
+            with temporary.open("xb") as file:
+                file.write(to_bytes(tensors, metadata))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:  # in the name of the file that the caller knows
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def read_whole(path, kind: str, build):
+    """build(facts, tensors) of what `write_whole` wrote; ValueError, in one line, for anything else."""
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError("is no regular file")
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != kind:
+                raise ValueError(f"another format ({metadata.get('format')!r}, expected {kind!r})")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+        text = metadata.get("facts", "")
+        if metadata.get("sha256") != checksum(text, tensors):
+            raise ValueError("damaged (its checksum differs from the one it was written with)")
+        return build(json.loads(text), tensors)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = "not found" if isinstance(error, FileNotFoundError) else str(error) or type(error).__name__
+        raise ValueError(f"{str(path)[:200]}: {reason[:300]}".splitlines()[0]) from None
+
+
+def checksum(facts: str, tensors: dict[str, Tensor]) -> str:
+    found = hashlib.sha256(facts.encode())
+    for name in sorted(tensors):
+        x = tensors[name].contiguous()
+        found.update(f"{name} {list(x.shape)} {x.dtype}".encode())
+        if x.numel():
+            found.update(memoryview(x.flatten().view(torch.uint8).numpy()))
+    return found.hexdigest()
+
+
+def check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    """ValueError where a file's tensors are not those that are expected."""
+    if tensors.keys() != expected.keys():
+        raise ValueError(f"holds other tensors than its facts say: {', '.join(tensors.keys() ^ expected.keys())}")
+    for name, (shape, wanted) in expected.items():
+        x = tensors[name]
+        if tuple(x.shape) != tuple(shape) or x.dtype != wanted:
+            raise ValueError(f"{name} must be {list(shape)} {wanted}, got {list(x.shape)} {x.dtype}")
+
+
+def describe(format: PageFormat) -> dict:
+    """A format as JSON takes it."""
+    return dataclasses.asdict(format) | {"dtype": str(format.dtype).removeprefix("torch.")}
+
+
+def format_from(facts: dict) -> PageFormat:
+    """The inverse of `describe`; ValueError or TypeError for anything else."""
+    dtype = {str(known): known for known in FLOATING_DTYPES}.get(f"torch.{facts['dtype']}")
+    if dtype is None:
+        raise ValueError(f"cannot hold keys of {facts['dtype']}")
+    return PageFormat(**facts | {"dtype": dtype})
+
+
+def save(pool, path, rows: Sequence[array], lengths: Sequence[int]) -> None:
+    format, sinks = pool.format, int(pool.format.sink_tokens > 0)
+    if len(rows) != len(lengths):
+        raise ValueError(f"lengths must be as many as rows, {len(rows)}, got {len(lengths)}")
+    pages, sequences = array("i"), array("i")
+    for row, length in zip(rows, lengths):
+        check_int("lengths", length, 0)
+        count = format.num_pages(length)
+        if length and len(row) < count + sinks:
+            raise ValueError(f"a sequence of {length} tokens has a row of {len(row)}, expected {count + sinks}")
+        if length:
+            pages.extend(row[sinks : sinks + count])
+            sequences.extend(row[:sinks])
+    if len(set(pages)) != len(pages) or len(set(sequences)) != len(sequences):
+        raise ValueError("rows must not share pages")
+    page, sequence = (torch.tensor(x, dtype=torch.int64, device=pool.device) for x in (pages, sequences))
+    tensors = {"lengths": torch.tensor(list(lengths), dtype=torch.int64), "timestamps": pool.timestamps[page]}
+    for layer, found in enumerate(pool.tensors):
+        for name, x in found.items():
+            tensors[f"{layer}.{name}"] = x[sequence if name.startswith("sink") else page]
+    facts = {"format": describe(format), "layers": pool.layers}
+    facts |= {"num_pages": pool.num_pages, "num_sequences": pool.num_sequences}
+    write_whole(path, FORMAT, facts, tensors)
+
+
+def load(kind, path, device, num_pages: int | None, num_sequences: int | None):
+    """(pool of the class `kind`, rows, lengths)."""
+    facts, tensors = read_whole(path, FORMAT, _checked)
+    format = format_from(facts["format"])
+    lengths = tensors.pop("lengths").tolist()
+    pool = kind(
+        format,
+        facts["num_pages"] if num_pages is None else num_pages,
+        layers=facts["layers"],
+        num_sequences=facts["num_sequences"] if num_sequences is None else num_sequences,
+        device=device,
+    )
+    rows = [pool.reserve([], length) for length in lengths]  # a new pool gives pages in order
+    into = {f"{layer}.{name}": x for layer, found in enumerate(pool.tensors) for name, x in found.items()}
+    for name, x in (into | {"timestamps": pool.timestamps}).items():
+        x[: len(tensors[name])] = tensors[name].to(pool.device)
+    return pool, rows, lengths
+
+
+def _checked(facts: dict, tensors: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
+    if not isinstance(facts, dict) or facts.keys() != FACTS:
+        raise ValueError(f"its facts must be {', '.join(sorted(FACTS))}")
+    check_int("layers", facts["layers"], 1)
+    format = format_from(facts["format"])
+    lengths = tensors["lengths"]
+    if lengths.dim() != 1 or lengths.dtype != torch.int64 or (lengths < 0).any():
+        raise ValueError("lengths must be [sequences] int64, none below 0")
+    pages = int(((lengths + format.page_size - 1) // format.page_size).sum())
+    sequences = int((lengths > 0).sum()) if format.sink_tokens else 0
+    check_int("num_pages", facts["num_pages"], pages)
+    check_int("num_sequences", facts["num_sequences"], sequences)
+    shapes = format.shapes(pages) | format.sink_shapes(sequences)
+    expected = {f"{layer}.{name}": x for layer in range(facts["layers"]) for name, x in shapes.items()}
+    expected["lengths"] = (lengths.shape, torch.int64)
+    expected["timestamps"] = ((pages, format.page_size), torch.int64)
+    check_tensors(tensors, expected)
+    return facts, tensors

@@ -1,0 +1,333 @@
+"""`PagePool`: keys and values of many sequences, in pages of one preallocated tensor for each layer.
+
+Letters: T tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size.
+
+A sequence owns whole pages. Which ones is its row, which the pool lengthens and shortens (`reserve`, `shrink`) and the
+caller keeps; page p of a row is page p in every layer. A table of rows goes to the device for each call.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from hstu_sparse.jagged import check_jagged, offsets_from_lengths, readable, sequence_ids
+from hstu_sparse.pages import files, store
+from hstu_sparse.pages.format import PageFormat
+from hstu_sparse.validation import INTEGER, check_int, check_tensor, choose_backend
+
+Row = array  # of typecode "i"
+
+
+class PoolFull(RuntimeError):
+    """A pool has fewer free pages (or rows of sinks) than a sequence needs."""
+
+
+class PagePool:
+    """Pages for the keys, values and timestamps of sequences, in `layers` layers.
+
+    format                      what a page holds
+    layers, num_pages           sizes of the pool
+    num_sequences               rows of sinks: sequences that the pool holds at most, of a format with `sink_tokens`
+    tensors                     for each layer its tensors by name, as `PageFormat.shapes` and `sink_shapes` say
+    timestamps                  [num_pages, page_size] int64, seconds, of all layers
+    free_pages, free_sequences  what `reserve` can still give
+
+    Not safe for threads: while one reserves, shrinks or writes, no other may use the pool.
+    """
+
+    def __init__(
+        self,
+        format: PageFormat,
+        num_pages: int,
+        *,
+        layers: int = 1,
+        num_sequences: int = 0,
+        device: torch.device | str = "cpu",
+    ):
+        """Allocates everything at once.
+
+        Args:
+            format: what a page holds.
+            num_pages: pages of each layer.
+            num_sequences: for a format with sinks, of how many sequences there is room for them; else unused.
+        """
+        if not isinstance(format, PageFormat):
+            raise TypeError(f"format must be a PageFormat, got {type(format).__name__}")
+        check_int("num_pages", num_pages, 0, 2**31 - 1)
+        check_int("layers", layers, 1)
+        check_int("num_sequences", num_sequences, 0, 2**31 - 1)
+        if format.sink_tokens and num_pages and not num_sequences:
+            raise ValueError(f"num_sequences must be at least 1 with sink_tokens={format.sink_tokens}, got 0")
+        self.format, self.layers, self.num_pages = format, layers, num_pages
+        self.num_sequences = num_sequences if format.sink_tokens else 0
+        shapes = format.shapes(num_pages) | format.sink_shapes(self.num_sequences)
+        self.tensors = [
+            {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+            for _ in range(layers)
+        ]
+        self.timestamps = torch.zeros(num_pages, format.page_size, dtype=torch.int64, device=device)
+        self._pages = _Free(num_pages)
+        self._sinks = _Free(self.num_sequences)
+
+    @classmethod
+    def within(
+        cls, format: PageFormat, num_bytes: int, length: int, *, layers: int = 1, device: torch.device | str = "cpu"
+    ) -> Self:
+        """The pool of `num_bytes` bytes at most that holds the most sequences of `length` tokens.
+
+        Raises ValueError where not one fits.
+        """
+        check_int("num_bytes", num_bytes, 1)
+        check_int("length", length, 1)
+        each = format.bytes(length, layers)
+        sequences = num_bytes // each
+        if not sequences:
+            raise ValueError(f"num_bytes must hold a sequence of {length} tokens, {each} bytes, got {num_bytes}")
+        left = num_bytes - sequences * each
+        more = left // (layers * format.page_bytes + format.timestamp_bytes)
+        pages = min(sequences * format.num_pages(length) + more, 2**31 - 1)
+        return cls(format, pages, layers=layers, num_sequences=min(sequences, 2**31 - 1), device=device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.timestamps.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool's tensors, free pages included."""
+        return sum(x.nbytes for tensors in self.tensors for x in tensors.values()) + self.timestamps.nbytes
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._pages.free)
+
+    @property
+    def free_sequences(self) -> int:
+        """Free rows of sinks; as many as free pages for a format without sinks."""
+        return len(self._sinks.free) if self.format.sink_tokens else self.free_pages
+
+    # Rows.
+
+    def reserve(self, row: Sequence[int], length: int) -> Row:
+        """The row of a sequence, lengthened so that `length` tokens fit; it is never shortened.
+
+        Args:
+            row: what `reserve` or `shrink` gave last for this sequence; [] for a new one.
+
+        Raises PoolFull, and changes nothing, where the pool has too few pages; ValueError for a row that is not in use.
+        """
+        check_int("length", length, 0)
+        row, sinks = self._checked(row, max(0, len(row) - 1))
+        needed = max(0, self.format.num_pages(length) - max(0, len(row) - sinks))
+        first = sinks if length and not row else 0
+        if needed > len(self._pages.free) or first > len(self._sinks.free):
+            free = f"{self.free_pages} free pages" + (f" and {self.free_sequences} free rows of sinks" if sinks else "")
+            wanted = f"{needed} more pages" + (" and a row of sinks" if first else "")
+            raise PoolFull(f"the pool has {free}, a sequence of {length} tokens needs {wanted}")
+        if first:
+            row = array("i", [self._sinks.take()])
+        taken = array("i", [self._pages.take() for _ in range(needed)])
+        if taken and self.format.sparsity:  # pruned codes are written by setting bits
+            page = torch.tensor(taken, device=self.device)
+            for tensors in self.tensors:
+                for name in self.format.shapes(0):
+                    tensors[name][page] = 0
+        return row + taken
+
+    def shrink(self, row: Sequence[int], length: int) -> Row:
+        """The row of a sequence without the pages that its first `length` tokens do not need, which are free then.
+
+        Args:
+            length: tokens that stay; 0 gives everything back, and an empty row.
+
+        Raises ValueError for a row that is not in use.
+        """
+        check_int("length", length, 0)
+        sinks = int(self.format.sink_tokens > 0)
+        row, _ = self._checked(row, sinks + self.format.num_pages(length) if length else 0)
+        keep = sinks + self.format.num_pages(length) if length else 0
+        for page in row[max(keep, sinks) :]:
+            self._pages.give(page)
+        if row and not keep and sinks:
+            self._sinks.give(row[0])
+        return row[:keep]
+
+    def _checked(self, row: Sequence[int], first: int = 0) -> tuple[Row, int]:
+        """(row as an array, 1 where its first entry is a row of sinks); its entries from `first` on must be in use."""
+        row = row if isinstance(row, array) else array("i", row)
+        sinks = int(self.format.sink_tokens > 0)
+        for place in range(first, len(row)):
+            used = (self._sinks if place < sinks else self._pages).used
+            if not (0 <= row[place] < len(used) and used[row[place]]):
+                raise ValueError(f"row[{place}]={row[place]} is not in use: a row is what reserve or shrink gave last")
+        return row, sinks
+
+    def table(self, rows: Sequence[Row]) -> Tensor:
+        """[B, P] int32 on the pool's device: the rows, filled up with 0; P is at least 1."""
+        longest = max([1, *map(len, rows)])
+        pages = torch.zeros(len(rows), longest, dtype=torch.int32)
+        numbers = pages.numpy()
+        for b, row in enumerate(rows):
+            numbers[b, : len(row)] = row
+        return pages.to(self.device)
+
+    # Tokens. lengths: tokens of each sequence that are in the pool already.
+
+    @torch.no_grad()
+    def write(
+        self,
+        layer: int,
+        k: Tensor,
+        v: Tensor,
+        offsets: Tensor,
+        pages: Tensor,
+        lengths: Tensor,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        """Writes new tokens of one layer, rounded to the pages' format, over whatever was there.
+
+        Args:
+            layer: 0 to layers - 1.
+            k: [T, H, D], v: [T, H, V], fp32, bf16 or fp16, which need not be the format's dtype; any strides.
+            offsets: [B+1], int32 or int64, from 0 to T: the new tokens of each sequence, which may be none.
+            pages: [B, P] int32, of `table`; a sequence that occurs twice is written in no fixed order.
+            lengths: [B], int32 or int64: token i of sequence b goes to its position lengths[b] + i.
+            backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
+
+        Raises:
+            TypeError, ValueError: what was expected and what came. Numbers that the format cannot hold (beyond fp16's
+                in pages of fp16, and in scales and zeros of codes) are refused where values can be read, on a CPU;
+                elsewhere they become infinite in pages of fp16, and are clamped as `rotatekv_compress` does in codes.
+        """
+        f, sizes = self.format, {"H": self.format.heads, "D": self.format.head_size, "V": self.format.value_size}
+        check_int("layer", layer, 0, self.layers - 1)
+        check_tensor("k", k, "T H D", sizes, device=self.device)
+        check_tensor("v", v, "T H V", sizes, dtype=k.dtype, device=self.device)
+        self._check_new(offsets, pages, lengths, k=k, v=v)
+        if choose_backend(backend, k, "PagePool.write") == "reference":
+            store.write(self.tensors[layer], f, k, v, pages, *new_tokens(offsets, lengths, len(k)))
+            return
+        raise ValueError("PagePool.write has no kernel yet, use backend='reference'")
+
+    @torch.no_grad()
+    def write_timestamps(self, timestamps: Tensor, offsets: Tensor, pages: Tensor, lengths: Tensor) -> None:
+        """Writes the seconds of new tokens, [T] int64, once for all layers; the rest as in `write`."""
+        check_tensor("timestamps", timestamps, "T", {}, dtype=torch.int64, device=self.device)
+        self._check_new(offsets, pages, lengths, timestamps=timestamps)
+        where = new_tokens(offsets, lengths, len(timestamps))
+        self.timestamps[store.place(self.format, pages, *where)] = timestamps
+
+    @torch.no_grad()
+    def read(
+        self, layer: int, pages: Tensor, lengths: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(k [sum of lengths, H, D], v [.., H, V]) of sequences, one after another, as their pages give them back.
+
+        Args:
+            layer, pages, lengths: as in `write`; lengths: the tokens that are read.
+            dtype: of the result, the format's by default.
+
+        Waits for the device.
+        """
+        check_int("layer", layer, 0, self.layers - 1)
+        where = self._tokens(pages, lengths)
+        return store.read(self.tensors[layer], self.format, pages, *where, dtype or self.format.dtype)
+
+    def read_timestamps(self, pages: Tensor, lengths: Tensor) -> Tensor:
+        """[sum of lengths] int64, the seconds of sequences' tokens; the rest as in `read`. Waits for the device."""
+        return self.timestamps[store.place(self.format, pages, *self._tokens(pages, lengths))]
+
+    def _tokens(self, pages: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        self.check_table(pages, lengths)
+        return all_tokens(lengths)
+
+    def _check_new(self, offsets: Tensor, pages: Tensor, lengths: Tensor, **tensors: Tensor) -> None:
+        check_jagged(offsets, max(1, *(len(x) for x in tensors.values())), **tensors)
+        self.check_table(pages, lengths, offsets)
+
+    def check_table(self, pages: Tensor, lengths: Tensor, offsets: Tensor | None = None) -> None:
+        """Validates a page table [B, P] of sequences of so many tokens, and as many new ones as offsets [B+1] say.
+
+        Values where they can be read (on a CPU). Raises TypeError or ValueError.
+        """
+        sizes = {} if offsets is None else {"B": offsets.shape[0] - 1}
+        check_tensor("pages", pages, "B P", sizes, dtype=torch.int32, device=self.device)
+        check_tensor("lengths", lengths, "B", sizes, dtype=INTEGER, device=self.device)
+        if not readable(lengths) or not sizes["B"]:
+            return
+        whole = lengths if offsets is None else lengths + offsets.diff()
+        if int(lengths.min()) < 0:
+            raise ValueError(f"lengths must not be below 0, got {int(lengths.min())}")
+        sinks = int(self.format.sink_tokens > 0)
+        room = (sizes["P"] - sinks) * self.format.page_size
+        if int(whole.max()) > room:
+            raise ValueError(f"pages has room for {room} tokens of a sequence, got {int(whole.max())}")
+        columns = torch.arange(sizes["P"] - sinks) * self.format.page_size
+        used = pages[:, sinks:][columns < whole[:, None]]
+        if len(used) and not 0 <= int(used.min()) <= int(used.max()) < self.num_pages:
+            raise ValueError(
+                f"pages must be from 0 to {self.num_pages - 1}, got {int(used.min())} to {int(used.max())}"
+            )
+        rows = pages[:, 0][whole > 0]
+        if sinks and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_sequences:
+            raise ValueError(f"pages[:, 0] must be rows of sinks, from 0 to {self.num_sequences - 1}")
+
+    # Files.
+
+    def save(self, path, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+        """Writes sequences to one safetensors file, which appears whole or not at all.
+
+        Args:
+            rows: of the sequences, each page in one of them at most; lengths: their tokens.
+
+        Raises OSError where it cannot be, also where a device, a pipe or a folder stands.
+        """
+        files.save(self, path, [self._checked(row)[0] for row in rows], lengths)
+
+    @classmethod
+    def load(
+        cls, path, device: torch.device | str = "cpu", *, num_pages: int | None = None, num_sequences: int | None = None
+    ) -> tuple[Self, list[Row], list[int]]:
+        """(pool, rows, lengths) of what `save` wrote; rows are numbered anew.
+
+        Args:
+            num_pages, num_sequences: of the new pool; by default those of the pool that was saved.
+
+        Raises ValueError, in one line, for a file that is missing, damaged or something else, and PoolFull where the
+        sequences need more than num_pages or num_sequences.
+        """
+        return files.load(cls, path, device, num_pages, num_sequences)
+
+
+class _Free:
+    """Numbers 0 .. count - 1, free or used."""
+
+    def __init__(self, count: int):
+        self.free = array("i", range(count - 1, -1, -1))
+        self.used = bytearray(count)
+
+    def take(self) -> int:
+        number = self.free.pop()
+        self.used[number] = 1
+        return number
+
+    def give(self, number: int) -> None:
+        self.used[number] = 0
+        self.free.append(number)
+
+
+def new_tokens(offsets: Tensor, lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """(sequence, position in it) [T] int64 of new tokens behind `lengths` [B] others; total: T."""
+    sequence = sequence_ids(offsets, total)
+    begins = lengths.long() - offsets[:-1].long()
+    return sequence, torch.arange(total, device=offsets.device) + begins[sequence]
+
+
+def all_tokens(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """(sequence, position in it) [sum of lengths] int64. Waits for the device."""
+    offsets = offsets_from_lengths(lengths.long())
+    return new_tokens(offsets, torch.zeros_like(lengths), int(offsets[-1]))

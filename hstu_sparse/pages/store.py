@@ -1,0 +1,105 @@
+"""Pages written and read in plain PyTorch: the specification of what the kernels write and read.
+
+Letters: T tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size, S sink tokens.
+
+A position of a sequence lies in slot `position % page_size` of its page `position // page_size`. Of codes the first S
+positions of a sequence are kept as they are, in its row of sinks; their slots in the pages stay unused.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hstu_sparse.pages import packing
+from hstu_sparse.pages.format import PageFormat
+
+
+def place(format: PageFormat, pages: Tensor, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """(page, slot) of positions of sequences, which broadcast; column 0 of pages [B, P] is the row of sinks, if any."""
+    column = position // format.page_size + (format.sink_tokens > 0)
+    return pages[sequence, column].long(), position % format.page_size
+
+
+def padded_keys(k: Tensor, format: PageFormat) -> Tensor:
+    """k [T, H, D] with the zeros that the Hadamard transform needs."""
+    return F.pad(k, (0, format.coded_size - format.head_size)) if format.coded_size != format.head_size else k
+
+
+def write(
+    tensors: dict[str, Tensor], format: PageFormat, k: Tensor, v: Tensor, pages: Tensor, sequence: Tensor,
+    position: Tensor, channel_order: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Writes keys [T, H, D] and values [T, H, V] to positions [T] of sequences [T]; nothing else is touched."""
+    if format.layout is None:
+        page, slot = place(format, pages, sequence, position)
+        for name, x in (("k", k), ("v", v)):
+            tensors[name][page, :, slot] = _rounded(name, x, format.dtype)
+        return
+    if format.sink_tokens:
+        sinks = position < format.sink_tokens
+        if bool(sinks.any()):
+            row, at = pages[sequence[sinks], 0].long(), position[sinks]
+            for name, x in (("k", k), ("v", v)):
+                tensors[f"sink_{name}"][row, at] = _rounded(name, x[sinks], format.dtype)
+            k, v, sequence, position = (x[~sinks] for x in (k, v, sequence, position))
+    keys, values = packing.encode(padded_keys(k, format), v, format.layout, channel_order, refuse_small=False)
+    write_codes(tensors, format, keys, values, *place(format, pages, sequence, position))
+
+
+def _rounded(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in a dtype; ValueError where a finite number would become infinite."""
+    rounded = x.to(dtype)
+    if dtype == torch.float16 and bool((rounded.isinf() & x.isfinite()).any()):
+        raise ValueError(f"{name} must fit in float16 pages, up to 65504, got {float(x.abs().max()):g}")
+    return rounded
+
+
+def write_codes(tensors, format: PageFormat, keys: packing.Codes, values: packing.Codes, page, slot) -> None:
+    """Packs T tokens into pages, token i into slot[i] of page[i]."""
+    layout = format.layout
+    bits = layout.options.bits
+    if layout.sparse:
+        kept = keys.kept if keys.kept is not None else torch.ones_like(keys.codes, dtype=torch.bool)
+        tensors["k_codes"][page, :, slot] = packing.pack_kept(keys.codes, kept, layout.kept, bits)
+        # Each bit is set once, in a page that held zeros, so that adding sets it.
+        mark = torch.where(kept, torch.ones_like(slot)[:, None, None] << slot[:, None, None], 0)
+        tensors["k_bitmap"].index_add_(0, page, mark)
+    else:
+        tensors["k_codes"][page, :, :, slot] = packing.pack(keys.codes, layout.keys.block, bits)
+    tensors["v_codes"][page, :, :, slot] = packing.pack(values.codes, layout.values.block, bits)
+    tensors["k_ranges"][page, :, :, slot] = torch.stack((keys.scale, keys.zero), -1)
+    tensors["v_ranges"][page, :, :, slot] = torch.stack((values.scale, values.zero), -1)
+
+
+def read_codes(tensors, format: PageFormat, page: Tensor, slot: Tensor) -> tuple[packing.Codes, packing.Codes]:
+    """The codes of token i in slot[i] of page[i]."""
+    layout = format.layout
+    bits, kept = layout.options.bits, None
+    if layout.sparse:
+        kept = (tensors["k_bitmap"][page] >> slot[:, None, None] & 1).bool()
+        codes = packing.unpack_kept(tensors["k_codes"][page, :, slot], kept, layout.kept, bits)
+    else:
+        codes = packing.unpack(tensors["k_codes"][page, :, :, slot], layout.keys.block, bits)
+    keys = packing.Codes(codes, *tensors["k_ranges"][page, :, :, slot].unbind(-1), kept)
+    codes = packing.unpack(tensors["v_codes"][page, :, :, slot], layout.values.block, bits)
+    return keys, packing.Codes(codes, *tensors["v_ranges"][page, :, :, slot].unbind(-1), None)
+
+
+def read(
+    tensors: dict[str, Tensor], format: PageFormat, pages: Tensor, sequence: Tensor, position: Tensor,
+    dtype: torch.dtype, channel_order: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(keys [T, H, D], values [T, H, V]) of `dtype` at positions [T] of sequences [T]."""
+    page, slot = place(format, pages, sequence, position)
+    if format.layout is None:
+        return tensors["k"][page, :, slot].to(dtype), tensors["v"][page, :, slot].to(dtype)
+    k, v = packing.decode(*read_codes(tensors, format, page, slot), format.layout, channel_order, dtype)
+    k = k[..., : format.head_size]
+    sinks = position < format.sink_tokens
+    if not bool(sinks.any()):
+        return k, v
+    row, at = pages[sequence[sinks], 0].long(), position[sinks]
+    return tuple(
+        x.index_put((sinks.nonzero().squeeze(1),), tensors[name][row, at].to(dtype))
+        for name, x in (("sink_k", k), ("sink_v", v))
+    )

@@ -1,0 +1,233 @@
+"""Paged attention: what it means, in plain PyTorch, against the dense operator and against its definition."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from hstu_sparse import PageFormat, PagePool, RelativeBias, hstu_attention, paged_attention
+from hstu_sparse.jagged import offsets_from_lengths
+from hstu_sparse.testing import make_jagged, make_offsets, make_timestamps
+
+H, D, V, N = 4, 16, 24, 160
+LENGTHS = (40, 0, 1, 65, 16, 100)
+PLAIN = PageFormat(H, D, V, torch.float64)
+FORMATS = {
+    "fp64": PLAIN,
+    "fp32": dataclasses.replace(PLAIN, dtype=torch.float32),
+    "bf16": dataclasses.replace(PLAIN, dtype=torch.bfloat16),
+    "fp16": dataclasses.replace(PLAIN, dtype=torch.float16),
+    "2 bits": dataclasses.replace(PLAIN, bits=2, sink_tokens=4, clip=0.75),
+    "4 bits": dataclasses.replace(PLAIN, bits=4, head_group=4, quant_group=32),
+    "8 bits": dataclasses.replace(PLAIN, bits=8, head_group=1, sink_tokens=20),
+}
+
+
+def tables(seed=9):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator, dtype=torch.float64) for size in (N, 60)]
+
+
+class Users:
+    """Tokens of some users and a pool that takes them portion by portion."""
+
+    def __init__(self, format, lengths=LENGTHS, *, biased=True, dtype=torch.float64, room=0, layers=2, **call):
+        self.format, self.lengths = format, list(lengths)
+        sizes = (format.head_size, format.head_size, format.value_size)
+        self.q, self.k, self.v = (
+            make_jagged(lengths, (format.heads, size), dtype=dtype, seed=i) for i, size in enumerate(sizes)
+        )
+        self.times = make_timestamps(lengths)
+        self.asked = self.times + make_jagged(lengths, (), seed=5).abs().mul(1e4).long()
+        self.begins = make_offsets(lengths).tolist()
+        pages = sum(format.num_pages(length + room) for length in lengths)
+        self.pool = PagePool(format, pages, layers=layers, num_sequences=len(lengths))
+        self.rows = [self.pool.reserve([], length + room) for length in lengths]
+        self.done = [0] * len(lengths)
+        self.tables = [x.to(dtype) for x in tables()] if biased else [None, None]
+        self.call = dict(layer=layers - 1) | call
+
+    def append(self, counts, **options):
+        """Outputs of the next tokens of each user, jagged."""
+        index = [
+            self.begins[b] + i for b, n in enumerate(counts) for i in range(self.done[b], self.done[b] + n)
+        ]  # fmt: skip
+        index = torch.tensor(index, dtype=torch.int64)
+        where = make_offsets(counts), self.pool.table(self.rows), torch.tensor(self.done)
+        self.pool.write_timestamps(self.times[index], *where)
+        self.pool.write(self.call["layer"], self.k[index], self.v[index], *where, **options)
+        bias = RelativeBias(*self.tables, self.times[index], self.asked[index])
+        out = self.attend(index, *where, bias, **options)
+        self.done = [a + b for a, b in zip(self.done, counts)]
+        return list(out.split(list(counts)))
+
+    def attend(self, index, offsets, pages, lengths, bias, **options):
+        q, k, v = self.q[index], self.k[index], self.v[index]
+        return paged_attention(q, k, v, offsets, self.pool, pages, lengths, N, bias=bias, **self.call, **options)
+
+    def at_once(self):
+        return torch.cat(self.append(self.lengths))
+
+
+def by_definition(users, softmax):
+    """Each token against the rounded ones before it, and itself as it is, one at a time."""
+    pool, offsets = users.pool, users.begins
+    k, v = pool.read(users.call["layer"], pool.table(users.rows), torch.tensor(users.lengths), torch.float64)
+    position, time = users.tables
+    edges = torch.exp(0.301 * torch.arange(1, 60, dtype=torch.float64))
+    result = []
+    for b, e in itertools.pairwise(offsets):
+        for t in range(b, e):
+            keys, values = torch.cat((k[b:t], users.k[t : t + 1])), torch.cat((v[b:t], users.v[t : t + 1]))
+            scores = torch.einsum("hd,shd->hs", users.q[t].double(), keys.double()) * users.q.shape[2] ** -0.5
+            gaps = (users.asked[t] - users.times[b : t + 1]).abs().double()
+            scores = scores + position[torch.arange(t - b, -1, -1)] + time[torch.bucketize(gaps, edges, right=True)]
+            weights = scores.softmax(-1) if softmax else torch.nn.functional.silu(scores) / N
+            result.append(torch.einsum("hs,shv->hv", weights, values.double()))
+    return torch.stack(result)
+
+
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_token_sees_others_rounded_and_itself_as_it_is(name, activation):
+    users = Users(FORMATS[name], activation=activation)
+    torch.testing.assert_close(users.at_once(), by_definition(users, activation == "softmax"))
+
+
+def test_pages_as_they_are_give_dense_attention():
+    users = Users(PLAIN)
+    bias = RelativeBias(*users.tables, users.times, users.asked)
+    offsets = make_offsets(LENGTHS)
+    torch.testing.assert_close(users.at_once(), hstu_attention(users.q, users.k, users.v, offsets, N, bias=bias))
+
+
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_portions_do_not_matter(name, activation):
+    whole = Users(FORMATS[name], activation=activation)
+    expected = whole.at_once()
+    users = Users(FORMATS[name], activation=activation)
+    generator, parts = torch.Generator().manual_seed(3), [[] for _ in LENGTHS]
+    while users.done != users.lengths:
+        left = [n - done for n, done in zip(users.lengths, users.done)]
+        counts = [min(n, int(torch.randint(0, 30, (), generator=generator))) for n in left]
+        for part, out in zip(parts, users.append(counts)):
+            part.append(out)
+    torch.testing.assert_close(torch.cat([x for part in parts for x in part]), expected)
+    for layer in range(2):
+        for mine, theirs in zip(users.pool.tensors[layer].values(), whole.pool.tensors[layer].values()):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
+@pytest.mark.parametrize("name", ["fp64", "2 bits"])
+def test_candidates_see_the_pages_and_themselves(name, activation):
+    """Each is what it would be as the next token, alone; what lies behind in the pages does not count."""
+    users = Users(FORMATS[name], activation=activation)
+    users.append([length // 2 for length in LENGTHS])
+    counts = [length - length // 2 for length in LENGTHS]
+    index = torch.cat([torch.arange(b + n // 2, b + n) for b, n in zip(users.begins, LENGTHS)])
+    asked = torch.tensor([2_000_000_000 + 1000 * b for b in range(len(LENGTHS))])
+    where = make_offsets(counts), users.pool.table(users.rows), torch.tensor(users.done)
+    before = [x.clone() for x in users.pool.tensors[1].values()]
+    out = users.attend(index, *where, RelativeBias(*users.tables, asked, asked + 50), candidates=True)
+    assert all(torch.equal(x, y) for x, y in zip(before, users.pool.tensors[1].values()))
+    for b, (first, last) in enumerate(itertools.pairwise(where[0].tolist())):
+        one = [int(c == b) for c in range(len(LENGTHS))]
+        for i in range(first, last):
+            bias = RelativeBias(*users.tables, asked[b : b + 1], asked[b : b + 1] + 50)
+            alone = users.attend(index[i : i + 1], make_offsets(one), *where[1:], bias)
+            torch.testing.assert_close(out[i : i + 1], alone)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "2 bits"])
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
+def test_an_order_of_candidates_does_not_matter_bit_for_bit(name, activation):
+    format = dataclasses.replace(FORMATS[name], dtype=torch.float32)
+    users = Users(format, dtype=torch.float32, activation=activation)
+    users.at_once()
+    counts = (37, 1, 0, 64, 5, 130)
+    where = make_offsets(counts), users.pool.table(users.rows), torch.tensor(LENGTHS)
+    index = torch.cat(
+        [torch.randint(0, sum(LENGTHS), (n,), generator=torch.Generator().manual_seed(n)) for n in counts]
+    )
+    order = torch.cat(
+        [first + torch.randperm(n, generator=torch.Generator().manual_seed(n)) for first, n in zip(where[0], counts)]
+    )
+    times = torch.full((len(LENGTHS),), 2_000_000_000)
+    bias = RelativeBias(*users.tables, times)
+    out, moved = (users.attend(i, *where, bias, candidates=True) for i in (index, index[order]))
+    assert torch.equal(out[order], moved)
+
+
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
+def test_users_without_tokens_see_themselves(activation):
+    users = Users(PLAIN, (0, 0, 0), biased=False, room=20, activation=activation)
+    q, k, v = (make_jagged((3, 0, 1), (H, size), dtype=torch.float64, seed=i) for i, size in enumerate((D, D, V)))
+    call = (make_offsets((3, 0, 1)), users.pool, users.pool.table(users.rows), torch.zeros(3, dtype=torch.int32), N)
+    out = paged_attention(q, k, v, *call, candidates=True, activation=activation)
+    scores = torch.nn.functional.silu((q * k).sum(-1, keepdim=True) * D**-0.5) / N
+    torch.testing.assert_close(out, v if activation == "softmax" else scores * v)
+
+
+def test_heads_that_are_no_power_of_two_are_padded():
+    """The zeros change no product; codes are those of keys that are padded by hand."""
+    format = PageFormat(2, 25, 25, torch.float64, bits=8)
+    users = Users(format, (40, 3), activation="softmax")
+    k, _ = users.pool.read(0, users.pool.table(users.rows), torch.tensor([0, 0]))
+    assert k.shape == (0, 2, 25)
+    out = users.at_once()
+    torch.testing.assert_close(out, by_definition(users, True))
+    exact = Users(PageFormat(2, 25, 25, torch.float64), (40, 3), activation="softmax").at_once()
+    assert float((out - exact).abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("offsets", [torch.int32, torch.int64])
+@pytest.mark.parametrize("lengths", [(), (0, 0)])
+def test_nothing_new(lengths, offsets):
+    users = Users(PLAIN, (5,) * len(lengths), biased=False)
+    q, v = torch.zeros(0, H, D), torch.zeros(0, H, V)
+    pages = users.pool.table(users.rows)
+    zeros = torch.zeros(len(lengths), dtype=offsets)
+    out = paged_attention(q, q, v, offsets_from_lengths(zeros), users.pool, pages, zeros, N)
+    assert out.shape == (0, H, V)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(pool=3), TypeError, "pool must be a PagePool, got int"),
+        (dict(q=torch.zeros(2, H, D + 1)), ValueError, "q must be"),
+        (dict(v=torch.zeros(2, H, V).double()), TypeError, "v must be torch.float32, got torch.float64"),
+        (dict(lengths=torch.tensor([4])), ValueError, "lengths must be"),
+        (dict(lengths=torch.tensor([4, -1])), ValueError, "lengths must not be below 0, got -1"),
+        (dict(lengths=torch.tensor([4, 32])), ValueError, "pages has room for 32 tokens of a sequence, got 33"),
+        (dict(pages=torch.full((2, 2), 9, dtype=torch.int32)), ValueError, "pages must be from 0 to 3, got 9 to 9"),
+        (dict(pages=torch.zeros(2, 2, dtype=torch.int64)), TypeError, "pages must be torch.int32"),
+        (dict(layer=2), ValueError, "layer must be at most 1, got 2"),
+        (dict(activation="relu"), ValueError, "activation must be silu or softmax"),
+        (dict(candidates=1), TypeError, "candidates must be True or False"),
+        (dict(max_seq_len=4), ValueError, "a sequence has 5 tokens, new ones included, more than max_seq_len=4"),
+        (dict(bias=RelativeBias(torch.zeros(31))), ValueError, "bias.position must be"),
+        (dict(bias=RelativeBias(time=torch.zeros(9), timestamps=torch.zeros(3).long())), ValueError, "timestamps must"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_in_one_line(change, error, message):
+    format = PageFormat(H, D, V)
+    pool = PagePool(format, 4, layers=2)
+    pages = pool.table([pool.reserve([], 32), pool.reserve([], 32)])
+    q, v = torch.zeros(2, H, D), torch.zeros(2, H, V)
+    call = dict(q=q, k=q, v=v, q_offsets=make_offsets((1, 1)), pool=pool, pages=pages, lengths=torch.tensor([4, 0]))
+    with pytest.raises(error, match=message) as caught:
+        paged_attention(**call | dict(max_seq_len=32) | change)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [dict(bits=3), dict(bits=2, sparsity=0.5)])
+def test_codes_that_only_rotatekv_attention_reads(options):
+    pool = PagePool(PageFormat(H, D, D, **options), 4)
+    q = torch.zeros(1, H, D)
+    pages = pool.table([[]])
+    with pytest.raises(ValueError, match="rotatekv_attention takes those"):
+        paged_attention(q, q, q, make_offsets((1,)), pool, pages, torch.tensor([0]), 32)
