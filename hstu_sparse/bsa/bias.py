@@ -191,11 +191,11 @@ def open_gradients(tables, norms, time_shift, SUMS: tl.constexpr):
     """
     ring, lane = 0, 0
     scale, time_scale = 1.0, 1.0
-    position, time = tables.position, tables.time
+    position, time = 0, 0  # what a function returns may not be None (Triton 3.6: "cannot convert None")
     if tables.position is not None:
-        position += (tl.program_id(0) % POSITION_COPIES) * tables.positions
+        position = tables.position + (tl.program_id(0) % POSITION_COPIES) * tables.positions
     if tables.time is not None:
-        time += (tl.program_id(0) % TIME_COPIES) * tables.buckets
+        time = tables.time + (tl.program_id(0) % TIME_COPIES) * tables.buckets
     if tables.unit is not None:
         scale = tl.load(tables.unit)
     histogram = 0

@@ -105,8 +105,8 @@ def test_the_sample_rarely_misleads(monkeypatch):
 
     def look(kernel, programs, *arguments, **settings):
         if kernel is topk.lightning_indexer_refill_kernel:
-            counts, tokens = arguments[6], arguments[4]
-            capacity, top_k = arguments[-2:]
+            named = kernel.arg_names.index
+            counts, tokens, capacity, top_k = (arguments[named(n)] for n in ("counts", "tokens", "capacity", "K"))
             found, t = counts[tokens >= 0], tokens[tokens >= 0]
             seen.append(((found > capacity) | (found < (t + 1).clamp(max=top_k))).sum().item())
         run(kernel, programs, *arguments, **settings)
