@@ -29,7 +29,8 @@ def paged_reference(
     queries, own_k, own_v = (jagged_to_padded(x, q_offsets, most).transpose(1, 2) for x in (q * scale, k, v))
     # Position of new token i of each sequence, which sees what is before it: [B, m].
     at = lengths[:, None] + (0 if candidates else torch.arange(most, device=device))
-    at = at.expand(-1, most)
+    # Padding behind a sequence's last new token has its position: a position beyond N is in no table.
+    at = torch.minimum(at, (lengths + new.clamp(min=1) - 1)[:, None]).expand(-1, most)
     seen_from_last = torch.where(new > 0, lengths if candidates else lengths + new - 1, 0)
     longest = int(seen_from_last.max())
     position = torch.arange(longest, device=device)
