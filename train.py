@@ -411,7 +411,9 @@ def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progres
         "run": read_manifest(folder),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
-    if data.splits.test is not None:
+    if "value" in facts:
+        result["best"] = facts["value"]
+    if data.splits.test is not None and config.eval.test:
         result |= judge(model, data, "test", folder)
         batches = Tracked(data.eval_batches(watched), f"judging the baseline on {watched}")
         result["plotted_baseline"] = data.task.baseline(data.dataset, data.splits, watched, batches)

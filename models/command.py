@@ -1,4 +1,4 @@
-"""The command lines of train.py, eval.py and compare.py.
+"""The command lines of train.py, eval.py, compare.py and tune.py.
 
 Python's own modules alone are imported here, so that `--help` and wrong arguments are answered before torch is.
 """
@@ -163,6 +163,28 @@ def compare_options(description: str | None, arguments: list[str] | None = None)
     return options
 
 
+def tune_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
+    """What tune.py was called with; ends the process with a line when that makes no sense."""
+    parser = _parser(description)
+    add = parser.add_argument
+    add("config", help="the run's YAML file")
+    add("space", type=Path, help="the YAML file that says from where options are drawn")
+    add("overrides", nargs="*", metavar="key=value", help="dotted overrides, for all trials")
+    add("--out", type=Path, required=True, help="the folder of the trials and of the result")
+    add("--trials", type=int, metavar="N", help="of the whole search, those that are there included")
+    add("--hours", type=float, metavar="H", help="after which no trial is started")
+    add("--parallel", type=int, default=1, metavar="N", help="trials at a time, on one machine")
+    options = parser.parse_intermixed_args(arguments)
+    if options.trials is None and options.hours is None:
+        parser.error("give --trials N, --hours H or both: without them the search has no end")
+    for name in ("trials", "parallel"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            parser.error(f"--{name}: expected a whole number of at least 1, got {value}")
+    if options.hours is not None and not 0 < options.hours < 1e6:
+        parser.error(f"--hours: expected a number above 0, got {options.hours}")
+    return options
+
+
 def _seeds(text: str) -> list[int]:
     try:
         seeds = [int(part) for part in text.split(",")]
@@ -176,7 +198,7 @@ def _seeds(text: str) -> list[int]:
 def answer_early(parse, description: str | None) -> None:
     """Ends the process where the arguments are wrong, before the imports that take seconds.
 
-    parse: train_options, eval_options or compare_options. Ctrl-C ends the process in one line until `Interrupts` takes
+    parse: train_options or another one of this file. Ctrl-C ends the process in one line until `Interrupts` takes
     over.
     """
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -242,6 +242,8 @@ class EvalConfig(Strict):
     # Evaluations without a better best_metric before training stops; absent: never. As for the choice of best/, those
     # count that come when all of the attentions' warm-ups are over.
     patience: int | None = Field(None, ge=1)
+    # Whether the run is judged by its test split when it has ended; false leaves that alone (tune.py).
+    test: bool = True
 
 
 class ParallelConfig(Strict):

@@ -151,6 +151,15 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
         os.close(handle)
 
 
+def wait_until_free(folder: Path) -> None:
+    """Waits while a process holds the folder: a run whose parent was killed may still be saving itself."""
+    path = folder / LOCK
+    if path.is_symlink() or not path.is_file():
+        return
+    with access(path, "read"), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+
+
 def _lock(folder: Path) -> int:
     path = folder / LOCK
     if path.is_symlink() or (path.exists() and not path.is_file()):

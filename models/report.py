@@ -75,7 +75,7 @@ def write_report(folder: Path, task: Task, result: dict, history: list[dict], da
         *(
             line
             for table in (task.tables(result) if judged else [])
-            for line in (f"## {table.title}", "", *_markdown(table.headings, table.rows), "")
+            for line in (f"## {table.title}", "", *markdown_table(table.headings, table.rows), "")
         ),
         *(f"![{plot}]({plot})\n" for plot in plots),
         "## Environment",
@@ -95,7 +95,8 @@ def _left_out(split_and_reason: str, count: int) -> str:
     return f"Left out of {split}: {count:,} {'user' if count == 1 else 'users'}, {reason}."
 
 
-def _markdown(headings: list[str], rows: list[list[str]]) -> list[str]:
+def markdown_table(headings: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
     return [
         "| " + " | ".join(headings) + " |",
         "|" + " --- |" * len(headings),

@@ -15,7 +15,7 @@ Paths are taken from the working directory, as train.py does.
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,15 +106,18 @@ def _read(path: Path) -> PlanFile:
     try:
         return PlanFile.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {_explain(item)}" for item in error.errors())) from None
+        raise ConfigError(
+            "\n".join(f"{path}: {explain(item, PlanFile.model_fields)}" for item in error.errors())
+        ) from None
 
 
-def _explain(item: dict) -> str:
+def explain(item: dict, fields: Collection[str]) -> str:
+    """One of pydantic's errors as a line, `settings.a: unknown key, did you mean b?`; fields: the keys known there."""
     *above, last = map(str, item["loc"])
     key = ".".join([*above, last])
     if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(last, PlanFile.model_fields, 1)
-        known = f"did you mean {near[0]}?" if near else f"known here: {', '.join(PlanFile.model_fields)}"
+        near = difflib.get_close_matches(last, fields, 1)
+        known = f"did you mean {near[0]}?" if near else f"known here: {', '.join(fields)}"
         return f"{shown(key, 200)}: unknown key, {known}"
     return f"{shown(key, 200)}: {item['msg'][0].lower()}{item['msg'][1:]}, got {shown(repr(item['input']), 200)}"
 
@@ -139,6 +142,10 @@ def _not_comparable(settings: dict[str, RunConfig]) -> list[str]:
     for name, options in judged.items():
         if options["data"]["protocol"] == "all":
             lines.append(f"settings.{name}: data.protocol=all holds nothing out that settings could be compared by")
+        if not settings[name].eval.test:
+            lines.append(
+                f"settings.{name}: eval.test=false leaves the test split alone, by which settings are compared"
+            )
         lines += [
             f"settings.{name}: {line}: settings of a comparison are judged by the same events in the same way"
             for line in differences(judged[first], options)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from data.types import shown
 from models.config import FREE, ConfigError, RunConfig, as_yaml, differences, load_config
 from models.experiments.plan import Plan
-from models.folder import FolderError, access, read_regular, write_file
+from models.folder import FolderError, access, read_regular, wait_until_free, write_file
 from models.interrupt import Interrupts
 from models.terminal import terminal
 
@@ -75,6 +75,7 @@ def training_jobs(plan: Plan, out: Path) -> list[Job]:
             if (folder / RESULT).exists():
                 continue
             if (folder / "config.yaml").exists():
+                wait_until_free(folder)
                 command = ["--resume", str(folder)]
             else:
                 if folder.exists():  # killed before it was a run
@@ -153,15 +154,16 @@ def _end_with_parent() -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def ended(processes: list[subprocess.Popen]) -> list[subprocess.Popen]:
-    """Waits until at least one of the processes has ended; all that have."""
-    while not (done := [process for process in processes if process.poll() is not None]):
+def ended(processes: list[subprocess.Popen], seconds: float | None = None) -> list[subprocess.Popen]:
+    """Waits until at least one of the processes has ended, or for so many seconds; all that have ended."""
+    if not (done := [process for process in processes if process.poll() is not None]):
         handles = [os.pidfd_open(process.pid) for process in processes]
         try:
-            select.select(handles, [], [])
+            select.select(handles, [], [], seconds)
         finally:
             for handle in handles:
                 os.close(handle)
+        done = [process for process in processes if process.poll() is not None]
     return done
 
 
@@ -177,7 +179,9 @@ def read_result(folder: Path) -> dict:
     """result.json of a finished run; FolderError when there is none, or none of a run that was judged."""
     result = _read_json(folder / RESULT)
     if "split" not in result:
-        raise FolderError(f"{shown(folder / RESULT, 200)}: of a run that nothing judges (protocol all)")
+        raise FolderError(
+            f"{shown(folder / RESULT, 200)}: of a run that nothing judges (data.protocol=all or eval.test=false)"
+        )
     return result
 
 

@@ -14,6 +14,7 @@ FILES = [
     ROOT / "train.py",
     ROOT / "eval.py",
     ROOT / "compare.py",
+    ROOT / "tune.py",
     *(f for d in ("hstu_sparse", "models", "data") for f in (ROOT / d).rglob("*.py")),
 ]
 # What each part may import of the project; docs/architecture.md says why.
@@ -21,6 +22,7 @@ ALLOWED = {
     "train": {"models", "data", "hstu_sparse"},
     "eval": {"models", "data", "hstu_sparse"},
     "compare": {"models", "data", "hstu_sparse"},
+    "tune": {"models", "data", "hstu_sparse"},
     "models": {"models", "data", "hstu_sparse"},
     "data": {"data", "hstu_sparse"},
     "hstu_sparse": {"hstu_sparse"},
@@ -36,7 +38,8 @@ def name_of(file: Path) -> str:
 # around the module, which Python imports before it in any case.
 EACH_ALONE = """
 import importlib, os, sys, traceback
-for heavy in ("torch", "triton", "torchrec", "polars", "pydantic.main", "yaml", "rich.progress", "tensordict"):
+for heavy in ("torch", "triton", "torchrec", "polars", "pydantic.main", "yaml", "rich.progress", "tensordict",
+              "optuna"):
     try:
         importlib.import_module(heavy)
     except ImportError:

@@ -1,0 +1,203 @@
+"""The search space of tune.py: a strict YAML file that says from where each option of a run is drawn.
+
+space:                                        dotted keys of the run's configuration
+  train.lr: {low: 3e-4, high: 1e-2, log: true}   a number, here evenly in its logarithm
+  model.num_layers: {low: 1, high: 4}            an integer, as both ends are; step: 2 takes every second one
+  loss.num_negatives: {choices: [64, 128, 256]}  anything that YAML can say, mappings too
+fixed: {train.epochs: 6}                      changed in every trial, and in the best configuration
+pruning: {startup_trials: 5, warmup_epochs: 1}   the default; false: every trial trains to its end
+seed: 0                                       of the draws; the runs have the configuration's seed
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from optuna import Trial
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+
+from models.config import ConfigError, RunConfig, load_config
+from models.contract import Strict
+from models.experiments.plan import explain
+from models.strict_yaml import parse_yaml, read_config
+
+# What trials are judged by, and what they are not to be told apart by.
+NOT_SEARCHED = ("data.", "task", "eval.", "parallel", "seed", "name", "run_dir", "device", "threads")
+# Protocols that hold no validation split out.
+WITHOUT_VALIDATION = ("published", "all")
+
+
+class Range(Strict):
+    """Numbers from `low` to `high`, both possible: integers where both are, else floats."""
+
+    low: int | float
+    high: int | float
+    log: bool = False
+    step: int | float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _possible(self):
+        if self.low > self.high:
+            raise ValueError(f"low={self.low} is above high={self.high}")
+        if self.log and (self.low <= 0 or self.step is not None):
+            raise ValueError("log: true needs low above 0, and takes no step")
+        return self
+
+    @property
+    def integers(self) -> bool:
+        return isinstance(self.low, int) and isinstance(self.high, int) and not isinstance(self.step, float)
+
+    def ends(self) -> list:
+        return [self.low, self.high]
+
+    def has(self, value: object) -> bool:
+        """Whether a draw may give this value."""
+        number = type(value) is int or (type(value) is float and not self.integers)
+        return number and self.low <= value <= self.high
+
+    def encoded(self, value: Any) -> Any:
+        """A value as Optuna stores it."""
+        return value if self.integers else float(value)
+
+    def draw(self, trial: Trial, key: str) -> int | float:
+        if self.integers:
+            return trial.suggest_int(key, self.low, self.high, step=int(self.step or 1), log=self.log)
+        return trial.suggest_float(key, self.low, self.high, step=self.step, log=self.log)
+
+
+class Choices(Strict):
+    """One of a list of values; Optuna stores them as JSON."""
+
+    choices: list[Any] = Field(min_length=1)
+
+    def ends(self) -> list:
+        return self.choices
+
+    def encoded(self, value: Any) -> str:
+        return json.dumps(value, sort_keys=True)
+
+    def draw(self, trial: Trial, key: str) -> Any:
+        return json.loads(trial.suggest_categorical(key, [self.encoded(value) for value in self.choices]))
+
+
+def _kind(value: Any) -> str:
+    return "choices" if isinstance(value, Choices) or (isinstance(value, dict) and "choices" in value) else "range"
+
+
+Source = Annotated[Annotated[Range, Tag("range")] | Annotated[Choices, Tag("choices")], Discriminator(_kind)]
+
+
+class Pruning(Strict):
+    """A trial ends early when its best metric so far is below the median of the earlier trials' at the same epoch.
+
+    The first `startup_trials` and the first `warmup_epochs` of each are spared.
+    """
+
+    startup_trials: int = Field(5, ge=1)
+    warmup_epochs: int = Field(1, ge=0)
+
+
+class Space(Strict):
+    """A search space, see above."""
+
+    space: dict[str, Source] = Field(min_length=1)
+    fixed: dict[str, Any] = Field(default_factory=dict)
+    pruning: Pruning | Literal[False] = Pruning()
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+    def draw(self, trial: Trial) -> dict[str, Any]:
+        """Values for all keys; those that the trial has already are the same again."""
+        return {key: source.draw(trial, key) for key, source in self.space.items()}
+
+
+def assignments(values: dict[str, Any]) -> list[str]:
+    """Overrides as `load_config` takes them."""
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def default_values(path: str | Path, space: Space, overrides: list[str]) -> dict[str, Any] | None:
+    """The values that the configuration itself has, as Optuna stores them; None where the space lacks one of them."""
+    fixed = [*overrides, *assignments(space.fixed)]
+    config = load_config(path, fixed)
+    values = {}
+    for key, source in space.space.items():
+        if isinstance(source, Choices):
+            same = [x for x in source.choices if load_config(path, [*fixed, *assignments({key: x})]) == config]
+        else:
+            same = [x for x in [_value_at(config, key)] if source.has(x)]
+        if not same:
+            return None
+        values[key] = source.encoded(same[0])
+    return values
+
+
+def _value_at(config: RunConfig, key: str) -> Any:
+    """What stands at a dotted key; of a list of mappings, what all of them have. None where there is none."""
+    nodes: list[Any] = [config.model_dump(mode="json")]
+    for part in key.split("."):
+        if all(isinstance(node, list) for node in nodes):
+            if part.isdigit():
+                nodes = [node[int(part)] for node in nodes if int(part) < len(node)]
+                continue
+            nodes = [one for node in nodes for one in node]
+        nodes = [node[part] for node in nodes if isinstance(node, dict) and part in node]
+    return nodes[0] if nodes and all(node == nodes[0] for node in nodes) else None
+
+
+def load_space(path: Path) -> Space:
+    """The space of a file; ConfigError names all errors, a line each."""
+    tree = parse_yaml(read_config(path), str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping with space")
+    try:
+        space = Space.model_validate(tree)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            *_, above, _ = [None, None, *item["loc"]]
+            fields = {"range": Range, "choices": Choices, "pruning": Pruning}.get(above, Space).model_fields
+            place = tuple(part for part in item["loc"] if part not in ("range", "choices", "Pruning"))
+            lines.append(f"{path}: {explain(item | {'loc': place}, fields)}")
+        raise ConfigError("\n".join(lines)) from None
+    errors = [
+        f"{path}: space.{key}: what trials are judged by and how they are named is not searched"
+        for key in space.space
+        if key.startswith(NOT_SEARCHED)
+    ]
+    if both := sorted(space.space.keys() & space.fixed.keys()):
+        errors.append(f"{path}: fixed.{both[0]}: is searched too")
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return space
+
+
+def tuned_config(path: str | Path, space: Space, overrides: list[str]) -> RunConfig:
+    """The configuration that trials vary: the file with `overrides` and what the space fixes.
+
+    ConfigError, a line for each error: where the configuration or a value that the space may draw is impossible, and
+    where there would be no validation split to choose by.
+    """
+    fixed = [*overrides, *assignments(space.fixed)]
+    config = load_config(path, fixed)
+    errors = []
+    for key, source in space.space.items():
+        for value in source.ends():
+            try:
+                load_config(path, [*fixed, *assignments({key: value})])
+            except ConfigError as error:
+                # Values that only fit together with others are met in a trial, which then fails by itself.
+                errors += [line for line in str(error).split("\n") if f"{key}:" in line or "unknown key" in line]
+    if errors:
+        raise ConfigError("\n".join(dict.fromkeys(errors)))
+    data = config.data
+    if data.protocol in WITHOUT_VALIDATION:
+        why = f"data.protocol={data.protocol}"
+    elif data.train_on_valid:
+        why = "data.train_on_valid=true"
+    elif data.protocol == "temporal" and not data.valid_fraction:
+        why = "data.valid_fraction=0"
+    else:
+        if not config.eval.every:
+            raise ConfigError(f"{path}: eval.every=0: trials are judged by their evaluations, expected at least 1")
+        return config
+    raise ConfigError(f"{path}: {why} leaves no validation split, and nothing may be chosen on the test split")

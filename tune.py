@@ -1,0 +1,64 @@
+"""Searches for good options of a run with Optuna, on the validation split alone.
+
+    python tune.py configs/synthetic-hstu.yaml configs/tune/synthetic-hstu.yaml --trials 20 --out tuned
+    python tune.py CONFIG SPACE.yaml --hours 2 --parallel 2 --out DIR [key=value ...]
+
+The same command again goes on where it was stopped, in the middle of a trial too. DIR gets a folder for each trial,
+best.yaml, the configuration that was found, report.md and trials.csv. What a space says: models/experiments/space.py
+and docs/tuning.md.
+"""
+
+from models.command import answer_early, tune_options
+
+if __name__ == "__main__":
+    answer_early(tune_options, __doc__)
+
+import os
+import sys
+
+import torch
+
+from models.config import ConfigError, RunConfig
+from models.folder import claimed
+from models.interrupt import Interrupts
+from models.monitor import explain_faults
+from models.program import guarded
+
+try:
+    import optuna
+except ImportError:
+    optuna = None
+
+
+def with_threads(config: RunConfig, parallel: int) -> RunConfig:
+    """The configuration with its share of the cores: what a CPU computes depends on the threads, to the last bit."""
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    if config.threads or not on_cpu:
+        return config
+    return config.model_copy(update={"threads": max(1, (os.cpu_count() or 1) // parallel)})
+
+
+def work(options, interrupts: Interrupts) -> None:
+    if optuna is None:
+        raise ConfigError("tune.py needs Optuna: pip install 'hstu_sparse[tune]', or make setup")
+    from models.experiments.space import load_space, tuned_config
+    from models.experiments.tuning import Limits, open_search, search
+    from models.experiments.tuning_report import conclude
+
+    space = load_space(options.space)
+    config = with_threads(tuned_config(options.config, space, options.overrides), options.parallel)
+    with claimed(options.out, new=False):
+        found = open_search(options.out, options.config, config, space, options.overrides)
+        search(found, interrupts, Limits(options.trials, options.hours, options.parallel))
+        interrupts.stage = "reporting; all trials are finished"
+        conclude(found, config)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = tune_options(__doc__, arguments)
+    return guarded(lambda interrupts: work(options, interrupts), options.quiet)
+
+
+if __name__ == "__main__":
+    explain_faults()
+    sys.exit(main())
