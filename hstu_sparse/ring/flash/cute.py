@@ -27,7 +27,7 @@ DISTRIBUTION = "flash-attn-4"
 DTYPES = (torch.float16, torch.bfloat16)
 # Compute capabilities: below, there is no backward pass; from 12.0 on, it is not deterministic.
 LEAST, BEYOND = 90, 120
-# For heads of 16 the gradients of 4.0.0b36 are wrong (compute capability 9.0); 24 is the least size that was found right.
+# Gradients of 4.0.0b36 are wrong for heads of 16 (compute capability 9.0); 24 is the least size that was found right.
 LEAST_SIZE = 24
 # Head sizes for which its forward and deterministic backward were measured against the Triton kernels, through the
 # functions here, on an H200 (docs/ring.md) -> tokens of the average sequence from which on it is faster.
