@@ -21,6 +21,7 @@ def htree_attention(
     *,
     compression_rate: int = 16,
     top_k: int = 512,
+    selection_group: int = 1,
     scale: float | None = None,
     rope_base: float = 10000.0,
     backend: str = "auto",
@@ -37,6 +38,10 @@ def htree_attention(
     taken without the last candidate. Ties go to the smaller position. With r * top_k >= n it is dense causal softmax
     attention with RoPE. Nothing behind token t changes output t.
 
+    The tokens t of a sequence with the same t // selection_group form a group, which walks the tree once: the query
+    heads of its first token choose for all of them, and each token scores the candidates by its own query. At layer 0 a
+    token has, beside the candidates of the group's first token, the group's tokens up to itself.
+
     Args:
         q: [T, Hq, D], fp16, bf16 or fp32 (the reference also fp64), D even.
         k: [T, Hkv, D]; Hkv divides Hq, and query head h belongs to key/value head h // (Hq // Hkv).
@@ -45,6 +50,7 @@ def htree_attention(
         max_seq_len: N, at least the longest sequence's length.
         compression_rate: r >= 2, children of a node.
         top_k: nodes that are expanded in each layer above the tokens.
+        selection_group: tokens that share the choices of the first of them; divides compression_rate.
         scale: of the scores, by default D ** -0.5.
         rope_base: RoPE turns channels i and i + D // 2 by position * rope_base ** (-2 i / D).
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
@@ -62,15 +68,25 @@ def htree_attention(
         raise ValueError(f"D must be even and positive, for RoPE turns pairs of channels, got {sizes['D']}")
     check_int("compression_rate", compression_rate, 2)
     check_int("top_k", top_k, 1)
+    check_int("selection_group", selection_group, 1)
+    if compression_rate % selection_group:
+        raise ValueError(f"selection_group must divide compression_rate={compression_rate}, got {selection_group}")
     scale = check_scale(scale, sizes["D"], "scale")
     rope_base = check_number("rope_base", rope_base, above=0.0)
     # Beyond N they change nothing but the size of tables.
     compression_rate, top_k = min(compression_rate, max(2, max_seq_len)), min(top_k, max_seq_len)
+    selection_group = min(selection_group, compression_rate)
     if choose_backend(backend, q, "htree_attention") == "reference":
         return htree_attention_reference(
-            q, k, v, seq_offsets, max_seq_len,
-            compression_rate=compression_rate, top_k=top_k, scale=scale, rope_base=rope_base,
+            q, k, v, seq_offsets, max_seq_len, compression_rate=compression_rate, top_k=top_k, scale=scale,
+            rope_base=rope_base, selection_group=selection_group,
         )  # fmt: skip
+    if selection_group > 1:
+        from hstu_sparse.htree.group_launch import htree_group_triton
+
+        return htree_group_triton(
+            q, k, v, seq_offsets, max_seq_len, compression_rate, top_k, selection_group, scale, rope_base
+        )
     from hstu_sparse.htree.launch import htree_triton
 
     return htree_triton(q, k, v, seq_offsets, max_seq_len, compression_rate, top_k, scale, rope_base)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hstu_sparse.htree.reference import Tree, Walk, attend_queries, weighted_values
+from hstu_sparse.htree.reference import Tree, Walk, attend_queries, group_leaders, weighted_values
 from hstu_sparse.testing import make_jagged, make_offsets
 
 
@@ -31,14 +31,24 @@ class KernelWalk:
 
     out: Tensor  # [P, Hq, V]
     choices: list[Tensor]  # of the layers 1, 2, ...: [P, Hkv, S] int64 nodes, ascending, -1 last
-    scores: Tensor  # [P, Hkv, layers, G, M], NaN where the kernel needed none
-    state: Tensor  # [P, Hkv, layers, G, V + 2]: output before its division, maximum, sum after each layer
+    scores: Tensor | None  # [P, Hkv, layers, G, M], NaN where the kernel needed none
+    state: Tensor | None  # [P, Hkv, layers, G, V + 2]: output before its division, maximum, sum after each layer
 
 
-def walk_kernel(q, k, v, seq_offsets, max_seq_len, *, compression_rate, top_k, scale, rope_base, positions, trace=True):
-    """Runs the forward kernel at some tokens (`positions` [P], indices into T) and brings back what it did."""
+def walk_kernel(
+    q, k, v, seq_offsets, max_seq_len, *, compression_rate, top_k, scale, rope_base, positions, selection_group=1,
+    trace=True,
+):  # fmt: skip
+    """Runs the forward kernel at some tokens (`positions` [P], indices into T) and brings back what it did.
+
+    With a selection_group above 1 all tokens run, and scores and state are None.
+    """
     from hstu_sparse.htree import launch
     from hstu_sparse.rows import as_rows
+
+    if selection_group > 1:
+        options = compression_rate, top_k, selection_group, scale, rope_base
+        return walk_groups(q, k, v, seq_offsets, max_seq_len, *options, positions)
 
     launch.check_supported(q, k, v, compression_rate, top_k)
     problem = launch.Problem(q, k, v, seq_offsets, max_seq_len, compression_rate, top_k, scale, rope_base)
@@ -64,6 +74,21 @@ def walk_kernel(q, k, v, seq_offsets, max_seq_len, *, compression_rate, top_k, s
         scores = scores * math.log(2.0)
         state = torch.cat([state[..., : v.shape[2]], state[..., -2:-1] * math.log(2.0), state[..., -1:]], -1)
     return KernelWalk(out, [x.long() for x in choices.unbind(2)], scores, state)
+
+
+def walk_groups(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, rope_base, positions) -> KernelWalk:
+    """`walk_kernel` for groups of tokens."""
+    from hstu_sparse.htree import launch
+    from hstu_sparse.htree.group_launch import launch_group_forward
+
+    launch.check_supported(q, k, v, rate, top_k)
+    out, _, table = launch_group_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, rope_base)
+    sequence = torch.searchsorted(seq_offsets.long(), positions, right=True) - 1
+    start = seq_offsets.long()[sequence]
+    slots = q.shape[0] // group + len(seq_offsets) - 1
+    place = start // group + sequence + (positions - start) // group
+    choices = table[:-1, :top_k].unflatten(0, (slots, k.shape[1], -1))[place]
+    return KernelWalk(out[positions], [x.long() for x in choices.unbind(2)], None, None)
 
 
 def states(tree: Tree, walk: list[Walk]) -> list[Tensor]:
@@ -158,6 +183,7 @@ def compare_all(q, k, v, seq_offsets, options, chunk: int = 512) -> list[str]:
     """Lines: errors over all positions, the worst positions, differing choices."""
     tokens = q.shape[0]
     tree = Tree(k.double(), v.double(), seq_offsets, tokens, options["compression_rate"], options["top_k"])
+    leaders = group_leaders(tree.offsets, tokens, options["selection_group"])
     worst, largest = [], 0.0
     sums = {"own choice": [0.0, 0.0, 0.0], "kernel's choice": [0.0, 0.0, 0.0]}  # max, squares of error and of reference
     differing = total = 0
@@ -167,7 +193,7 @@ def compare_all(q, k, v, seq_offsets, options, chunk: int = 512) -> list[str]:
         kernel = walk_kernel(q, k, v, seq_offsets, tokens, **options, positions=rows, trace=False)
         for name, choices in (("own choice", None), ("kernel's choice", kernel.choices)):
             given = (q[rows].double(), rows, tree, options["scale"], options["rope_base"])
-            exact, walk = attend_queries(*given, choices=choices)
+            exact, walk = attend_queries(*given, leaders=q[leaders[rows]].double(), choices=choices)
             error = (kernel.out.double() - exact).abs()
             entry = sums[name]
             entry[0] = max(entry[0], error.max().item())
@@ -220,12 +246,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--value-size", type=int, default=32)
     parser.add_argument("--compression-rate", type=int, default=16)
     parser.add_argument("--top-k", type=int, default=64)
+    parser.add_argument("--selection-group", type=int, default=1)
     parser.add_argument("--rope-base", type=float, default=10000.0)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--positions", type=lambda x: [int(t) for t in x.split(",")], help="trace these")
     given = parser.parse_args(arguments)
+    if given.positions is not None and given.selection_group > 1:
+        parser.error("--positions is about selection_group 1, where a kernel walks and attends at once")
 
     dtype = getattr(torch, given.dtype)
     shapes = ((given.heads, given.head_size), (given.kv_heads, given.head_size), (given.kv_heads, given.value_size))
@@ -237,6 +266,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = dict(
         compression_rate=given.compression_rate,
         top_k=given.top_k,
+        selection_group=given.selection_group,
         scale=given.head_size**-0.5,
         rope_base=given.rope_base,
     )

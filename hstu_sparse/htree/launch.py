@@ -77,6 +77,11 @@ def tables(rows: int, head_size: int, padded: int, rope_base: float, device: tor
     return (cached_tables.__wrapped__ if capturing else cached_tables)(rows, head_size, padded, rope_base, device)
 
 
+def most_candidates(most: int) -> int:
+    """The room for a layer's candidates, of which there are up to `most`: a power of two, at least four tiles."""
+    return max(4 * TILE, next_power_of_2(most))
+
+
 class Problem:
     """What both directions derive from the shapes and options of one call."""
 
@@ -95,10 +100,10 @@ class Problem:
         self.offsets, self.scale, self.device = seq_offsets, scale, q.device
         half = self.D // 2
         group, self.BH, self.BV = max(16, next_power_of_2(self.G)), padded_head(half), padded_head(self.V)
-        candidates = max(4 * TILE, next_power_of_2(most))
+        candidates = most_candidates(most)
         self.padded_sizes = self.BH, self.BV, group, q.dtype.itemsize
-        # The last two tiles of candidates may reach past the most that there are.
-        rows = most + 2 * TILE
+        # The last tiles of candidates may reach past the most that there are.
+        rows = most + 4 * TILE
         self.cos, self.sin = tables(rows, self.D, self.BH, rope_base, q.device)
         # The importances add up to no more than G and its rounding.
         limit = struct.unpack("i", struct.pack("f", 2.0 * group))[0]

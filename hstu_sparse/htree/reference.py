@@ -32,7 +32,7 @@ class Walk:
     slots: Tensor  # [queries, Hkv, W] int64: where the layer's tensors hold them
     scores: Tensor  # [queries, Hkv, G, W]: scaled products, -inf past the last candidate
     enters: Tensor  # [queries, Hkv, W] bool: enters the softmax; the others are expanded
-    importance: Tensor | None  # [queries, Hkv, W] fp32; None at layer 0
+    importance: Tensor | None  # [queries, Hkv, W] fp32, by the leaders' scores; None at layer 0
     chosen: Tensor | None  # [queries, Hkv, S] int64: nodes that are expanded, ascending, -1 last; None at layer 0
 
 
@@ -47,6 +47,7 @@ def htree_attention_reference(
     top_k: int,
     scale: float,
     rope_base: float,
+    selection_group: int = 1,
     choices: list[Tensor] | None = None,
 ) -> Tensor:
     """Output [T, Hq, V] of `htree_attention`; differentiable in q, k and v. fp16 and bf16 are computed in fp32.
@@ -60,10 +61,12 @@ def htree_attention_reference(
     tree = Tree(k, v, seq_offsets, max_seq_len, compression_rate, top_k)
     chunk = queries_at_once(tree, q.shape[1] // k.shape[1])
     levels = [x for pair in zip(tree.keys, tree.values) for x in pair]
+    leaders = None if selection_group == 1 else q.detach()[group_leaders(tree.offsets, tokens, selection_group)]
 
     def attend(queries: Tensor, rows: Tensor, chosen: list[Tensor] | None, *nodes: Tensor) -> Tensor:
         tree.keys, tree.values = list(nodes[0::2]), list(nodes[1::2])
-        return attend_queries(queries, rows, tree, scale, rope_base, choices=chosen)[0]
+        led = None if leaders is None else leaders[rows]
+        return attend_queries(queries, rows, tree, scale, rope_base, leaders=led, choices=chosen)[0]
 
     outputs = []
     for begin in range(0, tokens, chunk):
@@ -75,6 +78,13 @@ def htree_attention_reference(
         else:
             outputs.append(attend(*arguments))
     return torch.cat(outputs)
+
+
+def group_leaders(offsets: Tensor, tokens: int, selection_group: int) -> Tensor:
+    """[T] the first token of each token's group: the tokens t of a sequence with the same t // selection_group."""
+    rows = torch.arange(tokens, device=offsets.device)
+    start = offsets[torch.searchsorted(offsets, rows, right=True) - 1]
+    return rows - (rows - start) % selection_group
 
 
 class Tree:
@@ -162,14 +172,20 @@ def attend_queries(
     scale: float,
     rope_base: float,
     *,
+    leaders: Tensor | None = None,
     choices: list[Tensor] | None = None,
 ) -> tuple[Tensor, list[Walk]]:
-    """(output [queries, Hq, V], its walk from the top layer down) of the queries that stand at the tokens `rows`."""
+    """(output [queries, Hq, V], its walk from the top layer down) of the queries that stand at the tokens `rows`.
+
+    `leaders` [queries, Hq, D]: the queries that choose in their place, those of their groups' first tokens. A group's
+    tokens have the same candidates above layer 0, for its size divides `rate`.
+    """
     queries, _, head_size = q.shape
     kv_heads, rate, top_k, most = tree.keys[0].shape[1], tree.rate, tree.top_k, tree.most
     device = q.device
     wide = tree.keys[0].dtype
     query = q.to(wide).unflatten(1, (kv_heads, -1))
+    leader = None if leaders is None else leaders.to(wide).unflatten(1, (kv_heads, -1))
     cos, sin = (x.to(wide) for x in rope_tables(most, head_size, rope_base, device))
     sequence = torch.searchsorted(tree.offsets, rows, right=True) - 1
     position = rows - tree.offsets[sequence]
@@ -206,7 +222,11 @@ def attend_queries(
         if layer:
             with torch.no_grad():
                 last = c == candidates[..., None] - 1
-                importance = importances(scores, last)
+                asked = scores
+                if leader is not None:
+                    asked = scale * products(tree, layer, slot, leader, candidates - 1, cos, sin)
+                    asked = asked.masked_fill(~valid.unsqueeze(-2), -torch.inf)
+                importance = importances(asked, last)
                 if choices is None:
                     chosen = choose(importance, valid, last, top_k, most)
                 else:

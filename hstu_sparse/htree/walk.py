@@ -131,27 +131,31 @@ def load_keys(
 
 
 @triton.jit
-def begin_walk(parents, length, t, tokens, B, layers, TOP_K: tl.constexpr, LIST: tl.constexpr, RATE: tl.constexpr):
-    """(top layer, tokens below one of its nodes, its first slot in the buffer, candidates there) for the token t.
-
-    The top layer's candidates are the children of 0, 1, ...: with that list it is a layer like the others.
-    """
+def top_layer(length, t, tokens, B, layers, TOP_K: tl.constexpr, RATE: tl.constexpr):
+    """(top layer, tokens below one of its nodes, its first slot in the buffer, candidates there) for the token t."""
     layer, size, base, nodes = 0, 1, 0, length
     while (nodes > RATE * TOP_K) & (layer < layers):
         nodes = (nodes + RATE - 1) // RATE
         base += tokens // size + tl.where(layer > 0, B, 0)
         size *= RATE
         layer += 1
-    j = tl.arange(0, LIST)
-    tl.debug_barrier()
-    tl.store(parents + j, j, mask=j < TOP_K)
-    tl.debug_barrier()
     return layer, size, base, tl.minimum(t // size + 1, RATE * TOP_K)
 
 
 @triton.jit
+def begin_walk(parents, length, t, tokens, B, layers, TOP_K: tl.constexpr, LIST: tl.constexpr, RATE: tl.constexpr):
+    """What `top_layer` returns; `parents` becomes 0, 1, ...: with that list the top layer is one like the others."""
+    layer, size, base, C = top_layer(length, t, tokens, B, layers, TOP_K, RATE)
+    j = tl.arange(0, LIST)
+    tl.debug_barrier()
+    tl.store(parents + j, j, mask=j < TOP_K)
+    tl.debug_barrier()
+    return layer, size, base, C
+
+
+@triton.jit
 def step_down(layer, size, base, C, t, tokens, B, TOP_K: tl.constexpr, RATE: tl.constexpr):
-    """What begin_walk returns, of the layer below."""
+    """What top_layer returns, of the layer below."""
     size = tl.maximum(size // RATE, 1)
     base -= tokens // size + tl.where(layer > 1, B, 0)
     return layer - 1, size, base, (tl.minimum(C, TOP_K) - 1) * RATE + t // size % RATE + 1

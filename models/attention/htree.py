@@ -1,14 +1,18 @@
 """The kind `htree`."""
 
-from typing import Literal
+import math
+from typing import Literal, Self
 
 from pydantic import Field
 from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention.shared import SharedKeys
+from models.attention.shared import AutoCount, AutoRate, SharedKeys
 from models.contract import AuxLoss, LayerSizes
+
+# The sequences, in tokens, from which on nodes have 16 children in place of 8, and the most nodes that are expanded.
+LONG, MOST_EXPANDED = 1024, 32
 
 
 class HierarchicalTreeAttention(SharedKeys):
@@ -18,13 +22,35 @@ class HierarchicalTreeAttention(SharedKeys):
     """
 
     class Config(SharedKeys.Config):
-        """`compression_rate` children a node, `top_k` nodes expanded in a layer, by all heads of a key/value head."""
+        """`compression_rate` children a node; in each layer `top_k` nodes are expanded, chosen by all heads of a
+        key/value head together, once for `selection_group` neighbouring tokens. `auto` follows from max_seq_len.
+        """
 
         kind: Literal["htree"]
-        compression_rate: int = Field(16, ge=2)
-        top_k: int = Field(64, ge=1)
+        compression_rate: AutoRate = "auto"
+        top_k: AutoCount = "auto"
+        selection_group: AutoCount = "auto"
+        num_kv_heads: AutoCount | None = "auto"
         rope_base: float = Field(10000.0, gt=0)
         backend: Literal["auto", "triton", "reference"] = "auto"
+
+        def for_model(self, sizes: LayerSizes) -> Self:
+            """One key head. A tree of 8 children a node, 16 from LONG tokens on, of which a query sees at most three
+            quarters of the longest sequence as tokens; as many neighbours share a choice as a node has children.
+            """
+            rate, top_k, group = self.compression_rate, self.top_k, self.selection_group
+            if rate == "auto":
+                rate = 8 if sizes.max_seq_len < LONG else 16
+                if group != "auto" and rate % group:
+                    rate = group
+            if top_k == "auto":
+                most = 3 * sizes.max_seq_len // (4 * rate)
+                top_k = min(MOST_EXPANDED, 1 << max(0, most.bit_length() - 1))
+            if group == "auto":
+                group = math.gcd(rate, 16)
+            kv_heads = 1 if self.num_kv_heads == "auto" else self.num_kv_heads
+            chosen = dict(compression_rate=rate, top_k=top_k, selection_group=group, num_kv_heads=kv_heads)
+            return self.model_copy(update=chosen)
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
@@ -32,6 +58,16 @@ class HierarchicalTreeAttention(SharedKeys):
                 raise ValueError(
                     f"rope_base: RoPE turns pairs of channels, and the heads have {sizes.attention_dim}: make it even"
                 )
+            if self.compression_rate % self.selection_group:
+                rate = f"compression_rate={self.compression_rate}"
+                raise ValueError(f"selection_group={self.selection_group} does not divide {rate}")
+
+    def __init__(self, config: Config, sizes: LayerSizes):
+        super().__init__(config.for_model(sizes), sizes)
+
+    @classmethod
+    def kv_heads(cls, config: Config, num_heads: int) -> int:
+        return 1 if config.num_kv_heads == "auto" else super().kv_heads(config, num_heads)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c = self.config
@@ -43,6 +79,7 @@ class HierarchicalTreeAttention(SharedKeys):
             self.sizes.max_seq_len,
             compression_rate=c.compression_rate,
             top_k=c.top_k,
+            selection_group=c.selection_group,
             rope_base=c.rope_base,
             backend=c.backend,
         )

@@ -3,6 +3,7 @@
 Letters: N normaliser, H heads, Hkv key/value heads.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
 import torch
@@ -46,6 +47,20 @@ def _switch(value):
 # A bias by time: `auto` is true where the data have times and false where they have none. A model that is built
 # without a data set has it, since its batches carry times.
 TimeBias = Annotated[bool | Literal["auto"], BeforeValidator(_switch)]
+
+
+def _auto_or(least: int) -> Callable:
+    def check(value):
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+            return value
+        raise ValueError(f"expected auto or an integer of at least {least}, got {value!r}")
+
+    return check
+
+
+# A number of at least 1 (of at least 2) that a kind's `for_model` chooses where it is `auto`.
+AutoCount = Annotated[int | Literal["auto"], BeforeValidator(_auto_or(1))]
+AutoRate = Annotated[int | Literal["auto"], BeforeValidator(_auto_or(2))]
 
 
 class BiasedAttention(AttentionKind):

@@ -29,7 +29,7 @@ def turn(x, position, base):
     return torch.cat([pairs.real, pairs.imag])
 
 
-def literal(q, k, v, lengths, r, top_k, base=10000.0):
+def literal(q, k, v, lengths, r, top_k, group=1, base=10000.0):
     """The definition, token by token, with lists and dictionaries."""
     most, low = r * top_k, 2 ** math.ceil(math.log2(r * top_k)) - 1
     outputs, start = [], 0
@@ -51,21 +51,25 @@ def literal(q, k, v, lengths, r, top_k, base=10000.0):
                     else:
                         nodes = [p * r + i for p in chosen for i in range(r) if p * r + i <= rightmost]
                     keys, values = ([x[i][g] for x in [layers[layer][p] for p in nodes]] for i in (0, 1))
-                    scores = {
-                        h: [
-                            q.shape[2] ** -0.5 * float(turn(q[start + t, h], len(nodes) - 1, base) @ turn(key, c, base))
-                            for c, key in enumerate(keys)
-                        ]
-                        for h in heads
-                    }
+                    # Of the token, and of the one that chooses for its group.
+                    scores, asked = (
+                        {
+                            h: [
+                                q.shape[2] ** -0.5 * turn(q[start + i, h], len(nodes) - 1, base) @ turn(key, c, base)
+                                for c, key in enumerate(keys)
+                            ]
+                            for h in heads
+                        }
+                        for i in (t, t // group * group)
+                    )
                     kept = set(range(len(nodes)))
                     if layer:
                         order = [len(nodes) - 1]
                         if len(nodes) > 1:
-                            top = max(s for h in heads for s in scores[h][:-1])
+                            top = max(s.item() for h in heads for s in asked[h][:-1])
                             ranked = []
                             for c in range(len(nodes) - 1):
-                                importance = sum(math.exp(scores[h][c] - top) for h in heads)
+                                importance = sum(math.exp(asked[h][c].item() - top) for h in heads)
                                 bits = struct.unpack("i", struct.pack("f", importance))[0]
                                 ranked.append((-((bits // (low + 1)) * (low + 1) + low - c), c))
                             order += [c for _, c in sorted(ranked)]
@@ -74,27 +78,43 @@ def literal(q, k, v, lengths, r, top_k, base=10000.0):
                     for h in heads:
                         entered[h] += [(scores[h][c], values[c]) for c in kept]
                 for h in heads:
-                    weights = torch.tensor([s for s, _ in entered[h]], dtype=torch.float64).softmax(0)
+                    weights = torch.stack([s for s, _ in entered[h]]).softmax(0)
                     outputs.append(sum(w * value for w, (_, value) in zip(weights, entered[h])))
         start += length
     return torch.stack(outputs).reshape(len(q), q.shape[1], -1)
 
 
 @pytest.mark.parametrize(
-    "lengths, heads, kv_heads, r, top_k",
+    "lengths, heads, kv_heads, r, top_k, group",
     [
-        ((17,), 2, 1, 2, 2),
-        ((5, 0, 33, 1), 2, 2, 2, 2),
-        ((40, 7), 3, 1, 3, 2),
-        ((30,), 1, 1, 2, 1),
-        ((29, 30), 4, 2, 4, 2),
+        ((17,), 2, 1, 2, 2, 1),
+        ((5, 0, 33, 1), 2, 2, 2, 2, 1),
+        ((40, 7), 3, 1, 3, 2, 1),
+        ((30,), 1, 1, 2, 1, 1),
+        ((29, 30), 4, 2, 4, 2, 1),
+        ((17, 0, 33), 2, 1, 2, 2, 2),
+        ((29, 30), 4, 2, 4, 2, 4),
+        ((29,), 2, 1, 4, 1, 2),
+        ((9,), 2, 1, 12, 1, 6),
     ],
 )
-def test_reference_is_the_definition(lengths, heads, kv_heads, r, top_k):
-    q, k, v = qkv(lengths, heads, kv_heads, 6, 5, dtype=torch.float64)
-    offsets = make_offsets(lengths)
-    out = htree_attention(q, k, v, offsets, max(lengths), compression_rate=r, top_k=top_k)
-    torch.testing.assert_close(out, literal(q, k, v, lengths, r, top_k), rtol=1e-9, atol=1e-9)
+def test_reference_is_the_definition(lengths, heads, kv_heads, r, top_k, group):
+    """Output and gradients."""
+    inputs = [x.requires_grad_() for x in qkv(lengths, heads, kv_heads, 6, 5, dtype=torch.float64)]
+    options = dict(compression_rate=r, top_k=top_k, selection_group=group)
+    out = htree_attention(*inputs, make_offsets(lengths), max(lengths), **options)
+    expected = literal(*inputs, lengths, r, top_k, group)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(
+        torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, inputs, grad), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_selection_group_divides_the_rate():
+    q, k, v = qkv((5,), 1, 1, 2, 2)
+    with pytest.raises(ValueError, match="selection_group must divide compression_rate=16, got 3"):
+        htree_attention(q, k, v, make_offsets((5,)), 5, selection_group=3)
 
 
 def test_enough_nodes_are_dense_attention_with_rope():
@@ -115,7 +135,7 @@ def test_enough_nodes_are_dense_attention_with_rope():
 def test_reference_in_chunks(monkeypatch):
     lengths = (33, 0, 20)
     inputs = [x.requires_grad_() for x in qkv(lengths, 2, 1, 6, 5, dtype=torch.float64)]
-    options = dict(seq_offsets=make_offsets(lengths), max_seq_len=40, compression_rate=2, top_k=2)
+    options = dict(seq_offsets=make_offsets(lengths), max_seq_len=40, compression_rate=2, top_k=2, selection_group=2)
     found = []
     for most in (1 << 26, 5000):
         monkeypatch.setitem(reference.CHUNK, "cpu", most)

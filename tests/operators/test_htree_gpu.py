@@ -35,6 +35,28 @@ def test_agrees_with_reference(case, dtype):
     agree(*problem(*CASES[case], dtype=dtype), factor=4.0)
 
 
+GROUPED = {
+    # lengths, N, query heads, key/value heads, D, V, r, top_k, selection_group
+    "a recommender's": ((8192, 5000), 8192, 4, 1, 64, 64, 16, 32, 16),
+    "three layers": ((9000, 1), 9000, 4, 1, 64, 64, 16, 8, 16),
+    "a recommender's short ones": ((200, 199, 3, 0, 120), 200, 4, 1, 64, 64, 8, 16, 8),
+    "groups of 4": ((200, 199, 3, 0, 120), 200, 4, 1, 64, 64, 4, 32, 4),
+    "groups of 2, heads of 25": ((700,), 700, 2, 2, 50, 25, 4, 8, 2),
+    "dense": ((300, 40), 300, 8, 2, 32, 32, 16, 32, 8),
+    "two tiles of rows": ((700, 300), 700, 16, 1, 32, 32, 16, 8, 8),
+    "heads of 128": ((700, 1), 700, 8, 1, 128, 128, 16, 4, 16),
+    "heads of 256": ((700,), 700, 2, 1, 256, 200, 16, 4, 4),
+    "odd heads and rates": ((600,), 600, 6, 2, 50, 37, 6, 5, 3),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", GROUPED)
+def test_groups_agree_with_reference(case, dtype):
+    *sizes, selection_group = GROUPED[case]
+    agree(*problem(*sizes, dtype=dtype), factor=4.0, selection_group=selection_group)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rate, most, top_k, group", [(2, 7, 4, 4), (4, 5, 2, 1), (16, 3, 4, 16)])
 def test_lengths_around_powers(rate, most, top_k, group, dtype):
@@ -48,18 +70,20 @@ def test_edge_cases(name):
     agree(*problem(lengths, N, 4, 2, 16, 24, 2, 4))
 
 
+@pytest.mark.parametrize("selection_group", [1, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_deterministic_mode_gives_the_same_bits(dtype):
+def test_deterministic_mode_gives_the_same_bits(dtype, selection_group):
     inputs, offsets, *rest = problem((900, 3000), 3000, 32, 2, 32, 32, 16, 8, dtype=dtype)
+    options = dict(selection_group=selection_group)
     torch.use_deterministic_algorithms(True)
     try:
-        agree(inputs, offsets, *rest, factor=4.0)
+        agree(inputs, offsets, *rest, factor=4.0, **options)
         N, rate, top_k = rest
         leaves = [x.requires_grad_() for x in inputs.values()]
         grad = torch.randn_like(inputs["q"])
         found = []
         for _ in range(2):
-            out = htree_attention(*leaves, offsets, N, compression_rate=rate, top_k=top_k)
+            out = htree_attention(*leaves, offsets, N, compression_rate=rate, top_k=top_k, **options)
             found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
         assert all(torch.equal(a, b) for a, b in zip(*found))
     finally:
@@ -68,12 +92,15 @@ def test_deterministic_mode_gives_the_same_bits(dtype):
 
 @pytest.mark.parametrize("value", [1e4, float("nan")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rate", [4, 16])
-def test_the_future_does_not_reach_the_past(rate, dtype, value):
+@pytest.mark.parametrize("rate, group", [(4, 1), (16, 1), (4, 2), (16, 16)])
+def test_the_future_does_not_reach_the_past(rate, group, dtype, value):
+    """Numbers do not; what is not a number may reach the tokens of its own group."""
     inputs, offsets, N, rate, top_k = problem((5000,), 5000, 32, 2, 32, 32, rate, 8, dtype=dtype)
-    options = dict(seq_offsets=offsets, max_seq_len=N, compression_rate=rate, top_k=top_k)
+    options = dict(seq_offsets=offsets, max_seq_len=N, compression_rate=rate, top_k=top_k, selection_group=group)
     before = htree_attention(**inputs, **options)
     for t in (0, 15, 16, 300, 2047, 4095, 4998):
+        if value != value:
+            t |= group - 1
         changed = {name: x.clone() for name, x in inputs.items()}
         for x in changed.values():
             x[t + 1 :] = value
@@ -96,9 +123,10 @@ def test_enough_nodes_are_dense_attention_with_rope():
     torch.testing.assert_close(out.double(), expected[0].transpose(0, 1), rtol=1e-4, atol=1e-5)
 
 
-def test_torch_compile():
+@pytest.mark.parametrize("selection_group", [1, 8])
+def test_torch_compile(selection_group):
     inputs, offsets, N, rate, top_k = problem((300, 40), 300, 16, 1, 32, 32, 16, 4)
-    options = dict(compression_rate=rate, top_k=top_k)
+    options = dict(compression_rate=rate, top_k=top_k, selection_group=selection_group)
     plain = htree_attention(**inputs, seq_offsets=offsets, max_seq_len=N, **options)
     compiled = torch.compile(lambda q, k, v: htree_attention(q, k, v, offsets, N, **options), fullgraph=True)
     assert torch.equal(plain, compiled(**inputs))

@@ -34,6 +34,24 @@ def test_agrees_with_reference(case):
     agree(*problem(*CASES[case]))
 
 
+GROUPED = {
+    # lengths, N, query heads, key/value heads, D, V, r, top_k, selection_group
+    "dense": ((7, 0, 3), 8, 2, 1, 16, 16, 4, 2, 4),
+    "two layers": ((19, 0, 13), 20, 4, 1, 16, 16, 4, 2, 4),
+    "three layers, two key/value heads, odd sizes": ((29,), 29, 4, 2, 20, 7, 4, 1, 2),
+    "tiles of siblings": ((37,), 37, 4, 1, 16, 16, 16, 1, 16),
+    "more rows than a tile": ((37,), 37, 12, 1, 16, 16, 16, 1, 8),
+    "one head": ((33,), 33, 1, 1, 16, 16, 6, 2, 3),
+    "a group longer than N": ((5, 2), 5, 2, 1, 16, 16, 64, 3, 32),
+}
+
+
+@pytest.mark.parametrize("case", GROUPED)
+def test_groups_agree_with_reference(case):
+    *sizes, selection_group = GROUPED[case]
+    agree(*problem(*sizes), selection_group=selection_group)
+
+
 @pytest.mark.parametrize("rate, length", [(16, 19), (32, 35)])
 def test_queries_turned_step_by_step(rate, length, monkeypatch):
     """As in the 16-bit types, which the interpreter does not take."""
@@ -41,10 +59,11 @@ def test_queries_turned_step_by_step(rate, length, monkeypatch):
     agree(*problem((length,), length, 1, 1, 16, 16, rate, 1))
 
 
+@pytest.mark.parametrize("selection_group", [1, 2])
 @pytest.mark.parametrize("name", ["empty batch", "all sequences empty", "length 1"])
-def test_edge_cases(name):
+def test_edge_cases(name, selection_group):
     lengths, N = EDGE_CASES[name]
-    agree(*problem(lengths, N, 2, 1, 16, 16, 2, 2))
+    agree(*problem(lengths, N, 2, 1, 16, 16, 2, 2), selection_group=selection_group)
 
 
 def test_non_contiguous_inputs_and_int32_offsets():
@@ -60,8 +79,9 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def test_deterministic_mode(deterministic):
-    agree(*problem((9, 2), 9, 2, 1, 16, 16, 2, 2))
+@pytest.mark.parametrize("selection_group", [1, 2])
+def test_deterministic_mode(deterministic, selection_group):
+    agree(*problem((9, 2), 9, 2, 1, 16, 16, 2, 2), selection_group=selection_group)
 
 
 def test_negative_scale_and_rope_base():
@@ -79,10 +99,17 @@ def test_ties_go_to_the_smaller_position():
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("value", [1e4, float("nan")])
-@pytest.mark.parametrize("length, rate, tokens", [(11, 2, (4, 8)), (19, 16, (15, 17))], ids=["any", "siblings"])
-def test_the_future_does_not_reach_the_past(length, rate, tokens, value):
+@pytest.mark.parametrize(
+    "length, rate, tokens, group",
+    [(11, 2, (4, 8), 1), (19, 16, (15, 17), 1), (11, 2, (3, 7), 2), (35, 16, (7, 15, 31), 8)],
+    ids=["any", "siblings", "groups", "groups of siblings"],
+)
+def test_the_future_does_not_reach_the_past(length, rate, tokens, group, value):
+    """Numbers do not; what is not a number may reach the tokens of its own group."""
+    if value == 1e4 and group > 1:
+        tokens = (*tokens, 5, 17 % length)
     inputs, offsets, N, rate, top_k = problem((length,), length, 1, 1, 16, 16, rate, 1)
-    options = dict(compression_rate=rate, top_k=top_k, backend="triton")
+    options = dict(compression_rate=rate, top_k=top_k, selection_group=group, backend="triton")
     before = htree_attention(**inputs, seq_offsets=offsets, max_seq_len=N, **options)
     for t in tokens:
         changed = {name: x.clone() for name, x in inputs.items()}
@@ -92,7 +119,11 @@ def test_the_future_does_not_reach_the_past(length, rate, tokens, value):
         assert torch.equal(before[: t + 1], after[: t + 1])
 
 
-def test_torch_opcheck():
+@pytest.mark.parametrize("name, group", [("htree_fwd", ()), ("htree_group_fwd", (2,))])
+def test_torch_opcheck(name, group):
+    htree_attention(
+        *(torch.zeros(2, 1, 2) for _ in "qkv"), torch.tensor([0, 2]), 2, selection_group=2, backend="triton"
+    )
     inputs, offsets, N, rate, top_k = problem((3, 2), 3, 2, 1, 16, 16, 2, 1)
-    arguments = (*(x.requires_grad_() for x in inputs.values()), offsets, N, rate, top_k, 0.25, 10000.0)
-    torch.library.opcheck(torch.ops.hstu_sparse.htree_fwd.default, arguments)
+    arguments = (*(x.requires_grad_() for x in inputs.values()), offsets, N, rate, top_k, *group, 0.25, 10000.0)
+    torch.library.opcheck(getattr(torch.ops.hstu_sparse, name).default, arguments)

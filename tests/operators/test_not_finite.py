@@ -15,6 +15,7 @@ GATES = [torch.rand(31, 2, generator=torch.Generator().manual_seed(i)) for i in 
 TARGETS = torch.tensor([1, 0, 3])
 CHOSEN = torch.arange(20).sub(6).clamp(min=0).repeat(2)[:31, None] + torch.arange(8)  # later ones are masked
 POSITIONS = torch.cat([torch.arange(20), torch.arange(11)])
+TREE = {"compression_rate": 4, "top_k": 2}
 BSA = {"block_size": 16, "block_counts": 2, "window_size": 3}
 # (q [T, H, D], k [T, H, D], v [T, H, V]) -> [T, H, V].
 CAUSAL = {
@@ -23,13 +24,20 @@ CAUSAL = {
     "dense, window": lambda q, k, v, **o: hs.hstu_attention(q, k, v, OFFSETS, N, window_size=5, **o),
     "bsa": lambda q, k, v, **o: hs.bsa_attention(q, k, v, OFFSETS, N, GATES, **(BSA | o)),
     "bsa, blocks of 4": lambda q, k, v, **o: hs.bsa_attention(q, k, v, OFFSETS, N, GATES, **BSA | {"block_size": 4}),
-    "htree": lambda q, k, v, **o: hs.htree_attention(q, k, v, OFFSETS, N, compression_rate=4, top_k=2, **o),
+    "htree": lambda q, k, v, **o: hs.htree_attention(q, k, v, OFFSETS, N, **o, **TREE),
+    "htree, groups": lambda q, k, v, **o: hs.htree_attention(q, k, v, OFFSETS, N, selection_group=4, **o, **TREE),
     "indexer": lambda q, k, v, **o: hs.sparse_attention(q, k[:, 0], v[:, 0], CHOSEN, OFFSETS, **o),
     "flash": lambda q, k, v, **o: hs.flash_attention(q, k, v, OFFSETS, causal=True, **o),
     "ring": lambda q, k, v, **o: hs.ring_hstu_attention(q, k, v, POSITIONS, N, seq_offsets=OFFSETS, **o),
 }
 # The kernels that keep to it too, and for which input: the others multiply a tile of values by weights of 0.
-KERNELS = [("dense", "k"), ("flash", "k"), ("ring", "k"), *((kind, x) for kind in ("htree", "indexer") for x in "kv")]
+KERNELS = [
+    ("dense", "k"),
+    ("htree, groups", "k"),
+    ("flash", "k"),
+    ("ring", "k"),
+    *((kind, x) for kind in ("htree", "indexer") for x in "kv"),
+]
 CASES = [(kind, x, "reference", value) for kind in CAUSAL for x in "kv" for value in (NAN, INFINITY)]
 CASES += [(*case, "triton", NAN) for case in KERNELS]
 interpreter = pytest.mark.skipif(not launch.INTERPRET, reason="kernels on a CPU need TRITON_INTERPRET=1")

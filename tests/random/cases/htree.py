@@ -9,7 +9,13 @@ import torch
 from hstu_sparse import htree_attention
 from hstu_sparse.htree import reference
 from hstu_sparse.htree.compare import misplaced, walk_kernel
-from hstu_sparse.htree.reference import Tree, attend_queries, htree_attention_reference, queries_at_once
+from hstu_sparse.htree.reference import (
+    Tree,
+    attend_queries,
+    group_leaders,
+    htree_attention_reference,
+    queries_at_once,
+)
 from hstu_sparse.testing import assert_within_budget, gradients, make_jagged, make_offsets
 from tests.random.cases import Launches
 from tests.random.terms import sizes_under_softmax
@@ -24,9 +30,11 @@ def make_inputs(lengths, heads, kv_heads, head_size, value_size, device="cpu", d
     }
 
 
-def kernel_choices(inputs, offsets, N, rate, top_k, scale, rope_base=10000.0):
+def kernel_choices(inputs, offsets, N, rate, top_k, scale, rope_base=10000.0, selection_group=1):
     """The kernel's choice at every token, after a look at whether it is right."""
-    options = dict(compression_rate=rate, top_k=top_k, scale=scale, rope_base=rope_base)
+    options = dict(
+        compression_rate=rate, top_k=top_k, scale=scale, rope_base=rope_base, selection_group=selection_group
+    )
     rows = torch.arange(inputs["q"].shape[0], device=offsets.device)
     if not len(rows):
         return []
@@ -38,9 +46,13 @@ def kernel_choices(inputs, offsets, N, rate, top_k, scale, rope_base=10000.0):
     with torch.no_grad():
         kernel = walk_kernel(**inputs, seq_offsets=offsets, max_seq_len=N, **options, positions=rows, trace=False)
         tree = Tree(inputs["k"].double(), inputs["v"].double(), offsets, N, rate, top_k)
+        leaders = inputs["q"][group_leaders(tree.offsets, len(rows), selection_group)]
         for some in rows.split(queries_at_once(tree, inputs["q"].shape[1] // inputs["k"].shape[1])):
             chosen = [x[some] for x in kernel.choices]
-            _, walk = attend_queries(inputs["q"][some].double(), some, tree, scale, rope_base, choices=chosen)
+            led = leaders[some].double() if selection_group > 1 else None
+            _, walk = attend_queries(
+                inputs["q"][some].double(), some, tree, scale, rope_base, leaders=led, choices=chosen
+            )
             right_choice(chosen, walk, top_k, bound)
     return kernel.choices
 
@@ -61,16 +73,18 @@ def right_choice(choices, walk, top_k, bound):
             assert wrong <= bound, f"layer {layer.number}: a node {wrong:.1e} more important than a chosen one is not"
 
 
-def agree(inputs, offsets, N, rate, top_k, *, scale=None, factor=3.0, rope_base=10000.0):
+def agree(inputs, offsets, N, rate, top_k, *, scale=None, factor=3.0, rope_base=10000.0, selection_group=1):
     width = inputs["q"].shape[2] ** -0.5 if scale is None else scale
-    choices = kernel_choices(inputs, offsets, N, rate, top_k, width, rope_base)
+    choices = kernel_choices(inputs, offsets, N, rate, top_k, width, rope_base, selection_group)
 
     def kernel(q, k, v):
         return htree_attention(
-            q, k, v, offsets, N, compression_rate=rate, top_k=top_k, scale=scale, rope_base=rope_base, backend="triton"
-        )
+            q, k, v, offsets, N, compression_rate=rate, top_k=top_k, selection_group=selection_group, scale=scale,
+            rope_base=rope_base, backend="triton",
+        )  # fmt: skip
 
     def reference(q, k, v):
+        # With choices given nobody's queries choose.
         options = dict(compression_rate=rate, top_k=top_k, scale=width, rope_base=rope_base)
         return htree_attention_reference(q, k, v, offsets, N, **options, choices=choices or None)
 
@@ -117,6 +131,7 @@ def draw(random, small):
         value_size=random.choice([*even, 7]),
         rate=rate,
         top_k=top_k,
+        selection_group=random.choice([1, *(size for size in range(2, rate + 1) if rate % size == 0)]),
         scale=random.choice([None, None, 0.5, -0.2]),
         dtype="float32" if small else random.choice(["float32", "float16", "bfloat16"]),
         offsets=random.choice(["int32", "int64"]),
@@ -134,7 +149,7 @@ def reference_bytes(*, lengths, group, kv_heads, head_size, value_size, **_):
 
 def check(
     device, *, lengths, spare, group, kv_heads, head_size, value_size, rate, top_k, scale, dtype, offsets, contiguous,
-    deterministic, seed,
+    deterministic, seed, selection_group=1,
 ):  # fmt: skip
     inputs = make_inputs(
         lengths, group * kv_heads, kv_heads, head_size, value_size, device, getattr(torch, dtype),
@@ -143,24 +158,30 @@ def check(
     places = make_offsets(lengths, device=device, dtype=getattr(torch, offsets))
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     try:
-        agree(inputs, places, max(1, *lengths) + spare, rate, top_k, scale=scale, factor=4.0)
+        N = max(1, *lengths) + spare
+        agree(inputs, places, N, rate, top_k, scale=scale, factor=4.0, selection_group=selection_group)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def launches():
+    from hstu_sparse.htree.group_launch import launch_group_backward, launch_group_forward
     from hstu_sparse.htree.launch import launch_backward, launch_forward
 
-    def case(dtype, heads, kv_heads, D, V, rate, top_k, N, fixed=False, local_bytes=160):
+    def case(dtype, heads, kv_heads, D, V, rate, top_k, N, fixed=False, local_bytes=160, selection_group=None):
         def call():
             q, k, v = (torch.zeros(64, h, size, dtype=dtype) for h, size in ((heads, D), (kv_heads, D), (kv_heads, V)))
-            options = (q, k, v, torch.tensor([0, 64]), N, rate, top_k, D**-0.5, 10000.0)
-            kept = launch_forward(*options)
+            options = (q, k, v, torch.tensor([0, 64]), N, rate, top_k)
+            forward, backward = launch_forward, launch_backward
+            if selection_group:
+                options, forward, backward = (*options, selection_group), launch_group_forward, launch_group_backward
+            options += (D**-0.5, 10000.0)
+            kept = forward(*options)
             torch.use_deterministic_algorithms(fixed)
-            launch_backward(kept[0], *options, *kept)
+            backward(kept[0], *options, *kept)
             torch.use_deterministic_algorithms(False)
 
-        label = f"{dtype} heads={heads}/{kv_heads} D={D} V={V} r={rate} top_k={top_k} fixed={fixed}"
+        label = f"{dtype} heads={heads}/{kv_heads} D={D} V={V} r={rate} top_k={top_k} fixed={fixed} R={selection_group}"
         return Launches(label, call, local_bytes)
 
     return [
@@ -170,4 +191,11 @@ def launches():
         case(torch.float16, 5, 1, 24, 16, 7, 1, 200),
         # Tiles of 64 rows, which take wgmma, where ptxas has left registers unset.
         case(torch.float16, 64, 1, 50, 256, 16, 8, 256, local_bytes=256),
+        case(torch.bfloat16, 4, 1, 64, 64, 16, 32, 8192, selection_group=16),
+        case(torch.bfloat16, 4, 1, 64, 64, 8, 16, 200, selection_group=8),
+        case(torch.float16, 4, 1, 64, 64, 4, 16, 200, fixed=True, selection_group=4),
+        case(torch.float32, 4, 2, 50, 50, 4, 8, 200, selection_group=4),
+        case(torch.bfloat16, 8, 1, 128, 100, 16, 16, 4096, selection_group=16),
+        case(torch.float16, 2, 1, 256, 256, 16, 16, 4096, selection_group=16),
+        case(torch.float32, 2, 1, 256, 256, 16, 16, 4096, selection_group=16, local_bytes=320),
     ]

@@ -1,0 +1,238 @@
+"""Kernels for groups of tokens that share their choices (selection_group > 1): the choice, and the forward pass.
+
+Letters: T tokens of the batch, B sequences, H key/value heads, G query heads of each, R tokens of a group, D query/key
+and V value head size, r compression_rate (RATE), C candidates of a group's first token in a layer.
+
+Group g of sequence b has the slot `offsets[b] // R + b + g` of T // R + B. Its first token walks the tree once, in
+`htree_choose_fwd_kernel`, which leaves a table [choices + 1, TOP_K + WORDS], a row for each (slot, head, layer above
+the tokens): the chosen nodes, ascending, -1 behind them, and a bit for each candidate that says whether it was chosen.
+It is small (a row for R * G queries), so the backward pass reads it too, and the kernels that attend know all
+candidates beforehand. The nodes of the last row are 0, 1, ..., the parents of a top layer's candidates.
+
+A program of those has BM rows, the queries of R tokens times G heads (or as many of them as fit a tile): row m is head
+m % G of the group's token m // G. The tokens have the same candidates but at layer 0, where the group's token i has i
+more than the first. A tile of BN candidates is gathered and turned by RoPE, for all rows at once: what is left to turn
+of a key after `pooling.py` is c // TURN * TURN, its candidate's position but for the place among TURN neighbours. The
+queries are turned once a layer, to their own position.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.htree.walk import begin_walk, choose, choose_all, load_query, row_angle, step_down, top_layer, turn
+from hstu_sparse.tiles import locate, store_rows
+
+
+@triton.jit(do_not_specialize=["B", "tokens", "layers", "rows", "slots"])
+def htree_choose_fwd_kernel(
+    q, keys, offsets, cos, sin, notes, table, q_stride_t, q_stride_h, scale, B, tokens, layers, rows, slots,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr,
+    BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr, SOME: tl.constexpr,
+    CANDIDATES: tl.constexpr, HELD: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
+    SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The table of choices, which is -1 before; bits of a layer whose candidates are all chosen stay so.
+
+    keys: as in `htree_attend_fwd_kernel`; notes
+    [programs, NOTES], a program's memory, as in `walk.py`, but for what goes to the table.
+    """
+    notes += tl.program_id(0).to(tl.int64) * NOTES
+    marks = notes + LIST
+    tops = marks + CANDIDATES
+    step_cos, step_sin = row_angle(cos, sin, BN, BH)
+    row = tl.arange(0, BG)
+    live = row < G
+    for item in range(tl.program_id(0), slots * H, tl.num_programs(0)):
+        g, slot = (item // slots).to(tl.int64), (item % slots).to(tl.int64)
+        b, start, length, group = locate(offsets, slot, B, R)
+        t = group * R
+        layer, size, base, C = begin_walk(notes, length, t, tokens, B, layers, TOP_K, LIST, RATE)
+        layer = tl.where(t < length, layer, 0)  # a slot without a group
+        begin = q + (start + tl.minimum(t, length - 1)) * q_stride_t + g * G * q_stride_h
+        q_low, q_high = load_query(begin, row, q_stride_h, live & (t < length), scale, HALF, BH)
+        parents = notes
+        while layer > 0:
+            layer_keys = keys + (g * rows + base + start // size + b) * (2 * BH)
+            children = table + ((slot * H + g) * layers + layer - 1) * (TOP_K + CANDIDATES // 32)
+            if C <= TOP_K:
+                choose_all(parents, children, C, LIST, RATE)
+            else:
+                choose(
+                    q_low, q_high, layer_keys, cos, sin, step_cos, step_sin, parents, children,
+                    children + TOP_K, marks, tops, C, G, BG, BH, BN, RATE, TOP_K, LIST, SOME,
+                    CANDIDATES, HELD, LOW_BITS, LIMIT, SIBLINGS, STEPPED, PRECISION,
+                )  # fmt: skip
+            parents = children
+            layer, size, base, C = step_down(layer, size, base, C, t, tokens, B, TOP_K, RATE)
+
+
+class Group(NamedTuple):
+    """A program's group and rows.
+
+    b, start, length  the sequence, its first token, its length
+    t                 position of the group's first token
+    i                 [BM] the rows' tokens, counted from that one
+    live              [BM] whether there are such rows
+    most              the greatest i of a live row
+    token, head       [BM] the rows' tokens in the batch and their query heads
+    """
+
+    b: tl.tensor
+    start: tl.tensor
+    length: tl.tensor
+    t: tl.tensor
+    i: tl.tensor
+    live: tl.tensor
+    most: tl.tensor
+    token: tl.tensor
+    head: tl.tensor
+
+
+@triton.jit
+def find_group(offsets, slot, part, g, B, G: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
+    """The rows part * BM .. of a slot's group; `most` is negative where there are none."""
+    b, start, length, group = locate(offsets, slot, B, R)
+    t = group * R
+    row = part * BM + tl.arange(0, BM)
+    i = row // G
+    count = tl.minimum(R, length - t)
+    live = i < count
+    most = tl.minimum((part * BM + BM - 1) // G, count - 1)
+    most = tl.where(part * BM // G < count, most, -1)
+    token = start + tl.where(live, t + i, 0)
+    return Group(b, start, length, t, i, live, most, token, g * G + row % G)
+
+
+class Level(NamedTuple):
+    """A layer, as a group's rows see it.
+
+    first    its first node of the group's sequence and head, in the buffer of all layers
+    parents  pointer to the nodes whose children are the candidates
+    words    pointer to the bits of those candidates that were chosen; read above the tokens only
+    above    whether it is above the tokens
+    limit    [BM] candidates that a row may see
+    end      the most of these
+    place    [BM] the rows' positions
+    """
+
+    first: tl.tensor
+    parents: tl.tensor
+    words: tl.tensor
+    above: tl.tensor
+    limit: tl.tensor
+    end: tl.tensor
+    place: tl.tensor
+
+
+@triton.jit
+def find_level(
+    mine, g, entry, table, choices, layer, top, size, base, C, layers, rows, TOP_K: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """`layer` as the rows of `mine` see it; entry: slot * H + head; choices: rows of the table but the last."""
+    above = layer > 0
+    first = g * rows + base + mine.start // size + tl.where(above, mine.b, 0)
+    parents = table + tl.where(layer < top, entry * layers + layer, choices) * (TOP_K + WORDS)
+    chosen = table + (entry * layers + tl.maximum(layer - 1, 0)) * (TOP_K + WORDS) + TOP_K
+    # The last candidate above the tokens pools tokens after the query's: it is not even read.
+    end = tl.where(above, C - 1, C + mine.most)
+    limit = tl.where(above, end, tl.minimum(C + mine.i, end))
+    place = tl.where(above, C - 1, limit - 1)
+    return Level(first, parents, chosen, above, limit, end, place)
+
+
+@triton.jit
+def gather_keys(
+    keys, cos, sin, level, c0, HEAD: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr
+):
+    """(nodes, halves of the turned keys, which of them may enter the softmax) of the candidates from c0 on.
+
+    HEAD: channels of a half, padded. Keys that there are not are zeros.
+    """
+    f = tl.arange(0, HEAD)[None, :]
+    c = c0 + tl.arange(0, BN)
+    inside = c < level.end
+    node = tl.load(level.parents + c // RATE, mask=inside, other=0) * RATE + c % RATE
+    word = tl.load(level.words + c // 32, mask=inside & level.above, other=0)
+    enters = inside & ((word >> (c % 32)) & 1 == 0)
+    node = tl.where(inside, node, 0) + level.first
+    pointers = keys + node[:, None] * (2 * HEAD) + f
+    low = tl.load(pointers, mask=inside[:, None], other=0.0)
+    high = tl.load(pointers + HEAD, mask=inside[:, None], other=0.0)
+    angle = (c // TURN * TURN)[:, None] * HEAD + f
+    key_low, key_high = turn(low.to(tl.float32), high.to(tl.float32), tl.load(cos + angle), tl.load(sin + angle))
+    return node, key_low.to(low.dtype), key_high.to(low.dtype), enters
+
+
+@triton.jit
+def load_queries(q, mine, stride_t, stride_h, scale, HALF: tl.constexpr, BH: tl.constexpr):
+    """Both halves of the rows' channels, in fp32, scaled."""
+    f = tl.arange(0, BH)[None, :]
+    pointers = q + mine.token[:, None] * stride_t + mine.head[:, None] * stride_h + f
+    mask = mine.live[:, None] & (f < HALF)
+    low, high = tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + HALF, mask=mask, other=0.0)
+    return low.to(tl.float32) * scale, high.to(tl.float32) * scale
+
+
+@triton.jit
+def place_angles(cos, sin, place, BH: tl.constexpr):
+    """[BM, BH] cos and sin of the rows' positions."""
+    at = place[:, None] * BH + tl.arange(0, BH)[None, :]
+    return tl.load(cos + at), tl.load(sin + at)
+
+
+@triton.jit(do_not_specialize=["B", "tokens", "layers", "rows", "choices", "slots"])
+def htree_group_fwd_kernel(
+    q, keys, values, offsets, cos, sin, table, out, lse, q_stride_t, q_stride_h, scale, B, tokens, layers, rows,
+    choices, slots,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, HALF: tl.constexpr,
+    BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr,
+    TOP_K: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for groups whose choices are made.
+
+    keys [H, rows, 2 BH] and values [H, rows, BV] hold all layers; table: what the choice left. PARTS programs share a
+    group.
+    """
+    # Late groups have the most candidates: they start first.
+    slot, part = (slots - 1 - tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
+    g = tl.program_id(1).to(tl.int64)
+    mine = find_group(offsets, slot, part, g, B, G, R, BM)
+    if mine.most < 0:
+        return
+    running_max = tl.full([BM], -float("inf"), tl.float32)
+    running_sum = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BV], tl.float32)
+    e = tl.arange(0, BV)[None, :]
+    layer, size, base, C = top_layer(mine.length, mine.t, tokens, B, layers, TOP_K, RATE)
+    top = layer
+    while layer >= 0:
+        if (layer == 0) | (C > TOP_K):
+            level = find_level(
+                mine, g, slot * H + g, table, choices, layer, top, size, base, C, layers, rows, TOP_K, WORDS
+            )
+            row_cos, row_sin = place_angles(cos, sin, level.place, BH)
+            q_low, q_high = load_queries(q, mine, q_stride_t, q_stride_h, scale, HALF, BH)
+            low, high = turn(q_low, q_high, row_cos, row_sin)
+            low, high = low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty)
+            for c0 in range(0, level.end, BN):
+                node, k_low, k_high, enters = gather_keys(keys, cos, sin, level, c0, BH, BN, RATE, TURN)
+                s = tl.dot(low, tl.trans(k_low), input_precision=PRECISION)
+                s = tl.dot(high, tl.trans(k_high), s, input_precision=PRECISION)
+                c = c0 + tl.arange(0, BN)
+                s = tl.where(enters[None, :] & (c[None, :] < level.limit[:, None]), s, -float("inf"))
+                new_max = tl.maximum(running_max, tl.max(s, 1))
+                # Until something has entered, the maximum is -inf, from which nothing may be subtracted.
+                reference = tl.where(new_max == -float("inf"), 0.0, new_max)
+                p = tl.exp2(s - reference[:, None])
+                rescale = tl.exp2(running_max - reference)
+                running_sum = running_sum * rescale + tl.sum(p, 1)
+                value = tl.load(values + node[:, None] * BV + e, mask=(c < level.end)[:, None], other=0.0)
+                acc = tl.dot(p.to(value.dtype), value, acc * rescale[:, None], input_precision=PRECISION)
+                running_max = new_max
+        layer, size, base, C = step_down(layer, size, base, C, mine.t, tokens, B, TOP_K, RATE)
+
+    row = mine.token * (H * G) + mine.head
+    store_rows(out, row, V, mine.live, acc / running_sum[:, None], V, BV)
+    tl.store(lse + row, running_max + tl.log2(running_sum), mask=mine.live)

@@ -1,0 +1,85 @@
+"""Backward kernel for groups of tokens that share their choices (selection_group > 1).
+
+Letters and rows as in `groups.py`, mathematics as in `backward.py`. The choices are the forward pass's. A candidate's
+gradients are sums over all rows of a group, so that one addition in memory serves R tokens.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.htree.backward import add_rows
+from hstu_sparse.htree.groups import find_group, find_level, gather_keys, load_queries, place_angles
+from hstu_sparse.htree.walk import step_down, top_layer, turn
+from hstu_sparse.tiles import load_rows, store_rows
+
+
+@triton.jit(do_not_specialize=["B", "tokens", "layers", "rows", "choices", "slots"])
+def htree_group_bwd_kernel(
+    do, q, keys, values, offsets, cos, sin, table, out, lse, dq, dk, dv, units, do_stride_t, do_stride_h,
+    q_stride_t, q_stride_h, q_scale, scale, B, tokens, layers, rows, choices, slots,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, HALF: tl.constexpr,
+    BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr,
+    TOP_K: tl.constexpr, WORDS: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq [T, Hq, D], and sums into dk [H, rows, D] and dv [H, rows, V]; keys' gradients are turned as the keys are.
+
+    units [2]: with FIXED, in how many parts of 1 the sums of dk and of dv count.
+    """
+    slot, part = (slots - 1 - tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
+    g = tl.program_id(1).to(tl.int64)
+    mine = find_group(offsets, slot, part, g, B, G, R, BM)
+    if mine.most < 0:
+        return
+    e = tl.arange(0, BV)[None, :]
+    f = tl.arange(0, BH)[None, :]
+    upstream = tl.load(
+        do + mine.token[:, None] * do_stride_t + mine.head[:, None] * do_stride_h + e,
+        mask=mine.live[:, None] & (e < V), other=0.0,
+    )  # fmt: skip
+    row = mine.token * (H * G) + mine.head
+    output = load_rows(out, row, V, mine.live, V, BV)
+    delta = tl.sum(upstream.to(tl.float32) * output.to(tl.float32), 1)
+    total = tl.load(lse + row, mask=mine.live, other=float("inf"))
+    dq_low = tl.zeros([BM, BH], tl.float32)
+    dq_high = tl.zeros([BM, BH], tl.float32)
+    layer, size, base, C = top_layer(mine.length, mine.t, tokens, B, layers, TOP_K, RATE)
+    top = layer
+    while layer >= 0:
+        if (layer == 0) | (C > TOP_K):
+            level = find_level(
+                mine, g, slot * H + g, table, choices, layer, top, size, base, C, layers, rows, TOP_K, WORDS
+            )
+            row_cos, row_sin = place_angles(cos, sin, level.place, BH)
+            q_low, q_high = load_queries(q, mine, q_stride_t, q_stride_h, q_scale, HALF, BH)
+            low, high = turn(q_low, q_high, row_cos, row_sin)
+            low, high = low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty)
+            # dq is summed up as the turned queries lie, and turned back behind the layer.
+            dq_low, dq_high = turn(dq_low, dq_high, row_cos, row_sin)
+            for c0 in range(0, level.end, BN):
+                node, k_low, k_high, enters = gather_keys(keys, cos, sin, level, c0, BH, BN, RATE, TURN)
+                c = c0 + tl.arange(0, BN)
+                value = tl.load(values + node[:, None] * BV + e, mask=(c < level.end)[:, None], other=0.0)
+                s = tl.dot(low, tl.trans(k_low), input_precision=PRECISION)
+                s = tl.dot(high, tl.trans(k_high), s, input_precision=PRECISION)
+                dp = tl.dot(upstream, tl.trans(value), input_precision=PRECISION)
+                seen = enters[None, :] & (c[None, :] < level.limit[:, None])
+                p = tl.where(seen, tl.exp2(s - total[:, None]), 0.0)
+                ds = (p * (dp - delta[:, None])).to(low.dtype)
+                dq_low = tl.dot(ds, k_low, dq_low, input_precision=PRECISION)
+                dq_high = tl.dot(ds, k_high, dq_high, input_precision=PRECISION)
+                dvalue = tl.dot(tl.trans(p.to(upstream.dtype)), upstream, input_precision=PRECISION)
+                add_rows(dv, node, V, e, dvalue, enters[:, None] & (e < V), units, 1, FIXED)
+                ds = tl.trans(ds)
+                dk_low = tl.dot(ds, low, input_precision=PRECISION)
+                dk_high = tl.dot(ds, high, input_precision=PRECISION)
+                angle = (c // TURN * TURN)[:, None] * BH + f
+                dk_low, dk_high = turn(dk_low, dk_high, tl.load(cos + angle), -tl.load(sin + angle))
+                add_rows(dk, node, 2 * HALF, f, dk_low, enters[:, None] & (f < HALF), units, 0, FIXED)
+                add_rows(dk + HALF, node, 2 * HALF, f, dk_high, enters[:, None] & (f < HALF), units, 0, FIXED)
+            # Read again, for they would take many registers meanwhile.
+            row_cos, row_sin = place_angles(cos, sin, level.place, BH)
+            dq_low, dq_high = turn(dq_low, dq_high, row_cos, -row_sin)
+        layer, size, base, C = step_down(layer, size, base, C, mine.t, tokens, B, TOP_K, RATE)
+
+    store_rows(dq, row, 2 * HALF, mine.live, dq_low * scale, HALF, BH)
+    store_rows(dq + HALF, row, 2 * HALF, mine.live, dq_high * scale, HALF, BH)
