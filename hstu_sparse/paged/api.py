@@ -112,4 +112,6 @@ def paged_attention(
         from hstu_sparse.paged.reference import paged_reference
 
         return paged_reference(q, k, v, q_offsets, pool, pages, lengths, **call)
-    raise ValueError("paged_attention has no kernel yet, use backend='reference'")
+    from hstu_sparse.paged.launch import attention
+
+    return attention(q, k, v, q_offsets, pool, pages, lengths, **call)

@@ -68,7 +68,7 @@ def load_codes(
     base, row, mask, BITS: tl.constexpr, DTYPE: tl.constexpr, OFFSET: tl.constexpr, R: tl.constexpr,
     WIDTH: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """OFFSET + codes [R, WIDTH] of DTYPE from rows [R] of WORDS words each; OFFSET as `launchers.code_offset` says."""
+    """OFFSET + codes [R, WIDTH] of DTYPE from rows [R] of WORDS words each; OFFSET as `launch.code_offset` says."""
     if BITS == 3:
         # Rows of 3 or 6 words are aligned to a word or two. Triton 3.6 takes a masked load of page numbers, times the
         # slots of a page, plus the slot, for a multiple of as many slots, and reads 8 or 16 bytes at once.

@@ -211,7 +211,11 @@ class PagePool:
         if choose_backend(backend, k, "PagePool.write") == "reference":
             store.write(self.tensors[layer], f, k, v, pages, *new_tokens(offsets, lengths, len(k)))
             return
-        raise ValueError("PagePool.write has no kernel yet, use backend='reference'")
+        if f.layout is not None:
+            raise ValueError("PagePool.write has no kernel for codes yet, use backend='reference'")
+        from hstu_sparse.pages.launch import write_pages
+
+        write_pages(self.tensors[layer], f, k, v, offsets, pages, lengths)
 
     @torch.no_grad()
     def write_timestamps(self, timestamps: Tensor, offsets: Tensor, pages: Tensor, lengths: Tensor) -> None:

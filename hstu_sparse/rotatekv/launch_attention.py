@@ -28,12 +28,14 @@ from hstu_sparse.launch import (
     precision,
     run,
 )
+from hstu_sparse.pages.launch import code_offset, words
 from hstu_sparse.pages.layout import TILE, Layout, RotateKVOptions
+from hstu_sparse.pages.merge import merge_parts_kernel
 from hstu_sparse.rotatekv.angles import all_tables, rope_table
-from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel, rotatekv_attention_merge_kernel
+from hstu_sparse.rotatekv.attention import rotatekv_attention_fwd_kernel
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.few import rotatekv_few_fwd_kernel
-from hstu_sparse.rotatekv.launchers import code_offset, current, inverse, packed_tensors, sizes, words
+from hstu_sparse.rotatekv.launchers import current, inverse, packed_tensors, sizes
 from hstu_sparse.rotatekv.many import rotatekv_many_fwd_kernel, rotatekv_queries_fwd_kernel
 from hstu_sparse.rows import as_rows
 from hstu_sparse.validation import check_kernel
@@ -461,7 +463,7 @@ def _run_parts(call: Call, plan: Plan, splits: int, sinks: bool, return_lse: boo
         out = q.new_empty(queries, heads, value_size)
         lse = q.new_empty(queries, heads, dtype=torch.float32) if return_lse else None
         run(
-            rotatekv_attention_merge_kernel, cdiv(queries * heads, 16), part, part_lse, out, lse, queries * heads,
+            merge_parts_kernel, cdiv(queries * heads, 16), part, part_lse, out, lse, queries * heads,
             parts, V=value_size, PAD=next_power_of_2(value_size), ROWS=16, SOFTMAX=softmax, LSE=return_lse, num_warps=4,
         )  # fmt: skip
     return out, lse

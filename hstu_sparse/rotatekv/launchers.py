@@ -11,21 +11,13 @@ from torch import Tensor
 
 from hstu_sparse.launch import LaunchConfig, configuration, on_device, run
 from hstu_sparse.pages.encode import rotatekv_compress_kernel
+from hstu_sparse.pages.launch import code_offset, words
 from hstu_sparse.pages.layout import TILE, Layout, RotateKVOptions
 from hstu_sparse.registration import Operator
 from hstu_sparse.rotatekv.cache import PackedCache
 from hstu_sparse.rotatekv.decode import rotatekv_decompress_kernel, rotatekv_round_trip_kernel
 from hstu_sparse.rows import as_rows
 from hstu_sparse.validation import check_kernel
-
-LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}  # what a 16-bit type's mantissa holds beside its first bit
-
-
-def code_offset(bits: int, dtype: torch.dtype, sparse: bool = False) -> int:
-    """What unpacking leaves on top of a code: it is the mantissa of 2 ** plane, of each plane (see `codec`)."""
-    if sparse or bits > LOW_BITS.get(dtype, 0):
-        return 0
-    return 4 + 4 * 2 if bits == 3 else 2**bits
 
 
 def tile_tokens(layout: Layout, dtype: torch.dtype) -> int:
@@ -56,11 +48,6 @@ def _sizes(layout: Layout, ordered: bool, dtype: torch.dtype) -> dict:
         V_BLOCKS=values.blocks, V_WORDS=values.words, V_GROUPS=values.groups, SPARSE=layout.sparse,
         HAS_ORDER=ordered, R=tile_tokens(layout, dtype),
     )  # fmt: skip
-
-
-def words(x: Tensor | None) -> Tensor | None:
-    """Scales and zeros as the kernels take them: an int32 for both."""
-    return None if x is None else x.view(torch.int32)
 
 
 def packed_tensors(cache: PackedCache) -> tuple[Tensor | None, ...]:
