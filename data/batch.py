@@ -81,6 +81,8 @@ class Batch:
                       position, also those before the window; duplicates stay
     seen_offsets      [B+1] int64 or None
     real              [T] bool: True for tokens of the data, False for padding; all are real if it is not given
+    user_features     [B, F, L] int64 or None: for each feature of users the rows of its table, -1 behind the last one
+    event_features    [T, F, L] int64 or None: likewise for events
     phase             the training step at which the current phase of training began: what changes at a certain step
                       compares it with that step (a host-side int, so that it can choose the path); by default past all
     cut               where the batch is a rank's part of a whole one, what the rank knows of that; else None
@@ -99,6 +101,8 @@ class Batch:
     seen_items: Tensor | None = field(default=None, metadata=jagged("seen_offsets"))
     seen_offsets: Tensor | None = field(default=None, metadata=OFFSETS)
     real: Tensor = field(default=None, metadata=per_token(padding=False))  # type: ignore[assignment]
+    user_features: Tensor | None = field(default=None, metadata=per_sequence(padding=-1))
+    event_features: Tensor | None = field(default=None, metadata=per_token(padding=-1))
     phase: int = sys.maxsize
     cut: Cut | None = None
     # Results of `once`. A copy of the batch begins without, so nothing outlives the pass that its copy was made for.

@@ -22,6 +22,7 @@ CHUNK_BATCHES = 50  # group_by_length sorts within this many batches: enough to 
 def _columns(dataset: Dataset) -> dict[str, Tensor | None]:
     """The columns as CPU tensors that share the memory (or the file mapping) of the dataset's arrays."""
     columns = {"items": dataset.items, "timestamps": dataset.timestamps, "actions": dataset.actions}
+    columns |= {"user_rows": dataset.user_rows, "event_rows": dataset.event_rows}
     return {name: None if array is None else torch.from_numpy(array) for name, array in columns.items()}
 
 
@@ -148,7 +149,7 @@ class Batches:
             return offsets[first : last + 1] - offsets[first]
 
         def take(name, index):
-            return columns[name].index_select(0, index).long()
+            return None if columns[name] is None else columns[name].index_select(0, index).long()
 
         seq_offsets = local(offsets)
         now = ranges(begin[first:last], seq_offsets, total)
@@ -159,7 +160,9 @@ class Batches:
             query_timestamps=take("timestamps", now + 1),
             seq_offsets=seq_offsets,
             users=users[first:last],
-            actions=None if columns["actions"] is None else take("actions", now),
+            actions=take("actions", now),
+            user_features=take("user_rows", users[first:last]),
+            event_features=take("event_rows", now),
         )
         if self.with_seen:
             batch.seen_offsets = local(seen_offsets)

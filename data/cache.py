@@ -15,10 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from .atomic import replace_folder, sweep
+from .features import ENTITIES, KINDS, Feature
 from .types import Dataset, shown
 
 LAYOUT = 2  # raise it when the files are laid out differently; what they hold has a version of its own (prepare.py)
 COLUMNS = ("items", "timestamps", "actions", "user_offsets", "user_ids", "item_ids")
+FEATURE: dict[str, type | None] = {"values": None, "codes": np.int32, "offsets": np.int64}  # the arrays of a feature
 INTEGERS = {"items": np.int32, "timestamps": np.int64, "actions": np.int32, "user_offsets": np.int64}
 META = {
     "layout": int,
@@ -46,10 +48,7 @@ def write_cache(dataset: Dataset, folder: Path, meta: dict, stage: Callable[[str
     sweep(folder.parent, folder.name)
     with replace_folder(folder, keep=_is_good) as temporary:
         files = {}
-        for column in COLUMNS:
-            array = getattr(dataset, column)
-            if array is None:
-                continue
+        for column, array in _columns_of(dataset).items():
             file = temporary / f"{column}.npy"
             stage(f"writing the cache: {column}")
             np.save(file, array, allow_pickle=False)
@@ -67,6 +66,8 @@ def write_cache(dataset: Dataset, folder: Path, meta: dict, stage: Callable[[str
             "action_names": None if dataset.action_names is None else list(dataset.action_names),
             "notes": list(dataset.notes),
         }
+        if dataset.features:
+            meta["stored_features"] = [[f.entity, f.name, f.kind] for f in dataset.features]
         text = json.dumps(meta | {"crc32": _meta_crc32(meta)}, indent=1)
         (temporary / "meta.json").write_text(text, encoding="utf-8")
 
@@ -76,7 +77,11 @@ def read_cache(folder: Path, fingerprint: str | None = None) -> tuple[Dataset, d
     meta = _read_meta(folder)
     if fingerprint is not None and meta["fingerprint"] != fingerprint:
         raise CacheError("fingerprint differs")
-    arrays = dict.fromkeys(COLUMNS)
+    described = meta.get("stored_features", [])
+    known = {*COLUMNS, *(f"feature-{n}-{part}" for n in range(len(described)) for part in FEATURE)}
+    if unknown := meta["files"].keys() - known:
+        raise CacheError(f"meta.json: unknown column {shown(min(unknown))}")
+    arrays = dict.fromkeys(known)
     for column, expected in meta["files"].items():
         arrays[column] = _read_column(folder, column, expected)
     if missing := [c for c in COLUMNS if arrays[c] is None and c != "actions"]:
@@ -88,7 +93,8 @@ def read_cache(folder: Path, fingerprint: str | None = None) -> tuple[Dataset, d
         fingerprint=meta["fingerprint"],
         action_names=None if names is None else tuple(names),
         notes=tuple(meta.get("notes") or ()),
-        **arrays,
+        features=_features(described, arrays),
+        **{column: arrays[column] for column in COLUMNS},
     )
     for key in ("num_users", "num_items", "num_events"):
         if meta[key] != getattr(dataset, key):
@@ -123,9 +129,18 @@ def _read_meta(folder: Path) -> dict:
             raise CacheError(f"meta.json: {key}: expected a list of text, got {shown(repr(texts))}")
     if meta.pop("crc32", None) != _meta_crc32(meta):
         raise CacheError("meta.json: wrong checksum")
-    if unknown := meta["files"].keys() - set(COLUMNS):
-        raise CacheError(f"meta.json: unknown column {shown(min(unknown))}")
+    for one in _listed(meta.get("stored_features", [])):
+        if len(_listed(one)) != 3 or one[0] not in ENTITIES or not isinstance(one[1], str) or one[2] not in KINDS:
+            raise CacheError(
+                f"meta.json: stored_features: expected an entity, a name and a kind, got {shown(repr(one))}"
+            )
     return meta
+
+
+def _listed(value: object) -> list:
+    if not isinstance(value, list):
+        raise CacheError(f"meta.json: stored_features: expected a list, got {shown(repr(value))}")
+    return value
 
 
 def _read_column(folder: Path, column: str, expected: object) -> np.ndarray:
@@ -144,12 +159,35 @@ def _read_column(folder: Path, column: str, expected: object) -> np.ndarray:
         raise CacheError(f"{file.name}: {type(error).__name__}: {shown(error, 200)}") from error
     if array.ndim != 1:
         raise CacheError(f"{file.name}: expected one dimension, got shape {list(array.shape)}")
-    if column in INTEGERS:
-        if array.dtype != INTEGERS[column]:
-            raise CacheError(f"{file.name}: expected {np.dtype(INTEGERS[column])}, got {array.dtype}")
+    expected = INTEGERS.get(column) or FEATURE.get(column.rpartition("-")[2])
+    if expected is not None:
+        if array.dtype != expected:
+            raise CacheError(f"{file.name}: expected {np.dtype(expected)}, got {array.dtype}")
+    elif column.startswith("feature-"):
+        if array.dtype != np.float64 and array.dtype.kind != "U":
+            raise CacheError(f"{file.name}: expected float64 or text, got {array.dtype}")
     elif array.dtype != np.int64 and array.dtype.kind != "U":
         raise CacheError(f"{file.name}: expected int64 or text, got {array.dtype}")
     return array
+
+
+def _columns_of(dataset: Dataset) -> dict[str, np.ndarray]:
+    """The arrays of a data set by the names of their files."""
+    columns = {column: getattr(dataset, column) for column in COLUMNS}
+    for number, feature in enumerate(dataset.features):
+        columns |= {f"feature-{number}-{part}": getattr(feature, part) for part in FEATURE}
+    return {column: array for column, array in columns.items() if array is not None}
+
+
+def _features(described: list, arrays: dict) -> tuple[Feature, ...]:
+    """The features that meta.json describes, of columns that were read; CacheError for one that is missing."""
+    features = []
+    for number, one in enumerate(described):
+        parts = {part: arrays[f"feature-{number}-{part}"] for part in FEATURE}
+        if missing := [part for part in FEATURE if parts[part] is None]:
+            raise CacheError(f"no column feature-{number}-{missing[0]}")
+        features.append(Feature(*one, **parts))
+    return tuple(features)
 
 
 def _check(dataset: Dataset) -> None:
@@ -175,9 +213,28 @@ def _check(dataset: Dataset) -> None:
         raise CacheError("meta.json: action_names: fewer than there are actions")
     if not dataset.has_timestamps and dataset.timestamps.any():
         raise CacheError("meta.json says has_timestamps=false, and timestamps.npy has some")
+    rows = {"items": dataset.num_items, "users": dataset.num_users, "events": events}
+    for number, feature in enumerate(dataset.features):
+        _check_feature(f"feature-{number}", feature, rows[feature.entity])
     falls = np.flatnonzero(dataset.timestamps[1:] < dataset.timestamps[:-1]) + 1
     if len(falls) and not np.isin(falls, offsets).all():
         raise CacheError("timestamps.npy: a user's events are out of order")
+
+
+def _check_feature(file: str, feature: Feature, rows: int) -> None:
+    values, codes, offsets = feature.values, feature.codes, feature.offsets
+    lengths = np.diff(offsets)
+    if len(offsets) != rows + 1 or offsets[0] != 0 or offsets[-1] != len(codes) or (lengths < 0).any():
+        raise CacheError(f"{file}-offsets.npy: expected {rows + 1} values rising from 0 to {len(codes)}")
+    if feature.kind != "list" and (lengths > 1).any():
+        raise CacheError(f"{file}-offsets.npy: more than one value in a row of kind {feature.kind}")
+    if len(codes) and not 0 <= codes.min() <= codes.max() < len(values):
+        raise CacheError(f"{file}-codes.npy: expected 0..{len(values) - 1}")
+    number = feature.kind == "number"
+    if number != (values.dtype == np.float64) or (number and not np.isfinite(values).all()):
+        raise CacheError(f"{file}-values.npy: expected {'finite numbers' if number else 'text'}")
+    if (values[1:] <= values[:-1]).any():
+        raise CacheError(f"{file}-values.npy: expected values that rise")
 
 
 def _file_crc32(file: Path) -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from .feature_files import find_tables, read_tables, with_tables
+from .feature_options import Features
 from .filtering import filter_dataset
-from .formats import FORMATS, with_options
-from .options import Columns, Options, RecallOptions, SyntheticOptions
-from .prepare import load_or_prepare
+from .formats import FORMATS, with_features, with_options
+from .options import Columns, Options, RecallOptions, SyntheticOptions, parse_options
+from .prepare import file_sha256, load_or_prepare
 from .raw import PLAIN, Handling
 from .recall import generate_recall
 from .synthetic import generate
@@ -34,6 +38,7 @@ def load_dataset(
     on_bad_row: Literal["error", "drop"] = "error",
     duplicates: Literal["keep", "drop"] = "keep",
     tell: Callable[[str], None] | None = None,
+    features: Features | dict | None = None,
 ) -> Dataset:
     """Load a dataset, preparing its cache first if need be.
 
@@ -49,7 +54,8 @@ def load_dataset(
     applied. separator: of a csv file or of sequences; absent, it is told from the first line. on_bad_row: whether rows
     that cannot be read end the preparation or are left out and counted. duplicates: whether events that equal an
     earlier one in every column stay. tell: gets a line now and then about what a long preparation is doing; what it
-    found is in `Dataset.notes`.
+    found is in `Dataset.notes`. features: of items, users and events, see `feature_options.Features`; with a vocabulary
+    those of items are not read.
 
     Raises DataError, one line, that names the file, line, column and value where it can.
     """
@@ -68,6 +74,11 @@ def load_dataset(
             raise DataError(f"data.{key}: expected {' or '.join(known)}, got {value!r}")
     options = {"min_user_events": min_user_events, "min_item_events": min_item_events}
     fmt = with_options(format, FORMATS[format], columns, separator)
+    if features is not None:
+        features = parse_options(Features, features, "data.features")
+        features = features if vocabulary is None else features.without_items()
+    if features is not None and features.events:
+        fmt = with_features(format, fmt, features.events.columns, "data.features.events.columns")
     handling = Handling(on_bad_row, duplicates)
     for kind, given in (("synthetic", synthetic), ("recall", recall)):
         if given and format != kind:
@@ -79,10 +90,15 @@ def load_dataset(
             raise DataError(f"data.on_bad_row, data.duplicates: format {format} has neither bad rows nor duplicates")
         generator, given = (generate, synthetic) if format == "synthetic" else (generate_recall, recall)
         dataset = generator(**(given.model_dump() if isinstance(given, Options) else given or {}))
+        tables = find_tables(features)
+        read = read_tables(tables, dataset, drop=False)
+        if features is not None:
+            key = f"{dataset.fingerprint}/{features.recipe()}/{[file_sha256(table.source.path) for table in tables]}"
+            dataset = dataclasses.replace(dataset, fingerprint=hashlib.sha256(key.encode()).hexdigest())
         if vocabulary is None:
-            return filter_dataset(dataset, **options)
-        return in_terms_of(dataset, vocabulary, min_user_events)
+            return with_tables(filter_dataset(dataset, **options), read)
+        return in_terms_of(with_tables(dataset, read), vocabulary, min_user_events)
     if vocabulary is None:
-        return load_or_prepare(format, fmt, path, cache_dir, options, handling, tell)
-    whole = load_or_prepare(format, fmt, path, cache_dir, None, handling, tell)
+        return load_or_prepare(format, fmt, path, cache_dir, options, handling, tell, features)
+    whole = load_or_prepare(format, fmt, path, cache_dir, None, handling, tell, features)
     return in_terms_of(whole, vocabulary, min_user_events)

@@ -10,6 +10,7 @@ import hashlib
 
 import numpy as np
 
+from .features import taken
 from .types import DataError, Dataset
 
 
@@ -49,6 +50,7 @@ def filter_dataset(dataset: Dataset, *, min_user_events: int, min_item_events: i
         user_offsets=offsets_of(user_events[user_events > 0]),
         user_ids=dataset.user_ids[user_events > 0],
         item_ids=dataset.item_ids[item_events > 0],
+        features=taken(dataset.features, np.flatnonzero(item_events), np.flatnonzero(user_events), index),
         fingerprint=hashlib.sha256(key.encode()).hexdigest(),
     )
 

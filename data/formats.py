@@ -6,10 +6,12 @@ What is peculiar to one of them stands here, in its entry; the readers know no f
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .feature_options import FeatureOptions
 from .options import MOST_ACTION, Columns, checked_separator, parse_options
-from .types import DataError
+from .types import DataError, shown
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,21 @@ class RawFormat:
     action_codes: dict[str, int] | None = None  # text of an action -> its code, as the user gave it
     longest_row: int = 1 << 20  # bytes; a longer one is no row of events, and an unclosed quote would swallow the file
     downloads: tuple[str, ...] = ()  # what data.download can fetch of it
+    width: int | None = None  # columns of a file without a header, where not all of them are read
+    other_text: bool = False  # columns that are not read may hold bytes that are no UTF-8
+    list_separators: dict[str, str] = field(default_factory=dict)  # role of a list -> what stands between its values
+    option: str = "data.columns"  # where the user names the columns
+    path_option: str = "data.path"  # and where the file
 
     @property
     def has_timestamps(self) -> bool:
         return "timestamp" in self.columns
+
+    @property
+    def features(self) -> dict[str, tuple[str, str]]:
+        """role -> (kind, name) of the columns that are features; such a role is `kind:name`."""
+        parts = {role: role.partition(":") for role in self.columns}
+        return {role: (kind, name) for role, (kind, colon, name) in parts.items() if colon}
 
 
 _MOVIELENS_CSV = {
@@ -147,6 +160,24 @@ FORMATS: dict[str, RawFormat] = {
     "synthetic": RawFormat("generated, see data/synthetic.py", kind="generated"),
     "recall": RawFormat("generated, see data/recall.py", kind="generated"),
 }
+
+
+def with_features(name: str, fmt: RawFormat, features: Mapping[str, FeatureOptions], option: str) -> RawFormat:
+    """The format with columns that are features beside its own; DataError where its columns are fixed.
+
+    option: the key below which the user named them.
+    """
+    if not features:
+        return fmt
+    if not fmt.own_columns:
+        raise DataError(f"{option}: the columns of {name} are fixed; use format csv or parquet to name your own")
+    named = {f"{one.kind}:{feature}": one.column or feature for feature, one in features.items()}
+    columns: dict[str, str | int] = {**fmt.columns, **named}
+    for column in named.values():
+        if list(columns.values()).count(column) > 1:
+            raise DataError(f"{option}: column {shown(column)} is named twice")
+    separators = {f"{one.kind}:{feature}": one.separator for feature, one in features.items() if one.kind == "list"}
+    return dataclasses.replace(fmt, columns=columns, list_separators=separators)
 
 
 def with_options(name: str, fmt: RawFormat, columns: Columns | dict | None, separator: str | None) -> RawFormat:

@@ -9,7 +9,7 @@ from .bad_rows import BadRows
 from .formats import RawFormat
 from .memory import require_memory
 from .sources import RawFile, literal
-from .text import finish, require_columns
+from .text import BETWEEN, finish, require_columns
 from .times import Reading
 from .types import DataError, shown
 from .values import Readings, checks, choose_readings, problem, typed
@@ -87,12 +87,33 @@ def _as_read(source: RawFile, role: str, kind, fmt: RawFormat):
             value = value.cast(pl.Int64, strict=False)
         elif text:
             value = value.cast(pl.String)
+    elif role in fmt.features:
+        good, expected, value = _feature_as_read(fmt.features[role][0], value, kind, fmt.list_separators.get(role, ""))
     else:
         good, expected = kind.is_numeric() or text, "numbers or text"
         value = value.cast(pl.String if text or fmt.action_codes else pl.Float64, strict=False)
     if not good:
         raise DataError(f"{source.name}, column {fmt.columns[role]}: expected {expected}, got {kind}")
     return value
+
+
+def _feature_as_read(feature: str, value, kind, separator: str):
+    """(whether a column of polars type `kind` can be such a feature, what was expected, the expression to read it)."""
+    import polars as pl
+
+    def plain(kind) -> bool:
+        text = kind in (pl.String, pl.Categorical) or isinstance(kind, pl.Enum)
+        return text or kind.is_integer() or kind == pl.Boolean
+
+    if feature == "number":
+        return kind.is_numeric() or kind == pl.Boolean, "numbers", value.cast(pl.Float64, strict=False)
+    if feature == "category":
+        return plain(kind), "text, integers or booleans", value.cast(pl.String, strict=False)
+    expected = "lists of text or integers, or text"
+    if isinstance(kind, pl.List) and plain(kind.inner):
+        return True, expected, value.list.eval(pl.element().cast(pl.String, strict=False)).list.join(BETWEEN)
+    text = kind == pl.String
+    return text, expected, value.cast(pl.String, strict=False).str.replace_all(separator, BETWEEN, literal=True)
 
 
 def _nanoseconds(value, kind):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from .atomic import remove_temporaries
 from .cache import CacheError, read_cache, write_cache
+from .feature_files import FeatureSource, find_tables, read_tables, with_tables
+from .feature_options import Features
 from .filtering import filter_dataset
 from .formats import RawFormat
 from .progress import Progress, interruptible
@@ -34,24 +36,27 @@ def load_or_prepare(
     options: dict | None,
     handling: Handling = PLAIN,
     tell: Callable[[str], None] | None = None,
+    features: Features | None = None,
 ) -> Dataset:
     """Open the cache of this source and these options; make it first if it is missing or damaged.
 
     Without a `cache_dir` the source is prepared in memory and nothing is written. options: of `filter_dataset`; None
-    takes a given cache with whichever it has. tell: is told now and then what is being done. Ctrl-C ends a preparation
-    within a second and leaves no cache that is not whole.
+    takes a given cache with whichever it has, and whichever features. features: of items, users and events. tell: is
+    told now and then what is being done. Ctrl-C ends a preparation within a second and leaves no cache that is not
+    whole.
     """
     cache_dir = None if cache_dir is None else local_path(cache_dir, "data.cache_dir")
-    asked = _recipe(name, fmt, options, handling)
+    asked = _recipe(name, fmt, options, handling, features)
     if path and (given := _given_cache(local_path(path, "data.path"), asked)) is not None:
         return given
     sources, how = find_sources(name, fmt, path)
     progress = Progress(tell)
     recipe = asked | {"options": options or NO_FILTER}
+    tables = find_tables(features)
     place: list[Path] = []
 
     def work() -> Dataset:
-        return _prepare(name, fmt, sources, cache_dir, recipe, handling, progress, place)
+        return _prepare(name, fmt, sources, tables, cache_dir, recipe, handling, progress, place)
 
     def clean() -> None:
         for folder in place:
@@ -70,9 +75,13 @@ def _cache_folder(cache_dir: Path, name: str, fingerprint: str) -> Path:
     return cache_dir / f"{name}-{fingerprint[:16]}"
 
 
-def _recipe(name: str, fmt: RawFormat, options: dict | None, handling: Handling) -> dict:
+def _recipe(
+    name: str, fmt: RawFormat, options: dict | None, handling: Handling, features: Features | None = None
+) -> dict:
     """What decides, beside the content of the files, what a cache holds."""
-    recipe = {"version": VERSION, "format": name, "options": options, "columns": fmt.columns}
+    # Columns of events that are features stand with the features.
+    columns = {role: column for role, column in fmt.columns.items() if role not in fmt.features}
+    recipe = {"version": VERSION, "format": name, "options": options, "columns": columns}
     recipe["timestamp_unit"] = fmt.timestamp_unit
     # What came later is left out where it is not used, so that earlier caches keep their keys.
     if fmt.own_columns:
@@ -80,6 +89,8 @@ def _recipe(name: str, fmt: RawFormat, options: dict | None, handling: Handling)
         recipe |= {"timestamp_format": fmt.timestamp_format, "action_codes": fmt.action_codes}
     if fmt.kind == "sequences" or fmt.own_columns:
         recipe["separator"] = None if fmt.detect_separator else fmt.separator
+    if features is not None and (read := features.recipe()):
+        recipe["features"] = read
     if handling != PLAIN:
         recipe |= {"on_bad_row": handling.on_bad_row, "duplicates": handling.duplicates}
     return recipe
@@ -89,6 +100,7 @@ def _prepare(
     name: str,
     fmt: RawFormat,
     sources: list[RawFile],
+    tables: list[FeatureSource],
     cache_dir: Path | None,
     recipe: dict,
     handling: Handling,
@@ -97,25 +109,29 @@ def _prepare(
 ) -> Dataset:
     """`load_or_prepare`, once the files are known; `place` gets what it leaves temporary folders beside."""
     try:
-        before = [check_source(source, fmt) for source in sources]
+        every = [*((s, fmt) for s in sources), *((table.source, table.fmt) for table in tables)]
+        before = [check_source(source, of) for source, of in every]
         sums = []
-        for source in sources:
+        for source, _ in every:
             progress.stage(f"checking {source.name}")
-            sums.append(_file_sha256(source.path))
+            sums.append(file_sha256(source.path))
         fingerprint = hashlib.sha256(json.dumps([recipe, sums], sort_keys=True).encode()).hexdigest()
         folder = None if cache_dir is None else _cache_folder(cache_dir, name, fingerprint)
         if folder is not None and (cached := _open(folder, fingerprint)) is not None:
             return cached
         place += [(cache_dir or Path(tempfile.gettempdir())) / "unpacked", *([folder] if folder else [])]
         dataset = read_raw(name, fmt, sources, fingerprint, handling, cache_dir, progress)
+        # Before the filter: an item that it drops is no unknown one.
+        read = read_tables(tables, dataset, handling.on_bad_row == "drop", cache_dir, progress.stage)
         progress.stage("filtering")
         dataset = filter_dataset(dataset, **recipe["options"])
-        if [check_source(source, fmt) for source in sources] != before:
+        if [check_source(source, of) for source, of in every] != before:
             raise DataError(f"{sources[0].name}: the source changed while it was being read; try again")
     except OSError as error:
         raise DataError(
             f"{shown(error.filename or sources[0].path, 200)}: cannot be read: {error.strerror or error}"
         ) from error
+    dataset = with_tables(dataset, read)
     # The filter derives a fingerprint of its own; here the options are part of the key already.
     dataset = dataclasses.replace(dataset, fingerprint=fingerprint)
     if folder is None:
@@ -157,6 +173,7 @@ def _given_cache(folder: Path, asked: dict) -> Dataset | None:
     for key, value in asked.items():
         # A unit that is not asked for is told from the values, and was then. Earlier caches lack later keys.
         told = key == "version" or (key in ("options", "timestamp_unit") and value is None)
+        told |= key == "features" and asked["options"] is None
         default = {"on_bad_row": "error", "duplicates": "keep"}.get(key)
         if not told and (found := meta.get(key, default)) != value:
             raise DataError(
@@ -171,6 +188,6 @@ def _told(value: object) -> str:
     return shown(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value, 300)
 
 
-def _file_sha256(file: Path) -> str:
+def file_sha256(file: Path) -> str:
     with literal(file) as f:
         return hashlib.file_digest(f, "sha256").hexdigest()

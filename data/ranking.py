@@ -62,8 +62,8 @@ class RankingBatches(Batches):
             torch.arange(last - first, device=events.device), event_offsets.diff(), output_size=count
         )
 
-        def take(name):
-            return columns[name].index_select(0, events).long()
+        def take(name, index=events):
+            return None if columns[name] is None else columns[name].index_select(0, index).long()
 
         times, codes = take("timestamps"), take("actions")
         after = torch.arange(1, count + 1, device=events.device)
@@ -72,8 +72,8 @@ class RankingBatches(Batches):
         counts = events >= scored[first:last].index_select(0, sequence)
         labels = torch.where(counts[:, None], labels, -1)
 
-        def both(x: Tensor) -> Tensor:
-            return x.repeat_interleave(2)
+        def both(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.repeat_interleave(2, 0)
 
         return RankingBatch(
             item_ids=both(take("items")),
@@ -83,6 +83,8 @@ class RankingBatches(Batches):
             seq_offsets=seq_offsets,
             users=users[first:last],
             actions=both(codes),
+            user_features=take("user_rows", users[first:last]),
+            event_features=both(take("event_rows")),
             is_action=torch.arange(total, device=events.device) % 2 == 1,
             labels=torch.stack([labels, torch.full_like(labels, -1)], 1).flatten(0, 1),
             events=both(events),

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from .bad_rows import BadRows
+from .feature_files import features_of
 from .filtering import offsets_of
 from .formats import RawFormat
 from .memory import require_memory
@@ -86,7 +87,7 @@ def read_raw(
     user_ids, users = _number(frame["user"], first, "user")
     item_ids, items = _number(frame["item"], first, "item")
     columns = {"user": users, "item": items}
-    columns |= {role: frame[role] for role in ("timestamp", "action") if role in frame.columns}
+    columns |= {role: frame[role] for role in ("timestamp", "action", *fmt.features) if role in frame.columns}
     frame = pl.DataFrame(columns)
     del users, items, columns
     progress.stage(f"sorting {frame.height:,} events")
@@ -109,6 +110,9 @@ def read_raw(
         fingerprint=fingerprint,
         action_names=action_names,
         notes=tuple(notes),
+        features=tuple(
+            features_of("events", name, kind, frame[role], first.name) for role, (kind, name) in fmt.features.items()
+        ),
     )
 
 

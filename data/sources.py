@@ -62,8 +62,10 @@ def find_sources(name: str, fmt: RawFormat, path: str | Path | None) -> tuple[li
     that name, a pattern for those two. DataError when nothing is there.
     """
     if not path:
-        raise DataError(f"data.path: format {name} needs the path of {fmt.files[0]} or of its folder{_fetch(fmt)}")
-    path = local_path(path, "data.path")
+        raise DataError(
+            f"{fmt.path_option}: format {name} needs the path of {fmt.files[0]} or of its folder{_fetch(fmt)}"
+        )
+    path = local_path(path, fmt.path_option)
     try:
         return _find(fmt, path)
     except OSError as error:
@@ -77,7 +79,7 @@ def _find(fmt: RawFormat, path: Path) -> tuple[list[RawFile], str | None]:
         if fmt.own_columns and not os.path.lexists(path) and glob.has_magic(str(path)):
             if files := _sorted(Path(file) for file in glob.glob(str(path), recursive=True)):
                 root = Path(os.path.commonpath([file.parent for file in files]))
-                return _named(files, root), f"data.path is no file, but a pattern that {len(files)} files match"
+                return _named(files, root), f"{fmt.path_option} is no file, but a pattern that {len(files)} files match"
             raise DataError(f"{shown(path, 200)}: no such file, and no file matches it as a pattern") from None
         raise DataError(f"{shown(path, 200)}: no such file or folder{_fetch(fmt)}") from None
     if stat.S_ISREG(mode):
@@ -91,7 +93,9 @@ def _find(fmt: RawFormat, path: Path) -> tuple[list[RawFile], str | None]:
             names = ", ".join(shown(file.name) for file in files[:4])
             raise DataError(f"{path}: {len(files)} files match {pattern} ({names}); give the path of one")
         if files:
-            return _named(files, path), f"data.path is a folder of {len(files)} files" if len(files) > 1 else None
+            return _named(files, path), f"{fmt.path_option} is a folder of {len(files)} files" if len(
+                files
+            ) > 1 else None
     raise DataError(f"{shown(path, 200)}: no {fmt.files[0].removeprefix('**/')} in this folder{_fetch(fmt)}")
 
 

@@ -176,10 +176,15 @@ def _time_windows(dataset: Dataset, valid_fraction: float, test_fraction: float)
 
 def train_item_counts(dataset: Dataset, splits: Splits) -> np.ndarray:
     """[num_items] int64: how often each item occurs in what training may see, whole histories and not only windows."""
+    in_training = train_events(dataset, splits.train_end)
+    return np.bincount(dataset.items[in_training], minlength=dataset.num_items).astype(np.int64)
+
+
+def train_events(dataset: Dataset, train_end: np.ndarray) -> np.ndarray:
+    """[E] bool: the events that training may see, user_offsets[u] .. train_end[u]-1 of each user u."""
     # +1 where a user's training events start, -1 where they end: the running sum marks the events to count.
     edges = np.zeros(dataset.num_events + 1, np.int8)
-    seen = splits.train_end > dataset.user_offsets[:-1]
+    seen = train_end > dataset.user_offsets[:-1]
     edges[dataset.user_offsets[:-1][seen]] += 1
-    edges[splits.train_end[seen]] -= 1
-    in_training = np.cumsum(edges[:-1], dtype=np.int8).astype(bool)
-    return np.bincount(dataset.items[in_training], minlength=dataset.num_items).astype(np.int64)
+    edges[train_end[seen]] -= 1
+    return np.cumsum(edges[:-1], dtype=np.int8).astype(bool)

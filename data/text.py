@@ -18,6 +18,7 @@ from .values import Readings, checks, choose_readings, problem, typed
 
 SEPARATORS = ",;\t|"
 NAMES = {"\t": "a tab", " ": "a blank", ",": "a comma", ";": "a semicolon"}
+BETWEEN = "\x1f"  # the values of a list
 SAMPLE = 1 << 20  # bytes of the first rows, by which columns of an own file are read
 
 
@@ -29,7 +30,7 @@ def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings 
     import polars as pl
 
     fmt, notes = with_separator(source, fmt)
-    names = read_header(source, fmt) if fmt.header else list(range(len(fmt.columns)))
+    names = read_header(source, fmt) if fmt.header else list(range(fmt.width or len(fmt.columns)))
     require_columns(source, fmt, names)
     whole = are_whole(source, fmt, len(names))
     if readings is None:
@@ -39,7 +40,7 @@ def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings 
             with literal(source.path) as file:
                 frame = typed(_parse(file, fmt, names, readings), fmt, readings)
             if is_valid(frame, fmt, readings):
-                return finish(frame, fmt), readings, notes
+                return finish(with_lists(frame, fmt), fmt), readings, notes
         except pl.exceptions.PolarsError:
             pass
     before = bad.count
@@ -47,7 +48,7 @@ def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings 
     if whole and bad.count == before and frame.height:
         raise DataError(f"{source.name}: cannot be read")  # the parser and the search for bad rows do not agree
     bad.check(source.name)
-    return finish(frame, fmt), readings, notes
+    return finish(with_lists(frame, fmt), fmt), readings, notes
 
 
 def with_separator(source: RawFile, fmt: RawFormat) -> tuple[RawFormat, list[str]]:
@@ -77,7 +78,7 @@ def require_columns(source: RawFile, fmt: RawFormat, present: list) -> None:
     """DataError unless every column that the format wants is there, once."""
     for role, column in wanted(fmt).items():
         if column not in present:
-            owned = f" (data.columns.{role})" if fmt.own_columns else ""
+            owned = f" ({fmt.option}.{role.rpartition(':')[2]})" if fmt.own_columns else ""
             has = ", ".join(shown(c) for c in present[:20])[:400]
             raise DataError(f"{source.name}: no column {column!r}{owned}{did_you_mean(column, present)}; it has {has}")
         if present.count(column) > 1:
@@ -109,6 +110,7 @@ def _parse(source, fmt: RawFormat, names: list, readings: Readings | None, lossy
         types = {"action": pl.String if readings.text_actions else pl.Float64}
         types |= {"timestamp": pl.Int64 if readings.time.kind == "integer" else pl.String}
         types |= dict.fromkeys(("user", "item"), pl.Int64 if fmt.integer_ids else pl.String)
+        types |= dict.fromkeys(fmt.features, pl.String)
         schema |= {str(i): types.get(role, pl.UInt8) for role, i in columns.items()}
     chosen = sorted(columns.values())
     # Columns are named by their places: a name of the user's is a pattern to polars where it looks like one.
@@ -121,7 +123,7 @@ def _parse(source, fmt: RawFormat, names: list, readings: Readings | None, lossy
         infer_schema=False,
         schema=schema,
         columns=chosen,
-        encoding="utf8-lossy" if lossy else "utf8",
+        encoding="utf8-lossy" if lossy or fmt.other_text else "utf8",
         glob=False,
     )
     frame.columns = [str(i) for i in chosen]
@@ -142,7 +144,7 @@ def _read_in_blocks(source: RawFile, fmt: RawFormat, names: list, readings: Read
         shape = Shape(data, fmt, len(names))
         order = shape.wrong if shape.misquoted is None else shape.wrong[shape.wrong < shape.misquoted[0]]
         misshapen = set(order.tolist())
-        if not _is_text(data):  # in whichever column
+        if not fmt.other_text and not _is_text(data):  # in whichever column
             rows = range(len(shape.ends))
             order = np.union1d(order, [row for row in rows if not _is_text(shape.row(row))]).astype(np.int64)
         left = np.setdiff1d(np.arange(len(shape.ends)), order)
@@ -188,7 +190,7 @@ def _is_text(row: bytes) -> bool:
 
 
 def finish(frame, fmt: RawFormat):
-    """Keep user, item, timestamp and an int32 action code, or the action's text."""
+    """Keep user, item, timestamp, features and an int32 action code, or the action's text."""
     import polars as pl
 
     code = None
@@ -200,4 +202,16 @@ def finish(frame, fmt: RawFormat):
         code = pl.sum_horizontal(pl.col(flag).cast(pl.Int32) * (1 << bit) for bit, flag in enumerate(fmt.flags))
     if code is not None:
         frame = frame.with_columns(code.alias("action"))
-    return frame.select(r for r in ("user", "item", "timestamp", "action") if r in frame.columns)
+    kept = dict.fromkeys(("user", "item", "timestamp", "action", *fmt.columns))
+    return frame.select(r for r in kept if r in frame.columns)
+
+
+def with_lists(frame, fmt: RawFormat):
+    """The frame with BETWEEN between the values of lists, whatever stands there in the file."""
+    import polars as pl
+
+    return frame.with_columns(
+        pl.col(role).str.replace_all(separator, BETWEEN, literal=True)
+        for role, separator in fmt.list_separators.items()
+        if role in frame.columns
+    )

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .features import Feature
+
 ACTION_CODES = "codes of the actions: "  # how the note begins that says which code each text of an action got
 
 
@@ -32,6 +34,9 @@ class Dataset:
     action_names  the text of each action code, where the source has text as actions; else None
     notes         sentences about how the source was read, for logs and reports
     left_out      with a `vocabulary`: the numbers of items, events and users that were left out, else None
+    features      what is known of items, users and events beside their ids, as it was read
+    user_rows     [U, F, L] int32 or None: for each feature of users the rows of its table, -1 behind the last one
+    event_rows    [E, F, L] int32 or None: likewise for events (feature_vocabulary.with_rows fills both)
 
     `user_ids` and `item_ids` map an index to its original id; `vocabulary.index_of` maps ids to indices.
     The arrays are copy-on-write memory maps of the cache (writing into one never reaches the file) or, for
@@ -50,6 +55,9 @@ class Dataset:
     action_names: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
     left_out: dict[str, int] | None = None
+    features: tuple[Feature, ...] = ()
+    user_rows: np.ndarray | None = None
+    event_rows: np.ndarray | None = None
 
     @property
     def num_users(self) -> int:

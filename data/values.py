@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from .times import Reading
 from .types import shown
 
 MAX_ID_LENGTH = 256  # characters; ids are stored at fixed width, so that one absurd id would blow up the whole column
+MAX_LIST_LENGTH = 65_536  # characters of a list's values together
 FLAG = r"^ *\+?[01]$"
 
 
@@ -59,6 +61,11 @@ def typed(frame, fmt: RawFormat, readings: Readings):
                 value = value.replace_strict(pl.Series(list(fmt.action_codes)), codes, default=None)
         elif kind != pl.String:
             pass
+        elif role in fmt.features:
+            if fmt.features[role][0] == "number":  # a missing one is null, one that is no number NaN
+                missing = value.is_null() | (value.str.strip_chars() == "")
+                number = bare.cast(pl.Float64, strict=False).fill_null(float("nan"))
+                value = pl.when(missing).then(None).otherwise(number)
         elif role in ("user", "item"):
             if fmt.integer_ids:
                 value = pl.when(value.str.contains(times.INTEGER)).then(bare).cast(pl.Int64, strict=False)
@@ -80,7 +87,14 @@ def checks(frame, fmt: RawFormat, readings: Readings) -> dict:
     for role, kind in frame.schema.items():
         value = pl.col(role)
         good = value.is_not_null()
-        if kind == pl.String:  # ids, and actions that are text
+        if role in fmt.features:  # which may be missing
+            if kind == pl.String:
+                most = MAX_LIST_LENGTH if fmt.features[role][0] == "list" else MAX_ID_LENGTH
+                good = (value.str.len_chars() <= most) & ~value.str.contains("\0", literal=True)
+            else:
+                good = value.is_finite()
+            good |= value.is_null()
+        elif kind == pl.String:  # ids, and actions that are text
             good &= (value != "") & (value.str.len_chars() <= MAX_ID_LENGTH)
             good &= ~value.str.contains("\0", literal=True)  # numpy drops one at the end: two ids would become one
         elif role == "timestamp":
@@ -90,7 +104,7 @@ def checks(frame, fmt: RawFormat, readings: Readings) -> dict:
             good &= code.is_between(0, fmt.most_action)
             if not kind.is_integer():
                 good &= code == code.floor()
-        elif role in fmt.flags:
+        elif role not in ("user", "item"):  # a flag
             good &= value <= 1
         checks[role] = good.fill_null(False)
     return checks
@@ -101,11 +115,13 @@ def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: f
 
     number: the value as a number, where it is not one of a text file.
     """
-    if value == "":
+    if value == "" and role not in fmt.features:
         return "the value is missing"
     if any("\udc80" <= c <= "\udcff" for c in value):
         return f"not valid UTF-8: {shown(ascii(value))}"
     got = shown(repr(value))
+    if role in fmt.features:
+        return _feature_problem(fmt.features[role][0], value, got)
     if role == "action" and readings.text_actions:
         if fmt.action_codes is not None:
             known = ", ".join(fmt.action_codes)
@@ -125,6 +141,18 @@ def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: f
         most = f"{fmt.most_action / fmt.action_scale:.15g}"
         return None if 0 <= code <= fmt.most_action and code.is_integer() else f"expected {kind} 0 to {most}, got {got}"
     return None if re.fullmatch(FLAG[1:-1], value) else f"expected 0 or 1, got {got}"
+
+
+def _feature_problem(kind: str, value: str, got: str) -> str | None:
+    if kind == "number":
+        try:
+            finite = math.isfinite(float(value)) if re.fullmatch(r" *[^\s_]+", value) else not value.strip()
+        except ValueError:
+            finite = False
+        return None if finite else f"expected a number, got {got}"
+    if kind == "list" and len(value) > MAX_LIST_LENGTH:
+        return f"a list of more than {MAX_LIST_LENGTH:,} characters: {got}"
+    return None if kind == "list" and "\0" not in value else _text_problem(value, got, "a value")
 
 
 def _text_problem(value: str, got: str, what: str) -> str | None:

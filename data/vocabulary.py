@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .feature_vocabulary import FeatureVocabulary
+from .features import taken
 from .filtering import offsets_of
 from .types import ACTION_CODES, DataError, Dataset, shown
 
@@ -22,17 +24,19 @@ class Vocabulary:
     item_ids      [num_items] original ids, int64 or text, each once: row i of the item table is item_ids[i]
     num_actions   rows of the action table, or None where the data had no actions
     action_names  [num_actions] the text of each action code, or None where actions are numbers
+    features      what is known of features, or None
     """
 
     item_ids: np.ndarray
     num_actions: int | None = None
     action_names: tuple[str, ...] | None = None
+    features: FeatureVocabulary | None = None
 
 
-def vocabulary_of(dataset: Dataset) -> Vocabulary:
+def vocabulary_of(dataset: Dataset, features: FeatureVocabulary | None = None) -> Vocabulary:
     """Return what a model trained on this data set knows; its arrays can be stored beside the model."""
     num_actions = None if dataset.actions is None else int(dataset.actions.max(initial=-1)) + 1
-    return Vocabulary(np.asarray(dataset.item_ids), num_actions, dataset.action_names)
+    return Vocabulary(np.asarray(dataset.item_ids), num_actions, dataset.action_names, features)
 
 
 def index_of(ids: np.ndarray, known: np.ndarray) -> np.ndarray:
@@ -102,6 +106,7 @@ def in_terms_of(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int =
         fingerprint=digest.hexdigest(),
         notes=notes,
         left_out=left_out,
+        features=taken((f for f in dataset.features if f.entity != "items"), None, np.flatnonzero(stay), index),
     )
 
 

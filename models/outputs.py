@@ -153,6 +153,8 @@ def whole_histories(
             seq_offsets=torch.from_numpy(offsets).to(device),
             users=torch.from_numpy(np.asarray(chosen, np.int64)).to(device),
             actions=column(dataset.actions, index),
+            user_features=column(dataset.user_rows, chosen),
+            event_features=column(dataset.event_rows, index),
             seen_items=column(dataset.items, whole),
             seen_offsets=torch.from_numpy(whole_offsets).to(device),
         )

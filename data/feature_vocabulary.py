@@ -1,0 +1,154 @@
+"""From values of features to rows of tables: decided by the training data alone, then applied to any data.
+
+Every feature has a table. Row 0 is the unknown row, of values that training saw too seldom or never; the others stand
+for values in ascending order, or for parts of equal size that the training data's numbers are cut into.
+
+numpy alone; letters: I items, U users, E events, L most values of a row, F features of an entity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .feature_options import FeatureOptions, Features
+from .features import Feature
+from .splits import train_events
+from .types import DataError, Dataset, shown
+
+MOST_VALUES = 64  # of a user or an event: theirs stand beside each other in every batch
+CALENDAR = {"hour": 24, "weekday": 7}
+
+
+@dataclass(frozen=True, eq=False)
+class KnownFeature:
+    """One feature as a trained model knows it.
+
+    entity  items, users or events
+    values  [n] what rows 1 .. n stand for: text, ascending, or of numbers the least value of rows 2 .. n + 1, ascending
+    known   of events: whether the value is known before the user acts (before, after)
+    """
+
+    entity: str
+    name: str
+    kind: str
+    values: np.ndarray
+    known: str = "after"
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table, the unknown one included."""
+        return len(self.values) + (2 if self.kind == "number" else 1)
+
+    def rows_of(self, values: np.ndarray) -> np.ndarray:
+        """The row of each value: [n] -> [n] int64."""
+        if self.kind == "number":
+            return 1 + np.searchsorted(self.values, values, side="right")
+        if not len(self.values):
+            return np.zeros(len(values), np.int64)
+        place = np.minimum(np.searchsorted(self.values, values), len(self.values) - 1)
+        return np.where(self.values[place] == values, 1 + place, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureVocabulary:
+    """What a trained model knows of features.
+
+    features   of items, users and events, in this order
+    calendar   parts of an event's time that are features: hour, weekday
+    item_rows  for each feature of items (offsets [I+1], rows [S] int64): the rows of each item
+    trained    [I] bool, the items that a training event has; None without features of items
+    """
+
+    features: tuple[KnownFeature, ...]
+    calendar: tuple[str, ...] = ()
+    item_rows: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
+    trained: np.ndarray | None = None
+
+    def of(self, entity: str) -> list[KnownFeature]:
+        return [feature for feature in self.features if feature.entity == entity]
+
+
+def fit_features(dataset: Dataset, train_end: np.ndarray, options: Features) -> FeatureVocabulary:
+    """Return how values become rows, by the items, users and events of training: each counts once.
+
+    train_end: [U] int64, training sees events user_offsets[u] .. train_end[u]-1 of user u.
+    """
+    in_training = train_events(dataset, train_end)
+    items = np.zeros(dataset.num_items, bool)
+    items[dataset.items[in_training]] = True
+    rows = {"items": items, "users": train_end > dataset.user_offsets[:-1], "events": in_training}
+    known = []
+    for feature in dataset.features:
+        chosen = _options_of(options, feature)
+        part = feature.take(np.flatnonzero(rows[feature.entity]))
+        if feature.kind == "number":
+            values = _edges(part, chosen.quantiles)
+        else:
+            values = feature.values[np.bincount(part.codes, minlength=len(feature.values)) >= chosen.min_count]
+        known.append(
+            KnownFeature(feature.entity, feature.name, feature.kind, values, getattr(chosen, "known", "after"))
+        )
+    calendar = tuple(options.events.calendar) if options.events else ()
+    if calendar and not dataset.has_timestamps:
+        raise DataError(f"data.features.events.calendar: {dataset.name} has no timestamps")
+    item_rows = [
+        (feature.offsets, one.rows_of(feature.values)[feature.codes])
+        for feature, one in zip(dataset.features, known)
+        if feature.entity == "items"
+    ]
+    return FeatureVocabulary(tuple(known), calendar, tuple(item_rows), items if item_rows else None)
+
+
+def _options_of(options: Features, feature: Feature) -> FeatureOptions:
+    columns = getattr(options, feature.entity).columns or {}
+    return columns.get(feature.name) or FeatureOptions(kind=feature.kind)
+
+
+def _edges(feature: Feature, quantiles: int) -> np.ndarray:
+    """[<= quantiles - 1] float64: where the numbers of these rows are cut into parts of equal size."""
+    if not len(feature.codes):
+        return np.empty(0)
+    numbers = feature.values[feature.codes]
+    edges = np.quantile(numbers, np.arange(1, quantiles) / quantiles, method="higher")
+    return np.unique(edges[edges > numbers.min()])
+
+
+def with_rows(dataset: Dataset, vocabulary: FeatureVocabulary) -> Dataset:
+    """Return the data set with the rows of its users' and events' features, as `Dataset.user_rows` and `event_rows`.
+
+    DataError where it lacks a feature that the vocabulary has.
+    """
+    return dataclasses.replace(
+        dataset,
+        user_rows=_rows(dataset, vocabulary.of("users"), dataset.num_users),
+        event_rows=_rows(dataset, vocabulary.of("events"), dataset.num_events),
+    )
+
+
+def _rows(dataset: Dataset, known: Sequence[KnownFeature], count: int) -> np.ndarray | None:
+    """[count, F, L] int32, -1 behind the last value; None without features."""
+    if not known:
+        return None
+    found = {(feature.entity, feature.name, feature.kind): feature for feature in dataset.features}
+    features = []
+    for one in known:
+        feature = found.get((one.entity, one.name, one.kind))
+        if feature is None:
+            raise DataError(f"{dataset.name}: no feature {one.name} of {one.entity}, which the trained model has")
+        lengths = np.diff(feature.offsets)
+        if lengths.max(initial=0) > MOST_VALUES:
+            raise DataError(
+                f"data.features.{one.entity}.columns.{one.name}: {lengths.max()} values in one list, at most "
+                f"{MOST_VALUES} are supported for {shown(one.entity)}"
+            )
+        features.append(feature)
+    longest = max(1, *(int(np.diff(feature.offsets).max(initial=0)) for feature in features))
+    rows = np.full((count, len(known), longest), -1, np.int32)
+    for place, (one, feature) in enumerate(zip(known, features)):
+        owner = feature.rows
+        rows[owner, place, np.arange(len(owner)) - feature.offsets[owner]] = one.rows_of(feature.values)[feature.codes]
+    return rows
