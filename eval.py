@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.feature_vocabulary import with_rows
 from data.types import DataError, Dataset, shown
 from data.vocabulary import index_of
 from models.checkpoint import CheckpointError, load_weights
@@ -163,6 +164,8 @@ def recommend(options, config: RunConfig, known: Known, model, interrupts: Inter
         dataset = load_data(config, vocabulary=known.vocabulary)
     else:
         dataset = find_data(config, known.fingerprint)
+    if known.vocabulary.features is not None:
+        dataset = with_rows(dataset, known.vocabulary.features)
     config = for_data(config, dataset)
     for note in dataset.notes:
         terminal.say(note)

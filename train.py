@@ -123,7 +123,7 @@ def train_claimed(
     elif context.first:
         manifest = new_manifest()
         write_file(folder / MANIFEST, json.dumps(manifest, indent=1))
-        save_vocabulary(folder, data.dataset)
+        save_vocabulary(folder, data.dataset, data.vocabulary)
         progress.run = manifest["run"]
     progress.config = config.model_dump(mode="json")
     context.of_first(None)  # all have read before the first one writes
@@ -439,6 +439,12 @@ def absolute_paths(config: RunConfig) -> RunConfig:
     paths = {"cache_dir": os.path.abspath(os.path.expanduser(config.data.cache_dir))}
     if config.data.path:
         paths["path"] = os.path.abspath(os.path.expanduser(config.data.path))
+    if (features := config.data.features) is not None:
+        files = {
+            entity: file.model_copy(update={"path": os.path.abspath(os.path.expanduser(file.path))})
+            for entity, file in features.files().items()
+        }
+        paths["features"] = features.model_copy(update=files)
     return config.model_copy(update={"data": config.data.model_copy(update=paths)})
 
 

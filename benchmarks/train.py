@@ -2,6 +2,7 @@
 
     python benchmarks/train.py configs/ml-1m-hstu.yaml [key=value ...]
     python benchmarks/train.py configs/ml-1m-sasrec.yaml --padded   and the same with softmax attention over padded rows
+    python benchmarks/train.py configs/ml-1m-hstu.yaml --features   with three made-up features of each item
     python benchmarks/train.py --step RUN/config.yaml           a few steps on the config's own data, as compare.py does
     python benchmarks/train.py --parts [--help]     a step by part, by attention kind and sequence length: parts.py
 
@@ -22,13 +23,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train
+from data.feature_options import Features, ItemFile
+from data.features import feature_of
+from models import run
 from models.attention import SoftmaxAttention
-from models.config import load_config
+from models.config import RunConfig, load_config
 from models.folder import write_file
 from models.report import environment
 from models.run import build_model, open_data
@@ -56,6 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, help="with --step: a JSON file, in place of standard output")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--features", action="store_true", help="three made-up features of each item")
     parser.add_argument("--padded", action="store_true", help="softmax attention padded too, as where there is no GPU")
     options = parser.parse_intermixed_args(arguments)
     if options.step:
@@ -63,12 +69,34 @@ def main(arguments: list[str] | None = None) -> None:
         write_file(options.out, record) if options.out else print(record)
         return
     config = load_config(options.config, [ML_1M, *options.overrides])
-    measure(config, options.profile)
+    if options.features:
+        config = with_features(config)
+    measure(config, options.profile, **{"features": 3} if options.features else {})
     if options.padded:
         if any(attention.kind != "softmax" for attention in config.model.attention):
             raise SystemExit("--padded is about model.attention.kind=softmax")
         SoftmaxAttention.forward = lambda self, x, q, k, v, batch: (self.padded(q, k, v, batch), {})
         measure(config, options.profile, padded=True)
+
+
+def with_features(config: RunConfig) -> RunConfig:
+    """The configuration with three features of each item that no file has: two categories, a list of up to six."""
+    kinds = {"brand": "category", "shop": "category", "genres": "list"}
+    items = ItemFile(format="csv", path="none", columns={name: {"kind": kind} for name, kind in kinds.items()})
+    without, load = config, run.load_data
+
+    def load_data(config: RunConfig, **others):
+        dataset = load(without, **others)
+        rng, count = np.random.default_rng(0), dataset.num_items
+        made = []
+        for (name, kind), size in zip(kinds.items(), (300, 20, 18)):
+            lengths = rng.integers(1, 7, count) if kind == "list" else np.ones(count, np.int64)
+            rows = np.repeat(np.arange(count), lengths)
+            made.append(feature_of("items", name, kind, count, rows, rng.integers(size, size=len(rows)).astype(str)))
+        return replace(dataset, features=tuple(made))
+
+    run.load_data = load_data
+    return config.model_copy(update={"data": config.data.model_copy(update={"features": Features(items=items)})})
 
 
 def measure_step(config) -> dict:

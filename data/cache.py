@@ -66,6 +66,8 @@ def write_cache(dataset: Dataset, folder: Path, meta: dict, stage: Callable[[str
             "action_names": None if dataset.action_names is None else list(dataset.action_names),
             "notes": list(dataset.notes),
         }
+        if dataset.events_fingerprint is not None:
+            meta["events_fingerprint"] = dataset.events_fingerprint
         if dataset.features:
             meta["stored_features"] = [[f.entity, f.name, f.kind] for f in dataset.features]
         text = json.dumps(meta | {"crc32": _meta_crc32(meta)}, indent=1)
@@ -94,6 +96,7 @@ def read_cache(folder: Path, fingerprint: str | None = None) -> tuple[Dataset, d
         action_names=None if names is None else tuple(names),
         notes=tuple(meta.get("notes") or ()),
         features=_features(described, arrays),
+        events_fingerprint=meta.get("events_fingerprint"),
         **{column: arrays[column] for column in COLUMNS},
     )
     for key in ("num_users", "num_items", "num_events"):
@@ -129,6 +132,8 @@ def _read_meta(folder: Path) -> dict:
             raise CacheError(f"meta.json: {key}: expected a list of text, got {shown(repr(texts))}")
     if meta.pop("crc32", None) != _meta_crc32(meta):
         raise CacheError("meta.json: wrong checksum")
+    if not isinstance(meta.get("events_fingerprint", ""), str):
+        raise CacheError(f"meta.json: events_fingerprint: expected str, got {shown(repr(meta['events_fingerprint']))}")
     for one in _listed(meta.get("stored_features", [])):
         if len(_listed(one)) != 3 or one[0] not in ENTITIES or not isinstance(one[1], str) or one[2] not in KINDS:
             raise CacheError(

@@ -94,7 +94,8 @@ def load_dataset(
         read = read_tables(tables, dataset, drop=False)
         if features is not None:
             key = f"{dataset.fingerprint}/{features.recipe()}/{[file_sha256(table.source.path) for table in tables]}"
-            dataset = dataclasses.replace(dataset, fingerprint=hashlib.sha256(key.encode()).hexdigest())
+            digest = hashlib.sha256(key.encode()).hexdigest()
+            dataset = dataclasses.replace(dataset, fingerprint=digest, events_fingerprint=dataset.fingerprint)
         if vocabulary is None:
             return with_tables(filter_dataset(dataset, **options), read)
         return in_terms_of(with_tables(dataset, read), vocabulary, min_user_events)

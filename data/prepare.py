@@ -115,7 +115,7 @@ def _prepare(
         for source, _ in every:
             progress.stage(f"checking {source.name}")
             sums.append(file_sha256(source.path))
-        fingerprint = hashlib.sha256(json.dumps([recipe, sums], sort_keys=True).encode()).hexdigest()
+        fingerprint = _fingerprint(recipe, sums)
         folder = None if cache_dir is None else _cache_folder(cache_dir, name, fingerprint)
         if folder is not None and (cached := _open(folder, fingerprint)) is not None:
             return cached
@@ -132,6 +132,9 @@ def _prepare(
             f"{shown(error.filename or sources[0].path, 200)}: cannot be read: {error.strerror or error}"
         ) from error
     dataset = with_tables(dataset, read)
+    if "features" in recipe:
+        plain = {key: value for key, value in recipe.items() if key != "features"}
+        dataset = dataclasses.replace(dataset, events_fingerprint=_fingerprint(plain, sums[: len(sources)]))
     # The filter derives a fingerprint of its own; here the options are part of the key already.
     dataset = dataclasses.replace(dataset, fingerprint=fingerprint)
     if folder is None:
@@ -186,6 +189,10 @@ def _given_cache(folder: Path, asked: dict) -> Dataset | None:
 def _told(value: object) -> str:
     """An option as it can stand in an error."""
     return shown(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value, 300)
+
+
+def _fingerprint(recipe: dict, sums: list[str]) -> str:
+    return hashlib.sha256(json.dumps([recipe, sums], sort_keys=True).encode()).hexdigest()
 
 
 def file_sha256(file: Path) -> str:

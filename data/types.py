@@ -31,6 +31,7 @@ class Dataset:
     user_ids      [U] original ids, int64 or str, ascending
     item_ids      [num_items] original ids, int64 or str, ascending
     fingerprint   hex; changes with the source's content and with the options
+    events_fingerprint  with features, what the fingerprint would be without; else None
     action_names  the text of each action code, where the source has text as actions; else None
     notes         sentences about how the source was read, for logs and reports
     left_out      with a `vocabulary`: the numbers of items, events and users that were left out, else None
@@ -58,6 +59,7 @@ class Dataset:
     features: tuple[Feature, ...] = ()
     user_rows: np.ndarray | None = None
     event_rows: np.ndarray | None = None
+    events_fingerprint: str | None = None
 
     @property
     def num_users(self) -> int:

@@ -106,6 +106,7 @@ def in_terms_of(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int =
         fingerprint=digest.hexdigest(),
         notes=notes,
         left_out=left_out,
+        events_fingerprint=None,
         features=taken((f for f in dataset.features if f.entity != "items"), None, np.flatnonzero(stay), index),
     )
 

@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from data.feature_options import Features
 from data.options import Columns, RecallOptions, SyntheticOptions, checked_separator
 from data.types import DataError, shown
 from models.attention import ATTENTION, attention_config
@@ -62,6 +63,8 @@ class DataConfig(Strict):
     columns: Columns | None = None
     synthetic: SyntheticOptions | None = None
     recall: RecallOptions | None = None
+    # What is known of items, users and events beside their ids (data/feature_options.py).
+    features: Features | None = None
     valid_fraction: float = Field(0.1, ge=0, lt=1)
     test_fraction: float = Field(0.1, gt=0, lt=1)
     # Whether the validation events of last_tenth train too: for a final figure, once everything is chosen.
@@ -138,6 +141,9 @@ class ModelConfig(Strict):
     head: HeadConfig = DotConfig()
     dropout: float = Field(0.0, ge=0, lt=1)
     action_embedding: bool = False
+    # Share of the items whose own row a training step leaves out, at the input and as targets: their features then
+    # stand for them, as they do for items that training never saw.
+    id_dropout: float = Field(0.0, ge=0, lt=1)
     # The dtype of the item table (and the actions'), its gradient and what the optimiser keeps of it. A large catalogue
     # takes half the memory in bfloat16; updates below 1/256 of a weight are then lost.
     table_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -298,6 +304,10 @@ class RunConfig(Strict):
             raise ValueError("model.table_dtype=bfloat16 is not for model.head.kind=mol")
         if self.model.head.kind == "mol" and self.loss.kind == "mixed_negatives":
             raise ValueError("loss.kind=mixed_negatives is not for model.head.kind=mol: it corrects no probabilities")
+        if self.model.id_dropout and not (self.data.features and self.data.features.items):
+            raise ValueError("model.id_dropout: needs data.features.items, which stand for what is left out")
+        if self.data.features is not None and (self.parallel.context > 1 or self.task.kind == "recall"):
+            raise ValueError("data.features: not with parallel.context > 1 or task.kind=recall")
         if self.parallel.context > 1:
             if any(attention.kind != "ring" for attention in self.model.attention):
                 raise ValueError("parallel.context: only model.attention.kind=ring sees tokens of other processes")
@@ -381,6 +391,7 @@ def as_yaml(config: RunConfig) -> str:
 
 # What may differ between the parts of one run: where it is, what it runs on, how often it saves.
 FREE = {"name", "run_dir", "device", "threads", "data.path", "data.cache_dir", "train.checkpoint_seconds"}
+FREE |= {"data.features.items.path", "data.features.users.path"}
 FREE |= {"eval.batch_size"}
 
 

@@ -4,6 +4,7 @@ Letters: T tokens, B sequences, E embedding size.
 """
 
 import logging
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +13,12 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 import hstu_sparse
 from data.batch import Batch
+from data.feature_vocabulary import FeatureVocabulary
 from data.ranking import RankingBatch
+from models.features import ContextFeatures, ItemFeatures, truncated_normal_
 
 # torchrec asks a question of torch.fx whose answer is a warning in every process.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-
-
-def truncated_normal_(weight: Tensor, std: float) -> Tensor:
-    """Fills `weight` from a normal distribution of deviation `std`, cut off at two deviations (then 0.88 * std)."""
-    return nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
 class InputEmbedding(nn.Module):
@@ -30,6 +28,9 @@ class InputEmbedding(nn.Module):
     item's, * sqrt(E), + position embedding. Positions count from the oldest event of the window. Tables start truncated
     normal, items (and actions) with standard deviation 0.02, positions with E ** -0.5. (The published HSTU then draws
     the latter anew, Xavier normal: no gain after 101 epochs, docs/evaluation.md.)
+
+    With features, x[t] has those of its item, its user, its event and its time added before * sqrt(E). The rows of
+    items that training never saw are then zero, and stay so, since no loss has them.
     """
 
     def __init__(
@@ -40,32 +41,66 @@ class InputEmbedding(nn.Module):
         max_seq_len: int,
         dropout: float,
         table_dtype: str = "float32",
+        features: FeatureVocabulary | None = None,
+        id_dropout: float = 0.0,
     ):
         super().__init__()
         self.scale = embedding_dim**0.5
-        self.dropout = dropout
+        self.dropout, self.id_dropout = dropout, id_dropout
         sizes = {"item": num_items} | ({"action": num_actions} if num_actions else {})
-        self.tables = EmbeddingCollection(
-            tables=[
-                EmbeddingConfig(
-                    name=name,
-                    embedding_dim=embedding_dim,
-                    num_embeddings=size,
-                    feature_names=[name],
-                    init_fn=lambda weight: truncated_normal_(weight, 0.02),
-                )
-                for name, size in sizes.items()
-            ]
-        )
+        dtype, trained = getattr(torch, table_dtype), None if features is None else features.trained
+        # What an item that training never saw would draw must not change what the others draw.
+        with nullcontext() if trained is None else torch.random.fork_rng(devices=[]):
+            self.tables = EmbeddingCollection(
+                tables=[
+                    EmbeddingConfig(
+                        name=name,
+                        embedding_dim=embedding_dim,
+                        num_embeddings=size,
+                        feature_names=[name],
+                        init_fn=lambda weight: truncated_normal_(weight, 0.02),
+                    )
+                    for name, size in sizes.items()
+                ]
+            )
+        if trained is not None:
+            for name, table in self.tables.embeddings.items():
+                seen = torch.from_numpy(trained) if name == "item" else torch.ones(len(table.weight), dtype=torch.bool)
+                rows = truncated_normal_(table.weight.new_empty(int(seen.sum()), embedding_dim), 0.02)
+                table.weight.data.zero_()[seen] = rows
         # torchrec itself would take float16 for bfloat16.
-        self.tables.to(getattr(torch, table_dtype))
+        self.tables.to(dtype)
         self.position = nn.Parameter(torch.empty(max_seq_len, embedding_dim))
         truncated_normal_(self.position, embedding_dim**-0.5)
+        self.items = self.context = None
+        if features is not None and features.trained is not None:
+            self.items = ItemFeatures(features, embedding_dim, dtype)
+        if features is not None and (features.of("users") or features.of("events") or features.calendar):
+            self.context = ContextFeatures(features, embedding_dim, dtype)
 
     @property
     def item_weight(self) -> Tensor:
         """The item table, [num_items, E]."""
         return self.tables.embeddings["item"].weight
+
+    def item_rows(self, ids: Tensor | None = None) -> Tensor:
+        """The representations of the items `ids` [R] int64 as [R, E], or of all, [num_items, E].
+
+        The sum of an item's row and what its features add. With features of items, training has only items that it
+        saw: these are then all.
+        """
+        rows = self.item_weight if ids is None else F.embedding(ids, self.item_weight)
+        if self.items is None:
+            return rows
+        if ids is None and self.training and len(self.items.trained) < len(rows):
+            rows = F.embedding(self.items.trained, rows)
+        return self._with_features(rows, ids)
+
+    def _with_features(self, rows: Tensor, ids: Tensor | None) -> Tensor:
+        """The items' own rows [R, E], a share of them left out in training, and what their features add."""
+        if self.training and self.id_dropout:
+            rows = rows * (torch.rand(len(rows), 1, device=rows.device) >= self.id_dropout)
+        return rows + self.items(ids).to(rows.dtype)
 
     def forward(self, batch: Batch) -> Tensor:
         features = {"item": batch.item_ids}
@@ -86,6 +121,10 @@ class InputEmbedding(nn.Module):
         )
         rows = looked_up["item"].values()
         more = looked_up["action"].values() if "action" in features else None
+        if self.items is not None:
+            rows = self._with_features(rows, batch.item_ids)
+        if self.context is not None:
+            rows = rows + self.context(batch).to(rows.dtype)
         if isinstance(batch, RankingBatch):
             rows, more = torch.where(batch.is_action[:, None], more + rows, rows), None
         dropout = self.dropout if self.training else 0.0

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
+from data.feature_vocabulary import FeatureVocabulary
 from models.attention import attention_kind
 from models.config import ModelConfig
 from models.contract import AttentionKind, AuxLoss
@@ -159,7 +160,14 @@ class SequenceModel(nn.Module):
     cosine; `task_head` is what a task other than retrieval makes of the outputs.
     """
 
-    def __init__(self, config: ModelConfig, num_items: int, num_actions: int = 0, task_head: nn.Module | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_items: int,
+        num_actions: int = 0,
+        task_head: nn.Module | None = None,
+        features: FeatureVocabulary | None = None,
+    ):
         super().__init__()
         self.embedding = InputEmbedding(
             num_items,
@@ -168,6 +176,8 @@ class SequenceModel(nn.Module):
             config.max_seq_len,
             config.dropout,
             config.table_dtype,
+            features,
+            config.id_dropout,
         )
         kinds = config.attention * (config.num_layers if len(config.attention) == 1 else 1)
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in kinds)
@@ -179,7 +189,13 @@ class SequenceModel(nn.Module):
 
     @property
     def item_weight(self) -> Tensor:
+        """The table of the items' rows, [num_items, E]."""
         return self.embedding.item_weight
+
+    @property
+    def item_table(self) -> Tensor:
+        """The representations of all items, [num_items, E]: their rows, and what their features add."""
+        return self.embedding.item_rows()
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         x, aux = self.raw_output(batch)

@@ -45,13 +45,52 @@ def head_loss(
     """
     if model.head is not None or not takes_kernel(config, out):
         out = normalized(out)
+    features, count = model.embedding.items, None if part is None else (targets >= 0).sum().clamp(min=1)
+    if features is not None:
+        # Items that training saw, numbered anew, are the catalogue.
+        targets = torch.where(targets < 0, -1, features.place[targets])
+    drawn = draw_negatives(config, len(model.item_weight) if features is None else len(features.trained), targets)
+    targets, drawn = part_of(targets, drawn, part)
+    items = model.item_weight
+    if features is not None:
+        items, targets, drawn = competing_items(model.embedding, targets, drawn)
     if model.head is None:
         learned = model.log_temperature
         temperature = None if learned is None else config.temperature * learned.exp()
-        return training_loss(config, out, model.item_weight, targets, dtype, part, temperature), {}
-    drawn = draw_negatives(config, len(model.item_weight), targets)
+        return sampled_loss(config, out, items, targets, drawn, count, dtype, temperature), {}
     ids = None if drawn is None else drawn.ids.expand(len(targets), -1)
-    return mol_loss(model.head, out, model.item_weight, targets, ids)
+    return mol_loss(model.head, out, items, targets, ids)
+
+
+def part_of(targets: Tensor, drawn: Negatives | None, part: Tensor | None) -> tuple[Tensor, Negatives | None]:
+    """Targets [T] and negatives of the positions `part` alone; None: of all."""
+    if part is None:
+        return targets, drawn
+    if drawn is not None and drawn.ids.dim() == 2:
+        drawn = drawn._replace(ids=drawn.ids[part])
+    return targets[part], drawn
+
+
+def competing_items(
+    embedding: nn.Module, targets: Tensor, drawn: Negatives | None
+) -> tuple[Tensor, Tensor, Negatives | None]:
+    """(representations [R, E], targets and negatives as rows of them) of items with features.
+
+    targets, drawn: items by their places among those that training saw. The whole catalogue is summed where all of it
+    competes, or where as many items are drawn as it has; else the drawn ones alone.
+    """
+    trained = embedding.items.trained
+    if drawn is None or len(targets) + drawn.ids.numel() >= len(trained):
+        return embedding.item_rows(), targets, drawn
+    places = torch.cat([targets.clamp(min=0), drawn.ids.flatten()])
+    # An item that stands twice has one row, so that a negative that is the target is known by its number.
+    order = torch.arange(len(places), device=places.device)
+    row = order.new_zeros(len(trained)).scatter_reduce_(0, places, order, "amax", include_self=False)
+    rows = row[places]
+    log_q = None if drawn.log_q is None else drawn.log_q[places]
+    negatives = Negatives(rows[len(targets) :].view(drawn.ids.shape).to(drawn.ids.dtype), log_q)
+    items = embedding.item_rows(trained[places])
+    return items, torch.where(targets < 0, -1, rows[: len(targets)]), negatives
 
 
 def draw_negatives(config: LossConfig, num_items: int, targets: Tensor) -> Negatives | None:
@@ -109,16 +148,27 @@ def training_loss(
     part: positions that `out` is of, where it is of some only; the result is then their share of the mean, with the
     negatives that all of them would get. temperature: 0-d, in place of config's, with a gradient.
     """
-    count = (targets >= 0).sum().clamp(min=1)
-    drawn = draw_negatives(config, len(item_weight), targets)
-    share = 1
-    if part is not None:
-        targets = targets[part]
-        share = (targets >= 0).sum() / count
-        if drawn is not None and drawn.ids.dim() == 2:
-            drawn = drawn._replace(ids=drawn.ids[part])
+    count = None if part is None else (targets >= 0).sum().clamp(min=1)
+    targets, drawn = part_of(targets, draw_negatives(config, len(item_weight), targets), part)
+    return sampled_loss(config, out, item_weight, targets, drawn, count, dtype, temperature)
+
+
+def sampled_loss(
+    config: LossConfig,
+    out: Tensor,
+    item_weight: Tensor,
+    targets: Tensor,
+    drawn: Negatives | None,
+    count: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    temperature: Tensor | None = None,
+) -> Tensor:
+    """`training_loss` with negatives that have been drawn: the sum over positions with a target, over `count`.
+
+    count: 0-d; None is the number of these positions.
+    """
     if takes_kernel(config, out):
-        dtype = dtype or item_weight.dtype
+        dtype, share = dtype or item_weight.dtype, 1 if count is None else (targets >= 0).sum() / count
         return share * hstu_sparse.catalogue_loss(
             out.to(dtype),
             item_weight.to(dtype),
@@ -141,7 +191,8 @@ def training_loss(
     def chunk(out, targets, own, items):
         return _chunk_loss(config, whole, out, items, targets, own if shared is None else shared, log_q)
 
-    return ChunkedSum.apply(chunk, rows, 3, out, targets, ids if shared is None else None, items) / count
+    total = ChunkedSum.apply(chunk, rows, 3, out, targets, ids if shared is None else None, items)
+    return total / ((targets >= 0).sum().clamp(min=1) if count is None else count)
 
 
 def takes_kernel(config: LossConfig, out: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Ranking metrics from ranks: HR and NDCG at k, MRR, also by history length."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -8,7 +8,7 @@ KS = (1, 5, 10, 50, 100, 200)
 # Upper ends of the history-length groups, in events before the target.
 LENGTH_EDGES = (5, 10, 20, 50, 100, 200)
 # Likewise of an item's training events.
-COUNT_EDGES = (0, 10, 30, 100, 300, 1000)
+COUNT_EDGES = (0, 5, 10, 30, 100, 300, 1000)
 
 
 def user_metrics(ranks: np.ndarray, ks: tuple[int, ...] = KS) -> dict[str, np.ndarray]:
@@ -74,10 +74,19 @@ def metrics_by_length(ranks: np.ndarray, lengths: np.ndarray) -> list[dict]:
 
     ranks, lengths: [M]. Groups end at LENGTH_EDGES; empty groups are left out.
     """
-    return [
-        {"history": name, "users": int(inside.sum()), **ranking_metrics(ranks[inside])}
-        for name, inside in groups_of(lengths, LENGTH_EDGES, 1)
-    ]
+    return _by_group(ranks, "history", groups_of(lengths, LENGTH_EDGES, 1))
+
+
+def metrics_by_popularity(ranks: np.ndarray, counts: np.ndarray) -> list[dict]:
+    """Metrics of the users by the training events of their targets: dicts with `events`, `users` and the metrics.
+
+    ranks, counts: [M]. Targets that training never saw, of 0 events, are a group of their own.
+    """
+    return _by_group(ranks, "events", groups_of(counts, COUNT_EDGES, 0))
+
+
+def _by_group(ranks: np.ndarray, key: str, groups: Iterable[tuple[str, np.ndarray]]) -> list[dict]:
+    return [{key: name, "users": int(inside.sum()), **ranking_metrics(ranks[inside])} for name, inside in groups]
 
 
 def groups_of(counts: np.ndarray, edges: Sequence[int], least: int) -> Iterator[tuple[str, np.ndarray]]:

@@ -174,7 +174,7 @@ def export_items(path: Path, model, item_ids: np.ndarray) -> tuple[int, int]:
     """
     import polars as pl
 
-    vectors = normalized_items(model.item_weight).cpu().numpy()
+    vectors = normalized_items(model.item_table).cpu().numpy()
     frame = pl.DataFrame({"item": np.asarray(item_ids), "vector": vectors})
     with access(path, "written"), replace_folder(path) as folder:
         np.save(folder / "items.npy", vectors, allow_pickle=False)

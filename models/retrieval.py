@@ -196,7 +196,8 @@ def last_targets(batch: Batch) -> Tensor:
 
 def output_scorer(model: nn.Module) -> Callable[[Tensor], Scores]:
     """Score of outputs [B, E] of length one with every item, fp32: the cosine, or what the head makes of the two."""
-    table = model.item_weight.detach()
+    with torch.no_grad():
+        table = model.item_table.detach()
 
     @torch.no_grad()
     def prepared(rows: Tensor):

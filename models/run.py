@@ -1,6 +1,7 @@
 """What training and evaluation of a run share: its data, its model, the weights it is judged by, the verdict."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 from data.batch import Batch
 from data.batches import Batches
 from data.datasets import FORMATS, DataError, Dataset, Vocabulary, load_dataset
+from data.feature_vocabulary import FeatureVocabulary, fit_features, with_rows
 from data.prepare import find_prepared
 from data.splits import Splits
 from data.types import shown
@@ -27,6 +29,8 @@ from models.tasks.contract import Task
 from models.terminal import terminal
 from models.vocabulary import load_vocabulary
 
+# The weights of a table of features: its name.
+FEATURE_TABLE = re.compile(r"embedding\.(?:items|context)\..*embedding_bags\.([^.]+)\.weight")
 MOST_THREADS = 16  # for each core: many more cannot be started, and none of them would help
 
 
@@ -93,7 +97,13 @@ def open_data(config: RunConfig, *, trained_on: str | None = None, vocabulary: V
     config = for_data(config, dataset)
     task = build_task(config)
     task.check_data(dataset)
-    return Data(dataset, task.splits(dataset), device, config, task, vocabulary or vocabulary_of(dataset))
+    splits = task.splits(dataset)
+    if vocabulary is None:
+        known = None if config.data.features is None else fit_features(dataset, splits.train_end, config.data.features)
+        vocabulary = vocabulary_of(dataset, known)
+    if vocabulary.features is not None:
+        dataset = with_rows(dataset, vocabulary.features)
+    return Data(dataset, splits, device, config, task, vocabulary)
 
 
 def load_data(config: RunConfig, **others) -> Dataset:
@@ -111,6 +121,7 @@ def load_data(config: RunConfig, **others) -> Dataset:
         "separator": c.separator,
         "on_bad_row": c.on_bad_row,
         "duplicates": c.duplicates,
+        "features": c.features,
         "tell": terminal.say,
     }
     return load_dataset(**options | others)
@@ -186,7 +197,7 @@ def build_model(config: RunConfig, vocabulary: Vocabulary, device: torch.device)
     embedded = config.model.action_embedding or config.task.kind == "ranking"
     num_actions = vocabulary.num_actions or 0 if embedded else 0
     head = build_task(config).head()
-    return SequenceModel(config.model, len(vocabulary.item_ids), num_actions, head).to(device)
+    return SequenceModel(config.model, len(vocabulary.item_ids), num_actions, head, vocabulary.features).to(device)
 
 
 def final_weights(folder: Path) -> tuple[dict, dict, Path]:
@@ -258,15 +269,22 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
     if config.model.action_embedding and vocabulary.action_names != known.vocabulary.action_names:
         raise ConfigError(f"--init-from {shown(folder, 200)}: the actions have other names there")
     place = index_of(np.asarray(vocabulary.item_ids), known.vocabulary.item_ids)
+    if vocabulary.features is not None and vocabulary.features.trained is not None:
+        place[~vocabulary.features.trained] = -1  # whose rows stay zero
     taken = torch.from_numpy(np.flatnonzero(place >= 0))
+    of_features = feature_places(vocabulary.features, known.vocabulary.features)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for name in sorted(state.keys() | weights.keys()):
-        table = name.startswith("embedding.tables.embeddings.")
+        feature = FEATURE_TABLE.fullmatch(name)
+        table = name.startswith("embedding.tables.embeddings.") or feature is not None
         if name not in state or name not in weights or state[name].shape[table:] != weights[name].shape[table:]:
             raise ConfigError(f"--init-from {shown(folder, 200)}: of another model, {name} does not fit")
         old, new = weights[name], state[name]
         if name == "embedding.tables.embeddings.item.weight":
             new[taken.to(new.device)] = old[torch.from_numpy(place[place >= 0])].to(new)
+        elif feature is not None and feature[1] in of_features:
+            mine, theirs = of_features[feature[1]]
+            new[mine.to(new.device)] = old[theirs].to(new)
         elif table:
             rows = min(len(old), len(new))
             new[:rows] = old[:rows].to(new)
@@ -274,6 +292,23 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
             state[name] = old
     load_weights(model, state, source)
     terminal.say(f"{source}: taken over, with the rows of {len(taken):,} of {len(place):,} items")
+
+
+def feature_places(
+    features: FeatureVocabulary | None, others: FeatureVocabulary | None
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """table of a feature -> (rows here, rows there) of the same values; numbers' tables, cut anew, have none."""
+    found = {}
+    here, there = ({(o.entity, o.name): o for o in v.features} if v else {} for v in (features, others))
+    for key in here.keys() & there.keys():
+        mine, theirs = here[key], there[key]
+        if mine.kind != "number" and theirs.kind != "number":
+            rows = theirs.rows_of(mine.values)
+            both = np.append(True, rows > 0)  # the unknown rows too
+            found["_".join(key)] = tuple(
+                torch.from_numpy(x[both]) for x in (np.arange(len(rows) + 1), np.append(0, rows))
+            )
+    return found
 
 
 def judge(model, data: Data, split: str, folder: Path | None = None) -> dict:
@@ -285,5 +320,6 @@ def judge(model, data: Data, split: str, folder: Path | None = None) -> dict:
     result = data.task.judge(model, data.dataset, data.splits, split, batches)
     judged = result.pop("judged", {})
     if folder is not None:
-        write_judged(folder, judged | {"fingerprint": np.array(data.dataset.fingerprint)})
+        fingerprint = data.dataset.events_fingerprint or data.dataset.fingerprint
+        write_judged(folder, judged | {"fingerprint": np.array(fingerprint)})
     return result

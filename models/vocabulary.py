@@ -1,7 +1,7 @@
 """What a run's folder keeps of its data: the original ids behind the rows of its tables.
 
-RUN/vocabulary/: item_ids.npy, user_ids.npy and state.json, which holds their checksums and what else a model is built
-from. With it a run can be used where its data are not.
+RUN/vocabulary/: item_ids.npy, user_ids.npy, what is known of features, and state.json, which holds their checksums and
+what else a model is built from. With it a run can be used where its data are not.
 """
 
 import hashlib
@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from data.atomic import find_folder, replace_folder
+from data.feature_vocabulary import FeatureVocabulary, KnownFeature
 from data.types import Dataset
-from data.vocabulary import Vocabulary, vocabulary_of
+from data.vocabulary import Vocabulary
 from models.folder import FolderError, access, read_regular
 
 NAME = "vocabulary"
@@ -32,9 +33,9 @@ class Known:
     has_timestamps: bool
 
 
-def save_vocabulary(run: Path, dataset: Dataset) -> None:
-    """Writes RUN/vocabulary whole; FolderError when the disk is full, say."""
-    known = vocabulary_of(dataset)
+def save_vocabulary(run: Path, dataset: Dataset, known: Vocabulary) -> None:
+    """Writes RUN/vocabulary whole: what a model knows of a data set; FolderError when the disk is full, say."""
+    arrays = {"item_ids": known.item_ids, "user_ids": dataset.user_ids}
     facts = {
         "fingerprint": dataset.fingerprint,
         "name": dataset.name,
@@ -43,9 +44,13 @@ def save_vocabulary(run: Path, dataset: Dataset) -> None:
         "action_names": known.action_names,
         "sha256": {},
     }
+    if known.features is not None:
+        arrays |= feature_arrays(known.features)
+        described = [[one.entity, one.name, one.kind, one.known] for one in known.features.features]
+        facts |= {"features": described, "calendar": known.features.calendar}
     with access(run / NAME, "written"), replace_folder(run / NAME) as folder:
-        for name, ids in (("item_ids", known.item_ids), ("user_ids", dataset.user_ids)):
-            np.save(folder / f"{name}.npy", np.asarray(ids), allow_pickle=False)
+        for name, array in arrays.items():
+            np.save(folder / f"{name}.npy", np.asarray(array), allow_pickle=False)
             facts["sha256"][name] = hashlib.sha256((folder / f"{name}.npy").read_bytes()).hexdigest()
         (folder / "state.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
@@ -57,18 +62,40 @@ def load_vocabulary(run: Path) -> Known:
     try:
         with access(path, "read"):
             facts = json.loads(read_regular(path))
-        ids = {}
-        for name in ("item_ids", "user_ids"):
+        arrays = {}
+        for name in facts["sha256"].keys() | {"item_ids", "user_ids"}:
             path = folder / f"{name}.npy"
             with access(path, "read"):
                 content = read_regular(path, MOST)
             if hashlib.sha256(content).hexdigest() != facts["sha256"][name]:
                 raise FolderError(f"{path}: damaged (its checksum differs from the one it was written with)")
-            ids[name] = np.load(io.BytesIO(content), allow_pickle=False)
-        names = facts["action_names"]
-        known = Vocabulary(ids["item_ids"], facts["num_actions"], None if names is None else tuple(names))
-        return Known(known, ids["user_ids"], facts["fingerprint"], facts["name"], facts["has_timestamps"])
+            arrays[name] = np.load(io.BytesIO(content), allow_pickle=False)
+        names, ids = facts["action_names"], arrays["item_ids"]
+        features = None
+        if "features" in facts:
+            features = features_of(facts["features"], facts["calendar"], arrays)
+        known = Vocabulary(ids, facts["num_actions"], None if names is None else tuple(names), features)
+        return Known(known, arrays["user_ids"], facts["fingerprint"], facts["name"], facts["has_timestamps"])
     except FolderError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError, EOFError) as error:
         raise FolderError(f"{path}: damaged ({type(error).__name__})") from None
+
+
+def feature_arrays(known: FeatureVocabulary) -> dict[str, np.ndarray]:
+    """The arrays of what is known of features, by the names of their files."""
+    arrays = {f"feature-{number}-values": one.values for number, one in enumerate(known.features)}
+    for number, (offsets, rows) in enumerate(known.item_rows):
+        arrays |= {f"items-{number}-offsets": offsets, f"items-{number}-rows": rows}
+    return arrays if known.trained is None else arrays | {"trained": known.trained}
+
+
+def features_of(described: list, calendar: list, arrays: dict[str, np.ndarray]) -> FeatureVocabulary:
+    """What `feature_arrays` came from; KeyError, TypeError or ValueError where something is missing."""
+    features = tuple(
+        KnownFeature(entity, name, kind, arrays[f"feature-{number}-values"], known)
+        for number, (entity, name, kind, known) in enumerate(described)
+    )
+    count = sum(feature.entity == "items" for feature in features)
+    item_rows = tuple((arrays[f"items-{number}-offsets"], arrays[f"items-{number}-rows"]) for number in range(count))
+    return FeatureVocabulary(features, tuple(calendar), item_rows, arrays["trained"] if count else None)

@@ -21,6 +21,7 @@ from models.metrics import (
     groups_of,
     intervals,
     metrics_by_length,
+    metrics_by_popularity,
     names_for,
     ranking_metrics,
     user_metrics,
@@ -108,9 +109,17 @@ class Retrieval(Task):
                 result["by_history"] = metrics_by_length(ranks[main], history)
                 result["intervals"] = intervals(ranks[main])
                 targets = dataset.items[chosen.end - 1]
+                result["by_popularity"] = metrics_by_popularity(ranks[main], counts[targets])
                 of_users = {"users": chosen.users, "events": chosen.end - 1, "events_before": history}
                 result["judged"] = of_users | {"target_count": counts[targets]} | ranks
-        described = describe_lists(np.concatenate(lists), counts)
+        described, cold = describe_lists(np.concatenate(lists), counts), counts == 0
+        if dataset.features:
+            shown_items = np.concatenate(lists)
+            result["cold"] = {
+                "items": int(cold.sum()),
+                "targets": int(cold[dataset.items[chosen.end - 1]].sum()),
+                "in_lists": float(cold[shown_items[shown_items >= 0]].mean()),
+            }
         result["lists"] = described | {"samples": samples(dataset, chosen, lists[0])}
         return result
 
@@ -131,7 +140,17 @@ class Retrieval(Task):
         return [
             f"Split {result['split']}, {result['users']:,} users, full ranking over the catalogue. "
             f"Main figures: {FILTERED[self.config.eval.filter_seen]}.",
+            *self._cold_lines(result),
             *result["notes"],
+        ]
+
+    def _cold_lines(self, result: dict) -> list[str]:
+        if "cold" not in result:
+            return []
+        cold = result["cold"]
+        return [
+            f"{cold['items']:,} items have no training event: the targets of {cold['targets']:,} users, and "
+            f"{cold['in_lists']:.2%} of the entries of the model's lists."
         ]
 
     def tables(self, result: dict) -> list[Table]:
@@ -148,6 +167,12 @@ class Retrieval(Task):
                 "By length of the history",
                 ["events", "users", *names],
                 [[row["history"], f"{row['users']:,}", *cells(row, names)] for row in result["by_history"]],
+                [],
+            ),
+            Table(
+                "By popularity of the target: its training events (0: cold, by features alone if at all)",
+                ["training events", "users", *names],
+                [[row["events"], f"{row['users']:,}", *cells(row, names)] for row in result["by_popularity"]],
                 [],
             ),
             Table(

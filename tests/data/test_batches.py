@@ -29,6 +29,14 @@ def make_dataset(num_users=37, num_items=50, seed=0, actions=True, longest=30):
     )
 
 
+def with_features(dataset):
+    """The data set with made-up rows of features: two of users and of events, up to three values each."""
+    rows = {"user_rows": dataset.num_users, "event_rows": dataset.num_events}
+    rng = np.random.default_rng(0)
+    made = {name: rng.integers(-1, 5, (size, 2, 3), np.int32) for name, size in rows.items()}
+    return dataclasses.replace(dataset, **made)
+
+
 def naive(dataset, split, order, with_seen):
     """The fields of one batch, row by row."""
     out = {name: [] for name in ("item_ids", "timestamps", "target_ids", "query_timestamps", "actions", "seen_items")}
@@ -49,6 +57,10 @@ def naive(dataset, split, order, with_seen):
     out |= {"seq_offsets": seq_offsets, "users": users, "seen_offsets": seen_offsets}
     if dataset.actions is None:
         out["actions"] = None
+    features = dataset.user_rows is not None
+    out["user_features"] = dataset.user_rows[users].tolist() if features else None
+    places = [at for i in order for at in range(int(split.begin[i]), int(split.end[i]) - 1)]
+    out["event_features"] = dataset.event_rows[places].tolist() if features else None
     if not with_seen:
         out["seen_items"] = out["seen_offsets"] = None
     return out
@@ -58,7 +70,7 @@ def as_lists(batch):
     fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if "layout" in f.metadata}
     assert fields.pop("real").tolist() == [True] * batch.num_tokens
     for name, value in fields.items():
-        assert value is None or (value.dtype == torch.int64 and value.ndim == 1), name
+        assert value is None or (value.dtype == torch.int64 and value.ndim == (3 if "features" in name else 1)), name
     return {name: None if value is None else value.tolist() for name, value in fields.items()}
 
 
@@ -84,6 +96,7 @@ def check_epoch(batches, dataset, split, epoch=0):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_equals_naive(part, actions, group_by_length, shuffle):
     dataset = make_dataset(actions=actions)
+    dataset = with_features(dataset) if actions else dataset
     split = getattr(make_splits(dataset, "leave_one_out", max_seq_len=8), part)
     batches = Batches(
         dataset, split, batch_size=5, shuffle=shuffle, group_by_length=group_by_length, with_seen=part == "test"
@@ -185,7 +198,7 @@ def test_bad_batch_size():
 
 
 def test_to_moves_every_field():
-    dataset = make_dataset()
+    dataset = with_features(make_dataset())
     split = make_splits(dataset, "published", max_seq_len=3).test
     batch = dataclasses.replace(next(Batches(dataset, split, batch_size=4, with_seen=True).epoch(0)), phase=7)
     moved = batch.to("meta")

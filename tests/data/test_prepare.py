@@ -286,7 +286,7 @@ def test_source_that_cannot_be_read(load, monkeypatch, tmp_path):
     def fail(file):
         raise PermissionError(13, "Permission denied", str(file))
 
-    monkeypatch.setattr(prepare, "_file_sha256", fail)
+    monkeypatch.setattr(prepare, "file_sha256", fail)
     assert "raw.txt: cannot be read: Permission denied" in error_of(load, "lines", "1 1\n")
 
 

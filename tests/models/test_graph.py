@@ -11,6 +11,7 @@ import torch
 
 import train
 from data.batches import Batches
+from data.feature_vocabulary import fit_features, with_rows
 from data.splits import make_splits
 from data.synthetic import generate
 from models.attention import ATTENTION
@@ -18,6 +19,7 @@ from models.config import ConfigError, RunConfig
 from models.graph import GraphedStep, padded_tokens
 from models.hstu import SequenceModel
 from tests.models.test_attention_contract import ToyAttention
+from tests.models.test_features import FEATURES, with_made_up_features
 from tests.models.test_models import make_batch
 
 KINDS = {
@@ -40,15 +42,17 @@ def test_few_sizes():
         assert n <= padded_tokens(n) <= 1.125 * n + 64
 
 
-def run(kind, *, graphs, dropout=0.0, steps=24, loss="cross_entropy"):
+def run(kind, *, graphs, dropout=0.0, steps=24, loss="cross_entropy", features=False):
     """(losses by name, weights, initial weights, step) of a few epochs.
+
+    features: with features of items, users and events.
 
     The batches differ in their number of tokens and, at the end of an epoch, of sequences.
     """
     config = RunConfig.model_validate(
         {
             "name": "graph",
-            "data": {"format": "synthetic", "protocol": "leave_one_out"},
+            "data": {"format": "synthetic", "protocol": "leave_one_out", "features": FEATURES if features else None},
             "model": {"max_seq_len": 60, "embedding_dim": 32, "num_layers": 2, "num_heads": 2, "dropout": dropout}
             | KINDS[kind],
             "loss": {"kind": loss},
@@ -56,11 +60,16 @@ def run(kind, *, graphs, dropout=0.0, steps=24, loss="cross_entropy"):
         }
     )
     dataset = generate(num_users=150, num_items=200, mean_length=40.0, max_length=80, seed=0)
+    splits, known = make_splits(dataset, "published", max_seq_len=60), None
+    if features:
+        dataset = with_made_up_features(dataset)
+        known = fit_features(dataset, splits.train_end, config.data.features)
+        dataset = with_rows(dataset, known)
     torch.manual_seed(0)
-    model = SequenceModel(config.model, dataset.num_items).cuda()
+    model = SequenceModel(config.model, dataset.num_items, features=known).cuda()
     initial = {name: x.detach().clone() for name, x in model.named_parameters()}
     optimizer, step = train.build_step(config, model, torch.device("cuda"))
-    batches = Batches(dataset, make_splits(dataset, "published", max_seq_len=60).train, batch_size=32, device="cuda")
+    batches = Batches(dataset, splits.train, batch_size=32, device="cuda")
     losses = []
     model.train()
     for number in range(steps // len(batches) + 1):
@@ -94,6 +103,22 @@ def test_graphed_steps_train_as_plain_ones(kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("loss", ["cross_entropy", "sampled_softmax"])
+def test_graphed_steps_train_features_as_plain_ones(loss):
+    """With a loss that draws, nothing is drawn alike: its mean is compared."""
+    losses, weights, initial, step = run("dense", graphs=True, features=True, loss=loss, steps=40)
+    expected, _, _, _ = run("dense", graphs=False, features=True, loss=loss, steps=40)
+    assert step.captured
+    if loss == "cross_entropy":
+        torch.testing.assert_close(losses["loss"], expected["loss"], rtol=1e-3, atol=1e-6)
+    assert losses["loss"][-8:].mean() == pytest.approx(expected["loss"][-8:].mean().item(), rel=0.05)
+    tables = [name for name in weights if "embedding_bags" in name]
+    assert len(tables) == 6  # two of items, two of users and events, two of the calendar
+    for name in tables:
+        assert (weights[name] - initial[name]).norm() > 0
+
+
+@pytest.mark.gpu
 def test_replays_draw_new_numbers():
     losses, expected = (
         run("dense", graphs=graphs, dropout=0.5, loss="sampled_softmax", steps=40)[0]["loss"]
@@ -117,6 +142,7 @@ def test_a_capture_that_fails_says_why(name):
     script = f"""
 import torch
 from models.graph import GraphedStep
+from tests.models.test_features import FEATURES, with_made_up_features
 from tests.models.test_models import make_batch
 
 calls = []
