@@ -2,6 +2,7 @@
 
 from hstu_sparse.indexer.api import (
     MOST_CHOSEN,
+    MOST_SHARING,
     index_scores,
     indexer_loss,
     lightning_indexer,
@@ -11,6 +12,7 @@ from hstu_sparse.indexer.api import (
 
 __all__ = [
     "MOST_CHOSEN",
+    "MOST_SHARING",
     "index_scores",
     "indexer_loss",
     "lightning_indexer",

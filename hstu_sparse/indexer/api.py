@@ -1,7 +1,12 @@
 """The lightning indexer, sparse attention and the index loss: public functions, validation, choice of implementation.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, J index heads,
-E index head size, K chosen tokens per query; in padded chunks C queries and S keys per sequence.
+E index head size, K chosen tokens per query, R tokens that share a choice (selection_group); in padded chunks C queries
+and S keys per sequence.
+
+With R > 1 the tokens t of a sequence with the same t // R form a group, which chooses once. A choice then has
+G = T // R + B rows: group g of sequence b has row seq_offsets[b] // R + b + g, and rows without a group are -1 (their
+scores -inf). With R = 1 it has G = T rows, one for each token.
 """
 
 import torch
@@ -26,6 +31,8 @@ from hstu_sparse.validation import (
 MOST_CHOSEN = 2048
 MOST_HEADS = 128
 MOST_SLOTS = 1 << 20  # of top_k in the reference: the result has as many slots for each query
+LARGEST_GROUP = 1 << 20  # selection_group in the reference; the kernels take up to MOST_SHARING
+MOST_SHARING = 128
 
 
 @without_autocast
@@ -36,15 +43,19 @@ def lightning_indexer(
     seq_offsets: Tensor,
     top_k: int,
     *,
+    selection_group: int = 1,
     bias: RelativeBias | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """For each query the top_k tokens at or before it that an indexer scores highest.
+    """Choose for each query the top_k tokens at or before it that an indexer scores highest.
 
         I(t, s) = sum over j of w[t, j] * ReLU(iq[t, j] . ik[s]) + b(t, s),    s <= t
 
     Exact and stable: of equal scores the one with the smaller s is chosen. The kernels write no [T, N] scores. Scores
     are computed in fp32 from the inputs as they are (fp64 for fp64 inputs, in the reference).
+
+    With selection_group R > 1 the tokens t of a sequence with the same t // R choose together: the top_k greatest of
+    I(t0, s) over s < t0, t0 the first of them. iq, w and the query times of the others are not read.
 
     Args:
         iq: [T, J, E], fp16, bf16 or fp32 (the reference also fp64); any strides.
@@ -52,14 +63,16 @@ def lightning_indexer(
         w: [T, J], floating point.
         seq_offsets: [B+1], int32 or int64, from 0 to T.
         top_k: K, at least 1; the kernels take up to 2,048.
+        selection_group: R in tokens.
         bias: tables by position and time and the tokens' times, see RelativeBias; added after the sum over j. Its
             position table has at least as many entries as the longest sequence has tokens.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        (scores [T, K] fp32 (fp64 for fp64), indices [T, K] int32). Indices count from the sequence's first token,
-        ascend, and are -1, with the score -inf, behind the last one where a query sees fewer than K tokens. Gradients
-        flow through the chosen scores to iq, ik, w and the tables.
+        (scores [G, K] fp32 (fp64 for fp64), indices [G, K] int32), G = T. Indices count from the sequence's first
+        token, ascend, and are -1, with the score -inf, behind the last one where a query sees fewer than K tokens.
+        With R > 1 G = T // R + B: group g of sequence b has row seq_offsets[b] // R + b + g, and rows without a group
+        are -1. Gradients flow through the chosen scores to iq, ik, w and the tables.
 
     Raises:
         TypeError, ValueError: what was expected and what came.
@@ -68,9 +81,12 @@ def lightning_indexer(
     """
     bias = _check_indexer(iq, ik, w, seq_offsets, bias)
     check_int("top_k", top_k, 1, MOST_SLOTS)
+    check_int("selection_group", selection_group, 1, LARGEST_GROUP)
     if choose_backend(backend, iq, "lightning_indexer") == "reference":
-        return reference.lightning_indexer_reference(iq, ik, w, seq_offsets, top_k, bias=bias)
-    _check_index_kernel("lightning_indexer", iq)
+        return reference.lightning_indexer_reference(
+            iq, ik, w, seq_offsets, top_k, bias=bias, selection_group=selection_group
+        )
+    _check_index_kernel("lightning_indexer", iq, selection_group)
     if top_k > MOST_CHOSEN:
         raise ValueError(
             f"lightning_indexer: the kernels take top_k up to {MOST_CHOSEN}, got {top_k}; use backend='reference', or "
@@ -78,7 +94,7 @@ def lightning_indexer(
         )
     from hstu_sparse.indexer.launch_indexer import lightning_indexer_operator
 
-    return lightning_indexer_operator(iq, ik, w, seq_offsets, *bias, top_k)
+    return lightning_indexer_operator(iq, ik, w, seq_offsets, *bias, top_k, selection_group)
 
 
 @without_autocast
@@ -89,30 +105,34 @@ def index_scores(
     indices: Tensor,
     seq_offsets: Tensor,
     *,
+    selection_group: int = 1,
     bias: RelativeBias | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """The scores I(t, s) of `lightning_indexer` at tokens that are given: those chosen already, or all.
+    """Return the scores I(t, s) of `lightning_indexer` at tokens that are given: those chosen already, or all.
 
     Args:
-        indices: [T, K] int32 or int64, tokens counted from the sequence's first, of any order and as often as one
-            likes; those below 0 or after the query are masked.
+        indices: [G, K] int32 or int64, tokens counted from the sequence's first, of any order and as often as one
+            likes; those below 0 or after the query are masked, with selection_group > 1 those at or after t0. G is T,
+            or T // R + B, as in `lightning_indexer`.
         The others as in `lightning_indexer`.
 
     Returns:
-        [T, K] fp32 (fp64 for fp64), -inf where masked. Gradients flow to iq, ik, w and the tables.
+        [G, K] fp32 (fp64 for fp64), -inf where masked. Gradients flow to iq, ik, w and the tables.
 
     Raises:
         TypeError, ValueError: what was expected and what came.
     """
     bias = _check_indexer(iq, ik, w, seq_offsets, bias)
-    check_tensor("indices", indices, "T K", {"T": iq.shape[0]}, dtype=INTEGER, device=iq.device)
+    _check_indices(indices, iq, seq_offsets, selection_group, {})
     if choose_backend(backend, iq, "index_scores") == "reference":
-        return reference.index_scores_reference(iq, ik, w, indices, seq_offsets, bias=bias)
-    _check_index_kernel("index_scores", iq)
+        return reference.index_scores_reference(
+            iq, ik, w, indices, seq_offsets, bias=bias, selection_group=selection_group
+        )
+    _check_index_kernel("index_scores", iq, selection_group)
     from hstu_sparse.indexer.launch_indexer import index_scores_operator
 
-    return index_scores_operator(iq, ik, w, indices, seq_offsets, *bias)
+    return index_scores_operator(iq, ik, w, indices, seq_offsets, *bias, selection_group)
 
 
 @without_autocast
@@ -123,6 +143,7 @@ def sparse_attention(
     indices: Tensor,
     seq_offsets: Tensor,
     *,
+    selection_group: int = 1,
     scale: float | None = None,
     bias: RelativeBias | None = None,
     backend: str = "auto",
@@ -131,13 +152,17 @@ def sparse_attention(
 
         o[t] = sum over chosen s of softmax(scale * q[t].k[s] + b(t, s)) * v[s]
 
+    With selection_group R > 1 token t attends to the tokens that its group chose, which lie before the group's first
+    token t0, and to t0 .. t.
+
     Args:
         q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
         k: [T, D], v: [T, V], dtype of q.
-        indices: [T, K] int32 or int64, tokens counted from the sequence's first, as `lightning_indexer` gives them.
-            Those below 0 or after the query are masked; repeated ones count as often as they stand. A query with none
-            gets zeros.
+        indices: [G, K] int32 or int64, tokens counted from the sequence's first, as `lightning_indexer` gives them.
+            Those below 0 or after the query are masked, with selection_group > 1 those at or after t0; repeated ones
+            count as often as they stand. A query with none gets zeros. G is T, or T // R + B.
         seq_offsets: [B+1], int32 or int64, from 0 to T.
+        selection_group: R in tokens.
         scale: D ** -0.5 by default.
         bias: tables by position and time and the tokens' times, see RelativeBias; shared by the heads. Its position
             table has at least as many entries as the longest sequence has tokens.
@@ -156,16 +181,18 @@ def sparse_attention(
     sizes: dict[str, int] = {}
     check_tensor("q", q, "T H D", sizes)
     check_tensor("v", v, "T V", sizes, dtype=q.dtype, device=q.device)
-    _check_choice(q, k, indices, seq_offsets, sizes)
+    _check_choice(q, k, indices, seq_offsets, selection_group, sizes)
     bias = check_bias(bias, 0, q.shape[0], q.device)
     _check_positions(bias, seq_offsets)
     scale = check_scale(scale, q.shape[2], "scale")
     if choose_backend(backend, q, "sparse_attention") == "reference":
-        return reference.sparse_attention_reference(q, k, v, indices, seq_offsets, scale=scale, bias=bias)
-    _check_attention_kernel("sparse_attention", q, {"D": sizes["D"], "V": sizes["V"]})
+        return reference.sparse_attention_reference(
+            q, k, v, indices, seq_offsets, scale=scale, bias=bias, selection_group=selection_group
+        )
+    _check_attention_kernel("sparse_attention", q, {"D": sizes["D"], "V": sizes["V"]}, selection_group)
     from hstu_sparse.indexer.launch_attention import sparse_attention_operator
 
-    return sparse_attention_operator(q, k, v, indices, seq_offsets, *bias, scale)
+    return sparse_attention_operator(q, k, v, indices, seq_offsets, *bias, scale, selection_group)
 
 
 @without_autocast
@@ -176,6 +203,7 @@ def indexer_loss(
     indices: Tensor,
     seq_offsets: Tensor,
     *,
+    selection_group: int = 1,
     scale: float | None = None,
     bias: RelativeBias | None = None,
     valid: Tensor | None = None,
@@ -190,9 +218,12 @@ def indexer_loss(
 
     The gradient reaches the scores alone and is defined as (pi - p)/T: eps is left out of it.
 
+    With selection_group > 1 the mean is over groups: p is the attention of a group's first token t0 over the group's
+    choice alone, and a group counts if t0 is valid and it has a choice; T is then the number of groups that count.
+
     Args:
-        q: [T, H, D], k: [T, D], indices: [T, K], seq_offsets, scale, bias: as in `sparse_attention`.
-        scores: [T, K], floating point, the indexer's at `indices`; what stands at masked indices is not read.
+        q: [T, H, D], k: [T, D], indices: [G, K], seq_offsets, selection_group, scale, bias: as in `sparse_attention`.
+        scores: [G, K], floating point, the indexer's at `indices`; what stands at masked indices is not read.
         valid: [T] bool, the tokens that count; T in mean and gradient is then their number. All by default.
         eps: positive.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
@@ -207,8 +238,8 @@ def indexer_loss(
     """
     sizes: dict[str, int] = {}
     check_tensor("q", q, "T H D", sizes)
-    _check_choice(q, k, indices, seq_offsets, sizes)
-    check_tensor("scores", scores, "T K", sizes, device=q.device)
+    _check_choice(q, k, indices, seq_offsets, selection_group, sizes)
+    check_tensor("scores", scores, "T K" if selection_group == 1 else "G K", sizes, device=q.device)
     if valid is not None:
         check_tensor("valid", valid, "T", sizes, dtype=torch.bool, device=q.device)
     bias = check_bias(bias, 0, q.shape[0], q.device)
@@ -216,14 +247,25 @@ def indexer_loss(
     scale, eps = check_scale(scale, q.shape[2], "scale"), check_number("eps", eps, above=0)
     if choose_backend(backend, q, "indexer_loss") == "reference":
         return reference.indexer_loss_reference(
-            q, k, scores, indices, seq_offsets, scale=scale, bias=bias, valid=valid, eps=eps
+            q,
+            k,
+            scores,
+            indices,
+            seq_offsets,
+            scale=scale,
+            bias=bias,
+            valid=valid,
+            eps=eps,
+            selection_group=selection_group,
         )
-    _check_attention_kernel("indexer_loss", q, {"D": sizes["D"]})
+    _check_attention_kernel("indexer_loss", q, {"D": sizes["D"]}, selection_group)
     if q.shape[0] == 0:
-        return scores.sum(dtype=torch.float32)
+        return scores[:0].sum(dtype=torch.float32)
     from hstu_sparse.indexer.launch_loss import indexer_loss_operator
 
-    rows = indexer_loss_operator(scores, q, k, indices, seq_offsets, *bias, valid, scale, eps)
+    rows, counted = indexer_loss_operator(scores, q, k, indices, seq_offsets, *bias, valid, scale, eps, selection_group)
+    if selection_group > 1:
+        return rows.sum() / counted.sum().clamp(min=1)
     return rows.mean() if valid is None else rows.sum() / valid.sum().clamp(min=1)
 
 
@@ -297,11 +339,21 @@ def _check_indexer(iq, ik, w, seq_offsets, bias) -> RelativeBias:
     return bias
 
 
-def _check_choice(q, k, indices, seq_offsets, sizes) -> None:
+def _check_choice(q, k, indices, seq_offsets, selection_group, sizes) -> None:
     check_tensor("k", k, "T D", sizes, dtype=q.dtype, device=q.device)
-    check_tensor("indices", indices, "T K", sizes, dtype=INTEGER, device=q.device)
     _check_some_heads("q", sizes["H"])
-    check_jagged(seq_offsets, max(q.shape[0], 1), q=q, k=k, indices=indices)
+    check_jagged(seq_offsets, max(q.shape[0], 1), q=q, k=k)
+    _check_indices(indices, q, seq_offsets, selection_group, sizes)
+
+
+def _check_indices(indices, x, seq_offsets, selection_group, sizes) -> None:
+    """A choice has a row for each token of x [T, ...], or for each group."""
+    check_int("selection_group", selection_group, 1, LARGEST_GROUP)
+    if selection_group > 1:
+        sizes["G"] = reference.choice_rows(x.shape[0], seq_offsets, selection_group)
+    shape = "T K" if selection_group == 1 else "G K"
+    check_tensor("indices", indices, shape, sizes | {"T": x.shape[0]}, dtype=INTEGER, device=x.device)
+    sizes["K"] = indices.shape[1]
 
 
 def _check_some_heads(name: str, heads: int, letter: str = "H") -> None:
@@ -320,11 +372,13 @@ def _check_positions(bias: RelativeBias, seq_offsets: Tensor) -> None:
             )
 
 
-def _check_index_kernel(op: str, iq: Tensor) -> None:
+def _check_index_kernel(op: str, iq: Tensor, selection_group: int) -> None:
     check_kernel(op, iq, {"E": iq.shape[2]})
+    check_kernel(op, iq, {"selection_group": selection_group}, most=MOST_SHARING)
     check_kernel(op, iq, {"J": iq.shape[1]}, most=MOST_HEADS)
 
 
-def _check_attention_kernel(op: str, q: Tensor, heads: dict[str, int]) -> None:
+def _check_attention_kernel(op: str, q: Tensor, heads: dict[str, int], selection_group: int = 1) -> None:
     check_kernel(op, q, heads)
+    check_kernel(op, q, {"selection_group": selection_group}, most=MOST_SHARING)
     check_kernel(op, q, {"H": q.shape[1]}, most=MOST_HEADS)

@@ -36,7 +36,7 @@ def _scores(
 
 @triton.jit(do_not_specialize=["positions"])
 def sparse_attention_fwd_kernel(
-    q, k, v, indices, begins, out, lse,
+    q, k, v, indices, rows, out, lse,
     position, time, cells, timestamps, query_timestamps, positions,
     q_stride_t, q_stride_h, k_stride_t, v_stride_t, scale, K,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OUT_V: tl.constexpr,
@@ -44,7 +44,7 @@ def sparse_attention_fwd_kernel(
 ):  # fmt: skip
     """The output of one query, and its scores' log-sum-exp by head."""
     token = tl.program_id(0).to(tl.int64)
-    begin = tl.load(begins + token)
+    begin = tl.load(rows + token)
     t = (token - begin).to(tl.int32)
     head = tl.arange(0, BH)
     query = load_rows(q + token * q_stride_t, head, q_stride_h, head < H, D, BD)
@@ -77,7 +77,7 @@ def sparse_attention_fwd_kernel(
 
 @triton.jit(do_not_specialize=["positions", "buckets"])
 def sparse_attention_bwd_kernel(
-    do, q, k, v, out, lse, indices, begins, dq, dk, dv, delta, position_grad, time_grad, unit,
+    do, q, k, v, out, lse, indices, rows, dq, dk, dv, delta, position_grad, time_grad, unit,
     position, time, cells, timestamps, query_timestamps, positions, buckets,
     do_stride_t, do_stride_h, q_stride_t, q_stride_h, k_stride_t, v_stride_t, scale, K,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OUT_D: tl.constexpr, OUT_V: tl.constexpr,
@@ -86,7 +86,7 @@ def sparse_attention_bwd_kernel(
 ):  # fmt: skip
     """dq of one query, `delta` = do . out by head, its share of the tables' gradients and, ATOMIC, of dk and dv."""
     token = tl.program_id(0).to(tl.int64)
-    begin = tl.load(begins + token)
+    begin = tl.load(rows + token)
     t = (token - begin).to(tl.int32)
     head = tl.arange(0, BH)
     inside = head < H

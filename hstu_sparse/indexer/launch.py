@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hstu_sparse.bias.buckets import device_cells, num_time_buckets
 from hstu_sparse.bias.gradients import TableSums
-from hstu_sparse.jagged import sequence_ids
 from hstu_sparse.launch import INTERPRET, configuration
 
 # Copies of a table's gradient that atomic additions are spread over. Of the time buckets a few get most pairs.
@@ -32,34 +31,38 @@ NO_BIAS = Bias(None, None, None, None, None, 0)
 
 
 def kernel_bias(position, time, timestamps, query_timestamps) -> Bias:
+    """The kernels' tables are fp32."""
     cells = None if time is None else device_cells(num_time_buckets(time), time.device)
+    position, time = (None if table is None else table.float() for table in (position, time))
     return Bias(position, time, cells, timestamps, query_timestamps, 0 if position is None else position.shape[0])
 
 
-def token_begins(seq_offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """(first token of each token's sequence, the sequence) [T] int64."""
-    sequence = sequence_ids(seq_offsets, total)
-    return seq_offsets.long()[sequence], sequence
-
-
-def table_sums(bias: Bias, tokens: int, deterministic: bool, most) -> TableSums:
+def table_sums(position, time, tokens: int, deterministic: bool, most) -> TableSums:
     """Memory for the tables' gradients; most: gives a bound of what one query adds to a cell."""
     copies = POSITION_COPIES, TIME_COPIES
-    return TableSums((bias.position, bias.time), copies, deterministic, lambda: (tokens + 1.0) * most().double())
+    return TableSums((position, time), copies, deterministic, lambda: (tokens + 1.0) * most().double())
 
 
-def pairs_by_key(indices: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
-    """(pairs [T * K] int64, starts [T + 1] int64): of each key the pairs, as t * K + slot, that chose it.
+def pairs_by_key(indices: Tensor, rows: Tensor, total: int, group: int, *, local: bool) -> tuple[Tensor, Tensor, int]:
+    """(pairs int64, starts [T + 1] int64, slots of a row): of each key the pairs, as row * slots + slot, that chose it.
 
-    Those of key token i are pairs[starts[i]:starts[i+1]], in the order of t. Masked slots are in no list.
+    Those of key token i are pairs[starts[i]:starts[i+1]], in the order of the rows. Masked slots are in no list.
+    local: the tokens of a group are behind the slots of its choice.
     """
-    total = indices.shape[0]
-    token = torch.arange(total, device=indices.device)
-    visible = (indices >= 0) & (indices <= (token - begins)[:, None])
-    key = torch.where(visible, begins[:, None] + indices, total).flatten()
+    if group == 1:
+        begins, last = rows, torch.arange(total, device=indices.device) - rows
+    else:
+        begins, first, size = rows
+        last = first - begins - 1
+    visible = (indices >= 0) & (indices <= last[:, None])
+    key = torch.where(visible, begins[:, None] + indices, total)
+    if local:
+        place = torch.arange(group, device=indices.device)
+        key = torch.cat([key, torch.where(place < size[:, None], first[:, None] + place, total)], 1)
+    slots, key = key.shape[1], key.flatten()
     key, pairs = key.int().sort(stable=True)
     bounds = torch.arange(total + 1, dtype=torch.int32, device=indices.device)
-    return pairs, torch.searchsorted(key, bounds)
+    return pairs, torch.searchsorted(key, bounds), slots
 
 
 @configuration

@@ -1,6 +1,7 @@
 """Launches the kernels of sparse attention and registers them as torch.ops.hstu_sparse.sparse_attention_fwd and _bwd.
 
-Letters: T tokens of the batch, H heads, D query/key and V value head size, K chosen tokens per query.
+Letters: T tokens of the batch, H heads, D query/key and V value head size, K chosen tokens per query, G rows of a
+choice and R tokens that share one (see choices.py).
 """
 
 import torch
@@ -11,6 +12,12 @@ from hstu_sparse.indexer.attention import (
     sparse_attention_bwd_kernel,
     sparse_attention_fwd_kernel,
 )
+from hstu_sparse.indexer.choices import choice_rows, rows_shape
+from hstu_sparse.indexer.groups import (
+    group_attention_bwd_dkv_kernel,
+    group_attention_bwd_kernel,
+    group_attention_fwd_kernel,
+)
 from hstu_sparse.indexer.launch import (
     POSITION_COPIES,
     TIME_COPIES,
@@ -19,9 +26,16 @@ from hstu_sparse.indexer.launch import (
     key_block,
     pairs_by_key,
     table_sums,
-    token_begins,
 )
-from hstu_sparse.launch import LaunchConfig, configuration, next_power_of_2, padded_head, precision, run
+from hstu_sparse.launch import (
+    LaunchConfig,
+    cdiv,
+    configuration,
+    next_power_of_2,
+    padded_head,
+    precision,
+    run,
+)
 from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 
@@ -35,24 +49,40 @@ def attention_config(kernel: str, dtype: torch.dtype, width: int) -> LaunchConfi
     return LaunchConfig(4, 3, BLOCK=block if kernel == "fwd" else min(block, 32))
 
 
-def _forward(q, k, v, indices, seq_offsets, position, time, timestamps, query_timestamps, scale):
+@configuration
+def group_config(kernel: str, dtype: torch.dtype, width: int, heads: int, group: int, top_k: int) -> LaunchConfig:
+    """The same of the kernels of groups of `group` tokens, which take TOKENS of them at a time, BLOCK chosen keys and
+    NEAR keys of the group a step. `heads` is a power of two.
+    """
+    most = 64 if dtype.itemsize == 2 and width <= 256 else 32 if width <= 256 else 16
+    tokens = max(16 // heads, min(next_power_of_2(group), most // heads), 1)
+    block = max(16, min(key_block(dtype, width), next_power_of_2(top_k)))
+    if kernel == "bwd" or tokens * heads > 32:
+        block = min(block, 32)
+    near = max(16, min(block, next_power_of_2(group)))
+    return LaunchConfig(4, 3 if kernel == "fwd" else 2, TOKENS=tokens, BLOCK=block, NEAR=near)
+
+
+def _forward(q, k, v, indices, seq_offsets, position, time, timestamps, query_timestamps, scale, group):
     (T, H, _), V = q.shape, v.shape[1]
     out = torch.empty(T, H, V, dtype=q.dtype, device=q.device)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
+    rows = choice_rows(seq_offsets, T, group)
     if T == 0:
-        return out, lse
+        return out, lse, rows
     q, k, v = as_rows(q, k, v)
     bias = kernel_bias(position, time, timestamps, query_timestamps)
     arguments = (
-        q, k, v, indices, token_begins(seq_offsets, T)[0], out, lse, *bias, *q.stride()[:2], k.stride(0), v.stride(0),
-        scale, indices.shape[1],
+        q, k, v, indices, rows, out, lse, *bias, *q.stride()[:2], k.stride(0), v.stride(0), scale, indices.shape[1],
     )  # fmt: skip
     constants = dict(H=H, D=q.shape[2], V=v.shape[1], OUT_V=V, PRECISION=precision(q.dtype))
-    _run(sparse_attention_fwd_kernel, "fwd", q, v, arguments, constants)
-    return out, lse
+    _run("fwd", q, v, arguments, constants, rows, group, indices.shape[1])
+    return out, lse, rows
 
 
-def _backward(do, q, k, v, indices, seq_offsets, position, time, timestamps, query_timestamps, scale, out, lse):
+def _backward(
+    do, q, k, v, indices, seq_offsets, position, time, timestamps, query_timestamps, scale, group, out, lse, rows
+):  # fmt: skip
     (T, H, D), V, K = q.shape, v.shape[1], indices.shape[1]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lists = by_lists(torch.are_deterministic_algorithms_enabled())
@@ -68,24 +98,41 @@ def _backward(do, q, k, v, indices, seq_offsets, position, time, timestamps, que
 
     if T == 0:
         return [dq, dk.to(k.dtype), dv.to(v.dtype), *(torch.zeros_like(x) for x in (position, time) if x is not None)]
-    tables = table_sums(bias, T, torch.are_deterministic_algorithms_enabled(), most)
-    begins, delta = token_begins(seq_offsets, T)[0], torch.empty_like(lse)
+    tables = table_sums(position, time, T, torch.are_deterministic_algorithms_enabled(), most)
+    delta = torch.empty_like(lse)
     strides = (*do.stride()[:2], *q.stride()[:2], k.stride(0), v.stride(0))
     sizes = dict(H=H, D=q.shape[2], V=v.shape[1], OUT_D=D, OUT_V=V)
     arguments = (
-        do, q, k, v, out, lse, indices, begins, dq, dk, dv, delta, tables.position, tables.time, tables.unit, *bias,
+        do, q, k, v, out, lse, indices, rows, dq, dk, dv, delta, tables.position, tables.time, tables.unit, *bias,
         0 if bias.time is None else bias.time.shape[0], *strides, scale, K,
     )  # fmt: skip
     constants = dict(POSITION_COPIES=POSITION_COPIES, TIME_COPIES=TIME_COPIES, ATOMIC=not lists)
-    _run(sparse_attention_bwd_kernel, "bwd", q, v, arguments, sizes | constants | dict(PRECISION=precision(q.dtype)))
+    constants |= sizes | dict(PRECISION=precision(q.dtype))
+    _run("bwd", q, v, arguments, constants, rows, group, K)
     if lists:
         heads = next_power_of_2(H)
         width = padded_head(max(q.shape[2], v.shape[1]))
-        arguments = (
-            do, q, k, v, lse, delta, *pairs_by_key(indices, begins), dk, dv, *bias, *strides, scale, K,
-        )  # fmt: skip
-        tiles = _tiles(q, v) | dict(BH=heads, QUERIES=max(1, 4096 // (heads * width)))
-        run(sparse_attention_bwd_dkv_kernel, T, *arguments, **sizes, **tiles, num_warps=4, num_stages=2)
+        pairs, starts, slots = pairs_by_key(indices, rows, T, group, local=group > 1)
+        many = max(1, 4096 // (heads * width))
+        tiles = _tiles(q, v) | dict(BH=heads)
+        if group == 1:
+            arguments = (do, q, k, v, lse, delta, pairs, starts, dk, dv, *bias, *strides, scale, K)
+            run(
+                sparse_attention_bwd_dkv_kernel,
+                T,
+                *arguments,
+                **sizes,
+                **tiles,
+                QUERIES=many,
+                num_warps=4,
+                num_stages=2,
+            )
+        else:
+            arguments = (
+                do, q, k, v, lse, delta, rows, pairs, starts, dk, dv, *bias, *strides, scale, slots, rows.shape[1],
+            )  # fmt: skip
+            tiles["TOKENS"] = min(many, next_power_of_2(group))
+            run(group_attention_bwd_dkv_kernel, T, *arguments, **sizes, **tiles, num_warps=4, num_stages=1)
     return [dq, dk.to(k.dtype), dv.to(v.dtype), *tables.gradients()]
 
 
@@ -93,25 +140,36 @@ def _tiles(q: Tensor, v: Tensor) -> dict[str, int]:
     return dict(BH=padded_head(q.shape[1]), BD=padded_head(q.shape[2]), BV=padded_head(v.shape[1]))
 
 
-def _run(kernel, part: str, q: Tensor, v: Tensor, arguments: tuple, constants: dict) -> None:
+def _run(kernel: str, q: Tensor, v: Tensor, arguments: tuple, constants: dict, rows: Tensor, group: int, top_k: int):
+    """Launches "fwd" or "bwd" of single queries, or of groups."""
     tiles = _tiles(q, v)
-    config = attention_config(part, q.dtype, tiles["BD"] + tiles["BV"])
-    run(kernel, q.shape[0], *arguments, **constants, **tiles, **config)
+    width = tiles["BD"] + tiles["BV"]
+    if group == 1:
+        kernels = {"fwd": sparse_attention_fwd_kernel, "bwd": sparse_attention_bwd_kernel}
+        run(kernels[kernel], q.shape[0], *arguments, **constants, **tiles, **attention_config(kernel, q.dtype, width))
+        return
+    kernels = {"fwd": group_attention_fwd_kernel, "bwd": group_attention_bwd_kernel}
+    heads, G = next_power_of_2(q.shape[1]), rows.shape[1]
+    config = group_config(kernel, q.dtype, width, heads, group, top_k)
+    tiles["BH"] = heads
+    run(kernels[kernel], (G, cdiv(group, config.TOKENS)), *arguments, G, **constants, **tiles, **config)
 
 
-def _fake(q, k, v, *_):
-    return q.new_empty(*q.shape[:2], v.shape[1]), q.new_empty(q.shape[:2], dtype=torch.float32)
+def _fake(q, k, v, indices, seq_offsets, *rest):
+    T, H, _ = q.shape
+    rows = q.new_empty(rows_shape(T, seq_offsets, rest[-1]), dtype=torch.int64)
+    return q.new_empty(T, H, v.shape[1]), q.new_empty(T, H, dtype=torch.float32), rows
 
 
 sparse_attention_jagged = Operator(
     "sparse_attention",
     "Tensor q, Tensor k, Tensor v, Tensor indices, Tensor seq_offsets, Tensor? position, Tensor? time, "
-    "Tensor? timestamps, Tensor? query_timestamps, float scale",
+    "Tensor? timestamps, Tensor? query_timestamps, float scale, SymInt group",
     forward=_forward,
     backward=_backward,
     fake=_fake,
     differentiable=("q", "k", "v", "position", "time"),
-    outputs=2,
+    outputs=3,
     keep_output=True,
 )
 

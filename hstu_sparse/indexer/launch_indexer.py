@@ -1,13 +1,16 @@
 """Launches the lightning indexer's kernels and registers them as torch.ops.hstu_sparse.lightning_indexer_fwd and _bwd,
 index_scores_fwd and _bwd.
 
-Letters: T tokens of the batch, B sequences, J index heads, E index head size, K chosen tokens per query.
+Letters: T tokens of the batch, B sequences, J index heads, E index head size, K chosen tokens per query, G rows of a
+choice and R tokens that share one (see choices.py).
 """
 
 import torch
 from torch import Tensor
 
+from hstu_sparse.assembly import proven
 from hstu_sparse.indexer import topk
+from hstu_sparse.indexer.choices import choice_rows, num_rows, rows_shape
 from hstu_sparse.indexer.launch import (
     POSITION_COPIES,
     TIME_COPIES,
@@ -16,7 +19,6 @@ from hstu_sparse.indexer.launch import (
     key_block,
     pairs_by_key,
     table_sums,
-    token_begins,
 )
 from hstu_sparse.indexer.scores import index_scores_bwd_dik_kernel, index_scores_bwd_kernel, index_scores_fwd_kernel
 from hstu_sparse.launch import (
@@ -46,7 +48,7 @@ def sample_config(top_k: int) -> tuple[int, int]:
 
 
 @configuration
-def choice_config(heads: int, width: int, dtype: torch.dtype) -> LaunchConfig:
+def choice_config(heads: int, width: int, dtype: torch.dtype, group: int) -> LaunchConfig:
     """The configuration of the kernels that score tiles of ROWS queries and BLOCK keys, for index heads padded to
     `width`. HEADS: index heads whose queries are kept; those of more are read anew for every block of keys.
     """
@@ -55,119 +57,146 @@ def choice_config(heads: int, width: int, dtype: torch.dtype) -> LaunchConfig:
         return LaunchConfig(4, 3, ROWS=32, BLOCK=32, HEADS=kept)
     if dtype.itemsize == 4:
         return LaunchConfig(4, 3, ROWS=32, BLOCK=32, HEADS=1)
-    return LaunchConfig(4, 3, ROWS=64, BLOCK=64 if width <= 128 else 32, HEADS=kept)
+    # Groups are fewer queries: smaller tiles, so that every multiprocessor has some.
+    return LaunchConfig(4, 3, ROWS=64 if group < 4 else 32, BLOCK=64 if width <= 128 else 32, HEADS=kept)
 
 
-def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k):
+def _forward(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k, group):
     T, J, _ = iq.shape
-    scores = torch.empty(T, top_k, dtype=torch.float32, device=iq.device)
-    indices = torch.empty(T, top_k, dtype=torch.int32, device=iq.device)
+    G = num_rows(T, seq_offsets, group)
+    scores = torch.empty(G, top_k, dtype=torch.float32, device=iq.device)
+    indices = torch.empty(G, top_k, dtype=torch.int32, device=iq.device)
+    if group > 1:  # some rows belong to no group
+        scores.fill_(float("-inf"))
+        indices.fill_(-1)
     if T == 0:
-        return scores, indices
+        return scores, indices, choice_rows(seq_offsets, T, group)
     iq, ik = as_rows(iq, ik)
     E, BE, B = iq.shape[2], padded_head(iq.shape[2]), seq_offsets.shape[0] - 1
     bias = kernel_bias(position, time, timestamps, query_timestamps)
-    begins, sequence = token_begins(seq_offsets, T)
     capacity, sample = sample_config(top_k)
-    config = choice_config(J, BE, iq.dtype)
+    config = choice_config(J, BE, iq.dtype, group)
     ROWS = config.ROWS
     SIZE = next_power_of_2(capacity)
-    all_slots = T // ROWS + B
+    all_slots = T // (ROWS * group) + B
     # Before a row holds candidates, its sample (fp32) lies there.
     room = max(capacity, sample // 2)
     slots = min(all_slots, max(1, SCRATCH // (8 * room * ROWS)))
     rows = slots * ROWS
     # A tile's queries have neighbouring rows of candidates, and so have the places past a sequence's end: -1 there.
-    token = torch.arange(T, device=iq.device)
-    places = (begins // ROWS + sequence) * ROWS + token - begins
-    tokens = torch.full((cdiv(all_slots, slots), rows), -1, device=iq.device)
-    tokens.view(-1).index_copy_(0, places, token)
+    rounds = cdiv(all_slots, slots)
+    queries = torch.empty(3, rounds, rows, dtype=torch.int64, device=iq.device)
+    number = dict(ROWS=ROWS, R=group, num_warps=1)
+    run(topk.lightning_indexer_rows_kernel, rounds * slots, seq_offsets, *queries, B, **number)
     candidates = torch.empty(rows * room, dtype=torch.int64, device=iq.device)
     sampled = candidates.view(torch.float32)
     thresholds = torch.full((rows,), float("-inf"), dtype=torch.float32, device=iq.device)
     counts = torch.empty(rows, dtype=torch.int32, device=iq.device)
     strides = (*iq.stride()[:2], ik.stride(0), *w.stride())
-    heads = dict(J=J, E=E, BE=BE, PRECISION=precision(iq.dtype))
+    heads = dict(J=J, E=E, BE=BE, R=group, PRECISION=precision(iq.dtype))
+    asm = proven(iq.device)
     refill = heads | dict(BJ=padded_head(J), ROWS=ROWS, BLOCK=key_block(iq.dtype, BE), SIZE=SIZE)
     # Most rows have far fewer candidates than there is room for; a program for as many has fewer registers.
     some = dict(BLOCK=min(1024, next_power_of_2(top_k)))
     parts = [some | dict(LEAST=0, SIZE=SIZE // 2), some | dict(LEAST=SIZE // 2 + 1, SIZE=SIZE)]
-    for mine, first in zip(tokens, range(0, all_slots, slots)):
+    for tokens, begins, targets, first in zip(*queries, range(0, all_slots, slots)):
         if capacity < T:
             run(
                 topk.lightning_indexer_sample_kernel, slots,
                 iq, ik, w, seq_offsets, sampled, *bias, *strides, B, first, capacity, **heads, SAMPLE=sample,
-                **config.replace(num_stages=2),
+                ASM=asm, **config.replace(num_stages=2),
             )  # fmt: skip
             run(
-                topk.lightning_indexer_threshold_kernel, rows, sampled, begins, mine, thresholds, capacity, top_k,
-                SAMPLE=sample, num_warps=4,
+                topk.lightning_indexer_threshold_kernel, rows, sampled, begins, tokens, thresholds, capacity, top_k,
+                SAMPLE=sample, R=group, num_warps=4,
             )  # fmt: skip
         run(
             topk.lightning_indexer_collect_kernel, slots,
             iq, ik, w, seq_offsets, thresholds, candidates, counts, *bias, *strides, B, first, slots, top_k,
-            **heads, CAPACITY=capacity, **config,
+            **heads, CAPACITY=capacity, ASM=asm, **config,
         )  # fmt: skip
         if capacity < T:
             run(
                 topk.lightning_indexer_refill_kernel, slots,
-                iq, ik, w, begins, mine, candidates, counts, *bias, *strides, capacity, top_k, **refill,
+                iq, ik, w, begins, tokens, candidates, counts, *bias, *strides, capacity, top_k, **refill,
                 num_warps=max(4, min(16, SIZE // 512)), num_stages=2,
             )  # fmt: skip
-        arguments = (mine, candidates, counts, scores, indices, capacity, top_k)
+        arguments = (tokens, targets, candidates, counts, scores, indices, capacity, top_k)
         for part in parts:
             warps = max(1, min(16, part["SIZE"] // PER_WARP))
             run(topk.lightning_indexer_finish_kernel, rows, *arguments, **part, num_warps=warps)
-    return scores, indices
+    return scores, indices, choice_rows(seq_offsets, T, group)
 
 
-def _scores_forward(iq, ik, w, indices, seq_offsets, position, time, timestamps, query_timestamps):
-    T = iq.shape[0]
+def _scores_forward(iq, ik, w, indices, seq_offsets, position, time, timestamps, query_timestamps, group):
+    T, (G, K) = iq.shape[0], indices.shape
+    rows = choice_rows(seq_offsets, T, group)
+    if T == 0 or K == 0:
+        return torch.full(indices.shape, float("-inf"), dtype=torch.float32, device=iq.device), rows
     scores = torch.empty(indices.shape, dtype=torch.float32, device=iq.device)
-    if scores.numel() == 0:
-        return scores
     iq, ik = as_rows(iq, ik)
     arguments = (
-        iq, ik, w, indices, token_begins(seq_offsets, T)[0], scores,
-        *kernel_bias(position, time, timestamps, query_timestamps), *iq.stride()[:2], ik.stride(0), *w.stride(),
-        indices.shape[1],
+        iq, ik, w, indices, rows, scores, *kernel_bias(position, time, timestamps, query_timestamps),
+        *iq.stride()[:2], ik.stride(0), *w.stride(), K, G,
     )  # fmt: skip
-    run(index_scores_fwd_kernel, T, *arguments, **_tiles(iq), num_warps=4, num_stages=3)
-    return scores
+    run(index_scores_fwd_kernel, G, *arguments, **_tiles(iq), R=group, num_warps=4, num_stages=3)
+    return scores, rows
 
 
-def _scores_backward(grad, iq, ik, w, indices, seq_offsets, position, time, timestamps, query_timestamps):
-    (T, J, E), K = iq.shape, indices.shape[1]
+def _scores_backward(
+    grad, iq, ik, w, indices, seq_offsets, position, time, timestamps, query_timestamps, group, rows
+):  # fmt: skip
+    (T, J, E), (G, K) = iq.shape, indices.shape
     deterministic = torch.are_deterministic_algorithms_enabled()
     lists = by_lists(deterministic)
-    diq = torch.empty(iq.shape, dtype=iq.dtype, device=iq.device)
-    dw = torch.empty(w.shape, dtype=w.dtype, device=w.device)
+    # A group's other tokens have no part in its choice.
+    make = torch.empty if group == 1 else torch.zeros
+    diq = make(iq.shape, dtype=iq.dtype, device=iq.device)
+    dw = make(w.shape, dtype=w.dtype, device=w.device)
     make, dtype = (torch.empty, ik.dtype) if lists else (torch.zeros, torch.float32)
     dik = make(ik.shape, dtype=dtype, device=ik.device)
     if T == 0:
         return [diq, dik.to(ik.dtype), dw, *(torch.zeros_like(x) for x in (position, time) if x is not None)]
     iq, ik = as_rows(iq, ik)
     bias = kernel_bias(position, time, timestamps, query_timestamps)
-    begins = token_begins(seq_offsets, T)[0]
     # A masked slot's gradient is not read by the kernels; it makes this bound too great at worst.
-    tables = table_sums(bias, T, deterministic, lambda: grad.nan_to_num().abs().sum(1, dtype=torch.float32).amax())
+    tables = table_sums(
+        position, time, T, deterministic, lambda: grad.nan_to_num().abs().sum(1, dtype=torch.float32).amax()
+    )
     strides = (*grad.stride(), *iq.stride()[:2], ik.stride(0), *w.stride())
     arguments = (
-        grad, iq, ik, w, indices, begins, diq, dik, dw, tables.position, tables.time, tables.unit, *bias[2:],
-        0 if bias.time is None else bias.time.shape[0], *strides, K,
+        grad, iq, ik, w, indices, rows, diq, dik, dw, tables.position, tables.time, tables.unit, *bias[2:],
+        0 if bias.time is None else bias.time.shape[0], *strides, K, G,
     )  # fmt: skip
-    constants = dict(OUT_E=E, POSITION_COPIES=POSITION_COPIES, TIME_COPIES=TIME_COPIES, ATOMIC=not lists)
-    run(index_scores_bwd_kernel, T, *arguments, **_tiles(iq), **constants, num_warps=4, num_stages=2)
+    constants = dict(OUT_E=E, POSITION_COPIES=POSITION_COPIES, TIME_COPIES=TIME_COPIES, ATOMIC=not lists, R=group)
+    run(index_scores_bwd_kernel, G, *arguments, **_tiles(iq), **constants, num_warps=4, num_stages=2)
     if lists:
         heads, width = next_power_of_2(J), padded_head(iq.shape[2])
-        arguments = (grad, iq, ik, w, *pairs_by_key(indices, begins), dik, *strides, K)
-        constants = dict(J=J, E=iq.shape[2], OUT_E=E, BJ=heads, BE=width, QUERIES=max(1, 4096 // (heads * width)))
+        pairs, starts, _ = pairs_by_key(indices, rows, T, group, local=False)
+        arguments = (grad, iq, ik, w, rows, pairs, starts, dik, *strides, K, G)
+        queries = max(1, 4096 // (heads * width))
+        constants = dict(J=J, E=iq.shape[2], OUT_E=E, BJ=heads, BE=width, QUERIES=queries, R=group)
         run(index_scores_bwd_dik_kernel, T, *arguments, **constants, num_warps=4, num_stages=2)
     return [diq, dik.to(ik.dtype), dw, *tables.gradients()]
 
 
-def _backward(grad, iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k, indices):
-    return _scores_backward(grad, iq, ik, w, indices, seq_offsets, position, time, timestamps, query_timestamps)
+def _backward(
+    grad, iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k, group, indices, rows
+):  # fmt: skip
+    tables = position, time, timestamps, query_timestamps
+    return _scores_backward(grad, iq, ik, w, indices, seq_offsets, *tables, group, rows)
+
+
+def _fake(iq, ik, w, seq_offsets, position, time, timestamps, query_timestamps, top_k, group):
+    T = iq.shape[0]
+    G = num_rows(T, seq_offsets, group)
+    shapes = ((G, top_k), torch.float32), ((G, top_k), torch.int32), (rows_shape(T, seq_offsets, group), torch.int64)
+    return tuple(iq.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
+
+
+def _fake_scores(iq, ik, w, indices, seq_offsets, *rest):
+    rows = iq.new_empty(rows_shape(iq.shape[0], seq_offsets, rest[-1]), dtype=torch.int64)
+    return iq.new_empty(indices.shape, dtype=torch.float32), rows
 
 
 def _tiles(iq: Tensor) -> dict:
@@ -180,23 +209,32 @@ def _tiles(iq: Tensor) -> dict:
 
 _TABLES = "Tensor? position, Tensor? time, Tensor? timestamps, Tensor? query_timestamps"
 
-lightning_indexer_operator = Operator(
+lightning_indexer_jagged = Operator(
     "lightning_indexer",
-    f"Tensor iq, Tensor ik, Tensor w, Tensor seq_offsets, {_TABLES}, SymInt top_k",
+    f"Tensor iq, Tensor ik, Tensor w, Tensor seq_offsets, {_TABLES}, SymInt top_k, SymInt group",
     forward=_forward,
     backward=_backward,
-    fake=lambda iq, *rest: tuple(
-        iq.new_empty(iq.shape[0], rest[-1], dtype=dtype) for dtype in (torch.float32, torch.int32)
-    ),
+    fake=_fake,
+    differentiable=("iq", "ik", "w", "position", "time"),
+    outputs=3,
+)
+
+index_scores_jagged = Operator(
+    "index_scores",
+    f"Tensor iq, Tensor ik, Tensor w, Tensor indices, Tensor seq_offsets, {_TABLES}, SymInt group",
+    forward=_scores_forward,
+    backward=_scores_backward,
+    fake=_fake_scores,
     differentiable=("iq", "ik", "w", "position", "time"),
     outputs=2,
 )
 
-index_scores_operator = Operator(
-    "index_scores",
-    f"Tensor iq, Tensor ik, Tensor w, Tensor indices, Tensor seq_offsets, {_TABLES}",
-    forward=_scores_forward,
-    backward=_scores_backward,
-    fake=lambda iq, ik, w, indices, *_: iq.new_empty(indices.shape, dtype=torch.float32),
-    differentiable=("iq", "ik", "w", "position", "time"),
-)
+
+def lightning_indexer_operator(*arguments) -> tuple[Tensor, Tensor]:
+    """Arguments as registered; the scores and the indices."""
+    return lightning_indexer_jagged(*arguments)[:2]
+
+
+def index_scores_operator(*arguments) -> Tensor:
+    """Arguments as registered; the scores alone."""
+    return index_scores_jagged(*arguments)[0]

@@ -1,8 +1,8 @@
 """Launches the kernel of the index loss and registers it: jagged as torch.ops.hstu_sparse.index_loss_fwd and _bwd, in
 padded chunks as index_loss_padded_fwd and _bwd. Both give the loss of each row, [rows] fp32.
 
-Letters: T tokens of the batch, B sequences, H heads, D query/key head size, K chosen tokens per query; C queries and S
-keys of a padded chunk.
+Letters: T tokens of the batch, B sequences, H heads, D query/key head size, K chosen tokens per query, G rows of a
+choice and R tokens that share one (see choices.py); C queries and S keys of a padded chunk.
 
 Forward writes pi - p, where it will be wanted: the gradient but for a factor of each row, by which backward multiplies
 it in place.
@@ -11,7 +11,8 @@ it in place.
 import torch
 from torch import Tensor
 
-from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias, token_begins
+from hstu_sparse.indexer.choices import choice_rows
+from hstu_sparse.indexer.launch import NO_BIAS, kernel_bias
 from hstu_sparse.indexer.loss import index_loss_kernel
 from hstu_sparse.launch import (
     INTERPRET,
@@ -51,23 +52,21 @@ def loss_config(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: in
     return LaunchConfig(8, 5, BLOCK=block, HELD=cdiv(top_k, block))
 
 
-def _launch(scores, q, k, indices, begins, valid, bias, strides, chunk, scale, eps, rows, H, with_grad):
-    """(loss of each row, pi - p in the shape of `scores` or nothing)."""
-    loss = torch.empty(rows, dtype=torch.float32, device=q.device)
+def _launch(scores, q, k, indices, rows, valid, bias, strides, chunk, scale, eps, number, H, group, with_grad):
+    """(loss of each of `number` rows; which rows count, if groups choose; pi - p like `scores`, or nothing)."""
+    loss = torch.empty(number, dtype=torch.float32, device=q.device)
+    counted = torch.empty(number if group > 1 else 0, dtype=torch.float32, device=q.device)
     difference = torch.empty(scores.shape if with_grad else 0, dtype=scores.dtype, device=scores.device)
-    if rows:
+    if number:
         width, heads, K = padded_head(q.shape[-1]), padded_head(H), indices.shape[-1]
         arguments = (
-            scores.contiguous(), q, k, indices, begins, valid, loss, difference if with_grad else None, *bias,
-            *strides, *chunk, scale, eps, K,
+            scores.contiguous(), q, k, indices, rows, valid, loss, counted if group > 1 else None,
+            difference if with_grad else None, *bias, *strides, *chunk, scale, eps, K, number,
         )  # fmt: skip
         config = loss_config(q.dtype, width, heads, K, architecture(q.device))
-        sizes = dict(H=H, D=q.shape[-1], BH=heads, BD=width)
-        padded = begins is None
-        run(
-            index_loss_kernel, rows, *arguments, **sizes, **config, PADDED=padded, PRECISION=precision(q.dtype)
-        )  # fmt: skip
-    return loss, difference
+        sizes = dict(H=H, D=q.shape[-1], BH=heads, BD=width, R=group, PADDED=rows is None)
+        run(index_loss_kernel, number, *arguments, **sizes, **config, PRECISION=precision(q.dtype))
+    return loss, counted, difference
 
 
 def _backward(grad, *arguments):
@@ -76,36 +75,41 @@ def _backward(grad, *arguments):
     return [difference.mul_(grad.view(difference.shape[:-1])[..., None])]
 
 
-def _jagged(q, k, seq_offsets, position, time, timestamps, query_timestamps):
-    """(q, k, begins, bias, strides, chunk) of the kernels."""
-    q, k = as_rows(q, k)
-    begins = token_begins(seq_offsets, q.shape[0])[0]
-    bias = kernel_bias(position, time, timestamps, query_timestamps)
-    return q, k, begins, bias, (0, *q.stride()[:2], 0, k.stride(0)), (0, 1, 1)
-
-
 def _forward(
-    scores, q, k, indices, seq_offsets, position, time, timestamps, query_timestamps, valid, scale, eps, with_grad
+    scores, q, k, indices, seq_offsets, position, time, timestamps, query_timestamps, valid, scale, eps, group,
+    with_grad,
 ):  # fmt: skip
-    rows, H, _ = q.shape
-    q, k, begins, bias, strides, chunk = _jagged(q, k, seq_offsets, position, time, timestamps, query_timestamps)
-    return _launch(scores, q, k, indices, begins, valid, bias, strides, chunk, scale, eps, rows, H, with_grad)
+    T, H, _ = q.shape
+    q, k = as_rows(q, k)
+    rows = choice_rows(seq_offsets, T, group)
+    bias = kernel_bias(position, time, timestamps, query_timestamps)
+    strides, chunk = (0, *q.stride()[:2], 0, k.stride(0)), (0, 1, 1)
+    number = rows.shape[-1]
+    return _launch(
+        scores, q, k, indices, rows, valid, bias, strides, chunk, scale, eps, number, H, group, with_grad
+    )  # fmt: skip
 
 
 def _fake(scores, *others):
-    rows = scores.new_empty(scores.shape[:-1].numel(), dtype=torch.float32)
-    return rows, scores.new_empty(scores.shape if others[-1] else 0)
+    number = scores.shape[:-1].numel()
+    rows, counted = (scores.new_empty(n, dtype=torch.float32) for n in (number, number if others[-2] > 1 else 0))
+    return rows, counted, scores.new_empty(scores.shape if others[-1] else 0)
+
+
+def _fake_padded(scores, *others):
+    return _fake(scores, 1, others[-1])
 
 
 indexer_loss_jagged = Operator(
     "index_loss",
     "Tensor scores, Tensor q, Tensor k, Tensor indices, Tensor seq_offsets, Tensor? position, Tensor? time, "
-    "Tensor? timestamps, Tensor? query_timestamps, Tensor? valid, float scale, float eps, bool with_grad",
+    "Tensor? timestamps, Tensor? query_timestamps, Tensor? valid, float scale, float eps, SymInt group, "
+    "bool with_grad",
     forward=_forward,
     backward=_backward,
     fake=_fake,
     differentiable=("scores",),
-    outputs=2,
+    outputs=3,
     spends=True,
 )
 
@@ -119,7 +123,8 @@ def _padded(query, key, chunk_offset):
 def _padded_forward(scores, query, key, indices, scale, chunk_offset, eps, with_grad):
     B, H, C, _ = query.shape
     query, key, strides, chunk = _padded(query, key, chunk_offset)
-    return _launch(scores, query, key, indices, None, None, NO_BIAS, strides, chunk, scale, eps, B * C, H, with_grad)
+    arguments = (None, None, NO_BIAS, strides, chunk, scale, eps, B * C, H, 1, with_grad)
+    return _launch(scores, query, key, indices, *arguments)
 
 
 indexer_loss_padded = Operator(
@@ -128,16 +133,16 @@ indexer_loss_padded = Operator(
     "bool with_grad",
     forward=_padded_forward,
     backward=_backward,
-    fake=_fake,
+    fake=_fake_padded,
     differentiable=("scores",),
-    outputs=2,
+    outputs=3,
     spends=True,
 )
 
 
-def indexer_loss_operator(scores: Tensor, *arguments) -> Tensor:
-    """Arguments as registered for jagged tensors, `with_grad` left out; the rows' losses alone."""
-    return indexer_loss_jagged(scores, *arguments, torch.is_grad_enabled() and scores.requires_grad)[0]
+def indexer_loss_operator(scores: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+    """Arguments as registered for jagged tensors, `with_grad` left out; the rows' losses, and which groups count."""
+    return indexer_loss_jagged(scores, *arguments, torch.is_grad_enabled() and scores.requires_grad)[:2]
 
 
 def padded_loss_operator(scores: Tensor, *arguments) -> Tensor:

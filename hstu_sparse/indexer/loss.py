@@ -1,7 +1,7 @@
 """The index loss: its kernel, one program for each query.
 
 Letters: T tokens of the batch, B sequences, H heads, D query/key head size, K chosen tokens per query; in padded chunks
-C queries and S keys per sequence. A row is a query of either.
+C queries and S keys per sequence. A row is a query of either; where R tokens share a choice, one of its (choices.py).
 
 Heads are summed after each has been divided by its own normaliser, which is known when all chosen keys have been seen.
 Up to HELD blocks of them stay in registers as scores, and the keys are gathered once; where there are more, they are
@@ -12,13 +12,14 @@ over heads and the maxima over keys stay within a few threads. Scores are kept i
 import triton
 import triton.language as tl
 
+from hstu_sparse.indexer.choices import query_of
 from hstu_sparse.indexer.pairs import LN2, LOG2E, chosen_bias, chosen_tokens, clamped_tokens, exp2, gather_rows, log2
 from hstu_sparse.tiles import load_rows
 
 
 @triton.jit
 def _attention(
-    query, keys, indices, start, row, begin, last, K, k_stride_t, scale, position, time, cells, timestamps,
+    query, keys, indices, start, row, token, begin, t, last, K, k_stride_t, scale, position, time, cells, timestamps,
     query_timestamps, positions, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores of the attention [BLOCK, heads] of the slots from `start` on, not masked."""
@@ -27,7 +28,7 @@ def _attention(
     scores = tl.dot(chosen, query, input_precision=PRECISION) * (scale * LOG2E)
     if (position is not None) or (time is not None):
         bias, _ = chosen_bias(
-            s, s >= 0, row, begin, last, position, time, cells, timestamps, query_timestamps, positions
+            s, s >= 0, token, begin, t, position, time, cells, timestamps, query_timestamps, positions
         )
         scores += (bias * LOG2E)[:, None]
     return scores
@@ -80,29 +81,35 @@ def _divergence(p, pi, eps):
     return tl.where(p == 0.0, 0.0, p * (log2(p + eps) - log2(pi + eps)))
 
 
-@triton.jit(do_not_specialize=["positions", "offset", "C", "S"])
+@triton.jit(do_not_specialize=["positions", "offset", "C", "S", "G"])
 def index_loss_kernel(
-    scores, q, k, indices, begins, valid, loss, difference,
+    scores, q, k, indices, rows, valid, loss, counted, difference,
     position, time, cells, timestamps, query_timestamps, positions,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, offset, C, S, scale, eps, K,
+    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, offset, C, S, scale, eps, K, G,
     H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
-    PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The loss of one row and, if there is room for it, the gradient pi - p of its index scores, 0 where masked.
 
-    HELD: blocks of scores that are kept, at least K / BLOCK; 0 for none.
+    HELD: blocks of scores that are kept, at least K / BLOCK; 0 for none. counted: None, or where it says 1 for a row
+    with a visible choice, else 0.
     """
     row = tl.program_id(0).to(tl.int64)
     counts = True
-    if valid is not None:
-        counts = tl.load(valid + row) != 0
+    token = row
     if PADDED:
         sequence, i = row // C, row % C
         last = tl.minimum(offset + i, S - 1).to(tl.int32)
+        t = last
         queries, keys, begin = q + sequence * q_stride_b + i * q_stride_t, k + sequence * k_stride_b, row * 0
     else:
-        begin = tl.load(begins + row)
-        queries, keys, last = q + row * q_stride_t, k, (row - begin).to(tl.int32)
+        token, begin, t, last = query_of(rows, row, G, R)
+        if R > 1:  # a row without a choice has everything masked, and its gathers read its first token
+            counts = last >= 0
+            token, t, last = tl.maximum(token, 0), tl.maximum(t, 0), tl.maximum(last, 0)
+        queries, keys = q + token * q_stride_t, k
+    if valid is not None:
+        counts = counts & (tl.load(valid + token) != 0)
     head = tl.arange(0, BH)
     inside = head < H
     query = tl.trans(load_rows(queries, head, q_stride_h, inside, D, BD))
@@ -119,8 +126,8 @@ def index_loss_kernel(
             held += (tl.zeros([BLOCK, BH], tl.float32),)
         for start in range(0, K, BLOCK):
             attention = _attention(
-                query, keys, indices, start, row, begin, last, K, k_stride_t, scale, position, time, cells, timestamps,
-                query_timestamps, positions, D, BD, BLOCK, PRECISION,
+                query, keys, indices, start, row, token, begin, t, last, K, k_stride_t, scale, position, time, cells,
+                timestamps, query_timestamps, positions, D, BD, BLOCK, PRECISION,
             )  # fmt: skip
             # Each block to its own registers; by shifts the loop would not be pipelined.
             kept = ()
@@ -129,6 +136,7 @@ def index_loss_kernel(
             held = kept
         # Masks are applied here: the loop waits for nothing but the keys.
         seen = (chosen >= 0) & (chosen <= last) & counts
+        some = tl.max(seen.to(tl.int32)) > 0
         # Triton brings into the products' order what meets a product: with these zeros all masks at once.
         bits = tl.sum(tl.where(seen, bit, 0), 1)[:, None] + (held[0] < float("-inf")).to(tl.int32)
         masked = ()
@@ -161,23 +169,26 @@ def index_loss_kernel(
         total = tl.zeros([BLOCK, BH], tl.float32)
         index_most = tl.full([BLOCK], float("-inf"), tl.float32)
         index_total = tl.zeros([BLOCK], tl.float32)
+        seen = tl.zeros([BLOCK], tl.int32)
         for start in range(0, K, BLOCK):
             attention = _attention(
-                query, keys, indices, start, row, begin, last, K, k_stride_t, scale, position, time, cells, timestamps,
-                query_timestamps, positions, D, BD, BLOCK, PRECISION,
+                query, keys, indices, start, row, token, begin, t, last, K, k_stride_t, scale, position, time, cells,
+                timestamps, query_timestamps, positions, D, BD, BLOCK, PRECISION,
             )  # fmt: skip
             visible = _visible(indices, row, start, last, counts, K, BLOCK)
+            seen |= visible.to(tl.int32)
             most, total = _add_exponentials(most, total, _masked(attention, visible))
             index = _index_scores(scores, row, start, visible, K, BLOCK)
             index_most, index_total = _add_exponentials(index_most, index_total, index)
+        some = tl.max(seen, 0) > 0
         logarithm = _logarithm(most, total)
         logarithm = tl.where(inside, logarithm, float("inf"))
         divergences = tl.zeros([BLOCK], tl.float32)
         index_logarithm = _logarithm(index_most, index_total)
         for start in range(0, K, BLOCK):
             attention = _attention(
-                query, keys, indices, start, row, begin, last, K, k_stride_t, scale, position, time, cells, timestamps,
-                query_timestamps, positions, D, BD, BLOCK, PRECISION,
+                query, keys, indices, start, row, token, begin, t, last, K, k_stride_t, scale, position, time, cells,
+                timestamps, query_timestamps, positions, D, BD, BLOCK, PRECISION,
             )  # fmt: skip
             visible = _visible(indices, row, start, last, counts, K, BLOCK)
             p = tl.sum(exp2(_masked(attention, visible) - logarithm[None, :]), 1) / H
@@ -189,3 +200,5 @@ def index_loss_kernel(
             divergences += _divergence(p, pi, eps)
         divergence = tl.sum(divergences, 0)
     tl.store(loss + row, divergence * LN2)
+    if counted is not None:
+        tl.store(counted + row, some.to(tl.float32))

@@ -9,6 +9,8 @@ for none), the cells that find buckets, the tokens' times and N.
 import triton
 import triton.language as tl
 
+from hstu_sparse.assembly import look_up
+from hstu_sparse.bias.buckets import bucket_of
 from hstu_sparse.bias.gradients import add_pairs
 from hstu_sparse.bias.scores import pair_bias
 from hstu_sparse.tiles import COMPILED
@@ -85,6 +87,31 @@ def chosen_bias(s, visible, token, begin, t, position, time, cells, timestamps, 
         asked = tl.load(query_timestamps + token)
         known = tl.load(timestamps + begin + s, mask=visible, other=0)
     return pair_bias(t - s, visible, asked, known, position, time, cells, positions)
+
+
+@triton.jit
+def split_bias(distance, seen, asked, known, position, time, cells, positions, ASM: tl.constexpr):
+    """The biases of `pair_bias`, bit by bit, of a tile of pairs; with ASM any number for pairs that are not `seen`.
+
+    asked, known: the times of queries and keys, each as (high, low), see `load_split_times`. With ASM, for which the
+    tables are fp32, look-ups stay in the tile's layout: ordinary loads of a tile of scores go through shared memory
+    twice, addresses there and values back.
+    """
+    bias = tl.zeros_like(distance.to(tl.float32))
+    if position is not None:
+        if ASM:
+            place = tl.minimum(tl.maximum(distance, 0), positions - 1)
+            bias += tl.where(distance < positions, look_up(position, place, ASM), 0.0)
+        else:
+            bias += tl.load(position + distance, mask=seen & (distance < positions), other=0.0).to(tl.float32)
+    if time is not None:
+        apart = tl.abs((asked[0] - known[0]) + (asked[1] - known[1]))
+        bucket = bucket_of(apart, cells, ASM)
+        if ASM:
+            bias += look_up(time, bucket, ASM)
+        else:
+            bias += tl.load(time + tl.where(seen, bucket, 0)).to(tl.float32)
+    return bias
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """The lightning indexer, sparse attention and the index loss in plain PyTorch: the specification of the kernels.
 
 Letters: T tokens of the batch, B sequences, n the longest of them, H heads, D query/key and V value head size, J index
-heads, E index head size, K chosen tokens per query (top_k); in padded chunks C queries and S keys per sequence.
+heads, E index head size, K chosen tokens per query (top_k), R tokens that share a choice (selection_group); in padded
+chunks C queries and S keys per sequence. Choices have G rows: T, or T // R + B where R > 1.
 
 The jagged functions work on all pairs of the padded sequences, [B, ..., n, n], so that each rule is one visible mask
 and training on a CPU needs no gather of keys; memory grows with n^2. Slots of a choice are those of `indices`; one that
@@ -19,33 +20,56 @@ from hstu_sparse.precision import widened, working_dtype
 from hstu_sparse.registration import once_only
 
 
+def choice_rows(tokens: int, seq_offsets: Tensor, group: int) -> int:
+    """G: how many rows a choice has."""
+    return tokens if group == 1 else tokens // group + seq_offsets.shape[0] - 1
+
+
 def lightning_indexer_reference(
-    iq: Tensor, ik: Tensor, w: Tensor, seq_offsets: Tensor, top_k: int, *, bias: RelativeBias
+    iq: Tensor, ik: Tensor, w: Tensor, seq_offsets: Tensor, top_k: int, *, bias: RelativeBias, selection_group: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """(scores [T, K], indices [T, K] int32) as `hstu_sparse.lightning_indexer`."""
+    """(scores [G, K], indices [G, K] int32) as `hstu_sparse.lightning_indexer`."""
+    options = dict(bias=bias, selection_group=selection_group)
     if iq.shape[0] == 0:
-        indices = torch.full((0, top_k), -1, dtype=torch.int32, device=iq.device)
-        return index_scores_reference(iq, ik, w, indices, seq_offsets, bias=bias), indices
-    padding = _Padding(seq_offsets)
+        rows = choice_rows(0, seq_offsets, selection_group)
+        indices = torch.full((rows, top_k), -1, dtype=torch.int32, device=iq.device)
+        return index_scores_reference(iq, ik, w, indices, seq_offsets, **options), indices
+    padding = _Padding(seq_offsets, selection_group)
     scores = _all_scores(iq, ik, w, padding, bias)
-    indices = padding.unpad(choose(scores.detach(), padding.causal, top_k))
+    indices = padding.unpad_choice(choose(scores.detach(), padding.choosable, top_k), -1)
     return _at(scores, indices, padding), indices
 
 
 def index_scores_reference(
-    iq: Tensor, ik: Tensor, w: Tensor, indices: Tensor, seq_offsets: Tensor, *, bias: RelativeBias
+    iq: Tensor,
+    ik: Tensor,
+    w: Tensor,
+    indices: Tensor,
+    seq_offsets: Tensor,
+    *,
+    bias: RelativeBias,
+    selection_group: int = 1,
 ) -> Tensor:
-    """Scores [T, K] as `hstu_sparse.index_scores`."""
+    """Scores [G, K] as `hstu_sparse.index_scores`."""
     if iq.shape[0] == 0:
         tables = sum(x.sum() for x in (bias.position, bias.time) if x is not None)
         empty = iq.sum() + ik.sum() + w.sum() + tables
-        return empty + iq.new_zeros(indices.shape, dtype=working_dtype(iq.dtype))
-    padding = _Padding(seq_offsets)
+        # No row is a query's; the product keeps every input in the graph, so that its gradient is zeros and not None.
+        return 0 * empty + iq.new_full(indices.shape, -torch.inf, dtype=working_dtype(iq.dtype))
+    padding = _Padding(seq_offsets, selection_group)
     return _at(_all_scores(iq, ik, w, padding, bias), indices, padding)
 
 
 def sparse_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, seq_offsets: Tensor, *, scale: float, bias: RelativeBias
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    seq_offsets: Tensor,
+    *,
+    scale: float,
+    bias: RelativeBias,
+    selection_group: int = 1,
 ) -> Tensor:
     """[T, H, V] as `hstu_sparse.sparse_attention`."""
     dtype = q.dtype
@@ -54,7 +78,7 @@ def sparse_attention_reference(
         # Nothing to attend to; the sum keeps every input in the graph, so that its gradient is zeros and not None.
         tables = sum(x.sum() for x in (bias.position, bias.time) if x is not None)
         return (q.sum() + k.sum() + tables + v.new_zeros(*q.shape[:2], v.shape[1]) * v.sum()).to(dtype)
-    padding = _Padding(seq_offsets)
+    padding = _Padding(seq_offsets, selection_group)
     logits = _attention_logits(q, k, scale, padding, bias)  # [B, H, n, n]
     slots, visible = padding.slots(indices)
     # How often each key was chosen. The slots that are masked fall into a column too many.
@@ -62,6 +86,10 @@ def sparse_attention_reference(
     times = logits.new_zeros(*slots.shape[:2], n + 1).scatter_add(
         2, slots.where(visible, n), logits.new_ones(slots.shape)
     )[:, None, :, :n]
+    if selection_group > 1:  # the group's choice for each of its tokens, and the group's tokens up to this one
+        number = padding.step // selection_group
+        times = times[:, :, number]
+        times = times + ((number == number[:, None]) & (padding.step <= padding.step[:, None]))
     weights = masked_softmax(logits + times.clamp(min=1).log(), times > 0)
     out = masked_product(weights.to(v.dtype), padding.pad(v)[:, None], times == 0)
     return padding.unpad(out.transpose(1, 2)).to(dtype)
@@ -78,18 +106,26 @@ def indexer_loss_reference(
     bias: RelativeBias,
     valid: Tensor | None,
     eps: float,
+    selection_group: int = 1,
 ) -> Tensor:
     """The scalar of `hstu_sparse.indexer_loss`."""
     if q.shape[0] == 0:
-        return scores.sum()
-    padding = _Padding(seq_offsets)
+        return scores[:0].sum()
+    padding = _Padding(seq_offsets, selection_group)
     slots, visible = padding.slots(indices)
     with torch.no_grad():
         wide = working_dtype(q.dtype)
-        logits = _attention_logits(q.to(wide), k.to(wide), scale, padding, bias)
+        logits = _attention_logits(q.to(wide), k.to(wide), scale, padding, bias, every=selection_group)
         logits = logits.gather(3, slots[:, None].expand(-1, q.shape[1], -1, -1))
-        p = padding.unpad(masked_softmax(logits, visible[:, None]).mean(1))
-    rows = index_divergence(scores, p, padding.unpad(visible), eps)
+        p = padding.unpad_choice(masked_softmax(logits, visible[:, None]).mean(1), 0)
+    if selection_group > 1:
+        # A group counts by its first token, and if it has a choice.
+        counts = visible.any(-1)
+        if valid is not None:
+            counts = counts & padding.pad(valid)[:, ::selection_group]
+        valid = padding.unpad_choice(counts, False)
+    visible = padding.unpad_choice(visible, False)
+    rows = index_divergence(scores, p, visible, eps)
     if valid is None:
         return rows.mean()
     return rows.masked_fill(~valid, 0).sum() / valid.sum().clamp(min=1)
@@ -158,14 +194,28 @@ def index_divergence(scores: Tensor, p: Tensor, visible: Tensor, eps: float) -> 
 
 
 class _Padding:
-    """Jagged sequences side by side, padded to the longest. What stands behind a sequence is hidden by causality."""
+    """Jagged sequences side by side, padded to the longest. What stands behind a sequence is hidden by causality.
 
-    def __init__(self, seq_offsets: Tensor):
-        self.longest = int(seq_offsets.diff().max())
+    The queries that choose are every `group`-th token, m of them in a padded sequence.
+    """
+
+    def __init__(self, seq_offsets: Tensor, group: int = 1):
+        self.longest, self.group = int(seq_offsets.diff().max()), group
         self.index, inside = padded_index(seq_offsets, self.longest)
         self.rows = inside.flatten().nonzero()[:, 0]
         self.step = torch.arange(self.longest, device=seq_offsets.device)
-        self.causal = self.step <= self.step[:, None]  # [n, n]
+        self.first = self.step[::group]
+        self.last = self.first - int(
+            group > 1
+        )  # the last token that a choice may hold: the query, or the one before it
+        self.choosable = self.step <= self.last[:, None]  # [m, n]
+        if group > 1:
+            sequence = torch.arange(self.index.shape[0], device=seq_offsets.device)
+            begin = seq_offsets[:-1].long() // group + sequence
+            self.num_rows = int(seq_offsets[-1]) // group + len(sequence)
+            self.chooses = inside[:, ::group].flatten().nonzero()[:, 0]
+            self.choice = begin[:, None] + torch.arange(len(self.first), device=seq_offsets.device)
+            self.choice = self.choice.clamp(max=self.num_rows - 1)
 
     def pad(self, x: Tensor) -> Tensor:  # [T, ...] -> [B, n, ...]
         return x.index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
@@ -173,38 +223,55 @@ class _Padding:
     def unpad(self, x: Tensor) -> Tensor:  # [B, n, ...] -> [T, ...]
         return x.flatten(0, 1).index_select(0, self.rows)
 
+    def pad_choice(self, x: Tensor) -> Tensor:  # [G, ...] -> [B, m, ...]
+        if self.group == 1:
+            return self.pad(x)
+        return x.index_select(0, self.choice.flatten()).unflatten(0, self.choice.shape)
+
+    def unpad_choice(self, x: Tensor, unused: float) -> Tensor:  # [B, m, ...] -> [G, ...]
+        if self.group == 1:
+            return self.unpad(x)
+        rows = x.new_full((self.num_rows, *x.shape[2:]), unused)
+        chooses = self.chooses
+        return rows.index_copy(0, self.choice.flatten()[chooses], x.flatten(0, 1).index_select(0, chooses))
+
     def slots(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """(indices int64, visible) [B, n, K]; 0 where they are not visible."""
-        slots = self.pad(indices.long())
-        visible = (slots >= 0) & (slots <= self.step[:, None])
+        """(indices int64, visible) [B, m, K]; 0 where they are not visible."""
+        slots = self.pad_choice(indices.long())
+        visible = (slots >= 0) & (slots <= self.last[:, None])
         return slots.masked_fill(~visible, 0), visible
 
 
-def _bias(bias: RelativeBias, padding: _Padding) -> Tensor | float:
-    """b(t, s) of all pairs: [B, n, n], or what broadcasts to it."""
+def _bias(bias: RelativeBias, padding: _Padding, every: int) -> Tensor | float:
+    """b(t, s) of pairs of every `every`-th query: [B, n / every, n], or what broadcasts to it."""
     asked = seen = None
     if bias.time is not None:
-        asked, seen = padding.pad(bias.query_timestamps)[:, :, None], padding.pad(bias.timestamps)[:, None, :]
-    return pair_bias(bias, padding.step[:, None] - padding.step, asked, seen)
+        asked, seen = padding.pad(bias.query_timestamps)[:, ::every, None], padding.pad(bias.timestamps)[:, None, :]
+    return pair_bias(bias, padding.step[::every, None] - padding.step, asked, seen)
 
 
 def _all_scores(iq: Tensor, ik: Tensor, w: Tensor, padding: _Padding, bias: RelativeBias) -> Tensor:
-    """I(t, s) of all pairs [B, n, n], in at least fp32: rounded further, close scores would be chosen otherwise."""
+    """I(t, s) [B, m, n] of the queries that choose, in at least fp32: rounded further, close scores would be chosen
+    otherwise.
+    """
     wide = working_dtype(iq.dtype)
     iq, ik, w = (padding.pad(x.to(wide)) for x in (iq, ik, w))
-    dots = (iq.flatten(1, 2) @ ik.mT).unflatten(1, iq.shape[1:3])  # [B, n, J, n]
+    iq, w = iq[:, :: padding.group], w[:, :: padding.group]
+    dots = (iq.flatten(1, 2) @ ik.mT).unflatten(1, iq.shape[1:3])  # [B, m, J, n]
     scores = (w[:, :, None] @ dots.relu()).squeeze(2)
-    return scores + _bias(bias, padding)
+    return scores + _bias(bias, padding, padding.group)
 
 
 def _at(scores: Tensor, indices: Tensor, padding: _Padding) -> Tensor:
-    """scores [B, n, n] at indices [T, K], -inf where these are masked."""
+    """scores [B, m, n] at indices [G, K], -inf where these are masked."""
     slots, visible = padding.slots(indices)
-    return padding.unpad(scores.gather(2, slots).masked_fill(~visible, -torch.inf))
+    return padding.unpad_choice(scores.gather(2, slots).masked_fill(~visible, -torch.inf), -torch.inf)
 
 
-def _attention_logits(q: Tensor, k: Tensor, scale: float, padding: _Padding, bias: RelativeBias) -> Tensor:
-    """scale * q.k + b of all pairs: [B, H, n, n]."""
-    logits = padding.pad(q * scale).transpose(1, 2) @ padding.pad(k)[:, None].mT
-    found = _bias(bias, padding)
+def _attention_logits(
+    q: Tensor, k: Tensor, scale: float, padding: _Padding, bias: RelativeBias, every: int = 1
+) -> Tensor:
+    """scale * q.k + b of all pairs of every `every`-th query: [B, H, n / every, n]."""
+    logits = padding.pad(q * scale)[:, ::every].transpose(1, 2) @ padding.pad(k)[:, None].mT
+    found = _bias(bias, padding, every)
     return logits + (found[..., None, :, :] if isinstance(found, Tensor) else found)

@@ -1,12 +1,15 @@
 """The lightning indexer's choice: exact, stable top-k of each query's scores without a [T, N] tensor of them.
 
-Letters: T tokens of the batch, B sequences, J index heads, E index head size, K chosen tokens per query (top_k).
+Letters: T tokens of the batch, B sequences, J index heads, E index head size, K chosen tokens per query (top_k), R
+tokens that share a choice (selection_group): every R-th token of a sequence is a query. With R = 1 a query may choose
+itself, else only tokens before it.
 
-Four kernels. `sample` scores some of the keys for each tile of queries, `threshold` takes from a query's sample a
-score that a few more than K of all its keys reach. `collect` scores all keys and writes those that reach the threshold
-to the query's row of candidates, in order of s; `finish` takes the K greatest of that row. Where the sample misled, so
-that a row has fewer than K candidates or more than it has room for, `refill` walks over the query's keys again, prunes
-the row whenever it is full, and needs no threshold: the result is exact whatever the sample was, only later.
+Five kernels. `rows` numbers the queries. `sample` scores some of the keys for each tile of queries, `threshold` takes
+from a query's sample a score that a few more than K of all its keys reach. `collect` scores all keys and writes those
+that reach the threshold to the query's row of candidates, in order of s; `finish` takes the K greatest of that row.
+Where the sample misled, so that a row has fewer than K candidates or more than it has room for, `refill` walks over the
+query's keys again, prunes the row whenever it is full, and needs no threshold: the result is exact whatever the sample
+was, only later.
 
 Sampled keys are one of each stretch of equal length, at a place in it that looks random: no period of the data, like
 actions between items, can hide from them. Where a query sees no more tokens than a row has room for, all are
@@ -17,8 +20,29 @@ so a row holds even a score that all keys share.
 import triton
 import triton.language as tl
 
+from hstu_sparse.bias.buckets import load_split_times
 from hstu_sparse.bias.scores import pair_bias
+from hstu_sparse.indexer.pairs import split_bias
 from hstu_sparse.tiles import COMPILED, load_rows, locate
+
+
+@triton.jit
+def _queries(tile, length, ROWS: tl.constexpr, R: tl.constexpr):
+    """(positions of a tile's queries, which of them there are, the last position that each may choose)."""
+    t = (tile * ROWS + tl.arange(0, ROWS)) * R
+    return t, t < length, t if R == 1 else t - 1
+
+
+@triton.jit(do_not_specialize=["B"])
+def lightning_indexer_rows_kernel(offsets, tokens, begins, targets, B, ROWS: tl.constexpr, R: tl.constexpr):
+    """Of each query of a tile: its token, -1 where there is none, its sequence's first token, its row of the result."""
+    slot = tl.program_id(0)
+    b, begin, length, tile = locate(offsets, slot, B, ROWS * R)
+    t, inside, _ = _queries(tile, length, ROWS, R)
+    row = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tl.store(tokens + row, tl.where(inside, begin + t, -1))
+    tl.store(begins + row, begin + tl.zeros([ROWS], tl.int64))
+    tl.store(targets + row, begin + t if R == 1 else begin // R + b + t // R)
 
 
 @triton.jit
@@ -33,7 +57,7 @@ def _scores(
     queries, weights, iq, w, ik, rows, inside, key_token, key_inside, t, s, seen,
     position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h,
-    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+    J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """I(t, s) of a tile [ROWS, BLOCK]. queries, weights: of the first heads, see `_load_heads`."""
     keys = tl.trans(load_rows(ik, key_token, ik_stride_t, key_inside, E, BE))
@@ -44,13 +68,14 @@ def _scores(
         query, weight = _load_head(iq, w, rows, inside, head, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E, BE)
         scores += _weighed(query, weight, keys, PRECISION)
     if (position is not None) or (time is not None):
-        asked = 0
-        known = 0
+        asked = 0.0, 0.0
+        known = 0.0, 0.0
         if time is not None:
-            asked = tl.load(query_timestamps + rows, mask=inside, other=0)[:, None]
-            known = tl.load(timestamps + key_token, mask=key_inside, other=0)[None, :]
-        bias, _ = pair_bias(t[:, None] - s[None, :], seen, asked, known, position, time, cells, positions)
-        scores += bias
+            high, low = load_split_times(query_timestamps + rows, inside)
+            asked = high[:, None], low[:, None]
+            high, low = load_split_times(timestamps + key_token, key_inside)
+            known = high[None, :], low[None, :]
+        scores += split_bias(t[:, None] - s[None, :], seen, asked, known, position, time, cells, positions, ASM)
     return scores
 
 
@@ -94,16 +119,15 @@ def lightning_indexer_sample_kernel(
     position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, B, first_slot, capacity,
     J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SAMPLE: tl.constexpr, PRECISION: tl.constexpr,
+    SAMPLE: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores of SAMPLE keys for a tile of queries, -inf for those that a query does not see."""
     slot = tl.program_id(0)
-    _, begin, length, tile = locate(offsets, first_slot + slot, B, ROWS)
-    t = tile * ROWS + tl.arange(0, ROWS)
-    end = tl.minimum(tile * ROWS + ROWS, length)
-    if (tile * ROWS >= length) | (end <= capacity):
+    _, begin, length, tile = locate(offsets, first_slot + slot, B, ROWS * R)
+    t, inside, last = _queries(tile, length, ROWS, R)
+    end = tl.minimum(tl.max(last, 0) + 1, length)
+    if (tile * ROWS * R >= length) | (end <= capacity):
         return
-    inside = t < length
     rows = begin + t
     row = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     # A quarter of the keys is enough where they are few.
@@ -116,11 +140,11 @@ def lightning_indexer_sample_kernel(
     for start in range(0, sampled_keys, BLOCK):
         i = start + tl.arange(0, BLOCK)
         s = _sampled(i, stride, end)
-        seen = (s[None, :] <= t[:, None]) & inside[:, None]
+        seen = (s[None, :] <= last[:, None]) & inside[:, None]
         scores = _scores(
             queries, weights, iq, w, ik, rows, inside, begin + s, s < end, t, s, seen,
             position, time, cells, timestamps, query_timestamps, positions,
-            iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, PRECISION,
+            iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, PRECISION, ASM,
         )  # fmt: skip
         tl.store(sampled + row[:, None] * SAMPLE + i[None, :], tl.where(seen, scores, float("-inf")))
 
@@ -167,13 +191,15 @@ def _cut(keys, low, high, count, least, most):
 
 
 @triton.jit
-def lightning_indexer_threshold_kernel(sampled, begins, tokens, thresholds, capacity, K, SAMPLE: tl.constexpr):
+def lightning_indexer_threshold_kernel(
+    sampled, begins, tokens, thresholds, capacity, K, SAMPLE: tl.constexpr, R: tl.constexpr
+):
     """For one query a score that in all likelihood K to `capacity` of its keys reach; -inf where all fit anyway."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     if token < 0:
         return
-    seen = (token - tl.load(begins + token) + 1).to(tl.int32)
+    seen = (token - tl.load(begins + row) + (1 if R == 1 else 0)).to(tl.int32)
     threshold = float("-inf")
     if seen > capacity:
         scores = tl.load(sampled + row * SAMPLE + tl.arange(0, SAMPLE))
@@ -205,18 +231,18 @@ def _reaches(scores, bar):
 @triton.jit
 def _collect(
     start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, mine, rows, inside, begin,
-    length, t, position, time, cells, timestamps, query_timestamps, positions,
+    length, t, last, position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K,
     CAPACITY: tl.constexpr, J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Writes the candidates of a block of keys to `mine`; returns how many each row has by then."""
     s = start + tl.arange(0, BLOCK)
-    seen = inside[:, None] & (s[None, :] <= t[:, None])
+    seen = inside[:, None] & (s[None, :] <= last[:, None])
     scores = _scores(
         queries, weights, iq, w, ik, rows, inside, begin + s, s < length, t, s, seen,
         position, time, cells, timestamps, query_timestamps, positions,
-        iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, PRECISION,
+        iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, PRECISION, ASM,
     )  # fmt: skip
     # Of several that equal the threshold, those after the first K candidates lose. Past its limit a row takes nothing,
     # an infinite score neither.
@@ -241,8 +267,8 @@ def _collect(
     # In halves of an entry; an entry and a half less, as the place is that behind it and the bit of those taken is set.
     halves = mine.to(tl.pointer_type(tl.int32), bitcast=True) - 3 + (word >> 9).to(tl.uint64)
     tl.store(halves.to(tl.pointer_type(tl.int64), bitcast=True), packed.to(tl.int64), mask=(word & 512) != 0)
-    last = tl.sum(tl.where((tl.arange(0, BLOCK) == BLOCK - 1)[None, :], place, 0), 1)
-    return ((last & 0x7FFFFF) >> 1).to(tl.int32) - row
+    behind = tl.sum(tl.where((tl.arange(0, BLOCK) == BLOCK - 1)[None, :], place, 0), 1)
+    return ((behind & 0x7FFFFF) >> 1).to(tl.int32) - row
 
 
 @triton.jit(do_not_specialize=["positions", "B", "first_slot", "slots"])
@@ -251,39 +277,38 @@ def lightning_indexer_collect_kernel(
     position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, B, first_slot, slots, K,
     CAPACITY: tl.constexpr, J: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, HEADS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The candidates of a tile of queries, in order of s, and their number; CAPACITY + 1 where there may be more."""
     # Last things first: the tiles late in a sequence take longest.
     slot = slots - 1 - tl.program_id(0)
-    _, begin, length, tile = locate(offsets, first_slot + slot, B, ROWS)
-    if tile * ROWS >= length:
+    _, begin, length, tile = locate(offsets, first_slot + slot, B, ROWS * R)
+    if tile * ROWS * R >= length:
         return
-    t = tile * ROWS + tl.arange(0, ROWS)
-    inside = t < length
+    t, inside, last = _queries(tile, length, ROWS, R)
     rows = begin + t
     row = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mine = candidates + slot.to(tl.int64) * (ROWS * CAPACITY)
     threshold = tl.load(thresholds + row, mask=inside, other=float("inf"))
     above = tl.where(threshold == float("-inf"), threshold, _unordered(_ordered(threshold) + 1))
     # Where a whole block might not fit any more. There is room for all of CAPACITY tokens.
-    limit = tl.where(t >= CAPACITY, CAPACITY - BLOCK, CAPACITY)
+    limit = tl.where(last >= CAPACITY, CAPACITY - BLOCK, CAPACITY)
     queries, weights = _load_heads(iq, w, rows, inside, iq_stride_t, iq_stride_h, w_stride_t, w_stride_h, E, BE, HEADS)
     step = tl.arange(0, BLOCK)
     triangle = (step[:, None] <= step[None, :]).to(tl.float16) + 0.5 * (step[:, None] == step[None, :]).to(tl.float16)
     count = tl.zeros([ROWS], tl.int32)
-    whole = (tile * ROWS) // BLOCK * BLOCK
+    whole = (tile * ROWS * R) // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         count = _collect(
             start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, mine, rows, inside,
-            begin, length, t, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t, iq_stride_h,
-            ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, ROWS, BLOCK, False, PRECISION,
+            begin, length, t, last, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t,
+            iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, ROWS, BLOCK, False, PRECISION, ASM,
         )  # fmt: skip
-    for start in range(whole, tl.minimum(tile * ROWS + ROWS, length), BLOCK):
+    for start in range(whole, tl.minimum(tl.max(last, 0) + 1, length), BLOCK):
         count = _collect(
             start, count, queries, weights, threshold, above, limit, triangle, iq, w, ik, mine, rows, inside,
-            begin, length, t, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t, iq_stride_h,
-            ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, ROWS, BLOCK, True, PRECISION,
+            begin, length, t, last, position, time, cells, timestamps, query_timestamps, positions, iq_stride_t,
+            iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, K, CAPACITY, J, E, BE, ROWS, BLOCK, True, PRECISION, ASM,
         )  # fmt: skip
     tl.store(counts + row, tl.where(count > limit, CAPACITY + 1, count), mask=inside)
 
@@ -309,10 +334,11 @@ def _refill(
     iq, ik, w, token, begin, mine, position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, capacity, K,
     J: tl.constexpr, E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes a query's candidates to `mine` anew, without a threshold; returns how many."""
     t = (token - begin).to(tl.int32)
+    end = t + 1 if R == 1 else t
     head = tl.arange(0, BJ)
     inside = head < J
     query = load_rows(iq + token * iq_stride_t, head, iq_stride_h, inside, E, BE)
@@ -320,9 +346,9 @@ def _refill(
     place = tl.arange(0, SIZE)
     bar = float("-inf")
     held = 0
-    for start in range(0, t + 1, BLOCK):
+    for start in range(0, end, BLOCK):
         s = start + tl.arange(0, BLOCK)
-        seen = s <= t
+        seen = s < end
         keys = load_rows(ik, begin + s, ik_stride_t, seen, E, BE)
         dots = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         scores = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], 0)
@@ -357,16 +383,16 @@ def lightning_indexer_refill_kernel(
     position, time, cells, timestamps, query_timestamps, positions,
     iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, capacity, K,
     J: tl.constexpr, E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Candidates anew of those queries of a tile whose candidates will not do: hardly any."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     each = tl.arange(0, ROWS)
     token = tl.load(tokens + first + each)
     inside = token >= 0
-    begin = tl.load(begins + token, mask=inside, other=0)
+    begin = tl.load(begins + first + each)
     count = tl.load(counts + first + each, mask=inside, other=0)
-    wanted = tl.minimum(token - begin + 1, K)
+    wanted = tl.minimum(token - begin + (1 if R == 1 else 0), K)
     wrong = (inside & ((count < wanted) | (count > capacity))).to(tl.int32)
     left = tl.sum(wrong, 0)
     while left > 0:
@@ -377,34 +403,34 @@ def lightning_indexer_refill_kernel(
         row = first + one
         asked = tl.load(tokens + row)
         held = _refill(
-            iq, ik, w, asked, tl.load(begins + asked), candidates + row * capacity,
+            iq, ik, w, asked, tl.load(begins + row), candidates + row * capacity,
             position, time, cells, timestamps, query_timestamps, positions,
             iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, capacity, K, J, E, BJ, BE, BLOCK, SIZE,
-            PRECISION,
+            R, PRECISION,
         )  # fmt: skip
         tl.store(counts + row, held)
 
 
 @triton.jit
 def lightning_indexer_finish_kernel(
-    tokens, candidates, counts, scores, indices, capacity, K, LEAST: tl.constexpr, SIZE: tl.constexpr,
+    tokens, targets, candidates, counts, scores, indices, capacity, K, LEAST: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The K greatest of one query's candidates, and -1 behind them, if they are LEAST to SIZE."""
     row = tl.program_id(0).to(tl.int64)
-    token = tl.load(tokens + row)
-    if token < 0:
+    if tl.load(tokens + row) < 0:
         return
     count = tl.load(counts + row)
     if (count < LEAST) | (count > SIZE):
         return
-    mine, scores, indices = candidates + row * capacity, scores + token * K, indices + token * K
+    target = tl.load(targets + row) * K
+    mine, scores, indices = candidates + row * capacity, scores + target, indices + target
     place = tl.arange(0, SIZE)
     inside = place < count
     packed = tl.load(mine + place, mask=inside, other=0)
-    kept, target, _ = _keep(packed, inside, count, K)
-    tl.store(scores + target, (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=kept)
-    tl.store(indices + target, packed.to(tl.int32), mask=kept)
+    kept, rank, _ = _keep(packed, inside, count, K)
+    tl.store(scores + rank, (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=kept)
+    tl.store(indices + rank, packed.to(tl.int32), mask=kept)
     for start in range(count, K, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         tl.store(scores + slot, float("-inf"), mask=slot < K)

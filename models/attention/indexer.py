@@ -1,19 +1,45 @@
-"""The kind `indexer`. Letters: T tokens, J heads of the indexer, E their size."""
+"""The kind `indexer`.
 
-from typing import Literal
+Letters: T tokens, J heads of the indexer, E their size, R tokens that share a choice, G rows of a choice.
+"""
+
+from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
 from hstu_sparse.bias.relative import RelativeBias
-from hstu_sparse.indexer import MOST_CHOSEN
+from hstu_sparse.indexer import MOST_CHOSEN, MOST_SHARING
 from hstu_sparse.jagged import sequence_ids
+from hstu_sparse.launch import next_power_of_2
 from models.attention.shared import BiasedAttention, TimeBias, new_table, relative_bias
 from models.contract import AuxLoss, LayerSizes
+
+# Entries of the indices that a dense step of warm-up makes: 4 GiB of int32, and twice as much of scores and gradients.
+MOST_INDICES = 2**30
+
+
+def _number(value):
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise ValueError(f"expected a whole number of at least 1, or auto, got {value!r}")
+
+
+Automatic = Annotated[int | Literal["auto"], BeforeValidator(_number)]
+
+
+def default_top_k(max_seq_len: int) -> int:
+    """An eighth of the longest history, as a power of two from 8 to 128."""
+    return min(128, max(8, next_power_of_2(max_seq_len // 8)))
+
+
+def default_selection_group(max_seq_len: int) -> int:
+    """4 tokens up to a length of 512, 8 up to 2,048 and 16 beyond (docs/indexer.md: speed and quality by length)."""
+    return 4 if max_seq_len <= 512 else 8 if max_seq_len <= 2048 else 16
 
 
 class BiasTables(nn.Module):
@@ -33,14 +59,19 @@ class IndexerAttention(BiasedAttention):
 
     The indexer sees the layer's input detached and learns from one loss of its own, KL(attention, indexer) over the
     chosen tokens; the rest of the model never learns from that. For the first `warmup_steps` the attention is dense,
-    and the indexer learns from all tokens at or before each one.
+    and the indexer learns from all tokens that a query may choose.
     """
 
     class Config(BiasedAttention.Config):
-        """`top_k` tokens are chosen by `num_index_heads` heads of `index_dim`; `index_*_bias` are the indexer's own."""
+        """`top_k` tokens are chosen by `num_index_heads` heads of `index_dim`; `index_*_bias` are the indexer's own.
+
+        `selection_group` neighbouring tokens share a choice, made by the first of them among the tokens before it, and
+        see each other up to themselves; with 1 each token chooses for itself. `auto`: by max_seq_len.
+        """
 
         kind: Literal["indexer"]
-        top_k: int = Field(64, ge=1)
+        top_k: Automatic = "auto"
+        selection_group: Automatic = "auto"
         num_index_heads: int = Field(4, ge=1)
         index_dim: int = Field(32, ge=1)
         index_position_bias: bool = True
@@ -49,8 +80,17 @@ class IndexerAttention(BiasedAttention):
         warmup_steps: int = Field(0, ge=0)
         backend: Literal["auto", "triton", "reference"] = "auto"
 
+        def for_model(self, sizes: LayerSizes) -> Self:
+            defaults = {"top_k": default_top_k, "selection_group": default_selection_group}
+            chosen = {name: make(sizes.max_seq_len) for name, make in defaults.items() if getattr(self, name) == "auto"}
+            return super().for_model(sizes).model_copy(update=chosen)
+
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
+            if self.selection_group > MOST_SHARING and self.backend != "reference":
+                raise ValueError(
+                    f"selection_group={self.selection_group}: the kernels take up to {MOST_SHARING} tokens in a group"
+                )
             if MOST_CHOSEN < self.top_k < sizes.max_seq_len and self.backend != "reference":
                 raise ValueError(
                     f"top_k={self.top_k}: the kernels choose up to {MOST_CHOSEN:,} of "
@@ -64,6 +104,7 @@ class IndexerAttention(BiasedAttention):
             return (self.warmup_steps,)
 
     def __init__(self, config: Config, sizes: LayerSizes):
+        config = config.for_model(sizes)
         super().__init__(config, sizes, positions=sizes.max_seq_len)
         self.index_query = nn.Linear(sizes.embedding_dim, config.num_index_heads * config.index_dim, bias=False)
         self.index_key = nn.Linear(sizes.embedding_dim, config.index_dim, bias=False)
@@ -81,17 +122,18 @@ class IndexerAttention(BiasedAttention):
         c, offsets = self.config, batch.seq_offsets
         k, v, bias = k.squeeze(1), v.squeeze(1), self.bias(batch)
         iq, ik, w = self.index(x.detach())
-        options = {"bias": self.index_tables(batch), "backend": c.backend}
+        shared = {"selection_group": c.selection_group, "backend": c.backend}
+        options = {"bias": self.index_tables(batch), **shared}
         if batch.phase < c.warmup_steps or c.top_k >= self.sizes.max_seq_len:
-            indices = self.every_index(batch, q.device)
+            indices = batch.once(("every index", c.selection_group), lambda: self.every_index(batch, q.device))
             scores = hstu_sparse.index_scores(iq, ik, w, indices, offsets, **options) if self.training else None
         else:
             scores, indices = hstu_sparse.lightning_indexer(iq, ik, w, offsets, c.top_k, **options)
-        out = hstu_sparse.sparse_attention(q, k, v, indices, offsets, bias=bias, backend=c.backend)
+        out = hstu_sparse.sparse_attention(q, k, v, indices, offsets, bias=bias, **shared)
         if not self.training:
             return out, {}
         loss = hstu_sparse.indexer_loss(
-            q.detach(), k.detach(), scores, indices, offsets, bias=bias, valid=batch.real, backend=c.backend
+            q.detach(), k.detach(), scores, indices, offsets, bias=bias, valid=batch.real, **shared
         )
         return out, {"indexer_loss": AuxLoss.of(loss, c.loss_weight)}
 
@@ -103,12 +145,25 @@ class IndexerAttention(BiasedAttention):
         return iq, ik, self.index_weight(x) * (c.num_index_heads * c.index_dim) ** -0.5
 
     def every_index(self, batch: Batch, device: torch.device) -> Tensor:
-        """All tokens at or before each token: [T, longest] int32, -1 behind them."""
+        """All tokens that each query may choose: [G, longest] int32, -1 behind them."""
         # On a GPU, max_seq_len spares the host from waiting for the longest length of the batch.
-        longest = self.sizes.max_seq_len
+        longest, group = self.sizes.max_seq_len, self.config.selection_group
         if device.type != "cuda":
             longest = int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
-        token = torch.arange(batch.num_tokens, device=device)
-        place = token - batch.seq_offsets[sequence_ids(batch.seq_offsets, batch.num_tokens)]
+        begins, offsets = batch.seq_offsets[:-1], batch.seq_offsets
+        rows = batch.num_tokens if group == 1 else batch.num_tokens // group + batch.num_sequences
+        if rows * longest > MOST_INDICES:
+            raise ValueError(
+                f"indexer: {rows:,} choices among all of {longest:,} tokens, as in warm-up, are more than the "
+                f"{MOST_INDICES:,} indices that fit; take warmup_steps: 0, a smaller batch or a larger selection_group"
+            )
+        row = torch.arange(rows, device=device)
+        if group == 1:
+            last = row - begins[sequence_ids(offsets, rows)]
+        else:
+            first = begins // group + torch.arange(batch.num_sequences, device=device)  # a sequence's first row
+            sequence = torch.searchsorted(first, row, right=True) - 1
+            t = (row - first[sequence]) * group
+            last = torch.where(t < offsets.diff()[sequence], t, 0) - 1
         every = torch.arange(longest, dtype=torch.int32, device=device)
-        return torch.where(every <= place[:, None], every, -1)
+        return torch.where(every <= last[:, None], every, -1)

@@ -51,11 +51,12 @@ def test_padding_and_weight_of_the_loss():
     torch.testing.assert_close(aux["indexer_loss"].weighted, 0.25 * aux["indexer_loss"].value)
 
 
-def test_the_warm_up_is_dense():
-    layer, batch = make_layer(top_k=3, warmup_steps=100), make_batch([9, 0, 17])
+@pytest.mark.parametrize("group", [1, 4])
+def test_the_warm_up_is_dense(group):
+    layer, batch = make_layer(top_k=3, warmup_steps=100, selection_group=group), make_batch([9, 0, 17])
     assert layer.config.phase_ends() == (100,)
     given = layer_inputs(batch)
-    everything = make_layer(top_k=40)
+    everything = make_layer(top_k=40, selection_group=group)
     everything.load_state_dict(layer.state_dict())
     dense, dense_aux = everything(*given, batch)
     batch.phase = 0
@@ -64,6 +65,26 @@ def test_the_warm_up_is_dense():
     torch.testing.assert_close(aux, dense_aux)
     batch.phase = 100
     assert not torch.allclose(layer(*given, batch)[0], dense)
+    alone = make_layer(top_k=40, selection_group=1)
+    alone.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(alone(*given, batch)[0], dense)  # each token sees all before it, whoever chose
+
+
+def test_a_warm_up_too_large_is_refused(monkeypatch):
+    monkeypatch.setattr("models.attention.indexer.MOST_INDICES", 100)
+    layer, batch = make_layer(top_k=3, warmup_steps=1, selection_group=2), make_batch([9, 17])
+    batch.phase = 0
+    with pytest.raises(ValueError, match=r"15 choices among all of 17 tokens, as in warm-up, are more than the 100 "):
+        layer(*layer_inputs(batch), batch)
+
+
+@pytest.mark.parametrize(("length", "top_k", "group"), [(12, 8, 4), (200, 32, 4), (2048, 128, 8), (32_768, 128, 16)])
+def test_defaults_follow_the_length(length, top_k, group):
+    sizes = LayerSizes(2, 6, 5, 16, length)
+    config = IndexerAttention.Config(kind="indexer").for_model(sizes)
+    assert (config.top_k, config.selection_group) == (top_k, group)
+    given = IndexerAttention.Config(kind="indexer", top_k=5, selection_group=3)
+    assert given.for_model(sizes) == given
 
 
 @pytest.mark.parametrize(
@@ -71,6 +92,10 @@ def test_the_warm_up_is_dense():
     [
         ({"top_k": 3000}, "top_k=3000: the kernels choose up to 2,048 of model.max_seq_len=8000 tokens, or all"),
         ({"top_k": 8000}, None),
+        ({"selection_group": 200}, "selection_group=200: the kernels take up to 128 tokens in a group"),
+        ({"selection_group": 200, "backend": "reference"}, None),
+        ({"top_k": 0}, "top_k\n.*expected a whole number of at least 1, or auto, got 0"),
+        ({}, None),
         ({"top_k": 3000, "backend": "reference"}, None),
     ],
 )
@@ -105,7 +130,9 @@ def test_the_indexer_finds_what_was_planted(one_thread):
     topics, top_k, size, sequences = 5, 8, 16, 3
     half = topics * top_k
     layer = IndexerAttention(
-        IndexerAttention.Config(kind="indexer", top_k=top_k, num_index_heads=4, index_dim=16, warmup_steps=40),
+        IndexerAttention.Config(
+            kind="indexer", top_k=top_k, selection_group=1, num_index_heads=4, index_dim=16, warmup_steps=40
+        ),
         LayerSizes(2, size, 4, 32, 2 * half),
     ).train()
     codes, roles = torch.randn(topics, 32), torch.randn(2, 32)

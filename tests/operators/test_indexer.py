@@ -99,16 +99,75 @@ def test_references_by_hand(biased):
     torch.testing.assert_close(loss, torch.stack(rows)[valid].mean())
 
 
-def test_gradients_of_the_references():
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("group", [2, 3, 8, 50])
+def test_groups_by_hand(biased, group):
+    """Every rule of a shared choice, group by group; the losses' gradients by autograd of the plain loop."""
+    lengths = (7, 0, 12, 1)
+    x, bias, offsets = inputs(lengths), tables(lengths) if biased else None, make_offsets(lengths)
+    options = dict(selection_group=group, bias=bias)
+    scores, indices = lightning_indexer(x["iq"], x["ik"], x["w"], offsets, 4, **options)
+    used = cases.group_rows(lengths, group)  # row -> (first token of the sequence, t0, tokens of the group)
+    assert indices.shape == scores.shape == (sum(lengths) // group + 4, 4) and len(used) == sum(
+        -(-n // group) for n in lengths
+    )
+    given = cases.group_indices(lengths, 6, group, torch.Generator().manual_seed(0))  # repeated, masked
+    at = index_scores(x["iq"], x["ik"], x["w"], given, offsets, **options)
+    out = sparse_attention(x["q"], x["k"], x["v"], given, offsets, scale=0.3, **options)
+    guess = torch.randn(len(given), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(8)).requires_grad_()
+    valid = torch.rand(20, generator=torch.Generator().manual_seed(9)) < 0.6
+    plain = list(by_hand(x, lengths, bias, None))
+    terms, counted = [], []
+    for row in range(len(indices)):
+        if row not in used:
+            assert (indices[row] == -1).all() and (scores[row] == -math.inf).all() and (at[row] == -math.inf).all()
+            continue
+        begin, t0, size = used[row]
+        own = plain[begin + t0][0][:t0]
+        best = sorted(range(t0), key=lambda s: (-own[s].item(), s))[:4]
+        assert indices[row].tolist() == sorted(best) + [-1] * (4 - len(best))
+        torch.testing.assert_close(scores[row, : len(best)], own[sorted(best)])
+        chosen = [s for s in given[row].tolist() if 0 <= s < t0]
+        visible = (given[row] >= 0) & (given[row] < t0)
+        torch.testing.assert_close(at[row][visible], own[chosen])
+        assert (at[row][~visible] == -math.inf).all()
+        for t in range(t0, t0 + size):
+            seen = chosen + list(range(t0, t + 1))
+            weights = attention_by_hand(x, bias, begin, t, seen).softmax(1)
+            torch.testing.assert_close(out[begin + t], weights @ x["v"][begin:][seen])
+        if chosen:
+            p, pi = attention_by_hand(x, bias, begin, t0, chosen).softmax(1).mean(0), guess[row][visible].softmax(0)
+            terms.append((p * (p.log() - pi.log())).sum())
+            counted.append(valid[begin + t0])
+    loss = indexer_loss(x["q"], x["k"], guess, given, offsets, scale=0.3, eps=1e-30, **options)
+    terms = torch.stack(terms) if terms else guess.sum()[None] * 0
+    torch.testing.assert_close(loss, terms.mean())
+    torch.testing.assert_close(*(torch.autograd.grad(y, guess)[0] for y in (loss, terms.mean())))
+    if counted:
+        loss = indexer_loss(x["q"], x["k"], guess, given, offsets, scale=0.3, eps=1e-30, valid=valid, **options)
+        torch.testing.assert_close(loss, terms[torch.stack(counted)].sum() / max(sum(counted), 1))
+
+
+def attention_by_hand(x, bias, begin, t, seen):
+    """Scores [H, len(seen)] of the attention."""
+    logits = x["q"][begin + t] @ x["k"][begin:][seen].T * 0.3
+    if bias is None:
+        return logits
+    gaps = bias.query_timestamps[begin + t] - bias.timestamps[begin:][seen]
+    return logits + bias.position[t - torch.tensor(seen, dtype=torch.int64)] + bias.time[time_bucket(gaps, 19).long()]
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_gradients_of_the_references(group):
     lengths = (3, 0, 5)
     x, bias, offsets = inputs(lengths), tables(lengths), make_offsets(lengths)
-    indices = cases.any_indices(lengths, 4, torch.Generator().manual_seed(0))
+    indices = cases.group_indices(lengths, 4, group, torch.Generator().manual_seed(0))
     leaves = [y.requires_grad_() for y in (*x.values(), bias.position, bias.time)]
 
     def attend(q, k, v, iq, ik, w, position, time):
-        b = bias._replace(position=position, time=time)
-        scores = index_scores(iq, ik, w, indices, offsets, bias=b)
-        return sparse_attention(q, k, v, indices, offsets, bias=b), scores[scores > -math.inf]
+        options = dict(selection_group=group, bias=bias._replace(position=position, time=time))
+        scores = index_scores(iq, ik, w, indices, offsets, **options)
+        return sparse_attention(q, k, v, indices, offsets, **options), scores[scores > -math.inf]
 
     assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
 
@@ -359,6 +418,9 @@ def test_chunks_add_up(backend):
     [
         (lightning_indexer, {"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
         (lightning_indexer, {"top_k": 1.0}, TypeError, "top_k must be a whole number, got 1.0"),
+        (lightning_indexer, {"selection_group": 0}, ValueError, "selection_group must be at least 1, got 0"),
+        (sparse_attention, {"selection_group": 2}, ValueError, r"indices must be \[G=3, K\], got shape \[5, 2\]"),
+        (indexer_loss, {"selection_group": 2}, ValueError, r"indices must be \[G=3, K\], got shape \[5, 2\]"),
         (lightning_indexer, {"ik": torch.zeros(5, 3)}, ValueError, r"ik must be \[T=5, E=4\], got shape \[5, 3\]"),
         (lightning_indexer, {"w": torch.zeros(5, 2)}, ValueError, r"w must be \[T=5, J=3\], got shape \[5, 2\]"),
         (lightning_indexer, {"backend": "cuda"}, ValueError, "lightning_indexer: backend must be one of auto"),
@@ -408,23 +470,27 @@ def test_kernels_refuse_what_they_cannot_do():
 
 
 @interpreter
+@pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 @pytest.mark.parametrize(
     "edge", ["all sequences empty", "an empty sequence in the middle", "lengths that divide nothing"]
 )
-def test_kernels(operator, edge):
+def test_kernels(operator, edge, group):
+    if group > 1 and operator == "compute_index_loss_sparse":
+        return
     lengths, _ = EDGE_CASES[edge]
     long = edge == "lengths that divide nothing"
     cases.check(
         "cpu", operator=operator, lengths=[n // 3 for n in lengths], heads=3 if long else 2, size=20 if long else 16,
         value_size=24, top_k=5, dtype="float32", position=long, time=long, exact=False, strided=long,
-        wide_indices=False, deterministic=not long, seed=1,
+        wide_indices=False, deterministic=not long, seed=1, group=group,
     )  # fmt: skip
 
 
 @interpreter
-@pytest.mark.parametrize("name", ["sparse_attention", "lightning_indexer", "index_loss"])
-def test_opcheck(name):
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("name", ["sparse_attention", "lightning_indexer", "index_loss", "index_scores"])
+def test_opcheck(name, group):
     from hstu_sparse.indexer import launch_attention, launch_indexer, launch_loss
 
     lengths = (4, 0, 2)
@@ -432,29 +498,36 @@ def test_opcheck(name):
     bias = tables(lengths, torch.float32)
     position = bias.position.requires_grad_()
     rest = offsets, position, None, None, None
-    indices = lightning_indexer(x["iq"], x["ik"], x["w"], offsets, 3)[1]
-    scores = torch.randn(6, 3, requires_grad=True)
+    indices = lightning_indexer(x["iq"], x["ik"], x["w"], offsets, 3, selection_group=group)[1]
+    scores = torch.randn(len(indices), 3, requires_grad=True)
     x = {n: y.requires_grad_() for n, y in x.items()}
+    indexer = (x["iq"], x["ik"], x["w"])
     operator, given = {
-        "sparse_attention": (launch_attention.sparse_attention_jagged, (x["q"], x["k"], x["v"], indices, *rest, 0.4)),
-        "lightning_indexer": (launch_indexer.lightning_indexer_operator, (x["iq"], x["ik"], x["w"], *rest, 3)),
+        "sparse_attention": (
+            launch_attention.sparse_attention_jagged,
+            (x["q"], x["k"], x["v"], indices, *rest, 0.4, group),
+        ),
+        "lightning_indexer": (launch_indexer.lightning_indexer_jagged, (*indexer, *rest, 3, group)),
+        "index_scores": (launch_indexer.index_scores_jagged, (*indexer, indices, *rest, group)),
         "index_loss": (
             launch_loss.indexer_loss_jagged,
-            (scores, x["q"], x["k"], indices, *rest, None, 0.4, 1e-10, True),
+            (scores, x["q"], x["k"], indices, *rest, None, 0.4, 1e-10, group, True),
         ),
     }[name]
     torch.library.opcheck(operator.registered_forward, given)
 
 
 @interpreter
-def test_one_graph():
+@pytest.mark.parametrize("group", [1, 2])
+def test_one_graph(group):
     lengths = (6, 3)
     x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
+    options = dict(selection_group=group, backend="triton")
 
     def layer(q, k, v, iq, ik, w):
-        scores, indices = lightning_indexer(iq, ik, w, offsets, 4, backend="triton")
-        out = sparse_attention(q, k, v, indices, offsets, backend="triton")
-        return out.square().sum() + indexer_loss(q, k, scores, indices, offsets, backend="triton")
+        scores, indices = lightning_indexer(iq, ik, w, offsets, 4, **options)
+        out = sparse_attention(q, k, v, indices, offsets, **options)
+        return out.square().sum() + indexer_loss(q, k, scores, indices, offsets, **options)
 
     leaves = [y.requires_grad_() for y in x.values()]
     expected = torch.autograd.grad(layer(*leaves), leaves)

@@ -28,6 +28,25 @@ def test_agrees_with_reference(operator, dtype):
     agree(operator, (90, 130), dtype, heads=20, size=200, value_size=256, top_k=130, wide_indices=True, strided=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operator", [name for name in cases.OPERATORS if name != "compute_index_loss_sparse"])
+def test_groups_agree_with_reference(operator, dtype):
+    """Tiles of one token to a whole group, groups of several tiles, and those that end with a sequence."""
+    agree(operator, (300, 0, 77, 1), dtype, group=16, position=True, time=True)
+    agree(operator, (200, 90), dtype, heads=16, size=128, value_size=100, group=7, time=True, deterministic=True)
+    agree(operator, (90, 130), dtype, heads=20, size=200, value_size=256, top_k=130, group=50, strided=True)
+    agree(
+        operator, (150, 40), dtype, heads=1, size=32, value_size=32, top_k=9, group=2, position=True, wide_indices=True
+    )
+
+
+@pytest.mark.parametrize("group", [2, 16])
+def test_groups_choose_among_many(group):
+    """More tokens than a query has room for: every kernel of the choice."""
+    agree("lightning_indexer", (19000, 700), "bfloat16", group=16 * group, exact=True, time=True)
+    agree("lightning_indexer", (2900, 1), "bfloat16", group=group, position=True, time=True)
+
+
 @pytest.mark.parametrize("top_k", [100, 512, 1000, 2048, 2100])
 def test_loss_of_each_size(top_k):
     """Scores of one block, of many, and more than are kept."""
@@ -132,37 +151,43 @@ def problem(lengths, dtype=torch.bfloat16):
     return named, bias, make_offsets(lengths, device="cuda")
 
 
-def layer(q, k, v, iq, ik, w, bias, offsets, top_k=50):
-    scores, indices = lightning_indexer(iq, ik, w, offsets, top_k, bias=bias)
-    out = sparse_attention(q, k, v, indices, offsets, bias=bias)
-    loss = indexer_loss(q, k, scores, indices, offsets, bias=bias, valid=torch.ones(len(q), device="cuda") > 0)
-    return out.float().square().mean() + loss + index_scores(iq, ik, w, indices, offsets)[:, 0].square().mean()
+def layer(q, k, v, iq, ik, w, bias, offsets, top_k=50, group=1):
+    shared = dict(selection_group=group)
+    scores, indices = lightning_indexer(iq, ik, w, offsets, top_k, bias=bias, **shared)
+    out = sparse_attention(q, k, v, indices, offsets, bias=bias, **shared)
+    valid = torch.ones(len(q), device="cuda") > 0
+    loss = indexer_loss(q, k, scores, indices, offsets, bias=bias, valid=valid, **shared)
+    more = index_scores(iq, ik, w, indices, offsets, **shared)[:, 0]
+    return out.float().square().mean() + loss + more.masked_fill(more == -torch.inf, 0).square().mean()
 
 
-def test_deterministic_algorithms_give_the_same_bits():
+@pytest.mark.parametrize("group", [1, 8])
+def test_deterministic_algorithms_give_the_same_bits(group):
     named, bias, offsets = problem((900, 0, 333))
     leaves = [*named.values(), bias.position, bias.time]
+    step = lambda: torch.autograd.grad(layer(**named, bias=bias, offsets=offsets, group=group), leaves)
     with cases.deterministic_algorithms(True):
-        first, second = (torch.autograd.grad(layer(**named, bias=bias, offsets=offsets), leaves) for _ in range(2))
+        first, second = step(), step()
     assert all(map(torch.equal, first, second))
-    other = torch.autograd.grad(layer(**named, bias=bias, offsets=offsets), leaves)
+    other = step()
     for a, b in zip(first, other):
         assert (a - b).float().norm() < 2e-2 * b.float().norm()
 
 
-def test_another_batch_compiles_nothing_and_nothing_waits():
-    from hstu_sparse.indexer import attention, loss, scores, topk
+@pytest.mark.parametrize("group", [1, 8])
+def test_another_batch_compiles_nothing_and_nothing_waits(group):
+    from hstu_sparse.indexer import attention, choices, groups, loss, scores, topk
 
-    kernels = [
-        x for module in (attention, loss, scores, topk) for n, x in vars(module).items() if n.endswith("_kernel")
-    ]
+    modules = (attention, choices, groups, loss, scores, topk)
+    kernels = [x for module in modules for n, x in vars(module).items() if n.endswith("_kernel")]
 
     def step(lengths, mode="error"):
         named, bias, offsets = problem(lengths)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            torch.autograd.grad(layer(**named, bias=bias, offsets=offsets), [*named.values(), bias.position])
+            given = dict(bias=bias, offsets=offsets, group=group)
+            torch.autograd.grad(layer(**named, **given), [*named.values(), bias.position])
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

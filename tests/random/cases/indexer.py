@@ -1,7 +1,7 @@
 """The lightning indexer, sparse attention and the index loss.
 
-Letters: T tokens, H heads, D query/key and V value head size, J index heads, E index head size, K chosen tokens; C
-queries and S keys of a padded chunk.
+Letters: T tokens, H heads, D query/key and V value head size, J index heads, E index head size, K chosen tokens, R
+tokens that share a choice (group), G rows of a choice; C queries and S keys of a padded chunk.
 """
 
 import contextlib
@@ -40,6 +40,7 @@ def draw(random, small):
         size=random.choice([5, 16] if small else [5, 16, 40, 64, 100, 128, 256]),
         value_size=random.choice([8, 20] if small else [8, 32, 50, 128, 200]),
         top_k=random.choice([1, 3, 9] if small else [1, 7, 64, 100, 300]),
+        group=random.choice([1, 1, 2, 3, 8] if small else [1, 1, 2, 3, 4, 8, 16, 50]),
         dtype=random.choice(["float32"] if small else ["float32", "float16", "bfloat16"]),
         position=random.random() < 0.4,
         time=random.random() < 0.4,
@@ -77,6 +78,28 @@ def any_indices(lengths, top_k, generator):
     return torch.cat(parts)
 
 
+def group_rows(lengths, group):
+    """row of a choice -> (first token of the sequence, first position of the group, tokens of the group)."""
+    rows, begin = {}, 0
+    for b, length in enumerate(lengths):
+        for t in range(0, length, group):
+            row = begin + t if group == 1 else begin // group + b + t // group
+            rows[row] = begin, t, min(group, length - t)
+        begin += length
+    return rows
+
+
+def group_indices(lengths, top_k, group, generator):
+    """`any_indices` of a choice that `group` tokens share; rows without a group have indices too."""
+    tokens = any_indices(lengths, top_k, generator)
+    if group == 1:
+        return tokens
+    indices = torch.zeros(sum(lengths) // group + len(lengths), top_k, dtype=torch.int64)
+    for row, (begin, t, _) in group_rows(lengths, group).items():
+        indices[row] = tokens[begin + t]
+    return indices
+
+
 def biased(function, device, lengths, **options):
     """`function` with tables as keywords of their own, so that they get gradients."""
     times = make_timestamps(lengths, device=device)
@@ -92,7 +115,7 @@ def biased(function, device, lengths, **options):
 
 def check(
     device, *, operator, lengths, heads, size, value_size, top_k, dtype, position, time, exact, strided, wide_indices,
-    deterministic, seed,
+    deterministic, seed, group=1,
 ):  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     dtype, tokens = getattr(torch, dtype), sum(lengths)
@@ -107,7 +130,10 @@ def check(
     tables = {"position": normal(max([*lengths, 1]) + 3, dtype=torch.float32)} if position else {}
     tables |= {"time": normal(30, dtype=torch.float32)} if time else {}
     offsets = make_offsets(lengths, device=device)
-    indices = any_indices(lengths, top_k, generator).to(device, torch.int64 if wide_indices else torch.int32)
+    indices = group_indices(lengths, top_k, group, generator)
+    indices = indices.to(device, torch.int64 if wide_indices else torch.int32)
+    visible = visible_slots(indices, lengths, group)
+    shared = dict(seq_offsets=offsets, selection_group=group)
     make = whole if exact else normal
     indexer = {"iq": make(tokens, heads, size), "ik": make(tokens, size), "w": make(tokens, heads)}
     if not exact and operator in ("lightning_indexer", "index_scores"):
@@ -116,18 +142,19 @@ def check(
     with deterministic_algorithms(deterministic):
         if operator == "lightning_indexer":
             tables = {name: x.round() if exact else x for name, x in tables.items()}
-            check_choice(device, indexer, tables, lengths, top_k, exact)
+            check_choice(device, indexer, tables, lengths, top_k, group, exact)
         elif operator == "index_scores":
-            function = biased(index_scores, device, lengths, indices=indices, seq_offsets=offsets)
-            visible = visible_slots(indices, lengths)
+            function = biased(index_scores, device, lengths, indices=indices, **shared)
             compare(lambda **given: function(**given).masked_fill(~visible, 0), indexer | tables, repeated=True)
         elif operator == "sparse_attention":
-            function = biased(sparse_attention, device, lengths, indices=indices, seq_offsets=offsets)
+            function = biased(sparse_attention, device, lengths, indices=indices, **shared)
             # Where no query has two tokens to weigh, nothing but v has a gradient: zero, but for what rounding leaves.
-            visible = visible_slots(indices, lengths)
             first, last = indices.masked_fill(~visible, 2**30).amin(1), indices.masked_fill(~visible, -1).amax(1)
+            several = (first < last).any()
+            if group > 1:
+                several = visible.any() or any(size > 1 for _, _, size in group_rows(lengths, group).values())
             given = {"v": normal(tokens, value_size)} | attention | tables
-            if (first < last).any():
+            if several:
                 compare(function, given)
             else:
                 fixed = {name: given.pop(name) for name in (*attention, *tables)}
@@ -137,8 +164,8 @@ def check(
                 )
         elif operator == "indexer_loss":
             valid = (torch.rand(tokens, generator=generator) < 0.7).to(device) if exact else None
-            function = biased(indexer_loss, device, lengths, indices=indices, seq_offsets=offsets, valid=valid)
-            compare(function, attention | {"scores": normal(tokens, top_k, dtype=torch.float32)} | tables)
+            function = biased(indexer_loss, device, lengths, indices=indices, valid=valid, **shared)
+            compare(function, attention | {"scores": normal(len(indices), top_k, dtype=torch.float32)} | tables)
         else:
             batch, rows, keys = len(lengths), max([*lengths, 1]), max([*lengths, 1]) + 5
             chunk = {"query": normal(batch, heads, rows, size), "key": normal(batch, keys, size)}
@@ -215,15 +242,18 @@ def compare(function, inputs, repeated=False):
     )
 
 
-def visible_slots(indices, lengths):
-    t = torch.cat([torch.arange(n) for n in lengths] or [torch.zeros(0, dtype=torch.int64)]).to(indices.device)
-    return (indices >= 0) & (indices <= t[:, None])
+def visible_slots(indices, lengths, group=1):
+    """[G, K]: which slots of a choice hold a token that the row's query may choose."""
+    last = torch.full(indices.shape[:1], -1)
+    for row, (_, t, _) in group_rows(lengths, group).items():
+        last[row] = t if group == 1 else t - 1
+    return (indices >= 0) & (indices <= last.to(indices.device)[:, None])
 
 
-def check_choice(device, inputs, tables, lengths, top_k, exact):
+def check_choice(device, inputs, tables, lengths, top_k, group, exact):
     """The choice by what it has to be; scores and gradients by the reference at the kernels' own choice."""
-    offsets = make_offsets(lengths, device=device)
-    function = biased(lightning_indexer, device, lengths, seq_offsets=offsets, top_k=top_k)
+    shared = dict(seq_offsets=make_offsets(lengths, device=device), selection_group=group)
+    function = biased(lightning_indexer, device, lengths, top_k=top_k, **shared)
     with torch.no_grad():
         scores, indices = function("triton", **inputs, **tables)
         wide = {name: x.double() for name, x in (inputs | tables).items()}
@@ -232,11 +262,11 @@ def check_choice(device, inputs, tables, lengths, top_k, exact):
             assert torch.equal(indices, expected[1]), "indices differ"
             assert torch.equal(scores.double(), expected[0]), "scores differ"
         longest = max([*lengths, 1])
-        every = torch.arange(longest, device=device).expand(sum(lengths), longest)
-        # [T, n], fp64, -inf after the query
-        known = biased(index_scores, device, lengths, seq_offsets=offsets, indices=every)("reference", **wide)
+        every = torch.arange(longest, device=device).expand(len(indices), longest)
+        # [G, n], fp64, -inf after the query
+        known = biased(index_scores, device, lengths, indices=every, **shared)("reference", **wide)
     chosen = indices >= 0
-    seen = visible_slots(every, lengths)
+    seen = visible_slots(every, lengths, group)
     assert torch.equal(chosen.sum(1), seen.sum(1).clamp(max=top_k)), "a wrong number of tokens"
     assert not (chosen[:, 1:] & ~chosen[:, :-1]).any(), "-1 before the end"
     assert ((indices[:, 1:] > indices[:, :-1]) | ~chosen[:, 1:]).all(), "not ascending, or twice the same"
@@ -248,7 +278,7 @@ def check_choice(device, inputs, tables, lengths, top_k, exact):
         missed = known.masked_fill(taken | ~seen, -torch.inf).amax(1)
         slack = 1e-4 * known.masked_fill(~seen, 0).abs().amax(1)
         assert (missed <= least + slack).all(), "a token was missed"
-    at = biased(index_scores, device, lengths, seq_offsets=offsets, indices=indices)
+    at = biased(index_scores, device, lengths, indices=indices, **shared)
 
     def given_choice(**given):
         return at("reference", **given).masked_fill(~chosen, 0)
@@ -265,31 +295,35 @@ def check_choice(device, inputs, tables, lengths, top_k, exact):
 
 def launches():
     from hstu_sparse.indexer import launch_attention, launch_indexer, launch_loss
+    from hstu_sparse.indexer.choices import choice_rows
 
-    def case(label, dtype, heads, size, index_heads, top_k, *, bias, deterministic):
+    def case(label, dtype, heads, size, index_heads, top_k, *, bias, deterministic, group=1):
         def call():
-            tokens = 3 * top_k + 600  # more than a query has room for, so that every kernel is launched
+            tokens = max(3 * top_k + 600, 1100)  # more than a query has room for, so that every kernel is launched
             x = torch.zeros(tokens, heads, size, dtype=dtype)
             iq, ik = torch.zeros(tokens, index_heads, 64, dtype=dtype), torch.zeros(tokens, 64, dtype=dtype)
             fp32 = functools.partial(torch.zeros, dtype=torch.float32)
-            offsets, indices = make_offsets((tokens - 24, 24)), torch.zeros(tokens, top_k, dtype=torch.int32)
+            offsets, rows = make_offsets((tokens - 24, 24)), choice_rows(make_offsets((tokens - 24, 24)), tokens, group)
+            G = rows.shape[-1]
+            indices = torch.zeros(G, top_k, dtype=torch.int32)
             times = torch.zeros(tokens, dtype=torch.int64)
             tables = (fp32(tokens), fp32(129), times, times) if bias else (None,) * 4
-            k, grad = x[:, 0], fp32(tokens, top_k)
-            indexer = (iq, ik, iq[:, :, 0], offsets, *tables, top_k)
-            attention = (x, k, k, indices, offsets, *tables, size**-0.5)
+            k, grad = x[:, 0], fp32(G, top_k)
+            indexer = (iq, ik, iq[:, :, 0], offsets, *tables, top_k, group)
+            attention = (x, k, k, indices, offsets, *tables, size**-0.5, group)
             valid = torch.ones(tokens, dtype=torch.bool) if bias else None
-            loss = (grad, x, k, indices, offsets, *tables, valid, size**-0.5, 1e-10, True)
+            loss = (grad, x, k, indices, offsets, *tables, valid, size**-0.5, 1e-10, group, True)
             chunk = (grad[None], x.transpose(0, 1)[None], k[None], indices[None], size**-0.5, 3, 1e-10, True)
             lse = fp32(tokens, heads)
             with deterministic_algorithms(deterministic):
-                launch_indexer.lightning_indexer_operator.forward(*indexer)
-                launch_indexer.index_scores_operator.forward(*indexer[:3], indices, *indexer[3:-1])
-                launch_indexer.lightning_indexer_operator.backward(grad, *indexer, indices)
+                launch_indexer.lightning_indexer_jagged.forward(*indexer)
+                launch_indexer.index_scores_jagged.forward(*indexer[:3], indices, *indexer[3:-2], group)
+                launch_indexer.lightning_indexer_jagged.backward(grad, *indexer, indices, rows)
                 launch_attention.sparse_attention_jagged.forward(*attention)
-                launch_attention.sparse_attention_jagged.backward(x, *attention, x, lse)
+                launch_attention.sparse_attention_jagged.backward(x, *attention, x, lse, rows)
                 launch_loss.indexer_loss_jagged.forward(*loss)
-                launch_loss.indexer_loss_padded.forward(*chunk)
+                if group == 1:
+                    launch_loss.indexer_loss_padded.forward(*chunk)
 
         return Launches(label, call, spills)
 
@@ -305,12 +339,29 @@ def launches():
         x, tables = torch.zeros(4000, 16, 128, dtype=torch.bfloat16), (torch.zeros(4000), torch.zeros(129))
         times, valid = torch.zeros(4000, dtype=torch.int64), torch.ones(4000, dtype=torch.bool)
         scores, indices = torch.zeros(4000, 2048), torch.zeros(4000, 2048, dtype=torch.int32)
-        given = (scores, x, x[:, 0], indices, make_offsets((3976, 24)), *tables, times, times, valid, 0.1, 1e-10, True)
+        given = (
+            scores,
+            x,
+            x[:, 0],
+            indices,
+            make_offsets((3976, 24)),
+            *tables,
+            times,
+            times,
+            valid,
+            0.1,
+            1e-10,
+            1,
+            True,
+        )
         launch_loss.indexer_loss_jagged.forward(*given)
 
     return [
         Launches("loss, 2,048 kept", kept, architectures=(80, 90, 100)),
+        case("bf16 groups bias", torch.bfloat16, 4, 64, 4, 128, bias=True, deterministic=False, group=16),
         case("bf16", torch.bfloat16, 16, 128, 4, 1024, bias=False, deterministic=False),
         case("fp32 bias lists", torch.float32, 4, 64, 2, 64, bias=True, deterministic=True),
         case("fp16 wide", torch.float16, 20, 256, 9, 2048, bias=False, deterministic=False),
+        case("fp32 groups lists", torch.float32, 2, 64, 4, 32, bias=True, deterministic=True, group=3),
+        case("fp16 wide groups", torch.float16, 20, 256, 4, 512, bias=False, deterministic=False, group=50),
     ]

@@ -1,0 +1,300 @@
+"""Sparse attention where R tokens share a choice: the kernels, one program for some tokens of a group.
+
+Letters: T tokens of the batch, H heads, D query/key and V value head size, K chosen tokens per group, G rows of a
+choice and R tokens that share one (selection_group, see choices.py).
+
+Tokens times heads are the rows of the tensor cores' tile, so that a gathered key meets R times H queries. A row is
+token * BH + head, BH the heads padded to a power of two. First the loop over the group's choice, whose keys are
+gathered, all of them seen by all rows; then the group's own tokens, which lie side by side, each seen from itself on.
+The bias belongs to token and key: it is computed once for all heads. Scores are kept in units of log 2.
+
+dk and dv by atomic additions, or from lists by a program that owns a key (see attention.py). The lists hold the group's
+own tokens as slots behind those of its choice.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.bias.gradients import add_pairs
+from hstu_sparse.bias.scores import pair_bias
+from hstu_sparse.indexer.pairs import LOG2E, chosen_tokens
+from hstu_sparse.tiles import load_rows
+
+
+@triton.jit
+def _group(rows, row, G, lead, TOKENS: tl.constexpr, BH: tl.constexpr):
+    """(first token of the sequence, the group's first token and its number of tokens; of the tile's rows the place of
+    their token in the group, and the head).
+    """
+    line = tl.arange(0, TOKENS * BH)
+    begin, first = tl.load(rows + row), tl.load(rows + G + row)
+    return begin, first, tl.load(rows + 2 * G + row).to(tl.int32), lead + line // BH, line % BH
+
+
+@triton.jit
+def _load_lines(base, token, head, inside, stride_t, stride_h, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """A tile [rows, PADDED] of [T, H, SIZE], zeros where not `inside`."""
+    return load_rows(base, token * stride_t + head * stride_h, 1, inside, SIZE, PADDED)
+
+
+@triton.jit
+def _spread(x, BH: tl.constexpr):
+    """[tokens, keys] -> [tokens * BH, keys]: the same for every head."""
+    if BH == 1:
+        return x
+    else:
+        wide = tl.broadcast_to(x[:, None, :], [x.shape[0], BH, x.shape[1]])
+        return tl.reshape(wide, [x.shape[0] * BH, x.shape[1]])
+
+
+@triton.jit
+def _sum_heads(x, BH: tl.constexpr):
+    """[tokens * BH, keys] -> [tokens, keys]."""
+    if BH == 1:
+        return x
+    else:
+        return tl.sum(tl.reshape(x, [x.shape[0] // BH, BH, x.shape[1]]), 1)
+
+
+@triton.jit
+def _scores(
+    query, keys, s, visible, asker, begin, position, time, cells, timestamps, query_timestamps, positions, scale,
+    BH: tl.constexpr, LOCAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(scores [rows, keys] in units of log 2, -inf where masked; time buckets and what is seen [tokens, keys]).
+
+    asker: of the tokens their positions and which there are, and the positions of the rows' tokens. LOCAL: a key is
+    seen from its own token on.
+    """
+    t, here, t_row = asker
+    scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
+    seen = here[:, None] & visible[None, :]
+    if LOCAL:
+        seen = seen & (s[None, :] <= t[:, None])
+    bucket = tl.zeros(seen.shape, tl.int32)
+    if (position is not None) or (time is not None):
+        asked = 0
+        known = 0
+        if time is not None:
+            asked = tl.load(query_timestamps + begin + t, mask=here, other=0)[:, None]
+            known = tl.load(timestamps + begin + s, mask=visible, other=0)[None, :]
+        distance = t[:, None] - s[None, :]
+        bias, bucket = pair_bias(distance, seen, asked, known, position, time, cells, positions)
+        scores += _spread(bias * LOG2E, BH)
+    # Rows that stand for no token or no head are left as they are: nothing of them is kept.
+    mask = visible[None, :]
+    if LOCAL:
+        mask = mask & (s[None, :] <= t_row[:, None])
+    return tl.where(mask, scores, float("-inf")), bucket, seen
+
+
+@triton.jit
+def _add(most, total, result, scores, values, PRECISION: tl.constexpr):
+    """One step of the online softmax."""
+    higher = tl.maximum(most, tl.max(scores, 1))
+    # Where nothing has been seen yet the maximum is -inf, and a difference with it would not be a number.
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(most - base)
+    total = total * shrink + tl.sum(weights, 1)
+    result = tl.dot(weights.to(values.dtype), values, result * shrink[:, None], input_precision=PRECISION)
+    return higher, total, result
+
+
+@triton.jit(do_not_specialize=["positions", "G"])
+def group_attention_fwd_kernel(
+    q, k, v, indices, rows, out, lse,
+    position, time, cells, timestamps, query_timestamps, positions,
+    q_stride_t, q_stride_h, k_stride_t, v_stride_t, scale, K, G,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OUT_V: tl.constexpr,
+    BH: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    NEAR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The outputs of TOKENS tokens of a group, and their scores' log-sum-exp by head."""
+    row, lead = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS
+    begin, first, size, place, head = _group(rows, row, G, lead, TOKENS, BH)
+    if lead >= size:
+        return
+    t0 = (first - begin).to(tl.int32)
+    each = lead + tl.arange(0, TOKENS)
+    asker = t0 + each, each < size, t0 + place
+    inside = (place < size) & (head < H)
+    query = _load_lines(q, first + place, head, inside, q_stride_t, q_stride_h, D, BD)
+    most = tl.full([TOKENS * BH], float("-inf"), tl.float32)
+    total = tl.zeros([TOKENS * BH], tl.float32)
+    result = tl.zeros([TOKENS * BH, BV], tl.float32)
+    for start in range(0, K, BLOCK):
+        s, visible = chosen_tokens(indices, row, start, t0 - 1, K, BLOCK)
+        keys = load_rows(k, begin + s, k_stride_t, visible, D, BD)
+        values = load_rows(v, begin + s, v_stride_t, visible, V, BV)
+        scores, _, _ = _scores(
+            query, keys, s, visible, asker, begin, position, time, cells, timestamps, query_timestamps, positions,
+            scale, BH, False, PRECISION,
+        )  # fmt: skip
+        most, total, result = _add(most, total, result, scores, values, PRECISION)
+    for start in range(0, tl.minimum(lead + TOKENS, size), NEAR):
+        ahead = start + tl.arange(0, NEAR)
+        keys = load_rows(k, first + ahead, k_stride_t, ahead < size, D, BD)
+        values = load_rows(v, first + ahead, v_stride_t, ahead < size, V, BV)
+        scores, _, _ = _scores(
+            query, keys, t0 + ahead, ahead < size, asker, begin, position, time, cells, timestamps, query_timestamps,
+            positions, scale, BH, True, PRECISION,
+        )  # fmt: skip
+        most, total, result = _add(most, total, result, scores, values, PRECISION)
+    result = result / total[:, None]  # a token sees itself
+    column = tl.arange(0, BV)
+    line = (first + place) * H + head
+    tl.store(
+        out + line[:, None] * OUT_V + column[None, :], result.to(out.dtype.element_ty),
+        mask=inside[:, None] & (column < OUT_V)[None, :],
+    )  # fmt: skip
+    tl.store(lse + line, most + tl.log2(total), mask=inside)
+
+
+@triton.jit
+def _add_pairs(
+    position_grad, time_grad, unit, dscores, s, seen, t, bucket, row, positions, buckets, BH: tl.constexpr,
+    POSITION_COPIES: tl.constexpr, TIME_COPIES: tl.constexpr,
+):  # fmt: skip
+    """Adds the scores' gradients to a copy of each table's."""
+    if (position_grad is not None) or (time_grad is not None):
+        if position_grad is not None:
+            position_grad += (row % POSITION_COPIES) * positions
+        if time_grad is not None:
+            time_grad += (row % TIME_COPIES) * buckets
+        distance = t[:, None] - s[None, :]
+        add_pairs(position_grad, time_grad, unit, _sum_heads(dscores, BH), distance, seen, bucket, positions)
+
+
+@triton.jit
+def _add_keys(target, token, visible, share, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    column = tl.arange(0, PADDED)
+    where = target + token[:, None] * SIZE + column[None, :]
+    tl.atomic_add(where, share, mask=visible[:, None] & (column < SIZE)[None, :], sem="relaxed")
+
+
+@triton.jit
+def _gradients(
+    query, grad, logarithm, along, found, keys, values, s, visible, asker, row, begin,
+    dk, dv, position_grad, time_grad, unit, position, time, cells, timestamps, query_timestamps, positions, buckets,
+    scale, OUT_D: tl.constexpr, OUT_V: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    POSITION_COPIES: tl.constexpr, TIME_COPIES: tl.constexpr, ATOMIC: tl.constexpr, LOCAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds what a block of keys gives: to dq, which is returned, to the tables' gradients and, ATOMIC, to dk and dv."""
+    scores, bucket, seen = _scores(
+        query, keys, s, visible, asker, begin, position, time, cells, timestamps, query_timestamps, positions, scale,
+        BH, LOCAL, PRECISION,
+    )  # fmt: skip
+    weights = tl.exp2(scores - logarithm[:, None])
+    dweights = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
+    dscores = weights * (dweights - along[:, None])
+    _add_pairs(
+        position_grad, time_grad, unit, dscores, s, seen, asker[0], bucket, row, positions, buckets, BH,
+        POSITION_COPIES, TIME_COPIES,
+    )  # fmt: skip
+    narrow = dscores.to(keys.dtype)
+    if ATOMIC:
+        share = tl.dot(tl.trans(narrow), query, input_precision=PRECISION) * scale
+        _add_keys(dk, begin + s, visible, share, OUT_D, BD)
+        share = tl.dot(tl.trans(weights.to(grad.dtype)), grad, input_precision=PRECISION)
+        _add_keys(dv, begin + s, visible, share, OUT_V, BV)
+    return tl.dot(narrow, keys, found, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["positions", "buckets", "G"])
+def group_attention_bwd_kernel(
+    do, q, k, v, out, lse, indices, rows, dq, dk, dv, delta, position_grad, time_grad, unit,
+    position, time, cells, timestamps, query_timestamps, positions, buckets,
+    do_stride_t, do_stride_h, q_stride_t, q_stride_h, k_stride_t, v_stride_t, scale, K, G,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OUT_D: tl.constexpr, OUT_V: tl.constexpr,
+    BH: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    NEAR: tl.constexpr, POSITION_COPIES: tl.constexpr, TIME_COPIES: tl.constexpr, ATOMIC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of TOKENS tokens of a group, `delta` = do . out by head, their share of the tables' gradients and, ATOMIC, of
+    dk and dv.
+    """
+    row, lead = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS
+    begin, first, size, place, head = _group(rows, row, G, lead, TOKENS, BH)
+    if lead >= size:
+        return
+    t0 = (first - begin).to(tl.int32)
+    each = lead + tl.arange(0, TOKENS)
+    asker = t0 + each, each < size, t0 + place
+    inside = (place < size) & (head < H)
+    line = (first + place) * H + head
+    query = _load_lines(q, first + place, head, inside, q_stride_t, q_stride_h, D, BD)
+    grad = _load_lines(do, first + place, head, inside, do_stride_t, do_stride_h, V, BV)
+    result = _load_lines(out, first + place, head, inside, H * OUT_V, OUT_V, OUT_V, BV)
+    # Infinity: no weight for rows that stand for no token or no head.
+    logarithm = tl.load(lse + line, mask=inside, other=float("inf"))
+    along = tl.sum(grad.to(tl.float32) * result.to(tl.float32), 1)
+    tl.store(delta + line, along, mask=inside)
+    found = tl.zeros([TOKENS * BH, BD], tl.float32)
+    for start in range(0, K, BLOCK):
+        s, visible = chosen_tokens(indices, row, start, t0 - 1, K, BLOCK)
+        keys = load_rows(k, begin + s, k_stride_t, visible, D, BD)
+        values = load_rows(v, begin + s, v_stride_t, visible, V, BV)
+        found = _gradients(
+            query, grad, logarithm, along, found, keys, values, s, visible, asker, row, begin,
+            dk, dv, position_grad, time_grad, unit, position, time, cells, timestamps, query_timestamps, positions,
+            buckets, scale, OUT_D, OUT_V, BH, BD, BV, POSITION_COPIES, TIME_COPIES, ATOMIC, False, PRECISION,
+        )  # fmt: skip
+    for start in range(0, tl.minimum(lead + TOKENS, size), NEAR):
+        ahead = start + tl.arange(0, NEAR)
+        keys = load_rows(k, first + ahead, k_stride_t, ahead < size, D, BD)
+        values = load_rows(v, first + ahead, v_stride_t, ahead < size, V, BV)
+        found = _gradients(
+            query, grad, logarithm, along, found, keys, values, t0 + ahead, ahead < size, asker, row, begin,
+            dk, dv, position_grad, time_grad, unit, position, time, cells, timestamps, query_timestamps, positions,
+            buckets, scale, OUT_D, OUT_V, BH, BD, BV, POSITION_COPIES, TIME_COPIES, ATOMIC, True, PRECISION,
+        )  # fmt: skip
+    column = tl.arange(0, BD)
+    tl.store(
+        dq + line[:, None] * OUT_D + column[None, :], (found * scale).to(dq.dtype.element_ty),
+        mask=inside[:, None] & (column < OUT_D)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["positions", "G", "SLOTS"])
+def group_attention_bwd_dkv_kernel(
+    do, q, k, v, lse, delta, rows, pairs, starts, dk, dv,
+    position, time, cells, timestamps, query_timestamps, positions,
+    do_stride_t, do_stride_h, q_stride_t, q_stride_h, k_stride_t, v_stride_t, scale, SLOTS, G,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OUT_D: tl.constexpr, OUT_V: tl.constexpr,
+    BH: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one key, from the groups of its list, TOKENS of their tokens at a time. No products of tiles."""
+    token = tl.program_id(0).to(tl.int64)
+    column, value_column = tl.arange(0, BD), tl.arange(0, BV)
+    key = tl.load(k + token * k_stride_t + column, mask=column < D, other=0.0).to(tl.float32)
+    value = tl.load(v + token * v_stride_t + value_column, mask=value_column < V, other=0.0).to(tl.float32)
+    key_grad = tl.zeros([BD], tl.float32)
+    value_grad = tl.zeros([BV], tl.float32)
+    for entry in range(tl.load(starts + token), tl.load(starts + token + 1)):
+        row = tl.load(pairs + entry) // SLOTS
+        _, first, size, place, head = _group(rows, row, G, 0, TOKENS, BH)
+        for lead in range(0, size, TOKENS):
+            asker = first + lead + place
+            # Each of the group's own tokens is seen from itself on, and all else by all of them.
+            inside = (lead + place < size) & (head < H) & (asker >= token)
+            query = _load_lines(q, asker, head, inside, q_stride_t, q_stride_h, D, BD).to(tl.float32)
+            grad = _load_lines(do, asker, head, inside, do_stride_t, do_stride_h, V, BV).to(tl.float32)
+            asked = 0
+            known = 0
+            if time is not None:
+                asked = tl.load(query_timestamps + asker, mask=inside, other=0)
+                known = tl.load(timestamps + token)
+            distance = (asker - token).to(tl.int32)
+            bias, _ = pair_bias(distance, inside, asked, known, position, time, cells, positions)
+            scores = tl.sum(query * key[None, :], 1) * (scale * LOG2E) + bias * LOG2E
+            line = asker * H + head
+            logarithm = tl.load(lse + line, mask=inside, other=float("inf"))
+            along = tl.load(delta + line, mask=inside, other=0.0)
+            weights = tl.exp2(scores - logarithm)
+            dscores = weights * (tl.sum(grad * value[None, :], 1) - along)
+            key_grad += tl.sum(dscores[:, None] * query, 0)
+            value_grad += tl.sum(weights[:, None] * grad, 0)
+    tl.store(dk + token * OUT_D + column, key_grad * scale, mask=column < OUT_D)
+    tl.store(dv + token * OUT_V + value_column, value_grad, mask=value_column < OUT_V)
