@@ -274,7 +274,7 @@ def group_attention_bwd_dkv_kernel(
     value_grad = tl.zeros([BV], tl.float32)
     for entry in range(tl.load(starts + token), tl.load(starts + token + 1)):
         row = tl.load(pairs + entry) // SLOTS
-        _, first, size, place, head = _group(rows, row, G, 0, TOKENS, BH)
+        begin, first, size, place, head = _group(rows, row, G, 0, TOKENS, BH)
         for lead in range(0, size, TOKENS):
             asker = first + lead + place
             # Each of the group's own tokens is seen from itself on, and all else by all of them.
@@ -287,7 +287,7 @@ def group_attention_bwd_dkv_kernel(
                 asked = tl.load(query_timestamps + asker, mask=inside, other=0)
                 known = tl.load(timestamps + token)
             distance = (asker - token).to(tl.int32)
-            bias, _ = pair_bias(distance, inside, asked, known, position, time, cells, positions)
+            bias = pair_bias(distance, inside, asked, known, position, time, cells, positions)[0]
             scores = tl.sum(query * key[None, :], 1) * (scale * LOG2E) + bias * LOG2E
             line = asker * H + head
             logarithm = tl.load(lse + line, mask=inside, other=float("inf"))

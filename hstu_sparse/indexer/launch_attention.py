@@ -60,7 +60,8 @@ def group_config(kernel: str, dtype: torch.dtype, width: int, heads: int, group:
     if kernel == "bwd" or tokens * heads > 32:
         block = min(block, 32)
     near = max(16, min(block, next_power_of_2(group)))
-    return LaunchConfig(4, 3 if kernel == "fwd" else 2, TOKENS=tokens, BLOCK=block, NEAR=near)
+    warps, stages = (4, 3) if kernel == "fwd" else (4 if width <= 256 else 8, 2)
+    return LaunchConfig(warps, stages, TOKENS=tokens, BLOCK=block, NEAR=near)
 
 
 def _forward(q, k, v, indices, seq_offsets, position, time, timestamps, query_timestamps, scale, group):
