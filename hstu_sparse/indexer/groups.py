@@ -274,7 +274,7 @@ def group_attention_bwd_dkv_kernel(
     value_grad = tl.zeros([BV], tl.float32)
     for entry in range(tl.load(starts + token), tl.load(starts + token + 1)):
         row = tl.load(pairs + entry) // SLOTS
-        begin, first, size, place, head = _group(rows, row, G, 0, TOKENS, BH)
+        _begin, first, size, place, head = _group(rows, row, G, 0, TOKENS, BH)
         for lead in range(0, size, TOKENS):
             asker = first + lead + place
             # Each of the group's own tokens is seen from itself on, and all else by all of them.
