@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.bsa.reference import bsa_attention_reference
@@ -140,7 +139,6 @@ def bsa_attention(
         plan = make_plan(purpose, seq_offsets, bias)
     else:
         check_plan(plan, BlockPlan, purpose)
-    q, k, v = (_pad_head(x) for x in (q, k, v))
     g_cmp, g_slc, g_swa = gates
     out, groups, *_ = launch.operator(
         q,
@@ -161,7 +159,6 @@ def bsa_attention(
         normalizer,
         torch.are_deterministic_algorithms_enabled(),
     )
-    out = out[..., : sizes["V"]]
     if not return_block_indices:
         return out
     # The kernels keep one row per group; sequence b's first one is offsets[b] // r + b.
@@ -221,11 +218,6 @@ def _check_taken(function: str, name: str, value: int, taken: Sequence[int]) -> 
     if value not in taken:
         expected = f"up to {taken[-1]}" if isinstance(taken, range) else " ".join(map(str, taken))
         raise ValueError(f"{function}: the kernels take {name} {expected}, got {value}; use backend='reference'")
-
-
-def _pad_head(x: Tensor) -> Tensor:
-    """Zeros up to a multiple of 16: they change no sum, and the kernels' rows stay aligned for 16-byte copies."""
-    return F.pad(x, (0, -x.shape[2] % 16)) if x.shape[2] % 16 else x
 
 
 def _check_gates(gates, sizes: dict[str, int], device: torch.device, window_size: int) -> None:

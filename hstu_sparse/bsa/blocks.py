@@ -21,7 +21,7 @@ NO_KEY = tl.constexpr(-(2**63))
 
 @triton.jit(do_not_specialize=["B"])
 def bsa_pool_fwd_kernel(
-    k, v, offsets, kbar, kbar_low, vbar, k_stride_t, k_stride_h, v_stride_t, v_stride_h, H, B,
+    k, v, offsets, kbar, kbar_low, vbar, strides, H, B,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Means of one block's keys and values. With SPLIT the mean key is kept as a sum of two 16-bit numbers.
@@ -36,15 +36,11 @@ def bsa_pool_fwd_kernel(
         return
     rows = tl.arange(0, BS)
     live = rows < size
-    mean_k = (
-        tl.sum(
-            load_rows(k + (start + j * BS) * k_stride_t + h * k_stride_h, rows, k_stride_t, live, D, BD).to(tl.float32),
-            0,
-        )
-        / size
-    )
-    values = load_rows(v + (start + j * BS) * v_stride_t + h * v_stride_h, rows, v_stride_t, live, V, BV).to(tl.float32)
-    mean_v = tl.sum(values, 0) / size
+    first = start + j * BS
+    keys = load_rows(k + first * strides.k_t + h * strides.k_h, rows, strides.k_t, live, D, BD)
+    mean_k = tl.sum(keys.to(tl.float32), 0) / size
+    values = load_rows(v + first * strides.v_t + h * strides.v_h, rows, strides.v_t, live, V, BV)
+    mean_v = tl.sum(values.to(tl.float32), 0) / size
     d, e = tl.arange(0, BD), tl.arange(0, BV)
     row = slot.to(tl.int64) * H + h
     high = mean_k.to(kbar.dtype.element_ty)
@@ -56,7 +52,7 @@ def bsa_pool_fwd_kernel(
 
 @triton.jit(do_not_specialize=["B"])
 def bsa_choose_fwd_kernel(
-    q, kbar, kbar_low, offsets, indices, entries, bias, q_stride_t, q_stride_h, scale, H, B, S,
+    q, kbar, kbar_low, offsets, indices, entries, bias, strides, scale, H, B, S,
     D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
     P: tl.constexpr, SPLIT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +72,7 @@ def bsa_choose_fwd_kernel(
     live = first < length
     own = first // BS
     base = start // BS + b
-    queries = load_rows(q + start * q_stride_t + h * q_stride_h, first, q_stride_t, live, D, BD)
+    queries = load_rows(q + start * strides.q_t + h * strides.q_h, first, strides.q_t, live, D, BD)
 
     best = tl.full([BG, P], NO_KEY, tl.int64)
     candidates = tl.minimum((i * BG + BG - 1) * R, length - 1) // BS
@@ -117,22 +113,36 @@ def bsa_choose_fwd_kernel(
         tl.store(entries + place, tl.load(bias.entries + plan_row + chosen, inside & (chosen >= 0), 0), mask=inside)
 
 
+@triton.jit
+def past_choices(
+    indices, offsets, NB, together, H, B, S, BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
+    """The choices of the program's BG groups of one head that are not their own blocks, [BG, P] each.
+
+    Returns (places in [NG, H, S], lists of the chosen blocks, which of them there are, the groups' first tokens [BG,
+    1]). P is S rounded up to a power of two.
+    """
+    tile, h = tl.program_id(0), tl.program_id(1)
+    b, start, length, i = locate(offsets, tile, B, BG * R)
+    group = i * BG + tl.arange(0, BG)
+    p = tl.arange(0, P)[None, :]
+    own = group[:, None] * R // BS
+    place = ((start // R + b + group)[:, None] * H + h) * S + p
+    past = (group[:, None] * R < length) & (p < S - 1) & (p < own)
+    j = tl.load(indices + place, mask=past, other=0)
+    block_list = numbered(h, start // BS + b + j, NB, H, together)
+    return place, block_list, past, (start + group[:, None] * R).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["B", "NB", "together"])
 def bsa_rank_kernel(
     indices, offsets, ranks, counts, NB, together, H, B, S,
     BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Counts how often each block is chosen by groups that do not stand in it; each choice draws its number there."""
-    tile, h = tl.program_id(0), tl.program_id(1)
-    b, start, length, i = locate(offsets, tile, B, BG * R)
-    group = i * BG + tl.arange(0, BG)
-    p = tl.arange(0, P)[None, :]
-    own = group[:, None] * R // BS
-    entry = ((start // R + b + group)[:, None] * H + h) * S + p
-    past = (group[:, None] * R < length) & (p < S - 1) & (p < own)
-    j = tl.load(indices + entry, mask=past, other=0)
-    rank = tl.atomic_add(counts + numbered(h, start // BS + b + j, NB, H, together), 1, mask=past, sem="relaxed")
-    tl.store(ranks + entry, rank, mask=past)
+    place, block_list, past, _ = past_choices(indices, offsets, NB, together, H, B, S, BS, R, BG, P)
+    rank = tl.atomic_add(counts + block_list, 1, mask=past, sem="relaxed")
+    tl.store(ranks + place, rank, mask=past)
 
 
 @triton.jit(do_not_specialize=["M", "CHUNK"])
@@ -181,17 +191,8 @@ def bsa_fill_kernel(
     BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Writes each group's first token into the lists of the blocks it chose; with a time bias its entries too."""
-    tile, h = tl.program_id(0), tl.program_id(1)
-    b, start, length, i = locate(offsets, tile, B, BG * R)
-    group = i * BG + tl.arange(0, BG)
-    p = tl.arange(0, P)[None, :]
-    own = group[:, None] * R // BS
-    entry = ((start // R + b + group)[:, None] * H + h) * S + p
-    past = (group[:, None] * R < length) & (p < S - 1) & (p < own)
-    j = tl.load(indices + entry, mask=past, other=0)
-    block = numbered(h, start // BS + b + j, NB, H, together)
-    place = tl.load(list_start + block, mask=past, other=0) + tl.load(ranks + entry, mask=past, other=0)
-    token = (start + group[:, None] * R).to(tl.int32)
-    tl.store(lists + place, tl.broadcast_to(token, place.shape), mask=past)
+    place, block_list, past, token = past_choices(indices, offsets, NB, together, H, B, S, BS, R, BG, P)
+    target = tl.load(list_start + block_list, mask=past, other=0) + tl.load(ranks + place, mask=past, other=0)
+    tl.store(lists + target, tl.broadcast_to(token, target.shape), mask=past)
     if entries is not None:
-        tl.store(list_entries + place, tl.load(entries + entry, mask=past, other=0), mask=past)
+        tl.store(list_entries + target, tl.load(entries + place, mask=past, other=0), mask=past)

@@ -27,16 +27,6 @@ from hstu_sparse.tiles import (
 )
 
 
-class ListPointers(NamedTuple):
-    """What kernels read of `Lists` (lists.py)."""
-
-    tokens: object
-    start: object
-    chunk_start: object
-    chunk_list: object
-    entries: object
-
-
 class ListedBlock(NamedTuple):
     """A program's chunk of a list, and the block of keys that the list is of.
 
@@ -139,8 +129,7 @@ def add_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.con
 
 @triton.jit(do_not_specialize=["B", "NB", "together", "m_first"])
 def bsa_select_fwd_kernel(
-    q, k, v, g_slc, out, offsets, lists, bias, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
-    scale, inv_n, m_first, NB, together, H, B, CHUNK,
+    q, k, v, g_slc, out, offsets, lists, bias, strides, scale, inv_n, m_first, NB, together, H, B, CHUNK,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, ATOMIC: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr,
@@ -151,20 +140,20 @@ def bsa_select_fwd_kernel(
     h = block.h
     key = tl.arange(0, BN)
     whole = key < BN
-    k += (block.start + block.begin) * k_stride_t + h * k_stride_h
-    v += (block.start + block.begin) * v_stride_t + h * v_stride_h
+    k += (block.start + block.begin) * strides.k_t + h * strides.k_h
+    v += (block.start + block.begin) * strides.v_t + h * strides.v_h
     if BN == BS:  # loaded once for all queries
-        keys = load_rows(k, key, k_stride_t, whole, D, BD)
-        values = load_rows(v, key, v_stride_t, whole, V, BV)
+        keys = load_rows(k, key, strides.k_t, whole, D, BD)
+        values = load_rows(v, key, strides.v_t, whole, V, BV)
     for row in range(0, block.rows, BM):
         side, live, entry = listed_queries(lists, block, row, R, BM, BS, ASM)
         t = side.token + side.lane
-        queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
+        queries = load_rows(q + h * strides.q_h, t, strides.q_t, live, D, BD)
         part = tl.zeros([BM, BV], tl.float32)
         for s in range(0, BS, BN):
             if BN < BS:
-                some_keys = load_rows(k + s * k_stride_t, key, k_stride_t, whole, D, BD)
-                some_values = load_rows(v + s * v_stride_t, key, v_stride_t, whole, V, BV)
+                some_keys = load_rows(k + s * strides.k_t, key, strides.k_t, whole, D, BD)
+                some_values = load_rows(v + s * strides.v_t, key, strides.v_t, whole, V, BV)
             else:
                 some_keys, some_values = keys, values
             biases = block_tile(bias, entry, side, block_keys(block, s, BN), 0, ASM)
@@ -177,8 +166,7 @@ def bsa_select_fwd_kernel(
 
 @triton.jit(do_not_specialize=["B", "NB", "together", "m_first"])
 def bsa_select_bwd_dq_kernel(
-    do, q, k, v, g_slc, dq, dg_slc, offsets, lists, bias, do_stride_t, do_stride_h, q_stride_t, q_stride_h,
-    k_stride_t, k_stride_h, v_stride_t, v_stride_h, scale, inv_n, m_first, NB, together, H, B, CHUNK,
+    do, q, k, v, g_slc, dq, dg_slc, offsets, lists, bias, strides, scale, inv_n, m_first, NB, together, H, B, CHUNK,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -188,18 +176,18 @@ def bsa_select_bwd_dq_kernel(
         return
     h = block.h
     place = tl.arange(0, BN)
-    k += (block.start + block.begin) * k_stride_t + h * k_stride_h
-    v += (block.start + block.begin) * v_stride_t + h * v_stride_h
+    k += (block.start + block.begin) * strides.k_t + h * strides.k_h
+    v += (block.start + block.begin) * strides.v_t + h * strides.v_h
     for row in range(0, block.rows, BM):
         side, live, entry = listed_queries(lists, block, row, R, BM, BS, ASM)
         t = side.token + side.lane
-        queries = load_rows(q + h * q_stride_h, t, q_stride_t, live, D, BD)
-        upstream = load_rows(do + h * do_stride_h, t, do_stride_t, live, V, BV)
+        queries = load_rows(q + h * strides.q_h, t, strides.q_t, live, D, BD)
+        upstream = load_rows(do + h * strides.do_h, t, strides.do_t, live, V, BV)
         acc = tl.zeros([BM, BD], tl.float32)
         branch = tl.zeros([BM], tl.float32)
         for s in range(0, BS, BN):
-            keys = load_rows(k + s * k_stride_t, place, k_stride_t, place < BN, D, BD)
-            values = load_rows(v + s * v_stride_t, place, v_stride_t, place < BN, V, BV)
+            keys = load_rows(k + s * strides.k_t, place, strides.k_t, place < BN, D, BD)
+            values = load_rows(v + s * strides.v_t, place, strides.v_t, place < BN, V, BV)
             biases = block_tile(bias, entry, side, block_keys(block, s, BN), 0, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (0.5 * scale) + biases
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
@@ -233,8 +221,7 @@ def key_step(dk, dv, keys, values, queries, upstream, gate, scale, biases, FAST:
 @triton.jit(do_not_specialize=["B", "NB", "together", "gates_stride_h"])
 def bsa_select_bwd_dkv_kernel(
     do, q, k, v, dkbar, dvbar, g_slc, g_swa, gates_stride_h, dk, dv, parts, dq, dg_slc, offsets, lists, part_start,
-    bias, tables, do_stride_t, do_stride_h, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t,
-    v_stride_h, scale, inv_n, window, NB, together, H, B, CHUNK,
+    bias, tables, strides, scale, inv_n, window, NB, together, H, B, CHUNK,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, DQ: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, ASM: tl.constexpr,
@@ -255,16 +242,16 @@ def bsa_select_bwd_dkv_kernel(
     place = offset + tl.arange(0, BN)
     s = block.begin + place
     known = s < length
-    keys = load_rows(k + start * k_stride_t + h * k_stride_h, s, k_stride_t, known, D, BD)
-    values = load_rows(v + start * v_stride_t + h * v_stride_h, s, v_stride_t, known, V, BV)
+    keys = load_rows(k + start * strides.k_t + h * strides.k_h, s, strides.k_t, known, D, BD)
+    values = load_rows(v + start * strides.v_t + h * strides.v_h, s, strides.v_t, known, V, BV)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
     origin = start.to(tl.int32)
     g_slc += h * gates_stride_h
     g_swa += h * gates_stride_h
     if not TMA:
-        q += h * q_stride_h
-        do += h * do_stride_h
+        q += h * strides.q_h
+        do += h * strides.do_h
 
     end = block.begin + BS
     if WINDOW:
@@ -284,8 +271,8 @@ def bsa_select_bwd_dkv_kernel(
             live = t < length
             side = Side(start + c, c, tl.arange(0, BM).to(tl.int64))
             biases, _ = pair_tile(bias, side, block_keys(block, offset, BN), 1, ASM)
-            queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
-            upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
+            queries = load_tile(q, start + t, strides.q_t, live, origin + c, h * D, D, BD, TMA)
+            upstream = load_tile(do, start + t, strides.do_t, live, origin + c, h * V, V, BV, TMA)
             slc = load_gates(g_slc, start + c, live, BM, ASM)
             seen = s[:, None] <= t[None, :]
             own = seen & (t[None, :] < block.begin + BS) if WINDOW or BM > BS else seen
@@ -306,8 +293,8 @@ def bsa_select_bwd_dkv_kernel(
             side, live, entry = listed_queries(lists, block, row, R, BM, BS, ASM)
             t = side.token + side.lane
             biases = block_tile(bias, entry, side, mine, 1, ASM)
-            queries = load_tile(q, t, q_stride_t, live, origin + side.place, h * D, D, BD, TMA)
-            upstream = load_tile(do, t, do_stride_t, live, origin + side.place, h * V, V, BV, TMA)
+            queries = load_tile(q, t, strides.q_t, live, origin + side.place, h * D, D, BD, TMA)
+            upstream = load_tile(do, t, strides.do_t, live, origin + side.place, h * V, V, BV, TMA)
             if R >= BM:
                 gate = load_gates(g_slc, side.token, live, BM, ASM)
             else:

@@ -21,7 +21,7 @@ from hstu_sparse.assembly import proven
 from hstu_sparse.bsa import blocks, key_major, means_major, query_major
 from hstu_sparse.bsa.bias import TableGradients, Tables, pair_norms
 from hstu_sparse.bsa.lists import invert
-from hstu_sparse.bsa.query_major import Chosen, Gates, Strides
+from hstu_sparse.bsa.parameters import Chosen, Gates, Strides
 from hstu_sparse.launch import (
     LaunchConfig,
     architecture,
@@ -97,6 +97,16 @@ class Arguments(NamedTuple):
     scale: float
     normalizer: float
     deterministic: bool
+
+
+def padded(a: Arguments) -> Arguments:
+    """With rows of q, k and v that kernels can read; the sizes of heads are multiples of 16 then."""
+    return a._replace(**dict(zip("qkv", as_rows(a.q, a.k, a.v))))
+
+
+def cut(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """[..., size] of padded heads, contiguous."""
+    return x[..., :size].to(dtype).contiguous()
 
 
 class Problem:
@@ -206,15 +216,14 @@ def launch_forward(*arguments):
     """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V], the halved
     tables, and with a time bias the plan's entries of the chosen blocks [NG, H, S] int16).
     """
-    a = Arguments(*arguments)
+    a, value_size = padded(Arguments(*arguments)), arguments[2].shape[2]
     p, q, k, v = Problem(a), a.q, a.k, a.v
     kbar, vbar = q.new_zeros(p.NB, p.H, p.D), v.new_zeros(p.NB, p.H, p.V)
     indices = torch.full((p.NG, p.H, p.S), -1, dtype=torch.int32, device=q.device)
     tables, entries = Tables(a.position, a.time, a.plan), new_entries(a, indices)
     if p.T == 0 or p.H == 0:
-        return q.new_zeros(p.T, p.H, p.V), indices, kbar, vbar, tables.new(q), entries
-    q, k, v = as_rows(q, k, v)
-    gates = contiguous_gates(a)
+        return q.new_zeros(p.T, p.H, value_size), indices, kbar, vbar, tables.new(q), entries
+    gates, strides = contiguous_gates(a), Strides.of(q, k, v)
     halves = tables.halved(q)
     bias = tables.bias(halves)
     chosen = Chosen(indices, None if a.time is None else entries)
@@ -222,14 +231,14 @@ def launch_forward(*arguments):
     kbar_low = torch.empty_like(kbar) if p.split else kbar
     run(
         blocks.bsa_pool_fwd_kernel, (p.NB, p.H),
-        k, v, p.offsets, kbar, kbar_low, vbar, *k.stride()[:2], *v.stride()[:2], p.H, p.B,
+        k, v, p.offsets, kbar, kbar_low, vbar, strides, p.H, p.B,
         **p.heads, BS=p.BS, SPLIT=p.split, num_warps=4,
     )  # fmt: skip
     width = max(2, next_power_of_2(p.S))
     groups = p.group_tile()
     run(
         blocks.bsa_choose_fwd_kernel, (p.slots(groups * p.R), p.H),
-        q, kbar, kbar_low, p.offsets, *chosen, bias, *q.stride()[:2], p.scale, p.H, p.B, p.S,
+        q, kbar, kbar_low, p.offsets, *chosen, bias, strides, p.scale, p.H, p.B, p.S,
         D=p.D, BD=p.BD, BS=p.BS, R=p.R, BG=groups, BC=max(64 if p.split else 32, width), P=width, SPLIT=p.split,
         ASM=p.numeric["ASM"], num_warps=4, num_stages=2,
     )  # fmt: skip
@@ -241,7 +250,7 @@ def launch_forward(*arguments):
     tensors, tma = p.keys(config, k, v, kbar, vbar)
     run(
         query_major.bsa_query_fwd_kernel, (tiles * p.H,),
-        q, *tensors, p.offsets, chosen, gates, bias, out, Strides(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
+        q, *tensors, p.offsets, chosen, gates, bias, out, strides,
         p.scale, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(config.BM, tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, TMA=tma,
         **config,
@@ -251,24 +260,23 @@ def launch_forward(*arguments):
         for turn in range(lists.turns):
             run(
                 key_major.bsa_select_fwd_kernel, (lists.chunks_per_turn,),
-                q, k, v, gates.slc, out, p.offsets, lists.pointers(), bias,
-                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], p.scale, p.inv_n,
+                q, k, v, gates.slc, out, p.offsets, lists.pointers(), bias, strides, p.scale, p.inv_n,
                 turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.config("select_fwd"),
             )  # fmt: skip
-    return out.to(q.dtype), indices, kbar, vbar, halves, entries
+    return cut(out, value_size, q.dtype), indices, kbar, vbar, halves, entries
 
 
 def fake_forward(*arguments):
     a = Arguments(*arguments)
     q, v = a.q, a.v
-    (T, H, D), B = q.shape, a.seq_offsets.shape[0] - 1
+    (T, H, D), V, B = q.shape, v.shape[2], a.seq_offsets.shape[0] - 1
     indices = q.new_empty(T // a.selection_group + B, H, a.block_counts, dtype=torch.int32)
     return (
-        q.new_empty(T, H, v.shape[2]),
+        q.new_empty(T, H, V),
         indices,
-        q.new_empty(T // a.block_size + B, H, D),
-        v.new_empty(T // a.block_size + B, H, v.shape[2]),
+        q.new_empty(T // a.block_size + B, H, cdiv(D, 16) * 16),
+        v.new_empty(T // a.block_size + B, H, cdiv(V, 16) * 16),
         Tables(a.position, a.time, a.plan).new(q),
         new_entries(a, indices),
     )
@@ -277,14 +285,15 @@ def fake_forward(*arguments):
 def launch_backward(do, *arguments):
     """Gradients of q, k, v, g_cmp, g_slc and, where they are there, g_swa and the tables."""
     *arguments, indices, kbar, vbar, halves, entries = arguments
-    a = Arguments(*arguments)
+    given = Arguments(*arguments)
+    a = padded(given)
     p = Problem(a)
     given_gates = [g for g in (a.g_cmp, a.g_slc, a.g_swa) if g is not None]
     if p.T == 0 or p.H == 0:
-        given = (a.q, a.k, a.v, *given_gates, *(x for x in (a.position, a.time) if x is not None))
-        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given]
-    do, q, k, v = as_rows(do, a.q, a.k, a.v)
-    gates = contiguous_gates(a)
+        inputs = *given[:3], *given_gates, *(x for x in (a.position, a.time) if x is not None)
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
+    (do,), q, k, v = as_rows(do), a.q, a.k, a.v
+    gates, strides = contiguous_gates(a), Strides.of(q, k, v, do)
     made = Tables(a.position, a.time, a.plan)
     bias = made.bias(halves)
     chosen = Chosen(indices, None if a.time is None else entries)
@@ -308,7 +317,7 @@ def launch_backward(do, *arguments):
     run(
         query_major.bsa_query_bwd_dq_kernel, (tiles * p.H,),
         do, q, *tensors, p.offsets, chosen, gates, dq, dg_cmp, dg_slc, dg_swa, bias, tables, norms, keys_shift,
-        2.0**-means_shift / p.BS, *do.stride()[:2], Strides(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
+        2.0**-means_shift / p.BS, strides,
         p.scale, p.inv_n, p.H, p.B, p.S, p.window, tiles, p.tiles_together(config.BM, tiles),
         **p.heads, **p.numeric, BS=p.BS, R=p.R, SELECT=p.query_major, WINDOW=p.window > 0, SUMS=p.sums,
         TMA=tma, **config,
@@ -323,8 +332,7 @@ def launch_backward(do, *arguments):
     described = p.tma(config.BM, do, q)
     run(
         means_major.bsa_compress_bwd_dkv_kernel, (p.slots(config.BN * p.BS), p.H, splits),
-        *(described or (do, q)), kbar, vbar, p.offsets, cmp_rows, cmp_rows.stride(0), dkbar, dvbar, bias,
-        *do.stride()[:2], *q.stride()[:2],
+        *(described or (do, q)), kbar, vbar, p.offsets, cmp_rows, cmp_rows.stride(0), dkbar, dvbar, bias, strides,
         p.scale, p.inv_n, p.H, p.B, **p.heads, **p.numeric, BS=p.BS, ATOMIC=splits > 1,
         TMA=described is not None, **config,
     )  # fmt: skip
@@ -342,8 +350,7 @@ def launch_backward(do, *arguments):
         key_major.bsa_select_bwd_dkv_kernel, (lists.chunks_per_turn, p.BS // config.BN),
         *(described or (do, q)), k, v, dkbar, dvbar, slc_rows, swa_rows, slc_rows.stride(0), dk, dv, parts, dq, dg_slc,
         p.offsets, lists.pointers(), lists.part_start, bias, TableGradients() if p.query_major else tables,
-        *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        p.scale, p.inv_n, p.window, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
+        strides, p.scale, p.inv_n, p.window, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
         **p.heads, **p.numeric, BS=p.BS, R=p.R, WINDOW=p.window > 0, DQ=atomic_dq,
         TMA=described is not None, **config,
     )  # fmt: skip
@@ -359,12 +366,12 @@ def launch_backward(do, *arguments):
         for turn in range(lists.turns):
             run(
                 key_major.bsa_select_bwd_dq_kernel, (lists.chunks_per_turn,),
-                do, q, k, v, gates.slc, dq, dg_slc, p.offsets, lists.pointers(), bias,
-                *do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+                do, q, k, v, gates.slc, dq, dg_slc, p.offsets, lists.pointers(), bias, strides,
                 p.scale, p.inv_n, turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.config("select_dq"),
             )  # fmt: skip
-    found = [dq.to(q.dtype), dk, dv, *(d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), given_gates))]
+    found = [cut(d, x.shape[2], x.dtype) for d, x in zip((dq, dk, dv), given[:3])]
+    found += [d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), given_gates)]
     if sums:
         factor = p.inv_n
         if norms is not None:  # sums in units of what is not a number are none

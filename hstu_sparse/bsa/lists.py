@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bsa import blocks
-from hstu_sparse.bsa.key_major import ListPointers
+from hstu_sparse.bsa.parameters import ListPointers
 from hstu_sparse.launch import cdiv, next_power_of_2, run
 
 

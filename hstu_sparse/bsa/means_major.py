@@ -13,8 +13,7 @@ from hstu_sparse.tiles import load_rows, load_tile, locate
 
 @triton.jit(do_not_specialize=["B", "gates_stride_h"])
 def bsa_compress_bwd_dkv_kernel(
-    do, q, kbar, vbar, offsets, g_cmp, gates_stride_h, dkbar, dvbar, bias, do_stride_t, do_stride_h, q_stride_t,
-    q_stride_h, scale, inv_n, H, B,
+    do, q, kbar, vbar, offsets, g_cmp, gates_stride_h, dkbar, dvbar, bias, strides, scale, inv_n, H, B,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, ATOMIC: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr,
@@ -40,8 +39,8 @@ def bsa_compress_bwd_dkv_kernel(
     origin = start.to(tl.int32)
     g_cmp += h * gates_stride_h
     if not TMA:
-        q += h * q_stride_h
-        do += h * do_stride_h
+        q += h * strides.q_h
+        do += h * strides.do_h
     # The first block of the tile is complete for its own last token.
     begin = (i * BN * BS + BS - 1) // BM * BM + tl.program_id(2) * BM
     step = BM * tl.num_programs(2)
@@ -50,8 +49,8 @@ def bsa_compress_bwd_dkv_kernel(
             t = c + tl.arange(0, BM)
             live = t < length
             biases, _ = pair_tile(bias, Side(start + c, c, tl.arange(0, BM).to(tl.int64)), side, 1, ASM)
-            queries = load_tile(q, start + t, q_stride_t, live, origin + c, h * D, D, BD, TMA)
-            upstream = load_tile(do, start + t, do_stride_t, live, origin + c, h * V, V, BV, TMA)
+            queries = load_tile(q, start + t, strides.q_t, live, origin + c, h * D, D, BD, TMA)
+            upstream = load_tile(do, start + t, strides.do_t, live, origin + c, h * V, V, BV, TMA)
             cmp = load_gates(g_cmp, start + c, live, BM, ASM)
             gate = tl.where((j * BS + (BS - 1))[:, None] <= t[None, :], cmp[None, :], 0.0)
             acc_k, acc_v, _, _ = key_step(

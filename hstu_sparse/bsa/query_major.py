@@ -45,36 +45,6 @@ from hstu_sparse.tiles import (
 )
 
 
-class Chosen(NamedTuple):
-    """The blocks that each group chose, ascending, the own one last: [NG, H, S] each.
-
-    indices  int32, -1 behind the own block
-    entries  int16, with a time bias: of the group's tile and the block, see `BlockPlan`
-    """
-
-    indices: object
-    entries: object = None
-
-
-class Gates(NamedTuple):
-    """[T, H] each, see the public function; without a window `slc` stands for `swa`, which is not read."""
-
-    cmp: object
-    slc: object
-    swa: object
-
-
-class Strides(NamedTuple):
-    """Of q, k and v between tokens and between heads."""
-
-    q_t: object
-    q_h: object
-    k_t: object
-    k_h: object
-    v_t: object
-    v_h: object
-
-
 class QueryTile(NamedTuple):
     """A program's queries.
 
@@ -233,7 +203,7 @@ def bsa_query_fwd_kernel(
 @triton.jit(do_not_specialize=["B", "tiles", "together", "time_shift"])
 def bsa_query_bwd_dq_kernel(
     do, q, k, v, kbar, vbar, offsets, chosen, gates, dq, dg_cmp, dg_slc, dg_swa, bias, tables, norms, time_shift,
-    means_factor, do_stride_t, do_stride_h, strides, scale, inv_n, H, B, S, window, tiles, together,
+    means_factor, strides, scale, inv_n, H, B, S, window, tiles, together,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, SUMS: tl.constexpr,
     TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
@@ -248,7 +218,7 @@ def bsa_query_bwd_dq_kernel(
     if end <= mine.begin:
         return
     queries = load_rows(q + start * strides.q_t + h * strides.q_h, t, strides.q_t, live, D, BD)
-    upstream = load_rows(do + start * do_stride_t + h * do_stride_h, t, do_stride_t, live, V, BV)
+    upstream = load_rows(do + start * strides.do_t + h * strides.do_h, t, strides.do_t, live, V, BV)
     origin = start.to(tl.int32)
     if not TMA:
         k += start * strides.k_t + h * strides.k_h

@@ -169,7 +169,7 @@ def test_opcheck():
     import hstu_sparse.bsa.launch
     import hstu_sparse.bsa.plan  # noqa: F401  both register operators
 
-    inputs, offsets, N, shape = problem((18, 5), 18, 16, 2, 4, 2, 1, 16, 16)
+    inputs, offsets, N, shape = problem((18, 5), 18, 16, 2, 4, 2, 1, 10, 7)
     leaves = {n: x.requires_grad_() for n, x in inputs.items()}
     call = (*list(leaves.values())[:3], offsets, N, *list(leaves.values())[3:], *shape.values())
     call = (*call[:8], None, None, [None] * 3, 16, 2, 4, 2, 0.25, float(N), False)

@@ -1,0 +1,53 @@
+"""What the block-sparse kernels are given in groups; those of the bias are in bias.py.
+
+Letters: T tokens of the batch, H heads, S blocks chosen per group, NG group slots.
+"""
+
+from typing import NamedTuple
+
+
+class Chosen(NamedTuple):
+    """The blocks that each group chose, ascending, the own one last: [NG, H, S] each.
+
+    indices  int32, -1 behind the own block
+    entries  int16, with a time bias: of the group's tile and the block, see `BlockPlan`
+    """
+
+    indices: object
+    entries: object = None
+
+
+class Gates(NamedTuple):
+    """[T, H] each, see the public function; without a window `slc` stands for `swa`, which is not read."""
+
+    cmp: object
+    slc: object
+    swa: object
+
+
+class Strides(NamedTuple):
+    """Of q, k, v and in the backward pass do, between tokens and between heads."""
+
+    q_t: object
+    q_h: object
+    k_t: object
+    k_h: object
+    v_t: object
+    v_h: object
+    do_t: object = None
+    do_h: object = None
+
+    @classmethod
+    def of(cls, *tensors) -> "Strides":
+        """tensors: q, k, v and perhaps do."""
+        return cls(*(stride for x in tensors for stride in x.stride()[:2]))
+
+
+class ListPointers(NamedTuple):
+    """What kernels read of `Lists` (lists.py)."""
+
+    tokens: object
+    start: object
+    chunk_start: object
+    chunk_list: object
+    entries: object
