@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from hstu_sparse.registration import once_only
+
 # Numbers that the largest tensor of one chunk may hold: what stays in a core's cache, or a small part of a GPU.
 CHUNK = {"cpu": 2**21, "cuda": 2**26}
 
@@ -11,7 +13,7 @@ CHUNK = {"cpu": 2**21, "cuda": 2**26}
 class ChunkedSum(torch.autograd.Function):
     """Sum of function(chunk of the first `rowwise` tensors, all others whole) over chunks of `rows` rows.
 
-    The gradients are taken on the way, so that no chunk's intermediates outlive it (once: no second derivative).
+    The gradients are taken on the way, so that no chunk's intermediates outlive it; there is no second derivative.
     Tensors may be None; floating-point ones have gradients.
     """
 
@@ -38,6 +40,6 @@ class ChunkedSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_only("a sum over chunks of rows")
     def backward(ctx, grad):
         return None, None, None, *(None if x is None else x * grad for x in ctx.saved_tensors)

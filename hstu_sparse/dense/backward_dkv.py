@@ -17,6 +17,7 @@ from hstu_sparse.dense.ranges import (
     Kind,
     find_sequence,
     query_ranges,
+    scheduled,
     silu_and_slope,
     store_block,
     visible,
@@ -68,15 +69,13 @@ def dense_attention_bwd_dkv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One program: dk and dv of BLOCK_N keys of one head. TMA: queries come by tensor descriptor."""
-    tile = tl.program_id(0) // H
-    head = tl.program_id(0) % H
-    b = tl.load(schedule + 2 * tile)
+    head, b, entry = scheduled(schedule, H)
     if b < 0:
         return
     begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size)
     length = sequence.length
     # Known not to be negative: divisions by powers of two are shifts, which spares this kernel registers.
-    first_row = (tl.load(schedule + 2 * tile + 1) & MOST_TILES) * BLOCK_N
+    first_row = (tl.load(entry + 1) & MOST_TILES) * BLOCK_N
     n = tl.arange(0, BLOCK_N)
     s = first_row + n
     q += begin * q_stride_t + head * q_stride_h

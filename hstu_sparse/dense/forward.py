@@ -17,6 +17,7 @@ from hstu_sparse.dense.ranges import (
     Kind,
     find_query_tile,
     query_tile_bias,
+    scheduled,
     silu_of_half,
     store_block,
     visible,
@@ -64,12 +65,10 @@ def dense_attention_fwd_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head."""
-    tile = tl.program_id(0) // H
-    head = tl.program_id(0) % H
-    b = tl.load(schedule + 2 * tile)
+    head, b, entry = scheduled(schedule, H)
     if b < 0:
         return
-    begin, sequence, block, t = find_query_tile(b, schedule + 2 * tile, seq_offsets, num_targets, window_size, BLOCK_M)
+    begin, sequence, block, t = find_query_tile(b, entry, seq_offsets, num_targets, window_size, BLOCK_M)
     first_row = block * BLOCK_M
     m = tl.arange(0, BLOCK_M)
     q += begin * q_stride_t + head * q_stride_h

@@ -67,6 +67,13 @@ def find_sequence(b, seq_offsets, num_targets, window_size):
 
 
 @triton.jit
+def scheduled(schedule, H: tl.constexpr):
+    """(The program's head, its sequence, -1 if it has nothing to do, the tile's entry of the schedule)."""
+    entry = schedule + 2 * (tl.program_id(0) // H)
+    return tl.program_id(0) % H, tl.load(entry), entry
+
+
+@triton.jit
 def find_query_tile(b, entry, seq_offsets, num_targets, window_size, BLOCK_M: tl.constexpr):
     """(The sequence's first token, the Sequence, the tile's number, its queries' positions) of an entry of a schedule,
     which counts tiles of queries from the sequence's end: a query there sees most keys.

@@ -8,6 +8,8 @@ tile of queries (forward, dq and the tables' gradients) or of keys (dk and dv). 
 additions, whose last bits depend on their order; nothing else does.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -22,20 +24,59 @@ NO_QUERY, NO_KEY = tl.constexpr(-1), tl.constexpr(1 << 30)
 
 
 @triton.jit
-def _times(times, token, inside, time_table):
+def _times(times, token, inside, tables):
     """Timestamps of tokens, 0 where no table asks for them."""
-    if time_table is not None:
+    if tables.time is not None:
         return tl.load(times + token, inside, 0)
     else:
         return tl.zeros_like(token)
 
 
+class Tables(NamedTuple):
+    """The bias: see `pair_bias`."""
+
+    position: object
+    time: object
+    cells: object
+
+
+class Tile(NamedTuple):
+    """The rows that a program owns, of one head.
+
+    head, b        head and sequence
+    token, inside  the rows' places in memory, and which of them are the sequence's
+    position       NO_QUERY or NO_KEY where there is none
+    time           0 where no table asks for it
+    some           whether there is a row
+    """
+
+    head: tl.tensor
+    b: tl.tensor
+    token: tl.tensor
+    inside: tl.tensor
+    position: tl.tensor
+    time: tl.tensor
+    some: tl.tensor
+
+
 @triton.jit
-def _own_tile(offsets, num_seqs, H: tl.constexpr, BLOCK: tl.constexpr):
-    """(head, sequence, tokens, which of them are the sequence's, whether any is) of the tile that a program owns."""
+def _own_tile(
+    offsets, positions, times, tables, num_seqs, NONE: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     b, begin, length, tile = locate(offsets, tl.program_id(0) // H, num_seqs, BLOCK)
     row = tile * BLOCK + tl.arange(0, BLOCK)
-    return tl.program_id(0) % H, b, begin + row, row < length, tile * BLOCK < length
+    token, inside = begin + row, row < length
+    position = tl.load(positions + token, inside, NONE).to(tl.int32)
+    time = _times(times, token, inside, tables)
+    return Tile(tl.program_id(0) % H, b, token, inside, position, time, tile * BLOCK < length)
+
+
+@triton.jit
+def _tile_of(start, end, positions, NONE: tl.constexpr, BLOCK: tl.constexpr):
+    """(tokens from `start` on of a sequence that ends at `end`, which of them there are, their positions)."""
+    token = start + tl.arange(0, BLOCK)
+    inside = token < end
+    return token, inside, tl.load(positions + token, inside, NONE).to(tl.int32)
 
 
 @triton.jit
@@ -49,11 +90,26 @@ def _overlap(t, s, window_size, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _visible(distance, window_size, HAS_WINDOW: tl.constexpr):
+def _scores(
+    rows, columns, distance, q_time, k_time, tables, scale, window_size, N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(scores of a tile, which pairs see each other, their time buckets); distance, q_time, k_time broadcast to it."""
+    scores = tl.dot(rows, tl.trans(columns), input_precision=PRECISION) * scale
     seen = distance >= 0
     if HAS_WINDOW:
         seen = seen & (distance < window_size)
-    return seen
+    bias, bucket = pair_bias(distance, seen, q_time, k_time, tables.position, tables.time, tables.cells, N)
+    return scores + bias, seen, bucket
+
+
+@triton.jit
+def _add(target, stride_t, stride_h, head, token, inside, value, SIZE: tl.constexpr):
+    """Rows of a head of `target` [tokens, H, SIZE] fp32 += value."""
+    column = tl.arange(0, value.shape[1])
+    rows = target + head * stride_h + token[:, None] * stride_t + column[None, :]
+    mask = inside[:, None] & (column < SIZE)[None, :]
+    tl.store(rows, tl.load(rows, mask, 0.0) + value, mask)
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
@@ -66,32 +122,27 @@ def ring_hstu_fwd_kernel(
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
     """Adds to `out` (fp32) of BLOCK_M queries of one head."""
-    head, b, token, inside, some = _own_tile(q_offsets, num_seqs, H, BLOCK_M)
-    if not some:
+    tables = Tables(position_table, time_table, cells)
+    own = _own_tile(q_offsets, q_positions, q_times, tables, num_seqs, NO_QUERY, H, BLOCK_M)
+    if not own.some:
         return
-    t = tl.load(q_positions + token, inside, NO_QUERY).to(tl.int32)
-    q_time = _times(q_times, token, inside, time_table)[:, None]
+    head, token, inside, t = own.head, own.token, own.inside, own.position
     query = load_rows(q + head * q_stride_h, token, q_stride_t, inside, D, PAD_D)
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
-    k_end = tl.load(k_offsets + b + 1).to(tl.int64)
-    for start in range(tl.load(k_offsets + b).to(tl.int64), k_end, BLOCK_N):
-        other = start + tl.arange(0, BLOCK_N)
-        k_inside = other < k_end
-        s = tl.load(k_positions + other, k_inside, NO_KEY).to(tl.int32)
+    k_end = tl.load(k_offsets + own.b + 1).to(tl.int64)
+    for start in range(tl.load(k_offsets + own.b).to(tl.int64), k_end, BLOCK_N):
+        other, k_inside, s = _tile_of(start, k_end, k_positions, NO_KEY, BLOCK_N)
         if _overlap(t, s, window_size, HAS_WINDOW):
-            k_time = _times(k_times, other, k_inside, time_table)[None, :]
+            k_time = _times(k_times, other, k_inside, tables)[None, :]
             key = load_rows(k + head * k_stride_h, other, k_stride_t, k_inside, D, PAD_D)
-            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-            distance = t[:, None] - s[None, :]
-            seen = _visible(distance, window_size, HAS_WINDOW)
-            scores += pair_bias(distance, seen, q_time, k_time, position_table, time_table, cells, N)[0]
+            scores, seen, _ = _scores(
+                query, key, t[:, None] - s[None, :], own.time[:, None], k_time, tables, scale, window_size, N,
+                HAS_WINDOW, PRECISION,
+            )  # fmt: skip
             weights = tl.where(seen, silu(scores, FAST), 0.0)
             value = load_rows(v + head * v_stride_h, other, v_stride_t, k_inside, V, PAD_V)
             acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
-    e = tl.arange(0, PAD_V)
-    target = out + head * out_stride_h + token[:, None] * out_stride_t + e[None, :]
-    mask = inside[:, None] & (e < V_OUT)[None, :]
-    tl.store(target, tl.load(target, mask, 0.0) + acc * inverse_n, mask)
+    _add(out, out_stride_t, out_stride_h, head, token, inside, acc * inverse_n, V_OUT)
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
@@ -104,36 +155,31 @@ def ring_hstu_bwd_dq_kernel(
     BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
     """Adds to `dq` (fp32) of BLOCK_M queries of one head, and to the tables' gradients (fp32)."""
-    head, b, token, inside, some = _own_tile(q_offsets, num_seqs, H, BLOCK_M)
-    if not some:
+    tables = Tables(position_table, time_table, cells)
+    own = _own_tile(q_offsets, q_positions, q_times, tables, num_seqs, NO_QUERY, H, BLOCK_M)
+    if not own.some:
         return
-    t = tl.load(q_positions + token, inside, NO_QUERY).to(tl.int32)
-    q_time = _times(q_times, token, inside, time_table)[:, None]
+    head, token, inside = own.head, own.token, own.inside
     query = load_rows(q + head * q_stride_h, token, q_stride_t, inside, D, PAD_D)
     dout = load_rows(do + head * do_stride_h, token, do_stride_t, inside, V, PAD_V)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
-    k_end = tl.load(k_offsets + b + 1).to(tl.int64)
-    for start in range(tl.load(k_offsets + b).to(tl.int64), k_end, BLOCK_N):
-        other = start + tl.arange(0, BLOCK_N)
-        k_inside = other < k_end
-        s = tl.load(k_positions + other, k_inside, NO_KEY).to(tl.int32)
-        if _overlap(t, s, window_size, HAS_WINDOW):
-            k_time = _times(k_times, other, k_inside, time_table)[None, :]
+    k_end = tl.load(k_offsets + own.b + 1).to(tl.int64)
+    for start in range(tl.load(k_offsets + own.b).to(tl.int64), k_end, BLOCK_N):
+        other, k_inside, s = _tile_of(start, k_end, k_positions, NO_KEY, BLOCK_N)
+        if _overlap(own.position, s, window_size, HAS_WINDOW):
+            k_time = _times(k_times, other, k_inside, tables)[None, :]
             key = load_rows(k + head * k_stride_h, other, k_stride_t, k_inside, D, PAD_D)
             value = load_rows(v + head * v_stride_h, other, v_stride_t, k_inside, V, PAD_V)
-            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-            distance = t[:, None] - s[None, :]
-            seen = _visible(distance, window_size, HAS_WINDOW)
-            bias, bucket = pair_bias(distance, seen, q_time, k_time, position_table, time_table, cells, N)
-            _, slope = silu_and_grad(scores + bias, FAST)
+            distance = own.position[:, None] - s[None, :]
+            scores, seen, bucket = _scores(
+                query, key, distance, own.time[:, None], k_time, tables, scale, window_size, N, HAS_WINDOW, PRECISION
+            )
+            _, slope = silu_and_grad(scores, FAST)
             ds = slope * tl.dot(dout, tl.trans(value), input_precision=PRECISION) * inverse_n
             ds = tl.where(seen, ds, 0.0)
             acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
             add_pairs(position_grad, time_grad, None, ds, distance, seen, bucket, N)
-    d = tl.arange(0, PAD_D)
-    target = dq + head * dq_stride_h + token[:, None] * dq_stride_t + d[None, :]
-    mask = inside[:, None] & (d < D_OUT)[None, :]
-    tl.store(target, tl.load(target, mask, 0.0) + acc * scale, mask)
+    _add(dq, dq_stride_t, dq_stride_h, head, token, inside, acc * scale, D_OUT)
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=GIVEN)
@@ -146,38 +192,30 @@ def ring_hstu_bwd_dkv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
     """Adds to dk and dv (fp32) of BLOCK_N keys of one head; tiles are transposed, keys x queries."""
-    head, b, token, inside, some = _own_tile(k_offsets, num_seqs, H, BLOCK_N)
-    if not some:
+    tables = Tables(position_table, time_table, cells)
+    own = _own_tile(k_offsets, k_positions, k_times, tables, num_seqs, NO_KEY, H, BLOCK_N)
+    if not own.some:
         return
-    s = tl.load(k_positions + token, inside, NO_KEY).to(tl.int32)
-    k_time = _times(k_times, token, inside, time_table)[:, None]
+    head, token, inside, s = own.head, own.token, own.inside, own.position
     key = load_rows(k + head * k_stride_h, token, k_stride_t, inside, D, PAD_D)
     value = load_rows(v + head * v_stride_h, token, v_stride_t, inside, V, PAD_V)
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
-    q_end = tl.load(q_offsets + b + 1).to(tl.int64)
-    for start in range(tl.load(q_offsets + b).to(tl.int64), q_end, BLOCK_M):
-        other = start + tl.arange(0, BLOCK_M)
-        q_inside = other < q_end
-        t = tl.load(q_positions + other, q_inside, NO_QUERY).to(tl.int32)
+    q_end = tl.load(q_offsets + own.b + 1).to(tl.int64)
+    for start in range(tl.load(q_offsets + own.b).to(tl.int64), q_end, BLOCK_M):
+        other, q_inside, t = _tile_of(start, q_end, q_positions, NO_QUERY, BLOCK_M)
         if _overlap(t, s, window_size, HAS_WINDOW):
-            q_time = _times(q_times, other, q_inside, time_table)[None, :]
+            q_time = _times(q_times, other, q_inside, tables)[None, :]
             query = load_rows(q + head * q_stride_h, other, q_stride_t, q_inside, D, PAD_D)
             dout = load_rows(do + head * do_stride_h, other, do_stride_t, q_inside, V, PAD_V)
-            scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * scale
-            distance = t[None, :] - s[:, None]
-            seen = _visible(distance, window_size, HAS_WINDOW)
-            scores += pair_bias(distance, seen, q_time, k_time, position_table, time_table, cells, N)[0]
+            scores, seen, _ = _scores(
+                key, query, t[None, :] - s[:, None], q_time, own.time[:, None], tables, scale, window_size, N,
+                HAS_WINDOW, PRECISION,
+            )  # fmt: skip
             weights, slope = silu_and_grad(scores, FAST)
             weights = tl.where(seen, weights, 0.0)
             acc_v = tl.dot(weights.to(dout.dtype), dout, acc_v, input_precision=PRECISION)
             ds = tl.where(seen, slope * tl.dot(value, tl.trans(dout), input_precision=PRECISION), 0.0)
             acc_k = tl.dot(ds.to(query.dtype), query, acc_k, input_precision=PRECISION)
-    d = tl.arange(0, PAD_D)
-    e = tl.arange(0, PAD_V)
-    target = dk + head * dk_stride_h + token[:, None] * dk_stride_t + d[None, :]
-    mask = inside[:, None] & (d < D_OUT)[None, :]
-    tl.store(target, tl.load(target, mask, 0.0) + acc_k * (scale * inverse_n), mask)
-    target = dv + head * dv_stride_h + token[:, None] * dv_stride_t + e[None, :]
-    mask = inside[:, None] & (e < V_OUT)[None, :]
-    tl.store(target, tl.load(target, mask, 0.0) + acc_v * inverse_n, mask)
+    _add(dk, dk_stride_t, dk_stride_h, head, token, inside, acc_k * (scale * inverse_n), D_OUT)
+    _add(dv, dv_stride_t, dv_stride_h, head, token, inside, acc_v * inverse_n, V_OUT)

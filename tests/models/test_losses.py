@@ -136,6 +136,14 @@ def test_negative_equal_to_the_positive_does_not_count():
     assert loss.item() == 0
 
 
+def test_no_second_derivative(inputs, monkeypatch):
+    monkeypatch.setitem(losses.CHUNK, "cpu", 300)
+    out, items, targets = inputs
+    loss = training_loss(config("sampled_softmax", negatives="per_position"), out, items, targets)
+    with pytest.raises(RuntimeError, match="a sum over chunks of rows has no second derivative"):
+        torch.autograd.grad(loss, out, create_graph=True)
+
+
 def test_untrained_loss_is_that_of_chance():
     out, items = F.normalize(torch.randn(200, 16), dim=-1), torch.randn(5000, 16)
     loss = training_loss(config("sampled_softmax", temperature=100.0), out, items, torch.randint(5000, (200,)))

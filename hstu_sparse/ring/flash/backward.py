@@ -68,8 +68,6 @@ def _attend_dq(
 ):  # fmt: skip
     """acc [m, D] + the keys first .. last of a piece."""
     n = tl.arange(0, BLOCK_N)
-    tl.arange(0, PAD_D)
-    tl.arange(0, PAD_V)
     for start in range(first, last, BLOCK_N):
         key = load_block(k, start, n, k_stride, k_length, D, PAD_D, MASKED, TMA)
         value = load_block(v, start, n, v_stride, k_length, V, PAD_V, MASKED, TMA)
@@ -111,10 +109,9 @@ def flash_attention_bwd_dq_kernel(
         seen = keys_seen(own, k_offsets, k_starts, left, right, PIECES, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
         if seen == 0:
             return
-    head, sequence, begin, length, first_row = own.head, own.sequence, own.begin, own.length, own.first
+    head, begin, length, first_row = own.head, own.begin, own.length, own.first
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, PAD_D)
-    tl.arange(0, PAD_V)
     q_inside = (first_row + m < length)[:, None]
     t_first = own.position + first_row
     t = (t_first + m)[:, None]
@@ -128,12 +125,12 @@ def flash_attention_bwd_dq_kernel(
     row_delta = tl.load(rows + H * width)[:, None]
     slope = None
     if slopes is not None:
-        slope = tl.load(slopes + sequence * slope_stride + head) * LOG2_E
+        slope = tl.load(slopes + own.sequence * slope_stride + head) * LOG2_E
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     k += head // GROUP * k_stride_h
     v += head // GROUP * v_stride_h
     for i in tl.static_range(PIECES):
-        k_begin, k_length, k_position = piece(sequence * PIECES + i, k_offsets, k_starts)
+        k_begin, k_length, k_position = piece(own.sequence * PIECES + i, k_offsets, k_starts)
         bounds = key_ranges(
             first_row, length, k_length, own.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
         )
@@ -145,7 +142,7 @@ def flash_attention_bwd_dq_kernel(
                     acc = _attend_dq(
                         acc, query, dout, row_lse, row_delta, bounds[part], bounds[part + 1], t, t_first, q_inside,
                         keys, values, k_stride_t, v_stride_t, k_length, k_position, scale, slope, left, right, seed,
-                        sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1,
+                        own.sequence * H + head, dropout, D, V, HAS_LEFT, HAS_RIGHT, ALIGNED, PRECISION, part != 1,
                         BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     inside = q_inside & (d < D_OUT)[None, :]
@@ -189,8 +186,6 @@ def _attend_dkv(
 ):  # fmt: skip
     """dk [n, D] and dv [n, V] + the queries first .. last of a piece; tiles are transposed, keys x queries."""
     m = tl.arange(0, BLOCK_M)
-    tl.arange(0, PAD_D)
-    tl.arange(0, PAD_V)
     for start in range(first, last, BLOCK_M):
         query = load_block(q, start, m, q_stride, q_length, D, PAD_D, MASKED, TMA)
         dout = load_block(do, start, m, do_stride, q_length, V, PAD_V, MASKED, TMA)
@@ -287,8 +282,6 @@ def flash_attention_bwd_dkv_kernel(
         return
     k_head, begin, length, first_row = own.head, own.begin, own.length, own.first
     n = tl.arange(0, BLOCK_N)
-    tl.arange(0, PAD_D)
-    tl.arange(0, PAD_V)
     k_inside = (first_row + n < length)[:, None]
     s_first = own.position + first_row
     s = (s_first + n)[:, None]

@@ -33,8 +33,6 @@ def _attend(
 ):  # fmt: skip
     """(output before normalisation [m, V], maximum [m], sum [m]) with the keys first .. last of a piece."""
     n = tl.arange(0, BLOCK_N)
-    tl.arange(0, PAD_D)
-    tl.arange(0, PAD_V)
     for start in range(first, last, BLOCK_N):
         key = load_block(k, start, n, k_stride, k_length, D, PAD_D, MASKED, TMA)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
