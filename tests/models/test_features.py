@@ -1,6 +1,8 @@
 """Features in a model: what they add, what training may not see of items without a training event, cold items."""
 
+import itertools
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import numpy as np
 import pytest
@@ -9,10 +11,13 @@ import torch
 import train
 from data.feature_vocabulary import fit_features, with_rows
 from data.features import feature_of
+from data.splits import Split
 from data.synthetic import generate
 from data.types import Dataset
 from models.config import RunConfig
+from models.features import calendar_rows
 from models.hstu import SequenceModel
+from models.losses import Negatives, competing_items, sampled_loss
 from models.tasks.build import build_task
 
 KINDS = {"brand": "category", "genres": "list"}
@@ -74,7 +79,7 @@ def model_of(config, dataset, known):
     return SequenceModel(config.model, dataset.num_items, 2 if head else 0, head, known)
 
 
-def losses_of(config, dataset, steps=4):
+def losses_of(config, dataset, steps=2):
     """The losses of the first training steps, and the model behind them."""
     dataset, splits, known, task = prepared(config, dataset)
     model = model_of(config, dataset, known)
@@ -88,40 +93,146 @@ def losses_of(config, dataset, steps=4):
 
 
 def with_cold_items(dataset: Dataset, seed: int) -> Dataset:
-    """The data set with an item put before all others and one behind, met by two test events, of random features."""
-    rng = np.random.default_rng(seed)
-    items = dataset.items + 1
-    items[dataset.user_offsets[1:3] - 1] = 0, dataset.num_items + 1
-    place = np.concatenate([[-1], np.arange(dataset.num_items), [-1]])
+    """The data set with an item put before all others and one behind, each met by one test event, of other features."""
+    items, last = dataset.items + 1, dataset.num_items + 1
+    items[dataset.user_offsets[1:3] - 1] = 0, last
     features = []
     for feature in dataset.features:
         if feature.entity == "items":
-            rows, values = feature.rows + 1, feature.values[feature.codes]
-            more = np.array([f"new{rng.integers(100)}", str(rng.integers(5))])
-            features.append(
-                feature_of("items", feature.name, feature.kind, len(place), np.append(rows, [0, len(place) - 1])[
-                    order := np.argsort(np.append(rows, [0, len(place) - 1]), kind="stable")
-                ], np.append(values, more)[order])
-            )  # fmt: skip
-        else:
-            features.append(feature)
+            rows = np.concatenate([[0], feature.rows + 1, [last]])
+            values = np.concatenate([[f"new{seed}"], feature.values[feature.codes], [str(seed)]])
+            feature = feature_of("items", feature.name, feature.kind, last + 1, rows, values)
+        features.append(feature)
     ids = np.concatenate([[0], dataset.item_ids, [10**6]])
     return replace(dataset, items=items.astype(np.int32), item_ids=ids, features=tuple(features))
 
 
-@pytest.mark.parametrize("head", ["dot", "mol"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "head"), [*((loss, "dot") for loss in LOSSES), ("cross_entropy", "mol"), ("sampled_softmax", "mol")]
+)
 def test_items_without_a_training_event_change_no_training_loss(loss, head):
     """Must-hold: neither their presence nor their features, to the last bit, whatever is drawn."""
-    if head == "mol" and loss in ("bce", "mixed_negatives"):
-        pytest.skip("not for mol")
     model = CONFIG["model"] | {"dropout": 0.2, "id_dropout": 0.2}
     config = configured(loss=LOSSES[loss], model=model | ({"head": MOL} if head == "mol" else {}))
     dataset = with_made_up_features(generate(**SIZES))
-    # Without them the same two users have no third-last event less: their test target is another item.
-    first, _, _ = losses_of(config, with_cold_items(dataset, 1))
-    second, after, known = losses_of(config, with_cold_items(dataset, 2))
-    assert first == second
-    assert first == losses_of(config, dataset)[0]
+    expected, _, _ = losses_of(config, dataset)
+    found, after, known = losses_of(config, with_cold_items(dataset, 1))
+    assert found == expected
     cold = torch.from_numpy(~known.trained)
     assert cold[0] and cold[-1] and after.item_weight[cold].eq(0).all() and after.item_weight[~cold].ne(0).all()
+    if loss == "cross_entropy":
+        assert losses_of(config, with_cold_items(dataset, 2))[0] == expected
+
+
+def test_an_item_is_its_row_and_the_means_of_its_features():
+    config, dataset = configured(), with_cold_items(with_made_up_features(generate(**SIZES)), 1)
+    _, _, known, _ = prepared(config, dataset)
+    model = model_of(config, dataset, known).eval()
+    tables = {name: table.weight for name, table in model.embedding.items.tables.tables.embedding_bags.items()}
+    expected = model.item_weight.detach().clone()
+    for table, (offsets, rows) in zip(tables.values(), known.item_rows):
+        for item, (begin, end) in enumerate(itertools.pairwise(offsets)):
+            if end > begin:
+                expected[item] += table[rows[begin:end]].mean(0)
+    torch.testing.assert_close(model.item_table, expected)
+    ids = torch.tensor([5, 0, 5, dataset.num_items - 1])
+    torch.testing.assert_close(model.embedding.item_rows(ids), expected[ids])  # few: their own rows are summed
+    ids = torch.arange(dataset.num_items).repeat(20)
+    torch.testing.assert_close(model.embedding.item_rows(ids), expected[ids])  # many: by way of the catalogue
+    model.train()  # the catalogue of a loss is what training saw
+    torch.testing.assert_close(model.item_table, expected[torch.from_numpy(known.trained)])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_drawn_rows_give_the_loss_of_the_whole_catalogue(shared):
+    """And its gradients: negatives that repeat, that are the target of another token, that are the token's own."""
+    config = configured(loss=LOSSES["mixed_negatives"] | ({"negatives": "shared"} if shared else {}))
+    dataset = with_cold_items(with_made_up_features(generate(**SIZES)), 1)
+    _, _, known, _ = prepared(config, dataset)
+    model = model_of(config, dataset, known).train()
+    out = torch.nn.functional.normalize(torch.randn(3, 16, generator=torch.Generator().manual_seed(0)), dim=1)
+    ids = torch.tensor([4, 7, 7, 2] if shared else [[4, 7, 7, 2], [4, 5, 6, 1], [0, 0, 1, 2]])
+    drawn = Negatives(ids, torch.linspace(-4, -1, len(model.embedding.items.trained)))
+    targets = torch.tensor([4, -1, 7])
+    few, new_targets, new_drawn = competing_items(model.embedding, targets, drawn)
+    assert len(few) == 3 + ids.numel() < len(model.embedding.items.trained)
+    losses = [
+        sampled_loss(config.loss, out, *parts)
+        for parts in ((few, new_targets, new_drawn), (model.item_table, targets, drawn))
+    ]
+    torch.testing.assert_close(*losses)
+    parameters = list(model.embedding.tables.parameters()) + list(model.embedding.items.parameters())
+    for mine, expected in zip(*(torch.autograd.grad(loss, parameters) for loss in losses)):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_calendar():
+    times = torch.tensor([0, 3599, 3600, 86399, 86400, 1_700_000_000, 4_102_444_799])
+    moments = [datetime.fromtimestamp(t, UTC) for t in times.tolist()]
+    assert calendar_rows("hour", times).tolist() == [moment.hour for moment in moments]
+    assert calendar_rows("weekday", times).tolist() == [moment.weekday() for moment in moments]
+
+
+RANKING = {
+    "data": CONFIG["data"] | {"protocol": "last_tenth"},
+    "task": {"kind": "ranking", "actions": [{"name": "liked", "at_least": 1}]},
+}
+
+
+@pytest.mark.parametrize("known_at", ["before", "after"])
+def test_what_ranking_knows_of_an_event_before_the_user_acts(known_at):
+    """A feature known after the action changes no prediction up to its event's own; one known before, that too."""
+    columns = {"device": {"kind": "category", "known": known_at}}
+    data = RANKING["data"] | {"features": {"events": {"columns": columns}}}
+    config = configured(**RANKING | {"data": data})
+    dataset = with_made_up_features(generate(**SIZES, actions=True))
+    dataset = replace(dataset, features=dataset.features[-1:])
+    dataset, _, known, task = prepared(config, dataset)
+    model = model_of(config, dataset, known).eval()
+    split = Split(np.array([0]), np.array([0]), np.array([8]), np.array([0]))
+    (batch,) = task.batches(dataset, split, batch_size=1, shuffle=False).epoch(0)
+
+    def predictions(batch):
+        return model.task_head(model.raw_output(batch)[0])[~batch.is_action]
+
+    before, event = predictions(batch), 3
+    rows = batch.event_features.clone()
+    rows[2 * event : 2 * event + 2] = rows[2 * event] % 3 + 1
+    after = predictions(replace(batch, event_features=rows))
+    first = event + (known_at == "after")
+    assert torch.equal(after[:first], before[:first]) and (after[first:] != before[first:]).all()
+
+
+def test_retrieval_knows_no_feature_of_a_later_event():
+    config, dataset = configured(), with_made_up_features(generate(**SIZES))
+    dataset, splits, known, task = prepared(config, dataset)
+    model = model_of(config, dataset, known).eval()
+    batch = next(task.batches(dataset, splits.test, batch_size=1, shuffle=False).epoch(0))
+    before, rows = model(batch)[0], batch.event_features.clone()
+    rows[4] = rows[4] % 3 + 1
+    after = model(replace(batch, event_features=rows))[0]
+    assert torch.equal(after[:4], before[:4]) and (after[4:] != before[4:]).any(1).all()
+    other = model(replace(batch, user_features=batch.user_features % 3 + 1))[0]
+    assert (other != before).any(1).all()
+    with pytest.raises(ValueError, match="the model has 1 features of users, the batch 0"):
+        model(replace(batch, user_features=None))
+
+
+def test_ranking_trains_all_tables():
+    dataset = with_made_up_features(generate(**SIZES, actions=True))
+    losses, model, _ = losses_of(configured(**RANKING), dataset)
+    assert np.isfinite(losses).all()
+    tables = {name: table for name, table in model.named_parameters() if "embedding_bags" in name}
+    assert len(tables) == 6 and all(table.grad.abs().sum() > 0 for table in tables.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": CONFIG["model"] | {"id_dropout": 0.1}, "data": CONFIG["data"] | {"features": None}}, "id_dropout"),
+        ({"parallel": {"context": 2}}, "data.features: not with parallel.context"),
+    ],
+)
+def test_options_that_do_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
+        configured(**changes)

@@ -1,0 +1,133 @@
+"""Runs with features from YAML to report: cold items are recommended and told apart; runs resume, lend their weights."""
+
+import json
+
+import numpy as np
+import pytest
+
+import eval as evaluation
+import train
+from models.config import ConfigError, load_config
+
+pl = pytest.importorskip("polars")  # raw files cannot be read without
+
+CONFIG = """
+name: t
+seed: 1
+device: cpu
+threads: 1
+run_dir: PATH/runs
+data:
+  format: csv
+  path: PATH/events.csv
+  protocol: leave_one_out
+  cache_dir: PATH/cache
+  features:
+    items: {format: csv, path: PATH/items.csv, columns: {group: category}, unknown: add}
+    users: {format: csv, path: PATH/users.csv, columns: {parity: category}}
+    events: {calendar: [hour]}
+model: {block: hstu, max_seq_len: 12, embedding_dim: 16, num_layers: 1, attention: {kind: dense}}
+loss: {kind: cross_entropy}
+train: {epochs: 6, batch_size: 16, lr: 1e-2, checkpoint_seconds: 0}
+"""
+GROUPS = 4
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a finished run: users stay within a group of items, and a new item of each group waits."""
+    place = tmp_path_factory.mktemp("features")
+    rng = np.random.default_rng(0)
+    rows = []
+    for user in range(48):
+        items = rng.permutation(10)[:8] * GROUPS + user % GROUPS
+        rows += [f"{user},{item},{1000 * k + user}" for k, item in enumerate(items)]
+    (place / "events.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")
+    items = [f"{item},g{item % GROUPS}" for item in range(10 * GROUPS)] + [f"new{g},g{g}" for g in range(GROUPS)]
+    (place / "items.csv").write_text("item,group\n" + "\n".join(items) + "\n")
+    (place / "users.csv").write_text("user,parity\n" + "\n".join(f"{user},{user % 2}" for user in range(48)) + "\n")
+    (place / "run.yaml").write_text(CONFIG.replace("PATH", str(place)))
+    assert train.main([str(place / "run.yaml"), "--run", str(place / "run")]) == 0
+    return place
+
+
+def test_cold_items_are_recommended_and_told_apart(made):
+    result = json.loads((made / "run" / "result.json").read_text())
+    assert result["items"] == 10 * GROUPS + GROUPS and result["cold"]["items"] >= GROUPS
+    assert sum(row["users"] for row in result["by_popularity"]) == result["users"] == 48
+    assert result["cold"]["in_lists"] > 0
+    report = (made / "run" / "report.md").read_text()
+    assert "items have no training event" in report and "By popularity of the target" in report
+    assert evaluation.main([str(made / "run"), "--recommend", str(made / "next.csv"), "--top-k", "5"]) == 0
+    frame = pl.read_csv(made / "next.csv", schema_overrides={"user": pl.Int64, "item": pl.String})
+    new = frame.filter(pl.col("item").str.starts_with("new"))
+    # By its feature alone: a new item goes to the users of its group.
+    right = new.filter(pl.col("item").str.slice(3).cast(pl.Int64) == pl.col("user") % GROUPS)
+    assert right.height > 0.9 * new.height and right["user"].n_unique() > 24
+
+
+def test_vectors_are_representations(made):
+    assert evaluation.main([str(made / "run"), "--export-items", str(made / "vectors"), "--overwrite"]) == 0
+    ids, vectors = (np.load(made / "vectors" / f"{name}.npy") for name in ("item_ids", "items"))
+    place = {item: row for row, item in enumerate(ids.tolist())}
+    groups = [[place[str(item)] for item in range(g, 10 * GROUPS, GROUPS)] for g in range(GROUPS)]
+    near = np.stack([(vectors[[place[f"new{g}"] for g in range(GROUPS)]] @ vectors[rows].T).mean(1) for rows in groups])
+    assert near.argmax(0).tolist() == [*range(GROUPS)]
+
+
+def test_a_run_resumes_and_is_judged_without_its_files(made, tmp_path, monkeypatch):
+    before = json.loads((made / "run" / "result.json").read_text())["model"]
+    for name in ("events.csv", "items.csv", "users.csv"):
+        (made / name).rename(tmp_path / name)
+    try:
+        assert evaluation.main([str(made / "run")]) == 0
+        assert json.loads((made / "run" / "eval-test.json").read_text())["model"] == before
+    finally:
+        for name in ("events.csv", "items.csv", "users.csv"):
+            (tmp_path / name).rename(made / name)
+    assert train.main(["--resume", str(made / "run"), "train.epochs=7"]) == 0
+
+
+def test_other_events_in_the_terms_of_the_run(made, tmp_path):
+    """Users whom the users' file does not have get no value of theirs."""
+    (tmp_path / "more.csv").write_text(
+        "user,item,timestamp\n" + "".join(f"9{u},{4 * n},{n}\n" for u in "ab" for n in range(5))
+    )
+    (tmp_path / "users.csv").write_text("user,parity\n9a,1\nzz,0\n")
+    users = f"data.features.users.path={tmp_path / 'users.csv'}"
+    assert evaluation.main([str(made / "run"), "--data", str(tmp_path / "more.csv"), users]) == 0
+    history = ["--history", str(tmp_path / "more.csv"), "--recommend", str(tmp_path / "next.csv"), users]
+    assert evaluation.main([str(made / "run"), *history]) == 0
+    assert pl.read_csv(tmp_path / "next.csv")["user"].n_unique() == 2
+
+
+def test_weights_of_another_run_go_to_the_same_values(made, tmp_path):
+    text = (made / "items.csv").read_text().replace("g0", "a0").replace("g1", "g10")
+    (tmp_path / "items.csv").write_text(text)
+    items = [f"data.features.items.path={tmp_path / 'items.csv'}", f"run_dir={tmp_path}", "train.epochs=1"]
+    options = [str(made / "run.yaml"), "--init-from", str(made / "run"), "--run", str(tmp_path / "run"), *items]
+    assert train.main([*options, "train.lr=1e-30"]) == 0
+    old, new = (weights(folder) for folder in (made / "run", tmp_path / "run"))
+    table = "embedding.items.tables.tables.embedding_bags.items_group.weight"
+    assert new[table].shape == old[table].shape  # unknown, a0, g10, g2, g3; before g0, g1, g2, g3
+    np.testing.assert_array_equal(new[table][[0, 3, 4]], old[table][[0, 3, 4]])
+    assert not np.allclose(new[table][1], old[table][1])
+
+
+def weights(folder):
+    from models.run import final_weights
+
+    return {name: value.numpy() for name, value in final_weights(folder)[0].items()}
+
+
+def test_errors_of_the_configuration(made):
+    for option, expected in (
+        ("data.features.items.colums={}", "data.features.items.colums: unknown key, did you mean columns?"),
+        ("data.features.items.columns.group.knd=list", "data.features.items.columns.group"),
+        ("data.features.items.columns.group=text", "data.features.items.columns.group.kind"),
+        ("data.features.events.calendar=[day]", "data.features.events.calendar.0"),
+        ("data.features={}", "data.features: names neither items nor users nor events"),
+        ("data.features.items.format=xml", "data.features.items.format"),
+    ):
+        with pytest.raises(ConfigError, match=expected.replace("?", ".").replace("[", ".").replace("{", ".")):
+            load_config(made / "run.yaml", [option])
