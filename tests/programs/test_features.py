@@ -1,4 +1,4 @@
-"""Runs with features from YAML to report: cold items are recommended and told apart; runs resume, lend their weights."""
+"""Runs with features from YAML to report: cold items are recommended and told apart; runs resume and are reused."""
 
 import json
 
