@@ -4,10 +4,10 @@ python eval.py RUN [--split test] [--predict OUT.parquet --top-k 10] [--sampled 
 python eval.py RUN --data NEW                                  the same on other data, in the items that the run knows
 python eval.py RUN --recommend OUT.csv [--users FILE | --history FILE.csv]        what comes next after whole histories
 python eval.py RUN --export-items OUT                                                        item vectors and their ids
-python eval.py RUN --kv-cache rotatekv --bits 2 [--sink-tokens 4]            the model answers from a packed cache
+python eval.py RUN --serve [2bit] [--slide 1]                  as a service would answer, told events one by one
 """
 
-from models.command import CACHE_OPTIONS, CLIPS, answer_early, eval_options
+from models.command import answer_early, eval_options, serving_options
 
 if __name__ == "__main__":
     answer_early(eval_options, __doc__)
@@ -24,9 +24,8 @@ import numpy as np
 from data.feature_vocabulary import with_rows
 from data.types import DataError, Dataset, shown
 from data.vocabulary import index_of
-from models.checkpoint import CheckpointError, load_weights
-from models.config import ConfigError, RunConfig, load_config
-from models.folder import access, check_run, read_regular, write_file
+from models.config import ConfigError, RunConfig
+from models.folder import access, read_regular, write_file
 from models.interrupt import Interrupts
 from models.metrics import ranking_metrics
 from models.monitor import explain_faults
@@ -36,40 +35,20 @@ from models.report import print_result
 from models.retrieval import model_scorer, rank_targets, sampled_candidates
 from models.run import (
     Data,
-    build_model,
-    check_config,
-    final_weights,
     find_data,
     for_data,
     judge,
     load_data,
     open_data,
-    open_device,
+    open_weights,
+    trained_model,
 )
-from models.serving import serve_from_cache
+from models.serving import Recommender, ServingOptions
+from models.serving.judge import ServedModel
 from models.terminal import terminal
-from models.vocabulary import Known, load_vocabulary
+from models.vocabulary import Known
 
 MOST_USERS = 2**32  # bytes of a file of user ids
-
-
-def open_weights(folder: Path, overrides: list[str]):
-    """(config, what the run knows, weights, where they are, their epoch) of a run's folder, and of nothing else."""
-    check_run(folder)
-    config = load_config(folder / "config.yaml", overrides)
-    weights, facts, source = final_weights(folder)
-    check_config(facts, load_config(folder / "config.yaml"), folder, source)
-    known = load_vocabulary(folder)
-    if known.fingerprint != facts.get("fingerprint"):
-        raise CheckpointError(f"{source}: was trained on other data than vocabulary/ is of")
-    return config, known, weights, source, facts["epoch"]
-
-
-def trained_model(config: RunConfig, known: Known, weights: dict, source: Path):
-    """The model on its device, with these weights."""
-    model = build_model(config, known.vocabulary, open_device(config))
-    load_weights(model, weights, source)
-    return model.eval()
 
 
 def open_run(folder: Path, overrides: list[str]):
@@ -84,10 +63,10 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     interrupts.stage = "opening the run; nothing was written"
     config, known, weights, source, epoch = open_weights(options.run, options.overrides)
     lists = options.predict or options.recommend or options.export_items
-    if config.task.kind != "retrieval" and (lists or options.sampled or options.kv_cache):
+    if config.task.kind != "retrieval" and (lists or options.sampled):
         raise ConfigError(
             f"task.kind={config.task.kind} scores the items that it is given: --predict, --recommend, --export-items, "
-            "--sampled and --kv-cache are for retrieval"
+            "and --sampled are for retrieval"
         )
     for out, name in ((options.predict, "--predict"), (options.recommend, "--recommend")):
         if out:
@@ -124,8 +103,13 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
         raise ConfigError(f"--sampled {options.sampled}: there are {dataset.num_items} items")
     if getattr(data.splits, split) is None:
         raise ConfigError(f"--split {split}: protocol {config.data.protocol} has no such split in these data")
-    cache = cache_options(options)
-    size = serve_from_cache(model, **cache) if cache else None
+    served = None
+    if options.serve:
+        if config.task.kind == "ranking" and split == "train":
+            raise ConfigError("--serve --split train: a user's first event has no history that a service could know")
+        serving = ServingOptions(cache=options.serve, **serving_options(options))
+        served = Recommender(model, config, data.vocabulary, has_timestamps=dataset.has_timestamps, options=serving)
+        model = ServedModel(served, dataset)
     interrupts.stage = f"judging the split {split}; nothing was written"
     result = judge(model, data, split) | facts | {"notes": [*dataset.notes, *data.splits.notes]}
     if options.data:
@@ -138,9 +122,9 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
         (ranks,) = rank_targets(score, tracked, filters=[config.eval.filter_seen], candidates=candidates)
         label = f"SAMPLED: target among {options.sampled} random items, not comparable with full ranking"
         result["sampled"] = {"label": label, "seed": options.seed, **ranking_metrics(ranks)}
-    if size:
-        result["kv_cache"] = size.report()
-    path = options.run / result_name(split, cache, options.data)
+    if served:
+        result["served"] = served.description
+    path = options.run / result_name(split, options, options.data)
     write_file(path, json.dumps(result, indent=1))
     interrupts.stage = f"predicting; {path} is written"
     if options.predict:
@@ -148,8 +132,8 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
         frame = recommendations(config, model, dataset, tracked, options.top_k)
         write_table(options.predict, frame)
     print_result(data.task, result)
-    if size:
-        terminal.say("Served from a cache: " + ", ".join(f"{k} {v}" for k, v in result["kv_cache"].items()))
+    if served:
+        terminal.say("Served: " + ", ".join(f"{key} {value}" for key, value in result["served"].items()))
     terminal.say(f"Written: {path}")
     if options.predict:
         terminal.say(f"Written: {options.predict} ({len(frame):,} rows)")
@@ -216,27 +200,14 @@ def chosen_users(path: Path, dataset: Dataset) -> np.ndarray:
     return users
 
 
-def cache_defaults(bits: int) -> dict:
-    return {name: default for name, _, default in CACHE_OPTIONS} | {"bits": bits, "clip": CLIPS.get(bits, 1.0)}
-
-
-def cache_options(options: argparse.Namespace) -> dict | None:
-    """What `serve_from_cache` takes, or None without --kv-cache."""
-    if options.kv_cache is None:
-        return None
-    given = {name: value for name, _, _ in CACHE_OPTIONS if (value := getattr(options, name)) is not None}
-    return cache_defaults(given.get("bits", 2)) | given
-
-
-def result_name(split: str, cache: dict | None, data: str | None = None) -> str:
-    """eval-test.json; options of a cache and other data stand in the name, so that results lie beside each other."""
+def result_name(split: str, options: argparse.Namespace, data: str | None = None) -> str:
+    """eval-test.json; options of serving and other data stand in the name, so that results lie beside each other."""
     parts = [f"eval-{split}"]
     if data is not None:
         parts.append("of-" + (re.sub(r"[^A-Za-z0-9._]+", "-", Path(data).name)[:100] or "data"))
-    if cache is not None:
-        parts.append(f"rotatekv-{cache['bits']}bit")
-        defaults = cache_defaults(cache["bits"])
-        parts += [f"{name}={cache[name]}" for name, default in defaults.items() if cache[name] != default]
+    if options.serve is not None:
+        parts.append("serve" if options.serve == "auto" else f"serve-{options.serve}")
+        parts += [f"{name}={value}" for name, value in serving_options(options).items() if name != "cache_bytes"]
     return "-".join(parts) + ".json"
 
 

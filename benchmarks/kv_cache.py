@@ -1,4 +1,4 @@
-"""What a packed cache costs in quality: runs of compare.py, ranked again with their keys and values in one.
+"""What a packed cache costs in quality: runs of compare.py, ranked again as a service would with their keys in one.
 
     python compare.py PLAN.yaml --out quality/                   trains the runs (dense, rotatekv, ...)
     python benchmarks/kv_cache.py quality/ --names dense,rotatekv --bits 2,4 --sinks 0,4
@@ -29,7 +29,8 @@ def rank(folder: Path, out: Path, options: dict) -> None:
     import eval as evaluation
     from models.metrics import ranking_metrics
     from models.retrieval import model_scorer, rank_targets
-    from models.serving import serve_from_cache
+    from models.serving import Recommender, ServingOptions
+    from models.serving.judge import ServedModel
 
     name, seed = folder.parent.name, folder.name.removeprefix("seed-")
     sinks = options["sink_tokens"]
@@ -42,11 +43,15 @@ def rank(folder: Path, out: Path, options: dict) -> None:
         return
     target.parent.mkdir(exist_ok=True)
     config, data, model, _ = evaluation.open_run(folder, [])
-    size = serve_from_cache(model, **options)
-    score = model_scorer(model, config.train.autocast == "bf16")
+    rest = {key: value for key, value in options.items() if key != "bits"}
+    serving = ServingOptions(cache=f"{options['bits']}bit", slide=1, **rest)
+    if all(layer.attention.config.kind == "rotatekv" for layer in model.layers):
+        serving = ServingOptions(slide=1)  # its own codes, which it was trained for
+    served = Recommender(model, config, data.vocabulary, has_timestamps=data.dataset.has_timestamps, options=serving)
+    score = model_scorer(ServedModel(served, data.dataset), config.train.autocast == "bf16")
     (ranks,) = rank_targets(score, data.eval_batches("test").epoch(0), filters=[config.eval.filter_seen])
     np.save(target, ranks)
-    line = {"name": name, "seed": int(seed), **size.report(), **ranking_metrics(ranks)}
+    line = {"name": name, "seed": int(seed), **options, **served.description, **ranking_metrics(ranks)}
     with (out / "kv_cache.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
     print(json.dumps(line), flush=True)
@@ -118,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the folder of compare.py")
     parser.add_argument("--names", default="dense", help="which of its settings, by comma")
-    parser.add_argument("--bits", type=numbers, default=[2, 3, 4, 8])
+    parser.add_argument("--bits", type=numbers, default=[2, 4, 8])
     parser.add_argument("--sinks", type=numbers, default=[0, 4])
     parser.add_argument("--groups", type=numbers, default=[64], help="channels that share a scale (quant_group)")
     parser.add_argument("--clip", type=float, default=1.0, help="share of a group's range that the codes reach over")

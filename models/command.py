@@ -13,16 +13,18 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Options of eval.py's packed cache: name, type, default.
-CACHE_OPTIONS = (
-    ("bits", int, 2),
-    ("head_group", int, 2),
-    ("quant_group", int, 64),
-    ("sparsity", float, 0.0),
-    ("sink_tokens", int, 0),
-    ("clip", float, 1.0),
+# How the keys and values of a served run's users are kept: as they are, or as RotateKV codes of so many bits. auto: the
+# codes that the run was trained for (rotatekv), else fp32.
+CACHES = ("auto", "fp32", "bf16", "fp16", "8bit", "4bit", "2bit")
+# Options of a served run: name, type, what --help says. Absent, models.serving.ServingOptions has the default.
+SERVING_OPTIONS = (
+    ("sink_tokens", int, "with codes: the first tokens of a window that are kept as they are; by default 0"),
+    ("clip", float, "with codes: the share of a group's range that they reach over; by default .75 at 2 bits, else 1"),
+    ("head_group", int, "with codes: heads that are coded together; by default 2, or 1 where their number is odd"),
+    ("quant_group", int, "with codes: channels that share a scale; by default 64"),
+    ("cache_bytes", int, "for the keys and values of all users; by default 1 GiB"),
+    ("slide", int, "events that leave a user's window at a time; by default a quarter of what it holds"),
 )
-CLIPS = {2: 0.75, 3: 0.9}  # the default of clip at so many bits: what loses the least, see docs/rotatekv.md
 
 
 class _Parser(argparse.ArgumentParser):
@@ -102,10 +104,9 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     add("--overwrite", action="store_true", help="replace what stands in the place of an output")
     add("--sampled", type=int, metavar="COUNT", help="also rank among COUNT random items")
     add("--seed", type=int, default=0, help="of the sampled candidates")
-    add("--kv-cache", choices=("rotatekv",), help="the last query reads its history from such a cache")
-    for name, kind, default in CACHE_OPTIONS:
-        text = f"of the cache; by default {CLIPS if name == 'clip' else default}"
-        add(f"--{name.replace('_', '-')}", type=kind, help=text)
+    add("--serve", nargs="?", const="auto", choices=CACHES, metavar="CACHE",
+        help=f"judge what a service would answer that is told events and asked ({', '.join(CACHES)})")  # fmt: skip
+    _add_serving(add)
     options = parser.parse_intermixed_args(arguments)
     if options.run is None:
         parser.error("give the folder of a run, like runs/NAME/20260101-120000")
@@ -118,7 +119,7 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     for name in ("users", "history", "at"):
         if getattr(options, name) is not None and not options.recommend:
             parser.error(f"--{name} belongs to --recommend")
-    for name in ("predict", "sampled", "kv_cache"):
+    for name in ("predict", "sampled", "serve"):
         if getattr(options, name) is not None and (options.recommend or options.export_items):
             parser.error(f"--{name.replace('_', '-')} judges a split, --recommend and --export-items judge nothing")
     for one, other, why in (
@@ -128,11 +129,19 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     ):
         if getattr(options, one) and getattr(options, other):
             parser.error(f"--{one} and --{other.replace('_', '-')}: give one of them{why}")
-    if options.kv_cache is None:
-        given = [name for name, _, _ in CACHE_OPTIONS if getattr(options, name) is not None]
-        if given:
-            parser.error(f"--{given[0].replace('_', '-')} is an option of --kv-cache, which is not given")
+    if options.serve is None and (given := serving_options(options)):
+        parser.error(f"--{next(iter(given)).replace('_', '-')} is an option of --serve, which is not given")
     return options
+
+
+def _add_serving(add) -> None:
+    for name, kind, text in SERVING_OPTIONS:
+        add(f"--{name.replace('_', '-')}", type=kind, help=text)
+
+
+def serving_options(options: argparse.Namespace) -> dict:
+    """What the command line says of SERVING_OPTIONS, by name."""
+    return {name: value for name, *_ in SERVING_OPTIONS if (value := getattr(options, name)) is not None}
 
 
 def compare_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:

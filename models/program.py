@@ -10,7 +10,7 @@ from models.checkpoint import CheckpointError
 from models.config import ConfigError
 from models.folder import FolderError
 from models.interrupt import Interrupts, Stopped
-from models.serving import ServingError
+from models.serving.errors import ServingError
 from models.terminal import terminal
 
 

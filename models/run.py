@@ -21,13 +21,13 @@ from data.vocabulary import index_of, vocabulary_of
 from hstu_sparse.ring.flash.cute import check_available
 from hstu_sparse.validation import choose_backend
 from models.checkpoint import CheckpointError, Progress, checkpoints, exists, load_folder, load_weights
-from models.config import ConfigError, RunConfig, differences
+from models.config import ConfigError, RunConfig, differences, load_config
 from models.folder import check_run, read_manifest, write_judged
 from models.hstu import SequenceModel
 from models.tasks.build import build_task
 from models.tasks.contract import Task
 from models.terminal import terminal
-from models.vocabulary import load_vocabulary
+from models.vocabulary import Known, load_vocabulary
 
 # The weights of a table of features: its name.
 FEATURE_TABLE = re.compile(r"embedding\.(?:items|context)\..*embedding_bags\.([^.]+)\.weight")
@@ -210,6 +210,25 @@ def final_weights(folder: Path) -> tuple[dict, dict, Path]:
     if type(facts.get("epoch")) is not int or facts["epoch"] < 0:
         raise CheckpointError(f"{found[0]}: damaged, epoch cannot be {facts.get('epoch')!r}")
     return tensors["model"], facts, found[0]
+
+
+def open_weights(folder: Path, overrides: list[str]) -> tuple[RunConfig, Known, dict, Path, int]:
+    """(config, what the run knows, weights, where they are, their epoch) of a run's folder, and of nothing else."""
+    check_run(folder)
+    config = load_config(folder / "config.yaml", overrides)
+    weights, facts, source = final_weights(folder)
+    check_config(facts, load_config(folder / "config.yaml"), folder, source)
+    known = load_vocabulary(folder)
+    if known.fingerprint != facts.get("fingerprint"):
+        raise CheckpointError(f"{source}: was trained on other data than vocabulary/ is of")
+    return config, known, weights, source, facts["epoch"]
+
+
+def trained_model(config: RunConfig, known: Known, weights: dict, source: Path) -> SequenceModel:
+    """The model on its device, with these weights, in evaluation mode."""
+    model = build_model(config, known.vocabulary, open_device(config))
+    load_weights(model, weights, source)
+    return model.eval()
 
 
 def check_of_this_run(run: object, folder: Path, source: Path) -> None:

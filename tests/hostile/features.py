@@ -87,20 +87,19 @@ TAKEN_OVER = {
 
 # Arguments of eval.py, for the run of this file and for the basic one, whose heads are too small.
 EVAL_REFUSED = """
---kv-cache foo; --bits 3; --sink-tokens 1; --kv-cache; --kv-cache rotatekv --bits 5; --kv-cache rotatekv --bits 0
---kv-cache rotatekv --bits x; --kv-cache rotatekv --bits 2.0; --kv-cache rotatekv --head-group 3
---kv-cache rotatekv --head-group 4; --kv-cache rotatekv --quant-group 0; --kv-cache rotatekv --quant-group 24
---kv-cache rotatekv --sparsity nan; --kv-cache rotatekv --sparsity 1; --kv-cache rotatekv --sparsity -0.1
---kv-cache rotatekv --sink-tokens -1; --kv-cache rotatekv --sink-tokens 1000000000000
---kv-cache rotatekv --head-group 1; model.head.component_dim=8; model.head.kind=dot; model.head.foo=1
+--serve foo; --sink-tokens 1; --slide 1; --serve fp32; --serve bf16 --sink-tokens 1; --serve 2bit; --serve 3bit
+--serve 2bit --head-group 3; --serve 2bit --head-group x; --serve 2bit --quant-group 0; --serve 2bit --quant-group 2.0
+--serve 2bit --clip nan; --serve 2bit --clip 0; --serve 2bit --clip 2; --serve 2bit --sink-tokens -1; --serve --slide 0
+--serve 2bit --sink-tokens 1000000000000; --serve --slide 1000; --serve --slide -1; --serve --cache-bytes 10
+--serve --cache-bytes -1; model.head.component_dim=8; model.head.kind=dot; model.head.foo=1
 model.feed_forward_dim=null; parallel.context=2; train.ema_decay=2; train.matmul_precision=foo
 """
 BASIC_REFUSED = """
---kv-cache rotatekv; --kv-cache rotatekv --head-group 1
+--serve 2bit --head-group 3; --serve 4bit --sink-tokens -1; --serve --sink-tokens 1
 """
 EVAL_WORKING = """
---kv-cache rotatekv; --kv-cache rotatekv --bits 4 --sink-tokens 1000; --kv-cache rotatekv --sparsity 0.5 --bits 3
---kv-cache rotatekv --split valid --sampled 5 --predict o.parquet; train.ema_decay=null; loss.kind=in_batch
+--serve; --serve 2bit --sink-tokens 1 --clip 1; --serve --slide 1 --split valid --sampled 5 --predict o.parquet
+train.ema_decay=null; loss.kind=in_batch
 """
 
 
@@ -335,7 +334,7 @@ def cases(place: Path) -> list[Case]:
     ):
         for text in re.split(r"; |\n", table.strip()):
             name = f"eval {'of the basic run ' if run == basic else ''}{text}"
-            found.append(case(name, judge_it(run, *text.split()), expect, short=text.endswith(("x", "--kv-cache"))))
+            found.append(case(name, judge_it(run, *text.split()), expect, short=text.endswith(("x", "--serve"))))
     found += [
         case("eval: its file is a folder", judge_folder(finished, "eval-test.json")),
         case("resume: .lock is a folder", resume(lambda run: _replaced(run / ".lock"))),

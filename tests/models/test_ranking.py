@@ -207,7 +207,7 @@ def test_outputs_of_retrieval_are_refused(tmp_path, capsys):
     path, run = tmp_path / "t.yaml", tmp_path / "run"
     path.write_text(json.dumps(CONFIG | {"train": CONFIG["train"] | {"epochs": 1}}))
     assert train.main([str(path), "--run", str(run)]) == 0
-    for option in (["--sampled", "5"], ["--predict", str(tmp_path / "p.csv")], ["--kv-cache", "rotatekv"]):
+    for option in (["--sampled", "5"], ["--predict", str(tmp_path / "p.csv")]):
         capsys.readouterr()
         assert evaluation.main([str(run), *option]) == 2
         assert "task.kind=ranking scores the items that it is given" in capsys.readouterr().err

@@ -251,13 +251,13 @@ def test_a_dry_run_leaves_nothing(made, tmp_path, monkeypatch):
 
 
 def test_bf16_on_a_cpu(made, tmp_path):
-    """Heads and the packed cache under autocast, which torch refused."""
+    """Heads and a service under autocast, which torch refused."""
     base = [made / "run.yaml", f"data.path={made / 'events.csv'}", f"data.cache_dir={tmp_path}", "train.autocast=bf16"]
     mol = "model.head={kind: mol, query_components: 2, item_components: 2, component_dim: 8, gate_hidden_dim: 8}"
     for name, more in (("mol", mol), ("learned", "model.head={kind: dot, learned_temperature: true}")):
         done = run("train.py", *base, "train.epochs=1", "model.attention.kind=rotatekv", more, "--run", tmp_path / name)
         assert done.returncode == 0, done.stderr
-        done = run("eval.py", tmp_path / name, "--kv-cache", "rotatekv")
+        done = run("eval.py", tmp_path / name, "--serve")
         assert done.returncode == 0, done.stderr
     done = run("eval.py", tmp_path / "mol", "--export-items", tmp_path / "items")
     assert done.returncode == 2 and "no one vector" in done.stderr

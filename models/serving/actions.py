@@ -1,0 +1,49 @@
+"""Actions of events as a service is told them, in the codes of the run's action table. numpy alone."""
+
+import numpy as np
+
+from data.formats import FORMATS
+from data.types import shown
+from data.vocabulary import Vocabulary
+from models.config import RunConfig
+from models.serving.errors import InvalidRequest, MissingActions
+
+
+class ActionCodes:
+    """The codes of actions: texts by the run's own, numbers in the units of the raw data (4.5 stars, say)."""
+
+    def __init__(self, config: RunConfig, vocabulary: Vocabulary):
+        self.count = vocabulary.num_actions or 0
+        # Formats that code actions bit by bit (flags) take the sum of the bits.
+        self.scale = FORMATS[config.data.format].action_scale
+        names = vocabulary.action_names
+        self.texts = None if names is None else {text: code for code, text in enumerate(names) if text}
+
+    def codes(self, actions: object, count: int) -> np.ndarray:
+        """[E] int32 of `count` actions; MissingActions without any, InvalidRequest for those that the run lacks."""
+        if actions is None:
+            raise MissingActions("actions: the run reads the action of every event, expected one for each")
+        found = np.asarray(actions)
+        if found.shape != (count,):
+            raise InvalidRequest(f"actions: expected {count}, one for each event, got shape {list(found.shape)}")
+        if not count:
+            return np.zeros(0, np.int32)
+        if found.dtype.kind not in ("iuf" if self.texts is None else "U"):
+            expected = "numbers" if self.texts is None else "text"
+            raise InvalidRequest(
+                f"actions: expected {expected}, got {'text' if found.dtype.kind == 'U' else found.dtype}"
+            )
+        if self.texts is not None:
+            values = found.tolist()
+            if wrong := [text for text in values if text not in self.texts]:
+                raise InvalidRequest(f"actions: {shown(wrong[0])} is none of {shown(', '.join(self.texts), 200)}")
+            return np.array([self.texts[text] for text in values], np.int32)
+        codes = found.astype(np.float64) * self.scale
+        wrong = ~((codes == np.round(codes)) & (codes >= 0) & (codes < self.count))
+        if wrong.any():
+            most = (self.count - 1) / self.scale
+            raise InvalidRequest(
+                f"actions: {shown(found[wrong][0])} is not known to the run, which knows 0 to {most:g}"
+                + (f" in steps of {1 / self.scale:g}" if self.scale > 1 else "")
+            )
+        return codes.astype(np.int32)

@@ -1,0 +1,115 @@
+"""The pages of users: which of a user's tokens they hold, and who gives way where there is no room.
+
+Letters: H heads, S blocks that bsa chooses.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+import hstu_sparse
+from models.serving.errors import CacheFull
+
+
+@dataclass
+class Entry:
+    """The pages of one user.
+
+    row      what the pool knows the user's pages by
+    begin    the first event of the window that they are of
+    length   tokens of that window that they hold, from its first on
+    choices  layer -> [H, S] int32, bsa: the choice of the open group; None where no group is open, and without bsa
+    """
+
+    row: Sequence[int] = ()
+    begin: int = 0
+    length: int = 0
+    choices: dict[int, Tensor] | None = None
+
+
+class Caches:
+    """The entries of all users who have pages, the least recently used first.
+
+    group: number of tokens by which a length may be cut, 1 but for bsa, whose open groups would lack their choice.
+    """
+
+    def __init__(self, pool: hstu_sparse.PagePool, group: int = 1):
+        self.pool, self.group = pool, group
+        self.entries: OrderedDict[str, Entry] = OrderedDict()
+        self.pinned: set[str] = set()
+        self.evictions = 0
+
+    def __contains__(self, user: str) -> bool:
+        return user in self.entries
+
+    def length(self, user: str, begin: int) -> int:
+        """Tokens that the pages hold of the window that begins at event `begin`; what they hold of another one goes."""
+        entry = self.entries.get(user)
+        if entry is None:
+            return 0
+        if entry.begin != begin:
+            self.cut(user, 0)
+            entry.begin = begin
+        return entry.length
+
+    def cut(self, user: str, length: int) -> None:
+        """Drops what the pages of a user hold behind `length` tokens."""
+        entry = self.entries.get(user)
+        if entry is None or length >= entry.length:
+            return
+        entry.length = max(0, length - length % self.group)
+        entry.row = self.pool.shrink(entry.row, entry.length)
+        entry.choices = None
+
+    def drop(self, user: str) -> bool:
+        """Gives a user's pages back; returns whether there were any."""
+        entry = self.entries.pop(user, None)
+        if entry is not None:
+            self.pool.shrink(entry.row, 0)
+        return entry is not None
+
+    def fitting(self, users: Sequence[str], tokens: Sequence[int]) -> int:
+        """How many of `users`, from the first on, can have pages for `tokens` at the same time.
+
+        CacheFull where that is not even the first, since others are pinned.
+        """
+        rows = int(self.pool.format.sink_tokens > 0)
+        pinned = {user: len(entry.row) for user in self.pinned if (entry := self.entries.get(user)) and len(entry.row)}
+        pages = self.pool.num_pages - sum(pinned.values()) + rows * len(pinned)
+        sequences = self.pool.num_sequences - len(pinned) if rows else math.inf
+        chosen: set[str] = set()
+        for count, (user, length) in enumerate(zip(users, tokens)):
+            if user not in chosen:
+                chosen.add(user)
+                if user in pinned:
+                    pages += pinned[user] - rows
+                    sequences += 1
+                pages -= self.pool.format.num_pages(length)
+                sequences -= 1
+            if pages < 0 or sequences < 0:
+                if not count:
+                    raise CacheFull(
+                        f"no room for {length:,} tokens of a user: {len(pinned):,} pinned users hold the cache"
+                    )
+                return count
+        return len(users)
+
+    def reserve(self, users: Sequence[str], tokens: Sequence[int]) -> None:
+        """Makes room for `tokens` of each of `users`, who `fitting` said fit; others give way, the least used first."""
+        chosen = set(users)
+        for user, length in zip(users, tokens):
+            entry = self.entries.setdefault(user, Entry())
+            self.entries.move_to_end(user)
+            while True:
+                try:
+                    entry.row = self.pool.reserve(entry.row, max(length, entry.length))
+                    break
+                except hstu_sparse.PoolFull:
+                    other = next((x for x in self.entries if x not in chosen and x not in self.pinned), None)
+                    if other is None:
+                        raise
+                    self.drop(other)
+                    self.evictions += 1

@@ -1,0 +1,62 @@
+"""New tokens of users, and the pages on top of which they run: what the layers of a served model are given.
+
+Letters: T new tokens, B users, P pages, H heads, S blocks that bsa chooses.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+import hstu_sparse
+from data.batch import Batch
+from data.ranking import RankingBatch
+
+
+@dataclass(frozen=True)
+class Part:
+    """New tokens that attend alike: those of B users, end to end.
+
+    tokens       which tokens of the batch they are
+    offsets      [B+1] int64, which of the part's tokens are whose
+    pages        [B, P] int32, the users' pages
+    lengths      [B] int64, tokens in the pages before the new ones
+    candidates   whether the new tokens of a user all stand at position `lengths` and see the pages and themselves; else
+                 they follow one another, are written into the pages, and see those before them
+    times        [T] int64, seconds, of the tokens; of candidates [B]
+    query_times  [T] int64, when what follows the tokens happens; of candidates [B]
+    """
+
+    tokens: slice
+    offsets: Tensor
+    pages: Tensor
+    lengths: Tensor
+    candidates: bool
+    times: Tensor
+    query_times: Tensor
+
+
+@dataclass
+class Pass:
+    """One pass of new tokens through all layers.
+
+    choices  layer -> [B, H, S] int32, for bsa: the blocks chosen by the group that the next token of each user is in,
+             -1 where there are fewer or a new group begins. Layers leave there what holds behind the tokens they saw.
+    """
+
+    pool: hstu_sparse.PagePool
+    parts: list[Part]
+    choices: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class ServedBatch(Batch):
+    """New tokens of retrieval; `served` says on top of what they run."""
+
+    served: Pass = None  # type: ignore[assignment]
+
+
+@dataclass
+class ServedRankingBatch(RankingBatch):
+    """New tokens of ranking; `served` says on top of what they run."""
+
+    served: Pass = None  # type: ignore[assignment]

@@ -1,0 +1,109 @@
+"""New tokens of users on their way through the model, on top of the pages of what came before them.
+
+Letters: T new tokens, E embedding size, H heads, D query/key and V value head size.
+"""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+import hstu_sparse
+from data.batch import Batch
+from hstu_sparse.bias.relative import RelativeBias
+from models.attention import BlockSparseAttention, DenseAttention, RotateKVAttention, SoftmaxAttention
+from models.contract import AttentionKind, AuxLoss
+from models.serving.block_sparse import paged_block_sparse
+from models.serving.errors import ServingError
+from models.serving.parts import Part, Pass, ServedBatch, ServedRankingBatch
+
+SERVED = (DenseAttention, SoftmaxAttention, RotateKVAttention, BlockSparseAttention)
+
+
+class ServedAttention(nn.Module):
+    """An attention kind whose new tokens read what came before them from pages."""
+
+    def __init__(self, inner: AttentionKind, layer: int):
+        super().__init__()
+        self.inner, self.layer = inner, layer
+
+    @property
+    def sizes(self):
+        return self.inner.sizes
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        found = []
+        for part in batch.served.parts:
+            mine = [y[part.tokens] for y in (q, k, v)]
+            if not part.candidates:
+                batch.served.pool.write(self.layer, *mine[1:], part.offsets, part.pages, part.lengths)
+            found.append(self.attend(*mine, batch.served, part))
+        return found[0] if len(found) == 1 else torch.cat(found), {}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, served: Pass, part: Part) -> Tensor:
+        """[T, H, V] of a part's tokens."""
+        inner, bias = self.inner, None
+        if inner.position_bias is not None or inner.time_bias is not None:
+            timed = (part.times, part.query_times) if inner.time_bias is not None else (None, None)
+            bias = RelativeBias(inner.position_bias, inner.time_bias, *timed)
+        if isinstance(inner, BlockSparseAttention):
+            return paged_block_sparse(inner, self.layer, q, k, v, bias, served, part)
+        softmax = isinstance(inner, SoftmaxAttention)
+        return hstu_sparse.paged_attention(
+            q,
+            k,
+            v,
+            part.offsets,
+            served.pool,
+            part.pages,
+            part.lengths,
+            inner.sizes.max_seq_len,
+            layer=self.layer,
+            candidates=part.candidates,
+            activation="softmax" if softmax else "silu",
+            scale=None if softmax else inner.config.scale,
+            normalizer=None if softmax else inner.normalizer,
+            bias=bias,
+        )
+
+
+def served_layers(model: nn.Module) -> list[nn.Module]:
+    """The model's layers with the same weights, their attentions reading from pages; ServingError where one cannot."""
+    layers = []
+    for place, layer in enumerate(model.layers):
+        inner = layer.attention
+        check_kind(inner, place)
+        twin = copy.copy(layer)
+        twin._modules = layer._modules | {"attention": ServedAttention(inner, place)}
+        layers.append(twin)
+    return layers
+
+
+def check_kind(inner: AttentionKind, place: int) -> None:
+    """ServingError for an attention whose past cannot be kept in pages."""
+    c = inner.config
+    if not isinstance(inner, SERVED):
+        raise ServingError(f"layer {place} ({c.kind}) cannot be served: dense, softmax, rotatekv and bsa can")
+    if isinstance(inner, DenseAttention) and c.window_size:
+        raise ServingError(f"layer {place} has window_size={c.window_size}, which paged attention does not have")
+    heads = inner.kv_heads(c, inner.sizes.num_heads)
+    if heads != inner.sizes.num_heads:
+        raise ServingError(f"layer {place} shares {heads} key heads between {inner.sizes.num_heads}, pages do not")
+    if isinstance(inner, RotateKVAttention):
+        if c.bits == 3:
+            raise ServingError(f"layer {place} has bits=3, pages have 2, 4 or 8")
+        if c.sparsity:
+            raise ServingError(f"layer {place} has sparsity={c.sparsity}, pages have none")
+
+
+@torch.no_grad()
+def run(model: nn.Module, layers: list[nn.Module], batch: ServedBatch | ServedRankingBatch) -> Tensor:
+    """The outputs [T, E] of new tokens, in fp32, before normalisation; what is to stay is in the pages then."""
+    served = batch.served
+    for part in served.parts:
+        if not part.candidates:
+            served.pool.write_timestamps(part.times, part.offsets, part.pages, part.lengths)
+    x = model.embedding(batch)
+    for layer in layers:
+        x, _ = layer(x, batch)
+    return x.float()

@@ -1,0 +1,424 @@
+"""`Recommender`: a trained run that is told events and asked for recommendations, from Python.
+
+Letters: E events of a call, B users, M candidates of a user, A kinds of action, k length of a list.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from data.types import Dataset, shown
+from data.vocabulary import Vocabulary
+from models.config import RunConfig
+from models.heads import normalized
+from models.retrieval import best_items, normalized_items, output_scorer
+from models.run import find_data, open_weights, trained_model
+from models.serving import snapshot
+from models.serving.actions import ActionCodes
+from models.serving.engine import Ask, Engine
+from models.serving.errors import InvalidRequest, NoHistory, TooEarly
+from models.serving.histories import Histories
+from models.serving.ids import ItemIds, user_keys
+from models.serving.options import ServingOptions, window_of
+
+LATEST = 2**62  # no time is later
+
+
+class UserHistory(NamedTuple):
+    """What the model sees of a user: the latest of `count` events, in time order.
+
+    items [W] original ids; timestamps [W] int64, seconds; actions [W] int32 codes, or None
+    """
+
+    items: np.ndarray
+    timestamps: np.ndarray
+    actions: np.ndarray | None
+    count: int
+
+
+class Recommender:
+    """A run in use: events go in, recommendations and scores come out, in the ids of the run's data.
+
+    Keys and values of each user's window are kept in pages, so that a request costs one token and an event one more.
+    User ids may be new; 7 and "7" are the same user. Every call takes many users. Any number of threads may call; one
+    at a time is served.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: RunConfig,
+        vocabulary: Vocabulary,
+        *,
+        has_timestamps: bool = True,
+        name: str = "",
+        options: ServingOptions | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        """Serves a model.
+
+        Args:
+            model, config: a `SequenceModel` with its weights on its device, and the configuration it was built from.
+            vocabulary: what the rows of its tables stand for.
+            has_timestamps: whether the data had times; without, times order events and tell the model nothing.
+            name: what a saved store must come from, such as the run's id.
+            options: see `ServingOptions`.
+            clock: the time, in seconds, that requests without a time of their own have.
+
+        Raises ServingError for what cannot be served.
+        """
+        options = options or ServingOptions()
+        self.config, self.options, self.name, self.clock = config, options, name, clock
+        self.has_timestamps = has_timestamps
+        self.ranking = config.task.kind == "ranking"
+        self.items = ItemIds(vocabulary.item_ids)
+        has_actions = self.ranking or config.model.action_embedding
+        self._actions = ActionCodes(config, vocabulary) if has_actions else None
+        self.window = window_of(config, options.slide)
+        self._histories = Histories(self.window, has_actions, options.most_users, options.most_events)
+        self._engine = Engine(model, config, self.window, options)
+        self._scores_of = None if self.ranking else output_scorer(model)
+        self._lock = threading.RLock()
+
+    @classmethod
+    def load(cls, run: str | Path, *, history: bool = False, device: str | None = None, **options) -> Self:
+        """Serve the run in the folder `run`.
+
+        Args:
+            history: start with the events of the run's data.
+            device: "cpu" or "cuda"; by default what the run's configuration says.
+            options: see `ServingOptions`.
+
+        Raises ServingError for a run that cannot be served, and the errors of eval.py for one that cannot be read.
+        """
+        run = Path(run)
+        config, known, weights, source, _ = open_weights(run, [f"device={device}"] if device else [])
+        dataset = find_data(config, known.fingerprint) if history else None
+        model = trained_model(config, known, weights, source)
+        served = cls(
+            model,
+            config,
+            known.vocabulary,
+            has_timestamps=known.has_timestamps,
+            name=snapshot.name_of(run, source),
+            options=ServingOptions(**options),
+        )
+        if dataset is not None:
+            served.add_dataset(dataset)
+        return served
+
+    @property
+    def model(self) -> nn.Module:
+        return self._engine.model
+
+    # Events.
+
+    def append(self, users, items, timestamps=None, actions=None, *, encode: bool = True) -> None:
+        """Add events.
+
+        Args:
+            users, items: [E] ids, integers or text. A user may be new; an item must be one that the run knows.
+            timestamps: [E] integers, seconds; may be left out where the run's data had none. An event before the
+                user's last one takes its place in time, behind events of the same second.
+            actions: [E] where the model reads them, in the units of the run's data: numbers (stars, say) or text.
+            encode: bring the pages of new users and of those who have some up to date now; else the next request does.
+
+        Raises, with nothing changed: UnknownItem, MissingActions, InvalidRequest, LimitReached.
+        """
+        self.append_rows(*self.checked(users, items, timestamps, actions), encode=encode)
+
+    def checked(
+        self, users, items, timestamps=None, actions=None
+    ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None]:
+        """Events as `append_rows` takes them; the errors are those of `append`, but for LimitReached."""
+        keys, rows = user_keys(users), self.items.rows("items", items)
+        if len(keys) != len(rows):
+            raise InvalidRequest(f"users and items: expected as many of each, got {len(keys)} and {len(rows)}")
+        times = self._times(timestamps, len(rows))
+        if self._actions is None and actions is not None:
+            raise InvalidRequest("actions: the run reads none, leave them out")
+        return keys, rows, times, None if self._actions is None else self._actions.codes(actions, len(rows))
+
+    def check_room(self, users: Sequence[str]) -> None:
+        """LimitReached where an event more of each of `users` (as often as they occur) would be too many."""
+        counts = Counter(users)
+        with self._lock:
+            self._histories.check_room(list(counts), list(counts.values()))
+
+    def knows(self, user) -> bool:
+        """Whether a user has events."""
+        (key,) = user_keys([user])
+        return key in self._histories
+
+    def append_rows(
+        self,
+        users: Sequence[str],
+        rows: np.ndarray,
+        times: np.ndarray,
+        codes: np.ndarray | None,
+        *,
+        encode: bool = True,
+    ) -> None:
+        """As `append`, for users by the text of their ids, rows of the item table and codes of actions: [E] each."""
+        places: dict[str, list[int]] = {}
+        for place, key in enumerate(users):
+            places.setdefault(key, []).append(place)
+        with self._lock:
+            self._histories.check_room(list(places), [len(mine) for mine in places.values()])
+            stale = []
+            for key, mine in places.items():
+                if encode and (key not in self._histories or key in self._engine.caches):
+                    stale.append(key)
+                actions = None if self._actions is None else codes[mine]
+                unchanged = self._histories.add(key, rows[mine], times[mine], actions)
+                self._engine.changed(key, self._histories.get(key), unchanged)
+            if stale:
+                self._engine.update(stale, [self._histories.get(key) for key in stale])
+
+    def add_dataset(self, dataset: Dataset) -> None:
+        """Add the events of a data set whose items are the run's, user by user, without encoding them."""
+        offsets = dataset.user_offsets
+        with self._lock:
+            for user, begin, end in zip(
+                np.asarray(dataset.user_ids).tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
+            ):
+                if begin == end:
+                    continue
+                key, mine = str(user), slice(begin, end)
+                self._histories.check_room([key], [end - begin])
+                actions = None if self._actions is None else dataset.actions[mine]
+                unchanged = self._histories.add(key, dataset.items[mine], dataset.timestamps[mine], actions)
+                self._engine.changed(key, self._histories.get(key), unchanged)
+
+    def _times(self, timestamps, count: int) -> np.ndarray:
+        if timestamps is None:
+            if self.has_timestamps:
+                raise InvalidRequest("timestamps: the run's data had times, expected one for each event")
+            return np.zeros(count, np.int64)
+        found = np.asarray(timestamps)
+        if found.shape != (count,):
+            raise InvalidRequest(f"timestamps: expected {count}, one for each event, got shape {list(found.shape)}")
+        if count and found.dtype.kind not in "iu":
+            raise InvalidRequest(f"timestamps: expected whole seconds, got {found.dtype}")
+        if count and not (found.min() >= 0 and found.max() < LATEST):
+            raise InvalidRequest("timestamps: expected seconds since 1970, from 0 on")
+        return found.astype(np.int64)
+
+    # Requests.
+
+    def recommend(self, users, k: int = 10, at=None, exclude_seen: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Return the k best items for each user: (items [B, k] original ids, scores [B, k] float32), best first.
+
+        Args:
+            users: [B] ids.
+            k: at least 1. Where fewer items are left, -1 or the empty text follows, with scores of -inf.
+            at: seconds, one for all or [B]; by default now, or the user's last event where that is later.
+            exclude_seen: leave out every item that the user ever met.
+
+        Raises NoHistory, TooEarly, InvalidRequest, CacheFull; ServingError for a run that ranks given candidates.
+        """
+        if self.ranking:
+            raise InvalidRequest("the run ranks the candidates that it is given: ask for score, not recommend")
+        if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
+            raise InvalidRequest(f"k: expected a whole number of at least 1, got {k!r}")
+        keys = user_keys(users)
+        if not keys:
+            return self.items.original(np.zeros((0, k), np.int64)), np.zeros((0, k), np.float32)
+        with self._lock:
+            out, seen = self.outputs(keys, at), None
+            if exclude_seen:
+                parts = [self._histories.get(key).seen for key in keys]
+                offsets = np.append(0, np.cumsum([len(part) for part in parts]))
+                seen = tuple(
+                    torch.from_numpy(x.astype(np.int64)).to(out.device) for x in (np.concatenate(parts), offsets)
+                )
+        values, rows = best_items(self._scores_of(out), k, seen)
+        values, rows = values.cpu().numpy(), rows.cpu().numpy()
+        more = ((0, 0), (0, k - values.shape[1]))
+        values = np.pad(values, more, constant_values=-np.inf)
+        rows = np.where(np.isneginf(values), -1, np.pad(rows, more, constant_values=-1))
+        return self.items.original(rows), values
+
+    def score(self, users, candidates, at=None) -> np.ndarray:
+        """Return the scores of candidates: [B, M] float32; of a ranking run with A > 1 kinds of action, [B, M, A].
+
+        A score is the cosine or the head's value for retrieval, the probability of an action for ranking. Candidates
+        do not see one another: their order and their company change nothing.
+
+        Args:
+            users: [B] ids; candidates: [B, M] ids of items.
+            at: as in `recommend`.
+
+        Raises UnknownItem, NoHistory, TooEarly, InvalidRequest, CacheFull.
+        """
+        keys, rows = user_keys(users), self.items.rows("candidates", candidates, 2)
+        if len(rows) != len(keys) and (len(keys) or rows.size):
+            raise InvalidRequest(f"candidates: expected a row for each of {len(keys)} users, got {len(rows)}")
+        found = self.score_rows(keys, list(rows), at)
+        return np.stack(found) if found else np.zeros(rows.shape, np.float32)
+
+    def score_rows(self, users: Sequence[str], candidates: Sequence[np.ndarray], at=None) -> list[np.ndarray]:
+        """As `score`, for any number of candidates a user, given as rows of the item table."""
+        # Sorted, so that the same candidates are scored by the same arithmetic, whatever order they come in.
+        orders = [np.argsort(mine, kind="stable") for mine in candidates]
+        given = [mine[order] for mine, order in zip(candidates, orders)]
+        if self.ranking:
+            scores = self._probabilities(self.candidate_outputs(users, given, at))
+        else:
+            scores = self._cosines(self.outputs(users, at), given)
+        found = []
+        for values, order in zip(np.split(scores, np.cumsum([len(mine) for mine in given])[:-1]), orders):
+            back = np.empty_like(values)
+            back[order] = values
+            found.append(back)
+        return found
+
+    @torch.no_grad()
+    def _probabilities(self, out: Tensor) -> np.ndarray:
+        """Probabilities of the actions by outputs [M, E]: [M], or [M, A] where A > 1."""
+        found = self.model.task_head(out).sigmoid().float().cpu().numpy()
+        return found[:, 0] if found.shape[1] == 1 else found
+
+    def outputs(self, users: Sequence[str], at=None) -> Tensor:
+        """What the model makes of users, by the text of their ids, at the time `at`: [B, E] of length one."""
+        with self._lock:
+            return normalized(self._engine.answer(self._asks(users, at)))
+
+    def candidate_outputs(self, users: Sequence[str], candidates: Sequence[np.ndarray], at=None) -> Tensor:
+        """Outputs at a ranking run's candidates, rows of the item table, end to end: [sum of M, E], not normalised."""
+        with self._lock:
+            asks = self._asks(users, at)
+            return self._engine.answer([replace(ask, candidates=mine) for ask, mine in zip(asks, candidates)])
+
+    @torch.no_grad()
+    def _cosines(self, out: Tensor, candidates: list[np.ndarray]) -> np.ndarray:
+        """Scores of candidates, end to end, by the outputs [B, E]."""
+        model = self.model
+        found = []
+        for one, rows in zip(out[:, None], candidates):
+            mine = model.embedding.item_rows(torch.from_numpy(rows).to(out.device))
+            if model.head is None:
+                found.append((one @ normalized_items(mine).T)[0])
+            else:
+                found.append(model.head.scores_of_all(one, model.head.items(mine))[0])
+        return torch.cat(found).float().cpu().numpy() if found else np.zeros(0, np.float32)
+
+    def _asks(self, users: Sequence[str], at) -> list[Ask]:
+        histories = [self._histories.get(user) for user in users]
+        for user, history in zip(users, histories):
+            if history is None:
+                raise NoHistory(f"user {shown(user)} has no event")
+        last = np.array([history.timestamps[-1] for history in histories], np.int64)
+        if not self.has_timestamps:
+            return [Ask(user, history, int(time)) for user, history, time in zip(users, histories, last)]
+        if at is None:
+            times = np.maximum(last, int(self.clock()))
+        else:
+            times = np.asarray(at)
+            if times.dtype.kind not in "iu" or times.shape not in ((), (len(users),)):
+                raise InvalidRequest(f"at: expected whole seconds, one or {len(users)} of them")
+            times = np.broadcast_to(times, last.shape)
+            if len(times) and (times.min() < 0 or times.max() >= LATEST):
+                raise InvalidRequest("at: expected seconds since 1970, from 0 on")
+            if (early := times < last).any():
+                first = int(np.argmax(early))
+                raise TooEarly(
+                    f"at: {times[first]} is before the last event of user {shown(users[first])}, at {last[first]}"
+                )
+        return [Ask(user, history, int(time)) for user, history, time in zip(users, histories, times)]
+
+    # Users.
+
+    def history(self, user) -> UserHistory:
+        """Return what the model sees of a user; NoHistory for one without events."""
+        (key,) = user_keys([user])
+        with self._lock:
+            (ask,) = self._asks([key], None)
+            h = ask.history
+            cut = self.window.begin(h.count) - h.first
+            actions = None if h.actions is None else h.actions[cut:].copy()
+            return UserHistory(self.items.original(h.items[cut:]), h.timestamps[cut:].copy(), actions, h.count)
+
+    def forget(self, user) -> bool:
+        """Drop all that is known of a user, pages and pin included; returns whether there was something."""
+        (key,) = user_keys([user])
+        with self._lock:
+            self._engine.caches.pinned.discard(key)
+            self._engine.caches.drop(key)
+            return self._histories.forget(key)
+
+    def pin(self, users) -> None:
+        """Never take the pages of these users for others; NoHistory for a user without events."""
+        keys = user_keys(users)
+        with self._lock:
+            for key in keys:
+                if key not in self._histories:
+                    raise NoHistory(f"user {shown(key)} has no event")
+            self._engine.caches.pinned.update(keys)
+
+    def unpin(self, users) -> None:
+        """Take a pin back."""
+        with self._lock:
+            self._engine.caches.pinned.difference_update(user_keys(users))
+
+    def evict(self, users) -> int:
+        """Drop the pages of users, pinned or not; their events stay. Returns how many had pages."""
+        with self._lock:
+            return sum(self._engine.caches.drop(key) for key in user_keys(users))
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """Counts: users, those with pages, pinned ones, pages in use, bytes of pages and of events, and so on."""
+        with self._lock:
+            caches = self._engine.caches
+            pool = caches.pool
+            return {
+                "users": len(self._histories),
+                "users_with_pages": len(caches.entries),
+                "users_pinned": len(caches.pinned),
+                "pages": pool.num_pages,
+                "pages_in_use": pool.num_pages - pool.free_pages,
+                "page_bytes": pool.nbytes,
+                "bytes_per_user": self._engine.bytes_per_user,
+                "evictions": caches.evictions,
+                "tokens_encoded": self._engine.encoded,
+            }
+
+    @property
+    def description(self) -> dict:
+        """How users are kept: the pages' format, what a full window takes, and in bf16, events of a window, slide."""
+        return self._engine.description | {"events_of_a_window": self.window.capacity, "slide": self.window.slide}
+
+    # The store.
+
+    def save(self, folder: str | Path) -> None:
+        """Write events and pages of all users into `folder`, whole or not at all; StoreError where that cannot be."""
+        with self._lock:
+            snapshot.save(Path(folder), self._facts(), self._histories, self._engine.caches)
+
+    def restore(self, folder: str | Path) -> None:
+        """Take over what `save` wrote, in place of all that is known.
+
+        Pages are taken over where they have the same format, else encoded anew when they are asked for. StoreError for
+        a folder that is damaged or of another run; nothing is changed then.
+        """
+        with self._lock:
+            self._histories = snapshot.restore(Path(folder), self._facts(), self._histories, self._engine.caches)
+
+    def _facts(self) -> dict:
+        """What a saved store must agree with."""
+        return {
+            "run": self.name,
+            "items": len(self.items),
+            "actions": self._actions is not None,
+            "capacity": self.window.capacity,
+            "slide": self.window.slide,
+        }

@@ -1,0 +1,198 @@
+"""A saved store: the events and pages of all users, in a folder.
+
+store.json         what the store belongs to, the users in the order of their last use, checksums of the other files
+events.npz         their events as flat columns
+pages.safetensors  the pages of those who have some; absent where nobody has
+"""
+
+import hashlib
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import hstu_sparse
+from data.atomic import find_folder, replace_folder
+from data.types import shown
+from models.folder import FolderError, access, read_manifest, read_regular
+from models.serving.caches import Caches, Entry
+from models.serving.errors import StoreError
+from models.serving.histories import Histories, History
+
+LAYOUT = 1
+MOST = 2**40  # bytes of a file
+STORE, EVENTS, PAGES = "store.json", "events.npz", "pages.safetensors"
+
+
+def name_of(run: Path, weights: Path) -> str:
+    """What tells the weights of a run from all others: the run's id, and which of its weights they are."""
+    return f"{read_manifest(run)['run']}/{weights.name}"
+
+
+def save(folder: Path, facts: dict, histories: Histories, caches: Caches) -> None:
+    """Writes a store, whole or not at all. facts: what must be the same where it is read."""
+    known = dict(histories)
+    # Those without pages first, then the others from the least recently used on.
+    cached = [user for user in caches.entries if user in known and caches.entries[user].length]
+    users = [user for user in known if user not in set(cached)] + cached
+    content = io.BytesIO()
+    np.savez(content, **_columns([known[user] for user in users]), **_choices(caches, cached))
+    entries = [caches.entries[user] for user in cached]
+    meta = {
+        "layout": LAYOUT,
+        "facts": facts,
+        "format": repr(caches.pool.format),
+        "users": users,
+        "pinned": sorted(caches.pinned),
+        "pages": [[entry.begin, entry.length] for entry in entries],
+        "sha256": {EVENTS: hashlib.sha256(content.getvalue()).hexdigest()},
+    }
+    try:
+        with access(folder, "written"), replace_folder(folder) as temporary:
+            (temporary / EVENTS).write_bytes(content.getvalue())
+            if cached:
+                caches.pool.save(temporary / PAGES, [entry.row for entry in entries], [e.length for e in entries])
+                meta["sha256"][PAGES] = _digest(temporary / PAGES)
+            (temporary / STORE).write_text(json.dumps(meta), encoding="utf-8")
+    except FolderError as error:
+        raise StoreError(str(error)) from None
+
+
+def restore(folder: Path, facts: dict, histories: Histories, caches: Caches) -> Histories:
+    """The histories of a saved store; its pages replace those of `caches`. StoreError, with nothing changed, before."""
+    folder = find_folder(folder)
+    meta, arrays = _read(folder)
+    if meta["facts"] != facts:
+        differing = [key for key in facts if meta["facts"].get(key) != facts[key]]
+        raise StoreError(
+            f"{shown(folder, 200)}: saved of another run or with other options ("
+            + ", ".join(f"{key} {shown(meta['facts'].get(key))}, here {shown(facts[key])}" for key in differing)
+            + ")"
+        )
+    found = Histories(histories.window, histories.has_actions, histories.most_users, histories.most_events)
+    for user, history in zip(meta["users"], _histories(arrays, histories.has_actions)):
+        found.put(user, history)
+    pool = None
+    if meta["pages"] and meta["format"] == repr(caches.pool.format):
+        try:
+            pool, rows, lengths = hstu_sparse.PagePool.load(folder / PAGES, caches.pool.device)
+        except (ValueError, OSError) as error:
+            raise StoreError(str(error)) from None
+    for user in list(caches.entries):
+        caches.drop(user)
+    caches.pinned = set(meta["pinned"])
+    if pool is not None:
+        cached = meta["users"][len(meta["users"]) - len(meta["pages"]) :]
+        _take_over(caches, pool, list(zip(cached, rows, lengths, meta["pages"])), arrays)
+    return found
+
+
+def _take_over(caches: Caches, pool, saved: list, arrays: dict) -> None:
+    """Copies saved pages into the caches' pool, as many as fit, the last used first."""
+    layers = [name for name in arrays if name.startswith("choices_")]
+    sinks = int(pool.format.sink_tokens > 0)
+    for place in reversed(range(len(saved))):
+        user, row, length, (begin, _) = saved[place]
+        try:
+            mine = caches.pool.reserve([], length)
+        except hstu_sparse.PoolFull:
+            break
+        old, new = (torch.tensor(list(pages), dtype=torch.int64, device=pool.device) for pages in (row, mine))
+        for target, source in zip(caches.pool.tensors, pool.tensors):
+            for name, tensor in target.items():
+                part = slice(0, 1) if name.startswith("sink_") else slice(sinks, None)
+                tensor[new[part]] = source[name][old[part]]
+        caches.pool.timestamps[new[sinks:]] = pool.timestamps[old[sinks:]]
+        choices = {
+            int(name.removeprefix("choices_")): torch.from_numpy(arrays[name][place]).to(pool.device) for name in layers
+        }
+        caches.entries[user] = Entry(mine, begin, length, choices or None)
+        caches.entries.move_to_end(user, last=False)
+
+
+def _columns(histories: list[History]) -> dict[str, np.ndarray]:
+    """All histories as flat columns with the sizes of their parts."""
+
+    def joined(arrays: list[np.ndarray], dtype) -> np.ndarray:
+        return np.concatenate([np.zeros(0, dtype), *arrays])
+
+    found = {
+        "count": np.array([h.count for h in histories], np.int64),
+        "first": np.array([h.first for h in histories], np.int64),
+        "kept": np.array([len(h.items) for h in histories], np.int64),
+        "items": joined([h.items for h in histories], np.int32),
+        "timestamps": joined([h.timestamps for h in histories], np.int64),
+        "seen_count": np.array([len(h.seen) for h in histories], np.int64),
+        "seen": joined([h.seen for h in histories], np.int32),
+    }
+    if histories and histories[0].actions is not None:
+        found["actions"] = joined([h.actions for h in histories], np.int32)
+    return found
+
+
+def _histories(arrays: dict[str, np.ndarray], has_actions: bool):
+    """The histories that `_columns` laid flat."""
+    ends, seen_ends = np.cumsum(arrays["kept"]), np.cumsum(arrays["seen_count"])
+    for count, first, end, size, seen_end, seen_size in zip(
+        arrays["count"].tolist(),
+        arrays["first"].tolist(),
+        ends.tolist(),
+        arrays["kept"].tolist(),
+        seen_ends.tolist(),
+        arrays["seen_count"].tolist(),
+    ):
+        mine = slice(end - size, end)
+        yield History(
+            count,
+            first,
+            arrays["items"][mine].copy(),
+            arrays["timestamps"][mine].copy(),
+            arrays["actions"][mine].copy() if has_actions else None,
+            arrays["seen"][seen_end - seen_size : seen_end].copy(),
+        )
+
+
+def _choices(caches: Caches, users: list[str]) -> dict[str, np.ndarray]:
+    """layer -> [users, H, S] int32 of bsa: each open group's choice, -1 where none is open."""
+    known = [caches.entries[user].choices for user in users]
+    some = next((choices for choices in known if choices is not None), {})
+    found = {}
+    for layer, example in some.items():
+        none = torch.full_like(example, -1)
+        stacked = torch.stack([none if choices is None else choices[layer] for choices in known])
+        found[f"choices_{layer}"] = stacked.cpu().numpy()
+    return found
+
+
+def _read(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """(store.json, the arrays of events.npz), each checked against its checksum; StoreError."""
+    path = folder / STORE
+    try:
+        with access(path, "read"):
+            meta = json.loads(read_regular(path, MOST))
+        if meta["layout"] != LAYOUT or not all(isinstance(user, str) for user in meta["users"]):
+            raise StoreError(f"{shown(path, 200)}: of another version of this program")
+        for name, digest in meta["sha256"].items():
+            path = folder / Path(name).name
+            with access(path, "read"):
+                if _digest(path) != digest:
+                    raise StoreError(
+                        f"{shown(path, 200)}: damaged, its checksum differs from the one it was saved with"
+                    )
+        path = folder / EVENTS
+        with np.load(io.BytesIO(read_regular(path, MOST)), allow_pickle=False) as arrays:
+            return meta, dict(arrays)
+    except StoreError:
+        raise
+    except (FolderError, OSError) as error:
+        raise StoreError(str(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, EOFError, zipfile.BadZipFile) as error:
+        raise StoreError(f"{shown(path, 200)}: damaged ({type(error).__name__})") from None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

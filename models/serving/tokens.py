@@ -1,0 +1,59 @@
+"""The tokens of a window: what a model is told of each. numpy alone.
+
+Retrieval has one token an event; ranking two, the item's and then the action's. The query time of a token is when what
+it predicts happens: the next event's time, or, of a ranking batch's item token, its own. For the last token that is the
+request's time, since the next event has not come yet.
+
+Letters: n events of a user, T tokens.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.serving.histories import History
+
+
+@dataclass
+class Columns:
+    """T tokens as columns of int64: `items`, `actions`, `times`, `query_times`, and `positions` in their windows."""
+
+    items: np.ndarray
+    actions: np.ndarray
+    times: np.ndarray
+    query_times: np.ndarray
+    positions: np.ndarray
+
+    @classmethod
+    def joined(cls, parts: "list[Columns]") -> "Columns":
+        return cls(*(np.concatenate(columns) for columns in zip(*(vars(part).values() for part in parts))))
+
+
+def window_tokens(history: History, begin: int, start: int, stop: int, per_event: int, at: int = 0) -> Columns:
+    """The tokens start .. stop-1 of the window that begins at event `begin`.
+
+    per_event: tokens of an event, 1 or 2. at: the query time of the window's last token, seconds.
+    """
+    positions = np.arange(start, stop)
+    events = positions // per_event + (begin - history.first)
+    times = history.timestamps
+    following = np.append(times, at)[events + 1]
+    own = times[events]
+    # The item token of a ranking event asks what is done to the item now.
+    query_times = following if per_event == 1 else np.where(positions % 2 == 1, following, own)
+    actions = (
+        np.zeros(len(positions), np.int64) if history.actions is None else history.actions[events].astype(np.int64)
+    )
+    return Columns(history.items[events].astype(np.int64), actions, own, query_times, positions)
+
+
+def candidate_tokens(items: np.ndarray, position: int, at: int) -> Columns:
+    """The item tokens of candidates [M] that would be a ranking user's next event, at `position` of the window."""
+    count = len(items)
+    return Columns(
+        items.astype(np.int64),
+        np.zeros(count, np.int64),
+        np.full(count, at),
+        np.full(count, at),
+        np.full(count, position),
+    )

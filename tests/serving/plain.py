@@ -1,0 +1,136 @@
+"""A recommender without any cache, which recomputes everything from all events: what `Recommender` is held against.
+
+It knows the window rule and the model, and nothing of how serving works.
+"""
+
+import bisect
+import math
+
+import numpy as np
+import torch
+
+from data.batch import Batch
+from data.ranking import RankingBatch
+from data.vocabulary import Vocabulary
+from models.config import RunConfig
+from models.retrieval import output_scorer
+from models.run import build_model
+from models.serving import Recommender, ServingOptions
+
+NUM_ITEMS, NUM_ACTIONS = 40, 6
+DENSE = {"kind": "dense"}
+RANKING = {
+    "task": {"kind": "ranking", "actions": [{"name": "liked", "at_least": 4}]},
+    "data": {"format": "ml-100k", "protocol": "last_tenth"},
+}
+
+
+def make_config(attention=DENSE, *, max_seq_len=24, task="retrieval", **model) -> RunConfig:
+    """A small run of the given attention; `model`: further options of the model."""
+    sizes = dict(block="hstu", max_seq_len=max_seq_len, embedding_dim=32, num_layers=2, num_heads=2)
+    tree = {
+        "name": "small",
+        "data": {"format": "ml-100k", "protocol": "leave_one_out"},
+        "model": sizes | {"attention": attention} | model,
+        "train": {"epochs": 1},
+    }
+    return RunConfig.model_validate(tree | (RANKING if task == "ranking" else {}))
+
+
+def make_model(config: RunConfig, seed=0):
+    torch.manual_seed(seed)
+    model = build_model(config, vocabulary(config), torch.device("cpu")).eval()
+    with torch.no_grad():
+        for layer in model.layers:
+            if hasattr(layer, "uvqk"):
+                layer.uvqk.mul_(10)  # so that scores matter
+            for name in ("position_bias", "time_bias"):
+                if getattr(layer.attention, name, None) is not None:
+                    getattr(layer.attention, name).mul_(20)
+    return model
+
+
+def item_ids():
+    return np.arange(NUM_ITEMS) * 3 + 100
+
+
+def vocabulary(config):
+    actions = config.task.kind == "ranking" or config.model.action_embedding
+    return Vocabulary(item_ids(), NUM_ACTIONS if actions else None)
+
+
+def serve(config, model, clock=lambda: 0, **options) -> Recommender:
+    return Recommender(model, config, vocabulary(config), options=ServingOptions(**options), clock=clock)
+
+
+def window_begin(count: int, capacity: int, slide: int) -> int:
+    return slide * math.ceil(max(0, count - capacity) / slide)
+
+
+class Plain:
+    """Users' events as lists, in time order; every answer comes from the model itself on one sequence."""
+
+    def __init__(self, config, model, slide=None):
+        self.config, self.model = config, model
+        self.ranking = config.task.kind == "ranking"
+        longest = config.model.max_seq_len
+        self.capacity = (longest - 1) // 2 if self.ranking else longest
+        self.slide = slide or max(1, self.capacity // 4)
+        self.users: dict[str, list[tuple[int, int, int]]] = {}
+
+    def append(self, users, items, timestamps, actions=None):
+        actions = [0] * len(users) if actions is None else actions
+        for user, item, time, action in zip(users, items, timestamps, actions):
+            events = self.users.setdefault(str(user), [])
+            bisect.insort(events, (int(time), int(item), int(action)), key=lambda event: event[0])
+
+    def window(self, user):
+        events = self.users[str(user)]
+        return events[window_begin(len(events), self.capacity, self.slide) :]
+
+    @torch.no_grad()
+    def output(self, user, at):
+        """[E] of length one, of a retrieval model."""
+        times, items, actions = (torch.tensor(x) for x in zip(*self.window(user)))
+        items = (items - 100) // 3
+        batch = Batch(
+            item_ids=items,
+            timestamps=times,
+            target_ids=torch.full_like(items, -1),
+            query_timestamps=torch.cat([times[1:], torch.tensor([at])]),
+            seq_offsets=torch.tensor([0, len(items)]),
+            users=torch.zeros(1, dtype=torch.int64),
+            actions=actions if self.config.model.action_embedding else None,
+        )
+        return self.model(batch)[0][-1]
+
+    def recommend(self, user, k, at, exclude_seen=True):
+        scores = torch.cat([tile for *_, tile in output_scorer(self.model)(self.output(user, at)[None]).tiles()], 1)[0]
+        if exclude_seen:
+            seen = sorted({(item - 100) // 3 for _, item, _ in self.users[str(user)]})
+            scores[seen] = -math.inf
+        return scores
+
+    @torch.no_grad()
+    def score(self, user, candidates, at):
+        candidates = torch.as_tensor(candidates)
+        if not self.ranking:
+            return self.recommend(user, None, at, False)[(candidates - 100) // 3]
+        return torch.stack([self.probability(user, int(item), at) for item in candidates])
+
+    def probability(self, user, candidate, at):
+        times, items, actions = (torch.tensor(x) for x in zip(*self.window(user), (at, candidate, 0)))
+        items, count = (items - 100) // 3, 2 * len(items) - 1
+        both = lambda x: x.repeat_interleave(2)[:-1]
+        following = torch.cat([times[1:], times[-1:]])
+        batch = RankingBatch(
+            item_ids=both(items),
+            timestamps=both(times),
+            target_ids=torch.full((count,), -1),
+            query_timestamps=torch.stack([times, following], 1).flatten()[:-1],
+            seq_offsets=torch.tensor([0, count]),
+            users=torch.zeros(1, dtype=torch.int64),
+            actions=both(actions),
+            is_action=torch.arange(count) % 2 == 1,
+        )
+        return self.model.task_head(self.model.raw_output(batch)[0][-1:])[0, 0].sigmoid()

@@ -1,0 +1,131 @@
+"""Runs judged as a service would answer, and the kind rotatekv, which trains for its own codes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import kv_cache
+from hstu_sparse import hstu_attention, rotatekv_round_trip
+from models.attention.rotatekv import own_token
+from models.folder import read_judged, write_judged
+from tests.models.test_models import make_batch
+from tests.programs.test_train import run, start
+from tests.serving.plain import make_config, make_model
+
+ROTATE = {"kind": "rotatekv", "bits": 2, "sink_tokens": 3}
+BSA = {"kind": "bsa", "block_size": 4, "block_counts": 2, "selection_group": 2, "window_size": 3}
+
+
+def trained(folder, *overrides):
+    """The folder of a small run of one epoch."""
+    done = start(folder / "run", "model.num_heads=2", "train.epochs=1", *overrides)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def judged(folder, *options, name="eval-test.json"):
+    done = run("eval.py", folder, "device=cpu", *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / name).read_text())
+
+
+def same(one, other):
+    """Whether all that both say is the same to 1e-6."""
+    if isinstance(one, dict):
+        return all(same(one[key], other[key]) for key in one.keys() & other.keys())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == pytest.approx(other, abs=1e-6) if isinstance(one, float) else one == other
+
+
+@pytest.mark.parametrize("attention", [{"kind": "dense"}, BSA, ROTATE])
+def test_a_service_is_judged_as_the_model(attention, tmp_path):
+    """Window by window: with slide 1 the service sees what evaluation's batches see."""
+    folder = trained(tmp_path, "model.max_seq_len=12", f"model.attention={json.dumps(attention)}")
+    whole = judged(folder)
+    found = judged(folder, "--serve", "--slide", "1", name="eval-test-serve-slide=1.json")
+    assert same(whole, found) and found["served"]["slide"] == 1
+    assert found["served"]["cache"] == ("2bit" if attention is ROTATE else "float32")
+    if attention["kind"] == "dense":
+        packed = judged(folder, "--serve", "4bit", "--sink-tokens", "2", name="eval-test-serve-4bit-sink_tokens=2.json")
+        assert packed["popularity"] == whole["popularity"]
+        assert packed["served"]["bytes_per_user"] < packed["served"]["bytes_per_user_bf16"]
+        compared(tmp_path)
+
+
+def compared(out):
+    """benchmarks/kv_cache.py on the run, as if compare.py had made it."""
+    (out / "small").mkdir()
+    folder = (out / "run").rename(out / "small" / "seed-1")
+    for sinks in (0, 20):
+        kv_cache.rank(folder, out, {"bits": 2, "sink_tokens": sinks})
+    write_judged(folder, read_judged(folder) | {"history": np.load(out / "ranks" / "small+2bit+20sinks-1.npy")})
+    rows = {row.name: row for row in kv_cache.table(out)}
+    assert rows["small+2bit"].size < rows["small+2bit+20sinks"].size and rows["small+2bit"].size < rows["small"].size
+    assert rows["small"].value == pytest.approx(rows["small+2bit+20sinks"].value)
+    # The same ranks, the same runs: no spread, though the users and the runs are drawn anew.
+    same = rows["small+2bit+20sinks"]
+    assert same.low == pytest.approx(1.0) and same.high == pytest.approx(1.0)
+    kv_cache.plot(kv_cache.table(out), out / "plot.png")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--slide", "2"], "--slide is an option of --serve"),
+        (["--serve", "5bit"], "invalid choice"),
+        (["--serve", "2bit", "--head-group", "4"], "must divide the number of heads"),
+        (["--serve", "--slide", "1000"], "slide: expected 1 to"),
+        (["--serve", "--cache-bytes", "100"], "cache_bytes: a window of"),
+    ],
+)
+def test_refused(options, message, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "refused"
+    if not folder.exists():
+        folder.mkdir()
+        trained(folder)
+    done = run("eval.py", folder / "run", "device=cpu", *options)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_gradients_pass_straight_through():
+    """They are dense attention's gradients at the keys and values that the codes say."""
+    batch = make_batch([24])
+    config = make_config(ROTATE | {"position_bias": False, "time_bias": False})
+    kind = make_model(config).layers[0].attention
+    q, k, v = (torch.randn(24, 2, 16, requires_grad=True) for _ in range(3))
+    out, _ = kind(None, q, k, v, batch)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), grad)
+
+    k2, v2 = (x.requires_grad_() for x in rotatekv_round_trip(k, v, batch.seq_offsets, bits=2, sink_tokens=3))
+    N = kind.normalizer
+    rest = hstu_attention(q, k2, v2, batch.seq_offsets, N, scale=1.0) - own_token(q, k2, v2, None, 1.0, N)
+    own = own_token(q, k, v, None, 1.0, N)
+    torch.testing.assert_close(out, rest + own)
+    expected = torch.autograd.grad(rest + own, (q, k, k2, v, v2), grad)
+    wanted = expected[0], expected[1] + expected[2], expected[3] + expected[4]
+    for x, y in zip(found, wanted):
+        torch.testing.assert_close(x, y)
+
+
+def test_kind_refuses_heads_when_the_configuration_is_loaded():
+    with pytest.raises(ValueError, match=r"head_group=2: the Hadamard transform needs .* D=16 or D=32"):
+        make_config(ROTATE, embedding_dim=50)
+
+
+def test_ranking_is_judged_event_by_event(tmp_path):
+    """Where a window holds whole histories, what is served is what evaluation's batches say."""
+    from tests.models.test_ranking import CONFIG
+
+    path = tmp_path / "t.yaml"
+    tree = CONFIG | {"model": CONFIG["model"] | {"max_seq_len": 82}, "train": CONFIG["train"] | {"epochs": 1}}
+    path.write_text(json.dumps(tree))
+    assert run("train.py", path, "--run", tmp_path / "run").returncode == 0
+    whole = judged(tmp_path / "run")
+    found = judged(tmp_path / "run", "--serve", name="eval-test-serve.json")
+    assert found["model"] == pytest.approx(whole["model"], abs=1e-6)
+    done = run("eval.py", tmp_path / "run", "--serve", "--split", "train")
+    assert done.returncode == 2 and "a user's first event has no history" in done.stderr
