@@ -98,4 +98,7 @@ def features_of(described: list, calendar: list, arrays: dict[str, np.ndarray]) 
     )
     count = sum(feature.entity == "items" for feature in features)
     item_rows = tuple((arrays[f"items-{number}-offsets"], arrays[f"items-{number}-rows"]) for number in range(count))
+    items = len(arrays["item_ids"])
+    if count and any(len(x) != items + more for x, more in ((arrays["trained"], 0), *((o, 1) for o, _ in item_rows))):
+        raise ValueError(f"features of items are not those of {items} items")
     return FeatureVocabulary(features, tuple(calendar), item_rows, arrays["trained"] if count else None)
