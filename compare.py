@@ -34,8 +34,9 @@ def work(options, interrupts: Interrupts) -> None:
     with claimed(options.out, new=False):
         write_settings(plan, options.out)
         failed = run_all(training_jobs(plan, options.out), interrupts, options.parallel)
-        configs = {name: folders[0] / "config.yaml" for name, folders in finished(plan, options.out).items()}
-        failed += run_all(speed_jobs(configs, options.out), interrupts)  # one process alone
+        if not options.no_speed:
+            configs = {name: folders[0] / "config.yaml" for name, folders in finished(plan, options.out).items()}
+            failed += run_all(speed_jobs(configs, options.out), interrupts)  # one process alone
         interrupts.stage = "comparing; all runs are finished"
         results = collect(plan, options.out, failed)
         write_file(options.out / "comparison.json", as_json(results))

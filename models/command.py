@@ -154,6 +154,7 @@ def compare_options(description: str | None, arguments: list[str] | None = None)
     add("--parallel", type=int, default=1, metavar="N", help="runs at a time, on one machine")
     add("--quick", action="store_true", help="with what the plan says under quick, to see whether all works")
     add("--baseline", metavar="NAME", help="in place of the plan's")
+    add("--no-speed", action="store_true", help="do not measure steps; what was measured before is shown all the same")
     add(
         "--runs", nargs="+", default=[], metavar="NAME=FOLDER", help="finished runs, or folders of such, to compare too"
     )

@@ -9,6 +9,7 @@ import yaml
 from torch.nn import functional as F
 
 import train
+from benchmarks import memory
 from data.recall import generate_recall
 from models.config import ConfigError, RunConfig, load_config
 from models.experiments.results import load_run
@@ -60,16 +61,25 @@ def test_what_is_right():
     assert users.tolist() == splits.test.users.tolist() and (values["accuracy"] == 0.5).all()
 
 
-def test_a_run_trains_on_recalls_alone_and_reports_each_distance(tmp_path):
+def test_a_run_trains_on_recalls_alone_and_reports_each_distance(tmp_path, monkeypatch, capsys):
     path = tmp_path / "t.yaml"
     path.write_text(yaml.safe_dump(CONFIG))
-    assert train.main([str(path), "--run", str(tmp_path / "run"), "--quiet"]) == 0
-    result = json.loads((tmp_path / "run/result.json").read_text())
+    folder = tmp_path / "memory/softmax/seed-1"
+    assert train.main([str(path), "--run", str(folder), "--quiet"]) == 0
+    result = json.loads((folder / "result.json").read_text())
     assert result["recalls"] == 4 * 6 and set(result["by_distance"]) == {"3-4", "9-16"}
-    assert "| 9-16 |" in (tmp_path / "run/report.md").read_text()
-    run = load_run(tmp_path / "run")
+    assert "| 9-16 |" in (folder / "report.md").read_text()
+    run = load_run(folder)
     assert run.values["accuracy"].mean() == pytest.approx(result["model"]["accuracy"])
     assert run.breakdowns == {"distance, in events": result["by_distance"]}
+    monkeypatch.setattr(memory, "VARIANTS", {"softmax": [{"dropout": 0.5}]})
+    memory.main([str(tmp_path / "memory"), "--out", str(tmp_path / "memory.jsonl")])
+    own, other = (json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines())
+    assert own["by_distance"] == result["by_distance"] == other["by_distance"]  # no dropout when a model is judged
+    assert other["attention"]["dropout"] == 0.5 and own["attention"]["dropout"] == 0 and own["environment"]["torch"]
+    capsys.readouterr()
+    memory.main(["--table", "--out", str(tmp_path / "memory.jsonl")])
+    assert "| softmax judged with dropout=0.5 | " in capsys.readouterr().out
     # Items that are no value of a recall are no training target: the loss has no gradient for what they follow.
     config = RunConfig.model_validate(CONFIG)
     task, dataset = build_task(config), generate_recall(**RECALL)

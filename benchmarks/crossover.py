@@ -1,0 +1,224 @@
+"""From which sequence length a sparse attention kind takes less time than dense HSTU and softmax attention.
+
+    python benchmarks/crossover.py                      measure, into benchmarks/results/crossover.jsonl; again: go on
+    python benchmarks/crossover.py --table              the lengths from which each kind overtakes, and its times
+    python benchmarks/crossover.py --plot crossover.png
+
+Three times for each kind and length, all of as many tokens: one attention layer forward, forward and backward with its
+auxiliary losses, and a whole training step (parts.py: CUDA graphs and all, 4 layers, E 256, 4 heads of 64, bf16). No
+kind has a bias here, since softmax without one is the fastest. Medians; nothing but time is compared: what a kind
+remembers for it is another matter (configs/compare/long-memory.yaml).
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import parts
+from benchmarks.parts import NO_BIAS, described, prepare, random_batch, timed
+from models.attention import attention_kind
+from models.config import RunConfig
+
+RESULTS = Path(__file__).parent / "results/crossover.jsonl"
+# The lengths in the middle first: what there is when time is up tells most.
+LENGTHS = [8192, 32768, 2048, 131072, 512, 16384, 65536, 4096, 1024, 256]
+OVERTAKEN = ("dense", "softmax")
+PARTS = ("forward", "both passes", "step")
+INDEX = {"index_position_bias": False, "index_time_bias": False}
+KINDS = {
+    "dense": {"kind": "dense", **NO_BIAS},
+    "softmax": {"kind": "softmax"},
+    "bsa": {"kind": "bsa", "block_size": 64, "block_counts": 16, **NO_BIAS},
+    "bsa, groups of 64": {"kind": "bsa", "block_size": 64, "block_counts": 16, "selection_group": 64, **NO_BIAS},
+    "htree": {"kind": "htree", "compression_rate": 16, "top_k": 64},
+    "indexer": {"kind": "indexer", "top_k": 64, **INDEX, **NO_BIAS},
+}
+
+
+def layer_times(options, config: RunConfig, device: torch.device) -> dict[str, float]:
+    """Milliseconds of one attention layer: forward alone, and both passes."""
+    attention, sizes = config.model.attention[0], config.model.layer_sizes
+    kind = attention_kind(attention.kind)
+    torch.manual_seed(0)
+    with device:
+        module = kind(attention, sizes).train()
+    batch = random_batch(config, options.items, device)
+    tokens, heads, kv_heads = batch.num_tokens, sizes.num_heads, kind.kv_heads(attention, sizes.num_heads)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shapes = [(heads, sizes.attention_dim), (kv_heads, sizes.attention_dim), (kv_heads, sizes.linear_dim)]
+    x = torch.randn(tokens, sizes.embedding_dim, device=device, dtype=dtype)
+    q, k, v = (torch.randn(tokens, *shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
+    gradient = torch.randn(tokens, heads, sizes.linear_dim, device=device, dtype=dtype)
+    leaves = [q, k, v, *module.parameters()]
+
+    def forward():
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            return module(x, q, k, v, dataclasses.replace(batch))  # what layers share is computed anew
+
+    def both():
+        out, aux = forward()
+        weighted = [loss.weighted for loss in aux.values()]
+        torch.autograd.grad([out, *weighted], leaves, [gradient.to(out.dtype), *[None] * len(aux)], allow_unused=True)
+
+    def alone():
+        with torch.no_grad():
+            forward()
+
+    return {name: median(function, options.repeats, device) for name, function in zip(PARTS, (alone, both))}
+
+
+def median(function: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Milliseconds of a call, behind two that compile."""
+    for _ in range(2):
+        function()
+    return statistics.median(timed(lambda _: function(), None, device.type == "cuda") for _ in range(repeats))
+
+
+def step_time(options, attention: dict, length: int, device: torch.device) -> float:
+    """Milliseconds of a training step."""
+    _, _, batch, step, _ = prepare(options, attention, length, device)
+    return statistics.median(timed(step, batch, device.type == "cuda") for _ in range(options.repeats))
+
+
+def measure(options, device: torch.device) -> None:
+    """Appends a JSON line for each kind and length that the file lacks, until the time is up."""
+    until = math.inf if options.seconds is None else time.monotonic() + options.seconds
+    there = {(record["attention"], record["length"]) for record in read(options.out)} if options.out.exists() else set()
+    for length in options.lengths:
+        for name in options.kinds:
+            if (name, length) in there or time.monotonic() > until:
+                continue
+            record = described(options, name, length, device)
+            try:
+                config = parts.configuration(options, length, KINDS[name])
+                record |= layer_times(options, config, device)
+                record["step"] = step_time(options, KINDS[name], length, device)
+            except (ValueError, RuntimeError) as error:  # too large for the memory, say: the others go on
+                record["error"] = f"{type(error).__name__}: {error}"[:300]
+            line = json.dumps(record)
+            print(line, flush=True)
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+
+def read(source: Path) -> list[dict]:
+    """The records of a file of JSON lines."""
+    return [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+
+
+def times(records: list[dict], part: str) -> dict[str, dict[int, float]]:
+    """kind -> length -> milliseconds of a part; what could not be measured is left out."""
+    found: dict[str, dict[int, float]] = {}
+    for record in records:
+        if part in record:
+            found.setdefault(record["attention"], {})[record["length"]] = record[part]
+    return {name: dict(sorted(values.items())) for name, values in found.items()}
+
+
+def overtakes(ours: dict[int, float], theirs: dict[int, float]) -> float | None:
+    """The length from which `ours` stays below `theirs`, both length -> time; None where it is not below at the end.
+
+    Between two measured lengths the ratio's logarithm is taken for linear in the length's.
+    """
+    lengths = sorted(ours.keys() & theirs.keys())
+    ratios = [math.log(ours[length] / theirs[length]) for length in lengths]
+    if not ratios or ratios[-1] >= 0:
+        return None
+    last = max((place for place, ratio in enumerate(ratios) if ratio >= 0), default=None)
+    if last is None:
+        return float(lengths[0])
+    share = ratios[last] / (ratios[last] - ratios[last + 1])
+    return lengths[last] * (lengths[last + 1] / lengths[last]) ** share
+
+
+def table(records: list[dict]) -> list[str]:
+    """Markdown: from which length each sparse kind overtakes; then the times in ms by length."""
+    lines = ["| from N = | " + " | ".join(f"{part} over {other}" for part in PARTS for other in OVERTAKEN) + " |"]
+    lines.append("| --- |" + " ---: |" * len(PARTS) * len(OVERTAKEN))
+    names = dict.fromkeys(record["attention"] for record in records)
+    by_part = {part: times(records, part) for part in PARTS}
+    for name in (name for name in names if name not in OVERTAKEN):
+        cells = []
+        for part in PARTS:
+            for other in OVERTAKEN:
+                ours, theirs = by_part[part].get(name, {}), by_part[part].get(other, {})
+                at, both = overtakes(ours, theirs), sorted(ours.keys() & theirs.keys())
+                if not both:
+                    cells.append("-")
+                elif at is None:
+                    cells.append(f"not up to {both[-1]:,}")
+                else:
+                    cells.append(f"{both[0]:,} or less" if at == both[0] else f"{float(f'{at:.2g}'):,.0f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    for part in PARTS:
+        lengths = sorted({length for values in by_part[part].values() for length in values})
+        lines += ["", f"| {part}, ms | " + " | ".join(f"{length:,}" for length in lengths) + " |"]
+        lines.append("| --- |" + " ---: |" * len(lengths))
+        for name, values in by_part[part].items():
+            cells = [f"{values[length]:.3g}" if length in values else "-" for length in lengths]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def plot(records: list[dict], target: Path) -> None:
+    """A panel for each part: time over that of softmax by length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(PARTS), figsize=(4.2 * len(PARTS), 3.6), sharey=True, layout="constrained")
+    for axis, part in zip(axes, PARTS):
+        found = times(records, part)
+        base = found.get("softmax", {})
+        for name, values in found.items():
+            both = [length for length in values if length in base]
+            axis.plot(both, [values[length] / base[length] for length in both], marker="o", markersize=3, label=name)
+        axis.set_xscale("log", base=2)
+        axis.set(yscale="log", xlabel="tokens a sequence", title=part)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("time over softmax's")
+    axes[0].legend(fontsize=8)
+    first = records[0]
+    figure.suptitle(f"{first['tokens']:,} tokens, {first['environment']['device']}", fontsize=10)
+    figure.savefig(target, dpi=80)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--lengths", type=lambda x: [int(n) for n in x.split(",")], default=LENGTHS)
+    add("--kinds", type=lambda x: x.split(";"), default=list(KINDS), help=f"of {'; '.join(KINDS)}")
+    add("--tokens", type=int, default=131_072, help="of a call")
+    add("--items", type=int, default=10_000)
+    add("--size", type=int, default=256, help="E")
+    add("--layers", type=int, default=4)
+    add("--heads", type=int, default=4)
+    add("--repeats", type=int, default=5)
+    add("--seconds", type=float, help="after which nothing more is begun")
+    add("--out", type=Path, default=RESULTS, help="the JSON lines, which are added to")
+    add("--table", action="store_true", help="print the tables of --out, measure nothing")
+    add("--plot", type=Path, help="draw --out into this PNG, measure nothing")
+    parser.set_defaults(loss={"kind": "in_batch"}, train={}, model={})
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.plot:
+        plot(read(options.out), options.plot)
+    elif options.table:
+        print("\n".join(table(read(options.out))))
+    else:
+        measure(options, device)
+
+
+if __name__ == "__main__":
+    main()
