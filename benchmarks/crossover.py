@@ -40,8 +40,16 @@ KINDS = {
     "softmax": {"kind": "softmax"},
     "bsa": {"kind": "bsa", "block_size": 64, "block_counts": 16, **NO_BIAS},
     "bsa, groups of 64": {"kind": "bsa", "block_size": 64, "block_counts": 16, "selection_group": 64, **NO_BIAS},
-    "htree": {"kind": "htree", "compression_rate": 16, "top_k": 64},
-    "indexer": {"kind": "indexer", "top_k": 64, **INDEX, **NO_BIAS},
+    "htree": {"kind": "htree", "compression_rate": 16, "top_k": 32, "selection_group": 1, "num_kv_heads": 1},
+    "htree, groups of 16": {
+        "kind": "htree",
+        "compression_rate": 16,
+        "top_k": 32,
+        "selection_group": 16,
+        "num_kv_heads": 1,
+    },
+    "indexer": {"kind": "indexer", "top_k": 128, "selection_group": 1, **INDEX, **NO_BIAS},
+    "indexer, groups of 16": {"kind": "indexer", "top_k": 128, "selection_group": 16, **INDEX, **NO_BIAS},
 }
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import eval as evaluation
+from eval import open_run
+from models.config import load_config
 from models.experiments.results import runs_in
 from models.folder import commit
 from models.report import environment
@@ -24,9 +25,9 @@ from models.run import judge
 RESULTS = Path(__file__).parent / "results/memory.jsonl"
 # kind of the memory layer -> options that it is judged with beside its own
 VARIANTS = {
-    "bsa": [{"block_counts": 4}, {"block_counts": 64}],
-    "htree": [{"top_k": 16}, {"top_k": 256}],
-    "indexer": [{"top_k": 16}, {"top_k": 256}],
+    "bsa": [{"block_counts": 4}, {"block_counts": 64}, {"selection_group": 16}],
+    "htree": [{"top_k": 16}, {"top_k": 256}, {"selection_group": 16}],
+    "indexer": [{"top_k": 16}, {"top_k": 256}, {"selection_group": 16}],
 }
 
 
@@ -34,11 +35,10 @@ def measure(folder: Path, out: Path) -> None:
     """Appends a JSON line for each finished run in the folders of `folder`, and for each variant of its kind."""
     for setting in sorted(path for path in folder.iterdir() if path.is_dir()):
         for run in runs_in(setting):
-            memory = evaluation.load_config(run / "config.yaml").model.attention[-1]
-            for options in [{}, *VARIANTS.get(memory.kind, [])]:
-                place = len(evaluation.load_config(run / "config.yaml").model.attention) - 1
-                overrides = [f"model.attention.{place}.{name}={value}" for name, value in options.items()]
-                config, data, model, facts = evaluation.open_run(run, overrides)
+            layers = load_config(run / "config.yaml").model.attention
+            for options in [{}, *VARIANTS.get(layers[-1].kind, [])]:
+                overrides = [f"model.attention.{len(layers) - 1}.{name}={value}" for name, value in options.items()]
+                config, data, model, facts = open_run(run, overrides)
                 result = judge(model, data, "test")
                 record = {
                     "setting": setting.name,

@@ -1,7 +1,6 @@
 """The task `recall`: what counts as right, and a run from YAML to report."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from benchmarks import memory
 from data.recall import generate_recall
 from models.config import ConfigError, RunConfig, load_config
 from models.experiments.results import load_run
+from models.hstu import SequenceModel
 from models.tasks.build import build_task
 
 RECALL = {
@@ -85,8 +85,7 @@ def test_a_run_trains_on_recalls_alone_and_reports_each_distance(tmp_path, monke
     task, dataset = build_task(config), generate_recall(**RECALL)
     batch = next(task.batches(dataset, task.splits(dataset).train, batch_size=4).epoch(0))
     out = torch.randn(batch.num_tokens, 16, requires_grad=True)
-    model = SimpleNamespace(head=None, log_temperature=None, item_weight=torch.randn(dataset.num_items, 16))
-    task.loss(model, out, batch, batch, None)[0].backward()
+    task.loss(SequenceModel(config.model, dataset.num_items), out, batch, batch, None)[0].backward()
     assert torch.equal(out.grad.abs().sum(1) > 0, batch.target_ids >= 0)
 
 
