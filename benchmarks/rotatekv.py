@@ -12,7 +12,7 @@ import functools
 import torch
 from run import Case
 
-PARTS = ("fused", "fused rope", "two stages", "two stages rope", "few", "many", "queries", "keys")
+PARTS = ("fused", "fused rope", "two stages", "two stages rope", "queries", "keys")
 SDPA = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION", "sdpa-efficient": "EFFICIENT_ATTENTION"}
 BASE = 10000.0
 
@@ -124,17 +124,13 @@ def run_sdpa(backend, users, length, heads, size, queries):
 
 
 def run_compress(users, length, heads, size, bits, sparsity, ordered):
-    """The kernel alone, into a cache that has room: `append` after the page table is made."""
-    from hstu_sparse import RotateKVCache
-    from hstu_sparse.pages.layout import Layout, RotateKVOptions
-    from hstu_sparse.rotatekv import launchers
+    """The kernel alone, into the pages of a cache that has them."""
+    from hstu_sparse.pages.launch import write_pages
 
     _, _, k, v, offsets = inputs(users, length, heads, size, 1)
-    layout = Layout(RotateKVOptions(bits=bits, sparsity=sparsity), heads, size, size)
-    cache = RotateKVCache.empty(layout, users, k.dtype, k.device, order_of(k, ordered))
-    before = cache.seq_offsets
-    cache.grow(offsets.diff())
-    return {"compress": lambda: launchers.compress(cache, k, v, offsets, before)}
+    cache = packed(k, v, offsets, bits, sparsity, ordered)
+    into = cache.tensors, cache.pool.format, k, v, offsets, cache.pages, torch.zeros_like(offsets[1:])
+    return {"compress": lambda: write_pages(*into, cache.channel_order)}
 
 
 def run_copy(users, length, heads, size):

@@ -6,7 +6,9 @@ store.py     pages written and read in plain PyTorch: the specification of what 
 files.py     a pool's sequences in one file
 layout.py    options and sizes of RotateKV's codes, and their order in a page
 packing.py   quantising, packing and unpacking in plain PyTorch
-codec.py     the same in kernels; encode.py: the kernel that packs
+codec.py     the same in kernels
+encode.py    the kernel that writes codes; write.py: the one that writes keys and values as they are; launch.py
+merge.py     the kernel that puts the parts of a history together which several programs attended to
 """
 
 from hstu_sparse.pages.format import PageFormat

@@ -236,23 +236,24 @@ def butterfly(x, BLOCKS: tl.constexpr, STRIDE: tl.constexpr):
 @triton.jit
 def load_block(
     base, token, mask, first_head, stride_t, stride_h, order, b: tl.constexpr, SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr, BW: tl.constexpr, HAS_ORDER: tl.constexpr,
+    CHANNELS: tl.constexpr, BW: tl.constexpr, HAS_ORDER: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     """Block b of a head group's channels, [R, BW]: CHANNELS of heads of SIZE from first_head on, `order` before them.
 
-    Zero outside of the mask and behind the last channel.
+    Zero outside of the mask, behind the last channel, and behind the REAL channels of a head.
     """
     place = tl.arange(0, BW)
     row = base + token[:, None] * stride_t + first_head.to(tl.int64) * stride_h
+    channel = b * BW + place
     if HAS_ORDER:
-        channel = tl.load(order + b * BW + place)
-        pointers = row + ((channel // SIZE) * stride_h + channel % SIZE)[None, :]
-    elif SIZE % BW == 0:
+        channel = tl.load(order + channel)
+    inside = mask[:, None]
+    if (b + 1) * BW > CHANNELS:
+        inside = inside & (b * BW + place < CHANNELS)[None, :]
+    if REAL < SIZE:
+        inside = inside & (channel % SIZE < REAL)[None, :]
+    if SIZE % BW == 0 and not HAS_ORDER:
         pointers = row + (b * BW // SIZE * stride_h + b * BW % SIZE) + place[None, :]
     else:
-        channel = b * BW + place
         pointers = row + ((channel // SIZE) * stride_h + channel % SIZE)[None, :]
-    if (b + 1) * BW <= CHANNELS:
-        return tl.load(pointers, mask[:, None], 0.0)
-    else:
-        return tl.load(pointers, mask[:, None] & (b * BW + place < CHANNELS)[None, :], 0.0)
+    return tl.load(pointers, inside, 0.0)

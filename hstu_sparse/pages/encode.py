@@ -27,14 +27,14 @@ from hstu_sparse.tiles import locate
 @triton.jit
 def rotated_blocks(
     k, token, mask, first_head, stride_t, stride_h, order, scale, D: tl.constexpr, C: tl.constexpr, BW: tl.constexpr,
-    BLOCKS: tl.constexpr, HAS_ORDER: tl.constexpr,
+    BLOCKS: tl.constexpr, HAS_ORDER: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    """A tuple of the transformed blocks [R, BW] fp32 of keys."""
+    """A tuple of the transformed blocks [R, BW] fp32 of keys of heads of D, of which REAL channels are not padding."""
     place = tl.arange(0, BW)
     matrix = sign(place[:, None], place[None, :]).to(k.dtype.element_ty)
     blocks = ()
     for b in tl.static_range(BLOCKS):
-        x = load_block(k, token, mask, first_head, stride_t, stride_h, order, b, D, C, BW, HAS_ORDER)
+        x = load_block(k, token, mask, first_head, stride_t, stride_h, order, b, D, C, BW, HAS_ORDER, REAL)
         blocks += (tl.dot(x, matrix, input_precision="ieee"),)
     blocks = butterfly(blocks, BLOCKS, 1)
     scaled = ()
@@ -85,7 +85,8 @@ def value_blocks(
     most = tl.full([R], float("-inf"), tl.float32)
     blocks = ()
     for i in tl.static_range(PER):
-        x = load_block(v, token, mask, first_head, stride_t, stride_h, v, FIRST + i, V, CV, BW, False).to(tl.float32)
+        x = load_block(v, token, mask, first_head, stride_t, stride_h, v, FIRST + i, V, CV, BW, False, V)
+        x = x.to(tl.float32)
         blocks += (x,)
         if (FIRST + i + 1) * BW <= CV:
             least = tl.minimum(least, tl.min(x, 1))
@@ -113,46 +114,50 @@ def store_bitmap(bitmap, row, slot, mask, kept, b: tl.constexpr, C: tl.constexpr
             tl.atomic_or(bitmap + last * C + column, word)
 
 
-@triton.jit(do_not_specialize=["B", "S"])
-def rotatekv_compress_kernel(
-    k, v, k_stride_t, k_stride_h, v_stride_t, v_stride_h, new_offsets, old_offsets, page_offsets, page_table, order,
-    sink_k, sink_v, k_codes, k_ranges, k_bitmap, v_codes, v_ranges, B, S, scale,
-    HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
+@triton.jit(do_not_specialize=["B", "P", "S"])
+def write_codes_kernel(
+    k, k_stride_t, k_stride_h, v, v_stride_t, v_stride_h, offsets, lengths, pages, order, sink_k, sink_v, k_codes,
+    k_ranges, k_bitmap, v_codes, v_ranges, B, P, S, scale,
+    HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, REAL: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
+    BITS: tl.constexpr,
     K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr,
     KEPT_WORDS: tl.constexpr, V_BLOCK: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
     V_GROUPS: tl.constexpr, SPARSE: tl.constexpr, SINKS: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
     INSET: tl.constexpr,
 ):  # fmt: skip
-    """R new tokens of one head group, behind the tokens that old_offsets counts; page_offsets and table have room."""
+    """R new tokens of one head group, behind `lengths` [B] others, into the pages of the table [B, P].
+
+    D: channels of a head, padded; REAL: those that keys have.
+    """
     C: tl.constexpr = D * G
     CV: tl.constexpr = V * G
     LEVELS: tl.constexpr = (1 << BITS) - 1
-    b, begin, count, tile = locate(new_offsets, tl.program_id(0), B, R)
+    b, begin, count, tile = locate(offsets, tl.program_id(0), B, R)
     if tile * R >= count:
         return
     group = tl.program_id(1)
     index = tile * R + tl.arange(0, R)
     real = index < count
     token = begin + index
-    old = (tl.load(old_offsets + b + 1) - tl.load(old_offsets + b)).to(tl.int32)
-    position = old + index
+    position = tl.load(lengths + b).to(tl.int32) + index
     packed = real & (position >= S)
-    place = tl.maximum(position - S, 0)
-    page = tl.load(page_table + tl.load(page_offsets + b) + place // PAGE, packed, 0).to(tl.int64)
-    slot = place % PAGE
+    pages += b.to(tl.int64) * P
+    page = tl.load(pages + SINKS + position // PAGE, packed, 0).to(tl.int64)
+    slot = position % PAGE
     row = page * HG + group
     if HAS_ORDER:
         order += group * C
 
     if SINKS:
         sink = real & (position < S)
+        first = tl.load(pages).to(tl.int64) * S
         for head in tl.static_range(G):
-            at = (b.to(tl.int64) * S + position) * (HG * G) + group * G + head
+            at = (first + position) * (HG * G) + group * G + head
             source = token[:, None] * k_stride_t + (group * G + head).to(tl.int64) * k_stride_h
             for start in tl.static_range(0, D, K_BLOCK):
                 column = start + tl.arange(0, K_BLOCK)[None, :]
-                inside = sink[:, None] & (column < D)
-                tl.store(sink_k + at[:, None] * D + column, tl.load(k + source + column, inside, 0.0), inside)
+                inside = sink[:, None] & (column < REAL)
+                tl.store(sink_k + at[:, None] * REAL + column, tl.load(k + source + column, inside, 0.0), inside)
             source = token[:, None] * v_stride_t + (group * G + head).to(tl.int64) * v_stride_h
             for start in tl.static_range(0, V, V_BLOCK):
                 column = start + tl.arange(0, V_BLOCK)[None, :]
@@ -160,7 +165,7 @@ def rotatekv_compress_kernel(
                 tl.store(sink_v + at[:, None] * V + column, tl.load(v + source + column, inside, 0.0), inside)
 
     x = rotated_blocks(
-        k, token, packed, group * G, k_stride_t, k_stride_h, order, scale, D, C, K_BLOCK, K_BLOCKS, HAS_ORDER
+        k, token, packed, group * G, k_stride_t, k_stride_h, order, scale, D, C, K_BLOCK, K_BLOCKS, HAS_ORDER, REAL
     )
     kept = x
     if SPARSE:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.pages.format import PageFormat
-from hstu_sparse.validation import FLOATING_DTYPES, check_int
+from hstu_sparse.pages.layout import Layout
+from hstu_sparse.validation import FLOATING_DTYPES, check_bool, check_int
 
 FORMAT = "hstu_sparse.pages.1"
-FACTS = {"format", "layers", "num_pages", "num_sequences"}
+FACTS = {"format", "layers", "num_pages", "num_sequences", "timed"}
 
 
 def write_whole(path, kind: str, facts: dict, tensors: dict[str, Tensor]) -> None:
@@ -104,7 +105,8 @@ def format_from(facts: dict) -> PageFormat:
     return PageFormat(**facts | {"dtype": dtype})
 
 
-def save(pool, path, rows: Sequence[array], lengths: Sequence[int]) -> None:
+def save(pool, path, rows: Sequence[array], lengths: Sequence[int], channel_order: Tensor | None = None) -> None:
+    """What `PagePool.save` and `RotateKVCache.save` write; channel_order: the latter's."""
     format, sinks = pool.format, int(pool.format.sink_tokens > 0)
     if len(rows) != len(lengths):
         raise ValueError(f"lengths must be as many as rows, {len(rows)}, got {len(lengths)}")
@@ -120,18 +122,28 @@ def save(pool, path, rows: Sequence[array], lengths: Sequence[int]) -> None:
     if len(set(pages)) != len(pages) or len(set(sequences)) != len(sequences):
         raise ValueError("rows must not share pages")
     page, sequence = (torch.tensor(x, dtype=torch.int64, device=pool.device) for x in (pages, sequences))
-    tensors = {"lengths": torch.tensor(list(lengths), dtype=torch.int64), "timestamps": pool.timestamps[page]}
+    tensors = {"lengths": torch.tensor(list(lengths), dtype=torch.int64)}
+    if pool.timed:
+        tensors["timestamps"] = pool.timestamps[page]
+    if channel_order is not None:
+        tensors["channel_order"] = channel_order
     for layer, found in enumerate(pool.tensors):
         for name, x in found.items():
             tensors[f"{layer}.{name}"] = x[sequence if name.startswith("sink") else page]
-    facts = {"format": describe(format), "layers": pool.layers}
+    facts = {"format": describe(format), "layers": pool.layers, "timed": pool.timed}
     facts |= {"num_pages": pool.num_pages, "num_sequences": pool.num_sequences}
     write_whole(path, FORMAT, facts, tensors)
 
 
-def load(kind, path, device, num_pages: int | None, num_sequences: int | None):
-    """(pool of the class `kind`, rows, lengths)."""
-    facts, tensors = read_whole(path, FORMAT, _checked)
+def load(kind, path, device, num_pages: int | None, num_sequences: int | None, check=lambda *_: None):
+    """(pool of the class `kind`, rows, lengths, channel order or None); check(format, layers, tensors) may refuse."""
+
+    def checked(facts, tensors):
+        _check(facts, tensors)
+        check(format_from(facts["format"]), facts["layers"], tensors)
+        return facts, tensors
+
+    facts, tensors = read_whole(path, FORMAT, checked)
     format = format_from(facts["format"])
     lengths = tensors.pop("lengths").tolist()
     pool = kind(
@@ -139,19 +151,21 @@ def load(kind, path, device, num_pages: int | None, num_sequences: int | None):
         facts["num_pages"] if num_pages is None else num_pages,
         layers=facts["layers"],
         num_sequences=facts["num_sequences"] if num_sequences is None else num_sequences,
+        timed=facts["timed"],
         device=device,
     )
     rows = [pool.reserve([], length) for length in lengths]  # a new pool gives pages in order
     into = {f"{layer}.{name}": x for layer, found in enumerate(pool.tensors) for name, x in found.items()}
-    for name, x in (into | {"timestamps": pool.timestamps}).items():
+    for name, x in (into | ({"timestamps": pool.timestamps} if pool.timed else {})).items():
         x[: len(tensors[name])] = tensors[name].to(pool.device)
-    return pool, rows, lengths
+    order = tensors.get("channel_order")
+    return pool, rows, lengths, None if order is None else order.to(pool.device)
 
 
-def _checked(facts: dict, tensors: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
+def _check(facts: dict, tensors: dict[str, Tensor]) -> None:
     if not isinstance(facts, dict) or facts.keys() != FACTS:
         raise ValueError(f"its facts must be {', '.join(sorted(FACTS))}")
-    check_int("layers", facts["layers"], 1)
+    check_int("layers", facts["layers"], 1, len(tensors))
     format = format_from(facts["format"])
     lengths = tensors["lengths"]
     if lengths.dim() != 1 or lengths.dtype != torch.int64 or (lengths < 0).any():
@@ -163,6 +177,27 @@ def _checked(facts: dict, tensors: dict[str, Tensor]) -> tuple[dict, dict[str, T
     shapes = format.shapes(pages) | format.sink_shapes(sequences)
     expected = {f"{layer}.{name}": x for layer in range(facts["layers"]) for name, x in shapes.items()}
     expected["lengths"] = (lengths.shape, torch.int64)
-    expected["timestamps"] = ((pages, format.page_size), torch.int64)
+    check_bool("timed", facts["timed"])
+    if facts["timed"]:
+        expected["timestamps"] = ((pages, format.page_size), torch.int64)
+    order = tensors.get("channel_order")
+    if order is not None and format.layout is not None:
+        shape = format.layout.head_groups, format.layout.keys.channels
+        expected["channel_order"] = shape, torch.int64
     check_tensors(tensors, expected)
-    return facts, tensors
+    if order is not None and not torch.equal(order.sort(-1).values, torch.arange(shape[1]).expand_as(order)):
+        raise ValueError("channel_order does not hold each channel once")
+    for layer in range(facts["layers"]) if format.sparsity else ():
+        _check_bitmap(format.layout, tensors[f"{layer}.k_bitmap"], lengths)
+
+
+def _check_bitmap(layout: Layout, bitmap: Tensor, lengths: Tensor) -> None:
+    """Every token keeps as many channels as the sparsity says: the kernels read codes of just as many."""
+    counts = (lengths + layout.page - 1) // layout.page
+    place = torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(count) for count in counts.tolist())])
+    position = place[:, None] * layout.page + torch.arange(layout.page)
+    packed = (position >= layout.options.sink_tokens) & (position < lengths.repeat_interleave(counts)[:, None])
+    bytes_ = bitmap.contiguous().view(torch.uint8).unflatten(-1, (-1, 8))  # [P, HG, C, 8], low bits first
+    found = torch.stack([(bytes_ >> bit & 1).sum(2) for bit in range(8)], -1).flatten(-2)  # [P, HG, slots]
+    if not torch.equal(found, (packed * layout.kept)[:, None].expand_as(found)):
+        raise ValueError(f"k_bitmap does not keep {layout.kept} channels of every token, as its options say")

@@ -3,11 +3,15 @@
 Letters: T new tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
-from hstu_sparse.launch import on_device, padded_head, run
+from hstu_sparse.launch import LaunchConfig, configuration, on_device, padded_head, run
+from hstu_sparse.pages.encode import write_codes_kernel
 from hstu_sparse.pages.format import PageFormat
+from hstu_sparse.pages.layout import TILE, Layout
 from hstu_sparse.pages.write import write_pages_kernel
 from hstu_sparse.rows import as_rows
 from hstu_sparse.validation import check_kernel
@@ -27,22 +31,69 @@ def words(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.view(torch.int32)
 
 
+def tile_tokens(layout: Layout, dtype: torch.dtype) -> int:
+    """Tokens of a tile: fewer with many channels, or long ones, which a program holds all at once."""
+    most = TILE // 2 if dtype == torch.float32 else TILE
+    return max(16, min(most, TILE * 256 // layout.keys.channels))
+
+
+@configuration
+def codes_config(layout: Layout, dtype: torch.dtype) -> LaunchConfig:
+    """The configuration of writing codes: R tokens of a program, few without pruning."""
+    tokens, warps = (TILE, 4) if layout.sparse else (16, 2)
+    return LaunchConfig(warps, R=min(tokens, tile_tokens(layout, dtype)))
+
+
+def sizes(layout: Layout, ordered: bool, dtype: torch.dtype) -> dict:
+    """The constants that all kernels on a cache have in common; ordered: it has a channel order."""
+    return dict(_sizes(layout, ordered, dtype))
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(layout: Layout, ordered: bool, dtype: torch.dtype) -> dict:
+    keys, values = layout.keys, layout.values
+    return dict(
+        HG=layout.head_groups, G=layout.options.head_group, D=layout.head_size, V=layout.value_size, PAGE=layout.page,
+        BITS=layout.options.bits, K_BLOCK=keys.block, K_BLOCKS=keys.blocks, K_WORDS=keys.words, K_GROUPS=keys.groups,
+        KEPT=layout.kept, KEPT_WORDS=layout.shapes(0)["k_codes"][-1] if layout.sparse else 0, V_BLOCK=values.block,
+        V_BLOCKS=values.blocks, V_WORDS=values.words, V_GROUPS=values.groups, SPARSE=layout.sparse,
+        HAS_ORDER=ordered, R=tile_tokens(layout, dtype),
+    )  # fmt: skip
+
+
 def write_pages(
     tensors: dict[str, Tensor], format: PageFormat, k: Tensor, v: Tensor, offsets: Tensor, pages: Tensor,
-    lengths: Tensor,
+    lengths: Tensor, channel_order: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes keys [T, H, D] and values [T, H, V] as `PagePool.write` says, in a format without codes."""
+    """Writes keys [T, H, D] and values [T, H, V] of one layer as `PagePool.write` says.
+
+    channel_order: of codes, as `rotatekv_compress` takes it.
+    """
     check_kernel("PagePool.write", k, {"D": format.head_size, "V": format.value_size})
-    check_kernel("PagePool.write", tensors["k"], {})
+    check_kernel("PagePool.write", tensors.get("k", tensors.get("sink_k", k)), {})
     if len(k) == 0:
         return
     k, v = as_rows(k, v, align=False)
-    batch, rows = offsets.shape[0] - 1, 16
+    batch, layout = offsets.shape[0] - 1, format.layout
+    given = k, *k.stride()[:2], v, *v.stride()[:2], offsets.contiguous(), lengths.contiguous(), pages.contiguous()
     with on_device(k.device):
+        if layout is None:
+            rows = 16
+            run(
+                write_pages_kernel, (len(k) // rows + batch, format.heads), *given, tensors["k"], tensors["v"], batch,
+                pages.shape[1], H=format.heads, D=format.head_size, V=format.value_size,
+                PAD_D=padded_head(format.head_size), PAD_V=padded_head(format.value_size), PAGE=format.page_size,
+                R=rows, num_warps=4,
+            )  # fmt: skip
+            return
+        config = codes_config(layout, k.dtype)
         run(
-            write_pages_kernel, (len(k) // rows + batch, format.heads), k, *k.stride()[:2], v,
-            *v.stride()[:2], offsets.contiguous(), lengths.contiguous(), pages.contiguous(), tensors["k"], tensors["v"],
-            batch, pages.shape[1], H=format.heads, D=format.head_size, V=format.value_size,
-            PAD_D=padded_head(format.head_size), PAD_V=padded_head(format.value_size), PAGE=format.page_size, R=rows,
-            num_warps=4,
+            write_codes_kernel, (len(k) // config.R + batch, layout.head_groups), *given, channel_order,
+            tensors.get("sink_k"), tensors.get("sink_v"), tensors["k_codes"], words(tensors["k_ranges"]),
+            tensors.get("k_bitmap"), tensors["v_codes"], words(tensors["v_ranges"]), batch, pages.shape[1],
+            format.sink_tokens, layout.keys.channels**-0.5,
+            **sizes(layout, channel_order is not None, k.dtype) | dict(config), REAL=format.head_size,
+            INSET=layout.options.inset, SINKS=format.sink_tokens > 0,
+            # Fused into a product and a sum, scaling and shifting would round otherwise than the reference does.
+            enable_fp_fusion=False,
         )  # fmt: skip

@@ -45,6 +45,7 @@ class PagePool:
         *,
         layers: int = 1,
         num_sequences: int = 0,
+        timed: bool = True,
         device: torch.device | str = "cpu",
     ):
         """Allocates everything at once.
@@ -53,6 +54,7 @@ class PagePool:
             format: what a page holds.
             num_pages: pages of each layer.
             num_sequences: for a format with sinks, of how many sequences there is room for them; else unused.
+            timed: whether there is room for timestamps, which a bias by time needs.
         """
         if not isinstance(format, PageFormat):
             raise TypeError(f"format must be a PageFormat, got {type(format).__name__}")
@@ -68,7 +70,8 @@ class PagePool:
             {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
             for _ in range(layers)
         ]
-        self.timestamps = torch.zeros(num_pages, format.page_size, dtype=torch.int64, device=device)
+        self.timed = timed
+        self.timestamps = torch.zeros(num_pages * timed, format.page_size, dtype=torch.int64, device=device)
         self._pages = _Free(num_pages)
         self._sinks = _Free(self.num_sequences)
 
@@ -109,6 +112,17 @@ class PagePool:
         """Free rows of sinks; as many as free pages for a format without sinks."""
         return len(self._sinks.free) if self.format.sink_tokens else self.free_pages
 
+    def enlarge(self, num_pages: int) -> None:
+        """Makes room for num_pages pages in all, by copying every tensor; rows stay as they are."""
+        more = num_pages - self.num_pages
+        check_int("num_pages", num_pages, self.num_pages, 2**31 - 1)
+        for tensors in self.tensors:
+            for name in self.format.shapes(0):
+                tensors[name] = _longer(tensors[name], more)
+        self.timestamps = _longer(self.timestamps, more * self.timed)
+        self._pages.more(more)
+        self.num_pages = num_pages
+
     # Rows.
 
     def reserve(self, row: Sequence[int], length: int) -> Row:
@@ -130,7 +144,7 @@ class PagePool:
         if first:
             row = array("i", [self._sinks.take()])
         taken = array("i", [self._pages.take() for _ in range(needed)])
-        if taken and self.format.sparsity:  # pruned codes are written by setting bits
+        if taken and self.format.sparsity:  # which are written by setting bits
             page = torch.tensor(taken, device=self.device)
             for tensors in self.tensors:
                 for name in self.format.shapes(0):
@@ -211,8 +225,6 @@ class PagePool:
         if choose_backend(backend, k, "PagePool.write") == "reference":
             store.write(self.tensors[layer], f, k, v, pages, *new_tokens(offsets, lengths, len(k)))
             return
-        if f.layout is not None:
-            raise ValueError("PagePool.write has no kernel for codes yet, use backend='reference'")
         from hstu_sparse.pages.launch import write_pages
 
         write_pages(self.tensors[layer], f, k, v, offsets, pages, lengths)
@@ -220,6 +232,7 @@ class PagePool:
     @torch.no_grad()
     def write_timestamps(self, timestamps: Tensor, offsets: Tensor, pages: Tensor, lengths: Tensor) -> None:
         """Writes the seconds of new tokens, [T] int64, once for all layers; the rest as in `write`."""
+        self._check_timed()
         check_tensor("timestamps", timestamps, "T", {}, dtype=torch.int64, device=self.device)
         self._check_new(offsets, pages, lengths, timestamps=timestamps)
         where = new_tokens(offsets, lengths, len(timestamps))
@@ -243,7 +256,12 @@ class PagePool:
 
     def read_timestamps(self, pages: Tensor, lengths: Tensor) -> Tensor:
         """[sum of lengths] int64, the seconds of sequences' tokens; the rest as in `read`. Waits for the device."""
+        self._check_timed()
         return self.timestamps[store.place(self.format, pages, *self._tokens(pages, lengths))]
+
+    def _check_timed(self) -> None:
+        if not self.timed:
+            raise ValueError("the pool must have timestamps, got one of timed=False")
 
     def _tokens(self, pages: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         self.check_table(pages, lengths)
@@ -304,7 +322,7 @@ class PagePool:
         Raises ValueError, in one line, for a file that is missing, damaged or something else, and PoolFull where the
         sequences need more than num_pages or num_sequences.
         """
-        return files.load(cls, path, device, num_pages, num_sequences)
+        return files.load(cls, path, device, num_pages, num_sequences)[:3]
 
 
 class _Free:
@@ -314,6 +332,11 @@ class _Free:
         self.free = array("i", range(count - 1, -1, -1))
         self.used = bytearray(count)
 
+    def more(self, count: int) -> None:
+        first = len(self.used)
+        self.free = array("i", range(first + count - 1, first - 1, -1)) + self.free
+        self.used += bytes(count)
+
     def take(self) -> int:
         number = self.free.pop()
         self.used[number] = 1
@@ -322,6 +345,10 @@ class _Free:
     def give(self, number: int) -> None:
         self.used[number] = 0
         self.free.append(number)
+
+
+def _longer(x: Tensor, more: int) -> Tensor:
+    return torch.cat((x, x.new_zeros(more, *x.shape[1:])))
 
 
 def new_tokens(offsets: Tensor, lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:

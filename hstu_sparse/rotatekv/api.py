@@ -6,7 +6,7 @@ a head group (head_group).
 Source: RotateKV (IJCAI 2025, arXiv 2501.16383), Mustafar (arXiv 2505.22913).
 """
 
-from typing import Self
+import dataclasses
 
 import torch
 from torch import Tensor
@@ -14,10 +14,11 @@ from torch import Tensor
 from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.jagged import check_jagged, check_offset_values, check_storage, readable, sequence_ids
 from hstu_sparse.pages import packing
+from hstu_sparse.pages.format import PageFormat
 from hstu_sparse.pages.layout import Layout, RotateKVOptions
 from hstu_sparse.precision import without_autocast
-from hstu_sparse.rotatekv import files, reference
-from hstu_sparse.rotatekv.cache import PackedCache
+from hstu_sparse.rotatekv import reference
+from hstu_sparse.rotatekv.cache import RotateKVCache, check_kv
 from hstu_sparse.validation import (
     FLOATING_DTYPES,
     check_bool,
@@ -96,16 +97,6 @@ def calibrate(k: Tensor, *, head_group: int = 2, quant_group: int = 64) -> Tenso
     return ranked.unflatten(-1, (keys.group, keys.groups)).transpose(1, 2).flatten(1).contiguous()
 
 
-def _check_kv(k: Tensor, v: Tensor, seq_offsets: Tensor) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    check_tensor("k", k, "T H D", sizes)
-    check_tensor("v", v, "T H V", sizes, dtype=k.dtype, device=k.device)
-    check_jagged(seq_offsets, max(1, sizes["T"]), k=k, v=v)
-    if sizes["V"] < 1:
-        raise ValueError("v must be [T, H, V] with V of at least 1")
-    return sizes
-
-
 def _check_order(channel_order: Tensor | None, layout: Layout, device: torch.device, wait: bool) -> Tensor | None:
     """[HG, C] int64 contiguous. wait: its values are read on a GPU too."""
     if channel_order is None:
@@ -116,76 +107,6 @@ def _check_order(channel_order: Tensor | None, layout: Layout, device: torch.dev
     if (wait or readable(channel_order)) and not torch.equal(channel_order.sort(-1).values, everyone):
         raise ValueError(f"channel_order must hold each of 0 .. {sizes['C'] - 1} once in every row")
     return channel_order.contiguous()
-
-
-class RotateKVCache(PackedCache):
-    """Keys and values of B sequences at a few bits each; made by `rotatekv_compress`."""
-
-    @staticmethod
-    def check(heads: int, head_size: int, **options) -> None:
-        """Whether keys of H heads of D can be cached so; TypeError or ValueError with what is wrong.
-
-        options: `bits`, `head_group`, `quant_group`, `sparsity`, `sink_tokens`, `clip` of `rotatekv_compress`.
-        """
-        Layout(RotateKVOptions(**options), heads, head_size, 1)
-
-    @torch.no_grad()
-    def append(self, k: Tensor, v: Tensor, seq_offsets: Tensor, *, backend: str = "auto") -> Self:
-        """Adds new tokens at the end of the sequences, in place; what is packed stays as it is, bit for bit.
-
-        Args:
-            k: [T', H, D] new keys, of the dtype that the cache was made of; v: [T', H, V].
-            seq_offsets: [B+1], the new tokens of each sequence (which may be none).
-            backend: as `rotatekv_compress`.
-
-        Returns:
-            The cache itself. Waits for the device once, to learn how many pages it needs.
-        """
-        sizes = _check_kv(k, v, seq_offsets)
-        layout = self.layout
-        expected = {"H": layout.heads, "D": layout.head_size, "V": layout.value_size}
-        for letter, size in expected.items():
-            if sizes[letter] != size:
-                raise ValueError(f"the cache has {letter}={size}, got keys and values with {letter}={sizes[letter]}")
-        if k.dtype != self.dtype or k.device != self.device:
-            raise TypeError(f"the cache is of {self.dtype} on {self.device}, got {k.dtype} on {k.device}")
-        if seq_offsets.shape[0] != self.num_sequences + 1:
-            raise ValueError(f"seq_offsets must be [B+1={self.num_sequences + 1}], got {list(seq_offsets.shape)}")
-        chosen = choose_backend(backend, k, "rotatekv_compress")
-        if chosen == "triton":
-            from hstu_sparse.rotatekv.launchers import check_compress
-
-            check_compress(k, layout)
-        old_offsets = self.seq_offsets
-        if chosen == "reference" or readable(k):
-            sequence = torch.repeat_interleave(seq_offsets.diff())
-            position = torch.arange(len(sequence), device=k.device) - (seq_offsets[:-1] - old_offsets.diff())[sequence]
-            sinks = position < layout.options.sink_tokens
-            # Before anything changes: what does not fit is refused here.
-            codes = packing.encode(k[~sinks], v[~sinks], layout, self.channel_order)
-        self.grow(seq_offsets.diff().long())
-        if chosen == "triton":
-            from hstu_sparse.rotatekv.launchers import compress
-
-            compress(self, k, v, seq_offsets, old_offsets)
-            return self
-        self.sink_k[sequence[sinks], position[sinks]] = k[sinks]
-        self.sink_v[sequence[sinks], position[sinks]] = v[sinks]
-        reference.write(self, *codes, *self.place(sequence[~sinks], position[~sinks]))
-        return self
-
-    def save(self, path) -> None:
-        """Writes the cache to one safetensors file, which appears whole or not at all.
-
-        Raises OSError where it cannot be, also where a device, a pipe or a folder stands, and ValueError for a cache
-        with NaN or infinity, which `load` refuses.
-        """
-        files.save(self, path)
-
-    @classmethod
-    def load(cls, path, device: torch.device | str = "cpu") -> Self:
-        """Reads what `save` wrote; ValueError, in one line, for a file that is missing, damaged or something else."""
-        return files.load(cls, path).to(device)
 
 
 @without_autocast
@@ -237,12 +158,13 @@ def rotatekv_compress(
 
     Groups of small numbers among larger ones come back with an error of up to (2^bits - 1) * 2^-25, whatever they are.
     """
-    sizes = _check_kv(k, v, seq_offsets)
+    sizes = check_kv(k, v, seq_offsets)
     options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens, clip)
     layout = Layout(options, sizes["H"], sizes["D"], sizes["V"])
     order = _check_order(channel_order, layout, k.device, wait=True)
     order = None if order is None else order.clone()  # the cache's own: the caller may change theirs
-    cache = RotateKVCache.empty(layout, seq_offsets.shape[0] - 1, k.dtype, k.device, order)
+    format = PageFormat(sizes["H"], sizes["D"], sizes["V"], k.dtype, **dataclasses.asdict(options))
+    cache = RotateKVCache.empty(format, seq_offsets.shape[0] - 1, k.device, order)
     return cache.append(k, v, seq_offsets, backend=backend)
 
 
@@ -267,7 +189,7 @@ def rotatekv_round_trip(
     For training with straight-through gradients: k + (round_trip(k) - k).detach(). It has no gradients of its own.
     Arguments and errors: as `rotatekv_compress`.
     """
-    sizes = _check_kv(k, v, seq_offsets)
+    sizes = check_kv(k, v, seq_offsets)
     options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens, clip)
     layout = Layout(options, sizes["H"], sizes["D"], sizes["V"])
     channel_order = _check_order(channel_order, layout, k.device, wait=False)
@@ -289,14 +211,14 @@ def rotatekv_round_trip(
 def rotatekv_decompress(cache: RotateKVCache, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """(k [T, H, D], v [T, H, V]) of a cache, in the dtype that went in: keys in their own space again, before RoPE.
 
-    backend: as `rotatekv_compress`. Waits for the device once, to learn T.
+    backend: as `rotatekv_compress`.
     """
     _check_cache(cache)
     if choose_backend(backend, cache.seq_offsets, "rotatekv_decompress") == "reference":
         return reference.decompress_reference(cache)
     from hstu_sparse.rotatekv.launchers import decompress
 
-    return decompress(cache, int(cache.seq_offsets[-1]))
+    return decompress(cache, sum(cache.lengths))
 
 
 @without_autocast
@@ -347,7 +269,7 @@ def rotatekv_attention(
     known = readable(cache.seq_offsets)
     tokens = bias.timestamps.shape[0] if isinstance(bias, RelativeBias) and bias.timestamps is not None else 0
     if tokens and known:
-        tokens = int(cache.seq_offsets[-1])
+        tokens = sum(cache.lengths)
     sizes = {"H": cache.layout.heads, "D": cache.layout.head_size}
     call = _check_attention(
         q, q_offsets, sizes, tokens, cache.seq_offsets, max_seq_len, activation=activation, scale=scale,

@@ -153,13 +153,13 @@ def take(
     return weights, (greatest, total), factor
 
 
-@triton.jit(do_not_specialize=["B", "S", "Tq", "SPLITS"])
+@triton.jit(do_not_specialize=["B", "P", "S", "Tq", "SPLITS"])
 def rotatekv_attention_fwd_kernel(
-    q, q_stride_t, q_stride_h, q_offsets, seq_offsets, page_offsets, page_table, order, inverse_order,
+    q, q_stride_t, q_stride_h, q_offsets, seq_offsets, pages, order, inverse_order,
     k_codes, k_ranges, k_bitmap, v_codes, v_ranges,
     plain_k, pk_stride_t, pk_stride_h, plain_v, pv_stride_t, pv_stride_h,
-    position_table, time_table, cells, timestamps, query_timestamps, near, far, far_packed,
-    out, lse, B, S, Tq, SPLITS, score_scale, scale, inverse_n,
+    position_table, time_table, cells, timestamps, query_timestamps, near, far,
+    out, lse, B, P, S, Tq, SPLITS, score_scale, scale, inverse_n,
     HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr,
     KEPT_WORDS: tl.constexpr, V_BLOCK: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
@@ -171,8 +171,8 @@ def rotatekv_attention_fwd_kernel(
 ):  # fmt: skip
     """One part of one tile of queries; out and lse: [SPLITS, Tq, H, ...], or the final ones where SPLITS is 1.
 
-    PLAIN: tokens that come from plain_k and plain_v: with SINKS the first S of a sequence, [B, S, H, ...], else all,
-    [T, H, ...]. PACKED: tokens that come from the pages.
+    PLAIN: tokens that come from plain_k and plain_v: with SINKS the first S of a sequence, S of each of its rows, which
+    column 0 of `pages` [B, P] names, else all, [T, H, ...]. PACKED: tokens that come from the pages.
     """
     C: tl.constexpr = D * G
     CV: tl.constexpr = V * G
@@ -199,6 +199,8 @@ def rotatekv_attention_fwd_kernel(
     if HAS_TIME:
         asked = tl.load(query_timestamps + query, real, 0)
     tables = (position_table, time_table, cells, timestamps)
+    if PACKED:
+        pages += b.to(tl.int64) * P
 
     first_channel = own_head * D
     OUT: tl.constexpr = HEADS * D // OW
@@ -224,7 +226,7 @@ def rotatekv_attention_fwd_kernel(
             q, query, head, real, group, first_channel, length, near, far, q_stride_t, q_stride_h, G, D, WIDTH,
             P_PAD, HEADS * HALVES, ROPE,
         )  # fmt: skip
-        row_begin = b.to(tl.int64) * S if SINKS else begin
+        row_begin = tl.load(pages).to(tl.int64) * S if SINKS else begin
         # Sinks are few: copies in flight would take more shared memory than they save time.
         for tile in tl.range(split * per, tl.minimum(tiles, split * per + per), num_stages=1 if SINKS else None):
             position = tile * R + tl.arange(0, R)
@@ -275,15 +277,15 @@ def rotatekv_attention_fwd_kernel(
                 q_sums += (tl.sum(q_packed[i].to(tl.float32), 0),)
         K_PER: tl.constexpr = K_BLOCKS // K_GROUPS
         WORDS: tl.constexpr = KEPT_WORDS if SPARSE else K_WORDS
-        packed = tl.maximum(length - S, 0)
-        tiles = (packed + R - 1) // R
+        first_tile = S // R
+        tiles = tl.maximum((length + R - 1) // R - first_tile, 0)
         per = (tiles + SPLITS - 1) // SPLITS
-        page_table += tl.load(page_offsets + b)
-        for tile in range(split * per, tl.minimum(tiles, split * per + per)):
-            behind = tile * R + tl.arange(0, R)
-            inside = behind < packed
-            slot = behind % PAGE
-            page = tl.load(page_table + behind // PAGE, inside, 0).to(tl.int64)
+        first_tile += split * per
+        for tile in range(first_tile, first_tile + tl.minimum(per, tiles - split * per)):
+            position = tile * R + tl.arange(0, R)
+            inside = (position >= S) & (position < length)
+            slot = position % PAGE
+            page = tl.load(pages + SINKS + position // PAGE, inside, 0).to(tl.int64)
             row = page * HG + group
             codes, kept, scales, zeros = load_keys(
                 k_codes, k_ranges, k_bitmap, row, slot, inside, DTYPE, OFFSET, PAGE, BITS, C, K_BLOCK,
@@ -299,7 +301,7 @@ def rotatekv_attention_fwd_kernel(
                     OW, PAD, OUT, SPAN, SPARSE, HAS_ORDER, R,
                 )  # fmt: skip
                 if ROPE:
-                    keys = turned_keys(keys, tile * R, near, far_packed, D, OW, PAD, OUT, R)
+                    keys = turned_keys(keys, tile * R, near, far, D, OW, PAD, OUT, R)
                 for o in tl.static_range(OUT):
                     scores += tl.dot(keys[o].to(DTYPE), q_packed[o], input_precision=PRECISION)
             else:
@@ -312,7 +314,7 @@ def rotatekv_attention_fwd_kernel(
                     else:
                         scores += (k_zero - OFFSET * k_scale)[:, None] * q_sums[i][None, :]
             weights, state, factor = take(
-                scores, state, inside, S + behind, begin + S + behind, length, score_scale, tables, asked, SOFTMAX,
+                scores, state, inside, position, begin + position, length, score_scale, tables, asked, SOFTMAX,
                 HAS_POSITION, HAS_TIME, FAST,
             )  # fmt: skip
             new = ()

@@ -1,92 +1,97 @@
-"""What a `RotateKVCache` holds: the packed keys and values of B sequences, and where they lie.
+"""`RotateKVCache`: the packed keys and values of B sequences, in a page pool of their own that grows with them.
 
-Letters: T cached tokens, B sequences, H heads, D query/key and V value head size, HG head groups, P pages, S sink
-tokens. Sizes of the packed tensors: `layout.Layout.shapes`.
+Letters: T cached tokens, B sequences, P columns of the page table, H heads, D query/key and V value head size, HG head
+groups.
 """
 
-import dataclasses
+from array import array
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from hstu_sparse.jagged import offsets_from_lengths, sequence_ids
+from hstu_sparse.jagged import check_jagged, offsets_from_lengths, readable, sequence_ids
+from hstu_sparse.pages import files, packing, store
+from hstu_sparse.pages.format import PageFormat
 from hstu_sparse.pages.layout import Layout, RotateKVOptions
+from hstu_sparse.pages.pool import PagePool, new_tokens
+from hstu_sparse.validation import check_tensor, choose_backend
 
-PACKED = ("k_codes", "k_ranges", "v_codes", "v_ranges", "k_bitmap")
-DTYPES = {"codes": torch.int32, "ranges": torch.float16, "bitmap": torch.int64}
+
+def check_kv(k: Tensor, v: Tensor, seq_offsets: Tensor) -> dict[str, int]:
+    """Checks keys [T, H, D] and values [T, H, V] of jagged sequences; returns letter -> size."""
+    sizes: dict[str, int] = {}
+    check_tensor("k", k, "T H D", sizes)
+    check_tensor("v", v, "T H V", sizes, dtype=k.dtype, device=k.device)
+    check_jagged(seq_offsets, max(1, sizes["T"]), k=k, v=v)
+    if sizes["V"] < 1:
+        raise ValueError("v must be [T, H, V] with V of at least 1")
+    return sizes
 
 
-@dataclasses.dataclass(eq=False)
-class PackedCache:
-    """Keys and values of B sequences at a few bits each.
+class RotateKVCache:
+    """Keys and values of B sequences at a few bits each; made by `rotatekv_compress`.
 
-    options          how it was compressed
-    layout           the sizes that follow from them
-    dtype            of the keys and values that went in, and that `rotatekv_decompress` gives back
+    pool             a `PagePool` of one layer, without timestamps
+    lengths, rows    tokens and row of each sequence, on the host
     seq_offsets      [B+1] int64: sequence b holds seq_offsets[b+1] - seq_offsets[b] tokens
-    page_offsets     [B+1] int32, page_table [pages in use] int32: the pages of each sequence, in order
+    pages            [B, P] int32, the table of the rows
     channel_order    [HG, D * head_group] int64, or None
-    packed           name -> tensor of all pages, of which the first `used_pages` are in use
-    sink_k, sink_v   [B, S, H, D] and [B, S, H, V] of `dtype`: the first S tokens of each sequence, not in the pages
     """
 
-    layout: Layout
-    dtype: torch.dtype
-    seq_offsets: Tensor
-    page_offsets: Tensor
-    page_table: Tensor
-    channel_order: Tensor | None
-    packed: dict[str, Tensor]
-    sink_k: Tensor
-    sink_v: Tensor
-    used_pages: int
+    def __init__(self, pool: PagePool, rows: list[array], lengths: Sequence[int], channel_order: Tensor | None):
+        self.pool, self.channel_order = pool, channel_order
+        self._hold(rows, lengths)
+
+    def _hold(self, rows: list[array], lengths: Sequence[int]) -> None:
+        self.rows, self.lengths = rows, list(lengths)
+        self.pages = self.pool.table(rows)
+        self.seq_offsets = offsets_from_lengths(torch.tensor(self.lengths, dtype=torch.int64)).to(self.device)
 
     @classmethod
     def empty(
-        cls, layout: Layout, sequences: int, dtype: torch.dtype, device: torch.device, channel_order: Tensor | None
+        cls, format: PageFormat, sequences: int, device: torch.device | str, channel_order: Tensor | None = None
     ) -> Self:
         """A cache of `sequences` sequences without a token."""
-        sinks = (sequences, layout.options.sink_tokens, layout.heads)
-        return cls(
-            layout=layout,
-            dtype=dtype,
-            seq_offsets=torch.zeros(sequences + 1, dtype=torch.int64, device=device),
-            page_offsets=torch.zeros(sequences + 1, dtype=torch.int32, device=device),
-            page_table=torch.zeros(0, dtype=torch.int32, device=device),
-            channel_order=channel_order,
-            packed={
-                name: torch.zeros(shape, dtype=DTYPES[name[2:]], device=device)
-                for name, shape in layout.shapes(0).items()
-            },
-            sink_k=torch.zeros(*sinks, layout.head_size, dtype=dtype, device=device),
-            sink_v=torch.zeros(*sinks, layout.value_size, dtype=dtype, device=device),
-            used_pages=0,
-        )
+        pool = PagePool(format, 0, num_sequences=sequences, timed=False, device=device)
+        return cls(pool, [array("i") for _ in range(sequences)], [0] * sequences, channel_order)
+
+    @staticmethod
+    def check(heads: int, head_size: int, **options) -> None:
+        """Whether keys of H heads of D can be cached so; TypeError or ValueError with what is wrong.
+
+        options: `bits`, `head_group`, `quant_group`, `sparsity`, `sink_tokens`, `clip` of `rotatekv_compress`.
+        """
+        Layout(RotateKVOptions(**options), heads, head_size, 1)
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes of the codes."""
+        return self.pool.format.layout
 
     @property
     def options(self) -> RotateKVOptions:
+        """How the cache was compressed."""
         return self.layout.options
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the keys and values that went in, and that `rotatekv_decompress` gives back."""
+        return self.pool.format.dtype
+
+    @property
     def device(self) -> torch.device:
-        return self.seq_offsets.device
+        return self.pool.device
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The pool's tensors by name: codes, ranges, bitmaps, sinks."""
+        return self.pool.tensors[0]
 
     @property
     def num_sequences(self) -> int:
-        return self.seq_offsets.shape[0] - 1
-
-    def __getattr__(self, name: str) -> Tensor:
-        if name in PACKED and "packed" in self.__dict__ and name in self.packed:
-            return self.packed[name]
-        raise AttributeError(f"{type(self).__name__} has no {name}")
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the cache by name, the packed ones cut to the pages in use."""
-        found = {name: x[: self.used_pages] for name, x in self.packed.items()}
-        found |= {name: getattr(self, name) for name in ("seq_offsets", "page_offsets", "page_table")}
-        found |= {name: getattr(self, name) for name in ("sink_k", "sink_v") if self.options.sink_tokens}
-        return found | ({} if self.channel_order is None else {"channel_order": self.channel_order})
+        return len(self.lengths)
 
     @property
     def nbytes(self) -> int:
@@ -94,54 +99,90 @@ class PackedCache:
 
         Pages that `append` made room for and has not filled yet are not counted.
         """
-        return sum(x.numel() * x.element_size() for x in self.tensors().values())
-
-    def to(self, device: torch.device | str) -> Self:
-        """The cache on another device (itself if it is there already)."""
-        device = torch.device(device)
-        if self.seq_offsets.to(device).device == self.device:
-            return self
-        moved = {
-            field.name: value.to(device)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        packed = {name: x[: self.used_pages].to(device) for name, x in self.packed.items()}
-        return dataclasses.replace(self, packed=packed, **moved)
+        format, used = self.pool.format, self.pool.num_pages - self.pool.free_pages
+        held = [self.pages, self.seq_offsets] + ([] if self.channel_order is None else [self.channel_order])
+        return used * format.page_bytes + self.num_sequences * format.sequence_bytes + sum(x.nbytes for x in held)
 
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """(sequence, position in it) of every cached token: [T] int64 each. Waits for the device."""
-        sequence = sequence_ids(self.seq_offsets, int(self.seq_offsets[-1]))
+        """(sequence, position in it) of every cached token: [T] int64 each."""
+        sequence = sequence_ids(self.seq_offsets, sum(self.lengths))
         return sequence, torch.arange(len(sequence), device=self.device) - self.seq_offsets[sequence]
 
-    def place(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """(page, slot) of tokens behind the sinks."""
-        slot = position - self.options.sink_tokens
-        pages = self.page_table[self.page_offsets[sequence].long() + slot // self.layout.page].long()
-        return pages, slot % self.layout.page
+    @torch.no_grad()
+    def append(self, k: Tensor, v: Tensor, seq_offsets: Tensor, *, backend: str = "auto") -> Self:
+        """Adds new tokens at the end of the sequences, in place; what is packed stays as it is, bit for bit.
 
-    def grow(self, lengths: Tensor) -> None:
-        """Makes room for `lengths` [B] more tokens and counts them in; their slots hold zeros."""
-        page, sinks = self.layout.page, self.options.sink_tokens
-        before = self.page_offsets.diff().long()
-        after = self.seq_offsets.diff() + lengths
-        seq_offsets = offsets_from_lengths(after)
-        page_offsets = offsets_from_lengths(((after - sinks).clamp(min=0) + page - 1) // page)
-        total = int(page_offsets[-1])
-        owner = sequence_ids(page_offsets, total)
-        place = torch.arange(total, device=self.device) - page_offsets[owner]
-        old = place < before[owner]
-        table = self.used_pages + (~old).cumsum(0) - 1
-        if self.used_pages:
-            known = (self.page_offsets[owner] + place).clamp(max=self.used_pages - 1)
-            table = torch.where(old, self.page_table[known].long(), table)
-        room = next(iter(self.packed.values())).shape[0]
-        if total > room:
+        Args:
+            k: [T', H, D] new keys, of the dtype that the cache was made of; v: [T', H, V].
+            seq_offsets: [B+1], the new tokens of each sequence (which may be none).
+            backend: as `rotatekv_compress`.
+
+        Returns:
+            The cache itself. Waits for the device once, to learn how many pages it needs.
+        """
+        sizes, format = check_kv(k, v, seq_offsets), self.pool.format
+        expected = {"H": format.heads, "D": format.head_size, "V": format.value_size}
+        for letter, size in expected.items():
+            if sizes[letter] != size:
+                raise ValueError(f"the cache has {letter}={size}, got keys and values with {letter}={sizes[letter]}")
+        if k.dtype != self.dtype or k.device != self.device:
+            raise TypeError(f"the cache is of {self.dtype} on {self.device}, got {k.dtype} on {k.device}")
+        if seq_offsets.shape[0] != self.num_sequences + 1:
+            raise ValueError(f"seq_offsets must be [B+1={self.num_sequences + 1}], got {list(seq_offsets.shape)}")
+        chosen = choose_backend(backend, k, "rotatekv_compress")
+        if chosen == "triton":
+            from hstu_sparse.validation import check_kernel
+
+            check_kernel("rotatekv_compress", k, {"D": format.head_size, "V": format.value_size})
+        before = self.seq_offsets.diff()
+        sequence, position = new_tokens(seq_offsets, before, len(k))
+        if chosen == "reference" or readable(k):
+            packed = position >= format.sink_tokens
+            # Before anything changes: what does not fit is refused here.
+            packing.encode(k[packed], v[packed], self.layout, self.channel_order)
+        self._grow(seq_offsets.diff().tolist())
+        if chosen == "reference":
+            store.write(self.tensors, format, k, v, self.pages, sequence, position, self.channel_order)
+        else:
+            from hstu_sparse.pages.launch import write_pages
+
+            write_pages(self.tensors, format, k, v, seq_offsets, self.pages, before, self.channel_order)
+        return self
+
+    def _grow(self, more: list[int]) -> None:
+        """Counts `more` tokens of each sequence in, and makes room for them."""
+        lengths = [length + new for length, new in zip(self.lengths, more)]
+        total = sum(map(self.pool.format.num_pages, lengths))
+        if total > self.pool.num_pages:
             # An eighth more than needed, once it grows, so that not every append copies the pages.
-            more = (total + total // 8 if self.used_pages else total) - room
-            self.packed = {
-                name: torch.cat((x, x.new_zeros(more, *x.shape[1:]))) if room else x.new_zeros(more, *x.shape[1:])
-                for name, x in self.packed.items()
-            }
-        self.seq_offsets, self.page_offsets = seq_offsets, page_offsets.int()
-        self.page_table, self.used_pages = table.int(), total
+            self.pool.enlarge(total + (total // 8 if self.pool.num_pages else 0))
+        self._hold([self.pool.reserve(row, length) for row, length in zip(self.rows, lengths)], lengths)
+
+    def save(self, path) -> None:
+        """Writes the cache to one safetensors file, which appears whole or not at all.
+
+        Raises OSError where it cannot be, also where a device, a pipe or a folder stands, and ValueError for a cache
+        with NaN or infinity, which `load` refuses.
+        """
+        _check_values(self.tensors)
+        files.save(self.pool, path, self.rows, self.lengths, self.channel_order)
+
+    @classmethod
+    def load(cls, path, device: torch.device | str = "cpu") -> Self:
+        """Reads what `save` wrote; ValueError, in one line, for a file that is missing, damaged or something else."""
+
+        def check(format: PageFormat, layers: int, tensors: dict[str, Tensor]) -> None:
+            if format.bits is None or layers != 1:
+                raise ValueError("pages of a pool, and no RotateKV cache: PagePool.load reads them")
+            _check_values({name.partition(".")[2]: x for name, x in tensors.items()})
+
+        pool, rows, lengths, order = files.load(PagePool, path, device, None, None, check)
+        return cls(pool, rows, lengths, order)
+
+
+def _check_values(tensors: dict[str, Tensor]) -> None:
+    for name, x in tensors.items():
+        if x.is_floating_point() and not x.isfinite().all():
+            raise ValueError(f"{name} holds NaN or infinity: keys or values that were none were cached")
+        if name.endswith("ranges") and (x[..., 0] < 0).any():
+            raise ValueError(f"{name} holds a scale below 0")

@@ -179,10 +179,10 @@ def store_group(out, token, mask, x, b, first_head, H: tl.constexpr, SIZE: tl.co
     tl.store(pointers, x.to(out.dtype.element_ty), mask[:, None] & (column < CHANNELS)[None, :])
 
 
-@triton.jit(do_not_specialize=["B", "S"])
+@triton.jit(do_not_specialize=["B", "P", "S"])
 def rotatekv_decompress_kernel(
-    seq_offsets, page_offsets, page_table, inverse_order, k_codes, k_ranges, k_bitmap, v_codes, v_ranges,
-    sink_k, sink_v, k, v, B, S, scale,
+    seq_offsets, pages, inverse_order, k_codes, k_ranges, k_bitmap, v_codes, v_ranges, sink_k, sink_v, k, v, B, P, S,
+    scale,
     HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_WORDS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr,
     KEPT_WORDS: tl.constexpr, V_BLOCK: tl.constexpr, V_BLOCKS: tl.constexpr, V_WORDS: tl.constexpr,
@@ -200,23 +200,24 @@ def rotatekv_decompress_kernel(
     first_out = tl.program_id(2) * OUT
     if HAS_ORDER:
         inverse_order += group * C
+    pages += b.to(tl.int64) * P
+    index = tile * R + tl.arange(0, R)
+    token = begin + index
+    mask = index < count
     if SINKS:
-        index = tile * R + tl.arange(0, R)
-        sink = index < tl.minimum(S, count)
-        at = b.to(tl.int64) * S + index
+        sink = mask & (index < S)
+        mask = mask & (index >= S)
+        at = tl.load(pages).to(tl.int64) * S + index
         for i in tl.static_range(OUT):
             o = first_out + i
-            store_group(k, begin + index, sink, load_group(sink_k, at, sink, o, group * G, HG * G, D, C, K_BLOCK),
+            store_group(k, token, sink, load_group(sink_k, at, sink, o, group * G, HG * G, D, C, K_BLOCK),
                         o, group * G, HG * G, D, C, K_BLOCK)  # fmt: skip
         if first_out == 0:
             for i in tl.static_range(V_BLOCKS):
-                store_group(v, begin + index, sink, load_group(sink_v, at, sink, i, group * G, HG * G, V, CV, V_BLOCK),
+                store_group(v, token, sink, load_group(sink_v, at, sink, i, group * G, HG * G, V, CV, V_BLOCK),
                             i, group * G, HG * G, V, CV, V_BLOCK)  # fmt: skip
-    place = tile * R + tl.arange(0, R)
-    mask = place < count - S
-    token = begin + S + place
-    page = tl.load(page_table + tl.load(page_offsets + b) + place // PAGE, mask, 0).to(tl.int64)
-    slot = place % PAGE
+    page = tl.load(pages + SINKS + index // PAGE, mask, 0).to(tl.int64)
+    slot = index % PAGE
     row = page * HG + group
     WORDS: tl.constexpr = KEPT_WORDS if SPARSE else K_WORDS
     codes, kept, scales, zeros = load_keys(
@@ -265,7 +266,7 @@ def rotatekv_round_trip_kernel(
         order += group * C
         inverse_order += group * C
     x = rotated_blocks(
-        k, token, mask, group * G, k_stride_t, k_stride_h, order, scale, D, C, K_BLOCK, K_BLOCKS, HAS_ORDER
+        k, token, mask, group * G, k_stride_t, k_stride_h, order, scale, D, C, K_BLOCK, K_BLOCKS, HAS_ORDER, D
     )
     kept = x
     if SPARSE:
@@ -289,7 +290,7 @@ def rotatekv_round_trip_kernel(
             codes, marks, wide_scales, wide_zeros, scale, group * 0 + o * K_BLOCK, inverse_order, DTYPE, 0,
             K_BLOCK, K_BLOCKS, K_PER, K_BLOCK, K_BLOCK, 1, 1, SPARSE, HAS_ORDER, R,
         )  # fmt: skip
-        same = load_block(k, token, mask & sink, group * G, k_stride_t, k_stride_h, order, o, D, C, K_BLOCK, False)
+        same = load_block(k, token, mask & sink, group * G, k_stride_t, k_stride_h, order, o, D, C, K_BLOCK, False, D)
         out = tl.where(sink[:, None], same.to(tl.float32), y[0])
         store_group(k_out, token, mask, out, o, group * G, HG * G, D, C, K_BLOCK)
     V_PER: tl.constexpr = V_BLOCKS // V_GROUPS

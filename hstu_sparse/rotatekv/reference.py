@@ -12,58 +12,17 @@ from torch.nn import functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.jagged import jagged_to_padded, padded_index, padded_to_jagged
+from hstu_sparse.pages import store
 from hstu_sparse.pages.layout import Layout
-from hstu_sparse.pages.packing import Codes, decode, encode, pack, pack_kept, unpack, unpack_kept
+from hstu_sparse.pages.packing import decode, encode
 from hstu_sparse.precision import widened
+from hstu_sparse.rotatekv.cache import RotateKVCache
 
 
-def write(cache, keys: Codes, values: Codes, page: Tensor, slot: Tensor) -> None:
-    """Packs T tokens into the cache's pages, token i into slot[i] of page[i]; nothing else is touched."""
-    layout = cache.layout
-    bits = layout.options.bits
-    if layout.sparse:
-        kept = keys.kept if keys.kept is not None else torch.ones_like(keys.codes, dtype=torch.bool)
-        cache.k_codes[page, :, slot] = pack_kept(keys.codes, kept, layout.kept, bits)
-        # Each bit is set once, so that adding sets it.
-        mark = torch.where(kept, torch.ones_like(slot)[:, None, None] << slot[:, None, None], 0)
-        cache.k_bitmap.index_add_(0, page, mark)
-    else:
-        cache.k_codes[page, :, :, slot] = pack(keys.codes, layout.keys.block, bits)
-    cache.v_codes[page, :, :, slot] = pack(values.codes, layout.values.block, bits)
-    cache.k_ranges[page, :, :, slot] = torch.stack((keys.scale, keys.zero), -1)
-    cache.v_ranges[page, :, :, slot] = torch.stack((values.scale, values.zero), -1)
-
-
-def read(cache, page: Tensor, slot: Tensor) -> tuple[Codes, Codes]:
-    """The codes of token i in slot[i] of page[i]."""
-    layout = cache.layout
-    bits, kept = layout.options.bits, None
-    if layout.sparse:
-        kept = (cache.k_bitmap[page] >> slot[:, None, None] & 1).bool()
-        codes = unpack_kept(cache.k_codes[page, :, slot], kept, layout.kept, bits)
-    else:
-        codes = unpack(cache.k_codes[page, :, :, slot], layout.keys.block, bits)
-    keys = Codes(codes, *cache.k_ranges[page, :, :, slot].unbind(-1), kept)
-    codes = unpack(cache.v_codes[page, :, :, slot], layout.values.block, bits)
-    return keys, Codes(codes, *cache.v_ranges[page, :, :, slot].unbind(-1), None)
-
-
-def decompress_reference(cache, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def decompress_reference(cache: RotateKVCache, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """(k [T, H, D], v [T, H, V]) of a cache, in its own dtype or the one given."""
     dtype = dtype or cache.dtype
-    sequence, position = cache.tokens()
-    packed = position >= cache.options.sink_tokens
-    keys, values = read(cache, *cache.place(sequence[packed], position[packed]))
-    found = decode(keys, values, cache.layout, cache.channel_order, dtype)
-    if cache.options.sink_tokens == 0:
-        return found
-    result = []
-    for x, sinks in zip(found, (cache.sink_k, cache.sink_v)):
-        whole = x.new_empty(len(position), *x.shape[1:])
-        whole[packed] = x
-        whole[~packed] = sinks[sequence[~packed], position[~packed]].to(dtype)
-        result.append(whole)
-    return tuple(result)
+    return store.read(cache.tensors, cache.pool.format, cache.pages, *cache.tokens(), dtype, cache.channel_order)
 
 
 def round_trip_reference(k: Tensor, v: Tensor, sinks: Tensor, layout: Layout, channel_order: Tensor | None):

@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 import eval as evaluation
 import hstu_sparse
 import train
-from hstu_sparse.rotatekv import files
+from hstu_sparse.pages import files
 from tests.hostile import runs
 from tests.hostile.harness import ERROR, WORKS, Case, Process, signalled
 from tests.hostile.runs import Change, config, differs, facts, tensors
@@ -135,7 +135,7 @@ def told(**other) -> Callable[[Path], None]:
 
 
 def option(**other) -> Callable[[Path], None]:
-    return rewritten(lambda entries, facts: facts["options"].update(other))
+    return rewritten(lambda entries, facts: facts["format"].update(other))
 
 
 def content(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
@@ -161,32 +161,30 @@ BAD_CACHES: dict[str, Callable[[Path], object]] = {
     **{f"sparsity {x!r}": option(sparsity=x) for x in (0.5, 2.0, "0", float("nan"))},
     **{f"head_group {x!r}": option(head_group=x) for x in (1, 4, 0)},
     "an option too many": option(foo=1),
-    "options that are a list": told(options=[1]),
-    **{f"heads {x!r}": told(heads=x) for x in (0, -2, 4, 10**12, "2", None, 2.0, True)},
-    **{f"head_size {x!r}": told(head_size=x) for x in (0, -8, 16, 10**12)},
-    **{f"value_size {x!r}": told(value_size=x) for x in (0, -8, 16, 10**12)},
-    **{f"dtype {x!r}": told(dtype=x) for x in ("load", "int64", "float8_e4m3fn", "nope", "", None, 3, "float64")},
-    **{f"used_pages {x!r}": told(used_pages=x) for x in (-1, 0, 1, 10**12, 2.0, True, None, "2")},
-    "offsets that fall": entry("seq_offsets", lambda x: [0, 6, 4, 9]),
-    "offsets below 0": entry("seq_offsets", lambda x: [-3, 4, 4, 9]),
-    "offsets that are huge": entry("seq_offsets", lambda x: [0, 2**62, 2**62, 2**62]),
-    "offsets of more tokens": entry("seq_offsets", lambda x: x * 40),
-    "no offsets": entry("seq_offsets", lambda x: x[:0]),
-    "pages elsewhere": entry("page_table", lambda x: x + 1),
-    "pages below 0": entry("page_table", lambda x: x - 1),
-    "a page twice": entry("page_table", lambda x: x * 0),
-    "page offsets that lie": entry("page_offsets", lambda x: x * 2),
-    "page offsets that fall": entry("page_offsets", lambda x: x.flip(0)),
+    "a format that is a list": told(format=[1]),
+    **{f"heads {x!r}": option(heads=x) for x in (0, -2, 4, 10**12, "2", None, 2.0, True)},
+    **{f"head_size {x!r}": option(head_size=x) for x in (0, -8, 16, 10**12)},
+    **{f"value_size {x!r}": option(value_size=x) for x in (0, -8, 16, 10**12)},
+    **{f"dtype {x!r}": option(dtype=x) for x in ("load", "int64", "float8_e4m3fn", "nope", "", None, 3, "float64")},
+    **{f"num_pages {x!r}": told(num_pages=x) for x in (-1, 0, 1, 2.0, True, None, "2")},
+    **{f"num_sequences {x!r}": told(num_sequences=x) for x in (-1, 0, 1, 2.0, True, None, "2")},
+    **{f"layers {x!r}": told(layers=x) for x in (-1, 0, 2, 10**12, 1.0, True, None, "1")},
+    **{f"timed {x!r}": told(timed=x) for x in (True, 1, None, "no")},
+    "lengths below 0": entry("lengths", lambda x: x - 5),
+    "lengths that are huge": entry("lengths", lambda x: x + 2**62),
+    "lengths of more tokens": entry("lengths", lambda x: x * 40),
+    "lengths of another type": rewritten(lambda e, f: e.update(lengths=e["lengths"].int())),
+    "no lengths": entry("lengths", lambda x: x[:0]),
     "channels twice": entry("channel_order", lambda x: x * 0),
     "channels beyond the last": entry("channel_order", lambda x: x + 1),
     "channels below 0": entry("channel_order", lambda x: x - 1),
-    "scales that are NaN": entry("k_ranges", lambda x: x * float("nan")),
-    "zeros that are infinite": entry("v_ranges", lambda x: x + float("inf")),
-    "scales below 0": entry("k_ranges", lambda x: -x.abs() - 1),
-    "sinks that are NaN": entry("sink_k", lambda x: x * float("nan")),
-    "codes of another type": rewritten(lambda e, f: e.update(k_codes=e["k_codes"].long())),
-    "codes of another shape": rewritten(lambda e, f: e.update(k_codes=e["k_codes"][:1])),
-    "no codes": rewritten(lambda e, f: e.pop("v_codes")),
+    "scales that are NaN": entry("0.k_ranges", lambda x: x * float("nan")),
+    "zeros that are infinite": entry("0.v_ranges", lambda x: x + float("inf")),
+    "scales below 0": entry("0.k_ranges", lambda x: -x.abs() - 1),
+    "sinks that are NaN": entry("0.sink_k", lambda x: x * float("nan")),
+    "codes of another type": rewritten(lambda e, f: e.update({"0.k_codes": e["0.k_codes"].long()})),
+    "codes of another shape": rewritten(lambda e, f: e.update({"0.k_codes": e["0.k_codes"][:1]})),
+    "no codes": rewritten(lambda e, f: e.pop("0.v_codes")),
     "a tensor too many": rewritten(lambda e, f: e.update(zzz=torch.zeros(1))),
 }
 
@@ -196,7 +194,7 @@ def _facts_of(content: bytes, text: str) -> bytes:
 
 
 def _cache_file(entries: dict, text: str) -> bytes:
-    return save(entries, {"format": files.FORMAT, "facts": text, "sha256": files._checksum(text, entries)})
+    return save(entries, {"format": files.FORMAT, "facts": text, "sha256": files.checksum(text, entries)})
 
 
 def load_cache(path: Path | str) -> int:

@@ -6,6 +6,8 @@ from safetensors.torch import load_file, save_file
 
 import hstu_sparse
 from hstu_sparse import (
+    PageFormat,
+    PagePool,
     RelativeBias,
     RotateKVCache,
     calibrate,
@@ -17,7 +19,7 @@ from hstu_sparse import (
     rotatekv_round_trip,
 )
 from hstu_sparse.compat import mustafar_attention_with_rope, mustafar_decompress_with_hadamard_inverse
-from hstu_sparse.pages import packing
+from hstu_sparse.pages import packing, store
 from hstu_sparse.pages.layout import Layout, RotateKVOptions, Side
 from hstu_sparse.rotatekv import reference
 from hstu_sparse.testing import EDGE_CASES, make_jagged, make_offsets, make_timestamps
@@ -174,6 +176,11 @@ def test_size():
             assert rotatekv_compress(k, v, offsets, bits=2, sparsity=0.7).nbytes < dense
 
 
+def codes_at(cache, sequence, position):
+    format = cache.pool.format
+    return store.read_codes(cache.tensors, format, *store.place(format, cache.pages, sequence, position))
+
+
 @pytest.mark.parametrize(
     "options", [{}, dict(sparsity=0.6), dict(bits=3, sink_tokens=9), dict(sparsity=0.3, sink_tokens=70)]
 )
@@ -183,13 +190,16 @@ def test_append_leaves_what_is_packed_and_equals_compressing_all(options):
     cache = rotatekv_compress(*made[0], **options)
     for k, v, offsets in made[1:]:
         sequence, position = (x[cache.tokens()[1] >= cache.options.sink_tokens] for x in cache.tokens())
-        before = reference.read(cache, *cache.place(sequence, position))
-        sinks = cache.sink_k.clone(), cache.seq_offsets.diff().clamp(max=cache.options.sink_tokens)
+        before, lengths = codes_at(cache, sequence, position), cache.lengths
+        rows, sinks = [list(row) for row in cache.rows], cache.tensors.get("sink_k", torch.zeros(0)).clone()
         assert cache.append(k, v, offsets) is cache
-        for found, codes in zip(reference.read(cache, *cache.place(sequence, position)), before):
-            assert all(x is y is None or torch.equal(x, y) for x, y in zip(found, codes))
-        for b, count in enumerate(sinks[1].tolist()):
-            assert torch.equal(cache.sink_k[b, :count], sinks[0][b, :count])
+        for found, expected in zip(codes_at(cache, sequence, position), before):
+            assert all(x is y is None or torch.equal(x, y) for x, y in zip(found, expected))
+        for row, now, length in zip(rows, cache.rows, lengths):
+            assert list(now[: len(row)]) == row
+            if row and cache.options.sink_tokens:
+                kept = cache.tensors["sink_k"][row[0], : min(length, cache.options.sink_tokens)]
+                assert torch.equal(kept, sinks[row[0], : min(length, cache.options.sink_tokens)])
     together = [torch.cat([part[x][part[2][b] : part[2][b + 1]] for b in range(4) for part in made]) for x in (0, 1)]
     offsets = sum(part[2] for part in made)
     for x, y in zip(rotatekv_decompress(cache), rotatekv_decompress(rotatekv_compress(*together, offsets, **options))):
@@ -271,8 +281,9 @@ def test_file(tmp_path, options):
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
     loaded = RotateKVCache.load(tmp_path / "cache")
     assert loaded.layout == cache.layout and loaded.dtype == cache.dtype and loaded.nbytes == cache.nbytes
-    for name, x in cache.tensors().items():
-        assert torch.equal(x, loaded.tensors()[name]), name
+    for mine, theirs in zip(rotatekv_decompress(cache), rotatekv_decompress(loaded)):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(cache.channel_order, loaded.channel_order) and loaded.lengths == cache.lengths
     more = make((0, 1, 0, 20), seed=9)
     for x, y in zip(rotatekv_decompress(cache.append(*more)), rotatekv_decompress(loaded.append(*more))):
         assert torch.equal(x, y)
@@ -308,12 +319,10 @@ def test_damaged_file_is_refused_in_one_line(tmp_path, how):
     assert "\n" not in str(caught.value)
 
 
-def test_page_table_of_a_file_is_checked(tmp_path, monkeypatch):
-    """A file whose checksum is right and whose page table points elsewhere (written by other code) is refused too."""
-    cache = rotatekv_compress(*make())
-    cache.page_table[0] = 1000
-    cache.save(tmp_path / "cache")
-    with pytest.raises(ValueError, match="page table"):
+def test_pages_of_a_pool_are_no_cache(tmp_path):
+    pool = PagePool(PageFormat(2, 16, 16, bits=2), 3, layers=2)
+    pool.save(tmp_path / "cache", [], [])
+    with pytest.raises(ValueError, match="pages of a pool, and no RotateKV cache"):
         RotateKVCache.load(tmp_path / "cache")
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from hstu_sparse import RotateKVCache, rotatekv_compress, rotatekv_decompress, rotatekv_round_trip
 from hstu_sparse.launch import INTERPRET
-from hstu_sparse.rotatekv import files
+from hstu_sparse.pages import files
 from tests.operators.test_rotatekv import make
 
 
@@ -22,22 +22,21 @@ def forge(path, change, tensors=lambda x: None):
     facts = change(facts) or facts
     tensors(found)
     text = json.dumps(facts)
-    save_file(found, path, {"format": files.FORMAT, "facts": text, "sha256": files._checksum(text, found)})
+    save_file(found, path, {"format": files.FORMAT, "facts": text, "sha256": files.checksum(text, found)})
 
 
 @pytest.mark.parametrize(
     ("change", "tensors", "message"),
     [
-        (lambda facts: facts["options"].update(sparsity=0.55), lambda x: None, "k_bitmap does not keep"),
-        (lambda facts: None, lambda x: x["k_bitmap"].zero_(), "k_bitmap does not keep 32 channels of every token"),
-        (lambda facts: None, lambda x: x["k_bitmap"].bitwise_not_(), "k_bitmap does not keep"),
-        (lambda facts: None, lambda x: x["k_ranges"].fill_(float("nan")), "k_ranges holds NaN or infinity"),
-        (lambda facts: None, lambda x: x.update(seq_offsets=torch.tensor(7)), "seq_offsets must be"),
-        (lambda facts: None, lambda x: x.update(seq_offsets=torch.zeros(0, dtype=torch.int64)), "seq_offsets must be"),
-        (lambda facts: facts.update(heads=2.0), lambda x: None, "heads must be a whole number, got 2.0"),
-        (lambda facts: facts.update(value_size=-1), lambda x: None, "value_size must be at least 1"),
-        (lambda facts: facts.update(dtype="nn"), lambda x: None, "cannot hold keys of nn"),
-        (lambda facts: facts.update(head_size=10**30), lambda x: None, "head_size must be at most"),
+        (lambda facts: facts["format"].update(sparsity=0.55), lambda x: None, "k_bitmap does not keep"),
+        (lambda facts: None, lambda x: x["0.k_bitmap"].zero_(), "k_bitmap does not keep 32 channels of every token"),
+        (lambda facts: None, lambda x: x["0.k_bitmap"].bitwise_not_(), "k_bitmap does not keep"),
+        (lambda facts: None, lambda x: x["0.k_ranges"].fill_(float("nan")), "k_ranges holds NaN or infinity"),
+        (lambda facts: None, lambda x: x.update(lengths=torch.tensor(7)), "lengths must be"),
+        (lambda facts: facts["format"].update(heads=2.0), lambda x: None, "heads must be a whole number, got 2.0"),
+        (lambda facts: facts["format"].update(value_size=-1), lambda x: None, "value_size must be at least 1"),
+        (lambda facts: facts["format"].update(dtype="nn"), lambda x: None, "cannot hold keys of nn"),
+        (lambda facts: facts["format"].update(head_size=10**30), lambda x: None, "head_size must be at most"),
         (lambda facts: [1], lambda x: None, "its facts must be"),
     ],
 )  # fmt: skip

@@ -125,7 +125,7 @@ def test_packed_bits_are_the_references(bits, options, dtype):
     caches = []
     for backend in ("reference", "triton"):
         cache = rotatekv_compress(*made[0], bits=bits, **options, backend=backend)
-        caches.append(cache.append(*made[1], backend=backend).tensors())
+        caches.append(cache.append(*made[1], backend=backend).tensors)
     for name, x in caches[0].items():
         assert torch.equal(x, caches[1][name]), name
 
@@ -173,7 +173,7 @@ def test_the_same_bits_in_every_run():
     for _ in range(2):
         cache = rotatekv_compress(k, v, offsets, sparsity=0.5)
         out = rotatekv_attention(q, make_offsets((3,) * 8, device="cuda"), cache, 8192, activation="softmax")
-        found.append((out, *rotatekv_decompress(cache), *cache.tensors().values()))
+        found.append((out, *rotatekv_decompress(cache), *cache.tensors.values()))
     assert all(torch.equal(x, y) for x, y in zip(*found))
 
 
@@ -181,7 +181,7 @@ def test_batches_do_not_recompile_kernels():
     from hstu_sparse.pages import encode
     from hstu_sparse.rotatekv import attention, decode
 
-    kernels = [encode.rotatekv_compress_kernel, decode.rotatekv_decompress_kernel,
+    kernels = [encode.write_codes_kernel, decode.rotatekv_decompress_kernel,
                attention.rotatekv_attention_fwd_kernel]  # fmt: skip
 
     def step(lengths):
