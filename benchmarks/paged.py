@@ -3,7 +3,8 @@
     python benchmarks/run.py --op paged --out paged.jsonl       64 users, 4 heads of 64, both biases, SiLU, bf16
     python benchmarks/run.py --op paged --lengths 4096 --queries 1 --only bf16,2bit
 
-Every record says in `bound_ms` what reading the pages, or the products, take at least on an H200 (4.8 TB/s, 989 TFLOP/s).
+Every record says in `bound_ms` what reading the pages, or the products, take at least on an H200 (4.8 TB/s, 989
+TFLOP/s).
 `dense` is one pass of `hstu_attention` over history and candidates together, with `num_targets`; of the part `append`,
 over the history alone.
 """

@@ -1,4 +1,4 @@
-"""Paged attention and the page pool on a GPU: every format against the reference, order of candidates, no recompilation."""
+"""Paged attention and the page pool on a GPU: every format against the reference, order of candidates, compilation."""
 
 import itertools
 

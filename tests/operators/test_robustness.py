@@ -30,7 +30,7 @@ ALIASES = dict.fromkeys(("cu_seqlens", "q_offsets", "x_offsets"), "seq_offsets")
 def flat(result) -> list:
     """The tensors and other parts of a result, one after another."""
     if isinstance(result, hstu_sparse.RotateKVCache):
-        return list(result.tensors().values())
+        return [result.seq_offsets, result.pages, *result.tensors.values()]
     if isinstance(result, tuple | list):
         return [part for x in result for part in flat(x)]
     return [result]
