@@ -40,6 +40,9 @@ POSITIONS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4])
 QKV = {"q": q, "k": k, "v": v, "seq_offsets": offsets}
 FIXED = {name: random(2, 4, H, D) + i for i, name in enumerate("qkv")}  # of the ring functions without offsets
 CACHE = hstu_sparse.rotatekv_compress(k, v, offsets)
+POOL = hstu_sparse.PagePool(hstu_sparse.PageFormat(H, D, V), 3)
+PAGES, NONE = POOL.table([POOL.reserve([], N) for _ in range(3)]), torch.zeros(3, dtype=torch.int64)
+POOL.write(0, k, v, offsets, PAGES, NONE)
 CHOSEN = torch.tensor([[t] for t in (0, 1, 2, 3, 0, 1, 2, 3, 4)], dtype=torch.int32)
 # Operator -> a call that works.
 VALID: dict[str, dict] = {
@@ -76,6 +79,8 @@ VALID: dict[str, dict] = {
     "rotatekv_compress": {"k": k, "v": v, "seq_offsets": offsets},
     "rotatekv_attention": {"q": q, "q_offsets": offsets, "cache": CACHE, "max_seq_len": N},
     "rotatekv_decompress": {"cache": CACHE},
+    "paged_attention": {"q": q, "k": k, "v": v, "q_offsets": offsets, "pool": POOL, "pages": PAGES, "lengths": NONE}
+    | {"max_seq_len": N},
     "mustafar_attention_with_rope": QKV | {"q_offsets": offsets, "max_seq_len": N},
     "calibrate": {"k": k},
     "attention_plan": {"q": q, "v": v, "seq_offsets": offsets, "max_seq_len": N},
