@@ -33,6 +33,7 @@ from hstu_sparse.bias.sums import (
     histogram_move_sum,
     ring_add,
     ring_flush,
+    ring_lane,
 )
 from hstu_sparse.tiles import opaque, row_norms
 
@@ -176,7 +177,8 @@ def add_position(
             ring_flush(gradients.ring, gradients.position, ring_low, ring_low, last, length)
             barrier(length)
             ring_low = first_row - start + kind.BLOCK_M - RING
-        ring_add(gradients.ring + 4 * (first_row - start - ring_low) + 4 * distance, along, gradients.scale)
+        cell = ring_lane(gradients.ring) + 4 * (first_row - start - ring_low)
+        ring_add(cell + 4 * distance, along, gradients.scale)
     else:
         add_diagonals(
             gradients.position, along, first_row, start, sequence.length, gradients.scale, kind.BLOCK_M, kind.BLOCK_N

@@ -255,19 +255,9 @@ _RING = tl.constexpr(17 * _KB)
 _COPY_BYTES = (RING_CELLS + 10) * _WORD
 assert _RING.value >= _COPIES * _COPY_BYTES
 _OPEN_RING = tl.constexpr(f"{{ .shared .align 16 .b8 hstu_ring[{_RING.value}]; mov.u32 $0, hstu_ring; }}")
-_ADD_TO_RING = tl.constexpr(f"""{{
-    .reg .u32 a, copy;
-    .reg .f32 f;
-    .reg .b32 n;
-    mov.u32 copy, %tid.x;
-    and.b32 copy, copy, {_COPIES - 1};
-    mad.lo.u32 a, copy, {_COPY_BYTES}, $1;
-    fma.rn.f32 f, $2, $3, 0f{_ROUNDING};
-    mov.b32 n, f;
-    sub.u32 n, n, 0x{_ROUNDING};
-    red.shared.add.u32 [a], n;
-    mov.u32 $0, 0;
-}}""")
+_THREADS_COPY = tl.constexpr(
+    f"{{ .reg .u32 n; mov.u32 n, %tid.x; and.b32 n, n, {_COPIES - 1}; mad.lo.u32 $0, n, {_COPY_BYTES}, $1; }}"
+)
 
 
 def _take_assembly() -> str:
@@ -292,9 +282,15 @@ def ring_open(token):
 
 
 @triton.jit
+def ring_lane(base):
+    """Where the cells of the thread's copy begin."""
+    return tl.inline_asm_elementwise(_THREADS_COPY, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def ring_add(cell, value, to_exact):
-    """The cells at these addresses, of the first copy, += value * to_exact, rounded."""
-    tl.inline_asm_elementwise(_ADD_TO_RING, "=r,r,f,f", [cell, value, to_exact], tl.int32, is_pure=False, pack=1)
+    """The cells at these addresses += value * to_exact, rounded."""
+    tl.inline_asm_elementwise(_ADD_EXACT, "=r,r,f,f", [cell, value, to_exact], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -47,6 +47,7 @@ from hstu_sparse.bias.sums import (
     histogram_lane,
     histogram_open,
     ring_add,
+    ring_lane,
     ring_open,
     ring_take,
 )
@@ -56,8 +57,10 @@ _HISTOGRAM_ROWS = tl.constexpr(HISTOGRAM_ROWS)
 # Zeros on both sides of the halved position table, for pairs that are not seen: of mean keys, a tile of 64 or 128 whose
 # blocks of 128 tokens are still to come.
 MARGIN = 128 * 128 + 256
-# Copies of the tables' gradients, so that programs do not wait for another.
-POSITION_COPIES, TIME_COPIES = tl.constexpr(4), tl.constexpr(64)
+# Copies of the tables' gradients, so that programs do not wait for another. From one copy of the position table's to
+# the next it is one cell less than a multiple of POSITION_COPIES: wherever a row of distances begins, there is a copy
+# in which its cell is such a multiple, and four neighbours are added at once. Consecutive queries use each fourth one.
+POSITION_COPIES, TIME_COPIES = tl.constexpr(16), tl.constexpr(64)
 
 
 class KernelBias(NamedTuple):
@@ -193,7 +196,7 @@ def open_gradients(tables, norms, time_shift, SUMS: tl.constexpr):
     scale, time_scale = 1.0, 1.0
     position, time = 0, 0  # what a function returns may not be None (Triton 3.6: "cannot convert None")
     if tables.position is not None:
-        position = tables.position + (tl.program_id(0) % POSITION_COPIES) * tables.positions
+        position = tables.position + (tl.program_id(0) % (POSITION_COPIES // 4)) * (4 * tables.positions)
     if tables.time is not None:
         time = tables.time + (tl.program_id(0) % TIME_COPIES) * tables.buckets
     if tables.unit is not None:
@@ -237,7 +240,7 @@ def add_position_tile(gradients, ds, queries, keys, length, SUMS: tl.constexpr):
     if SUMS:
         # The tile's diagonals go to memory at once: the next block may lie anywhere.
         tl.static_assert(BM + BN - 1 <= 128)
-        cell = gradients.ring + 4 * (BN - 1)
+        cell = ring_lane(gradients.ring) + 4 * (BN - 1)
         ring_add(cell + 4 * (tl.arange(0, BM)[:, None] - tl.arange(0, BN)[None, :]), ds, gradients.scale)
         barrier(length)
         lane = tl.arange(0, 128)
@@ -254,9 +257,9 @@ def add_position_tile(gradients, ds, queries, keys, length, SUMS: tl.constexpr):
 def add_mean_positions(gradients, tables, ds, queries, keys):
     """The same of mean keys, pair by pair: few are on one diagonal."""
     distance = queries.place - keys.place + (queries.lane[:, None] - keys.lane[None, :])
-    # Of pairs that are not seen ds is 0, unless a score is not a number; then they may lie outside of the table.
-    inside = (ds != 0.0) & (distance >= 0) & (distance < tables.positions)
-    add_to(gradients.position + distance, ds, tables.unit, inside)
+    # Pairs that are not seen may lie outside of the table. Four neighbours are inside or not together.
+    first = queries.place - keys.place + ((queries.lane // 4 * 4)[:, None] - keys.lane[None, :])
+    add_to(gradients.position + distance, ds, tables.unit, (first >= 0) & (first < tables.positions - 3))
 
 
 @triton.jit
@@ -273,15 +276,19 @@ def add_block_times(gradients, ds, bias, entry, queries, keys, SUMS: tl.constexp
 def add_gathered(tables, ds, bias, entry, queries, keys, ASM: tl.constexpr):
     """The tables' gradients += a tile of ds, [keys, queries], of gathered queries; entry: [BM], of each.
 
-    To the time table a query adds one sum for its lowest bucket, and one for each edge.
+    The keys are consecutive and descend. To the time table a query adds one sum for its lowest bucket, and one for each
+    edge.
     """
+    BN: tl.constexpr = ds.shape[0]
     BM: tl.constexpr = ds.shape[1]
     scale = 1.0 if tables.unit is None else tl.load(tables.unit)
     ds *= scale
     if tables.position is not None:
-        distance = queries.place - keys.place + (queries.lane[None, :] - keys.lane[:, None])
-        copy = (queries.lane % POSITION_COPIES)[None, :] * tables.positions
-        add_to(tables.position + copy + distance, ds, None, (ds != 0.0) & (distance < tables.positions))
+        # The keys descend: the last has the least distance.
+        first = queries.place - keys.place - (BN - 1) + queries.lane
+        cell = tables.position + ((first % POSITION_COPIES) * tables.positions + first)
+        cell = tl.multiple_of(cell, 4 * POSITION_COPIES)
+        add_to(cell[None, :] + tl.arange(0, BN)[:, None], ds)
     if tables.time is not None:
         cell = tables.time + (tl.arange(0, BM) % TIME_COPIES) * tables.buckets
         edges, lowest = _edges(entry, 1)
@@ -347,7 +354,9 @@ class Tables:
             return 1.1 * v.shape[2] * terms * greatest[0] * greatest[1] * _greatest_gate(gates).double()
 
         copies = POSITION_COPIES.value, TIME_COPIES.value
-        return TableSums((self.position, self.time), copies, deterministic, bound, MOST_EDGES.value + 1)
+        behind = MOST_EDGES.value + 1
+        behind += -(self.N + behind + 1) % POSITION_COPIES.value  # see there
+        return TableSums((self.position, self.time), copies, deterministic, bound, behind)
 
 
 def _greatest_gate(gates) -> torch.Tensor:

@@ -97,10 +97,10 @@ def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.
 
 
 @triton.jit
-def block_keys(block, first, BN: tl.constexpr):
-    """A block's BN keys from place `first` on as the side of a tile."""
+def block_keys(block, first, lane):
+    """A block's keys at the places first + lane as the side of a tile."""
     place = block.begin + first
-    return Side(block.start + place, place, tl.arange(0, BN).to(tl.int64))
+    return Side(block.start + place, place, lane.to(tl.int64))
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def bsa_select_fwd_kernel(
                 some_values = load_rows(v + s * strides.v_t, key, strides.v_t, whole, V, BV)
             else:
                 some_keys, some_values = keys, values
-            biases = block_tile(bias, entry, side, block_keys(block, s, BN), 0, ASM)
+            biases = block_tile(bias, entry, side, block_keys(block, s, key), 0, ASM)
             score = tl.dot(queries, tl.trans(some_keys), input_precision=PRECISION) * (0.5 * scale) + biases
             weight = silu_of_twice(score, FAST).to(some_values.dtype)
             part = tl.dot(weight, some_values, part, input_precision=PRECISION)
@@ -188,7 +188,7 @@ def bsa_select_bwd_dq_kernel(
         for s in range(0, BS, BN):
             keys = load_rows(k + s * strides.k_t, place, strides.k_t, place < BN, D, BD)
             values = load_rows(v + s * strides.v_t, place, strides.v_t, place < BN, V, BV)
-            biases = block_tile(bias, entry, side, block_keys(block, s, BN), 0, ASM)
+            biases = block_tile(bias, entry, side, block_keys(block, s, place), 0, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (0.5 * scale) + biases
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad_of_twice(score, FAST)
@@ -239,7 +239,10 @@ def bsa_select_bwd_dkv_kernel(
     if (block.m < 0) | (block.begin >= length):
         return
     offset = tl.program_id(1) * BN
-    place = offset + tl.arange(0, BN)
+    lane = tl.arange(0, BN)
+    if tables.position is not None:
+        lane = BN - 1 - lane  # as `add_gathered` wants them
+    place = offset + lane
     s = block.begin + place
     known = s < length
     keys = load_rows(k + start * strides.k_t + h * strides.k_h, s, strides.k_t, known, D, BD)
@@ -270,7 +273,7 @@ def bsa_select_bwd_dkv_kernel(
             t = c + tl.arange(0, BM)
             live = t < length
             side = Side(start + c, c, tl.arange(0, BM).to(tl.int64))
-            biases, _ = pair_tile(bias, side, block_keys(block, offset, BN), 1, ASM)
+            biases, _ = pair_tile(bias, side, block_keys(block, offset, lane), 1, ASM)
             queries = load_tile(q, start + t, strides.q_t, live, origin + c, h * D, D, BD, TMA)
             upstream = load_tile(do, start + t, strides.do_t, live, origin + c, h * V, V, BV, TMA)
             slc = load_gates(g_slc, start + c, live, BM, ASM)
@@ -288,7 +291,7 @@ def bsa_select_bwd_dkv_kernel(
     if APART:
         listed = True
     if listed:
-        mine = block_keys(block, offset, BN)
+        mine = block_keys(block, offset, lane)
         for row in range(0, block.rows, BM):
             side, live, entry = listed_queries(lists, block, row, R, BM, BS, ASM)
             t = side.token + side.lane
@@ -324,7 +327,6 @@ def bsa_select_bwd_dkv_kernel(
         store_rows(dv + (start * H + h) * V, s, H * V, known, acc_v, V, BV)
     else:
         parts += (part + chunk).to(tl.int64) * (BS * (D + V)) + offset * (D + V)
-        lane = tl.arange(0, BN)
         store_rows(parts, lane, D + V, lane < BN, acc_k, D, BD)
         store_rows(parts + D, lane, D + V, lane < BN, acc_v, V, BV)
 

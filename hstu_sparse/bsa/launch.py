@@ -60,8 +60,8 @@ def tile_config(
     most = 168 if arch == 90 and head <= 64 else None  # for three programs to a multiprocessor
     if small == 64:  # measured on an H200 with heads of 128 in bf16; see docs/bsa.md
         bm, bn, warps, stages, registers = {
-            "query_fwd": (query, 32, 4, 2 if biased else 3, most if biased else None),
-            "query_dq": (query, 32 if biased else key if query_major else 64, 4, 2, None),
+            "query_fwd": (query, key if query_major else 32, 4, 2, most) if biased else (query, 32, 4, 3, None),
+            "query_dq": (query, key if query_major else 32 if biased else 64, 4, 2, None),
             # Where there is no wgmma a tile's biases take registers that four warps do not have.
             "select_fwd": (64, key, 8 if biased and arch > 90 else 4, 3, None),
             "select_dq": (64, key, 8 if key == 64 and dtype.itemsize == 2 else 4, 2, None),
