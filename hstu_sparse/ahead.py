@@ -1,16 +1,20 @@
 """Compiles kernels ahead of time, for GPUs that are not here, and says what they use: for tests."""
 
 import functools
+import hashlib
+import json
 import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from hstu_sparse import launch
@@ -79,9 +83,41 @@ def report(kernel: CompiledKernel) -> dict:
         static, from sm_90 on with 1 KB of the driver's), `unset_registers`, `early_reloads` and `added_twice` (below),
         `asm`.
     """
+    # Blackwell's instructions, and where they put their operands, are others.
+    uniform = kernel.metadata.target.arch <= 90
+    found = kept(kernel.asm["cubin"] + b"uniform" * uniform, lambda: _machine_code(kernel.asm["cubin"], uniform))
+    return {
+        "name": kernel.metadata.name,
+        "arch": kernel.metadata.target.arch,
+        "registers": found["registers"],
+        "local_bytes": found["local_bytes"],
+        "shared_bytes": kernel.metadata.shared + found["static_shared_bytes"],
+        "unset_registers": found["unset_registers"],
+        "early_reloads": found["early_reloads"],
+        "added_twice": _added_twice(kernel.asm["ttgir"]),
+        "asm": kernel.asm,
+    }
+
+
+def kept(given: bytes, compute: Callable[[], dict]) -> dict:
+    """compute(), a dict for JSON, or what it gave for the same bytes by the same source of this file.
+
+    It lies where Triton keeps what it compiled (TRITON_CACHE_DIR), so that it is there whenever the kernel is.
+    """
+    key = hashlib.sha256(Path(__file__).read_bytes() + given).hexdigest()
+    cache = get_cache_manager(key)
+    if path := cache.get_file("report.json"):
+        return json.loads(Path(path).read_bytes())
+    found = compute()
+    cache.put(json.dumps(found), "report.json", binary=False)
+    return found
+
+
+def _machine_code(cubin: bytes, uniform: bool) -> dict:
+    """What `report` says of machine code; uniform: look for unset registers."""
     tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+        file.write(cubin)
         file.flush()
 
         def said(tool: str, *options: str) -> str:
@@ -91,20 +127,14 @@ def report(kernel: CompiledKernel) -> dict:
         usage = said("cuobjdump", "--dump-resource-usage")
         usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
         registers, stack, static, local = (int(x) for x in usage.groups())
-        # Blackwell's instructions, and where they put their operands, are others.
-        uniform = kernel.metadata.target.arch <= 90
         # What takes longest here. A thread that keeps nothing in local memory reloads nothing.
         listing = said("nvdisasm", "-c", "-ndf") if uniform or stack + local else ""
     return {
-        "name": kernel.metadata.name,
-        "arch": kernel.metadata.target.arch,
         "registers": registers,
         "local_bytes": stack + local,
-        "shared_bytes": kernel.metadata.shared + static,
+        "static_shared_bytes": static,
         "unset_registers": unset_registers(listing) if uniform else [],
         "early_reloads": early_reloads(listing),
-        "added_twice": _added_twice(kernel.asm["ttgir"]),
-        "asm": kernel.asm,
     }
 
 

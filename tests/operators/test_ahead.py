@@ -2,6 +2,7 @@
 
 import pytest
 
+from hstu_sparse import ahead
 from hstu_sparse.ahead import early_reloads, unset_registers
 from tests.operators.compiling import compiled
 
@@ -14,6 +15,20 @@ def test_each_architecture_gets_kernels_of_its_own():
     found = {arch: [(k["name"], k["label"]) for k in kernels if k["arch"] == arch] for arch in (80, 90)}
     first = [k for k in found[90] if k[1] == found[90][0][1]]  # sm_90 has every case, the other its first
     assert found[80] == 2 * first
+
+
+def test_what_was_said_of_machine_code_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    asked = []
+
+    def say(given):
+        return ahead.kept(given, lambda: asked.append(given) or {"registers": len(asked), "early_reloads": ["LDL"]})
+
+    assert say(b"one") == say(b"one") == {"registers": 1, "early_reloads": ["LDL"]}
+    assert say(b"two")["registers"] == 2 and asked == [b"one", b"two"]
+    (tmp_path / "ahead.py").write_text("other checks")
+    monkeypatch.setattr(ahead, "__file__", str(tmp_path / "ahead.py"))
+    assert say(b"one")["registers"] == 3
 
 
 def test_a_descriptor_made_of_what_another_left_is_found():
