@@ -194,7 +194,7 @@ def paged_attention_fwd_kernel(
         inside = position < last
         if SINKS:
             inside = inside & (position >= S)
-        page = tl.load(pages + SINKS + position // PAGE, inside, 0).to(tl.int64)
+        page = tl.load(pages + (1 if SINKS else 0) + position // PAGE, inside, 0).to(tl.int64)
         slot = position % PAGE
         page_group = page * (H // G) + group
         scores = tl.zeros([ROWS, R], tl.float32)

@@ -142,7 +142,7 @@ def write_codes_kernel(
     position = tl.load(lengths + b).to(tl.int32) + index
     packed = real & (position >= S)
     pages += b.to(tl.int64) * P
-    page = tl.load(pages + SINKS + position // PAGE, packed, 0).to(tl.int64)
+    page = tl.load(pages + (1 if SINKS else 0) + position // PAGE, packed, 0).to(tl.int64)
     slot = position % PAGE
     row = page * HG + group
     if HAS_ORDER:

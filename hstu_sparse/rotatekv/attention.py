@@ -285,7 +285,7 @@ def rotatekv_attention_fwd_kernel(
             position = tile * R + tl.arange(0, R)
             inside = (position >= S) & (position < length)
             slot = position % PAGE
-            page = tl.load(pages + SINKS + position // PAGE, inside, 0).to(tl.int64)
+            page = tl.load(pages + (1 if SINKS else 0) + position // PAGE, inside, 0).to(tl.int64)
             row = page * HG + group
             codes, kept, scales, zeros = load_keys(
                 k_codes, k_ranges, k_bitmap, row, slot, inside, DTYPE, OFFSET, PAGE, BITS, C, K_BLOCK,

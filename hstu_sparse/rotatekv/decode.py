@@ -216,7 +216,7 @@ def rotatekv_decompress_kernel(
             for i in tl.static_range(V_BLOCKS):
                 store_group(v, token, sink, load_group(sink_v, at, sink, i, group * G, HG * G, V, CV, V_BLOCK),
                             i, group * G, HG * G, V, CV, V_BLOCK)  # fmt: skip
-    page = tl.load(pages + SINKS + index // PAGE, mask, 0).to(tl.int64)
+    page = tl.load(pages + (1 if SINKS else 0) + index // PAGE, mask, 0).to(tl.int64)
     slot = index % PAGE
     row = page * HG + group
     WORDS: tl.constexpr = KEPT_WORDS if SPARSE else K_WORDS
