@@ -36,18 +36,17 @@ from models.checkpoint import (
     last_facts,
     load_checkpoint,
     load_folder,
-    load_weights,
     save_checkpoint,
     save_folder,
 )
 from models.config import ConfigError, RunConfig, as_yaml, load_config
-from models.folder import MANIFEST, access, check_run, claimed, new_manifest, read_manifest, write_file
+from models.ending import finish, leave
+from models.folder import MANIFEST, access, check_run, claimed, new_manifest, write_file
 from models.graph import GraphedStep, Losses, Step
 from models.interrupt import Interrupts, Stopped
 from models.monitor import Means, MetricsLog, explain_faults
 from models.parallel.context import Context, NoLog
 from models.program import TrainingError, guarded
-from models.report import environment, print_result, write_report
 from models.run import (
     Data,
     Tracked,
@@ -55,13 +54,12 @@ from models.run import (
     changes,
     check_of_this_run,
     check_same_run,
-    final_weights,
-    judge,
     open_data,
     warm_start,
 )
 from models.tasks.build import build_task
 from models.terminal import Bar, duration, terminal
+from models.tracking import check_tracking, open_tracker
 from models.vocabulary import save_vocabulary
 
 # The other names in a line of metrics.jsonl, which an auxiliary loss cannot have.
@@ -101,6 +99,7 @@ def train_claimed(
     terminal.quiet |= not context.first
     interrupts.stage = f"preparing the data. To {'go on' if resume else 'begin'}: the same command again"
     saved = resume and was_saved(folder)
+    check_tracking(config)
     data = open_data(config, trained_on=str(last_facts(folder)[0].get("fingerprint")) if saved else None)
     config = data.config
     torch.manual_seed(config.seed)
@@ -129,7 +128,10 @@ def train_claimed(
     context.of_first(None)  # all have read before the first one writes
     if context.first and (not resume or override):
         write_file(folder / "config.yaml", as_yaml(config))
-    log = MetricsLog(folder, progress.records, progress.step) if context.first else NoLog(progress.records)
+    log: MetricsLog | NoLog = NoLog(progress.records)
+    if context.first:
+        tracker = open_tracker(config, folder, progress.run, progress.step)
+        log = MetricsLog(folder, progress.records, tracker)
     if log.lost:
         terminal.say("metrics.jsonl had been changed: its lines are restored from the checkpoint")
     introduce(config, data, model, len(batches), folder)
@@ -149,6 +151,9 @@ def train_claimed(
 
     def stopped(number: int) -> Stopped:
         save()
+        log.close(finished=False)
+        if context.first:
+            leave(config, folder, model, data, progress)
         best = "" if progress.best is None else f"; best {config.best_metric} so far {progress.best:.4f}"
         interrupts.stage = (
             f"training. Saved at step {progress.step:,} of {steps:,}{best}. To go on: python train.py --resume {folder}"
@@ -210,7 +215,7 @@ def train_claimed(
                 saved_at = time.monotonic()
         save()
         interrupts.stage = f"evaluating; all epochs are saved. To evaluate: python train.py --resume {folder}"
-    log.close()
+    log.close(finished=True)
     if context.first:
         finish(config, folder, model, data, progress, watched)
 
@@ -393,36 +398,6 @@ def take_over_best(config: RunConfig, folder: Path, progress: Progress) -> None:
 
 def shown(values: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in values.items() if name != "grad_norm")
-
-
-def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progress, watched: str | None) -> None:
-    """Judges the run by its test split, if it has one, and writes result.json and the report."""
-    weights, facts, source = final_weights(folder)
-    load_weights(model, weights, source)
-    result = {
-        "weights": source.name,
-        "epoch": facts["epoch"],
-        "steps": progress.step,
-        "seconds": progress.seconds,
-        "events_per_second": progress.events / max(progress.seconds, 1e-9),
-        "notes": [*data.dataset.notes, *data.splits.notes],
-        "skipped": data.splits.skipped,
-        "environment": environment(data.device),
-        "run": read_manifest(folder),
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
-    if "value" in facts:
-        result["best"] = facts["value"]
-    if data.splits.test is not None and config.eval.test:
-        result |= judge(model, data, "test", folder)
-        batches = Tracked(data.eval_batches(watched), f"judging the baseline on {watched}")
-        result["plotted_baseline"] = data.task.baseline(data.dataset, data.splits, watched, batches)
-    if data.device.type == "cuda":
-        result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-    write_file(folder / "result.json", json.dumps(result, indent=1))
-    write_report(folder, data.task, result, progress.records, data.dataset)
-    print_result(data.task, result)
-    terminal.say(f"Report: {folder / 'report.md'}")
 
 
 def new_folder(config: RunConfig) -> Path:

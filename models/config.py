@@ -233,6 +233,8 @@ class TrainConfig(Strict):
     cuda_graphs: bool = True
     group_by_length: bool = False
     checkpoint_seconds: float = Field(60.0, ge=0)
+    # Where the curves go, beside metrics.jsonl (models/tracking.py).
+    tracking: Literal["tensorboard", "mlflow", "wandb"] = "tensorboard"
 
 
 class EvalConfig(Strict):
@@ -391,6 +393,7 @@ def as_yaml(config: RunConfig) -> str:
 
 # What may differ between the parts of one run: where it is, what it runs on, how often it saves.
 FREE = {"name", "run_dir", "device", "threads", "data.path", "data.cache_dir", "train.checkpoint_seconds"}
+FREE |= {"train.tracking"}
 FREE |= {"data.features.items.path", "data.features.users.path"}
 FREE |= {"eval.batch_size"}
 

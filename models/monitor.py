@@ -1,4 +1,4 @@
-"""What a run writes down while it goes on: metrics.jsonl and TensorBoard; what an unexpected exception says."""
+"""What a run writes down on its way, metrics.jsonl and its tracker's curves; what an unexpected exception says."""
 
 import json
 import sys
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from models.folder import access, read_regular, write_file
+from models.tracking import Tracker
 
 
 class Means:
@@ -36,14 +37,12 @@ class Means:
 
 
 class MetricsLog:
-    """metrics.jsonl, brought to what the checkpoint knew of it, and TensorBoard beside it; FolderError on a full disk.
+    """metrics.jsonl, brought to what the checkpoint knew of it, and the same to a tracker; FolderError on a full disk.
 
     records: the lines so far. lost: whether they were not all there any more.
     """
 
-    def __init__(self, folder: Path, records: list[dict], step: int):
-        from torch.utils.tensorboard import SummaryWriter  # half a second of import, only for training
-
+    def __init__(self, folder: Path, records: list[dict], tracker: Tracker):
         self.path, self.records = folder / "metrics.jsonl", list(records)
         known = "".join(json.dumps(record) + "\n" for record in records)
         with access(self.path, "read"):
@@ -53,26 +52,29 @@ class MetricsLog:
         write_file(self.path, known)
         with access(self.path, "written"):
             self.file = self.path.open("a", encoding="utf-8")
-            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+        self.tracker = tracker
 
     def write(self, record: dict, seconds: float, trained: dict[str, float]) -> None:
-        """A line of metrics.jsonl; in TensorBoard what is in `trained` stands below train/, the rest below its split.
+        """A line of metrics.jsonl; the tracker has what is in `trained` below train/, the rest below its split.
 
-        trained: losses and rates of training; those that `record` does not have come into TensorBoard alone.
+        trained: losses and rates of training; those that `record` does not have go to the tracker alone.
         """
         record, step = {**record, "seconds": round(seconds, 3)}, record["step"]
         with access(self.path, "written"):
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
-            for name, value in {**record, **trained}.items():
-                if isinstance(value, float) and name != "seconds":
-                    self.board.add_scalar(f"{'train' if name in trained else record['split']}/{name}", value, step)
+        curves = {
+            f"{'train' if name in trained else record['split']}/{name}": value
+            for name, value in {**record, **trained}.items()
+            if isinstance(value, float) and name != "seconds"
+        }
+        self.tracker.log(curves, step)
         self.records.append(record)
 
-    def close(self) -> None:
+    def close(self, finished: bool) -> None:
         with access(self.path, "written"):
             self.file.close()
-            self.board.close()
+        self.tracker.close(finished)
 
 
 def explain_faults() -> None:

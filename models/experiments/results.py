@@ -15,7 +15,7 @@ import numpy as np
 from data.types import shown
 from models.config import ConfigError, RunConfig, load_config
 from models.experiments.plan import Plan
-from models.experiments.runs import RESULT, Failed, read_result, read_speed, run_folder, settings_differ
+from models.experiments.runs import RESULT, Failed, is_finished, read_result, read_speed, run_folder, settings_differ
 from models.experiments.statistics import compare, holm
 from models.folder import FolderError, access, check_run, read_judged, read_regular
 from models.tasks.build import build_task
@@ -101,7 +101,8 @@ def _curve(folder: Path, metric: str) -> list[tuple[int, float]]:
 def runs_in(folder: Path) -> list[Path]:
     """The finished runs that a folder is or has in it, by name; FolderError when there are none."""
     with access(folder, "read"):
-        places = [folder] if (folder / RESULT).exists() else sorted(path.parent for path in folder.glob(f"*/{RESULT}"))
+        places = [folder, *sorted(path.parent for path in folder.glob(f"*/{RESULT}"))]
+        places = [place for place in places if is_finished(place)]
     if not places:
         raise FolderError(f"{shown(folder, 200)}: no finished run here (no {RESULT}), nor in the folders in it")
     return places
@@ -115,7 +116,7 @@ def finished(plan: Plan, out: Path) -> dict[str, list[Path]]:
             folders[name] = [place for folder in plan.runs[name] for place in runs_in(folder)]
         else:
             folders[name] = [run_folder(out, name, seed) for seed in plan.seeds]
-            folders[name] = [folder for folder in folders[name] if (folder / RESULT).exists()]
+            folders[name] = [folder for folder in folders[name] if is_finished(folder)]
     return {name: found for name, found in folders.items() if found}
 
 

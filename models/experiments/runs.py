@@ -72,7 +72,7 @@ def training_jobs(plan: Plan, out: Path) -> list[Job]:
     for seed in plan.seeds:
         for name in plan.settings:
             folder = run_folder(out, name, seed)
-            if (folder / RESULT).exists():
+            if is_finished(folder):
                 continue
             if (folder / "config.yaml").exists():
                 wait_until_free(folder)
@@ -175,9 +175,16 @@ def last_line(log: Path, status: int) -> str:
     return f"ended by {signal.Signals(-status).name}" if status < 0 else shown(told.strip(), 300)
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether a run came to its end; one that was interrupted has a result.json too, which says so."""
+    return (folder / RESULT).exists() and _read_json(folder / RESULT).get("finished", True)
+
+
 def read_result(folder: Path) -> dict:
     """result.json of a finished run; FolderError when there is none, or none of a run that was judged."""
     result = _read_json(folder / RESULT)
+    if not result.get("finished", True):
+        raise FolderError(f"{shown(folder / RESULT, 200)}: of a run that was interrupted")
     if "split" not in result:
         raise FolderError(
             f"{shown(folder / RESULT, 200)}: of a run that nothing judges (data.protocol=all or eval.test=false)"

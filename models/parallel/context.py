@@ -125,5 +125,5 @@ class NoLog:
     def write(self, record: dict, seconds: float, trained: dict) -> None:
         self.records.append({**record, "seconds": round(seconds, 3)})
 
-    def close(self) -> None:
+    def close(self, finished: bool) -> None:
         pass

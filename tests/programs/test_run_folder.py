@@ -11,6 +11,7 @@ import eval as evaluation
 import train
 from models.folder import FolderError, access, check_run, claimed, write_file
 from models.monitor import MetricsLog, explain_faults
+from models.tracking import TensorBoard
 
 CONFIG = """
 name: t
@@ -85,10 +86,10 @@ def test_metrics_are_what_the_checkpoint_knew(tmp_path, found, lost):
     file = tmp_path / "metrics.jsonl"
     if found is not None:
         file.write_bytes(found)
-    log = MetricsLog(tmp_path, [{"a": 1}, {"a": 2}], 0)
+    log = MetricsLog(tmp_path, [{"a": 1}, {"a": 2}], TensorBoard(tmp_path, 0))
     assert log.lost == lost
     log.write({"a": 3, "step": 1}, 0.5, {})
-    log.close()
+    log.close(finished=True)
     assert [json.loads(line)["a"] for line in file.read_text().splitlines()] == [1, 2, 3]
     assert log.records[-1] == {"a": 3, "step": 1, "seconds": 0.5}
 

@@ -1,0 +1,72 @@
+"""What a run leaves behind: result.json and report.md, of a run that came to its end or of one that was interrupted."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from models.checkpoint import Progress, load_weights
+from models.config import RunConfig
+from models.folder import read_manifest, write_file
+from models.interrupt import Stopped
+from models.report import environment, print_result, write_report
+from models.run import Data, Tracked, final_weights, judge
+from models.terminal import terminal
+
+
+def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progress, watched: str | None) -> None:
+    """Judges the run by its test split, if it has one, and writes result.json and the report."""
+    weights, facts, source = final_weights(folder)
+    load_weights(model, weights, source)
+    result = known_facts(folder, model, data, progress) | {"weights": source.name, "epoch": facts["epoch"]}
+    if "value" in facts:
+        result["best"] = facts["value"]
+    try:
+        if data.splits.test is not None and config.eval.test:
+            result |= judge(model, data, "test", folder)
+            batches = Tracked(data.eval_batches(watched), f"judging the baseline on {watched}")
+            result["plotted_baseline"] = data.task.baseline(data.dataset, data.splits, watched, batches)
+    except Stopped:
+        leave(config, folder, model, data, progress)
+        raise
+    if data.device.type == "cuda":
+        result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+    write_file(folder / "result.json", json.dumps(result, indent=1))
+    write_report(folder, data.task, result, progress.records, data.dataset)
+    print_result(data.task, result)
+    terminal.say(f"Report: {folder / 'report.md'}")
+
+
+def leave(config: RunConfig, folder: Path, model, data: Data, progress: Progress) -> None:
+    """Writes what is known of a run that was interrupted; nothing is judged for it."""
+    result = known_facts(folder, model, data, progress) | {"finished": False, "epoch": progress.epoch}
+    result["weights"] = "the last checkpoint" if progress.best is None else "best"
+    if progress.best is not None:
+        result["best"] = progress.best
+    best = (
+        ""
+        if progress.best is None
+        else f" The best {config.best_metric} on the validation split was {progress.best:.4f}."
+    )
+    result["notes"] = [
+        f"INTERRUPTED after {progress.epoch} of {config.train.epochs} epochs, saved at step {progress.step:,}: what "
+        f"follows is what was known then, and nothing was judged.{best} To go on: python train.py --resume {folder}",
+        *result["notes"],
+    ]
+    write_file(folder / "result.json", json.dumps(result, indent=1))
+    write_report(folder, data.task, result, progress.records, data.dataset)
+
+
+def known_facts(folder: Path, model, data: Data, progress: Progress) -> dict:
+    """What can be said of a run at any time."""
+    return {
+        "finished": True,
+        "steps": progress.step,
+        "seconds": progress.seconds,
+        "events_per_second": progress.events / max(progress.seconds, 1e-9),
+        "notes": [*data.dataset.notes, *data.splits.notes],
+        "skipped": data.splits.skipped,
+        "environment": environment(data.device),
+        "run": read_manifest(folder),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
