@@ -134,6 +134,42 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     return options
 
 
+def serve_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
+    """What serve.py was called with; ends the process with a line when that makes no sense."""
+    parser = _parser(description)
+    add = parser.add_argument
+    add("run", type=Path, help="the folder of a run")
+    add("--host", default="127.0.0.1", help="the address to listen on; by default this machine alone can reach it")
+    add("--port", type=int, default=8000, help="by default 8000; 0 takes a free one")
+    add("--token-file", type=Path, metavar="FILE", help="every route but /health then needs the bearer token in it")
+    add("--history", action="store_true", help="start with the events of the run's data")
+    add("--log", type=Path, metavar="FILE", help="the append-only log of accepted events; by default RUN/events.log")
+    add("--fsync", choices=("always", "never"), default="always",
+        help="always: an accepted event is on the disk; never: it survives a kill alone")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), help="by default what the run's configuration says")
+    add("--cache", choices=CACHES, default="auto", help="how keys and values of users are kept; by default auto")
+    _add_serving(add)
+    limits = (
+        ("body", 2**20, "bytes of a body"),
+        ("events", 10_000, "events of a request"),
+        ("candidates", 10_000, "candidates of a request"),
+        ("list", 1_000, "items of a list of recommendations"),
+        ("waiting", 1_024, "requests that wait for the model; further ones are answered 503"),
+        ("users", 10_000_000, "users that the store holds"),
+        ("history", 1_000_000, "events that a user may have"),
+    )
+    for name, default, text in limits:
+        add(f"--max-{name}", type=int, default=default, metavar="N", help=f"{text}; by default {default:,}")
+    add("--log-level", choices=("debug", "warning"), default="warning", help="debug: a line for each request")
+    options = parser.parse_args(arguments)
+    if not 0 <= options.port < 2**16:
+        parser.error(f"--port: expected 0 to {2**16 - 1}, got {options.port}")
+    for name, *_ in limits:
+        if (value := getattr(options, f"max_{name}")) < 1:
+            parser.error(f"--max-{name}: expected at least 1, got {value}")
+    return options
+
+
 def _add_serving(add) -> None:
     for name, kind, text in SERVING_OPTIONS:
         add(f"--{name.replace('_', '-')}", type=kind, help=text)

@@ -6,6 +6,7 @@ They are written beside their place and then take it, never over what is not an 
 Letters: B users of a batch, I items, E embedding size.
 """
 
+import importlib.util
 import io
 import os
 import stat
@@ -24,7 +25,7 @@ from models.retrieval import best_items, model_scorer, normalized_items, seen_by
 
 COLUMNS = ["user", "rank", "item", "score"]
 TABLES = (".parquet", ".csv")
-EXPORTED = {"items.npy", "item_ids.npy", "items.parquet"}
+EXPORTED, INDEX = {"items.npy", "item_ids.npy", "items.parquet"}, "items.faiss"
 
 
 def check_table(path: Path, option: str, config: RunConfig, overwrite: bool) -> None:
@@ -52,7 +53,7 @@ def check_export(path: Path, config: RunConfig, overwrite: bool) -> None:
         _check_place(path, option, config)
         if not os.path.lexists(path):
             return
-        if path.is_symlink() or not path.is_dir() or {file.name for file in path.iterdir()} != EXPORTED:
+        if path.is_symlink() or not path.is_dir() or {file.name for file in path.iterdir()} - {INDEX} != EXPORTED:
             raise ConfigError(f"{option} {shown(path, 200)}: there is something that eval.py did not write")
         if not overwrite:
             raise ConfigError(f"{option} {shown(path, 200)}: there is an earlier export; --overwrite replaces it")
@@ -170,7 +171,8 @@ def _ranges(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def export_items(path: Path, model, item_ids: np.ndarray) -> tuple[int, int]:
     """Writes items.npy [I, E] fp32, item_ids.npy [I] and items.parquet (item, vector) into the folder; returns (I, E).
 
-    Rows have length one: a score is the product of one with the model's output.
+    Rows have length one: a score is the product of one with the model's output. With faiss installed (the extra
+    `serve`), items.faiss is an exact index of inner products; what it finds are rows of items.npy.
     """
     import polars as pl
 
@@ -182,4 +184,10 @@ def export_items(path: Path, model, item_ids: np.ndarray) -> tuple[int, int]:
         content = io.BytesIO()
         frame.write_parquet(content)
         (folder / "items.parquet").write_bytes(content.getvalue())
+        if importlib.util.find_spec("faiss") is not None:
+            import faiss
+
+            index = faiss.IndexFlatIP(vectors.shape[1])
+            index.add(vectors)
+            faiss.write_index(index, str(folder / INDEX))
     return vectors.shape

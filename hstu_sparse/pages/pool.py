@@ -16,6 +16,7 @@ from torch import Tensor
 from hstu_sparse.jagged import check_jagged, offsets_from_lengths, readable, sequence_ids
 from hstu_sparse.pages import files, store
 from hstu_sparse.pages.format import PageFormat
+from hstu_sparse.precision import without_autocast
 from hstu_sparse.validation import INTEGER, check_int, check_tensor, choose_backend
 
 Row = array  # of typecode "i"
@@ -190,6 +191,7 @@ class PagePool:
 
     # Tokens. lengths: tokens of each sequence that are in the pool already.
 
+    @without_autocast
     @torch.no_grad()
     def write(
         self,
@@ -238,6 +240,7 @@ class PagePool:
         where = new_tokens(offsets, lengths, len(timestamps))
         self.timestamps[store.place(self.format, pages, *where)] = timestamps
 
+    @without_autocast
     @torch.no_grad()
     def read(
         self, layer: int, pages: Tensor, lengths: Tensor, dtype: torch.dtype | None = None

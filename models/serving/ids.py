@@ -26,6 +26,8 @@ def array_of_ids(name: str, ids: object, dimensions: int = 1) -> np.ndarray:
         return np.zeros(found.shape, np.int64)
     if found.dtype.kind in "iu" and found.dtype != np.uint64:
         return found.astype(np.int64)
+    if found.dtype == object and all(isinstance(one, str) for one in found.flat):  # a column of text of a frame
+        found, ids = found.astype(str), found.astype(str)
     if found.dtype.kind == "U":
         if not isinstance(ids, np.ndarray) and not all(isinstance(x, str) for x in _flat(ids, dimensions)):
             raise InvalidRequest(f"{name}: expected integers or text, got both")

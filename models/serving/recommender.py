@@ -19,12 +19,13 @@ from data.types import Dataset, shown
 from data.vocabulary import Vocabulary
 from models.config import RunConfig
 from models.heads import normalized
+from models.outputs import export_items
 from models.retrieval import best_items, normalized_items, output_scorer
 from models.run import find_data, open_weights, trained_model
 from models.serving import snapshot
 from models.serving.actions import ActionCodes
 from models.serving.engine import Ask, Engine
-from models.serving.errors import InvalidRequest, NoHistory, TooEarly
+from models.serving.errors import InvalidRequest, NoHistory, ServingError, TooEarly
 from models.serving.histories import Histories
 from models.serving.ids import ItemIds, user_keys
 from models.serving.options import ServingOptions, window_of
@@ -152,6 +153,11 @@ class Recommender:
         counts = Counter(users)
         with self._lock:
             self._histories.check_room(list(counts), list(counts.values()))
+
+    @property
+    def num_users(self) -> int:
+        """Users who have events."""
+        return len(self._histories)
 
     def knows(self, user) -> bool:
         """Whether a user has events."""
@@ -334,6 +340,16 @@ class Recommender:
                     f"at: {times[first]} is before the last event of user {shown(users[first])}, at {last[first]}"
                 )
         return [Ask(user, history, int(time)) for user, history, time in zip(users, histories, times)]
+
+    def export(self, folder: str | Path) -> tuple[int, int]:
+        """Write item vectors and ids into `folder`, as `eval.py --export-items`; returns (items, size of a vector).
+
+        Raises ServingError for a head that has no one vector for an item.
+        """
+        if self.model.head is not None or self.ranking:
+            what = "a ranking run" if self.ranking else f"model.head.kind={self.config.model.head.kind}"
+            raise ServingError(f"{what} has no one vector for an item")
+        return export_items(Path(folder), self.model, self.items.ids)
 
     # Users.
 

@@ -15,6 +15,7 @@ FILES = [
     ROOT / "eval.py",
     ROOT / "compare.py",
     ROOT / "tune.py",
+    ROOT / "serve.py",
     *(f for d in ("hstu_sparse", "models", "data") for f in (ROOT / d).rglob("*.py")),
 ]
 # What each part may import of the project; docs/architecture.md says why.
@@ -23,6 +24,7 @@ ALLOWED = {
     "eval": {"models", "data", "hstu_sparse"},
     "compare": {"models", "data", "hstu_sparse"},
     "tune": {"models", "data", "hstu_sparse"},
+    "serve": {"models", "data", "hstu_sparse"},
     "models": {"models", "data", "hstu_sparse"},
     "data": {"data", "hstu_sparse"},
     "hstu_sparse": {"hstu_sparse"},

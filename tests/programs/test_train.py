@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import eval as evaluation
+import serve
 import train
 from models import checkpoint
 from models.checkpoint import checkpoints, load_folder
@@ -20,7 +21,7 @@ from models.config import load_config
 from tests.hostile.harness import signalled
 
 ROOT = Path(__file__).resolve().parents[2]
-MAIN = {"train.py": train.main, "eval.py": evaluation.main}
+MAIN = {"train.py": train.main, "eval.py": evaluation.main, "serve.py": serve.main}
 SETTINGS = [
     "data.synthetic={num_users: 200, num_items: 80, mean_length: 15}",
     "model.max_seq_len=20",

@@ -1,0 +1,385 @@
+"""Serving measured: the pages' capacity, a model on a CPU or GPU, and an open-loop client of the HTTP service.
+
+python benchmarks/serving.py --capacity                      users with full windows in a GB, by format
+python benchmarks/serving.py --cpu                           recommend over 50,000 items and append, N = 200, on a CPU
+python benchmarks/serving.py --gpu [--seconds 150]           against recomputing the history, on a GPU
+python benchmarks/serving.py --http URL --run RUN --rate 100 --seconds 300     mixed routes at a fixed rate
+
+Each result is a line of JSON, on standard output and in the file --out.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+FORMATS = {
+    "fp32": {"cache": "fp32"},
+    "bf16": {"cache": "bf16"},
+    "8bit": {"cache": "8bit"},
+    "4bit": {"cache": "4bit"},
+    "2bit+4sinks": {"cache": "2bit", "sink_tokens": 4},
+}
+# N, layers, embedding size, heads; the first is configs/ml-1m-hstu-large.yaml.
+MODELS = {"large-200": (200, 8, 50, 2), "4x256-4096": (4096, 4, 256, 4)}
+GB = 10**9
+
+
+class Results:
+    """Lines of JSON, as they come."""
+
+    def __init__(self, path: Path | None):
+        self.path = path
+
+    def __call__(self, **line) -> None:
+        text = json.dumps(line)
+        print(text, flush=True)
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
+
+def make(name: str, device: str, *, task="retrieval", items=3706, autocast="none", **options):
+    """(a recommender of random weights, item ids) of one of MODELS; options: of ServingOptions."""
+    import torch
+
+    from data.vocabulary import Vocabulary
+    from models.config import RunConfig
+    from models.run import build_model
+    from models.serving import Recommender, ServingOptions
+
+    longest, layers, size, heads = MODELS[name]
+    ranking = task == "ranking"
+    tree = {
+        "name": name,
+        "data": {"format": "ml-1m", "protocol": "last_tenth" if ranking else "published"},
+        "model": {
+            "block": "hstu", "max_seq_len": longest, "embedding_dim": size, "num_layers": layers, "num_heads": heads,
+            "attention": {"kind": "dense", "time_bias": True},
+        },
+        "train": {"epochs": 1, "autocast": autocast},
+    }  # fmt: skip
+    if ranking:
+        tree["task"] = {"kind": "ranking", "actions": [{"name": "liked", "at_least": 4}]}
+    config = RunConfig.model_validate(tree)
+    torch.manual_seed(0)
+    vocabulary = Vocabulary(np.arange(items), 6 if ranking else None)
+    model = build_model(config, vocabulary, torch.device(device)).eval()
+    options = ServingOptions(**{"cache_bytes": 4 * GB} | options)
+    return Recommender(model, config, vocabulary, options=options, clock=lambda: 0)
+
+
+def fill(recommender, users: int, events: int, seed: int = 0) -> int:
+    """Gives each user so many events; returns the time of the last one."""
+    rng = np.random.default_rng(seed)
+    for user in range(users):
+        times = np.cumsum(rng.integers(1, 5000, events))
+        actions = rng.integers(0, 6, events) if recommender.ranking else None
+        recommender.append(
+            [user] * events, rng.integers(0, len(recommender.items), events), times, actions, encode=False
+        )
+    return 5000 * events
+
+
+def timed(call, repeats: int, device: str = "cpu", warmup: int = 3) -> dict[str, float]:
+    """Median, p99 and least time of a call in milliseconds, the device's work included."""
+    import torch
+
+    found = []
+    for i in range(warmup + repeats):
+        began = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if i >= warmup:
+            found.append(1000 * (time.perf_counter() - began))
+    return {"median_ms": round(float(np.median(found)), 3), "p99_ms": round(float(np.percentile(found, 99)), 3),
+            "least_ms": round(min(found), 3)}  # fmt: skip
+
+
+def capacity(results: Results) -> None:
+    """Fills pools of a GB with users of full windows until there is no room."""
+    from hstu_sparse import PagePool, PoolFull
+    from models.serving.options import ServingOptions, page_format
+
+    for name, (longest, layers, *_) in MODELS.items():
+        recommender = make(name, "cpu", items=10, cache_bytes=GB // 10)
+        for cache, options in FORMATS.items():
+            form = page_format(recommender.model, ServingOptions(**options))
+            pool, users = PagePool.within(form, GB, longest - 1, layers=layers), 0
+            try:
+                while True:
+                    pool.reserve([], longest - 1)
+                    users += 1
+            except PoolFull:
+                results(part="capacity", model=name, cache=cache, users_per_gb=users, pool_bytes=pool.nbytes,
+                        bytes_per_user=form.bytes(longest - 1, layers))  # fmt: skip
+
+
+def cpu(results: Results) -> None:
+    import torch
+
+    torch.set_num_threads(2)
+    recommender = make("large-200", "cpu", items=50_000, cache_bytes=GB // 10)
+    now = [fill(recommender, 8, 150)]
+    for user in range(8):
+        recommender.recommend([user], at=now[0])
+    rng = np.random.default_rng(1)
+
+    def append():
+        now[0] += 1
+        recommender.append([int(rng.integers(8))], [int(rng.integers(50_000))], [now[0]])
+
+    for route, call in (
+        ("append", append),
+        ("recommend", lambda: recommender.recommend([int(rng.integers(8))], at=now[0])),
+        ("score 100", lambda: recommender.score([3], [rng.integers(0, 50_000, 100)], at=now[0])),
+    ):
+        results(part="cpu", route=route, threads=2, items=50_000, **timed(call, 300, warmup=20))
+
+
+def recomputed(recommender):
+    """(layers, run) of the model without pages: one pass over whole windows, candidates by `num_targets`."""
+    import copy
+
+    import torch
+    from torch import nn
+
+    import hstu_sparse
+    from hstu_sparse.bias.relative import RelativeBias
+
+    model, enabled = recommender.model, recommender.config.train.autocast == "bf16"
+
+    class Whole(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        sizes = property(lambda self: self.inner.sizes)
+
+        def forward(self, x, q, k, v, batch):
+            inner, targets = self.inner, batch.num_targets
+            longest = inner.sizes.max_seq_len + batch.more
+            position = torch.nn.functional.pad(inner.position_bias, (0, batch.more))
+            bias = RelativeBias(position, inner.time_bias, batch.timestamps, batch.query_timestamps)
+            options = dict(scale=inner.config.scale, normalizer=inner.normalizer, num_targets=targets, bias=bias)
+            return hstu_sparse.hstu_attention(q, k, v, batch.seq_offsets, longest, **options), {}
+
+    layers = []
+    for layer in model.layers:
+        twin = copy.copy(layer)
+        twin._modules = layer._modules | {"attention": Whole(layer.attention)}
+        layers.append(twin)
+
+    @torch.no_grad()
+    def run(batch):
+        with torch.autocast(batch.item_ids.device.type, torch.bfloat16, enabled=enabled):
+            x = model.embedding(batch)
+            for layer in layers:
+                x, _ = layer(x, batch)
+        return x.float()
+
+    return run
+
+
+def whole_batch(recommender, users, at, candidates=None):
+    """The batch of whole windows of users, with candidates [B, M] behind them for ranking."""
+    import torch
+
+    from data.batch import Cut
+    from models.serving.parts import ServedBatch, ServedRankingBatch
+    from models.serving.tokens import Columns, candidate_tokens, window_tokens
+
+    engine, parts, lengths, origins = recommender._engine, [], [], []
+    for i, user in enumerate(users):
+        history = recommender._histories.get(str(user))
+        begin = recommender.window.begin(history.count)
+        total = engine.per_event * (history.count - begin)
+        parts.append(window_tokens(history, begin, 0, total, engine.per_event, at))
+        more = 0
+        if candidates is not None:
+            parts.append(candidate_tokens(candidates[i], total, at))
+            more = candidates.shape[1]
+        lengths.append(total + more)
+        origins.append(history.timestamps[begin - history.first])
+    columns = Columns.joined(parts)
+    to = lambda x: torch.from_numpy(np.ascontiguousarray(x, np.int64)).to(engine.device)
+    items, actions, times, query_times, positions = map(to, vars(columns).values())
+    offsets = to(np.append(0, np.cumsum(lengths)))
+    common = dict(
+        item_ids=items, timestamps=times, target_ids=torch.full_like(items, -1), query_timestamps=query_times,
+        seq_offsets=offsets, users=torch.arange(len(lengths), device=engine.device), actions=actions,
+        cut=Cut(None, positions, to(np.array(origins)), None, None),
+    )  # fmt: skip
+    if engine.ranking:
+        batch = ServedRankingBatch(is_action=positions % 2 == 1, **common)
+    else:
+        batch = ServedBatch(**common)
+    count = 0 if candidates is None else candidates.shape[1]
+    batch.more, batch.num_targets = count, None
+    if count:
+        batch.num_targets = torch.full((len(lengths),), count, device=engine.device)
+    return batch
+
+
+def gpu(results: Results, seconds: float, device: str = "cuda", quick: bool = False) -> None:
+    """Everything of the issue's third point, the most important first; begins nothing after `seconds`."""
+    until = time.monotonic() + seconds
+    sizes = dict(users=2, count=16, repeats=3) if quick else dict(users=8, count=1024, repeats=20)
+    for name in ("large-200",) if quick else ("4x256-4096", "large-200"):
+        candidates_of(results, name, device, **sizes)
+        free(device)
+        for cache in ("bf16", "2bit+4sinks") if quick else ("bf16", "2bit+4sinks", "4bit", "8bit", "fp32"):
+            for count in (1, 2) if quick else (64, 1, 256):
+                if time.monotonic() < until:
+                    requests_of(results, name, cache, device, count, sizes["repeats"])
+                    free(device)
+
+
+def free(device: str) -> None:
+    """Gives back what earlier recommenders held."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def requests_of(results: Results, name: str, cache: str, device: str, count: int, repeats: int) -> None:
+    """Lists for `count` users: from pages, behind an event more, and (beside bf16) from whole windows recomputed."""
+    from models.heads import normalized
+    from models.retrieval import best_items
+
+    recommender = make(name, device, autocast="bf16", **FORMATS[cache])
+    # As many events as leave room for those that are appended, before a window slides.
+    now = [fill(recommender, count, MODELS[name][0] - 50)]
+    users, run = list(range(count)), recomputed(recommender)
+    recommender.recommend(users, at=now[0])
+    if recommender.statistics["evictions"]:
+        results(part="recommend", model=name, cache=cache, users=count, route="left out: they do not fit")
+        return
+
+    def after_an_event():
+        now[0] += 1
+        recommender.append(users, [5] * count, [now[0]] * count)
+        recommender.recommend(users, at=now[0] + 1)
+
+    def recompute():
+        batch = whole_batch(recommender, users, now[0] + 1)
+        return best_items(recommender._scores_of(normalized(run(batch)[batch.seq_offsets[1:] - 1])), 10)
+
+    line = dict(part="recommend", model=name, cache=cache, users=count)
+    call = lambda: recommender.recommend(users, at=now[0] + 1)
+    results(**line, route="recommend", **timed(call, repeats, device))
+    results(**line, route="append one, recommend", **timed(after_an_event, 9, device))
+    if cache == "bf16":
+        results(**line, route="recompute", **timed(recompute, 5, device, 2))
+
+
+def candidates_of(results: Results, name: str, device: str, users: int, count: int, repeats: int) -> None:
+    """Candidates scored on top of pages against one pass over history and candidates."""
+
+    recommender = make(name, device, task="ranking", autocast="bf16", cache="bf16")
+    events = recommender.window.capacity
+    now = fill(recommender, users, events)
+    rows = np.random.default_rng(2).integers(0, len(recommender.items), (users, count))
+    keys = [str(user) for user in range(users)]
+    found = recommender.candidate_outputs(keys, list(rows), [now] * users)
+    run = recomputed(recommender)
+    batch = whole_batch(recommender, keys, now, rows)
+    expected = run(batch).unflatten(0, (users, -1))[:, -count:].flatten(0, 1)
+    error = float((found - expected).norm() / expected.norm())
+    line = dict(part="candidates", model=name, users=users, candidates=count, tokens=2 * events)
+    results(**line, route="difference", relative=round(error, 5))
+    for route, call in (
+        ("pages", lambda: recommender.candidate_outputs(keys, list(rows), [now] * users)),
+        ("recompute", lambda: run(whole_batch(recommender, keys, now, rows))),
+        ("recompute, batch at hand", lambda: run(batch)),
+    ):
+        times = timed(call, repeats, device)
+        results(**line, route=route, **times, per_second=round(1000 * users * count / times["median_ms"]))
+
+
+async def client(results: Results, url: str, run: Path, rate: float, seconds: float, token: str | None) -> None:
+    """Requests of all routes at a fixed rate, each sent at its time whether or not the others were answered."""
+    import httpx
+
+    items = np.load(run / "vocabulary" / "item_ids.npy", allow_pickle=False).tolist()
+    rng = np.random.default_rng(0)
+    latencies: dict[str, list[float]] = {}
+    statuses: Counter = Counter()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    limits = httpx.Limits(max_connections=200)
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60, limits=limits) as http:
+        some = [items[i] for i in rng.integers(0, len(items), 50)]
+        for user in range(200):
+            event = [{"user": f"load-{user}", "item": item} for item in some[: 1 + user % 50]]
+            (await http.post("/events", json={"events": event})).raise_for_status()
+
+        async def request(due: float) -> None:
+            user, kind = f"load-{rng.integers(200)}", rng.random()
+            item = items[int(rng.integers(len(items)))]
+            if kind < 0.5:
+                route, call = "recommend", http.get(f"/users/{user}/recommendations")
+            elif kind < 0.75:
+                route, call = "events", http.post("/events", json={"events": [{"user": user, "item": item}]})
+            elif kind < 0.95:
+                route, call = "scores", http.post("/scores", json={"user": user, "candidates": some})
+            else:
+                route, call = "history", http.get(f"/users/{user}")
+            try:
+                status = str((await call).status_code)
+            except httpx.HTTPError as error:
+                status = type(error).__name__
+            statuses[status] += 1
+            latencies.setdefault(route, []).append(1000 * (time.perf_counter() - due))
+
+        began, tasks = time.perf_counter(), []
+        for i in range(int(rate * seconds)):
+            due = began + i / rate
+            await asyncio.sleep(max(0, due - time.perf_counter()))
+            tasks.append(asyncio.create_task(request(due)))
+        await asyncio.gather(*tasks)
+    everything = np.concatenate(list(latencies.values()))
+    for route, times in {**latencies, "all": everything}.items():
+        quantiles = {f"p{q:g}_ms": round(float(np.percentile(times, q)), 1) for q in (50, 99, 99.9)}
+        results(part="http", route=route, rate=rate, seconds=seconds, requests=len(times), **quantiles)
+    results(part="http", statuses=dict(statuses))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capacity", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--http", metavar="URL")
+    parser.add_argument("--run", type=Path, help="with --http: the run's folder, for its items")
+    parser.add_argument("--rate", type=float, default=100, help="requests a second")
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--token-file", type=Path)
+    parser.add_argument("--out", type=Path, help="a file that lines are added to")
+    options = parser.parse_args()
+    results = Results(options.out)
+    if options.capacity:
+        capacity(results)
+    if options.cpu:
+        cpu(results)
+    if options.gpu:
+        gpu(results, options.seconds)
+    if options.http:
+        token = options.token_file.read_text().strip() if options.token_file else None
+        asyncio.run(client(results, options.http, options.run, options.rate, options.seconds, token))
+
+
+if __name__ == "__main__":
+    main()

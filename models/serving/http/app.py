@@ -1,0 +1,245 @@
+"""The routes of the service: POST /events, GET recommendations, POST /scores, a user's history, health, metrics."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import FastAPI, Path, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
+from starlette.exceptions import HTTPException
+
+from models.serving.errors import InvalidRequest, RequestError
+from models.serving.http.event_log import EventLog
+from models.serving.http.limits import Guard, Metrics, answer_of, status_of
+from models.serving.http.worker import Events, Forget, Read, Recommend, Score, Worker
+from models.serving.recommender import Recommender
+
+LONGEST_ID = 256
+Text = Annotated[StrictStr, Field(min_length=1, max_length=LONGEST_ID)]
+Id = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | Text
+Seconds = Annotated[StrictInt, Field(ge=0, lt=2**62)]
+UserPath = Annotated[str, Path(min_length=1, max_length=LONGEST_ID, description="the user's id")]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for.
+
+    body        bytes of a body
+    events      events of a request
+    candidates  candidates of a request
+    list        items of a list of recommendations
+    waiting     requests that wait for the model
+    """
+
+    body: int = 2**20
+    events: int = 10_000
+    candidates: int = 10_000
+    list: int = 1_000
+    waiting: int = 1_024
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class EventIn(Strict):
+    """One event: what a user met, when, and what the user did, where the run reads actions."""
+
+    user: Id
+    item: Id
+    timestamp: Seconds | None = Field(None, description="seconds since 1970; by default now")
+    action: StrictInt | StrictFloat | Text | None = None
+
+
+class EventsIn(Strict):
+    events: list[EventIn] = Field(min_length=1)
+
+
+class Accepted(BaseModel):
+    accepted: int = Field(description="events that are in the log now")
+
+
+class Recommended(BaseModel):
+    item: int | str
+    score: float
+
+
+class Recommendations(BaseModel):
+    items: list[Recommended]
+
+
+class ScoresIn(Strict):
+    user: Id
+    candidates: list[Id] = Field(min_length=1)
+    at: Seconds | None = Field(None, description="seconds since 1970; by default now")
+
+
+class Scores(BaseModel):
+    """Scores in the order of the candidates; of a ranking run with several kinds of action, one for each kind."""
+
+    scores: list[float] | list[list[float]]
+
+
+class HistoryOut(BaseModel):
+    """The events that the model sees of a user, of all that the user had."""
+
+    items: list[int | str]
+    timestamps: list[int]
+    actions: list[int] | None
+    count: int
+
+
+class Forgotten(BaseModel):
+    forgotten: bool
+
+
+class Health(BaseModel):
+    status: str
+    users: int
+
+
+class ErrorBody(BaseModel):
+    name: str
+    message: str
+
+
+class Error(BaseModel):
+    error: ErrorBody
+
+
+def create_app(
+    recommender: Recommender,
+    log: EventLog | None,
+    *,
+    token: str | None = None,
+    limits: Limits | None = None,
+    clock: Callable[[], float] = time.time,
+) -> FastAPI:
+    """The service of a recommender; it starts and stops the model thread with the application.
+
+    log: where accepted events go before they are acknowledged; None for tests alone. token: what every route but health
+    asks for.
+    """
+    limits, metrics = limits or Limits(), Metrics(recommender)
+    worker = Worker(recommender, log, limits.waiting, metrics.together.observe)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        yield
+        await asyncio.to_thread(worker.stop)
+
+    errors: dict[int | str, dict[str, Any]] = {status: {"model": Error} for status in (401, 404, 409, 413, 422, 503)}
+    app = FastAPI(title="hstu_sparse", description=__doc__, version="1", lifespan=lifespan, responses=errors)
+    app.add_middleware(Guard, metrics=metrics, token=token, most_body=limits.body)  # type: ignore[arg-type]
+
+    def error(status: int, name: str, message: str) -> Response:
+        headers = {"Retry-After": "1"} if status == 503 else None
+        return Response(answer_of(name, message), status, headers, "application/json")
+
+    @app.exception_handler(RequestError)
+    async def refused(request: Request, fault: RequestError) -> Response:
+        return error(status_of(fault), type(fault).__name__, str(fault))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, fault: RequestValidationError) -> Response:
+        first = fault.errors()[0]
+        if first["type"] == "json_invalid":
+            return error(422, "InvalidRequest", f"the body is not JSON: {first['ctx']['error']}")
+        # A union of types tells every one that the value is not: the place is the same for all.
+        place = ".".join(str(part) for part in first["loc"][1:] if not _is_type(part))
+        return error(422, "InvalidRequest", ascii(f"{place}: {first['msg']}".removeprefix(": "))[1:-1])
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, fault: HTTPException) -> Response:
+        names = {400: "InvalidRequest", 404: "NotFound", 405: "MethodNotAllowed"}
+        return error(fault.status_code, names.get(fault.status_code, "HTTPError"), str(fault.detail))
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, fault: Exception) -> Response:
+        return error(500, "InternalError", "the service made a fault, its log has the traceback")
+
+    async def answer(request) -> Any:
+        return await asyncio.wrap_future(worker.put(request))
+
+    def check(name: str, count: int, most: int) -> None:
+        if count > most:
+            raise InvalidRequest(f"{name}: at most {most:,} in a request, got {count:,}")
+
+    @app.post("/events")
+    async def append_events(body: EventsIn) -> Accepted:
+        """Add events. They are in the log when this answers, and every request from then on knows them."""
+        check("events", len(body.events), limits.events)
+        now = int(clock())
+        actions = [event.action for event in body.events]
+        if any(action is None for action in actions) and any(action is not None for action in actions):
+            raise InvalidRequest("actions: expected one for each event, or none at all")
+        accepted = await answer(
+            Events(
+                [str(event.user) for event in body.events],
+                _ids([event.item for event in body.events]),
+                [now if event.timestamp is None else event.timestamp for event in body.events],
+                None if actions[0] is None else actions,
+            )
+        )
+        return Accepted(accepted=accepted)
+
+    @app.get("/users/{user}/recommendations")
+    async def recommend(
+        user: UserPath,
+        k: Annotated[int, Query(ge=1, le=limits.list)] = 10,
+        at: Annotated[int | None, Query(ge=0, lt=2**62)] = None,
+        exclude_seen: bool = True,
+    ) -> Recommendations:
+        """The k best items for a user, best first; by default without those that the user met before."""
+        items, scores = await answer(Recommend(user, k, at, exclude_seen))
+        return Recommendations(items=[Recommended(item=item, score=score) for item, score in zip(items, scores)])
+
+    @app.post("/scores")
+    async def score(body: ScoresIn) -> Scores:
+        """Scores of candidates for a user, in their order."""
+        check("candidates", len(body.candidates), limits.candidates)
+        return Scores(scores=await answer(Score(str(body.user), _ids(body.candidates), body.at)))
+
+    @app.get("/users/{user}")
+    async def history(user: UserPath) -> HistoryOut:
+        """What the model sees of a user."""
+        found = await answer(Read(user))
+        columns = [None if x is None else np.asarray(x).tolist() for x in found[:3]]
+        return HistoryOut(items=columns[0], timestamps=columns[1], actions=columns[2], count=found.count)
+
+    @app.delete("/users/{user}")
+    async def forget(user: UserPath) -> Forgotten:
+        """Forget a user. The events leave the log with the next start."""
+        return Forgotten(forgotten=await answer(Forget(user)))
+
+    @app.get("/health")
+    async def health() -> Health:
+        """Whether the model thread lives. Needs no token."""
+        if not worker.is_alive():
+            raise HTTPException(503, "the model thread is not running")
+        return Health(status="ok", users=recommender.num_users)
+
+    @app.get("/metrics", response_class=Response)
+    async def prometheus() -> Response:
+        """Metrics for Prometheus."""
+        return Response(await asyncio.to_thread(generate_latest, metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+def _ids(ids: list) -> list:
+    """Ids of one type: text where they are not all integers."""
+    return ids if all(isinstance(one, int) for one in ids) else [str(one) for one in ids]
+
+
+def _is_type(part: int | str) -> bool:
+    return isinstance(part, str) and part.startswith(("int", "str", "float", "constrained", "function"))

@@ -1,0 +1,245 @@
+"""The one thread that runs the model: it takes all requests that wait and answers them together."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from models.serving.errors import RequestError
+from models.serving.http.event_log import EventLog
+from models.serving.recommender import Recommender
+
+MOST_TOGETHER = 256  # requests of one round
+
+
+class Busy(RequestError):
+    """More requests wait than the service takes."""
+
+
+class Stopping(RequestError):
+    """The service takes no more requests."""
+
+
+@dataclass
+class Events:
+    """Events of one request: users as texts, items and actions in original ids, timestamps in seconds."""
+
+    users: list[str]
+    items: list
+    timestamps: list[int]
+    actions: list | None
+    done: Future = field(default_factory=Future)
+
+
+@dataclass
+class Forget:
+    user: str
+    done: Future = field(default_factory=Future)
+
+
+@dataclass
+class Recommend:
+    user: str
+    k: int
+    at: int | None
+    exclude_seen: bool
+    done: Future = field(default_factory=Future)
+
+
+@dataclass
+class Score:
+    user: str
+    candidates: list
+    at: int | None
+    done: Future = field(default_factory=Future)
+
+
+@dataclass
+class Read:
+    user: str
+    done: Future = field(default_factory=Future)
+
+
+class Worker(threading.Thread):
+    """Answers requests by setting their `done`, in rounds: events in the order they came, then what asks.
+
+    A request that came with others gets what it would have got alone. At most `most_waiting` requests wait.
+    """
+
+    def __init__(
+        self,
+        recommender: Recommender,
+        log: EventLog | None,
+        most_waiting: int = 1024,
+        observe: Callable[[int], object] = lambda count: None,
+    ):
+        super().__init__(name="model", daemon=True)
+        self.recommender, self.log, self.observe = recommender, log, observe
+        self._queue: queue.Queue = queue.Queue(most_waiting)
+        self._stopping = False
+        self._lock = threading.Lock()
+
+    @property
+    def waiting(self) -> int:
+        return self._queue.qsize()
+
+    def put(self, request) -> Future:
+        """The future of a request's answer; Busy or Stopping where it is not taken."""
+        with self._lock:
+            if self._stopping:
+                raise Stopping("the service is stopping")
+            try:
+                self._queue.put_nowait(request)
+            except queue.Full:
+                raise Busy("more requests wait than the service takes, try again later") from None
+        return request.done
+
+    def stop(self) -> None:
+        """Answers what was taken, then ends the thread."""
+        with self._lock:
+            self._stopping = True
+        self._queue.put(None)
+        self.join()
+
+    def run(self) -> None:
+        while True:
+            requests = [self._queue.get()]
+            while len(requests) < MOST_TOGETHER and requests[-1] is not None:
+                try:
+                    requests.append(self._queue.get_nowait())
+                except queue.Empty:
+                    break
+            last = requests[-1] is None
+            requests = [request for request in requests if request is not None]
+            try:
+                self.answer(requests)
+            except BaseException as error:  # a fault of ours: nobody may wait for ever
+                for request in requests:
+                    if not request.done.done():
+                        request.done.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+            if last:
+                return
+
+    def answer(self, requests: list) -> None:
+        """Sets the answer of every request, or its error."""
+        self.observe(len(requests))
+        pending: list[Events] = []
+        for request in requests:
+            if isinstance(request, Events):
+                pending.append(request)
+            elif isinstance(request, Forget):
+                self._append(pending)
+                pending = []
+                self._one(request, self._forget)
+        self._append(pending)
+        groups: dict[tuple, list] = {}
+        for request in requests:
+            if isinstance(request, Recommend):
+                groups.setdefault((Recommend, request.k, request.exclude_seen, request.at is None), []).append(request)
+            elif isinstance(request, Score):
+                groups.setdefault((Score, request.at is None), []).append(request)
+            elif isinstance(request, Read):
+                self._one(request, lambda r: self.recommender.history(r.user))
+        for key, members in groups.items():
+            together = self._recommend if key[0] is Recommend else self._score
+            if len(members) > 1:
+                try:
+                    together(members)
+                    continue
+                except RequestError:
+                    pass  # of one of them: each by itself then
+            for member in members:
+                self._one(member, lambda request, together=together: together([request]))
+
+    def _one(self, request, answer: Callable) -> None:
+        try:
+            result = answer(request)
+        except Exception as error:
+            request.done.set_exception(error)
+        else:
+            if not request.done.done():
+                request.done.set_result(result)
+
+    def _append(self, requests: list[Events]) -> None:
+        """Checks, logs and adds events; what is refused is refused before it is logged."""
+        good, checked = [], []
+        for request in requests:
+            try:
+                found = self.recommender.checked(request.users, request.items, request.timestamps, request.actions)
+                self.recommender.check_room([user for keys, *_ in checked for user in keys] + found[0])
+            except RequestError as error:
+                request.done.set_exception(error)
+            else:
+                good.append(request)
+                checked.append(found)
+        if not good:
+            return
+        try:
+            if self.log is not None:
+                self.log.append([_record(request) for request in good])
+            users = [user for keys, *_ in checked for user in keys]
+            columns = [None if x[0] is None else np.concatenate(x) for x in list(zip(*checked))[1:]]
+            self.recommender.append_rows(users, *columns)
+        except RequestError as error:
+            for request in good:
+                request.done.set_exception(error)
+            return
+        for request in good:
+            request.done.set_result(len(request.users))
+
+    def _forget(self, request: Forget) -> bool:
+        if self.log is not None and self.recommender.knows(request.user):
+            self.log.append([{"forget": request.user}])
+        return self.recommender.forget(request.user)
+
+    def _recommend(self, requests: list[Recommend]) -> None:
+        first = requests[0]
+        at = None if first.at is None else [request.at for request in requests]
+        items, scores = self.recommender.recommend(
+            [request.user for request in requests], first.k, at, first.exclude_seen
+        )
+        for request, row, values in zip(requests, items, scores):
+            some = np.isfinite(values)
+            request.done.set_result((row[some].tolist(), values[some].tolist()))
+
+    def _score(self, requests: list[Score]) -> None:
+        rows = [self.recommender.items.rows("candidates", request.candidates) for request in requests]
+        at = None if requests[0].at is None else [request.at for request in requests]
+        found = self.recommender.score_rows([request.user for request in requests], rows, at)
+        for request, values in zip(requests, found):
+            request.done.set_result(values.tolist())
+
+
+def _record(events: Events) -> dict:
+    return {
+        "users": events.users, "items": events.items, "timestamps": events.timestamps, "actions": events.actions
+    }  # fmt: skip
+
+
+def replay(recommender: Recommender, log: EventLog) -> dict[str, int]:
+    """Tells a recommender what a log holds, without encoding it; returns the events taken and those left out.
+
+    Left out are events whose items or actions the run does not know: the log may come from before it was trained.
+    """
+    found = {"taken": 0, "left_out": 0}
+    for record in log.replay():
+        if "forget" in record:
+            recommender.forget(record["forget"])
+            continue
+        columns = [record[name] for name in ("users", "items", "timestamps", "actions")]
+        try:
+            recommender.append(*columns, encode=False)
+            found["taken"] += len(columns[0])
+        except RequestError:
+            for place in range(len(columns[0])):
+                try:
+                    recommender.append(*(None if x is None else x[place : place + 1] for x in columns), encode=False)
+                    found["taken"] += 1
+                except RequestError:
+                    found["left_out"] += 1
+    return found

@@ -1,0 +1,106 @@
+"""Serves a run over HTTP: events in, recommendations and scores out (docs/serving.md).
+
+python serve.py RUN [--port 8000] [--cache 2bit --sink-tokens 4] [--history]       on 127.0.0.1; /docs has the routes
+python serve.py RUN --host 0.0.0.0 --token-file FILE                       for others, who need the token in the file
+"""
+
+from models.command import answer_early, serve_options, serving_options
+
+if __name__ == "__main__":
+    answer_early(serve_options, __doc__)
+
+import argparse
+import logging
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from data.types import shown
+from models.folder import access, read_regular
+from models.interrupt import Interrupts
+from models.monitor import explain_faults
+from models.program import guarded
+from models.serving import Recommender, ServingError
+from models.serving.http.app import Limits, create_app
+from models.serving.http.event_log import EventLog, without_forgotten
+from models.serving.http.worker import replay
+from models.terminal import terminal
+
+SHORTEST_TOKEN = 16
+
+
+class Server(uvicorn.Server):
+    """Says where it listens as soon as it answers."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            terminal.say(f"Serving on http://{f'[{host}]' if ':' in host else host}:{port} (routes: /docs)")
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens; ServingError where it cannot."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ServingError(f"cannot listen on {shown(host)} port {port}: {error.strerror or error}") from None
+
+
+def read_token(path: Path) -> str:
+    """The token in a file; ServingError for one that is too short to keep anyone out."""
+    with access(path, "read"):
+        token = read_regular(path, 2**12).decode("utf-8", "replace").strip()
+    if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
+        raise ServingError(f"{shown(path, 200)}: expected a token of at least {SHORTEST_TOKEN} ASCII characters")
+    return token
+
+
+def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
+    interrupts.stage = "loading the run"
+    token = None if options.token_file is None else read_token(options.token_file)
+    recommender = Recommender.load(
+        options.run,
+        history=options.history,
+        device=options.device,
+        cache=options.cache,
+        most_users=options.max_users,
+        most_events=options.max_history,
+        **serving_options(options),
+    )
+    path = options.log or options.run / "events.log"
+    interrupts.stage = f"replaying {path}"
+    if gone := without_forgotten(path):
+        terminal.say(f"{path}: {gone:,} events of forgotten users were taken out")
+    log = EventLog(path, fsync=options.fsync == "always")
+    counts = replay(recommender, log)
+    terminal.say(
+        f"{recommender.num_users:,} users; {path}: {counts['taken']:,} events"
+        + (f", {counts['left_out']:,} left out that the run does not know" if counts["left_out"] else "")
+    )
+    limits = Limits(options.max_body, options.max_events, options.max_candidates, options.max_list, options.max_waiting)
+    app = create_app(recommender, log, token=token, limits=limits)
+    logging.getLogger("hstu_sparse.serve").setLevel(options.log_level.upper())
+    logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
+    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+    interrupts.stage = "serving"
+    # uvicorn has the signals while it runs, and raises the one that ended it behind that: it has done its work then.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    Server(config).run(sockets=[listening(options.host, options.port)])
+    log.close()
+    terminal.say("Stopped; everything that was accepted is answered and in the log")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = serve_options(__doc__, arguments)
+    return guarded(lambda interrupts: work(options, interrupts), options.quiet)
+
+
+if __name__ == "__main__":
+    explain_faults()
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""serve.py as a process: the newcomer's path of docs/serving.md, kills under load, SIGTERM."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from models.serving import Recommender
+from tests.programs.test_train import run, start
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("serving") / "run"
+    done = start(folder, "train.epochs=1")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@contextlib.contextmanager
+def serving(folder, *options, log=None):
+    """(the process, a client) of serve.py on a free port; the process is killed at the end if it still runs."""
+    command = [sys.executable, ROOT / "serve.py", folder, "--port", "0", "--device", "cpu", *options]
+    command += [] if log is None else ["--log", log]
+    process = subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        said = ""
+        for line in process.stdout:
+            said += line
+            if found := re.search(r"Serving on (http://127\.0\.0\.1:\d+)", line):
+                break
+        else:
+            raise AssertionError(said + process.stderr.read())
+        with httpx.Client(base_url=found[1], timeout=600) as client:
+            yield process, client
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ended(process):
+    """(exit status, standard error) of a process that is about to end."""
+    _, err = process.communicate(timeout=600)
+    return process.returncode, err
+
+
+def known_items(folder):
+    import numpy as np
+
+    return np.load(folder / "vocabulary" / "item_ids.npy").tolist()
+
+
+def test_the_path_of_a_newcomer(trained, tmp_path):
+    """Every command of the first block of docs/serving.md, with a small run in place of the one that it trains."""
+    text = (ROOT / "docs" / "serving.md").read_text()
+    commands = re.search(r"```sh\n(.*?)```", text, re.S)[1].replace("\\\n", " ").strip().splitlines()
+    train, serve, post, get = (re.sub(r"\s+#.*", "", command) for command in commands)
+    assert train.startswith("python train.py configs/synthetic-hstu.yaml --run runs/first")
+    assert serve == "python serve.py runs/first --history &"
+    with serving(trained, "--history", log=tmp_path / "events.log") as (process, client):
+        for command in (post, get):
+            assert command.startswith("curl -s ") and "localhost:8000" in command
+            done = subprocess.run(
+                command.replace("http://localhost:8000", str(client.base_url)),
+                shell=True, capture_output=True, text=True, timeout=600,
+            )  # fmt: skip
+            answer = json.loads(done.stdout)
+            assert "error" not in answer, answer
+        assert len(answer["items"]) == 3
+        process.send_signal(signal.SIGTERM)
+        assert ended(process) == (0, "")
+
+
+def test_kill_under_load_then_a_start(trained, tmp_path):
+    """Every acknowledged event is there, in the order in which each user's came; what follows works on."""
+    items, log = known_items(trained), tmp_path / "events.log"
+    acknowledged = {user: 0 for user in "abcd"}
+    with serving(trained, log=log) as (process, client):
+        enough = threading.Event()
+
+        def write(user):
+            with contextlib.suppress(httpx.HTTPError), httpx.Client(base_url=client.base_url, timeout=600) as mine:
+                for i in range(10**6):
+                    event = {"user": user, "item": items[i % len(items)], "timestamp": i}
+                    assert mine.post("/events", json={"events": [event]}).status_code == 200
+                    acknowledged[user] = i + 1
+                    if min(acknowledged.values()) >= 5:
+                        enough.set()
+
+        writers = [threading.Thread(target=write, args=(user,)) for user in acknowledged]
+        for writer in writers:
+            writer.start()
+        assert enough.wait(600)
+        process.kill()
+        for writer in writers:
+            writer.join()
+    with log.open("ab") as file:
+        file.write(b"0123abcd {")  # what a kill may leave of a line
+    with serving(trained, log=log) as (process, client):
+        for user, count in acknowledged.items():
+            found = client.get(f"/users/{user}").json()
+            # One more may have been written and not acknowledged.
+            assert count <= found["count"] <= count + 1
+            assert found["timestamps"] == list(range(found["count"]))[-len(found["timestamps"]) :]
+        assert client.get("/users/a/recommendations").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert ended(process) == (0, "")
+
+
+def test_sigterm_answers_what_was_accepted(trained, tmp_path):
+    """Requests that are under way when the signal comes are answered, and what they wrote is in the log."""
+    item = known_items(trained)[0]
+    answered, refused = [0] * 4, []
+    with serving(trained, log=tmp_path / "events.log") as (process, client):
+        begun = threading.Semaphore(0)
+
+        def write(number):
+            with httpx.Client(base_url=client.base_url, timeout=600) as mine:
+                for i in range(10**6):
+                    try:
+                        answer = mine.post("/events", json={"events": [{"user": f"u{number}", "item": item}]})
+                    except httpx.ConnectError:
+                        return  # nobody listens any more
+                    except httpx.HTTPError as error:
+                        # A connection that was kept alive is closed between two requests.
+                        refused.append(error)
+                        return
+                    assert answer.status_code in (200, 503)
+                    answered[number] += answer.status_code == 200
+                    if i == 3:
+                        begun.release()
+
+        writers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+        for writer in writers:
+            writer.start()
+        for _ in writers:
+            assert begun.acquire(timeout=600)
+        process.send_signal(signal.SIGTERM)
+        for writer in writers:
+            writer.join()
+        assert ended(process) == (0, "")
+    records = (tmp_path / "events.log").read_bytes().count(b'"users"')
+    # A request whose connection closed before it was read was not accepted: no record is without its answer.
+    assert sum(answered) == records, (answered, records, refused)
+
+
+def test_refused_at_the_start(trained, tmp_path):
+    (tmp_path / "token").write_text("short\n")
+    (tmp_path / "damaged.log").write_bytes(b"00000000 {}\n")
+    for options, message in (
+        (["--token-file", tmp_path / "token"], "expected a token of at least 16 ASCII characters"),
+        (["--token-file", tmp_path / "none"], "cannot be read: No such file"),
+        (["--log", tmp_path / "damaged.log"], "line 1 is damaged"),
+        (["--log", tmp_path / "none" / "events.log"], "cannot be opened: No such file"),
+        (["--port", "70000"], "--port: expected 0 to 65535, got 70000"),
+        (["--max-body", "0"], "--max-body: expected at least 1"),
+        (["--cache", "9bit"], "invalid choice"),
+        (["--slide", "0"], "slide: expected 1 to 20"),
+        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
+    ):
+        done = run("serve.py", trained, *options)
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, (options, done)
+    done = run("serve.py", tmp_path, "--port", "0")
+    assert done.returncode == 2 and "not a run folder" in done.stderr
+
+
+def test_a_run_is_loaded_with_its_history(trained, tmp_path):
+    """The example of twenty lines, and what it says is what the recommender says."""
+    items = known_items(trained)
+    (tmp_path / "new.csv").write_text(f"user,item,timestamp\nnewcomer,{items[0]},10\nnewcomer,{items[1]},20\n")
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "recommend.py", trained, tmp_path / "new.csv"],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    recommender = Recommender.load(trained, device="cpu", cache_bytes=2**24)
+    recommender.append(["newcomer"] * 2, items[:2], [10, 20])
+    found, _ = recommender.recommend(["newcomer"], k=10)
+    assert done.stdout.splitlines()[-1] == "newcomer: " + ", ".join(map(str, found[0]))
+    whole = Recommender.load(trained, history=True, device="cpu", cache_bytes=2**24)
+    assert whole.num_users == 200
+    recommender.export(tmp_path / "vectors")
+    names = {path.name for path in (tmp_path / "vectors").iterdir()}
+    assert names == {"items.npy", "item_ids.npy", "items.parquet", "items.faiss"}
