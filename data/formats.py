@@ -118,6 +118,18 @@ FORMATS: dict[str, RawFormat] = {
         all_files=True,
         downloads=("kuairand-pure", "kuairand-1k", "kuairand-27k"),
     ),
+    "lastfm-1k": RawFormat(
+        "Last.fm 1K: user, time, artist id, artist, track id and track between tabs, no header; the item is the artist",
+        files=("userid-timestamp-artid-artname-traid-traname.tsv",),
+        separator="\t",
+        header=False,
+        # By name: many artists have no id.
+        columns={"user": 0, "timestamp": 1, "item": 3},
+        width=6,
+        integer_ids=False,
+        timestamp_unit=None,
+        timestamp_format="%Y-%m-%dT%H:%M:%SZ",
+    ),
     "lines": RawFormat(
         "one 'user item' pair of integers a line, each user's lines in time order; no timestamps",
         files=("*.txt",),

@@ -87,7 +87,7 @@ def require_columns(source: RawFile, fmt: RawFormat, present: list) -> None:
 
 def _readings(source: RawFile, fmt: RawFormat, names: list) -> Readings:
     """The readings that fit the first rows that have the right shape."""
-    if not fmt.own_columns and fmt.timestamp_unit in (None, "s"):
+    if not fmt.own_columns and fmt.timestamp_unit in (None, "s") and fmt.timestamp_format is None:
         return Readings(SECONDS)
     for _, data in blocks(source, fmt, SAMPLE):
         shape = Shape(data, fmt, len(names))

@@ -1,5 +1,6 @@
 """Raw formats, validator, k-core filter and sorting."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,22 @@ def test_kuairand_parts_flags_and_milliseconds(tmp_path, load):
     assert events(load("kuairand", folder)) == expected
 
 
+def test_lastfm_1k_artists_by_name_and_times_as_text(load):
+    text = (
+        'user_000002\t2009-05-04T13:54:10Z\t\tSigur "Rós"\t\tOne\n'
+        "user_000001\t2009-05-04T23:08:57Z\tf1b1cf71\tDeep Dish\t\tTwo\n"
+        "user_000001\t2009-05-04T13:54:10Z\ta7f7df4a\t坂本龍一\t\tThree\n"
+    )
+    name = "userid-timestamp-artid-artname-traid-traname.tsv"
+    assert events(load("lastfm-1k", text, name=name)) == [
+        ("user_000001", "坂本龍一", 1241445250, None),
+        ("user_000001", "Deep Dish", 1241478537, None),
+        ("user_000002", 'Sigur "Rós"', 1241445250, None),
+    ]
+    message = error_of(load, "lastfm-1k", text.replace("2009-05-04T23:08:57Z", "yesterday"), name=name)
+    assert "line 2, column timestamp: " in message
+
+
 @pytest.mark.parametrize("separator", [" ", "\t"])
 def test_lines_keeps_the_order_of_the_file(load, separator):
     dataset = load("lines", "2 9\n1 4\n2 3\n1 4\n2 9\n".replace(" ", separator), name="shop.txt")
@@ -117,7 +134,9 @@ def test_path_may_be_the_folder(tmp_path, load, name):
     fmt = FORMATS[name]
     file = tmp_path / Path(fmt.files[0]).name.replace("*", "x")
     names = list(fmt.columns.values()) + list(fmt.flags)
-    lines = [[1, 2, 3, 4][: len(fmt.columns)] + [1] * len(fmt.flags)]
+    lines = [list(range(1, 1 + (fmt.width or len(fmt.columns)))) + [1] * len(fmt.flags)]
+    if fmt.timestamp_format:
+        lines[0][fmt.columns["timestamp"]] = time.strftime(fmt.timestamp_format)
     if fmt.header:
         lines.insert(0, names)
     file.write_text("".join(fmt.separator.join(map(str, line)) + "\n" for line in lines))
