@@ -1,7 +1,7 @@
 """Block-sparse HSTU attention against the project's dense kernel and SDPA's cuDNN backend (dense softmax).
 
-    python benchmarks/run.py --op bsa --out bsa.jsonl     the standard cases
-    python benchmarks/bsa.py bsa.jsonl                     the length from which each group size beats the dense kernel
+    python benchmarks/run.py --op bsa     the standard cases
+    python benchmarks/bsa.py benchmarks/results/bsa.jsonl     from which length each group size beats the dense kernel
 
 The standard cases: 131,072 tokens in sequences of one length, 4 heads of 128, bf16, blocks of 64, 16 of them chosen, no
 window; query groups of 1, 2, 16 and 64 tokens, without and with both biases; groups of 2 and 64 also deterministic.

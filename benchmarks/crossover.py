@@ -25,11 +25,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import parts
+from benchmarks.figures import RESULTS, save
 from benchmarks.parts import NO_BIAS, described, prepare, random_batch, timed
 from models.attention import attention_kind
 from models.config import RunConfig
 
-RESULTS = Path(__file__).parent / "results/crossover.jsonl"
 # The lengths in the middle first: what there is when time is up tells most.
 LENGTHS = [8192, 32768, 2048, 131072, 512, 16384, 65536, 4096, 1024, 256]
 OVERTAKEN = ("dense", "softmax")
@@ -199,7 +199,7 @@ def plot(records: list[dict], target: Path) -> None:
     axes[0].legend(fontsize=8)
     first = records[0]
     figure.suptitle(f"{first['tokens']:,} tokens, {first['environment']['device']}", fontsize=10)
-    figure.savefig(target, dpi=80)
+    save(figure, target)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -214,7 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--heads", type=int, default=4)
     add("--repeats", type=int, default=5)
     add("--seconds", type=float, help="after which nothing more is begun")
-    add("--out", type=Path, default=RESULTS, help="the JSON lines, which are added to")
+    add("--out", type=Path, default=RESULTS / "crossover.jsonl", help="the JSON lines, which are added to")
     add("--table", action="store_true", help="print the tables of --out, measure nothing")
     add("--plot", type=Path, help="draw --out into this PNG, measure nothing")
     parser.set_defaults(loss={"kind": "in_batch"}, train={}, model={})

@@ -1,7 +1,7 @@
 """Hierarchical tree attention against SDPA's backends (dense causal softmax), one sequence.
 
-    python benchmarks/run.py --op htree --repeats 5 --warmup 1 --sdpa-up-to 65536 --out htree.jsonl
-    python benchmarks/run.py --op htree --lengths 262144 --repeats 1 --warmup 0 --only sdpa-cudnn --out htree.jsonl
+    python benchmarks/run.py --op htree --repeats 5 --warmup 1 --sdpa-up-to 65536
+    python benchmarks/run.py --op htree --lengths 262144 --repeats 1 --warmup 0 --only sdpa-cudnn
     python benchmarks/run.py --op htree --lengths 65536 --repeats 5 --sweep    other tiles and launch options
 
 The standard cases: 64 query heads on 4 key/value heads, D = V = 32, bf16, compression_rate 16, top_k 64. SDPA gets keys

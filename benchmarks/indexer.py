@@ -1,6 +1,6 @@
 """The index loss, sparse attention and the lightning indexer, against torch.compile of the reference and dense SDPA.
 
-    python benchmarks/run.py --op indexer --out indexer.jsonl      the standard cases
+    python benchmarks/run.py --op indexer      the standard cases
     python benchmarks/run.py --op indexer --only "gather"          what gathering rows can reach at all
     python benchmarks/run.py --op indexer --tune                   other tile sizes and options of the kernels
 

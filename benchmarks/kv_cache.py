@@ -19,6 +19,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.figures import save  # noqa: E402
 from models.config import load_config  # noqa: E402
 from models.experiments.statistics import compare  # noqa: E402
 from models.folder import read_judged  # noqa: E402
@@ -113,7 +114,7 @@ def plot(rows: list[Row], target: Path) -> None:
     axis.xaxis.set_minor_formatter("{x:g}")
     axis.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(target, dpi=120)
+    save(figure, target)
 
 
 def main() -> None:

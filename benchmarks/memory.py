@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.figures import RESULTS
 from eval import open_run
 from models.config import load_config
 from models.experiments.results import runs_in
@@ -22,7 +23,6 @@ from models.folder import commit
 from models.report import environment
 from models.run import judge
 
-RESULTS = Path(__file__).parent / "results/memory.jsonl"
 # kind of the memory layer -> options that it is judged with beside its own
 VARIANTS = {
     "bsa": [{"block_counts": 4}, {"block_counts": 64}, {"selection_group": 16}],
@@ -72,7 +72,7 @@ def table(records: list[dict]) -> list[str]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="the --out of compare.py")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON lines, which are added to")
+    parser.add_argument("--out", type=Path, default=RESULTS / "memory.jsonl", help="the JSON lines, which are added to")
     parser.add_argument("--table", action="store_true", help="print the table of --out, judge nothing")
     options = parser.parse_args(arguments)
     if options.table:

@@ -21,6 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import train
+from benchmarks.figures import RESULTS, save
 from data.batch import Batch
 from models.config import RunConfig
 from models.hstu import SequenceModel
@@ -61,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train", type=json.loads, default={}, help="overrides of train, as JSON")
     parser.add_argument("--model", type=json.loads, default={}, help="overrides of model, as JSON")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--out", type=Path, help="append the JSON lines here too")
+    parser.add_argument(
+        "--out", type=Path, help="the JSON lines are added to this file, by default results/parts.jsonl"
+    )
     parser.add_argument("--plot", type=Path, help="draw this file's lines as stacked bars into --out, measure nothing")
     parser.add_argument("--table", type=Path, help="print this file's lines as a table, measure nothing")
 
@@ -307,7 +310,7 @@ def plot(source: Path, target: Path) -> None:
     axes[0][0].legend(fontsize=8)
     first = records[0]
     figure.suptitle(f"A step of {first['tokens']:,} tokens, {first['environment']['device']}", fontsize=10)
-    figure.savefig(target, dpi=120)
+    save(figure, target)
 
 
 def main(options) -> None:
@@ -328,6 +331,5 @@ def main(options) -> None:
                 record["error"] = f"{type(error).__name__}: {error}"[:300]
             line = json.dumps(record)
             print(line, flush=True)
-            if options.out:
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            with (options.out or RESULTS / "parts.jsonl").open("a", encoding="utf-8") as file:
+                file.write(line + "\n")

@@ -1,6 +1,6 @@
 """RotateKV: attention on the packed cache against SDPA on a bf16 cache, against two stages, and compression.
 
-    python benchmarks/run.py --op rotatekv --out rotatekv.jsonl       the cases of 64 users with 8,192 events
+    python benchmarks/run.py --op rotatekv       the cases of 64 users with 8,192 events
     python benchmarks/run.py --op rotatekv --queries 1 --only fused,sdpa-flash,sdpa-cudnn
 
 8 heads of 128, bf16. Every record of attention says in `gb` what its cache takes, and compression's `gb_s` counts the

@@ -1,8 +1,8 @@
 """Benchmarks of the operators: checks the result first, then times; one JSON line per case.
 
-    python benchmarks/run.py --op dense                            the standard cases
-    python benchmarks/run.py --op dense --lengths 4096 --only ours,sdpa-flash --out dense.jsonl
-    python benchmarks/run.py --plot dense.jsonl --out dense.png    a picture of what was measured
+    python benchmarks/run.py --op dense      the standard cases, added to benchmarks/results/dense.jsonl
+    python benchmarks/run.py --op dense --lengths 4096 --only ours,sdpa-flash --out /tmp/dense.jsonl
+    python benchmarks/run.py --plot benchmarks/results/dense.jsonl --out docs/dense.png    a picture of it
 
 Times are medians of CUDA-event timings, with the spread between the 10th and the 90th percentile; memory is the peak
 during the call beyond what was allocated before. Competitors run in the same process on the same shapes.
@@ -23,6 +23,8 @@ from collections.abc import Callable
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from benchmarks.figures import RESULTS, save
 
 
 @dataclasses.dataclass
@@ -148,7 +150,7 @@ def plot(source: pathlib.Path, target: pathlib.Path) -> None:
     first = records[0]
     figure.suptitle(f"{first['op']}, {first['gpu']}, torch {first['torch']}, triton {first['triton']}", fontsize=10)
     figure.tight_layout()
-    figure.savefig(target, dpi=120)
+    save(figure, target)
 
 
 def main() -> None:
@@ -164,7 +166,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--queued", action="store_true", help="calls follow each other: the host's time is hidden")
     parser.add_argument("--unchecked", action="store_true", help="time without checking first")
-    parser.add_argument("--out", type=pathlib.Path, help="append the JSON lines here too; with --plot, the PNG")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        help="the JSON lines are added to this file, by default results/OP.jsonl; --plot: the PNG",
+    )
     parser.add_argument("--plot", type=pathlib.Path, help="draw this file's JSON lines, measure nothing")
     module = None
     if chosen:
@@ -180,14 +186,13 @@ def main() -> None:
         parser.error("--op or --plot is needed")
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks need a CUDA GPU; there is none here")
-    file = arguments.out.open("a") if arguments.out else None
+    out = arguments.out or RESULTS / f"{chosen}.jsonl"
 
     def emit(record):
         line = json.dumps(record)
         print(line, flush=True)
-        if file:
+        with out.open("a") as file:
             file.write(line + "\n")
-            file.flush()
 
     cases = (c for c in module.cases(arguments) if not arguments.only or c.name in arguments.only)
     timing = dict(warmup=arguments.warmup, repeats=arguments.repeats, queued=arguments.queued)
