@@ -26,7 +26,12 @@ def paged_reference(
     new, lengths = q_offsets.diff().long(), lengths.long()
     most = int(new.max())
     q, k, v = widened(q, k, v)
-    queries, own_k, own_v = (jagged_to_padded(x, q_offsets, most).transpose(1, 2) for x in (q * scale, k, v))
+    alike = total == len(new) * most  # as many new tokens of each sequence: they are a padded tensor already
+
+    def padded(x: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, most)) if alike else jagged_to_padded(x, q_offsets, most)
+
+    queries, own_k, own_v = (padded(x).transpose(1, 2) for x in (q * scale, k, v))
     # Position of new token i of each sequence, which sees what is before it: [B, m].
     at = lengths[:, None] + (0 if candidates else torch.arange(most, device=device))
     # Padding behind a sequence's last new token has its position: a position beyond N is in no table.
@@ -49,7 +54,7 @@ def paged_reference(
             cached[sequence, place] = pool.timestamps[store.place(pool.format, pages, sequence, place)]
             asked, given = bias.query_timestamps[:, None], bias.timestamps[:, None]
             if not candidates:
-                asked, given = (jagged_to_padded(x[:, 0], q_offsets, most) for x in (asked, given))
+                asked, given = (padded(x[:, 0]) for x in (asked, given))
             times, own_times = (asked[:, :, None], cached[:, None]), (asked, given)
         distance = at[:, : 1 if candidates else most, None] - position
         scores = scores + pair_bias(bias, distance, *times)[:, None]
@@ -67,4 +72,5 @@ def paged_reference(
         total_weight = weights.sum(-1, keepdim=True) + own_weight
         weights, own_weight = weights / total_weight, own_weight / total_weight
     out = masked_product(weights, values, hidden) + own_weight * own_v
-    return padded_to_jagged(out.transpose(1, 2), q_offsets, total).to(dtype)
+    out = out.transpose(1, 2)
+    return (out.flatten(0, 1) if alike else padded_to_jagged(out, q_offsets, total)).to(dtype)

@@ -171,6 +171,7 @@ class Engine:
         pages = self._pages(users)
         part = Part(everything, offsets, pages, lengths, False, batch.timestamps, batch.query_timestamps)
         batch.served.parts.append(part)
+        batch.served.last = len(self.layers) - 1
         self._run(batch)
         for place, (user, _, _, stop) in enumerate(pieces):
             entry = self.caches.entries[user]
@@ -242,7 +243,7 @@ class Engine:
         total = len(columns.items)
         items, actions, times, query_times, positions, starts = self._to_device(*vars(columns).values(), origins)
         offsets = torch.arange(total + 1, device=self.device)
-        served = Pass(self.caches.pool, [], self._open_choices(users))
+        served = Pass(self.caches.pool, [], choices=self._open_choices(users))
         common = dict(
             item_ids=items,
             timestamps=times,

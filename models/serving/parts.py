@@ -39,12 +39,14 @@ class Part:
 class Pass:
     """One pass of new tokens through all layers.
 
+    last     the layer whose outputs nobody reads, where tokens are written alone; None where they are read
     choices  layer -> [B, H, S] int32, for bsa: the blocks chosen by the group that the next token of each user is in,
              -1 where there are fewer or a new group begins. Layers leave there what holds behind the tokens they saw.
     """
 
     pool: hstu_sparse.PagePool
     parts: list[Part]
+    last: int | None = None
     choices: dict[int, Tensor] = field(default_factory=dict)
 
 

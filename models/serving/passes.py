@@ -37,7 +37,10 @@ class ServedAttention(nn.Module):
             mine = [y[part.tokens] for y in (q, k, v)]
             if not part.candidates:
                 batch.served.pool.write(self.layer, *mine[1:], part.offsets, part.pages, part.lengths)
-            found.append(self.attend(*mine, batch.served, part))
+            if self.layer == batch.served.last and not isinstance(self.inner, BlockSparseAttention):
+                found.append(torch.zeros_like(mine[2]))  # its keys and values are in the pages: that was all
+            else:
+                found.append(self.attend(*mine, batch.served, part))
         return found[0] if len(found) == 1 else torch.cat(found), {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, served: Pass, part: Part) -> Tensor:
