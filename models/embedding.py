@@ -89,40 +89,56 @@ class InputEmbedding(nn.Module):
         The sum of an item's row and what its features add. With features of items, training has only items that it
         saw: these are then all.
         """
-        rows = self.item_weight if ids is None else F.embedding(ids, self.item_weight)
         if self.items is None:
-            return rows
-        if ids is None and self.training and len(self.items.trained) < len(rows):
-            rows = F.embedding(self.items.trained, rows)
-        return self._with_features(rows, ids)
+            return self.item_weight if ids is None else F.embedding(ids, self.item_weight)
+        if ids is not None:
+            return self._drawn_rows(ids)
+        rows = self.items.rows(self.item_weight)
+        return without(rows, self._left_out(len(rows))) + self.items.of_all().to(rows.dtype)
 
-    def _with_features(self, rows: Tensor, ids: Tensor | None) -> Tensor:
-        """The items' own rows [R, E], a share of them left out in training, and what their features add."""
-        if self.training and self.id_dropout:
-            rows = rows * (torch.rand(len(rows), 1, device=rows.device) >= self.id_dropout)
-        return rows + self.items(ids).to(rows.dtype)
+    def _drawn_rows(self, ids: Tensor) -> Tensor:
+        """`item_rows` of some items, by whichever way sums fewer values of features."""
+        numbers, left_out = self.items.numbers(ids), self._left_out(len(ids))
+        if not self.items.all_is_less(len(ids)):
+            rows = F.embedding(ids, self.item_weight)
+            return without(rows, left_out) + self.items.of(numbers).to(rows.dtype)
+        rows = self.items.rows(self.item_weight)
+        added = self.items.of_all().to(rows.dtype)
+        table = rows + added
+        if left_out is not None:  # below them what features add alone, so that one look-up serves both
+            table, numbers = torch.cat([table, added]), numbers + len(rows) * left_out[:, 0]
+        return F.embedding(numbers, table)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def _left_out(self, count: int) -> Tensor | None:
+        """[R, 1] bool, which of `count` items lack their ids' rows in this step of training; None where none does."""
+        if not (self.training and self.id_dropout):
+            return None
+        return torch.rand(count, 1, device=self.item_weight.device) < self.id_dropout
+
+    def _looked_up(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The representations of the batch's items and the rows of its actions, both [T, E]."""
+        if self.items is not None:
+            actions = self.tables.embeddings["action"].weight if "action" in self.tables.embeddings else None
+            return self.item_rows(batch.item_ids), None if actions is None else F.embedding(batch.actions, actions)
         features = {"item": batch.item_ids}
         if "action" in self.tables.embeddings:
             features["action"] = batch.actions
-        tokens, sequences = batch.num_tokens, batch.num_sequences
         # torchrec takes no batch without sequences: an empty one stands in.
-        lengths = batch.seq_offsets.diff() if sequences else batch.seq_offsets.new_zeros(1)
+        lengths = batch.seq_offsets.diff() if batch.num_sequences else batch.seq_offsets.new_zeros(1)
         # Lengths per key and stride are known on the host: given here, torchrec need not ask the device for them.
         looked_up = self.tables(
             KeyedJaggedTensor(
                 keys=list(features),
                 values=torch.cat(list(features.values())),
                 lengths=lengths.repeat(len(features)),
-                stride=max(1, sequences),
-                length_per_key=[tokens] * len(features),
+                stride=max(1, batch.num_sequences),
+                length_per_key=[batch.num_tokens] * len(features),
             )
         )
-        rows = looked_up["item"].values()
-        more = looked_up["action"].values() if "action" in features else None
-        if self.items is not None:
-            rows = self._with_features(rows, batch.item_ids)
+        return looked_up["item"].values(), looked_up["action"].values() if "action" in features else None
+
+    def forward(self, batch: Batch) -> Tensor:
+        rows, more = self._looked_up(batch)
         if self.context is not None:
             rows = rows + self.context(batch).to(rows.dtype)
         if isinstance(batch, RankingBatch):
@@ -138,3 +154,8 @@ class InputEmbedding(nn.Module):
         if more is not None:
             x = x + more
         return F.dropout(x, self.dropout, self.training)
+
+
+def without(rows: Tensor, left_out: Tensor | None) -> Tensor:
+    """rows [R, E] with zeros where left_out [R, 1] says so."""
+    return rows if left_out is None else rows.masked_fill(left_out, 0)

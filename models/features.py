@@ -18,6 +18,7 @@ from data.batch import Batch
 from data.feature_vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
 from data.ranking import RankingBatch
 from hstu_sparse.jagged import sequence_ids
+from models.sparse_product import SparseProduct
 
 DAY, HOUR, THURSDAY = 86_400, 3_600, 3  # seconds; what 1970 began with, Monday being 0
 
@@ -69,6 +70,10 @@ class FeatureTables(nn.Module):
             is_weighted=True,
         ).to(dtype)
 
+    def whole(self) -> Tensor:
+        """All tables, one below the other: [sum of their rows, E]."""
+        return torch.cat([self.tables.embedding_bags[name].weight for name in self.names])
+
     def forward(self, bags: list[Bags], count: int) -> Tensor:
         """[R, E], of the bags of each feature; count: R."""
         if not count:  # torchrec takes no batch without rows
@@ -89,34 +94,33 @@ class FeatureTables(nn.Module):
 class ValueLists(nn.Module):
     """The values of the features of some items: a constant CSR on the device, so that captured steps keep their shapes.
 
-    item_rows: for each feature (offsets [n+1], rows of its table [S]); items: which of them, [M] int64.
+    item_rows: for each feature (offsets [n+1], rows of its table [S]); sizes: rows of each table; items: which of them,
+    [M] int64. means: tables [sum of sizes, E] -> [M, E] fp32, the sum of what the features are of each item.
     """
 
-    def __init__(self, item_rows: Sequence[tuple[np.ndarray, np.ndarray]], items: np.ndarray):
+    def __init__(self, item_rows: Sequence[tuple[np.ndarray, np.ndarray]], sizes: Sequence[int], items: np.ndarray):
         super().__init__()
-        self.num_items, self.num_values = len(items), 0
+        self.num_values = 0
         self.longest: list[int] = []
+        holders, columns, weights = [], [], []  # of all entries: the item, the row of all tables, its share
+        begins = np.append(0, np.cumsum(sizes))  # of each table, one below the other
         for number, (offsets, rows) in enumerate(item_rows):
             lengths = np.diff(offsets)[items]
             ends = np.append(0, np.cumsum(lengths))
-            places = np.repeat(offsets[items] - ends[:-1], lengths) + np.arange(ends[-1])
+            rows = rows[np.repeat(offsets[items] - ends[:-1], lengths) + np.arange(ends[-1])]
             self.longest.append(max(1, int(lengths.max(initial=0))))
-            self.num_values += len(places)
+            self.num_values += len(rows)
             # One row more, for places behind the last list.
-            self._keep(f"rows_{number}", np.append(rows[places], 0))
+            self._keep(f"rows_{number}", np.append(rows, 0))
             self._keep(f"offsets_{number}", ends.astype(np.int64))
-            self._keep(f"weights_{number}", np.repeat(1 / np.maximum(1, lengths), lengths).astype(np.float32))
+            holders.append(np.repeat(np.arange(len(items)), lengths))
+            columns.append(begins[number] + rows)
+            weights.append(np.repeat(1 / np.maximum(1, lengths), lengths))
+        entries = (np.concatenate(parts) for parts in (holders, columns, weights))
+        self.means = SparseProduct(*entries, (len(items), begins[-1]))
 
     def _keep(self, name: str, value: np.ndarray) -> None:
         self.register_buffer(name, torch.from_numpy(value), persistent=False)  # the run's vocabulary has them
-
-    def every(self) -> list[Bags]:
-        """The bags of all items, for each feature."""
-        bags = []
-        for number in range(len(self.longest)):
-            rows, weights, offsets = (getattr(self, f"{name}_{number}") for name in ("rows", "weights", "offsets"))
-            bags.append(Bags(rows[:-1], weights, offsets.diff()))
-        return bags
 
     def of(self, ids: Tensor) -> list[Bags]:
         """The bags of the items at `ids` [R] int64, of as many values each as the longest list has."""
@@ -132,6 +136,8 @@ class ValueLists(nn.Module):
 class ItemFeatures(nn.Module):
     """What features add to the representations of items.
 
+    Items have numbers: in training their places among those that a training event has, else their ids.
+
     trained  [W] int64, the items that a training event has, ascending
     place    [I] int64, the place of each item among them, -1 for others
     """
@@ -139,28 +145,40 @@ class ItemFeatures(nn.Module):
     def __init__(self, known: FeatureVocabulary, embedding_dim: int, dtype: torch.dtype):
         super().__init__()
         assert known.trained is not None
-        self.tables = FeatureTables(sizes_of(known.of("items")), embedding_dim, dtype)
-        trained = np.flatnonzero(known.trained)
-        self.all = ValueLists(known.item_rows, np.arange(len(known.trained)))
+        tables = sizes_of(known.of("items"))
+        self.tables = FeatureTables(tables, embedding_dim, dtype)
+        trained, sizes = np.flatnonzero(known.trained), list(tables.values())
+        self.all = ValueLists(known.item_rows, sizes, np.arange(len(known.trained)))
         # A list of their own: what other items have must not change a sum of training, not even its rounding.
-        self.seen = ValueLists(known.item_rows, trained) if len(trained) < len(known.trained) else self.all
+        some = len(trained) < len(known.trained)
+        self.seen = ValueLists(known.item_rows, sizes, trained) if some else self.all
         place = np.where(known.trained, np.cumsum(known.trained) - 1, -1)
         for name, value in (("trained", trained), ("place", place)):
             self.register_buffer(name, torch.from_numpy(value), persistent=False)
 
-    def forward(self, ids: Tensor | None = None) -> Tensor:
-        """[R, E], what features add to the items `ids` [R] int64, or to every item. In training, to trained ones."""
-        if self.training:
-            return self._sums(self.seen, None if ids is None else self.place[ids])
-        return self._sums(self.all, ids)
+    @property
+    def lists(self) -> ValueLists:
+        return self.seen if self.training else self.all
 
-    def _sums(self, lists: ValueLists, ids: Tensor | None) -> Tensor:
-        """Takes whichever way sums fewer rows: those of each item asked for, or those of the catalogue."""
-        if ids is None:
-            return self.tables(lists.every(), lists.num_items)
-        if len(ids) * sum(lists.longest) > lists.num_values + len(ids):
-            return F.embedding(ids, self._sums(lists, None))
-        return self.tables(lists.of(ids), len(ids))
+    def numbers(self, ids: Tensor) -> Tensor:
+        """The numbers of the items `ids`; in training an item that it never saw, in padding, counts as number 0."""
+        return self.place[ids].clamp(min=0) if self.training else ids
+
+    def rows(self, item_weight: Tensor) -> Tensor:
+        """The rows of an item table [I, E] by number: in training those of the trained items, [W, E]."""
+        return item_weight if self.lists is self.all else item_weight.index_select(0, self.trained)
+
+    def of_all(self) -> Tensor:
+        """What features add to every number: [I, E], in training [W, E], in fp32."""
+        return self.lists.means(self.tables.whole())
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """What features add to `numbers` [R]: [R, E]."""
+        return self.tables(self.lists.of(numbers), len(numbers))
+
+    def all_is_less(self, count: int) -> bool:
+        """Whether the features of all items have fewer values to sum than those of `count` drawn ones."""
+        return count * sum(self.lists.longest) > self.lists.num_values + count
 
 
 class ContextFeatures(nn.Module):

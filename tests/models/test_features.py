@@ -143,6 +143,39 @@ def test_an_item_is_its_row_and_the_means_of_its_features():
     torch.testing.assert_close(model.item_table, expected[torch.from_numpy(known.trained)])
 
 
+@pytest.mark.parametrize("repeats", [1, 60])
+def test_id_dropout_leaves_the_features(repeats):
+    """Each of the items drawn is itself or its features alone, whether few are drawn or many."""
+    config = configured(model=CONFIG["model"] | {"id_dropout": 0.5})
+    dataset = with_cold_items(with_made_up_features(generate(**SIZES)), 1)
+    _, _, known, _ = prepared(config, dataset)
+    model = model_of(config, dataset, known).eval()
+    ids = torch.from_numpy(np.flatnonzero(known.trained)[:8]).repeat(repeats)
+    whole, features = model.item_table[ids], (model.item_table - model.item_weight)[ids]
+    model.train()
+    assert model.embedding.items.all_is_less(len(ids)) == (repeats > 1)
+    rows, every = model.embedding.item_rows(ids), model.item_table
+    alone = (rows - features).abs().amax(1) < 1e-6
+    assert alone.any() and not alone.all()
+    torch.testing.assert_close(rows, torch.where(alone[:, None], features, whole))
+    assert len(every) == len(model.embedding.items.trained)
+    rows.sum().backward()  # those that are left out teach their ids' rows nothing
+    counts = torch.zeros(dataset.num_items).index_add_(0, ids, (~alone).float())
+    torch.testing.assert_close(model.item_weight.grad, counts[:, None].expand(-1, 16))
+
+
+def test_padding_may_show_an_item_that_training_never_saw():
+    """As the padding of captured steps does where it is item 0 that is cold."""
+    dataset, splits, known, task = prepared(configured(), with_cold_items(with_made_up_features(generate(**SIZES)), 1))
+    model = model_of(configured(), dataset, known).train()
+    assert not known.trained[0]
+    batch = next(task.batches(dataset, splits.train, batch_size=4, shuffle=False).epoch(0))
+    padded = batch.padded(batch.num_tokens + 5, 8, 20)
+    expected, out = (model.raw_output(each)[0] for each in (batch, padded))
+    torch.testing.assert_close(out[: len(expected)], expected)
+    assert out.isfinite().all()
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_drawn_rows_give_the_loss_of_the_whole_catalogue(shared):
     """And its gradients: negatives that repeat, that are the target of another token, that are the token's own."""

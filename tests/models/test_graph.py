@@ -142,7 +142,6 @@ def test_a_capture_that_fails_says_why(name):
     script = f"""
 import torch
 from models.graph import GraphedStep
-from tests.models.test_features import FEATURES, with_made_up_features
 from tests.models.test_models import make_batch
 
 calls = []

@@ -1,0 +1,81 @@
+"""The product of a constant sparse matrix with a dense one, and its gradient, without sorting and without atomics.
+
+The gradient of `embedding_bag` sorts the entries in each step, to know which of them each row of the table has: on a
+GPU some twenty kernels. Here they are constant: both directions are sums over lists that are laid out once, in an order
+that is fixed. Letters: R rows, C columns, S entries, E embedding size.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+MOST = 32  # entries that one sum takes, one after the other
+
+
+class SparseProduct(nn.Module):
+    """matrix [R, C] @ dense [C, E] -> [R, E] in fp32.
+
+    rows, columns: [S] int64, where the matrix has entries; weights: [S], the entries; shape: (R, C). It is no part of a
+    state dict.
+    """
+
+    def __init__(self, rows: np.ndarray, columns: np.ndarray, weights: np.ndarray, shape: tuple[int, int]):
+        super().__init__()
+        self.forth = _Sums(rows, columns, weights, shape[0])
+        self.back = _Sums(columns, rows, weights, shape[1])
+
+    def forward(self, dense: Tensor) -> Tensor:
+        return _Product.apply(dense.float(), self.forth, self.back)
+
+
+class _Sums(nn.Module):
+    """Weighted sums of rows of a table: of pieces of at most MOST rows, then of the pieces' sums, until each is one.
+
+    sums: [S], to which of `count` sums an entry belongs; rows: [S], of the table; weights: [S].
+    """
+
+    def __init__(self, sums: np.ndarray, rows: np.ndarray, weights: np.ndarray, count: int):
+        super().__init__()
+        self.levels = 0
+        order = np.argsort(sums, kind="stable")
+        rows, weights = rows[order], weights[order]
+        lengths = np.bincount(sums, minlength=count)
+        while lengths.max(initial=0) > MOST:
+            pieces = -(-lengths // MOST)
+            sizes = np.full(pieces.sum(), MOST)
+            last = np.cumsum(pieces)[pieces > 0] - 1
+            sizes[last] = (lengths - MOST * (pieces - 1))[pieces > 0]
+            self._add(sizes, rows, weights)
+            lengths, rows, weights = pieces, np.arange(len(sizes)), np.ones(len(sizes))
+        self._add(lengths, rows, weights)
+
+    def _add(self, lengths: np.ndarray, rows: np.ndarray, weights: np.ndarray) -> None:
+        offsets = np.append(0, np.cumsum(lengths))
+        level = {"offsets": offsets.astype(np.int64), "rows": rows.astype(np.int64), "weights": weights.astype("f4")}
+        for name, value in level.items():
+            self.register_buffer(f"{name}_{self.levels}", torch.from_numpy(value), persistent=False)
+        self.levels += 1
+
+    def forward(self, table: Tensor) -> Tensor:
+        for level in range(self.levels):
+            offsets, rows, weights = (getattr(self, f"{name}_{level}") for name in ("offsets", "rows", "weights"))
+            table = F.embedding_bag(
+                rows, table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+            )
+        return table
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, forth: _Sums, back: _Sums) -> Tensor:
+        ctx.back = back
+        return forth(dense)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient.contiguous()), None, None
