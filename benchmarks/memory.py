@@ -19,7 +19,7 @@ from benchmarks.figures import RESULTS
 from eval import open_run
 from models.config import load_config
 from models.experiments.results import runs_in
-from models.folder import commit
+from models.folder import FolderError, commit
 from models.report import environment
 from models.run import judge
 
@@ -34,7 +34,12 @@ VARIANTS = {
 def measure(folder: Path, out: Path) -> None:
     """Appends a JSON line for each finished run in the folders of `folder`, and for each variant of its kind."""
     for setting in sorted(path for path in folder.iterdir() if path.is_dir()):
-        for run in runs_in(setting):
+        try:
+            runs = runs_in(setting)
+        except FolderError as error:  # interrupted, or failed: the others are judged all the same
+            print(error, file=sys.stderr)
+            continue
+        for run in runs:
             layers = load_config(run / "config.yaml").model.attention
             for options in [{}, *VARIANTS.get(layers[-1].kind, [])]:
                 overrides = [f"model.attention.{len(layers) - 1}.{name}={value}" for name, value in options.items()]

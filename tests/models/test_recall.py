@@ -73,6 +73,7 @@ def test_a_run_trains_on_recalls_alone_and_reports_each_distance(tmp_path, monke
     assert run.values["accuracy"].mean() == pytest.approx(result["model"]["accuracy"])
     assert run.breakdowns == {"distance, in events": result["by_distance"]}
     monkeypatch.setattr(memory, "VARIANTS", {"softmax": [{"dropout": 0.5}]})
+    (tmp_path / "memory/interrupted").mkdir()
     memory.main([str(tmp_path / "memory"), "--out", str(tmp_path / "memory.jsonl")])
     own, other = (json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines())
     assert own["by_distance"] == result["by_distance"] == other["by_distance"]  # no dropout when a model is judged
