@@ -170,7 +170,9 @@ def recomputed(recommender):
             longest = inner.sizes.max_seq_len + batch.more
             position = torch.nn.functional.pad(inner.position_bias, (0, batch.more))
             bias = RelativeBias(position, inner.time_bias, batch.timestamps, batch.query_timestamps)
-            options = dict(scale=inner.config.scale, normalizer=inner.normalizer, num_targets=targets, bias=bias)
+            shared = dict(num_targets=targets, bias=bias)
+            plan = hstu_sparse.attention_plan(q, v, batch.seq_offsets, longest, once=batch.once, **shared)
+            options = shared | dict(scale=inner.config.scale, normalizer=inner.normalizer, plan=plan)
             return hstu_sparse.hstu_attention(q, k, v, batch.seq_offsets, longest, **options), {}
 
     layers = []
@@ -181,6 +183,7 @@ def recomputed(recommender):
 
     @torch.no_grad()
     def run(batch):
+        batch._shared.clear()  # what layers share lasts for one pass
         with torch.autocast(batch.item_ids.device.type, torch.bfloat16, enabled=enabled):
             x = model.embedding(batch)
             for layer in layers:
@@ -260,7 +263,7 @@ def requests_of(results: Results, name: str, cache: str, device: str, count: int
     from models.heads import normalized
     from models.retrieval import best_items
 
-    recommender = make(name, device, autocast="bf16", **FORMATS[cache])
+    recommender = make(name, device, autocast="bf16", cache_bytes=(8 if device == "cuda" else 1) * GB, **FORMATS[cache])
     # As many events as leave room for those that are appended, before a window slides.
     now = [fill(recommender, count, MODELS[name][0] - 50)]
     users, run = list(range(count)), recomputed(recommender)

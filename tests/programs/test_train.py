@@ -1,6 +1,7 @@
 """train.py and eval.py as a user runs them: resume, interruption, reports, predictions, and bad input."""
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -13,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import eval as evaluation
-import serve
 import train
 from models import checkpoint
 from models.checkpoint import checkpoints, load_folder
@@ -21,7 +21,11 @@ from models.config import load_config
 from tests.hostile.harness import signalled
 
 ROOT = Path(__file__).resolve().parents[2]
-MAIN = {"train.py": train.main, "eval.py": evaluation.main, "serve.py": serve.main}
+MAIN = {
+    "train.py": train.main,
+    "eval.py": evaluation.main,
+    "serve.py": lambda given: importlib.import_module("serve").main(given),
+}
 SETTINGS = [
     "data.synthetic={num_users: 200, num_items: 80, mean_length: 15}",
     "model.max_seq_len=20",
