@@ -3,10 +3,10 @@
 Letters: T tokens, J heads of the indexer, E their size, R tokens that share a choice, G rows of a choice.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,20 +16,11 @@ from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.indexer import MOST_CHOSEN, MOST_SHARING
 from hstu_sparse.jagged import sequence_ids
 from hstu_sparse.launch import next_power_of_2
-from models.attention.shared import BiasedAttention, TimeBias, new_table, relative_bias
+from models.attention.shared import AutoCount, BiasedAttention, TimeBias, new_table, relative_bias
 from models.contract import AuxLoss, LayerSizes
 
 # Entries of the indices that a dense step of warm-up makes: 4 GiB of int32, and twice as much of scores and gradients.
 MOST_INDICES = 2**30
-
-
-def _number(value):
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    raise ValueError(f"expected a whole number of at least 1, or auto, got {value!r}")
-
-
-Automatic = Annotated[int | Literal["auto"], BeforeValidator(_number)]
 
 
 def default_top_k(max_seq_len: int) -> int:
@@ -70,8 +61,8 @@ class IndexerAttention(BiasedAttention):
         """
 
         kind: Literal["indexer"]
-        top_k: Automatic = "auto"
-        selection_group: Automatic = "auto"
+        top_k: AutoCount = "auto"
+        selection_group: AutoCount = "auto"
         num_index_heads: int = Field(4, ge=1)
         index_dim: int = Field(32, ge=1)
         index_position_bias: bool = True

@@ -94,7 +94,7 @@ def test_defaults_follow_the_length(length, top_k, group):
         ({"top_k": 8000}, None),
         ({"selection_group": 200}, "selection_group=200: the kernels take up to 128 tokens in a group"),
         ({"selection_group": 200, "backend": "reference"}, None),
-        ({"top_k": 0}, "top_k\n.*expected a whole number of at least 1, or auto, got 0"),
+        ({"top_k": 0}, "top_k\n.*expected auto or an integer of at least 1, got 0"),
         ({}, None),
         ({"top_k": 3000, "backend": "reference"}, None),
     ],

@@ -40,9 +40,9 @@ def test_groups_agree_with_reference(operator, dtype):
     )
 
 
-@pytest.mark.parametrize("group", [2, 16])
+@pytest.mark.parametrize("group", [2, 8])
 def test_groups_choose_among_many(group):
-    """More tokens than a query has room for: every kernel of the choice."""
+    """More tokens than a query has room for: every kernel of the choice, up to the largest group that kernels take."""
     agree("lightning_indexer", (19000, 700), "bfloat16", group=16 * group, exact=True, time=True)
     agree("lightning_indexer", (2900, 1), "bfloat16", group=group, position=True, time=True)
 
