@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from data.atomic import find_folder, replace_folder
-from data.feature_vocabulary import FeatureVocabulary, KnownFeature
+from data.feature_vocabulary import CALENDAR, FeatureVocabulary, KnownFeature
+from data.features import ENTITIES, KINDS
 from data.types import Dataset
 from data.vocabulary import Vocabulary
 from models.folder import FolderError, access, read_regular
@@ -96,6 +97,11 @@ def features_of(described: list, calendar: list, arrays: dict[str, np.ndarray]) 
         KnownFeature(entity, name, kind, arrays[f"feature-{number}-values"], known)
         for number, (entity, name, kind, known) in enumerate(described)
     )
+    for feature in features:
+        if feature.entity not in ENTITIES or feature.kind not in KINDS or feature.known not in ("before", "after"):
+            raise ValueError(f"{feature.name} is no feature that there is")
+    if not CALENDAR.keys() >= set(calendar):
+        raise ValueError("there is no such part of a calendar")
     count = sum(feature.entity == "items" for feature in features)
     item_rows = tuple((arrays[f"items-{number}-offsets"], arrays[f"items-{number}-rows"]) for number in range(count))
     items = len(arrays["item_ids"])

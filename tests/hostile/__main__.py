@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.utils.tensorboard  # noqa: F401 (once here, not in each child)
 from matplotlib import pyplot  # noqa: F401
 
-from tests.hostile import caches, configs, downloads, features, kills, operators, own_data, raw, runs
+from tests.hostile import caches, configs, downloads, features, kills, operators, own_data, raw, runs, side
 from tests.hostile.accepted import ACCEPTED
 from tests.hostile.harness import VERDICTS, run_all
 
@@ -27,6 +27,7 @@ AREAS = {
     "cache": caches.cases,
     "run": runs.cases,
     "feature": features.cases,
+    "side": side.cases,
     "operator": operators.cases,
     "download": downloads.cases,
     "kill": kills.cases,
