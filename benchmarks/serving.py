@@ -11,6 +11,7 @@ Each result is a line of JSON, on standard output and in the file --out.
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -34,13 +35,18 @@ GB = 10**9
 
 
 class Results:
-    """Lines of JSON, as they come."""
+    """Lines of JSON, as they come, each with the commit, the versions and the hardware."""
 
     def __init__(self, path: Path | None):
-        self.path = path
+        import torch
+
+        from models.folder import commit
+
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+        self.path, self.facts = path, {"device": device, "torch": torch.__version__, "commit": commit()}
 
     def __call__(self, **line) -> None:
-        text = json.dumps(line)
+        text = json.dumps(line | self.facts)
         print(text, flush=True)
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:

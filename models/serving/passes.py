@@ -99,7 +99,7 @@ def check_kind(inner: AttentionKind, place: int) -> None:
             raise ServingError(f"layer {place} has sparsity={c.sparsity}, pages have none")
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def run(model: nn.Module, layers: list[nn.Module], batch: ServedBatch | ServedRankingBatch) -> Tensor:
     """The outputs [T, E] of new tokens, in fp32, before normalisation; what is to stay is in the pages then."""
     served = batch.served

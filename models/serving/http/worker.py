@@ -13,6 +13,7 @@ from models.serving.http.event_log import EventLog
 from models.serving.recommender import Recommender
 
 MOST_TOGETHER = 256  # requests of one round
+REPLAYED_TOGETHER = 4096  # events of a log
 
 
 class Busy(RequestError):
@@ -227,19 +228,44 @@ def replay(recommender: Recommender, log: EventLog) -> dict[str, int]:
     Left out are events whose items or actions the run does not know: the log may come from before it was trained.
     """
     found = {"taken": 0, "left_out": 0}
-    for record in log.replay():
-        if "forget" in record:
-            recommender.forget(record["forget"])
-            continue
-        columns = [record[name] for name in ("users", "items", "timestamps", "actions")]
+    names = ("users", "items", "timestamps", "actions")
+    waiting: dict[str, list] = {name: [] for name in names}
+
+    def told(columns: list) -> bool:
         try:
             recommender.append(*columns, encode=False)
-            found["taken"] += len(columns[0])
         except RequestError:
+            return False
+        found["taken"] += len(columns[0])
+        return True
+
+    def tell() -> None:
+        """Many records in one call; where one is refused, event by event."""
+        if not waiting["users"]:
+            return
+        columns = [_alike(waiting[name]) for name in names]
+        if not told(columns):
             for place in range(len(columns[0])):
-                try:
-                    recommender.append(*(None if x is None else x[place : place + 1] for x in columns), encode=False)
-                    found["taken"] += 1
-                except RequestError:
+                if not told([None if x is None else [x[place]] for x in columns]):
                     found["left_out"] += 1
+        for column in waiting.values():
+            column.clear()
+
+    for record in log.replay():
+        if "forget" in record:
+            tell()
+            recommender.forget(record["forget"])
+            continue
+        for name in names:
+            waiting[name] += record[name] or [None] * len(record["users"])
+        if len(waiting["users"]) >= REPLAYED_TOGETHER:
+            tell()
+    tell()
     return found
+
+
+def _alike(column: list) -> list | None:
+    """A column of ids or actions of one type: text where some are; None where none is given."""
+    if all(one is None for one in column):
+        return None
+    return [str(one) for one in column] if any(isinstance(one, str) for one in column) else column
