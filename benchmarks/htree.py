@@ -142,9 +142,9 @@ def cases(arguments):
         sizes = {"fwd": qo, "bwd": qo + kv, "fwd+bwd": 2 * qo + kv}
         checked = functools.partial(check, shape[1:], *options.items())
         if arguments.sweep:
-            for tiles in sweep():
-                setup = functools.partial(run_ours, shape, options, tiles=tiles)
-                yield Case(f"htree {tiles['fwd']}", described, setup, checked)
+            for config in sweep():
+                setup = functools.partial(run_ours, shape, options, config=config)
+                yield Case(f"htree {config}", described, setup, checked)
             continue
         for deterministic in (False, True):
             yield Case(

@@ -40,8 +40,11 @@ def group_config(kernel: str, half: int, value: int, rows: int, item: int) -> La
     if width > 128:
         return LaunchConfig(8 if kernel == "bwd" else 4, 1, BM=BM, BN=32 if width <= 512 else 16)
     if kernel == "fwd":
-        return LaunchConfig(BM // 16, 2, BM=BM, BN=64 if BM == 64 else 32)
-    return LaunchConfig(4 if BM > 16 else 2, 2, BM=BM, BN=32)
+        # Registers for three programs of 4 warps on a multiprocessor.
+        return LaunchConfig(4, 2, 168, BM=BM, BN=32) if BM == 64 else LaunchConfig(1, 2, BM=BM, BN=32)
+    if BM == 64:
+        return LaunchConfig(4, 1, BM=BM, BN=64)
+    return LaunchConfig(4 if BM == 32 else 2, 2, BM=BM, BN=32)
 
 
 def table_sizes(q, k, seq_offsets, max_seq_len, rate, top_k, group) -> tuple[int, int]:

@@ -192,6 +192,7 @@ def launches():
         # Tiles of 64 rows, which take wgmma, where ptxas has left registers unset.
         case(torch.float16, 64, 1, 50, 256, 16, 8, 256, local_bytes=256),
         case(torch.bfloat16, 4, 1, 64, 64, 16, 32, 8192, selection_group=16),
+        case(torch.bfloat16, 4, 1, 64, 64, 16, 32, 8192, fixed=True, selection_group=16, local_bytes=224),
         case(torch.bfloat16, 4, 1, 64, 64, 8, 16, 200, selection_group=8),
         case(torch.float16, 4, 1, 64, 64, 4, 16, 200, fixed=True, selection_group=4),
         case(torch.float32, 4, 2, 50, 50, 4, 8, 200, selection_group=4),
