@@ -34,9 +34,9 @@ def htree_attention(
     last candidate of a layer, which holds the query's own token, is always replaced. Candidate c of C stands at
     position c and the query at C - 1, and RoPE turns both.
 
-    What is important is asked of all query heads of a key/value head together: the sum of exp(score - max), the max
-    taken without the last candidate. Ties go to the smaller position. With r * top_k >= n it is dense causal softmax
-    attention with RoPE. Nothing behind token t changes output t.
+    All query heads of a key/value head choose together: a candidate's importance is the sum over these heads of
+    exp(score - max), with the max taken without the last candidate. Ties go to the smaller position. With
+    r * top_k >= n the result is dense causal softmax attention with RoPE. No token after t changes output t.
 
     The tokens t of a sequence with the same t // selection_group form a group, which walks the tree once: the query
     heads of its first token choose for all of them, and each token scores the candidates by its own query. At layer 0 a
@@ -49,7 +49,7 @@ def htree_attention(
         seq_offsets: [B+1], int32 or int64, first 0, last T.
         max_seq_len: N, at least the longest sequence's length.
         compression_rate: r >= 2, children of a node.
-        top_k: nodes that are expanded in each layer above the tokens.
+        top_k: the number of nodes that are expanded in each layer above the tokens.
         selection_group: tokens that share the choices of the first of them; divides compression_rate.
         scale: of the scores, by default D ** -0.5.
         rope_base: RoPE turns channels i and i + D // 2 by position * rope_base ** (-2 i / D).

@@ -105,19 +105,19 @@ def add_gradients(
 
 @triton.jit(do_not_specialize=["B", "tokens", "layers", "rows"])
 def htree_attend_bwd_kernel(
-    do, q, keys, values, offsets, cos, sin, notes, out, lse, dq, dk, dv, units,
+    do, q, keys, values, offsets, cos, sin, workspace, out, lse, dq, dk, dv, units,
     do_stride_t, do_stride_h, q_stride_t, q_stride_h, q_scale, scale, B, tokens, layers, rows,
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
-    SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr,
+    SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, WORKSPACE: tl.constexpr, LOW_BITS: tl.constexpr,
     LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq [T, Hq, D], and sums into dk [H, rows, D] and dv [H, rows, V]; keys' gradients are turned as the keys are.
 
-    units [2]: with FIXED, in how many parts of 1 the sums of dk and of dv count.
+    units [2]: with FIXED the sums of dk and dv are integers, in multiples of 1 / units[0] and 1 / units[1].
     """
-    notes += tl.program_id(0).to(tl.int64) * NOTES
-    marks = notes + 2 * LIST
+    workspace += tl.program_id(0).to(tl.int64) * WORKSPACE
+    marks = workspace + 2 * LIST
     tops, words = marks + CANDIDATES, marks + CANDIDATES + CANDIDATES // 32
     step_cos, step_sin = row_angle(cos, sin, BN, BH)
     row = tl.arange(0, BG)
@@ -137,11 +137,11 @@ def htree_attend_bwd_kernel(
         dq_low = tl.zeros([BG, BH], tl.float32)
         dq_high = tl.zeros([BG, BH], tl.float32)
         here = 0
-        layer, size, base, C = begin_walk(notes, length, t, tokens, B, layers, TOP_K, LIST, RATE)
+        layer, size, base, C = begin_walk(workspace, length, t, tokens, B, layers, TOP_K, LIST, RATE)
         while layer >= 0:
             first = g * rows + base + start // size + tl.where(layer > 0, b, 0)
             layer_keys = keys + first * (2 * BH)
-            parents, children = notes + here * LIST, notes + (1 - here) * LIST
+            parents, children = workspace + here * LIST, workspace + (1 - here) * LIST
             if (layer > 0) & (C <= TOP_K):
                 choose_all(parents, children, C, LIST, RATE)
             else:

@@ -63,8 +63,8 @@ def walk_kernel(
     out, _ = launch.attend(
         problem,
         *as_rows(q, align=False),
-        launch.grow(problem, k, True),
-        launch.grow(problem, v, False),
+        launch.build_tree(problem, k, True),
+        launch.build_tree(problem, v, False),
         positions,
         choices,
         scores,

@@ -3,9 +3,9 @@
 Letters: T tokens of the batch, B sequences, H key/value heads, G query heads of each, D query/key and V value head
 size, r compression_rate (RATE), C a query's candidates in a layer; tile sizes as in `walk.py`.
 
-A program takes one token and one key/value head at a time: the heads of the group are the rows of its products. Tokens
-that are worked off at the same time are neighbours, of the same head, so that the L2 cache holds what they read. The
-programs stay for the whole launch, as many as the GPU holds at once: memory for notes is needed for these alone.
+A program takes one token and one key/value head at a time: the query heads of that key/value head are the rows of its
+products. Tokens that are computed at the same time are neighbours, of the same head, so that the L2 cache holds what
+they read. As many programs as the GPU holds at once stay for the whole launch, so that only these need a workspace.
 """
 
 import triton
@@ -109,23 +109,23 @@ def accumulate(
 
 @triton.jit(do_not_specialize=["B", "tokens", "count", "layers", "rows"])
 def htree_attend_fwd_kernel(
-    q, keys, values, offsets, cos, sin, notes, out, lse, positions, choices, trace_scores, trace_state,
+    q, keys, values, offsets, cos, sin, workspace, out, lse, positions, choices, trace_scores, trace_state,
     q_stride_t, q_stride_h, scale, B, tokens, count, layers, rows,
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr,
-    SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr,
+    SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, WORKSPACE: tl.constexpr, LOW_BITS: tl.constexpr,
     LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for `count` tokens.
 
     keys [H, rows, 2 BH] and values [H, rows, BV] hold all layers. The tokens are all, or those at `positions`, whose
-    rows `out` and `lse` then have. For the tests and the comparison tool the walk leaves traces, if asked for: choices
+    rows `out` and `lse` then have. For the tests and the comparison tool the walk leaves traces, if wanted: choices
     [count, H, layers, TOP_K] the chosen nodes of the layers 1, 2, ...; trace_scores [count, H, layers + 1, G,
     CANDIDATES], in base 2, of the layers where anything enters the softmax; trace_state [count, H, layers + 1, G,
     BV + 2] output, maximum and sum after each layer.
     """
-    notes += tl.program_id(0).to(tl.int64) * NOTES
-    marks = notes + 2 * LIST
+    workspace += tl.program_id(0).to(tl.int64) * WORKSPACE
+    marks = workspace + 2 * LIST
     tops, words = marks + CANDIDATES, marks + CANDIDATES + CANDIDATES // 32
     step_cos, step_sin = row_angle(cos, sin, BN, BH)
     row = tl.arange(0, BG)
@@ -143,11 +143,11 @@ def htree_attend_fwd_kernel(
         running_sum = tl.zeros([BG], tl.float32)
         acc = tl.zeros([BG, BV], tl.float32)
         here = 0  # which of the two lists holds this layer's parents
-        layer, size, base, C = begin_walk(notes, length, t, tokens, B, layers, TOP_K, LIST, RATE)
+        layer, size, base, C = begin_walk(workspace, length, t, tokens, B, layers, TOP_K, LIST, RATE)
         while layer >= 0:
             first = g * rows + base + start // size + tl.where(layer > 0, b, 0)
             layer_keys = keys + first * (2 * BH)
-            parents, children = notes + here * LIST, notes + (1 - here) * LIST
+            parents, children = workspace + here * LIST, workspace + (1 - here) * LIST
             trace = (i * H + g) * (layers + 1) + layer
             if (layer > 0) & (C <= TOP_K):
                 choose_all(parents, children, C, LIST, RATE)

@@ -3,8 +3,8 @@
 Letters: T tokens of the batch, B sequences, Hq query heads, Hkv key/value heads, G query heads of each, R tokens of a
 group (selection_group), r compression_rate, M = r * top_k the most candidates a layer has, L layers above the tokens.
 
-Memory beyond inputs and outputs: as `launch.py` has it, and the choices, 4 * top_k + M / 8 bytes for each group,
-key/value head and layer above the tokens, which are kept between the passes.
+Memory beyond inputs and outputs: as in `launch.py`, and the table of choices, 4 * top_k + M / 8 bytes for each group,
+key/value head and layer above the tokens, which is kept between the passes.
 """
 
 import math
@@ -16,11 +16,11 @@ from hstu_sparse.htree.groups import htree_choose_fwd_kernel, htree_group_fwd_ke
 from hstu_sparse.htree.groups_backward import htree_group_bwd_kernel
 from hstu_sparse.htree.launch import (
     Problem,
+    build_tree,
     check_supported,
     fixed_units,
-    grow,
     most_candidates,
-    push_down,
+    push_gradients,
 )
 from hstu_sparse.htree.layout import depth
 from hstu_sparse.launch import LaunchConfig, cdiv, configuration, next_power_of_2, run
@@ -30,9 +30,13 @@ from hstu_sparse.rows import as_rows
 
 @configuration
 def group_config(kernel: str, half: int, value: int, rows: int, item: int) -> LaunchConfig:
-    """The configuration of an attending kernel, "fwd" or "bwd", with tiles of BM rows and BN candidates.
+    """Return the configuration of an attending kernel, with tiles of BM rows and BN candidates.
 
-    By padded sizes: half of the head, values; rows of a group, R * G; bytes of an element.
+    Args:
+        kernel: "fwd" or "bwd".
+        half, value: padded sizes of half a query/key head and of a value head.
+        rows: rows of a group, R * G.
+        item: bytes of an element.
     """
     width = max(2 * half, value) * item  # bytes of a padded row
     most = 64 if item == 2 and width <= 256 else 16
@@ -48,7 +52,7 @@ def group_config(kernel: str, half: int, value: int, rows: int, item: int) -> La
 
 
 def table_sizes(q, k, seq_offsets, max_seq_len, rate, top_k, group) -> tuple[int, int]:
-    """(number of choices: of each group's slot, key/value head and layer above the tokens; words of one)."""
+    """(rows of the table of choices without the last, one for each slot, head and layer; words in a row)."""
     slots = q.shape[0] // group + seq_offsets.shape[0] - 1
     return slots * k.shape[1] * depth(max_seq_len, rate, rate * top_k), most_candidates(rate * top_k) // 32
 
@@ -75,16 +79,16 @@ class GroupProblem(Problem):
 
 
 def make_choices(p: GroupProblem, q: Tensor, keys: Tensor) -> Tensor:
-    """The table of what every group chose (`groups.py`), [choices + 1, top_k + words] int32."""
+    """Return the table of choices (`groups.py`), [choices + 1, top_k + words] int32."""
     table = torch.full((p.choices + 1, p.top_k + p.words), -1, dtype=torch.int32, device=p.device)
     torch.arange(p.top_k, dtype=torch.int32, device=p.device, out=table[p.choices, : p.top_k])
     if p.choices:
-        grid, notes, options = p.options("fwd", p.slots * p.H)
+        grid, workspace, options = p.options("fwd", p.slots * p.H)
         for name in ("V", "BV"):
             del options[name]
         run(
             htree_choose_fwd_kernel, grid,
-            q, keys, p.offsets, p.cos, p.sin, notes, table, *q.stride()[:2], p.scale / math.log(2.0), p.B, p.T,
+            q, keys, p.offsets, p.cos, p.sin, workspace, table, *q.stride()[:2], p.scale / math.log(2.0), p.B, p.T,
             p.top, p.rows, p.slots, R=p.R, **options,
         )  # fmt: skip
     return table
@@ -97,12 +101,12 @@ def launch_group_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, 
         return made
     out, lse, *_ = made
     p = GroupProblem(q, k, v, seq_offsets, max_seq_len, rate, top_k, group, scale, rope_base)
-    (q,), keys = as_rows(q, align=False), grow(p, k, True)
+    (q,), keys = as_rows(q, align=False), build_tree(p, k, True)
     table = make_choices(p, q, keys)
     grid, options = p.group_options("fwd")
     run(
         htree_group_fwd_kernel, grid,
-        q, keys, grow(p, v, False), p.offsets, p.cos, p.sin, table, out, lse, *q.stride()[:2],
+        q, keys, build_tree(p, v, False), p.offsets, p.cos, p.sin, table, out, lse, *q.stride()[:2],
         p.scale / math.log(2.0), p.B, p.T, p.top, p.rows, p.choices, p.slots, **options,
     )  # fmt: skip
     return out, lse, table
@@ -124,12 +128,12 @@ def launch_group_backward(
     grid, options = p.group_options("bwd")
     run(
         htree_group_bwd_kernel, grid,
-        grad, q, grow(p, k, True), grow(p, v, False), p.offsets, p.cos, p.sin, table, out, lse, dq, dk_sums,
+        grad, q, build_tree(p, k, True), build_tree(p, v, False), p.offsets, p.cos, p.sin, table, out, lse, dq, dk_sums,
         dv_sums, units, *grad.stride()[:2], *q.stride()[:2], p.scale / math.log(2.0), p.scale, p.B, p.T, p.top, p.rows,
         p.choices, p.slots, FIXED=fixed, **options,
     )  # fmt: skip
-    push_down(p, dk_sums, dk, units, True)
-    push_down(p, dv_sums, dv, units, False)
+    push_gradients(p, dk_sums, dk, units, True)
+    push_gradients(p, dv_sums, dv, units, False)
     return [dq, dk, dv]
 
 

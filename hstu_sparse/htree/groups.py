@@ -3,17 +3,17 @@
 Letters: T tokens of the batch, B sequences, H key/value heads, G query heads of each, R tokens of a group, D query/key
 and V value head size, r compression_rate (RATE), C candidates of a group's first token in a layer.
 
-Group g of sequence b has the slot `offsets[b] // R + b + g` of T // R + B. Its first token walks the tree once, in
-`htree_choose_fwd_kernel`, which leaves a table [choices + 1, TOP_K + WORDS], a row for each (slot, head, layer above
-the tokens): the chosen nodes, ascending, -1 behind them, and a bit for each candidate that says whether it was chosen.
-It is small (a row for R * G queries), so the backward pass reads it too, and the kernels that attend know all
-candidates beforehand. The nodes of the last row are 0, 1, ..., the parents of a top layer's candidates.
+Group g of sequence b has the slot `offsets[b] // R + b + g` of T // R + B. `htree_choose_fwd_kernel` walks the tree
+for the first token of each group and fills a table [choices + 1, TOP_K + WORDS] with a row for each (slot, head, layer
+above the tokens): the chosen nodes, ascending, -1 behind them, and a bit for each candidate, set if it was chosen. The
+nodes of the last row are 0, 1, ..., the parents of a top layer's candidates. The table is small, one row for R * G
+queries, so it is kept for the backward pass.
 
-A program of those has BM rows, the queries of R tokens times G heads (or as many of them as fit a tile): row m is head
-m % G of the group's token m // G. The tokens have the same candidates but at layer 0, where the group's token i has i
-more than the first. A tile of BN candidates is gathered and turned by RoPE, for all rows at once: what is left to turn
-of a key after `pooling.py` is c // TURN * TURN, its candidate's position but for the place among TURN neighbours. The
-queries are turned once a layer, to their own position.
+The kernels that attend read it. A program has BM rows, the queries of R tokens times G heads or as many of them as fit
+a tile: row m is head m % G of the group's token m // G. All tokens of a group have the same candidates, except at layer
+0, where token i of the group has i more than the first. Tiles of BN candidates are gathered and turned by RoPE once for
+all rows. `pooling.py` has turned a key by its candidate's place c % TURN already, so c // TURN * TURN is left. The
+queries are turned to their positions once a layer.
 """
 
 from typing import NamedTuple
@@ -27,32 +27,31 @@ from hstu_sparse.tiles import locate, store_rows
 
 @triton.jit(do_not_specialize=["B", "tokens", "layers", "rows", "slots"])
 def htree_choose_fwd_kernel(
-    q, keys, offsets, cos, sin, notes, table, q_stride_t, q_stride_h, scale, B, tokens, layers, rows, slots,
+    q, keys, offsets, cos, sin, workspace, table, q_stride_t, q_stride_h, scale, B, tokens, layers, rows, slots,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr,
     BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr, SOME: tl.constexpr,
-    CANDIDATES: tl.constexpr, HELD: tl.constexpr, NOTES: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
+    CANDIDATES: tl.constexpr, HELD: tl.constexpr, WORKSPACE: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
     SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The table of choices, which is -1 before; bits of a layer whose candidates are all chosen stay so.
+    """Fills the table of choices, which holds -1 before: the words of a layer whose candidates are all chosen stay -1.
 
-    keys: as in `htree_attend_fwd_kernel`; notes
-    [programs, NOTES], a program's memory, as in `walk.py`, but for what goes to the table.
+    keys: as in `htree_attend_fwd_kernel`; workspace [programs, WORKSPACE]: as in `walk.py`.
     """
-    notes += tl.program_id(0).to(tl.int64) * NOTES
-    marks = notes + LIST
+    workspace += tl.program_id(0).to(tl.int64) * WORKSPACE
+    marks = workspace + LIST
     tops = marks + CANDIDATES
     step_cos, step_sin = row_angle(cos, sin, BN, BH)
     row = tl.arange(0, BG)
     live = row < G
     for item in range(tl.program_id(0), slots * H, tl.num_programs(0)):
         g, slot = (item // slots).to(tl.int64), (item % slots).to(tl.int64)
-        b, start, length, group = locate(offsets, slot, B, R)
-        t = group * R
-        layer, size, base, C = begin_walk(notes, length, t, tokens, B, layers, TOP_K, LIST, RATE)
+        b, start, length, number = locate(offsets, slot, B, R)
+        t = number * R
+        layer, size, base, C = begin_walk(workspace, length, t, tokens, B, layers, TOP_K, LIST, RATE)
         layer = tl.where(t < length, layer, 0)  # a slot without a group
         begin = q + (start + tl.minimum(t, length - 1)) * q_stride_t + g * G * q_stride_h
         q_low, q_high = load_query(begin, row, q_stride_h, live & (t < length), scale, HALF, BH)
-        parents = notes
+        parents = workspace
         while layer > 0:
             layer_keys = keys + (g * rows + base + start // size + b) * (2 * BH)
             children = table + ((slot * H + g) * layers + layer - 1) * (TOP_K + CANDIDATES // 32)
@@ -93,8 +92,8 @@ class Group(NamedTuple):
 @triton.jit
 def find_group(offsets, slot, part, g, B, G: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
     """The rows part * BM .. of a slot's group; `most` is negative where there are none."""
-    b, start, length, group = locate(offsets, slot, B, R)
-    t = group * R
+    b, start, length, number = locate(offsets, slot, B, R)
+    t = number * R
     row = part * BM + tl.arange(0, BM)
     i = row // G
     count = tl.minimum(R, length - t)
@@ -106,7 +105,7 @@ def find_group(offsets, slot, part, g, B, G: tl.constexpr, R: tl.constexpr, BM: 
 
 
 class Level(NamedTuple):
-    """A layer, as a group's rows see it.
+    """A layer of the tree and its candidates, for the rows of a group.
 
     first    its first node of the group's sequence and head, in the buffer of all layers
     parents  pointer to the nodes whose children are the candidates
@@ -128,16 +127,16 @@ class Level(NamedTuple):
 
 @triton.jit
 def find_level(
-    mine, g, entry, table, choices, layer, top, size, base, C, layers, rows, TOP_K: tl.constexpr, WORDS: tl.constexpr
+    group, g, entry, table, choices, layer, top, size, base, C, layers, rows, TOP_K: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
-    """`layer` as the rows of `mine` see it; entry: slot * H + head; choices: rows of the table but the last."""
+    """Return the `Level` of a group in `layer`; entry: slot * H + head; choices: the table's rows without the last."""
     above = layer > 0
-    first = g * rows + base + mine.start // size + tl.where(above, mine.b, 0)
+    first = g * rows + base + group.start // size + tl.where(above, group.b, 0)
     parents = table + tl.where(layer < top, entry * layers + layer, choices) * (TOP_K + WORDS)
     chosen = table + (entry * layers + tl.maximum(layer - 1, 0)) * (TOP_K + WORDS) + TOP_K
     # The last candidate above the tokens pools tokens after the query's: it is not even read.
-    end = tl.where(above, C - 1, C + mine.most)
-    limit = tl.where(above, end, tl.minimum(C + mine.i, end))
+    end = tl.where(above, C - 1, C + group.most)
+    limit = tl.where(above, end, tl.minimum(C + group.i, end))
     place = tl.where(above, C - 1, limit - 1)
     return Level(first, parents, chosen, above, limit, end, place)
 
@@ -166,11 +165,11 @@ def gather_keys(
 
 
 @triton.jit
-def load_queries(q, mine, stride_t, stride_h, scale, HALF: tl.constexpr, BH: tl.constexpr):
+def load_queries(q, group, stride_t, stride_h, scale, HALF: tl.constexpr, BH: tl.constexpr):
     """Both halves of the rows' channels, in fp32, scaled."""
     f = tl.arange(0, BH)[None, :]
-    pointers = q + mine.token[:, None] * stride_t + mine.head[:, None] * stride_h + f
-    mask = mine.live[:, None] & (f < HALF)
+    pointers = q + group.token[:, None] * stride_t + group.head[:, None] * stride_h + f
+    mask = group.live[:, None] & (f < HALF)
     low, high = tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + HALF, mask=mask, other=0.0)
     return low.to(tl.float32) * scale, high.to(tl.float32) * scale
 
@@ -198,22 +197,22 @@ def htree_group_fwd_kernel(
     # Late groups have the most candidates: they start first.
     slot, part = (slots - 1 - tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     g = tl.program_id(1).to(tl.int64)
-    mine = find_group(offsets, slot, part, g, B, G, R, BM)
-    if mine.most < 0:
+    group = find_group(offsets, slot, part, g, B, G, R, BM)
+    if group.most < 0:
         return
     running_max = tl.full([BM], -float("inf"), tl.float32)
     running_sum = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BV], tl.float32)
     e = tl.arange(0, BV)[None, :]
-    layer, size, base, C = top_layer(mine.length, mine.t, tokens, B, layers, TOP_K, RATE)
+    layer, size, base, C = top_layer(group.length, group.t, tokens, B, layers, TOP_K, RATE)
     top = layer
     while layer >= 0:
         if (layer == 0) | (C > TOP_K):
             level = find_level(
-                mine, g, slot * H + g, table, choices, layer, top, size, base, C, layers, rows, TOP_K, WORDS
+                group, g, slot * H + g, table, choices, layer, top, size, base, C, layers, rows, TOP_K, WORDS
             )
             row_cos, row_sin = place_angles(cos, sin, level.place, BH)
-            q_low, q_high = load_queries(q, mine, q_stride_t, q_stride_h, scale, HALF, BH)
+            q_low, q_high = load_queries(q, group, q_stride_t, q_stride_h, scale, HALF, BH)
             low, high = turn(q_low, q_high, row_cos, row_sin)
             low, high = low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty)
             for c0 in range(0, level.end, BN):
@@ -231,8 +230,8 @@ def htree_group_fwd_kernel(
                 value = tl.load(values + node[:, None] * BV + e, mask=(c < level.end)[:, None], other=0.0)
                 acc = tl.dot(p.to(value.dtype), value, acc * rescale[:, None], input_precision=PRECISION)
                 running_max = new_max
-        layer, size, base, C = step_down(layer, size, base, C, mine.t, tokens, B, TOP_K, RATE)
+        layer, size, base, C = step_down(layer, size, base, C, group.t, tokens, B, TOP_K, RATE)
 
-    row = mine.token * (H * G) + mine.head
-    store_rows(out, row, V, mine.live, acc / running_sum[:, None], V, BV)
-    tl.store(lse + row, running_max + tl.log2(running_sum), mask=mine.live)
+    row = group.token * (H * G) + group.head
+    store_rows(out, row, V, group.live, acc / running_sum[:, None], V, BV)
+    tl.store(lse + row, running_max + tl.log2(running_sum), mask=group.live)

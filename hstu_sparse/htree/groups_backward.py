@@ -1,7 +1,7 @@
 """Backward kernel for groups of tokens that share their choices (selection_group > 1).
 
-Letters and rows as in `groups.py`, mathematics as in `backward.py`. The choices are the forward pass's. A candidate's
-gradients are sums over all rows of a group, so that one addition in memory serves R tokens.
+Letters and rows as in `groups.py`, mathematics as in `backward.py`. The choices come from the forward pass's table. A
+candidate's gradients are summed over all rows of a program before they are added in memory.
 """
 
 import triton
@@ -23,34 +23,34 @@ def htree_group_bwd_kernel(
 ):  # fmt: skip
     """dq [T, Hq, D], and sums into dk [H, rows, D] and dv [H, rows, V]; keys' gradients are turned as the keys are.
 
-    units [2]: with FIXED, in how many parts of 1 the sums of dk and of dv count.
+    units [2]: with FIXED the sums of dk and dv are integers, in multiples of 1 / units[0] and 1 / units[1].
     """
     slot, part = (slots - 1 - tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     g = tl.program_id(1).to(tl.int64)
-    mine = find_group(offsets, slot, part, g, B, G, R, BM)
-    if mine.most < 0:
+    group = find_group(offsets, slot, part, g, B, G, R, BM)
+    if group.most < 0:
         return
     e = tl.arange(0, BV)[None, :]
     f = tl.arange(0, BH)[None, :]
     upstream = tl.load(
-        do + mine.token[:, None] * do_stride_t + mine.head[:, None] * do_stride_h + e,
-        mask=mine.live[:, None] & (e < V), other=0.0,
+        do + group.token[:, None] * do_stride_t + group.head[:, None] * do_stride_h + e,
+        mask=group.live[:, None] & (e < V), other=0.0,
     )  # fmt: skip
-    row = mine.token * (H * G) + mine.head
-    output = load_rows(out, row, V, mine.live, V, BV)
+    row = group.token * (H * G) + group.head
+    output = load_rows(out, row, V, group.live, V, BV)
     delta = tl.sum(upstream.to(tl.float32) * output.to(tl.float32), 1)
-    total = tl.load(lse + row, mask=mine.live, other=float("inf"))
+    total = tl.load(lse + row, mask=group.live, other=float("inf"))
     dq_low = tl.zeros([BM, BH], tl.float32)
     dq_high = tl.zeros([BM, BH], tl.float32)
-    layer, size, base, C = top_layer(mine.length, mine.t, tokens, B, layers, TOP_K, RATE)
+    layer, size, base, C = top_layer(group.length, group.t, tokens, B, layers, TOP_K, RATE)
     top = layer
     while layer >= 0:
         if (layer == 0) | (C > TOP_K):
             level = find_level(
-                mine, g, slot * H + g, table, choices, layer, top, size, base, C, layers, rows, TOP_K, WORDS
+                group, g, slot * H + g, table, choices, layer, top, size, base, C, layers, rows, TOP_K, WORDS
             )
             row_cos, row_sin = place_angles(cos, sin, level.place, BH)
-            q_low, q_high = load_queries(q, mine, q_stride_t, q_stride_h, q_scale, HALF, BH)
+            q_low, q_high = load_queries(q, group, q_stride_t, q_stride_h, q_scale, HALF, BH)
             low, high = turn(q_low, q_high, row_cos, row_sin)
             low, high = low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty)
             # dq is summed up as the turned queries lie, and turned back behind the layer.
@@ -79,7 +79,7 @@ def htree_group_bwd_kernel(
             # Read again, for they would take many registers meanwhile.
             row_cos, row_sin = place_angles(cos, sin, level.place, BH)
             dq_low, dq_high = turn(dq_low, dq_high, row_cos, -row_sin)
-        layer, size, base, C = step_down(layer, size, base, C, mine.t, tokens, B, TOP_K, RATE)
+        layer, size, base, C = step_down(layer, size, base, C, group.t, tokens, B, TOP_K, RATE)
 
-    store_rows(dq, row, 2 * HALF, mine.live, dq_low * scale, HALF, BH)
-    store_rows(dq + HALF, row, 2 * HALF, mine.live, dq_high * scale, HALF, BH)
+    store_rows(dq, row, 2 * HALF, group.live, dq_low * scale, HALF, BH)
+    store_rows(dq + HALF, row, 2 * HALF, group.live, dq_high * scale, HALF, BH)

@@ -4,9 +4,9 @@ Letters: T tokens of the batch, B sequences, N max_seq_len, Hq query heads, Hkv 
 D query/key and V value head size, r compression_rate, M = r * top_k the most candidates a layer has.
 
 Memory beyond inputs and outputs. Forward: the tree, which holds k and v once more and 1 / (r - 1) of them in means, lse
-[T, Hq] fp32, and notes for the programs that run at once. Backward: the tree again, and gradients of all its nodes in
-fp32, or int64 in the deterministic mode. Kept between the two are q, k, v, the output and lse. The choice is made anew:
-kept it would take more room than k and v.
+[T, Hq] fp32, and a workspace for the programs that run at once. Backward: the tree again, and gradients of all its
+nodes in fp32, or int64 in the deterministic mode. q, k, v, the output and lse are kept between the passes. The choices
+would take more memory than k and v, so the backward pass makes them again.
 """
 
 import functools
@@ -44,15 +44,19 @@ MAX_GROUP = 64
 MAX_HEAD = 256
 # Candidates of a tile: two of them have a word of 32 bits.
 TILE = 16
-# For these dtypes a query is turned from tile to tile by a fixed step: of its rounding 4,096 steps add up to 2.5e-4.
+# For these dtypes a query is turned from tile to tile by a fixed step, whose rounding adds up to 2.5e-4 in 4,096 steps.
 STEPPED = (torch.float16, torch.bfloat16)
 
 
 @configuration
 def walk_config(kernel: str, half: int, value: int, group: int, item: int) -> LaunchConfig:
-    """The configuration of a walking kernel, "fwd" or "bwd", whose tiles are BN candidates.
+    """Return the configuration of a walking kernel, whose tiles are BN candidates.
 
-    By padded sizes: half of the head, values, heads of a group; bytes of an element.
+    Args:
+        kernel: "fwd" or "bwd".
+        half, value: padded sizes of half a query/key head and of a value head.
+        group: query heads of a key/value head, padded.
+        item: bytes of an element.
     """
     # Registers that a tile's operands and the query take, in units of what a warp has room for.
     load = max(half * 2, value) * group * item // (64 * 16 * 2)
@@ -78,7 +82,7 @@ def tables(rows: int, head_size: int, padded: int, rope_base: float, device: tor
 
 
 def most_candidates(most: int) -> int:
-    """The room for a layer's candidates, of which there are up to `most`: a power of two, at least four tiles."""
+    """Return how many candidates of a layer there is memory for: `most` as a power of two, at least four tiles."""
     return max(4 * TILE, next_power_of_2(most))
 
 
@@ -116,16 +120,16 @@ class Problem:
         )  # fmt: skip
 
     def options(self, kernel: str, items: int) -> tuple[tuple[int], Tensor, dict]:
-        """(grid, notes, keywords) of one of the two walking kernels for so many pairs of a token and a head."""
+        """(grid, workspace, keywords) of a walking kernel for `items` pairs of a token and a key/value head."""
         config = walk_config(kernel, *self.padded_sizes)
         programs = min(items, multiprocessors(self.device) * config.programs)
         candidates = self.constants["CANDIDATES"]
         size = 2 * self.constants["LIST"] + candidates + cdiv(candidates // 16, 32) * 32
-        notes = torch.empty(programs * size, dtype=torch.int32, device=self.device)
-        return (programs,), notes, dict(**self.constants, NOTES=size, **config)
+        workspace = torch.empty(programs * size, dtype=torch.int32, device=self.device)
+        return (programs,), workspace, dict(**self.constants, WORKSPACE=size, **config)
 
 
-def grow(problem: Problem, x: Tensor, keys: bool) -> Tensor:
+def build_tree(problem: Problem, x: Tensor, keys: bool) -> Tensor:
     """The tree [Hkv * rows, padded width] over tokens x [T, Hkv, width]: all layers, keys turned by RoPE."""
     p, (x,) = problem, as_rows(x, align=False)
     padded = p.BH if keys else p.BV
@@ -148,15 +152,15 @@ def grow(problem: Problem, x: Tensor, keys: bool) -> Tensor:
 
 
 def attend(problem, q, keys, values, positions=None, choices=None, trace_scores=None, trace_state=None):
-    """(output [count, Hq, V], lse [count, Hq] in base 2) of all tokens or those at `positions`; traces: see there."""
+    """(output [count, Hq, V], lse [count, Hq] in base 2) of all tokens or those at `positions`."""
     p = problem
     count = p.T if positions is None else positions.shape[0]
     out = q.new_empty(count, q.shape[1], p.V)
     lse = q.new_empty(count, q.shape[1], dtype=torch.float32)
-    grid, notes, options = p.options("fwd", count * p.H)
+    grid, workspace, options = p.options("fwd", count * p.H)
     run(
         htree_attend_fwd_kernel, grid,
-        q, keys, values, p.offsets, p.cos, p.sin, notes, out, lse, positions, choices, trace_scores, trace_state,
+        q, keys, values, p.offsets, p.cos, p.sin, workspace, out, lse, positions, choices, trace_scores, trace_state,
         *q.stride()[:2], p.scale / math.log(2.0), p.B, p.T, count, p.top, p.rows, **options,
     )  # fmt: skip
     return out, lse
@@ -168,11 +172,11 @@ def launch_forward(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_b
         return q.new_empty(0, q.shape[1], v.shape[2]), q.new_empty(0, q.shape[1], dtype=torch.float32)
     problem = Problem(q, k, v, seq_offsets, max_seq_len, rate, top_k, scale, rope_base)
     (q,) = as_rows(q, align=False)
-    return attend(problem, q, grow(problem, k, True), grow(problem, v, False))
+    return attend(problem, q, build_tree(problem, k, True), build_tree(problem, v, False))
 
 
 def fixed_units(problem: Problem, do: Tensor, q: Tensor, v: Tensor) -> Tensor:
-    """[2] powers of two: in how many parts of 1 the sums of dk and of dv may count without leaving int64.
+    """Return [2] powers of two, the fixed-point units of the sums of dk and dv: 1 / unit is the least step.
 
     No element of dv exceeds the sum of all T * G weights, each at most 1, times the longest row of do. An element of
     dk has do.v - do.o besides, at most twice the longest rows' product, and a row of q, which came in base 2.
@@ -196,20 +200,20 @@ def launch_backward(grad, q, k, v, seq_offsets, max_seq_len, rate, top_k, scale,
     units = fixed_units(p, grad, q, v) if fixed else None
     kind = torch.int64 if fixed else torch.float32
     dk_sums, dv_sums = (torch.zeros(p.H, p.rows, x.shape[2], dtype=kind, device=p.device) for x in (k, v))
-    grid, notes, options = p.options("bwd", p.T * p.H)
+    grid, workspace, options = p.options("bwd", p.T * p.H)
     run(
         htree_attend_bwd_kernel, grid,
-        grad, q, grow(p, k, True), grow(p, v, False), p.offsets, p.cos, p.sin, notes, out, lse, dq, dk_sums, dv_sums,
-        units, *grad.stride()[:2], *q.stride()[:2], p.scale / math.log(2.0), p.scale, p.B, p.T, p.top, p.rows,
-        FIXED=fixed, **options,
+        grad, q, build_tree(p, k, True), build_tree(p, v, False), p.offsets, p.cos, p.sin, workspace, out, lse, dq,
+        dk_sums, dv_sums, units, *grad.stride()[:2], *q.stride()[:2], p.scale / math.log(2.0), p.scale, p.B, p.T, p.top,
+        p.rows, FIXED=fixed, **options,
     )  # fmt: skip
-    push_down(p, dk_sums, dk, units, True)
-    push_down(p, dv_sums, dv, units, False)
+    push_gradients(p, dk_sums, dk, units, True)
+    push_gradients(p, dv_sums, dv, units, False)
     return [dq, dk, dv]
 
 
-def push_down(problem: Problem, sums: Tensor, target: Tensor, units: Tensor | None, keys: bool) -> None:
-    """Hands the nodes' gradients on to their children, layer by layer, and the tokens' to `target`."""
+def push_gradients(problem: Problem, sums: Tensor, target: Tensor, units: Tensor | None, keys: bool) -> None:
+    """Adds each node's share of its parent's gradient, layer by layer, and writes the tokens' to `target`."""
     p, width = problem, sums.shape[2]
     padded = p.BH if keys else p.BV
     rows = max(1, 2048 // padded)

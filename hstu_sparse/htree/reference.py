@@ -222,11 +222,11 @@ def attend_queries(
         if layer:
             with torch.no_grad():
                 last = c == candidates[..., None] - 1
-                asked = scores
+                choosing = scores
                 if leader is not None:
-                    asked = scale * products(tree, layer, slot, leader, candidates - 1, cos, sin)
-                    asked = asked.masked_fill(~valid.unsqueeze(-2), -torch.inf)
-                importance = importances(asked, last)
+                    choosing = scale * products(tree, layer, slot, leader, candidates - 1, cos, sin)
+                    choosing = choosing.masked_fill(~valid.unsqueeze(-2), -torch.inf)
+                importance = importances(choosing, last)
                 if choices is None:
                     chosen = choose(importance, valid, last, top_k, most)
                 else:

@@ -13,9 +13,12 @@ tile of keys is turned on by the parent's c // r * r.
 Forward and backward pass make the same choice, bit by bit, for they call the same functions, and whatever a compiler
 could contract to a fused multiply-add is written as one.
 
-A program's notes, in global memory: the list of parents of this layer, the list that becomes the next layer's, the
-candidates' marks (importances, then sort keys), the maxima that they refer to (later, counts of the chosen), and words,
-of which each has a bit for 32 candidates: set if they are chosen. Scores are never kept.
+A program's workspace, in global memory, holds one after the other
+    parents, children  [LIST] nodes: the parents of this layer's candidates, and those of the next layer's
+    marks              [CANDIDATES] importances, which become sort keys
+    tops               [CANDIDATES / 32] the maxima that the importances refer to; later, counts of chosen candidates
+    words              [CANDIDATES / 32] a bit for each of 32 candidates, set if it is chosen
+Scores are never stored.
 """
 
 import triton
@@ -144,7 +147,7 @@ def top_layer(length, t, tokens, B, layers, TOP_K: tl.constexpr, RATE: tl.conste
 
 @triton.jit
 def begin_walk(parents, length, t, tokens, B, layers, TOP_K: tl.constexpr, LIST: tl.constexpr, RATE: tl.constexpr):
-    """What `top_layer` returns; `parents` becomes 0, 1, ...: with that list the top layer is one like the others."""
+    """Return what `top_layer` returns, and set `parents` to 0, 1, ..., the parents of the top layer's candidates."""
     layer, size, base, C = top_layer(length, t, tokens, B, layers, TOP_K, RATE)
     j = tl.arange(0, LIST)
     tl.debug_barrier()
@@ -155,7 +158,7 @@ def begin_walk(parents, length, t, tokens, B, layers, TOP_K: tl.constexpr, LIST:
 
 @triton.jit
 def step_down(layer, size, base, C, t, tokens, B, TOP_K: tl.constexpr, RATE: tl.constexpr):
-    """What top_layer returns, of the layer below."""
+    """Return what `top_layer` returns, for the layer below."""
     size = tl.maximum(size // RATE, 1)
     base -= tokens // size + tl.where(layer > 1, B, 0)
     return layer - 1, size, base, (tl.minimum(C, TOP_K) - 1) * RATE + t // size % RATE + 1
@@ -198,7 +201,7 @@ def sort_keys(marks, tops, top, b0, HELD: tl.constexpr, LOW_BITS: tl.constexpr):
 
 @triton.jit
 def bits_set(word):
-    """How many, of int32."""
+    """The number of bits that are set in an int32."""
     pairs = word - ((word >> 1) & 0x55555555)
     fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
     eights = (fours + (fours >> 4)) & 0x0F0F0F0F
@@ -233,7 +236,7 @@ def choose(
     LIST: tl.constexpr, SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, LOW_BITS: tl.constexpr,
     LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of C > TOP_K candidates, writes the chosen nodes to `children`, and to `words` a bit for each of them.
+    """Writes the TOP_K chosen nodes of C > TOP_K candidates to `children`, and to `words` a bit for each of them.
 
     Importances are summed up tile by tile (two at a time) against the maximum so far, and brought to the last maximum
     afterwards. The least chosen key is found by bisection, the first HELD keys in registers: no key occurs twice, so
