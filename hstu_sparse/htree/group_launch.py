@@ -23,13 +23,13 @@ from hstu_sparse.htree.launch import (
     push_gradients,
 )
 from hstu_sparse.htree.layout import depth
-from hstu_sparse.launch import LaunchConfig, cdiv, configuration, next_power_of_2, run
+from hstu_sparse.launch import LaunchConfig, architecture, cdiv, configuration, next_power_of_2, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 
 
 @configuration
-def group_config(kernel: str, half: int, value: int, rows: int, item: int) -> LaunchConfig:
+def group_config(kernel: str, half: int, value: int, rows: int, item: int, arch: int) -> LaunchConfig:
     """Return the configuration of an attending kernel, with tiles of BM rows and BN candidates.
 
     Args:
@@ -37,6 +37,7 @@ def group_config(kernel: str, half: int, value: int, rows: int, item: int) -> La
         half, value: padded sizes of half a query/key head and of a value head.
         rows: rows of a group, R * G.
         item: bytes of an element.
+        arch: compute capability as one number.
     """
     width = max(2 * half, value) * item  # bytes of a padded row
     most = 64 if item == 2 and width <= 256 else 16
@@ -46,9 +47,9 @@ def group_config(kernel: str, half: int, value: int, rows: int, item: int) -> La
     if kernel == "fwd":
         # Registers for three programs of 4 warps on a multiprocessor.
         return LaunchConfig(4, 2, 168, BM=BM, BN=32) if BM == 64 else LaunchConfig(1, 2, BM=BM, BN=32)
-    if BM == 64:
+    if BM == 64 and arch in (90, 100):  # elsewhere products take their operands from registers, which spill
         return LaunchConfig(4, 1, BM=BM, BN=64)
-    return LaunchConfig(4 if BM == 32 else 2, 2, BM=BM, BN=32)
+    return LaunchConfig(2 if BM == 16 else 4, 2, BM=BM, BN=32)
 
 
 def table_sizes(q, k, seq_offsets, max_seq_len, rate, top_k, group) -> tuple[int, int]:
@@ -65,7 +66,7 @@ class GroupProblem(Problem):
         self.R = group
         self.slots = self.T // group + self.B
         self.choices, self.words = table_sizes(q, k, seq_offsets, max_seq_len, rate, top_k, group)
-        self.group_sizes = self.BH, self.BV, group * self.G, q.dtype.itemsize
+        self.group_sizes = self.BH, self.BV, group * self.G, q.dtype.itemsize, architecture(q.device)
 
     def group_options(self, kernel: str) -> tuple[tuple[int, int], dict]:
         """(grid, keywords) of one of the two kernels that attend."""
