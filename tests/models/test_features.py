@@ -95,7 +95,8 @@ def losses_of(config, dataset, steps=2):
 def with_cold_items(dataset: Dataset, seed: int) -> Dataset:
     """The data set with an item put before all others and one behind, each met by one test event, of other features."""
     items, last = dataset.items + 1, dataset.num_items + 1
-    items[dataset.user_offsets[1:3] - 1] = 0, last
+    tested = dataset.user_offsets[1:][np.diff(dataset.user_offsets) >= 10] - 1  # of last_tenth too
+    items[tested[:2]] = 0, last
     features = []
     for feature in dataset.features:
         if feature.entity == "items":
@@ -249,6 +250,39 @@ def test_retrieval_knows_no_feature_of_a_later_event():
     assert (other != before).any(1).all()
     with pytest.raises(ValueError, match="the model has 1 features of users, the batch 0"):
         model(replace(batch, user_features=None))
+
+
+def test_ranking_knows_features_of_users_and_items():
+    """Another feature of a user changes all predictions, one of an item those from its first event on."""
+    config, dataset = configured(**RANKING), with_made_up_features(generate(**SIZES, actions=True))
+    dataset, splits, known, task = prepared(config, dataset)
+    model = model_of(config, dataset, known).eval()
+    batch = next(task.batches(dataset, splits.test, batch_size=1, shuffle=False).epoch(0))
+
+    def predictions(batch):
+        return model.task_head(model.raw_output(batch)[0])[~batch.is_action]
+
+    before = predictions(batch)
+    assert (predictions(replace(batch, user_features=batch.user_features % 3 + 1)) != before).all()
+    item, at = batch.item_ids[6], 3
+    assert (batch.item_ids[:6] != item).all()
+    offsets, rows = known.item_rows[0]
+    rows = rows.copy()
+    rows[offsets[item]] = rows[offsets[item]] % 3 + 1
+    other = replace(known, item_rows=((offsets, rows), known.item_rows[1]))
+    model = model_of(config, dataset, other).eval()
+    after = predictions(batch)
+    assert torch.equal(after[:at], before[:at]) and (after[at:] != before[at:]).all()
+
+
+def test_items_without_a_training_event_change_no_loss_of_ranking():
+    config = configured(**RANKING, model=CONFIG["model"] | {"dropout": 0.2, "id_dropout": 0.2})
+    dataset = with_made_up_features(generate(**SIZES, actions=True))
+    expected, _, _ = losses_of(config, dataset)
+    found, after, known = losses_of(config, with_cold_items(dataset, 1))
+    assert found == expected
+    cold = torch.from_numpy(~known.trained)
+    assert cold[0] and cold[-1] and after.item_weight[cold].eq(0).all()
 
 
 def test_ranking_trains_all_tables():

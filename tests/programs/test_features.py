@@ -120,6 +120,32 @@ def weights(folder):
     return {name: value.numpy() for name, value in final_weights(folder)[0].items()}
 
 
+def test_ranking_from_files_to_report(tmp_path):
+    """Users of one parity like items of one group, which features alone tell of users and items that are rarely met."""
+    rng = np.random.default_rng(0)
+    users, items, likes = (rng.integers(high, size=900) for high in (45, 60, 10))
+    likes = np.where(likes == 0, 1, 0) ^ ((users + items) % 2)
+    rows = [f"{u},{i},{t},{a},{t % 3}" for t, (u, i, a) in enumerate(zip(users, items, likes))]
+    (tmp_path / "events.csv").write_text("user,item,timestamp,action,device\n" + "\n".join(rows) + "\n")
+    (tmp_path / "items.csv").write_text("item,group\n" + "\n".join(f"{i},g{i % 2}" for i in range(60)) + "\n")
+    (tmp_path / "users.csv").write_text("user,parity\n" + "\n".join(f"{u},{u % 2}" for u in range(45)) + "\n")
+    (tmp_path / "run.yaml").write_text(
+        CONFIG.replace("PATH", str(tmp_path))
+        .replace("protocol: leave_one_out", "protocol: last_tenth\n  columns: {action: action}")
+        .replace("calendar: [hour]", "columns: {device: {kind: category, known: before}}")
+        .replace("unknown: add", "unknown: error")
+        .replace("loss: {kind: cross_entropy}", "task: {kind: ranking, actions: [{name: liked, at_least: 1}]}")
+    )
+    run = tmp_path / "run"
+    assert train.main([str(tmp_path / "run.yaml"), "--run", str(run), "train.epochs=12"]) == 0
+    result = json.loads((run / "result.json").read_text())
+    assert result["model"]["auc"] > 0.75
+    for file in ("events", "items", "users"):
+        (tmp_path / f"{file}.csv").rename(tmp_path / f"{file}.old")
+    assert evaluation.main([str(run)]) == 0
+    assert json.loads((run / "eval-test.json").read_text())["model"] == result["model"]
+
+
 def test_errors_of_the_configuration(made):
     for option, expected in (
         ("data.features.items.colums={}", "data.features.items.colums: unknown key, did you mean columns?"),
