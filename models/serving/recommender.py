@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -25,7 +26,7 @@ from models.run import find_data, open_weights, trained_model
 from models.serving import snapshot
 from models.serving.actions import ActionCodes
 from models.serving.engine import Ask, Engine
-from models.serving.errors import InvalidRequest, NoHistory, ServingError, TooEarly
+from models.serving.errors import CacheFull, InvalidRequest, NoHistory, ServingError, TooEarly
 from models.serving.histories import Histories
 from models.serving.ids import ItemIds, user_keys
 from models.serving.options import ServingOptions, window_of
@@ -187,7 +188,9 @@ class Recommender:
                 unchanged = self._histories.add(key, rows[mine], times[mine], actions)
                 self._engine.changed(key, self._histories.get(key), unchanged)
             if stale:
-                self._engine.update(stale, [self._histories.get(key) for key in stale])
+                # Where pinned users hold the cache, the events are known all the same: a request will say so.
+                with suppress(CacheFull):
+                    self._engine.update(stale, [self._histories.get(key) for key in stale])
 
     def add_dataset(self, dataset: Dataset) -> None:
         """Add the events of a data set whose items are the run's, user by user, without encoding them."""

@@ -167,7 +167,8 @@ def test_requests_together_get_what_each_gets_alone(client, recommender):
 def test_a_service_that_is_full_or_stopping_says_so(recommender):
     """What was taken is answered before the thread ends."""
     recommender.append([1], [100], [5])
-    worker = Worker(recommender, None, most_waiting=2)
+    worker = Worker(recommender, None, most_waiting=3)
+    worker.put(Recommend("1", 3, 9, True)).cancel()  # a client that left
     taken = [worker.put(Recommend("1", 3, 9, True)) for _ in range(2)]
     with pytest.raises(Exception, match="more requests wait"):
         worker.put(Recommend("1", 3, 9, True))

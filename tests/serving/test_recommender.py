@@ -275,6 +275,8 @@ def test_pages_are_taken_from_the_least_recently_used(small):
     served.recommend([1, 2], at=10**8)
     with pytest.raises(CacheFull, match="3 pinned users hold the cache"):
         served.recommend([3], at=10**8)
+    served.append([3, 5], [100, 100], [10**7] * 2)
+    assert served.history(3).count == 21 and served.history(5).count == 1
     assert served.evict([1]) == 1 and served.evict([1]) == 0
     served.unpin([2])
     assert served.forget(0) and not served.forget(0)

@@ -114,7 +114,8 @@ class Worker(threading.Thread):
                 except queue.Empty:
                     break
             last = requests[-1] is None
-            requests = [request for request in requests if request is not None]
+            # From here on none can be cancelled, by a client that leaves, say.
+            requests = [one for one in requests if one is not None and one.done.set_running_or_notify_cancel()]
             try:
                 self.answer(requests)
             except BaseException as error:  # a fault of ours: nobody may wait for ever
