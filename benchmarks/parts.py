@@ -302,7 +302,7 @@ def plot(source: Path, target: Path) -> None:
         middle = statistics.median(record["ms"] for record in group)
         top = 1.1 * max(max(record["ms"], height) for record, height in zip(group, below) if record["ms"] <= 3 * middle)
         for place, record in enumerate(group):
-            if record["ms"] > top:
+            if record["ms"] > top and "note" not in record:
                 axis.text(place, 0.98 * top, f"{record['ms']:.0f}", ha="center", va="top", color="white")
         axis.set(title=f"N = {length:,}", ylabel="ms", ylim=(0, top))
         axis.tick_params(axis="x", rotation=90)
