@@ -24,12 +24,12 @@ MOST_INDICES = 2**30
 
 
 def default_top_k(max_seq_len: int) -> int:
-    """An eighth of the longest history, as a power of two from 8 to 128."""
+    """An eighth of the longest history, rounded up to a power of two, from 8 to 128."""
     return min(128, max(8, next_power_of_2(max_seq_len // 8)))
 
 
 def default_selection_group(max_seq_len: int) -> int:
-    """4 tokens up to a length of 512, 8 up to 2,048 and 16 beyond (docs/indexer.md: speed and quality by length)."""
+    """4 tokens up to a length of 512, 8 up to 2,048 and 16 beyond (docs/indexer.md)."""
     return 4 if max_seq_len <= 512 else 8 if max_seq_len <= 2048 else 16
 
 
