@@ -95,42 +95,37 @@ class ValueLists(nn.Module):
     """The values of the features of some items: a constant CSR on the device, so that captured steps keep their shapes.
 
     item_rows: for each feature (offsets [n+1], rows of its table [S]); sizes: rows of each table; items: which of them,
-    [M] int64. means: tables [sum of sizes, E] -> [M, E] fp32, the sum of what the features are of each item.
+    [M] int64. Tables stand one below the other, [sum of sizes, E]; both ways of summing give an item the same bits.
     """
 
     def __init__(self, item_rows: Sequence[tuple[np.ndarray, np.ndarray]], sizes: Sequence[int], items: np.ndarray):
         super().__init__()
-        self.num_values = 0
-        self.longest: list[int] = []
-        holders, columns, weights = [], [], []  # of all entries: the item, the row of all tables, its share
-        begins = np.append(0, np.cumsum(sizes))  # of each table, one below the other
-        for number, (offsets, rows) in enumerate(item_rows):
+        holders, rows, weights = [], [], []  # of all entries: the item, the row of the tables, its share of the mean
+        begins = np.append(0, np.cumsum(sizes))
+        for begin, (offsets, values) in zip(begins, item_rows):
             lengths = np.diff(offsets)[items]
             ends = np.append(0, np.cumsum(lengths))
-            rows = rows[np.repeat(offsets[items] - ends[:-1], lengths) + np.arange(ends[-1])]
-            self.longest.append(max(1, int(lengths.max(initial=0))))
-            self.num_values += len(rows)
-            # One row more, for places behind the last list.
-            self._keep(f"rows_{number}", np.append(rows, 0))
-            self._keep(f"offsets_{number}", ends.astype(np.int64))
             holders.append(np.repeat(np.arange(len(items)), lengths))
-            columns.append(begins[number] + rows)
+            rows.append(begin + values[np.repeat(offsets[items] - ends[:-1], lengths) + np.arange(ends[-1])])
             weights.append(np.repeat(1 / np.maximum(1, lengths), lengths))
-        entries = (np.concatenate(parts) for parts in (holders, columns, weights))
-        self.means = SparseProduct(*entries, (len(items), begins[-1]))
+        holder, row, weight = (np.concatenate(parts) for parts in (holders, rows, weights))
+        self.product = SparseProduct(holder, row, weight, (len(items), begins[-1]))
+        self.num_values = len(row)
+        self.longest = max(1, int(np.bincount(holder).max(initial=0)))
 
-    def _keep(self, name: str, value: np.ndarray) -> None:
-        self.register_buffer(name, torch.from_numpy(value), persistent=False)  # the run's vocabulary has them
+    def of_all(self, tables: Tensor) -> Tensor:
+        """[M, E] fp32, the sum of what its features are, for every item."""
+        return self.product(tables)
 
-    def of(self, ids: Tensor) -> list[Bags]:
-        """The bags of the items at `ids` [R] int64, of as many values each as the longest list has."""
-        bags = []
-        for number, longest in enumerate(self.longest):
-            rows, offsets = getattr(self, f"rows_{number}"), getattr(self, f"offsets_{number}")
-            begin, end = (offsets.index_select(0, ids + more)[:, None] for more in (0, 1))
-            places = begin + torch.arange(longest, device=ids.device)
-            bags.append(Bags.of_padded(torch.where(places < end, rows[places.clamp(max=len(rows) - 1)], -1)))
-        return bags
+    def of(self, numbers: Tensor, tables: Tensor) -> Tensor:
+        """[R, E] fp32, the same for the items at `numbers` [R] int64: each takes as many rows as the longest list."""
+        if not self.num_values:
+            return tables.new_zeros(len(numbers), tables.shape[1], dtype=torch.float32)
+        offsets, rows, weights = self.product.entries
+        begin, end = (offsets.index_select(0, numbers + more)[:, None] for more in (0, 1))
+        places = begin + torch.arange(self.longest, device=numbers.device)
+        inside, places = places < end, places.clamp(max=len(rows) - 1)
+        return F.embedding_bag(rows[places], tables.float(), mode="sum", per_sample_weights=weights[places] * inside)
 
 
 class ItemFeatures(nn.Module):
@@ -170,15 +165,15 @@ class ItemFeatures(nn.Module):
 
     def of_all(self) -> Tensor:
         """What features add to every number: [I, E], in training [W, E], in fp32."""
-        return self.lists.means(self.tables.whole())
+        return self.lists.of_all(self.tables.whole())
 
     def of(self, numbers: Tensor) -> Tensor:
-        """What features add to `numbers` [R]: [R, E]."""
-        return self.tables(self.lists.of(numbers), len(numbers))
+        """What features add to `numbers` [R]: [R, E], in fp32, with the bits of `of_all`."""
+        return self.lists.of(numbers, self.tables.whole())
 
     def all_is_less(self, count: int) -> bool:
         """Whether the features of all items have fewer values to sum than those of `count` drawn ones."""
-        return count * sum(self.lists.longest) > self.lists.num_values + count
+        return count * self.lists.longest > self.lists.num_values + count
 
 
 class ContextFeatures(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-MOST = 32  # entries that one sum takes, one after the other
+MOST = 32  # entries of a column that one sum takes, one after the other
 
 
 class SparseProduct(nn.Module):
@@ -25,30 +25,36 @@ class SparseProduct(nn.Module):
 
     def __init__(self, rows: np.ndarray, columns: np.ndarray, weights: np.ndarray, shape: tuple[int, int]):
         super().__init__()
-        self.forth = _Sums(rows, columns, weights, shape[0])
-        self.back = _Sums(columns, rows, weights, shape[1])
+        # In one piece: a row has the bits that it has where it is summed alone.
+        self.forth = _Sums(rows, columns, weights, shape[0], most=max(1, len(rows)))
+        self.back = _Sums(columns, rows, weights, shape[1], most=MOST)
+
+    @property
+    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The matrix by rows: offsets [R+1], columns [S] and weights [S] in fp32."""
+        return self.forth.level(0)
 
     def forward(self, dense: Tensor) -> Tensor:
         return _Product.apply(dense.float(), self.forth, self.back)
 
 
 class _Sums(nn.Module):
-    """Weighted sums of rows of a table: of pieces of at most MOST rows, then of the pieces' sums, until each is one.
+    """Weighted sums of rows of a table: of pieces of at most `most` rows, then of the pieces' sums, until each is one.
 
     sums: [S], to which of `count` sums an entry belongs; rows: [S], of the table; weights: [S].
     """
 
-    def __init__(self, sums: np.ndarray, rows: np.ndarray, weights: np.ndarray, count: int):
+    def __init__(self, sums: np.ndarray, rows: np.ndarray, weights: np.ndarray, count: int, *, most: int):
         super().__init__()
         self.levels = 0
         order = np.argsort(sums, kind="stable")
         rows, weights = rows[order], weights[order]
         lengths = np.bincount(sums, minlength=count)
-        while lengths.max(initial=0) > MOST:
-            pieces = -(-lengths // MOST)
-            sizes = np.full(pieces.sum(), MOST)
+        while lengths.max(initial=0) > most:
+            pieces = -(-lengths // most)
+            sizes = np.full(pieces.sum(), most)
             last = np.cumsum(pieces)[pieces > 0] - 1
-            sizes[last] = (lengths - MOST * (pieces - 1))[pieces > 0]
+            sizes[last] = (lengths - most * (pieces - 1))[pieces > 0]
             self._add(sizes, rows, weights)
             lengths, rows, weights = pieces, np.arange(len(sizes)), np.ones(len(sizes))
         self._add(lengths, rows, weights)
@@ -60,9 +66,13 @@ class _Sums(nn.Module):
             self.register_buffer(f"{name}_{self.levels}", torch.from_numpy(value), persistent=False)
         self.levels += 1
 
+    def level(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        offsets, rows, weights = (getattr(self, f"{name}_{number}") for name in ("offsets", "rows", "weights"))
+        return offsets, rows, weights
+
     def forward(self, table: Tensor) -> Tensor:
-        for level in range(self.levels):
-            offsets, rows, weights = (getattr(self, f"{name}_{level}") for name in ("offsets", "rows", "weights"))
+        for number in range(self.levels):
+            offsets, rows, weights = self.level(number)
             table = F.embedding_bag(
                 rows, table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
             )

@@ -140,8 +140,21 @@ def test_an_item_is_its_row_and_the_means_of_its_features():
     torch.testing.assert_close(model.embedding.item_rows(ids), expected[ids])  # few: their own rows are summed
     ids = torch.arange(dataset.num_items).repeat(20)
     torch.testing.assert_close(model.embedding.item_rows(ids), expected[ids])  # many: by way of the catalogue
+    # To the bit: a request of a service sums few, the run's evaluation many.
+    each = torch.cat([model.embedding.item_rows(torch.tensor([item])) for item in range(dataset.num_items)])
+    assert torch.equal(each, model.item_table) and torch.equal(each.repeat(20, 1), model.embedding.item_rows(ids))
+    assert model.embedding.item_rows(ids[:0]).shape == (0, 16)
     model.train()  # the catalogue of a loss is what training saw
     torch.testing.assert_close(model.item_table, expected[torch.from_numpy(known.trained)])
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "sampled_softmax"])
+def test_features_that_no_trained_item_has(loss):
+    dataset = with_cold_items(with_made_up_features(generate(**SIZES)), 1)
+    only = feature_of("items", "brand", "category", dataset.num_items, np.array([0]), np.array(["new"]))
+    config = configured(loss=LOSSES[loss], data=CONFIG["data"] | {"features": {"items": FEATURES["items"]}})
+    losses, model, _ = losses_of(config, replace(dataset, features=(only,)))
+    assert np.isfinite(losses).all() and model.eval().item_table.isfinite().all()
 
 
 @pytest.mark.parametrize("repeats", [1, 60])
