@@ -120,6 +120,19 @@ def weights(folder):
     return {name: value.numpy() for name, value in final_weights(folder)[0].items()}
 
 
+def test_features_in_a_service(made, tmp_path, capsys):
+    """Those of items and the calendar are served as they were judged; those of users nobody tells a service."""
+    run, options = tmp_path / "run", ["data.features.users=null", "train.epochs=2", f"run_dir={tmp_path}"]
+    assert train.main([str(made / "run.yaml"), "--run", str(run), *options]) == 0
+    assert evaluation.main([str(run), "--serve", "--slide", "1"]) == 0
+    (served,) = run.glob("eval-*serve*.json")
+    whole, served = (json.loads(path.read_text())["model"]["history"] for path in (run / "result.json", served))
+    assert served == pytest.approx(whole, abs=0.01)  # a rounding may swap two items
+    capsys.readouterr()
+    assert evaluation.main([str(made / "run"), "--serve"]) != 0
+    assert "data.features: those of users and events cannot be served" in capsys.readouterr().err
+
+
 def test_ranking_from_files_to_report(tmp_path):
     """Users of one parity like items of one group, which features alone tell of users and items that are rarely met."""
     rng = np.random.default_rng(0)
