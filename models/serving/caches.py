@@ -99,10 +99,12 @@ class Caches:
 
     def reserve(self, users: Sequence[str], tokens: Sequence[int]) -> None:
         """Makes room for `tokens` of each of `users`, who `fitting` said fit; others give way, the least used first."""
-        chosen = set(users)
+        chosen, sinks = set(users), int(self.pool.format.sink_tokens > 0)
         for user, length in zip(users, tokens):
             entry = self.entries.setdefault(user, Entry())
             self.entries.move_to_end(user)
+            if length and sinks + self.pool.format.num_pages(length) <= len(entry.row):
+                continue
             while True:
                 try:
                     entry.row = self.pool.reserve(entry.row, max(length, entry.length))

@@ -23,7 +23,7 @@ from models.serving.histories import History, Window
 from models.serving.options import ServingOptions, page_format
 from models.serving.parts import Part, Pass, ServedBatch, ServedRankingBatch
 from models.serving.passes import run, served_layers
-from models.serving.tokens import Columns, candidate_tokens, window_tokens
+from models.serving.tokens import Columns, candidate_tokens, single_tokens, window_tokens
 
 TOKENS = {"cpu": 2**14, "cuda": 2**17}  # new tokens of one pass
 
@@ -159,9 +159,14 @@ class Engine:
             self._write(pieces)
 
     def _write(self, pieces: list[tuple[str, History, int, int]]) -> None:
-        columns = Columns.joined(
-            [window_tokens(h, self._begin(h), start, stop, self.per_event) for _, h, start, stop in pieces]
-        )
+        if all(stop - start == 1 for *_, start, stop in pieces):
+            events = [self._begin(h) - h.first + start // self.per_event for _, h, start, _ in pieces]
+            starts = np.array([start for *_, start, _ in pieces])
+            columns = single_tokens([h for _, h, *_ in pieces], events, starts, self.per_event)
+        else:
+            columns = Columns.joined(
+                [window_tokens(h, self._begin(h), start, stop, self.per_event) for _, h, start, stop in pieces]
+            )
         counts = np.array([stop - start for *_, start, stop in pieces])
         lengths = np.array([start for *_, start, _ in pieces])
         offsets, lengths = self._to_device(np.append(0, np.cumsum(counts)), lengths)
@@ -195,14 +200,18 @@ class Engine:
 
     def _ask(self, asks: list[Ask], tokens: list[int]) -> Tensor:
         count, users = len(asks), [ask.user for ask in asks]
-        last = [
-            window_tokens(ask.history, self._begin(ask.history), total - 1, total, self.per_event, ask.at)
-            for ask, total in zip(asks, tokens)
-        ]
+        histories = [ask.history for ask in asks]
+        last = single_tokens(
+            histories,
+            [len(history.items) - 1 for history in histories],
+            np.array(tokens) - 1,
+            self.per_event,
+            [ask.at for ask in asks],
+        )
         origins = np.array([self._origin(ask.history) for ask in asks])
         totals, pages = np.array(tokens), self._pages(users)
         if not self.ranking:
-            batch = self._batch(Columns.joined(last), origins, users)
+            batch = self._batch(last, origins, users)
             ones, lengths = self._to_device(np.arange(count + 1), totals - 1)
             everything = slice(0, count)
             part = Part(everything, ones, pages, lengths, True, batch.timestamps, batch.query_timestamps)
@@ -210,7 +219,7 @@ class Engine:
             return self._run(batch)
         sizes = np.array([len(ask.candidates) for ask in asks])
         new = [candidate_tokens(ask.candidates, total, ask.at) for ask, total in zip(asks, tokens)]
-        columns = Columns.joined(last + new)
+        columns = Columns.joined([last, *new])
         batch = self._batch(columns, np.concatenate([origins, np.repeat(origins, sizes)]), users)
         at = np.array([ask.at for ask in asks])
         ones, offsets, lengths, at = self._to_device(

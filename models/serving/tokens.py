@@ -47,6 +47,25 @@ def window_tokens(history: History, begin: int, start: int, stop: int, per_event
     return Columns(history.items[events].astype(np.int64), actions, own, query_times, positions)
 
 
+def single_tokens(
+    histories: list[History], events: list[int], positions: np.ndarray, per_event: int, at: list[int] | None = None
+) -> Columns:
+    """One token of each of B users, as `window_tokens` says it: of many users at once, that takes a tenth of the time.
+
+    events: [B] which of a history's kept events the tokens belong to. positions: [B] of the tokens in their windows.
+    at: [B] query times, where the tokens are the last ones of their windows.
+    """
+    items = [h.items[event] for h, event in zip(histories, events)]
+    times = [h.timestamps[event] for h, event in zip(histories, events)]
+    if at is None:
+        # An item token of ranking asks at its own event's time; all others have an event behind theirs.
+        later = [per_event == 1 or place % 2 == 1 for place in positions.tolist()]
+        at = [h.timestamps[event + more] for h, event, more in zip(histories, events, later)]
+    reads = bool(histories) and histories[0].actions is not None
+    actions = [h.actions[event] for h, event in zip(histories, events)] if reads else [0] * len(items)
+    return Columns(*(np.array(x, np.int64) for x in (items, actions, times, at, positions)))
+
+
 def candidate_tokens(items: np.ndarray, position: int, at: int) -> Columns:
     """The item tokens of candidates [M] that would be a ranking user's next event, at `position` of the window."""
     count = len(items)

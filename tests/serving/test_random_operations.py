@@ -24,5 +24,5 @@ ROTARY = {"rotary": {"position": True, "time": True}}
 )
 def test_against_a_model_that_recomputes_everything(attention, task, changes, options, tmp_path):
     campaign = Campaign(make_config(attention, task=task, **changes), 1, 6, 3, tmp_path, **options)
-    campaign.run(60)
+    campaign.run(40)
     assert campaign.worst > 0 and campaign.served.statistics["tokens_encoded"] > 0
