@@ -134,6 +134,10 @@ def bsa_select_fwd_kernel(
     BM: tl.constexpr, BN: tl.constexpr, ATOMIC: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
+    """Adds a chunk's part to `out`: its queries attend to the block of keys that they chose.
+
+    m_first: the first of the launch's lists; NB, together: see `head_and_slot`; CHUNK: entries of a chunk.
+    """
     block = find_listed_block(lists, offsets, m_first, NB, together, H, B, CHUNK, BS, R)
     if block.rows <= 0:
         return
@@ -291,11 +295,11 @@ def bsa_select_bwd_dkv_kernel(
     if APART:
         listed = True
     if listed:
-        mine = block_keys(block, offset, lane)
+        key_side = block_keys(block, offset, lane)
         for row in range(0, block.rows, BM):
             side, live, entry = listed_queries(lists, block, row, R, BM, BS, ASM)
             t = side.token + side.lane
-            biases = block_tile(bias, entry, side, mine, 1, ASM)
+            biases = block_tile(bias, entry, side, key_side, 1, ASM)
             queries = load_tile(q, t, strides.q_t, live, origin + side.place, h * D, D, BD, TMA)
             upstream = load_tile(do, t, strides.do_t, live, origin + side.place, h * V, V, BV, TMA)
             if R >= BM:
@@ -306,7 +310,7 @@ def bsa_select_bwd_dkv_kernel(
                 acc_k, acc_v, keys, values, queries, upstream, gate[None, :], scale, biases, FAST, PRECISION
             )
             if tables.position is not None or tables.time is not None:
-                add_gathered(tables, dscore, bias, entry, side, mine, ASM)
+                add_gathered(tables, dscore, bias, entry, side, key_side, ASM)
             if DQ:
                 part = tl.dot(tl.trans(dscore.to(keys.dtype)), keys, input_precision=PRECISION)
                 add_rows(dq + h * D, t, H * D, live, part * (scale * inv_n), D, BD, True)

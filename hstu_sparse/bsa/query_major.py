@@ -6,6 +6,8 @@ They compute the compression branch, the group's own block and the window; with 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per group, R tokens per group, BM queries and BN keys of a tile.
 
+cmp, slc and swa are the branches' names in the paper (arXiv 2502.11089): compression, selection, sliding window.
+
 SiLU has no normaliser, so a branch is its gate times a plain sum, and the branches add up in one accumulator. Scores
 are computed halved, from halved tables: SiLU(2x) = x tanh(x) + x. docs/bsa_kernel.md goes through the forward kernel.
 
@@ -68,9 +70,10 @@ class QueryTile(NamedTuple):
 
 
 @triton.jit
-def find_queries(offsets, tiles, h, tile, B, H, BM: tl.constexpr, BS: tl.constexpr):
+def find_queries(offsets, tiles, h, slot, B, H, BM: tl.constexpr, BS: tl.constexpr):
+    """The `QueryTile` of one of `tiles` slots; none of its queries is live where the slot is unused."""
     # Late tiles see the most blocks: they start first.
-    b, start, length, i = locate(offsets, tiles - 1 - tile, B, BM)
+    b, start, length, i = locate(offsets, tiles - 1 - slot, B, BM)
     begin = i * BM
     t = begin + tl.arange(0, BM)
     side = Side(start + begin, begin, tl.arange(0, BM).to(tl.int64))
@@ -81,19 +84,19 @@ def find_queries(offsets, tiles, h, tile, B, H, BM: tl.constexpr, BS: tl.constex
 
 
 @triton.jit
-def consecutive(mine, first, BN: tl.constexpr):
+def consecutive(tile, first, BN: tl.constexpr):
     """The BN keys from position `first` on as the side of a tile."""
-    return Side(mine.start + first, first, tl.arange(0, BN).to(tl.int64))
+    return Side(tile.start + first, first, tl.arange(0, BN).to(tl.int64))
 
 
 @triton.jit
-def means(mine, j, c, known, BS: tl.constexpr):
+def means(tile, j, c, known, BS: tl.constexpr):
     """The mean keys of blocks j = c, c + 1, ... as the side of a tile: at the blocks' middle tokens.
 
     Those that are not there stand at the first one's, where there is something to read.
     """
     first = c * BS + BS // 2
-    return Side(mine.start + first, first, tl.where(known, (j - c) * BS, 0).to(tl.int64))
+    return Side(tile.start + first, first, tl.where(known, (j - c) * BS, 0).to(tl.int64))
 
 
 @triton.jit
@@ -122,11 +125,11 @@ def band_weight(slc, swa, t, s, window, BS: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def band_begin(mine, window, BN: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr):
+def band_begin(tile, window, BN: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr):
     """Where the own block of the first query and the window begin, whichever is earlier; a multiple of BN or BS."""
-    first = mine.begin // BS * BS
+    first = tile.begin // BS * BS
     if WINDOW:
-        first = tl.minimum(first, tl.maximum(mine.begin - window + 1, 0)) // BN * BN
+        first = tl.minimum(first, tl.maximum(tile.begin - window + 1, 0)) // BN * BN
     return first
 
 
@@ -138,32 +141,32 @@ def bsa_query_fwd_kernel(
     FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Output of BM queries of one head. TMA: k, v, kbar and vbar are tensor descriptors."""
-    h, tile = head_and_slot(tl.program_id(0), tiles, H, together)
-    mine = find_queries(offsets, tiles, h, tile, B, H, BM, BS)
-    start, end, t, live = mine.start, mine.end, mine.t, mine.live
-    if end <= mine.begin:
+    h, slot = head_and_slot(tl.program_id(0), tiles, H, together)
+    tile = find_queries(offsets, tiles, h, slot, B, H, BM, BS)
+    start, end, t, live = tile.start, tile.end, tile.t, tile.live
+    if end <= tile.begin:
         return
     queries = load_rows(q + start * strides.q_t + h * strides.q_h, t, strides.q_t, live, D, BD)
     origin = start.to(tl.int32)
     if not TMA:
         k += start * strides.k_t + h * strides.k_h
         v += start * strides.v_t + h * strides.v_h
-        kbar += ((start // BS + mine.b) * H + h) * D
-        vbar += ((start // BS + mine.b) * H + h) * V
-    slc = tl.load(gates.slc + mine.token, mask=live, other=0.0).to(tl.float32)
+        kbar += ((start // BS + tile.b) * H + h) * D
+        vbar += ((start // BS + tile.b) * H + h) * V
+    slc = tl.load(gates.slc + tile.token, mask=live, other=0.0).to(tl.float32)
     acc = tl.zeros([BM, BV], tl.float32)
     half = 0.5 * scale
 
     if SELECT:  # the chosen past blocks: the own one is the last
         tl.static_assert(BN <= BS)
-        place = ((start // R + mine.b + mine.begin // R) * H + h) * S
-        count = tl.minimum(mine.begin // BS, S - 1) * BS
+        place = ((start // R + tile.b + tile.begin // R) * H + h) * S
+        count = tl.minimum(tile.begin // BS, S - 1) * BS
         if count > 0:
             for e in range(0, count, BN):
                 first, entry = chosen_block(chosen, place, e, BN, BS, ASM)
                 s = first + tl.arange(0, BN)
                 keys = load_tile(k, s, strides.k_t, s < end, origin + first, h * D, D, BD, TMA)
-                biases = block_tile(bias, entry, mine.side, consecutive(mine, first, BN), 0, ASM)
+                biases = block_tile(bias, entry, tile.side, consecutive(tile, first, BN), 0, ASM)
                 score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
                 weight = silu_of_twice(score, FAST)
                 values = load_tile(v, s, strides.v_t, s < end, origin + first, h * V, V, BV, TMA)
@@ -172,13 +175,13 @@ def bsa_query_fwd_kernel(
 
     swa = slc
     if WINDOW:
-        swa = tl.load(gates.swa + mine.token, mask=live, other=0.0).to(tl.float32)
-    nearest = band_begin(mine, window, BN, BS, WINDOW)
+        swa = tl.load(gates.swa + tile.token, mask=live, other=0.0).to(tl.float32)
+    nearest = band_begin(tile, window, BN, BS, WINDOW)
     if nearest < end:  # the own block and the window
         for c in range(nearest, end, BN):
             s = c + tl.arange(0, BN)
             keys = load_tile(k, s, strides.k_t, s < end, origin + c, h * D, D, BD, TMA)
-            biases, _ = pair_tile(bias, mine.side, consecutive(mine, c, BN), 0, ASM)
+            biases, _ = pair_tile(bias, tile.side, consecutive(tile, c, BN), 0, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
             weight = silu_of_twice(score, FAST) * band_weight(slc, swa, t, s, window, BS, WINDOW)
             values = load_tile(v, s, strides.v_t, s < end, origin + c, h * V, V, BV, TMA)
@@ -186,15 +189,15 @@ def bsa_query_fwd_kernel(
 
     complete = (t + 1) // BS
     if end >= BS:  # the means of the blocks that are complete
-        cmp = tl.load(gates.cmp + mine.token, mask=live, other=0.0).to(tl.float32) * BS
+        cmp = tl.load(gates.cmp + tile.token, mask=live, other=0.0).to(tl.float32) * BS
         for c in range(0, end // BS, BN):
             j = c + tl.arange(0, BN)
             known = j < end // BS
-            keys = load_tile(kbar, j, H * D, known, mine.block_row + c, h * D, D, BD, TMA)
-            biases, _ = pair_tile(bias, mine.side, means(mine, j, c, known, BS), 0, ASM)
+            keys = load_tile(kbar, j, H * D, known, tile.block_row + c, h * D, D, BD, TMA)
+            biases, _ = pair_tile(bias, tile.side, means(tile, j, c, known, BS), 0, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
             weight = tl.where(j[None, :] < complete[:, None], silu_of_twice(score, FAST), 0.0) * cmp[:, None]
-            values = load_tile(vbar, j, H * V, known, mine.block_row + c, h * V, V, BV, TMA)
+            values = load_tile(vbar, j, H * V, known, tile.block_row + c, h * V, V, BV, TMA)
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
     store_rows(out + (start * H + h) * V, t, H * V, live, acc * inv_n, V, BV)
@@ -212,10 +215,10 @@ def bsa_query_bwd_dq_kernel(
 
     SUMS, norms, time_shift, means_factor: see `open_gradients` and `means_gradients`.
     """
-    h, tile = head_and_slot(tl.program_id(0), tiles, H, together)
-    mine = find_queries(offsets, tiles, h, tile, B, H, BM, BS)
-    start, end, t, live = mine.start, mine.end, mine.t, mine.live
-    if end <= mine.begin:
+    h, slot = head_and_slot(tl.program_id(0), tiles, H, together)
+    tile = find_queries(offsets, tiles, h, slot, B, H, BM, BS)
+    start, end, t, live = tile.start, tile.end, tile.t, tile.live
+    if end <= tile.begin:
         return
     queries = load_rows(q + start * strides.q_t + h * strides.q_h, t, strides.q_t, live, D, BD)
     upstream = load_rows(do + start * strides.do_t + h * strides.do_h, t, strides.do_t, live, V, BV)
@@ -223,9 +226,9 @@ def bsa_query_bwd_dq_kernel(
     if not TMA:
         k += start * strides.k_t + h * strides.k_h
         v += start * strides.v_t + h * strides.v_h
-        kbar += ((start // BS + mine.b) * H + h) * D
-        vbar += ((start // BS + mine.b) * H + h) * V
-    slc = tl.load(gates.slc + mine.token, mask=live, other=0.0).to(tl.float32)
+        kbar += ((start // BS + tile.b) * H + h) * D
+        vbar += ((start // BS + tile.b) * H + h) * V
+    slc = tl.load(gates.slc + tile.token, mask=live, other=0.0).to(tl.float32)
     gradients, histogram = open_gradients(tables, norms, time_shift, SUMS)
     acc = tl.zeros([BM, BD], tl.float32)
     slc_branch = tl.zeros([BM], tl.float32)
@@ -235,16 +238,16 @@ def bsa_query_bwd_dq_kernel(
 
     if SELECT:  # the chosen past blocks
         tl.static_assert(BN <= BS)
-        place = ((start // R + mine.b + mine.begin // R) * H + h) * S
-        count = tl.minimum(mine.begin // BS, S - 1) * BS
+        place = ((start // R + tile.b + tile.begin // R) * H + h) * S
+        count = tl.minimum(tile.begin // BS, S - 1) * BS
         if count > 0:
             for e in range(0, count, BN):
                 first, entry = chosen_block(chosen, place, e, BN, BS, ASM)
                 s = first + tl.arange(0, BN)
-                side = consecutive(mine, first, BN)
+                side = consecutive(tile, first, BN)
                 keys = load_tile(k, s, strides.k_t, s < end, origin + first, h * D, D, BD, TMA)
                 values = load_tile(v, s, strides.v_t, s < end, origin + first, h * V, V, BV, TMA)
-                biases = block_tile(bias, entry, mine.side, side, 0, ASM)
+                biases = block_tile(bias, entry, tile.side, side, 0, ASM)
                 score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
                 dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
                 weight, slope = silu_and_grad_of_twice(score, FAST)
@@ -252,21 +255,21 @@ def bsa_query_bwd_dq_kernel(
                 dscore = dweight * slope * slc[:, None]
                 acc = tl.dot(dscore.to(keys.dtype), keys, acc, input_precision=PRECISION)
                 if tables.position is not None:
-                    add_position_tile(gradients, dscore, mine.side, side, end, SUMS)
+                    add_position_tile(gradients, dscore, tile.side, side, end, SUMS)
                 if tables.time is not None:
-                    add_block_times(gradients, dscore, bias, entry, mine.side, side, SUMS, ASM)
+                    add_block_times(gradients, dscore, bias, entry, tile.side, side, SUMS, ASM)
 
     swa = slc
     if WINDOW:
-        swa = tl.load(gates.swa + mine.token, mask=live, other=0.0).to(tl.float32)
-    nearest = band_begin(mine, window, BN, BS, WINDOW)
+        swa = tl.load(gates.swa + tile.token, mask=live, other=0.0).to(tl.float32)
+    nearest = band_begin(tile, window, BN, BS, WINDOW)
     if nearest < end:  # the own block and the window
         for c in range(nearest, end, BN):
             s = c + tl.arange(0, BN)
-            side = consecutive(mine, c, BN)
+            side = consecutive(tile, c, BN)
             keys = load_tile(k, s, strides.k_t, s < end, origin + c, h * D, D, BD, TMA)
             values = load_tile(v, s, strides.v_t, s < end, origin + c, h * V, V, BV, TMA)
-            biases, buckets = pair_tile(bias, mine.side, side, 0, ASM)
+            biases, buckets = pair_tile(bias, tile.side, side, 0, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad_of_twice(score, FAST)
@@ -277,7 +280,7 @@ def bsa_query_bwd_dq_kernel(
             dscore = dweight * slope * band_weight(slc, swa, t, s, window, BS, WINDOW)
             acc = tl.dot(dscore.to(keys.dtype), keys, acc, input_precision=PRECISION)
             if tables.position is not None:
-                add_position_tile(gradients, dscore, mine.side, side, end, SUMS)
+                add_position_tile(gradients, dscore, tile.side, side, end, SUMS)
             if tables.time is not None:
                 add_pair_times(gradients, dscore, buckets, SUMS, SUMS)
     close_times(gradients, histogram, tables, SUMS)
@@ -285,14 +288,14 @@ def bsa_query_bwd_dq_kernel(
     complete = (t + 1) // BS
     if end >= BS:  # the means of the blocks that are complete
         gradients = means_gradients(gradients, histogram, tables, means_factor, SUMS)
-        cmp = tl.load(gates.cmp + mine.token, mask=live, other=0.0).to(tl.float32) * BS
+        cmp = tl.load(gates.cmp + tile.token, mask=live, other=0.0).to(tl.float32) * BS
         for c in range(0, end // BS, BN):
             j = c + tl.arange(0, BN)
             known = j < end // BS
-            side = means(mine, j, c, known, BS)
-            keys = load_tile(kbar, j, H * D, known, mine.block_row + c, h * D, D, BD, TMA)
-            values = load_tile(vbar, j, H * V, known, mine.block_row + c, h * V, V, BV, TMA)
-            biases, buckets = pair_tile(bias, mine.side, side, 0, ASM)
+            side = means(tile, j, c, known, BS)
+            keys = load_tile(kbar, j, H * D, known, tile.block_row + c, h * D, D, BD, TMA)
+            values = load_tile(vbar, j, H * V, known, tile.block_row + c, h * V, V, BV, TMA)
+            biases, buckets = pair_tile(bias, tile.side, side, 0, ASM)
             score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * half + biases
             dweight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
             weight, slope = silu_and_grad_of_twice(score, FAST)
@@ -301,12 +304,12 @@ def bsa_query_bwd_dq_kernel(
             dscore = dweight * slope * cmp[:, None]
             acc = tl.dot(dscore.to(keys.dtype), keys, acc, input_precision=PRECISION)
             if tables.position is not None:
-                add_mean_positions(gradients, tables, dscore, mine.side, side)
+                add_mean_positions(gradients, tables, dscore, tile.side, side)
             if tables.time is not None:
                 add_pair_times(gradients, dscore, buckets, SUMS, SUMS)
         close_times(gradients, histogram, tables, SUMS)
-    tl.store(dg_cmp + mine.token, cmp_branch * (BS * inv_n), mask=live)
-    tl.store(dg_slc + mine.token, slc_branch * inv_n, mask=live)
+    tl.store(dg_cmp + tile.token, cmp_branch * (BS * inv_n), mask=live)
+    tl.store(dg_slc + tile.token, slc_branch * inv_n, mask=live)
     if WINDOW:
-        tl.store(dg_swa + mine.token, swa_branch * inv_n, mask=live)
+        tl.store(dg_swa + tile.token, swa_branch * inv_n, mask=live)
     store_rows(dq + (start * H + h) * D, t, H * D, live, acc * (scale * inv_n), D, BD)

@@ -1,6 +1,8 @@
 """Block-sparse HSTU attention: the reference by hand and by its properties, validation, the research interface."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -341,3 +343,12 @@ class TestResearchInterface:
         assert padded_q.shape == padded_k.shape == (2, 32, 2, 8)
         out.square().sum().backward()
         assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in layer.parameters())
+
+
+def test_the_page_about_the_kernel_quotes_it():
+    """docs/bsa_kernel.md goes through the forward kernel: each line of its code stands there."""
+    root = Path(__file__).parents[2]
+    kernel = {line.strip() for line in (root / "hstu_sparse/bsa/query_major.py").read_text().splitlines()}
+    blocks = re.findall(r"```python\n(.*?)```", (root / "docs/bsa_kernel.md").read_text(), re.S)
+    quoted = [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
+    assert len(quoted) > 8 and not [line for line in quoted if line not in kernel]
