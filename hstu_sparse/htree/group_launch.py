@@ -84,7 +84,7 @@ def make_choices(p: GroupProblem, q: Tensor, keys: Tensor) -> Tensor:
     table = torch.full((p.choices + 1, p.top_k + p.words), -1, dtype=torch.int32, device=p.device)
     torch.arange(p.top_k, dtype=torch.int32, device=p.device, out=table[p.choices, : p.top_k])
     if p.choices:
-        grid, workspace, options = p.options("fwd", p.slots * p.H)
+        grid, workspace, options = p.options("choose", p.slots * p.H)
         for name in ("V", "BV"):
             del options[name]
         run(

@@ -53,7 +53,7 @@ def walk_config(kernel: str, half: int, value: int, group: int, item: int) -> La
     """Return the configuration of a walking kernel, whose tiles are BN candidates.
 
     Args:
-        kernel: "fwd" or "bwd".
+        kernel: "fwd", "bwd" or "choose" (the choice of groups, `groups.py`).
         half, value: padded sizes of half a query/key head and of a value head.
         group: query heads of a key/value head, padded.
         item: bytes of an element.
@@ -61,7 +61,10 @@ def walk_config(kernel: str, half: int, value: int, group: int, item: int) -> La
     # Registers that a tile's operands and the query take, in units of what a warp has room for.
     load = max(half * 2, value) * group * item // (64 * 16 * 2)
     warps = min(8, max(1, load))
-    registers, programs = (128, 16) if kernel == "fwd" and load <= 1 and item == 2 else (None, max(1, 8 // warps))
+    registers, programs = None, max(1, 8 // warps)
+    if load <= 1 and item == 2:
+        # Triton 3.6 spills 200 bytes of "choose" with 128 registers.
+        registers, programs = {"fwd": (128, 16), "choose": (168, 12), "bwd": (None, 8)}[kernel]
     # Three stages: the next tiles are on their way while these are worked on. With one a barrier for shared memory
     # stands between any two loads, and their latencies add up; but the largest heads have no room for more.
     stages = 3 if load <= 1 else 2 if load <= 8 else 1
