@@ -276,19 +276,15 @@ class Recommender:
 
     def score_rows(self, users: Sequence[str], candidates: Sequence[np.ndarray], at=None) -> list[np.ndarray]:
         """As `score`, for any number of candidates a user, given as rows of the item table."""
-        # Sorted, so that the same candidates are scored by the same arithmetic, whatever order they come in.
-        orders = [np.argsort(mine, kind="stable") for mine in candidates]
-        given = [mine[order] for mine, order in zip(candidates, orders)]
+        # Sorted and each once, so that they are scored by the same arithmetic whatever order they come in.
+        unique = [np.unique(mine, return_inverse=True) for mine in candidates]
+        given = [mine for mine, _ in unique]
         if self.ranking:
             scores = self._probabilities(self.candidate_outputs(users, given, at))
         else:
             scores = self._cosines(self.outputs(users, at), given)
-        found = []
-        for values, order in zip(np.split(scores, np.cumsum([len(mine) for mine in given])[:-1]), orders):
-            back = np.empty_like(values)
-            back[order] = values
-            found.append(back)
-        return found
+        parts = np.split(scores, np.cumsum([len(mine) for mine in given])[:-1])
+        return [values[place] for values, (_, place) in zip(parts, unique)] if given else []
 
     @torch.no_grad()
     def _probabilities(self, out: Tensor) -> np.ndarray:

@@ -97,7 +97,8 @@ def test_candidates_never_see_one_another():
         items, times, actions = events(30)
         served.append([1] * 30, items, times, actions if task == "ranking" else None)
         candidates = item_ids()[np.random.default_rng(1).permutation(NUM_ITEMS)]
-        order = np.random.default_rng(2).permutation(NUM_ITEMS)
+        candidates = np.append(candidates, candidates[:9])  # some of them twice
+        order = np.random.default_rng(2).permutation(len(candidates))
         at = int(times[-1]) + 60
         found = served.score([1], candidates[None], at)[0]
         assert len(set(found.tolist())) > NUM_ITEMS // 2
