@@ -72,7 +72,7 @@ def weigh(scores, seen, greatest, total, SOFTMAX: tl.constexpr, FAST: tl.constex
 def paged_attention_fwd_kernel(
     q, q_stride_t, q_stride_h, k, k_stride_t, k_stride_h, v, v_stride_t, v_stride_h, q_offsets, pages, lengths,
     key_pages, key_ranges, value_pages, value_ranges, sink_k, sink_v, timestamps,
-    position_table, time_table, cells, new_times, query_times,
+    position_table, time_table, cells, new_times, query_times, candidate_bias,
     out, lse, B, P, S, Tq, positions, SPLITS, score_scale, rotation, inverse_n,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAD_D: tl.constexpr, PAGE: tl.constexpr,
     BITS: tl.constexpr, OFFSET: tl.constexpr, CODED: tl.constexpr, K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr,
@@ -84,7 +84,7 @@ def paged_attention_fwd_kernel(
     """One part of one tile of new tokens; out and lse: [SPLITS, Tq, H, ...], or the final ones where SPLITS is 1.
 
     BITS: 0 for pages of keys and values as they are. OUT_V: blocks of values that a program sums. The part with number
-    0 also has the sinks and the tokens themselves.
+    0 also has the sinks and the tokens themselves. Candidates have `candidate_bias` (bias.py) in place of the tables.
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
     ROWS: tl.constexpr = HEADS * BQ
@@ -108,7 +108,9 @@ def paged_attention_fwd_kernel(
     last = length if CANDIDATES else length + tl.minimum(count, q_tile * BQ + BQ) - 1
     asked = 0
     if time_table is not None:
-        asked = tl.load(query_times + b) if CANDIDATES else tl.load(query_times + query, real, 0)[:, None]
+        asked = tl.load(query_times + query, real, 0)[:, None]
+    if candidate_bias is not None:
+        candidate_bias += b.to(tl.int64) * (P * PAGE + 1)
     pages += b.to(tl.int64) * P
     # Blocks of values that this program sums: all, or those with its head's channels.
     first_v = first_member * V // V_BLOCK if OUT_V != V_BLOCKS else 0
@@ -126,12 +128,15 @@ def paged_attention_fwd_kernel(
         own_row = query[:, None] * k_stride_t + head[:, None].to(tl.int64) * k_stride_h
         own_k = tl.load(k + own_row + column, inside_head, 0.0)
         own = tl.sum(q_rows.to(tl.float32) * own_k.to(tl.float32), 1) * score_scale
-        given = 0
-        if time_table is not None:
-            given = tl.load(new_times + b) if CANDIDATES else tl.load(new_times + query, real, 0)[:, None]
-        none = tl.zeros([ROWS, 1], tl.int32)
-        bias, _ = pair_bias(none, real[:, None], asked, given, position_table, time_table, cells, positions)
-        own += tl.sum(bias, 1)
+        if candidate_bias is not None:
+            own += tl.load(candidate_bias + length)
+        elif not CANDIDATES:
+            given = 0
+            if time_table is not None:
+                given = tl.load(new_times + query, real, 0)[:, None]
+            none = tl.zeros([ROWS, 1], tl.int32)
+            bias, _ = pair_bias(none, real[:, None], asked, given, position_table, time_table, cells, positions)
+            own += tl.sum(bias, 1)
         if SOFTMAX:
             greatest = own
             total = tl.full([ROWS], 1.0, tl.float32)
@@ -163,8 +168,8 @@ def paged_attention_fwd_kernel(
             page = tl.load(pages + 1 + position // PAGE, inside, 0).to(tl.int64)
             seen = inside[None, :] & (position[None, :] < at[:, None])
             scores = biased(
-                scores * score_scale, inside, at, position, length, page * PAGE + position % PAGE, asked, timestamps,
-                position_table, time_table, cells, positions, CANDIDATES,
+                scores * score_scale, inside, at, position, page * PAGE + position % PAGE, asked, timestamps,
+                position_table, time_table, cells, positions, candidate_bias,
             )  # fmt: skip
             weights, greatest, total, factor = weigh(scores, seen, greatest, total, SOFTMAX, FAST)
             low_weights = weights.to(DTYPE)
@@ -216,8 +221,8 @@ def paged_attention_fwd_kernel(
                 scores = tl.dot(queries[i], tl.trans(key), scores, input_precision=PRECISION)
         seen = inside[None, :] & (position[None, :] < at[:, None])
         scores = biased(
-            scores * score_scale, inside, at, position, length, page * PAGE + slot, asked, timestamps, position_table,
-            time_table, cells, positions, CANDIDATES,
+            scores * score_scale, inside, at, position, page * PAGE + slot, asked, timestamps, position_table,
+            time_table, cells, positions, candidate_bias,
         )  # fmt: skip
         weights, greatest, total, factor = weigh(scores, seen, greatest, total, SOFTMAX, FAST)
         new = ()
@@ -266,17 +271,17 @@ def paged_attention_fwd_kernel(
 
 @triton.jit
 def biased(
-    scores, inside, at, position, length, at_time, asked, timestamps, position_table, time_table, cells, positions,
-    CANDIDATES: tl.constexpr,
+    scores, inside, at, position, at_time, asked, timestamps, position_table, time_table, cells, positions,
+    candidate_bias,
 ):  # fmt: skip
-    """Scores [rows, R] with the bias of position and time; candidates of a sequence have the same one."""
-    if CANDIDATES:
-        distance = (length - position)[None, :]
-        some = inside[None, :]
-    else:
+    """Scores [rows, R] with the bias of position and time."""
+    if candidate_bias is not None:
+        scores += tl.load(candidate_bias + position, inside, 0.0)[None, :]
+    elif position_table is not None or time_table is not None:
         distance = at[:, None] - position[None, :]
-        some = inside[None, :] & (distance > 0)
-    times = 0
-    if time_table is not None:
-        times = tl.load(timestamps + at_time, inside, 0)[None, :]
-    return scores + pair_bias(distance, some, asked, times, position_table, time_table, cells, positions)[0]
+        times = 0
+        if time_table is not None:
+            times = tl.load(timestamps + at_time, inside, 0)[None, :]
+        seen = inside[None, :] & (distance > 0)
+        scores += pair_bias(distance, seen, asked, times, position_table, time_table, cells, positions)[0]
+    return scores

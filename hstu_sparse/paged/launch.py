@@ -22,6 +22,7 @@ from hstu_sparse.launch import (
     precision,
     run,
 )
+from hstu_sparse.paged.bias import candidate_bias_kernel
 from hstu_sparse.paged.kernel import paged_attention_fwd_kernel
 from hstu_sparse.pages.format import PageFormat
 from hstu_sparse.pages.launch import code_offset, words
@@ -30,12 +31,13 @@ from hstu_sparse.pages.pool import PagePool
 from hstu_sparse.rows import as_rows
 from hstu_sparse.validation import check_kernel
 
+BIAS_BLOCK = 256  # positions of a program of `candidate_bias_kernel`
 FEW, SOME = 8, 48  # new tokens of a sequence on average, from which on programs take 64 of them, and 128
 
 
 @configuration
 def tile(dtype: torch.dtype, width: int, coded: bool, queries: int) -> LaunchConfig:
-    """BQ new tokens and R positions of a program.
+    """BQ new tokens and R positions of a program, and how many programs a processor of an H200 is given at once.
 
     Args:
         width: the greater head size, padded.
@@ -43,14 +45,16 @@ def tile(dtype: torch.dtype, width: int, coded: bool, queries: int) -> LaunchCon
         queries: new tokens of a sequence on average.
     """
     if queries < FEW:
-        return LaunchConfig(BQ=16, R=32 if width > 128 or dtype == torch.float32 else 64, num_warps=4, num_stages=2)
+        big = width > 128 or dtype == torch.float32
+        few = LaunchConfig(BQ=16, R=32 if big else 64, num_warps=4, num_stages=2, programs=3 if coded else 6)
+        return few.replace(maxnreg=168) if coded and not big else few  # of more registers only two programs have room
     if dtype == torch.float32:
-        return LaunchConfig(BQ=32, R=32, num_warps=4, num_stages=1)
+        return LaunchConfig(BQ=32, R=32, num_warps=4, num_stages=1, programs=4)
     if width > 128:
-        return LaunchConfig(BQ=64, R=32, num_warps=8, num_stages=2)
+        return LaunchConfig(BQ=64, R=32, num_warps=8, num_stages=2, programs=4)
     if queries < SOME or coded:
-        return LaunchConfig(BQ=64, R=64, num_warps=4, num_stages=2)
-    return LaunchConfig(BQ=128, R=64, num_warps=8, num_stages=2)
+        return LaunchConfig(BQ=64, R=64, num_warps=4, num_stages=2, programs=4)
+    return LaunchConfig(BQ=128, R=64, num_warps=8, num_stages=2, programs=4)
 
 
 @functools.lru_cache(maxsize=64)
@@ -73,9 +77,26 @@ def sizes(format: PageFormat, dtype: torch.dtype, few: bool) -> dict:
 
 
 @configuration
-def splits_of(programs: int, tiles: int, device: torch.device) -> int:
-    """Into how many parts pages are divided so that processors have work, each of four tiles or more."""
-    return max(1, min(4 * multiprocessors(device) // max(1, programs), tiles // 4))
+def splits_of(programs: int, tiles: int, at_once: int, device: torch.device) -> int:
+    """Return into how many parts pages are divided so that all processors have work, each of four tiles or more.
+
+    at_once: programs of a processor; further ones would wait for these to end.
+    """
+    return max(1, min(at_once * multiprocessors(device) // max(1, programs), tiles // 4))
+
+
+def candidate_bias(pool: PagePool, pages: Tensor, lengths: Tensor, bias: RelativeBias, cells: Tensor | None) -> Tensor:
+    """Return the bias of each sequence's candidates, fp32, [B, tokens that `pages` has room for, and one]."""
+    format, batch = pool.format, len(lengths)
+    room = pages.shape[1] * format.page_size + 1
+    found = pages.new_empty(batch, room, dtype=torch.float32)
+    run(
+        candidate_bias_kernel, (batch, cdiv(room, BIAS_BLOCK)), found, pages, lengths,
+        None if bias.time is None else pool.timestamps, bias.position, bias.time, cells, bias.timestamps,
+        bias.query_timestamps, pages.shape[1], 0 if bias.position is None else len(bias.position),
+        PAGE=format.page_size, SINKS=format.sink_tokens > 0, BLOCK=BIAS_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return found
 
 
 def attention(
@@ -92,7 +113,7 @@ def attention(
     if tokens == 0:
         return out
     q, k, v = as_rows(q, k, v, align=False)
-    batch, softmax, timed = q_offsets.shape[0] - 1, activation == "softmax", bias.time is not None
+    batch, softmax = q_offsets.shape[0] - 1, activation == "softmax"
     width = max(padded_head(format.head_size), padded_head(V))
     config = tile(q.dtype, width, format.layout is not None, cdiv(tokens, max(1, batch)))
     few = config.BQ == 16
@@ -101,26 +122,31 @@ def attention(
     config = config.replace(BQ=max(16 // together, config.BQ // together))
     slots, programs = tokens // config.BQ + batch, heads // together
     filled = min(slots, batch * cdiv(tokens, batch * config.BQ))
-    splits = splits_of(filled * programs, cdiv(pages.shape[1] * format.page_size, config.R), q.device)
+    splits = splits_of(filled * programs, cdiv(pages.shape[1] * format.page_size, config.R), config.programs, q.device)
     part, lse = out, None
     if splits > 1:
         part = q.new_empty(splits, tokens, heads, V, dtype=torch.float32)
         lse = q.new_empty(splits, tokens, heads, dtype=torch.float32) if softmax else None
     coded = format.layout is not None
+    pages, lengths = pages.contiguous(), lengths.contiguous()
     bias = RelativeBias(*(x if x is None else x.contiguous() for x in bias))
+    cells = device_cells(num_time_buckets(bias.time), q.device) if bias.time is not None else None
     rotation = (format.coded_size * group) ** -0.5 if coded else 1.0
     with on_device(q.device):
+        by_position = None
+        if candidates and (bias.position is not None or bias.time is not None):
+            by_position = candidate_bias(pool, pages, lengths, bias, cells)
+        if candidates:
+            bias, cells = RelativeBias(), None
         run(
             paged_attention_fwd_kernel, (slots, programs, splits), q, *q.stride()[:2], k, *k.stride()[:2], v,
-            *v.stride()[:2], q_offsets.contiguous(), pages.contiguous(), lengths.contiguous(),
-            tensors["k_codes" if coded else "k"], words(tensors.get("k_ranges")),
-            tensors["v_codes" if coded else "v"], words(tensors.get("v_ranges")), tensors.get("sink_k"),
-            tensors.get("sink_v"), pool.timestamps if timed else None, bias.position, bias.time,
-            device_cells(num_time_buckets(bias.time), q.device) if timed else None,
-            bias.timestamps, bias.query_timestamps, part, lse, batch, pages.shape[1], format.sink_tokens, tokens,
-            0 if bias.position is None else bias.position.shape[0], splits, scale, rotation, 1.0 / normalizer,
-            **constants, **config, CANDIDATES=candidates, SOFTMAX=softmax, FAST=q.dtype != torch.float32,
-            PRECISION=precision(q.dtype), LSE=lse is not None,
+            *v.stride()[:2], q_offsets.contiguous(), pages, lengths, tensors["k_codes" if coded else "k"],
+            words(tensors.get("k_ranges")), tensors["v_codes" if coded else "v"], words(tensors.get("v_ranges")),
+            tensors.get("sink_k"), tensors.get("sink_v"), None if bias.time is None else pool.timestamps,
+            bias.position, bias.time, cells, bias.timestamps, bias.query_timestamps, by_position, part, lse, batch,
+            pages.shape[1], format.sink_tokens, tokens, 0 if bias.position is None else bias.position.shape[0], splits,
+            scale, rotation, 1.0 / normalizer, **constants, **config, CANDIDATES=candidates, SOFTMAX=softmax,
+            FAST=q.dtype != torch.float32, PRECISION=precision(q.dtype), LSE=lse is not None,
         )  # fmt: skip
         if splits > 1:
             run(

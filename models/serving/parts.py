@@ -21,7 +21,8 @@ class Part:
     pages        [B, P] int32, the users' pages
     lengths      [B] int64, tokens in the pages before the new ones
     candidates   whether the new tokens of a user all stand at position `lengths` and see the pages and themselves; else
-                 they follow one another, are written into the pages, and see those before them
+                 they are one or more of each user, follow one another, are written into the pages, and see those before
+                 them
     times        [T] int64, seconds, of the tokens; of candidates [B]
     query_times  [T] int64, when what follows the tokens happens; of candidates [B]
     """

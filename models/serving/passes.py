@@ -52,6 +52,7 @@ class ServedAttention(nn.Module):
         if isinstance(inner, BlockSparseAttention):
             return paged_block_sparse(inner, self.layer, q, k, v, bias, served, part)
         softmax = isinstance(inner, SoftmaxAttention)
+        one_each = len(q) == len(part.lengths)  # the same as candidates, which are faster
         return hstu_sparse.paged_attention(
             q,
             k,
@@ -62,7 +63,7 @@ class ServedAttention(nn.Module):
             part.lengths,
             inner.sizes.max_seq_len,
             layer=self.layer,
-            candidates=part.candidates,
+            candidates=part.candidates or one_each,
             activation="softmax" if softmax else "silu",
             scale=None if softmax else inner.config.scale,
             normalizer=None if softmax else inner.normalizer,

@@ -70,11 +70,14 @@ def test_an_order_of_candidates_does_not_matter_bit_for_bit(options, count, acti
 
 
 def test_batches_do_not_recompile_kernels():
+    from hstu_sparse.paged.bias import candidate_bias_kernel
     from hstu_sparse.paged.kernel import paged_attention_fwd_kernel
     from hstu_sparse.pages.encode import write_codes_kernel
     from hstu_sparse.pages.write import write_pages_kernel
 
-    kernels = paged_attention_fwd_kernel, write_codes_kernel, write_pages_kernel
+    kernels = paged_attention_fwd_kernel, candidate_bias_kernel, write_codes_kernel, write_pages_kernel
+
+    bias = RelativeBias(torch.zeros(1000, device="cuda"))
 
     def step(lengths):
         for options in ({}, dict(bits=2, sink_tokens=4)):
@@ -83,6 +86,7 @@ def test_batches_do_not_recompile_kernels():
             offsets = make_offsets([2] * len(lengths), device="cuda")
             pool.write(0, q, q, offsets, pages, cached)
             paged_attention(q, q, q, offsets, pool, pages, cached, 1000)
+            paged_attention(q, q, q, offsets, pool, pages, cached, 1000, candidates=True, bias=bias)
 
     def compiled():
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())

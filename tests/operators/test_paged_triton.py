@@ -1,9 +1,13 @@
 """The kernels of paged attention and of the page pool, in Triton's interpreter."""
 
 import pytest
+import torch
 
+from hstu_sparse import PageFormat, PagePool, RelativeBias, paged_attention
 from hstu_sparse.launch import INTERPRET
+from hstu_sparse.testing import make_jagged, make_offsets, make_timestamps
 from tests.random.cases import operator
+from tests.random.cases.paged import launched_with
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="kernels on a CPU need TRITON_INTERPRET=1")
 
@@ -31,3 +35,30 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_agree_with_the_reference(name):
     operator("paged").check("cpu", **dict(groups=1, head_size=16, value_size=16) | CASES[name])
+
+
+@pytest.mark.parametrize(
+    "call", [dict(), dict(activation="softmax", splits=2), dict(bits=2, sink_tokens=4, head_group=2), dict(timed=False)]
+)
+def test_one_new_token_is_a_candidate_bit_for_bit(call):
+    """A bias computed once for each position is the bias of each pair."""
+    splits, timed, activation = (call.pop(x, y) for x, y in dict(splits=1, timed=True, activation="silu").items())
+    lengths, heads, size = (70, 0, 1, 33), 2, 16
+    pool = PagePool(PageFormat(heads, size, size, torch.float32, **call), 20, num_sequences=4)
+    pages = pool.table([pool.reserve([], n + 1) for n in lengths])
+    n, zero, ones = torch.tensor(lengths), torch.zeros(4, dtype=torch.int64), make_offsets([1] * 4)
+    k, v = (make_jagged(lengths, (heads, size), seed=i) for i in range(2))
+    pool.write(0, k, v, make_offsets(lengths), pages, zero, backend="triton")
+    pool.write_timestamps(make_timestamps(lengths), make_offsets(lengths), pages, zero)
+    q, k, v = (make_jagged([1] * 4, (heads, size), seed=i) for i in range(2, 5))
+    times = torch.tensor([2**31, 5, 7, 3])
+    bias = RelativeBias(make_jagged([80], ()), make_jagged([60], ()) if timed else None, times, times + 40)
+
+    def out(candidates):
+        with launched_with(splits):
+            return paged_attention(
+                q, k, v, ones, pool, pages, n, 80, candidates=candidates, bias=bias, activation=activation,
+                backend="triton",
+            )  # fmt: skip
+
+    assert torch.equal(out(False), out(True))

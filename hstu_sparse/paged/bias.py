@@ -1,0 +1,39 @@
+"""The bias of candidates, computed once for each position of a sequence.
+
+Candidates of a sequence stand at one position and share their time, so their bias with a key depends on the key alone.
+The kernel of attention reads it, one number a key. If that kernel looked it up in the tables itself, Triton (3.6, 3.7)
+would have every thread look up each of its columns of a tile: a load is cheap to repeat where a tensor has fewer
+elements than there are threads. PTX for 128 candidates then has 230 loads of 4 bytes in place of 5.
+"""
+
+import triton
+import triton.language as tl
+
+from hstu_sparse.bias.scores import pair_bias
+
+
+@triton.jit(do_not_specialize=["P", "positions"])
+def candidate_bias_kernel(
+    bias, pages, lengths, timestamps, position_table, time_table, cells, new_times, query_times, P, positions,
+    PAGE: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes bias[b, s], fp32, of candidates of sequence b with its token s, and with themselves at s = lengths[b].
+
+    bias: [B, P * PAGE + 1], of which what lies behind lengths[b] is not written. A program: BLOCK positions.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + b).to(tl.int32)
+    position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(1) * BLOCK > length:
+        return
+    asked = 0
+    times = 0
+    if time_table is not None:
+        asked = tl.load(query_times + b)
+        cached = position < length
+        page = tl.load(pages + b * P + (1 if SINKS else 0) + position // PAGE, cached, 0).to(tl.int64)
+        times = tl.load(timestamps + page * PAGE + position % PAGE, cached, 0)
+        times = tl.where(cached, times, tl.load(new_times + b))
+    inside = position <= length
+    found = pair_bias(length - position, inside, asked, times, position_table, time_table, cells, positions)[0]
+    tl.store(bias + b * (P * PAGE + 1) + position, found, inside)
