@@ -2,6 +2,10 @@
 
     python benchmarks/run.py --op paged --out paged.jsonl       64 users, 4 heads of 64, both biases, SiLU, bf16
     python benchmarks/run.py --op paged --lengths 4096 --queries 1 --only bf16,2bit
+    python benchmarks/run.py --op paged --lengths 4096 --queries 1 --splits 1,2,3,4,6,8 --warps 2,4 --stages 2,3
+
+--splits, --warps and --stages time the candidates also with a history in so many parts, and with programs of so many
+warps and stages, in place of what the library chooses.
 
 Every record says in `bound_ms` what reading the pages, or the products, take at least on an H200 (4.8 TB/s, 989
 TFLOP/s).
@@ -9,12 +13,15 @@ TFLOP/s).
 over the history alone.
 """
 
+import contextlib
 import functools
+import itertools
 
 import torch
 from run import Case
 
 SINKS, CLIP = 4, 0.75
+TRIED = "splits", "warps", "stages"
 BYTES_A_SECOND, FLOPS_A_SECOND = 4.8e12, 989e12
 FORMATS = {"bf16": {}, "2bit": dict(bits=2, sink_tokens=SINKS, clip=CLIP), "4bit": dict(bits=4, sink_tokens=SINKS)}
 
@@ -24,6 +31,8 @@ def add_arguments(parser):
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--queries", type=lambda x: [int(n) for n in x.split(",")], default=[1, 1024])
+    for name in TRIED:
+        parser.add_argument(f"--{name}", type=lambda x: [int(n) for n in x.split(",")], default=[None])
     parser.add_argument("--formats", type=lambda x: x.split(","), default=["bf16", "2bit"])
 
 
@@ -86,9 +95,29 @@ def attending(name, users, length, heads, size, queries):
     ), q  # fmt: skip
 
 
-def run_paged(*arguments):
+@contextlib.contextmanager
+def launched_with(splits=None, **options):
+    """Paged attention with so many parts of a history and options of Triton, where given."""
+    from hstu_sparse.launch import override
+    from hstu_sparse.paged import launch
+
+    with (
+        override(launch.splits_of, lambda chosen, *_: splits or chosen),
+        override(launch.tile, lambda chosen, *_: chosen.replace(**options)),
+    ):
+        yield
+
+
+def run_paged(tried, *arguments):
     call, _ = attending(*arguments)
-    return with_replay(call)
+    if not tried:
+        return with_replay(call)
+
+    def changed():
+        with launched_with(**{dict(warps="num_warps", stages="num_stages").get(k, k): x for k, x in tried.items()}):
+            return call()
+
+    return with_replay(changed)
 
 
 def run_append(name, users, length, heads, size):
@@ -133,15 +162,17 @@ def cases(arguments):
         for queries in arguments.queries:
             shape = dict(users=users, length=length, heads=heads, head_size=size, queries=queries)
             seconds = 4 * users * queries * length * heads * size / FLOPS_A_SECOND
-            for name in arguments.formats:
+            tried = itertools.product(*(getattr(arguments, name) for name in TRIED))
+            for name, values in itertools.product(arguments.formats, tried):
                 from hstu_sparse import PageFormat
 
+                changes = {key: value for key, value in zip(TRIED, values) if value is not None}
                 format = PageFormat(heads, size, size, torch.bfloat16, **FORMATS[name])
                 bound = max(seconds, users * format.bytes(length) / BYTES_A_SECOND)
                 yield Case(
                     name,
-                    shape | {"bound_ms": round(1e3 * bound, 4)},
-                    functools.partial(run_paged, name, users, length, heads, size, queries),
+                    shape | changes | {"bound_ms": round(1e3 * bound, 4)},
+                    functools.partial(run_paged, changes, name, users, length, heads, size, queries),
                     functools.partial(check, name, heads, size, queries),
                 )
             sizes = users, length, heads, size, queries
