@@ -11,6 +11,7 @@ import threading
 import pytest
 
 import train
+from models import ending
 from models.attention import ATTENTION
 from models.interrupt import Interrupts, Stopped
 from tests.hostile.harness import Process
@@ -47,7 +48,7 @@ def test_the_story(tmp_path, monkeypatch):
         (train, "open_data", 1, "preparing the data. To begin: the same command again"),
         (train, "set_lr", 2, "training. Saved at step 2 of 4. To go on: python train.py --resume run"),
         (train.Tracked, "epoch", 1, "training. Saved at step 2 of 4. To go on"),
-        (train, "judge", 1, "evaluating; all epochs are saved. To evaluate: python train.py --resume run"),
+        (ending, "judge", 1, "evaluating; all epochs are saved. To evaluate: python train.py --resume run"),
     )
     arguments = ("run.yaml", "--run", "run")
     for place, name, call, told in stops:

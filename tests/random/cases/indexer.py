@@ -329,8 +329,9 @@ def launches():
 
     # Bytes of a thread's registers that ptxas keeps in local memory.
     spills = {
+        "group_attention_bwd_kernel": 64,  # on sm_80
         "lightning_indexer_sample_kernel": 32,
-        "lightning_indexer_collect_kernel": 32,
+        "lightning_indexer_collect_kernel": 64,  # on sm_100 with groups, half of it elsewhere
         "lightning_indexer_refill_kernel": 32,
         "sparse_attention_bwd_kernel": 96,
         "group_attention_fwd_kernel": 32,
