@@ -78,7 +78,7 @@ class Purpose(NamedTuple):
 
     @property
     def tilings(self) -> tuple[Tiling, Tiling, Tiling]:
-        """Of the tile maps of forward, dq and dkv."""
+        """The tilings of the tile maps of forward, dq and dkv."""
         return _tilings(self.features)
 
 

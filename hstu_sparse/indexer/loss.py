@@ -114,7 +114,7 @@ def index_loss_kernel(
     inside = head < H
     query = tl.trans(load_rows(queries, head, q_stride_h, inside, D, BD))
     if HELD > 0:
-        # Of all slots, a block in each column: loaded now, and not looked at before the loop is over.
+        # A block of all slots stands in each column. It is loaded here and first read behind the loop.
         column = tl.arange(0, BH)
         bit = tl.where(column < HELD, 1 << (column & 31), 0)[None, :]
         slot = column[None, :] * BLOCK + tl.arange(0, BLOCK)[:, None]

@@ -155,7 +155,7 @@ def choose(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
     scores = scores.masked_fill(~visible, -torch.inf)
     least = scores.topk(min(top_k, n), sorted=True).values[..., -1:]
     above = scores > least
-    # Of those that equal the last one chosen, the first so many as are still wanted.
+    # Tokens whose score ties with the last one chosen fill the remaining places in order of position.
     equal = (scores == least) & visible
     chosen = above | equal & (equal.cumsum(-1) <= top_k - above.sum(-1, keepdim=True))
     place = torch.where(chosen, chosen.cumsum(-1) - 1, top_k)

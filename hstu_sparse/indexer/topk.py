@@ -35,7 +35,7 @@ def _queries(tile, length, ROWS: tl.constexpr, R: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B"])
 def lightning_indexer_rows_kernel(offsets, tokens, begins, targets, B, ROWS: tl.constexpr, R: tl.constexpr):
-    """Of each query of a tile: its token, -1 where there is none, its sequence's first token, its row of the result."""
+    """Store each query's token (-1 where there is none), its sequence's first token and its row of the result."""
     slot = tl.program_id(0)
     b, begin, length, tile = locate(offsets, slot, B, ROWS * R)
     t, inside, _ = _queries(tile, length, ROWS, R)
