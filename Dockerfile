@@ -2,7 +2,7 @@
 FROM python:3.12-slim
 WORKDIR /app
 COPY . .
-RUN pip install --no-cache-dir '.[cpu,serve]' && pip install --no-cache-dir --no-deps torchrec==1.8.0
+RUN pip install --no-cache-dir '.[cpu,train,serve]' && pip install --no-cache-dir --no-deps torchrec==1.8.0
 RUN useradd --uid 1000 serve
 USER serve
 EXPOSE 8000

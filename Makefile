@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 	  echo "$(PYTHON) cannot make a virtual environment (on Debian: apt-get install python3-venv)"; rm -rf $(VENV); exit 1; }
 	@echo "Installing the tested $(DEVICE) set into $(VENV) (once; some minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(DEVICE),serve,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(DEVICE),dev]'
 	@# torchrec asks for the CUDA fbgemm by name; --no-deps lets the CPU build stand in for it.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torchrec==1.8.0
 	@rm -f $(VENV)/.ready-* && touch $(STAMP)

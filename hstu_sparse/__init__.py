@@ -32,6 +32,8 @@ from hstu_sparse.rotatekv import (
 )
 from hstu_sparse.uvqk import silu_parts
 
+__version__ = "0.2.0"
+
 __all__ = [
     "PageFormat",
     "PagePool",

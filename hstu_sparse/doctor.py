@@ -42,6 +42,13 @@ def gpu() -> str | None:
     return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
 
 
+def fbgemm_command(torch_version: str, has_gpu: bool) -> str:
+    """Return the command that installs the fbgemm that fits a release of torch."""
+    release = ".".join(torch_version.split(".")[:2])
+    wanted = COMBINATIONS.get(release, COMBINATIONS[TESTED])["fbgemm"]
+    return f"pip install {'fbgemm-gpu' if has_gpu else 'fbgemm-gpu-cpu'}=={wanted}"
+
+
 def mismatches(found: dict[str, str | None], fbgemm_name: str | None, has_gpu: bool) -> list[str]:
     """What to install, in words: one line for each version that does not fit.
 

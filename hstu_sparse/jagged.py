@@ -11,6 +11,7 @@ import os
 
 import torch
 
+from hstu_sparse.doctor import fbgemm_command
 from hstu_sparse.registration import plain
 
 # Checks that read values on a device wait for it, so there they run only when asked for.
@@ -204,6 +205,12 @@ def padded_to_jagged(padded: torch.Tensor, seq_offsets: torch.Tensor, total: int
 
 
 def _fbgemm():
-    import fbgemm_gpu.sparse_ops  # noqa: F401  registers torch.ops.fbgemm, fakes and autograd
-
+    """Return torch.ops.fbgemm; ImportError with the command to install fbgemm where it is absent."""
+    try:
+        import fbgemm_gpu.sparse_ops  # noqa: F401  registers torch.ops.fbgemm, fakes and autograd
+    except ModuleNotFoundError as error:
+        if error.name != "fbgemm_gpu":
+            raise
+        command = fbgemm_command(torch.__version__, torch.cuda.is_available())
+        raise ImportError(f"fbgemm is missing, which pads sequences here: {command}") from None
     return torch.ops.fbgemm

@@ -1,0 +1,113 @@
+"""The package: what the wheel holds and asks for, and that it works with nothing else installed."""
+
+import ast
+import email
+import re
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import hstu_sparse
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+KERNEL_LINES = "\n".join(re.findall(r"```python\n(.*?)```", README.partition("## The kernels alone")[2], re.DOTALL))
+
+
+def run(*command, **options) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel of a copy of the tracked files, built without network."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "hstu_sparse", "models", "data"):
+        run("cp", "-r", ROOT / name, source / name)
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", target, source)
+    (built,) = target.iterdir()
+    return built
+
+
+def requirements(text: list[str]) -> list[Requirement]:
+    """The requirements that hold on this machine without any extra."""
+    parsed = [Requirement(line) for line in text]
+    return [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": ""})]
+
+
+def installed_with(names: list[str]) -> set[str]:
+    """The names of the distributions that installing `names` brings, as they are installed here."""
+    closed: set[str] = set()
+    open_names = list(names)
+    while open_names:
+        if (name := open_names.pop().lower().replace("_", "-")) not in closed:
+            closed.add(name)
+            open_names += [one.name for one in requirements(metadata.requires(name) or [])]
+    return closed
+
+
+def facts(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def test_the_wheel_holds_the_operators_only(wheel):
+    files = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in files} == {"hstu_sparse", f"hstu_sparse-{hstu_sparse.__version__}.dist-info"}
+    assert "hstu_sparse/py.typed" in files
+    sources = {str(file.relative_to(ROOT)) for file in (ROOT / "hstu_sparse").rglob("*.py")}
+    assert {name for name in files if name.endswith(".py")} == sources
+
+
+def test_it_asks_for_what_the_operators_import(wheel):
+    """Every requirement is imported by an operator, and every import but fbgemm is a requirement."""
+    names = {one.name for one in requirements(facts(wheel).get_all("Requires-Dist"))}
+    imported = set()
+    for file in (ROOT / "hstu_sparse").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module.split(".")[0])
+    assert imported - sys.stdlib_module_names - {"hstu_sparse", "fbgemm_gpu"} == names
+
+
+def test_facts_and_changelog_agree(wheel):
+    found = facts(wheel)
+    assert found["Version"] == hstu_sparse.__version__
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## {re.escape(found['Version'])}\b", changelog, re.MULTILINE)
+    assert {"train", "serve", "tune", "cute", "docs", "dev"} <= set(found.get_all("Provides-Extra"))
+    assert "Typing :: Typed" in found.get_all("Classifier")
+
+
+def test_readme_kernel_lines_run_with_torch_only(wheel, tmp_path):
+    """pip installs the wheel into an environment of torch and its requirements; README's lines run there on a CPU."""
+    environment = tmp_path / "environment"
+    run(sys.executable, "-m", "venv", "--without-pip", environment)
+    python = environment / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    asked = [one.name for one in requirements(facts(wheel).get_all("Requires-Dist"))]
+    for name in installed_with(asked):
+        for file in metadata.files(name):
+            top = file.parts[0]
+            if top not in ("..", "__pycache__") and not (site / top).exists():
+                (site / top).symlink_to(metadata.distribution(name).locate_file(top))
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", wheel)
+    assert KERNEL_LINES.count("hstu_attention") > 1
+    run(python, "-I", "-c", KERNEL_LINES + "assert q.grad.abs().sum() > 0", cwd=tmp_path)
+    lines = (
+        "import torch, hstu_sparse as h; q = torch.ones(3, 1, 64); o = torch.tensor([0, 3])\n"
+        "try: h.rotatekv_attention(q, o, h.rotatekv_compress(q, q, o, head_group=1), 4)\n"
+        "except ImportError as error: print(error)\n"
+        "else: raise SystemExit('needs fbgemm no longer: say so in README')"
+    )
+    assert re.search(r"pip install fbgemm-gpu(-cpu)?==\d", run(python, "-I", "-c", lines, cwd=tmp_path))
