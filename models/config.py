@@ -254,7 +254,17 @@ class EvalConfig(Strict):
     test: bool = True
 
 
+def _count_or_auto(value):
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise ValueError(f"expected auto or an integer of at least 1, got {value!r}")
+
+
 class ParallelConfig(Strict):
+    # Ranks that share each batch; auto: as many as torchrun starts for each part of a sequence.
+    data: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = 1
+    # How the item table lies on the ranks that share a batch; auto: as torchrec's planner says.
+    embedding: Literal["replicated", "row_wise", "table_wise", "column_wise", "auto"] = "replicated"
     # Processes that each sequence is cut over (see models/parallel/context.py): as many as torchrun starts.
     context: int = Field(1, ge=1)
 

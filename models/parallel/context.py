@@ -28,6 +28,8 @@ class Context:
 
     def __init__(self, config: RunConfig):
         self.world, self.rank, self.group = config.parallel.context, 0, None
+        if config.parallel.data != 1 or config.parallel.embedding != "replicated":
+            raise ConfigError("parallel.data, parallel.embedding: training takes 1 and replicated so far")
         started = _told("WORLD_SIZE", 1, 2**31) if "WORLD_SIZE" in os.environ else 1
         if started != self.world:
             raise ConfigError(
