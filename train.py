@@ -4,6 +4,7 @@
     python train.py --resume RUN [key=value ...] [--override]     go on after an interruption, or with more epochs
     python train.py CONFIG --init-from RUN [key=value ...]        begin with the weights of another run
     python train.py CONFIG --dry-run                              what a run would take in time and memory
+    python train.py --keys [PREFIX]                               the keys of a configuration
 
 On the CPU a resumed run ends bit-identical to one that was never stopped, at the same number of threads.
 """

@@ -18,24 +18,25 @@ def _by_kind(value: object) -> object:
 
 
 class FeatureOptions(Options):
-    """One feature.
-
-    kind: category (one value of text or an integer), list (any number of them) or number. column: its column in the
-    file; absent, the feature's name. separator: of a list that stands in one text. min_count: values seen fewer times
-    share the unknown row. quantiles: parts of equal size that the training data's numbers are cut into.
-    """
+    """One feature. `brand: category` is short for `brand: {kind: category}`."""
 
     kind: Literal["category", "list", "number"]
+    """`category` is one value, text or an integer; `list` any number of them; `number` is cut into quantiles."""
     column: str | None = Field(None, min_length=1)
+    """The feature's column in the file; absent, the column has the feature's name."""
     separator: str = Field("|", min_length=1, max_length=10)
+    """The text between the values of a `list` that stands in one text."""
     min_count: int = Field(2, ge=1)
+    """Values that occur fewer times in the training data share the row of unknown values."""
     quantiles: int = Field(10, ge=2, le=10_000)
+    """The number of parts of equal size that the training data's numbers are cut into."""
 
 
 class EventFeatureOptions(FeatureOptions):
-    """A feature of events. known: whether it is known before the user acts (a device) or after (a time watched)."""
+    """One feature of events."""
 
     known: Literal["before", "after"] = "after"
+    """Whether the value is known before the user acts (a device) or only after (a time watched)."""
 
 
 Named = Annotated[str, Field(pattern=NAME, max_length=60)]
@@ -45,19 +46,20 @@ Columns = Annotated[dict[Named, Column], Field(min_length=1, max_length=MOST_FEA
 
 
 class FeatureFile(Options):
-    """A file of features, a row for each item or user.
-
-    id: the column of the ids, by default item or user. columns: the features; of a format with fixed columns those that
-    are used, by default all. unknown: what becomes of rows whose id no event has, an error or left out (drop); by
-    default an error, but not in MovieLens' own files, which list more than was rated.
-    """
+    """A file of features with a row for each item or user."""
 
     format: str
+    """The form of the file."""
     path: str = Field(min_length=1)
+    """The file."""
     id: str | None = Field(None, min_length=1)
+    """The column with the ids; absent, `item` or `user`."""
     separator: str | None = None
+    """The character between the fields of a csv file; absent, it is told from the header."""
     columns: Columns | None = None
+    """The features by name; absent, all that a format with fixed columns has."""
     unknown: Literal["error", "drop"] | None = None
+    """What becomes of a row whose id no event has; absent, `error`, but `drop` in MovieLens' own files."""
 
     @model_validator(mode="after")
     def _own_columns(self) -> Self:
@@ -72,23 +74,29 @@ class FeatureFile(Options):
 
 
 class ItemFile(FeatureFile):
-    """Features of items. unknown: add makes items that no event has part of the catalogue."""
+    """Features of items."""
 
     format: Literal["csv", "parquet", "attributes", "u.item", "movies.dat"]
+    """The form of the file: csv, parquet, S3-Rec's JSON (`attributes`) or MovieLens' own."""
     unknown: Literal["error", "drop", "add"] | None = None
+    """What becomes of a row whose id no event has: `add` makes it an item of the catalogue; absent, `error`, but
+    `drop` in MovieLens' own files."""
 
 
 class UserFile(FeatureFile):
     """Features of users."""
 
     format: Literal["csv", "parquet", "u.user", "users.dat"]
+    """The form of the file: csv, parquet or MovieLens' own."""
 
 
 class EventFeatures(Options):
-    """Features of events: columns of the events' own file (format csv or parquet), and parts of their time in UTC."""
+    """Features of events."""
 
     columns: dict[Named, EventColumn] = Field({}, max_length=MOST_FEATURES)
+    """Features in columns of the events' own csv or parquet file, by name."""
     calendar: list[Literal["hour", "weekday"]] = Field([], max_length=2)
+    """Parts of an event's time, in UTC, that are features."""
 
     @model_validator(mode="after")
     def _something(self) -> Self:
@@ -103,8 +111,11 @@ class Features(Options):
     """What is known of items, users and events beside their ids."""
 
     items: ItemFile | None = None
+    """Features of items."""
     users: UserFile | None = None
+    """Features of users."""
     events: EventFeatures | None = None
+    """Features of events."""
 
     @model_validator(mode="after")
     def _something(self) -> Self:

@@ -30,25 +30,28 @@ def checked_separator(value: object) -> str:
 class Options(BaseModel):
     """No unknown keys, no conversions between types, no infinities, no changes after loading."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Columns(Options):
-    """The columns of a csv or parquet file by their names in it.
-
-    timestamp: "" says that it has no times and is in time order already. timestamp_unit: of times that are numbers, s,
-    ms, us or ns; absent, it is told from the values. timestamp_format: of times that are text, as of
-    `datetime.strptime` ("%d/%m/%Y %H:%M"); absent, ISO 8601 is read; times without a zone are UTC. action_codes: text
-    of an action -> its code, an integer >= 0; absent, text gets codes in order of frequency.
-    """
+    """The names of the columns of a csv or parquet file."""
 
     user: str = Field("user", min_length=1)
+    """The column with the user's id."""
     item: str = Field("item", min_length=1)
+    """The column with the item's id."""
     timestamp: str = "timestamp"
+    """The column with the event's time; `""` if there are no times and each user's rows are in time order."""
     action: str | None = Field(None, min_length=1)
+    """The column with the action (a rating, the kind of a click); absent, events have no action."""
     timestamp_unit: Literal["s", "ms", "us", "ns"] | None = None
+    """The unit of times that are numbers; absent, it is told from their size."""
     timestamp_format: str | None = Field(None, min_length=1, max_length=100)
+    """The form of times that are text, as for Python's `datetime.strptime`; absent, ISO 8601."""
     action_codes: dict[str, Annotated[int, Field(ge=0, le=MOST_ACTION)]] | None = Field(None, min_length=1)
+    """The code of each text of an action; absent, codes follow the order of frequency."""
 
     def by_role(self) -> dict[str, str]:
         """role -> column, in a fixed order and without what the source has none of."""
@@ -68,24 +71,34 @@ class Columns(Options):
 
 
 class SyntheticOptions(Options):
-    """num_users, num_items, num_clusters; mean_length and min_length of a history (events, capped at max_length);
-    num_successors of an item; num_homes: home clusters of a user; session_length: mean events of a session;
-    noise: share of events drawn by popularity alone; zipf: exponent of the popularity skew; actions: whether each
-    event is liked (1) or not (0)."""
+    """The generated data set of `data.format: synthetic`: users who walk through clusters of items."""
 
     num_users: int = Field(2000, ge=1, le=10**9)
+    """The number of users."""
     num_items: int = Field(1000, ge=2, le=MOST_ITEMS)
+    """The number of items."""
     num_clusters: int = Field(50, ge=1)
+    """The number of clusters that items belong to."""
     mean_length: float = Field(40.0, ge=1)
+    """The mean number of events of a user."""
     min_length: int = Field(5, ge=1)
+    """The least number of events of a user."""
     max_length: int = Field(400, ge=1)
+    """The greatest number of events of a user."""
     num_successors: int = Field(4, ge=1, le=1000)
+    """The number of items that may follow an item within its cluster."""
     num_homes: int = Field(3, ge=1, le=1000)
+    """The number of clusters that a user visits, one in each session."""
     session_length: float = Field(8.0, ge=1)
+    """The mean number of events of a session."""
     noise: float = Field(0.1, ge=0, le=1)
+    """The share of events that are drawn by popularity alone."""
     zipf: float = Field(0.9, ge=0, le=10)
+    """The exponent of the items' popularity: 0 makes all items equally popular."""
     seed: int = Field(0, ge=0, lt=2**63)
+    """The seed of the generator."""
     actions: bool = False
+    """Whether each event is liked (1) or not (0); otherwise events have no action."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -104,18 +117,24 @@ class SyntheticOptions(Options):
 
 
 class RecallOptions(Options):
-    """num_sequences of `length` events; distances: the greatest, in events, of each group of distances at which items
-    return; pairs of a sequence in each group; num_keys items that return, num_values that follow them, num_fillers
-    others (data/recall.py)."""
+    """The generated memory task of `data.format: recall`: pairs of items, of which the first returns later."""
 
     num_sequences: int = Field(2000, ge=3, le=10**7)
+    """The number of sequences."""
     length: int = Field(1024, ge=8, le=10**6)
+    """The number of events of a sequence."""
     distances: list[Annotated[int, Field(ge=2)]] = Field([16, 32, 64, 128, 256, 512], min_length=1, max_length=64)
+    """The greatest distance of each group, in events: a group `d` has items return after d/2 + 1 to d events."""
     pairs: int = Field(8, ge=1)
+    """The number of pairs that each sequence has in each group of distances."""
     num_keys: int = Field(512, ge=1, le=MOST_ITEMS)
+    """The number of items that return."""
     num_values: int = Field(256, ge=2, le=MOST_ITEMS)
+    """The number of items that follow one that returns; a guess is right once in `num_values`."""
     num_fillers: int = Field(256, ge=1, le=MOST_ITEMS)
+    """The number of items that stand between the pairs."""
     seed: int = Field(0, ge=0, lt=2**63)
+    """The seed of the generator."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

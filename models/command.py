@@ -7,10 +7,12 @@ import argparse
 import difflib
 import os
 import re
+import shutil
 import signal
-import tomllib
+import sys
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 # How the keys and values of a served run's users are kept: as they are, or as RotateKV codes of so many bits. auto: the
@@ -39,7 +41,7 @@ class _Version(argparse.Action):
         try:
             version = metadata.version("hstu_sparse")
         except metadata.PackageNotFoundError:
-            version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+            from hstu_sparse import __version__ as version
         print(f"hstu_sparse {version}, commit {commit()}")
         parser.exit()
 
@@ -62,7 +64,12 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
     add("--override", action="store_true", help="with --resume: take over a config.yaml that was changed")
     add("--init-from", type=Path, metavar="RUN", help="begin with this run's weights; known items keep their rows")
     add("--dry-run", action="store_true", help="prepare the data, make a few steps, tell time and memory; no run")
+    add("--keys", nargs="?", const="", metavar="PREFIX", help="print a configuration's keys, or those that begin so")
     options = parser.parse_intermixed_args(arguments)
+    if options.keys is not None:
+        if options.config is not None or options.resume:
+            parser.error("--keys prints the keys of all configurations: leave out the config")
+        return options
     if options.resume and options.config is not None:
         options.overrides.insert(0, options.config)
         options.config = None
@@ -250,6 +257,8 @@ def answer_early(parse, description: str | None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     options = parse(description)
+    if getattr(options, "keys", None) is not None:
+        _print_keys(options.keys)
     if source := getattr(options, "config", None):
         from models.config import ConfigError, load_config  # half of what the imports take
 
@@ -257,6 +266,17 @@ def answer_early(parse, description: str | None) -> None:
             load_config(source, options.overrides)
         except ConfigError as error:
             _Parser().exit(2, f"error: {error}\n")
+
+
+def _print_keys(prefix: str) -> NoReturn:
+    from models.keys import as_text
+    from models.strict_yaml import ConfigError
+
+    try:
+        print(as_text(prefix, min(100, shutil.get_terminal_size().columns)))
+    except ConfigError as error:
+        _Parser().exit(2, f"error: {error}\n")
+    sys.exit()
 
 
 def _leave(number: int, frame) -> None:

@@ -51,24 +51,40 @@ PathText = Annotated[str, AfterValidator(_possible_path)]
 
 
 class DataConfig(Strict):
+    """The events, and how they are split."""
+
     format: str
+    """The form of the raw data: `csv`, `parquet` or one of the formats in docs/data.md."""
     path: PathText | None = None
+    """The raw file, its folder, a pattern (csv and parquet), or a prepared cache; generated data have none."""
     protocol: Literal["leave_one_out", "published", "temporal", "all", "last_tenth", "held_out_users"]
+    """Which events train, validate and test (docs/data.md)."""
     cache_dir: PathText = ".cache"
+    """The folder of prepared data."""
     min_user_events: int = Field(1, ge=1)
+    """Users with fewer events are left out."""
     min_item_events: int = Field(1, ge=1)
+    """Items with fewer events are left out."""
     separator: Annotated[str, AfterValidator(_possible_separator)] | None = None
+    """The character between the fields of a csv file, or `tab`; absent, it is told from the header."""
     on_bad_row: Literal["error", "drop"] = "error"
+    """Whether a row that cannot be read stops the preparation or is left out and reported."""
     duplicates: Literal["keep", "drop"] = "keep"
+    """Whether events that equal an earlier one in user, item, time and action stay."""
     columns: Columns | None = None
+    """The columns of a csv or parquet file."""
     synthetic: SyntheticOptions | None = None
+    """The sizes of the generated data set."""
     recall: RecallOptions | None = None
-    # What is known of items, users and events beside their ids (data/feature_options.py).
+    """The sizes of the generated memory task."""
     features: Features | None = None
+    """Features of items, users and events beside their ids (docs/features.md)."""
     valid_fraction: float = Field(0.1, ge=0, lt=1)
+    """With `protocol: temporal`, the share of events in the validation window; 0 for none."""
     test_fraction: float = Field(0.1, gt=0, lt=1)
-    # Whether the validation events of last_tenth train too: for a final figure, once everything is chosen.
+    """With `protocol: temporal`, the share of events in the test window."""
     train_on_valid: bool = False
+    """With `protocol: last_tenth`, whether validation events train too: for a final figure only."""
 
 
 def _as_list(value):
@@ -113,10 +129,12 @@ AttentionConfig = Annotated[SerializeAsAny[AttentionKind.Config], BeforeValidato
 
 
 class RotaryConfig(Strict):
-    """What turns the pairs of channels of queries and keys, in every layer (hstu_sparse.rotary)."""
+    """Rotary embedding of queries and keys, in every layer (`hstu_sparse.rotary`)."""
 
     position: bool = False
+    """Whether pairs of channels are turned by position."""
     time: bool = False
+    """Whether pairs of channels are turned by time."""
 
     @model_validator(mode="after")
     def _something(self):
@@ -126,29 +144,40 @@ class RotaryConfig(Strict):
 
 
 class ModelConfig(Strict):
+    """The model."""
+
     block: Literal["hstu", "transformer"]
+    """The layer around the attention: HSTU's or SASRec's."""
     max_seq_len: int = Field(ge=1)
+    """The longest sequence in tokens; of longer histories the latest events are used."""
     embedding_dim: int = Field(ge=1)
+    """The size of an item's embedding and of a layer's output."""
     num_layers: int = Field(ge=1, le=1000)
+    """The number of layers."""
     num_heads: int = Field(1, ge=1)
-    # Head sizes: query and key, then value. Absent, embedding_dim / num_heads.
+    """The number of attention heads."""
     attention_dim: int | None = Field(None, ge=1)
+    """The size of a head's queries and keys; absent, embedding_dim / num_heads."""
     linear_dim: int | None = Field(None, ge=1)
-    # Hidden size of the feed-forward network: the transformer block's own, or a SwiGLU behind each HSTU layer.
+    """The size of a head's values; absent, embedding_dim / num_heads."""
     feed_forward_dim: int | None = Field(None, ge=1)
+    """The hidden size of the feed-forward network, which a `transformer` block needs; in an `hstu` block it adds a
+    SwiGLU behind each layer."""
     rotary: RotaryConfig | None = None
-    # How outputs are scored against items.
+    """Rotary embedding of queries and keys; absent, none."""
     head: HeadConfig = DotConfig()
+    """How outputs are scored against items."""
     dropout: float = Field(0.0, ge=0, lt=1)
+    """The dropout of the input and of each layer's output."""
     action_embedding: bool = False
-    # Share of the items whose own row a training step leaves out, at the input and as targets: their features then
-    # stand for them, as they do for items that training never saw.
+    """Whether an event's action is embedded and added to its item."""
     id_dropout: float = Field(0.0, ge=0, lt=1)
-    # The dtype of the item table (and the actions'), its gradient and what the optimiser keeps of it. A large catalogue
-    # takes half the memory in bfloat16; updates below 1/256 of a weight are then lost.
+    """The share of items whose own row a training step leaves out, so that their features must stand for them."""
     table_dtype: Literal["float32", "bfloat16"] = "float32"
-    # One mapping for all layers, or one for each.
+    """The dtype of the tables of items and actions, of their gradients and optimiser state. bfloat16 takes half the
+    memory but loses updates below 1/256 of a weight."""
     attention: Annotated[list[AttentionConfig], BeforeValidator(_as_list)]
+    """The attention: one mapping for all layers, or a list with one for each."""
 
     @model_validator(mode="after")
     def _consistent(self):
@@ -187,13 +216,18 @@ class ModelConfig(Strict):
 
 
 class LossConfig(Strict):
+    """The loss of retrieval."""
+
     kind: Literal["sampled_softmax", "cross_entropy", "bce", "in_batch", "mixed_negatives"] = "sampled_softmax"
+    """`cross_entropy` is over the whole catalogue, `in_batch` over the batch's targets, the others over negatives."""
     num_negatives: int = Field(128, ge=1)
-    # Each position its own, or the same for all of the batch: one product in place of gathered rows.
+    """The number of negatives of a position."""
     negatives: Literal["per_position", "shared"] = "per_position"
-    # Of mixed_negatives: how many of them are targets of the batch, the others being uniform.
+    """Whether each position draws its own negatives or the whole batch shares them, which is faster."""
     in_batch_share: float = Field(0.5, gt=0, lt=1)
+    """With `mixed_negatives`, the share of negatives that are targets of the batch; the others are uniform."""
     temperature: float = Field(0.05, ge=1e-4, le=1e4)
+    """The divisor of the scores."""
 
     @property
     def num_in_batch(self) -> int:
@@ -213,45 +247,60 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(Strict):
+    """Training with AdamW."""
+
     epochs: int = Field(ge=1)
+    """The number of passes over the training data."""
     batch_size: int = Field(128, ge=1)
+    """The number of users in a step."""
     lr: float = Field(1e-3, gt=0)
+    """The learning rate."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_as_tuple)] = (0.9, 0.98)
+    """The decays of AdamW's averages."""
     weight_decay: float = Field(0.0, ge=0)
+    """The weight decay."""
     warmup_steps: int = Field(0, ge=0)
-    # What the learning rate does behind the warm-up: stay, or fall to 0 at the last step.
+    """The number of first steps over which the learning rate rises."""
     decay: Literal["none", "linear", "cosine"] = "none"
-    # Decay of an exponential moving average of the weights, by which the run is then judged; absent, no average.
+    """What the learning rate does after the warm-up: stay, or fall to 0 at the last step."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
+    """The decay of an exponential moving average of the weights, which is then evaluated; absent, no average."""
     clip_norm: float | None = Field(None, gt=0)
+    """The greatest norm of a step's gradient; absent, gradients are not clipped."""
     autocast: Literal["none", "bf16"] = "none"
-    # Of fp32 products on a GPU, the layers' and the kernels': `high` is TF32, which keeps 10 bits of a factor;
-    # `default` is torch's own setting, as a rule `highest`.
+    """Whether layers compute in bf16."""
     matmul_precision: Literal["default", "highest", "high"] = "default"
+    """The precision of fp32 products on a GPU: `high` is TF32, `default` is torch's own setting."""
     compile: bool = False
-    # On a GPU: steps captured and replayed as CUDA graphs (not together with `compile`).
+    """Whether the model goes through torch.compile."""
     cuda_graphs: bool = True
+    """Whether steps on a GPU are captured and replayed as CUDA graphs; not together with `compile`."""
     group_by_length: bool = False
+    """Whether batches hold sequences of similar length, which is faster and slightly less random."""
     checkpoint_seconds: float = Field(60.0, ge=0)
-    # Where the curves go, beside metrics.jsonl (models/tracking.py).
+    """The seconds between checkpoints."""
     tracking: Literal["tensorboard", "mlflow", "wandb"] = "tensorboard"
+    """Where curves go, beside metrics.jsonl; mlflow and wandb need the extra of that name."""
 
 
 class EvalConfig(Strict):
-    # Epochs between evaluations: of the validation split, or, where the protocol has none, of the test split, which
-    # is then only watched: nothing is chosen by it. 0: only at the end.
+    """Evaluation during and after training."""
+
     every: int = Field(1, ge=0)
+    """The epochs between evaluations, 0 for one at the end. They judge the validation split or, where the protocol has
+    none, watch the test split without choosing anything by it."""
     batch_size: int = Field(512, ge=1)
-    # Which of a user's earlier items leave the ranking: the whole history, the model's window (as in the published
-    # figures), or none.
+    """The number of users in a batch."""
     filter_seen: Literal["history", "window", "none"] = "history"
-    # The metric by which the best weights are chosen, the greatest being the best: NDCG@10 or, for ranking, auc.
+    """Which of a user's earlier items leave the ranking: the whole history, those in the model's window (as in the
+    published figures), or none."""
     best_metric: str | None = None
-    # Evaluations without a better best_metric before training stops; absent: never. As for the choice of best/, those
-    # count that come when all of the attentions' warm-ups are over.
+    """The metric that chooses the best weights, greater being better; absent, NDCG@10 or the task's first metric."""
     patience: int | None = Field(None, ge=1)
-    # Whether the run is judged by its test split when it has ended; false leaves that alone (tune.py).
+    """The evaluations without a better best_metric after which training stops; absent, never. Evaluations during an
+    attention's warm-up do not count."""
     test: bool = True
+    """Whether the finished run is judged by its test split."""
 
 
 def _count_or_auto(value):
@@ -261,28 +310,43 @@ def _count_or_auto(value):
 
 
 class ParallelConfig(Strict):
-    # Ranks that share each batch; auto: as many as torchrun starts for each part of a sequence.
+    """How a run is spread over processes, which torchrun starts."""
+
     data: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = 1
-    # How the item table lies on the ranks that share a batch; auto: as torchrec's planner says.
+    """The number of ranks that share each batch; `auto` is as many as torchrun starts for each part of a sequence."""
     embedding: Literal["replicated", "row_wise", "table_wise", "column_wise", "auto"] = "replicated"
-    # Processes that each sequence is cut over (see models/parallel/context.py): as many as torchrun starts.
+    """How the item table lies on the ranks that share a batch; `auto` asks torchrec's planner."""
     context: int = Field(1, ge=1)
+    """The number of processes that each sequence is cut over, with `model.attention.kind: ring`."""
 
 
 class RunConfig(Strict):
-    # A folder below run_dir: not hidden, not `..`.
+    """A run."""
+
     name: str = Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)
+    """The run's name, a folder below run_dir."""
     seed: int = Field(0, ge=0, lt=2**63)
+    """The seed of weights, batches, dropout and negatives."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """The device; `auto` is the GPU where there is one."""
     threads: int | None = Field(None, ge=1, le=4096)
+    """The number of CPU threads; absent, torch's own choice."""
     run_dir: PathText = "runs"
+    """The folder of runs."""
     data: DataConfig
+    """The events, and how they are split."""
     task: TaskConfig = RetrievalConfig()
+    """What is predicted."""
     model: ModelConfig
+    """The model."""
     loss: LossConfig = LossConfig()
+    """The loss of retrieval."""
     train: TrainConfig
+    """How the model is trained."""
     eval: EvalConfig = EvalConfig()
+    """How the model is evaluated."""
     parallel: ParallelConfig = ParallelConfig()
+    """How the run is spread over processes."""
 
     @property
     def best_metric(self) -> str:

@@ -21,7 +21,9 @@ MOST = 10**9  # of any size or count: the tensors that a greater one asks for fi
 class Strict(BaseModel):
     """No unknown keys, no conversions between types, no infinities, no absurd sizes, no changes after loading."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @field_validator("*")
     @classmethod
@@ -70,6 +72,7 @@ class AttentionKind(nn.Module):
         """The kind's options. The checks raise ValueError; its message begins with the option that it is about."""
 
         kind: str
+        """The attention kind: one of the table below, or a class of your own as `module:Class`."""
 
         def for_model(self, sizes: LayerSizes) -> Self:
             """These options with what the layer decides in place of `auto`; called when a configuration is loaded."""

@@ -19,30 +19,39 @@ NORM_EPS = 1e-6
 
 
 class DotConfig(Strict):
+    """Score an item by its cosine with the model's output."""
+
     kind: Literal["dot"] = "dot"
-    # The temperature is trained along, from loss.temperature on.
+    """The head."""
     learned_temperature: bool = False
+    """Whether the temperature is trained too, beginning with `loss.temperature`."""
 
 
 class MoLConfig(Strict):
-    """Options of the mixture of logits. Published sizes for MovieLens and Amazon: 8 x 4 components of 64 with gates of
-    128, dropout 0.2, item_dropout 0.1; measured here are 4 x 4 of 64 with gates of 64 (docs/evaluation.md). A light one
-    is 4 x 4 of 32, but components smaller than the embedding keep its angles in part only, which costs quality.
+    """Score an item by a mixture of logits.
+
+    Published sizes for MovieLens and Amazon are 8 x 4 components of 64 with gates of 128, dropout 0.2 and item_dropout
+    0.1; docs/evaluation.md measures 4 x 4 of 64 with gates of 64. Components smaller than the embedding cost quality.
     """
 
     kind: Literal["mol"]
+    """The head."""
     query_components: int = Field(8, ge=1)
+    """The number of components of an output."""
     item_components: int = Field(4, ge=1)
+    """The number of components of an item."""
     component_dim: int = Field(64, ge=1)
+    """The size of a component."""
     gate_hidden_dim: int = Field(128, ge=1)
-    # On the mixture's weights, which are renormalised after it.
+    """The hidden size of the networks that weigh pairs of components."""
     dropout: float = Field(0.1, ge=0, lt=1)
-    # On items, where their components are taken of them (not their gates).
+    """The dropout of the mixture's weights, which are renormalised after it."""
     item_dropout: float = Field(0.2, ge=0, lt=1)
-    # Divides the components' cosines; loss.temperature is the dot head's.
+    """The dropout of items before their components are computed."""
     temperature: float = Field(0.05, ge=1e-4, le=1e4)
-    # Of the auxiliary loss that keeps pairs of components from being left out.
+    """The divisor of the components' cosines; `loss.temperature` is for the head `dot`."""
     balance_weight: float = Field(0.001, ge=0)
+    """The weight of the auxiliary loss that keeps all pairs of components in use."""
 
 
 HeadConfig = Annotated[DotConfig | MoLConfig, Field(discriminator="kind")]

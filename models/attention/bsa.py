@@ -46,11 +46,17 @@ class BlockSparseAttention(HSTUAttention):
 
     class Config(HSTUAttention.Config):
         kind: Literal["bsa"]
+        """The attention kind."""
         block_size: int = Field(32, ge=1)
+        """The number of tokens of a block."""
         block_counts: int = Field(4, ge=1)
+        """The number of blocks that a token selects."""
         window_size: int = Field(0, ge=0)
+        """The number of latest tokens of the sliding-window branch; 0 leaves that branch out."""
         selection_group: int = Field(1, ge=1)
+        """The number of neighbouring tokens that share one selection; it divides block_size."""
         gate_hidden_dim: int = Field(32, ge=1)
+        """The hidden size of the network that weighs the branches."""
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)

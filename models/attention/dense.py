@@ -16,7 +16,9 @@ class DenseAttention(HSTUAttention):
 
     class Config(HSTUAttention.Config):
         kind: Literal["dense"]
+        """The attention kind."""
         window_size: int = Field(0, ge=0)
+        """The number of latest tokens, itself included, that a token sees; 0 for all."""
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         config, bias = self.config, self.bias(batch)

@@ -22,17 +22,20 @@ class HierarchicalTreeAttention(SharedKeys):
     """
 
     class Config(SharedKeys.Config):
-        """`compression_rate` children a node; in each layer `top_k` nodes are expanded, chosen by all heads of a
-        key/value head together, once for `selection_group` neighbouring tokens. `auto` follows from max_seq_len.
-        """
-
         kind: Literal["htree"]
+        """The attention kind."""
         compression_rate: AutoRate = "auto"
+        """The number of children of a node; `auto` is 8, from max_seq_len 1,024 on 16."""
         top_k: AutoCount = "auto"
+        """The number of nodes that are expanded in each layer of the tree; `auto` follows from max_seq_len."""
         selection_group: AutoCount = "auto"
+        """The number of neighbouring tokens that share a choice; it divides compression_rate."""
         num_kv_heads: AutoCount | None = "auto"
+        """The number of heads of keys and values, each with a choice of its own; `auto` is 1."""
         rope_base: float = Field(10000.0, gt=0)
+        """The base of the rotary embedding's wavelengths."""
         backend: Literal["auto", "triton", "reference"] = "auto"
+        """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors."""
 
         def for_model(self, sizes: LayerSizes) -> Self:
             """One key head. A tree of 8 children a node, 16 from LONG tokens on, of which a query sees at most three

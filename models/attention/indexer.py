@@ -54,22 +54,26 @@ class IndexerAttention(BiasedAttention):
     """
 
     class Config(BiasedAttention.Config):
-        """`top_k` tokens are chosen by `num_index_heads` heads of `index_dim`; `index_*_bias` are the indexer's own.
-
-        `selection_group` neighbouring tokens share a choice, made by the first of them among the tokens before it, and
-        see each other up to themselves; with 1 each token chooses for itself. `auto`: by max_seq_len.
-        """
-
         kind: Literal["indexer"]
+        """The attention kind."""
         top_k: AutoCount = "auto"
+        """The number of tokens that are chosen; `auto` is an eighth of max_seq_len, from 8 to 128."""
         selection_group: AutoCount = "auto"
+        """The number of neighbouring tokens that share a choice; `auto` is 4, 8 or 16, by max_seq_len."""
         num_index_heads: int = Field(4, ge=1)
+        """The number of heads of the indexer."""
         index_dim: int = Field(32, ge=1)
+        """The size of a head of the indexer."""
         index_position_bias: bool = True
+        """Whether the indexer's own scores have a bias by the distance in positions."""
         index_time_bias: TimeBias = "auto"
+        """Whether the indexer's own scores have a bias by the distance in time."""
         loss_weight: float = Field(1.0, ge=0)
+        """The weight of the indexer's loss."""
         warmup_steps: int = Field(0, ge=0)
+        """The number of first training steps with dense attention, in which the indexer learns from all tokens."""
         backend: Literal["auto", "triton", "reference"] = "auto"
+        """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors."""
 
         def for_model(self, sizes: LayerSizes) -> Self:
             defaults = {"top_k": default_top_k, "selection_group": default_selection_group}

@@ -22,11 +22,17 @@ class RingAttention(SharedKeys, HSTUAttention):
         """
 
         kind: Literal["ring"]
+        """The attention kind."""
         inner: Literal["auto", "softmax", "hstu"] = "auto"
+        """The attention that is spread over devices; `auto` is `hstu` in an HSTU block, else `softmax`."""
         scale: float | None = Field(None, gt=0)
+        """The factor of the products of queries and keys; absent, 1 for `hstu` and D ** -0.5 for `softmax`."""
         window_size: int = Field(0, ge=0)
-        dropout: float = Field(0.0, ge=0, lt=1)  # for softmax only, as is num_kv_heads
-        backend: FlashBackend = "auto"  # cute for softmax only
+        """The number of latest tokens, itself included, that a token sees; 0 for all."""
+        dropout: float = Field(0.0, ge=0, lt=1)
+        """The dropout of the attention weights, for `inner: softmax` only, as is num_kv_heads."""
+        backend: FlashBackend = "auto"
+        """The implementation; `cute` is FlashAttention-4, which needs the extra `cute` and `inner: softmax`."""
 
         def for_model(self, sizes: LayerSizes) -> Self:
             inner = self.inner

@@ -22,15 +22,20 @@ class RotateKVAttention(HSTUAttention):
     """
 
     class Config(HSTUAttention.Config):
-        """The options of `hstu_sparse.rotatekv_compress`."""
-
         kind: Literal["rotatekv"]
+        """The attention kind."""
         bits: Literal[2, 3, 4, 8] = 2
+        """The bits of a channel of a key or value."""
         head_group: Literal[1, 2, 4] = 2
+        """The number of heads that are rotated and coded together."""
         quant_group: int = Field(64, ge=1)
+        """The number of channels that share a scale and a zero point."""
         sparsity: float = Field(0.0, ge=0, le=0.9)
+        """The share of a rotated key's channels that are left out, the smallest of each token."""
         sink_tokens: int = Field(0, ge=0)
+        """The number of first tokens of a sequence that are kept as they are."""
         clip: float = Field(1.0, gt=0, le=1)
+        """The share of a group's range that its codes cover."""
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)

@@ -68,8 +68,11 @@ class BiasedAttention(AttentionKind):
 
     class Config(AttentionKind.Config):
         position_bias: bool = True
+        """Whether a learned bias by the distance in positions is added to the scores."""
         time_bias: TimeBias = "auto"
+        """Whether a learned bias by the distance in time is added; `auto` adds it where the data have times."""
         num_time_buckets: int = Field(128, ge=1, le=10_000)
+        """The number of buckets of distances in time, which grow logarithmically."""
 
         def for_data(self, dataset: Dataset) -> Self:
             names = [name for name in self.time_options() if getattr(self, name) == "auto"]
@@ -97,11 +100,12 @@ class HSTUAttention(BiasedAttention):
     """What the SiLU kinds share: `normalizer`, by default max_seq_len + 11, and a position table of as many entries."""
 
     class Config(BiasedAttention.Config):
-        """`scale` scales the logits."""
-
         scale: float = 1.0
+        """The factor of the products of queries and keys."""
         normalizer: int | None = Field(None, ge=1)
+        """The divisor of the sum over tokens; absent, max_seq_len + 11, as published."""
         backend: Literal["auto", "triton", "reference"] = "auto"
+        """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors."""
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
@@ -118,9 +122,8 @@ class SharedKeys(AttentionKind):
     """Kinds whose key and value heads may each serve several heads of queries (arXiv 2305.13245)."""
 
     class Config(AttentionKind.Config):
-        """`num_kv_heads` heads of keys and values; absent, each head of queries has its own."""
-
         num_kv_heads: int | None = Field(None, ge=1)
+        """The number of heads of keys and values; absent, one for each head of queries."""
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)

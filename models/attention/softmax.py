@@ -20,10 +20,15 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
 
     class Config(SharedKeys.Config, BiasedAttention.Config):
         kind: Literal["softmax"]
+        """The attention kind."""
         dropout: float = Field(0.0, ge=0, lt=1)
+        """The dropout of the attention weights."""
         position_bias: bool = False
+        """Whether a learned bias by the distance in positions is added to the scores."""
         time_bias: TimeBias = False
+        """Whether a learned bias by the distance in time is added; `auto` adds it where the data have times."""
         backend: FlashBackend = "auto"
+        """The implementation; `cute` is FlashAttention-4, which needs the extra `cute`."""
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)

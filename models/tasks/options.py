@@ -13,6 +13,7 @@ class RetrievalConfig(Strict):
     """Predict the next item among all items."""
 
     kind: Literal["retrieval"] = "retrieval"
+    """The task."""
 
     def metric_names(self) -> list[str]:
         """The metrics of an evaluation, the one that chooses the best weights unless told otherwise first."""
@@ -23,20 +24,24 @@ class ActionConfig(Strict):
     """One kind of action: a flag of the data set by its name, or values of the action column."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=60)
-    # The action counts from this value of the action column on, in the column's own units (4 stars and more).
+    """The action's name in reports and, without `at_least`, the name of one of the data set's flags."""
     at_least: float | None = None
-    # How much its loss counts.
+    """The least value of the action column that counts as the action, in the column's own units (4 stars)."""
     weight: float = Field(1.0, gt=0)
+    """The factor of the action's loss."""
 
 
 class RankingConfig(Strict):
     """Predict the actions that the user takes on an item, from items and actions in turn."""
 
     kind: Literal["ranking"]
+    """The task."""
     actions: list[ActionConfig] = Field(min_length=1)
-    # Hidden size of each action's head, a network of two layers; 0: one layer.
+    """The actions that are predicted."""
     hidden_dim: int = Field(0, ge=0)
+    """The hidden size of each action's head, a network of two layers; 0 is one layer."""
     dropout: float = Field(0.0, ge=0, lt=1)
+    """The dropout of the heads' hidden layer."""
 
     @model_validator(mode="after")
     def _named_once(self):
@@ -55,6 +60,7 @@ class RecallConfig(Strict):
     """Predict what followed an item when it was shown: the generated task of data/recall.py."""
 
     kind: Literal["recall"]
+    """The task."""
 
     def metric_names(self) -> list[str]:
         """accuracy: the share of recalls whose target scores highest; worst: that of the worst distance."""
