@@ -223,7 +223,10 @@ def train_claimed(
 
 def train_batches(config: RunConfig, data: Data) -> Batches:
     c = config.train
-    return data.batches("train", batch_size=c.batch_size, seed=config.seed, group_by_length=c.group_by_length)
+    options = {"batch_size": c.batch_size, "seed": config.seed, "group_by_length": c.group_by_length}
+    if c.augment is not None:
+        options["augment"] = c.augment
+    return data.batches("train", **options)
 
 
 def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | str) -> None:

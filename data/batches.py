@@ -5,6 +5,7 @@ Letters: T tokens of the batch, B sequences, S seen items of the batch, M sample
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .augment import Augment, augmented
 from .batch import Batch
 from .splits import Split
 from .types import DataError, Dataset
@@ -60,6 +62,7 @@ class Batches:
     batch_size: sequences per batch; the last batch of an epoch may be shorter.
     group_by_length: put sequences of similar length together (in random order of batches when shuffled).
     with_seen: fill seen_items and seen_offsets.
+    augment: how the sequences of an epoch differ from the split's; of this class alone, not together with with_seen.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Batches:
         shuffle: bool = True,
         group_by_length: bool = False,
         with_seen: bool = False,
+        augment: Augment | None = None,
     ):
         # A table has num_items rows: an id beyond them is a cryptic failure of a CPU and an abort of a GPU later on.
         if dataset.num_events and not 0 <= dataset.items.min() <= dataset.items.max() < dataset.num_items:
@@ -84,6 +88,7 @@ class Batches:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.dataset, self.split, self.batch_size, self.seed = dataset, split, batch_size, seed
         self.shuffle, self.group_by_length, self.with_seen = shuffle, group_by_length, with_seen
+        self.augment = augment
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -119,7 +124,9 @@ class Batches:
         """The batches of epoch number `epoch`, from batch number `start` on (skipped batches cost nothing)."""
         order, bounds = self._plan(epoch)
         begin, end = self.split.begin[order], self.split.end[order]
-        seen_begin = self._user_begin[order]
+        seen_begin, source = self._user_begin[order], self
+        if self.augment is not None:
+            source, begin, end = self._augmented(epoch, seen_begin, begin, end)
         # Host copies of the offsets tell T and S without asking the device.
         offsets = np.append(0, np.cumsum(self._tokens(begin, end)))
         seen_offsets = np.append(0, np.cumsum(end - 1 - seen_begin)) if self.with_seen else None
@@ -133,10 +140,24 @@ class Batches:
         for first, last in zip(bounds[start:-1].tolist(), bounds[start + 1 :].tolist()):
             total = int(offsets[last] - offsets[first])
             seen = int(seen_offsets[last] - seen_offsets[first]) if self.with_seen else 0
-            batch = self._assemble(first, last, total, seen, *on_device)
+            batch = source._assemble(first, last, total, seen, *on_device)
             if self._assemble_on != self.device:
                 batch = (batch.pin_memory() if self.device.type == "cuda" else batch).to(self.device, non_blocking=True)
             yield batch
+
+    def _augmented(self, epoch: int, first: np.ndarray, begin: np.ndarray, end: np.ndarray):
+        """(these batches over an epoch's own columns, where the samples begin in them, where they end)."""
+        rng = np.random.default_rng([self.seed, epoch, 1])
+        *picked, offsets = augmented(self.augment, rng, first, begin, end)
+        events, times = (torch.from_numpy(x).to(self._assemble_on) for x in picked)
+        chosen = {"items": events, "actions": events, "event_rows": events, "timestamps": times}
+        source = copy.copy(self)
+        source._columns = self._columns | {
+            name: self._columns[name].index_select(0, index)
+            for name, index in chosen.items()
+            if self._columns[name] is not None
+        }
+        return source, offsets[:-1], offsets[1:]
 
     def _tokens(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
         """[M]: tokens of the samples that are the events begin .. end-1."""

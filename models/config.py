@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from data.augment import Augment
 from data.feature_options import Features
 from data.options import Columns, RecallOptions, SyntheticOptions, checked_separator
 from data.types import DataError, shown
@@ -169,6 +170,8 @@ class ModelConfig(Strict):
     """How outputs are scored against items."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """The dropout of the input and of each layer's output."""
+    input_dropout: float | None = Field(None, ge=0, lt=1)
+    """The dropout of the input; absent, `dropout`."""
     action_embedding: bool = False
     """Whether an event's action is embedded and added to its item."""
     id_dropout: float = Field(0.0, ge=0, lt=1)
@@ -228,6 +231,8 @@ class LossConfig(Strict):
     """With `mixed_negatives`, the share of negatives that are targets of the batch; the others are uniform."""
     temperature: float = Field(0.05, ge=1e-4, le=1e4)
     """The divisor of the scores."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """With `cross_entropy`, the share of a target's probability that is spread evenly over the catalogue."""
 
     @property
     def num_in_batch(self) -> int:
@@ -236,6 +241,8 @@ class LossConfig(Strict):
 
     @model_validator(mode="after")
     def _consistent(self):
+        if self.label_smoothing and self.kind != "cross_entropy":
+            raise ValueError(f"label_smoothing is for kind=cross_entropy, got kind={self.kind}")
         if self.kind == "mixed_negatives" and not 0 < self.num_in_batch < self.num_negatives:
             raise ValueError(
                 f"in_batch_share={self.in_batch_share} of num_negatives={self.num_negatives} leaves none of one kind"
@@ -253,6 +260,8 @@ class TrainConfig(Strict):
     """The number of passes over the training data."""
     batch_size: int = Field(128, ge=1)
     """The number of users in a step."""
+    augment: Augment | None = None
+    """What training sequences draw anew in every epoch; absent, nothing."""
     lr: float = Field(1e-3, gt=0)
     """The learning rate."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_as_tuple)] = (0.9, 0.98)
@@ -380,6 +389,10 @@ class RunConfig(Strict):
             raise ValueError("model.table_dtype=bfloat16 is not for model.head.kind=mol")
         if self.model.head.kind == "mol" and self.loss.kind == "mixed_negatives":
             raise ValueError("loss.kind=mixed_negatives is not for model.head.kind=mol: it corrects no probabilities")
+        if self.model.head.kind == "mol" and self.loss.label_smoothing:
+            raise ValueError("loss.label_smoothing is not for model.head.kind=mol")
+        if self.train.augment is not None and self.task.kind != "retrieval":
+            raise ValueError(f"train.augment is for task.kind=retrieval, got {self.task.kind}")
         if self.model.id_dropout and not (self.data.features and self.data.features.items):
             raise ValueError("model.id_dropout: needs data.features.items, which stand for what is left out")
         if self.data.features is not None and (self.parallel.context > 1 or self.task.kind == "recall"):

@@ -25,6 +25,8 @@ class DotConfig(Strict):
     """The head."""
     learned_temperature: bool = False
     """Whether the temperature is trained too, beginning with `loss.temperature`."""
+    item_dropout: float = Field(0.0, ge=0, lt=1)
+    """The dropout of the items' embeddings that outputs are scored against."""
 
 
 class MoLConfig(Strict):

@@ -174,7 +174,7 @@ class SequenceModel(nn.Module):
             num_actions,
             config.embedding_dim,
             config.max_seq_len,
-            config.dropout,
+            config.dropout if config.input_dropout is None else config.input_dropout,
             config.table_dtype,
             features,
             config.id_dropout,
@@ -184,6 +184,7 @@ class SequenceModel(nn.Module):
         self.head = MixtureOfLogits(config.head, config.embedding_dim) if config.head.kind == "mol" else None
         # ln of the factor that has been learned for loss.temperature
         learned = config.head.kind == "dot" and config.head.learned_temperature
+        self.item_dropout = config.head.item_dropout
         self.log_temperature = nn.Parameter(torch.zeros(())) if learned else None
         self.task_head = task_head
 

@@ -55,6 +55,7 @@ def head_loss(
     if features is not None:
         items, targets, drawn = competing_items(model.embedding, targets, drawn)
     if model.head is None:
+        items = F.dropout(items, model.item_dropout, model.training)
         learned = model.log_temperature
         temperature = None if learned is None else config.temperature * learned.exp()
         return sampled_loss(config, out, items, targets, drawn, count, dtype, temperature), {}
@@ -176,6 +177,7 @@ def sampled_loss(
             temperature=config.temperature if temperature is None else temperature,
             negatives=None if drawn is None else drawn.ids,
             log_q=None if drawn is None else drawn.log_q,
+            label_smoothing=config.label_smoothing,
         )
     if temperature is not None:
         out = out * (config.temperature / temperature)
@@ -214,7 +216,8 @@ def _chunk_loss(
 ) -> Tensor:
     """Sum of the losses of a chunk of positions; `items` is normalised if `whole`, else the raw table."""
     if negatives is None:
-        return F.cross_entropy(out @ items.T / config.temperature, targets, ignore_index=-1, reduction="sum")
+        logits, smoothing = out @ items.T / config.temperature, config.label_smoothing
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
     chosen = targets.clamp(min=0)[:, None]
     shared = negatives.dim() == 1
     if shared:

@@ -1,13 +1,17 @@
 """The mixture of logits: by hand, in chunks as whole, and through training, evaluation and predictions."""
 
+import dataclasses
 import json
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from models import heads
+from models import heads, losses
+from models.config import LossConfig
 from models.heads import MixtureOfLogits, MoLConfig, mol_loss
+from tests.models.test_models import make_batch, make_model
 from tests.programs.test_train import fails, run, start
 
 E, I, T = 6, 11, 7
@@ -68,6 +72,22 @@ def test_item_dropout_leaves_gates_and_evaluation():
     assert not torch.allclose(first.components, again.components)
     torch.testing.assert_close(first.gates, judged.gates)
     torch.testing.assert_close(judged, setup()[0].items(items))
+
+
+def test_item_dropout_of_the_dot_head_is_on_targets_in_training_alone():
+    """Half of the items' numbers are missing in the loss; inputs and evaluation have them all."""
+    batch = dataclasses.replace(make_batch([4, 3]), target_ids=torch.arange(7))
+    given, loss = [], LossConfig(kind="cross_entropy")
+    for share in (0.0, 0.5):
+        model = make_model("dense", embedding_dim=64, head={"kind": "dot", "item_dropout": share})
+        out = model.raw_output(batch)[0].detach()
+        with mock.patch.object(losses, "sampled_loss", lambda config, out, items, *rest: given.append(items)):
+            for training in (True, False):
+                losses.head_loss(model.train(training), loss, out, batch.target_ids)
+        stays = given[-2] != 0
+        torch.testing.assert_close(given[-2][stays], model.item_weight[stays] / (1 - share))
+    kept = [(x != 0).float().mean().item() for x in given]
+    assert kept[:2] + kept[3:] == [1, 1, 1] and 0.45 < kept[2] < 0.55
 
 
 @pytest.mark.parametrize("sampled", [0, 1, 5])

@@ -83,6 +83,20 @@ def test_loss_and_gradients(inputs, kind, chunk, whole, form, monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_label_smoothing_spreads_a_share_of_the_target(inputs, device):
+    out, items, targets = inputs
+    plain, smooth = (config("cross_entropy", temperature=0.5, label_smoothing=share) for share in (0.0, 0.3))
+    logits = out @ (items / items.norm(dim=1, keepdim=True)).T / 0.5
+    logs = logits.log_softmax(1)
+    of_target = logs[torch.arange(T), targets]
+    for chosen, expected in ((plain, of_target), (smooth, 0.7 * of_target + 0.3 * logs.mean(1))):
+        found = training_loss(chosen, out.to(device), items.to(device), targets.to(device))
+        torch.testing.assert_close(found.cpu(), -expected.mean(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="label_smoothing is for kind=cross_entropy"):
+        config("in_batch", label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_learned_temperature_gets_its_gradient(inputs, kind, device):
     """Against the slope of the loss between two temperatures beside it."""

@@ -311,6 +311,20 @@ def test_action_embedding_changes_the_output():
     assert model.embedding.tables.embeddings["action"].weight.shape == (3, 8)
 
 
+def test_inputs_may_have_a_dropout_of_their_own():
+    """With two layers' dropout at 0 what is random is the input's, and the other way round."""
+    batch = make_batch([5, 3])
+    for options, inputs, layers in (
+        ({"dropout": 0.5}, 0.5, 0.5),
+        ({"dropout": 0.5, "input_dropout": 0.0}, 0.0, 0.5),
+        ({"dropout": 0.0, "input_dropout": 0.25}, 0.25, 0.0),
+    ):
+        model = make_model("dense", **options)
+        assert (model.embedding.dropout, model.layers[0].dropout) == (inputs, layers)
+        zeros = (model.train().embedding(batch) == 0).float().mean().item()
+        assert abs(zeros - inputs) < 0.15 and (zeros > 0) == (inputs > 0)
+
+
 def test_initialisation_is_the_published_one():
     torch.manual_seed(0)
     config = CONFIG | {"embedding_dim": 64, "max_seq_len": 200, "attention": {"kind": "dense"}}
