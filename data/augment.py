@@ -15,8 +15,8 @@ class Augment(Options):
     """What is drawn anew for every training sequence in every epoch; validation and test are left as they are."""
 
     window: float = Field(0.0, ge=0, le=1)
-    """The probability that a user with more events than the model's window trains on an earlier window, drawn uniformly,
-    in place of the latest one."""
+    """The probability that a user with more events than the model's window trains on an earlier window, drawn
+    uniformly, in place of the latest one."""
     drop: float = Field(0.0, ge=0, lt=1)
     """The probability with which each event is left out, the last two of a sequence excepted."""
     shuffle: float = Field(0.0, ge=0, le=10_000)
