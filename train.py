@@ -110,6 +110,7 @@ def train_claimed(
     average = WeightAverage(model, config.train.ema_decay) if config.train.ema_decay else None
     optimizer, step = build_step(config, model, data.device, average, context)
     batches = train_batches(config, data)
+    config = within_budget(config, len(batches))
     steps = config.train.epochs * len(batches)
     watched = next((name for name in ("valid", "test") if getattr(data.splits, name) is not None), None)
     if config.eval.patience and watched != "valid":
@@ -229,6 +230,14 @@ def train_batches(config: RunConfig, data: Data) -> Batches:
     return data.batches("train", **options)
 
 
+def within_budget(config: RunConfig, steps: int) -> RunConfig:
+    """The configuration with the epochs of `steps` steps that its train.steps allows."""
+    c = config.train
+    if c.steps is None:
+        return config
+    return config.model_copy(update={"train": c.model_copy(update={"epochs": min(c.epochs, -(-c.steps // steps))})})
+
+
 def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | str) -> None:
     """What is about to be trained, on what, and what is known of its size before it begins."""
     for note in data.dataset.notes:
@@ -262,6 +271,7 @@ def rehearse(config: RunConfig, interrupts: Interrupts) -> None:
     model = build_model(config, data.vocabulary, data.device)
     _, step = build_step(config, model, data.device)
     batches = train_batches(config, data)
+    config = within_budget(config, len(batches))
     introduce(config, data, model, len(batches), "none, this is a dry run")
     seconds = []
     for number, batch in enumerate(batches.epoch(0)):

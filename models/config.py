@@ -258,6 +258,9 @@ class TrainConfig(Strict):
 
     epochs: int = Field(ge=1)
     """The number of passes over the training data."""
+    steps: int | None = Field(None, ge=1)
+    """The number of steps after which no further epoch begins; absent, `epochs` alone decides. A budget of steps suits
+    data sets of any size, one of epochs does not."""
     batch_size: int = Field(128, ge=1)
     """The number of users in a step."""
     augment: Augment | None = None

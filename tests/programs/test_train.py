@@ -104,9 +104,10 @@ def dies(arguments, *moment):
 def test_killed_three_times_and_resumed_ends_the_same(tmp_path):
     """SIGKILL within an epoch, while a checkpoint is put in place, and between two of its files."""
     reference, folder = tmp_path / "reference", tmp_path / "run"
-    assert start(reference).returncode == 0
+    varied = "train.augment={window: 0.5, drop: 0.1, shuffle: 5.0}"
+    assert start(reference, varied).returncode == 0
     resume = ["--resume", folder]
-    dies([ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, "--run", folder], train, "set_lr", 20)
+    dies([ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, varied, "--run", folder], train, "set_lr", 20)
     dies(resume, os, "rename", 2)
     dies(resume, checkpoint, "save_file", 4)
     assert not (folder / "result.json").exists()
@@ -168,6 +169,17 @@ def test_early_stopping(tmp_path):
     assert values[-1] <= max(values[:-1])
 
 
+def test_a_budget_of_steps_ends_with_an_epoch_and_can_be_raised(tmp_path):
+    """13 steps an epoch: 14 steps are two epochs, and 60 more than the four that train.epochs allows."""
+    assert start(tmp_path / "run", "train.steps=14", "train.decay=linear").returncode == 0
+    assert load_config(tmp_path / "run" / "config.yaml").train.epochs == 2
+    _, history = final(tmp_path / "run")
+    assert [row["step"] for row in history] == [13, 26]
+    done = run("train.py", "--resume", tmp_path / "run", "train.steps=60", "train.epochs=4")
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in final(tmp_path / "run")[1]] == [13, 26, 39, 52]
+
+
 def test_options_of_training(tmp_path):
     """bf16, clipping, warm-up, length groups, another loss, a learned temperature, other attention kinds go through."""
     done = start(
@@ -179,7 +191,8 @@ def test_options_of_training(tmp_path):
         "train.epochs=1",
         "loss.kind=cross_entropy",
         "model.attention=[{kind: bsa, block_size: 4}, {kind: softmax}]",
-        "model.head={kind: dot, learned_temperature: true}",
+        "loss.label_smoothing=0.1",
+        "model.head={kind: dot, learned_temperature: true, item_dropout: 0.1}",
         "data.protocol=temporal",
     )
     assert done.returncode == 0, done.stderr
