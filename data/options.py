@@ -116,6 +116,17 @@ class SyntheticOptions(Options):
         return self
 
 
+class ShortSequences(Options):
+    """Short sequences of the generated memory task, to train on beside the long ones."""
+
+    num_sequences: int = Field(ge=3, le=10**7)
+    """The number of short sequences."""
+    length: int = Field(256, ge=8, le=10**6)
+    """The number of events of a short sequence."""
+    pairs: int = Field(8, ge=1)
+    """The number of pairs that each has in each group of distances; groups beyond half of `length` are left out."""
+
+
 class RecallOptions(Options):
     """The generated memory task of `data.format: recall`: pairs of items, of which the first returns later."""
 
@@ -133,11 +144,26 @@ class RecallOptions(Options):
     """The number of items that follow one that returns; a guess is right once in `num_values`."""
     num_fillers: int = Field(256, ge=1, le=MOST_ITEMS)
     """The number of items that stand between the pairs."""
+    short: ShortSequences | None = None
+    """Short sequences to train on beside the long ones; none by default."""
     seed: int = Field(0, ge=0, lt=2**63)
     """The seed of the generator."""
 
+    def of_short(self) -> Self:
+        """Return the options of the short sequences as if they were the only ones; ValueError where they contradict."""
+        distances = [distance for distance in self.distances if distance <= self.short.length // 2]
+        return type(self)(**self.model_dump() | self.short.model_dump() | {"distances": distances, "short": None})
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.short:
+            if self.distances != sorted(self.distances):
+                raise ValueError(f"distances: {self.distances} must rise where there are short sequences")
+            if self.distances[0] > self.short.length // 2:
+                raise ValueError(
+                    f"distances: {self.distances} has none that fits in half of short.length={self.short.length}"
+                )
+            self.of_short()
         if len(set(self.distances)) < len(self.distances):
             raise ValueError(f"distances: {self.distances} has one twice")
         if max(self.distances) > self.length - 2:

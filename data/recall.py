@@ -5,7 +5,8 @@ after it was shown, and the value follows it again. `distances` are the greatest
 from d_max // 2 + 1 to d_max, so that no model can tune itself to one distance, and each group has the same number of
 pairs in every sequence. A key is in one pair of a sequence, and each sequence draws its values anew, so that the
 sequence alone tells. The event that repeats a value is a recall; recalls are all that is trained and judged on. A guess
-among the values is right once in `num_values`.
+among the values is right once in `num_values`. Short sequences can be added for training, because a model learns to
+find one event among a few hundred in far fewer steps than among thousands.
 
 The items are numbered keys first, then values, then fillers. Each event's action says what it is: 0 for `shown`, i for
 a recall of the i-th group of distances (`Dataset.action_names`). Users are sequences, and whole users are held out.
@@ -41,31 +42,42 @@ def generate_recall(**options) -> Dataset:
     """
     o = parse_options(RecallOptions, options, "data.recall")
     rng = np.random.default_rng(o.seed)
-    items = np.empty((o.num_sequences, o.length), np.int32)
-    codes = np.zeros((o.num_sequences, o.length), np.int32)
-    step = max(1, CHUNK_CELLS // o.length)
-    for first in range(0, o.num_sequences, step):
-        fill(rng, o, items[first : first + step], codes[first : first + step])
+    parts = [_sequences(rng, o)]
+    if o.short:  # in front, since the last sequences are held out
+        parts.insert(0, _sequences(rng, o.of_short()))
+    items, codes = (np.concatenate([part.reshape(-1) for part in column]) for column in zip(*parts, strict=True))
+    lengths = np.repeat([part.shape[1] for part, _ in parts], [len(part) for part, _ in parts])
     recipe = json.dumps(["recall", GENERATOR_VERSION, o.model_dump()], sort_keys=True)
     num_items = o.num_keys + o.num_values + o.num_fillers
+    short = f"; {o.short.num_sequences:,} of {o.short.length:,} events to train on" if o.short else ""
     return Dataset(
         name="recall",
-        items=items.reshape(-1),
+        items=items,
         timestamps=np.zeros(items.size, np.int64),
-        actions=codes.reshape(-1),
-        user_offsets=np.arange(o.num_sequences + 1) * o.length,
-        user_ids=np.arange(1, o.num_sequences + 1),
+        actions=codes,
+        user_offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        user_ids=np.arange(1, len(lengths) + 1),
         item_ids=np.arange(1, num_items + 1),
         has_timestamps=False,
         fingerprint=hashlib.sha256(recipe.encode()).hexdigest(),
         action_names=("shown", *(f"{distance // 2 + 1}-{distance}" for distance in o.distances)),
         notes=(
             f"{o.num_sequences:,} sequences of {o.length:,} events, {o.pairs} pairs at each of the distances "
-            f"up to {', '.join(f'{distance:,}' for distance in o.distances)}; {o.num_keys:,} keys, {o.num_values:,} "
-            f"values, {o.num_fillers:,} fillers. A guess among the values is right in {1 / o.num_values:.2%} of all "
-            "cases.",
+            f"up to {', '.join(f'{distance:,}' for distance in o.distances)}{short}; {o.num_keys:,} keys, "
+            f"{o.num_values:,} values, {o.num_fillers:,} fillers. A guess among the values is right in "
+            f"{1 / o.num_values:.2%} of all cases.",
         ),
     )
+
+
+def _sequences(rng: np.random.Generator, o: RecallOptions) -> tuple[np.ndarray, np.ndarray]:
+    """Items and codes [U, N] of num_sequences sequences."""
+    items = np.empty((o.num_sequences, o.length), np.int32)
+    codes = np.zeros((o.num_sequences, o.length), np.int32)
+    step = max(1, CHUNK_CELLS // o.length)
+    for first in range(0, o.num_sequences, step):
+        fill(rng, o, items[first : first + step], codes[first : first + step])
+    return items, codes
 
 
 def fill(rng: np.random.Generator, o: RecallOptions, items: np.ndarray, codes: np.ndarray) -> None:

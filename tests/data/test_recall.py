@@ -47,6 +47,14 @@ def test_the_same_options_give_the_same_data(small):
     assert not np.array_equal(small.items, other.items)
 
 
+def test_short_sequences_come_first(small):
+    both = generate_recall(**SMALL, short={"num_sequences": 50, "length": 40, "pairs": 2})
+    assert np.array_equal(both.items[50 * 40 :], small.items) and both.fingerprint != small.fingerprint
+    assert np.diff(both.user_offsets).tolist() == [40] * 50 + [120] * 20
+    codes = both.actions[: 50 * 40].reshape(50, 40)
+    assert all(np.bincount(code, minlength=4)[1:].tolist() == [2, 2, 0] for code in codes)  # 64 does not fit
+
+
 def test_batches_have_recalls_alone_as_targets(small):
     splits = recall_splits(small, 0.1, 0.2)
     assert [len(part) for part in (splits.train, splits.valid, splits.test)] == [14, 2, 4]
@@ -75,6 +83,14 @@ def test_batches_have_recalls_alone_as_targets(small):
             {"pairs": 10},
             "data.recall: length=120 has no room for pairs=10 of each of 3 distances: take fewer pairs or longer "
             "sequences",
+        ),
+        (
+            {"distances": [16, 32], "short": {"num_sequences": 3, "length": 30}},
+            "data.recall: distances: [16, 32] has none that fits in half of short.length=30",
+        ),
+        (
+            {"distances": [16, 4], "short": {"num_sequences": 3}},
+            "data.recall: distances: [16, 4] must rise where there are short sequences",
         ),
         ({"lenght": 1}, "data.recall.lenght: unknown key, did you mean length?"),
     ],
