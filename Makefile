@@ -16,6 +16,7 @@ help:
 	@echo "make test     run the test suite"
 	@echo "make doctor   print the versions found and what to install where they do not match"
 	@echo "make lint     ruff"
+	@echo "make docs     build the site into build/site"
 
 setup: $(STAMP)
 
@@ -44,4 +45,7 @@ doctor:
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-.PHONY: help setup train test doctor lint
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict && echo build/site/index.html
+
+.PHONY: help setup train test doctor lint docs

@@ -1,0 +1,39 @@
+"""Hooks of the site's build: pages that are made from other files, and links to files that are no pages.
+
+MkDocs calls `on_page_markdown` for each page.
+"""
+
+import re
+import sys
+from pathlib import Path
+from posixpath import normpath
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+INCLUDED = re.compile(r"<!-- include (\S+) -->")
+LINK = re.compile(r"\[([^\]\[]*)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_page_markdown(markdown: str, page, config, files) -> str:
+    """Fill in the keys of the configuration and included files, then give links to files of the project their name."""
+    if "<!-- keys -->" in markdown:
+        from models.keys import as_markdown
+
+        markdown = markdown.replace("<!-- keys -->", as_markdown())
+    if included := INCLUDED.search(markdown):
+        text = (ROOT / included[1]).read_text().replace("](docs/", "](")
+        markdown = markdown.replace(included[0], text)
+    return LINK.sub(lambda link: _link(link, Path(page.file.src_uri).parent), markdown)
+
+
+def _link(link: re.Match, folder: Path) -> str:
+    """A link to a page as it is; one to another file of the project as that file's path."""
+    text, target, _ = link.groups()
+    if (ROOT / "docs" / folder / target).exists() and not target.startswith("../"):
+        return link[0]
+    path = normpath(f"docs/{folder}/{target}")
+    if path.startswith("docs/") and not (ROOT / path).exists():  # from a file of the project's root
+        path = target
+    if not (ROOT / path).exists():
+        raise FileNotFoundError(f"{folder}: a link to {target}, which does not exist")
+    return link[0] if path.startswith("docs/") else f"{text} (`{path}`)" if text.strip("`") != path else f"`{path}`"
