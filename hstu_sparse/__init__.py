@@ -29,6 +29,7 @@ from hstu_sparse.rotatekv import (
     rotatekv_compress,
     rotatekv_decompress,
     rotatekv_round_trip,
+    rotatekv_self_attention,
 )
 from hstu_sparse.uvqk import silu_parts
 
@@ -69,6 +70,7 @@ __all__ = [
     "rotatekv_compress",
     "rotatekv_decompress",
     "rotatekv_round_trip",
+    "rotatekv_self_attention",
     "silu_parts",
     "sparse_attention",
     "whole_plan",

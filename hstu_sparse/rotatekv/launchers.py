@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.launch import on_device, run
-from hstu_sparse.pages.launch import code_offset, sizes, words
+from hstu_sparse.pages.launch import code_offset, codes_config, sizes, words
 from hstu_sparse.pages.layout import Layout, RotateKVOptions
 from hstu_sparse.registration import Operator
 from hstu_sparse.rotatekv.cache import RotateKVCache
@@ -41,16 +41,17 @@ def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group,
     check_kernel("rotatekv_round_trip", k, {"D": layout.head_size, "V": layout.value_size})
     found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
     k, v = as_rows(k, v, align=False)
-    constants = sizes(layout, channel_order is not None, k.dtype)
+    config = codes_config(layout, k.dtype)
+    constants = sizes(layout, channel_order is not None, k.dtype) | dict(config)
     for name in ("PAGE", "K_WORDS", "V_WORDS", "KEPT_WORDS"):
         constants.pop(name)
     batch = seq_offsets.shape[0] - 1
     if k.shape[0]:
         run(
-            rotatekv_round_trip_kernel, (k.shape[0] // constants["R"] + batch, layout.head_groups),
+            rotatekv_round_trip_kernel, (k.shape[0] // config.R + batch, layout.head_groups),
             k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), seq_offsets, channel_order,
             inverse(channel_order), *found, batch, sink_tokens, layout.keys.channels**-0.5, **constants,
-            INSET=options.inset, enable_fp_fusion=False, num_warps=4,
+            INSET=options.inset, OUT=min(4, layout.keys.blocks), enable_fp_fusion=False,
         )  # fmt: skip
     return tuple(found)
 

@@ -32,6 +32,27 @@ def round_trip_reference(k: Tensor, v: Tensor, sinks: Tensor, layout: Layout, ch
     return tuple(torch.where(sinks[:, None, None], x, y) for x, y in zip((k, v), found))
 
 
+def own_token(
+    q: Tensor, k: Tensor, v: Tensor, coded_k: Tensor, coded_v: Tensor, bias: RelativeBias, scale: float,
+    normalizer: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(q, coded_k, coded_v, what a token's own key and value give to SiLU attention beside what their codes give).
+
+    Gradients of coded_k and coded_v go to k and v.
+    """
+    coded_k, coded_v = (y + (x - x.detach()) for x, y in ((k, coded_k), (v, coded_v)))  # the differences are 0
+    here = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+    own_bias = pair_bias(bias, here, bias.query_timestamps, bias.timestamps)
+    if isinstance(own_bias, Tensor):
+        own_bias = own_bias[:, None]
+    wide = widened(q, k, v, coded_k, coded_v)
+
+    def given(keys: Tensor, values: Tensor) -> Tensor:
+        return F.silu(scale * (wide[0] * keys).sum(-1) + own_bias)[..., None] * values / normalizer
+
+    return q, coded_k, coded_v, (given(*wide[1:3]) - given(*wide[3:])).to(v.dtype)
+
+
 def rope(x: Tensor, positions: Tensor, base: float) -> Tensor:
     """x [T, H, D] turned by its position [T]: half-split pairs, pair i by position * base ** (-2 i / D)."""
     half = x.shape[-1] // 2

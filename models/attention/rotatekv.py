@@ -1,15 +1,12 @@
-"""The kind `rotatekv`. Letters: T tokens, H heads, V value head size."""
+"""The kind `rotatekv`."""
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
-from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from models.attention.shared import HSTUAttention
 from models.contract import AuxLoss, LayerSizes
 
@@ -49,36 +46,11 @@ class RotateKVAttention(HSTUAttention):
             return {name: getattr(self, name) for name in names}
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
-        c, bias = self.config, self.bias(batch)
-        options = c.cache_options()
-        found = hstu_sparse.rotatekv_round_trip(k, v, batch.seq_offsets, **options, backend=c.backend)
-        # The differences are 0: they carry the gradients.
-        cached_k, cached_v = (y + (x - x.detach()) for x, y in zip((k, v), found))
-        out = hstu_sparse.hstu_attention(
-            q,
-            cached_k,
-            cached_v,
-            batch.seq_offsets,
-            self.sizes.max_seq_len,
-            scale=c.scale,
-            normalizer=self.normalizer,
-            bias=bias,
-            backend=c.backend,
-        )
-        own = own_token(q, k, v, bias, c.scale, self.normalizer)
-        return out + own - own_token(q, cached_k, cached_v, bias, c.scale, self.normalizer), {}
-
-
-def own_scores(q: Tensor, k: Tensor, bias: RelativeBias | None, scale: float) -> Tensor:
-    """Score of each token by itself, [T, H] fp32 (or fp64)."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = scale * (q.to(wide) * k.to(wide)).sum(-1)
-    if bias is None:
-        return scores
-    here = torch.zeros(len(q), dtype=torch.int64, device=q.device)
-    return scores + pair_bias(bias, here, bias.query_timestamps, bias.timestamps)[:, None]
-
-
-def own_token(q: Tensor, k: Tensor, v: Tensor, bias: RelativeBias | None, scale: float, normalizer: int) -> Tensor:
-    """What a token's own key and value give to its SiLU attention, [T, H, V]."""
-    return (F.silu(own_scores(q, k, bias, scale))[..., None] * v / normalizer).to(v.dtype)
+        config = self.config
+        options = dict(bias=self.bias(batch), backend=config.backend)
+        lengths = batch.seq_offsets, self.sizes.max_seq_len
+        options["plan"] = hstu_sparse.attention_plan(q, v, *lengths, once=batch.once, **options)
+        factors = dict(scale=config.scale, normalizer=self.normalizer)
+        return hstu_sparse.rotatekv_self_attention(
+            q, k, v, *lengths, **factors, **options, **config.cache_options()
+        ), {}

@@ -76,6 +76,7 @@ VALID: dict[str, dict] = {
     "cut_sequences": {"seq_offsets": offsets, "rank": 0, "world": 2},
     "rotary": {"x": q, "seq_offsets": offsets, "max_seq_len": N, "times": times},
     "rotatekv_round_trip": {"k": k, "v": v, "seq_offsets": offsets},
+    "rotatekv_self_attention": QKV | {"max_seq_len": N},
     "rotatekv_compress": {"k": k, "v": v, "seq_offsets": offsets},
     "rotatekv_attention": {"q": q, "q_offsets": offsets, "cache": CACHE, "max_seq_len": N},
     "rotatekv_decompress": {"cache": CACHE},
@@ -188,7 +189,7 @@ SPECIFIC: list[tuple[str, dict]] = [
     *[(op, {name: x * size, "bits": 8}) for op in ("rotatekv_compress", "rotatekv_round_trip")
       for name, x in (("k", k), ("v", v)) for size in (1e6, 1e-7)],
     ("hstu_attention", {"bias": 3}),
-    ("hstu_attention", {"plan": 3}),
+    *[(op, {"plan": 3}) for op in ("hstu_attention", "rotatekv_self_attention")],
     *[("htree_attention", {"compression_rate": x}) for x in (0, -1, 1.5, True)],
     *[("htree_attention", {"top_k": x}) for x in (0, -1, 1.5, True)],
     *[("htree_attention", {"rope_base": x}) for x in (0.0, -1.0, NAN, "x")],

@@ -17,6 +17,7 @@ from hstu_sparse import (
     rotatekv_compress,
     rotatekv_decompress,
     rotatekv_round_trip,
+    rotatekv_self_attention,
 )
 from hstu_sparse.compat import mustafar_attention_with_rope, mustafar_decompress_with_hadamard_inverse
 from hstu_sparse.pages import packing, store
@@ -33,6 +34,34 @@ def make(lengths=(37, 0, 130, 1), heads=2, size=32, value_size=24, dtype=torch.f
 
 def relative_error(found, true):
     return ((found - true).norm() / true.norm()).item()
+
+
+def test_self_attention_by_a_loop():
+    """Each token by itself: codes of the others, its own key and value; gradients as if the codes were k and v."""
+    lengths, N, scale = (7, 0, 4), 9, 0.3
+    k, v, offsets = make(lengths, size=16, value_size=5, dtype=torch.float64)
+    q, times = make_jagged(lengths, (2, 16), dtype=torch.float64, seed=3), make_timestamps(lengths)
+    leaves = [x.requires_grad_() for x in (q, k, v, torch.randn(N).double(), torch.randn(20).double())]
+    bias, options = RelativeBias(*leaves[3:], times, times + 100), dict(bits=2, sink_tokens=1)
+    coded = rotatekv_round_trip(k, v, offsets, **options)
+    straight_k, straight_v = (x + (y - x).detach() for x, y in zip((k, v), coded))
+    rows = []
+    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
+        for t in range(begin, end):
+            total = torch.zeros(2, 5, dtype=torch.float64)
+            for s in range(begin, t + 1):
+                key, value = (k[s], v[s]) if s == t else (straight_k[s], straight_v[s])
+                bucket = min(int(((times[t] + 100 - times[s]).double().log() / 0.301).floor()), 19)
+                score = scale * (q[t] * key).sum(-1) + leaves[3][t - s] + leaves[4][bucket]
+                total = total + (score * score.sigmoid())[:, None] * value / N
+            rows.append(total)
+    expected = torch.stack(rows)
+    found = rotatekv_self_attention(q, k, v, offsets, N, scale=scale, bias=bias, **options)
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn(found.shape).double()
+    for x, y in zip(*(torch.autograd.grad(out, leaves, grad) for out in (found, expected))):
+        torch.testing.assert_close(x, y)
+    assert (coded[0] != k).any() and (coded[0][0] == k[0]).all()
 
 
 def test_hadamard_by_hand():

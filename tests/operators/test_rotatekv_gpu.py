@@ -6,7 +6,7 @@ import torch
 from hstu_sparse import RelativeBias, hadamard_transform, rotatekv_attention, rotatekv_compress, rotatekv_decompress
 from hstu_sparse.rotatekv import reference
 from hstu_sparse.testing import assert_within_budget, compare_with_reference, make_jagged, make_offsets
-from tests.random.cases.rotatekv import check
+from tests.random.cases.rotatekv import check, check_self_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -46,6 +46,20 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_reference(name, dtype):
     check("cuda", **(BASE | CASES[name] | dict(dtype=dtype)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(head_size=64, value_size=64, position=True, timed=True, sink_tokens=4),
+        dict(sparsity=0.5, bits=4, timed=True, contiguous=False, value_size=40),
+        dict(lengths=[9000, 3], max_seq_len=9000, clip=0.75, head_size=32, value_size=32),
+    ],
+)
+def test_self_attention(options, dtype):
+    given = {name: x for name, x in (BASE | options | dict(dtype=dtype)).items() if name != "asked"}
+    check_self_attention("cuda", **given)
 
 
 MANY = dict(

@@ -6,7 +6,7 @@ import torch
 from hstu_sparse import calibrate, hadamard_transform, rotatekv_attention, rotatekv_compress, rotatekv_decompress
 from hstu_sparse.pages import packing
 from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets
-from tests.random.cases.rotatekv import check
+from tests.random.cases.rotatekv import check, check_self_attention
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
@@ -57,6 +57,20 @@ def test_options(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_attention(name):
     check("cpu", **(BASE | CALLS[name]))
+
+
+SELF = {
+    "both biases": dict(position=True, timed=True, sink_tokens=3),
+    "position": dict(position=True, bits=4, contiguous=False, value_size=40),
+    "time, pruned": dict(timed=True, sparsity=0.5, lengths=[70], max_seq_len=70),
+    "neither": dict(clip=0.7, head_group=4, lengths=[], max_seq_len=1),
+}
+
+
+@pytest.mark.parametrize("name", SELF)
+def test_self_attention(name):
+    given = {what: x for what, x in (BASE | SELF[name]).items() if what != "asked"}
+    check_self_attention("cpu", **given)
 
 
 @pytest.mark.parametrize("name", ["empty batch", "all sequences empty", "length 1", "N far above every length"])

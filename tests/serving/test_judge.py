@@ -4,15 +4,11 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks import kv_cache
-from hstu_sparse import hstu_attention, rotatekv_round_trip
-from models.attention.rotatekv import own_token
 from models.folder import read_judged, write_judged
-from tests.models.test_models import make_batch
 from tests.programs.test_train import run, start
-from tests.serving.plain import make_config, make_model
+from tests.serving.plain import make_config
 
 ROTATE = {"kind": "rotatekv", "bits": 2, "sink_tokens": 3}
 BSA = {"kind": "bsa", "block_size": 4, "block_counts": 2, "selection_group": 2, "window_size": 3}
@@ -88,27 +84,6 @@ def test_refused(options, message, tmp_path_factory):
         trained(folder)
     done = run("eval.py", folder / "run", "device=cpu", *options)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
-
-
-def test_gradients_pass_straight_through():
-    """They are dense attention's gradients at the keys and values that the codes say."""
-    batch = make_batch([24])
-    config = make_config(ROTATE | {"position_bias": False, "time_bias": False})
-    kind = make_model(config).layers[0].attention
-    q, k, v = (torch.randn(24, 2, 16, requires_grad=True) for _ in range(3))
-    out, _ = kind(None, q, k, v, batch)
-    grad = torch.randn_like(out)
-    found = torch.autograd.grad(out, (q, k, v), grad)
-
-    k2, v2 = (x.requires_grad_() for x in rotatekv_round_trip(k, v, batch.seq_offsets, bits=2, sink_tokens=3))
-    N = kind.normalizer
-    rest = hstu_attention(q, k2, v2, batch.seq_offsets, N, scale=1.0) - own_token(q, k2, v2, None, 1.0, N)
-    own = own_token(q, k, v, None, 1.0, N)
-    torch.testing.assert_close(out, rest + own)
-    expected = torch.autograd.grad(rest + own, (q, k, k2, v, v2), grad)
-    wanted = expected[0], expected[1] + expected[2], expected[3] + expected[4]
-    for x, y in zip(found, wanted):
-        torch.testing.assert_close(x, y)
 
 
 def test_kind_refuses_heads_when_the_configuration_is_loaded():

@@ -4,16 +4,18 @@ import torch
 
 from hstu_sparse import (
     RelativeBias,
+    hstu_attention,
     rotatekv_attention,
     rotatekv_compress,
     rotatekv_decompress,
     rotatekv_round_trip,
+    rotatekv_self_attention,
 )
 from hstu_sparse.bias.relative import check_bias
 from hstu_sparse.compat import mustafar_attention_with_rope
 from hstu_sparse.pages import packing, store
 from hstu_sparse.rotatekv import reference
-from hstu_sparse.testing import assert_within_budget, make_jagged, make_offsets, make_timestamps
+from hstu_sparse.testing import assert_within_budget, compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.random.cases import Launches
 from tests.random.terms import FEW_TOKENS
 
@@ -84,6 +86,12 @@ def check(
         bits=bits, head_group=head_group, quant_group=quant_group, sparsity=sparsity, sink_tokens=sink_tokens,
         clip=clip, channel_order=order,
     )  # fmt: skip
+    if seed % 4 == 1:
+        check_self_attention(
+            device, lengths=lengths, max_seq_len=max_seq_len, groups=groups, head_size=head_size,
+            value_size=value_size, dtype=str(dtype).removeprefix("torch."), position=position, timed=timed,
+            contiguous=contiguous, seed=seed, **options,
+        )  # fmt: skip
     cache = rotatekv_compress(k, v, offsets, **options, backend="triton")
     codes_are_right(cache, k, v)
 
@@ -156,6 +164,42 @@ def check(
             )  # fmt: skip
 
 
+def check_self_attention(
+    device, *, lengths, max_seq_len, groups, head_size, value_size, dtype, head_group=2, position=False, timed=False,
+    contiguous=True, seed=0, **options,
+):  # fmt: skip
+    """The kernels' `rotatekv_self_attention`, forward and every gradient, is right for the kernels' own codes."""
+    dtype, options = getattr(torch, dtype), options | dict(head_group=head_group)
+    made = dict(dtype=dtype, device=device, contiguous=contiguous)
+    sizes = dict(q=head_size, k=head_size, v=value_size)
+    tensors = {
+        name: make_jagged(lengths, (groups * head_group, size), seed=seed + i, **made)
+        for i, (name, size) in enumerate(sizes.items())
+    }
+    offsets = make_offsets(lengths, device=device)
+    times = make_timestamps(lengths, device=device, seed=seed)
+    tables = dict(
+        position=make_jagged([max_seq_len + 3], (), device=device, seed=seed + 3) if position else None,
+        time=make_jagged([129], (), device=device, seed=seed + 4) if timed else None,
+    )
+    factors = dict(scale=0.5 * head_size**-0.5, normalizer=0.7 * max_seq_len)
+    coded = rotatekv_round_trip(tensors["k"], tensors["v"], offsets, **options, backend="triton")
+
+    def biased(position, time):
+        return RelativeBias(position, time, times, times + 1000) if timed else RelativeBias(position)
+
+    def kernel(q, k, v, position, time):
+        given = factors | options | dict(bias=biased(position, time), backend="triton")
+        return rotatekv_self_attention(q, k, v, offsets, max_seq_len, **given)
+
+    def by_reference(q, k, v, position, time):
+        bias = biased(position, time)
+        *given, own = reference.own_token(q, k, v, *(x.to(q) for x in coded), bias, *factors.values())
+        return hstu_attention(*given, offsets, max_seq_len, **factors, bias=bias, backend="reference") + own
+
+    compare_with_reference(kernel, by_reference, tensors | tables, factor=4.0)
+
+
 def first_channels(cache, k):
     """Sizes of keys [T, H, D] before zeros are subtracted, which all meet in the first channel of each 64 or fewer."""
     channel = torch.arange(k.shape[1] * k.shape[2], device=k.device).view(k.shape[1:])
@@ -214,6 +258,7 @@ def launches():
     from hstu_sparse.pages.launch import write_pages
     from hstu_sparse.rotatekv import launch_attention, launchers
     from hstu_sparse.rotatekv.hadamard import hadamard_operator
+    from hstu_sparse.rotatekv.own import gradients_operator, own_operator
 
     def case(what, dtype=torch.bfloat16, heads=8, size=128, value_size=128, queries=1, ordered=False, splits=None,
              attend=None, local_bytes=SPILLS, architectures=(80, 90, 100, 120), **options):  # fmt: skip
@@ -251,6 +296,15 @@ def launches():
     )
     small = dict(heads=2, size=32, value_size=32)
 
+    def own(dtype, size, value_size, bias, local_bytes=0):
+        def call():
+            q, k, v = (torch.zeros(100, 4, x, dtype=dtype) for x in (size, size, value_size))
+            given = q, k, v, k, v, *bias, 0.1, 200.0
+            own_operator(*given)
+            gradients_operator(q, k, v, v, *given)
+
+        return Launches(f"own token {dtype} D={size} V={value_size} {bias[0] is not None}", call, local_bytes)
+
     def transform(n, dtype, local_bytes=0):
         call = lambda: hadamard_operator.forward(torch.zeros(8, n, dtype=dtype))
         return Launches(f"hadamard {n} {dtype}", call, local_bytes=local_bytes)
@@ -267,6 +321,9 @@ def launches():
         case("decompress", sparsity=0.7, **small),
         case("round trip"),
         case("round trip", dtype=torch.float32, **small),
+        case("round trip", heads=4, size=64, value_size=64, local_bytes=0),
+        own(torch.bfloat16, 64, 64, RelativeBias(torch.zeros(201), torch.zeros(129), zeros, zeros)),
+        own(torch.float32, 25, 40, RelativeBias(), local_bytes=16),
         case("attention"),
         case("attention", splits=3, attend=dict(softmax=True)),
         case("attention", attend=biased, **small),
