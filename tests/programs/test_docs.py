@@ -1,17 +1,200 @@
 """What README and the pages say can be done: their blocks run, and what they name exists."""
 
+import contextlib
+import io
+import itertools
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
+
+import hstu_sparse
+from models import command
+from models.keys import sections
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(sh|python|yaml)(?: title=\"(.+?)\")?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?:^(?: {4,}|\t).*\n)+", re.MULTILINE)
+SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+FOLDERS = "configs|hstu_sparse|models|data|tests|benchmarks|docs|examples"
+FILE = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./{{}},*<>-]*)")
+CONFIG = re.compile(
+    r"[a-z0-9{},]+(?:-[a-z0-9{},]+)*-(?:hstu|sasrec|large|best|ranking|bsa|htree|indexer|rotatekv|ring|\{.*\})"
+)
+KEY = re.compile(r"(?<![\w./])((?:data|task|model|loss|train|eval|parallel)(?:\.[A-Za-z_0-9]+)+)(?![\w(/]|\.\w)")
+FLAG = re.compile(r"(?<![\w-])(--[a-z](?:[a-z-]*[a-z])?)(?![\w-])")
+PLACEHOLDER = re.compile(r"<|\*|\.\.\.|NAME")
+
+
+@cache
+def known_keys() -> set[str]:
+    """The dotted keys of a configuration, and those of the mappings that hold them."""
+    keys = {key.name for section in sections() for key in section.keys}
+    return keys | {".".join(key.split(".")[:n]) for key in keys for n in range(1, key.count(".") + 1)}
+
+
+@cache
+def flags() -> dict[str, set[str]]:
+    """Program -> its flags, from --help where that is cheap, else from its source."""
+    found = {}
+    for program in ("train", "eval", "compare", "tune", "serve"):
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+            getattr(command, f"{program}_options")("", ["--help"])
+        found[f"{program}.py"] = set(FLAG.findall(text.getvalue()))
+    files = [*(ROOT / "benchmarks").glob("*.py"), ROOT / "data" / "download.py", ROOT / "tests" / "conftest.py"]
+    for file in files:
+        found[str(file.relative_to(ROOT))] = set(re.findall(r'"(--[a-z][a-z-]*)"', file.read_text()))
+    shared = set().union(*(names for file, names in found.items() if file.startswith("benchmarks/")))
+    found["benchmarks/run.py"] |= shared  # which takes its operators' flags too
+    found["benchmarks/train.py"] |= found["benchmarks/parts.py"]
+    return found
+
+
+def spread(name: str) -> Iterator[str]:
+    """a-{b,c} -> a-b, a-c."""
+    parts = [part.strip("{}").split(",") for part in re.split(r"(\{[^}]*\})", name)]
+    return map("".join, itertools.product(*parts))
+
+
+def exists(path: str) -> bool:
+    return bool(PLACEHOLDER.search(path)) or all((ROOT / one).exists() for one in spread(path.rstrip(".,")))
+
+
+def is_key(name: str) -> bool:
+    """A key, a mapping of keys, or a module or file of that name."""
+    name = re.sub(r"\.\d+(?=\.|$)", "", name) if name.startswith("model.attention") else name
+    name = re.sub(r"(\.columns)\.[a-z_]\w*(?=\.|$)", r"\1.NAME", name) if ".features." in name else name
+    parent, _, last = name.rpartition(".")
+    modules = ("/".join(name.split(".")[:n]) for n in range(2, name.count(".") + 2))
+    return (
+        name in known_keys()
+        or last in ("py", "NAME") or (parent in known_keys() and last.isupper())
+        or any((ROOT / f"{module}.py").exists() or (ROOT / module).is_dir() for module in modules)
+    )  # fmt: skip
+
+
+def keys_of(tree: object, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a configuration that is written as YAML."""
+    if isinstance(tree, list):
+        for number, one in enumerate(tree):
+            yield from keys_of(one, f"{prefix}{number}.") if isinstance(one, dict) else ()
+    elif isinstance(tree, dict):
+        for name, value in tree.items():
+            yield f"{prefix}{name}"
+            if name != "action_codes":
+                yield from keys_of(value, f"{prefix}{name}.")
+
+
+def faults_of_yaml(text: str) -> Iterator[str]:
+    """The unknown keys of a block: part of a run, or a plan or search space, whose settings have dotted keys."""
+    tree = yaml.safe_load(text)
+    tops = {section.title for section in sections() if "." not in section.title and section.title.islower()}
+    if not isinstance(tree, dict):
+        return
+    if tops & set(tree):
+        names = keys_of(tree)
+    else:
+        names = (name for part in ("settings", "space", "fixed", "quick") for name in dotted(tree.get(part) or {}))
+    yield from (f"key {name}" for name in names if not is_key(name))
+
+
+def dotted(tree: dict) -> Iterator[str]:
+    for name, value in tree.items():
+        if "." in name:
+            yield name
+        elif isinstance(value, dict):
+            yield from dotted(value)
+
+
+def faults_of_code(text: str) -> Iterator[str]:
+    """What a span or line of code names and nobody has: files, configs, keys, flags of programs."""
+    yield from (f"file {path}" for path in FILE.findall(text) if not exists(path))
+    if CONFIG.fullmatch(text) and "." not in text:
+        yield from (f"config {name}" for name in spread(text) if not (ROOT / f"configs/{name}.yaml").exists())
+    yield from (f"key {name}" for name in KEY.findall(text) if not is_key(name))
+    if " && " in text:
+        yield from (fault for part in text.split(" && ") for fault in faults_of_code(part))
+        return
+    words = text.split()
+    program = next((word for word in words if word in flags() or (word.endswith(".py") and "/" in word)), None)
+    if words and words[0].startswith("make"):
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        yield from (f"make {word}" for word in words[1:2] if re.fullmatch("[a-z]+", word) and word not in targets)
+    elif program in flags():
+        given = FLAG.findall(text.partition(program)[2])
+        yield from (f"{program} {flag}" for flag in given if flag not in flags()[program])
+    elif FLAG.match(text):
+        every = set().union(*flags().values())
+        yield from (f"flag {flag}" for flag in FLAG.findall(text) if flag not in every)
+    for name in re.findall(r"\bhstu_sparse\.([a-zA-Z_]\w*)\(", text):
+        if not hasattr(hstu_sparse, name) and not list((ROOT / "hstu_sparse").glob(f"{name}*")):
+            yield f"hstu_sparse.{name}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.replace("`", "").lower()).strip().replace(" ", "-") for title in titles}
+
+
+def faults(text: str, folder: Path) -> list[str]:
+    """Everything that a page names and that does not exist."""
+    found: list[str] = []
+    for language, _, block in BLOCK.findall(text):
+        if language == "yaml":
+            found += faults_of_yaml(block)
+        found += [fault for line in re.sub(r"\\\n", "", block).splitlines() for fault in faults_of_code(line)]
+    rest = BLOCK.sub("", text)
+    for block in INDENTED.findall(rest):
+        found += [fault for line in block.splitlines() for fault in faults_of_code(line.strip())]
+    found += [fault for span in SPAN.findall(rest) for fault in faults_of_code(span)]
+    for target, anchor in LINK.findall(rest):
+        page = folder / target
+        if target and not page.exists():
+            found.append(f"link {target}")
+        elif anchor and page.suffix == ".md" and anchor not in anchors(page):
+            found.append(f"anchor {target}#{anchor}")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_exists(page):
+    assert not (wrong := faults(page.read_text(), page.parent)), wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("see `configs/ml-100k-hsut.yaml`", "file configs/ml-100k-hsut.yaml"),
+        ("the config `ml-1m-{hstu,sasrek}`", "config ml-1m-sasrek"),
+        ("`ml-7m-hstu`", "config ml-7m-hstu"),
+        ("`train.lrr=3`", "key train.lrr"),
+        ("```sh\npython train.py CONFIG --resum RUN\n```\n", "train.py --resum"),
+        ("    python eval.py RUN --servee\n", "eval.py --servee"),
+        ("`--no-such-flag`", "flag --no-such-flag"),
+        ("`make tests`", "make tests"),
+        ("```yaml\nmodel: {attention: {kind: bsa, blok_size: 3}}\n```\n", "key model.attention.blok_size"),
+        ("```yaml\nsettings: {a: {model.blok: hstu}}\n```\n", "key model.blok"),
+        ("[x](docs/nothing.md)", "link docs/nothing.md"),
+        ("[x](docs/data.md#no-such-part)", "anchor docs/data.md#no-such-part"),
+        ("`hstu_sparse.no_attention(q)`", "hstu_sparse.no_attention"),
+    ],
+)
+def test_the_check_finds_what_is_wrong(text, fault):
+    assert fault in faults(text, ROOT)
+
+
 SET_UP = {"make setup", "source .venv/bin/activate", "pip install .", "make train", "make test"}  # not run, but checked
 SHORTER = [("seeds: [1, 2]", "seeds: [1]"), ("epochs: 5", "epochs: 1"), ("epochs=8", "epochs=2")]  # for a test's time
 
@@ -51,8 +234,13 @@ def run_blocks(page: str, folder: Path) -> None:
         if language == "sh":
             lines = [line.partition("  #")[0].strip() for line in text.splitlines()]
             text = "\n".join(["set -e -m", *(line for line in lines if line not in SET_UP)])
-        command = ["bash", "-c", text] if language == "sh" else [sys.executable, "-c", text]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", text] if language == "sh" else [sys.executable, "-c", text],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, f"{page}:\n{text}\n{done.stdout}\n{done.stderr}"
 
 
