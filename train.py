@@ -5,6 +5,7 @@
     python train.py CONFIG --init-from RUN [key=value ...]        begin with the weights of another run
     python train.py CONFIG --dry-run                              what a run would take in time and memory
     python train.py --keys [PREFIX]                               the keys of a configuration
+    python train.py CONFIG --plan                                 the memory of each GPU, known without any
 
 On the CPU a resumed run ends bit-identical to one that was never stopped, at the same number of threads.
 """
@@ -291,6 +292,17 @@ def rehearse(config: RunConfig, interrupts: Interrupts) -> None:
     )
 
 
+def tell_plan(config: RunConfig, interrupts: Interrupts) -> None:
+    """Prints what the run would take of each GPU's memory; the data are prepared, nothing else is made."""
+    # It takes a second to import what torchrec plans with.
+    from models.planning.plan import describe, plan
+
+    interrupts.stage = "planning; nothing was written but prepared data"
+    data = open_data(config, device=torch.device("cpu"))
+    for line in describe(plan(data.config, data, build_step), data.config):
+        terminal.say(line)
+
+
 def build_step(
     config: RunConfig, model, device: torch.device, average: WeightAverage | None = None, context: Context | None = None
 ) -> tuple[torch.optim.Optimizer, Step]:
@@ -456,7 +468,9 @@ def work(options, interrupts: Interrupts) -> None:
         train(absolute_paths(config), options.resume, True, override, interrupts=interrupts)
         return
     config = absolute_paths(load_config(options.config, options.overrides))
-    if options.dry_run:
+    if options.plan:
+        tell_plan(config, interrupts)
+    elif options.dry_run:
         rehearse(config, interrupts)
     else:
         train(config, options.run or new_folder(config), False, False, options.init_from, interrupts)

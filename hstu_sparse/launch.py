@@ -30,7 +30,7 @@ def padded_head(size: int) -> int:
 
 
 # What CPU tensors pass for: the interpreter's, and those for whose kernels `ahead.py` compiles.
-cpu_architecture = 90
+cpu_architecture, cpu_multiprocessors = 90, 2
 
 
 def architecture(device: torch.device) -> int:
@@ -44,10 +44,14 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU (2 in the interpreter)."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return _multiprocessors(device) if device.type == "cuda" else cpu_multiprocessors
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def on_device(device: torch.device):

@@ -65,6 +65,7 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
     add("--init-from", type=Path, metavar="RUN", help="begin with this run's weights; known items keep their rows")
     add("--dry-run", action="store_true", help="prepare the data, make a few steps, tell time and memory; no run")
     add("--keys", nargs="?", const="", metavar="PREFIX", help="print a configuration's keys, or those that begin so")
+    add("--plan", action="store_true", help="prepare the data, tell what each GPU's memory would hold; no run, no GPU")
     options = parser.parse_intermixed_args(arguments)
     if options.keys is not None:
         if options.config is not None or options.resume:
@@ -77,8 +78,10 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
             parser.error(f"give either a config or --resume RUN, not {options.overrides[0]} beside --resume")
     if options.config is None and options.resume is None:
         parser.error("give a config, like configs/synthetic-hstu.yaml, or --resume RUN")
-    if options.resume and (options.run or options.init_from or options.dry_run):
-        parser.error("--run, --init-from and --dry-run are for a new run: --resume goes on with one")
+    if options.resume and (options.run or options.init_from or options.dry_run or options.plan):
+        parser.error("--run, --init-from, --dry-run and --plan are for a new run: --resume goes on with one")
+    if options.plan and (options.run or options.init_from or options.dry_run):
+        parser.error("--plan runs nothing: leave out --run, --init-from and --dry-run")
     if options.override and not options.resume:
         parser.error("--override belongs to --resume")
     if options.config is not None and not os.path.lexists(options.config) and (near := _config_like(options.config)):

@@ -17,6 +17,11 @@ def padded_tokens(tokens: int) -> int:
     return -(-tokens // _granule(tokens)) * _granule(tokens)
 
 
+def padded_sequences(batch_size: int, longest: int) -> int:
+    """B of every padded batch: `batch_size`, and sequences for all padding of at most `longest` tokens each."""
+    return batch_size + -(-_granule(batch_size * longest) // longest)
+
+
 def _granule(tokens: int) -> int:
     return max(64, 1 << max(0, tokens.bit_length() - 4))
 
@@ -39,7 +44,7 @@ class GraphedStep:
 
     def __init__(self, step: Step, *, batch_size: int, longest: int):
         self.step, self.longest = step, longest
-        self.sequences = batch_size + -(-_granule(batch_size * longest) // longest)
+        self.sequences = padded_sequences(batch_size, longest)
         self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         self.met: set[tuple[int, ...]] = set()
         self.captured: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Batch, Losses]] = {}

@@ -85,14 +85,21 @@ def open_device(config: RunConfig) -> torch.device:
     return torch.device(kind)
 
 
-def open_data(config: RunConfig, *, trained_on: str | None = None, vocabulary: Vocabulary | None = None) -> Data:
+def open_data(
+    config: RunConfig,
+    *,
+    trained_on: str | None = None,
+    vocabulary: Vocabulary | None = None,
+    device: torch.device | None = None,
+) -> Data:
     """The run's data set, prepared or from the cache, its splits, the device they go to, and the configuration as these
     data decide it: what is built and stored is `Data.config`.
 
     trained_on: the fingerprint that the data must have; where the source has another one or is gone, the prepared copy
-    is taken. vocabulary: what the model knows, in whose terms other data are read.
+    is taken. vocabulary: what the model knows, in whose terms other data are read. device: in place of the
+    configuration's.
     """
-    device = open_device(config)
+    device = device or open_device(config)
     dataset = find_data(config, trained_on) if vocabulary is None else load_data(config, vocabulary=vocabulary)
     config = for_data(config, dataset)
     task = build_task(config)

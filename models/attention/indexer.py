@@ -143,7 +143,7 @@ class IndexerAttention(BiasedAttention):
         """All tokens that each query may choose: [G, longest] int32, -1 behind them."""
         # On a GPU, max_seq_len spares the host from waiting for the longest length of the batch.
         longest, group = self.sizes.max_seq_len, self.config.selection_group
-        if device.type != "cuda":
+        if not batch.seq_offsets.is_cuda:
             longest = int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
         begins, offsets = batch.seq_offsets[:-1], batch.seq_offsets
         rows = batch.num_tokens if group == 1 else batch.num_tokens // group + batch.num_sequences

@@ -1,0 +1,94 @@
+"""Memory that `train.py --plan` predicts for one GPU, and what a GPU then says: steps with the run's largest batch,
+captured and replayed, and an evaluation.
+
+    python benchmarks/plan.py configs/ml-1m-hstu.yaml [key=value ...]    appends to benchmarks/results/plan.jsonl
+    python benchmarks/plan.py CONFIG --predict                           the prediction alone, on any machine
+
+The prediction is made by a process of its own, which sees no GPU.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import train
+from benchmarks.figures import RESULTS
+from models.config import load_config
+from models.folder import commit
+from models.planning.plan import plan, tokens_of_batches
+from models.report import environment
+from models.run import build_model, open_data
+
+STEPS = 4  # of the first epoch, before the largest batch
+
+
+def predict(options) -> dict:
+    """The plan, and its peaks of training alone and of the whole run."""
+    config = load_config(options.config, options.overrides)
+    data = open_data(config, device=torch.device("cpu"))
+    found = plan(data.config, data, train.build_step)
+    return asdict(found) | {"peak": found.peak, "training_peak": found.training_peak}
+
+
+def measure(options) -> dict:
+    """Peaks of the memory that torch's allocator gave, in training and in the evaluation after it."""
+    config = load_config(options.config, options.overrides)
+    data = open_data(config)
+    config = data.config
+    torch.manual_seed(config.seed)
+    counts = tokens_of_batches(config, data)
+    epoch = int(np.argmax([one.max() for one in counts]))
+    model = build_model(config, data.vocabulary, data.device).train()
+    _, step = train.build_step(config, model, data.device)
+    batches = train.train_batches(config, data)
+    for number, batch in enumerate(batches.epoch(0)):
+        if number == STEPS:
+            break
+        step(batch)
+    largest = next(batches.epoch(epoch, start=int(counts[epoch].argmax())))
+    for _ in range(3):  # as it is, captured, replayed
+        step(largest)
+    torch.cuda.synchronize()
+    found = {"training_peak": torch.cuda.max_memory_allocated(), "training_reserved": torch.cuda.memory_reserved()}
+    judged = next(name for name in ("valid", "test") if getattr(data.splits, name) is not None)
+    data.task.evaluate(model, data.eval_batches(judged))
+    statistics = torch.cuda.memory_stats()
+    found |= {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    found |= {"requested_peak": statistics["requested_bytes.all.peak"], "tokens": largest.num_tokens}
+    return found | {"environment": environment(data.device)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--name", help="of the record, by default the configuration's")
+    parser.add_argument("--predict", action="store_true", help="measure nothing; print the prediction")
+    parser.add_argument("--out", type=Path, default=RESULTS / "plan.jsonl", help="the JSON lines, which are added to")
+    options = parser.parse_intermixed_args()
+    if options.predict:
+        print(json.dumps(predict(options)))
+        return
+    command = [sys.executable, __file__, options.config, *options.overrides, "--predict"]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    predicted = json.loads(subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True).stdout)
+    measured = measure(options)
+    ratio = {name: round(predicted[name] / measured[name], 4) for name in ("training_peak", "peak")}
+    name = options.name or load_config(options.config, options.overrides).name
+    record = {"config": name, "ratio": ratio, "predicted": predicted, "measured": measured, "commit": commit()}
+    print(name, json.dumps(ratio), flush=True)
+    with options.out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""`train.py --plan`: what it counts, against a model and an optimiser that exist, and against what autograd keeps.
+
+The plan is made in processes of their own: an imagined GPU leaves fakes behind, and Triton's interpreter is off there.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from models.config import load_config
+from models.planning.meter import BLOCK, Meter
+from models.run import build_model, open_data
+from tests.programs.test_train import ROOT
+
+SMALL = "data.synthetic={num_users: 60, num_items: 100, mean_length: 20, min_length: 5, max_length: 60}"
+KINDS = {
+    "dense": [],
+    "bsa": ["model.attention.kind=bsa", "train.ema_decay=.9"],
+    "indexer": ["model.attention.kind=indexer", "model.attention.warmup_steps=3"],
+    "htree": ["model.attention.kind=htree"],
+    "rotatekv": ["model.attention.kind=rotatekv"],
+    "softmax": ["model.attention.kind=softmax", "model.table_dtype=bfloat16", "loss.kind=in_batch"],
+}
+# Prints what is planned for each argument, overrides between blanks, beside what autograd keeps of one forward pass.
+SCRIPT = """
+import json, sys
+from dataclasses import asdict
+import torch
+import train
+from models.config import load_config
+from models.planning import plan as planning
+from models.run import open_data
+
+CONFIG, *CASES = sys.argv[1:]
+for case in CASES:
+    data = open_data(load_config(CONFIG, json.loads(case)), device=torch.device("cpu"))
+    saved = {}
+    def build_step(*given):
+        optimizer, step = train.build_step(*given)
+        def counted(batch):
+            saved.clear()
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                return step(batch)
+        own.update(p.untyped_storage()._cdata for p in given[1].parameters())
+        return optimizer, counted
+    def keep(x):
+        key = x.untyped_storage()._cdata
+        if key not in own:
+            saved[key] = x.untyped_storage().nbytes()
+        return x
+    own = set()
+    found = planning.plan(data.config, data, build_step)
+    print(json.dumps(asdict(found) | {"peak": found.peak, "training_peak": found.training_peak,
+                                      "saved": sum(saved.values())}))
+"""
+
+
+def planned(*cases: list[str]) -> list[dict]:
+    """The plan of each case, overrides of the synthetic configuration, as a dict."""
+    environ = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT, "configs/synthetic-hstu.yaml"]
+    command += [json.dumps([SMALL, *case]) for case in cases]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, dict]:
+    return dict(zip(KINDS, planned(*KINDS.values())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_and_optimiser_are_counted_to_the_byte(plans, kind):
+    config = load_config(ROOT / "configs/synthetic-hstu.yaml", [SMALL, *KINDS[kind]])
+    data = open_data(config, device=torch.device("cpu"))
+    model = build_model(data.config, data.vocabulary, data.device)
+    optimizer, step = train.build_step(data.config, model, data.device)
+    step(next(train.train_batches(data.config, data).epoch(0)))
+
+    def total(tensors) -> int:
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    kept = plans[kind]["kept"]
+    assert kept["weights"] == total([*model.parameters(), *model.buffers()])
+    assert kept["gradients"] == total(p.grad for p in model.parameters() if p.grad is not None)
+    assert kept["optimiser"] == total(x for state in optimizer.state.values() for x in state.values())
+    assert kept.get("average of the weights", 0) == (total(model.parameters()) if config.train.ema_decay else 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_are_what_autograd_keeps(plans, kind):
+    found = plans[kind]
+    activations = sum(found["activations"].values())
+    # A batch's plan, which autograd does not save, is held beside what it saves.
+    assert 0.98 * found["saved"] < activations <= 1.6 * found["saved"]
+    assert any(name.startswith(f"attention {kind}") for name in found["activations"])
+    assert activations < found["step"] < found["training_peak"] <= found["peak"]
+
+
+def test_ranks_share_batch_and_table():
+    one, four, sharded = planned(
+        ["train.batch_size=512"],
+        ["train.batch_size=512", "parallel.data=4"],
+        ["train.batch_size=512", "parallel.data=4", "parallel.embedding=auto"],
+    )
+    assert (one["ranks"], four["ranks"], sharded["ranks"]) == (1, 4, 4)
+    assert four["tokens"] < one["tokens"] / 3 and four["step"] < one["step"] / 2
+    assert four["kept"]["weights"] == one["kept"]["weights"] > sharded["kept"]["weights"]
+    assert sharded["sharded"]["rows"] == 25 and sharded["sharded"]["kind"] == "row_wise"
+    assert len(sharded["sharded"]["lines"]) == 5
+
+
+def test_program_prints_the_plan_and_makes_no_run(tmp_path: Path):
+    environ = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "train.py", "configs/synthetic-hstu.yaml", "--plan", SMALL, f"run_dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "most at a time, evaluations included" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_meter_counts_what_lives():
+    with Meter() as meter:
+        meter.part = "first"
+        x = torch.zeros(1000)
+        view = x[10:]
+        meter.part = "second"
+        y = x + 1
+        del x
+        assert meter.live == 2 * 8 * BLOCK and meter.by_part == {"first": 8 * BLOCK, "second": 8 * BLOCK}
+        del view
+        assert meter.live == 8 * BLOCK and meter.peak == 2 * 8 * BLOCK
+    assert y.sum() == 1000
