@@ -10,6 +10,7 @@ Each result is a line of JSON, on standard output and in the file --out.
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -242,15 +243,19 @@ def whole_batch(recommender, users, at, candidates=None):
 def gpu(results: Results, seconds: float, device: str = "cuda", quick: bool = False) -> None:
     """Everything of the issue's third point, the most important first; begins nothing after `seconds`."""
     until = time.monotonic() + seconds
-    sizes = dict(users=2, count=16, repeats=3) if quick else dict(users=8, count=1024, repeats=20)
-    for name in ("large-200",) if quick else ("4x256-4096", "large-200"):
-        candidates_of(results, name, device, **sizes)
-        free(device)
-        for cache in ("bf16", "2bit+4sinks") if quick else ("bf16", "2bit+4sinks", "4bit", "8bit", "fp32"):
-            for count in (1, 2) if quick else (64, 1, 256):
-                if time.monotonic() < until:
-                    requests_of(results, name, cache, device, count, sizes["repeats"])
-                    free(device)
+    sizes = dict(count=16, repeats=3) if quick else dict(count=1024, repeats=20)
+    name, other = ("large-200",) * 2 if quick else ("4x256-4096", "large-200")
+    parts = [(candidates_of, name, device, 2 if quick else 8, *sizes.values())]
+    some = ("bf16", "2bit+4sinks") if quick else ("bf16", "2bit+4sinks", "4bit", "8bit", "fp32")
+    counts = (2, 1) if quick else (64, 1, 256)
+    for count, model in itertools.product(counts, (name, other)):
+        parts += [(requests_of, model, cache, device, count, sizes["repeats"]) for cache in some[:2]]
+    parts += [(candidates_of, name, device, 64, *sizes.values()), (candidates_of, other, device, 8, *sizes.values())]
+    parts += [(requests_of, name, cache, device, counts[0], sizes["repeats"]) for cache in some[2:]]
+    for part, *arguments in parts[:4] if quick else parts:
+        if time.monotonic() < until:
+            part(results, *arguments)
+            free(device)
 
 
 def free(device: str) -> None:
@@ -270,17 +275,22 @@ def requests_of(results: Results, name: str, cache: str, device: str, count: int
     from models.retrieval import best_items
 
     recommender = make(name, device, autocast="bf16", cache_bytes=(8 if device == "cuda" else 1) * GB, **FORMATS[cache])
-    # As many events as leave room for those that are appended, before a window slides.
-    now = [fill(recommender, count, MODELS[name][0] - 50)]
+    longest, slide = recommender.window.capacity, recommender.window.slide
+    warmup, sliding = 4, 3
+    # The last event that is timed without a slide is event N.
+    now = [fill(recommender, count, longest - warmup - repeats)]
     users, run = list(range(count)), recomputed(recommender)
     recommender.recommend(users, at=now[0])
     if recommender.statistics["evictions"]:
         results(part="recommend", model=name, cache=cache, users=count, route="left out: they do not fit")
         return
 
-    def after_an_event():
+    def append():
         now[0] += 1
         recommender.append(users, [5] * count, [now[0]] * count)
+
+    def after_an_event():
+        append()
         recommender.recommend(users, at=now[0] + 1)
 
     def recompute():
@@ -289,19 +299,52 @@ def requests_of(results: Results, name: str, cache: str, device: str, count: int
 
     line = dict(part="recommend", model=name, cache=cache, users=count)
     call = lambda: recommender.recommend(users, at=now[0] + 1)
-    results(**line, route="recommend", **timed(call, repeats, device))
-    results(**line, route="append one, recommend", **timed(after_an_event, 9, device))
+    results(**line, route="recommend", **timed(call, repeats, device, warmup))
+    times = timed(after_an_event, repeats, device, warmup)
+    results(**line, route="append one, recommend", events=recommender.history(0).count, **times)
     if cache == "bf16":
-        results(**line, route="recompute", **timed(recompute, 5, device, 2))
+        results(**line, route="recompute", events=recommender.history(0).count, **timed(recompute, 5, device, 2))
+    results(**line, route="append one", **timed(append, 8, device, 1), note="the first one slides, and is left out")
+    found, before = [], 0
+    for turn in range(sliding + 1):
+        more = longest + (turn + 1) * slide - recommender.history(0).count
+        now[0] += 1
+        recommender.append(users * more, [5] * (more * count), [now[0]] * (more * count))
+        call()
+        before = recommender.statistics["tokens_encoded"]
+        found.append(timed(after_an_event, 1, device, 0)["least_ms"])
+    encoded = (recommender.statistics["tokens_encoded"] - before) // count
+    results(**line, route="append one that slides, recommend", encoded=encoded, median_ms=float(np.median(found[1:])))
+    if device == "cuda" and recommender._engine.graphs:
+        results(**line, route="the device alone", **device_times(recommender))
+
+
+def device_times(recommender) -> dict:
+    """Milliseconds of each captured pass without the host, by its kind; the bytes that PyTorch holds."""
+    import torch
+
+    found = {}
+    for key, known in recommender._engine.graphs.captured.items():
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(20):
+            known.graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        found[f"{key[0]}_ms"] = round(begin.elapsed_time(end) / 20, 4)
+    return found | {"bytes": torch.cuda.memory_reserved(), "pool_bytes": recommender.statistics["page_bytes"]}
 
 
 def candidates_of(results: Results, name: str, device: str, users: int, count: int, repeats: int) -> None:
     """Candidates scored on top of pages against one pass over history and candidates."""
+    import torch
 
     recommender = make(name, device, task="ranking", autocast="bf16", cache="bf16")
     events = recommender.window.capacity
     now = fill(recommender, users, events)
-    rows = np.random.default_rng(2).integers(0, len(recommender.items), (users, count))
+    rng = np.random.default_rng(2)
+    rows = np.stack([rng.permutation(len(recommender.items))[:count] for _ in range(users)])
     keys = [str(user) for user in range(users)]
     found = recommender.candidate_outputs(keys, list(rows), [now] * users)
     run = recomputed(recommender)
@@ -310,13 +353,26 @@ def candidates_of(results: Results, name: str, device: str, users: int, count: i
     error = float((found - expected).norm() / expected.norm())
     line = dict(part="candidates", model=name, users=users, candidates=count, tokens=2 * events)
     results(**line, route="difference", relative=round(error, 5))
-    for route, call in (
-        ("pages", lambda: recommender.candidate_outputs(keys, list(rows), [now] * users)),
-        ("recompute", lambda: run(whole_batch(recommender, keys, now, rows))),
-        ("recompute, batch at hand", lambda: run(batch)),
-    ):
+
+    def captured():
+        graph = torch.cuda.CUDAGraph()
+        run(batch)
+        with torch.cuda.graph(graph):
+            run(batch)
+        return graph.replay
+
+    routes = {
+        "pages": lambda: recommender.candidate_outputs(keys, list(rows), [now] * users),
+        "recompute": lambda: run(whole_batch(recommender, keys, now, rows)),
+        "recompute, batch at hand": lambda: run(batch),
+    }
+    if device == "cuda":
+        routes["recompute, the device alone"] = captured()
+    for route, call in routes.items():
         times = timed(call, repeats, device)
         results(**line, route=route, **times, per_second=round(1000 * users * count / times["median_ms"]))
+    if device == "cuda" and recommender._engine.graphs:
+        results(**line, route="pages, the device alone", **device_times(recommender))
 
 
 async def client(results: Results, url: str, run: Path, rate: float, seconds: float, token: str | None) -> None:

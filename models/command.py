@@ -18,6 +18,15 @@ ROOT = Path(__file__).resolve().parent.parent
 # How the keys and values of a served run's users are kept: as they are, or as RotateKV codes of so many bits. auto: the
 # codes that the run was trained for (rotatekv), else fp32.
 CACHES = ("auto", "fp32", "bf16", "fp16", "8bit", "4bit", "2bit")
+
+
+def true_or_false(text: str) -> bool:
+    """The value of a switch, for argparse."""
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return text == "true"
+
+
 # Options of a served run: name, type, what --help says. Absent, models.serving.ServingOptions has the default.
 SERVING_OPTIONS = (
     ("sink_tokens", int, "with codes: the first tokens of a window that are kept as they are; by default 0"),
@@ -26,6 +35,7 @@ SERVING_OPTIONS = (
     ("quant_group", int, "with codes: channels that share a scale; by default 64"),
     ("cache_bytes", int, "for the keys and values of all users; by default 1 GiB"),
     ("slide", int, "events that leave a user's window at a time; by default a quarter of what it holds"),
+    ("cuda_graphs", true_or_false, "on a GPU: replay passes of few tokens as CUDA graphs; by default true"),
 )
 
 

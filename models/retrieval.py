@@ -65,12 +65,17 @@ def mask_seen(
     an earlier event is still to be found). start: the item that the first column is.
     """
     rows, columns = sequence_ids(seen_offsets, len(seen_items)), seen_items - start
-    hidden = (columns >= 0) & (columns < scores.shape[1])
+    users, width = scores.shape
+    hidden = (columns >= 0) & (columns < width)
     if keep is not None:
         hidden &= seen_items != keep[rows]
-    # What is not hidden gets 0 added: to choose it instead would wait for the device.
-    value = torch.where(hidden, float("-inf"), 0.0).to(scores.dtype)
-    return scores.index_put_((rows, columns.clamp(0, scores.shape[1] - 1)), value, accumulate=True)
+    if not scores.is_cuda:
+        scores[rows[hidden], columns[hidden].long()] = float("-inf")
+        return scores
+    # What is not hidden marks a column behind the last: to leave it out instead would wait for the device.
+    mask = torch.zeros(users, width + 1, dtype=torch.bool, device=scores.device)
+    mask.view(-1).index_fill_(0, rows * (width + 1) + torch.where(hidden, columns, width), True)
+    return scores.masked_fill_(mask[:, :width], float("-inf"))
 
 
 def target_ranks(scores: Tensor, targets: Tensor) -> Tensor:

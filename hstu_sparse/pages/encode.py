@@ -143,14 +143,15 @@ def write_codes_kernel(
     packed = real & (position >= S)
     pages += b.to(tl.int64) * P
     page = tl.load(pages + (1 if SINKS else 0) + position // PAGE, packed, 0).to(tl.int64)
+    packed = packed & (page >= 0)
     slot = position % PAGE
     row = page * HG + group
     if HAS_ORDER:
         order += group * C
 
     if SINKS:
-        sink = real & (position < S)
         first = tl.load(pages).to(tl.int64) * S
+        sink = real & (position < S) & (first >= 0)
         for head in tl.static_range(G):
             at = (first + position) * (HG * G) + group * G + head
             source = token[:, None] * k_stride_t + (group * G + head).to(tl.int64) * k_stride_h

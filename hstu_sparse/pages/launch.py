@@ -12,7 +12,7 @@ from hstu_sparse.launch import LaunchConfig, configuration, on_device, padded_he
 from hstu_sparse.pages.encode import write_codes_kernel
 from hstu_sparse.pages.format import PageFormat
 from hstu_sparse.pages.layout import TILE, Layout
-from hstu_sparse.pages.write import write_pages_kernel
+from hstu_sparse.pages.write import write_pages_kernel, write_timestamps_kernel
 from hstu_sparse.rows import as_rows
 from hstu_sparse.validation import check_kernel
 
@@ -96,4 +96,19 @@ def write_pages(
             INSET=layout.options.inset, SINKS=format.sink_tokens > 0,
             # Fused into a product and a sum, scaling and shifting would round otherwise than the reference does.
             enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def write_timestamps(
+    timestamps: Tensor, format: PageFormat, given: Tensor, offsets: Tensor, pages: Tensor, lengths: Tensor
+) -> None:
+    """Writes seconds [T] as `PagePool.write_timestamps` says."""
+    if len(given) == 0:
+        return
+    batch, rows = offsets.shape[0] - 1, 128
+    with on_device(given.device):
+        run(
+            write_timestamps_kernel, len(given) // rows + batch, given.contiguous(), offsets.contiguous(),
+            lengths.contiguous(), pages.contiguous(), timestamps, batch, pages.shape[1],
+            SINKS=format.sink_tokens > 0, PAGE=format.page_size, R=rows, num_warps=4,
         )  # fmt: skip

@@ -211,7 +211,8 @@ class PagePool:
             layer: 0 to layers - 1.
             k: [T, H, D], v: [T, H, V], fp32, bf16 or fp16, which need not be the format's dtype; any strides.
             offsets: [B+1], int32 or int64, from 0 to T: the new tokens of each sequence, which may be none.
-            pages: [B, P] int32, of `table`; a sequence that occurs twice is written in no fixed order.
+            pages: [B, P] int32, of `table`; a sequence that occurs twice is written in no fixed order. New tokens
+                that would lie in a page of -1 are dropped (a row of -1 is padding of the batch).
             lengths: [B], int32 or int64: token i of sequence b goes to its position lengths[b] + i.
             backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
@@ -233,13 +234,21 @@ class PagePool:
         write_pages(self.tensors[layer], f, k, v, offsets, pages, lengths)
 
     @torch.no_grad()
-    def write_timestamps(self, timestamps: Tensor, offsets: Tensor, pages: Tensor, lengths: Tensor) -> None:
+    def write_timestamps(
+        self, timestamps: Tensor, offsets: Tensor, pages: Tensor, lengths: Tensor, *, backend: str = "auto"
+    ) -> None:
         """Writes the seconds of new tokens, [T] int64, once for all layers; the rest as in `write`."""
         self._check_timed()
         check_tensor("timestamps", timestamps, "T", {}, dtype=torch.int64, device=self.device)
         self._check_new(offsets, pages, lengths, timestamps=timestamps)
-        where = new_tokens(offsets, lengths, len(timestamps))
-        self.timestamps[store.place(self.format, pages, *where)] = timestamps
+        if choose_backend(backend, timestamps, "PagePool.write_timestamps") == "reference":
+            page, slot = store.place(self.format, pages, *new_tokens(offsets, lengths, len(timestamps)))
+            owned = page >= 0
+            self.timestamps[page[owned], slot[owned]] = timestamps[owned]
+            return
+        from hstu_sparse.pages.launch import write_timestamps
+
+        write_timestamps(self.timestamps, self.format, timestamps, offsets, pages, lengths)
 
     @without_autocast
     @torch.no_grad()
@@ -278,6 +287,8 @@ class PagePool:
     def check_table(self, pages: Tensor, lengths: Tensor, offsets: Tensor | None = None) -> None:
         """Validates a page table [B, P] of sequences of so many tokens, and as many new ones as offsets [B+1] say.
 
+        A page of -1 may stand where there are new tokens alone.
+
         Values where they can be read (on a CPU). Raises TypeError or ValueError.
         """
         sizes = {} if offsets is None else {"B": offsets.shape[0] - 1}
@@ -295,14 +306,15 @@ class PagePool:
         if int(whole.max()) > room:
             raise ValueError(f"pages has room for {room} tokens of a sequence, got {int(whole.max())}")
         columns = np.arange(sizes["P"] - sinks) * self.format.page_size
-        used = pages[:, sinks:][columns < whole[:, None]]
-        if len(used) and not 0 <= int(used.min()) <= int(used.max()) < self.num_pages:
-            raise ValueError(
-                f"pages must be from 0 to {self.num_pages - 1}, got {int(used.min())} to {int(used.max())}"
-            )
-        rows = pages[:, 0][whole > 0]
-        if sinks and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_sequences:
-            raise ValueError(f"pages[:, 0] must be rows of sinks, from 0 to {self.num_sequences - 1}")
+        for length, least in ((lengths, 0), (whole, -1)):
+            used = pages[:, sinks:][columns < length[:, None]]
+            if len(used) and not least <= int(used.min()) <= int(used.max()) < self.num_pages:
+                raise ValueError(
+                    f"pages must be from 0 to {self.num_pages - 1}, got {int(used.min())} to {int(used.max())}"
+                )
+            rows = pages[:, 0][length > 0]
+            if sinks and len(rows) and not least <= int(rows.min()) <= int(rows.max()) < self.num_sequences:
+                raise ValueError(f"pages[:, 0] must be rows of sinks, from 0 to {self.num_sequences - 1}")
 
     # Files.
 

@@ -29,9 +29,15 @@ def write(
     tensors: dict[str, Tensor], format: PageFormat, k: Tensor, v: Tensor, pages: Tensor, sequence: Tensor,
     position: Tensor, channel_order: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes keys [T, H, D] and values [T, H, V] to positions [T] of sequences [T]; nothing else is touched."""
+    """Writes keys [T, H, D] and values [T, H, V] to positions [T] of sequences [T]; nothing else is touched.
+
+    What would go to a page below 0 is dropped.
+    """
+    page, slot = place(format, pages, sequence, position)
+    owned = page >= 0
+    if not bool(owned.all()):
+        k, v, sequence, position, page, slot = (x[owned] for x in (k, v, sequence, position, page, slot))
     if format.layout is None:
-        page, slot = place(format, pages, sequence, position)
         for name, x in (("k", k), ("v", v)):
             tensors[name][page, :, slot] = _rounded(name, x, format.dtype)
         return
@@ -41,9 +47,9 @@ def write(
             row, at = pages[sequence[sinks], 0].long(), position[sinks]
             for name, x in (("k", k), ("v", v)):
                 tensors[f"sink_{name}"][row, at] = _rounded(name, x[sinks], format.dtype)
-            k, v, sequence, position = (x[~sinks] for x in (k, v, sequence, position))
+            k, v, page, slot = (x[~sinks] for x in (k, v, page, slot))
     keys, values = packing.encode(padded_keys(k, format), v, format.layout, channel_order, refuse_small=False)
-    write_codes(tensors, format, keys, values, *place(format, pages, sequence, position))
+    write_codes(tensors, format, keys, values, page, slot)
 
 
 def _rounded(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:

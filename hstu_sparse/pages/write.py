@@ -1,4 +1,4 @@
-"""The kernel that writes keys and values into pages as they are.
+"""The kernels that write keys and values into pages as they are, and timestamps.
 
 Letters: T new tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size, R tokens of
 a tile.
@@ -25,8 +25,25 @@ def write_pages_kernel(
     real = index < count
     position = tl.load(lengths + b).to(tl.int32) + index
     page = tl.load(pages + b.to(tl.int64) * P + position // PAGE, real, 0).to(tl.int64)
+    real = real & (page >= 0)
     row = (page * H + head) * PAGE + position % PAGE
     x = load_rows(k + head * k_stride_h, begin + index, k_stride_t, real, D, PAD_D)
     store_rows(key_pages, row, D, real, x, D, PAD_D)
     x = load_rows(v + head * v_stride_h, begin + index, v_stride_t, real, V, PAD_V)
     store_rows(value_pages, row, V, real, x, V, PAD_V)
+
+
+@triton.jit(do_not_specialize=["B", "P"])
+def write_timestamps_kernel(
+    given, offsets, lengths, pages, timestamps, B, P, SINKS: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """The seconds of R new tokens."""
+    b, begin, count, tile = locate(offsets, tl.program_id(0), B, R)
+    if tile * R >= count:
+        return
+    index = tile * R + tl.arange(0, R)
+    real = index < count
+    position = tl.load(lengths + b).to(tl.int32) + index
+    page = tl.load(pages + b.to(tl.int64) * P + (1 if SINKS else 0) + position // PAGE, real, 0).to(tl.int64)
+    real = real & (page >= 0)
+    tl.store(timestamps + page * PAGE + position % PAGE, tl.load(given + begin + index, real, 0), real)

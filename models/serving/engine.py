@@ -8,6 +8,7 @@ Letters: B users, T new tokens, E embedding size, M candidates of a user.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +20,13 @@ from models.attention import BlockSparseAttention
 from models.config import RunConfig
 from models.serving.caches import Caches
 from models.serving.errors import ServingError
+from models.serving.graphs import Graphs
 from models.serving.histories import History, Window
 from models.serving.options import ServingOptions, page_format
 from models.serving.parts import Part, Pass, ServedBatch, ServedRankingBatch
 from models.serving.passes import run, served_layers
 from models.serving.tokens import Columns, candidate_tokens, single_tokens, window_tokens
+from models.serving.work import Sizes, Work
 
 TOKENS = {"cpu": 2**14, "cuda": 2**17}  # new tokens of one pass
 
@@ -36,6 +39,15 @@ class Ask:
     history: History
     at: int
     candidates: np.ndarray | None = None
+
+
+class Piece(NamedTuple):
+    """Tokens `start` to `stop` of a user's window, which are to be written."""
+
+    user: str
+    history: History
+    start: int
+    stop: int
 
 
 class Engine:
@@ -74,6 +86,10 @@ class Engine:
                 f"cache_bytes: a window of {longest:,} tokens takes {least:,} bytes, got {options.cache_bytes:,}"
             ) from None
         self.caches = Caches(pool, math.lcm(*(c.selection_group for c in sparse)))
+        # The choices of bsa are made by the host, with the device's answers at hand.
+        self.padded = self.device.type == "cuda" and not sparse
+        self.graphs = Graphs(self.device) if self.padded and options.cuda_graphs else None
+        self._widest = form.num_pages(longest) + (form.sink_tokens > 0)
         self.encoded = 0  # tokens that were written into pages, for metrics
 
     @staticmethod
@@ -142,47 +158,48 @@ class Engine:
         lengths = [self.caches.length(user, self._begin(history)) for user, history in zip(users, histories)]
         self.caches.reserve(users, tokens)
         most = TOKENS[self.device.type]
-        pieces: list[tuple[str, History, int, int]] = []
+        pieces: list[Piece] = []
         room, done = most, set()
         for user, history, start, total in zip(users, histories, lengths, tokens):
             self.caches.entries[user].begin = self._begin(history)
             while start < total - 1 and user not in done:
                 stop = min(total - 1, start + room)
-                pieces.append((user, history, start, stop))
+                # A window is encoded at once where it can be (`Part.whole`).
+                if stop < total - 1 and pieces:
+                    stop = start
+                else:
+                    pieces.append(Piece(user, history, start, stop))
                 room -= stop - start
-                start = stop
-                if not room:
+                if not room or stop == start:
                     self._write(pieces)
                     pieces, room = [], most
+                start = stop
             done.add(user)
         if pieces:
             self._write(pieces)
 
-    def _write(self, pieces: list[tuple[str, History, int, int]]) -> None:
-        if all(stop - start == 1 for *_, start, stop in pieces):
-            events = [self._begin(h) - h.first + start // self.per_event for _, h, start, _ in pieces]
-            starts = np.array([start for *_, start, _ in pieces])
-            columns = single_tokens([h for _, h, *_ in pieces], events, starts, self.per_event)
+    def _write(self, pieces: list[Piece]) -> None:
+        if all(piece.stop - piece.start == 1 for piece in pieces):
+            events = [self._begin(p.history) - p.history.first + p.start // self.per_event for p in pieces]
+            starts = np.array([piece.start for piece in pieces])
+            columns = single_tokens([p.history for p in pieces], events, starts, self.per_event)
+            kind = "append"
         else:
+            pieces = sorted(pieces, key=lambda piece: piece.start > 0)
             columns = Columns.joined(
-                [window_tokens(h, self._begin(h), start, stop, self.per_event) for _, h, start, stop in pieces]
+                [window_tokens(p.history, self._begin(p.history), p.start, p.stop, self.per_event) for p in pieces]
             )
-        counts = np.array([stop - start for *_, start, stop in pieces])
-        lengths = np.array([start for *_, start, _ in pieces])
-        offsets, lengths = self._to_device(np.append(0, np.cumsum(counts)), lengths)
-        users = [user for user, *_ in pieces]
-        batch = self._batch(columns, np.repeat([self._origin(h) for _, h, *_ in pieces], counts), users)
-        everything = slice(0, len(columns.items))
-        pages = self._pages(users)
-        part = Part(everything, offsets, pages, lengths, False, batch.timestamps, batch.query_timestamps)
-        batch.served.parts.append(part)
-        batch.served.last = len(self.layers) - 1
-        self._run(batch)
-        for place, (user, _, _, stop) in enumerate(pieces):
-            entry = self.caches.entries[user]
-            entry.length = stop
-            if self._choices:
-                entry.choices = {layer: choice[place] for layer, choice in batch.served.choices.items()}
+            kind = "write"
+        work = Work(
+            kind, [p.user for p in pieces], columns, np.array([self._origin(p.history) for p in pieces]),
+            np.array([p.start for p in pieces]), np.array([p.stop - p.start for p in pieces]),
+        )  # fmt: skip
+        _, choices = self._run(work)
+        for place, piece in enumerate(pieces):
+            entry = self.caches.entries[piece.user]
+            entry.length = piece.stop
+            if choices:
+                entry.choices = {layer: choice[place] for layer, choice in choices.items()}
         self.encoded += len(columns.items)
 
     # Requests.
@@ -199,72 +216,85 @@ class Engine:
         return torch.cat(found) if found else torch.zeros(0, self.model.item_weight.shape[1], device=self.device)
 
     def _ask(self, asks: list[Ask], tokens: list[int]) -> Tensor:
-        count, users = len(asks), [ask.user for ask in asks]
-        histories = [ask.history for ask in asks]
-        last = single_tokens(
-            histories,
-            [len(history.items) - 1 for history in histories],
-            np.array(tokens) - 1,
-            self.per_event,
-            [ask.at for ask in asks],
-        )
-        origins = np.array([self._origin(ask.history) for ask in asks])
-        totals, pages = np.array(tokens), self._pages(users)
+        users, histories = [ask.user for ask in asks], [ask.history for ask in asks]
+        events, totals = [len(history.items) - 1 for history in histories], np.array(tokens)
+        at = [ask.at for ask in asks]
+        columns = single_tokens(histories, events, totals - 1, self.per_event, at)
+        origins = np.array([self._origin(history) for history in histories])
         if not self.ranking:
-            batch = self._batch(last, origins, users)
-            ones, lengths = self._to_device(np.arange(count + 1), totals - 1)
-            everything = slice(0, count)
-            part = Part(everything, ones, pages, lengths, True, batch.timestamps, batch.query_timestamps)
-            batch.served.parts.append(part)
-            return self._run(batch)
-        sizes = np.array([len(ask.candidates) for ask in asks])
+            return self._run(Work("ask", users, columns, origins, totals - 1, np.ones(len(asks), np.int64)))[0]
+        counts = np.array([len(ask.candidates) for ask in asks])
         new = [candidate_tokens(ask.candidates, total, ask.at) for ask, total in zip(asks, tokens)]
-        columns = Columns.joined([last, *new])
-        batch = self._batch(columns, np.concatenate([origins, np.repeat(origins, sizes)]), users)
-        at = np.array([ask.at for ask in asks])
-        ones, offsets, lengths, at = self._to_device(
-            np.arange(count + 1), np.append(0, np.cumsum(sizes)), totals - 1, at
-        )
-        first, rest = slice(0, count), slice(count, len(columns.items))
-        times, query_times = batch.timestamps[first], batch.query_timestamps[first]
-        batch.served.parts += [
-            Part(first, ones, pages, lengths, False, times, query_times),
-            Part(rest, offsets, pages, lengths + 1, True, at, at),
-        ]
-        return self._run(batch)[count:]
+        columns = Columns.joined([columns, *new])
+        return self._run(Work("rank", users, columns, origins, totals - 1, counts, np.array(at)))[0]
 
-    # What a pass is given.
+    # Passes.
 
     def _origin(self, history: History) -> int:
         return int(history.timestamps[self._begin(history) - history.first])
 
-    def _pages(self, users: list[str]) -> Tensor:
-        return self.caches.pool.table([self.caches.entries[user].row for user in users])
+    def _run(self, work: Work) -> tuple[Tensor, dict[int, Tensor]]:
+        """(outputs of the tokens that are asked about, [.., E]; what `Pass.choices` is behind them).
 
-    def _to_device(self, *arrays: np.ndarray) -> list[Tensor]:
-        """Arrays of integers on the device, as int64, by one copy."""
-        sizes = [len(x) for x in arrays]
-        joined = torch.from_numpy(np.concatenate(arrays).astype(np.int64, copy=False)).to(self.device)
-        return list(joined.split(sizes))
+        Passes of few tokens are padded to one of a few sizes, and replayed where they were captured.
+        """
+        rows = [self.caches.entries[user].row for user in work.users]
+        if not self.padded or not work.small:
+            sizes = Sizes(len(work.columns.items), len(work.users), max([1, *map(len, rows)]))
+            numbers, choices = work.numbers(sizes, rows), self._open_choices(work.users)
+            served, whole = Pass(self.caches.pool, [], choices=choices), (0, 0) if choices else work.whole
+            out = self._pass(work.kind, sizes, numbers.to(self.device), served, whole)
+            return out[work.asked(sizes)], served.choices
+        sizes = work.padded_sizes(self._widest)
+        call = lambda numbers: self._pass(work.kind, sizes, numbers, Pass(self.caches.pool, []))
+        numbers = work.numbers(sizes, rows)
+        if self.graphs is None:
+            return call(numbers.to(self.device))[work.asked(sizes)], {}
+        out = self.graphs((work.kind, sizes), call, numbers)[work.asked(sizes)]
+        return (out.clone() if len(out) else out), {}
 
-    def _batch(self, columns: Columns, origins: np.ndarray, users: list[str]):
-        """The batch of new tokens, each a sequence of its own as far as the layers beside attention can tell."""
-        total = len(columns.items)
-        items, actions, times, query_times, positions, starts = self._to_device(*vars(columns).values(), origins)
-        offsets = torch.arange(total + 1, device=self.device)
-        served = Pass(self.caches.pool, [], choices=self._open_choices(users))
+    def _pass(self, kind: str, sizes: Sizes, numbers: Tensor, served: Pass, whole: tuple[int, int] = (0, 0)) -> Tensor:
+        """The outputs [T, E] of the tokens that `numbers` (`Work.numbers`) says; what is to stay is in the pages then.
+
+        whole: of "write", so many users and tokens at the beginning have nothing in their pages.
+        """
+        columns, lengths, seen, at, offsets, pages = sizes.split(numbers)
+        items, actions, times, query_times, positions, origins = columns.unbind()
+        total, users = sizes.tokens, sizes.users
+        ones = torch.arange(total + 1, device=self.device)
         common = dict(
             item_ids=items,
             timestamps=times,
             target_ids=torch.full_like(items, -1),
             query_timestamps=query_times,
-            seq_offsets=offsets,
-            users=offsets[:-1],
+            seq_offsets=ones,
+            users=ones[:-1],
             actions=actions,
-            cut=Cut(offsets[:-1], positions, starts, None, None),
+            cut=Cut(ones[:-1], positions, origins, None, None),
             served=served,
         )
-        return ServedRankingBatch(is_action=positions % 2 == 1, **common) if self.ranking else ServedBatch(**common)
+        batch = ServedRankingBatch(is_action=positions % 2 == 1, **common) if self.ranking else ServedBatch(**common)
+
+        def part(tokens: slice, mine: slice, begins: Tensor, candidates: bool, whole: bool = False) -> Part:
+            given = times[tokens], query_times[tokens]
+            return Part(tokens, begins, pages[mine], lengths[mine], candidates, *given, whole)
+
+        everyone, first = slice(0, users), slice(0, users)
+        if kind == "ask":
+            served.parts = [part(slice(0, total), everyone, ones, True)]
+        elif kind == "rank":
+            candidates = Part(slice(users, total), offsets, pages, seen, True, at, at)
+            served.parts = [part(first, everyone, ones[: users + 1], False), candidates]
+        else:
+            served.last = len(self.layers) - 1
+            of_users, of_tokens = whole
+            if of_users:
+                served.parts.append(part(slice(0, of_tokens), slice(0, of_users), offsets[: of_users + 1], False, True))
+            if of_users < users:
+                begins = offsets[of_users:] - of_tokens if of_users else offsets
+                served.parts.append(part(slice(of_tokens, total), slice(of_users, users), begins, False))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast, cache_enabled=False):
+            return run(self.model, self.layers, batch)
 
     def _open_choices(self, users: list[str]) -> dict[int, Tensor]:
         found = {}
@@ -273,7 +303,3 @@ class Engine:
             known = [self.caches.entries[user].choices for user in users]
             found[layer] = torch.stack([none if choices is None else choices[layer] for choices in known])
         return found
-
-    def _run(self, batch) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            return run(self.model, self.layers, batch)

@@ -3,6 +3,7 @@
 Letters: T new tokens, B users, P pages, H heads, S blocks that bsa chooses.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -25,6 +26,8 @@ class Part:
                  them
     times        [T] int64, seconds, of the tokens; of candidates [B]
     query_times  [T] int64, when what follows the tokens happens; of candidates [B]
+    whole        whether the users' pages hold nothing but the new tokens, which are all that these see
+    shared       what layers compute of the part's offsets and times, as `Batch.once` keeps it
     """
 
     tokens: slice
@@ -34,6 +37,14 @@ class Part:
     candidates: bool
     times: Tensor
     query_times: Tensor
+    whole: bool = False
+    shared: dict = field(default_factory=dict)
+
+    def once(self, key: Hashable, compute: Callable[[], object]) -> object:
+        """compute(), called for the first of the layers that ask."""
+        if key not in self.shared:
+            self.shared[key] = compute()
+        return self.shared[key]
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from data.types import Dataset, shown
 from data.vocabulary import Vocabulary
@@ -30,6 +31,7 @@ from models.serving.errors import CacheFull, InvalidRequest, NoHistory, ServingE
 from models.serving.histories import Histories
 from models.serving.ids import ItemIds, user_keys
 from models.serving.options import ServingOptions, window_of
+from models.serving.work import MOST_USERS, rounded_up
 
 LATEST = 2**62  # no time is later
 
@@ -242,19 +244,39 @@ class Recommender:
         if not keys:
             return self.items.original(np.zeros((0, k), np.int64)), np.zeros((0, k), np.float32)
         with self._lock:
-            out, seen = self.outputs(keys, at), None
-            if exclude_seen:
-                parts = [self._histories.get(key).seen for key in keys]
-                offsets = np.append(0, np.cumsum([len(part) for part in parts]))
-                seen = tuple(
-                    torch.from_numpy(x.astype(np.int64)).to(out.device) for x in (np.concatenate(parts), offsets)
-                )
-        values, rows = best_items(self._scores_of(out), k, seen)
-        values, rows = values.cpu().numpy(), rows.cpu().numpy()
+            asks = self._asks(keys, at)
+            values, rows = self._best(
+                self._engine.answer(asks), k, [x.history.seen for x in asks] if exclude_seen else []
+            )
         more = ((0, 0), (0, k - values.shape[1]))
         values = np.pad(values, more, constant_values=-np.inf)
         rows = np.where(np.isneginf(values), -1, np.pad(rows, more, constant_values=-1))
         return self.items.original(rows), values
+
+    def _best(self, out: Tensor, k: int, seen: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """(scores, rows) [B, up to k] of the best items by outputs [B, E], without those that each user saw."""
+        users, counts = len(out), [len(mine) for mine in seen]
+        padded = self._engine.padded and users <= MOST_USERS
+        rows, items = (rounded_up(users), rounded_up(max(1, sum(counts)))) if padded else (users, sum(counts))
+        # Offsets, then items, two to a number. Further items are the last user's, and none of the catalogue.
+        numbers = torch.full((rows + 1 + -(-items // 2),), -1, dtype=torch.int64)
+        if seen:
+            numbers[: users + 1] = torch.from_numpy(np.append(0, np.cumsum(counts)))
+            numbers[users : rows + 1] = items
+            np.concatenate(seen, out=numbers[rows + 1 :].view(torch.int32).numpy()[: sum(counts)])
+
+        def lists(out: Tensor, numbers: Tensor) -> Tensor:
+            without = (numbers[rows + 1 :].view(torch.int32)[:items], numbers[: rows + 1]) if seen else None
+            values, best = best_items(self._scores_of(normalized(out)), k, without)
+            return torch.cat([values.float().view(torch.int32), best.int()], 1)
+
+        if not padded or self._engine.graphs is None:
+            found = lists(F.pad(out, (0, 0, 0, rows - users)), numbers.to(out.device))
+        else:
+            key = ("lists", rows, items if seen else None, k)
+            found = self._engine.graphs(key, lists, F.pad(out, (0, 0, 0, rows - users)), numbers)
+        values, best = np.split(found[:users].cpu().numpy(), 2, axis=1)
+        return values.copy().view(np.float32), best
 
     def score(self, users, candidates, at=None) -> np.ndarray:
         """Return the scores of candidates: [B, M] float32; of a ranking run with A > 1 kinds of action, [B, M, A].

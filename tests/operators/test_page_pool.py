@@ -85,6 +85,33 @@ def test_codes_are_those_of_the_round_trip(backend):
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_padding_of_a_batch_is_dropped(name, backend):
+    """New tokens of sequences whose row is -1 go nowhere; a row of -1 may hold no token."""
+    if backend == "triton" and name == "bf16":
+        name, format = "fp32", PageFormat(2, 16, 32)
+    else:
+        format = FORMATS[name]
+    pool, rows = filled(format, (20, 5, 1), layers=1)
+    before = [x.clone() for x in (*pool.tensors[0].values(), pool.timestamps)]
+    pages, offsets = torch.full((2, 4), -1, dtype=torch.int32), torch.tensor([0, 1, 40])
+    k, v = make_jagged([40], (2, 16)), make_jagged([40], (2, 32))
+    where = offsets, pages, torch.zeros(2, dtype=torch.int64)
+    pool.write(0, k, v, *where, backend=backend)
+    pool.write_timestamps(torch.arange(40), *where, backend=backend)
+    assert all(map(torch.equal, before, (*pool.tensors[0].values(), pool.timestamps)))
+    # Beside them others are written as ever.
+    pages[0, : len(rows[0])] = pool.table(rows[:1])[0]
+    pool.write(0, k, v, offsets, pages, torch.tensor([20, 0]), backend=backend)
+    pool.write_timestamps(torch.full((40,), 1000), offsets, pages, torch.tensor([20, 0]), backend=backend)
+    assert pool.read_timestamps(pages[:1], torch.tensor([21]))[-1] == 1000
+    assert sum(int((x != y).sum()) for x, y in zip(before, (*pool.tensors[0].values(), pool.timestamps))) > 1
+    assert all(map(torch.equal, before[-1:], [pool.timestamps.masked_fill(pool.timestamps == 1000, 0)]))
+    with pytest.raises(ValueError, match="pages must be from 0 to 39, got -1 to"):
+        pool.write(0, k, v, offsets, pages, torch.tensor([20, 1]))
+
+
 def test_numbers_that_do_not_fit_are_refused_and_small_ones_are_not():
     k, v = torch.full((1, 2, 16), 1e6), torch.full((1, 2, 32), 1e6)
     for format, message in (

@@ -155,7 +155,7 @@ def written_alike(mine, theirs, pages, lengths):
 
 def launches():
     from hstu_sparse.paged.launch import attention
-    from hstu_sparse.pages.launch import write_pages
+    from hstu_sparse.pages.launch import write_pages, write_timestamps
 
     def case(heads=4, size=64, value_size=64, queries=1, users=2, dtype=torch.bfloat16, stored=None, splits=None,
              biased=True, local_bytes=128, architectures=(80, 90, 100, 120), call=None, write=False,
@@ -170,6 +170,7 @@ def launches():
             where = make_offsets(counts), pages, torch.zeros(users, dtype=torch.int64)
             if write:
                 write_pages(pool.tensors[0], format, k, v, *where)
+                write_timestamps(pool.timestamps, format, torch.zeros(sum(counts), dtype=torch.int64), *where)
                 return
 
             zeros = torch.zeros(sum(counts), dtype=torch.int64)

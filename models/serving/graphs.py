@@ -1,0 +1,93 @@
+"""Functions on a GPU captured as CUDA graphs: the host queues one launch where it queued hundreds."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.graph import means_no_capture
+from models.serving.errors import ServingError
+
+MOST = 64  # captured graphs
+
+
+@dataclass
+class _Captured:
+    """A graph; the tensors that it reads and writes; where its inputs pass through on the host, and when they have."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    staged: list[Tensor]
+    copied: torch.cuda.Event
+    output: Tensor
+
+
+class Graphs:
+    """Calls of functions whose inputs come in few shapes: captured at a shape's second call, then replayed.
+
+    The first call runs as it is, which compiles kernels and fills caches. Graphs share one pool of memory for what they
+    compute between inputs and output, so together they take what the greatest takes, beside inputs and outputs. At most
+    `most` are kept; the one that was used least recently goes first. Not safe for threads: the caller's lock holds from
+    the call until its result was used.
+    """
+
+    def __init__(self, device: torch.device, most: int = MOST):
+        self.device, self.most = device, most
+        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self.met: OrderedDict[Hashable, None] = OrderedDict()
+        self.captured: OrderedDict[Hashable, _Captured] = OrderedDict()
+
+    def __call__(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """function(*inputs), which later calls overwrite.
+
+        key: says the function and the shapes and dtypes of `inputs`, on the CPU or the device; the function is given
+        them on the device, must not wait for it, and reads nothing else that changes place.
+        """
+        known = self.captured.get(key)
+        if known is None:
+            if key not in self.met:
+                self.met[key] = None
+                while len(self.met) > 16 * self.most:
+                    self.met.popitem(last=False)
+                return function(*(x.to(self.device) for x in inputs))
+            known = self._capture(function, inputs)
+            while len(self.captured) >= self.most:
+                self.captured.popitem(last=False)
+            self.captured[key] = known
+        self.captured.move_to_end(key)
+        known.copied.synchronize()
+        for mine, staged, given in zip(known.inputs, known.staged, inputs):
+            if staged is not mine:
+                staged.copy_(given)
+                given = staged
+            mine.copy_(given, non_blocking=True)
+        known.copied.record()
+        known.graph.replay()
+        return known.output
+
+    def _capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> _Captured:
+        mine = [x.to(self.device, copy=True) for x in inputs]
+        staged = [y if x.is_cuda else torch.empty_like(x, pin_memory=True) for x, y in zip(inputs, mine)]
+        # This thread may never have computed anything: the libraries then set themselves up, which no capture allows.
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            function(*mine)
+        graph, failure = torch.cuda.CUDAGraph(), None
+        try:
+            # thread_local: other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                try:
+                    output = function(*mine)
+                except Exception as error:
+                    failure = error  # ending the capture fails after it, and would hide it
+                    raise
+        except Exception as error:
+            cause = failure or error
+            if not means_no_capture(cause):
+                raise cause from None
+            raise ServingError(
+                f"cuda_graphs: a request of this model cannot be captured, set it to false ({cause})"
+            ) from cause
+        return _Captured(graph, mine, staged, torch.cuda.Event(), output)
