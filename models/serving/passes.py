@@ -13,7 +13,6 @@ import hstu_sparse
 from data.batch import Batch
 from hstu_sparse.bias.relative import RelativeBias
 from models.attention import BlockSparseAttention, DenseAttention, RotateKVAttention, SoftmaxAttention
-from models.attention.rotatekv import own_token
 from models.contract import AttentionKind, AuxLoss
 from models.serving.block_sparse import paged_block_sparse
 from models.serving.errors import ServingError
@@ -86,35 +85,26 @@ def whole_attention(
 ) -> Tensor | None:
     """[T, H, V] of tokens that see one another alone, by the kernels for whole sequences; None where they cannot.
 
-    Paged attention reads a time bias pair by pair and is bound by that: these kernels are ten times as fast. A token
-    sees the others as the pages give them back and itself as it is: what it would see of itself in the pages is taken
-    out again, which a softmax does not allow.
+    Paged attention looks a time bias up pair by pair, which takes it ten times as long. As there, a token sees the
+    others as the pages give them back and itself as it is; where pages round keys and values, the kernels can do that
+    for SiLU and codes.
     """
     exact = form.bits is None and (form.dtype == k.dtype or form.dtype.itemsize > k.dtype.itemsize)
-    longest = inner.sizes.max_seq_len
     if isinstance(inner, SoftmaxAttention):
         if bias is not None or not exact or not q.is_cuda:
             return None
         return hstu_sparse.flash_attention(q, k, v, part.offsets, causal=True)
-    stored_k, stored_v = (k, v) if exact else as_stored(k, v, form, part.offsets)
-    plan = hstu_sparse.attention_plan(q, v, part.offsets, longest, bias=bias, once=part.once)
-    scale, normalizer = inner.config.scale, inner.normalizer
-    out = hstu_sparse.hstu_attention(
-        q, stored_k, stored_v, part.offsets, longest, scale=scale, normalizer=normalizer, bias=bias, plan=plan
-    )
+    if not exact and form.bits is None:
+        return None
+    # Codes are of keys that are padded to what the Hadamard transform takes.
+    q, k = (F.pad(x, (0, form.coded_size - form.head_size)) if form.bits else x for x in (q, k))
+    lengths, options = (part.offsets, inner.sizes.max_seq_len), dict(bias=bias)
+    options["plan"] = hstu_sparse.attention_plan(q, v, *lengths, **options, once=part.once)
+    options |= dict(scale=inner.config.scale, normalizer=inner.normalizer)
     if exact:
-        return out
-    return out + own_token(q, k, v, bias, scale, normalizer) - own_token(q, stored_k, stored_v, bias, scale, normalizer)
-
-
-def as_stored(k: Tensor, v: Tensor, form: hstu_sparse.PageFormat, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of whole sequences as pages of a format give them back, in their own dtype."""
-    if form.bits is None:
-        return k.to(form.dtype).to(k.dtype), v.to(form.dtype).to(v.dtype)
-    wider = F.pad(k, (0, form.coded_size - form.head_size))
-    options = {name: getattr(form, name) for name in ("bits", "head_group", "quant_group", "sink_tokens", "clip")}
-    stored_k, stored_v = hstu_sparse.rotatekv_round_trip(wider, v, offsets, **options)
-    return stored_k[..., : form.head_size], stored_v
+        return hstu_sparse.hstu_attention(q, k, v, *lengths, **options)
+    codes = {name: getattr(form, name) for name in ("bits", "head_group", "quant_group", "sink_tokens", "clip")}
+    return hstu_sparse.rotatekv_self_attention(q, k, v, *lengths, **options, **codes)
 
 
 def served_layers(model: nn.Module) -> list[nn.Module]:
