@@ -9,6 +9,7 @@ with itself. With --plot the mean NDCG@10 is drawn over the bytes of a user.
 """
 
 import argparse
+import io
 import json
 import sys
 from pathlib import Path
@@ -20,10 +21,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.figures import save  # noqa: E402
+from data.atomic import replace_file  # noqa: E402
 from models.config import load_config  # noqa: E402
+from models.experiments.runs import is_finished  # noqa: E402
 from models.experiments.statistics import compare  # noqa: E402
 from models.folder import read_judged  # noqa: E402
 from models.metrics import user_metrics  # noqa: E402
+
+
+def finished_runs(folder: Path) -> list[Path]:
+    """The runs of a setting that came to their end, by their folders."""
+    return sorted(run for run in folder.glob("seed-*") if is_finished(run))
 
 
 def rank(folder: Path, out: Path, options: dict) -> None:
@@ -51,10 +59,13 @@ def rank(folder: Path, out: Path, options: dict) -> None:
     served = Recommender(model, config, data.vocabulary, has_timestamps=data.dataset.has_timestamps, options=serving)
     score = model_scorer(ServedModel(served, data.dataset), config.train.autocast == "bf16")
     (ranks,) = rank_targets(score, data.eval_batches("test").epoch(0), filters=[config.eval.filter_seen])
-    np.save(target, ranks)
     line = {"name": name, "seed": int(seed), **options, **served.description, **ranking_metrics(ranks)}
     with (out / "kv_cache.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
+    # Last: where it is, the setting is done with.
+    content = io.BytesIO()
+    np.save(content, ranks)
+    replace_file(target, content.getvalue())
     print(json.dumps(line), flush=True)
 
 
@@ -75,7 +86,7 @@ def gains(out: Path, name: str) -> dict[str, np.ndarray]:
         paths = sorted((out / "ranks").glob(f"{name}-*.npy"))
         ranks = {path.stem.removeprefix(f"{name}-"): np.load(path, allow_pickle=False) for path in paths}
     else:
-        folders = sorted(path.parent for path in (out / name).glob("seed-*/result.json"))
+        folders = finished_runs(out / name)
         how = {folder: load_config(folder / "config.yaml").eval.filter_seen for folder in folders}
         ranks = {folder.name.removeprefix("seed-"): read_judged(folder)[how[folder]] for folder in folders}
     return {seed: user_metrics(x, (10,))["NDCG@10"] for seed, x in ranks.items() if seed.isdigit()}
@@ -132,7 +143,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.plot:
         for name in arguments.names.split(","):
-            for folder in sorted(path.parent for path in (arguments.out / name).glob("seed-*/result.json")):
+            for folder in finished_runs(arguments.out / name):
                 for bits in arguments.bits:
                     for sinks in arguments.sinks:
                         for group in arguments.groups:

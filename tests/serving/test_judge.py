@@ -65,6 +65,11 @@ def compared(out):
     same = rows["small+2bit+20sinks"]
     assert same.low == pytest.approx(1.0) and same.high == pytest.approx(1.0)
     kv_cache.plot(kv_cache.table(out), out / "plot.png")
+    # A run that was interrupted has a result too.
+    result = folder / "result.json"
+    assert kv_cache.finished_runs(out / "small") == [folder]
+    result.write_text(json.dumps(json.loads(result.read_text()) | {"finished": False}))
+    assert kv_cache.finished_runs(out / "small") == []
 
 
 @pytest.mark.parametrize(
