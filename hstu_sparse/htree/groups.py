@@ -165,20 +165,24 @@ def gather_keys(
 
 
 @triton.jit
-def load_queries(q, group, stride_t, stride_h, scale, HALF: tl.constexpr, BH: tl.constexpr):
-    """Both halves of the rows' channels, in fp32, scaled."""
-    f = tl.arange(0, BH)[None, :]
-    pointers = q + group.token[:, None] * stride_t + group.head[:, None] * stride_h + f
-    mask = group.live[:, None] & (f < HALF)
-    low, high = tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + HALF, mask=mask, other=0.0)
-    return low.to(tl.float32) * scale, high.to(tl.float32) * scale
-
-
-@triton.jit
 def place_angles(cos, sin, place, BH: tl.constexpr):
     """[BM, BH] cos and sin of the rows' positions."""
     at = place[:, None] * BH + tl.arange(0, BH)[None, :]
     return tl.load(cos + at), tl.load(sin + at)
+
+
+@triton.jit
+def turned_queries(
+    q, group, place, cos, sin, stride_t, stride_h, scale, HALF: tl.constexpr, BH: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Both halves of the rows' channels, scaled and turned to `place`, and the angles' `place_angles`."""
+    f = tl.arange(0, BH)[None, :]
+    pointers = q + group.token[:, None] * stride_t + group.head[:, None] * stride_h + f
+    mask = group.live[:, None] & (f < HALF)
+    low, high = tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + HALF, mask=mask, other=0.0)
+    row_cos, row_sin = place_angles(cos, sin, place, BH)
+    low, high = turn(low.to(tl.float32) * scale, high.to(tl.float32) * scale, row_cos, row_sin)
+    return low.to(DTYPE), high.to(DTYPE), row_cos, row_sin
 
 
 @triton.jit(do_not_specialize=["B", "tokens", "layers", "rows", "choices", "slots"])
@@ -211,10 +215,9 @@ def htree_group_fwd_kernel(
             level = find_level(
                 group, g, slot * H + g, table, choices, layer, top, size, base, C, layers, rows, TOP_K, WORDS
             )
-            row_cos, row_sin = place_angles(cos, sin, level.place, BH)
-            q_low, q_high = load_queries(q, group, q_stride_t, q_stride_h, scale, HALF, BH)
-            low, high = turn(q_low, q_high, row_cos, row_sin)
-            low, high = low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty)
+            low, high, _, _ = turned_queries(
+                q, group, level.place, cos, sin, q_stride_t, q_stride_h, scale, HALF, BH, keys.dtype.element_ty
+            )
             for c0 in range(0, level.end, BN):
                 node, k_low, k_high, enters = gather_keys(keys, cos, sin, level, c0, BH, BN, RATE, TURN)
                 s = tl.dot(low, tl.trans(k_low), input_precision=PRECISION)

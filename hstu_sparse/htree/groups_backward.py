@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.htree.backward import add_rows
-from hstu_sparse.htree.groups import find_group, find_level, gather_keys, load_queries, place_angles
+from hstu_sparse.htree.groups import find_group, find_level, gather_keys, place_angles, turned_queries
 from hstu_sparse.htree.walk import step_down, top_layer, turn
 from hstu_sparse.tiles import load_rows, store_rows
 
@@ -49,10 +49,9 @@ def htree_group_bwd_kernel(
             level = find_level(
                 group, g, slot * H + g, table, choices, layer, top, size, base, C, layers, rows, TOP_K, WORDS
             )
-            row_cos, row_sin = place_angles(cos, sin, level.place, BH)
-            q_low, q_high = load_queries(q, group, q_stride_t, q_stride_h, q_scale, HALF, BH)
-            low, high = turn(q_low, q_high, row_cos, row_sin)
-            low, high = low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty)
+            low, high, row_cos, row_sin = turned_queries(
+                q, group, level.place, cos, sin, q_stride_t, q_stride_h, q_scale, HALF, BH, keys.dtype.element_ty
+            )
             # dq is summed up as the turned queries lie, and turned back behind the layer.
             dq_low, dq_high = turn(dq_low, dq_high, row_cos, row_sin)
             for c0 in range(0, level.end, BN):
