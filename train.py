@@ -47,7 +47,8 @@ from models.folder import MANIFEST, access, check_run, claimed, new_manifest, wr
 from models.graph import GraphedStep, Losses, Step
 from models.interrupt import Interrupts, Stopped
 from models.monitor import Means, MetricsLog, explain_faults
-from models.parallel.context import Context, NoLog
+from models.parallel.ranks import NoLog, Ranks
+from models.parallel.step import build_shared_step, deal_of
 from models.program import TrainingError, guarded
 from models.run import (
     Data,
@@ -65,7 +66,7 @@ from models.tracking import check_tracking, open_tracker
 from models.vocabulary import save_vocabulary
 
 # The other names in a line of metrics.jsonl, which an auxiliary loss cannot have.
-TAKEN = {"epoch", "step", "loss", "split", "seconds", "grad_norm"}
+TAKEN = {"epoch", "step", "loss", "split", "seconds", "grad_norm", "imbalance"}
 REHEARSED = 3  # steps of a dry run that are timed
 
 
@@ -82,10 +83,10 @@ def train(
     resume: go on with the run that is there. override: also with a configuration that is not the checkpoint's.
     init_from: another run's folder, whose weights a new run begins with. Stopped when a signal came; all is saved then.
     """
-    context, interrupts = Context(config), interrupts or Interrupts()
-    folder = context.of_first(folder)
-    with claimed(folder, new=not resume) if context.first else nullcontext():
-        train_claimed(config, folder, resume, override, init_from, context, interrupts)
+    ranks, interrupts = Ranks(config), interrupts or Interrupts()
+    folder = ranks.of_first(folder)
+    with claimed(folder, new=not resume) if ranks.first else nullcontext():
+        train_claimed(config, folder, resume, override, init_from, ranks, interrupts)
 
 
 def train_claimed(
@@ -94,23 +95,24 @@ def train_claimed(
     resume: bool,
     override: bool,
     init_from: Path | None,
-    context: Context,
+    ranks: Ranks,
     interrupts: Interrupts,
 ) -> None:
-    """Several processes, of which the first writes: see models/parallel/context.py."""
-    terminal.quiet |= not context.first
+    """Several processes, of which the first writes: see models/parallel/ranks.py."""
+    terminal.quiet |= not ranks.first
     interrupts.stage = f"preparing the data. To {'go on' if resume else 'begin'}: the same command again"
     saved = resume and was_saved(folder)
     check_tracking(config)
-    data = open_data(config, trained_on=str(last_facts(folder)[0].get("fingerprint")) if saved else None)
+    trained_on = str(last_facts(folder)[0].get("fingerprint")) if saved else None
+    data = open_data(config, trained_on=trained_on, ranks=ranks)
     config = data.config
     torch.manual_seed(config.seed)
     model = build_model(config, data.vocabulary, data.device)
     if init_from is not None:
         warm_start(model, config, data.vocabulary, init_from)
     average = WeightAverage(model, config.train.ema_decay) if config.train.ema_decay else None
-    optimizer, step = build_step(config, model, data.device, average, context)
-    batches = train_batches(config, data)
+    optimizer, step = build_step(config, model, data.device, average, ranks)
+    batches = train_batches(config, data, ranks)
     config = within_budget(config, len(batches))
     steps = config.train.epochs * len(batches)
     watched = next((name for name in ("valid", "test") if getattr(data.splits, name) is not None), None)
@@ -122,17 +124,17 @@ def train_claimed(
         check_of_this_run(progress.run, folder, folder / "checkpoints")
         if not override:
             check_same_run(progress, config, len(batches), folder)
-    elif context.first:
+    elif ranks.first:
         manifest = new_manifest()
         write_file(folder / MANIFEST, json.dumps(manifest, indent=1))
         save_vocabulary(folder, data.dataset, data.vocabulary)
         progress.run = manifest["run"]
     progress.config = config.model_dump(mode="json")
-    context.of_first(None)  # all have read before the first one writes
-    if context.first and (not resume or override):
+    ranks.of_first(None)  # all have read before the first one writes
+    if ranks.first and (not resume or override):
         write_file(folder / "config.yaml", as_yaml(config))
     log: MetricsLog | NoLog = NoLog(progress.records)
-    if context.first:
+    if ranks.first:
         tracker = open_tracker(config, folder, progress.run, progress.step)
         log = MetricsLog(folder, progress.records, tracker)
     if log.lost:
@@ -142,20 +144,20 @@ def train_claimed(
     means = Means(data.device, progress.losses)
 
     def save(again: bool = False) -> None:
-        if not context.first:
+        if not ranks.first:
             return
         progress.losses, progress.seconds, progress.records = means.state(), time.monotonic() - started, log.records
         with judged(average):
             save_checkpoint(folder, model, optimizer, progress, average, again=again)
 
     def check() -> None:
-        if context.world == 1:  # several processes have to come to the end of an evaluation together
+        if ranks.world == 1:  # several processes have to come to the end of an evaluation together
             interrupts.check()
 
     def stopped(number: int) -> Stopped:
         save()
         log.close(finished=False)
-        if context.first:
+        if ranks.first:
             leave(config, folder, model, data, progress)
         best = "" if progress.best is None else f"; best {config.best_metric} so far {progress.best:.4f}"
         interrupts.stage = (
@@ -166,7 +168,7 @@ def train_claimed(
     with interrupts.noted(), terminal.bar(steps, progress.step, unit="steps") as bar:
         # A run that has lines of metrics has a checkpoint: without one they, or it, were lost.
         save(again=override)
-        if context.first:
+        if ranks.first:
             take_over_best(config, folder, progress)
         while progress.epoch < config.train.epochs:
             if config.eval.patience and progress.stale >= config.eval.patience:
@@ -178,9 +180,9 @@ def train_claimed(
                 means.add(step(replace(batch, phase=phase_at(config, progress.step))))
                 progress.step += 1
                 progress.batch += 1
-                progress.events += batch.num_tokens
+                progress.events += batch.num_tokens if batch.whole is None else batch.whole.tokens
                 show(bar, config, progress, means, (progress.events - before) / (time.monotonic() - began))
-                if signal := context.any(interrupts.signal):
+                if signal := ranks.any(interrupts.signal):
                     raise stopped(signal)
             losses = means.values()
             if not math.isfinite(losses["loss"]):
@@ -200,14 +202,14 @@ def train_claimed(
                 except Stopped as stop:
                     # Saved as it was before the evaluation, which a resumed run makes again.
                     raise stopped(stop.number) from None
-                metrics = context.of_first(metrics)
+                metrics = ranks.of_first(metrics)
             progress.epoch, progress.batch, means = progress.epoch + 1, 0, Means(data.device, {})
             told = f"epoch {progress.epoch:>4}  {shown(losses)}"
             if evaluated:
                 # An earlier phase is another model than the one that is judged: nothing is chosen in it.
                 if watched == "valid" and phase == phase_at(config, math.inf):
                     with judged(average):
-                        keep_best(config, folder if context.first else None, model, progress, metrics)
+                        keep_best(config, folder if ranks.first else None, model, progress, metrics)
                 record |= metrics
                 told += f"  {watched} " + shown({name: metrics[name] for name in data.task.headline})
             terminal.say(told)
@@ -219,13 +221,16 @@ def train_claimed(
         save()
         interrupts.stage = f"evaluating; all epochs are saved. To evaluate: python train.py --resume {folder}"
     log.close(finished=True)
-    if context.first:
+    ranks.of_first(None)  # what the first one wrote is there
+    if ranks.first or ranks.engine:
         finish(config, folder, model, data, progress, watched)
 
 
-def train_batches(config: RunConfig, data: Data) -> Batches:
+def train_batches(config: RunConfig, data: Data, ranks: Ranks) -> Batches:
     c = config.train
     options = {"batch_size": c.batch_size, "seed": config.seed, "group_by_length": c.group_by_length}
+    if (deal := deal_of(config, ranks)) is not None:
+        options["deal"] = deal
     if c.augment is not None:
         options["augment"] = c.augment
     return data.batches("train", **options)
@@ -266,12 +271,14 @@ def show(bar: Bar, config: RunConfig, progress: Progress, means: Means, rate: fl
 def rehearse(config: RunConfig, interrupts: Interrupts) -> None:
     """A dry run: the data are prepared, a few steps are made and measured, nothing is kept."""
     interrupts.stage = "rehearsing; nothing was written but prepared data"
+    ranks = Ranks(config)
+    terminal.quiet |= not ranks.first
     data = open_data(config)
     config = data.config
     torch.manual_seed(config.seed)
     model = build_model(config, data.vocabulary, data.device)
-    _, step = build_step(config, model, data.device)
-    batches = train_batches(config, data)
+    _, step = build_step(config, model, data.device, ranks=ranks)
+    batches = train_batches(config, data, ranks)
     config = within_budget(config, len(batches))
     introduce(config, data, model, len(batches), "none, this is a dry run")
     seconds = []
@@ -304,15 +311,17 @@ def tell_plan(config: RunConfig, interrupts: Interrupts) -> None:
 
 
 def build_step(
-    config: RunConfig, model, device: torch.device, average: WeightAverage | None = None, context: Context | None = None
+    config: RunConfig, model, device: torch.device, average: WeightAverage | None = None, ranks: Ranks | None = None
 ) -> tuple[torch.optim.Optimizer, Step]:
     """The optimiser, and the function that makes one step of it: batch -> losses, without waiting for the device.
 
     The losses by name, 0-d: `loss`, what the step minimises, the auxiliary losses before their weights, and `grad_norm`
     before clipping (in captured steps only where train.clip_norm needs it).
     """
-    c, context = config.train, context or Context(config)
-    graphed = device.type == "cuda" and c.cuda_graphs and not c.compile and context.world == 1
+    c, ranks = config.train, ranks or Ranks(config)
+    if ranks.engine:
+        return build_shared_step(config, model, device, average, ranks)
+    graphed = device.type == "cuda" and c.cuda_graphs and not c.compile and ranks.world == 1
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=torch.tensor(c.lr, device=device) if graphed else c.lr,
@@ -329,7 +338,7 @@ def build_step(
     task, taken = build_task(config), TAKEN.union(config.task.metric_names())
 
     def step(batch: Batch) -> Losses:
-        whole, batch = batch, context.cut(batch)
+        whole, batch = batch, ranks.cut(batch)
         # A cache of cast weights would outlive the step that a graph captures.
         with torch.autocast(device.type, torch.bfloat16, enabled=c.autocast == "bf16", cache_enabled=not graphed):
             out, aux = model.raw_output(batch)
@@ -343,7 +352,7 @@ def build_step(
             loss = loss + extra.weighted
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        loss = context.sum_gradients(model.parameters(), loss.detach())
+        loss = ranks.sum_gradients(model.parameters(), loss.detach())
         norm = {}
         if c.clip_norm is not None:
             norm = {"grad_norm": torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip_norm).detach()}

@@ -66,6 +66,19 @@ class Cut(NamedTuple):
     group: Any
 
 
+class Whole(NamedTuple):
+    """The batch of all ranks, of which a batch is one rank's part.
+
+    step       the training step that it is for, counted from 0
+    tokens     how many it has
+    imbalance  the predicted work of the rank that has most, over the ranks' mean
+    """
+
+    step: int
+    tokens: int
+    imbalance: float
+
+
 @dataclass
 class Batch:
     """B sequences laid end to end.
@@ -83,9 +96,11 @@ class Batch:
     real              [T] bool: True for tokens of the data, False for padding; all are real if it is not given
     user_features     [B, F, L] int64 or None: for each feature of users the rows of its table, -1 behind the last one
     event_features    [T, F, L] int64 or None: likewise for events
+    rows              [T] int64 or None: the place of each token in the batch of all ranks, of which this one is a part
     phase             the training step at which the current phase of training began: what changes at a certain step
                       compares it with that step (a host-side int, so that it can choose the path); by default past all
-    cut               where the batch is a rank's part of a whole one, what the rank knows of that; else None
+    cut               where the batch is a part of each sequence, what the rank knows of the whole ones; else None
+    whole             where the batch has some sequences of a whole one, what the rank knows of that; else None
 
     Each field that holds a tensor declares its layout as metadata of the field; moving, padding, overwriting and
     cutting follow from that declaration, for fields of subclasses too.
@@ -103,8 +118,10 @@ class Batch:
     real: Tensor = field(default=None, metadata=per_token(padding=False))  # type: ignore[assignment]
     user_features: Tensor | None = field(default=None, metadata=per_sequence(padding=-1))
     event_features: Tensor | None = field(default=None, metadata=per_token(padding=-1))
+    rows: Tensor | None = field(default=None, metadata=per_token())
     phase: int = sys.maxsize
     cut: Cut | None = None
+    whole: Whole | None = None
     # Results of `once`. A copy of the batch begins without, so nothing outlives the pass that its copy was made for.
     _shared: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -174,6 +191,24 @@ class Batch:
             name: value.index_select(0, index) for name, value, layout in self._tensors() if layout.kind == "token"
         }
         return dataclasses.replace(self, **chosen | {"seq_offsets": seq_offsets})
+
+    def as_padding(self) -> Batch:
+        """The same tokens, none of which counts in any loss: not real, and without what is predicted at them."""
+        unsaid = {"real"} | {name for name, _, layout in self._tensors() if layout == Layout("token", -1)}
+        filled = {name: torch.full_like(x, layout.padding) for name, x, layout in self._tensors() if name in unsaid}
+        return dataclasses.replace(self, **filled)
+
+    def sequences(self, begin: int, end: int) -> Batch:
+        """The sequences begin .. end - 1 alone; waits for the device."""
+        parts = {"sequence": slice(begin, end), "offsets": slice(begin, end + 1)}
+        parts["token"] = slice(*self.seq_offsets[[begin, end]].tolist())
+        chosen = {}
+        for name, x, layout in self._tensors():
+            part = parts.get(layout.kind)
+            if part is None:
+                part = slice(*getattr(self, str(layout.offsets))[[begin, end]].tolist())
+            chosen[name] = x[part] - x[begin] if layout.kind == "offsets" else x[part]
+        return dataclasses.replace(self, **chosen)
 
     def padded(self, tokens: int, sequences: int, longest: int, values: Mapping[str, int] | None = None) -> Batch:
         """The same batch with T = `tokens`, B = `sequences` and `values` (as `num_values`): many batches, one shape.

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .augment import Augment, augmented
-from .batch import Batch
+from .balance import Deal
+from .batch import Batch, Whole
 from .splits import Split
 from .types import DataError, Dataset
 
@@ -63,6 +64,7 @@ class Batches:
     group_by_length: put sequences of similar length together (in random order of batches when shuffled).
     with_seen: fill seen_items and seen_offsets.
     augment: how the sequences of an epoch differ from the split's; of this class alone, not together with with_seen.
+    deal: which rank has which sequences; absent, every batch is whole.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Batches:
         group_by_length: bool = False,
         with_seen: bool = False,
         augment: Augment | None = None,
+        deal: Deal | None = None,
     ):
         # A table has num_items rows: an id beyond them is a cryptic failure of a CPU and an abort of a GPU later on.
         if dataset.num_events and not 0 <= dataset.items.min() <= dataset.items.max() < dataset.num_items:
@@ -89,6 +92,7 @@ class Batches:
         self.dataset, self.split, self.batch_size, self.seed = dataset, split, batch_size, seed
         self.shuffle, self.group_by_length, self.with_seen = shuffle, group_by_length, with_seen
         self.augment = augment
+        self.deal = deal
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -127,6 +131,9 @@ class Batches:
         seen_begin, source = self._user_begin[order], self
         if self.augment is not None:
             source, begin, end = self._augmented(epoch, seen_begin, begin, end)
+        if self.deal is not None:
+            yield from source._dealt(epoch, start, order, bounds, begin, end, self.deal)
+            return
         # Host copies of the offsets tell T and S without asking the device.
         offsets = np.append(0, np.cumsum(self._tokens(begin, end)))
         seen_offsets = np.append(0, np.cumsum(end - 1 - seen_begin)) if self.with_seen else None
@@ -158,6 +165,35 @@ class Batches:
             if self._columns[name] is not None
         }
         return source, offsets[:-1], offsets[1:]
+
+    def _dealt(self, epoch: int, start: int, order, bounds, begins, ends, deal: Deal) -> Iterator[Batch]:
+        """This rank's parts of the batches from number `start` on; begins, ends: of the samples of `order`."""
+        for number in range(start, len(bounds) - 1):
+            batch_of = slice(bounds[number], bounds[number + 1])
+            samples, lengths = order[batch_of], self._tokens(begins[batch_of], ends[batch_of])
+            mine, imbalance = deal.mine(lengths)
+            idle = not len(mine)  # a rank without sequences goes through the motions with the first one
+            mine = np.zeros(1, np.int64) if idle else mine
+            starts, samples = np.cumsum(lengths) - lengths, samples[mine]
+            offsets = np.append(0, np.cumsum(lengths[mine]))
+            begin, end, seen_begin = begins[batch_of][mine], ends[batch_of][mine], self._user_begin[samples]
+            seen = np.append(0, np.cumsum(end - 1 - seen_begin)) if self.with_seen else None
+            scored = None if self.split.scored is None else self.split.scored[samples]
+            arrays = (self.split.users[samples], begin, scored, seen_begin, offsets, seen, starts[mine])
+            # From pinned memory the copies wait for nothing.
+            pin = self._assemble_on.type == "cuda"
+            tensors = [None if x is None else torch.from_numpy(x) for x in arrays]
+            moved = [None if x is None else (x.pin_memory() if pin else x).to(self._assemble_on, non_blocking=True)
+                     for x in tensors]  # fmt: skip
+            *columns, places = moved
+            total = int(offsets[-1])
+            batch = self._assemble(0, len(mine), total, 0 if seen is None else int(seen[-1]), *columns)
+            batch.rows = ranges(places, batch.seq_offsets, total)
+            batch = batch.as_padding() if idle else batch
+            batch.whole = Whole(epoch * len(self) + number, int(lengths.sum()), imbalance)
+            if self._assemble_on != self.device:
+                batch = (batch.pin_memory() if self.device.type == "cuda" else batch).to(self.device, non_blocking=True)
+            yield batch
 
     def _tokens(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
         """[M]: tokens of the samples that are the events begin .. end-1."""

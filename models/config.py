@@ -330,6 +330,20 @@ class ParallelConfig(Strict):
     """How the item table lies on the ranks that share a batch; `auto` asks torchrec's planner."""
     context: int = Field(1, ge=1)
     """The number of processes that each sequence is cut over, with `model.attention.kind: ring`."""
+    fused: Literal["rowwise_adagrad", "adam"] | None = None
+    """The item table's optimiser, run in the backward pass on the rows of a step alone, in place of AdamW."""
+    balance: bool = True
+    """Whether the ranks' parts of a batch are even in predicted work; `false` deals sequences out in turn."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the item table is cut over the ranks."""
+        return self.embedding != "replicated"
+
+    @property
+    def engine(self) -> bool:
+        """Whether batches or the item table are spread over ranks, be it over one alone."""
+        return self.data != 1 or self.sharded
 
 
 class RunConfig(Strict):
@@ -405,9 +419,43 @@ class RunConfig(Strict):
                 raise ValueError("parallel.context: only model.attention.kind=ring sees tokens of other processes")
             if self.model.head.kind != "dot":
                 raise ValueError("parallel.context: the loss of heads other than dot sees whole batches only")
+        if self.parallel != ParallelConfig():
+            self._check_parallel()
         if self.eval.patience and not self.eval.every:
             raise ValueError("eval.patience needs eval.every >= 1")
         return self
+
+    def _check_parallel(self) -> None:
+        """ValueError for options that ranks which share a batch or a table cannot have."""
+        p, whole = self.parallel, self.loss.kind == "cross_entropy" and self.task.kind == "retrieval"
+        if p.engine and self.task.kind == "recall":
+            raise ValueError("parallel: of no use to task.kind=recall")
+        if p.sharded and whole and p.embedding != "row_wise":
+            raise ValueError(
+                f"parallel.embedding={p.embedding}: loss.kind=cross_entropy takes replicated or row_wise, "
+                "of which each rank has whole rows"
+            )
+        if p.sharded and whole and (self.model.head.kind == "mol" or self.data.features is not None):
+            raise ValueError(
+                f"parallel.embedding={p.embedding}: loss.kind=cross_entropy with model.head.kind=mol or data.features "
+                "takes replicated"
+            )
+        if p.sharded and self.model.table_dtype != "float32":
+            raise ValueError(f"parallel.embedding={p.embedding}: model.table_dtype must be float32")
+        if p.fused is None:
+            return
+        if not p.sharded:
+            raise ValueError("parallel.fused: needs a sharded table, parallel.embedding=row_wise say")
+        if whole:
+            raise ValueError(
+                "parallel.fused: never sees the gradient that loss.kind=cross_entropy gives to every row of the table: "
+                "take a sampled loss"
+            )
+        if self.train.clip_norm is not None or self.train.weight_decay:
+            raise ValueError(
+                "parallel.fused: steps before the gradient's norm is known and on the rows of a step alone: leave out "
+                "train.clip_norm and train.weight_decay"
+            )
 
     def _check_recall(self) -> None:
         """ValueError for options that recall has no use for."""
@@ -486,6 +534,7 @@ FREE = {"name", "run_dir", "device", "threads", "data.path", "data.cache_dir", "
 FREE |= {"train.tracking"}
 FREE |= {"data.features.items.path", "data.features.users.path"}
 FREE |= {"eval.batch_size"}
+FREE |= {"parallel.data", "parallel.embedding", "parallel.context", "parallel.balance"}
 
 
 def differences(before: dict, after: dict, prefix: str = "") -> list[str]:

@@ -45,7 +45,7 @@ class InputEmbedding(nn.Module):
         id_dropout: float = 0.0,
     ):
         super().__init__()
-        self.scale = embedding_dim**0.5
+        self.scale, self.num_items = embedding_dim**0.5, num_items
         self.dropout, self.id_dropout = dropout, id_dropout
         sizes = {"item": num_items} | ({"action": num_actions} if num_actions else {})
         dtype, trained = getattr(torch, table_dtype), None if features is None else features.trained
@@ -96,6 +96,10 @@ class InputEmbedding(nn.Module):
         rows = self.items.rows(self.item_weight)
         return without(rows, self._left_out(len(rows))) + self.items.of_all().to(rows.dtype)
 
+    def items_between(self, begin: int, end: int) -> Tensor:
+        """The representations of the items begin .. end - 1, as evaluation wants them."""
+        return self.item_rows()[begin:end]
+
     def _drawn_rows(self, ids: Tensor) -> Tensor:
         """`item_rows` of some items, by whichever way sums fewer values of features."""
         numbers, left_out = self.items.numbers(ids), self._left_out(len(ids))
@@ -137,8 +141,13 @@ class InputEmbedding(nn.Module):
         )
         return looked_up["item"].values(), looked_up["action"].values() if "action" in features else None
 
-    def forward(self, batch: Batch) -> Tensor:
-        rows, more = self._looked_up(batch)
+    def forward(self, batch: Batch, rows: Tensor | None = None) -> Tensor:
+        """rows [T, E]: the representations of the batch's items, where they were looked up before."""
+        if rows is None:
+            rows, more = self._looked_up(batch)
+        else:
+            actions = self.tables.embeddings["action"].weight if "action" in self.tables.embeddings else None
+            more = None if actions is None else F.embedding(batch.actions, actions)
         if self.context is not None:
             rows = rows + self.context(batch).to(rows.dtype)
         if isinstance(batch, RankingBatch):

@@ -15,7 +15,12 @@ from models.terminal import terminal
 
 
 def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progress, watched: str | None) -> None:
-    """Judges the run by its test split, if it has one, and writes result.json and the report."""
+    """Judges the run by its test split, if it has one, and writes result.json and the report.
+
+    Where several ranks evaluate (`data.task.ranks`) each of them calls this, and the first one writes.
+    """
+    ranks = data.task.ranks
+    first = ranks is None or ranks.first
     weights, facts, source = final_weights(folder)
     load_weights(model, weights, source)
     result = known_facts(folder, model, data, progress) | {"weights": source.name, "epoch": facts["epoch"]}
@@ -23,12 +28,15 @@ def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progres
         result["best"] = facts["value"]
     try:
         if data.splits.test is not None and config.eval.test:
-            result |= judge(model, data, "test", folder)
+            result |= judge(model, data, "test", folder if first else None)
             batches = Tracked(data.eval_batches(watched), f"judging the baseline on {watched}")
             result["plotted_baseline"] = data.task.baseline(data.dataset, data.splits, watched, batches)
     except Stopped:
-        leave(config, folder, model, data, progress)
+        if first:
+            leave(config, folder, model, data, progress)
         raise
+    if not first:
+        return
     if data.device.type == "cuda":
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     write_file(folder / "result.json", json.dumps(result, indent=1))

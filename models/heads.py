@@ -5,7 +5,7 @@ item components, P = P_q * P_x pairs of components, C component size.
 """
 
 import math
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import Field
@@ -152,13 +152,20 @@ class MixtureOfLogits(nn.Module):
 
 
 def mol_loss(
-    head: MixtureOfLogits, out: Tensor, item_weight: Tensor, targets: Tensor, negatives: Tensor | None
+    head: MixtureOfLogits,
+    out: Tensor,
+    item_weight: Tensor,
+    targets: Tensor,
+    negatives: Tensor | None,
+    ranks: "Summing | None" = None,
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
     """(softmax loss, mean over targets >= 0; the balance of the mixture as an auxiliary loss).
 
     The whole catalogue competes without `negatives` [T, K], else these; one that is the target does not count. A chunk
     of rows at a time, its gradients taken on the way, so that no chunk's logits outlive it (no second derivative).
     The balance is taken over the pairs of each output with its own target.
+
+    ranks: where the outputs are a rank's part of a batch; the results are then its shares.
     """
     names, parameters = zip(*head.named_parameters())
     c = head.config
@@ -179,12 +186,28 @@ def mol_loss(
 
     total = ChunkedSum.apply(chunk, rows, 3, out, targets, negatives, *source, *parameters)
     scored = targets >= 0
-    count = scored.sum().clamp(min=1)
+    count = (scored.sum() if ranks is None else ranks.sum(scored.sum())).clamp(min=1)
     own = F.embedding(targets.clamp(min=0), item_weight)
     _, pi = head.scores(head.queries(out), head.items(own[:, None]))
     mean = (pi[:, 0] * scored[:, None]).sum(0) / count
-    balance = (_entropy(pi[:, 0]) * scored).sum() / count - _entropy(mean)
+    if ranks is not None:  # with the gradient of this rank's part
+        mean = mean + (ranks.sum(mean) - mean).detach()
+    balance = (_entropy(pi[:, 0]) * scored).sum() / count
+    balance = balance - (_entropy(mean) if ranks is None else as_share(_entropy(mean), ranks.world))
     return total / count, {"mol_balance": AuxLoss.of(balance, head.config.balance_weight)}
+
+
+class Summing(Protocol):
+    """The ranks that share a batch: how many they are, and the sum of what each has, without a gradient."""
+
+    world: int
+
+    def sum(self, x: Tensor) -> Tensor: ...
+
+
+def as_share(x: Tensor, world: int) -> Tensor:
+    """x / world with the gradient of x: what all of `world` ranks have alike, counted once where shares are summed."""
+    return x - (x * (1 - 1 / world)).detach()
 
 
 def _entropy(p: Tensor) -> Tensor:

@@ -202,10 +202,13 @@ class SequenceModel(nn.Module):
         x, aux = self.raw_output(batch)
         return normalized(x), aux
 
-    def raw_output(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
-        """As `forward`, before normalisation: for losses that divide by the norms themselves."""
+    def raw_output(self, batch: Batch, rows: Tensor | None = None) -> tuple[Tensor, dict[str, AuxLoss]]:
+        """As `forward`, before normalisation: for losses that divide by the norms themselves.
+
+        rows [T, E]: of the batch's items, where they were looked up before.
+        """
         batch = dataclasses.replace(batch)  # what layers share (`Batch.once`) lasts for this pass
-        x = self.embedding(batch)
+        x = self.embedding(batch, rows)
         total: dict[str, AuxLoss] = {}
         for layer in self.layers:
             x, aux = layer(x, batch)

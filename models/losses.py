@@ -7,6 +7,7 @@ Letters: T tokens, E embedding size, I items, K negatives.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import hstu_sparse
 from models.chunks import CHUNK, ChunkedSum
 from models.config import LossConfig
 from models.contract import AuxLoss
-from models.heads import mol_loss, normalized
+from models.heads import Summing, mol_loss, normalized
 
 NORM_EPS = 1e-6
 # Embedding sizes that the kernels take.
@@ -31,6 +32,20 @@ class Negatives(NamedTuple):
     log_q: Tensor | None = None
 
 
+class Share(NamedTuple):
+    """What a rank knows of the loss of a batch that it shares with others (models/parallel/losses.py).
+
+    targets [T] of its tokens and negatives, as rows of `items` [R, E]; without these, as items are numbered in a loss.
+    count: 0-d, the targets of the whole batch. ranks: whose shares add up to the loss.
+    """
+
+    ranks: Summing
+    targets: Tensor
+    drawn: Negatives | None
+    count: Tensor
+    items: Tensor | None = None
+
+
 def head_loss(
     model: nn.Module,
     config: LossConfig,
@@ -38,29 +53,40 @@ def head_loss(
     targets: Tensor,
     dtype: torch.dtype | None = None,
     part: Tensor | None = None,
+    share: Share | None = None,
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
     """(training loss, auxiliary losses) of a model's outputs [T, E] by its own head; arguments as `training_loss`.
 
     out: of `SequenceModel.raw_output`. Where the loss is not a kernel that divides by the norms, it is done here.
+    share: of a rank, in place of targets and part; the results are then its shares.
     """
     if model.head is not None or not takes_kernel(config, out):
         out = normalized(out)
-    features, count = model.embedding.items, None if part is None else (targets >= 0).sum().clamp(min=1)
-    if features is not None:
-        # Items that training saw, numbered anew, are the catalogue.
-        targets = torch.where(targets < 0, -1, features.place[targets])
-    drawn = draw_negatives(config, len(model.item_weight) if features is None else len(features.trained), targets)
-    targets, drawn = part_of(targets, drawn, part)
-    items = model.item_weight
-    if features is not None:
+    features = model.embedding.items
+    if share is None:
+        count = None if part is None else (targets >= 0).sum().clamp(min=1)
+        targets = places_of(features, targets)
+        drawn = draw_negatives(config, len(model.item_weight) if features is None else len(features.trained), targets)
+        targets, drawn = part_of(targets, drawn, part)
+    else:
+        targets, drawn, count = share.targets, share.drawn, share.count
+    items = None if share is None else share.items
+    if items is None and features is not None:
         items, targets, drawn = competing_items(model.embedding, targets, drawn)
+    elif items is None:
+        items = model.item_weight
     if model.head is None:
         items = F.dropout(items, model.item_dropout, model.training)
         learned = model.log_temperature
         temperature = None if learned is None else config.temperature * learned.exp()
         return sampled_loss(config, out, items, targets, drawn, count, dtype, temperature), {}
     ids = None if drawn is None else drawn.ids.expand(len(targets), -1)
-    return mol_loss(model.head, out, items, targets, ids)
+    return mol_loss(model.head, out, items, targets, ids, None if share is None else share.ranks)
+
+
+def places_of(features: nn.Module | None, targets: Tensor) -> Tensor:
+    """Targets as the loss numbers them: with features the items that training saw, numbered anew, are the catalogue."""
+    return targets if features is None else torch.where(targets < 0, -1, features.place[targets])
 
 
 def part_of(targets: Tensor, drawn: Negatives | None, part: Tensor | None) -> tuple[Tensor, Negatives | None]:
@@ -94,36 +120,46 @@ def competing_items(
     return items, torch.where(targets < 0, -1, rows[: len(targets)]), negatives
 
 
-def draw_negatives(config: LossConfig, num_items: int, targets: Tensor) -> Negatives | None:
-    """Negatives as the loss wants them, from torch's global generator; None where the whole catalogue competes."""
+def draw_negatives(
+    config: LossConfig, num_items: int, targets: Tensor, pool: Tensor | None = None, below: Callable | None = None
+) -> Negatives | None:
+    """Negatives as the loss wants them; None where the whole catalogue competes.
+
+    pool: the targets of the whole batch, from which in-batch negatives come, where `targets` are a part of them. below:
+    (limit, shape, dtype) -> whole numbers from 0 on, at random; by default from torch's global generator.
+    """
     if config.kind == "cross_entropy":
         return None
     rows = () if config.negatives == "shared" else (len(targets),)
     # The kernels read them often: half the bytes. On a CPU torch indexes by int64 alone.
-    options = dict(device=targets.device, dtype=torch.int32 if targets.is_cuda else torch.int64)
+    dtype = torch.int32 if targets.is_cuda else torch.int64
+    if below is None:
+
+        def below(limit: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.randint(limit, shape, device=targets.device, dtype=dtype)
 
     def uniform(count: int) -> Tensor:
-        return torch.randint(num_items, (*rows, count), **options)
+        return below(num_items, (*rows, count), dtype)
 
     if config.kind in ("sampled_softmax", "bce"):
         return Negatives(uniform(config.num_negatives))
-    scored = targets >= 0
+    pool = targets if pool is None else pool
+    scored = pool >= 0
     total = scored.sum().clamp(min=1)
     # Tokens with a target first, in their order, so that they can be drawn by number without asking the device.
-    candidates = targets.index_select(0, (~scored).int().argsort(stable=True)).to(options["dtype"])
+    candidates = pool.index_select(0, (~scored).int().argsort(stable=True)).to(dtype)
 
     def of_batch(count: int) -> Tensor:
-        if not len(targets):
+        if not len(pool):
             return uniform(count)
-        most = 2**31 - 1 if targets.is_cuda else 2**62
-        places = torch.randint(most, (*rows, count), **options) % total.to(options["dtype"])
+        places = below(2**31 - 1 if targets.is_cuda else 2**62, (*rows, count), dtype) % total.to(dtype)
         return candidates.index_select(0, places.flatten()).view(places.shape)
 
     if config.kind == "in_batch":
         return Negatives(of_batch(config.num_negatives))
     count = config.num_in_batch
     share = count / config.num_negatives
-    seen = torch.zeros(num_items, device=targets.device).index_add_(0, targets.clamp(min=0), scored.float())
+    seen = torch.zeros(num_items, device=targets.device).index_add_(0, pool.clamp(min=0), scored.float())
     log_q = (share / total * seen + (1 - share) / num_items).log()
     return Negatives(torch.cat([of_batch(count), uniform(config.num_negatives - count)], -1), log_q)
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from data.batch import Batch
 from hstu_sparse.jagged import sequence_ids
+from models.parallel.ranks import Ranks
 
 # Which of a user's earlier items leave the ranking, each a superset of the one before.
 FILTERS = ("none", "window", "history")
@@ -27,11 +28,22 @@ class Scores:
     """Scores [B, I] of a batch, computed when asked for.
 
     tile(begin, end): those of the items begin .. end, [B, end - begin], a tensor of its own, the same every time.
+    ranks: where each of them has the scores of its share of the items alone.
     """
 
     num_users: int
     num_items: int
     tile: Callable[[int, int], Tensor]
+    ranks: Ranks | None = None
+
+    @property
+    def items(self) -> tuple[int, int]:
+        """(begin, end) of the items whose scores are here."""
+        return (0, self.num_items) if self.ranks is None else self.ranks.share(self.num_items)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of what all ranks have of `x`, each from its items."""
+        return x if self.ranks is None else self.ranks.sum(x)
 
     @classmethod
     def of(cls, scores: "Scores | Tensor") -> "Scores":
@@ -45,9 +57,10 @@ class Scores:
 
         Of one width, so that equal items get equal scores, computed alike, whichever tile they are in.
         """
-        width = min(self.num_items, max(1, TILE // max(1, self.num_users)))
-        for begin in range(0, self.num_items, max(1, width)):
-            start = min(begin, self.num_items - width)
+        first, last = self.items
+        width = min(last - first, max(1, TILE // max(1, self.num_users)))
+        for begin in range(first, last, max(1, width)):
+            start = min(begin, last - width)
             yield begin, start, self.tile(start, start + width)
 
 
@@ -134,9 +147,20 @@ def best_items(scores: Scores | Tensor, k: int, seen: tuple[Tensor, Tensor] | No
             values, order = values.sort(dim=1, descending=True, stable=True)
             values, items = values[:, :k], items.gather(1, order[:, :k])
         best = values, items
-    if best is None:
+    if not scores.num_items:
         raise ValueError("there are no items to choose from")
-    return best
+    return best if scores.ranks is None else _of_all_ranks(best, scores, k)
+
+
+def _of_all_ranks(best: tuple[Tensor, Tensor] | None, scores: Scores, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of the lists of all ranks, of which one without items has none."""
+    host = None if best is None else tuple(x.cpu() for x in best)
+    assert scores.ranks is not None
+    lists = [found for found in scores.ranks.of_all(host) if found is not None]
+    # By ranks, and so by ids where scores are equal.
+    values, items = (torch.cat(parts, 1) for parts in zip(*lists))
+    values, order = values.sort(dim=1, descending=True, stable=True)
+    return values[:, :k], items.gather(1, order[:, :k])
 
 
 @torch.no_grad()
@@ -164,11 +188,12 @@ def _ranks(scores: Scores, batch: Batch, filters: Sequence[str], candidates) -> 
     """Ranks [B] of a batch's last targets, for each filter."""
     targets = last_targets(batch)
     tiles = list(scores.tiles()) if scores.num_users * scores.num_items <= TILE else None
-    own = torch.empty(len(targets), 1, device=targets.device)
+    own = torch.zeros(len(targets), 1, device=targets.device)
     for begin, start, tile in tiles or scores.tiles():
         new = (targets >= begin) & (targets < start + tile.shape[1])
         mine = tile.gather(1, (targets - start).clamp(0, tile.shape[1] - 1)[:, None])
         own = torch.where(new[:, None], mine, own)
+    own = scores.summed(own)
     chosen = None if candidates is None else candidates(scores.num_users, scores.num_items).to(targets.device)
     before = [torch.zeros_like(targets) for _ in filters]
     for begin, start, tile in tiles or scores.tiles():
@@ -184,6 +209,7 @@ def _ranks(scores: Scores, batch: Batch, filters: Sequence[str], candidates) -> 
             if filters[place] != "none":
                 mask_seen(tile, *seen_by(filters[place], batch), keep=targets, start=start)
             before[place] += count_before(tile[:, begin - start :], own, targets, begin)
+    before = [scores.summed(count) for count in before]
     return [torch.where(own[:, 0].isnan(), scores.num_items, 1 + count) for count in before]
 
 
@@ -199,10 +225,19 @@ def last_targets(batch: Batch) -> Tensor:
     return batch.target_ids[batch.seq_offsets[1:] - 1]
 
 
-def output_scorer(model: nn.Module) -> Callable[[Tensor], Scores]:
-    """Score of outputs [B, E] of length one with every item, fp32: the cosine, or what the head makes of the two."""
+def output_scorer(model: nn.Module, ranks: Ranks | None = None) -> Callable[[Tensor], Scores]:
+    """Score of outputs [B, E] of length one with every item, fp32: the cosine, or what the head makes of the two.
+
+    ranks: where each of them, given the same outputs, has the scores of its share of the items.
+    """
     with torch.no_grad():
-        table = model.item_table.detach()
+        if ranks is None:
+            table = model.item_table.detach()
+            first, num_items = 0, len(table)
+        else:
+            num_items = model.embedding.num_items
+            first, last = ranks.share(num_items)
+            table = model.embedding.items_between(first, last).detach()
 
     @torch.no_grad()
     def prepared(rows: Tensor):
@@ -214,26 +249,37 @@ def output_scorer(model: nn.Module) -> Callable[[Tensor], Scores]:
     def score(out: Tensor) -> Scores:
         @torch.no_grad()
         def tile(begin: int, end: int) -> Tensor:
+            begin, end = begin - first, end - first
             if model.head is not None:
                 items = model.head.items(table[begin:end]) if whole is None else whole.rows(begin, end)
                 return model.head.scores_of_all(out, items)
             return out @ (prepared(table[begin:end]) if whole is None else whole[begin:end]).T
 
-        return Scores(len(out), len(table), tile)
+        return Scores(len(out), num_items, tile, ranks)
 
     return score
 
 
-def model_scorer(model: nn.Module, autocast: bool = False) -> Callable[[Batch], Scores]:
-    """Score of each sequence's last output with every item, as `output_scorer`. Puts the model into eval mode."""
+def model_scorer(model: nn.Module, autocast: bool = False, ranks: Ranks | None = None) -> Callable[[Batch], Scores]:
+    """Score of each sequence's last output with every item, as `output_scorer`. Puts the model into eval mode.
+
+    ranks: those that are given the same batches; each computes the outputs of its share of the sequences.
+    """
     model.eval()
-    scores_of = output_scorer(model)
+    scores_of = output_scorer(model, ranks)
 
     @torch.no_grad()
     def score(batch: Batch) -> Scores:
-        with torch.autocast(model.item_weight.device.type, torch.bfloat16, enabled=autocast):
-            out, _ = model(batch)
-        return scores_of(out[batch.seq_offsets[1:] - 1])
+        begin, end = (0, batch.num_sequences) if ranks is None else ranks.share(batch.num_sequences)
+        mine = batch if ranks is None else ranks.sequences(batch)
+        with torch.autocast(batch.item_ids.device.type, torch.bfloat16, enabled=autocast):
+            out, _ = model(mine)
+        out = out[mine.seq_offsets[1:] - 1]
+        if ranks is not None:
+            whole = out.new_zeros(batch.num_sequences, out.shape[1])
+            whole[begin:end] = out[: end - begin]
+            out = ranks.sum(whole)
+        return scores_of(out)
 
     return score
 

@@ -24,6 +24,7 @@ from models.checkpoint import CheckpointError, Progress, checkpoints, exists, lo
 from models.config import ConfigError, RunConfig, differences, load_config
 from models.folder import check_run, read_manifest, write_judged
 from models.hstu import SequenceModel
+from models.parallel.ranks import Ranks
 from models.tasks.build import build_task
 from models.tasks.contract import Task
 from models.terminal import terminal
@@ -91,18 +92,23 @@ def open_data(
     trained_on: str | None = None,
     vocabulary: Vocabulary | None = None,
     device: torch.device | None = None,
+    ranks: Ranks | None = None,
 ) -> Data:
     """The run's data set, prepared or from the cache, its splits, the device they go to, and the configuration as these
     data decide it: what is built and stored is `Data.config`.
 
     trained_on: the fingerprint that the data must have; where the source has another one or is gone, the prepared copy
     is taken. vocabulary: what the model knows, in whose terms other data are read. device: in place of the
-    configuration's.
+    configuration's. ranks: those that evaluate together; the first one prepares the data.
     """
     device = device or open_device(config)
+    if ranks is not None and not ranks.first:
+        ranks.of_first(None)
     dataset = find_data(config, trained_on) if vocabulary is None else load_data(config, vocabulary=vocabulary)
+    if ranks is not None and ranks.first:
+        ranks.of_first(None)
     config = for_data(config, dataset)
-    task = build_task(config)
+    task = build_task(config, ranks)
     task.check_data(dataset)
     splits = task.splits(dataset)
     if vocabulary is None:

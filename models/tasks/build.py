@@ -1,6 +1,7 @@
 """`build_task`: the task that a configuration names."""
 
 from models.config import RunConfig
+from models.parallel.ranks import Ranks
 from models.tasks.contract import Task
 from models.tasks.ranking import Ranking
 from models.tasks.recall import Recall
@@ -9,6 +10,6 @@ from models.tasks.retrieval import Retrieval
 TASKS: dict[str, type[Task]] = {"retrieval": Retrieval, "ranking": Ranking, "recall": Recall}
 
 
-def build_task(config: RunConfig) -> Task:
-    """The task of a run, which `config.task.kind` names."""
-    return TASKS[config.task.kind](config)
+def build_task(config: RunConfig, ranks: Ranks | None = None) -> Task:
+    """The task of a run, which `config.task.kind` names; ranks: those that evaluate it together."""
+    return TASKS[config.task.kind](config, ranks)

@@ -17,6 +17,8 @@ from data.splits import Split, Splits
 from data.types import Dataset
 from models.config import RunConfig
 from models.contract import AuxLoss
+from models.losses import Share
+from models.parallel.ranks import Ranks
 
 
 class Table(NamedTuple):
@@ -33,13 +35,15 @@ class Task:
 
     headline  the metrics that training prints after an evaluation
     plotted   the metrics that a report plots over the epochs
+    ranks     those that evaluate together, each calling the same methods; None for one process alone
     """
 
     headline: tuple[str, ...]
     plotted: tuple[str, ...]
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, ranks: Ranks | None = None):
         self.config = config
+        self.ranks = ranks if ranks is not None and ranks.engine else None
 
     def check_data(self, dataset: Dataset) -> None:
         """ConfigError unless the data set has what the task needs."""
@@ -57,12 +61,19 @@ class Task:
         return None
 
     def loss(
-        self, model: nn.Module, out: Tensor, batch: Batch, whole: Batch, dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        out: Tensor,
+        batch: Batch,
+        whole: Batch,
+        dtype: torch.dtype | None,
+        share: Share | None = None,
     ) -> tuple[Tensor, dict[str, AuxLoss]]:
         """(training loss, auxiliary losses by name) of the outputs `out` [T, E] of `SequenceModel.raw_output`.
 
         batch: what the outputs are of; whole: the same, or the whole batch where `batch` is a rank's part of it. dtype:
-        of the products on a GPU; None, that of the weights. Must not wait for the device.
+        of the products on a GPU; None, that of the weights. Must not wait for the device. share: of a rank that shares
+        the batch with others, of which the results are then its shares.
         """
         raise NotImplementedError
 

@@ -20,6 +20,7 @@ from data.types import Dataset, shown
 from models.config import ConfigError
 from models.contract import AuxLoss
 from models.folder import write_file
+from models.losses import Share
 from models.metrics import LENGTH_EDGES
 from models.tasks import binary_metrics
 from models.tasks.binary_metrics import auc_difference, metrics_by_history
@@ -121,7 +122,13 @@ class Ranking(Task):
         return ActionHeads(self.config.task, self.config.model.embedding_dim)
 
     def loss(
-        self, model: nn.Module, out: Tensor, batch: Batch, whole: Batch, dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        out: Tensor,
+        batch: Batch,
+        whole: Batch,
+        dtype: torch.dtype | None,
+        share: Share | None = None,
     ) -> tuple[Tensor, dict[str, AuxLoss]]:
         """The mean binary cross-entropy over the scored tokens, summed over the actions by their weights."""
         assert isinstance(batch, RankingBatch)
@@ -129,7 +136,8 @@ class Ranking(Task):
         scored = labels >= 0
         logits = model.task_head(out)
         losses = F.binary_cross_entropy_with_logits(logits, labels.clamp(min=0).to(logits), reduction="none")
-        means = torch.where(scored, losses, 0).sum(0) / scored.sum(0).clamp(min=1)
+        count = scored.sum(0) if share is None else share.ranks.sum(scored.sum(0))
+        means = torch.where(scored, losses, 0).sum(0) / count.clamp(min=1)
         weights = means.new_tensor([action.weight for action in self.actions])
         if len(self.actions) == 1:
             return (weights * means).sum(), {}
@@ -143,12 +151,15 @@ class Ranking(Task):
         device, autocast = batches.device.type, self.config.train.autocast == "bf16"
         parts: list[tuple[np.ndarray, ...]] = []
         for batch in batches.epoch(0):
+            batch = batch if self.ranks is None else self.ranks.sequences(batch)
             with torch.autocast(device, torch.bfloat16, enabled=autocast):
                 out, _ = model.raw_output(replace(batch, phase=phase))
             scored = (batch.labels[:, 0] >= 0).nonzero()[:, 0]
             probabilities = model.task_head(out[scored]).sigmoid()
             found = (batch.events[scored], probabilities.float(), batch.labels[scored] > 0)
             parts.append(tuple(x.cpu().numpy() for x in found))
+        if self.ranks is not None:
+            parts = [part for of_rank in self.ranks.of_all(parts) for part in of_rank]
         events, probabilities, labels = (np.concatenate(x) for x in zip(*parts))
         order = np.argsort(events)
         return Predictions(events[order], probabilities[order], labels[order])

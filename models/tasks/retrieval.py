@@ -13,7 +13,7 @@ from data.splits import Split, Splits, make_splits, train_item_counts
 from data.types import Dataset, shown
 from models.config import ConfigError
 from models.contract import AuxLoss
-from models.losses import head_loss
+from models.losses import Share, head_loss
 from models.metrics import (
     COUNT_EDGES,
     LENGTH_EDGES,
@@ -67,13 +67,19 @@ class Retrieval(Task):
         return Batches(dataset, split, **options)
 
     def loss(
-        self, model: nn.Module, out: Tensor, batch: Batch, whole: Batch, dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        out: Tensor,
+        batch: Batch,
+        whole: Batch,
+        dtype: torch.dtype | None,
+        share: Share | None = None,
     ) -> tuple[Tensor, dict[str, AuxLoss]]:
         part = None if batch.cut is None else batch.cut.index
-        return head_loss(model, self.config.loss, out, whole.target_ids, dtype, part)
+        return head_loss(model, self.config.loss, out, whole.target_ids, dtype, part, share)
 
     def evaluate(self, model: nn.Module, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
-        score = model_scorer(model, self.config.train.autocast == "bf16")
+        score = model_scorer(model, self.config.train.autocast == "bf16", self.ranks)
         at_phase = (replace(batch, phase=phase) for batch in batches.epoch(0))
         (ranks,) = rank_targets(score, at_phase, filters=[self.config.eval.filter_seen])
         return ranking_metrics(ranks)
@@ -92,7 +98,7 @@ class Retrieval(Task):
         config, chosen = self.config, getattr(splits, split)
         counts, main = train_item_counts(dataset, splits), self.config.eval.filter_seen
         result = {"split": split, "users": len(chosen.users), "items": dataset.num_items, "filter_seen": main}
-        scorer, lists = model_scorer(model, config.train.autocast == "bf16"), []
+        scorer, lists = model_scorer(model, config.train.autocast == "bf16", self.ranks), []
 
         def listed(batch: Batch) -> Scores:
             scores = scorer(batch)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from data.balance import Deal
 from data.batches import Batches
 from data.datasets import DataError, Dataset
 from data.splits import Split, make_splits
@@ -68,7 +69,7 @@ def naive(dataset, split, order, with_seen):
 
 def as_lists(batch):
     fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if "layout" in f.metadata}
-    assert fields.pop("real").tolist() == [True] * batch.num_tokens
+    assert fields.pop("real").tolist() == [True] * batch.num_tokens and (fields.pop("rows") is None or batch.whole)
     for name, value in fields.items():
         assert value is None or (value.dtype == torch.int64 and value.ndim == (3 if "features" in name else 1)), name
     return {name: None if value is None else value.tolist() for name, value in fields.items()}
@@ -200,7 +201,8 @@ def test_bad_batch_size():
 def test_to_moves_every_field():
     dataset = with_features(make_dataset())
     split = make_splits(dataset, "published", max_seq_len=3).test
-    batch = dataclasses.replace(next(Batches(dataset, split, batch_size=4, with_seen=True).epoch(0)), phase=7)
+    batch = next(Batches(dataset, split, batch_size=4, with_seen=True, deal=Deal(0, 1, 1.0)).epoch(0))
+    batch = dataclasses.replace(batch, phase=7)
     moved = batch.to("meta")
     tensors = [getattr(moved, f.name) for f in dataclasses.fields(moved) if "layout" in f.metadata]
     assert all(x.device.type == "meta" for x in tensors)

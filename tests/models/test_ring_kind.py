@@ -5,7 +5,7 @@ import torch
 
 from models.config import ModelConfig
 from models.hstu import SequenceModel
-from models.parallel.context import Context
+from models.parallel.ranks import Ranks
 from tests.data.test_batch import MoreBatch, more
 from tests.models.test_models import CONFIG, NUM_ITEMS, make_batch
 
@@ -46,9 +46,9 @@ def test_a_window_of_the_softmax():
 def test_a_cut_batch_is_its_parts():
     batch, parts = more(make_batch(LENGTHS), [2, 0, 1, 3]), []
     for rank in range(2):
-        context = Context.__new__(Context)
-        context.world, context.rank, context.group = 2, rank, None
-        parts.append(context.cut(batch))
+        ranks = Ranks.__new__(Ranks)
+        ranks.context, ranks.context_group, ranks.context_rank = 2, None, rank
+        parts.append(ranks.cut(batch))
         mine = parts[-1]
         assert mine.cut.plan.tokens[rank] == mine.num_tokens == int(mine.seq_offsets[-1])
         for name in ("item_ids", "timestamps", "target_ids", "query_timestamps", "real", "tags"):

@@ -1,0 +1,55 @@
+"""Random numbers that depend on (seed, step, row of the whole batch) alone, so that any number of ranks draws the same.
+
+Letters: T tokens of a rank, K numbers of a token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Of the finaliser of splitmix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).
+STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _signed(number: int) -> int:
+    """The int64 of the same 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def mixed(x: Tensor) -> Tensor:
+    """int64 -> int64 that look drawn at random, one to one."""
+
+    def shifted(x: Tensor, bits: int) -> Tensor:
+        return x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))  # >> copies the sign, which is masked
+
+    x = shifted(x + _signed(STEP), 30) * _signed(FIRST)
+    x = shifted(x, 27) * _signed(SECOND)
+    return shifted(x, 31)
+
+
+def seed_of(*numbers: int) -> int:
+    """A seed for torch's generators, 0 .. 2^63 - 1, from whole numbers."""
+    x = torch.zeros((), dtype=torch.int64)
+    for number in numbers:
+        x = mixed(x ^ _signed(number))
+    return int(x) & (2**63 - 1)
+
+
+@dataclass
+class Draws:
+    """Numbers of the rows [T] of one training step; each call of `below` draws others."""
+
+    seed: int
+    step: int
+    rows: Tensor
+    calls: int = 0
+
+    def below(self, limit: int | Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Numbers 0 .. limit - 1: of shape [T, K] for each row its own, of shape [K] the same on all ranks."""
+        self.calls += 1
+        base = seed_of(self.seed, self.step, self.calls)
+        columns = torch.arange(shape[-1], device=self.rows.device)
+        rows = self.rows[:, None] + 1 if len(shape) == 2 else 0
+        numbers = mixed(mixed(columns + base) + rows)
+        return ((numbers & (2**62 - 1)) % limit).to(dtype)

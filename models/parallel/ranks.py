@@ -1,0 +1,181 @@
+"""The processes that train one model together: a device mesh of the dimensions `data` and `context`.
+
+`context` ranks hold a part of each sequence (zigzag, so that causal attention is even work); the ring attention kind
+sees the other ranks' keys. `data` ranks have different sequences of a batch. Rank 0 alone writes the run's folder.
+
+A training step's loss is a sum of shares, one of each rank: a rank's sums over its own tokens, divided by counts of the
+whole batch. The gradient of the loss is the sum of the shares' gradients.
+
+Letters: T tokens of a rank, W ranks.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from data.batch import Batch, Cut
+from data.types import shown
+from hstu_sparse.ring import cut_sequences, whole_plan
+from models.config import ConfigError, RunConfig
+
+
+class Ranks:
+    """This process's place among those that torchrun started; one alone without torchrun.
+
+    world, rank    of all processes
+    data           how many ranks share each batch; place: which of them this one is
+    context        how many ranks share each sequence
+    engine         whether batches or tables are spread over ranks (models/parallel/step.py), be it over one alone
+    """
+
+    def __init__(self, config: RunConfig):
+        p = config.parallel
+        self.engine, self.context = p.engine, p.context
+        self.rank = self.place = self.context_rank = 0
+        self.group = self.context_group = None
+        started = _told("WORLD_SIZE", 1, 2**31) if "WORLD_SIZE" in os.environ else 1
+        self.data = max(1, started // self.context) if p.data == "auto" else p.data
+        self.world = self.data * self.context
+        if started != self.world:
+            raise ConfigError(
+                f"{'parallel' if self.engine else 'parallel.context'}: {self.world}, but {started} process(es) were "
+                f"started: torchrun --nproc-per-node {self.world} train.py ..."
+            )
+        if self.world == 1 and not self.engine:
+            return
+        gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+        if not dist.is_initialized():
+            self._meet(gpu)
+        mesh = init_device_mesh("cuda" if gpu else "cpu", (self.data, self.context), mesh_dim_names=("data", "context"))
+        self.group, self.context_group = dist.group.WORLD, mesh.get_group("context")
+        self.rank, self.place = dist.get_rank(), mesh.get_local_rank("data")
+        self.context_rank = mesh.get_local_rank("context")
+
+    def _meet(self, gpu: bool) -> None:
+        """Makes the process group."""
+        options: dict[str, Any] = {}
+        if "WORLD_SIZE" in os.environ:
+            _told("RANK", 0, self.world - 1)
+            _told("LOCAL_RANK", 0, self.world - 1)
+            _told("MASTER_PORT", 0, 65535)
+            if not os.environ.get("MASTER_ADDR"):
+                raise ConfigError("parallel: MASTER_ADDR is not in the environment: start it by torchrun")
+        else:
+            options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        if gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            # Transfers come before attention kernels, which else would leave them no multiprocessor: docs/ring.md.
+            options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options["timeout"] = timedelta(minutes=10)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", **options)
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes what the run leaves."""
+        return self.rank == 0
+
+    def share(self, count: int) -> tuple[int, int]:
+        """(begin, end) of this rank's part of `count` things: equal parts one after the other, the last shorter."""
+        size = -(-count // self.world)
+        return min(count, self.rank * size), min(count, (self.rank + 1) * size)
+
+    def sequences(self, batch: Batch) -> Batch:
+        """This rank's share of the sequences of a batch; one of them as padding where it has none."""
+        begin, end = self.share(batch.num_sequences)
+        return batch.sequences(begin, end) if begin < end else batch.sequences(0, 1).as_padding()
+
+    def cut(self, batch: Batch) -> Batch:
+        """This rank's part of each sequence of a batch."""
+        if self.context == 1:
+            return batch
+        rank, group = self.context_rank, self.context_group
+        index, offsets = cut_sequences(batch.seq_offsets, rank, self.context, zigzag=True)
+        cut = Cut(
+            index=index,
+            positions=batch.positions.index_select(0, index),
+            origins=batch.origins,
+            plan=whole_plan(batch.seq_offsets, rank, self.context, zigzag=True),
+            group=group,
+        )
+        return replace(batch.part(index, offsets), cut=cut)
+
+    def sum_gradients(self, parameters: Iterable[Tensor], loss: Tensor) -> Tensor:
+        """Sums the parameters' gradients over the ranks, in place, and returns the sum of the losses."""
+        if self.world == 1:
+            return loss
+        parameters = [p for p in parameters if p.requires_grad]
+        for p in parameters:
+            if p.grad is None:  # a rank without tokens, say
+                p.grad = torch.zeros_like(p)
+        flat = torch.cat([*(p.grad.float().flatten() for p in parameters), loss.detach().float()[None]])
+        dist.all_reduce(flat, group=self.group)
+        for p, total in zip(parameters, flat[:-1].split([p.numel() for p in parameters]), strict=True):
+            p.grad.copy_(total.view_as(p.grad))
+        return flat[-1]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' `x`, without a gradient: a new tensor."""
+        return self._reduced(x, dist.ReduceOp.SUM)
+
+    def max(self, x: Tensor) -> Tensor:
+        """The greatest of the ranks' `x`, without a gradient: a new tensor."""
+        return self._reduced(x, dist.ReduceOp.MAX)
+
+    def _reduced(self, x: Tensor, how) -> Tensor:
+        x = x.detach().clone()
+        if self.world > 1:
+            dist.all_reduce(x, how, self.group)
+        return x
+
+    def any(self, number: int) -> int:
+        """The greatest `number` of all ranks: a signal that one of them got stops all in the same step."""
+        return number if self.world == 1 else int(self.max(torch.tensor(number)))
+
+    def of_first(self, value):
+        """What rank 0 calls its own, on all ranks."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, 0, self.group)
+        return box[0]
+
+    def of_all(self, value) -> list:
+        """What each rank calls its own, by ranks, on all ranks."""
+        if self.world == 1:
+            return [value]
+        values: list = [None] * self.world
+        dist.all_gather_object(values, value, self.group)
+        return values
+
+
+def _told(name: str, least: int, most: int) -> int:
+    """A number that torchrun leaves in the environment; ConfigError where it is none."""
+    text = os.environ.get(name, "")
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise ConfigError(
+            f"parallel.context: {name} in the environment must be {least} to {most}, got {shown(text) or 'nothing'}: "
+            "start it by torchrun"
+        )
+    return int(text)
+
+
+class NoLog:
+    """In place of MetricsLog where another rank writes."""
+
+    lost = False
+
+    def __init__(self, records: list[dict]):
+        self.records = list(records)
+
+    def write(self, record: dict, seconds: float, trained: dict) -> None:
+        self.records.append({**record, "seconds": round(seconds, 3)})
+
+    def close(self, finished: bool) -> None:
+        pass

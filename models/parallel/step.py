@@ -1,0 +1,118 @@
+"""A training step over several ranks: each a part of the batch, the dense weights in DDP.
+
+The gradients of DDP are sums here, not means: the ranks' losses are shares of one.
+"""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from data.balance import Deal
+from data.batch import Batch
+from models.average import WeightAverage
+from models.config import ConfigError, ModelConfig, RunConfig
+from models.contract import AuxLoss
+from models.graph import Losses, Step
+from models.parallel.draws import seed_of
+from models.parallel.losses import prepare
+from models.parallel.ranks import Ranks
+from models.tasks.build import build_task
+
+
+class Shares(nn.Module):
+    """batch -> (this rank's share of the loss, its shares of the auxiliary losses by name).
+
+    The whole of a loss is one module's forward, so that DDP sees every weight that it needs.
+    """
+
+    def __init__(self, config: RunConfig, model: nn.Module, ranks: Ranks):
+        super().__init__()
+        self.model, self.config, self.ranks, self.task = model, config, ranks, build_task(config)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        c, device = self.config, batch.item_ids.device.type
+        share, inputs = prepare(self.model, c.loss if c.task.kind == "retrieval" else None, c.seed, batch, self.ranks)
+        bf16 = c.train.autocast == "bf16"
+        with torch.autocast(device, torch.bfloat16, enabled=bf16):
+            out, aux = self.model.raw_output(batch, inputs)
+        # A mean over this rank's tokens becomes its share of the mean over all.
+        real = batch.real.sum()
+        part = real / self.ranks.sum(real).clamp(min=1)
+        shares = {name: AuxLoss(part * one.value, part * one.weighted) for name, one in aux.items()}
+        loss, of_task = self.task.loss(self.model, out, batch, batch, torch.bfloat16 if bf16 else None, share)
+        return loss, shares | of_task
+
+
+def build_shared_step(
+    config: RunConfig, model: nn.Module, device: torch.device, average: WeightAverage | None, ranks: Ranks
+) -> tuple[torch.optim.Optimizer, Step]:
+    """The optimiser, and the function that makes one step of it: as train.build_step, for this rank's part of a batch.
+
+    The losses that it returns are those of the whole batch, and with them `imbalance`, see data/balance.py.
+    """
+    c = config.train
+    if config.parallel.sharded:
+        raise ConfigError("parallel.embedding: training takes replicated so far")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr, betas=c.betas, weight_decay=c.weight_decay, fused=True)
+    if c.compile:
+        for layer in model.layers:
+            layer.compile(dynamic=True)
+    with warnings.catch_warnings():
+        # Torch 2.13 has another name for broadcast_buffers, which 2.11 does not know.
+        warnings.simplefilter("ignore", FutureWarning)
+        shares = DistributedDataParallel(
+            Shares(config, model, ranks),
+            device_ids=None if device.type == "cpu" else [torch.cuda.current_device()],
+            process_group=ranks.group,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            # In a phase of its own a layer may leave weights out.
+            find_unused_parameters=any(attention.phase_ends() for attention in config.model.attention),
+        )
+    shares.register_comm_hook(ranks.group, summed)
+
+    def step(batch: Batch) -> Losses:
+        # Dropout's masks depend on the step and the rank, so that no generator's state has to be saved.
+        torch.manual_seed(seed_of(config.seed, batch.whole.step, ranks.rank))
+        loss, aux = shares(ranks.cut(batch))
+        optimizer.zero_grad(set_to_none=True)
+        (loss + sum(one.weighted for one in aux.values())).backward()
+        whole = loss.detach() + sum(one.weighted.detach() for one in aux.values())
+        values = {"loss": whole} | {name: one.value.detach() for name, one in aux.items()}
+        sums = ranks.sum(torch.stack([value.float() for value in values.values()]))
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if c.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), c.clip_norm, norm)
+        optimizer.step()
+        if average is not None:
+            average.update()
+        imbalance = torch.tensor(batch.whole.imbalance)
+        return dict(zip(values, sums)) | {"grad_norm": norm.detach(), "imbalance": imbalance}
+
+    return optimizer, step
+
+
+def summed(group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's communication without its division by the number of ranks."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def deal_of(config: RunConfig, ranks: Ranks) -> Deal | None:
+    """How the ranks share each batch; None where each has all of it."""
+    if not ranks.engine:
+        return None
+    return Deal(ranks.place, ranks.data, token_work(config.model), config.parallel.balance)
+
+
+def token_work(model: ModelConfig) -> float:
+    """What a token costs beside its attention, in units of a pair of tokens: products of the layer's linear maps."""
+    sizes, size = model.layer_sizes, model.embedding_dim
+    pair = sizes.num_heads * (sizes.attention_dim + sizes.linear_dim) / 2  # causal: half of the pairs
+    linear = size * sizes.num_heads * (2 * sizes.attention_dim + 3 * sizes.linear_dim)
+    linear += (3 if model.block == "hstu" else 2) * size * (model.feed_forward_dim or 0)
+    return linear / pair

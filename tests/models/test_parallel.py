@@ -1,0 +1,114 @@
+"""What ranks that share a batch rest on: even parts, numbers drawn alike, what is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.balance import Deal
+from data.batches import Batches
+from data.splits import make_splits
+from data.synthetic import generate
+from models.config import ConfigError, load_config
+from models.parallel.draws import Draws, mixed, seed_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SYNTHETIC = ROOT / "configs/synthetic-hstu.yaml"
+FUSED = ["parallel.embedding=row_wise", "parallel.fused=adam"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 7])
+def test_every_sequence_has_one_rank(world):
+    lengths = np.random.default_rng(0).integers(1, 200, 128)
+    parts = [Deal(rank, world, 10.0).mine(lengths)[0] for rank in range(world)]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(128))
+
+
+def test_balanced_batches_are_even():
+    """Predicted work on lengths of many users at the window's end and few below, as ml-1m has them: must-hold 4."""
+    rng = np.random.default_rng(0)
+    even, plain = [], []
+    for _ in range(50):
+        lengths = np.minimum(200, rng.lognormal(4.6, 1.0, 8 * 128).astype(int) + 5)
+        even.append(Deal(0, 8, 100.0).owners(lengths)[1])
+        plain.append(Deal(0, 8, 100.0, even=False).owners(lengths)[1])
+    assert max(even) < 1.01 < 1.03 < np.mean(plain)
+
+
+def test_parts_of_a_batch_are_the_batch():
+    """The ranks' tokens at their rows make the batch of one process; a rank without sequences has padding alone."""
+    dataset = generate(num_users=13, num_items=60, num_clusters=5, mean_length=12)
+    split = make_splits(dataset, "leave_one_out", max_seq_len=10).train
+    whole = list(Batches(dataset, split, batch_size=4, seed=3, with_seen=True).epoch(2, start=1))
+    parts = [
+        list(Batches(dataset, split, batch_size=4, seed=3, with_seen=True, deal=Deal(rank, 3, 5.0)).epoch(2, start=1))
+        for rank in range(3)
+    ]
+    for number, batch in enumerate(whole):
+        items, targets = torch.full((2, batch.num_tokens), -2)
+        for part in (of_rank[number] for of_rank in parts):
+            assert part.whole.tokens == batch.num_tokens and part.whole.step == 2 * (len(whole) + 1) + 1 + number
+            if not part.real.any():
+                assert (part.target_ids == -1).all() and batch.num_sequences < 3
+                continue
+            assert (items[part.rows] == -2).all()
+            items[part.rows], targets[part.rows] = part.item_ids, part.target_ids
+        assert torch.equal(items, batch.item_ids) and torch.equal(targets, batch.target_ids)
+    assert whole[-1].num_sequences == 1
+
+
+def test_some_sequences_of_a_batch():
+    dataset = generate(num_users=7, num_items=60, num_clusters=5, mean_length=12)
+    split = make_splits(dataset, "leave_one_out", max_seq_len=10).train
+    options = dict(shuffle=False, with_seen=True)
+    (batch,) = Batches(dataset, split, batch_size=7, **options).epoch(0)
+    parts = list(Batches(dataset, split, batch_size=2, **options).epoch(0))
+    for number, part in enumerate(parts):
+        mine = batch.sequences(2 * number, min(7, 2 * number + 2))
+        for name in ("item_ids", "target_ids", "seq_offsets", "users", "seen_items", "seen_offsets", "real"):
+            assert torch.equal(getattr(mine, name), getattr(part, name)), name
+
+
+def test_draws_depend_on_the_row_alone():
+    rows = torch.randperm(1000)
+    whole = Draws(7, 3, torch.arange(1000)).below(97, (1000, 16))
+    part = Draws(7, 3, rows[:300]).below(97, (300, 16))
+    assert torch.equal(part, whole[rows[:300]]) and whole.min() == 0 and whole.max() == 96
+    shared = [Draws(7, 3, rows[:count]).below(10**9, (50,)) for count in (1, 300)]
+    assert torch.equal(*shared) and shared[0].unique().numel() == 50
+    other = [Draws(8, 3, rows), Draws(7, 4, rows)]
+    assert all((one.below(10**9, (1000, 16)) == Draws(7, 3, rows).below(10**9, (1000, 16))).sum() < 3 for one in other)
+    draws = Draws(7, 3, rows)
+    assert (draws.below(10**9, (1000, 2)) == draws.below(10**9, (1000, 2))).sum() < 3
+    # Uniform: chi-square of 97 bins over 16,000 numbers, five deviations of it.
+    counts = torch.bincount(whole.flatten(), minlength=97).double()
+    assert ((counts - 16000 / 97) ** 2 / (16000 / 97)).sum() < 96 + 5 * (2 * 96) ** 0.5
+
+
+def test_mixed_is_splitmix64():
+    """Its first numbers from the seed 1234567, as published with the reference implementation."""
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    state = [1234567 + step * 0x9E3779B97F4A7C15 for step in range(3)]
+    found = mixed(torch.tensor([(x + 2**63) % 2**64 - 2**63 for x in state]))
+    assert [x % 2**64 for x in found.tolist()] == expected
+    assert 0 <= seed_of(2**63 - 1, 5, 0) < 2**63
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.data=0"], "expected auto or an integer of at least 1"),
+        (["parallel.embedding=column_wise", "loss.kind=cross_entropy"], "takes replicated or row_wise"),
+        (["parallel.fused=adam"], "parallel.fused: needs a sharded table"),
+        (
+            ["parallel.embedding=row_wise", "parallel.fused=adam", "loss.kind=cross_entropy"],
+            "parallel.fused: never sees",
+        ),
+        (["parallel.embedding=row_wise", "parallel.fused=adam", "train.clip_norm=1"], "train.clip_norm"),
+        (["parallel.embedding=row_wise", "model.table_dtype=bfloat16"], "model.table_dtype must be float32"),
+    ],
+)
+def test_what_ranks_cannot_have_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(SYNTHETIC, overrides)
