@@ -97,25 +97,22 @@ class BiasedAttention(AttentionKind):
 
 
 class HSTUAttention(BiasedAttention):
-    """What the SiLU kinds share: `normalizer`, by default max_seq_len + 11, and a position table of as many entries."""
+    """What the SiLU kinds share: `normalizer`, by default max_seq_len + 11, and a position table of that many entries."""
 
     class Config(BiasedAttention.Config):
         scale: float = 1.0
         """The factor of the products of queries and keys."""
         normalizer: int | None = Field(None, ge=1)
-        """The divisor of the sum over tokens; absent, max_seq_len + 11, as published."""
+        """The divisor of the sum over tokens; absent, max_seq_len + 11, as published. A smaller one keeps the outputs of
+        tokens with few others before them above the epsilon of the norm that follows, where max_seq_len is in the
+        thousands."""
         backend: Literal["auto", "triton", "reference"] = "auto"
         """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors."""
 
-        def check_model(self, sizes: LayerSizes) -> None:
-            super().check_model(sizes)
-            if self.normalizer is not None and self.normalizer < sizes.max_seq_len:
-                raise ValueError(f"normalizer={self.normalizer} is less than model.max_seq_len={sizes.max_seq_len}")
-
     def __init__(self, config: Config, sizes: LayerSizes):
-        normalizer = config.normalizer or sizes.max_seq_len + EXTRA_POSITIONS
-        super().__init__(config, sizes, positions=normalizer)
-        self.normalizer = normalizer
+        positions = sizes.max_seq_len + EXTRA_POSITIONS
+        super().__init__(config, sizes, positions=positions)
+        self.normalizer = config.normalizer or positions
 
 
 class SharedKeys(AttentionKind):

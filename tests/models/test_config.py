@@ -94,11 +94,11 @@ def test_all_errors_at_once(tmp_path):
 
 
 def test_every_layer_s_errors_at_once(tmp_path):
-    text = BASE.replace("{kind: dense}", "[{kind: bsa, selection_group: 3}, {kind: dense, normalizer: 2}]")
+    text = BASE.replace("{kind: dense}", "[{kind: bsa, selection_group: 3}, {kind: softmax, num_kv_heads: 3}]")
     with pytest.raises(ConfigError) as error:
         load_config(write(tmp_path, text))
     first, second = str(error.value).splitlines()
-    assert "model.attention.0.selection_group=3" in first and "model.attention.1.normalizer=2" in second
+    assert "model.attention.0.selection_group=3" in first and "model.attention.1.num_kv_heads=3" in second
 
 
 def test_error_in_one_layer_names_the_layer(tmp_path):
@@ -110,10 +110,9 @@ def test_error_in_one_layer_names_the_layer(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.attention.normalizer=9", "model.attention.normalizer=9 is less than model.max_seq_len=10"),
         (
-            "model.attention={kind: bsa, normalizer: 9}",
-            "model.attention.normalizer=9 is less than model.max_seq_len=10",
+            "model.attention.normalizer=0",
+            "model.attention.normalizer: input should be greater than or equal to 1, got 0",
         ),
         (
             "model.attention=[{kind: dense}, {kind: bsa, block_size: 30, selection_group: 7}]",
