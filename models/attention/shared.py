@@ -97,15 +97,14 @@ class BiasedAttention(AttentionKind):
 
 
 class HSTUAttention(BiasedAttention):
-    """What the SiLU kinds share: `normalizer`, by default max_seq_len + 11, and a position table of that many entries."""
+    """What the SiLU kinds share: a position table of max_seq_len + 11 entries, and `normalizer`, by default as much."""
 
     class Config(BiasedAttention.Config):
         scale: float = 1.0
         """The factor of the products of queries and keys."""
         normalizer: int | None = Field(None, ge=1)
-        """The divisor of the sum over tokens; absent, max_seq_len + 11, as published. A smaller one keeps the outputs of
-        tokens with few others before them above the epsilon of the norm that follows, where max_seq_len is in the
-        thousands."""
+        """The divisor of the sum over tokens; absent, max_seq_len + 11, as published. Where max_seq_len is in the
+        thousands, a smaller one keeps the outputs of a sequence's first tokens above the epsilon of the norm behind."""
         backend: Literal["auto", "triton", "reference"] = "auto"
         """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors."""
 
