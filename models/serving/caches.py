@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 import hstu_sparse
@@ -28,6 +29,15 @@ class Entry:
     begin: int = 0
     length: int = 0
     choices: dict[int, Tensor] | None = None
+    _table: tuple[Sequence[int], np.ndarray] | None = None
+
+    def table(self, width: int) -> np.ndarray:
+        """[width] int32, the row of a page table: the pages, then -1."""
+        if self._table is None or self._table[0] is not self.row or len(self._table[1]) != width:
+            table = np.full(width, -1, np.int32)
+            table[: len(self.row)] = self.row
+            self._table = self.row, table
+        return self._table[1]
 
 
 class Caches:
@@ -80,6 +90,8 @@ class Caches:
         pinned = {user: len(entry.row) for user in self.pinned if (entry := self.entries.get(user)) and len(entry.row)}
         pages = self.pool.num_pages - sum(pinned.values()) + rows * len(pinned)
         sequences = self.pool.num_sequences - len(pinned) if rows else math.inf
+        if not pinned and sum(map(self.pool.format.num_pages, tokens)) <= pages and len(users) <= sequences:
+            return len(users)
         chosen: set[str] = set()
         for count, (user, length) in enumerate(zip(users, tokens)):
             if user not in chosen:

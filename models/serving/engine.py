@@ -26,7 +26,7 @@ from models.serving.options import ServingOptions, page_format
 from models.serving.parts import Part, Pass, ServedBatch, ServedRankingBatch
 from models.serving.passes import run, served_layers
 from models.serving.tokens import Columns, candidate_tokens, single_tokens, window_tokens
-from models.serving.work import Sizes, Work
+from models.serving.work import FEW, Sizes, Work
 
 TOKENS = {"cpu": 2**14, "cuda": 2**17}  # new tokens of one pass
 
@@ -44,10 +44,26 @@ class Ask:
 class Piece(NamedTuple):
     """Tokens `start` to `stop` of a user's window, which are to be written."""
 
-    user: str
-    history: History
+    window: "Seen"
     start: int
     stop: int
+
+
+class Seen(NamedTuple):
+    """What the model sees of a user: `tokens` tokens of the window that begins at event `begin`.
+
+    The last of them is not in the pages: they hold those before it once they are up to date.
+    """
+
+    user: str
+    history: History
+    begin: int
+    tokens: int
+
+    @property
+    def origin(self) -> int:
+        """The time of the window's first event."""
+        return self.history.timestamps[self.begin - self.history.first]
 
 
 class Engine:
@@ -115,33 +131,34 @@ class Engine:
 
     # What pages hold.
 
-    def _begin(self, history: History) -> int:
-        return self.window.begin(history.count)
-
-    def _tokens(self, history: History) -> int:
-        """Tokens of the window."""
-        return self.per_event * (history.count - self._begin(history))
+    def _seen(self, user: str, history: History) -> Seen:
+        begin = self.window.begin(history.count)
+        return Seen(user, history, begin, self.per_event * (history.count - begin))
 
     def changed(self, user: str, history: History, unchanged: int) -> None:
         """Drops what the pages hold behind the first `unchanged` events of the user; the last of them gets a new query.
 
         history: as it is now.
         """
-        begin = self._begin(history)
+        begin = self.window.begin(history.count)
         self.caches.length(user, begin)
         self.caches.cut(user, max(0, self.per_event * (unchanged - begin) - 1))
 
     def update(self, users: list[str], histories: list[History]) -> None:
         """Brings the pages of distinct users up to date, whoever else's have to go for that."""
-        tokens = [self._tokens(history) for history in histories]
-        for chunk in self._chunks(users, tokens, [0] * len(users)):
-            self._encode(users[chunk], histories[chunk], tokens[chunk])
+        windows = [self._seen(user, history) for user, history in zip(users, histories)]
+        for chunk in self._chunks(windows, [0] * len(windows)):
+            self._encode(windows[chunk])
 
-    def _chunks(self, users: list[str], tokens: list[int], asked: list[int]):
+    def _chunks(self, windows: list[Seen], asked: list[int]):
         """Slices of users whose pages fit at the same time, of at most TOKENS asked tokens."""
+        users, tokens = [window.user for window in windows], [window.tokens for window in windows]
         most, begin = TOKENS[self.device.type], 0
         while begin < len(users):
             fit = self.caches.fitting(users[begin:], tokens[begin:])
+            if begin + fit == len(users) and sum(asked[begin:]) <= most and len(set(users)) == len(users):
+                yield slice(begin, len(users))
+                return
             end, total, chosen = begin, 0, set()
             while end < begin + fit and (end == begin or total + asked[end] <= most):
                 # The last action of a user is written behind the pages: for one request at a time.
@@ -153,50 +170,55 @@ class Engine:
             yield slice(begin, end)
             begin = end
 
-    def _encode(self, users: list[str], histories: list[History], tokens: list[int]) -> None:
-        """Writes what the pages of users lack; they fit. tokens: of their windows, the last of which stays out."""
-        lengths = [self.caches.length(user, self._begin(history)) for user, history in zip(users, histories)]
-        self.caches.reserve(users, tokens)
-        most = TOKENS[self.device.type]
+    def _encode(self, windows: list[Seen]) -> None:
+        """Writes what the pages of users lack; they fit."""
+        caches, most = self.caches, TOKENS[self.device.type]
+        lengths = [caches.length(window.user, window.begin) for window in windows]
+        caches.reserve([window.user for window in windows], [window.tokens for window in windows])
         pieces: list[Piece] = []
         room, done = most, set()
-        for user, history, start, total in zip(users, histories, lengths, tokens):
-            self.caches.entries[user].begin = self._begin(history)
-            while start < total - 1 and user not in done:
-                stop = min(total - 1, start + room)
+        for window, start in zip(windows, lengths):
+            if start >= window.tokens - 1 or window.user in done:
+                continue
+            done.add(window.user)
+            caches.entries[window.user].begin = window.begin
+            while start < window.tokens - 1:
+                stop = min(window.tokens - 1, start + room)
                 # A window is encoded at once where it can be (`Part.whole`).
-                if stop < total - 1 and pieces:
+                if stop < window.tokens - 1 and pieces:
                     stop = start
                 else:
-                    pieces.append(Piece(user, history, start, stop))
+                    pieces.append(Piece(window, start, stop))
                 room -= stop - start
                 if not room or stop == start:
                     self._write(pieces)
                     pieces, room = [], most
                 start = stop
-            done.add(user)
         if pieces:
             self._write(pieces)
 
     def _write(self, pieces: list[Piece]) -> None:
-        if all(piece.stop - piece.start == 1 for piece in pieces):
-            events = [self._begin(p.history) - p.history.first + p.start // self.per_event for p in pieces]
-            starts = np.array([piece.start for piece in pieces])
-            columns = single_tokens([p.history for p in pieces], events, starts, self.per_event)
-            kind = "append"
+        if self.padded:
+            few = [piece for piece in pieces if piece.stop - piece.start <= FEW]
+            if few and len(few) < len(pieces):
+                self._write(few)
+                pieces = [piece for piece in pieces if piece.stop - piece.start > FEW]
+        starts, stops = (np.array(x) for x in zip(*((piece.start, piece.stop) for piece in pieces)))
+        if (stops - starts == 1).all():
+            seen = [piece.window for piece in pieces]
+            events = [x.begin - x.history.first + piece.start // self.per_event for x, piece in zip(seen, pieces)]
+            columns = single_tokens([x.history for x in seen], events, starts, self.per_event)
         else:
-            pieces = sorted(pieces, key=lambda piece: piece.start > 0)
+            order = np.argsort(starts > 0, kind="stable")
+            pieces, starts, stops = [pieces[i] for i in order], starts[order], stops[order]
+            seen = [piece.window for piece in pieces]
             columns = Columns.joined(
-                [window_tokens(p.history, self._begin(p.history), p.start, p.stop, self.per_event) for p in pieces]
+                [window_tokens(x.history, x.begin, start, stop, self.per_event) for x, start, stop in pieces]
             )
-            kind = "write"
-        work = Work(
-            kind, [p.user for p in pieces], columns, np.array([self._origin(p.history) for p in pieces]),
-            np.array([p.start for p in pieces]), np.array([p.stop - p.start for p in pieces]),
-        )  # fmt: skip
-        _, choices = self._run(work)
+        origins = np.array([x.origin for x in seen], np.int64)
+        _, choices = self._run(Work("write", [x.user for x in seen], columns, origins, starts, stops - starts))
         for place, piece in enumerate(pieces):
-            entry = self.caches.entries[piece.user]
+            entry = self.caches.entries[piece.window.user]
             entry.length = piece.stop
             if choices:
                 entry.choices = {layer: choice[place] for layer, choice in choices.items()}
@@ -206,51 +228,50 @@ class Engine:
 
     def answer(self, asks: list[Ask]) -> Tensor:
         """Outputs of requests in fp32, not normalised: [B, E], or of ranking those of all candidates, end to end."""
-        users, histories = [ask.user for ask in asks], [ask.history for ask in asks]
-        tokens = [self._tokens(history) for history in histories]
+        windows = [self._seen(ask.user, ask.history) for ask in asks]
         counts = [1 if ask.candidates is None else 1 + len(ask.candidates) for ask in asks]
         found = []
-        for chunk in self._chunks(users, tokens, counts):
-            self._encode(users[chunk], histories[chunk], tokens[chunk])
-            found.append(self._ask(asks[chunk], tokens[chunk]))
+        for chunk in self._chunks(windows, counts):
+            self._encode(windows[chunk])
+            found.append(self._ask(asks[chunk], windows[chunk]))
+        if len(found) == 1:
+            return found[0]
         return torch.cat(found) if found else torch.zeros(0, self.model.item_weight.shape[1], device=self.device)
 
-    def _ask(self, asks: list[Ask], tokens: list[int]) -> Tensor:
+    def _ask(self, asks: list[Ask], windows: list[Seen]) -> Tensor:
         users, histories = [ask.user for ask in asks], [ask.history for ask in asks]
-        events, totals = [len(history.items) - 1 for history in histories], np.array(tokens)
+        events, last = [len(history.items) - 1 for history in histories], np.array([x.tokens for x in windows]) - 1
         at = [ask.at for ask in asks]
-        columns = single_tokens(histories, events, totals - 1, self.per_event, at)
-        origins = np.array([self._origin(history) for history in histories])
+        columns = single_tokens(histories, events, last, self.per_event, at)
+        origins = np.array([x.origin for x in windows], np.int64)
         if not self.ranking:
-            return self._run(Work("ask", users, columns, origins, totals - 1, np.ones(len(asks), np.int64)))[0]
+            return self._run(Work("ask", users, columns, origins, last, np.ones(len(asks), np.int64)))[0]
         counts = np.array([len(ask.candidates) for ask in asks])
-        new = [candidate_tokens(ask.candidates, total, ask.at) for ask, total in zip(asks, tokens)]
+        new = [candidate_tokens(ask.candidates, window.tokens, ask.at) for ask, window in zip(asks, windows)]
         columns = Columns.joined([columns, *new])
-        return self._run(Work("rank", users, columns, origins, totals - 1, counts, np.array(at)))[0]
+        return self._run(Work("rank", users, columns, origins, last, counts, np.array(at)))[0]
 
     # Passes.
-
-    def _origin(self, history: History) -> int:
-        return int(history.timestamps[self._begin(history) - history.first])
 
     def _run(self, work: Work) -> tuple[Tensor, dict[int, Tensor]]:
         """(outputs of the tokens that are asked about, [.., E]; what `Pass.choices` is behind them).
 
         Passes of few tokens are padded to one of a few sizes, and replayed where they were captured.
         """
-        rows = [self.caches.entries[user].row for user in work.users]
+        rows, of_sparse = [self.caches.entries[user].table(self._widest) for user in work.users], bool(self._choices)
         if not self.padded or not work.small:
-            sizes = Sizes(len(work.columns.items), len(work.users), max([1, *map(len, rows)]))
-            numbers, choices = work.numbers(sizes, rows), self._open_choices(work.users)
-            served, whole = Pass(self.caches.pool, [], choices=choices), (0, 0) if choices else work.whole
-            out = self._pass(work.kind, sizes, numbers.to(self.device), served, whole)
+            sizes, whole = Sizes(len(work.columns.items), len(work.users), self._widest), (0, 0)
+            served = Pass(self.caches.pool, [], choices=self._open_choices(work.users))
+            if work.kind == "write" and not of_sparse:
+                whole = work.whole
+            out = self._pass(work.kind, sizes, work.numbers(sizes, rows).to(self.device), served, whole)
             return out[work.asked(sizes)], served.choices
         sizes = work.padded_sizes(self._widest)
         call = lambda numbers: self._pass(work.kind, sizes, numbers, Pass(self.caches.pool, []))
-        numbers = work.numbers(sizes, rows)
         if self.graphs is None:
-            return call(numbers.to(self.device))[work.asked(sizes)], {}
-        out = self.graphs((work.kind, sizes), call, numbers)[work.asked(sizes)]
+            return call(work.numbers(sizes, rows).to(self.device))[work.asked(sizes)], {}
+        key = work.kind, sizes
+        out = self.graphs(key, call, work.numbers(sizes, rows, self.graphs.staged(key, 0)))[work.asked(sizes)]
         return (out.clone() if len(out) else out), {}
 
     def _pass(self, kind: str, sizes: Sizes, numbers: Tensor, served: Pass, whole: tuple[int, int] = (0, 0)) -> Tensor:

@@ -39,6 +39,17 @@ class Graphs:
         self.met: OrderedDict[Hashable, None] = OrderedDict()
         self.captured: OrderedDict[Hashable, _Captured] = OrderedDict()
 
+    def staged(self, key: Hashable, place: int) -> Tensor | None:
+        """The memory on the host from which input number `place` goes to the device, to be filled and passed; or None.
+
+        A tensor of the CPU that lies elsewhere is copied there first.
+        """
+        known = self.captured.get(key)
+        if known is None:
+            return None
+        known.copied.synchronize()
+        return known.staged[place]
+
     def __call__(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """function(*inputs), which later calls overwrite.
 
@@ -59,7 +70,7 @@ class Graphs:
         self.captured.move_to_end(key)
         known.copied.synchronize()
         for mine, staged, given in zip(known.inputs, known.staged, inputs):
-            if staged is not mine:
+            if staged is not mine and staged is not given:
                 staged.copy_(given)
                 given = staged
             mine.copy_(given, non_blocking=True)

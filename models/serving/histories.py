@@ -111,8 +111,6 @@ class Histories:
         if old is None:
             nothing = np.zeros(0, np.int32)
             old = History(0, 0, nothing, np.zeros(0, np.int64), nothing if self.has_actions else None, nothing)
-        if len(items) == 1 and old.count and timestamps[0] >= old.timestamps[-1]:
-            return self._add_last(user, old, items, timestamps, actions)
         # What is earlier than the first kept event belongs among those that are gone: it is counted, and it was seen.
         gone = timestamps < old.timestamps[0] if old.first else np.zeros(len(items), bool)
         stay = ~gone
@@ -137,18 +135,32 @@ class Histories:
         )
         return unchanged
 
-    def _add_last(self, user: str, old: History, items: np.ndarray, timestamps: np.ndarray, actions) -> int:
-        """As `add`, of one event behind all others: what a service does most, without sorting anything."""
-        count, place = old.count + 1, int(np.searchsorted(old.seen, items[0]))
+    def add_one(self, user: str, item: int, timestamp: int, action: int | None) -> int:
+        """As `add`, of one event; behind all others, as a service mostly has it, without sorting anything."""
+        old = self._users.get(user)
+        if old is None or timestamp < old.timestamps[-1]:
+            actions = None if action is None else np.array([action])
+            return self.add(user, np.array([item]), np.array([timestamp], np.int64), actions)
+        count, row = old.count + 1, np.int32(item)
+        place = int(old.seen.searchsorted(row))
+        seen = old.seen
+        if place == len(seen) or seen[place] != item:
+            seen = np.concatenate([seen[:place], [row], seen[place:]], dtype=np.int32)
         cut = max(0, self.window.begin(count) - self.window.slide - old.first)
-        met = place < len(old.seen) and old.seen[place] == items[0]
-        seen = old.seen if met else np.concatenate([old.seen[:place], items, old.seen[place:]])
         self._users[user] = History(
             count,
             old.first + cut,
-            np.concatenate([old.items[cut:], items]),
-            np.concatenate([old.timestamps[cut:], timestamps]),
-            np.concatenate([old.actions[cut:], actions]) if self.has_actions else None,
+            longer(old.items, cut, item),
+            longer(old.timestamps, cut, timestamp),
+            longer(old.actions, cut, action) if self.has_actions else None,
             seen,
         )
         return old.count
+
+
+def longer(x: np.ndarray, cut: int, value: int) -> np.ndarray:
+    """A copy of x without its first `cut` entries, with a value behind the last."""
+    found = np.empty(len(x) - cut + 1, x.dtype)
+    found[:-1] = x[cut:]
+    found[-1] = value
+    return found

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from data.types import Dataset, shown
 from data.vocabulary import Vocabulary
+from hstu_sparse.launch import cdiv
 from models.config import RunConfig
 from models.heads import normalized
 from models.outputs import export_items
@@ -183,11 +184,15 @@ class Recommender:
         with self._lock:
             self._histories.check_room(list(places), [len(mine) for mine in places.values()])
             stale = []
+            one_by_one = [rows.tolist(), times.tolist(), [None] * len(rows) if codes is None else codes.tolist()]
             for key, mine in places.items():
                 if encode and (key not in self._histories or key in self._engine.caches):
                     stale.append(key)
-                actions = None if self._actions is None else codes[mine]
-                unchanged = self._histories.add(key, rows[mine], times[mine], actions)
+                if len(mine) == 1:
+                    unchanged = self._histories.add_one(key, *(values[mine[0]] for values in one_by_one))
+                else:
+                    actions = None if codes is None else codes[mine]
+                    unchanged = self._histories.add(key, rows[mine], times[mine], actions)
                 self._engine.changed(key, self._histories.get(key), unchanged)
             if stale:
                 # Where pinned users hold the cache, the events are known all the same: a request will say so.
@@ -257,24 +262,27 @@ class Recommender:
         """(scores, rows) [B, up to k] of the best items by outputs [B, E], without those that each user saw."""
         users, counts = len(out), [len(mine) for mine in seen]
         padded = self._engine.padded and users <= MOST_USERS
-        rows, items = (rounded_up(users), rounded_up(max(1, sum(counts)))) if padded else (users, sum(counts))
+        rows, items = (rounded_up(users), rounded_up(max(1, sum(counts)), 4)) if padded else (users, sum(counts))
         # Offsets, then items, two to a number. Further items are the last user's, and none of the catalogue.
-        numbers = torch.full((rows + 1 + -(-items // 2),), -1, dtype=torch.int64)
+        key, graphs = ("lists", rows, items if seen else None, k), self._engine.graphs if padded else None
+        numbers = graphs.staged(key, 1) if graphs else None
+        if numbers is None:
+            numbers = torch.empty(rows + 1 + cdiv(items, 2), dtype=torch.int64)
         if seen:
-            numbers[: users + 1] = torch.from_numpy(np.append(0, np.cumsum(counts)))
-            numbers[users : rows + 1] = items
-            np.concatenate(seen, out=numbers[rows + 1 :].view(torch.int32).numpy()[: sum(counts)])
+            offsets, of_users = numbers[: rows + 1].numpy(), numbers[rows + 1 :].view(torch.int32).numpy()
+            offsets[0] = 0
+            np.cumsum(counts, out=offsets[1 : users + 1])
+            offsets[users:] = items
+            np.concatenate(seen, out=of_users[: sum(counts)])
+            of_users[sum(counts) :] = -1
 
         def lists(out: Tensor, numbers: Tensor) -> Tensor:
             without = (numbers[rows + 1 :].view(torch.int32)[:items], numbers[: rows + 1]) if seen else None
             values, best = best_items(self._scores_of(normalized(out)), k, without)
             return torch.cat([values.float().view(torch.int32), best.int()], 1)
 
-        if not padded or self._engine.graphs is None:
-            found = lists(F.pad(out, (0, 0, 0, rows - users)), numbers.to(out.device))
-        else:
-            key = ("lists", rows, items if seen else None, k)
-            found = self._engine.graphs(key, lists, F.pad(out, (0, 0, 0, rows - users)), numbers)
+        out = F.pad(out, (0, 0, 0, rows - users))
+        found = graphs(key, lists, out, numbers) if graphs else lists(out, numbers.to(out.device))
         values, best = np.split(found[:users].cpu().numpy(), 2, axis=1)
         return values.copy().view(np.float32), best
 

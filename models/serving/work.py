@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hstu_sparse.launch import cdiv
 from models.serving.tokens import Columns
 
 MOST_USERS, MOST_TOKENS = 256, 2**14  # of a pass that is padded
+FEW = 16  # tokens of a user that are written in such a pass: a page has room for them
 
 
 class Sizes(NamedTuple):
@@ -30,7 +32,7 @@ class Sizes(NamedTuple):
         lengths that candidates see [B], times of the requests [B], offsets [B + 1], pages [B, P] int32.
         """
         tokens, users, pages = self
-        table = -(-users * pages // 2)
+        table = cdiv(users * pages, 2)
         columns, *rest, numbers = numbers.split([6 * tokens, users, users, users, users + 1, table])
         return columns.view(6, tokens), *rest, numbers.view(torch.int32)[: users * pages].view(users, pages)
 
@@ -45,18 +47,17 @@ def rounded_up(count: int, steps: int = 1) -> int:
 class Work:
     """New tokens of B users.
 
-    kind     append: a token each, which stay in the pages; write: any number of each, which stay; ask: a token each
-             that leaves no trace; rank: a token each, written behind the pages for this request, and candidates that
-             see it
+    kind     write: tokens that stay in the pages; ask: a token each that leaves no trace; rank: a token each, written
+             behind the pages for this request, and candidates that see it
     users    [B]
     columns  T tokens, user by user; of rank the B tokens first, then the candidates, user by user
     origins  [B] times of the first events of the users' windows
-    lengths  [B] tokens in the pages before the new ones
-    counts   [B] new tokens of each user; of rank the number of candidates
+    lengths  [B] tokens in the pages before the new ones; of write the users without any stand first
+    counts   [B] new tokens of each user, at least one; of rank the number of candidates
     at       [B] of rank: the times of the requests
     """
 
-    kind: Literal["append", "write", "ask", "rank"]
+    kind: Literal["write", "ask", "rank"]
     users: list[str]
     columns: Columns
     origins: np.ndarray
@@ -66,7 +67,7 @@ class Work:
 
     def asked(self, sizes: Sizes) -> slice:
         """The tokens whose outputs are asked for."""
-        if self.kind in ("append", "write"):
+        if self.kind == "write":
             return slice(0)
         if self.kind == "ask":
             return slice(len(self.users))
@@ -74,31 +75,45 @@ class Work:
 
     @property
     def whole(self) -> tuple[int, int]:
-        """How many users, who stand first, have no token in their pages, and how many tokens these have now."""
-        users = int((self.lengths == 0).sum()) if self.kind == "write" else 0
+        """How many users, who stand first, have no token in their pages, and how many tokens these have now.
+
+        None where each user has one token: these need no kernel for whole sequences, and stand in any order.
+        """
+        users = int((self.lengths == 0).sum()) if int(self.counts.max()) > 1 else 0
         return users, int(self.counts[:users].sum())
 
     @property
     def small(self) -> bool:
         """Whether the pass is one of those that are padded."""
-        return self.kind != "write" and len(self.users) <= MOST_USERS and len(self.columns.items) <= MOST_TOKENS
+        return (
+            len(self.users) <= MOST_USERS
+            and len(self.columns.items) <= MOST_TOKENS
+            and int(self.counts.max()) <= (FEW if self.kind == "write" else MOST_TOKENS)
+        )
 
     def padded_sizes(self, pages: int) -> Sizes:
         """The sizes that the pass is padded to, with tables of so many pages.
 
-        Further users have nothing in their pages, and none to write to; one of them has the further candidates.
+        Further users have nothing in their pages, and none to write to. They have the further tokens: one each where
+        others have one each, else up to FEW, which any table has room for.
         """
-        users = rounded_up(len(self.users))
-        if self.kind != "rank":
+        users, total = rounded_up(len(self.users)), int(self.counts.sum())
+        if self.kind != "rank" and total == len(self.users):
             return Sizes(users, users, pages)
-        users += 1
-        return Sizes(users + rounded_up(max(64, int(self.counts.sum())), 4), users, pages)
+        tokens = max(64, rounded_up(total, 4))
+        users += cdiv(max(64, tokens // 4), FEW)
+        return Sizes(users * (self.kind == "rank") + tokens, users, pages)
 
-    def numbers(self, sizes: Sizes, rows: Sequence[Sequence[int]]) -> Tensor:
-        """int64, as `Sizes.split` takes it apart; on the host. rows: the pages of each user."""
-        table = -(-sizes.users * sizes.pages // 2)
-        found = torch.zeros(6 * sizes.tokens + 4 * sizes.users + 1 + table, dtype=torch.int64)
+    def numbers(self, sizes: Sizes, tables: Sequence[np.ndarray], out: Tensor | None = None) -> Tensor:
+        """int64, as `Sizes.split` takes it apart; on the host, in `out` where that is given.
+
+        tables: the pages of each user, [P] int32, behind them -1.
+        """
+        table = cdiv(sizes.users * sizes.pages, 2)
+        total = 6 * sizes.tokens + 4 * sizes.users + 1 + table
+        found = torch.empty(total, dtype=torch.int64) if out is None else out
         columns, lengths, seen, at, offsets, pages = (x.numpy() for x in sizes.split(found))
+        found[: len(found) - table].zero_()
         users, begin = len(self.users), sizes.users if self.kind == "rank" else 0
         origins = np.repeat(self.origins, self.counts)
         given = (*vars(self.columns).values(), np.concatenate([self.origins, origins]) if begin else origins)
@@ -109,11 +124,9 @@ class Work:
         lengths[:users], seen[:users] = self.lengths, self.lengths + 1
         if self.at is not None:
             at[:users] = self.at
-        offsets[1 : users + 1] = np.cumsum(self.counts)
-        # Further tokens: the last user's, of rank, else one of each further user.
-        offsets[users + 1 :] = np.arange(users + 1, sizes.users + 1) if not begin else offsets[users]
-        offsets[-1] = sizes.tokens - begin
-        pages.fill(-1)
-        for row, mine in zip(pages, rows):
-            row[: len(mine)] = mine
+        np.cumsum(self.counts, out=offsets[1 : users + 1])
+        further = (1 if sizes.tokens == sizes.users else FEW) * np.arange(1, sizes.users - users + 1)
+        np.minimum(offsets[users] + further, sizes.tokens - begin, out=offsets[users + 1 :])
+        np.concatenate(tables, out=pages[:users].reshape(-1))
+        pages[users:] = -1
         return found
