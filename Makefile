@@ -16,6 +16,7 @@ help:
 	@echo "make test     run the test suite"
 	@echo "make doctor   print the versions found and what to install where they do not match"
 	@echo "make lint     ruff"
+	@echo "make types    mypy on models, data, the programs and the public functions of the operators"
 	@echo "make docs     build the site into build/site"
 
 setup: $(STAMP)
@@ -45,7 +46,10 @@ doctor:
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
+types: $(STAMP)
+	@$(BIN)/python -m mypy
+
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict && echo build/site/index.html
 
-.PHONY: help setup train test doctor lint docs
+.PHONY: help setup train test doctor lint types docs

@@ -18,6 +18,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -170,7 +171,8 @@ def recommend(options, config: RunConfig, known: Known, model, interrupts: Inter
 
 def load_history(config: RunConfig, known: Known, path: Path) -> Dataset:
     """The events of a file in the run's terms: of the run's format, or CSV or Parquet by the name's end."""
-    kind, columns = config.data.format, config.data.columns
+    kind: str = config.data.format
+    columns: Any = config.data.columns
     if path.suffix in (".csv", ".parquet"):
         kind = path.suffix[1:]
         if config.data.format not in ("csv", "parquet"):

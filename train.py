@@ -24,6 +24,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -193,12 +194,12 @@ def train_claimed(
             rates = {"lr": lr, "events_per_second": (progress.events - before) / (time.monotonic() - began)}
             record = {"epoch": progress.epoch + 1, "step": progress.step, **losses, "split": watched}
             evaluated = watched and config.eval.every and (progress.epoch + 1) % config.eval.every == 0
-            if evaluated:
+            if evaluated and watched is not None:
                 phase = phase_at(config, progress.step)
                 try:
                     with judged(average):
                         batches_shown = Tracked(data.eval_batches(watched), f"evaluating on {watched}", check)
-                        metrics = data.task.evaluate(model, batches_shown, phase)
+                        metrics = data.task.evaluate(model, cast(Batches, batches_shown), phase)
                 except Stopped as stop:
                     # Saved as it was before the evaluation, which a resumed run makes again.
                     raise stopped(stop.number) from None
@@ -228,7 +229,7 @@ def train_claimed(
 
 def train_batches(config: RunConfig, data: Data, ranks: Ranks) -> Batches:
     c = config.train
-    options = {"batch_size": c.batch_size, "seed": config.seed, "group_by_length": c.group_by_length}
+    options: dict[str, Any] = {"batch_size": c.batch_size, "seed": config.seed, "group_by_length": c.group_by_length}
     if (deal := deal_of(config, ranks)) is not None:
         options["deal"] = deal
     if c.augment is not None:
@@ -411,7 +412,7 @@ def keep_best(config: RunConfig, folder: Path | None, model, progress: Progress,
     value = metrics[config.best_metric]
     if progress.best is None or value > progress.best:
         progress.best, progress.stale = value, 0
-        facts = {"run": progress.run, "config": progress.config, "fingerprint": progress.fingerprint}
+        facts: dict[str, Any] = {"run": progress.run, "config": progress.config, "fingerprint": progress.fingerprint}
         facts |= {"value": value, "epoch": progress.epoch}
         if folder is not None:
             save_folder(folder / "best", {"model": model.state_dict()}, facts)
@@ -446,7 +447,7 @@ def new_folder(config: RunConfig) -> Path:
 
 def absolute_paths(config: RunConfig) -> RunConfig:
     """The same run with its paths absolute, so that its folder can be used from anywhere."""
-    paths = {"cache_dir": os.path.abspath(os.path.expanduser(config.data.cache_dir))}
+    paths: dict[str, Any] = {"cache_dir": os.path.abspath(os.path.expanduser(config.data.cache_dir))}
     if config.data.path:
         paths["path"] = os.path.abspath(os.path.expanduser(config.data.path))
     if (features := config.data.features) is not None:

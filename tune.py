@@ -27,7 +27,7 @@ from models.program import guarded
 try:
     import optuna
 except ImportError:
-    optuna = None
+    optuna = None  # type: ignore[assignment]
 
 
 def with_threads(config: RunConfig, parallel: int) -> RunConfig:

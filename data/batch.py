@@ -59,7 +59,7 @@ class Cut(NamedTuple):
     group      the process group of the ranks
     """
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # a tuple has a method of that name
     positions: Tensor
     origins: Tensor
     plan: RingPlan
@@ -176,7 +176,8 @@ class Batch:
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         if self.cut is not None:
             raise ValueError("a rank's part of a batch stays as it was cut: move or pad the whole batch before")
-        return dataclasses.replace(self, **{name: function(value) for name, value, _ in self._tensors()})
+        mapped: dict[str, Any] = {name: function(value) for name, value, _ in self._tensors()}
+        return dataclasses.replace(self, **mapped)
 
     def to(self, device, non_blocking: bool = False) -> Batch:
         """The same batch on another device; asynchronous from pinned memory with `non_blocking`."""
@@ -187,7 +188,7 @@ class Batch:
 
     def part(self, index: Tensor, seq_offsets: Tensor) -> Batch:
         """The same sequences with the tokens `index` [T'] alone, which `seq_offsets` [B+1] divides among them."""
-        chosen = {
+        chosen: dict[str, Any] = {
             name: value.index_select(0, index) for name, value, layout in self._tensors() if layout.kind == "token"
         }
         return dataclasses.replace(self, **chosen | {"seq_offsets": seq_offsets})
@@ -195,14 +196,16 @@ class Batch:
     def as_padding(self) -> Batch:
         """The same tokens, none of which counts in any loss: not real, and without what is predicted at them."""
         unsaid = {"real"} | {name for name, _, layout in self._tensors() if layout == Layout("token", -1)}
-        filled = {name: torch.full_like(x, layout.padding) for name, x, layout in self._tensors() if name in unsaid}
+        filled: dict[str, Any] = {
+            name: torch.full_like(x, layout.padding) for name, x, layout in self._tensors() if name in unsaid
+        }
         return dataclasses.replace(self, **filled)
 
     def sequences(self, begin: int, end: int) -> Batch:
         """The sequences begin .. end - 1 alone; waits for the device."""
         parts = {"sequence": slice(begin, end), "offsets": slice(begin, end + 1)}
         parts["token"] = slice(*self.seq_offsets[[begin, end]].tolist())
-        chosen = {}
+        chosen: dict[str, Any] = {}
         for name, x, layout in self._tensors():
             part = parts.get(layout.kind)
             if part is None:
@@ -227,10 +230,10 @@ class Batch:
             if sizes[name] < count or (sizes[name] > count and not rows):
                 raise ValueError(f"cannot pad {count} values of {name} to {sizes[name]} with {rows} more sequences")
         # New tensors, and all zeros: what they hold is written by `overwrite`, which alone knows how.
-        filled = {}
+        filled: dict[str, Any] = {}
         for name, x, layout in self._tensors():
             length = {"token": tokens, "sequence": sequences, "offsets": sequences + 1}.get(layout.kind)
-            filled[name] = x.new_zeros(sizes[layout.offsets] if length is None else length, *x.shape[1:])
+            filled[name] = x.new_zeros(sizes[layout.offsets or ""] if length is None else length, *x.shape[1:])
         batch = dataclasses.replace(self, **filled)
         batch.overwrite(self, longest)
         return batch

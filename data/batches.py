@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -96,10 +97,9 @@ class Batches:
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self._columns = _device_columns(dataset, self.device) if self.device.type == "cuda" else None
-        self._assemble_on = self.device if self._columns is not None else torch.device("cpu")
-        if self._columns is None:
-            self._columns = _columns(dataset)
+        on_device = _device_columns(dataset, self.device) if self.device.type == "cuda" else None
+        self._assemble_on = torch.device("cpu") if on_device is None else self.device
+        self._columns = _columns(dataset) if on_device is None else on_device
         self._user_begin = dataset.user_offsets[split.users]
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class Batches:
         begin, end = self.split.begin[order], self.split.end[order]
         seen_begin, source = self._user_begin[order], self
         if self.augment is not None:
-            source, begin, end = self._augmented(epoch, seen_begin, begin, end)
+            source, begin, end = self._augmented(self.augment, epoch, seen_begin, begin, end)
         if self.deal is not None:
             yield from source._dealt(epoch, start, order, bounds, begin, end, self.deal)
             return
@@ -146,23 +146,23 @@ class Batches:
         on_device = [upload(x) for x in arrays]
         for first, last in zip(bounds[start:-1].tolist(), bounds[start + 1 :].tolist()):
             total = int(offsets[last] - offsets[first])
-            seen = int(seen_offsets[last] - seen_offsets[first]) if self.with_seen else 0
+            seen = 0 if seen_offsets is None else int(seen_offsets[last] - seen_offsets[first])
             batch = source._assemble(first, last, total, seen, *on_device)
             if self._assemble_on != self.device:
                 batch = (batch.pin_memory() if self.device.type == "cuda" else batch).to(self.device, non_blocking=True)
             yield batch
 
-    def _augmented(self, epoch: int, first: np.ndarray, begin: np.ndarray, end: np.ndarray):
+    def _augmented(self, augment: Augment, epoch: int, first: np.ndarray, begin: np.ndarray, end: np.ndarray):
         """(these batches over an epoch's own columns, where the samples begin in them, where they end)."""
         rng = np.random.default_rng([self.seed, epoch, 1])
-        *picked, offsets = augmented(self.augment, rng, first, begin, end)
+        *picked, offsets = augmented(augment, rng, first, begin, end)
         events, times = (torch.from_numpy(x).to(self._assemble_on) for x in picked)
         chosen = {"items": events, "actions": events, "event_rows": events, "timestamps": times}
         source = copy.copy(self)
         source._columns = self._columns | {
-            name: self._columns[name].index_select(0, index)
+            name: column.index_select(0, index)
             for name, index in chosen.items()
-            if self._columns[name] is not None
+            if (column := self._columns[name]) is not None
         }
         return source, offsets[:-1], offsets[1:]
 
@@ -183,8 +183,8 @@ class Batches:
             # From pinned memory the copies wait for nothing.
             pin = self._assemble_on.type == "cuda"
             tensors = [None if x is None else torch.from_numpy(x) for x in arrays]
-            moved = [None if x is None else (x.pin_memory() if pin else x).to(self._assemble_on, non_blocking=True)
-                     for x in tensors]  # fmt: skip
+            moved: Any = (None if x is None else (x.pin_memory() if pin else x).to(self._assemble_on, non_blocking=True)
+                     for x in tensors)  # fmt: skip
             *columns, places = moved
             total = int(offsets[-1])
             batch = self._assemble(0, len(mine), total, 0 if seen is None else int(seen[-1]), *columns)
@@ -206,7 +206,8 @@ class Batches:
             return offsets[first : last + 1] - offsets[first]
 
         def take(name, index):
-            return None if columns[name] is None else columns[name].index_select(0, index).long()
+            column = columns[name]
+            return None if column is None else column.index_select(0, index).long()
 
         seq_offsets = local(offsets)
         now = ranges(begin[first:last], seq_offsets, total)

@@ -11,6 +11,7 @@ import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -83,7 +84,7 @@ def read_cache(folder: Path, fingerprint: str | None = None) -> tuple[Dataset, d
     known = {*COLUMNS, *(f"feature-{n}-{part}" for n in range(len(described)) for part in FEATURE)}
     if unknown := meta["files"].keys() - known:
         raise CacheError(f"meta.json: unknown column {shown(min(unknown))}")
-    arrays = dict.fromkeys(known)
+    arrays: dict[str, Any] = dict.fromkeys(known)
     for column, expected in meta["files"].items():
         arrays[column] = _read_column(folder, column, expected)
     if missing := [c for c in COLUMNS if arrays[c] is None and c != "actions"]:

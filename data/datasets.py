@@ -66,12 +66,12 @@ def load_dataset(
     for key, value in (("min_user_events", min_user_events), ("min_item_events", min_item_events)):
         if not isinstance(value, int) or not 1 <= value < 2**63:
             raise DataError(f"data.{key}: expected an integer >= 1, got {value!r}")
-    for key, value, known in (
+    for key, choice, known in (
         ("on_bad_row", on_bad_row, ("error", "drop")),
         ("duplicates", duplicates, ("keep", "drop")),
     ):
-        if value not in known:
-            raise DataError(f"data.{key}: expected {' or '.join(known)}, got {value!r}")
+        if choice not in known:
+            raise DataError(f"data.{key}: expected {' or '.join(known)}, got {choice!r}")
     options = {"min_user_events": min_user_events, "min_item_events": min_item_events}
     fmt = with_options(format, FORMATS[format], columns, separator)
     if features is not None:
@@ -80,15 +80,16 @@ def load_dataset(
     if features is not None and features.events:
         fmt = with_features(format, fmt, features.events.columns, "data.features.events.columns")
     handling = Handling(on_bad_row, duplicates)
-    for kind, given in (("synthetic", synthetic), ("recall", recall)):
-        if given and format != kind:
+    for kind, sizes in (("synthetic", synthetic), ("recall", recall)):
+        if sizes and format != kind:
             raise DataError(f"data.{kind}: these options belong to format {kind}, not to {format}")
     if fmt.kind == "generated":
         if path:
             raise DataError(f"data.path: format {format} is generated and takes no path")
         if handling != PLAIN:
             raise DataError(f"data.on_bad_row, data.duplicates: format {format} has neither bad rows nor duplicates")
-        generator, given = (generate, synthetic) if format == "synthetic" else (generate_recall, recall)
+        given = synthetic if format == "synthetic" else recall
+        generator: Callable[..., Dataset] = generate if format == "synthetic" else generate_recall
         dataset = generator(**(given.model_dump() if isinstance(given, Options) else given or {}))
         tables = find_tables(features)
         read = read_tables(tables, dataset, drop=False)

@@ -147,7 +147,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 def _transfer(url: str, part: Path, state: Path, timeout: float, progress: bool) -> None:
     """Bring `part` to its full length."""
-    known = _read_state(state, url)
+    known = _read_state(state, url) or {}
     have = part.stat().st_size if known and part.exists() else 0
     if have and have == known["total"]:
         return

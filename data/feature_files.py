@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -35,7 +35,7 @@ GENRES = (
     "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
     "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
 )  # fmt: skip
-_FIXED = {"header": False, "integer_ids": False, "other_text": True}
+_FIXED: dict[str, Any] = {"header": False, "integer_ids": False, "other_text": True}
 FILES: dict[str, RawFormat] = {
     "csv": dataclasses.replace(FORMATS["csv"], columns={}, all_files=False),
     "parquet": dataclasses.replace(FORMATS["parquet"], columns={}, all_files=False),
@@ -45,7 +45,7 @@ FILES: dict[str, RawFormat] = {
         "MovieLens 100K, u.item: item|title|release|...|19 genres as flags",
         files=("u.item",),
         separator="|",
-        columns={"item": 0, "category:release": 2} | {genre: 5 + place for place, genre in enumerate(GENRES)},
+        columns={"item": 0, "category:release": 2, **{genre: 5 + place for place, genre in enumerate(GENRES)}},
         width=24,
         **_FIXED,
     ),
@@ -199,7 +199,7 @@ def features_of(entity: str, name: str, kind: str, column, source: str) -> Featu
         frame = frame.with_columns(pl.col("value").str.split(BETWEEN)).explode("value").drop_nulls()
     frame = frame.with_columns(pl.col("value").str.strip_chars()).filter(pl.col("value") != "")
     distinct = frame["value"].unique().sort()
-    if (longest := distinct.str.len_chars().max() or 0) > MAX_ID_LENGTH:
+    if (longest := cast(int, distinct.str.len_chars().max() or 0)) > MAX_ID_LENGTH:
         raise DataError(f"{source}: {name}: a value of {longest} characters in a list, at most {MAX_ID_LENGTH}")
     codes = frame["value"].cast(pl.Enum(distinct)).to_physical().to_numpy()
     return numbered(entity, name, kind, len(column), frame["row"].to_numpy(), codes, distinct.to_numpy())

@@ -58,7 +58,7 @@ class FeatureFile(Options):
     """The character between the fields of a csv file; absent, it is told from the header."""
     columns: Columns | None = None
     """The features by name; absent, all that a format with fixed columns has."""
-    unknown: Literal["error", "drop"] | None = None
+    unknown: Literal["error", "drop", "add"] | None = None
     """What becomes of a row whose id no event has; absent, `error`, but `drop` in MovieLens' own files."""
 
     @model_validator(mode="after")
@@ -88,6 +88,8 @@ class UserFile(FeatureFile):
 
     format: Literal["csv", "parquet", "u.user", "users.dat"]
     """The form of the file: csv, parquet or MovieLens' own."""
+    unknown: Literal["error", "drop"] | None = None
+    """What becomes of a row whose id no event has; absent, `error`, but `drop` in MovieLens' own files."""
 
 
 class EventFeatures(Options):

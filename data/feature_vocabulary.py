@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
@@ -105,7 +106,7 @@ def fit_features(dataset: Dataset, train_end: np.ndarray, options: Features) -> 
 
 def _options_of(options: Features, feature: Feature) -> FeatureOptions:
     columns = getattr(options, feature.entity).columns or {}
-    return columns.get(feature.name) or FeatureOptions(kind=feature.kind)
+    return columns.get(feature.name) or FeatureOptions(kind=cast(Any, feature.kind))
 
 
 def _edges(feature: Feature, quantiles: int) -> np.ndarray:

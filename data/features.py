@@ -80,4 +80,4 @@ def taken(
 ) -> tuple[Feature, ...]:
     """The features of the items, users and events with these indices; None leaves those of an entity as they are."""
     index = {"items": items, "users": users, "events": events}
-    return tuple(f if index[f.entity] is None else f.take(index[f.entity]) for f in features)
+    return tuple(f if (rows := index[f.entity]) is None else f.take(rows) for f in features)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from .feature_options import FeatureOptions
 from .options import MOST_ACTION, Columns, checked_separator, parse_options
@@ -55,13 +56,13 @@ class RawFormat:
         return {role: (kind, name) for role, (kind, colon, name) in parts.items() if colon}
 
 
-_MOVIELENS_CSV = {
+_MOVIELENS_CSV: dict[str, Any] = {
     "files": ("ratings.csv",),
     "columns": {"user": "userId", "item": "movieId", "action": "rating", "timestamp": "timestamp"},
     "action_scale": 2,
     "most_action": 10,
 }
-_OWN_COLUMNS = {"user": "user", "item": "item", "timestamp": "timestamp"}
+_OWN_COLUMNS: dict[str, str | int] = {"user": "user", "item": "item", "timestamp": "timestamp"}
 
 FORMATS: dict[str, RawFormat] = {
     "ml-100k": RawFormat(
@@ -205,7 +206,7 @@ def with_options(name: str, fmt: RawFormat, columns: Columns | dict | None, sepa
     chosen = parse_options(Columns, columns, "data.columns")
     return dataclasses.replace(
         fmt,
-        columns=chosen.by_role(),
+        columns=dict(chosen.by_role()),
         timestamp_unit=chosen.timestamp_unit,
         timestamp_format=chosen.timestamp_format,
         action_codes=chosen.action_codes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from .types import DataError, did_you_mean, shown
 
@@ -151,6 +152,7 @@ class RecallOptions(Options):
 
     def of_short(self) -> Self:
         """Return the options of the short sequences as if they were the only ones; ValueError where they contradict."""
+        assert self.short is not None
         distances = [distance for distance in self.distances if distance <= self.short.length // 2]
         return type(self)(**self.model_dump() | self.short.model_dump() | {"distances": distances, "short": None})
 
@@ -190,7 +192,7 @@ def parse_options(kind: type[Kind], values: dict | Kind | None, where: str) -> K
         raise DataError("; ".join(_explain(item, kind, where) for item in error.errors())) from None
 
 
-def _explain(item: dict, kind: type[Options], where: str) -> str:
+def _explain(item: ErrorDetails, kind: type[Options], where: str) -> str:
     key = ".".join([where, *map(str, item["loc"])])
     if item["type"] == "extra_forbidden":
         known = kind.model_fields

@@ -58,7 +58,7 @@ def _read(source: RawFile, fmt: RawFormat):
         require_memory(rows * 8 * (2 + 2 * len(fmt.columns)), f"{source.name} says that it has {rows:,} rows; they")
         # By their places: a name of the user's is a pattern to polars where it looks like one.
         with literal(source.path) as file:
-            places = [names.index(column) for column in fmt.columns.values()]
+            places = [names.index(str(column)) for column in fmt.columns.values()]
             frame = pl.read_parquet(file, columns=sorted(places), hive_partitioning=False, glob=False)
     except DataError:
         raise

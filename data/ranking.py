@@ -9,6 +9,7 @@ Letters: T tokens of the batch, B sequences, A kinds of action, M samples, U use
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +64,8 @@ class RankingBatches(Batches):
         )
 
         def take(name, index=events):
-            return None if columns[name] is None else columns[name].index_select(0, index).long()
+            column = columns[name]
+            return None if column is None else column.index_select(0, index).long()
 
         times, codes = take("timestamps"), take("actions")
         after = torch.arange(1, count + 1, device=events.device)
@@ -72,7 +74,7 @@ class RankingBatches(Batches):
         counts = events >= scored[first:last].index_select(0, sequence)
         labels = torch.where(counts[:, None], labels, -1)
 
-        def both(x: Tensor | None) -> Tensor | None:
+        def both(x: Any) -> Any:  # a tensor, or None for what is not there
             return None if x is None else x.repeat_interleave(2, 0)
 
         return RankingBatch(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -123,7 +124,8 @@ def _read_all(fmt: RawFormat, files: list[RawFile], handling: Handling, progress
     size = sum(file.path.stat().st_size for file in files)
     if fmt.kind != "parquet":  # whose reader knows better
         require_memory(2 * size, f"{files[0].name}: {size / 2**30:.1f} GiB of rows")
-    bad, readings, frames, notes = BadRows(handling.on_bad_row == "drop"), None, [], []
+    bad, frames, notes = BadRows(handling.on_bad_row == "drop"), [], []
+    readings: Any = None
     rows = 0
     for number, file in enumerate(files):
         part = f" (file {number + 1} of {len(files)}, {rows:,} rows so far)" if len(files) > 1 else ""
@@ -157,7 +159,7 @@ def _alike(frames: list, files: list[RawFile]) -> list:
         if len(kinds) == 1:
             continue
         if role in ("user", "item"):
-            kind = pl.String
+            kind: Any = pl.String
         elif role == "timestamp" and pl.Float64 not in kinds:
             kind = pl.Decimal(38, 9)
         else:

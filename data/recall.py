@@ -129,7 +129,9 @@ class RecallBatches(Batches):
     def _assemble(self, first, last, total, seen, users, begin, *others) -> RecallBatch:
         whole = super()._assemble(first, last, total, seen, users, begin, *others)
         events = ranges(begin[first:last], whole.seq_offsets, total) + 1
-        codes = self._columns["actions"].index_select(0, events)
+        actions = self._columns["actions"]
+        assert actions is not None
+        codes = actions.index_select(0, events)
         return RecallBatch(
             item_ids=whole.item_ids,
             timestamps=whole.timestamps,
@@ -153,12 +155,10 @@ def recall_splits(dataset: Dataset, valid_fraction: float, test_fraction: float)
             f"data.valid_fraction and data.test_fraction: {valid_fraction} and {test_fraction} of {dataset.num_users} "
             "users leave none to train on, to validate or to test"
         )
-    parts = [
-        Split(part, dataset.user_offsets[part], last[part]) for part in np.split(users, cuts)
-    ]  # fmt: skip
+    train, valid, test = (Split(part, dataset.user_offsets[part], last[part]) for part in np.split(users, cuts))
     note = (
-        f"Protocol {RECALL_PROTOCOL}: {len(parts[0]):,} sequences train, {len(parts[1]):,} others validate, "
-        f"{len(parts[2]):,} others test. Recalls alone are trained and judged on."
+        f"Protocol {RECALL_PROTOCOL}: {len(train):,} sequences train, {len(valid):,} others validate, "
+        f"{len(test):,} others test. Recalls alone are trained and judged on."
     )
     train_end = np.where(users < cuts[0], last, dataset.user_offsets[:-1])
-    return Splits(RECALL_PROTOCOL, *parts, {}, [note], train_end)
+    return Splits(RECALL_PROTOCOL, train, valid, test, {}, [note], train_end)

@@ -34,9 +34,11 @@ def read_sequences(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Read
     frames = []
     for number, data in blocks(source, fmt, SEARCH_BLOCK):
         lines = data.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").split(b"\n")[:-1]
-        good, told, count = [], [], 0
-        for place, line in enumerate(lines):
-            text = line.removesuffix(b"\r")
+        good: list[str] = []
+        told: list[str] = []
+        count = 0
+        for place, row in enumerate(lines):
+            text = row.removesuffix(b"\r")
             if (what := _problem(text, fmt)) is None:
                 good.append(text.decode())
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import gzip
+import io
 import os
 import shutil
 import stat
@@ -35,7 +36,7 @@ class RawFile:
     name: str
 
 
-def literal(path: Path) -> BinaryIO:
+def literal(path: Path) -> io.BufferedReader:
     """The open file. Libraries get this in place of a user's path, in which they might see a pattern or a URL."""
     return open(path, "rb")
 

@@ -7,6 +7,7 @@ block by block and value by value.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from .bad_rows import BadRows
 from .formats import RawFormat
@@ -105,9 +106,9 @@ def _parse(source, fmt: RawFormat, names: list, readings: Readings | None, lossy
     # polars splits at one byte: with ":" for "::" every other column is empty.
     step = len(fmt.separator)
     columns = {role: names.index(column) * step for role, column in wanted(fmt).items()}
-    schema = {str(i): pl.String for i in range((len(names) - 1) * step + 1)}
+    schema: dict[str, Any] = {str(i): pl.String for i in range((len(names) - 1) * step + 1)}
     if readings is not None:
-        types = {"action": pl.String if readings.text_actions else pl.Float64}
+        types: dict[str, Any] = {"action": pl.String if readings.text_actions else pl.Float64}
         types |= {"timestamp": pl.Int64 if readings.time.kind == "integer" else pl.String}
         types |= dict.fromkeys(("user", "item"), pl.Int64 if fmt.integer_ids else pl.String)
         types |= dict.fromkeys(fmt.features, pl.String)
@@ -156,7 +157,7 @@ def _read_in_blocks(source: RawFile, fmt: RawFormat, names: list, readings: Read
             good = frame.select(pl.all_horizontal(*checks(frame, fmt, readings).values())).to_series()
             frames.append(frame.filter(good))
             order = np.union1d(order, left[~good.to_numpy()])
-        told = []
+        told: list[str] = []
         for row in order.tolist():
             if len(told) == bad.room:
                 break

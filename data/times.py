@@ -88,8 +88,8 @@ def _with_unit(kind: str, values, given: str | None, own: bool, text=None) -> Re
     if numbers.dtype.is_float():
         numbers = numbers.filter(numbers.is_finite())
     counts = {unit: ((numbers >= low) & (numbers < high)).sum() for unit, (low, high) in BANDS.items()}
-    band = max(counts, key=counts.__getitem__)
-    if counts[band] <= (numbers < BANDS["s"][0]).sum():
+    band: str | None = max(counts, key=counts.__getitem__)
+    if band and counts[band] <= (numbers < BANDS["s"][0]).sum():
         band = None
     if given and band and PER_SECOND[band] < PER_SECOND[given]:
         low, high = BANDS[band]
@@ -138,7 +138,7 @@ def from_text(value, reading: Reading):
         number = pl.when(value.str.contains(DECIMAL)).then(bare.str.strip_prefix("+"))
         return number.cast(pl.Decimal(38, 9), strict=False)
     if reading.kind == "format":
-        return _from_format(value, reading.format)
+        return _from_format(value, reading.format or "")
     part = value.str.extract_groups(ISO).struct.field
     text = part("date") + "T" + part("minute").fill_null("00:00") + ":" + part("second").fill_null("00")
     seconds = text.str.to_datetime("%Y-%m-%dT%H:%M:%S", strict=False, time_unit="us").dt.epoch("s")

@@ -59,14 +59,14 @@ def check_storage(name: str, x: torch.Tensor, *, values: bool = False) -> None:
         raise TypeError(f"{name} must be a tensor with values, got a meta tensor")
 
 
-def shown(value: int) -> str:
+def shown(value: float) -> str:
     """A whole number for an error: those of very many digits by their size."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"{'-' * (value < 0)}2^{value.bit_length() - 1} or more"
     return str(value)
 
 
-def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.Tensor) -> None:
+def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.Tensor | None) -> None:
     """Validates jagged tensors that share one `seq_offsets`; the one place where this is done.
 
     Shapes, dtypes, devices; of offsets on a CPU also the values: they start at 0, never fall, end at T, and lengths fit
@@ -96,18 +96,18 @@ def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.T
     if not 1 <= max_seq_len <= LARGEST:
         bound = "at least 1" if max_seq_len < 1 else f"at most {LARGEST}"
         raise ValueError(f"max_seq_len must be {bound}, got {shown(max_seq_len)}")
-    first = None
+    first, total = None, None
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if tensor.device != seq_offsets.device:
             raise ValueError(f"{name} is on {tensor.device}, seq_offsets on {seq_offsets.device}")
-        if first is None:
-            first = name
-        elif tensor.shape[0] != tensors[first].shape[0]:
-            raise ValueError(f"{name} must have T={tensors[first].shape[0]} tokens as {first}, got {tensor.shape[0]}")
+        if total is None:
+            first, total = name, tensor.shape[0]
+        elif tensor.shape[0] != total:
+            raise ValueError(f"{name} must have T={total} tokens as {first}, got {tensor.shape[0]}")
     if readable(seq_offsets):
-        check_offset_values(seq_offsets, max_seq_len, None if first is None else tensors[first].shape[0])
+        check_offset_values(seq_offsets, max_seq_len, total)
     if DEBUG and readable(seq_offsets):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_floating_point():

@@ -5,7 +5,7 @@ Jagged offsets are checked in `jagged.py`. Letters: T tokens, H heads, D query/k
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -131,9 +131,8 @@ def check_number(name: str, value: float, *, above: float = -math.inf, below: fl
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not above < value < below:  # NaN is neither; the bounds are infinite at most
-        value = shown(value)
         bounds = [f"above {above:g}"] * (above > -math.inf) + [f"below {below:g}"] * (below < math.inf)
-        raise ValueError(f"{name} must be a finite number {' and '.join(bounds)}".rstrip() + f", got {value}")
+        raise ValueError(f"{name} must be a finite number {' and '.join(bounds)}".rstrip() + f", got {shown(value)}")
     try:
         return float(value)
     except OverflowError:
@@ -144,7 +143,8 @@ def check_plan(plan: object, kind: type, purpose: NamedTuple) -> None:
     """Whether a plan of this kind was made for `purpose`; for which batch, is known where both could read it."""
     if not isinstance(plan, kind):
         raise TypeError(f"plan must be of {kind.__name__} or None, got {type(plan).__name__}")
-    made, wanted = plan.purpose, purpose
+    made: Any = plan.purpose  # type: ignore[attr-defined]  # every kind of plan has one
+    wanted: Any = purpose
     if made.batch is None or wanted.batch is None:
         made, wanted = made._replace(batch=None), wanted._replace(batch=None)
     if made != wanted:

@@ -16,7 +16,7 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float):
         self.model, self.decay = model, decay
-        self.weights = list(model.parameters())
+        self.weights: list[Tensor] = list(model.parameters())
         self.averages = [weight.detach().clone() for weight in self.weights]
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """Sums over rows whose intermediates would not fit at once: a chunk of rows at a time."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ class ChunkedSum(torch.autograd.Function):
         with torch.enable_grad():
             for begin in range(0, len(tensors[0]), rows):
                 part = slice(begin, begin + rows)
-                chunk = [None if x is None else x[part].detach() for x in tensors[:rowwise]]
+                chunk: Any = [None if x is None else x[part].detach() for x in tensors[:rowwise]]
                 chunk = [x.requires_grad_() if f else x for x, f in zip(chunk, floating)]
                 loss = function(*chunk, *whole)
                 loss.backward()

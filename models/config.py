@@ -21,7 +21,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from data.augment import Augment
 from data.feature_options import Features
@@ -551,7 +551,7 @@ def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
     return found
 
 
-def _explain(item: dict, tree: dict) -> str:
+def _explain(item: ErrorDetails, tree: dict) -> str:
     """One pydantic error as `model.attention.blok_size: unknown key, did you mean block_size?`."""
     location = list(item["loc"])
     if location[:3] == ["model", "attention", 0] and not isinstance(tree["model"]["attention"], list):

@@ -7,7 +7,7 @@ query/key head size, V value head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, field_validator
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ class AuxLoss(NamedTuple):
     def of(cls, value: Tensor, weight: float) -> AuxLoss:
         return cls(value, weight * value)
 
-    def __add__(self, other: AuxLoss) -> AuxLoss:
+    def __add__(self, other: AuxLoss) -> AuxLoss:  # type: ignore[override]  # not a tuple's concatenation
         return AuxLoss(self.value + other.value, self.weighted + other.weighted)
 
 
@@ -104,7 +104,7 @@ class AttentionKind(nn.Module):
         self.config, self.sizes = config, sizes
 
     @classmethod
-    def kv_heads(cls, config: Config, num_heads: int) -> int:
+    def kv_heads(cls, config: Any, num_heads: int) -> int:
         """Hkv, the heads of k and v; the layer's projection follows."""
         return num_heads
 

@@ -102,6 +102,7 @@ class InputEmbedding(nn.Module):
 
     def _drawn_rows(self, ids: Tensor) -> Tensor:
         """`item_rows` of some items, by whichever way sums fewer values of features."""
+        assert self.items is not None
         numbers, left_out = self.items.numbers(ids), self._left_out(len(ids))
         if not self.items.all_is_less(len(ids)):
             rows = F.embedding(ids, self.item_weight)
@@ -123,9 +124,11 @@ class InputEmbedding(nn.Module):
         """The representations of the batch's items and the rows of its actions, both [T, E]."""
         if self.items is not None:
             actions = self.tables.embeddings["action"].weight if "action" in self.tables.embeddings else None
-            return self.item_rows(batch.item_ids), None if actions is None else F.embedding(batch.actions, actions)
+            if actions is None or batch.actions is None:
+                return self.item_rows(batch.item_ids), None
+            return self.item_rows(batch.item_ids), F.embedding(batch.actions, actions)
         features = {"item": batch.item_ids}
-        if "action" in self.tables.embeddings:
+        if "action" in self.tables.embeddings and batch.actions is not None:
             features["action"] = batch.actions
         # torchrec takes no batch without sequences: an empty one stands in.
         lengths = batch.seq_offsets.diff() if batch.num_sequences else batch.seq_offsets.new_zeros(1)
@@ -147,10 +150,10 @@ class InputEmbedding(nn.Module):
             rows, more = self._looked_up(batch)
         else:
             actions = self.tables.embeddings["action"].weight if "action" in self.tables.embeddings else None
-            more = None if actions is None else F.embedding(batch.actions, actions)
+            more = None if actions is None or batch.actions is None else F.embedding(batch.actions, actions)
         if self.context is not None:
             rows = rows + self.context(batch).to(rows.dtype)
-        if isinstance(batch, RankingBatch):
+        if isinstance(batch, RankingBatch) and more is not None:
             rows, more = torch.where(batch.is_action[:, None], more + rows, rows), None
         dropout = self.dropout if self.training else 0.0
         if rows.is_cuda and batch.cut is None:

@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import cast
 
 import torch
 
+from data.batches import Batches
 from models.checkpoint import Progress, load_weights
 from models.config import RunConfig
 from models.folder import read_manifest, write_file
@@ -27,10 +29,10 @@ def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progres
     if "value" in facts:
         result["best"] = facts["value"]
     try:
-        if data.splits.test is not None and config.eval.test:
+        if data.splits.test is not None and watched is not None and config.eval.test:
             result |= judge(model, data, "test", folder if first else None)
             batches = Tracked(data.eval_batches(watched), f"judging the baseline on {watched}")
-            result["plotted_baseline"] = data.task.baseline(data.dataset, data.splits, watched, batches)
+            result["plotted_baseline"] = data.task.baseline(data.dataset, data.splits, watched, cast(Batches, batches))
     except Stopped:
         if first:
             leave(config, folder, model, data, progress)

@@ -137,6 +137,9 @@ class ItemFeatures(nn.Module):
     place    [I] int64, the place of each item among them, -1 for others
     """
 
+    trained: Tensor
+    place: Tensor
+
     def __init__(self, known: FeatureVocabulary, embedding_dim: int, dtype: torch.dtype):
         super().__init__()
         assert known.trained is not None
@@ -179,6 +182,8 @@ class ItemFeatures(nn.Module):
 class ContextFeatures(nn.Module):
     """What the features of its user, its event and its time add to a token: [T, E]."""
 
+    before: Tensor
+
     def __init__(self, known: FeatureVocabulary, embedding_dim: int, dtype: torch.dtype):
         super().__init__()
         users, events = known.of("users"), known.of("events")
@@ -197,7 +202,7 @@ class ContextFeatures(nn.Module):
             of_users = self.users([Bags.of_padded(part) for part in rows.unbind(1)], batch.num_sequences)
             added = added + F.embedding(sequence_ids(batch.seq_offsets, batch.num_tokens), of_users)
         if self.events is not None:
-            parts = []
+            parts: list[Tensor] = []
             if self.num_events:
                 rows = given(batch.event_features, self.num_events, "events")
                 if isinstance(batch, RankingBatch):  # the item token comes before the action

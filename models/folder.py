@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -185,7 +186,8 @@ def write_file(path: Path, content: str | bytes | Callable[[Path], object]) -> N
 def write_judged(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     """What a run said of each user or event, `Task.judge`'s `judged`, into the run's folder."""
     content = io.BytesIO()
-    np.savez_compressed(content, **arrays)
+    columns: dict[str, Any] = dict(arrays)
+    np.savez_compressed(content, **columns)
     write_file(folder / JUDGED, content.getvalue())
 
 

@@ -1,5 +1,7 @@
 """GateModel: the three gates with which block-sparse attention mixes its branches."""
 
+from typing import cast
+
 from torch import Tensor, nn
 
 import hstu_sparse
@@ -19,7 +21,10 @@ class GateModel(nn.Module):
         )
 
     def forward(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        first, _, last, _ = self.layers
+        first, _, last, _ = (cast(nn.Linear, layer) for layer in self.layers)
         if q.is_cuda and q.dim() == 3 and takes_kernel(first.in_features, first.out_features, q.dtype):
-            return hstu_sparse.query_gates(q, first.weight, first.bias, last.weight, last.bias).unbind(0)
-        return self.layers(q).unbind(-1)
+            gates = hstu_sparse.query_gates(q, first.weight, first.bias, last.weight, last.bias)
+        else:
+            gates = self.layers(q).movedim(-1, 0)
+        compression, selection, window = gates.unbind(0)
+        return compression, selection, window

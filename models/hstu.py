@@ -7,6 +7,7 @@ says how many), D query/key and V value head size.
 """
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +129,7 @@ class TransformerLayer(nn.Module):
         self.value = nn.Linear(size, kv_heads * layer.linear_dim)
         self.output = nn.Linear(heads * layer.linear_dim, size)
         self.feed_forward_norm = nn.LayerNorm(size, eps=1e-8)
+        assert config.feed_forward_dim is not None  # the configuration asks for it
         self.expand = nn.Linear(size, config.feed_forward_dim)
         self.contract = nn.Linear(config.feed_forward_dim, size)
         for linear in (self.query, self.key, self.value, self.output, self.expand, self.contract):
@@ -186,7 +188,7 @@ class SequenceModel(nn.Module):
         learned = config.head.kind == "dot" and config.head.learned_temperature
         self.item_dropout = config.head.item_dropout
         self.log_temperature = nn.Parameter(torch.zeros(())) if learned else None
-        self.task_head = task_head
+        self.task_head: Any = task_head
 
     @property
     def item_weight(self) -> Tensor:

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from models.attention import ATTENTION
 from models.config import RunConfig
+from models.contract import AttentionKind
 from models.strict_yaml import ConfigError
 
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -53,11 +54,11 @@ def sections(config: type[BaseModel] = RunConfig, prefix: str = "", title: str =
         inner, path = _mappings(field.annotation)
         for one in inner:
             where = f"{prefix}{name}{path}"
-            kind = typing.get_args(one.model_fields["kind"].annotation) if len(inner) > 1 else ()
-            yield from sections(one, f"{where}.", f"{where}, kind {kind[0]}" if kind else where)
+            kinds = typing.get_args(one.model_fields["kind"].annotation) if len(inner) > 1 else ()
+            yield from sections(one, f"{where}.", f"{where}, kind {kinds[0]}" if kinds else where)
 
 
-def _attention(kind: str, attention: type) -> Iterator[Section]:
+def _attention(kind: str, attention: type[AttentionKind]) -> Iterator[Section]:
     """The keys of a kind, with the kind's own docstring as their meaning."""
     (section,) = sections(attention.Config, "model.attention.", f"model.attention, kind {kind}")
     yield section._replace(meaning=" ".join((attention.__doc__ or "").split()))
@@ -70,7 +71,8 @@ def _mappings(annotation: Any) -> tuple[list[type[BaseModel]], str]:
         return [annotation], ""
     if origin is Annotated:
         return _mappings(arguments[0])
-    found, path = [], ""
+    found: list[type[BaseModel]] = []
+    path = ""
     for argument in arguments:
         if argument is not str:
             inner, path_inside = _mappings(argument)
@@ -110,7 +112,7 @@ def _default(field: FieldInfo) -> str:
         return "required"
     value = field.get_default(call_default_factory=True)
     if isinstance(value, BaseModel):
-        return f"kind: {value.kind}" if len(_mappings(field.annotation)[0]) > 1 else "{}"
+        return f"kind: {value.model_dump()['kind']}" if len(_mappings(field.annotation)[0]) > 1 else "{}"
     if value is None:
         return "absent"
     if isinstance(value, tuple):

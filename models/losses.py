@@ -7,18 +7,20 @@ Letters: T tokens, E embedding size, I items, K negatives.
 """
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import hstu_sparse
 from models.chunks import CHUNK, ChunkedSum
 from models.config import LossConfig
 from models.contract import AuxLoss
+from models.embedding import InputEmbedding
+from models.features import ItemFeatures
 from models.heads import Summing, mol_loss, normalized
+from models.hstu import SequenceModel
 
 NORM_EPS = 1e-6
 # Embedding sizes that the kernels take.
@@ -42,12 +44,12 @@ class Share(NamedTuple):
     ranks: Summing
     targets: Tensor
     drawn: Negatives | None
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # a tuple has a method of that name
     items: Tensor | None = None
 
 
 def head_loss(
-    model: nn.Module,
+    model: SequenceModel,
     config: LossConfig,
     out: Tensor,
     targets: Tensor,
@@ -84,7 +86,7 @@ def head_loss(
     return mol_loss(model.head, out, items, targets, ids, None if share is None else share.ranks)
 
 
-def places_of(features: nn.Module | None, targets: Tensor) -> Tensor:
+def places_of(features: ItemFeatures | None, targets: Tensor) -> Tensor:
     """Targets as the loss numbers them: with features the items that training saw, numbered anew, are the catalogue."""
     return targets if features is None else torch.where(targets < 0, -1, features.place[targets])
 
@@ -99,13 +101,14 @@ def part_of(targets: Tensor, drawn: Negatives | None, part: Tensor | None) -> tu
 
 
 def competing_items(
-    embedding: nn.Module, targets: Tensor, drawn: Negatives | None
+    embedding: InputEmbedding, targets: Tensor, drawn: Negatives | None
 ) -> tuple[Tensor, Tensor, Negatives | None]:
     """(representations [R, E], targets and negatives as rows of them) of items with features.
 
     targets, drawn: items by their places among those that training saw. The whole catalogue is summed where all of it
     competes, or where as many items are drawn as it has; else the drawn ones alone.
     """
+    assert embedding.items is not None
     trained = embedding.items.trained
     if drawn is None or len(targets) + drawn.ids.numel() >= len(trained):
         return embedding.item_rows(), targets, drawn
@@ -121,7 +124,7 @@ def competing_items(
 
 
 def draw_negatives(
-    config: LossConfig, num_items: int, targets: Tensor, pool: Tensor | None = None, below: Callable | None = None
+    config: LossConfig, num_items: int, targets: Tensor, pool: Tensor | None = None, below: Any = None
 ) -> Negatives | None:
     """Negatives as the loss wants them; None where the whole catalogue competes.
 
@@ -130,7 +133,7 @@ def draw_negatives(
     """
     if config.kind == "cross_entropy":
         return None
-    rows = () if config.negatives == "shared" else (len(targets),)
+    rows: tuple[int, ...] = () if config.negatives == "shared" else (len(targets),)
     # The kernels read them often: half the bytes. On a CPU torch indexes by int64 alone.
     dtype = torch.int32 if targets.is_cuda else torch.int64
     if below is None:

@@ -97,13 +97,11 @@ def recommendations(config: RunConfig, model, dataset: Dataset, batches: Iterabl
     import polars as pl
 
     score, how = model_scorer(model, config.train.autocast == "bf16"), config.eval.filter_seen
-    users, items, values = [], [], []
+    parts: list[tuple[np.ndarray, ...]] = []
     for batch in batches:
         best, ids = best_items(score(batch), k, None if how == "none" else seen_by(how, batch))
-        users.append(batch.users.cpu().numpy())
-        items.append(ids.cpu().numpy())
-        values.append(best.cpu().numpy())
-    users, items, values = (np.concatenate(parts) for parts in (users, items, values))
+        parts.append(tuple(x.cpu().numpy() for x in (batch.users, ids, best)))
+    users, items, values = (np.concatenate(columns) for columns in zip(*parts))
     width = items.shape[1]
     frame = pl.DataFrame(
         {

@@ -1,5 +1,6 @@
 """The table at the end of a run, and its report.md with plots."""
 
+import functools
 import os
 import platform
 import re
@@ -112,7 +113,7 @@ def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline:
 
     evaluated = [row for row in history if plotted[0] in row]
     split = evaluated[0]["split"] if evaluated else ""
-    figures = {"loss.png": (history, ("loss",), "training loss")}
+    figures: dict[str, tuple[list[dict], tuple[str, ...], str]] = {"loss.png": (history, ("loss",), "training loss")}
     if evaluated:
         figures["metrics.png"] = (evaluated, plotted, f"{split} metrics")
     for file, (rows, names, title) in figures.items():
@@ -127,6 +128,6 @@ def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline:
         axes.grid(alpha=0.3)
         if len(names) > 1:
             axes.legend()
-        write_file(folder / file, lambda path, figure=figure: figure.savefig(path, dpi=120, format="png"))
+        write_file(folder / file, functools.partial(figure.savefig, dpi=120, format="png"))
         plt.close(figure)
     return list(figures)

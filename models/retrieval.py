@@ -7,14 +7,16 @@ Letters: B users, I items, E embedding size.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from data.batch import Batch
 from hstu_sparse.jagged import sequence_ids
+from models.hstu import SequenceModel
 from models.parallel.ranks import Ranks
 
 # Which of a user's earlier items leave the ranking, each a superset of the one before.
@@ -48,9 +50,10 @@ class Scores:
     @classmethod
     def of(cls, scores: "Scores | Tensor") -> "Scores":
         """Scores of a [B, I] tensor, which is left as it is."""
-        if isinstance(scores, cls):
+        if isinstance(scores, Scores):
             return scores
-        return cls(*scores.shape, lambda begin, end: scores[:, begin:end].clone())
+        table = scores
+        return cls(table.shape[0], table.shape[1], lambda begin, end: table[:, begin:end].clone())
 
     def tiles(self) -> Iterator[tuple[int, int, Tensor]]:
         """(first item that is new, first item of the tile, tile): all of one width, the last shifted to fit.
@@ -149,7 +152,7 @@ def best_items(scores: Scores | Tensor, k: int, seen: tuple[Tensor, Tensor] | No
         best = values, items
     if not scores.num_items:
         raise ValueError("there are no items to choose from")
-    return best if scores.ranks is None else _of_all_ranks(best, scores, k)
+    return cast(tuple[Tensor, Tensor], best) if scores.ranks is None else _of_all_ranks(best, scores, k)
 
 
 def _of_all_ranks(best: tuple[Tensor, Tensor] | None, scores: Scores, k: int) -> tuple[Tensor, Tensor]:
@@ -216,6 +219,7 @@ def _ranks(scores: Scores, batch: Batch, filters: Sequence[str], candidates) -> 
 def seen_by(which: str, batch: Batch) -> tuple[Tensor, Tensor]:
     """The items that a filter takes out, and their offsets: of the whole history or of the model's window."""
     if which == "history":
+        assert batch.seen_items is not None and batch.seen_offsets is not None
         return batch.seen_items, batch.seen_offsets
     return batch.item_ids, batch.seq_offsets
 
@@ -225,7 +229,7 @@ def last_targets(batch: Batch) -> Tensor:
     return batch.target_ids[batch.seq_offsets[1:] - 1]
 
 
-def output_scorer(model: nn.Module, ranks: Ranks | None = None) -> Callable[[Tensor], Scores]:
+def output_scorer(model: SequenceModel, ranks: Ranks | None = None) -> Callable[[Tensor], Scores]:
     """Score of outputs [B, E] of length one with every item, fp32: the cosine, or what the head makes of the two.
 
     ranks: where each of them, given the same outputs, has the scores of its share of the items.
@@ -240,7 +244,7 @@ def output_scorer(model: nn.Module, ranks: Ranks | None = None) -> Callable[[Ten
             table = model.embedding.items_between(first, last).detach()
 
     @torch.no_grad()
-    def prepared(rows: Tensor):
+    def prepared(rows: Tensor) -> Any:
         return normalized_items(rows) if model.head is None else model.head.items(rows)
 
     # Of a small catalogue once, of a large one tile by tile: prepared, it would be a second table.
@@ -260,7 +264,7 @@ def output_scorer(model: nn.Module, ranks: Ranks | None = None) -> Callable[[Ten
     return score
 
 
-def model_scorer(model: nn.Module, autocast: bool = False, ranks: Ranks | None = None) -> Callable[[Batch], Scores]:
+def model_scorer(model: SequenceModel, autocast: bool = False, ranks: Ranks | None = None) -> Callable[[Batch], Scores]:
     """Score of each sequence's last output with every item, as `output_scorer`. Puts the model into eval mode.
 
     ranks: those that are given the same batches; each computes the outputs of its share of the sequences.

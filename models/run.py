@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -153,9 +154,9 @@ def find_data(config: RunConfig, trained_on: str | None) -> Dataset:
             raise
         reason = str(error)
     generated = FORMATS[c.format].kind == "generated"
-    if not generated and (dataset := find_prepared(c.format, c.cache_dir, trained_on)) is not None:
+    if not generated and (prepared := find_prepared(c.format, c.cache_dir, trained_on)) is not None:
         terminal.say(f"{reason}: taking the prepared copy of the run's data from {c.cache_dir}")
-        return dataset
+        return prepared
     raise DataError(
         f"{reason}, and there is no prepared copy of the run's data in data.cache_dir={shown(c.cache_dir, 200)}. "
         "Without it eval.py RUN can --recommend OUT --history FILE, --export-items OUT and judge --data NEW; "
@@ -184,7 +185,7 @@ def check_backends(config: RunConfig, device: torch.device) -> None:
             check_available(option, device)
             if config.train.autocast != "bf16":
                 raise ValueError(f"{option}=cute takes 16 bits: set train.autocast to bf16, or use backend=triton")
-            if config.parallel.context > 1 and getattr(layer, "window_size", 0):
+            if config.parallel.context > 1 and getattr(layer, "window_size", False):
                 raise ValueError(f"{option}=cute has no window_size with parallel.context: use backend=triton")
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -337,9 +338,8 @@ def feature_places(
         if mine.kind != "number" and theirs.kind != "number":
             rows = theirs.rows_of(mine.values)
             both = np.append(True, rows > 0)  # the unknown rows too
-            found["_".join(key)] = tuple(
-                torch.from_numpy(x[both]) for x in (np.arange(len(rows) + 1), np.append(0, rows))
-            )
+            here_rows, there_rows = np.arange(len(rows) + 1)[both], np.append(0, rows)[both]
+            found["_".join(key)] = torch.from_numpy(here_rows), torch.from_numpy(there_rows)
     return found
 
 
@@ -349,7 +349,7 @@ def judge(model, data: Data, split: str, folder: Path | None = None) -> dict:
     folder: the run's, where the task's `judged` go, by which compare.py compares runs user by user.
     """
     batches = Tracked(data.eval_batches(split), f"judging on {split}")
-    result = data.task.judge(model, data.dataset, data.splits, split, batches)
+    result = data.task.judge(model, data.dataset, data.splits, split, cast(Batches, batches))
     judged = result.pop("judged", {})
     if folder is not None:
         fingerprint = data.dataset.events_fingerprint or data.dataset.fingerprint

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import IO, cast
 
 from rich import progress as rich
 from rich.console import Console
@@ -67,12 +68,13 @@ class Terminal:
     """quiet: nothing but errors is printed."""
 
     def __init__(self, quiet: bool = False):
-        self.quiet, self.output, self.live = quiet, Output(), None
-        self.console = Console(file=self.output, markup=False, emoji=False, highlight=False)
+        self.quiet, self.output = quiet, Output()
+        self.live: rich.Progress | None = None
+        self.console = Console(file=cast(IO[str], self.output), markup=False, emoji=False, highlight=False)
 
     def begin(self, quiet: bool = False) -> None:
         """To be called at the start of a program: log lines of the project are shown from then on."""
-        self.__init__(quiet)
+        Terminal.__init__(self, quiet)
         for name in NAMESPACES:
             logger = logging.getLogger(name)
             logger.setLevel(logging.INFO)
@@ -112,18 +114,19 @@ class Terminal:
         bar = Bar(self, total, done, unit)
         first = self.live is None and self.console.is_terminal and not self.quiet
         if first:
-            columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TextColumn("{task.fields[more]}"))
-            columns += (rich.TimeRemainingColumn(),)
+            text = rich.TextColumn("{task.description}"), rich.TextColumn("{task.fields[more]}")
+            columns = text[0], rich.BarColumn(), text[1], rich.TimeRemainingColumn()
             # Redirected, sys.stdout would print to this console, which writes to sys.stdout.
-            redirect = {"redirect_stdout": False, "redirect_stderr": False}
-            self.live = rich.Progress(*columns, console=self.console, transient=True, **redirect)
+            self.live = rich.Progress(
+                *columns, console=self.console, transient=True, redirect_stdout=False, redirect_stderr=False
+            )
             self.live.start()
         try:
             bar.begin()
             yield bar
         finally:
             bar.end()
-            if first:
+            if first and self.live is not None:
                 self.live.stop()
                 self.live = None
 
@@ -149,7 +152,7 @@ class Bar:
     def __init__(self, terminal: Terminal, total: int, done: int, unit: str):
         self.terminal, self.total, self.first, self.unit = terminal, total, done, unit
         self.started = self.drawn = time.monotonic()
-        self.live = None
+        self.live: rich.Progress | None = None
 
     def begin(self) -> None:
         self.live = self.terminal.live

@@ -49,9 +49,9 @@ def open_tracker(config: RunConfig, folder: Path, run: str, step: int) -> Tracke
     if kind == "tensorboard":
         return TensorBoard(folder, step)
     check_tracking(config)
-    make: Callable[[], Tracker] = {"mlflow": MLflow, "wandb": WandB}[kind]
+    make: dict[str, Callable[[RunConfig, Path, str], Tracker]] = {"mlflow": MLflow, "wandb": WandB}
     try:
-        return Lenient(kind, make(config, folder, run))
+        return Lenient(kind, make[kind](config, folder, run))
     except Exception as error:
         raise ConfigError(f"train.tracking: {kind} cannot begin: {_line(error)}") from error
 
@@ -84,7 +84,8 @@ class Lenient:
     """A tracker that is told to the user once when it fails, and then left alone: metrics.jsonl has all of it."""
 
     def __init__(self, name: str, tracker: Tracker):
-        self.name, self.tracker = name, tracker
+        self.name = name
+        self.tracker: Tracker | None = tracker
 
     def _try(self, call: Callable[[Tracker], None]) -> None:
         if self.tracker is None:

@@ -9,6 +9,7 @@ import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Known:
 def save_vocabulary(run: Path, dataset: Dataset, known: Vocabulary) -> None:
     """Writes RUN/vocabulary whole: what a model knows of a data set; FolderError when the disk is full, say."""
     arrays = {"item_ids": known.item_ids, "user_ids": dataset.user_ids}
-    facts = {
+    facts: dict[str, Any] = {
         "fingerprint": dataset.fingerprint,
         "name": dataset.name,
         "has_timestamps": dataset.has_timestamps,

@@ -164,6 +164,7 @@ def pair_bias(
     if bias.position is not None:
         found = look_up(bias.position, distance.clamp(min=0))
     if bias.time is not None:
+        assert query_times is not None and key_times is not None
         found = found + look_up(bias.time, time_bucket(query_times - key_times, bias.time.shape[0] - 1))
     return found
 

@@ -5,7 +5,7 @@ size, S blocks chosen per query group (block_counts), r tokens per group (select
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def bsa_attention(
     scale: float | None = None,
     normalizer: float | None = None,
     bias: RelativeBias | None = None,
-    backend: Literal["auto", "triton", "reference"] = "auto",
+    backend: str = "auto",
     return_block_indices: bool = False,
     plan: "BlockPlan | None" = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -176,8 +176,8 @@ def bsa_plan(
     *,
     block_size: int = 32,
     bias: RelativeBias | None = None,
-    once: Callable[[Hashable, Callable[[], object]], object] | None = None,
-    backend: Literal["auto", "triton", "reference"] = "auto",
+    once: Callable[[Hashable, Callable[[], Any]], Any] | None = None,
+    backend: str = "auto",
 ) -> "BlockPlan | None":
     """What `bsa_attention` computes of a batch's times before it attends, for calls that share a batch.
 

@@ -28,7 +28,7 @@ from hstu_sparse.validation import (
 if typing.TYPE_CHECKING:
     from hstu_sparse.dense.plan import AttentionPlan
 
-Once = Callable[[Hashable, Callable[[], object]], object]
+Once = Callable[[Hashable, Callable[[], typing.Any]], typing.Any]
 
 
 @without_autocast
@@ -82,7 +82,9 @@ def hstu_attention(
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
     scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
     bias = _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, sizes["T"])
-    options = dict(num_targets=num_targets, bias=bias, window_size=window_size, scale=scale, normalizer=normalizer)
+    options: dict[str, typing.Any] = dict(
+        num_targets=num_targets, bias=bias, window_size=window_size, scale=scale, normalizer=normalizer
+    )
     if backend == "reference":
         if plan is not None:
             raise ValueError(f"a plan is for the kernels, the reference takes none, got {type(plan).__name__}")

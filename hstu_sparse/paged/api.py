@@ -4,6 +4,8 @@ Letters: Tq new tokens, B sequences, P columns of the page table, H heads, D que
 max_seq_len.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -105,7 +107,7 @@ def paged_attention(
         if longest > max_seq_len:
             raise ValueError(f"a sequence has {longest} tokens, new ones included, more than max_seq_len={max_seq_len}")
     bias = check_bias(bias, max_seq_len, lengths.shape[0] if candidates else sizes["Tq"], q.device)
-    call = dict(
+    call: dict[str, Any] = dict(
         layer=layer, candidates=candidates, activation=activation, scale=check_scale(scale, sizes["D"]),
         normalizer=check_normalizer(normalizer, max_seq_len), bias=bias,
     )  # fmt: skip

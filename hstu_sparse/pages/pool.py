@@ -297,22 +297,22 @@ class PagePool:
         if not readable(lengths) or not sizes["B"]:
             return
         # In numpy, whose calls take a fifth of torch's: every layer of a request comes here.
-        lengths, pages = lengths.numpy(), pages.numpy()
-        whole = lengths if offsets is None else lengths + np.diff(offsets.numpy())
-        if int(lengths.min()) < 0:
-            raise ValueError(f"lengths must not be below 0, got {int(lengths.min())}")
+        cached, numbers = lengths.numpy(), pages.numpy()
+        whole = cached if offsets is None else cached + np.diff(offsets.numpy())
+        if int(cached.min()) < 0:
+            raise ValueError(f"lengths must not be below 0, got {int(cached.min())}")
         sinks = int(self.format.sink_tokens > 0)
         room = (sizes["P"] - sinks) * self.format.page_size
         if int(whole.max()) > room:
             raise ValueError(f"pages has room for {room} tokens of a sequence, got {int(whole.max())}")
         columns = np.arange(sizes["P"] - sinks) * self.format.page_size
-        for length, least in ((lengths, 0), (whole, -1)):
-            used = pages[:, sinks:][columns < length[:, None]]
+        for length, least in ((cached, 0), (whole, -1)):
+            used = numbers[:, sinks:][columns < length[:, None]]
             if len(used) and not least <= int(used.min()) <= int(used.max()) < self.num_pages:
                 raise ValueError(
                     f"pages must be from 0 to {self.num_pages - 1}, got {int(used.min())} to {int(used.max())}"
                 )
-            rows = pages[:, 0][length > 0]
+            rows = numbers[:, 0][length > 0]
             if sinks and len(rows) and not least <= int(rows.min()) <= int(rows.max()) < self.num_sequences:
                 raise ValueError(f"pages[:, 0] must be rows of sinks, from 0 to {self.num_sequences - 1}")
 

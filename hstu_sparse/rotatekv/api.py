@@ -264,7 +264,7 @@ def rotatekv_self_attention(
     else:
         from hstu_sparse.rotatekv.own import own_token_triton as own_token
     q, coded_k, coded_v, own = own_token(q, k, v, *coded, bias, scale, normalizer)
-    options = dict(scale=scale, normalizer=normalizer, bias=bias, plan=plan, backend=backend)
+    options: dict[str, typing.Any] = dict(scale=scale, normalizer=normalizer, bias=bias, plan=plan, backend=backend)
     return hstu_attention(q, coded_k, coded_v, seq_offsets, max_seq_len, **options) + own
 
 
@@ -432,4 +432,4 @@ def _attend(q, q_offsets, source, max_seq_len, call, chosen):
             source = launch_attention.Plain(*source)
         softmax = call.pop("activation") == "softmax"
         out, lse = launch_attention.attention(q, q_offsets, source, max_seq_len, softmax=softmax, **call)
-    return (out, lse.float()) if return_lse else out
+    return (out, typing.cast(Tensor, lse).float()) if return_lse else out

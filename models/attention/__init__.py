@@ -48,7 +48,7 @@ def attention_config(name: str) -> type[AttentionKind.Config]:
         ValueError, ImportError: as `attention_kind`.
     """
     kind = attention_kind(name)
-    return kind.Config if name in ATTENTION else _config_at(name, kind)
+    return kind.Config if name in ATTENTION else _config_at(name, kind)  # type: ignore[arg-type]  # a class is hashable
 
 
 @functools.cache
@@ -78,4 +78,4 @@ def _class_at(path: str) -> type[AttentionKind]:
 @functools.cache
 def _config_at(path: str, kind: type[AttentionKind]) -> type[AttentionKind.Config]:
     """The kind's Config with `path` as the value of `kind`, whatever the class itself declares there."""
-    return create_model(kind.Config.__name__, __base__=kind.Config, kind=(Literal[path], ...))
+    return create_model(kind.Config.__name__, __base__=kind.Config, kind=(Literal[path], ...))  # type: ignore[arg-type]

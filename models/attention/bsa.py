@@ -1,7 +1,7 @@
 """The kind `bsa`."""
 
 import logging
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import Field
@@ -63,6 +63,8 @@ class BlockSparseAttention(HSTUAttention):
             if self.block_size % self.selection_group:
                 raise ValueError(f"selection_group={self.selection_group} does not divide block_size={self.block_size}")
 
+    config: Config
+
     def __init__(self, config: Config, sizes: LayerSizes):
         super().__init__(config, sizes)
         self.gate = GateModel(sizes.attention_dim, config.gate_hidden_dim)
@@ -70,8 +72,8 @@ class BlockSparseAttention(HSTUAttention):
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c, bias = self.config, self.bias(batch)
-        lengths, options = (batch.seq_offsets, self.sizes.max_seq_len), dict(bias=bias, backend=c.backend)
-        options["block_size"] = c.block_size
+        lengths = batch.seq_offsets, self.sizes.max_seq_len
+        options: dict[str, Any] = dict(bias=bias, backend=c.backend, block_size=c.block_size)
         options["plan"] = hstu_sparse.bsa_plan(q, *lengths, once=batch.once, **options)
         out = hstu_sparse.bsa_attention(
             q,
@@ -86,4 +88,4 @@ class BlockSparseAttention(HSTUAttention):
             normalizer=self.normalizer,
             **options,
         )
-        return out, {}
+        return cast(Tensor, out), {}

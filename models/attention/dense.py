@@ -1,6 +1,6 @@
 """The kind `dense`."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -20,10 +20,12 @@ class DenseAttention(HSTUAttention):
         window_size: int = Field(0, ge=0)
         """The number of latest tokens, itself included, that a token sees; 0 for all."""
 
+    config: Config
+
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         config, bias = self.config, self.bias(batch)
-        options = dict(window_size=config.window_size, bias=bias, backend=config.backend)
-        lengths = batch.seq_offsets, self.sizes.max_seq_len
-        options["plan"] = hstu_sparse.attention_plan(q, v, *lengths, once=batch.once, **options)
-        factors = dict(scale=config.scale, normalizer=self.normalizer)
-        return hstu_sparse.hstu_attention(q, k, v, *lengths, **factors, **options), {}
+        options: dict[str, Any] = dict(window_size=config.window_size, bias=bias, backend=config.backend)
+        offsets, longest = batch.seq_offsets, self.sizes.max_seq_len
+        options["plan"] = hstu_sparse.attention_plan(q, v, offsets, longest, once=batch.once, **options)
+        options |= dict(scale=config.scale, normalizer=self.normalizer)
+        return hstu_sparse.hstu_attention(q, k, v, offsets, longest, **options), {}

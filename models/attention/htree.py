@@ -1,14 +1,14 @@
 """The kind `htree`."""
 
 import math
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field
 from torch import Tensor
 
 import hstu_sparse
 from data.batch import Batch
-from models.attention.shared import AutoCount, AutoRate, SharedKeys
+from models.attention.shared import AutoCount, AutoRate, SharedKeys, chosen
 from models.contract import AuxLoss, LayerSizes
 
 # The sequences, in tokens, from which on nodes have 16 children in place of 8, and the most nodes that are expanded.
@@ -30,7 +30,7 @@ class HierarchicalTreeAttention(SharedKeys):
         """The number of nodes that are expanded in each layer of the tree; `auto` follows from max_seq_len."""
         selection_group: AutoCount = "auto"
         """The number of neighbouring tokens that share a choice; it divides compression_rate."""
-        num_kv_heads: AutoCount | None = "auto"
+        num_kv_heads: AutoCount | None = "auto"  # type: ignore[assignment]  # auto, beside a number
         """The number of heads of keys and values, each with a choice of its own; `auto` is 1."""
         rope_base: float = Field(10000.0, gt=0)
         """The base of the rotary embedding's wavelengths."""
@@ -52,8 +52,8 @@ class HierarchicalTreeAttention(SharedKeys):
             if group == "auto":
                 group = math.gcd(rate, 16)
             kv_heads = 1 if self.num_kv_heads == "auto" else self.num_kv_heads
-            chosen = dict(compression_rate=rate, top_k=top_k, selection_group=group, num_kv_heads=kv_heads)
-            return self.model_copy(update=chosen)
+            update = dict(compression_rate=rate, top_k=top_k, selection_group=group, num_kv_heads=kv_heads)
+            return self.model_copy(update=update)
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
@@ -61,15 +61,17 @@ class HierarchicalTreeAttention(SharedKeys):
                 raise ValueError(
                     f"rope_base: RoPE turns pairs of channels, and the heads have {sizes.attention_dim}: make it even"
                 )
-            if self.compression_rate % self.selection_group:
+            if chosen(self.compression_rate) % chosen(self.selection_group):
                 rate = f"compression_rate={self.compression_rate}"
                 raise ValueError(f"selection_group={self.selection_group} does not divide {rate}")
+
+    config: Config
 
     def __init__(self, config: Config, sizes: LayerSizes):
         super().__init__(config.for_model(sizes), sizes)
 
     @classmethod
-    def kv_heads(cls, config: Config, num_heads: int) -> int:
+    def kv_heads(cls, config: Any, num_heads: int) -> int:
         return 1 if config.num_kv_heads == "auto" else super().kv_heads(config, num_heads)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
@@ -80,9 +82,9 @@ class HierarchicalTreeAttention(SharedKeys):
             v,
             batch.seq_offsets,
             self.sizes.max_seq_len,
-            compression_rate=c.compression_rate,
-            top_k=c.top_k,
-            selection_group=c.selection_group,
+            compression_rate=chosen(c.compression_rate),
+            top_k=chosen(c.top_k),
+            selection_group=chosen(c.selection_group),
             rope_base=c.rope_base,
             backend=c.backend,
         )

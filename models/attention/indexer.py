@@ -3,7 +3,7 @@
 Letters: T tokens, J heads of the indexer, E their size, R tokens that share a choice, G rows of a choice.
 """
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field
@@ -16,7 +16,7 @@ from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.indexer import MOST_CHOSEN, MOST_SHARING
 from hstu_sparse.jagged import sequence_ids
 from hstu_sparse.launch import next_power_of_2
-from models.attention.shared import AutoCount, BiasedAttention, TimeBias, new_table, relative_bias
+from models.attention.shared import AutoCount, BiasedAttention, TimeBias, chosen, new_table, relative_bias
 from models.contract import AuxLoss, LayerSizes
 
 # Entries of the indices that a dense step of warm-up makes: 4 GiB of int32, and twice as much of scores and gradients.
@@ -77,18 +77,17 @@ class IndexerAttention(BiasedAttention):
 
         def for_model(self, sizes: LayerSizes) -> Self:
             defaults = {"top_k": default_top_k, "selection_group": default_selection_group}
-            chosen = {name: make(sizes.max_seq_len) for name, make in defaults.items() if getattr(self, name) == "auto"}
-            return super().for_model(sizes).model_copy(update=chosen)
+            update = {name: make(sizes.max_seq_len) for name, make in defaults.items() if getattr(self, name) == "auto"}
+            return super().for_model(sizes).model_copy(update=update)
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
-            if self.selection_group > MOST_SHARING and self.backend != "reference":
+            top_k, group = chosen(self.top_k), chosen(self.selection_group)
+            if group > MOST_SHARING and self.backend != "reference":
+                raise ValueError(f"selection_group={group}: the kernels take up to {MOST_SHARING} tokens in a group")
+            if MOST_CHOSEN < top_k < sizes.max_seq_len and self.backend != "reference":
                 raise ValueError(
-                    f"selection_group={self.selection_group}: the kernels take up to {MOST_SHARING} tokens in a group"
-                )
-            if MOST_CHOSEN < self.top_k < sizes.max_seq_len and self.backend != "reference":
-                raise ValueError(
-                    f"top_k={self.top_k}: the kernels choose up to {MOST_CHOSEN:,} of "
+                    f"top_k={top_k}: the kernels choose up to {MOST_CHOSEN:,} of "
                     f"model.max_seq_len={sizes.max_seq_len} tokens, or all"
                 )
 
@@ -97,6 +96,8 @@ class IndexerAttention(BiasedAttention):
 
         def phase_ends(self) -> tuple[int, ...]:
             return (self.warmup_steps,)
+
+    config: Config
 
     def __init__(self, config: Config, sizes: LayerSizes):
         config = config.for_model(sizes)
@@ -110,20 +111,23 @@ class IndexerAttention(BiasedAttention):
         )
 
     @classmethod
-    def kv_heads(cls, config: Config, num_heads: int) -> int:
+    def kv_heads(cls, config: Any, num_heads: int) -> int:
         return 1
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c, offsets = self.config, batch.seq_offsets
         k, v, bias = k.squeeze(1), v.squeeze(1), self.bias(batch)
         iq, ik, w = self.index(x.detach())
-        shared = {"selection_group": c.selection_group, "backend": c.backend}
-        options = {"bias": self.index_tables(batch), **shared}
-        if batch.phase < c.warmup_steps or c.top_k >= self.sizes.max_seq_len:
-            indices = batch.once(("every index", c.selection_group), lambda: self.every_index(batch, q.device))
-            scores = hstu_sparse.index_scores(iq, ik, w, indices, offsets, **options) if self.training else None
+        top_k, group = chosen(c.top_k), chosen(c.selection_group)
+        shared: dict[str, Any] = {"selection_group": group, "backend": c.backend}
+        options: dict[str, Any] = {"bias": self.index_tables(batch), **shared}
+        scores: Any = None  # where nothing learns from them
+        if batch.phase < c.warmup_steps or top_k >= self.sizes.max_seq_len:
+            indices: Any = batch.once(("every index", group), lambda: self.every_index(batch, q.device))
+            if self.training:
+                scores = hstu_sparse.index_scores(iq, ik, w, indices, offsets, **options)
         else:
-            scores, indices = hstu_sparse.lightning_indexer(iq, ik, w, offsets, c.top_k, **options)
+            scores, indices = hstu_sparse.lightning_indexer(iq, ik, w, offsets, top_k, **options)
         out = hstu_sparse.sparse_attention(q, k, v, indices, offsets, bias=bias, **shared)
         if not self.training:
             return out, {}
@@ -142,7 +146,7 @@ class IndexerAttention(BiasedAttention):
     def every_index(self, batch: Batch, device: torch.device) -> Tensor:
         """All tokens that each query may choose: [G, longest] int32, -1 behind them."""
         # On a GPU, max_seq_len spares the host from waiting for the longest length of the batch.
-        longest, group = self.sizes.max_seq_len, self.config.selection_group
+        longest, group = self.sizes.max_seq_len, chosen(self.config.selection_group)
         if not batch.seq_offsets.is_cuda:
             longest = int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
         begins, offsets = batch.seq_offsets[:-1], batch.seq_offsets

@@ -1,6 +1,6 @@
 """The kind `ring`. Letters: T tokens, D query/key head size."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field
 from torch import Tensor
@@ -25,13 +25,13 @@ class RingAttention(SharedKeys, HSTUAttention):
         """The attention kind."""
         inner: Literal["auto", "softmax", "hstu"] = "auto"
         """The attention that is spread over devices; `auto` is `hstu` in an HSTU block, else `softmax`."""
-        scale: float | None = Field(None, gt=0)
+        scale: float | None = Field(None, gt=0)  # type: ignore[assignment]  # absent, it follows from inner
         """The factor of the products of queries and keys; absent, 1 for `hstu` and D ** -0.5 for `softmax`."""
         window_size: int = Field(0, ge=0)
         """The number of latest tokens, itself included, that a token sees; 0 for all."""
         dropout: float = Field(0.0, ge=0, lt=1)
         """The dropout of the attention weights, for `inner: softmax` only, as is num_kv_heads."""
-        backend: FlashBackend = "auto"
+        backend: FlashBackend = "auto"  # type: ignore[assignment]  # cute, beside those of hstu
         """The implementation; `cute` is FlashAttention-4, which needs the extra `cute` and `inner: softmax`."""
 
         def for_model(self, sizes: LayerSizes) -> Self:
@@ -54,17 +54,21 @@ class RingAttention(SharedKeys, HSTUAttention):
                 raise ValueError("backend=cute is for inner=softmax: take triton")
             check_flash_backend(self.backend, self.dropout)
 
+    config: Config
+
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         c, cut, offsets = self.config, batch.cut, batch.seq_offsets
         if c.inner == "softmax":
-            options = dict(scale=c.scale, causal=True, window_size=(c.window_size - 1, -1), backend=c.backend)
+            options: dict[str, Any] = dict(
+                scale=c.scale, causal=True, window_size=(c.window_size - 1, -1), backend=c.backend
+            )
             options["dropout"] = c.dropout if self.training else 0.0
             if cut is None:
-                out = hstu_sparse.flash_attention(q, k, v, offsets, **options)
+                out: Any = hstu_sparse.flash_attention(q, k, v, offsets, **options)
             else:
-                ring = dict(zigzag=True, group=cut.group, plan=cut.plan)
-                out = hstu_sparse.ring_flash_attention(q, k, v, offsets, **options, **ring)
-            return out, {}
+                options |= dict(zigzag=True, group=cut.group, plan=cut.plan)
+                out = hstu_sparse.ring_flash_attention(q, k, v, offsets, **options)
+            return cast(Tensor, out), {}
         options = dict(
             scale=1.0 if c.scale is None else c.scale,
             normalizer=self.normalizer,

@@ -1,6 +1,6 @@
 """The kind `rotatekv`."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -45,12 +45,12 @@ class RotateKVAttention(HSTUAttention):
             names = ("bits", "head_group", "quant_group", "sparsity", "sink_tokens", "clip")
             return {name: getattr(self, name) for name in names}
 
+    config: Config
+
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         config = self.config
-        options = dict(bias=self.bias(batch), backend=config.backend)
-        lengths = batch.seq_offsets, self.sizes.max_seq_len
-        options["plan"] = hstu_sparse.attention_plan(q, v, *lengths, once=batch.once, **options)
-        factors = dict(scale=config.scale, normalizer=self.normalizer)
-        return hstu_sparse.rotatekv_self_attention(
-            q, k, v, *lengths, **factors, **options, **config.cache_options()
-        ), {}
+        options: dict[str, Any] = dict(bias=self.bias(batch), backend=config.backend)
+        offsets, longest = batch.seq_offsets, self.sizes.max_seq_len
+        options["plan"] = hstu_sparse.attention_plan(q, v, offsets, longest, once=batch.once, **options)
+        options |= dict(scale=config.scale, normalizer=self.normalizer) | config.cache_options()
+        return hstu_sparse.rotatekv_self_attention(q, k, v, offsets, longest, **options), {}

@@ -4,7 +4,7 @@ Letters: N normaliser, H heads, Hkv key/value heads.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import BeforeValidator, Field
@@ -61,6 +61,13 @@ def _auto_or(least: int) -> Callable:
 # A number of at least 1 (of at least 2) that a kind's `for_model` chooses where it is `auto`.
 AutoCount = Annotated[int | Literal["auto"], BeforeValidator(_auto_or(1))]
 AutoRate = Annotated[int | Literal["auto"], BeforeValidator(_auto_or(2))]
+
+
+def chosen(value: int | Literal["auto"]) -> int:
+    """Return the number of an option that `for_model` has put in place of `auto`."""
+    if value == "auto":
+        raise ValueError("an option is still auto: for_model chooses it")
+    return value
 
 
 class BiasedAttention(AttentionKind):
@@ -127,5 +134,5 @@ class SharedKeys(AttentionKind):
                 raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide model.num_heads={sizes.num_heads}")
 
     @classmethod
-    def kv_heads(cls, config: Config, num_heads: int) -> int:
+    def kv_heads(cls, config: Any, num_heads: int) -> int:
         return config.num_kv_heads or num_heads

@@ -1,6 +1,6 @@
 """The kind `softmax`. Letters: T tokens, B sequences."""
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from pydantic import Field
@@ -36,14 +36,17 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
                 raise ValueError(f"backend={self.backend} has no position_bias and time_bias: leave it out")
             check_flash_backend(self.backend, self.dropout)
 
+    config: Config
+
     def __init__(self, config: Config, sizes: LayerSizes):
         super().__init__(config, sizes, positions=sizes.max_seq_len)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         backend = self.config.backend
         if (q.is_cuda or backend != "auto") and self.bias(batch) is None:
-            options = dict(causal=True, dropout=self.config.dropout if self.training else 0.0, backend=backend)
-            return hstu_sparse.flash_attention(q, k, v, batch.seq_offsets, **options), {}
+            dropout = self.config.dropout if self.training else 0.0
+            out = hstu_sparse.flash_attention(q, k, v, batch.seq_offsets, causal=True, dropout=dropout, backend=backend)
+            return cast(Tensor, out), {}
         return self.padded(q, k, v, batch), {}
 
     def padded(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
@@ -59,7 +62,9 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
         # Sequences start at 0, so the causal mask alone hides the padding behind them.
         mask = self.mask(batch, longest, q)
         out = F.scaled_dot_product_attention(
-            *(pad(y).transpose(1, 2) for y in (q, k, v)),
+            pad(q).transpose(1, 2),
+            pad(k).transpose(1, 2),
+            pad(v).transpose(1, 2),
             attn_mask=mask,
             dropout_p=self.config.dropout if self.training else 0.0,
             is_causal=mask is None,
@@ -77,10 +82,9 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
         distance = place[:, None] - place
         asked = seen = None
         if bias.time is not None:
-            asked, seen = (
-                jagged_to_padded(y, batch.seq_offsets, longest) for y in (bias.query_timestamps, bias.timestamps)
-            )
-            asked, seen = asked[:, :, None], seen[:, None, :]
-        added = pair_bias(bias, distance, asked, seen)
+            queries, keys = (cast(Tensor, y) for y in (bias.query_timestamps, bias.timestamps))
+            asked = jagged_to_padded(queries, batch.seq_offsets, longest)[:, :, None]
+            seen = jagged_to_padded(keys, batch.seq_offsets, longest)[:, None, :]
+        added = cast(Tensor, pair_bias(bias, distance, asked, seen))
         added = added[:, None] if added.dim() == 3 else added[None, None]
         return added.to(q.dtype).masked_fill(distance < 0, float("-inf"))

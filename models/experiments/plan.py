@@ -107,7 +107,7 @@ def _read(path: Path) -> PlanFile:
         return PlanFile.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(
-            "\n".join(f"{path}: {explain(item, PlanFile.model_fields)}" for item in error.errors())
+            "\n".join(f"{path}: {explain(dict(item), PlanFile.model_fields)}" for item in error.errors())
         ) from None
 
 
@@ -138,7 +138,7 @@ def _not_comparable(settings: dict[str, RunConfig]) -> list[str]:
     """What keeps the settings from being judged by the same events in the same way."""
     lines: list[str] = []
     judged = {name: _judged_by(config) for name, config in settings.items()}
-    first = next(iter(judged), None)
+    first = next(iter(judged), "")
     for name, options in judged.items():
         if options["data"]["protocol"] == "all":
             lines.append(f"settings.{name}: data.protocol=all holds nothing out that settings could be compared by")

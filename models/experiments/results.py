@@ -175,7 +175,8 @@ def _fill(settings: list[Setting]) -> bool:
         setting.changes = [] if setting is base else settings_differ(base.runs[0].config, setting.runs[0].config)
         for title, groups in setting.runs[0].breakdowns.items():
             setting.breakdowns[title] = {
-                group: _number(np.mean([run.breakdowns[title][group] for run in setting.runs])) for group in groups
+                group: _number(float(np.mean([run.breakdowns[title][group] for run in setting.runs])))
+                for group in groups
             }
     for name in names:
         rows = [setting.metrics[name] for setting in settings[1:]]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from data.types import shown
 from models.config import FREE, ConfigError, RunConfig, as_yaml, differences, load_config
@@ -109,7 +109,8 @@ def read_speed(out: Path, name: str) -> dict:
 
 def run_all(jobs: Iterable[Job], interrupts: Interrupts, parallel: int = 1) -> list[Failed]:
     """Runs the jobs, so many at a time; those that failed. A signal ends all of them, and what they did is saved."""
-    waiting, running, failed = list(jobs), {}, []
+    waiting, failed = list(jobs), []
+    running: dict[Any, Any] = {}
     total = len(waiting)
     try:
         while waiting or running:
@@ -206,5 +207,5 @@ def _read_json(path: Path) -> dict:
 
 def settings_differ(before: RunConfig, after: RunConfig) -> list[str]:
     """What a setting has other than another one, `train.lr: 0.001 -> 0.01`, seeds and places aside."""
-    trees = (config.model_dump(mode="json") for config in (before, after))
-    return [line for line in differences(*trees) if line.partition(":")[0] not in FREE | {"seed"}]
+    old, new = (config.model_dump(mode="json") for config in (before, after))
+    return [line for line in differences(old, new) if line.partition(":")[0] not in FREE | {"seed"}]

@@ -52,8 +52,9 @@ class Range(Strict):
 
     def has(self, value: object) -> bool:
         """Whether a draw may give this value."""
-        number = type(value) is int or (type(value) is float and not self.integers)
-        return number and self.low <= value <= self.high
+        if isinstance(value, bool) or not isinstance(value, int if self.integers else (int, float)):
+            return False
+        return self.low <= value <= self.high
 
     def encoded(self, value: Any) -> Any:
         """A value as Optuna stores it."""
@@ -61,7 +62,7 @@ class Range(Strict):
 
     def draw(self, trial: Trial, key: str) -> int | float:
         if self.integers:
-            return trial.suggest_int(key, self.low, self.high, step=int(self.step or 1), log=self.log)
+            return trial.suggest_int(key, int(self.low), int(self.high), step=int(self.step or 1), log=self.log)
         return trial.suggest_float(key, self.low, self.high, step=self.step, log=self.log)
 
 
@@ -155,9 +156,10 @@ def load_space(path: Path) -> Space:
         lines = []
         for item in error.errors():
             *_, above, _ = [None, None, *item["loc"]]
-            fields = {"range": Range, "choices": Choices, "pruning": Pruning}.get(above, Space).model_fields
+            kinds: dict[Any, type[Strict]] = {"range": Range, "choices": Choices, "pruning": Pruning}
+            fields = kinds.get(above, Space).model_fields
             place = tuple(part for part in item["loc"] if part not in ("range", "choices", "Pruning"))
-            lines.append(f"{path}: {explain(item | {'loc': place}, fields)}")
+            lines.append(f"{path}: {explain(dict(item) | {'loc': place}, fields)}")
         raise ConfigError("\n".join(lines)) from None
     errors = [
         f"{path}: space.{key}: what trials are judged by and how they are named is not searched"

@@ -48,9 +48,8 @@ def compare(ours: np.ndarray, theirs: np.ndarray, *, same_runs: bool = False) ->
         nan = float("nan")
         return Comparison(float(np.exp(center)), nan, nan, nan, error.seeds)
     half, p = error.half_width(), error.p_value(center)
-    return Comparison(
-        *(float(x) for x in (np.exp(center), np.exp(center - half), np.exp(center + half), p)), error.seeds
-    )
+    ratio, low, high = (float(np.exp(x)) for x in (center, center - half, center + half))
+    return Comparison(ratio, low, high, float(p), error.seeds)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -64,7 +64,7 @@ class Search:
 
     def values(self, trial: FrozenTrial) -> dict[str, Any]:
         """What a trial drew, by dotted key."""
-        return self.space.draw(optuna.trial.FixedTrial(trial.params))
+        return self.space.draw(cast(Any, optuna.trial.FixedTrial(trial.params)))
 
 
 @dataclass
@@ -213,8 +213,10 @@ def _follow(found: Search, one: Running, done: bool) -> bool:
     before = found.best()
     found.study.tell(one.trial, value)
     terminal.say(f"trial {one.trial.number}: {found.metric} {value:.4f}")
+    best = found.best()
+    assert best is not None  # this trial, if no other
     # Weights of the best trial alone are kept: its configuration trains them again, but that takes time.
-    for number in {one.trial.number, before.number if before else one.trial.number} - {found.best().number}:
+    for number in {one.trial.number, before.number if before else one.trial.number} - {best.number}:
         _drop_weights(found.folder(number))
     return True
 

@@ -5,10 +5,11 @@ Letters: T tokens of a rank, K negatives of a token, R rows that a rank looked u
 
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.batch import Batch
 from models.config import LossConfig
+from models.hstu import SequenceModel
 from models.losses import Share, draw_negatives, places_of
 from models.parallel.draws import Draws
 from models.parallel.ranks import Ranks
@@ -21,7 +22,7 @@ class Prepared(NamedTuple):
     inputs: Tensor | None = None
 
 
-def prepare(model: nn.Module, config: LossConfig | None, seed: int, batch: Batch, ranks: Ranks) -> Prepared:
+def prepare(model: SequenceModel, config: LossConfig | None, seed: int, batch: Batch, ranks: Ranks) -> Prepared:
     """What a rank's part of a batch needs of the others; config: of a retrieval loss, None of another task's."""
     if config is None:
         return Prepared(Share(ranks, batch.target_ids, None, batch.target_ids.new_ones(())))
@@ -31,6 +32,7 @@ def prepare(model: nn.Module, config: LossConfig | None, seed: int, batch: Batch
     pool = None
     if config.kind in ("in_batch", "mixed_negatives"):
         pool = of_the_whole(targets + 1, batch, ranks) - 1
+    assert batch.whole is not None and batch.rows is not None
     draws = Draws(seed, batch.whole.step, batch.rows)
     drawn = draw_negatives(config, num_items, targets, pool, draws.below)
     count = ranks.sum((targets >= 0).sum()).clamp(min=1)
@@ -39,5 +41,6 @@ def prepare(model: nn.Module, config: LossConfig | None, seed: int, batch: Batch
 
 def of_the_whole(x: Tensor, batch: Batch, ranks: Ranks) -> Tensor:
     """`x` [T, ...] of all ranks' tokens, in the order of the whole batch; without a gradient."""
+    assert batch.whole is not None and batch.rows is not None
     whole = x.new_zeros(batch.whole.tokens, *x.shape[1:])
     return ranks.sum(whole.index_add_(0, batch.rows, x.detach() * batch.real.view(-1, *[1] * (x.dim() - 1))))

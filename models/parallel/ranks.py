@@ -110,14 +110,15 @@ class Ranks:
         """Sums the parameters' gradients over the ranks, in place, and returns the sum of the losses."""
         if self.world == 1:
             return loss
-        parameters = [p for p in parameters if p.requires_grad]
+        gradients = []
         for p in parameters:
-            if p.grad is None:  # a rank without tokens, say
-                p.grad = torch.zeros_like(p)
-        flat = torch.cat([*(p.grad.float().flatten() for p in parameters), loss.detach().float()[None]])
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # a rank without tokens, say
+                gradients.append(p.grad)
+        flat = torch.cat([*(gradient.float().flatten() for gradient in gradients), loss.detach().float()[None]])
         dist.all_reduce(flat, group=self.group)
-        for p, total in zip(parameters, flat[:-1].split([p.numel() for p in parameters]), strict=True):
-            p.grad.copy_(total.view_as(p.grad))
+        for gradient, total in zip(gradients, flat[:-1].split([x.numel() for x in gradients]), strict=True):
+            gradient.copy_(total.view_as(gradient))
         return flat[-1]
 
     def sum(self, x: Tensor) -> Tensor:

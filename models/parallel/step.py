@@ -16,6 +16,7 @@ from models.average import WeightAverage
 from models.config import ConfigError, ModelConfig, RunConfig
 from models.contract import AuxLoss
 from models.graph import Losses, Step
+from models.hstu import SequenceModel
 from models.parallel.draws import seed_of
 from models.parallel.losses import prepare
 from models.parallel.ranks import Ranks
@@ -28,7 +29,7 @@ class Shares(nn.Module):
     The whole of a loss is one module's forward, so that DDP sees every weight that it needs.
     """
 
-    def __init__(self, config: RunConfig, model: nn.Module, ranks: Ranks):
+    def __init__(self, config: RunConfig, model: SequenceModel, ranks: Ranks):
         super().__init__()
         self.model, self.config, self.ranks, self.task = model, config, ranks, build_task(config)
 
@@ -47,7 +48,7 @@ class Shares(nn.Module):
 
 
 def build_shared_step(
-    config: RunConfig, model: nn.Module, device: torch.device, average: WeightAverage | None, ranks: Ranks
+    config: RunConfig, model: SequenceModel, device: torch.device, average: WeightAverage | None, ranks: Ranks
 ) -> tuple[torch.optim.Optimizer, Step]:
     """The optimiser, and the function that makes one step of it: as train.build_step, for this rank's part of a batch.
 
@@ -75,6 +76,7 @@ def build_shared_step(
     shares.register_comm_hook(ranks.group, summed)
 
     def step(batch: Batch) -> Losses:
+        assert batch.whole is not None
         # Dropout's masks depend on the step and the rank, so that no generator's state has to be saved.
         torch.manual_seed(seed_of(config.seed, batch.whole.step, ranks.rank))
         loss, aux = shares(ranks.cut(batch))

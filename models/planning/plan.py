@@ -13,19 +13,20 @@ import dataclasses
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import nn
 
 from data.batch import Batch
 from data.batches import Batches
 from models.average import WeightAverage
 from models.config import ParallelConfig, RunConfig
 from models.graph import padded_sequences, padded_tokens
+from models.hstu import SequenceModel
 from models.planning.imagined import imagined_gpu
 from models.planning.meter import Meter
 from models.planning.sharding import Sharded, data_ranks, shard
@@ -153,17 +154,17 @@ def _bytes(tensors) -> int:
 def _shaped(batch: Batch, tokens: int, sequences: int, values: dict[str, int]) -> Batch:
     """A batch without values like this one, of other sizes."""
     lengths = {"token": tokens, "sequence": sequences, "offsets": sequences + 1}
-    fields = {
+    fields: dict[str, Any] = {
         name: torch.empty(values[name] if layout.offsets else lengths[layout.kind], *x.shape[1:], dtype=x.dtype)
         for name, x, layout in batch._tensors()
     }
     return dataclasses.replace(batch, **fields)
 
 
-def _follow(meter: Meter, model: nn.Module, config: RunConfig) -> None:
+def _follow(meter: Meter, model: SequenceModel, config: RunConfig) -> None:
     """Counts by part: the embedding, each layer's attention by kind, the rest of the layers, the head."""
     meter.follow(model.embedding, "embedding")
-    for layer in model.layers:
+    for layer in cast(Iterable[Any], model.layers):
         meter.follow(layer, "layers without attention")
         meter.follow(layer.attention, f"attention {layer.attention.config.kind}, N = {config.model.max_seq_len:,}")
 
@@ -189,7 +190,7 @@ def _measure_step(meter: Meter, step: Callable, batch: Batch, result: Plan, last
         result.activations = {name: size for name, size in activations.most_common() if size > LIST * meter.peak}
 
 
-def _measure_evaluation(meter: Meter, data: Data, model: nn.Module, largest: Batch, phase: int) -> int:
+def _measure_evaluation(meter: Meter, data: Data, model: SequenceModel, largest: Batch, phase: int) -> int:
     """The most bytes that one batch of an evaluation takes, the model's included."""
 
     class One:
@@ -206,7 +207,7 @@ def _measure_evaluation(meter: Meter, data: Data, model: nn.Module, largest: Bat
     meter.part = "evaluation"
     meter.reset_peak()
     with contextlib.suppress(_Enough):
-        data.task.evaluate(model, One(), phase)
+        data.task.evaluate(model, cast(Batches, One()), phase)
     return meter.peak
 
 

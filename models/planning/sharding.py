@@ -46,7 +46,8 @@ def data_ranks(config: RunConfig) -> int:
 
 def shard(config: RunConfig, num_items: int, ranks: int, tokens: int, gpu_bytes: int) -> Sharded:
     """How the item table lies; tokens: T."""
-    kind, lines = config.parallel.embedding, ()
+    kind: str = config.parallel.embedding
+    lines: tuple[str, ...] = ()
     if ranks == 1:
         return Sharded("replicated", num_items, {})
     if kind == "auto":

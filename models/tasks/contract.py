@@ -17,6 +17,7 @@ from data.splits import Split, Splits
 from data.types import Dataset
 from models.config import RunConfig
 from models.contract import AuxLoss
+from models.hstu import SequenceModel
 from models.losses import Share
 from models.parallel.ranks import Ranks
 
@@ -62,7 +63,7 @@ class Task:
 
     def loss(
         self,
-        model: nn.Module,
+        model: SequenceModel,
         out: Tensor,
         batch: Batch,
         whole: Batch,
@@ -77,7 +78,7 @@ class Task:
         """
         raise NotImplementedError
 
-    def evaluate(self, model: nn.Module, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
+    def evaluate(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
         """Metrics of a split's batches, all of `config.task.metric_names()`; puts the model into evaluation mode."""
         raise NotImplementedError
 
@@ -85,7 +86,7 @@ class Task:
         """Metrics of the task's baseline on a split, which a report draws beside the model's over the epochs."""
         return {}
 
-    def judge(self, model: nn.Module, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
+    def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
         """Everything that a report says of one split, as JSON has it: the model beside a baseline, and by groups.
 
         Beside that `judged`, arrays by name that `user_values` and `breakdowns` need: what the model said of each user

@@ -3,9 +3,11 @@
 Letters: T tokens, E embedding size, A kinds of action, M scored events.
 """
 
+import functools
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.batch import Batch
+from data.batches import Batches
 from data.formats import FORMATS
 from data.ranking import RankingBatch, RankingBatches, ranking_splits
 from data.splits import Split, Splits
@@ -20,6 +23,7 @@ from data.types import Dataset, shown
 from models.config import ConfigError
 from models.contract import AuxLoss
 from models.folder import write_file
+from models.hstu import SequenceModel
 from models.losses import Share
 from models.metrics import LENGTH_EDGES
 from models.tasks import binary_metrics
@@ -76,8 +80,13 @@ class Ranking(Task):
     plotted = ("auc", "gauc")
 
     @property
+    def task(self) -> RankingConfig:
+        assert isinstance(self.config.task, RankingConfig)
+        return self.config.task
+
+    @property
     def actions(self) -> list[ActionConfig]:
-        return self.config.task.actions
+        return self.task.actions
 
     def check_data(self, dataset: Dataset) -> None:
         if dataset.actions is None:
@@ -87,10 +96,11 @@ class Ranking(Task):
     def label_table(self, dataset: Dataset) -> np.ndarray:
         """[codes, A] int8: which kinds of action each action code of the data set stands for."""
         source = FORMATS[self.config.data.format]
+        assert dataset.actions is not None
         codes = np.arange(int(dataset.actions.max()) + 1)
         texts = dataset.action_names or ()
         named = ", ".join(shown(name) for name in (source.flags or texts)[:20] if name)
-        columns = []
+        columns: list[np.ndarray] = []
         for action in self.actions:
             if action.at_least is not None and not named:
                 columns.append(codes >= action.at_least * source.action_scale)
@@ -119,11 +129,11 @@ class Ranking(Task):
         return RankingBatches(dataset, split, label_table=self.label_table(dataset), **options)
 
     def head(self) -> ActionHeads:
-        return ActionHeads(self.config.task, self.config.model.embedding_dim)
+        return ActionHeads(self.task, self.config.model.embedding_dim)
 
     def loss(
         self,
-        model: nn.Module,
+        model: SequenceModel,
         out: Tensor,
         batch: Batch,
         whole: Batch,
@@ -145,7 +155,7 @@ class Ranking(Task):
         return (weights * means).sum(), named
 
     @torch.no_grad()
-    def predictions(self, model: nn.Module, batches: RankingBatches, phase: int = sys.maxsize) -> Predictions:
+    def predictions(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> Predictions:
         """The probabilities of the actions at every scored event of a split."""
         model.eval()
         device, autocast = batches.device.type, self.config.train.autocast == "bf16"
@@ -154,17 +164,18 @@ class Ranking(Task):
             batch = batch if self.ranks is None else self.ranks.sequences(batch)
             with torch.autocast(device, torch.bfloat16, enabled=autocast):
                 out, _ = model.raw_output(replace(batch, phase=phase))
+            assert isinstance(batch, RankingBatch)
             scored = (batch.labels[:, 0] >= 0).nonzero()[:, 0]
             probabilities = model.task_head(out[scored]).sigmoid()
-            found = (batch.events[scored], probabilities.float(), batch.labels[scored] > 0)
-            parts.append(tuple(x.cpu().numpy() for x in found))
+            arrays = (batch.events[scored], probabilities.float(), batch.labels[scored] > 0)
+            parts.append(tuple(x.cpu().numpy() for x in arrays))
         if self.ranks is not None:
             parts = [part for of_rank in self.ranks.of_all(parts) for part in of_rank]
         events, probabilities, labels = (np.concatenate(x) for x in zip(*parts))
         order = np.argsort(events)
         return Predictions(events[order], probabilities[order], labels[order])
 
-    def evaluate(self, model: nn.Module, batches: RankingBatches, phase: int = sys.maxsize) -> dict[str, float]:
+    def evaluate(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
         found = self.predictions(model, batches, phase)
         return self.metrics(found.probabilities, found.labels, users_of(batches.dataset, found.events))
 
@@ -178,13 +189,13 @@ class Ranking(Task):
             return mean
         return mean | {f"{a.name}/{name}": values[name] for a, values in zip(self.actions, own) for name in values}
 
-    def judge(self, model: nn.Module, dataset: Dataset, splits: Splits, split: str, batches: RankingBatches) -> dict:
+    def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
         """Metrics of the model and of the baseline, the difference of their AUCs, curves, and by history length."""
         found = self.predictions(model, batches)
         users = users_of(dataset, found.events)
         baseline = self.baseline_probabilities(dataset, splits, found.events)
         history = found.events - dataset.user_offsets[users]
-        result = {
+        result: dict[str, Any] = {
             "split": split,
             "users": len(np.unique(users)),
             "events": len(found.events),
@@ -286,7 +297,7 @@ class Ranking(Task):
             roc.set(title=f"{name}: ROC", xlabel="false positive rate", ylabel="true positive rate")
             calibration.set(title=f"{name}: calibration", xlabel="mean prediction", ylabel="share of positives")
             files.append(f"ranking-{name}.png")
-            write_file(folder / files[-1], lambda path, figure=figure: figure.savefig(path, dpi=120, format="png"))
+            write_file(folder / files[-1], functools.partial(figure.savefig, dpi=120, format="png"))
             plt.close(figure)
         return files
 

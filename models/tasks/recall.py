@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from data.batches import Batches
 from data.options import RecallOptions
-from data.recall import RecallBatches, recall_splits
+from data.recall import RecallBatch, RecallBatches, recall_splits
 from data.splits import Split, Splits
 from data.types import Dataset
 from models.config import ConfigError
+from models.hstu import SequenceModel
 from models.retrieval import normalized_items
 from models.tasks.contract import Table, cells
 from models.tasks.retrieval import Retrieval
@@ -55,7 +55,7 @@ class Recall(Retrieval):
         return RecallBatches(dataset, split, **options)
 
     @torch.no_grad()
-    def recalls(self, model: nn.Module, batches: Batches, phase: int = sys.maxsize) -> Recalls:
+    def recalls(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> Recalls:
         """Whether each recall of a split was right: the target's score is above that of all other items."""
         model.eval()
         device, autocast = batches.device.type, self.config.train.autocast == "bf16"
@@ -68,13 +68,15 @@ class Recall(Retrieval):
             for part in recalls.split(max(1, CHUNK // len(items))):
                 scores, targets = out[part] @ items.T, batch.target_ids[part][:, None]
                 own = scores.gather(1, targets)
+                assert isinstance(batch, RecallBatch)
                 events.append(batch.events[part])
                 # Of equal scores none is the highest, and a NaN never is.
                 right.append((scores >= own).sum(1) == 1)
         where = torch.cat(events).cpu().numpy()
+        assert batches.dataset.actions is not None
         return Recalls(where, batches.dataset.actions[where], torch.cat(right).cpu().numpy())
 
-    def evaluate(self, model: nn.Module, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
+    def evaluate(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
         return metrics(self.recalls(model, batches, phase))
 
     def baseline(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, float]:
@@ -85,10 +87,10 @@ class Recall(Retrieval):
         """The accuracy of a guess among the values."""
         return 1 / (self.config.data.recall or RecallOptions()).num_values
 
-    def judge(self, model: nn.Module, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
+    def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
         """The accuracy over all recalls, at the worst distance and at each, beside that of a guess."""
         found = self.recalls(model, batches)
-        distances = {name: place for place, name in enumerate(dataset.action_names) if place}
+        distances = {name: place for place, name in enumerate(dataset.action_names or ()) if place}
         users = np.searchsorted(dataset.user_offsets, found.events, side="right") - 1
         return {
             "split": split,

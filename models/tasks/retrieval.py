@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.batch import Batch
 from data.batches import Batches
@@ -13,6 +13,7 @@ from data.splits import Split, Splits, make_splits, train_item_counts
 from data.types import Dataset, shown
 from models.config import ConfigError
 from models.contract import AuxLoss
+from models.hstu import SequenceModel
 from models.losses import Share, head_loss
 from models.metrics import (
     COUNT_EDGES,
@@ -46,7 +47,7 @@ class Retrieval(Task):
     """Every token's output is scored against the items; the target of a token is the item of the next event."""
 
     headline = ("HR@10", "NDCG@10")
-    plotted = ("HR@10", "NDCG@10", "MRR")
+    plotted: tuple[str, ...] = ("HR@10", "NDCG@10", "MRR")
 
     def check_data(self, dataset: Dataset) -> None:
         name, _, k = self.config.best_metric.partition("@")
@@ -68,7 +69,7 @@ class Retrieval(Task):
 
     def loss(
         self,
-        model: nn.Module,
+        model: SequenceModel,
         out: Tensor,
         batch: Batch,
         whole: Batch,
@@ -78,7 +79,7 @@ class Retrieval(Task):
         part = None if batch.cut is None else batch.cut.index
         return head_loss(model, self.config.loss, out, whole.target_ids, dtype, part, share)
 
-    def evaluate(self, model: nn.Module, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
+    def evaluate(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
         score = model_scorer(model, self.config.train.autocast == "bf16", self.ranks)
         at_phase = (replace(batch, phase=phase) for batch in batches.epoch(0))
         (ranks,) = rank_targets(score, at_phase, filters=[self.config.eval.filter_seen])
@@ -89,7 +90,7 @@ class Retrieval(Task):
         (ranks,) = rank_targets(score, batches.epoch(0), filters=[self.config.eval.filter_seen])
         return ranking_metrics(ranks)
 
-    def judge(self, model: nn.Module, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
+    def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
         """Metrics with and without what users saw taken out, popularity beside the model, and by history length.
 
         Also what the model's lists are like: the share of the catalogue in them, how rare their items are, and some of
@@ -98,11 +99,12 @@ class Retrieval(Task):
         config, chosen = self.config, getattr(splits, split)
         counts, main = train_item_counts(dataset, splits), self.config.eval.filter_seen
         result = {"split": split, "users": len(chosen.users), "items": dataset.num_items, "filter_seen": main}
-        scorer, lists = model_scorer(model, config.train.autocast == "bf16", self.ranks), []
+        scorer = model_scorer(model, config.train.autocast == "bf16", self.ranks)
+        lists: list[np.ndarray] = []
 
         def listed(batch: Batch) -> Scores:
             scores = scorer(batch)
-            if sum(map(len, lists)) < LISTED:
+            if sum(len(part) for part in lists) < LISTED:
                 values, items = best_items(scores, LIST_LENGTH, None if main == "none" else seen_by(main, batch))
                 lists.append(items.masked_fill(values.isinf(), -1).cpu().numpy())  # -1: nothing is left
             return scores
