@@ -104,8 +104,11 @@ def index_loss_kernel(
         queries, keys, begin = q + sequence * q_stride_b + i * q_stride_t, k + sequence * k_stride_b, row * 0
     else:
         token, begin, t, last = query_of(rows, row, G, R)
-        if R > 1:  # a row without a choice has everything masked, and its gathers read its first token
+        if R > 1:
+            # A row without a choice has everything masked. Its gathers read its sequence's first token, or the batch's:
+            # an empty sequence has none, and may begin where the batch ends.
             counts = last >= 0
+            begin = tl.where(token < 0, 0, begin)
             token, t, last = tl.maximum(token, 0), tl.maximum(t, 0), tl.maximum(last, 0)
         queries, keys = q + token * q_stride_t, k
     if valid is not None:

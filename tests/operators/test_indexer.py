@@ -466,20 +466,19 @@ def test_kernels_refuse_what_they_cannot_do():
         indexer_loss(torch.zeros(5, 200, 6), x["k"], torch.zeros(5, 2), indices, offsets, backend="triton")
 
 
-# The kernels, in the interpreter, on the lengths of EDGE_CASES; the campaign has more.
+# The kernels, in the interpreter; the campaign has more. A row without a group may begin where the batch ends.
+EDGES = ("all sequences empty", "an empty sequence in the middle", "lengths that divide nothing")
+LENGTHS = {name: EDGE_CASES[name][0] for name in EDGES} | {"an empty sequence at the end": (20, 33, 0)}
 
 
 @interpreter
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("operator", cases.OPERATORS)
-@pytest.mark.parametrize(
-    "edge", ["all sequences empty", "an empty sequence in the middle", "lengths that divide nothing"]
-)
+@pytest.mark.parametrize("edge", LENGTHS)
 def test_kernels(operator, edge, group):
     if group > 1 and operator == "compute_index_loss_sparse":
         return
-    lengths, _ = EDGE_CASES[edge]
-    long = edge == "lengths that divide nothing"
+    lengths, long = LENGTHS[edge], edge == "lengths that divide nothing"
     cases.check(
         "cpu", operator=operator, lengths=[n // 3 for n in lengths], heads=3 if long else 2, size=20 if long else 16,
         value_size=24, top_k=5, dtype="float32", position=long, time=long, exact=False, strided=long,
