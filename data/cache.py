@@ -7,7 +7,9 @@ Letters: E events, U users.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +39,9 @@ META = {
 }
 
 
+CHUNK = 1 << 24  # events that are checked at a time
+
+
 class CacheError(Exception):
     """A cache folder that is missing something or damaged."""
 
@@ -52,7 +57,7 @@ def write_cache(dataset: Dataset, folder: Path, meta: dict, stage: Callable[[str
         for column, array in _columns_of(dataset).items():
             file = temporary / f"{column}.npy"
             stage(f"writing the cache: {column}")
-            np.save(file, array, allow_pickle=False)
+            _save(file, array)
             files[column] = {"size": file.stat().st_size, "crc32": _file_crc32(file)}
         meta = {
             **meta,
@@ -73,6 +78,15 @@ def write_cache(dataset: Dataset, folder: Path, meta: dict, stage: Callable[[str
             meta["stored_features"] = [[f.entity, f.name, f.kind] for f in dataset.features]
         text = json.dumps(meta | {"crc32": _meta_crc32(meta)}, indent=1)
         (temporary / "meta.json").write_text(text, encoding="utf-8")
+
+
+def _save(file: Path, array: np.ndarray) -> None:
+    """The array as a .npy file; one that is such a file already is linked, which neither reads nor writes it."""
+    if isinstance(array, np.memmap):
+        with contextlib.suppress(OSError):  # on another disk, or one without links
+            os.link(array.filename, file)
+            return
+    np.save(file, array, allow_pickle=False)
 
 
 def read_cache(folder: Path, fingerprint: str | None = None) -> tuple[Dataset, dict]:
@@ -222,9 +236,11 @@ def _check(dataset: Dataset) -> None:
     rows = {"items": dataset.num_items, "users": dataset.num_users, "events": events}
     for number, feature in enumerate(dataset.features):
         _check_feature(f"feature-{number}", feature, rows[feature.entity])
-    falls = np.flatnonzero(dataset.timestamps[1:] < dataset.timestamps[:-1]) + 1
-    if len(falls) and not np.isin(falls, offsets).all():
-        raise CacheError("timestamps.npy: a user's events are out of order")
+    for begin in range(1, events, CHUNK):
+        times = dataset.timestamps[begin - 1 : begin - 1 + CHUNK + 1]
+        falls = np.flatnonzero(times[1:] < times[:-1]) + begin
+        if (offsets[np.searchsorted(offsets, falls)] != falls).any():
+            raise CacheError("timestamps.npy: a user's events are out of order")
 
 
 def _check_feature(file: str, feature: Feature, rows: int) -> None:

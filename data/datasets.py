@@ -13,6 +13,7 @@ from .feature_options import Features
 from .filtering import filter_dataset
 from .formats import FORMATS, with_features, with_options
 from .options import Columns, Options, RecallOptions, SyntheticOptions, parse_options
+from .partitions import MOST
 from .prepare import file_sha256, load_or_prepare
 from .raw import PLAIN, Handling
 from .recall import generate_recall
@@ -39,6 +40,7 @@ def load_dataset(
     duplicates: Literal["keep", "drop"] = "keep",
     tell: Callable[[str], None] | None = None,
     features: Features | dict | None = None,
+    partitions: int | None = None,
 ) -> Dataset:
     """Load a dataset, preparing its cache first if need be.
 
@@ -55,7 +57,8 @@ def load_dataset(
     that cannot be read end the preparation or are left out and counted. duplicates: whether events that equal an
     earlier one in every column stay. tell: gets a line now and then about what a long preparation is doing; what it
     found is in `Dataset.notes`. features: of items, users and events, see `feature_options.Features`; with a vocabulary
-    those of items are not read.
+    those of items are not read. partitions: ranges of users that are prepared one after another, where memory holds no
+    more (`partitions.py`); by default as many as that needs.
 
     Raises DataError, one line, that names the file, line, column and value where it can.
     """
@@ -72,6 +75,8 @@ def load_dataset(
     ):
         if choice not in known:
             raise DataError(f"data.{key}: expected {' or '.join(known)}, got {choice!r}")
+    if partitions is not None and not 1 <= partitions <= MOST:
+        raise DataError(f"data.partitions: expected 1 to {MOST}, got {partitions}")
     options = {"min_user_events": min_user_events, "min_item_events": min_item_events}
     fmt = with_options(format, FORMATS[format], columns, separator)
     if features is not None:
@@ -101,6 +106,6 @@ def load_dataset(
             return with_tables(filter_dataset(dataset, **options), read)
         return in_terms_of(with_tables(dataset, read), vocabulary, min_user_events)
     if vocabulary is None:
-        return load_or_prepare(format, fmt, path, cache_dir, options, handling, tell, features)
-    whole = load_or_prepare(format, fmt, path, cache_dir, None, handling, tell, features)
+        return load_or_prepare(format, fmt, path, cache_dir, options, handling, tell, features, partitions)
+    whole = load_or_prepare(format, fmt, path, cache_dir, None, handling, tell, features, partitions)
     return in_terms_of(whole, vocabulary, min_user_events)

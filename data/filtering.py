@@ -34,10 +34,7 @@ def filter_dataset(dataset: Dataset, *, min_user_events: int, min_item_events: i
     users = np.repeat(np.arange(dataset.num_users, dtype=np.int32), np.diff(dataset.user_offsets))
     index = k_core(users, dataset.items, min_user_events, min_item_events)
     if not len(index):
-        raise DataError(
-            f"{dataset.name}: no event is left with min_user_events={min_user_events} and "
-            f"min_item_events={min_item_events}; lower them"
-        )
+        raise nothing_left(dataset.name, min_user_events, min_item_events)
     user_events = np.bincount(users[index], minlength=dataset.num_users)
     item_events = np.bincount(dataset.items[index], minlength=dataset.num_items)
     new_item = np.cumsum(item_events > 0, dtype=np.int64) - 1
@@ -53,6 +50,13 @@ def filter_dataset(dataset: Dataset, *, min_user_events: int, min_item_events: i
         events_fingerprint=None,  # the filter's options are not in it
         features=taken(dataset.features, np.flatnonzero(item_events), np.flatnonzero(user_events), index),
         fingerprint=hashlib.sha256(key.encode()).hexdigest(),
+    )
+
+
+def nothing_left(name: str, min_user_events: int, min_item_events: int) -> DataError:
+    return DataError(
+        f"{name}: no event is left with min_user_events={min_user_events} and min_item_events={min_item_events}; "
+        "lower them"
     )
 
 

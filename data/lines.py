@@ -46,14 +46,20 @@ def first_line(source: RawFile, fmt: RawFormat) -> bytes:
     return line
 
 
-def blocks(source: RawFile, fmt: RawFormat, size: int) -> Iterator[tuple[int, bytes]]:
+def blocks(
+    source: RawFile, fmt: RawFormat, size: int, begin: tuple[int, int] | None = None
+) -> Iterator[tuple[int, bytes]]:
     """(number of its first line, whole rows), some `size` bytes at a time, the header left out.
 
-    DataError for a row that is longer than the format allows.
+    begin: (byte, number) of the line to begin with, in place of the first row. DataError for a row that is longer than
+    the format allows.
     """
     with open(source.path, "rb") as f:
         line = 1
-        if fmt.header:
+        if begin is not None:
+            f.seek(begin[0])
+            line = begin[1]
+        elif fmt.header:
             f.readline()
             line = 2
         rest = b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 from . import times
 from .bad_rows import BadRows
@@ -23,7 +24,33 @@ def read_parquet(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readin
     readings: those of the files before, whose times must be of the same kind. Bad rows go to `bad`; DataError for what
     leaves nothing to read.
     """
-    raw = _read(source, fmt)
+    frame, readings = _readable(source, _read(source, fmt), fmt, bad, readings)
+    bad.check(source.name)
+    return frame, readings, []
+
+
+def parquet_pieces(
+    source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None, size: int, begin: tuple[int, int] | None
+) -> Iterator[tuple]:
+    """A file in pieces of `size` / 64 rows, SAMPLE at least: (polars frame, readings, notes, where the next begins).
+
+    begin: (0, a row's number), as it was given; None is the first row. Otherwise as `read_parquet`, but for
+    `bad.check`.
+    """
+    first, rows = 0 if begin is None else begin[1], max(SAMPLE, size // 64)
+    while True:
+        raw = _read(source, fmt, first, rows)
+        if not raw.height and first:
+            return
+        frame, readings = _readable(source, raw, fmt, bad, readings, first)
+        first += raw.height
+        yield frame, readings, [], (0, first)
+        if raw.height < rows:
+            return
+
+
+def _readable(source: RawFile, raw, fmt: RawFormat, bad: BadRows, readings: Readings | None, first: int = 0):
+    """(the good rows of some rows, the first of which has the number `first`; the readings)."""
     time = raw["timestamp"].dtype if "timestamp" in raw.columns else None
     frame = raw.select(_as_read(source, role, raw[role].dtype, fmt) for role in raw.columns)
     if readings is None:
@@ -36,14 +63,16 @@ def read_parquet(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readin
     good = frame.select(pl.all_horizontal(*checks(frame, fmt, readings).values())).to_series()
     if not good.all():
         rows = (~good).arg_true()
-        bad.add(len(rows), [_problem(source, row, raw, frame, fmt, readings) for row in rows.head(bad.room)])
+        bad.add(len(rows), [_problem(source, row, raw, frame, fmt, readings, first) for row in rows.head(bad.room)])
         frame = frame.filter(good)
-    bad.check(source.name)
-    return finish(frame, fmt), readings, []
+    return finish(frame, fmt), readings
 
 
-def _read(source: RawFile, fmt: RawFormat):
-    """The wanted columns as they are, named by their roles; DataError for a file that cannot be read."""
+def _read(source: RawFile, fmt: RawFormat, first: int = 0, rows: int | None = None):
+    """The wanted columns as they are, named by their roles; DataError for a file that cannot be read.
+
+    rows: how many, from row number `first` on; None is all.
+    """
     import polars as pl
 
     # A datetime is a moment whatever its zone is called, also where polars does not know the zone ("+05:30").
@@ -54,12 +83,17 @@ def _read(source: RawFile, fmt: RawFormat):
         names = list(schema)
         require_columns(source, fmt, names)
         with literal(source.path) as file:
-            rows = pl.scan_parquet(file).select(pl.len()).collect().item()
-        require_memory(rows * 8 * (2 + 2 * len(fmt.columns)), f"{source.name} says that it has {rows:,} rows; they")
+            height = pl.scan_parquet(file).select(pl.len()).collect().item()
+        if rows is None:
+            require_memory(memory_of(height, fmt), f"{source.name} says that it has {height:,} rows; they")
         # By their places: a name of the user's is a pattern to polars where it looks like one.
         with literal(source.path) as file:
             places = [names.index(str(column)) for column in fmt.columns.values()]
-            frame = pl.read_parquet(file, columns=sorted(places), hive_partitioning=False, glob=False)
+            if rows is None:
+                frame = pl.read_parquet(file, columns=sorted(places), hive_partitioning=False, glob=False)
+            else:
+                scan = pl.scan_parquet(file, hive_partitioning=False, glob=False).select(pl.nth(sorted(places)))
+                frame = scan.slice(first, rows).collect()
     except DataError:
         raise
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ValueError) as error:
@@ -129,7 +163,12 @@ def _nanoseconds(value, kind):
     return pl.when(value.is_between(-most, most)).then(value) * each
 
 
-def _problem(source: RawFile, row: int, raw, frame, fmt: RawFormat, readings: Readings) -> str:
+def memory_of(rows: int, fmt: RawFormat) -> int:
+    """Bytes that it takes to read so many rows at once."""
+    return rows * 8 * (2 + 2 * len(fmt.columns))
+
+
+def _problem(source: RawFile, row: int, raw, frame, fmt: RawFormat, readings: Readings, first: int) -> str:
     for role, good in checks(frame, fmt, readings).items():
         if frame[row].select(good).item():
             continue
@@ -140,5 +179,5 @@ def _problem(source: RawFile, row: int, raw, frame, fmt: RawFormat, readings: Re
         number = value if role == "timestamp" and isinstance(value, (int, float)) else None
         text = "" if original is None else str(original)
         what = problem(role, text, fmt, readings, number) or "cannot be read"
-        return f"{source.name} row {row + 1}, column {fmt.columns[role]}: {what}"
-    return f"{source.name} row {row + 1}: cannot be read"
+        return f"{source.name} row {first + row + 1}, column {fmt.columns[role]}: {what}"
+    return f"{source.name} row {first + row + 1}: cannot be read"

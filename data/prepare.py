@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from .feature_files import FeatureSource, find_tables, read_tables, with_tables
 from .feature_options import Features
 from .filtering import filter_dataset
 from .formats import RawFormat
+from .partitions import read_in_partitions
 from .progress import Progress, interruptible
 from .raw import PLAIN, Handling, read_raw
 from .sources import RawFile, check_source, find_sources, literal, local_path
@@ -37,12 +39,14 @@ def load_or_prepare(
     handling: Handling = PLAIN,
     tell: Callable[[str], None] | None = None,
     features: Features | None = None,
+    partitions: int | None = None,
 ) -> Dataset:
     """Open the cache of this source and these options; make it first if it is missing or damaged.
 
     Without a `cache_dir` the source is prepared in memory and nothing is written. options: of `filter_dataset`; None
     takes a given cache with whichever it has, and whichever features. features: of items, users and events. tell: is
-    told now and then what is being done. Ctrl-C ends a preparation within a second and leaves no cache that is not
+    told now and then what is being done. partitions: ranges of users that a preparation works on one after another;
+    None is 1, or as many as memory asks for. Ctrl-C ends a preparation within a second and leaves no cache that is not
     whole.
     """
     cache_dir = None if cache_dir is None else local_path(cache_dir, "data.cache_dir")
@@ -56,7 +60,7 @@ def load_or_prepare(
     place: list[Path] = []
 
     def work() -> Dataset:
-        return _prepare(name, fmt, sources, tables, cache_dir, recipe, handling, progress, place)
+        return _prepare(name, fmt, sources, tables, cache_dir, recipe, handling, progress, place, partitions)
 
     def clean() -> None:
         for folder in place:
@@ -106,6 +110,7 @@ def _prepare(
     handling: Handling,
     progress: Progress,
     place: list[Path],
+    partitions: int | None,
 ) -> Dataset:
     """`load_or_prepare`, once the files are known; `place` gets what it leaves temporary folders beside."""
     try:
@@ -120,11 +125,23 @@ def _prepare(
         if folder is not None and (cached := _open(folder, fingerprint)) is not None:
             return cached
         place += [(cache_dir or Path(tempfile.gettempdir())) / "unpacked", *([folder] if folder else [])]
-        dataset = read_raw(name, fmt, sources, fingerprint, handling, cache_dir, progress)
-        # Before the filter: an item that it drops is no unknown one.
-        read = read_tables(tables, dataset, handling.on_bad_row == "drop", cache_dir, progress.stage)
-        progress.stage("filtering")
-        dataset = filter_dataset(dataset, **recipe["options"])
+        dataset, read = None, []
+        parts = None if folder is None else folder.with_name(f"{folder.name}.partitions")
+        if partitions != 1 and parts is not None and not tables and not fmt.features:
+            arguments = name, fmt, sources, fingerprint, handling, recipe["options"], parts, partitions, progress
+            try:
+                dataset = read_in_partitions(*arguments)
+            except DataError:
+                shutil.rmtree(parts, ignore_errors=True)
+                raise
+        elif partitions not in (None, 1):
+            raise DataError("data.partitions: needs data.cache_dir, and cannot be had with data.features")
+        if dataset is None:
+            dataset = read_raw(name, fmt, sources, fingerprint, handling, cache_dir, progress)
+            # Before the filter: an item that it drops is no unknown one.
+            read = read_tables(tables, dataset, handling.on_bad_row == "drop", cache_dir, progress.stage)
+            progress.stage("filtering")
+            dataset = filter_dataset(dataset, **recipe["options"])
         if [check_source(source, of) for source, of in every] != before:
             raise DataError(f"{sources[0].name}: the source changed while it was being read; try again")
     except OSError as error:
@@ -141,6 +158,7 @@ def _prepare(
         return dataset
     try:
         write_cache(dataset, folder, {**recipe, "sources": [str(s.path) for s in sources]}, progress.stage)
+        shutil.rmtree(parts, ignore_errors=True)
         return read_cache(folder, fingerprint)[0]
     except OSError as error:
         raise DataError(f"{shown(cache_dir, 200)}: cannot write the cache: {error.strerror or error}") from error

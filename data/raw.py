@@ -65,28 +65,27 @@ def read_raw(
     with unpacked(sources, scratch) as files:
         frame, readings, bad, notes = _read_all(fmt, files, handling, progress)
     if frame.height == 0:
-        dropped = f" but {bad.count:,} bad rows" if bad.count else ""
-        raise DataError(f"{first.name}: no events in the file{dropped}")
+        raise no_events(first, bad.count)
     if bad.count:
         notes.append(bad.note())
     if handling.duplicates == "drop":
-        if not fmt.has_timestamps:
-            raise DataError("data.duplicates=drop needs timestamps: without them a repetition is an event of its own")
+        refuse_duplicates(fmt)
         height = frame.height
         frame = frame.unique(keep="first", maintain_order=True)
-        notes.append(f"{height - frame.height:,} events equal to an earlier one were left out (data.duplicates: drop)")
+        notes.append(duplicates_note(height - frame.height))
 
     progress.stage(f"numbering the ids of {frame.height:,} events")
     action_names = None
     if "action" in frame.columns and frame["action"].dtype == pl.String:
-        frame, action_names = _number_actions(frame, first)
+        texts = texts_of_actions(frame["action"].value_counts(name="count"), first)
+        frame, action_names = frame.with_columns(codes_of_actions(texts)), tuple(texts.to_list())
     elif fmt.action_codes is not None:
         action_names = names_of(fmt.action_codes)
     if action_names:
-        codes = [f"{shown(text)} {code}" for code, text in enumerate(action_names[:NOTED_ACTIONS]) if text]
-        notes.append(f"{ACTION_CODES}{', '.join(codes)}{', ...' if len(action_names) > len(codes) else ''}")
-    user_ids, users = _number(frame["user"], first, "user")
-    item_ids, items = _number(frame["item"], first, "item")
+        notes.append(note_of_actions(action_names))
+    known_users, known_items = Ids(frame["user"], first, "user"), Ids(frame["item"], first, "item")
+    users, items = known_users.codes(frame["user"]), known_items.codes(frame["item"])
+    user_ids, item_ids = known_users.values, known_items.values
     columns = {"user": users, "item": items}
     columns |= {role: frame[role] for role in ("timestamp", "action", *fmt.features) if role in frame.columns}
     frame = pl.DataFrame(columns)
@@ -100,7 +99,7 @@ def read_raw(
     else:
         timestamps = np.zeros(frame.height, np.int64)
     return Dataset(
-        name=_name(first, fmt) if fmt.own_columns or name in ("lines", "sequences", "amazon") else name,
+        name=name_of(name, fmt, first),
         items=frame["item"].to_numpy(),
         timestamps=timestamps,
         actions=frame["action"].to_numpy() if "action" in frame.columns else None,
@@ -115,6 +114,21 @@ def read_raw(
             features_of("events", name, kind, frame[role], first.name) for role, (kind, name) in fmt.features.items()
         ),
     )
+
+
+def no_events(first: RawFile, bad: int) -> DataError:
+    """The error of a source without good rows, of which `bad` are bad ones."""
+    return DataError(f"{first.name}: no events in the file{f' but {bad:,} bad rows' if bad else ''}")
+
+
+def refuse_duplicates(fmt: RawFormat) -> None:
+    """DataError where data.duplicates=drop makes no sense."""
+    if not fmt.has_timestamps:
+        raise DataError("data.duplicates=drop needs timestamps: without them a repetition is an event of its own")
+
+
+def duplicates_note(count: int) -> str:
+    return f"{count:,} events equal to an earlier one were left out (data.duplicates: drop)"
 
 
 def _read_all(fmt: RawFormat, files: list[RawFile], handling: Handling, progress: Progress):
@@ -137,20 +151,24 @@ def _read_all(fmt: RawFormat, files: list[RawFile], handling: Handling, progress
             pl.exceptions.PanicException
         ) as error:  # of a changed file, say: no Exception, which would end in a trace
             raise DataError(f"{file.name}: cannot be read: {shown(str(error).strip(), 200)}") from None
-        if before is not None and before.time.unit != readings.time.unit:
-            raise DataError(
-                f"{file.name}: times in {NAMES[readings.time.unit]}, in {files[0].name} they are in "
-                f"{NAMES[before.time.unit]}"
-            )
+        check_unit(file, files[0], before, readings)
         rows += frame.height
         frames.append(frame)
         notes += [note for note in told if note not in notes]
     if fmt.own_columns and fmt.has_timestamps:
-        notes.append(_time_note(fmt, readings))
-    return pl.concat(_alike(frames, files)), readings, bad, notes
+        notes.append(time_note(fmt, readings))
+    return pl.concat(alike(frames, files)), readings, bad, notes
 
 
-def _alike(frames: list, files: list[RawFile]) -> list:
+def check_unit(file: RawFile, first: RawFile, before: Readings | None, readings: Readings) -> None:
+    """DataError where a file's times are in another unit than those of the files before."""
+    if before is not None and before.time.unit != readings.time.unit:
+        raise DataError(
+            f"{file.name}: times in {NAMES[readings.time.unit]}, in {first.name} they are in {NAMES[before.time.unit]}"
+        )
+
+
+def alike(frames: list, files: list[RawFile]) -> list:
     """The frames with ids as text in all where one has text, and times of one type; DataError where that cannot be."""
     import polars as pl
 
@@ -172,7 +190,7 @@ def _alike(frames: list, files: list[RawFile]) -> list:
     return frames
 
 
-def _time_note(fmt: RawFormat, readings: Readings) -> str:
+def time_note(fmt: RawFormat, readings: Readings) -> str:
     reading, column = readings.time, fmt.columns["timestamp"]
     if reading.kind in ("integer", "decimal"):
         told = "" if fmt.timestamp_unit else ", told from the values"
@@ -181,19 +199,27 @@ def _time_note(fmt: RawFormat, readings: Readings) -> str:
     return f"times ({shown(column)}) are {text}; without a zone they are taken for UTC"
 
 
-def _number_actions(frame, first: RawFile):
-    """(the frame with codes in order of frequency in place of the actions' text, the text of each code)."""
-    import polars as pl
-
-    counts = frame["action"].value_counts(name="count").sort(["count", "action"], descending=[True, False])
+def texts_of_actions(counts, first: RawFile):
+    """The text of each code, the most frequent first, of a polars frame of texts (`action`) and their `count`."""
+    counts = counts.sort(["count", "action"], descending=[True, False])
     if counts.height > MOST_TEXT_ACTIONS:
         raise DataError(
             f"{first.name}: {counts.height:,} different texts as actions, at most {MOST_TEXT_ACTIONS:,} are supported: "
             "is this the action's column?"
         )
-    texts = counts["action"]
-    codes = pl.Series(np.arange(len(texts), dtype=np.int32))
-    return frame.with_columns(pl.col("action").replace_strict(texts, codes)), tuple(texts.to_list())
+    return counts["action"]
+
+
+def codes_of_actions(texts):
+    """The expression that gives the actions' texts their codes."""
+    import polars as pl
+
+    return pl.col("action").replace_strict(texts, pl.Series(np.arange(len(texts), dtype=np.int32)))
+
+
+def note_of_actions(names: tuple[str, ...]) -> str:
+    codes = [f"{shown(text)} {code}" for code, text in enumerate(names[:NOTED_ACTIONS]) if text]
+    return f"{ACTION_CODES}{', '.join(codes)}{', ...' if len(names) > len(codes) else ''}"
 
 
 def names_of(codes: dict[str, int]) -> tuple[str, ...] | None:
@@ -207,28 +233,43 @@ def names_of(codes: dict[str, int]) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def _name(first: RawFile, fmt: RawFormat) -> str:
-    """The file's name without its endings."""
+def name_of(name: str, fmt: RawFormat, first: RawFile) -> str:
+    """What a data set is called: its format, or the file without its endings where the format is no data set's."""
+    if not fmt.own_columns and name not in ("lines", "sequences", "amazon"):
+        return name
     stem = Path(first.name).name
     for end in (".gz", ".zst"):
         stem = stem.removesuffix(end)
     return Path(stem).stem
 
 
-def _number(ids, first: RawFile, role: str):
-    """Original ids (Series) -> (distinct ids ascending, numpy int64 or str; codes, Series of int32)."""
-    import polars as pl
+class Ids:
+    """Original ids (a polars Series, each once or more), numbered in ascending order.
 
-    distinct = ids.unique().sort()
-    if len(distinct) >= 2**31:
-        raise DataError(f"{first.name}: {len(distinct)} distinct {role} ids, at most 2147483647 are supported")
-    if distinct.dtype == pl.String:
-        as_int = distinct.cast(pl.Int64, strict=False)
-        # "007" and "7" are different ids: numbers only if no id changes when written back.
-        if as_int.null_count() or not (as_int.cast(pl.String) == distinct).all():
-            codes = ids.cast(pl.Enum(distinct)).to_physical().cast(pl.Int32)
-            return distinct.to_numpy().astype(np.str_), codes
-        ids, distinct = ids.cast(pl.Int64), as_int.sort()
-    values = distinct.to_numpy()
-    codes = np.searchsorted(values, ids.to_numpy()).astype(np.int32)
-    return values.astype(np.int64), pl.Series(codes)
+    values: [n] numpy int64 or str, the id of each number.
+    """
+
+    def __init__(self, ids, first: RawFile, role: str):
+        import polars as pl
+
+        distinct = ids.unique().sort()
+        if len(distinct) >= 2**31:
+            raise DataError(f"{first.name}: {len(distinct)} distinct {role} ids, at most 2147483647 are supported")
+        self._text = None
+        if distinct.dtype == pl.String:
+            as_int = distinct.cast(pl.Int64, strict=False)
+            # "007" and "7" are different ids: numbers only if no id changes when written back.
+            if as_int.null_count() or not (as_int.cast(pl.String) == distinct).all():
+                self._text = pl.Enum(distinct)
+                self.values = distinct.to_numpy().astype(np.str_)
+                return
+            distinct = as_int.sort()
+        self.values = distinct.to_numpy().astype(np.int64)
+
+    def codes(self, ids):
+        """The numbers of ids, a polars Series of int32."""
+        import polars as pl
+
+        if self._text is not None:
+            return ids.cast(self._text).to_physical().cast(pl.Int32)
+        return pl.Series(np.searchsorted(self.values, ids.cast(pl.Int64).to_numpy()).astype(np.int32))

@@ -7,6 +7,7 @@ block by block and value by value.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from .bad_rows import BadRows
@@ -50,6 +51,41 @@ def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings 
         raise DataError(f"{source.name}: cannot be read")  # the parser and the search for bad rows do not agree
     bad.check(source.name)
     return finish(with_lists(frame, fmt), fmt), readings, notes
+
+
+def text_pieces(
+    source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None, size: int, begin: tuple[int, int] | None
+) -> Iterator[tuple]:
+    """A file in pieces of some `size` bytes: (polars frame, the readings, what to say of them, where the next begins).
+
+    begin: where a piece began, as it was given; None is the first row. Otherwise as `read_text`, but for `bad.check`.
+    """
+    fmt, notes = with_separator(source, fmt)
+    names = read_header(source, fmt) if fmt.header else list(range(fmt.width or len(fmt.columns)))
+    require_columns(source, fmt, names)
+    readings = readings or _readings(source, fmt, names)
+    place = len(first_line(source, fmt)) if fmt.header else 0
+    for line, data in blocks(source, fmt, size, begin):
+        place = begin[0] if begin is not None else place
+        frame = _strictly(data, fmt, names, readings)
+        if frame is None:
+            frame = _good_rows(source, line, data, fmt, names, readings, bad)
+        begin = place + len(data), line + data.count(b"\n")
+        yield finish(with_lists(frame, fmt), fmt), readings, notes, begin
+
+
+def _strictly(data: bytes, fmt: RawFormat, names: list, readings: Readings):
+    """The rows of a block, or None where one of them is bad."""
+    import polars as pl
+
+    shape = Shape(data, fmt, len(names))
+    if len(shape.wrong) or shape.misquoted:
+        return None
+    try:
+        frame = typed(_parse(data, fmt, names, readings), fmt, readings)
+    except pl.exceptions.PolarsError:
+        return None
+    return frame if frame.height == len(shape.ends) and is_valid(frame, fmt, readings) else None
 
 
 def with_separator(source: RawFile, fmt: RawFormat) -> tuple[RawFormat, list[str]]:
@@ -137,39 +173,51 @@ def is_valid(frame, fmt: RawFormat, readings: Readings) -> bool:
 
 def _read_in_blocks(source: RawFile, fmt: RawFormat, names: list, readings: Readings, bad: BadRows):
     """The good rows of a file; the bad ones go to `bad`."""
+    import polars as pl
+
+    frames = [
+        _good_rows(source, line, data, fmt, names, readings, bad) for line, data in blocks(source, fmt, SEARCH_BLOCK)
+    ]
+    return pl.concat(frames or [_no_rows(fmt, readings)])
+
+
+def _no_rows(fmt: RawFormat, readings: Readings):
+    import polars as pl
+
+    return typed(pl.DataFrame(schema=dict.fromkeys(wanted(fmt), pl.String)), fmt, readings)
+
+
+def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: list, readings: Readings, bad: BadRows):
+    """The good rows of a block, whose first line has the number `line`; the bad ones go to `bad`."""
     import numpy as np
     import polars as pl
 
-    frames = []
-    for line, data in blocks(source, fmt, SEARCH_BLOCK):
-        shape = Shape(data, fmt, len(names))
-        order = shape.wrong if shape.misquoted is None else shape.wrong[shape.wrong < shape.misquoted[0]]
-        misshapen = set(order.tolist())
-        if not fmt.other_text and not _is_text(data):  # in whichever column
-            rows = range(len(shape.ends))
-            order = np.union1d(order, [row for row in rows if not _is_text(shape.row(row))]).astype(np.int64)
-        left = np.setdiff1d(np.arange(len(shape.ends)), order)
-        if not shape.misquoted and len(left):
-            frame = _parse(shape.without(order), fmt, names, None)
-            if frame.height != len(left):
-                raise DataError(f"{source.name} line {line}: cannot be read: rows are not where they seem to be")
-            frame = typed(frame, fmt, readings)
-            good = frame.select(pl.all_horizontal(*checks(frame, fmt, readings).values())).to_series()
-            frames.append(frame.filter(good))
-            order = np.union1d(order, left[~good.to_numpy()])
-        told: list[str] = []
-        for row in order.tolist():
-            if len(told) == bad.room:
-                break
-            what = f": {shape.problem(row)}" if row in misshapen else _problem(shape.row(row), fmt, names, readings)
-            told.append(f"{source.name} line {line + shape.lines_before(row)}{what}")
-        bad.add(len(order), told)
-        if shape.misquoted:
-            row, what = shape.misquoted
-            bad.stop(f"{source.name} line {line + shape.lines_before(row)}: {what}")
-    if not frames:
-        frames.append(typed(pl.DataFrame(schema=dict.fromkeys(wanted(fmt), pl.String)), fmt, readings))
-    return pl.concat(frames)
+    shape, found = Shape(data, fmt, len(names)), _no_rows(fmt, readings)
+    order = shape.wrong if shape.misquoted is None else shape.wrong[shape.wrong < shape.misquoted[0]]
+    misshapen = set(order.tolist())
+    if not fmt.other_text and not _is_text(data):  # in whichever column
+        rows = range(len(shape.ends))
+        order = np.union1d(order, [row for row in rows if not _is_text(shape.row(row))]).astype(np.int64)
+    left = np.setdiff1d(np.arange(len(shape.ends)), order)
+    if not shape.misquoted and len(left):
+        frame = _parse(shape.without(order), fmt, names, None)
+        if frame.height != len(left):
+            raise DataError(f"{source.name} line {line}: cannot be read: rows are not where they seem to be")
+        frame = typed(frame, fmt, readings)
+        good = frame.select(pl.all_horizontal(*checks(frame, fmt, readings).values())).to_series()
+        found = frame.filter(good)
+        order = np.union1d(order, left[~good.to_numpy()])
+    told: list[str] = []
+    for row in order.tolist():
+        if len(told) == bad.room:
+            break
+        what = f": {shape.problem(row)}" if row in misshapen else _problem(shape.row(row), fmt, names, readings)
+        told.append(f"{source.name} line {line + shape.lines_before(row)}{what}")
+    bad.add(len(order), told)
+    if shape.misquoted:
+        row, what = shape.misquoted
+        bad.stop(f"{source.name} line {line + shape.lines_before(row)}: {what}")
+    return found
 
 
 def _problem(row: bytes, fmt: RawFormat, names: list, readings: Readings) -> str:

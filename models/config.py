@@ -72,6 +72,9 @@ class DataConfig(Strict):
     """Whether a row that cannot be read stops the preparation or is left out and reported."""
     duplicates: Literal["keep", "drop"] = "keep"
     """Whether events that equal an earlier one in user, item, time and action stay."""
+    partitions: int | None = Field(None, ge=1, le=4096)
+    """The number of ranges of users that are prepared one after another, so that memory need not hold all events;
+    absent, one where all fit. The result is the same."""
     columns: Columns | None = None
     """The columns of a csv or parquet file."""
     synthetic: SyntheticOptions | None = None
@@ -533,7 +536,7 @@ def as_yaml(config: RunConfig) -> str:
 FREE = {"name", "run_dir", "device", "threads", "data.path", "data.cache_dir", "train.checkpoint_seconds"}
 FREE |= {"train.tracking"}
 FREE |= {"data.features.items.path", "data.features.users.path"}
-FREE |= {"eval.batch_size"}
+FREE |= {"eval.batch_size", "data.partitions"}
 FREE |= {"parallel.data", "parallel.embedding", "parallel.context", "parallel.balance"}
 
 

@@ -136,6 +136,7 @@ def load_data(config: RunConfig, **others) -> Dataset:
         "on_bad_row": c.on_bad_row,
         "duplicates": c.duplicates,
         "features": c.features,
+        "partitions": c.partitions,
         "tell": terminal.say,
     }
     return load_dataset(**options | others)
