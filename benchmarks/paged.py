@@ -4,8 +4,8 @@
     python benchmarks/run.py --op paged --lengths 4096 --queries 1 --only bf16,2bit
     python benchmarks/run.py --op paged --lengths 4096 --queries 1 --splits 1,2,3,4,6,8 --warps 2,4 --stages 2,3
 
---splits, --warps and --stages time the candidates also with a history in so many parts, and with programs of so many
-warps and stages, in place of what the library chooses.
+--splits, --warps, --stages, --rows and --positions time the candidates with a history in so many parts, and with
+programs of so many warps and stages, rows of queries and positions a tile, in place of what the library chooses.
 
 Every record says in `bound_ms` what reading the pages, or the products, take at least on an H200 (4.8 TB/s, 989
 TFLOP/s).
@@ -21,7 +21,8 @@ import torch
 from run import Case
 
 SINKS, CLIP = 4, 0.75
-TRIED = "splits", "warps", "stages"
+TRIED = "splits", "warps", "stages", "rows", "positions"
+OPTIONS = dict(warps="num_warps", stages="num_stages", rows="BQ", positions="R")  # what Triton or the kernel calls them
 BYTES_A_SECOND, FLOPS_A_SECOND = 4.8e12, 989e12
 FORMATS = {"bf16": {}, "2bit": dict(bits=2, sink_tokens=SINKS, clip=CLIP), "4bit": dict(bits=4, sink_tokens=SINKS)}
 
@@ -114,7 +115,7 @@ def run_paged(tried, *arguments):
         return with_replay(call)
 
     def changed():
-        with launched_with(**{dict(warps="num_warps", stages="num_stages").get(k, k): x for k, x in tried.items()}):
+        with launched_with(**{OPTIONS.get(name, name): x for name, x in tried.items()}):
             return call()
 
     return with_replay(changed)
