@@ -21,7 +21,12 @@ from models import command
 from models.keys import sections
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "configs" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 BLOCK = re.compile(r"^```(sh|python|yaml)(?: title=\"(.+?)\")?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^(?: {4,}|\t).*\n)+", re.MULTILINE)
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -242,6 +247,21 @@ def run_blocks(page: str, folder: Path) -> None:
             text=True,
         )
         assert done.returncode == 0, f"{page}:\n{text}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the page calls curl")
+def test_readme_runs(checkout):
+    for language, _, text in BLOCK.findall((ROOT / "docs" / "getting_started.md").read_text()):
+        if language == "python" and "orders.csv" in text:
+            subprocess.run([sys.executable, "-c", text], cwd=checkout, check=True)
+    run_blocks("README.md", checkout)
+    assert (checkout / "next.csv").exists() and (checkout / "compared" / "report.html").exists()
+
+
+def test_every_config_says_whether_it_was_run():
+    names = {name for span in SPAN.findall((ROOT / "configs" / "README.md").read_text()) for name in spread(span)}
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} <= names
 
 
 @pytest.mark.slow
