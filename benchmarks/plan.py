@@ -24,6 +24,7 @@ import train
 from benchmarks.figures import RESULTS
 from models.config import load_config
 from models.folder import commit
+from models.parallel.ranks import Ranks
 from models.planning.plan import plan, tokens_of_batches
 from models.report import environment
 from models.run import build_model, open_data
@@ -49,7 +50,7 @@ def measure(options) -> dict:
     epoch = int(np.argmax([one.max() for one in counts]))
     model = build_model(config, data.vocabulary, data.device).train()
     _, step = train.build_step(config, model, data.device)
-    batches = train.train_batches(config, data)
+    batches = train.train_batches(config, data, Ranks(config))
     for number, batch in enumerate(batches.epoch(0)):
         if number == STEPS:
             break

@@ -35,6 +35,7 @@ from models import run
 from models.attention import SoftmaxAttention
 from models.config import RunConfig, load_config
 from models.folder import write_file
+from models.parallel.ranks import Ranks
 from models.report import environment
 from models.run import build_model, open_data
 
@@ -110,7 +111,7 @@ def measure_step(config) -> dict:
     model = build_model(config, data.vocabulary, data.device).train()
     _, step = train.build_step(config, model, data.device)
     phase, gpu = train.phase_at(config, math.inf), data.device.type == "cuda"
-    batches = list(itertools.islice(train.train_batches(config, data).epoch(0), STEPS))
+    batches = list(itertools.islice(train.train_batches(config, data, Ranks(config)).epoch(0), STEPS))
     for batch in 2 * batches if gpu else batches[:1]:
         step(replace(batch, phase=phase))
     wait = torch.cuda.synchronize if gpu else lambda: None

@@ -14,6 +14,7 @@ import torch
 
 import train
 from models.config import load_config
+from models.parallel.ranks import Ranks
 from models.planning.meter import BLOCK, Meter
 from models.run import build_model, open_data
 from tests.programs.test_train import ROOT
@@ -82,7 +83,7 @@ def test_weights_and_optimiser_are_counted_to_the_byte(plans, kind):
     data = open_data(config, device=torch.device("cpu"))
     model = build_model(data.config, data.vocabulary, data.device)
     optimizer, step = train.build_step(data.config, model, data.device)
-    step(next(train.train_batches(data.config, data).epoch(0)))
+    step(next(train.train_batches(data.config, data, Ranks(data.config)).epoch(0)))
 
     def total(tensors) -> int:
         return sum(x.numel() * x.element_size() for x in tensors)
