@@ -1,0 +1,110 @@
+"""benchmarks/trials.py: the order of a search, and trials by processes."""
+
+import json
+
+import pytest
+
+from benchmarks import trials
+from benchmarks.trials import Search, State, Trial
+
+PLAN = """
+searches:
+  one:
+    config: configs/synthetic-hstu.yaml
+    fixed:
+      data.synthetic: {num_users: 60, num_items: 50, mean_length: 10}
+      model.max_seq_len: 20
+      train.epochs: 2
+      device: cpu
+    options:
+      train.lr: [1.0e-3, 3.0e-3, 1.0e-2]
+      size:
+        - {model.embedding_dim: 16, model.num_heads: 2}
+        - {model.embedding_dim: 8, model.num_heads: 1}
+    beside:
+      mixed: {loss.kind: in_batch}
+"""
+
+
+@pytest.fixture
+def plan(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(PLAN)
+    return path
+
+
+def tried(state, better=()):
+    """All trials of a search in their order, each told at once; those whose point is in `better` are an improvement."""
+    found = []
+    while (trial := state.next()) is not None:
+        found.append((trial.title, *trial.point.values()))
+        state.tell(trial, 1.0 + 0.1 * better.index(trial.point) if trial.point in better else 0.5, True)
+    return found
+
+
+def test_a_search_changes_one_option_by_a_step_and_goes_on_from_what_is_better():
+    options = {"a": [0, 1, 2], "b": [0, 1]}
+    state = State("s", Search(config="", options=options, start={"a": 1}))
+    assert tried(state, [{"a": 1, "b": 0}]) == [("first", 1, 0), ("a", 2, 0), ("a", 0, 0), ("b", 1, 1)]
+    state = State("s", Search(config="", options=options, start={"a": 1}))
+    better = [{"a": 1, "b": 0}, {"a": 2, "b": 0}]
+    # a = 2 is better: b is tried there, and a = 0 no more, which is two steps away.
+    assert tried(state, better) == [("first", 1, 0), ("a", 2, 0), ("b", 2, 1)]
+    assert state.best == better[1]
+
+
+def test_what_two_trials_at_a_time_found_better_is_tried_together():
+    state = State("s", Search(config="", options={"a": [0, 1], "b": [0, 1]}))
+    first, a, b = (state.next() for _ in range(3))
+    for trial, value in ((first, 1.0), (a, 1.1), (b, 1.2)):
+        state.tell(trial, value, True)
+    assert state.best == {"a": 0, "b": 1} and state.next() == Trial("b", {"a": 1, "b": 1}, {})
+
+
+def test_little_better_cut_off_or_beside_leads_nowhere():
+    state = State("s", Search(config="", options={"a": [0, 1]}, beside={"x": {"k": 1}}))
+    first, beside, a = (state.next() for _ in range(3))
+    state.tell(first, 1.0, True)
+    state.tell(beside, 2.0, True)
+    state.tell(a, 2.0, False)
+    state.tell(a, 1.004, True)
+    assert state.best == {"a": 0} and beside == Trial("x", {"a": 0}, {"k": 1})
+    state.repeat(1, [7])
+    again = [state.next() for _ in range(2)]
+    assert again == [beside._replace(more={"k": 1, "seed": 7}), first._replace(more={"seed": 7})]
+
+
+def test_trials_of_a_plan_are_written_as_they_end(plan, tmp_path, capsys):
+    out = tmp_path / "out"
+    limits = ["--seconds", "3600", "--trials", "3", "--workers", "1", "--runs", str(tmp_path)]
+    trials.main([str(plan), "one:train.batch_size=16", "--out", str(out), *limits])
+    records = [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]
+    assert [record["title"] for record in records] == ["first", "mixed", "train.lr"]
+    for record in records:
+        assert record["status"] == 0 and len(record["curve"]) == 2 and record["environment"]["torch"]
+        assert record["value"] == max(value for _, value, _ in record["curve"]) > 0
+        assert record["settings"]["train.batch_size"] == 16 and record["settings"]["eval.test"] is False
+    assert records[1]["settings"]["loss.kind"] == "in_batch" and records[2]["settings"]["train.lr"] == 3e-3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plan.yaml"]
+    capsys.readouterr()
+    trials.main(["--table", "--out", str(out)])
+    told = capsys.readouterr().out
+    assert "one: 3 trials" in told and "train.lr=0.003" in told and "(1 trials)" in told
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ("one:eval.best_metric=nothing", "eval.best_metric"),
+        ("one:data.protocol=published", "eval.patience: protocol published has no validation split"),
+        ("two:train.lr=1", "two:train.lr=1: expected SEARCH:key=value with one of one"),
+    ],
+)
+def test_what_cannot_be_is_told_before_a_trial_begins(plan, tmp_path, given, message):
+    with pytest.raises(SystemExit, match=message):
+        trials.main([str(plan), given, "--out", str(tmp_path / "out")])
+
+
+def test_the_shipped_plan_is_possible():
+    plan, states = trials.load_plan(trials.Path("configs/tune/recipes.yaml"), [])
+    assert trials.check(states) > 100 and set(plan.searches) == {"beauty-5core", "beauty", "ml-1m"}
