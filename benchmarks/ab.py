@@ -8,7 +8,7 @@ of 131,072 tokens, 4 heads of 128, bf16, forward and backward; bsa: the same wit
 and of 2; train: an epoch of ml-1m-hstu, ml-1m-hstu-large and ml-1m-hstu-best on generated data, the median of five.
 
 Both sides compile first, side by side. Then all cases are measured --rounds times, each on one side and at once on the
-other, every time after a warm-up of WARM seconds. Of attention three times are taken, in ms:
+other, every time after a warm-up of WARM seconds. Attention has three times, in ms:
 
     gpu     a call among several that the host has queued before the GPU begins with them, by CUDA events
     call    a call that begins on an idle GPU, by CUDA events: what the host needs until the last kernel starts counts

@@ -167,7 +167,7 @@ def predicted_memory(config: RunConfig, tokens: int, items: int) -> int:
     """Bytes at the peak of a step where the catalogue is what counts.
 
     Five tables: the weights, the optimiser's two, and two gradients, the loss's and the inputs', before they are added.
-    Four bytes an item for its norm. Of activations some 32 bytes for a token, a layer and a channel.
+    Four bytes an item for its norm. Activations take some 32 bytes for a token, a layer and a channel.
     """
     m = config.model
     table = items * m.embedding_dim * (2 if m.table_dtype == "bfloat16" else 4)

@@ -60,7 +60,7 @@ class Operator:
         forward: (*arguments) -> the output, or a tuple of `outputs` tensors. Only the first `graded` have gradients;
             the others are kept for the backward pass.
         backward: (gradients of the graded outputs, *arguments, *kept outputs) -> one gradient for each differentiable
-            argument that is not None, in their order, contiguous, shape and dtype as the argument. Of several
+            argument that is not None, in their order, contiguous, shape and dtype as the argument. Among several
             graded outputs some may have no gradient: None.
         fake: (*arguments) -> outputs of the right shape and dtype (new_empty), computed without the data.
         differentiable: names of the arguments with gradients.

@@ -129,7 +129,7 @@ def assert_within_budget(
         lossy: what the reference gave on the same inputs in the same dtype.
         exact: what the reference gave in fp64.
         floor: an error relative to the size of `exact` that is always allowed; defaults to two roundings of the dtype.
-            Of few numbers more is: what the reference loses on n of them is known to 1/sqrt(n), and of one it may be
+            For few numbers more is: what the reference loses on n of them is known to 1/sqrt(n), and of one it may be
             nothing by chance.
         terms: gives the size of what cancels in `exact`, where that may be nearly all: of its elements, or a number for
             all. The floor is relative to it if that is larger. Called if the error is over the budget without.

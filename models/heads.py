@@ -109,13 +109,13 @@ class MixtureOfLogits(nn.Module):
             linear.weight.data = start.repeat(count, 1)
 
     def queries(self, out: Tensor) -> Side:
-        """Of outputs [..., E] of length one."""
+        """Return the side of outputs [..., E] of length one."""
         # As numbers of size one, which is what the layers are initialised for.
         out = out * math.sqrt(out.shape[-1])
         return Side(self._components(self.query(out)), self.query_gate(out))
 
     def items(self, item_weight: Tensor) -> Side:
-        """Of rows [..., E] of the item table."""
+        """Return the side of rows [..., E] of the item table."""
         rows = normalized(item_weight) * math.sqrt(item_weight.shape[-1])
         dropped = F.dropout(rows, self.config.item_dropout, self.training)
         return Side(self._components(self.item(dropped)), self.item_gate(rows))
@@ -211,7 +211,7 @@ def as_share(x: Tensor, world: int) -> Tensor:
 
 
 def _entropy(p: Tensor) -> Tensor:
-    """Of the last dimension; a probability of 0 adds nothing, to the gradient either."""
+    """Return the entropy of the last dimension; a probability of 0 adds nothing, to the gradient either."""
     return -(p * p.clamp(min=1e-30).log()).sum(-1)
 
 

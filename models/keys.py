@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import textwrap
 import types
 import typing
@@ -141,10 +142,21 @@ def as_markdown() -> str:
     """All keys as the configuration reference: a heading and a table for each mapping."""
     lines = []
     for section in sections():
-        lines += [f"## {section.title}", "", section.meaning, "", "| key | type | default | meaning |"]
-        lines += ["| --- | --- | --- | --- |"]
+        lines += [
+            f"## {section.title}",
+            "",
+            _linked(section.meaning),
+            "",
+            "| key | default | meaning |",
+            "| --- | --- | --- |",
+        ]
         for key in section.keys:
             kind, default = (text.replace("|", "\\|") for text in (key.type, key.default))
-            lines.append(f"| `{key.name}` | {kind} | `{default}` | {key.meaning} |")
+            lines.append(f"| `{key.name}` | `{default}` | {_linked(key.meaning)} *{kind}* |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _linked(text: str) -> str:
+    """A meaning with links to the pages that it names."""
+    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", text)

@@ -58,7 +58,7 @@ class Scores:
     def tiles(self) -> Iterator[tuple[int, int, Tensor]]:
         """(first item that is new, first item of the tile, tile): all of one width, the last shifted to fit.
 
-        Of one width, so that equal items get equal scores, computed alike, whichever tile they are in.
+        They have one width, so that equal items get equal scores, computed alike, whichever tile they are in.
         """
         first, last = self.items
         width = min(last - first, max(1, TILE // max(1, self.num_users)))
@@ -122,7 +122,7 @@ def top_items(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     k = min(k, scores.shape[1])
     scores = scores.masked_fill(scores.isnan(), float("-inf"))
     values, items = scores.topk(k, dim=1)
-    # Of the items that tie with the k-th, topk takes any: the smallest ids fill the places behind the better ones.
+    # Among the items that tie with the k-th, topk takes any: the smallest ids fill the places behind the better ones.
     least = values[:, -1:]
     ids = torch.arange(scores.shape[1], device=scores.device, dtype=torch.int32)
     tied = torch.where(scores == least, ids, scores.shape[1]).topk(k, dim=1, largest=False, sorted=True).values
@@ -145,7 +145,7 @@ def best_items(scores: Scores | Tensor, k: int, seen: tuple[Tensor, Tensor] | No
         values, items = top_items(tile[:, begin - start :], k)
         items = items + begin
         if best is not None:
-            # Of equal scores those of the tiles before stand first, and their ids are smaller.
+            # Among equal scores those of the tiles before stand first, and their ids are smaller.
             values, items = (torch.cat(pair, 1) for pair in zip(best, (values, items)))
             values, order = values.sort(dim=1, descending=True, stable=True)
             values, items = values[:, :k], items.gather(1, order[:, :k])
@@ -247,7 +247,7 @@ def output_scorer(model: SequenceModel, ranks: Ranks | None = None) -> Callable[
     def prepared(rows: Tensor) -> Any:
         return normalized_items(rows) if model.head is None else model.head.items(rows)
 
-    # Of a small catalogue once, of a large one tile by tile: prepared, it would be a second table.
+    # Once for a small catalogue, tile by tile for a large one: prepared, it would be a second table.
     whole = prepared(table) if table.numel() <= 4 * TILE else None
 
     def score(out: Tensor) -> Scores:

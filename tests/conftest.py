@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-# Of the GPU's memory, for all processes together: the rest is their contexts and kernels.
+# The share of the GPU's memory for all processes together: the rest is their contexts and kernels.
 SHARED_MEMORY = 0.9
 MOST_CACHED = 2**30  # bytes that a test may leave in torch's cache
 

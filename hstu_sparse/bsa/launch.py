@@ -155,7 +155,7 @@ class Problem:
         return self.T // size + self.B
 
     def together(self, size: int, slots: int) -> int:
-        """Of how many slots of `size` tokens all heads have their turn before the next ones: about a sequence's. What
+        """Return how many slots of `size` tokens all heads take before the next ones: about a sequence's. What
         heads have in common they then find in caches.
         """
         return min(slots, self.max_seq_len // size + 1)

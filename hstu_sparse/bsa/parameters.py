@@ -26,7 +26,7 @@ class Gates(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Of q, k, v and in the backward pass do, between tokens and between heads."""
+    """Strides of q, k, v and in the backward pass do, between tokens and between heads."""
 
     q_t: object
     q_h: object

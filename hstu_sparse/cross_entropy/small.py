@@ -84,7 +84,7 @@ def _with_zero_rows(x: Tensor, rows: int) -> Tensor:
 def _chunks(call, width: int):
     """(begin, end) of the tokens whose rows are held at a time: as many as give each multiprocessor a tile of dout.
 
-    (Of as many multiprocessors as make a power of two: tiles come in clusters.)
+    (As many multiprocessors as make a power of two: tiles come in clusters.)
     """
     rows, processors = HELD // width, launch.multiprocessors(call.out.device)
     wave = max(1, 2 ** (processors.bit_length() - 1) // launch.cdiv(call.E, _TILE)) * _TILE

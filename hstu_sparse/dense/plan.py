@@ -33,7 +33,7 @@ class Tiling(NamedTuple):
 
 
 class TileMap(NamedTuple):
-    """Of one tiling. A slot is a tile's number without a look at the offsets, see hstu_sparse/tiles.py.
+    """The plan of one tiling. A slot is a tile's number without a look at the offsets, see hstu_sparse/tiles.py.
 
     schedule  [slots, 2] int32: (sequence, tile) in the order in which programs start: the longest sequences first, and
               tiles so that the one with the most work comes first. Behind them (-1, *): such programs stop at once

@@ -43,7 +43,7 @@ def load_query(base, row, stride, live, scale, HALF: tl.constexpr, BH: tl.conste
     low = tl.load(pointers, mask=mask, other=0.0)
     high = tl.load(pointers + HALF, mask=mask, other=0.0)
     if BH <= 32 and low.dtype != tl.float32 and row.shape[0] < 64:
-        # As results of products they lie as operands of products do, and are turned where they lie. Of 64 rows the two
+        # As results of products they lie as operands of products do, and are turned where they lie. With 64 rows they
         # would be products by wgmma from one buffer of shared memory, for which ptxas forgets a register
         # (`ahead.unset_registers`).
         one = (f == tl.arange(0, BH)[:, None]).to(low.dtype)

@@ -12,7 +12,7 @@ from hstu_sparse.bias.buckets import device_cells, num_time_buckets
 from hstu_sparse.bias.gradients import TableSums
 from hstu_sparse.launch import INTERPRET, configuration
 
-# Copies of a table's gradient that atomic additions are spread over. Of the time buckets a few get most pairs.
+# Copies of a table's gradient that atomic additions are spread over. A few time buckets get most pairs.
 POSITION_COPIES, TIME_COPIES = 4, 64
 
 

@@ -95,7 +95,7 @@ def _backward(
     bias = kernel_bias(position, time, timestamps, query_timestamps)
 
     def most() -> Tensor:
-        """Of |dscores| summed over the heads and keys of one query: weights (dweights - their mean)."""
+        """Bound |dscores| summed over the heads and keys of one query: weights (dweights - their mean)."""
         longest = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() for x in (do, v)]
         return 2 * H * longest[0] * longest[1]
 

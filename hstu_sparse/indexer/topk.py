@@ -13,7 +13,7 @@ was, only later.
 
 Sampled keys are one of each stretch of equal length, at a place in it that looks random: no period of the data, like
 actions between items, can hide from them. Where a query sees no more tokens than a row has room for, all are
-candidates. Of candidates equal to the threshold, those after the first K candidates cannot be chosen, and are left out:
+candidates. Those equal to the threshold that come after the first K candidates cannot be chosen, and are left out:
 so a row holds even a score that all keys share.
 """
 
@@ -244,7 +244,7 @@ def _collect(
         position, time, cells, timestamps, query_timestamps, positions,
         iq_stride_t, iq_stride_h, ik_stride_t, w_stride_t, w_stride_h, J, E, BE, PRECISION, ASM,
     )  # fmt: skip
-    # Of several that equal the threshold, those after the first K candidates lose. Past its limit a row takes nothing,
+    # Those that equal the threshold and come after the first K candidates lose. Past its limit a row takes nothing,
     # an infinite score neither.
     bar = tl.where(count > limit, float("nan"), tl.where(count >= K, above, threshold))
     if MASKED:
@@ -315,7 +315,7 @@ def lightning_indexer_collect_kernel(
 
 @triton.jit
 def _keep(packed, inside, count, K):
-    """Of `count` candidates in order of s: (which are the first K by score, then by s; their places; the cut)."""
+    """Return (which of `count` candidates are the first K by score, then by s; their places; the cut)."""
     keys = _ordered((packed >> 32).to(tl.int32).to(tl.float32, bitcast=True))
     low = tl.min(tl.where(inside, keys, 0x7FFFFFFF), 0)
     keys = tl.where(inside, keys, -0x7FFFFFFF)

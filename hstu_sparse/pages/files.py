@@ -35,7 +35,7 @@ def write_whole(path, kind: str, facts: dict, tensors: dict[str, Tensor]) -> Non
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
     text = json.dumps(facts, sort_keys=True)
     metadata = {"format": kind, "facts": text, "sha256": checksum(text, tensors)}
-    # Of its own in every process and thread.
+    # Every process and thread has its own.
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         try:

@@ -2,7 +2,7 @@
 
 Letters: T tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size, S sink tokens.
 
-A position of a sequence lies in slot `position % page_size` of its page `position // page_size`. Of codes the first S
+A position of a sequence lies in slot `position % page_size` of its page `position // page_size`. With codes the first S
 positions of a sequence are kept as they are, in its row of sinks; their slots in the pages stay unused.
 """
 

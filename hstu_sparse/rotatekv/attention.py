@@ -23,7 +23,7 @@ from hstu_sparse.rotatekv.decode import load_keys, load_values, restored_blocks
 from hstu_sparse.tiles import locate, opaque, silu
 
 # Signs of the matrices of a channel order, of all channels, that may be kept in shared memory from tile to tile, which
-# the compiler does with what is the same in every turn of a loop: 64 KB. Of 1,024 channels it is 512 KB.
+# the compiler does with what is the same in every turn of a loop: 64 KB. For 1,024 channels it is 512 KB.
 MOST_SIGNS = tl.constexpr(32768)
 
 

@@ -127,7 +127,7 @@ def seed_variance(rows: np.ndarray) -> np.ndarray:
 def user_draws(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndarray:
     """Means of values [..., M] over `draws` samples of the users: [..., D], the same users for the same seed and M.
 
-    A user's weight in a draw is Poisson's with mean 1, so that users can be taken a part at a time. Of more than
+    A user's weight in a draw is Poisson's with mean 1, so that users can be taken a part at a time. With more than
     MOST_DRAWN users groups of equal size are drawn, made at random.
     """
     rng = np.random.default_rng(seed)

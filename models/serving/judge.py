@@ -19,9 +19,9 @@ from models.serving.recommender import Recommender
 class ServedModel:
     """What evaluation needs of a model, its outputs being a recommender's.
 
-    Each sequence's user begins without a past. Of retrieval the whole history before the target is appended in two
+    Each sequence's user begins without a past. For retrieval the whole history before the target is appended in two
     portions, the last event by itself, and the last output is asked for at the time of the target; the other outputs
-    are 0. Of ranking every scored event is first asked about, as a candidate at its own time, and then appended; a
+    are 0. For ranking every scored event is first asked about, as a candidate at its own time, and then appended; a
     user's first event has no past to be asked with (NoHistory).
     """
 

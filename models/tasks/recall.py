@@ -70,7 +70,7 @@ class Recall(Retrieval):
                 own = scores.gather(1, targets)
                 assert isinstance(batch, RecallBatch)
                 events.append(batch.events[part])
-                # Of equal scores none is the highest, and a NaN never is.
+                # Among equal scores none is the highest, and a NaN never is.
                 right.append((scores >= own).sum(1) == 1)
         where = torch.cat(events).cpu().numpy()
         assert batches.dataset.actions is not None

@@ -292,7 +292,7 @@ def options(**features):
 
 
 def test_rows_come_from_training_data_alone(load):
-    """Of ten events the last three are held out: what they alone show has no row, and moves no quantile."""
+    """The last three of ten events are held out: what they alone show has no row, and moves no quantile."""
     rows = [("u", f"i{n}", n, "ab"[n % 2] if n < 7 else "z", float(n if n < 7 else 1000 * n)) for n in range(10)]
     text = "user,item,timestamp,device,spent\n" + "".join(",".join(map(str, row)) + "\n" for row in rows)
     columns = {"device": {"kind": "category", "min_count": 4}, "spent": {"kind": "number", "quantiles": 2}}

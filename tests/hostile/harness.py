@@ -79,7 +79,7 @@ class Process:
         try:
             for target in (1, 2):
                 os.dup2(out, target)
-            # Of their own: the parent's may be buffered, or pytest's.
+            # Their own ones: the parent's may be buffered, or pytest's.
             sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, encoding="utf-8", closefd=False) for n in (1, 2))
             now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY,) * 2)

@@ -222,7 +222,7 @@ REFUSED_HEADS = {"htree": "the heads have 25: make it even", "rotatekv": "must d
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_kind_can_be_swapped_in_by_one_override(path):
     layers = load_config(path).model.attention
-    # Of a config with a mapping for each layer, the last one's.
+    # In a config with a mapping for each layer, the last one's.
     key = "model.attention.kind" if len(layers) == 1 else f"model.attention.{len(layers) - 1}.kind"
     for kind in ATTENTION:
         try:

@@ -61,7 +61,7 @@ def test_keys_of_a_prefix():
     assert "train." not in as_text("eval", 80)
     with pytest.raises(ConfigError, match=r"--keys evla: no key begins so, did you mean eval\?"):
         as_text("evla", 80)
-    assert "| `train.lr` | number, above 0 | `0.001` | The learning rate. |" in as_markdown()
+    assert "| `train.lr` | `0.001` | The learning rate. *number, above 0* |" in as_markdown()
 
 
 def test_the_program_prints_them():

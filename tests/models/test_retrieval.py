@@ -142,7 +142,7 @@ def test_tiles_change_nothing(tile, monkeypatch):
 
 
 def test_a_tile_of_the_model_is_a_part_of_its_scores(monkeypatch):
-    """Of the same width wherever it begins: an item that stands twice has one score."""
+    """A tile has the same width wherever it begins: an item that stands twice has one score."""
     table = torch.randn(90, 16, generator=torch.Generator().manual_seed(0))
     table[70] = table[10]
     out = F.normalize(torch.randn(4, 16, generator=torch.Generator().manual_seed(1)), dim=1)

@@ -38,7 +38,7 @@ def relative(found, right) -> float:
 
 
 def sdpa_errors(form, option, world, dtype, whole, larger) -> dict[str, float]:
-    """Of torch's attention on one GPU, for sequences of one length."""
+    """Return the results of torch's attention on one GPU, for sequences of one length."""
     leaves, grad, offsets, keywords = ring_cases.inputs(form, option, world, dtype=dtype, **larger)
     batch = (len(offsets) - 1, -1)
     *leaves, grad = (x.cuda().unflatten(0, batch).transpose(1, 2).contiguous() for x in (*leaves, grad))

@@ -51,7 +51,7 @@ def literal(q, k, v, lengths, r, top_k, group=1, base=10000.0):
                     else:
                         nodes = [p * r + i for p in chosen for i in range(r) if p * r + i <= rightmost]
                     keys, values = ([x[i][g] for x in [layers[layer][p] for p in nodes]] for i in (0, 1))
-                    # Of the token, and of the one that chooses for its group.
+                    # The token's, and that of the one that chooses for its group.
                     scores, asked = (
                         {
                             h: [

@@ -15,7 +15,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 @functools.cache
 def found(world: int) -> list:
-    """Of every rank, all cases: one start of the processes serves all tests."""
+    """Return the results of every rank, all cases: one start of the processes serves all tests."""
     return run_ranks(all_of_rank, world, world, CASES, "reference")
 
 

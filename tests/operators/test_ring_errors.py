@@ -68,7 +68,7 @@ def lost(rank, when, how):
     return message(call)
 
 
-# Of the process group, in seconds, where nothing else ends the wait: for a rank that hangs, that is gone before it was
+# The group's timeout in seconds, where nothing else ends the wait: for a rank that hangs, that is gone before it was
 # connected to, or sends another length. These tests are the only ones that a clock decides: a rank that lives must not
 # be so late between two messages of a few bytes.
 TIMEOUT = 4

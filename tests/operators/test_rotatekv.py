@@ -84,7 +84,7 @@ def test_codes_by_hand():
 
 
 def test_clipped_codes_by_hand():
-    """Of a range from -1 to 7 three quarters, from 0 to 6 in steps of 2; what lies outside becomes 0 or 6."""
+    """Three quarters of a range from -1 to 7 reach from 0 to 6 in steps of 2; what lies outside becomes 0 or 6."""
     x = torch.tensor([-1.0, 7.0, 0.0, 6.0, 0.9, 1.1, 3.2, 5.2] * 2)[None, None]
     side, options = Side.of(16, 64, 2), RotateKVOptions(clip=0.75)
     found = packing.quantise(x, side, 2, None, options.inset)
@@ -93,7 +93,7 @@ def test_clipped_codes_by_hand():
 
 
 def test_clipping_helps_few_codes():
-    """Of numbers as a rotation leaves them, the greatest are rare: 2 bits lose a third less without them."""
+    """Among numbers as a rotation leaves them the greatest are rare: 2 bits lose a third less without them."""
     k, v, offsets = make((300,))
     whole, clipped = (
         relative_error(rotatekv_round_trip(k, v, offsets, bits=2, clip=clip)[0], k) for clip in (1.0, 0.75)

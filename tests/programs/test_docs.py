@@ -178,6 +178,19 @@ def test_what_a_page_names_exists(page):
     assert not (wrong := faults(page.read_text(), page.parent)), wrong
 
 
+def test_no_sentence_begins_with_of():
+    """Such a sentence has to be read twice, in pages, docstrings and comments alike."""
+    begins = re.compile(r"(?:^\s*|[.!?] |\"\"\"|# |\()Of [a-z\[|`]", re.MULTILINE)
+    code = [file for folder in FOLDERS.split("|") for file in (ROOT / folder).rglob("*.py")]
+    wrong = [
+        f"{file.relative_to(ROOT)}: {text[found.start() : found.end() + 40]!r}"
+        for file in [*PAGES, ROOT / "CHANGELOG.md", *code, *ROOT.glob("*.py")]
+        for text in [file.read_text()]
+        for found in begins.finditer(text)
+    ]
+    assert not wrong, wrong
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [

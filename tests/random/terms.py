@@ -56,7 +56,7 @@ def _squares_of_terms(
 ) -> dict[str, torch.Tensor]:
     """The gradients of the tables `position` and `time` among the inputs (fp64), with every term squared.
 
-    Of a reference made linear, so that the scores' gradients are dP, and head by head, since heads share their bias.
+    The reference is made linear, so that the scores' gradients are dP, head by head, since heads share their bias.
     Arguments as of `sizes_of_terms`.
     """
     squares = _Squares.apply

@@ -1,6 +1,6 @@
 """The campaign's checks: a kernel whose products are rounded passes, one that is off by a thousandth does not.
 
-Of few tokens, where nearly nothing may be left of every product and an error is soon called too large, or nothing an
+Tokens are few, where nearly nothing may be left of every product and an error is soon called too large, or nothing an
 error any more. In place of kernels, which need a GPU to round as they do there, stands the reference.
 """
 
@@ -70,7 +70,7 @@ def failures(name):
     for _ in range(CASES):
         case = draw(module, numbers, False) | {"dtype": "float32"}
         if "tokens" in case:
-            # Of a target without others beside it loss and gradients are 0.
+            # For a target without others beside it loss and gradients are 0.
             case |= {"tokens": numbers.randint(1, 3), "items": 9 + case["items"] % 300}
             case |= {"num_negatives": 9, "ignored": 0.0}
         else:

@@ -55,7 +55,7 @@ def check(device, *, tokens, channels, dtype, added_dtype, biased, stride, seed)
     floor = {"grad of bias": 1e-5 if dtype == added_dtype == "float32" else 4e-3}
     add, norm = (lambda backend, f=f: functools.partial(f, backend=backend) for f in (residual_add, forked))
     compare_with_reference(add("triton"), add("reference"), x, factor=4.0, floor=floor)
-    # Of numbers that are given: a norm's slope is steep where channels are nearly equal (of two it is the sign of their
+    # The numbers are given: a norm's slope is steep where channels are nearly equal (of two it is the sign of their
     # difference), and how the sum was rounded would decide there.
     few = functools.partial(sizes_of_terms, x["x"]) if channels < 16 and dtype == "float32" else None
     compare_with_reference(norm("triton"), norm("reference"), {"x": x["x"]}, factor=4.0, terms=few)
