@@ -17,7 +17,6 @@ if __name__ == "__main__":
 
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -41,6 +40,7 @@ from models.checkpoint import (
     load_folder,
     save_checkpoint,
     save_folder,
+    set_aside_damaged,
 )
 from models.config import ConfigError, RunConfig, as_yaml, load_config
 from models.ending import finish, leave
@@ -49,17 +49,21 @@ from models.graph import GraphedStep, Losses, Step
 from models.interrupt import Interrupts, Stopped
 from models.monitor import Means, MetricsLog, explain_faults
 from models.parallel.ranks import NoLog, Ranks
+from models.parallel.saving import Saver
 from models.parallel.step import build_shared_step, deal_of
 from models.program import TrainingError, guarded
 from models.run import (
     Data,
     Tracked,
+    absolute_paths,
     build_model,
     changes,
     check_of_this_run,
     check_same_run,
+    new_folder,
     open_data,
     warm_start,
+    within_budget,
 )
 from models.tasks.build import build_task
 from models.terminal import Bar, duration, terminal
@@ -74,19 +78,26 @@ REHEARSED = 3  # steps of a dry run that are timed
 def train(
     config: RunConfig,
     folder: Path,
-    resume: bool,
+    resume: bool | None,
     override: bool = False,
     init_from: Path | None = None,
     interrupts: Interrupts | None = None,
 ) -> None:
     """The whole run, in `folder`, which is ours alone meanwhile.
 
-    resume: go on with the run that is there. override: also with a configuration that is not the checkpoint's.
+    resume: go on with the run that is there; None: if there is one, from its newest checkpoint that is whole. override:
+    also with a configuration that is not the checkpoint's.
     init_from: another run's folder, whose weights a new run begins with. Stopped when a signal came; all is saved then.
     """
     ranks, interrupts = Ranks(config), interrupts or Interrupts()
-    folder = ranks.of_first(folder)
+    folder, auto = ranks.of_first(folder), resume is None
+    if auto:
+        resume = ranks.of_first(folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()))
     with claimed(folder, new=not resume) if ranks.first else nullcontext():
+        if auto and ranks.first:
+            for damaged in set_aside_damaged(folder):
+                terminal.say(f"{damaged}: not whole, set aside")
+        ranks.of_first(None)
         train_claimed(config, folder, resume, override, init_from, ranks, interrupts)
 
 
@@ -108,10 +119,12 @@ def train_claimed(
     data = open_data(config, trained_on=trained_on, ranks=ranks)
     config = data.config
     torch.manual_seed(config.seed)
-    model = build_model(config, data.vocabulary, data.device)
+    model = build_model(config, data.vocabulary, data.device, ranks)
     if init_from is not None:
         warm_start(model, config, data.vocabulary, init_from)
-    average = WeightAverage(model, config.train.ema_decay) if config.train.ema_decay else None
+    table = model.embedding.sharded
+    others = [] if table is None else [table.weight]
+    average = WeightAverage(model, config.train.ema_decay, others) if config.train.ema_decay else None
     optimizer, step = build_step(config, model, data.device, average, ranks)
     batches = train_batches(config, data, ranks)
     config = within_budget(config, len(batches))
@@ -120,8 +133,12 @@ def train_claimed(
     if config.eval.patience and watched != "valid":
         raise ConfigError("eval.patience: there is no validation split to stop by in these data")
     progress = Progress(run="", fingerprint=data.dataset.fingerprint)
+    saver = Saver(folder, model, optimizer, average, ranks) if ranks.engine else None
     if saved:
-        progress = load_checkpoint(folder, model, optimizer, average)
+        if saver is None:
+            progress = load_checkpoint(folder, model, optimizer, average)
+        else:
+            progress = saver.load(checkpoints(folder)[-1])
         check_of_this_run(progress.run, folder, folder / "checkpoints")
         if not override:
             check_same_run(progress, config, len(batches), folder)
@@ -132,7 +149,7 @@ def train_claimed(
         progress.run = manifest["run"]
     progress.config = config.model_dump(mode="json")
     ranks.of_first(None)  # all have read before the first one writes
-    if ranks.first and (not resume or override):
+    if ranks.first and (not resume or override or not (folder / "config.yaml").exists()):
         write_file(folder / "config.yaml", as_yaml(config))
     log: MetricsLog | NoLog = NoLog(progress.records)
     if ranks.first:
@@ -144,10 +161,13 @@ def train_claimed(
     started, saved_at = time.monotonic() - progress.seconds, time.monotonic()
     means = Means(data.device, progress.losses)
 
-    def save(again: bool = False) -> None:
-        if not ranks.first:
+    def save(again: bool = False, final: bool = False) -> None:
+        if not ranks.first and saver is None:
             return
         progress.losses, progress.seconds, progress.records = means.state(), time.monotonic() - started, log.records
+        if saver is not None:
+            saver.save(progress, again=again, final=final)
+            return
         with judged(average):
             save_checkpoint(folder, model, optimizer, progress, average, again=again)
 
@@ -157,6 +177,8 @@ def train_claimed(
 
     def stopped(number: int) -> Stopped:
         save()
+        if saver is not None:
+            saver.wait()
         log.close(finished=False)
         if ranks.first:
             leave(config, folder, model, data, progress)
@@ -183,6 +205,12 @@ def train_claimed(
                 progress.batch += 1
                 progress.events += batch.num_tokens if batch.whole is None else batch.whole.tokens
                 show(bar, config, progress, means, (progress.events - before) / (time.monotonic() - began))
+                if saver is not None:
+                    saver.poll()
+                    due = ranks.first and time.monotonic() - saved_at >= config.train.checkpoint_seconds
+                    if ranks.any(int(due)):
+                        save()
+                        saved_at = time.monotonic()
                 if signal := ranks.any(interrupts.signal):
                     raise stopped(signal)
             losses = means.values()
@@ -210,16 +238,16 @@ def train_claimed(
                 # An earlier phase is another model than the one that is judged: nothing is chosen in it.
                 if watched == "valid" and phase == phase_at(config, math.inf):
                     with judged(average):
-                        keep_best(config, folder if ranks.first else None, model, progress, metrics)
+                        keep_best(config, folder if ranks.first else None, model, progress, metrics, saver)
                 record |= metrics
                 told += f"  {watched} " + shown({name: metrics[name] for name in data.task.headline})
             terminal.say(told)
             log.write(record, time.monotonic() - started, losses | rates)
             last = progress.epoch == config.train.epochs
-            if last or time.monotonic() - saved_at >= config.train.checkpoint_seconds:
+            if last or (saver is None and time.monotonic() - saved_at >= config.train.checkpoint_seconds):
                 save()
                 saved_at = time.monotonic()
-        save()
+        save(final=True)
         interrupts.stage = f"evaluating; all epochs are saved. To evaluate: python train.py --resume {folder}"
     log.close(finished=True)
     ranks.of_first(None)  # what the first one wrote is there
@@ -235,14 +263,6 @@ def train_batches(config: RunConfig, data: Data, ranks: Ranks) -> Batches:
     if c.augment is not None:
         options["augment"] = c.augment
     return data.batches("train", **options)
-
-
-def within_budget(config: RunConfig, steps: int) -> RunConfig:
-    """The configuration with the epochs of `steps` steps that its train.steps allows."""
-    c = config.train
-    if c.steps is None:
-        return config
-    return config.model_copy(update={"train": c.model_copy(update={"epochs": min(c.epochs, -(-c.steps // steps))})})
 
 
 def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | str) -> None:
@@ -277,7 +297,7 @@ def rehearse(config: RunConfig, interrupts: Interrupts) -> None:
     data = open_data(config)
     config = data.config
     torch.manual_seed(config.seed)
-    model = build_model(config, data.vocabulary, data.device)
+    model = build_model(config, data.vocabulary, data.device, ranks)
     _, step = build_step(config, model, data.device, ranks=ranks)
     batches = train_batches(config, data, ranks)
     config = within_budget(config, len(batches))
@@ -408,13 +428,17 @@ def set_lr(config: RunConfig, optimizer, step: int, steps: int) -> float:
     return lr
 
 
-def keep_best(config: RunConfig, folder: Path | None, model, progress: Progress, metrics: dict) -> None:
+def keep_best(
+    config: RunConfig, folder: Path | None, model, progress: Progress, metrics: dict, saver: Saver | None = None
+) -> None:
     value = metrics[config.best_metric]
     if progress.best is None or value > progress.best:
         progress.best, progress.stale = value, 0
         facts: dict[str, Any] = {"run": progress.run, "config": progress.config, "fingerprint": progress.fingerprint}
         facts |= {"value": value, "epoch": progress.epoch}
-        if folder is not None:
+        if saver is not None:
+            saver.save_best(facts)
+        elif folder is not None:
             save_folder(folder / "best", {"model": model.state_dict()}, facts)
     else:
         progress.stale += 1
@@ -436,29 +460,6 @@ def shown(values: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in values.items() if name != "grad_norm")
 
 
-def new_folder(config: RunConfig) -> Path:
-    base = Path(config.run_dir) / config.name / time.strftime("%Y%m%d-%H%M%S")
-    folder, count = base, 1
-    while os.path.lexists(folder):
-        count += 1
-        folder = base.with_name(f"{base.name}-{count}")
-    return folder
-
-
-def absolute_paths(config: RunConfig) -> RunConfig:
-    """The same run with its paths absolute, so that its folder can be used from anywhere."""
-    paths: dict[str, Any] = {"cache_dir": os.path.abspath(os.path.expanduser(config.data.cache_dir))}
-    if config.data.path:
-        paths["path"] = os.path.abspath(os.path.expanduser(config.data.path))
-    if (features := config.data.features) is not None:
-        files = {
-            entity: file.model_copy(update={"path": os.path.abspath(os.path.expanduser(file.path))})
-            for entity, file in features.files().items()
-        }
-        paths["features"] = features.model_copy(update=files)
-    return config.model_copy(update={"data": config.data.model_copy(update=paths)})
-
-
 def only_these_change(folder: Path, overrides: list[str]) -> bool:
     """Whether there are overrides, and a run's config.yaml differs from its checkpoint in what they name at most."""
     if not overrides or not was_saved(folder):
@@ -478,7 +479,9 @@ def work(options, interrupts: Interrupts) -> None:
         train(absolute_paths(config), options.resume, True, override, interrupts=interrupts)
         return
     config = absolute_paths(load_config(options.config, options.overrides))
-    if options.plan:
+    if options.auto:
+        train(config, options.run, None, interrupts=interrupts)
+    elif options.plan:
         tell_plan(config, interrupts)
     elif options.dry_run:
         rehearse(config, interrupts)

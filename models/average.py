@@ -1,6 +1,6 @@
 """An exponential moving average of a model's weights, by which a run is judged in place of the last ones."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,9 +14,10 @@ class WeightAverage:
     as in Tarvainen and Valpola (arXiv 1703.01780).
     """
 
-    def __init__(self, model: nn.Module, decay: float):
+    def __init__(self, model: nn.Module, decay: float, others: Sequence[Tensor] = ()):
+        """others: weights that are none of the model's parameters, a rank's shard of a table say."""
         self.model, self.decay = model, decay
-        self.weights: list[Tensor] = list(model.parameters())
+        self.weights: list[Tensor] = [*model.parameters(), *others]
         self.averages = [weight.detach().clone() for weight in self.weights]
 
     @torch.no_grad()

@@ -7,6 +7,7 @@ state.json, which holds the progress, the checksums of the other two and its own
 import hashlib
 import json
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -107,16 +108,23 @@ def exists(folder: Path) -> bool:
     return find_folder(folder).exists()
 
 
-def load_folder(folder: Path, *names: str) -> tuple[dict[str, dict[str, Tensor]], dict]:
-    """The named tensor files and the facts of `folder`; CheckpointError when anything is missing or damaged."""
+def load_folder(folder: Path, *names: str, sizes: bool = False) -> tuple[dict[str, dict[str, Tensor]], dict]:
+    """The named tensor files and the facts of `folder`; CheckpointError when anything is missing or damaged.
+
+    sizes: whether all other files, too, must be there and as long as they were written.
+    """
     folder = find_folder(folder)
     path = folder / "state.json"
     try:
         facts = _read_facts(path)
-        sums, sizes = facts.pop("sha256"), facts.pop("sizes")
+        sums, lengths = facts.pop("sha256"), facts.pop("sizes")
+        for name, length in lengths.items() if sizes else ():
+            path = folder / name
+            if path.stat().st_size != length:
+                raise CheckpointError(f"{path}: damaged, {path.stat().st_size:,} bytes, expected {length:,}")
         for name in names:
             path = folder / f"{name}.safetensors"
-            check_regular(path, sizes[path.name])
+            check_regular(path, lengths[path.name])
             if _checksum(path) != sums[path.name]:
                 raise CheckpointError(f"{path}: damaged (its checksum differs from the one it was written with)")
         return {name: load_file(folder / f"{name}.safetensors") for name in names}, facts
@@ -161,8 +169,13 @@ def save_checkpoint(
             state |= {f"raw.{name}": weight for name, weight in average.raw().items()}
         facts = {**progress.model_dump(), "optimizer": sorted(moments)}
         save_folder(folder, {"model": model.state_dict(), "state": state | moments}, facts)
+    prune(run, progress.run)
+
+
+def prune(run: Path, own: str) -> None:
+    """Removes all checkpoints in the folder `run` but the last two; of those of the run whose id is `own`."""
     for old in checkpoints(run)[:-KEEP]:
-        _remove(old, progress.run)
+        _remove(old, own)
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -176,6 +189,19 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(named, key=lambda path: int(path.name[5:]))
 
 
+def set_aside_damaged(run: Path) -> list[Path]:
+    """Renames the last checkpoints of a run, back to one that is whole, so that it is gone on with; returns them."""
+    found = []
+    for folder in reversed(checkpoints(run)):
+        try:
+            load_folder(folder, sizes=True)
+            break
+        except CheckpointError:
+            found.append(folder)
+            folder.rename(folder.with_name(f"damaged-{folder.name}-{time.time_ns()}"))
+    return found
+
+
 def _remove(folder: Path, run: str) -> None:
     """Removes the files that the folder's state.json lists, and the folder once it is empty.
 
@@ -185,7 +211,7 @@ def _remove(folder: Path, run: str) -> None:
         facts = _read_facts(folder / "state.json")
         mine = facts["run"] == run and folder.name == f"step-{facts['step']:08d}"
         files = [
-            *filter(_plain, facts["sha256"]),
+            *filter(_plain, facts["sizes"]),
             "state.json",
         ]  # the latter last: a removal that was interrupted can be gone on with
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

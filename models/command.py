@@ -70,7 +70,13 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
     add("config", nargs="?", help="the run's YAML file")
     add("overrides", nargs="*", metavar="key=value", help="dotted overrides, like train.lr=3e-4")
     add("--run", type=Path, help="the run's folder, instead of a new one under run_dir/name")
-    add("--resume", type=Path, metavar="RUN", help="go on with this run folder; key=value changes its configuration")
+    add(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="go on with this run folder; key=value changes its configuration; "
+        "auto: with CONFIG and --run, go on from the newest whole checkpoint there, or begin",
+    )
     add("--override", action="store_true", help="with --resume: take over a config.yaml that was changed")
     add("--init-from", type=Path, metavar="RUN", help="begin with this run's weights; known items keep their rows")
     add("--dry-run", action="store_true", help="prepare the data, make a few steps, tell time and memory; no run")
@@ -81,6 +87,11 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
         if options.config is not None or options.resume:
             parser.error("--keys prints the keys of all configurations: leave out the config")
         return options
+    options.auto = options.resume == Path("auto")
+    if options.auto:
+        if options.config is None or options.run is None or options.init_from or options.dry_run:
+            parser.error("--resume auto needs CONFIG and --run RUN, and takes neither --init-from nor --dry-run")
+        options.resume = None
     if options.resume and options.config is not None:
         options.overrides.insert(0, options.config)
         options.config = None
@@ -293,5 +304,6 @@ def _print_keys(prefix: str) -> NoReturn:
 
 
 def _leave(number: int, frame) -> None:
-    os.write(2, b"Stopped while starting\n")
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun ends the others when one fails, and says so
+        os.write(2, b"Stopped while starting\n")
     os._exit(128 + number)

@@ -433,7 +433,7 @@ class RunConfig(Strict):
         p, whole = self.parallel, self.loss.kind == "cross_entropy" and self.task.kind == "retrieval"
         if p.engine and self.task.kind == "recall":
             raise ValueError("parallel: of no use to task.kind=recall")
-        if p.sharded and whole and p.embedding != "row_wise":
+        if whole and p.embedding in ("table_wise", "column_wise"):
             raise ValueError(
                 f"parallel.embedding={p.embedding}: loss.kind=cross_entropy takes replicated or row_wise, "
                 "of which each rank has whole rows"

@@ -16,6 +16,7 @@ from data.batch import Batch
 from data.feature_vocabulary import FeatureVocabulary
 from data.ranking import RankingBatch
 from models.features import ContextFeatures, ItemFeatures, truncated_normal_
+from models.parallel.tables import DRAWN_WHOLE, ShardedTable
 
 # torchrec asks a question of torch.fx whose answer is a warning in every process.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
@@ -43,33 +44,43 @@ class InputEmbedding(nn.Module):
         table_dtype: str = "float32",
         features: FeatureVocabulary | None = None,
         id_dropout: float = 0.0,
+        table: ShardedTable | None = None,
     ):
         super().__init__()
-        self.scale, self.num_items = embedding_dim**0.5, num_items
+        self.scale, self.num_items, self.sharded = embedding_dim**0.5, num_items, table
         self.dropout, self.id_dropout = dropout, id_dropout
         sizes = {"item": num_items} | ({"action": num_actions} if num_actions else {})
+        if table is not None and num_items * embedding_dim > DRAWN_WHOLE:
+            del sizes["item"]
         dtype, trained = getattr(torch, table_dtype), None if features is None else features.trained
-        # What an item that training never saw would draw must not change what the others draw.
-        with nullcontext() if trained is None else torch.random.fork_rng(devices=[]):
-            self.tables = EmbeddingCollection(
-                tables=[
-                    EmbeddingConfig(
-                        name=name,
-                        embedding_dim=embedding_dim,
-                        num_embeddings=size,
-                        feature_names=[name],
-                        init_fn=lambda weight: truncated_normal_(weight, 0.02),
-                    )
-                    for name, size in sizes.items()
-                ]
-            )
-        if trained is not None:
-            for name, table in self.tables.embeddings.items():
-                seen = torch.from_numpy(trained) if name == "item" else torch.ones(len(table.weight), dtype=torch.bool)
-                rows = truncated_normal_(table.weight.new_empty(int(seen.sum()), embedding_dim), 0.02)
-                table.weight.data.zero_()[seen] = rows
-        # torchrec itself would take float16 for bfloat16.
-        self.tables.to(dtype)
+        self.tables = None
+        if sizes:
+            # What an item that training never saw would draw must not change what the others draw.
+            with nullcontext() if trained is None else torch.random.fork_rng(devices=[]):
+                self.tables = EmbeddingCollection(
+                    tables=[
+                        EmbeddingConfig(
+                            name=name,
+                            embedding_dim=embedding_dim,
+                            num_embeddings=size,
+                            feature_names=[name],
+                            init_fn=lambda weight: truncated_normal_(weight, 0.02),
+                        )
+                        for name, size in sizes.items()
+                    ]
+                )
+            for name, module in self.tables.embeddings.items() if trained is not None else ():
+                weight = module.weight
+                seen = torch.from_numpy(trained) if name == "item" else torch.ones(len(weight), dtype=torch.bool)
+                rows = truncated_normal_(weight.new_empty(int(seen.sum()), embedding_dim), 0.02)
+                weight.data.zero_()[seen] = rows
+            # torchrec itself would take float16 for bfloat16.
+            self.tables.to(dtype)
+        if table is not None and "item" in sizes:
+            table.fill(lambda begin, end: self.item_weight[begin:end])
+            del self.tables.embeddings["item"]
+        elif table is not None:
+            table.draw(None if trained is None else torch.from_numpy(trained))
         self.position = nn.Parameter(torch.empty(max_seq_len, embedding_dim))
         truncated_normal_(self.position, embedding_dim**-0.5)
         self.items = self.context = None
@@ -80,8 +91,13 @@ class InputEmbedding(nn.Module):
 
     @property
     def item_weight(self) -> Tensor:
-        """The item table, [num_items, E]."""
+        """The item table, [num_items, E], where it is whole."""
         return self.tables.embeddings["item"].weight
+
+    @property
+    def action_weight(self) -> Tensor | None:
+        """The table of actions, if there is one."""
+        return self.tables.embeddings["action"].weight if self.tables and "action" in self.tables.embeddings else None
 
     def item_rows(self, ids: Tensor | None = None) -> Tensor:
         """The representations of the items `ids` [R] int64 as [R, E], or of all, [num_items, E].
@@ -98,7 +114,24 @@ class InputEmbedding(nn.Module):
 
     def items_between(self, begin: int, end: int) -> Tensor:
         """The representations of the items begin .. end - 1, as evaluation wants them."""
-        return self.item_rows()[begin:end]
+        if self.sharded is None:
+            return self.item_rows()[begin:end]
+        rows = self.sharded.between(begin, end)
+        if self.items is None:
+            return rows
+        return rows + self.items.of(torch.arange(begin, end, device=rows.device)).to(rows.dtype)
+
+    def of_looked_up(self, ids: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """The representations of items ids[inverse] [T, E] and of all ids [R, E] themselves, with one look-up.
+
+        Of a sharded table, whose ranks all call this.
+        """
+        rows = self.sharded.look_up(ids)
+        if self.items is None:
+            return F.embedding(inverse, rows), rows
+        added = self.items.of(self.items.numbers(ids)).to(rows.dtype)
+        inputs = without(F.embedding(inverse, rows), self._left_out(len(inverse)))
+        return inputs + F.embedding(inverse, added), without(rows, self._left_out(len(rows))) + added
 
     def _drawn_rows(self, ids: Tensor) -> Tensor:
         """`item_rows` of some items, by whichever way sums fewer values of features."""
@@ -118,15 +151,20 @@ class InputEmbedding(nn.Module):
         """[R, 1] bool, which of `count` items lack their ids' rows in this step of training; None where none does."""
         if not (self.training and self.id_dropout):
             return None
-        return torch.rand(count, 1, device=self.item_weight.device) < self.id_dropout
+        return torch.rand(count, 1, device=self.position.device) < self.id_dropout
 
     def _looked_up(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The representations of the batch's items and the rows of its actions, both [T, E]."""
-        if self.items is not None:
-            actions = self.tables.embeddings["action"].weight if "action" in self.tables.embeddings else None
+        if self.sharded is not None or self.items is not None:
+            actions = self.action_weight
+            if self.sharded is not None:
+                ids, inverse = torch.unique(batch.item_ids, return_inverse=True)
+                rows, _ = self.of_looked_up(ids, inverse)
+            else:
+                rows = self.item_rows(batch.item_ids)
             if actions is None or batch.actions is None:
-                return self.item_rows(batch.item_ids), None
-            return self.item_rows(batch.item_ids), F.embedding(batch.actions, actions)
+                return rows, None
+            return rows, F.embedding(batch.actions, actions)
         features = {"item": batch.item_ids}
         if "action" in self.tables.embeddings and batch.actions is not None:
             features["action"] = batch.actions
@@ -149,7 +187,7 @@ class InputEmbedding(nn.Module):
         if rows is None:
             rows, more = self._looked_up(batch)
         else:
-            actions = self.tables.embeddings["action"].weight if "action" in self.tables.embeddings else None
+            actions = self.action_weight
             more = None if actions is None or batch.actions is None else F.embedding(batch.actions, actions)
         if self.context is not None:
             rows = rows + self.context(batch).to(rows.dtype)

@@ -11,8 +11,9 @@ from models.checkpoint import Progress, load_weights
 from models.config import RunConfig
 from models.folder import read_manifest, write_file
 from models.interrupt import Stopped
+from models.parallel.saving import load_slices
 from models.report import environment, print_result, write_report
-from models.run import Data, Tracked, final_weights, judge
+from models.run import Data, Tracked, final_facts, final_weights, judge
 from models.terminal import terminal
 
 
@@ -23,8 +24,12 @@ def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progres
     """
     ranks = data.task.ranks
     first = ranks is None or ranks.first
-    weights, facts, source = final_weights(folder)
-    load_weights(model, weights, source)
+    if ranks is None:
+        weights, facts, source = final_weights(folder)
+        load_weights(model, weights, source)
+    else:
+        facts, source = final_facts(folder)
+        load_slices(model, source)
     result = known_facts(folder, model, data, progress) | {"weights": source.name, "epoch": facts["epoch"]}
     if "value" in facts:
         result["best"] = facts["value"]

@@ -21,6 +21,7 @@ from models.config import ModelConfig
 from models.contract import AttentionKind, AuxLoss
 from models.embedding import InputEmbedding
 from models.heads import MixtureOfLogits, normalized
+from models.parallel.tables import ShardedTable
 
 NORM_EPS = 1e-6
 
@@ -169,6 +170,7 @@ class SequenceModel(nn.Module):
         num_actions: int = 0,
         task_head: nn.Module | None = None,
         features: FeatureVocabulary | None = None,
+        table: ShardedTable | None = None,
     ):
         super().__init__()
         self.embedding = InputEmbedding(
@@ -180,6 +182,7 @@ class SequenceModel(nn.Module):
             config.table_dtype,
             features,
             config.id_dropout,
+            table,
         )
         kinds = config.attention * (config.num_layers if len(config.attention) == 1 else 1)
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in kinds)

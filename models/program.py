@@ -1,9 +1,12 @@
 """What train.py and eval.py have around them: one line for each error, signals, the exit status."""
 
+import os
 import re
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from data.types import DataError
 from models.checkpoint import CheckpointError
@@ -32,12 +35,41 @@ def guarded(work: Callable[[Interrupts], None], quiet: bool = False) -> int:
             terminal.say(f"Stopped while {interrupts.stage}")
             return terminal.end(128 + stop.number)
         except ERRORS as error:
-            terminal.fail(error)
+            fail(error)
         except (MemoryError, RuntimeError) as error:
-            if (line := memory_fault(error)) is None:
+            if (line := memory_fault(error)) is not None:
+                fail(line)
+            elif "WORLD_SIZE" in os.environ and lost_rank(error):
+                fail("another process of this run was lost: torchrun ends the others, or starts all again")
+            elif first_to_fail():
                 raise
-            terminal.fail(line)
     return terminal.end(2)
+
+
+def fail(message: object) -> None:
+    """Prints the one line of an error, of several ranks that met it or its consequences the first one alone."""
+    if first_to_fail():
+        terminal.fail(message)
+
+
+def first_to_fail() -> bool:
+    """Whether no other process that torchrun started together with this one has said so before."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+        return store.add(f"hstu_sparse/failed/{attempt}", 1) == 1
+    except (KeyError, ValueError, RuntimeError):
+        return True  # nobody to ask: better twice than never
+
+
+def lost_rank(error: Exception) -> bool:
+    """Whether an error says that a message could not be exchanged with another process."""
+    text = str(error)
+    signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe")
+    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
 
 
 def memory_fault(error: Exception) -> str | None:

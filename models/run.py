@@ -2,10 +2,11 @@
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from models.config import ConfigError, RunConfig, differences, load_config
 from models.folder import check_run, read_manifest, write_judged
 from models.hstu import SequenceModel
 from models.parallel.ranks import Ranks
+from models.parallel.tables import ShardedTable
 from models.tasks.build import build_task
 from models.tasks.contract import Task
 from models.terminal import terminal
@@ -207,24 +209,38 @@ def for_data(config: RunConfig, dataset: Dataset) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"attention": layers})})
 
 
-def build_model(config: RunConfig, vocabulary: Vocabulary, device: torch.device) -> SequenceModel:
-    """The model of a configuration that the data have decided, on the device, its weights drawn anew."""
+def build_model(
+    config: RunConfig, vocabulary: Vocabulary, device: torch.device, ranks: Ranks | None = None
+) -> SequenceModel:
+    """The model of a configuration that the data have decided, on the device, its weights drawn anew.
+
+    ranks: those over which parallel.embedding cuts the item table.
+    """
     embedded = config.model.action_embedding or config.task.kind == "ranking"
     num_actions = vocabulary.num_actions or 0 if embedded else 0
     head = build_task(config).head()
-    return SequenceModel(config.model, len(vocabulary.item_ids), num_actions, head, vocabulary.features).to(device)
+    num_items, table = len(vocabulary.item_ids), None
+    if ranks is not None and config.parallel.sharded:
+        table = ShardedTable(config, num_items, ranks, device)
+    return SequenceModel(config.model, num_items, num_actions, head, vocabulary.features, table).to(device)
 
 
 def final_weights(folder: Path) -> tuple[dict, dict, Path]:
     """The weights that a run is judged by: the best on the validation split if it had one, else the last."""
+    facts, source = final_facts(folder)
+    return load_folder(source, "model")[0]["model"], facts, source
+
+
+def final_facts(folder: Path) -> tuple[dict, Path]:
+    """What is known of the weights that a run is judged by, and their folder."""
     found = [folder / "best"] if exists(folder / "best") else checkpoints(folder)[-1:]
     if not found:
         raise CheckpointError(f"{folder}: no weights in this run folder yet")
-    tensors, facts = load_folder(found[0], "model")
+    _, facts = load_folder(found[0])
     check_of_this_run(facts.get("run"), folder, found[0])
     if type(facts.get("epoch")) is not int or facts["epoch"] < 0:
         raise CheckpointError(f"{found[0]}: damaged, epoch cannot be {facts.get('epoch')!r}")
-    return tensors["model"], facts, found[0]
+    return facts, found[0]
 
 
 def open_weights(folder: Path, overrides: list[str]) -> tuple[RunConfig, Known, dict, Path, int]:
@@ -356,3 +372,34 @@ def judge(model, data: Data, split: str, folder: Path | None = None) -> dict:
         fingerprint = data.dataset.events_fingerprint or data.dataset.fingerprint
         write_judged(folder, judged | {"fingerprint": np.array(fingerprint)})
     return result
+
+
+def new_folder(config: RunConfig) -> Path:
+    base = Path(config.run_dir) / config.name / time.strftime("%Y%m%d-%H%M%S")
+    folder, count = base, 1
+    while os.path.lexists(folder):
+        count += 1
+        folder = base.with_name(f"{base.name}-{count}")
+    return folder
+
+
+def absolute_paths(config: RunConfig) -> RunConfig:
+    """The same run with its paths absolute, so that its folder can be used from anywhere."""
+    paths: dict[str, Any] = {"cache_dir": os.path.abspath(os.path.expanduser(config.data.cache_dir))}
+    if config.data.path:
+        paths["path"] = os.path.abspath(os.path.expanduser(config.data.path))
+    if (features := config.data.features) is not None:
+        files = {
+            entity: file.model_copy(update={"path": os.path.abspath(os.path.expanduser(file.path))})
+            for entity, file in features.files().items()
+        }
+        paths["features"] = features.model_copy(update=files)
+    return config.model_copy(update={"data": config.data.model_copy(update=paths)})
+
+
+def within_budget(config: RunConfig, steps: int) -> RunConfig:
+    """The configuration with the epochs of `steps` steps that its train.steps allows."""
+    c = config.train
+    if c.steps is None:
+        return config
+    return config.model_copy(update={"train": c.model_copy(update={"epochs": min(c.epochs, -(-c.steps // steps))})})

@@ -5,6 +5,7 @@ Letters: T tokens, I items, E embedding size, K negatives.
 
 import torch
 
+from hstu_sparse.cross_entropy.parts import Part, loss_of_part
 from hstu_sparse.cross_entropy.reference import catalogue_loss_reference
 from hstu_sparse.jagged import check_storage, readable
 from hstu_sparse.precision import without_autocast
@@ -25,6 +26,7 @@ def catalogue_loss(
     log_q: torch.Tensor | None = None,
     label_smoothing: float = 0.0,
     skip_below: float = 0.0,
+    part: Part | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """How well each output finds its target among the items: mean softmax cross-entropy over the targets >= 0.
@@ -58,6 +60,10 @@ def catalogue_loss(
             reaches this, which spares it their products, for one more product with the whole catalogue, and loses up
             to I * skip_below of a token's probability. 0: nothing is left out. Without negatives in Triton only;
             elsewhere without effect.
+        part: where `items` are some of the catalogue, `part.first` and those behind it, and targets count in the whole
+            of it: `part.merge` makes of their log-sum-exps and their targets' logits those of the whole catalogue, as
+            processes that share it do. The loss is the whole one; gradients are those of this part, of which out's sum
+            over all parts is the gradient. Without negatives, label_smoothing and skip_below.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
@@ -76,7 +82,7 @@ def catalogue_loss(
     check_tensor("out", out, "T E", sizes)
     check_tensor("items", items, "I E", sizes, dtype=out.dtype, device=out.device)
     check_tensor("targets", targets, "T", sizes, dtype=INTEGER, device=out.device)
-    if sizes["E"] < 1 or sizes["I"] < 1:
+    if sizes["E"] < 1 or (sizes["I"] < 1 and part is None):
         raise ValueError(f"items must be [I, E] with I, E > 0, got shape {list(items.shape)}")
     if isinstance(temperature, torch.Tensor):
         check_storage("temperature", temperature)
@@ -103,9 +109,15 @@ def catalogue_loss(
         if log_q is not None:
             check_tensor("log_q", log_q, "I", sizes, device=out.device)
             log_q = log_q.detach()
-    for name, ids in (("targets", targets), ("negatives", negatives)):
+    if part is not None and (negatives is not None or label_smoothing or skip_below):
+        raise ValueError("part: not together with negatives, label_smoothing or skip_below")
+    for name, ids in (("targets", targets if part is None else None), ("negatives", negatives)):
         if ids is not None and ids.numel() and readable(ids) and int(ids.max()) >= sizes["I"]:
             raise ValueError(f"{name} must be below I={sizes['I']}, got {int(ids.max())}")
+    if part is not None:
+        if backend == "triton":
+            check_kernel("catalogue_loss", out, {"E": sizes["E"]}, most=MAX_EMBEDDING)
+        return loss_of_part(out, items, targets, temperature, normalize, part, backend)
     if backend == "reference":
         return catalogue_loss_reference(
             out,

@@ -249,8 +249,11 @@ class _Call:
 def _forward(*arguments):
     """The loss, then lse, row_scale, item_scale, positive, inverse_count and picked, kept for backward."""
     call = _Call(*arguments)
-    if call.per_token:
-        return _forward_per_token(call)
+    return _forward_per_token(call) if call.per_token else forward_products(call)
+
+
+def forward_products(call: _Call):
+    """`_forward` of a catalogue, or of negatives [K], that is walked over."""
     matrix, ids, shift = call.walked()
     row_scale = call.scales(call.out, call.scale, call.temperature)
     item_scale = call.scales(matrix, 1.0, None) if call.normalize else call.new(0)
@@ -316,7 +319,7 @@ def _backward(grad, *given):
     elif call.per_token:
         ditems = _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along)
     else:
-        ditems = _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along)
+        ditems = backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along)
     found = [dout, ditems]
     if call.temperature is not None:
         slope = -along.sum() * inverse_count[0] * grad / call.temperature
@@ -324,9 +327,11 @@ def _backward(grad, *given):
     return found
 
 
-def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along):
+def backward_products(call, grad, lse, row_scale, item_scale, positive, inverse_count, dout, along, hits=None):
+    """Writes dout and along; returns ditems. hits: where some targets are elsewhere (parts.py), the others, else -1."""
     matrix, ids, shift = call.walked()
     sampled = ids is not None
+    logits = positive if sampled or hits is not None else None
     item_scale = item_scale if call.normalize else None
     item_sum = out_sum = None
     if call.smoothing:
@@ -346,15 +351,14 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
     run(
         catalogue_loss_bwd_dout_kernel, cdiv(call.T, config.BLOCK_M) * splits,
         out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets, lse,
-        positive if sampled else None, *ending, dout, along, partial, call.smoothing, marks,
+        logits, *ending, dout, along, partial, call.smoothing, marks,
         0 if marks is None else marks.shape[1], call.T, call.I, W, per_split, SIZE=call.E, OWN_MARK=mark_sizes[0],
         MARK=mark_sizes[1], **shape, **settings,
     )  # fmt: skip
     if splits > 1:
         call.over_rows(
             catalogue_loss_merge_bwd_dout_kernel, call.T, partial, call.out, call.out.stride(0), row_scale,
-            call.targets, lse, positive if sampled else None, *ending, dout, along, call.smoothing, call.T, call.I,
-            splits,
+            call.targets, lse, logits, *ending, dout, along, call.smoothing, call.T, call.I, splits,
         )  # fmt: skip
     del partial
     if marks is not None:
@@ -364,7 +368,7 @@ def _backward_products(call, grad, lse, row_scale, item_scale, positive, inverse
     parts = splits > 1 or sampled
     partial = call.new(splits, W, call.E) if parts else None
     ditems = None if sampled else torch.empty_like(call.items, memory_format=torch.contiguous_format)
-    walk, scales, targets, sums, settings = _walk(config, out, row_scale, call.targets, lse)
+    walk, scales, targets, sums, settings = _walk(config, out, row_scale, call.targets if hits is None else hits, lse)
     if W:
         run(
             catalogue_loss_bwd_ditems_kernel, cdiv(W, config.BLOCK_M) * splits,

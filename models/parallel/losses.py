@@ -3,14 +3,20 @@
 Letters: T tokens of a rank, K negatives of a token, R rows that a rank looked up, E embedding size.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+import hstu_sparse
 from data.batch import Batch
+from hstu_sparse.cross_entropy import Part
 from models.config import LossConfig
+from models.embedding import InputEmbedding
+from models.heads import as_share
 from models.hstu import SequenceModel
-from models.losses import Share, draw_negatives, places_of
+from models.losses import Negatives, Share, draw_negatives, places_of
 from models.parallel.draws import Draws
 from models.parallel.ranks import Ranks
 
@@ -24,19 +30,40 @@ class Prepared(NamedTuple):
 
 def prepare(model: SequenceModel, config: LossConfig | None, seed: int, batch: Batch, ranks: Ranks) -> Prepared:
     """What a rank's part of a batch needs of the others; config: of a retrieval loss, None of another task's."""
-    if config is None:
-        return Prepared(Share(ranks, batch.target_ids, None, batch.target_ids.new_ones(())))
-    features = model.embedding.items
-    num_items = len(model.item_weight) if features is None else len(features.trained)
-    targets = places_of(features, batch.target_ids)
-    pool = None
-    if config.kind in ("in_batch", "mixed_negatives"):
-        pool = of_the_whole(targets + 1, batch, ranks) - 1
-    assert batch.whole is not None and batch.rows is not None
-    draws = Draws(seed, batch.whole.step, batch.rows)
-    drawn = draw_negatives(config, num_items, targets, pool, draws.below)
-    count = ranks.sum((targets >= 0).sum()).clamp(min=1)
-    return Prepared(Share(ranks, targets, drawn, count))
+    embedding = model.embedding
+    targets, drawn = batch.target_ids, None
+    if config is not None:
+        features = embedding.items
+        num_items = embedding.num_items if features is None else len(features.trained)
+        targets = places_of(features, targets)
+        pool = None
+        if config.kind in ("in_batch", "mixed_negatives"):
+            pool = of_the_whole(targets + 1, batch, ranks) - 1
+        assert batch.whole is not None and batch.rows is not None
+        draws = Draws(seed, batch.whole.step, batch.rows)
+        drawn = draw_negatives(config, num_items, targets, pool, draws.below)
+    share = Share(ranks, targets, drawn, ranks.sum((targets >= 0).sum()).clamp(min=1))
+    return Prepared(share) if embedding.sharded is None else looked_up(embedding, batch, share)
+
+
+def looked_up(embedding: InputEmbedding, batch: Batch, share: Share) -> Prepared:
+    """The share with the rows of inputs, targets and negatives, each asked for once of the ranks that have them."""
+    targets, drawn = share.targets, share.drawn
+    wanted = [batch.item_ids]
+    if drawn is not None:
+        places = torch.cat([targets.clamp(min=0), drawn.ids.flatten()])
+        wanted.append(places if embedding.items is None else embedding.items.trained[places])
+    ids, rows = torch.unique(torch.cat(wanted), return_inverse=True)
+    inputs, items = embedding.of_looked_up(ids, rows[: batch.num_tokens])
+    if drawn is None:
+        return Prepared(share, inputs)
+    of_targets, of_negatives = rows[batch.num_tokens :].split([len(targets), drawn.ids.numel()])
+    log_q = None
+    if drawn.log_q is not None:
+        log_q = drawn.log_q[ids if embedding.items is None else embedding.items.place[ids].clamp(min=0)]
+    negatives = Negatives(of_negatives.view(drawn.ids.shape).to(drawn.ids.dtype), log_q)
+    targets = torch.where(targets < 0, -1, of_targets)
+    return Prepared(share._replace(targets=targets, drawn=negatives, items=items), inputs)
 
 
 def of_the_whole(x: Tensor, batch: Batch, ranks: Ranks) -> Tensor:
@@ -44,3 +71,44 @@ def of_the_whole(x: Tensor, batch: Batch, ranks: Ranks) -> Tensor:
     assert batch.whole is not None and batch.rows is not None
     whole = x.new_zeros(batch.whole.tokens, *x.shape[1:])
     return ranks.sum(whole.index_add_(0, batch.rows, x.detach() * batch.real.view(-1, *[1] * (x.dim() - 1))))
+
+
+class _Gathered(torch.autograd.Function):
+    """`of_the_whole` whose gradient is the sum of all ranks' gradients of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, batch: Batch, ranks: Ranks) -> Tensor:
+        ctx.batch, ctx.ranks = batch, ranks
+        return of_the_whole(x, batch, ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor):
+        mine = ctx.ranks.sum(gradient).index_select(0, ctx.batch.rows)
+        return mine * ctx.batch.real[:, None], None, None
+
+
+def catalogue_share(
+    model: SequenceModel, config: LossConfig, out: Tensor, batch: Batch, ranks: Ranks, dtype: torch.dtype | None
+) -> Tensor:
+    """This rank's share of the loss over the whole catalogue, of whose rows each rank has some (row-wise).
+
+    Every rank takes all ranks' outputs [T, E] with its own items: the log-sum-exps that they find are merged, and so
+    are their gradients of the outputs. Source: the vocabulary-parallel cross-entropy of Megatron-LM (Shoeybi et al.,
+    arXiv 1909.08053).
+    """
+    table, learned = model.embedding.sharded, model.log_temperature
+    dtype = dtype if dtype is not None and out.is_cuda else torch.float32
+
+    def merge(lse: Tensor, logit: Tensor) -> tuple[Tensor, Tensor]:
+        top = ranks.max(lse)
+        return top + ranks.sum((lse - top).exp()).log(), ranks.sum(logit)
+
+    loss = hstu_sparse.catalogue_loss(
+        _Gathered.apply(out, batch, ranks).to(dtype),
+        table.local_rows().to(dtype),
+        of_the_whole(batch.target_ids + 1, batch, ranks) - 1,
+        temperature=config.temperature if learned is None else config.temperature * learned.exp(),
+        part=Part(table.begin[0], merge),
+    )
+    return as_share(loss, ranks.world)

@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from data.balance import Deal
 from data.batch import Batch
 from models.average import WeightAverage
-from models.config import ConfigError, ModelConfig, RunConfig
+from models.config import ModelConfig, RunConfig
 from models.contract import AuxLoss
 from models.graph import Losses, Step
 from models.hstu import SequenceModel
 from models.parallel.draws import seed_of
-from models.parallel.losses import prepare
+from models.parallel.losses import catalogue_share, prepare
 from models.parallel.ranks import Ranks
 from models.tasks.build import build_task
 
@@ -43,7 +43,10 @@ class Shares(nn.Module):
         real = batch.real.sum()
         part = real / self.ranks.sum(real).clamp(min=1)
         shares = {name: AuxLoss(part * one.value, part * one.weighted) for name, one in aux.items()}
-        loss, of_task = self.task.loss(self.model, out, batch, batch, torch.bfloat16 if bf16 else None, share)
+        dtype = torch.bfloat16 if bf16 else None
+        if inputs is not None and c.task.kind == "retrieval" and share.drawn is None:
+            return catalogue_share(self.model, c.loss, out, batch, self.ranks, dtype), shares
+        loss, of_task = self.task.loss(self.model, out, batch, batch, dtype, share)
         return loss, shares | of_task
 
 
@@ -55,9 +58,10 @@ def build_shared_step(
     The losses that it returns are those of the whole batch, and with them `imbalance`, see data/balance.py.
     """
     c = config.train
-    if config.parallel.sharded:
-        raise ConfigError("parallel.embedding: training takes replicated so far")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr, betas=c.betas, weight_decay=c.weight_decay, fused=True)
+    table = model.embedding.sharded
+    of_table = [] if table is None or table.parameter is None else [table.parameter]
+    weights = [*model.parameters(), *of_table]
+    optimizer = torch.optim.AdamW(weights, lr=c.lr, betas=c.betas, weight_decay=c.weight_decay, fused=True)
     if c.compile:
         for layer in model.layers:
             layer.compile(dynamic=True)
@@ -79,16 +83,19 @@ def build_shared_step(
         assert batch.whole is not None
         # Dropout's masks depend on the step and the rank, so that no generator's state has to be saved.
         torch.manual_seed(seed_of(config.seed, batch.whole.step, ranks.rank))
+        if table is not None:
+            table.set_lr(optimizer.param_groups[0]["lr"])
         loss, aux = shares(ranks.cut(batch))
         optimizer.zero_grad(set_to_none=True)
         (loss + sum(one.weighted for one in aux.values())).backward()
         whole = loss.detach() + sum(one.weighted.detach() for one in aux.values())
         values = {"loss": whole} | {name: one.value.detach() for name, one in aux.items()}
         sums = ranks.sum(torch.stack([value.float() for value in values.values()]))
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        if table is not None:  # a fused optimiser leaves no gradient: its table is not in the norm
+            norm = (norm**2 + ranks.sum(sum((p.grad.norm() ** 2 for p in of_table), torch.zeros_like(norm)))).sqrt()
         if c.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), c.clip_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(weights, c.clip_norm, norm)
         optimizer.step()
         if average is not None:
             average.update()

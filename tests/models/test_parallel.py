@@ -10,7 +10,9 @@ from data.balance import Deal
 from data.batches import Batches
 from data.splits import make_splits
 from data.synthetic import generate
+from models import embedding
 from models.config import ConfigError, load_config
+from models.parallel import tables
 from models.parallel.draws import Draws, mixed, seed_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,3 +114,29 @@ def test_mixed_is_splitmix64():
 def test_what_ranks_cannot_have_is_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(SYNTHETIC, overrides)
+
+
+class Shard(tables.ShardedTable):
+    """A shard alone, without torchrec."""
+
+    def __init__(self, begin, end):
+        self.num_items, self.size, self.begin, self.end = 101, 8, begin, end
+        self.weight = torch.zeros(end[0] - begin[0], end[1] - begin[1])
+
+
+@pytest.mark.parametrize("drawn_whole", [10**6, 0])
+def test_a_shard_begins_as_its_part_of_the_table(drawn_whole, monkeypatch):
+    monkeypatch.setattr(tables, "BLOCK", 256)
+    monkeypatch.setattr(embedding, "DRAWN_WHOLE", drawn_whole)
+    shards = [Shard((0, 0), (101, 8)), Shard((40, 2), (90, 6)), Shard((90, 0), (101, 8))]
+    positions = []
+    for shard in shards:
+        torch.manual_seed(3)
+        positions.append(embedding.InputEmbedding(101, 0, 8, 5, 0.0, table=shard).position)
+    whole = shards[0].weight
+    assert torch.equal(shards[1].weight, whole[40:90, 2:6]) and torch.equal(shards[2].weight, whole[90:])
+    assert torch.equal(positions[0], positions[1]) and whole.std() > 0.01 and whole.unique().numel() > 800
+    if drawn_whole:
+        torch.manual_seed(3)
+        plain = embedding.InputEmbedding(101, 0, 8, 5, 0.0)
+        assert torch.equal(plain.item_weight, whole) and torch.equal(plain.position, positions[0])

@@ -4,6 +4,7 @@ Letters: T tokens, I items, E embedding size, K negatives.
 """
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from hstu_sparse import catalogue_loss, jagged
+from hstu_sparse.cross_entropy import Part
 from hstu_sparse.launch import override
 from tests.random.cases.catalogue_loss import check
 
@@ -56,6 +58,43 @@ def test_smoothing_is_torchs(inputs):
     expected = F.cross_entropy(logits, targets, ignore_index=-1, label_smoothing=0.2)
     found = catalogue_loss(out, items, targets, temperature=0.3, label_smoothing=0.2)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("reference", torch.float64), pytest.param("triton", torch.float32, marks=interpreter)]
+)
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("cuts", [(0, 7), (0, 3, 5, 7), (0, 0, 7)])
+def test_parts_make_the_whole(inputs, cuts, normalize, backend, dtype):
+    """Parts of the catalogue, each given what all of them make together, as processes that share it are."""
+    out, items, targets = inputs
+    temperature = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    expected = catalogue_loss(out, items, targets, temperature=temperature, normalize=normalize)
+    wanted = torch.autograd.grad(expected, (out, items, temperature))
+    given, met = [], None
+
+    def merge(lse, logit):
+        given.append((lse, logit))
+        return (lse, logit) if met is None else met
+
+    for _ in range(2):
+        gradients = []
+        for first, last in itertools.pairwise(cuts):
+            x, y, z = (a.detach().to(dtype).requires_grad_() for a in (out, items[first:last], temperature))
+            part = Part(first, merge)
+            loss = catalogue_loss(
+                x, y, targets, temperature=z, normalize=normalize, part=part, backend=backend if len(y) else "reference"
+            )
+            if met is not None:
+                torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+                gradients.append(torch.autograd.grad(loss, (x, y, z)))
+        if met is None:
+            sums, logits = (torch.stack(parts) for parts in zip(*given))
+            met = sums.logsumexp(0), logits.sum(0)
+    douts, ditems, slopes = zip(*gradients)
+    found = sum(douts), torch.cat(ditems), sum(slopes)
+    for a, b in zip(found, wanted):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("per_token", [True, False])

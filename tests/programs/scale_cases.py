@@ -43,12 +43,16 @@ CASES = {
     "hstu": [],
     "sasrec-mixed": [*SASREC, "loss.kind=mixed_negatives", "train.ema_decay=0.9"],
     "bsa-whole": [*BSA, *WHOLE, "train.clip_norm=0.5"],
-    "hstu-mol": [*MOL, "loss.kind=in_batch"],
+    "hstu-table-mol": [*MOL, "parallel.embedding=table_wise", "loss.kind=in_batch"],
+    "hstu-row-shared": ["parallel.embedding=row_wise", "loss.negatives=shared", "train.ema_decay=0.9"],
+    "bsa-column-mixed": [*BSA, "parallel.embedding=column_wise", "loss.kind=mixed_negatives"],
+    "sasrec-row-whole": [*SASREC, *WHOLE, "parallel.embedding=row_wise", "train.clip_norm=0.5"],
     "ranking": [
         "task={kind: ranking, actions: [{name: liked, at_least: 1}]}",
         "data.protocol=last_tenth",
         "data.synthetic={num_users: 37, num_items: 24, num_clusters: 4, mean_length: 20, actions: true}",
         "loss={}",
+        "parallel.embedding=row_wise",
     ],
 }
 

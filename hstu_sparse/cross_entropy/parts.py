@@ -1,0 +1,139 @@
+"""The catalogue loss where a process has some of the items: its part of each log-sum-exp, merged with the others'.
+
+Letters: T tokens, I items that are here, E embedding size.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hstu_sparse.cross_entropy.reference import NORM_EPS
+from hstu_sparse.launch import on_device
+from hstu_sparse.precision import widened
+
+LN2 = math.log(2)
+CHUNK = 2**22  # logits that the reference holds at a time
+
+
+class Part(NamedTuple):
+    """Some items of a catalogue, `first` and those behind it.
+
+    merge: called once, in forward, with (log-sum-exp [T], logit of the target [T]) over these items, fp32 (fp64), the
+    logit being 0 where the target is not among them and the sum -inf where there are no items; returns both over the
+    whole catalogue. Processes that have a part each exchange theirs in it.
+    """
+
+    first: int
+    merge: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def loss_of_part(out, items, targets, temperature, normalize: bool, part: Part, backend: str) -> Tensor:
+    """`catalogue_loss` over the whole catalogue, of which `items` is a part; the gradients are this part's."""
+    if backend == "triton" and len(items):
+        return _Kernels.apply(out, items, targets, temperature, normalize, part)
+    out, items = widened(out, items)
+    if normalize:
+        out, items = (x / x.norm(dim=-1, keepdim=True).clamp(min=NORM_EPS) for x in (out, items))
+    return _Reference.apply(out / temperature, items, targets, part)
+
+
+def _here(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """(targets as rows of the items that are here, 0 for others; whether they are here)."""
+    inside = (targets >= first) & (targets < first + count)
+    return torch.where(inside, targets - first, 0), inside
+
+
+def _mean(lse: Tensor, logit: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    known = targets >= 0
+    share = 1 / known.sum().clamp(min=1)
+    return torch.where(known, lse - logit, 0.0).sum() * share, share
+
+
+class _Reference(torch.autograd.Function):
+    """Of outputs and items as they are multiplied, a chunk of tokens at a time; no second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, items: Tensor, targets: Tensor, part: Part) -> Tensor:
+        rows, inside = _here(targets, part.first, len(items))
+        ctx.size = max(1, CHUNK // max(1, len(items)))
+        lse, logit = out.new_full((len(out),), -math.inf), out.new_zeros(len(out))
+        if len(items):
+            lse = torch.cat([(chunk @ items.T).logsumexp(1) for chunk in out.split(ctx.size)] or [lse])
+            logit = torch.where(inside, (out * items[rows]).sum(1), 0.0)
+        lse, logit = part.merge(lse, logit)
+        loss, share = _mean(lse, logit, targets)
+        ctx.save_for_backward(out, items, targets, rows, inside, lse, share)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        out, items, targets, rows, inside, lse, share = ctx.saved_tensors
+        dout, ditems = torch.zeros_like(out), torch.zeros_like(items)
+        if not len(items):
+            return dout, ditems, None, None
+        for begin in range(0, len(out), ctx.size):
+            chunk = slice(begin, begin + ctx.size)
+            slopes = (out[chunk] @ items.T - lse[chunk, None]).exp()
+            slopes.scatter_add_(1, rows[chunk, None].long(), -inside[chunk, None].to(slopes))
+            slopes *= (targets[chunk, None] >= 0) * share * grad
+            dout[chunk] = slopes @ items
+            ditems += slopes.T @ out[chunk]
+        return dout, ditems, None, None
+
+
+class _Kernels(torch.autograd.Function):
+    """By the kernels of the whole catalogue. A token whose target is elsewhere has a softmax and no hit here."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, items: Tensor, targets: Tensor, temperature, normalize: bool, part: Part):
+        from hstu_sparse.cross_entropy import launches
+
+        ctx.learned = temperature if isinstance(temperature, Tensor) else None
+        ctx.given = (1.0 if ctx.learned is not None else temperature, normalize)
+        rows, inside = _here(targets, part.first, len(items))
+        known = targets >= 0
+        with _device(out):
+            call = _call(ctx, out, items, torch.where(known, rows, -1))
+            _, lse, row_scale, item_scale, logit, *_ = launches.forward_products(call)
+        lse, logit = part.merge(lse * LN2, torch.where(inside, logit * LN2, 0.0))
+        loss, share = _mean(lse, logit, targets)
+        ctx.save_for_backward(out, items, rows, inside, known, lse, row_scale, item_scale, share)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        from hstu_sparse.cross_entropy import launches
+
+        out, items, rows, inside, known, lse, row_scale, item_scale, share = ctx.saved_tensors
+        lse = torch.where(known, lse / LN2, math.inf)
+        with _device(out):
+            call = _call(ctx, out, items, torch.where(known, rows, -1))
+            dout, along = torch.empty_like(call.out, memory_format=torch.contiguous_format), call.new(call.T)
+            # The target's share of a gradient is 2^(positive - lse) - 1: -1 where it is here, else 0.
+            positive = torch.where(inside, -math.inf, torch.where(known, lse, 0.0))
+            hits = torch.where(inside, rows, -1).to(torch.int32)
+            ditems = launches.backward_products(
+                call, grad, lse, row_scale, item_scale, positive, share[None], dout, along, hits=hits
+            )
+        slope = None
+        if ctx.learned is not None:
+            slope = (-along.sum() * share * grad / ctx.learned).to(ctx.learned.dtype)
+        return dout, ditems, None, slope, None, None
+
+
+def _device(x: Tensor):
+    return on_device(x.device) if x.is_cuda else nullcontext()
+
+
+def _call(ctx: Any, out: Tensor, items: Tensor, targets: Tensor):
+    from hstu_sparse.cross_entropy.launches import _Call
+
+    scale, normalize = ctx.given
+    return _Call(out, items, targets, ctx.learned, None, None, scale, normalize, 0.0, 0.0)

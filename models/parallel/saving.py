@@ -1,0 +1,240 @@
+"""Checkpoints of several ranks by torch.distributed.checkpoint, and their weights as one safetensors file.
+
+A checkpoint is a folder `step-00001234` with the ranks' shards of weights and of what the optimiser keeps, and
+state.json with the progress. It is written in the background beside its place and takes that place when it is whole.
+It can be read by any number of ranks, with the item table cut in any way. What a random generator of torch draws in a
+step depends on the step alone (models/parallel/step.py): no generator's state is kept.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from data.atomic import replace_folder
+from data.types import shown
+from models.average import WeightAverage
+from models.checkpoint import (
+    CheckpointError,
+    Progress,
+    _checksum,
+    _facts_checksum,
+    load_folder,
+    prune,
+    save_folder,
+)
+from models.parallel.ranks import Ranks
+from models.parallel.tables import BLOCK, ShardedTable
+
+TABLE = "embedding.tables.embeddings.item.weight"  # the item table's name, as one process saves it
+
+
+def sharded(table: ShardedTable, mesh: DeviceMesh, local: Tensor) -> Tensor:
+    """`local`, [rows, columns] or [rows], as this rank's shard of what all ranks have of it.
+
+    Of [rows], one number for each row of a shard, the whole has a column for each cut of the columns.
+    """
+    cells, world = local.view(len(local), -1), table.ranks.world
+    if table.kind == "table_wise":  # one rank has all
+        return cells
+    rows, columns = (table.num_items, cells.shape[1]), (table.num_items, cells.shape[1] * world)
+    size, dimension = (rows, 0) if table.kind == "row_wise" else (columns, 1)
+    stride = (size[1], 1)
+    return DTensor.from_local(cells, mesh, [Shard(dimension)], run_check=False, shape=torch.Size(size), stride=stride)
+
+
+class Saver:
+    """Saves and loads what several ranks train; every rank calls the same methods in the same steps."""
+
+    def __init__(self, folder: Path, model: nn.Module, optimizer, average: WeightAverage | None, ranks: Ranks):
+        self.folder, self.model, self.optimizer, self.average = folder / "checkpoints", model, optimizer, average
+        self.run, self.ranks, self.table = folder, ranks, model.embedding.sharded
+        kind = "cpu" if self.table is None else self.table.device.type
+        self.mesh = init_device_mesh(kind, (ranks.world,))
+        # The background's messages must not meet those of training.
+        self.group = dist.new_group(backend="gloo")
+        self.pending: tuple[Any, Any, Path, dict, str] | None = None
+
+    def save(self, progress: Progress, *, final: bool = False, again: bool = False) -> None:
+        """Begins to save; final: waits until it is written, with the weights that the run is judged by beside it.
+
+        again: also where there is a checkpoint of this step.
+        """
+        self.wait()
+        folder = self.folder / f"step-{progress.step:08d}"
+        if self.ranks.of_first(folder.exists() and not again and not final):
+            return
+        place = replace_folder(folder) if self.ranks.first else None
+        temporary = self.ranks.of_first(place.__enter__() if place is not None else None)
+        facts = json.loads(progress.model_dump_json())
+        if final:
+            with nullcontext() if self.average is None else self.average.in_the_model():
+                weights = self.whole_weights()
+            if self.ranks.first:
+                save_file(weights, temporary / "model.safetensors")
+        try:
+            future = dcp.async_save(dict(self._state()), checkpoint_id=temporary, process_group=self.group)
+        except Exception as error:
+            raise self._failed(folder, error) from error
+        self.pending = future, place, temporary, facts, progress.run
+        if final:
+            self.wait()
+
+    def poll(self) -> None:
+        """Puts a checkpoint into its place once it is written."""
+        if self.pending is not None and self.pending[0].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until what was begun is written and in its place."""
+        if self.pending is None:
+            return
+        (future, place, temporary, facts, run), self.pending = self.pending, None
+        try:
+            future.result()
+            if place is not None:
+                # The first rank's part ends when all ranks' are written.
+                files = sorted(path for path in temporary.iterdir())
+                sums = {path.name: _checksum(path) for path in files if path.suffix == ".safetensors"}
+                facts |= {"sha256": sums, "sizes": {path.name: path.stat().st_size for path in files}}
+                text = json.dumps({**facts, "checksum": _facts_checksum(facts)}, indent=1)
+                (temporary / "state.json").write_text(text, encoding="utf-8")
+                place.__exit__(None, None, None)
+                prune(self.run, run)
+        except Exception as error:
+            raise self._failed(temporary, error) from error
+
+    def _failed(self, folder: Path, error: Exception) -> CheckpointError:
+        reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0]
+        return CheckpointError(f"{folder}: cannot be written: {shown(reason, 300)}; what was saved before is as it was")
+
+    def _state(self) -> Iterator[tuple[str, Any]]:
+        """Everything that a checkpoint holds, by name, as the tensors themselves."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for name, value in self.model.state_dict().items():
+            yield f"model.{name}", value
+        table = self.table
+        has = table is not None and table.kernel is not None
+
+        def cut(value: Tensor) -> Tensor:
+            return sharded(table, self.mesh, value) if value.dim() else value
+
+        if has:
+            yield f"model.{TABLE}", cut(table.weight)
+            for key, value in table.moments().items():
+                yield f"optimizer.{TABLE}.{key}", cut(value)
+        if self.average is not None:
+            for weight, value in zip(self.average.weights, self.average.averages, strict=True):
+                name = names.get(id(weight), TABLE)
+                if table is None or name != TABLE:
+                    yield f"average.{name}", value
+                elif has:
+                    yield f"average.{name}", cut(value)
+        for p in (p for group in self.optimizer.param_groups for p in group["params"]):
+            name = names.get(id(p), TABLE)
+            for key, value in self.optimizer.state.get(p, {}).items():
+                if table is not None and name == TABLE and value.dim():
+                    value = cut(value.view_as(table.weight))
+                yield f"optimizer.{name}.{key}", value
+
+    def load(self, source: Path) -> Progress:
+        """Puts a checkpoint into model, table, optimiser and average; returns its progress.
+
+        CheckpointError where it is damaged, another model's, or one of a single process.
+        """
+        _, facts = load_folder(source, sizes=True)
+        progress = Progress.of(facts, source)
+        if source.name != f"step-{progress.step:08d}":
+            raise CheckpointError(f"{source}: damaged, it holds step {progress.step}")
+        if not (source / ".metadata").is_file():
+            raise CheckpointError(
+                f"{source}: was saved by one process without `parallel`: resume it so, or begin with --init-from"
+            )
+        for p in (p for group in self.optimizer.param_groups for p in group["params"]):
+            zeros = {key: torch.zeros_like(p, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **zeros}
+        try:
+            there = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+            state = dict(self._state())
+            missing = sorted(name for name in state.keys() - there.keys() if not name.startswith("optimizer."))
+            unknown = sorted(name for name in there.keys() - state.keys())
+            if self.table is not None and self.table.kernel is None:  # other ranks have it
+                unknown = [name for name in unknown if TABLE not in name]
+            if wrong := missing + unknown:
+                raise CheckpointError(f"{source}: of another model or optimiser, {wrong[0]} does not fit")
+            for name, value in state.items():
+                if name in there and value.size() != there[name].size:
+                    raise CheckpointError(f"{source}: of another model or sharding, {name} does not fit")
+            loaded = {name: value for name, value in state.items() if name in there}
+            dcp.load(loaded, checkpoint_id=source, process_group=self.group)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{source}: cannot be read ({shown(str(error).strip(), 300)})") from error
+        for p in list(self.optimizer.state):
+            name = next((n for n, q in self.model.named_parameters() if q is p), TABLE)
+            if f"optimizer.{name}.step" not in there:
+                del self.optimizer.state[p]
+        self.model.load_state_dict({n.removeprefix("model."): v for n, v in loaded.items() if _dense(n, "model.")})
+        if self.table is not None:
+            moments = {n.rpartition(".")[2]: v for n, v in loaded.items() if n.startswith(f"optimizer.{TABLE}.")}
+            self.table.take_moments(moments)
+        return progress
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """The model's state dict with the whole item table on the first rank's host; the others have nothing."""
+        weights = {name: value.detach().cpu().contiguous() for name, value in self.model.state_dict().items()}
+        if self.table is not None:
+            weights |= {TABLE: whole_table(self.table)}
+        return weights if self.ranks.first else {}
+
+    def save_best(self, facts: dict) -> None:
+        """The weights as they are into the run's folder `best`, one safetensors file."""
+        weights = self.whole_weights()
+        if self.ranks.first:
+            save_folder(self.run / "best", {"model": weights}, facts)
+
+
+def _dense(name: str, prefix: str) -> bool:
+    return name.startswith(prefix) and name != prefix + TABLE
+
+
+def whole_table(table: ShardedTable) -> Tensor:
+    """The table [I, E] on the first rank's host, a block of rows at a time; the others get one without rows."""
+    first = table.ranks.first
+    whole = torch.empty(table.num_items if first else 0, table.size)
+    step = max(1, BLOCK // table.size)
+    for begin in range(0, table.num_items, step):
+        end = min(table.num_items, begin + step)
+        # The others ask for nothing, and answer.
+        rows = table.look_up(torch.arange(begin, end if first else begin, device=table.device)).detach()
+        if first:
+            whole[begin:end] = rows.cpu()
+    return whole
+
+
+def load_slices(model: nn.Module, source: Path) -> None:
+    """The weights of source/model.safetensors into a model, of its sharded table only this rank's shard."""
+    path, table = source / "model.safetensors", model.embedding.sharded
+    load_folder(source, sizes=True)
+    try:
+        with safe_open(path, "pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys() if table is None or name != TABLE}  # noqa: SIM118
+            model.load_state_dict(state)
+            if table is not None:
+                rows = file.get_slice(TABLE)
+                if list(rows.get_shape()) != [table.num_items, table.size]:
+                    raise CheckpointError(f"{path}: of another model, {TABLE} does not fit")
+                table.fill(lambda begin, end: rows[begin:end])
+    except (OSError, SafetensorError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({shown(str(error), 300)})") from error

@@ -1,0 +1,186 @@
+"""The item table cut over the ranks by torchrec's DistributedModelParallel.
+
+Letters: I items, E embedding size, n ids that are looked up; rows and columns are those of a rank's shard.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.comm_ops import set_gradient_division
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+from models.config import ConfigError, RunConfig
+from models.features import truncated_normal_
+from models.parallel.draws import seed_of
+from models.parallel.ranks import Ranks
+
+# torchrec tells of each of its choices.
+logging.getLogger("torchrec.distributed").setLevel(logging.ERROR)
+
+BLOCK = 2**22  # numbers of the table that are drawn or moved at a time
+DRAWN_WHOLE = 2**28  # numbers of a table that each rank draws whole, as one process does
+
+
+class ShardedTable:
+    """The rows of all items, of which each rank has some rows or some columns; not one of a model's modules.
+
+    kind         row_wise, table_wise or column_wise
+    begin, end   (first row, first column) and the ends of this rank's shard; equal where it has none
+    weight       [rows, columns], this rank's shard
+    parameter    what an optimiser steps: the shard's numbers, flat; None for a rank without, and with a fused optimiser
+    """
+
+    def __init__(self, config: RunConfig, num_items: int, ranks: Ranks, device: torch.device):
+        p, size = config.parallel, config.model.embedding_dim
+        self.ranks, self.device, self.num_items, self.size, self.fused = ranks, device, num_items, size, p.fused
+        self.kind = p.embedding
+        if self.kind == "auto":
+            from models.planning.sharding import planned  # imports torchrec's planner, which takes a second
+
+            memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 80 * 2**30
+            self.kind, _ = planned(config, num_items, ranks.world, memory)
+        if self.kind == "column_wise" and size % (4 * ranks.world):
+            raise ConfigError(
+                f"parallel.embedding: column_wise cuts model.embedding_dim={size} into {ranks.world} parts, each of "
+                "which must be a multiple of 4"
+            )
+        set_gradient_division(False)  # the ranks' losses are shares of one
+        with torch.random.fork_rng(devices=[]):  # torchrec draws first rows, which `fill` overwrites
+            self.module = self._sharded(config)
+        # torchrec 1.8 has no public way to a shard's module.
+        found = [module for lookup in self.module.module._lookups for module in lookup._emb_modules]
+        self.begin = self.end = (0, 0)
+        self.weight, self.parameter, self.kernel = torch.empty(0, size, device=device), None, None
+        (spec,) = (one["item"].sharding_spec for one in self.module.plan.plan.values())
+        for shard in spec.shards if found else ():
+            if shard.placement.rank() == ranks.rank:
+                self.begin = tuple(shard.shard_offsets)
+                self.end = tuple(b + n for b, n in zip(self.begin, shard.shard_sizes))
+        if not found:
+            return
+        self.kernel, shape = found[0]._emb_module, [e - b for b, e in zip(self.begin, self.end)]
+        if self.fused:
+            self.weight = self.kernel.split_embedding_weights()[0]
+            return
+        self.parameter = self.kernel.weights
+        self.weight = self.parameter.detach().view(shape)
+        # The dense kernel of fbgemm 1.8 sums the ids of each length on a CPU, where none is asked to.
+        found[0].forward = lambda features: F.embedding(features.values().long(), self.parameter.view(shape))
+
+    def _sharded(self, config: RunConfig) -> DistributedModelParallel:
+        table = EmbeddingConfig(
+            name="item", embedding_dim=self.size, num_embeddings=self.num_items, feature_names=["item"]
+        )
+        module, world = EmbeddingCollection(tables=[table], device=torch.device("meta")), self.ranks.world
+        kernel = "fused" if self.fused else "dense"
+        placed = {
+            "row_wise": lambda: row_wise(compute_kernel=kernel),
+            "table_wise": lambda: table_wise(rank=0, compute_kernel=kernel),
+            "column_wise": lambda: column_wise(ranks=list(range(world)), compute_kernel=kernel),
+        }[self.kind]()
+        sharder = EmbeddingCollectionSharder(fused_params=fused_options(config, self.device) or None)
+        plan = construct_module_sharding_plan(
+            module,
+            {"item": placed},
+            sharder,
+            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+            world_size=world,
+            device_type=self.device.type,
+        )
+        return DistributedModelParallel(
+            module,
+            env=ShardingEnv.from_process_group(self.ranks.group),
+            device=self.device,
+            plan=ShardingPlan({"": plan}),
+            sharders=[sharder],
+            init_data_parallel=False,
+            init_parameters=False,
+        )
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """The rows [n, E] of the items `ids` [n] int64; every rank calls it with ids of its own, be they none."""
+        lengths = torch.ones_like(ids) if len(ids) else ids.new_zeros(1)
+        jagged = KeyedJaggedTensor(keys=["item"], values=ids, lengths=lengths, stride=len(lengths))
+        return self.module(jagged)["item"].values()
+
+    def local_rows(self) -> Tensor:
+        """The shard [rows, E] of a row-wise table, with its gradient."""
+        return self.weight if self.parameter is None else self.parameter.view(self.weight.shape)
+
+    @torch.no_grad()
+    def between(self, begin: int, end: int) -> Tensor:
+        """The rows begin .. end - 1, [end - begin, E]; every rank calls it, with a range of its own."""
+        if self.kind == "row_wise" and (begin, end) == (self.begin[0], self.end[0]):
+            return self.weight
+        return self.look_up(torch.arange(begin, end, device=self.device))
+
+    @torch.no_grad()
+    def fill(self, rows: Callable[[int, int], Tensor]) -> None:
+        """Fills the shard, a block at a time; rows(begin, end): those rows of the whole table, [end - begin, E]."""
+        step = max(1, BLOCK // self.size)
+        for first in range(self.begin[0] // step * step, self.end[0], step):
+            last = min(self.num_items, first + step)
+            begin, end = max(first, self.begin[0]), min(last, self.end[0])
+            part = rows(first, last)[begin - first : end - first, self.begin[1] : self.end[1]]
+            self.weight[begin - self.begin[0] : end - self.begin[0]].copy_(part)
+
+    def draw(self, trained: Tensor | None) -> None:
+        """Fills the shard at random, each block of rows by a seed of its own: other draws than a whole table has.
+
+        trained: [I] bool, which items training saw; the others' rows are zero.
+        """
+
+        def rows(begin: int, end: int) -> Tensor:
+            torch.manual_seed(seed_of(seed, begin))
+            block = truncated_normal_(torch.empty(end - begin, self.size), 0.02)
+            return block if trained is None else block * trained[begin:end, None]
+
+        seed = torch.initial_seed()
+        with torch.random.fork_rng(devices=[]):
+            self.fill(rows)
+
+    def moments(self) -> dict[str, Tensor]:
+        """What a fused optimiser keeps, by name: [rows, columns] or [rows] of the shard, or 0-d."""
+        if not self.fused or self.kernel is None:
+            return {}
+        found = {f"moment{place}": value for place, value in enumerate(self.kernel.split_optimizer_states()[0])}
+        return found | ({"iter": self.kernel.iter.reshape(())} if self.fused == "adam" else {})
+
+    def take_moments(self, moments: dict[str, Tensor]) -> None:
+        """What was loaded into copies of `moments`; those of tensors were loaded into themselves."""
+        if self.kernel is not None and "iter" in moments:
+            self.kernel.iter.fill_(int(moments["iter"]))
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of a fused optimiser's next steps."""
+        if self.fused and self.kernel is not None:
+            self.kernel.set_learning_rate(lr)
+
+
+def fused_options(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """What fbgemm's optimiser is made with; ConfigError where it has none such."""
+    if config.parallel.fused is None:
+        return {}
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+    if config.parallel.fused == "rowwise_adagrad":
+        return {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": config.train.lr, "eps": 1e-8}
+    if device.type == "cpu":
+        raise ConfigError("parallel.fused: fbgemm has no adam on a CPU: take rowwise_adagrad")
+    beta1, beta2 = config.train.betas
+    return {
+        "optimizer": EmbOptimType.ADAM,
+        "learning_rate": config.train.lr,
+        "eps": 1e-8,
+        "beta1": beta1,
+        "beta2": beta2,
+    }
