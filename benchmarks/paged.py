@@ -4,8 +4,9 @@
     python benchmarks/run.py --op paged --lengths 4096 --queries 1 --only bf16,2bit
     python benchmarks/run.py --op paged --lengths 4096 --queries 1 --splits 1,2,3,4,6,8 --warps 2,4 --stages 2,3
 
---splits, --warps, --stages, --rows and --positions time the candidates with a history in so many parts, and with
-programs of so many warps and stages, rows of queries and positions a tile, in place of what the library chooses.
+--splits, --warps, --stages, --registers, --rows and --positions time candidates with a history in so many parts, and
+with programs of so many warps, stages, registers, rows of queries and positions a tile, in place of what the library
+chooses.
 
 Every record says in `bound_ms` what reading the pages, or the products, take at least on an H200 (4.8 TB/s, 989
 TFLOP/s).
@@ -21,8 +22,10 @@ import torch
 from run import Case
 
 SINKS, CLIP = 4, 0.75
-TRIED = "splits", "warps", "stages", "rows", "positions"
-OPTIONS = dict(warps="num_warps", stages="num_stages", rows="BQ", positions="R")  # what Triton or the kernel calls them
+TRIED = "splits", "warps", "stages", "registers", "rows", "positions"
+OPTIONS = dict(
+    warps="num_warps", stages="num_stages", registers="maxnreg", rows="BQ", positions="R"
+)  # what Triton or the kernel calls them
 BYTES_A_SECOND, FLOPS_A_SECOND = 4.8e12, 989e12
 FORMATS = {"bf16": {}, "2bit": dict(bits=2, sink_tokens=SINKS, clip=CLIP), "4bit": dict(bits=4, sink_tokens=SINKS)}
 

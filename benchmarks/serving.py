@@ -245,13 +245,16 @@ def gpu(results: Results, seconds: float, device: str = "cuda", quick: bool = Fa
     until = time.monotonic() + seconds
     sizes = dict(count=16, repeats=3) if quick else dict(count=1024, repeats=20)
     name, other = ("large-200",) * 2 if quick else ("4x256-4096", "large-200")
-    parts = [(candidates_of, name, device, 2 if quick else 8, *sizes.values())]
     some = ("bf16", "2bit+4sinks") if quick else ("bf16", "2bit+4sinks", "4bit", "8bit", "fp32")
-    counts = (2, 1) if quick else (64, 1, 256)
-    for count, model in itertools.product(counts, (name, other)):
-        parts += [(requests_of, model, cache, device, count, sizes["repeats"]) for cache in some[:2]]
-    parts += [(candidates_of, name, device, 64, *sizes.values()), (candidates_of, other, device, 8, *sizes.values())]
-    parts += [(requests_of, name, cache, device, counts[0], sizes["repeats"]) for cache in some[2:]]
+    few, counts = 2 if quick else 8, (2, 1) if quick else (64, 1, 256)
+    parts = []
+    for graphs in (True, False):
+        parts.append((candidates_of, name, device, few, *sizes.values(), graphs))
+        parts += [(requests_of, name, cache, device, counts[0], sizes["repeats"], graphs) for cache in some[:2]]
+    for count, model in [*itertools.product(counts[1:], (name, other)), (counts[0], other)]:
+        parts += [(requests_of, model, cache, device, count, sizes["repeats"], True) for cache in some[:2]]
+    parts += [(candidates_of, model, device, users, *sizes.values(), True) for model, users in ((name, 64), (other, 8))]
+    parts += [(requests_of, name, cache, device, counts[0], sizes["repeats"], True) for cache in some[2:]]
     for part, *arguments in parts[:4] if quick else parts:
         if time.monotonic() < until:
             part(results, *arguments)
@@ -269,12 +272,13 @@ def free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def requests_of(results: Results, name: str, cache: str, device: str, count: int, repeats: int) -> None:
+def requests_of(results: Results, name: str, cache: str, device: str, count: int, repeats: int, graphs: bool) -> None:
     """Lists for `count` users: from pages, behind an event more, and (beside bf16) from whole windows recomputed."""
     from models.heads import normalized
     from models.retrieval import best_items
 
-    recommender = make(name, device, autocast="bf16", cache_bytes=(8 if device == "cuda" else 1) * GB, **FORMATS[cache])
+    options = FORMATS[cache] | dict(cache_bytes=(8 if device == "cuda" else 1) * GB, cuda_graphs=graphs)
+    recommender = make(name, device, autocast="bf16", **options)
     longest, slide = recommender.window.capacity, recommender.window.slide
     warmup, sliding = 4, 3
     # The last event that is timed without a slide is event N.
@@ -297,7 +301,7 @@ def requests_of(results: Results, name: str, cache: str, device: str, count: int
         batch = whole_batch(recommender, users, now[0] + 1)
         return best_items(recommender._scores_of(normalized(run(batch)[batch.seq_offsets[1:] - 1])), 10)
 
-    line = dict(part="recommend", model=name, cache=cache, users=count)
+    line = dict(part="recommend", model=name, cache=cache, users=count, cuda_graphs=graphs)
     call = lambda: recommender.recommend(users, at=now[0] + 1)
     results(**line, route="recommend", **timed(call, repeats, device, warmup))
     times = timed(after_an_event, repeats, device, warmup)
@@ -336,11 +340,11 @@ def device_times(recommender) -> dict:
     return found | {"bytes": torch.cuda.memory_reserved(), "pool_bytes": recommender.statistics["page_bytes"]}
 
 
-def candidates_of(results: Results, name: str, device: str, users: int, count: int, repeats: int) -> None:
+def candidates_of(results: Results, name: str, device: str, users: int, count: int, repeats: int, graphs: bool) -> None:
     """Candidates scored on top of pages against one pass over history and candidates."""
     import torch
 
-    recommender = make(name, device, task="ranking", autocast="bf16", cache="bf16")
+    recommender = make(name, device, task="ranking", autocast="bf16", cache="bf16", cuda_graphs=graphs)
     events = recommender.window.capacity
     now = fill(recommender, users, events)
     rng = np.random.default_rng(2)
@@ -351,7 +355,7 @@ def candidates_of(results: Results, name: str, device: str, users: int, count: i
     batch = whole_batch(recommender, keys, now, rows)
     expected = run(batch).unflatten(0, (users, -1))[:, -count:].flatten(0, 1)
     error = float((found - expected).norm() / expected.norm())
-    line = dict(part="candidates", model=name, users=users, candidates=count, tokens=2 * events)
+    line = dict(part="candidates", model=name, users=users, candidates=count, tokens=2 * events, cuda_graphs=graphs)
     results(**line, route="difference", relative=round(error, 5))
 
     def captured():

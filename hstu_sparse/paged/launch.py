@@ -36,14 +36,13 @@ FEW, SOME = 8, 48  # new tokens of a sequence on average, from which on programs
 
 
 @configuration
-def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, candidates: bool) -> LaunchConfig:
+def tile(dtype: torch.dtype, width: int, coded: bool, queries: int) -> LaunchConfig:
     """BQ new tokens and R positions of a program, and how many programs a processor of an H200 is given at once.
 
     Args:
         width: the greater head size, padded.
         coded: pages hold codes.
         queries: new tokens of a sequence on average.
-        candidates: they are candidates, whose bias takes few registers.
     """
     if queries < FEW:
         big = width > 128 or dtype == torch.float32
@@ -55,10 +54,7 @@ def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, candidates: 
         return LaunchConfig(BQ=64, R=32, num_warps=8, num_stages=2, programs=4)
     if queries < SOME or coded:
         return LaunchConfig(BQ=64, R=64, num_warps=4, num_stages=2, programs=4)
-    many = LaunchConfig(BQ=128, R=64, num_warps=8, num_stages=2, programs=4)
-    if width > 64 or not candidates:
-        return many
-    return many.replace(maxnreg=128, programs=2)  # of more registers one program has room
+    return LaunchConfig(BQ=128, R=64, num_warps=8, num_stages=2, programs=4)
 
 
 @functools.lru_cache(maxsize=64)
@@ -119,7 +115,7 @@ def attention(
     q, k, v = as_rows(q, k, v, align=False)
     batch, softmax = q_offsets.shape[0] - 1, activation == "softmax"
     width = max(padded_head(format.head_size), padded_head(V))
-    config = tile(q.dtype, width, format.layout is not None, cdiv(tokens, max(1, batch)), candidates)
+    config = tile(q.dtype, width, format.layout is not None, cdiv(tokens, max(1, batch)))
     few = config.BQ == 16
     constants = sizes(format, q.dtype, few)
     group, together = constants["G"], constants["HEADS"]

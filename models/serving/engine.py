@@ -103,8 +103,8 @@ class Engine:
             ) from None
         self.caches = Caches(pool, math.lcm(*(c.selection_group for c in sparse)))
         # The choices of bsa are made by the host, with the device's answers at hand.
-        self.padded = self.device.type == "cuda" and not sparse
-        self.graphs = Graphs(self.device) if self.padded and options.cuda_graphs else None
+        self.padded = options.cuda_graphs and self.device.type == "cuda" and not sparse
+        self.graphs = Graphs(self.device) if self.padded else None
         self._widest = form.num_pages(longest) + (form.sink_tokens > 0)
         self.encoded = 0  # tokens that were written into pages, for metrics
 

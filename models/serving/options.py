@@ -31,7 +31,7 @@ class ServingOptions:
     slide        events that leave a window at a time; by default a quarter of what it holds
     most_users   users that the store holds
     most_events  events that a user may have
-    cuda_graphs  on a GPU: passes of few tokens are captured as CUDA graphs and replayed
+    cuda_graphs  on a GPU: passes of few tokens are padded to a few sizes, captured as CUDA graphs and replayed
     """
 
     cache: str = "auto"
@@ -43,7 +43,7 @@ class ServingOptions:
     slide: int | None = None
     most_users: int = 10_000_000
     most_events: int = 1_000_000
-    cuda_graphs: bool = True
+    cuda_graphs: bool = False
 
     def __post_init__(self):
         if self.cache not in CACHES:

@@ -86,15 +86,11 @@ def whole_attention(
     """[T, H, V] of tokens that see one another alone, by the kernels for whole sequences; None where they cannot.
 
     Paged attention looks a time bias up pair by pair, which takes it ten times as long. As there, a token sees the
-    others as the pages give them back and itself as it is; where pages round keys and values, the kernels can do that
-    for SiLU and codes.
+    others as the pages give them back and itself as it is; where pages round keys and values, `rotatekv_self_attention`
+    can do that for codes, on a CPU so far.
     """
     exact = form.bits is None and (form.dtype == k.dtype or form.dtype.itemsize > k.dtype.itemsize)
-    if isinstance(inner, SoftmaxAttention):
-        if bias is not None or not exact or not q.is_cuda:
-            return None
-        return hstu_sparse.flash_attention(q, k, v, part.offsets, causal=True)
-    if not exact and form.bits is None:
+    if isinstance(inner, SoftmaxAttention) or (not exact and (form.bits is None or q.is_cuda)):
         return None
     # Codes are of keys that are padded to what the Hadamard transform takes.
     q, k = (F.pad(x, (0, form.coded_size - form.head_size)) if form.bits else x for x in (q, k))

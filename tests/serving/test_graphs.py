@@ -76,11 +76,11 @@ def test_a_replay_gives_the_bits_of_a_run(attention, task, changes, options):
     config = make_config(attention, task=task, max_seq_len=40, **changes)
     model = make_model(config)
     captured, plain = (
-        serve(config, copy.deepcopy(model).to("cuda"), cache_bytes=2**20, cuda_graphs=graphs, **options)
-        for graphs in (True, False)
+        serve(config, copy.deepcopy(model).to("cuda"), cache_bytes=2**20, cuda_graphs=True, **options) for _ in range(2)
     )
+    plain._engine.graphs = None  # the same passes, padded, and none of them captured
     play(captured, plain, config, 60, np.testing.assert_array_equal)
-    assert plain._engine.graphs is None and 5 < len(captured._engine.graphs.captured) <= MOST
+    assert 5 < len(captured._engine.graphs.captured) <= MOST
     for mine, theirs in zip(captured._engine.caches.pool.tensors, plain._engine.caches.pool.tensors):
         for name in mine:
             assert torch.equal(mine[name].view(torch.uint8), theirs[name].view(torch.uint8)), name
