@@ -3,6 +3,7 @@ captured and replayed, and an evaluation.
 
     python benchmarks/plan.py configs/ml-1m-hstu.yaml [key=value ...]    appends to benchmarks/results/plan.jsonl
     python benchmarks/plan.py CONFIG --predict                           the prediction alone, on any machine
+    python benchmarks/plan.py --recorded                                 the peaks in results/parts.jsonl, predicted
 
 The prediction is made by a process of its own, which sees no GPU.
 """
@@ -21,11 +22,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train
+from benchmarks import parts
 from benchmarks.figures import RESULTS
+from data.batch import Batch
 from models.config import load_config
 from models.folder import commit
+from models.graph import padded_sequences, padded_tokens
+from models.hstu import SequenceModel
 from models.parallel.ranks import Ranks
-from models.planning.plan import plan, tokens_of_batches
+from models.planning.imagined import imagined_gpu
+from models.planning.meter import Meter
+from models.planning.plan import CUBLAS_BYTES, MIB, plan, tokens_of_batches
 from models.report import environment
 from models.run import build_model, open_data
 
@@ -38,6 +45,38 @@ def predict(options) -> dict:
     data = open_data(config, device=torch.device("cpu"))
     found = plan(data.config, data, train.build_step)
     return asdict(found) | {"peak": found.peak, "training_peak": found.training_peak}
+
+
+def recorded() -> None:
+    """For each step that `benchmarks/train.py --parts` measured: its peak, what is predicted, their ratio.
+
+    Where a step was not the first of its process, its record leaves out the workspace that cuBLAS had got before.
+    """
+    parser = argparse.ArgumentParser()
+    parts.add_arguments(parser)
+    for record in map(json.loads, (RESULTS / "parts.jsonl").read_text(encoding="utf-8").splitlines()):
+        if record["attention"] not in parts.KINDS or not record.get("peak_memory_bytes"):
+            continue
+        given = {name: record[name] for name in ("tokens", "items", "size", "loss", "model", "train")}
+        options = argparse.Namespace(**vars(parser.parse_args([])) | given)
+        config = parts.configuration(options, record["length"], parts.KINDS[record["attention"]])
+        uncaptured = config.train.model_copy(update={"cuda_graphs": False})
+        tokens = padded_tokens(config.train.batch_size * record["length"])
+        sequences = padded_sequences(config.train.batch_size, record["length"])
+        with imagined_gpu(), Meter() as meter:
+            model = SequenceModel(config.model, record["items"]).train()
+            _, step = train.build_step(config.model_copy(update={"train": uncaptured}), model, torch.device("cpu"))
+            of_tokens = [torch.empty(tokens, dtype=torch.int64) for _ in range(4)]
+            offsets, users = (torch.empty(n, dtype=torch.int64) for n in (sequences + 1, sequences))
+            for _ in range(2):
+                step(Batch(*of_tokens, seq_offsets=offsets, users=users))
+        measured = record["peak_memory_bytes"] / MIB
+        least, most = meter.peak / MIB, (meter.peak + 2 * CUBLAS_BYTES) / MIB
+        print(
+            f"{record['attention']:<20}{record['length']:>8,}{measured:>10,.0f} MiB, predicted {least:,.0f} to "
+            f"{most:,.0f}, {least / measured:.3f} to {most / measured:.3f}; {record['commit']}",
+            flush=True,
+        )
 
 
 def measure(options) -> dict:
@@ -70,12 +109,17 @@ def measure(options) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config")
+    parser.add_argument("config", nargs="?")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--name", help="of the record, by default the configuration's")
     parser.add_argument("--predict", action="store_true", help="measure nothing; print the prediction")
+    parser.add_argument("--recorded", action="store_true", help="predict what results/parts.jsonl has; no GPU")
     parser.add_argument("--out", type=Path, default=RESULTS / "plan.jsonl", help="the JSON lines, which are added to")
     options = parser.parse_intermixed_args()
+    if options.recorded:
+        return recorded()
+    if options.config is None:
+        parser.error("give a configuration, or --recorded")
     if options.predict:
         print(json.dumps(predict(options)))
         return

@@ -79,21 +79,23 @@ def plan(config: RunConfig, data: Data, build_step: Callable) -> Plan:
     data: opened, on a CPU. build_step: train.build_step.
     """
     phases = sorted({0}.union(*(attention.phase_ends() for attention in config.model.attention)))
-    graphed = config.train.cuda_graphs and not config.train.compile
     ranks, context = data_ranks(config), config.parallel.context
+    world = ranks * context
+    graphed = config.train.cuda_graphs and not config.train.compile and world == 1 and not config.parallel.engine
     sequences = -(-config.train.batch_size // ranks)
     counts = tokens_of_batches(config, data)
-    tokens = -(-int(max(map(max, counts))) // (ranks * context))
+    tokens = -(-int(max(map(max, counts))) // world)
     if graphed:
         tokens, sequences = padded_tokens(tokens), padded_sequences(sequences, config.model.max_seq_len)
     template = next(data.batches("train", batch_size=config.train.batch_size, seed=config.seed).epoch(0))
     judged = next((name for name in ("valid", "test") if getattr(data.splits, name) is not None), None)
     evaluated = None if judged is None else most_tokens(data.eval_batches(judged))
-    sharded = shard(config, len(data.vocabulary.item_ids), ranks, tokens, GPU_BYTES)
+    sharded = shard(config, len(data.vocabulary.item_ids), world, tokens, GPU_BYTES)
     # One rank's step itself, not one that is captured: that needs a GPU, and allocates the same.
     uncaptured = config.train.model_copy(update={"cuda_graphs": False})
     config = config.model_copy(update={"train": uncaptured, "parallel": ParallelConfig()})
-    imagined = replace(data.vocabulary, item_ids=data.vocabulary.item_ids[: sharded.rows])
+    # Where the table is sharded, a step works on the rows that it has looked up.
+    imagined = replace(data.vocabulary, item_ids=data.vocabulary.item_ids[: sharded.looked_up or None])
     with imagined_gpu(), patch.dict(os.environ), Meter() as meter:
         os.environ.pop("WORLD_SIZE", None)  # this process is none of torchrun's
         meter.part = "weights"
@@ -102,7 +104,7 @@ def plan(config: RunConfig, data: Data, build_step: Callable) -> Plan:
         optimizer, step = build_step(config, model, torch.device("cpu"), average)
         kept = {"weights": _bytes(model.parameters()) + _bytes(model.buffers())}
         _follow(meter, model, config)
-        result = Plan(ranks * context, sequences, tokens, kept, sharded)
+        result = Plan(world, sequences, tokens, kept, sharded)
         for phase in phases:
             meter.part = "batch"
             batch = _shaped(template, tokens, sequences, {})
@@ -115,13 +117,18 @@ def plan(config: RunConfig, data: Data, build_step: Callable) -> Plan:
         result.step -= sum(kept.values())
         if evaluated is not None:
             result.evaluation = _measure_evaluation(meter, data, model, evaluated, phases[-1]) - sum(kept.values())
+        if sharded.looked_up:
+            rows = _bytes([model.item_weight])
+            kept["weights"] += sharded.weights - rows
+            kept["gradients"] += sharded.gradients - rows
+            kept["optimiser"] += sharded.optimiser - 2 * rows
     columns = _columns(data)
     if columns <= GPU_BYTES // 4:
         kept["the data's columns"] = columns
     if graphed:
         sizes = {padded_tokens(int(count)) for count in np.unique(np.concatenate(counts))}
         each = 8 * sum(math.prod(x.shape[1:]) for _, x, layout in template._tensors() if layout.kind == "token")
-        kept["batches of captured steps"] = each * sum(sizes) // (ranks * context)
+        kept["batches of captured steps"] = each * sum(sizes)
     result.kept |= {name: size for name, size in kept.items() if size}
     return result
 

@@ -1,13 +1,15 @@
 """How the item table lies on the ranks, and the buffers of what they send each other.
 
-Letters: I items, E embedding size, T tokens of a rank, K ranks that share a batch, R rows that a rank asks for.
+Letters: I items, E embedding size, T tokens of a rank, K ranks that share a batch, R different rows that a rank
+looks up.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torchrec import EmbeddingCollection, EmbeddingConfig
@@ -28,12 +30,19 @@ COPIES = 4  # a weight, its gradient and AdamW's two moments
 
 @dataclass(frozen=True)
 class Sharded:
-    """kind: how the table lies. rows: [rows, E] is as much of it as the fullest rank has. buffers: bytes by name.
-    lines: what to say of the plan."""
+    """How the item table lies on the ranks, bytes on the rank that has most of it.
+
+    kind: of the sharding. looked_up: R, the rows that a rank's step has beside its shard; 0 where it has the table.
+    weights, gradients, optimiser: of the shard. buffers: what is on its way between ranks, by name. lines: what to say
+    of the plan.
+    """
 
     kind: str
-    rows: int
-    buffers: dict[str, int]
+    looked_up: int = 0
+    weights: int = 0
+    gradients: int = 0
+    optimiser: int = 0
+    buffers: dict[str, int] = field(default_factory=dict)
     lines: tuple[str, ...] = ()
 
 
@@ -45,33 +54,33 @@ def data_ranks(config: RunConfig) -> int:
 
 
 def shard(config: RunConfig, num_items: int, ranks: int, tokens: int, gpu_bytes: int) -> Sharded:
-    """How the item table lies; tokens: T."""
-    kind: str = config.parallel.embedding
-    lines: tuple[str, ...] = ()
-    if ranks == 1:
-        return Sharded("replicated", num_items, {})
+    """How the item table lies on so many ranks; tokens: T."""
+    p, lines = config.parallel, ()
+    if not p.sharded:
+        return Sharded(p.embedding)
+    kind: str = p.embedding
     if kind == "auto":
         kind, lines = planned(config, num_items, ranks, gpu_bytes)
-    rows = num_items if kind in ("replicated", "table_wise") else -(-num_items // ranks)
-    if kind == "replicated":
-        return Sharded(kind, rows, {}, lines)
-    size = config.model.embedding_dim * getattr(torch, config.model.table_dtype).itemsize
-    asked, outputs = rows_asked(config, tokens), 0
+    size, wide = config.model.embedding_dim, getattr(torch, config.model.table_dtype).itemsize
+    weights = num_items * size * wide if kind == "table_wise" else -(-num_items // ranks) * size * wide
+    moments = {"rowwise_adagrad": weights // (size * wide) * 4}.get(str(p.fused), 2 * weights)
+    wanted = ids_wanted(config, tokens)
+    # How many different ids are among so many that are drawn alike.
+    rows = math.ceil(num_items * -math.expm1(-wanted / num_items))
+    # Rows and their gradients as they come, one of both as it goes; ids while they are sorted and sent.
+    buffers = {"rows looked up": 3 * rows * size * wide + 5 * 8 * wanted}
     if config.loss.kind == "cross_entropy":
-        # All ranks' outputs, fp32, and the gradients of them.
-        outputs = 2 * tokens * ranks * config.model.embedding_dim * 4
-    # Rows as they come and as they go, and one gradient of each; ids both ways.
-    buffers = {"rows looked up, on their way": 3 * asked * size + 2 * 8 * asked, "outputs of all ranks": outputs}
-    return Sharded(kind, rows, {name: value for name, value in buffers.items() if value}, lines)
+        # All ranks' outputs, their sum over ranks, and as much of gradients, fp32.
+        buffers["outputs of all ranks"] = 4 * tokens * ranks * size * 4
+    return Sharded(kind, rows, weights, 0 if p.fused else weights, moments, buffers, lines)
 
 
-def rows_asked(config: RunConfig, tokens: int) -> int:
-    """R of a step with T tokens: inputs and, for a sampled loss, targets and negatives."""
+def ids_wanted(config: RunConfig, tokens: int) -> int:
+    """Ids that a step with T tokens looks up: inputs and, for a sampled loss, targets and negatives."""
     loss = config.loss
     if config.task.kind != "retrieval" or loss.kind == "cross_entropy":
         return tokens
-    negatives = loss.num_negatives * (1 if loss.negatives == "shared" else tokens)
-    return 2 * tokens + negatives
+    return 2 * tokens + loss.num_negatives * (1 if loss.negatives == "shared" else tokens)
 
 
 def planned(config: RunConfig, num_items: int, ranks: int, gpu_bytes: int) -> tuple[str, tuple[str, ...]]:

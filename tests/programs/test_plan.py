@@ -106,16 +106,29 @@ def test_activations_are_what_autograd_keeps(plans, kind):
 
 
 def test_ranks_share_batch_and_table():
-    one, four, sharded = planned(
-        ["train.batch_size=512"],
-        ["train.batch_size=512", "parallel.data=4"],
-        ["train.batch_size=512", "parallel.data=4", "parallel.embedding=auto"],
+    large = ["train.batch_size=512", "data.synthetic.num_items=4000", "loss.num_negatives=4"]
+    four = [*large, "parallel.data=4"]
+    one, replicated, sharded, fused, whole = planned(
+        large,
+        four,
+        [*four, "parallel.embedding=auto"],
+        [*four, "parallel.embedding=row_wise", "parallel.fused=rowwise_adagrad"],
+        [*four, "parallel.embedding=row_wise", "loss.kind=cross_entropy"],
     )
-    assert (one["ranks"], four["ranks"], sharded["ranks"]) == (1, 4, 4)
-    assert four["tokens"] < one["tokens"] / 3 and four["step"] < one["step"] / 2
-    assert four["kept"]["weights"] == one["kept"]["weights"] > sharded["kept"]["weights"]
-    assert sharded["sharded"]["rows"] == 25 and sharded["sharded"]["kind"] == "row_wise"
-    assert len(sharded["sharded"]["lines"]) == 5
+    assert (one["ranks"], replicated["ranks"], sharded["ranks"]) == (1, 4, 4)
+    assert replicated["tokens"] < one["tokens"] / 3 and replicated["step"] < one["step"]
+    assert replicated["kept"]["weights"] == one["kept"]["weights"]
+    table, quarter = 4000 * 64 * 4, 1000 * 64 * 4
+    for name, of_table, of_shard, of_fused in (
+        ("weights", table, quarter, quarter),
+        ("gradients", table, quarter, 0),
+        ("optimiser", 2 * table, 2 * quarter, 1000 * 4),
+    ):
+        rest = one["kept"][name] - of_table
+        assert sharded["kept"][name] - of_shard == pytest.approx(rest, abs=16)  # the optimiser's count of steps
+        assert fused["kept"][name] - of_fused == pytest.approx(rest, abs=16)
+    assert sharded["sharded"]["kind"] == "row_wise" and len(sharded["sharded"]["lines"]) == 5
+    assert "outputs of all ranks" in whole["sharded"]["buffers"]
 
 
 def test_program_prints_the_plan_and_makes_no_run(tmp_path: Path):

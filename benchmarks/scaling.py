@@ -1,0 +1,193 @@
+"""A model of training with 100 million items and 100 million users on 8 to 1,024 GPUs, from measured constants.
+
+    python benchmarks/scaling.py                                   the tables of docs/scaling.md, in Markdown
+    python benchmarks/scaling.py --items 10000000 --tokens 32768   others
+
+Nothing here has run on so many GPUs. Measured are a step's parts on one H200 (results/parts.jsonl), the loss
+(results/catalogue_loss.jsonl) and the rate of a copy; datasheets say what links carry, and REACHED is a guess of what
+part of that a step gets. No part overlaps another.
+
+Letters: G GPUs, T tokens of a GPU, I items, E embedding size, R different rows that a GPU looks up in a step.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+RESULTS = Path(__file__).resolve().parent / "results"
+GPUS = (8, 16, 64, 256, 1024)
+MEASURED_TOKENS = 65_536  # of a step in both files
+SIZE, LENGTH, ATTENTION = 256, 2048, "dense both biases"  # 4 layers, 4 heads of 64, bf16 autocast
+OF_A_MACHINE = 8  # GPUs
+# NVIDIA H200 Tensor Core GPU, datasheet: 141 GB, NVLink 900 GB/s, both directions together.
+GPU_BYTES, NVLINK = 141e9, 450e9
+# NVIDIA DGX H200, datasheet: a 400 Gb/s network adapter for each GPU.
+NETWORK = 50e9
+REACHED = 0.6
+# A copy between two places of an H200's memory, bytes read and written: docs/notes/2026-11-23-performance.md.
+COPY = 4.3e12
+# Grattafiori et al., The Llama 3 Herd of Models (arXiv 2407.21783), section 3.3.4: 419 unexpected interruptions in 54
+# days on 16,384 GPUs.
+GPU_HOURS_BETWEEN_FAILURES = 16_384 * 54 * 24 / 419
+NEGATIVES = 128
+
+
+class Setting(NamedTuple):
+    """loss: what a token's item competes with. fused: whether the table has rowwise Adagrad in place of AdamW."""
+
+    title: str
+    loss: str
+    fused: bool
+
+
+SETTINGS = (
+    Setting("128 negatives for each token, AdamW", "per token", False),
+    Setting("128 negatives for each token, fused rowwise Adagrad", "per token", True),
+    Setting("128 negatives for all tokens, AdamW", "shared", False),
+    Setting("128 negatives for all tokens, fused rowwise Adagrad", "shared", True),
+    Setting("the whole catalogue, AdamW", "whole", False),
+)
+
+
+class Step(NamedTuple):
+    """One GPU's step: bytes of its memory, bytes that it receives, milliseconds by part."""
+
+    table: float
+    optimizer: float
+    rest: float
+    looked_up: float
+    nvlink: float
+    network: float
+    dense_ms: float
+    loss_ms: float
+    exchange_ms: float
+    optimizer_ms: float
+
+    @property
+    def memory(self) -> float:
+        return self.table + self.optimizer + self.rest + self.looked_up
+
+    @property
+    def ms(self) -> float:
+        return self.dense_ms + self.loss_ms + self.exchange_ms + self.optimizer_ms
+
+
+def records(name: str) -> Iterator[dict]:
+    for line in (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
+        yield json.loads(line)
+
+
+def measured_step() -> dict:
+    """The record of a step by part."""
+    (found,) = (one for one in records("parts") if one["attention"] == ATTENTION and one["length"] == LENGTH)
+    return found
+
+
+def measured_loss(setting: Setting) -> float:
+    """Milliseconds of the loss, forward and backward, with MEASURED_TOKENS over a million items."""
+    name = {"per token": "ours 128 negatives per token", "shared": "ours 128 negatives shared", "whole": "ours"}
+    found = [
+        one["ms"]
+        for one in records("catalogue_loss")
+        if (one["name"], one["items"], one.get("part")) == (name[setting.loss], 10**6, "step") and one.get("checked")
+    ]
+    return found[-1]
+
+
+def rows_looked_up(setting: Setting, tokens: int, items: int) -> float:
+    """R: the ids of a step drawn alike from all items, each counted once. Popular items make them fewer."""
+    drawn = {"per token": tokens * (2 + NEGATIVES), "shared": 2 * tokens + NEGATIVES, "whole": tokens}[setting.loss]
+    return items * -math.expm1(-drawn / items)
+
+
+def step(setting: Setting, gpus: int, tokens: int, items: int) -> Step:
+    """One of G GPUs with T tokens each, the table row-wise."""
+    of_parts, share, row = measured_step(), tokens / MEASURED_TOKENS, 4 * SIZE
+    shard, rows = items * row / gpus, rows_looked_up(setting, tokens, items)
+    elsewhere, outside = (gpus - 1) / gpus, max(0, gpus - OF_A_MACHINE) / gpus
+    # Rows come and their gradients go.
+    moved = 2 * rows * row
+    outputs = 0.0
+    if setting.loss == "whole":
+        # Outputs of all tokens and their gradients, each summed over all GPUs, which moves them twice.
+        outputs = tokens * gpus * row
+        moved += 4 * outputs
+    nvlink, network = moved * (elsewhere - outside), moved * outside
+    loss = measured_loss(setting) * share
+    if setting.loss == "whole":
+        loss *= items / 10**6  # T * G tokens with I / G items
+    parts = of_parts["parts_ms"]
+    # AdamW reads four tensors and writes three, after the gradient was zeroed and added to; the fused optimiser reads
+    # and writes the rows of the step, and their gradients once.
+    touched = 3 * rows * row if setting.fused else 9 * shard
+    return Step(
+        table=shard,
+        optimizer=4 * items / gpus if setting.fused else 3 * shard,
+        rest=of_parts["peak_memory_bytes"] * share,
+        looked_up=3 * rows * row + 4 * outputs,
+        nvlink=nvlink,
+        network=network,
+        dense_ms=(parts["embedding"] + parts["projections"] + parts["attention"]) * share,
+        loss_ms=loss,
+        exchange_ms=1e3 * (nvlink / NVLINK + network / NETWORK) / REACHED,
+        optimizer_ms=1e3 * touched / COPY,
+    )
+
+
+def table(setting: Setting, tokens: int, items: int) -> Iterator[str]:
+    head = (
+        "GPUs, table, gradient and optimiser, rows of a step, all memory, by NVLink, by network, layers, loss, exchange"
+    )
+    yield f"| {head.replace(', ', ' | ')} | optimiser | step | tokens/s |"
+    yield "| ---: |" + " ---: |" * 12
+    for gpus in GPUS:
+        s = step(setting, gpus, tokens, items)
+        memory = f"{s.memory / 1e9:,.0f}" if s.memory <= GPU_BYTES else f"**{s.memory / 1e9:,.0f}**"
+        sizes = (f"{x / 1e9:,.1f}" for x in (s.table, s.optimizer, s.looked_up))
+        moved = (f"{x / 1e9:,.2f}" for x in (s.nvlink, s.network))
+        times = (f"{x:,.1f}" for x in (s.dense_ms, s.loss_ms, s.exchange_ms, s.optimizer_ms, s.ms))
+        rate = f"{gpus * tokens / s.ms / 1e3:,.1f} M"
+        yield f"| {gpus:,} | " + " | ".join((*sizes, memory, *moved, *times, rate)) + " |"
+
+
+def users(count: int, events: int, items: int) -> Iterator[str]:
+    """What so many users ask for beside the step."""
+    columns, order = 16 * events, 6 * 8 * count
+    products = 2 * count * items * SIZE
+    yield "| GPUs | evaluation of every user | epoch | checkpoint of each GPU | between two interruptions |"
+    yield "| ---: | ---: | ---: | ---: | ---: |"
+    for gpus in GPUS:
+        s = step(SETTINGS[3], gpus, MEASURED_TOKENS, items)
+        judged = products / gpus / 400e12
+        epoch = events / (gpus * MEASURED_TOKENS) * s.ms / 1e3
+        hours = GPU_HOURS_BETWEEN_FAILURES / gpus
+        yield (
+            f"| {gpus:,} | {judged / 60:,.1f} min | {epoch / 60:,.1f} min | {(s.table + s.optimizer) / 1e9:,.2f} GB | "
+            f"{hours:,.0f} h |"
+        )
+    yield ""
+    yield (
+        f"{count:,} users of {events // count:,} events are {columns / 1e9:,.0f} GB of columns on the disk of each "
+        f"machine, and {order / 1e9:,.1f} GB of order and offsets in each process, "
+        f"{OF_A_MACHINE * order / 1e9:,.0f} GB for a machine of {OF_A_MACHINE} GPUs."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--items", type=int, default=100_000_000)
+    parser.add_argument("--users", type=int, default=100_000_000)
+    parser.add_argument("--events", type=int, default=10_000_000_000)
+    parser.add_argument("--tokens", type=int, default=MEASURED_TOKENS, help="of each GPU in a step")
+    options = parser.parse_args()
+    for setting in SETTINGS:
+        print(f"{setting.title}:\n")
+        print("\n".join(table(setting, options.tokens, options.items)) + "\n")
+    print("\n".join(users(options.users, options.events, options.items)))
+
+
+if __name__ == "__main__":
+    main()
