@@ -91,7 +91,7 @@ def train(
     """
     ranks, interrupts = Ranks(config), interrupts or Interrupts()
     folder, auto = ranks.of_first(folder), resume is None
-    if auto:
+    if resume is None:
         resume = ranks.of_first(folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()))
     with claimed(folder, new=not resume) if ranks.first else nullcontext():
         if auto and ranks.first:

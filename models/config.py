@@ -447,6 +447,8 @@ class RunConfig(Strict):
             raise ValueError(f"parallel.embedding={p.embedding}: model.table_dtype must be float32")
         if p.fused is None:
             return
+        if self.model.embedding_dim % 4:
+            raise ValueError(f"parallel.fused: model.embedding_dim={self.model.embedding_dim} must be a multiple of 4")
         if not p.sharded:
             raise ValueError("parallel.fused: needs a sharded table, parallel.embedding=row_wise say")
         if whole:

@@ -5,6 +5,7 @@ Letters: T tokens, B sequences, E embedding size.
 
 import logging
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ class InputEmbedding(nn.Module):
         if table is not None and num_items * embedding_dim > DRAWN_WHOLE:
             del sizes["item"]
         dtype, trained = getattr(torch, table_dtype), None if features is None else features.trained
-        self.tables = None
+        self.tables: Any = None  # torchrec's collection of the tables that are whole
         if sizes:
             # What an item that training never saw would draw must not change what the others draw.
             with nullcontext() if trained is None else torch.random.fork_rng(devices=[]):
@@ -126,6 +127,7 @@ class InputEmbedding(nn.Module):
 
         Of a sharded table, whose ranks all call this.
         """
+        assert self.sharded is not None
         rows = self.sharded.look_up(ids)
         if self.items is None:
             return F.embedding(inverse, rows), rows

@@ -312,6 +312,8 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
     Rows of items that the run does not know stay as they were drawn. ConfigError where another tensor does not fit.
     """
     check_run(folder)
+    if config.parallel.sharded:
+        raise ConfigError(f"--init-from: not with parallel.embedding={config.parallel.embedding}")
     weights, facts, source = final_weights(folder)
     known = load_vocabulary(folder)
     if known.fingerprint != facts.get("fingerprint"):

@@ -98,6 +98,7 @@ def catalogue_share(
     arXiv 1909.08053).
     """
     table, learned = model.embedding.sharded, model.log_temperature
+    assert table is not None
     dtype = dtype if dtype is not None and out.is_cuda else torch.float32
 
     def merge(lse: Tensor, logit: Tensor) -> tuple[Tensor, Tensor]:

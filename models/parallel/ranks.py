@@ -67,6 +67,7 @@ class Ranks:
             _told("MASTER_PORT", 0, 65535)
             if not os.environ.get("MASTER_ADDR"):
                 raise ConfigError("parallel: MASTER_ADDR is not in the environment: start it by torchrun")
+            options |= _own_store(self.world)
         else:
             options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         if gpu:
@@ -165,6 +166,21 @@ def _told(name: str, least: int, most: int) -> int:
             "start it by torchrun"
         )
     return int(text)
+
+
+def _own_store(world: int) -> dict[str, Any]:
+    """What to make the process group with, so that it meets under a name that no earlier start of these ranks had.
+
+    On one machine torchrun keeps its store when it starts ranks again, and with it the addresses at which those of
+    before listened: a rank that is late would be looked for there (torch 2.13).
+    """
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not agent or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        return {}
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefixed = dist.PrefixStore(f"hstu_sparse/{attempt}", store)
+    return {"store": prefixed, "rank": int(os.environ["RANK"]), "world_size": world}
 
 
 class NoLog:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -33,6 +33,7 @@ from models.checkpoint import (
     prune,
     save_folder,
 )
+from models.hstu import SequenceModel
 from models.parallel.ranks import Ranks
 from models.parallel.tables import BLOCK, ShardedTable
 
@@ -56,7 +57,7 @@ def sharded(table: ShardedTable, mesh: DeviceMesh, local: Tensor) -> Tensor:
 class Saver:
     """Saves and loads what several ranks train; every rank calls the same methods in the same steps."""
 
-    def __init__(self, folder: Path, model: nn.Module, optimizer, average: WeightAverage | None, ranks: Ranks):
+    def __init__(self, folder: Path, model: SequenceModel, optimizer, average: WeightAverage | None, ranks: Ranks):
         self.folder, self.model, self.optimizer, self.average = folder / "checkpoints", model, optimizer, average
         self.run, self.ranks, self.table = folder, ranks, model.embedding.sharded
         kind = "cpu" if self.table is None else self.table.device.type
@@ -124,12 +125,11 @@ class Saver:
         for name, value in self.model.state_dict().items():
             yield f"model.{name}", value
         table = self.table
-        has = table is not None and table.kernel is not None
 
         def cut(value: Tensor) -> Tensor:
-            return sharded(table, self.mesh, value) if value.dim() else value
+            return value if table is None or not value.dim() else sharded(table, self.mesh, value)
 
-        if has:
+        if table is not None and table.kernel is not None:
             yield f"model.{TABLE}", cut(table.weight)
             for key, value in table.moments().items():
                 yield f"optimizer.{TABLE}.{key}", cut(value)
@@ -138,7 +138,7 @@ class Saver:
                 name = names.get(id(weight), TABLE)
                 if table is None or name != TABLE:
                     yield f"average.{name}", value
-                elif has:
+                elif table.kernel is not None:
                     yield f"average.{name}", cut(value)
         for p in (p for group in self.optimizer.param_groups for p in group["params"]):
             name = names.get(id(p), TABLE)
@@ -173,7 +173,7 @@ class Saver:
             if wrong := missing + unknown:
                 raise CheckpointError(f"{source}: of another model or optimiser, {wrong[0]} does not fit")
             for name, value in state.items():
-                if name in there and value.size() != there[name].size:
+                if name in there and value.size() != getattr(there[name], "size", None):
                     raise CheckpointError(f"{source}: of another model or sharding, {name} does not fit")
             loaded = {name: value for name, value in state.items() if name in there}
             dcp.load(loaded, checkpoint_id=source, process_group=self.group)
@@ -223,7 +223,7 @@ def whole_table(table: ShardedTable) -> Tensor:
     return whole
 
 
-def load_slices(model: nn.Module, source: Path) -> None:
+def load_slices(model: SequenceModel, source: Path) -> None:
     """The weights of source/model.safetensors into a model, of its sharded table only this rank's shard."""
     path, table = source / "model.safetensors", model.embedding.sharded
     load_folder(source, sizes=True)

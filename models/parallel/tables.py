@@ -42,7 +42,7 @@ class ShardedTable:
     def __init__(self, config: RunConfig, num_items: int, ranks: Ranks, device: torch.device):
         p, size = config.parallel, config.model.embedding_dim
         self.ranks, self.device, self.num_items, self.size, self.fused = ranks, device, num_items, size, p.fused
-        self.kind = p.embedding
+        self.kind: str = p.embedding
         if self.kind == "auto":
             from models.planning.sharding import planned  # imports torchrec's planner, which takes a second
 

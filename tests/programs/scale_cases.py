@@ -2,13 +2,20 @@
 
     torchrun --standalone --nproc-per-node 2 -m tests.programs.scale_cases OUT NAME ...
 
-Writes OUT/NAME-W/ (the run) and OUT/NAME-W.json (the loss of each step, the metrics of the end) for W processes.
+Writes OUT/NAME-W/ (the run) and OUT/NAME-W.json (the loss of each step, the metrics of the end) for W processes. A name
+`NAME:KEY=VALUE:...` has further overrides; with `NAME:resume:...` the run OUT/NAME is gone on with, or begun.
+
+SCALE_KILL=RANK:WHERE:NUMBER kills a rank of the first start with SIGKILL: WHERE is `step`, before the NUMBER-th step,
+or `save`, within the NUMBER-th checkpoint that it writes.
 """
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
+
+from torch.distributed.checkpoint import FileSystemWriter
 
 import train
 from models.command import train_options
@@ -44,8 +51,8 @@ CASES = {
     "sasrec-mixed": [*SASREC, "loss.kind=mixed_negatives", "train.ema_decay=0.9"],
     "bsa-whole": [*BSA, *WHOLE, "train.clip_norm=0.5"],
     "hstu-table-mol": [*MOL, "parallel.embedding=table_wise", "loss.kind=in_batch"],
-    "hstu-row-shared": ["parallel.embedding=row_wise", "loss.negatives=shared", "train.ema_decay=0.9"],
-    "bsa-column-mixed": [*BSA, "parallel.embedding=column_wise", "loss.kind=mixed_negatives"],
+    "hstu-row-fused": ["parallel.embedding=row_wise", "parallel.fused=rowwise_adagrad", "loss.negatives=shared"],
+    "bsa-column-mixed": [*BSA, "parallel.embedding=column_wise", "loss.kind=mixed_negatives", "train.ema_decay=0.9"],
     "sasrec-row-whole": [*SASREC, *WHOLE, "parallel.embedding=row_wise", "train.clip_norm=0.5"],
     "ranking": [
         "task={kind: ranking, actions: [{name: liked, at_least: 1}]}",
@@ -57,37 +64,65 @@ CASES = {
 }
 
 
-def run(case: str, out: Path) -> None:
+def die_at(where: str, number: int):
+    """A function that kills this process when it is called for the `number`-th time with `where`."""
+    met = []
+
+    def call(place: str) -> None:
+        met.append(place)
+        if met.count(place) == number and place == where:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return call
+
+
+def run(case: str, out: Path, met) -> None:
     world, losses = int(os.environ.get("WORLD_SIZE", 1)), []
-    folder = out / f"{case}-{world}"
-    build = train.build_step
+    name, *overrides = case.split(":")
+    resumed = "resume" in overrides
+    folder = out / (name if resumed else f"{case}-{world}")
+    build, write = train.build_step, FileSystemWriter.write_data
 
     def recorded(*given, **options):
         optimizer, step = build(*given, **options)
 
         def noted(batch):
+            met("step")
             found = step(batch)
             losses.append(float(found["loss"]))
             return found
 
         return optimizer, noted
 
-    train.build_step = recorded
-    arguments = [str(ROOT / "configs/synthetic-hstu.yaml"), *SETTINGS, *CASES[case], "--run", str(folder)]
-    options = train_options(None, arguments)
+    def written(*given, **options):
+        met("save")
+        return write(*given, **options)
+
+    train.build_step, FileSystemWriter.write_data = recorded, written
+    arguments = [str(ROOT / "configs/synthetic-hstu.yaml"), *SETTINGS, *CASES[name]]
+    arguments += [*(part for part in overrides if part != "resume"), "--run", str(folder)]
+    options = train_options(None, [*arguments, *(["--resume", "auto"] if resumed else [])])
     try:
         code = guarded(lambda interrupts: train.work(options, interrupts), quiet=True)
     finally:
-        train.build_step = build
+        train.build_step, FileSystemWriter.write_data = build, write
     if code:
         sys.exit(code)
     if int(os.environ.get("RANK", 0)) == 0:
         result = json.loads((folder / "result.json").read_text())
         metrics = result["model"].get("history", result["model"])
         told = {"losses": losses, "metrics": metrics, "users": result["users"]}
-        (out / f"{case}-{world}.json").write_text(json.dumps(told))
+        (out / f"{name}-{world}.json").write_text(json.dumps(told))
+
+
+def main(out: str, *cases: str) -> None:
+    met = die_at("never", 0)
+    rank, where, number = os.environ.get("SCALE_KILL", "-1:never:0").split(":")
+    if os.environ.get("RANK") == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        met = die_at(where, int(number))
+    for case in cases:
+        run(case, Path(out), met)
 
 
 if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        run(name, Path(sys.argv[1]))
+    main(*sys.argv[1:])

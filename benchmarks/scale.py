@@ -1,0 +1,108 @@
+"""A training step over ranks that share batches and the item table: its time and memory, on random sequences.
+
+    python benchmarks/scale.py configs/ml-1m-hstu-large.yaml --items 10000000            the plain step of one GPU
+    torchrun --standalone --nproc-per-node 2 benchmarks/scale.py CONFIG --items 10000000 parallel.data=auto \\
+        parallel.embedding=row_wise                                                      weak scaling: a batch for each
+    python benchmarks/scale.py CONFIG --items 50000000 parallel.embedding=row_wise parallel.fused=rowwise_adagrad
+
+train.batch_size sequences for each rank, their lengths about as MovieLens 1M has them, cut at model.max_seq_len
+(--longest: all as long as that). Prints one JSON line: milliseconds of a step (median of --steps, of the slowest rank),
+the imbalance by predicted work, peak memory of the first rank, versions.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import train
+from data.batch import Batch, Whole
+from models.config import RunConfig, load_config
+from models.hstu import SequenceModel
+from models.parallel.ranks import Ranks
+from models.parallel.step import deal_of
+from models.parallel.tables import ShardedTable
+from models.report import environment
+from models.run import open_device
+
+
+def random_batch(config: RunConfig, items: int, ranks: Ranks, step: int, longest: bool, device) -> Batch:
+    """This rank's part of a batch of train.batch_size sequences for each rank."""
+    rng, most = np.random.default_rng([config.seed, step]), config.model.max_seq_len
+    lengths = np.full(config.train.batch_size * ranks.data, most)
+    if not longest:
+        lengths = np.minimum(most, np.maximum(19, rng.lognormal(4.6, 0.9, len(lengths)).astype(int)))
+    deal, starts = deal_of(config, ranks), np.cumsum(lengths) - lengths
+    mine, imbalance = (np.arange(len(lengths)), 1.0) if deal is None else deal.mine(lengths)
+    rows = np.concatenate([np.arange(starts[one], starts[one] + lengths[one]) for one in mine])
+    ids = torch.from_numpy(rng.integers(0, items, (2, lengths.sum()))[:, rows])
+    times = torch.from_numpy(rows * 3600)
+    batch = Batch(
+        item_ids=ids[0],
+        timestamps=times,
+        target_ids=ids[1],
+        query_timestamps=times + 3600,
+        seq_offsets=torch.from_numpy(np.append(0, np.cumsum(lengths[mine]))),
+        users=torch.from_numpy(mine),
+        rows=torch.from_numpy(rows) if ranks.engine else None,
+    ).to(device)
+    batch.whole = Whole(step, int(lengths.sum()), imbalance) if ranks.engine else None
+    return batch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--items", type=int, default=10_000_000)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--longest", action="store_true")
+    options = parser.parse_intermixed_args()
+    config = load_config(options.config, options.overrides)
+    ranks, device = Ranks(config), open_device(config)
+    torch.manual_seed(config.seed)
+    table = ShardedTable(config, options.items, ranks, device) if config.parallel.sharded else None
+    if table is not None:  # which rows it begins with changes no time, and to draw them takes a minute
+        table.weight.normal_(std=0.02)
+        table.draw = lambda trained: None  # type: ignore[method-assign]
+    began = time.monotonic()
+    model = SequenceModel(config.model, options.items, table=table).to(device).train()
+    _, step = train.build_step(config, model, device, ranks=ranks)
+    built = time.monotonic() - began
+    batches = [random_batch(config, options.items, ranks, n, options.longest, device) for n in range(options.steps + 3)]
+    seconds, losses, gpu = [], [], device.type == "cuda"
+    for number, batch in enumerate(batches):
+        if number == 3 and gpu:
+            torch.cuda.reset_peak_memory_stats()
+        if gpu:
+            torch.cuda.synchronize()
+        began = time.monotonic()
+        losses.append(float(step(batch)["loss"]))  # waits for the device
+        seconds.append(time.monotonic() - began)
+    slowest = float(ranks.max(torch.tensor(statistics.median(seconds[3:]))))
+    record = {
+        "config": options.config,
+        "overrides": options.overrides,
+        "items": options.items,
+        "ranks": ranks.world,
+        "ms": 1e3 * slowest,
+        "tokens": batches[-1].num_tokens if batches[-1].whole is None else batches[-1].whole.tokens,
+        "losses": [losses[0], losses[-1]],
+        "imbalance": statistics.mean(1.0 if batch.whole is None else batch.whole.imbalance for batch in batches),
+        "build_seconds": built,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if gpu else None,
+        **environment(device),
+    }
+    if ranks.first:
+        print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()
