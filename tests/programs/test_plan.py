@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import train
+from benchmarks import scaling
 from models.config import load_config
 from models.parallel.ranks import Ranks
 from models.planning.meter import BLOCK, Meter
@@ -28,12 +29,22 @@ KINDS = {
     "rotatekv": ["model.attention.kind=rotatekv"],
     "softmax": ["model.attention.kind=softmax", "model.table_dtype=bfloat16", "loss.kind=in_batch"],
 }
+LARGE = ["train.batch_size=512", "data.synthetic.num_items=4000", "loss.num_negatives=4"]
+FOUR = [*LARGE, "parallel.data=4"]
+RANKS = {
+    "one": LARGE,
+    "replicated": FOUR,
+    "sharded": [*FOUR, "parallel.embedding=auto"],
+    "fused": [*FOUR, "parallel.embedding=row_wise", "parallel.fused=rowwise_adagrad"],
+    "whole": [*FOUR, "parallel.embedding=row_wise", "loss.kind=cross_entropy"],
+}
 # Prints what is planned for each argument, overrides between blanks, beside what autograd keeps of one forward pass.
 SCRIPT = """
 import json, sys
 from dataclasses import asdict
 import torch
 import train
+from benchmarks import scaling
 from models.config import load_config
 from models.planning import plan as planning
 from models.run import open_data
@@ -74,7 +85,8 @@ def planned(*cases: list[str]) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, dict]:
-    return dict(zip(KINDS, planned(*KINDS.values())))
+    cases = KINDS | RANKS
+    return dict(zip(cases, planned(*cases.values())))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,16 +117,8 @@ def test_activations_are_what_autograd_keeps(plans, kind):
     assert activations < found["step"] < found["training_peak"] <= found["peak"]
 
 
-def test_ranks_share_batch_and_table():
-    large = ["train.batch_size=512", "data.synthetic.num_items=4000", "loss.num_negatives=4"]
-    four = [*large, "parallel.data=4"]
-    one, replicated, sharded, fused, whole = planned(
-        large,
-        four,
-        [*four, "parallel.embedding=auto"],
-        [*four, "parallel.embedding=row_wise", "parallel.fused=rowwise_adagrad"],
-        [*four, "parallel.embedding=row_wise", "loss.kind=cross_entropy"],
-    )
+def test_ranks_share_batch_and_table(plans):
+    one, replicated, sharded, fused, whole = (plans[name] for name in RANKS)
     assert (one["ranks"], replicated["ranks"], sharded["ranks"]) == (1, 4, 4)
     assert replicated["tokens"] < one["tokens"] / 3 and replicated["step"] < one["step"]
     assert replicated["kept"]["weights"] == one["kept"]["weights"]
@@ -152,3 +156,10 @@ def test_meter_counts_what_lives():
         del view
         assert meter.live == 8 * BLOCK and meter.peak == 2 * 8 * BLOCK
     assert y.sum() == 1000
+
+
+def test_docs_carry_the_tables_of_the_model():
+    text = (ROOT / "docs/scaling.md").read_text()
+    for setting in scaling.SETTINGS:
+        assert f"{setting.title}:\n\n" + "\n".join(scaling.table(setting, 65_536, 10**8)) in text
+    assert "\n".join(scaling.users(10**8, 10**10, 10**8)) in text
