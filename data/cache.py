@@ -84,7 +84,7 @@ def _save(file: Path, array: np.ndarray) -> None:
     """The array as a .npy file; one that is such a file already is linked, which neither reads nor writes it."""
     if isinstance(array, np.memmap):
         with contextlib.suppress(OSError):  # on another disk, or one without links
-            os.link(array.filename, file)
+            os.link(str(array.filename), file)
             return
     np.save(file, array, allow_pickle=False)
 

@@ -20,6 +20,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -135,7 +136,15 @@ class _Work:
         done = self.folder / "reading.json"
         if done.exists():
             return
-        state = {"file": 0, "begin": None, "rows": 0, "count": 0, "first": [], "notes": [], "readings": None}
+        state: dict[str, Any] = {
+            "file": 0,
+            "begin": None,
+            "rows": 0,
+            "count": 0,
+            "first": [],
+            "notes": [],
+            "readings": None,
+        }
         state |= {"number": 0, "kinds": {}, "unit": None}
         for number in range(len(list((self.folder / "pieces").glob("[0-9]*")))):
             state = _read_json(self.folder / "pieces" / f"{number:06d}" / "state.json")
@@ -193,7 +202,7 @@ class _Work:
             raise no_events(first, state["count"])
         self.kinds = self._kinds(pieces, state)
         notes, names, texts = list(state["notes"]), None, None
-        readings = _readings(state["readings"])
+        readings: Any = _readings(state["readings"])
         if self.fmt.own_columns and self.fmt.has_timestamps:
             notes.append(time_note(self.fmt, readings))
         if state["note"]:

@@ -158,7 +158,8 @@ def _prepare(
         return dataset
     try:
         write_cache(dataset, folder, {**recipe, "sources": [str(s.path) for s in sources]}, progress.stage)
-        shutil.rmtree(parts, ignore_errors=True)
+        if parts is not None:
+            shutil.rmtree(parts, ignore_errors=True)
         return read_cache(folder, fingerprint)[0]
     except OSError as error:
         raise DataError(f"{shown(cache_dir, 200)}: cannot write the cache: {error.strerror or error}") from error

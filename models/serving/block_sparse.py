@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.jagged import jagged_to_padded, offsets_from_lengths, padded_to_jagged
-from models.contract import AttentionKind
+from models.attention.bsa import BlockSparseAttention
 from models.serving.parts import Part, Pass
 
 MOST_SCORES = 2**25  # of queries and keys that are held at a time
 
 
 def paged_block_sparse(
-    inner: AttentionKind,
+    inner: BlockSparseAttention,
     layer: int,
     q: Tensor,
     k: Tensor,

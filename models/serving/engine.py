@@ -8,16 +8,17 @@ Letters: B users, T new tokens, E embedding size, M candidates of a user.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import hstu_sparse
 from data.batch import Cut
 from models.attention import BlockSparseAttention
 from models.config import RunConfig
+from models.hstu import SequenceModel
 from models.serving.caches import Caches
 from models.serving.errors import ServingError
 from models.serving.graphs import Graphs
@@ -69,7 +70,7 @@ class Seen(NamedTuple):
 class Engine:
     """A model in evaluation mode, its layers reading from pages, and the pages of its users. Not safe for threads."""
 
-    def __init__(self, model: nn.Module, config: RunConfig, window: Window, options: ServingOptions):
+    def __init__(self, model: SequenceModel, config: RunConfig, window: Window, options: ServingOptions):
         self.model, self.window = model.eval(), window
         self.device = model.item_weight.device
         self.ranking = config.task.kind == "ranking"
@@ -109,7 +110,7 @@ class Engine:
         self.encoded = 0  # tokens that were written into pages, for metrics
 
     @staticmethod
-    def _is_sparse(layer: nn.Module) -> bool:
+    def _is_sparse(layer: Any) -> bool:
         return isinstance(layer.attention.inner, BlockSparseAttention)
 
     @property
@@ -123,7 +124,7 @@ class Engine:
         """The pages' format in words, and the bytes of a full window in it and in bf16."""
         form, layers, tokens = self.caches.pool.format, len(self.layers), self.per_event * self.window.capacity
         whole = hstu_sparse.PageFormat(form.heads, form.head_size, form.value_size, torch.bfloat16)
-        found = {"cache": str(form.dtype).removeprefix("torch.")}
+        found: dict[str, Any] = {"cache": str(form.dtype).removeprefix("torch.")}
         if form.bits:
             found = {"cache": f"{form.bits}bit", "sink_tokens": form.sink_tokens, "clip": form.clip}
         size, size_bf16 = form.bytes(tokens, layers), whole.bytes(tokens, layers)
@@ -246,8 +247,11 @@ class Engine:
         origins = np.array([x.origin for x in windows], np.int64)
         if not self.ranking:
             return self._run(Work("ask", users, columns, origins, last, np.ones(len(asks), np.int64)))[0]
-        counts = np.array([len(ask.candidates) for ask in asks])
-        new = [candidate_tokens(ask.candidates, window.tokens, ask.at) for ask, window in zip(asks, windows)]
+        counts = np.array([len(cast(np.ndarray, ask.candidates)) for ask in asks])
+        new = [
+            candidate_tokens(cast(np.ndarray, ask.candidates), window.tokens, ask.at)
+            for ask, window in zip(asks, windows)
+        ]
         columns = Columns.joined([columns, *new])
         return self._run(Work("rank", users, columns, origins, last, counts, np.array(at)))[0]
 
@@ -283,7 +287,7 @@ class Engine:
         items, actions, times, query_times, positions, origins = columns.unbind()
         total, users = sizes.tokens, sizes.users
         ones = torch.arange(total + 1, device=self.device)
-        common = dict(
+        common: dict[str, Any] = dict(
             item_ids=items,
             timestamps=times,
             target_ids=torch.full_like(items, -1),
@@ -291,7 +295,7 @@ class Engine:
             seq_offsets=ones,
             users=ones[:-1],
             actions=actions,
-            cut=Cut(ones[:-1], positions, origins, None, None),
+            cut=Cut(ones[:-1], positions, origins, cast(Any, None), None),  # one rank: there is no plan
             served=served,
         )
         batch = ServedRankingBatch(is_action=positions % 2 == 1, **common) if self.ranking else ServedBatch(**common)

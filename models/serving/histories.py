@@ -5,6 +5,7 @@ Letters: E events of a call, n events of a user, C events that a window holds at
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
@@ -120,7 +121,7 @@ class Histories:
         moved[len(old.items) :] = True
         unchanged = 0 if gone.any() else old.first + int(np.argmax(np.append(moved, True)))
 
-        def merged(before: np.ndarray, new: np.ndarray) -> np.ndarray:
+        def merged(before: Any, new: Any) -> np.ndarray:
             return np.concatenate([before, new[stay]])[order]
 
         count, first = old.count + len(items), old.first + int(gone.sum())
@@ -152,7 +153,7 @@ class Histories:
             old.first + cut,
             longer(old.items, cut, item),
             longer(old.timestamps, cut, timestamp),
-            longer(old.actions, cut, action) if self.has_actions else None,
+            longer(cast(np.ndarray, old.actions), cut, cast(int, action)) if self.has_actions else None,
             seen,
         )
         return old.count

@@ -5,6 +5,7 @@ Python, from a saved store or over the wire.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
@@ -29,7 +30,9 @@ def array_of_ids(name: str, ids: object, dimensions: int = 1) -> np.ndarray:
     if found.dtype == object and all(isinstance(one, str) for one in found.flat):  # a column of text of a frame
         found, ids = found.astype(str), found.astype(str)
     if found.dtype.kind == "U":
-        if not isinstance(ids, np.ndarray) and not all(isinstance(x, str) for x in _flat(ids, dimensions)):
+        if not isinstance(ids, np.ndarray) and not all(
+            isinstance(x, str) for x in _flat(cast(Sequence, ids), dimensions)
+        ):
             raise InvalidRequest(f"{name}: expected integers or text, got both")
         return found
     raise InvalidRequest(f"{name}: expected integers or text, got {found.dtype}")

@@ -38,6 +38,7 @@ class ServedModel:
     def __call__(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         """(outputs [T, E] of length one at the last token of each sequence, no auxiliary losses)."""
         users = batch.users.cpu().numpy()
+        assert batch.seen_offsets is not None
         ends = self.dataset.user_offsets[users] + batch.seen_offsets.diff().cpu().numpy()
         keys = [f"{user}" for user in users.tolist()]
         for portion in ((None, 1), (1, 0)):

@@ -1,14 +1,16 @@
 """How a served run keeps its users: the format of the pages, their budget, the window's slide, limits."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from torch import nn
 
 import hstu_sparse
 from models.attention import RotateKVAttention
 from models.command import CACHES
 from models.config import RunConfig
+from models.hstu import SequenceModel
 from models.serving.errors import ServingError
 from models.serving.histories import Window
 
@@ -71,12 +73,13 @@ def window_of(config: RunConfig, slide: int | None) -> Window:
     return Window(capacity, slide)
 
 
-def page_format(model: nn.Module, options: ServingOptions) -> hstu_sparse.PageFormat:
+def page_format(model: SequenceModel, options: ServingOptions) -> hstu_sparse.PageFormat:
     """The format of the pages of all layers; ServingError where it cannot be.
 
     A model of kind rotatekv was trained for its own codes, and is served from no others.
     """
-    sizes = model.layers[0].attention.sizes
+    layers = list(cast(Iterable[Any], model.layers))
+    sizes = layers[0].attention.sizes
     heads, bits = sizes.num_heads, BITS.get(options.cache)
     chosen: dict = {"dtype": DTYPES.get(options.cache, torch.float32)}
     if bits:
@@ -87,8 +90,8 @@ def page_format(model: nn.Module, options: ServingOptions) -> hstu_sparse.PageFo
             "sink_tokens": options.sink_tokens,
             "clip": options.clip or CLIPS.get(bits, 1.0),
         }
-    trained = {}
-    for place, layer in enumerate(model.layers):
+    trained: dict[str, Any] = {}
+    for place, layer in enumerate(layers):
         c = layer.attention.config
         own = {"dtype": torch.float32, **c.cache_options()} if isinstance(layer.attention, RotateKVAttention) else {}
         own.pop("sparsity", None)

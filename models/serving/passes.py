@@ -4,16 +4,18 @@ Letters: T new tokens, E embedding size, H heads, D query/key and V value head s
 """
 
 import copy
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hstu_sparse
-from data.batch import Batch
 from hstu_sparse.bias.relative import RelativeBias
 from models.attention import BlockSparseAttention, DenseAttention, RotateKVAttention, SoftmaxAttention
 from models.contract import AttentionKind, AuxLoss
+from models.hstu import SequenceModel
 from models.serving.block_sparse import paged_block_sparse
 from models.serving.errors import ServingError
 from models.serving.parts import Part, Pass, ServedBatch, ServedRankingBatch
@@ -24,6 +26,8 @@ SERVED = (DenseAttention, SoftmaxAttention, RotateKVAttention, BlockSparseAttent
 class ServedAttention(nn.Module):
     """An attention kind whose new tokens read what came before them from pages."""
 
+    inner: Any  # one of SERVED
+
     def __init__(self, inner: AttentionKind, layer: int):
         super().__init__()
         self.inner, self.layer = inner, layer
@@ -32,24 +36,25 @@ class ServedAttention(nn.Module):
     def sizes(self):
         return self.inner.sizes
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Any) -> tuple[Tensor, dict[str, AuxLoss]]:
         found = []
         for part in batch.served.parts:
-            mine = [y[part.tokens] for y in (q, k, v)]
+            own_q, own_k, own_v = (y[part.tokens] for y in (q, k, v))
             if not part.candidates:
-                batch.served.pool.write(self.layer, *mine[1:], part.offsets, part.pages, part.lengths)
+                batch.served.pool.write(self.layer, own_k, own_v, part.offsets, part.pages, part.lengths)
             if self.layer == batch.served.last and not isinstance(self.inner, BlockSparseAttention):
-                found.append(torch.zeros_like(mine[2]))  # its keys and values are in the pages: that was all
+                found.append(torch.zeros_like(own_v))  # its keys and values are in the pages: that was all
             else:
-                found.append(self.attend(*mine, batch.served, part))
+                found.append(self.attend(own_q, own_k, own_v, batch.served, part))
         return found[0] if len(found) == 1 else torch.cat(found), {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, served: Pass, part: Part) -> Tensor:
         """[T, H, V] of a part's tokens."""
         inner, bias = self.inner, None
         if inner.position_bias is not None or inner.time_bias is not None:
-            timed = (part.times, part.query_times) if inner.time_bias is not None else (None, None)
-            bias = RelativeBias(inner.position_bias, inner.time_bias, *timed)
+            bias = RelativeBias(inner.position_bias, inner.time_bias)
+            if inner.time_bias is not None:
+                bias = bias._replace(timestamps=part.times, query_timestamps=part.query_times)
         if isinstance(inner, BlockSparseAttention):
             return paged_block_sparse(inner, self.layer, q, k, v, bias, served, part)
         if part.whole and (found := whole_attention(inner, q, k, v, bias, served.pool.format, part)) is not None:
@@ -75,7 +80,7 @@ class ServedAttention(nn.Module):
 
 
 def whole_attention(
-    inner: AttentionKind,
+    inner: Any,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -94,19 +99,20 @@ def whole_attention(
         return None
     # Codes are of keys that are padded to what the Hadamard transform takes.
     q, k = (F.pad(x, (0, form.coded_size - form.head_size)) if form.bits else x for x in (q, k))
-    lengths, options = (part.offsets, inner.sizes.max_seq_len), dict(bias=bias)
-    options["plan"] = hstu_sparse.attention_plan(q, v, *lengths, **options, once=part.once)
+    offsets, longest = part.offsets, inner.sizes.max_seq_len
+    options: dict[str, Any] = dict(bias=bias)
+    options["plan"] = hstu_sparse.attention_plan(q, v, offsets, longest, **options, once=part.once)
     options |= dict(scale=inner.config.scale, normalizer=inner.normalizer)
     if exact:
-        return hstu_sparse.hstu_attention(q, k, v, *lengths, **options)
+        return hstu_sparse.hstu_attention(q, k, v, offsets, longest, **options)
     codes = {name: getattr(form, name) for name in ("bits", "head_group", "quant_group", "sink_tokens", "clip")}
-    return hstu_sparse.rotatekv_self_attention(q, k, v, *lengths, **options, **codes)
+    return hstu_sparse.rotatekv_self_attention(q, k, v, offsets, longest, **options, **codes)
 
 
-def served_layers(model: nn.Module) -> list[nn.Module]:
+def served_layers(model: SequenceModel) -> list[Any]:
     """The model's layers with the same weights, their attentions reading from pages; ServingError where one cannot."""
     layers = []
-    for place, layer in enumerate(model.layers):
+    for place, layer in enumerate(cast(Iterable[Any], model.layers)):
         inner = layer.attention
         check_kind(inner, place)
         twin = copy.copy(layer)
@@ -117,7 +123,7 @@ def served_layers(model: nn.Module) -> list[nn.Module]:
 
 def check_kind(inner: AttentionKind, place: int) -> None:
     """ServingError for an attention whose past cannot be kept in pages."""
-    c = inner.config
+    c: Any = inner.config
     if not isinstance(inner, SERVED):
         raise ServingError(f"layer {place} ({c.kind}) cannot be served: dense, softmax, rotatekv and bsa can")
     if isinstance(inner, DenseAttention) and c.window_size:
@@ -133,7 +139,7 @@ def check_kind(inner: AttentionKind, place: int) -> None:
 
 
 @torch.inference_mode()
-def run(model: nn.Module, layers: list[nn.Module], batch: ServedBatch | ServedRankingBatch) -> Tensor:
+def run(model: SequenceModel, layers: list[Any], batch: ServedBatch | ServedRankingBatch) -> Tensor:
     """The outputs [T, E] of new tokens, in fp32, before normalisation; what is to stay is in the pages then."""
     served = batch.served
     for part in served.parts:

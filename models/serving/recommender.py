@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from data.types import Dataset, shown
@@ -22,14 +22,15 @@ from data.vocabulary import Vocabulary
 from hstu_sparse.launch import cdiv
 from models.config import RunConfig
 from models.heads import normalized
+from models.hstu import SequenceModel
 from models.outputs import export_items
-from models.retrieval import best_items, normalized_items, output_scorer
+from models.retrieval import Scores, best_items, normalized_items, output_scorer
 from models.run import find_data, open_weights, trained_model
 from models.serving import snapshot
 from models.serving.actions import ActionCodes
 from models.serving.engine import Ask, Engine
 from models.serving.errors import CacheFull, InvalidRequest, NoHistory, ServingError, TooEarly
-from models.serving.histories import Histories
+from models.serving.histories import Histories, History
 from models.serving.ids import ItemIds, user_keys
 from models.serving.options import ServingOptions, window_of
 from models.serving.work import MOST_USERS, rounded_up
@@ -46,7 +47,7 @@ class UserHistory(NamedTuple):
     items: np.ndarray
     timestamps: np.ndarray
     actions: np.ndarray | None
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of that name
 
 
 class Recommender:
@@ -59,7 +60,7 @@ class Recommender:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: SequenceModel,
         config: RunConfig,
         vocabulary: Vocabulary,
         *,
@@ -121,7 +122,7 @@ class Recommender:
         return served
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> SequenceModel:
         return self._engine.model
 
     # Events.
@@ -193,11 +194,11 @@ class Recommender:
                 else:
                     actions = None if codes is None else codes[mine]
                     unchanged = self._histories.add(key, rows[mine], times[mine], actions)
-                self._engine.changed(key, self._histories.get(key), unchanged)
+                self._engine.changed(key, self._history(key), unchanged)
             if stale:
                 # Where pinned users hold the cache, the events are known all the same: a request will say so.
                 with suppress(CacheFull):
-                    self._engine.update(stale, [self._histories.get(key) for key in stale])
+                    self._engine.update(stale, [self._history(key) for key in stale])
 
     def add_dataset(self, dataset: Dataset) -> None:
         """Add the events of a data set whose items are the run's, user by user, without encoding them."""
@@ -210,9 +211,9 @@ class Recommender:
                     continue
                 key, mine = str(user), slice(begin, end)
                 self._histories.check_room([key], [end - begin])
-                actions = None if self._actions is None else dataset.actions[mine]
+                actions = None if self._actions is None or dataset.actions is None else dataset.actions[mine]
                 unchanged = self._histories.add(key, dataset.items[mine], dataset.timestamps[mine], actions)
-                self._engine.changed(key, self._histories.get(key), unchanged)
+                self._engine.changed(key, self._history(key), unchanged)
 
     def _times(self, timestamps, count: int) -> np.ndarray:
         if timestamps is None:
@@ -278,7 +279,8 @@ class Recommender:
 
         def lists(out: Tensor, numbers: Tensor) -> Tensor:
             without = (numbers[rows + 1 :].view(torch.int32)[:items], numbers[: rows + 1]) if seen else None
-            values, best = best_items(self._scores_of(normalized(out)), k, without)
+            scores_of = cast(Callable[[Tensor], Scores], self._scores_of)
+            values, best = best_items(scores_of(normalized(out)), k, without)
             return torch.cat([values.float().view(torch.int32), best.int()], 1)
 
         out = F.pad(out, (0, 0, 0, rows - users))
@@ -346,11 +348,15 @@ class Recommender:
                 found.append(model.head.scores_of_all(one, model.head.items(mine))[0])
         return torch.cat(found).float().cpu().numpy() if found else np.zeros(0, np.float32)
 
+    def _history(self, user: str) -> History:
+        """The history of a user; NoHistory where there is none."""
+        history = self._histories.get(user)
+        if history is None:
+            raise NoHistory(f"user {shown(user)} has no event")
+        return history
+
     def _asks(self, users: Sequence[str], at) -> list[Ask]:
-        histories = [self._histories.get(user) for user in users]
-        for user, history in zip(users, histories):
-            if history is None:
-                raise NoHistory(f"user {shown(user)} has no event")
+        histories = [self._history(user) for user in users]
         last = np.array([history.timestamps[-1] for history in histories], np.int64)
         if not self.has_timestamps:
             return [Ask(user, history, int(time)) for user, history, time in zip(users, histories, last)]

@@ -10,6 +10,7 @@ import io
 import json
 import zipfile
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,9 +40,10 @@ def save(folder: Path, facts: dict, histories: Histories, caches: Caches) -> Non
     cached = [user for user in caches.entries if user in known and caches.entries[user].length]
     users = [user for user in known if user not in set(cached)] + cached
     content = io.BytesIO()
-    np.savez(content, **_columns([known[user] for user in users]), **_choices(caches, cached))
+    arrays: dict[str, Any] = {**_columns([known[user] for user in users]), **_choices(caches, cached)}
+    np.savez(content, **arrays)
     entries = [caches.entries[user] for user in cached]
-    meta = {
+    meta: dict[str, Any] = {
         "layout": LAYOUT,
         "facts": facts,
         "format": repr(caches.pool.format),
@@ -54,7 +56,9 @@ def save(folder: Path, facts: dict, histories: Histories, caches: Caches) -> Non
         with access(folder, "written"), replace_folder(folder) as temporary:
             (temporary / EVENTS).write_bytes(content.getvalue())
             if cached:
-                caches.pool.save(temporary / PAGES, [entry.row for entry in entries], [e.length for e in entries])
+                caches.pool.save(
+                    temporary / PAGES, cast(Any, [entry.row for entry in entries]), [e.length for e in entries]
+                )
                 meta["sha256"][PAGES] = _digest(temporary / PAGES)
             (temporary / STORE).write_text(json.dumps(meta), encoding="utf-8")
     except FolderError as error:
@@ -129,7 +133,7 @@ def _columns(histories: list[History]) -> dict[str, np.ndarray]:
         "seen": joined([h.seen for h in histories], np.int32),
     }
     if histories and histories[0].actions is not None:
-        found["actions"] = joined([h.actions for h in histories], np.int32)
+        found["actions"] = joined([h.actions for h in histories if h.actions is not None], np.int32)
     return found
 
 

@@ -61,9 +61,8 @@ def single_tokens(
         # An item token of ranking asks at its own event's time; all others have an event behind theirs.
         later = [per_event == 1 or place % 2 == 1 for place in positions.tolist()]
         at = [h.timestamps[event + more] for h, event, more in zip(histories, events, later)]
-    reads = bool(histories) and histories[0].actions is not None
-    actions = [h.actions[event] for h, event in zip(histories, events)] if reads else [0] * len(items)
-    return Columns(*(np.array(x, np.int64) for x in (items, actions, times, at, positions)))
+    actions = [h.actions[event] for h, event in zip(histories, events) if h.actions is not None]
+    return Columns(*(np.array(x, np.int64) for x in (items, actions or [0] * len(items), times, at, positions)))
 
 
 def candidate_tokens(items: np.ndarray, position: int, at: int) -> Columns:

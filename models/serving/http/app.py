@@ -139,7 +139,7 @@ def create_app(
 
     errors: dict[int | str, dict[str, Any]] = {status: {"model": Error} for status in (401, 404, 409, 413, 422, 503)}
     app = FastAPI(title="hstu_sparse", description=__doc__, version="1", lifespan=lifespan, responses=errors)
-    app.add_middleware(Guard, metrics=metrics, token=token, most_body=limits.body)  # type: ignore[arg-type]
+    app.add_middleware(Guard, metrics=metrics, token=token, most_body=limits.body)
 
     def error(status: int, name: str, message: str) -> Response:
         headers = {"Retry-After": "1"} if status == 503 else None

@@ -1,10 +1,12 @@
 """What stands before the routes: the bearer token, the limit on bodies, metrics. Plain ASGI."""
 
 import asyncio
+import functools
 import hmac
 import json
 import logging
 import time
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -21,7 +23,7 @@ class Metrics:
 
     def __init__(self, recommender: Recommender):
         self.registry = CollectorRegistry()
-        own = dict(registry=self.registry)
+        own: dict[str, Any] = dict(registry=self.registry)
         self.requests = Counter("requests", "Answered requests", ["route", "status"], namespace="hstu_sparse", **own)
         self.seconds = Histogram(
             "request_seconds", "Time of a request", ["route"], namespace="hstu_sparse",
@@ -33,7 +35,7 @@ class Metrics:
         )  # fmt: skip
         for name in recommender.statistics:
             gauge = Gauge(f"store_{name}", f"{name.replace('_', ' ')} of the store", namespace="hstu_sparse", **own)
-            gauge.set_function(lambda name=name: recommender.statistics[name])
+            gauge.set_function(functools.partial(lambda of: recommender.statistics[of], name))
 
 
 def answer_of(name: str, message: str) -> bytes:

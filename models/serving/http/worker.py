@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -169,7 +170,8 @@ class Worker(threading.Thread):
 
     def _append(self, requests: list[Events]) -> None:
         """Checks, logs and adds events; what is refused is refused before it is logged."""
-        good, checked = [], []
+        good: list[Any] = []
+        checked: list[Any] = []
         for request in requests:
             try:
                 found = self.recommender.checked(request.users, request.items, request.timestamps, request.actions)
@@ -185,7 +187,7 @@ class Worker(threading.Thread):
             if self.log is not None:
                 self.log.append([_record(request) for request in good])
             users = [user for keys, *_ in checked for user in keys]
-            columns = [None if x[0] is None else np.concatenate(x) for x in list(zip(*checked))[1:]]
+            columns: list[Any] = [None if x[0] is None else np.concatenate(x) for x in list(zip(*checked))[1:]]
             self.recommender.append_rows(users, *columns)
         except RequestError as error:
             for request in good:
@@ -244,7 +246,7 @@ def replay(recommender: Recommender, log: EventLog) -> dict[str, int]:
         """Many records in one call; where one is refused, event by event."""
         if not waiting["users"]:
             return
-        columns = [_alike(waiting[name]) for name in names]
+        columns: list[Any] = [_alike(waiting[name]) for name in names]
         if not told(columns):
             for place in range(len(columns[0])):
                 if not told([None if x is None else [x[place]] for x in columns]):
