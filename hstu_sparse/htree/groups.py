@@ -176,11 +176,11 @@ def turned_queries(
     q, group, place, cos, sin, stride_t, stride_h, scale, HALF: tl.constexpr, BH: tl.constexpr, DTYPE: tl.constexpr
 ):
     """Both halves of the rows' channels, scaled and turned to `place`, and the angles' `place_angles`."""
+    row_cos, row_sin = place_angles(cos, sin, place, BH)
     f = tl.arange(0, BH)[None, :]
     pointers = q + group.token[:, None] * stride_t + group.head[:, None] * stride_h + f
     mask = group.live[:, None] & (f < HALF)
     low, high = tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + HALF, mask=mask, other=0.0)
-    row_cos, row_sin = place_angles(cos, sin, place, BH)
     low, high = turn(low.to(tl.float32) * scale, high.to(tl.float32) * scale, row_cos, row_sin)
     return low.to(DTYPE), high.to(DTYPE), row_cos, row_sin
 

@@ -259,10 +259,11 @@ def rotatekv_self_attention(
         k, v, seq_offsets, bits=bits, head_group=head_group, quant_group=quant_group, sparsity=sparsity,
         sink_tokens=sink_tokens, clip=clip, channel_order=channel_order, backend=backend,
     )  # fmt: skip
-    if backend == "reference":
-        own_token = reference.own_token
-    else:
-        from hstu_sparse.rotatekv.own import own_token_triton as own_token
+    own_token = reference.own_token
+    if backend == "triton":
+        from hstu_sparse.rotatekv.own import in_one_pass, own_token_triton
+
+        own_token = own_token_triton if in_one_pass() else own_token
     q, coded_k, coded_v, own = own_token(q, k, v, *coded, bias, scale, normalizer)
     options: dict[str, typing.Any] = dict(scale=scale, normalizer=normalizer, bias=bias, plan=plan, backend=backend)
     return hstu_attention(q, coded_k, coded_v, seq_offsets, max_seq_len, **options) + own

@@ -37,9 +37,8 @@ def inverse(order: Tensor | None) -> Tensor | None:
 
 @configuration
 def round_trip_config(layout: Layout, dtype: torch.dtype) -> LaunchConfig:
-    """The configuration of the round trip: R tokens of a program, few without pruning; more spill in fp32."""
-    tokens = tile_tokens(layout, dtype)
-    return LaunchConfig(4, R=tokens if layout.sparse else min(16, tokens), OUT=min(4, layout.keys.blocks))
+    """The configuration of the round trip: R tokens of a program, OUT blocks of keys that come out together."""
+    return LaunchConfig(4, R=tile_tokens(layout, dtype), OUT=1)
 
 
 def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group, sparsity, sink_tokens, clip):

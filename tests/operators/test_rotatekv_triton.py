@@ -3,9 +3,18 @@
 import pytest
 import torch
 
-from hstu_sparse import calibrate, hadamard_transform, rotatekv_attention, rotatekv_compress, rotatekv_decompress
+from hstu_sparse import (
+    RelativeBias,
+    calibrate,
+    hadamard_transform,
+    rotatekv_attention,
+    rotatekv_compress,
+    rotatekv_decompress,
+    rotatekv_self_attention,
+)
+from hstu_sparse.launch import override
 from hstu_sparse.pages import packing
-from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets
+from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.random.cases.rotatekv import check, check_self_attention
 
 pytest.importorskip("triton")
@@ -64,6 +73,7 @@ SELF = {
     "position": dict(position=True, bits=4, contiguous=False, value_size=40),
     "time, pruned": dict(timed=True, sparsity=0.5, lengths=[70], max_seq_len=70),
     "neither": dict(clip=0.7, head_group=4, lengths=[], max_seq_len=1),
+    "by torch": dict(position=True, timed=True, one_pass=False),
 }
 
 
@@ -71,6 +81,26 @@ SELF = {
 def test_self_attention(name):
     given = {what: x for what, x in (BASE | SELF[name]).items() if what != "asked"}
     check_self_attention("cpu", **given)
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_self_attention_is_one_graph(one_pass):
+    from hstu_sparse.rotatekv.own import in_one_pass
+
+    lengths = (9, 3)
+    leaves = [make_jagged(lengths, (2, 16), seed=seed).requires_grad_() for seed in range(3)]
+    leaves += [torch.linspace(-1, 1, size).requires_grad_() for size in (12, 20)]
+    times = make_timestamps(lengths)
+
+    def layer(q, k, v, position, time):
+        bias = RelativeBias(position, time, times, times + 5)
+        out = rotatekv_self_attention(q, k, v, make_offsets(lengths), 12, bias=bias, backend="triton")
+        return out.square().sum()
+
+    with override(in_one_pass, lambda _: one_pass):
+        expected = torch.autograd.grad(layer(*leaves), leaves)
+        found = torch.autograd.grad(torch.compile(layer, fullgraph=True, backend="aot_eager")(*leaves), leaves)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", ["empty batch", "all sequences empty", "length 1", "N far above every length"])
