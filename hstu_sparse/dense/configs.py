@@ -45,6 +45,17 @@ def fwd_config(f: Features) -> LaunchConfig:
 
 
 @configuration
+def hopper_config(f: Features, rounds: bool) -> LaunchConfig:
+    """Settings of the forward kernel in hopper.py. rounds: programs have several tiles.
+
+    Its tiles of queries are those of the forward kernel, whose schedule it reads. Groups that take turns are faster
+    where SiLU takes as long as the products (D = 64), and in rounds.
+    """
+    turns = rounds or f.pad_d == 64
+    return LaunchConfig(BLOCK_M=fwd_config(f).BLOCK_M, BLOCK_N=128, STAGES=3, TURNS=turns, num_warps=4)
+
+
+@configuration
 def bwd_dq_config(f: Features) -> LaunchConfig:
     """Settings of the kernel of dq and of the bias tables' gradients. HOLD: q and do are held in registers.
 

@@ -2,8 +2,8 @@
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
 
-The kernels: plan_kernels.py (by way of plan.py), forward.py, backward_dq.py, backward_dkv.py, and the small ones of
-hstu_sparse/bias. Their settings: configs.py.
+The kernels: plan_kernels.py (by way of plan.py), forward.py or hopper.py, backward_dq.py, backward_dkv.py, and the
+small ones of hstu_sparse/bias. Their settings: configs.py.
 """
 
 import functools
@@ -19,7 +19,7 @@ from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import POSITION_MARGIN, halved_tables_kernel
 from hstu_sparse.dense.backward_dkv import dense_attention_bwd_dkv_kernel
 from hstu_sparse.dense.backward_dq import dense_attention_bwd_dq_kernel
-from hstu_sparse.dense.configs import Features, bwd_dkv_config, bwd_dq_config, fwd_config
+from hstu_sparse.dense.configs import Features, bwd_dkv_config, bwd_dq_config, fwd_config, hopper_config
 from hstu_sparse.dense.forward import dense_attention_fwd_kernel
 from hstu_sparse.dense.plan import (
     AttentionPlan,
@@ -27,7 +27,7 @@ from hstu_sparse.dense.plan import (
     purpose_of,
     with_backward,
 )
-from hstu_sparse.launch import INTERPRET, allow_descriptors, cdiv, padded_head, precision, run
+from hstu_sparse.launch import INTERPRET, allow_descriptors, cdiv, multiprocessors, padded_head, precision, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 
@@ -76,7 +76,7 @@ class _Launch:
 
     def __init__(
         self, q, k, v, seq_offsets, num_targets, position, time, timestamps, query_timestamps, plan, max_seq_len,
-        window_size, scale, normalizer,
+        window_size, scale, normalizer, hopper,
     ):  # fmt: skip
         self.bias = RelativeBias(position, time, timestamps, query_timestamps)
         self.metadata = seq_offsets, num_targets, timestamps, query_timestamps
@@ -86,7 +86,7 @@ class _Launch:
         self.d_out, self.v_out = q.shape[2], v.shape[2]
         self.q, self.k, self.v = as_rows(q, k, v)
         self.strides = *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2]
-        self.scale, self.normalizer = scale, normalizer
+        self.scale, self.normalizer, self.hopper = scale, normalizer, hopper
         self.empty = purpose.total == 0 or purpose.num_seqs == 0
         self.biased = position is not None or time is not None
         self.case = _Case(
@@ -136,6 +136,9 @@ class _Launch:
         out, tables = self.new(self.v_out), self.halved_tables()
         if self.empty:
             return out.zero_(), tables
+        if self.hopper:
+            self._forward_hopper(out)
+            return out, tables
         purpose, tiles = self.plan.purpose, self.plan.forward
         arguments = (
             self.q, self.k, self.v, out, *self.strides, *out.stride()[:2], *self.metadata[:2], purpose.window_size,
@@ -143,6 +146,25 @@ class _Launch:
         )  # fmt: skip
         self.run(dense_attention_fwd_kernel, tiles, arguments, fwd_config)
         return out, tables
+
+    def _forward_hopper(self, out: torch.Tensor) -> None:
+        from hstu_sparse.dense.hopper import dense_attention_hopper_fwd_kernel, descriptor
+
+        purpose, schedule, heads = self.plan.purpose, self.plan.forward.schedule, self.case.heads
+        programs, tiles = multiprocessors(self.q.device), schedule.shape[0] * heads
+        # Where a round has all tiles of a sequence, heavy and light, rounds give programs about equal shares.
+        rounds = cdiv(purpose.max_seq_len, fwd_config(self.features).BLOCK_M) * heads <= programs
+        config = hopper_config(self.features, rounds)
+        rows = config.BLOCK_M, config.BLOCK_N, config.BLOCK_N
+        sources = [descriptor(x, n) for x, n in zip((self.q, self.k, self.v), rows)]
+        arguments = (
+            *sources, out, *(x.base.stride(1) for x in sources), *out.stride()[:2], *self.metadata[:2],
+            purpose.window_size, 0.5 * self.scale, 1.0 / self.normalizer, schedule, tiles,
+        )  # fmt: skip
+        run(
+            dense_attention_hopper_fwd_kernel, min(programs, tiles) if rounds else tiles, *arguments, H=heads,
+            HAS_TARGETS=self.case.targets, HAS_WINDOW=self.case.window, **config,
+        )  # fmt: skip
 
     def backward(self, do: torch.Tensor, tables: torch.Tensor) -> list[torch.Tensor]:
         """dq, dk, dv and the gradients of the tables that there are."""
@@ -230,7 +252,7 @@ dense_operator = Operator(
     "dense",
     "Tensor q, Tensor k, Tensor v, Tensor seq_offsets, Tensor? num_targets, Tensor? position_bias, Tensor? time_bias, "
     "Tensor? timestamps, Tensor? query_timestamps, Tensor?[] plan, SymInt max_seq_len, SymInt window_size, "
-    "float scale, float normalizer",
+    "float scale, float normalizer, bool hopper",
     forward=_forward,
     backward=_backward,
     fake=_fake,
@@ -240,9 +262,9 @@ dense_operator = Operator(
 
 
 def hstu_attention_triton(
-    q, k, v, seq_offsets, plan, *, num_targets, bias, window_size, max_seq_len, scale, normalizer
+    q, k, v, seq_offsets, plan, *, num_targets, bias, window_size, max_seq_len, scale, normalizer, hopper
 ):
     """Arguments and result as `hstu_sparse.hstu_attention`, checked; on CUDA or in Triton's interpreter."""
     return dense_operator(
-        q, k, v, seq_offsets, num_targets, *bias, plan.flat(), max_seq_len, window_size, scale, normalizer
+        q, k, v, seq_offsets, num_targets, *bias, plan.flat(), max_seq_len, window_size, scale, normalizer, hopper
     )[0]

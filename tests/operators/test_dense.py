@@ -78,7 +78,7 @@ def test_reference_gradients():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"backend": "cuda"}, ValueError, "backend must be one of auto, triton, reference, got 'cuda'"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of auto, triton, reference, hopper, got 'cuda'"),
         ({"q": torch.zeros(6, 2)}, ValueError, r"q must be \[T, H, D\], got shape \[6, 2\]"),
         ({"k": torch.zeros(6, 2, 3)}, ValueError, r"k must be \[T=6, H=2, D=4\], got shape \[6, 2, 3\]"),
         ({"v": torch.zeros(6, 1, 4)}, ValueError, r"v must be \[T=6, H=2, V\], got shape \[6, 1, 4\]"),
@@ -218,6 +218,23 @@ def test_int32_offsets_and_alpha():
     compare({**x, "scale": 0.9})
 
 
+@interpreter
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"d": 64, "v": 64}, r"takes fp16 or bf16 heads, .* got torch.float32, D = 64, V = 64, no bias"),
+        ({"d": 50, "v": 50, "dtype": torch.bfloat16}, r"got torch.bfloat16, D = 50, V = 50, no bias"),
+        ({"d": 64, "v": 128, "dtype": torch.bfloat16}, r"got torch.bfloat16, D = 64, V = 128, no bias"),
+        ({"d": 64, "v": 64, "dtype": torch.float16, "features": ("position",)}, r"V = 64, a bias"),
+        ({"d": 64, "v": 64, "dtype": torch.float16}, r"needs sm_90 and Triton 3.6 or 3.7, got cpu"),
+    ],
+)
+def test_hopper_refuses_what_it_cannot(options, message):
+    x = inputs((12, 5), 13, **options)
+    with pytest.raises(ValueError, match=message):
+        with_tables(functools.partial(hstu_attention, backend="hopper"))(**x)
+
+
 def op_arguments(x):
     """Arguments of the registered operator for keyword arguments of `kernel`."""
     from hstu_sparse.dense.launch import dense_operator  # noqa: F401  registers it
@@ -227,7 +244,7 @@ def op_arguments(x):
     plan = attention_plan(x["q"], x["v"], x["seq_offsets"], x["max_seq_len"], bias=bias, backend="triton", **rest)
     return (
         *(x[name] for name in ("q", "k", "v", "seq_offsets")), rest["num_targets"], *bias, plan.flat(),
-        x["max_seq_len"], rest["window_size"], 0.25, 13.0,
+        x["max_seq_len"], rest["window_size"], 0.25, 13.0, False,
     )  # fmt: skip
 
 

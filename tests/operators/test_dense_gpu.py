@@ -14,6 +14,7 @@ from tests.random.cases.dense import inputs as dense_inputs
 pytestmark = pytest.mark.gpu
 
 reference, kernel = (with_tables(functools.partial(hstu_attention, backend=b)) for b in ("reference", "triton"))
+hopper = functools.partial(hstu_attention, backend="hopper")
 ALL = ("targets", "position", "time", "query_times")
 
 
@@ -42,6 +43,56 @@ def test_features(features, window, dtype):
 @pytest.mark.parametrize(("d", "v"), [(16, 16), (25, 25), (50, 50), (32, 96), (128, 128), (40, 256), (256, 200)])
 def test_head_sizes(d, v, dtype):
     compare(inputs((190, 67), 200, d=d, v=v, features=("position", "time"), dtype=dtype))
+
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
+)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("window", [0, 1, 200])
+@pytest.mark.parametrize("features", [(), ("targets",)])
+def test_hopper(features, window, d, dtype):
+    """By lengths around the sizes of tiles and blocks; with few heads programs have several tiles."""
+    lengths = (128, 1, 0, 64, 129, 127, 256, 63, 65, 700, 192, 2000)
+    for heads in (3, 16):
+        compare(
+            inputs(lengths, 2000, d=d, v=d, features=features, window=window, dtype=dtype, heads=heads), function=hopper
+        )
+
+
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128])
+def test_hopper_with_many_candidates(d):
+    x = inputs((500, 300, 7, 400), 500, d=d, v=d, features=("targets",))
+    x["num_targets"] = torch.tensor([400, 1, 7, 200], device="cuda")
+    compare(x, function=hopper)
+
+
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128])
+def test_hopper_gives_the_same_bits(d):
+    x = inputs([37 * i % 600 for i in range(400)], 600, d=d, v=d, heads=4)
+    expected = hopper(**x)
+    for _ in range(5):
+        assert torch.equal(hopper(**x), expected)
+    heads_first = {name: x[name].transpose(0, 1).contiguous().transpose(0, 1) for name in "qkv"}
+    assert torch.equal(hopper(**{**x, **heads_first}), expected)
+    assert torch.equal(torch.compile(hopper, fullgraph=True)(**x), expected)
+
+
+@on_hopper
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_hopper_keeps_sequences_apart(name):
+    x = inputs((200, 77, 100), 200)
+    before = hopper(**x)
+    x[name][200:277] = float("inf")
+    after = hopper(**x)
+    assert not after[276].isfinite().all()
+    assert torch.equal(after[:200], before[:200]) and torch.equal(after[277:], before[277:])
 
 
 @pytest.mark.parametrize("features", [("position", "time"), ALL])
@@ -247,7 +298,7 @@ def test_opcheck():
     names = ("q", "k", "v", "seq_offsets", "num_targets")
     torch.library.opcheck(
         torch.ops.hstu_sparse.dense_fwd.default,
-        (*(x[name] for name in names), *bias, plan.flat(), 13, 0, 0.25, 13.0),
+        (*(x[name] for name in names), *bias, plan.flat(), 13, 0, 0.25, 13.0, False),
         # Compares gradients of two runs, and the time bias's depends on the order of additions.
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
