@@ -25,12 +25,13 @@ import numpy as np
 from data.feature_vocabulary import with_rows
 from data.types import DataError, Dataset, shown
 from data.vocabulary import index_of
-from models.config import ConfigError, RunConfig
+from models.config import ConfigError, ParallelConfig, RunConfig
 from models.folder import access, read_regular, write_file
 from models.interrupt import Interrupts
 from models.metrics import ranking_metrics
 from models.monitor import explain_faults
 from models.outputs import check_export, check_table, export_items, recommendations, whole_histories, write_table
+from models.parallel.ranks import Ranks
 from models.program import guarded
 from models.report import print_result
 from models.retrieval import model_scorer, rank_targets, sampled_candidates
@@ -62,7 +63,8 @@ def open_run(folder: Path, overrides: list[str]):
 
 def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     interrupts.stage = "opening the run; nothing was written"
-    config, known, weights, source, epoch = open_weights(options.run, options.overrides)
+    config, known, weights, source, epoch = open_weights(options.run, options.overrides, "WORLD_SIZE" not in os.environ)
+    config, ranks = of_ranks(config, options)
     lists = options.predict or options.recommend or options.export_items
     if config.task.kind != "retrieval" and (lists or options.sampled):
         raise ConfigError(
@@ -86,15 +88,28 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
         count, size = export_items(options.export_items, model, known.vocabulary.item_ids)
         terminal.say(f"Written: {options.export_items} ({count:,} vectors of {size})")
     elif options.recommend:
-        recommend(options, config, known, trained_model(config, known, weights, source), interrupts)
+        recommend(options, config, known, trained_model(config, known, weights, source, ranks), interrupts, ranks)
     else:
         interrupts.stage = "preparing the data; nothing was written"
         if options.data:
-            data = open_data(config, vocabulary=known.vocabulary)
+            data = open_data(config, vocabulary=known.vocabulary, ranks=ranks)
         else:
-            data = open_data(config, trained_on=known.fingerprint)
-        model = trained_model(data.config, known, weights, source)
+            data = open_data(config, trained_on=known.fingerprint, ranks=ranks)
+        model = trained_model(data.config, known, weights, source, ranks)
         evaluate(options, data.config, data, model, {"weights": source.name, "epoch": epoch}, interrupts)
+
+
+def of_ranks(config: RunConfig, options: argparse.Namespace) -> tuple[RunConfig, Ranks | None]:
+    """The configuration for the processes that torchrun started, however many, and these; None without torchrun."""
+    if "WORLD_SIZE" not in os.environ:
+        return config, None
+    if options.serve or options.export_items:
+        raise ConfigError("--serve and --export-items run in one process, without torchrun")
+    parallel = ParallelConfig(data="auto", embedding="row_wise" if config.parallel.sharded else "replicated")
+    config = config.model_copy(update={"parallel": parallel})
+    ranks = Ranks(config)
+    terminal.quiet |= not ranks.first
+    return config, ranks
 
 
 def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interrupts: Interrupts) -> None:
@@ -118,20 +133,23 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
     batches = data.eval_batches(split)
     if options.sampled:
         candidates = sampled_candidates(options.sampled, options.seed)
-        score = model_scorer(model, config.train.autocast == "bf16")
+        score = model_scorer(model, config.train.autocast == "bf16", data.task.ranks)
         tracked = terminal.track(batches.epoch(0), len(batches), "ranking among sampled items")
-        (ranks,) = rank_targets(score, tracked, filters=[config.eval.filter_seen], candidates=candidates)
+        (places,) = rank_targets(score, tracked, filters=[config.eval.filter_seen], candidates=candidates)
         label = f"SAMPLED: target among {options.sampled} random items, not comparable with full ranking"
-        result["sampled"] = {"label": label, "seed": options.seed, **ranking_metrics(ranks)}
+        result["sampled"] = {"label": label, "seed": options.seed, **ranking_metrics(places)}
     if served:
         result["served"] = served.description
+    first = data.task.ranks is None or data.task.ranks.first
     path = options.run / result_name(split, options, options.data)
-    write_file(path, json.dumps(result, indent=1))
+    if first:
+        write_file(path, json.dumps(result, indent=1))
     interrupts.stage = f"predicting; {path} is written"
     if options.predict:
         tracked = terminal.track(batches.epoch(0), len(batches), "predicting")
-        frame = recommendations(config, model, dataset, tracked, options.top_k)
-        write_table(options.predict, frame)
+        frame = recommendations(config, model, dataset, tracked, options.top_k, data.task.ranks)
+        if first:
+            write_table(options.predict, frame)
     print_result(data.task, result)
     if served:
         terminal.say("Served: " + ", ".join(f"{key} {value}" for key, value in result["served"].items()))
@@ -140,7 +158,9 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
         terminal.say(f"Written: {options.predict} ({len(frame):,} rows)")
 
 
-def recommend(options, config: RunConfig, known: Known, model, interrupts: Interrupts) -> None:
+def recommend(
+    options, config: RunConfig, known: Known, model, interrupts: Interrupts, ranks: Ranks | None = None
+) -> None:
     """Writes the top-k items that come next after whole histories, without those that a history has."""
     interrupts.stage = "preparing the data; nothing was written"
     if options.history:
@@ -161,11 +181,12 @@ def recommend(options, config: RunConfig, known: Known, model, interrupts: Inter
     if options.at is not None and options.at < latest:
         raise ConfigError(f"--at {options.at}: the last event is later, at {latest}")
     at, size = latest if options.at is None else options.at, config.eval.batch_size
-    batches = whole_histories(dataset, users, at, config.model.max_seq_len, size, model.item_weight.device)
+    batches = whole_histories(dataset, users, at, config.model.max_seq_len, size, model.embedding.position.device)
     interrupts.stage = "recommending; nothing was written"
     tracked = terminal.track(batches, -(-len(users) // size), "recommending")
-    frame = recommendations(config, model, dataset, tracked, options.top_k)
-    write_table(options.recommend, frame)
+    frame = recommendations(config, model, dataset, tracked, options.top_k, ranks)
+    if ranks is None or ranks.first:
+        write_table(options.recommend, frame)
     terminal.say(f"Written: {options.recommend} ({len(frame):,} rows for {len(users):,} users)")
 
 

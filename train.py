@@ -269,12 +269,12 @@ def introduce(config: RunConfig, data: Data, model, steps: int, folder: Path | s
     """What is about to be trained, on what, and what is known of its size before it begins."""
     for note in data.dataset.notes:
         terminal.say(f"data: {note}")
-    parameters = sum(p.numel() for p in model.parameters())
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    table = model.embedding.sharded
+    size = sum(p.numel() * p.element_size() for p in [*model.parameters(), *([] if table is None else [table.weight])])
     copies = 5 if config.train.ema_decay else 4
     terminal.say(
         f"{data.dataset.name}: {data.dataset.num_users:,} users, {data.dataset.num_items:,} items, "
-        f"{data.dataset.num_events:,} events; {parameters:,} parameters; {data.device}; run folder {folder}"
+        f"{data.dataset.num_events:,} events; {model.num_parameters:,} parameters; {data.device}; run folder {folder}"
     )
     terminal.say(
         f"{config.train.epochs:,} epochs of {steps:,} steps; weights, gradients and moments take "

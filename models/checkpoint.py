@@ -257,6 +257,8 @@ def load_checkpoint(
         raise CheckpointError(f"{run}: no checkpoint to resume from")
     source = found[-1]
     with _or_older(found):
+        if (source / ".metadata").is_file():
+            raise CheckpointError(f"{source}: was saved by several ranks: resume it with parallel.data=auto, say")
         tensors, facts = load_folder(source, "model", "state")
         moments = facts.pop("optimizer", None)
         progress = Progress.of(facts, source)

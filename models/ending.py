@@ -83,5 +83,5 @@ def known_facts(folder: Path, model, data: Data, progress: Progress) -> dict:
         "skipped": data.splits.skipped,
         "environment": environment(data.device),
         "run": read_manifest(folder),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": model.num_parameters,
     }

@@ -199,6 +199,12 @@ class SequenceModel(nn.Module):
         return self.embedding.item_weight
 
     @property
+    def num_parameters(self) -> int:
+        """How many numbers are trained, a sharded table's on all ranks among them."""
+        table = self.embedding.sharded
+        return sum(p.numel() for p in self.parameters()) + (0 if table is None else table.num_items * table.size)
+
+    @property
     def item_table(self) -> Tensor:
         """The representations of all items, [num_items, E]: their rows, and what their features add."""
         return self.embedding.item_rows()

@@ -21,6 +21,7 @@ from data.batch import Batch
 from data.types import Dataset, shown
 from models.config import ConfigError, RunConfig
 from models.folder import access, write_file
+from models.parallel.ranks import Ranks
 from models.retrieval import best_items, model_scorer, normalized_items, seen_by
 
 COLUMNS = ["user", "rank", "item", "score"]
@@ -89,14 +90,16 @@ def _is_table(path: Path) -> bool:
 
 
 @torch.no_grad()
-def recommendations(config: RunConfig, model, dataset: Dataset, batches: Iterable[Batch], k: int):
+def recommendations(
+    config: RunConfig, model, dataset: Dataset, batches: Iterable[Batch], k: int, ranks: Ranks | None = None
+):
     """The k best items of each sequence, as a frame in original ids: user, rank (from 1), item, score.
 
-    A user for whom fewer items are left has fewer rows.
+    ranks: those that compute it together. A user for whom fewer items are left has fewer rows.
     """
     import polars as pl
 
-    score, how = model_scorer(model, config.train.autocast == "bf16"), config.eval.filter_seen
+    score, how = model_scorer(model, config.train.autocast == "bf16", ranks), config.eval.filter_seen
     parts: list[tuple[np.ndarray, ...]] = []
     for batch in batches:
         best, ids = best_items(score(batch), k, None if how == "none" else seen_by(how, batch))

@@ -27,6 +27,7 @@ from models.config import ConfigError, RunConfig, differences, load_config
 from models.folder import check_run, read_manifest, write_judged
 from models.hstu import SequenceModel
 from models.parallel.ranks import Ranks
+from models.parallel.saving import load_slices
 from models.parallel.tables import ShardedTable
 from models.tasks.build import build_task
 from models.tasks.contract import Task
@@ -243,11 +244,18 @@ def final_facts(folder: Path) -> tuple[dict, Path]:
     return facts, found[0]
 
 
-def open_weights(folder: Path, overrides: list[str]) -> tuple[RunConfig, Known, dict, Path, int]:
-    """(config, what the run knows, weights, where they are, their epoch) of a run's folder, and of nothing else."""
+def open_weights(folder: Path, overrides: list[str], read: bool = True) -> tuple[RunConfig, Known, dict, Path, int]:
+    """(config, what the run knows, weights, where they are, their epoch) of a run's folder, and of nothing else.
+
+    read: whether to read the weights; else there are none.
+    """
     check_run(folder)
     config = load_config(folder / "config.yaml", overrides)
-    weights, facts, source = final_weights(folder)
+    weights: dict = {}
+    if read:
+        weights, facts, source = final_weights(folder)
+    else:
+        facts, source = final_facts(folder)
     check_config(facts, load_config(folder / "config.yaml"), folder, source)
     known = load_vocabulary(folder)
     if known.fingerprint != facts.get("fingerprint"):
@@ -255,10 +263,18 @@ def open_weights(folder: Path, overrides: list[str]) -> tuple[RunConfig, Known, 
     return config, known, weights, source, facts["epoch"]
 
 
-def trained_model(config: RunConfig, known: Known, weights: dict, source: Path) -> SequenceModel:
-    """The model on its device, with these weights, in evaluation mode."""
-    model = build_model(config, known.vocabulary, open_device(config))
-    load_weights(model, weights, source)
+def trained_model(
+    config: RunConfig, known: Known, weights: dict, source: Path, ranks: Ranks | None = None
+) -> SequenceModel:
+    """The model on its device, with these weights, in evaluation mode.
+
+    ranks: each of them reads from `source` what it needs, in place of `weights`.
+    """
+    model = build_model(config, known.vocabulary, open_device(config), ranks)
+    if ranks is None:
+        load_weights(model, weights, source)
+    else:
+        load_slices(model, source)
     return model.eval()
 
 

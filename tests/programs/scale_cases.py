@@ -6,7 +6,7 @@ Writes OUT/NAME-W/ (the run) and OUT/NAME-W.json (the loss of each step, the met
 `NAME:KEY=VALUE:...` has further overrides; with `NAME:resume:...` the run OUT/NAME is gone on with, or begun.
 
 SCALE_KILL=RANK:WHERE:NUMBER kills a rank of the first start with SIGKILL: WHERE is `step`, before the NUMBER-th step,
-or `save`, within the NUMBER-th checkpoint that it writes.
+or `save`, within the NUMBER-th checkpoint that it writes. SCALE_CASES=FILE has further cases, as JSON.
 """
 
 import json
@@ -116,6 +116,8 @@ def run(case: str, out: Path, met) -> None:
 
 
 def main(out: str, *cases: str) -> None:
+    if more := os.environ.get("SCALE_CASES"):
+        CASES.update(json.loads(Path(more).read_text()))
     met = die_at("never", 0)
     rank, where, number = os.environ.get("SCALE_KILL", "-1:never:0").split(":")
     if os.environ.get("RANK") == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":

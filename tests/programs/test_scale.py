@@ -13,10 +13,12 @@ from tests.programs.scale_cases import CASES
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def launch(world, out, *cases, restarts=0, kill=None):
+def launch(world, out, *cases, restarts=0, kill=None, more=None):
     """What tests/programs/scale_cases.py prints in `world` processes; an error when it fails."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {} if kill is None else {"SCALE_KILL": kill}
+    environment |= {} if more is None else {"SCALE_CASES": str(more)}
+    out.mkdir(parents=True, exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     launcher += ["--max-restarts", str(restarts)]
     command = [sys.executable, *(launcher if world > 1 else []), "-m", "tests.programs.scale_cases", str(out), *cases]
@@ -70,3 +72,18 @@ def test_resumed_on_other_ranks_and_shardings(alone, tmp_path):
     for world, epochs, kind in ((2, 2, "row_wise"), (1, 5, "column_wise"), (2, 8, "table_wise")):
         launch(world, tmp_path, f"{case}:resume:train.epochs={epochs}:parallel.embedding={kind}")
     check(found(tmp_path, case, 2), found(alone, case, 1))
+
+
+@pytest.mark.slow
+def test_two_ranks_judge_a_run(alone):
+    run = alone / "hstu-row-fused-1"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command += ["eval.py", str(run), "--predict", str(alone / "lists.csv"), "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    judged, trained = (json.loads((run / name).read_text()) for name in ("eval-test.json", "result.json"))
+    assert judged["users"] == 37
+    for how, metrics in trained["model"].items():
+        assert judged["model"][how] == pytest.approx(metrics, rel=1e-4)
+    assert len((alone / "lists.csv").read_text().splitlines()) > 300

@@ -1,0 +1,103 @@
+"""The whole matrix of what test_scale.py samples, and ranks killed at random: takes an hour on two cores.
+
+    python -m tests.programs.scale_matrix OUT [--kills 20] [--only REGEX]
+
+Every model with every loss and every sharding that they take on 2 and 4 ranks against one, ranks killed at 20 random
+steps and checkpoints, a run of 4 ranks resumed on 2, on 1 and with another sharding, and 943 users evaluated on 4
+ranks. Prints a line for each: the greatest relative difference of the steps' losses and of the final metrics.
+"""
+
+import argparse
+import json
+import random
+import re
+from pathlib import Path
+
+from tests.programs.scale_cases import BSA, SASREC
+from tests.programs.test_scale import found, launch
+
+MODELS = {"hstu": [], "sasrec": SASREC, "bsa": BSA}
+LOSSES = {
+    "sampled": [],
+    "shared": ["loss.negatives=shared"],
+    "in-batch": ["loss.kind=in_batch"],
+    "mixed": ["loss.kind=mixed_negatives"],
+    "bce": ["loss.kind=bce"],
+    "whole": ["loss.kind=cross_entropy"],
+}
+TABLES = {
+    "replicated": [],
+    "row": ["parallel.embedding=row_wise"],
+    "table": ["parallel.embedding=table_wise"],
+    "column": ["parallel.embedding=column_wise"],
+    "auto": ["parallel.embedding=auto"],
+    "row-fused": ["parallel.embedding=row_wise", "parallel.fused=rowwise_adagrad"],
+}
+REFUSED = {("whole", table) for table in ("table", "column", "row-fused")}
+LIMIT = 1e-4
+
+
+def differences(shared: dict, alone: dict) -> tuple[float, float]:
+    """The greatest relative differences of losses (of the last steps, where a run was gone on with) and of metrics."""
+    losses = zip(shared["losses"], alone["losses"][-len(shared["losses"]) :], strict=True)
+    metrics = ((shared["metrics"][name], value) for name, value in alone["metrics"].items())
+    one, other = (max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs) for pairs in (losses, metrics))
+    return one, other
+
+
+def tell(name: str, shared: dict, alone: dict) -> bool:
+    one, other = differences(shared, alone)
+    right = max(one, other) <= LIMIT and shared["users"] == alone["users"]
+    print(f"{'ok    ' if right else 'FAILED'} {name}: losses {one:.1e}, metrics {other:.1e}", flush=True)
+    return right
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--only", default=".")
+    options = parser.parse_args()
+    results = []
+    for table, of_table in TABLES.items():
+        cases = {
+            f"{model}-{loss}-{table}": [*of_model, *of_loss, *of_table]
+            for model, of_model in MODELS.items()
+            for loss, of_loss in LOSSES.items()
+            if (loss, table) not in REFUSED and re.search(options.only, f"{model}-{loss}-{table}")
+        }
+        out = options.out / table
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "cases.json").write_text(json.dumps(cases))
+        for world in (1, 2, 4) if cases else ():
+            launch(world, out, *cases, more=out / "cases.json")
+        for name in cases:
+            results += [tell(f"{name} on {w}", found(out, name, w), found(out, name, 1)) for w in (2, 4)]
+    draw, out = random.Random(0), options.out / "kills"
+    if re.search(options.only, "kills"):
+        out.mkdir(parents=True, exist_ok=True)
+        launch(1, out, "bsa-column-mixed", "sasrec-row-whole", "hstu")
+        for number in range(options.kills):
+            case = draw.choice(["bsa-column-mixed", "sasrec-row-whole"])
+            kill = f"{draw.randrange(2)}:{draw.choice(['step', 'save'])}:{draw.randint(2, 31)}"
+            folder = out / f"{number}"
+            launch(2, folder, f"{case}:resume:train.checkpoint_seconds=0", restarts=1, kill=kill)
+            results.append(tell(f"{case} killed at {kill}", found(folder, case, 2), found(out, case, 1)))
+        for world, epochs, kind in ((4, 2, "row_wise"), (2, 4, "row_wise"), (1, 6, "row_wise"), (4, 8, "column_wise")):
+            launch(world, out, f"hstu:resume:train.epochs={epochs}:parallel.embedding={kind}")
+        results.append(tell("4 ranks, 2, 1, 4 with another sharding", found(out, "hstu", 4), found(out, "hstu", 1)))
+    if re.search(options.only, "users"):
+        out = options.out / "users"
+        out.mkdir(parents=True, exist_ok=True)
+        data = "data.synthetic={num_users: 943, num_items: 200, mean_length: 20}"
+        (out / "cases.json").write_text(json.dumps({"users": [data, "train.epochs=1", "train.batch_size=400"]}))
+        for world in (1, 4):
+            launch(world, out, "users", more=out / "cases.json")
+        assert found(out, "users", 4)["users"] == 943
+        results.append(tell("943 users on 4 ranks", found(out, "users", 4), found(out, "users", 1)))
+    print(f"{sum(results)} of {len(results)} right")
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
