@@ -1,8 +1,9 @@
 """Block-sparse attention of new tokens on top of pages, in plain PyTorch: the sums of `hstu_sparse.bsa_attention`.
 
-The mean keys and values of complete blocks are those of what the pages give back. A group of tokens attends to the
-blocks that its first token chose, at that token's query time: the choice of the group that is still open is kept beside
-the pages (`Pass.choices`), since no page says what the query was.
+The mean keys and values of complete blocks are those of what the pages give back; their sums lie beside the pages
+(block_sums.py). Where each user has one new token, that token reads these sums, the blocks it chose and its window.
+A group of tokens attends to the blocks that its first token chose, at that token's query time: the choice of the group
+that is still open is kept beside the pages too (`Pass.choices`), since no page says what the query was.
 
 Letters: T new tokens, B users, Q new tokens of a user (the most of all), L tokens of a user that are keys (the most),
 H heads, D query/key and V value head size, BS block size, M blocks, S blocks chosen, r tokens of a group.
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.jagged import jagged_to_padded, offsets_from_lengths, padded_to_jagged
 from models.attention.bsa import BlockSparseAttention
+from models.serving.block_sums import Stored
 from models.serving.parts import Part, Pass
 
 MOST_SCORES = 2**25  # of queries and keys that are held at a time
@@ -32,7 +34,8 @@ def paged_block_sparse(
 ) -> Tensor:
     """The attention [T, H, V] of a part's tokens, q and k [T, H, D], v [T, H, V], whose keys are written already.
 
-    bias: its tables, with the times of the part. The open group's choice is read from and left in `served.choices`.
+    bias: its tables, with the times of the part. The open group's choice is read from and left in `served.choices`;
+    sums of blocks that the tokens complete are left in `served.sums`.
     """
     c, dtype = inner.config, q.dtype
     gates = inner.gate(q)
@@ -41,14 +44,20 @@ def paged_block_sparse(
     most, longest = int(counts.max()), max(1, int(total.max()))
     blocks = -(-longest // c.block_size)
     longest = blocks * c.block_size
-    key_offsets = offsets_from_lengths(total)
+    one = most == 1
+    if not part.candidates:
+        served.sums.write(layer, part.pages, part.lengths, counts)
 
     def padded(x: Tensor, offsets: Tensor, size: int) -> Tensor:  # [.., H, X] -> [B, H, size, X] in fp32
         x = jagged_to_padded(x.float().flatten(1), offsets, size).unflatten(-1, x.shape[1:])
         return x.transpose(1, 2)
 
-    keys, values = (padded(x, key_offsets, longest) for x in served.pool.read(layer, part.pages, total))
-    sums = [x.unflatten(2, (blocks, c.block_size)).sum(3) for x in (keys, values)]
+    stored, keys = Stored(served.pool, layer, part.pages), ()
+    if not one:
+        key_offsets = offsets_from_lengths(total)
+        keys = tuple(padded(x, key_offsets, longest) for x in served.pool.read(layer, part.pages, total))
+    sums = served.sums.read(layer, part.pages, total, blocks)
+    begun = served.sums.begun(layer, part.pages, part.lengths) if part.candidates else ()
     q, k, v = (padded(x, part.offsets, most) for x in (q, k, v))
     gates = [padded(g[..., None], part.offsets, most) for g in gates]
     # Padding behind a user's last new token has its place: a place beyond N is in no table. [B, Q]
@@ -63,7 +72,7 @@ def paged_block_sparse(
             return jagged_to_padded(x[:, None], offsets, size)[..., 0]
 
         times = (
-            of_tokens(served.pool.read_timestamps(part.pages, total), key_offsets, longest),
+            None if one else of_tokens(served.pool.read_timestamps(part.pages, total), key_offsets, longest),
             *(
                 x[:, None].expand(-1, most) if part.candidates else of_tokens(x, part.offsets, most)
                 for x in (part.query_times, part.times)
@@ -72,7 +81,9 @@ def paged_block_sparse(
     choice = served.choices.get(layer)
     if choice is None:
         choice = torch.full((len(counts), q.shape[1], c.block_counts), -1, dtype=torch.int32, device=q.device)
-    attention = _Tokens(inner, bias or RelativeBias(), part.candidates, keys, values, sums, times, counts)
+    attention = _Tokens(
+        inner, bias or RelativeBias(), part.candidates, stored, longest, keys, sums, begun, times, counts
+    )
     width = max(1, MOST_SCORES // (len(counts) * q.shape[1] * longest))
     found = []
     for begin in range(0, most, width):
@@ -86,14 +97,20 @@ def paged_block_sparse(
 
 
 class _Tokens:
-    """What the new tokens of a part attend to: keys [B, H, L, D], values [B, H, L, V], sums of blocks [B, H, M, ..].
+    """What the new tokens of a part attend to.
 
-    times: (of keys [B, L], of queries [B, Q], of the queries' own tokens [B, Q]), or None. counts: [B] new tokens.
+    stored   the pages
+    longest  L
+    keys     (keys [B, H, L, D], values [B, H, L, V]); empty where each user has one new token, which reads the pages
+    sums     of complete blocks, [B, H, M, D] and [.., V]
+    begun    of candidates: the sums of what there is of the block that they are in, [B, H, 1, D] and [.., V]
+    times    (of keys [B, L] or None without keys, of queries [B, Q], of the queries' own tokens [B, Q]), or None
+    counts   [B] new tokens
     """
 
-    def __init__(self, inner, bias, candidates, keys, values, sums, times, counts):
+    def __init__(self, inner, bias, candidates, stored, longest, keys, sums, begun, times, counts):
         self.inner, self.bias, self.candidates, self.times, self.counts = inner, bias, candidates, times, counts
-        self.keys, self.values, self.sums = keys, values, sums
+        self.stored, self.longest, self.keys, self.sums, self.begun = stored, longest, keys, sums, begun
 
     def __call__(self, q, k, v, gates, places, begin, choice) -> tuple[Tensor, Tensor]:
         """(outputs [B, H, Q, V], the choice behind them) of the queries from number `begin` on, at `places` [B, Q]."""
@@ -101,7 +118,6 @@ class _Tokens:
         size, scale, normalizer = c.block_size, c.scale, self.inner.normalizer
         rows = slice(begin, begin + q.shape[2])
         blocks = torch.arange(self.sums[0].shape[2], device=device)
-        tokens = torch.arange(self.keys.shape[2], device=device)
         asked = None if self.times is None else self.times[1][:, rows]
 
         def added(distance: Tensor, seen: Tensor | None):  # [B, 1, Q, X] or 0
@@ -109,10 +125,10 @@ class _Tokens:
             b = pair_bias(self.bias, distance, None if asked is None else asked[..., None], seen_times)
             return b[:, None] if isinstance(b, Tensor) else b
 
-        middle = (blocks * size + size // 2).clamp(max=self.keys.shape[2] - 1)
-        stored = None if self.times is None else self.times[0][:, None, :]
+        middle = (blocks * size + size // 2).clamp(max=self.longest - 1)
+        middles = None if self.times is None else self.stored.times(middle.expand(len(q), -1))[:, None]
         block_scores = scale * (q @ (self.sums[0] / size).mT)
-        block_scores = block_scores + added(places[..., None] - middle, None if stored is None else stored[..., middle])
+        block_scores = block_scores + added(places[..., None] - middle, middles)
         block_weights = F.silu(block_scores)  # [B, H, Q, M]
 
         # The choice of every query as if it were its group's first, then each group's first one's.
@@ -128,18 +144,12 @@ class _Tokens:
         taken = first.clamp(min=0)[:, None, :, None].expand_as(chosen)
         chosen = torch.where(before[:, None, :, None], choice[:, :, None], chosen.gather(2, taken))
 
-        slots = torch.where(chosen < 0, len(blocks), chosen).long().clamp(max=len(blocks))
-        visible = q.new_zeros(*q.shape[:3], len(blocks) + 1, dtype=torch.bool).scatter(-1, slots, True)[..., :-1]
-
-        weights = F.silu(scale * (q @ self.keys.mT) + added(places[..., None] - tokens, stored))
-        past = tokens < places[..., None]  # [B, Q, L]
-        selected = weights.masked_fill(~(past[:, None] & visible.repeat_interleave(size, 3)), 0) @ self.values
+        selected, near = (self._from_pages if not self.keys else self._from_keys)(q, places, rows, chosen)
         mine = None if self.times is None else self.times[2][:, rows, None]
         own = F.silu(scale * (q * k).sum(-1, keepdim=True) + added(places[..., None] * 0, mine)) * v
         out = gates[1] * (selected + own)
         if c.window_size:
-            near = past & (places[..., None] - tokens < c.window_size)
-            out = out + gates[2] * (weights.masked_fill(~near[:, None], 0) @ self.values + own)
+            out = out + gates[2] * (near + own)
         seen = places + (0 if self.candidates else 1)
         complete = (blocks + 1) * size <= seen[..., None]
         compressed = block_weights.masked_fill(~complete[:, None], 0) @ (self.sums[1] / size)
@@ -148,22 +158,52 @@ class _Tokens:
         out = (out + gates[0] * compressed * size) / normalizer
         return out, self._behind(chosen, places, begin, choice)
 
+    def _from_keys(self, q, places, rows, chosen) -> tuple[Tensor, Tensor | None]:
+        """What the chosen blocks and the window give, [B, H, Q, V] each, from all keys. chosen: [B, H, Q, S]."""
+        c, (keys, values) = self.inner.config, self.keys
+        blocks, tokens = self.sums[0].shape[2], torch.arange(self.longest, device=q.device)
+        slots = torch.where(chosen < 0, blocks, chosen).long().clamp(max=blocks)
+        visible = q.new_zeros(*q.shape[:3], blocks + 1, dtype=torch.bool).scatter(-1, slots, True)[..., :-1]
+        distance = (places[..., None] - tokens)[:, None]  # [B, 1, Q, L]
+        asked = seen = None
+        if self.times is not None:
+            asked, seen = self.times[1][:, None, rows, None], self.times[0][:, None, None]
+        weights = F.silu(c.scale * (q @ keys.mT) + pair_bias(self.bias, distance, asked, seen))
+        near, past = None, distance > 0
+        selected = weights.masked_fill(~(past & visible.repeat_interleave(c.block_size, 3)), 0) @ values
+        if c.window_size:
+            near = weights.masked_fill(~(past & (distance < c.window_size)), 0) @ values
+        return selected, near
+
+    def _from_pages(self, q, places, rows, chosen) -> tuple[Tensor, Tensor | None]:
+        """As `_from_keys`, of one query of each user, from the pages of these tokens alone."""
+        c, asked = self.inner.config, None if self.times is None else self.times[1][:, None, rows, None]
+
+        def some(position: Tensor, hidden: Tensor) -> Tensor:  # [B, H or 1, K] -> [B, H, 1, V]
+            keys, values = self.stored.read(position)
+            seen = None if self.times is None else self.stored.times(position)[:, :, None]
+            bias = pair_bias(self.bias, places[:, None, :, None] - position[:, :, None], asked, seen)
+            weights = F.silu(c.scale * (q @ keys.mT) + bias)
+            return weights.masked_fill(hidden[:, :, None], 0) @ values
+
+        chosen = chosen[:, :, 0].long()  # [B, H, S]
+        position = (chosen[..., None] * c.block_size + torch.arange(c.block_size, device=q.device)).flatten(2)
+        absent = (chosen < 0).repeat_interleave(c.block_size, 2) | (position >= places[:, None])
+        selected, near = some(position.clamp(min=0), absent), None
+        if c.window_size:
+            position = places[:, None] - torch.arange(1, c.window_size, device=q.device)
+            near = some(position.clamp(min=0), position < 0)
+        return selected, near
+
     def _completed(self, q, k, v, places, asked, mine) -> Tensor | float:
         """What a block gives to candidates that complete it by themselves: [B, H, Q, V]."""
         size = self.inner.config.block_size
         completes = (places + 1) % size == 0  # [B, Q], the same for all candidates of a user
-        block = (places[:, 0] // size).clamp(max=self.sums[0].shape[2] - 1)
-        known = self.keys.shape[2] > places[:, 0]  # else the block has no token but the candidate
-        before = []
-        for x in self.sums:
-            x = x.gather(2, block[:, None, None, None].expand(-1, x.shape[1], 1, x.shape[3]))
-            before.append(torch.where(known[:, None, None, None], x, 0))
-        kbar, vbar = ((x + y.expand_as(y)) / size for x, y in zip(before, (k, v)))
+        kbar, vbar = ((x + y) / size for x, y in zip(self.begun, (k, v)))
         distance = size - 1 - size // 2
         seen = None
         if self.times is not None:
-            middle = (places - distance).clamp(0, self.keys.shape[2] - 1)
-            seen = mine if distance == 0 else self.times[0].gather(1, middle)[..., None]
+            seen = mine if distance == 0 else self.stored.times((places - distance).clamp(min=0))[..., None]
         b = pair_bias(
             self.bias, torch.full_like(places, distance)[..., None], None if asked is None else asked[..., None], seen
         )

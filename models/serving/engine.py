@@ -19,6 +19,7 @@ from data.batch import Cut
 from models.attention import BlockSparseAttention
 from models.config import RunConfig
 from models.hstu import SequenceModel
+from models.serving.block_sums import BlockSums
 from models.serving.caches import Caches
 from models.serving.errors import ServingError
 from models.serving.graphs import Graphs
@@ -92,17 +93,31 @@ class Engine:
             for place, layer in enumerate(self.layers)
             if self._is_sparse(layer)
         }
+        sizes = {
+            place: layer.attention.inner.config.block_size
+            for place, layer in enumerate(self.layers)
+            if self._is_sparse(layer)
+        }
         longest = self.per_event * window.capacity
+        plain, beside = (
+            form.bytes(longest, len(self.layers)),
+            form.num_pages(longest) * BlockSums.page_bytes(form, sizes),
+        )
         try:
             pool = hstu_sparse.PagePool.within(
-                form, options.cache_bytes, longest, layers=len(self.layers), device=self.device
+                form,
+                max(1, options.cache_bytes * plain // (plain + beside)),
+                longest,
+                layers=len(self.layers),
+                device=self.device,
             )
         except ValueError:
-            least = form.bytes(longest, len(self.layers))
+            least = plain + beside
             raise ServingError(
                 f"cache_bytes: a window of {longest:,} tokens takes {least:,} bytes, got {options.cache_bytes:,}"
             ) from None
         self.caches = Caches(pool, math.lcm(*(c.selection_group for c in sparse)))
+        self.sums = BlockSums(pool, sizes) if sizes else None
         # The choices of bsa are made by the host, with the device's answers at hand.
         self.padded = options.cuda_graphs and self.device.type == "cuda" and not sparse
         self.graphs = Graphs(self.device) if self.padded else None
@@ -115,9 +130,27 @@ class Engine:
 
     @property
     def bytes_per_user(self) -> int:
-        """What the pages of a user with a full window take."""
-        pool = self.caches.pool
-        return pool.format.bytes(self.per_event * self.window.capacity, pool.layers)
+        """What the pages of a user with a full window take, with the sums of blocks beside them."""
+        pool, tokens = self.caches.pool, self.per_event * self.window.capacity
+        sizes = {} if self.sums is None else self.sums.sizes
+        beside = pool.format.num_pages(tokens) * BlockSums.page_bytes(pool.format, sizes)
+        return pool.format.bytes(tokens, pool.layers) + beside
+
+    @property
+    def page_bytes(self) -> int:
+        """What all pages take, with the sums beside them."""
+        return self.caches.pool.nbytes + (0 if self.sums is None else self.sums.nbytes)
+
+    def restored(self) -> None:
+        """Sums the blocks of pages that were read from a file."""
+        entries = [entry for entry in self.caches.entries.values() if entry.length]
+        if self.sums is None or not entries:
+            return
+        tables = np.stack([entry.table(self._widest) for entry in entries])
+        pages, lengths = (torch.from_numpy(x).to(self.device) for x in (tables, np.array([e.length for e in entries])))
+        for one in range(len(entries)):
+            for layer in self.sums.sizes:
+                self.sums.write(layer, pages[one : one + 1], torch.zeros_like(lengths[:1]), lengths[one : one + 1])
 
     @property
     def description(self) -> dict:
@@ -127,8 +160,7 @@ class Engine:
         found: dict[str, Any] = {"cache": str(form.dtype).removeprefix("torch.")}
         if form.bits:
             found = {"cache": f"{form.bits}bit", "sink_tokens": form.sink_tokens, "clip": form.clip}
-        size, size_bf16 = form.bytes(tokens, layers), whole.bytes(tokens, layers)
-        return found | {"bytes_per_user": size, "bytes_per_user_bf16": size_bf16}
+        return found | {"bytes_per_user": self.bytes_per_user, "bytes_per_user_bf16": whole.bytes(tokens, layers)}
 
     # What pages hold.
 
@@ -265,7 +297,7 @@ class Engine:
         rows, of_sparse = [self.caches.entries[user].table(self._widest) for user in work.users], bool(self._choices)
         if not self.padded or not work.small:
             sizes, whole = Sizes(len(work.columns.items), len(work.users), self._widest), (0, 0)
-            served = Pass(self.caches.pool, [], choices=self._open_choices(work.users))
+            served = Pass(self.caches.pool, [], choices=self._open_choices(work.users), sums=self.sums)
             if work.kind == "write" and not of_sparse:
                 whole = work.whole
             out = self._pass(work.kind, sizes, work.numbers(sizes, rows).to(self.device), served, whole)

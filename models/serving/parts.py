@@ -11,6 +11,7 @@ from torch import Tensor
 import hstu_sparse
 from data.batch import Batch
 from data.ranking import RankingBatch
+from models.serving.block_sums import BlockSums
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,14 @@ class Pass:
     last     the layer whose outputs nobody reads, where tokens are written alone; None where they are read
     choices  layer -> [B, H, S] int32, for bsa: the blocks chosen by the group that the next token of each user is in,
              -1 where there are fewer or a new group begins. Layers leave there what holds behind the tokens they saw.
+    sums     of the blocks of bsa, for models that have such layers
     """
 
     pool: hstu_sparse.PagePool
     parts: list[Part]
     last: int | None = None
     choices: dict[int, Tensor] = field(default_factory=dict)
+    sums: BlockSums | None = None
 
 
 @dataclass

@@ -437,7 +437,7 @@ class Recommender:
                 "users_pinned": len(caches.pinned),
                 "pages": pool.num_pages,
                 "pages_in_use": pool.num_pages - pool.free_pages,
-                "page_bytes": pool.nbytes,
+                "page_bytes": self._engine.page_bytes,
                 "bytes_per_user": self._engine.bytes_per_user,
                 "evictions": caches.evictions,
                 "tokens_encoded": self._engine.encoded,
@@ -463,6 +463,7 @@ class Recommender:
         """
         with self._lock:
             self._histories = snapshot.restore(Path(folder), self._facts(), self._histories, self._engine.caches)
+            self._engine.restored()
 
     def _facts(self) -> dict:
         """What a saved store must agree with."""

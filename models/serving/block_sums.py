@@ -1,0 +1,105 @@
+"""Sums of keys and values over the complete blocks of bsa, kept beside the pages.
+
+A request reads a sum for each block in place of every token. The sums of a block lie with the page of its last token,
+so that pages and sums come and go together.
+
+Letters: B users, P columns of a page table, H heads, D query/key and V value head size, M blocks, K tokens.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+import hstu_sparse
+from hstu_sparse.launch import cdiv
+
+
+class Stored:
+    """What pages hold in one layer: keys and values as they are. table: [B, P] int32."""
+
+    def __init__(self, pool: hstu_sparse.PagePool, layer: int, table: Tensor):
+        self.pool, self.tensors, self.table = pool, pool.tensors[layer], table
+        self.page_size = pool.format.page_size
+
+    def place(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """(page, slot) of positions [B, ...]; of one that no page holds, some other's."""
+        flat = position.flatten(1)
+        column = (flat // self.page_size).clamp(0, self.table.shape[1] - 1)
+        page = self.table.gather(1, column).long().clamp(min=0)
+        return page.view(position.shape), position % self.page_size
+
+    def read(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """(keys [B, H, K, D], values [B, H, K, V]) in fp32 at positions [B, H or 1, K]."""
+        page, slot = self.place(position)
+        head = torch.arange(self.pool.format.heads, device=page.device)[:, None]
+        return self.tensors["k"][page, head, slot].float(), self.tensors["v"][page, head, slot].float()
+
+    def times(self, position: Tensor) -> Tensor:
+        """Seconds at positions [B, ...]."""
+        return self.pool.timestamps[self.place(position)]
+
+
+class BlockSums:
+    """The sums of complete blocks. sizes: layer -> tokens of a block, for the layers of kind bsa."""
+
+    def __init__(self, pool: hstu_sparse.PagePool, sizes: Mapping[int, int]):
+        self.pool, self.sizes, f = pool, sizes, pool.format
+        self.tensors = {
+            layer: tuple(
+                torch.zeros(pool.num_pages, ends_in_page(f, size), f.heads, width, device=pool.device)
+                for width in (f.head_size, f.value_size)
+            )
+            for layer, size in sizes.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for pair in self.tensors.values() for x in pair)
+
+    @staticmethod
+    def page_bytes(form: hstu_sparse.PageFormat, sizes: Mapping[int, int]) -> int:
+        """Bytes beside a page."""
+        width = 4 * form.heads * (form.head_size + form.value_size)
+        return sum(width * ends_in_page(form, size) for size in sizes.values())
+
+    def _place(self, layer: int, stored: Stored, block: Tensor) -> tuple[Tensor, Tensor]:
+        """Where blocks [B, M] have their sums: (page, which of those that end in it)."""
+        size = self.sizes[layer]
+        last = (block + 1) * size - 1
+        return stored.place(last)[0], block - last // stored.page_size * stored.page_size // size
+
+    def write(self, layer: int, table: Tensor, lengths: Tensor, counts: Tensor) -> None:
+        """Sums the blocks that `counts` [B] new tokens behind `lengths` [B] completed, from the pages. Waits."""
+        size, stored = self.sizes[layer], Stored(self.pool, layer, table)
+        first = lengths // size
+        most = int(((lengths + counts) // size - first).max())
+        if not most:
+            return
+        block = first[:, None] + torch.arange(most, device=table.device)
+        complete = (block + 1) * size <= (lengths + counts)[:, None]
+        position = (block[..., None] * size + torch.arange(size, device=table.device)).flatten(1)
+        page, slot = (x[complete] for x in self._place(layer, stored, block))
+        for target, x in zip(self.tensors[layer], stored.read(position[:, None])):
+            sums = x.unflatten(2, (most, size)).sum(3).transpose(1, 2)  # [B, M, H, ..]
+            target[page, slot] = sums[complete]
+
+    def read(self, layer: int, table: Tensor, lengths: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+        """Sums of the first `blocks` blocks, [B, H, M, D] and [.., V]; 0 where `lengths` [B] do not complete one."""
+        stored = Stored(self.pool, layer, table)
+        block = torch.arange(blocks, device=table.device).expand(len(table), -1)
+        hidden = ((block + 1) * self.sizes[layer] > lengths[:, None])[:, None, :, None]
+        where = self._place(layer, stored, block)
+        return tuple(x[where].transpose(1, 2).masked_fill(hidden, 0) for x in self.tensors[layer])
+
+    def begun(self, layer: int, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums of what there is of the block that the next token of each user is in: [B, H, 1, D] and [.., V]."""
+        size, stored = self.sizes[layer], Stored(self.pool, layer, table)
+        position = (lengths // size * size)[:, None] + torch.arange(size, device=table.device)
+        hidden = (position >= lengths[:, None])[:, None, :, None]
+        return tuple(x.masked_fill(hidden, 0).sum(2, keepdim=True) for x in stored.read(position[:, None]))
+
+
+def ends_in_page(form: hstu_sparse.PageFormat, size: int) -> int:
+    """How many blocks can end in one page."""
+    return cdiv(form.page_size, size)
