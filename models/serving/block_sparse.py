@@ -44,20 +44,22 @@ def paged_block_sparse(
     most, longest = int(counts.max()), max(1, int(total.max()))
     blocks = -(-longest // c.block_size)
     longest = blocks * c.block_size
-    one = most == 1
+    one, block_sums = most == 1, served.sums
+    assert block_sums is not None
     if not part.candidates:
-        served.sums.write(layer, part.pages, part.lengths, counts)
+        block_sums.write(layer, part.pages, part.lengths, counts)
 
     def padded(x: Tensor, offsets: Tensor, size: int) -> Tensor:  # [.., H, X] -> [B, H, size, X] in fp32
         x = jagged_to_padded(x.float().flatten(1), offsets, size).unflatten(-1, x.shape[1:])
         return x.transpose(1, 2)
 
-    stored, keys = Stored(served.pool, layer, part.pages), ()
+    stored = Stored(served.pool, layer, part.pages)
+    keys: tuple[Tensor, ...] = ()
     if not one:
         key_offsets = offsets_from_lengths(total)
         keys = tuple(padded(x, key_offsets, longest) for x in served.pool.read(layer, part.pages, total))
-    sums = served.sums.read(layer, part.pages, total, blocks)
-    begun = served.sums.begun(layer, part.pages, part.lengths) if part.candidates else ()
+    sums = block_sums.read(layer, part.pages, total, blocks)
+    begun = block_sums.begun(layer, part.pages, part.lengths) if part.candidates else ()
     q, k, v = (padded(x, part.offsets, most) for x in (q, k, v))
     gates = [padded(g[..., None], part.offsets, most) for g in gates]
     # Padding behind a user's last new token has its place: a place beyond N is in no table. [B, Q]

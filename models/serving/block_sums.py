@@ -90,14 +90,16 @@ class BlockSums:
         block = torch.arange(blocks, device=table.device).expand(len(table), -1)
         hidden = ((block + 1) * self.sizes[layer] > lengths[:, None])[:, None, :, None]
         where = self._place(layer, stored, block)
-        return tuple(x[where].transpose(1, 2).masked_fill(hidden, 0) for x in self.tensors[layer])
+        keys, values = (x[where].transpose(1, 2).masked_fill(hidden, 0) for x in self.tensors[layer])
+        return keys, values
 
     def begun(self, layer: int, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Sums of what there is of the block that the next token of each user is in: [B, H, 1, D] and [.., V]."""
         size, stored = self.sizes[layer], Stored(self.pool, layer, table)
         position = (lengths // size * size)[:, None] + torch.arange(size, device=table.device)
         hidden = (position >= lengths[:, None])[:, None, :, None]
-        return tuple(x.masked_fill(hidden, 0).sum(2, keepdim=True) for x in stored.read(position[:, None]))
+        keys, values = (x.masked_fill(hidden, 0).sum(2, keepdim=True) for x in stored.read(position[:, None]))
+        return keys, values
 
 
 def ends_in_page(form: hstu_sparse.PageFormat, size: int) -> int:
