@@ -55,7 +55,8 @@ def data_ranks(config: RunConfig) -> int:
 
 def shard(config: RunConfig, num_items: int, ranks: int, tokens: int, gpu_bytes: int) -> Sharded:
     """How the item table lies on so many ranks; tokens: T."""
-    p, lines = config.parallel, ()
+    p = config.parallel
+    lines: tuple[str, ...] = ()
     if not p.sharded:
         return Sharded(p.embedding)
     kind: str = p.embedding
