@@ -125,7 +125,7 @@ class InputEmbedding(nn.Module):
     def of_looked_up(self, ids: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         """The representations of items ids[inverse] [T, E] and of all ids [R, E] themselves, with one look-up.
 
-        Of a sharded table, whose ranks all call this.
+        The table is sharded, and all its ranks call this.
         """
         assert self.sharded is not None
         rows = self.sharded.look_up(ids)

@@ -55,7 +55,7 @@ def _mean(lse: Tensor, logit: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Reference(torch.autograd.Function):
-    """Of outputs and items as they are multiplied, a chunk of tokens at a time; no second derivative."""
+    """Compute with outputs and items as they are multiplied, a chunk of tokens at a time; no second derivative."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, items: Tensor, targets: Tensor, part: Part) -> Tensor:

@@ -43,7 +43,7 @@ TABLE = "embedding.tables.embeddings.item.weight"  # the item table's name, as o
 def sharded(table: ShardedTable, mesh: DeviceMesh, local: Tensor) -> Tensor:
     """`local`, [rows, columns] or [rows], as this rank's shard of what all ranks have of it.
 
-    Of [rows], one number for each row of a shard, the whole has a column for each cut of the columns.
+    With [rows], one number for each row of a shard, the whole has a column for each cut of the columns.
     """
     cells, world = local.view(len(local), -1), table.ranks.world
     if table.kind == "table_wise":  # one rank has all

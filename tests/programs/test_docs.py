@@ -63,6 +63,7 @@ def flags() -> dict[str, set[str]]:
     shared = set().union(*(names for file, names in found.items() if file.startswith("benchmarks/")))
     found["benchmarks/run.py"] |= shared  # which takes its operators' flags too
     found["benchmarks/train.py"] |= found["benchmarks/parts.py"]
+    found["(torchrun)"] = {"--standalone", "--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--max-restarts"}
     return found
 
 
