@@ -82,7 +82,7 @@ def write_cache(dataset: Dataset, folder: Path, meta: dict, stage: Callable[[str
 
 def _save(file: Path, array: np.ndarray) -> None:
     """The array as a .npy file; one that is such a file already is linked, which neither reads nor writes it."""
-    if isinstance(array, np.memmap):
+    if isinstance(array, np.memmap) and array.filename is not None:
         with contextlib.suppress(OSError):  # on another disk, or one without links
             os.link(str(array.filename), file)
             return

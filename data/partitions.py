@@ -124,6 +124,31 @@ def read_in_partitions(
     return work.dataset(fingerprint, options)
 
 
+@dataclasses.dataclass
+class _State:
+    """How far the raw files are read.
+
+    pieces, rows: read so far. file, begin: where the next piece begins. bad, described: as in `BadRows`. first_pieces:
+    file -> its first piece.
+    """
+
+    pieces: int = 0
+    rows: int = 0
+    file: int = 0
+    begin: list[int] | None = None
+    bad: int = 0
+    described: list[str] = dataclasses.field(default_factory=list)
+    bad_note: str | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+    plain_readings: dict[str, Any] | None = None
+    first_pieces: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def readings(self) -> Readings | None:
+        """What the last piece was read with."""
+        plain = self.plain_readings
+        return None if plain is None else Readings(Reading(**plain["time"]), plain["text_actions"])
+
+
 class _Work:
     """One preparation; each method makes one kind of folders, as far as they are missing."""
 
@@ -136,42 +161,30 @@ class _Work:
         done = self.folder / "reading.json"
         if done.exists():
             return
-        state: dict[str, Any] = {
-            "file": 0,
-            "begin": None,
-            "rows": 0,
-            "count": 0,
-            "first": [],
-            "notes": [],
-            "readings": None,
-        }
-        state |= {"number": 0, "kinds": {}, "unit": None}
-        for number in range(len(list((self.folder / "pieces").glob("[0-9]*")))):
-            state = _read_json(self.folder / "pieces" / f"{number:06d}" / "state.json")
+        pieces = sorted((self.folder / "pieces").glob("[0-9]*"))
+        state = _State(**_read_json(pieces[-1] / "state.json")) if pieces else _State()
         bad = BadRows(self.handling.on_bad_row == "drop")
-        bad.count, bad.first = state["count"], state["first"]
-        readings = _readings(state["readings"])
-        while state["file"] < len(self.files):
-            file, begin = self.files[state["file"]], state["begin"]
-            self.progress.stage(f"reading {file.name}, {state['rows']:,} rows so far")
-            for piece in PIECES[self.fmt.kind](file, self.fmt, bad, readings, PIECE, begin and tuple(begin)):
-                frame, now, told, begin = piece
-                check_unit(file, self.files[0], readings, now)
-                readings = now
-                state["notes"] += [note for note in told if note not in state["notes"]]
-                state |= {"begin": begin, "rows": state["rows"] + frame.height, "readings": _plain(readings)}
-                state |= {"count": bad.count, "first": bad.first}
-                state["kinds"] |= {str(state["file"]): state["kinds"].get(str(state["file"]), state["number"])}
-                self._write_piece(frame, state | {"number": state["number"] + 1})
-                state["number"] += 1
-                self.progress.stage(f"reading {file.name}, {state['rows']:,} rows so far")
+        bad.count, bad.first = state.bad, state.described
+        while state.file < len(self.files):
+            file, before = self.files[state.file], state.readings()
+            place = None if state.begin is None else (state.begin[0], state.begin[1])
+            self.progress.stage(f"reading {file.name}, {state.rows:,} rows so far")
+            for frame, readings, told, begin in PIECES[self.fmt.kind](file, self.fmt, bad, before, PIECE, place):
+                check_unit(file, self.files[0], before, readings)
+                state.first_pieces.setdefault(str(state.file), state.pieces)
+                state.notes += [note for note in told if note not in state.notes]
+                state.begin, state.plain_readings = list(begin), dataclasses.asdict(readings)
+                state.rows, state.pieces = state.rows + frame.height, state.pieces + 1
+                state.bad, state.described = bad.count, bad.first
+                self._write_piece(frame, state)
+                self.progress.stage(f"reading {file.name}, {state.rows:,} rows so far")
             bad.check(file.name)
-            state |= {"file": state["file"] + 1, "begin": None}
-        state |= {"note": bad.note() if bad.count else None, "time": readings and _plain(readings)}
-        _write_json(done, state)
+            state.file, state.begin = state.file + 1, None
+        state.bad_note = bad.note() if bad.count else None
+        _write_json(done, dataclasses.asdict(state))
 
-    def _write_piece(self, frame, state: dict) -> None:
-        with replace_folder(self.folder / "pieces" / f"{state['number'] - 1:06d}") as place:
+    def _write_piece(self, frame, state: _State) -> None:
+        with replace_folder(self.folder / "pieces" / f"{state.pieces - 1:06d}") as place:
             frame.write_ipc(place / "rows.arrow")
             frame.head(0).write_ipc(place / "columns.arrow")
             for role in ("user", "item"):
@@ -179,7 +192,7 @@ class _Work:
                     part.write_ipc(place / f"{role}s-{bucket}.arrow")
             if "action" in frame.columns and frame["action"].dtype == _text():
                 frame["action"].value_counts(name="count").write_ipc(place / "actions.arrow")
-            _write_json(place / "state.json", state)
+            _write_json(place / "state.json", dataclasses.asdict(state))
 
     def _buckets(self, counts, role: str) -> list:
         """Ids and their counts by the ids' hash, in as many frames as there are ranges, at most BUCKETS."""
@@ -196,17 +209,17 @@ class _Work:
 
     def dataset(self, fingerprint: str, options: dict) -> Dataset:
         """numbered/N, users/P, columns; then the data set."""
-        state, first = _read_json(self.folder / "reading.json"), self.files[0]
+        state, first = _State(**_read_json(self.folder / "reading.json")), self.files[0]
         pieces = sorted((self.folder / "pieces").glob("[0-9]*"))
-        if not state["rows"]:
-            raise no_events(first, state["count"])
+        readings = state.readings()
+        if not state.rows or readings is None:
+            raise no_events(first, state.bad)
         self.kinds = self._kinds(pieces, state)
-        notes, names, texts = list(state["notes"]), None, None
-        readings: Any = _readings(state["readings"])
+        notes, names, texts = list(state.notes), None, None
         if self.fmt.own_columns and self.fmt.has_timestamps:
             notes.append(time_note(self.fmt, readings))
-        if state["note"]:
-            notes.append(state["note"])
+        if state.bad_note:
+            notes.append(state.bad_note)
         if self.kinds.get("action") == _text():
             counts = _summed([_read(piece / "actions.arrow") for piece in pieces], "action")
             texts = texts_of_actions(counts, first)
@@ -239,10 +252,10 @@ class _Work:
             notes=tuple(notes),
         )
 
-    def _kinds(self, pieces: list[Path], state: dict) -> dict:
+    def _kinds(self, pieces: list[Path], state: _State) -> dict:
         """role -> polars type of its column, in which those of all files agree."""
-        frames = [_read(pieces[state["kinds"][n]] / "columns.arrow") for n in sorted(state["kinds"], key=int)]
-        files = [self.files[int(n)] for n in sorted(state["kinds"], key=int)]
+        frames = [_read(pieces[piece] / "columns.arrow") for piece in state.first_pieces.values()]
+        files = [self.files[int(file)] for file in state.first_pieces]
         return dict(alike(frames, files)[0].schema)
 
     def _numbered(self, pieces: list[Path], role: str) -> tuple[Ids, np.ndarray]:
@@ -404,14 +417,6 @@ def _read(file: Path):
 
     with literal(file) as opened:
         return pl.read_ipc(opened)
-
-
-def _plain(readings: Readings) -> dict:
-    return dataclasses.asdict(readings)
-
-
-def _readings(plain: dict | None) -> Readings | None:
-    return None if plain is None else Readings(Reading(**plain["time"]), plain["text_actions"])
 
 
 def _read_json(file: Path):
