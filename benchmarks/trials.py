@@ -310,10 +310,8 @@ def table(out: Path) -> None:
         if len(whole) < 3 or not columns:
             continue
         design = np.array([[1.0, *(str(text.get(k)) == v for k, v in columns)] for _, text in whole])
-        ridge = 0.3 * np.eye(design.shape[1])  # a value that was tried once moves by three quarters of what it showed
-        ridge[0, 0] = 0
         logs = np.log([record["value"] for record, _ in whole])
-        found = np.linalg.solve(design.T @ design + ridge, design.T @ logs)
+        found = np.linalg.lstsq(design, logs)[0]
         for (key, value), effect, tried in zip(columns, found[1:], design[:, 1:].sum(0)):
             print(f"    {key}={value}: {100 * np.expm1(effect):+.1f}% ({int(tried)} trials)")
 

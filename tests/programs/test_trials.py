@@ -89,7 +89,8 @@ def test_trials_of_a_plan_are_written_as_they_end(plan, tmp_path, capsys):
     capsys.readouterr()
     trials.main(["--table", "--out", str(out)])
     told = capsys.readouterr().out
-    assert "one: 3 trials" in told and "train.lr=0.003" in told and "(1 trials)" in told
+    effect = records[2]["value"] / records[0]["value"] - 1
+    assert "one: 3 trials" in told and f"train.lr=0.003: {100 * effect:+.1f}% (1 trials)" in told
 
 
 @pytest.mark.parametrize(
