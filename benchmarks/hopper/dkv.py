@@ -25,7 +25,12 @@ from shared import (
 )
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 
 @gluon.jit
@@ -89,6 +94,7 @@ def attend_dkv(given, keys, values, queue, ring, batch, kind: gl.constexpr, WHIC
         row = tile.first_row + WHICH * HALF
         store_rows(dv, dv_stride_t, dv_stride_h, tile, row, sums_v * (2 * half_inverse_n), value)
         store_rows(dk, dk_stride_t, dk_stride_h, tile, row, sums_k * (scale * half_inverse_n), key)
+        fence_async_shared()  # a copy comes to where results were
         mbarrier.arrive(queue.empty.index(n % 2), count=1)
         n += 1
         head, b, index = take(queue, n, 4)

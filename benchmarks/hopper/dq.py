@@ -23,7 +23,12 @@ from shared import (
 )
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 
 @gluon.jit
@@ -100,6 +105,7 @@ def attend_dq(given, queries, douts, queue, ring, batch, kind: gl.constexpr, WHI
         stage = (stage + 1) % kind.STAGES
         phase ^= stage == 0
         store_rows(dq, stride_t, stride_h, tile, tile.first_row + WHICH * HALF, sums * factor, query)
+        fence_async_shared()  # a copy comes to where results were
         mbarrier.arrive(queue.empty.index(n % 2), count=1)
         n += 1
         head, b, index = take(queue, n, 4)
