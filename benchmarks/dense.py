@@ -48,14 +48,14 @@ def attention(position_bias=None, time_bias=None, timestamps=None, **arguments):
     return hstu_attention(**arguments, bias=RelativeBias(position_bias, time_bias, timestamps))
 
 
-def check(heads, size, dtype, biased):
+def check(heads, size, dtype, biased, backend="auto"):
     """Output and gradients against the reference, on a batch that the reference has memory for."""
     x = inputs(2048, 1024, heads, size, dtype, biased=biased)
     grad = torch.randn(x["v"].shape, device="cuda")
     reference = functools.partial(attention, backend="reference")
     wide = {n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in x.items()}
     actual, lossy, exact = (
-        gradients(attention, x, grad),
+        gradients(functools.partial(attention, backend=backend), x, grad),
         gradients(reference, x, grad),
         gradients(reference, wide, grad),
     )
@@ -77,10 +77,10 @@ def parts(function, leaves):
     }
 
 
-def ours(shape, biased):
+def ours(shape, biased, backend="auto"):
     x = differentiable(inputs(*shape, biased=biased))
     leaves = [t for t in x.values() if isinstance(t, torch.Tensor) and t.requires_grad]
-    return parts(lambda: attention(**x), leaves)
+    return parts(lambda: attention(**x, backend=backend), leaves)
 
 
 def padded(tokens, length, heads, size, dtype):
@@ -122,6 +122,12 @@ def cases(arguments):
         yield make(
             "ours both biases", setup=lambda s=shape: ours(s, True), check=lambda: check(heads, size, dtype, True)
         )
+        if torch.cuda.get_device_capability() == (9, 0) and size in (64, 128) and dtype != torch.float32:
+            yield make(
+                "ours hopper",
+                setup=lambda s=shape: ours(s, False, "hopper"),
+                check=lambda: check(heads, size, dtype, False, "hopper"),
+            )
         yield make("sdpa-flash", setup=lambda s=shape: sdpa(s, SDPBackend.FLASH_ATTENTION))
         yield make("sdpa-cudnn", setup=lambda s=shape: sdpa(s, SDPBackend.CUDNN_ATTENTION))
         yield make("flex", setup=lambda s=shape: flex(s))
