@@ -21,12 +21,14 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from data.balance import Deal
 from data.batch import Batch
 from data.batches import Batches
 from models.average import WeightAverage
 from models.config import ParallelConfig, RunConfig
 from models.graph import padded_sequences, padded_tokens
 from models.hstu import SequenceModel
+from models.parallel.step import token_work
 from models.planning.imagined import imagined_gpu
 from models.planning.meter import Meter
 from models.planning.sharding import Sharded, data_ranks, shard
@@ -82,12 +84,13 @@ def plan(config: RunConfig, data: Data, build_step: Callable) -> Plan:
     ranks, context = data_ranks(config), config.parallel.context
     world = ranks * context
     graphed = config.train.cuda_graphs and not config.train.compile and world == 1 and not config.parallel.engine
-    sequences = -(-config.train.batch_size // ranks)
     counts = tokens_of_batches(config, data)
-    tokens = -(-int(max(map(max, counts))) // world)
+    tokens, sequences = largest_part(config, data, counts, ranks)
+    tokens = -(-tokens // context)
     if graphed:
-        tokens, sequences = padded_tokens(tokens), padded_sequences(sequences, config.model.max_seq_len)
-    template = next(data.batches("train", batch_size=config.train.batch_size, seed=config.seed).epoch(0))
+        tokens = padded_tokens(tokens)
+        sequences = padded_sequences(config.train.batch_size, config.model.max_seq_len)
+    template = next(_training(config, data).epoch(0))
     judged = next((name for name in ("valid", "test") if getattr(data.splits, name) is not None), None)
     evaluated = None if judged is None else most_tokens(data.eval_batches(judged))
     sharded = shard(config, len(data.vocabulary.item_ids), world, tokens, GPU_BYTES)
@@ -135,11 +138,26 @@ def plan(config: RunConfig, data: Data, build_step: Callable) -> Plan:
 
 def tokens_of_batches(config: RunConfig, data: Data) -> list[np.ndarray]:
     """T of each batch of training, an array for each epoch; of very many samples the first epochs'."""
-    c = config.train
-    options = dict(batch_size=c.batch_size, seed=config.seed, group_by_length=c.group_by_length)
-    batches = data.batches("train", **options)
-    epochs = min(c.epochs, max(1, SCANNED // max(1, len(batches.split))))
+    batches = _training(config, data)
+    epochs = min(config.train.epochs, max(1, SCANNED // max(1, len(batches.split))))
     return [_tokens(batches, epoch) for epoch in range(epochs)]
+
+
+def largest_part(config: RunConfig, data: Data, counts: list[np.ndarray], ranks: int) -> tuple[int, int]:
+    """(T, B) of the rank that gets most tokens of the largest batch; counts: `tokens_of_batches`."""
+    epoch = int(np.argmax([one.max() for one in counts]))
+    batches = _training(config, data)
+    order, bounds = batches._plan(epoch)
+    number = int(counts[epoch].argmax())
+    part = order[bounds[number] : bounds[number + 1]]
+    lengths = batches._tokens(batches.split.begin[part], batches.split.end[part])
+    owners, _ = Deal(0, ranks, token_work(config.model), config.parallel.balance).owners(lengths)
+    return int(np.bincount(owners, lengths, ranks).max()), int(np.bincount(owners).max())
+
+
+def _training(config: RunConfig, data: Data) -> Batches:
+    c = config.train
+    return data.batches("train", batch_size=c.batch_size, seed=config.seed, group_by_length=c.group_by_length)
 
 
 def most_tokens(batches: Batches) -> Batch:
