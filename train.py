@@ -31,7 +31,6 @@ from data.batch import Batch
 from data.batches import Batches
 from models.average import WeightAverage
 from models.checkpoint import (
-    CheckpointError,
     Progress,
     checkpoints,
     exists,
@@ -44,7 +43,7 @@ from models.checkpoint import (
 )
 from models.config import ConfigError, RunConfig, as_yaml, load_config
 from models.ending import finish, leave
-from models.folder import MANIFEST, access, check_run, claimed, new_manifest, write_file
+from models.folder import MANIFEST, check_run, claimed, new_manifest, write_file
 from models.graph import GraphedStep, Losses, Step
 from models.interrupt import Interrupts, Stopped
 from models.monitor import Means, MetricsLog, explain_faults
@@ -61,8 +60,10 @@ from models.run import (
     check_of_this_run,
     check_same_run,
     new_folder,
+    only_these_change,
     open_data,
     warm_start,
+    was_saved,
     within_budget,
 )
 from models.tasks.build import build_task
@@ -82,12 +83,14 @@ def train(
     override: bool = False,
     init_from: Path | None = None,
     interrupts: Interrupts | None = None,
+    named: tuple[str, ...] = (),
 ) -> None:
     """The whole run, in `folder`, which is ours alone meanwhile.
 
     resume: go on with the run that is there; None: if there is one, from its newest checkpoint that is whole. override:
     also with a configuration that is not the checkpoint's.
-    init_from: another run's folder, whose weights a new run begins with. Stopped when a signal came; all is saved then.
+    named: keys that the command line changes, which is taken over. init_from: another run's folder, whose weights a new
+    run begins with. Stopped when a signal came; all is saved then.
     """
     ranks, interrupts = Ranks(config), interrupts or Interrupts()
     folder, auto = ranks.of_first(folder), resume is None
@@ -98,7 +101,7 @@ def train(
             for damaged in set_aside_damaged(folder):
                 terminal.say(f"{damaged}: not whole, set aside")
         ranks.of_first(None)
-        train_claimed(config, folder, resume, override, init_from, ranks, interrupts)
+        train_claimed(config, folder, resume, override, init_from, ranks, interrupts, named)
 
 
 def train_claimed(
@@ -109,6 +112,7 @@ def train_claimed(
     init_from: Path | None,
     ranks: Ranks,
     interrupts: Interrupts,
+    named: tuple[str, ...],
 ) -> None:
     """Several processes, of which the first writes: see models/parallel/ranks.py."""
     terminal.quiet |= not ranks.first
@@ -140,6 +144,8 @@ def train_claimed(
         else:
             progress = saver.load(checkpoints(folder)[-1])
         check_of_this_run(progress.run, folder, folder / "checkpoints")
+        if changed := changes(progress.config, config, folder / "checkpoints") if named else []:
+            override = override or all(line.startswith(named) for line in changed)
         if not override:
             check_same_run(progress, config, len(batches), folder)
     elif ranks.first:
@@ -390,16 +396,6 @@ def build_step(
     return optimizer, GraphedStep(step, batch_size=c.batch_size, longest=config.model.max_seq_len)
 
 
-def was_saved(folder: Path) -> bool:
-    """Whether the run came as far as its first checkpoint; CheckpointError when it did and there is none any more."""
-    found = bool(checkpoints(folder))
-    metrics = folder / "metrics.jsonl"
-    with access(metrics, "read"):
-        if not found and metrics.exists() and metrics.stat().st_size:
-            raise CheckpointError(f"{folder}: no checkpoint to resume from, though metrics.jsonl tells of one")
-    return found
-
-
 def phase_at(config: RunConfig, step: float) -> int:
     """The greatest end of a phase that this step has reached, over all attention layers; 0 before the first."""
     ends = (end for attention in config.model.attention for end in attention.phase_ends())
@@ -460,16 +456,6 @@ def shown(values: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in values.items() if name != "grad_norm")
 
 
-def only_these_change(folder: Path, overrides: list[str]) -> bool:
-    """Whether there are overrides, and a run's config.yaml differs from its checkpoint in what they name at most."""
-    if not overrides or not was_saved(folder):
-        return False
-    facts, source = last_facts(folder)
-    named = tuple(override.partition("=")[0] for override in overrides)
-    found = changes(facts.get("config"), load_config(folder / "config.yaml"), source)
-    return all(line.startswith(named) for line in found)
-
-
 def work(options, interrupts: Interrupts) -> None:
     if options.resume:
         check_run(options.resume)
@@ -480,7 +466,8 @@ def work(options, interrupts: Interrupts) -> None:
         return
     config = absolute_paths(load_config(options.config, options.overrides))
     if options.auto:
-        train(config, options.run, None, interrupts=interrupts)
+        named = tuple(override.partition("=")[0] for override in options.overrides)
+        train(config, options.run, None, interrupts=interrupts, named=named)
     elif options.plan:
         tell_plan(config, interrupts)
     elif options.dry_run:

@@ -22,9 +22,9 @@ from data.types import shown
 from data.vocabulary import index_of, vocabulary_of
 from hstu_sparse.ring.flash.cute import check_available
 from hstu_sparse.validation import choose_backend
-from models.checkpoint import CheckpointError, Progress, checkpoints, exists, load_folder, load_weights
+from models.checkpoint import CheckpointError, Progress, checkpoints, exists, last_facts, load_folder, load_weights
 from models.config import ConfigError, RunConfig, differences, load_config
-from models.folder import check_run, read_manifest, write_judged
+from models.folder import access, check_run, read_manifest, write_judged
 from models.hstu import SequenceModel
 from models.parallel.ranks import Ranks
 from models.parallel.saving import load_slices
@@ -421,3 +421,23 @@ def within_budget(config: RunConfig, steps: int) -> RunConfig:
     if c.steps is None:
         return config
     return config.model_copy(update={"train": c.model_copy(update={"epochs": min(c.epochs, -(-c.steps // steps))})})
+
+
+def was_saved(folder: Path) -> bool:
+    """Whether the run came as far as its first checkpoint; CheckpointError when it did and there is none any more."""
+    found = bool(checkpoints(folder))
+    metrics = folder / "metrics.jsonl"
+    with access(metrics, "read"):
+        if not found and metrics.exists() and metrics.stat().st_size:
+            raise CheckpointError(f"{folder}: no checkpoint to resume from, though metrics.jsonl tells of one")
+    return found
+
+
+def only_these_change(folder: Path, overrides: list[str]) -> bool:
+    """Whether there are overrides, and a run's config.yaml differs from its checkpoint in what they name at most."""
+    if not overrides or not was_saved(folder):
+        return False
+    facts, source = last_facts(folder)
+    named = tuple(override.partition("=")[0] for override in overrides)
+    found = changes(facts.get("config"), load_config(folder / "config.yaml"), source)
+    return all(line.startswith(named) for line in found)

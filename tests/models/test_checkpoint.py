@@ -17,6 +17,7 @@ from models.checkpoint import (
     load_folder,
     save_checkpoint,
     save_folder,
+    set_aside_damaged,
 )
 
 
@@ -77,6 +78,20 @@ def test_cleaning_up_takes_nothing_of_the_user_s(tmp_path):
     assert left == {*others, *(f"step-0000000{number}" for number in (0, 1, 2, 3, 5, 6, 7))}
     assert [path.name for path in (place / "step-00000001").iterdir()] == ["notes.txt"]
     assert len(list((place / "step-00000002").iterdir())) == 3
+
+
+def test_what_is_not_whole_is_set_aside(tmp_path):
+    """Back to the newest checkpoint that is whole; and nothing is lost, or touched where all are whole."""
+    model, optimizer = setup()
+    for number in (1, 2):
+        save_checkpoint(tmp_path, model, optimizer, at(number))
+    assert set_aside_damaged(tmp_path) == []
+    state = tmp_path / "checkpoints/step-00000002/state.safetensors"
+    state.write_bytes(state.read_bytes()[:-1])
+    assert [path.name for path in set_aside_damaged(tmp_path)] == ["step-00000002"]
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]
+    assert len(list((tmp_path / "checkpoints").glob("damaged-step-00000002-*/state.safetensors"))) == 1
+    assert load_checkpoint(tmp_path, model, optimizer).step == 1
 
 
 def test_modes_follow_the_umask(tmp_path):

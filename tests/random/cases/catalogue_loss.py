@@ -137,6 +137,7 @@ def rounding(out, items, targets, temperature, normalize, **_) -> dict[str, torc
 
 def launches():
     from hstu_sparse.cross_entropy.launches import catalogue_loss_operator as operator
+    from hstu_sparse.cross_entropy.parts import Part, loss_of_part
 
     # Behind the walk, where the gradient's end holds rows of both matrices beside the accumulators; within it only in
     # fp32 (three products, operands split in registers).
@@ -174,6 +175,15 @@ def launches():
         allowed = spills | {"catalogue_loss_fwd_kernel": 200} if dtype == torch.float32 else spills
         return Launches(label, call, local_bytes=allowed, **options)
 
+    def of_a_part(tokens, **options):
+        def call():
+            out, table = (torch.zeros(n, 128, dtype=torch.bfloat16, requires_grad=True) for n in (tokens, 1000))
+            part = Part(500, lambda lse, logit: (lse, logit))
+            targets = torch.zeros(tokens, dtype=torch.int64)
+            loss_of_part(out, table, targets, 0.05, True, part, "triton").backward()
+
+        return Launches(f"a part of a catalogue T={tokens}", call, local_bytes=spills, **options)
+
     # 40,000 tokens fill a GPU, so that nothing is split and the gradients end in the kernels that walk.
     return [
         case(256, torch.bfloat16, tokens=40_000),
@@ -186,4 +196,6 @@ def launches():
         case(50, torch.float32, bounded=False, architectures=(80, 90)),
         case(512, torch.float16, tokens=40_000, smoothing=0.1, architectures=(90,)),
         case(256, torch.float32, normalize=False, architectures=(80,)),
+        of_a_part(40_000, architectures=(90,)),
+        of_a_part(64, architectures=(90,)),
     ]
