@@ -273,6 +273,16 @@ def test_readme_runs(checkout):
     assert (checkout / "next.csv").exists() and (checkout / "compared" / "report.html").exists()
 
 
+@pytest.mark.parametrize("page", ["operators", "indexer", "ring", "paged_attention"])
+def test_examples_of_operators_run(page):
+    blocks = [
+        text for language, _, text in BLOCK.findall((ROOT / f"docs/{page}.md").read_text()) if language == "python"
+    ]
+    assert blocks
+    for text in blocks:
+        exec(compile(text, page, "exec"), {})
+
+
 def test_every_config_says_whether_it_was_run():
     names = {name for span in SPAN.findall((ROOT / "configs" / "README.md").read_text()) for name in spread(span)}
     assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} <= names
