@@ -159,7 +159,13 @@ def test_meter_counts_what_lives():
 
 
 def test_docs_carry_the_tables_of_the_model():
-    text = (ROOT / "docs/scaling.md").read_text()
+    note = (ROOT / "docs/notes/2026-11-23-scaling-model.md").read_text()
     for setting in scaling.SETTINGS:
-        assert f"{setting.title}:\n\n" + "\n".join(scaling.table(setting, 65_536, 10**8)) in text
-    assert "\n".join(scaling.users(10**8, 10**10, 10**8)) in text
+        assert f"{setting.title}:\n\n" + "\n".join(scaling.table(setting, 65_536, 10**8)) in note
+    assert "\n".join(scaling.users(10**8, 10**10, 10**8)) in note
+    page = (ROOT / "docs/scaling.md").read_text()
+    for gpus in (8, 64, 1024):
+        own, shared, fused, whole = (scaling.step(scaling.SETTINGS[n], gpus, 65_536, 10**8) for n in (0, 2, 3, 4))
+        cells = [f"{step.ms:.0f} ms, {step.memory / 1e9:.0f} GB" for step in (own, shared, fused)]
+        cells.append(f"{whole.ms / 1e3:.1f} s, {whole.memory / 1e9:.0f} GB")
+        assert f"| {gpus:,} | {' | '.join(cells)} |" in page
