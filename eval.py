@@ -63,7 +63,9 @@ def open_run(folder: Path, overrides: list[str]):
 
 def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     interrupts.stage = "opening the run; nothing was written"
-    config, known, weights, source, epoch = open_weights(options.run, options.overrides, "WORLD_SIZE" not in os.environ)
+    config, known, weights, source, epoch = open_weights(
+        options.run, options.overrides, os.environ.get("WORLD_SIZE", "1") == "1"
+    )
     config, ranks = of_ranks(config, options)
     lists = options.predict or options.recommend or options.export_items
     if config.task.kind != "retrieval" and (lists or options.sampled):
@@ -101,7 +103,7 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
 
 def of_ranks(config: RunConfig, options: argparse.Namespace) -> tuple[RunConfig, Ranks | None]:
     """The configuration for the processes that torchrun started, however many, and these; None without torchrun."""
-    if "WORLD_SIZE" not in os.environ:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return config, None
     if options.serve or options.export_items:
         raise ConfigError("--serve and --export-items run in one process, without torchrun")
