@@ -76,16 +76,21 @@ def main() -> int:
     draw, out = random.Random(0), options.out / "kills"
     if re.search(options.only, "kills"):
         out.mkdir(parents=True, exist_ok=True)
-        launch(1, out, "bsa-column-mixed", "sasrec-row-whole", "hstu")
+        launch(1, out, "bsa-column-mixed", "sasrec-row-whole")
         for number in range(options.kills):
             case = draw.choice(["bsa-column-mixed", "sasrec-row-whole"])
             kill = f"{draw.randrange(2)}:{draw.choice(['step', 'save'])}:{draw.randint(2, 31)}"
             folder = out / f"{number}"
             launch(2, folder, f"{case}:resume:train.checkpoint_seconds=0", restarts=1, kill=kill)
             results.append(tell(f"{case} killed at {kill}", found(folder, case, 2), found(out, case, 1)))
+    if re.search(options.only, "resumed"):
+        out = options.out / "resumed"
+        launch(1, out / "one", "hstu")
         for world, epochs, kind in ((4, 2, "row_wise"), (2, 4, "row_wise"), (1, 6, "row_wise"), (4, 8, "column_wise")):
             launch(world, out, f"hstu:resume:train.epochs={epochs}:parallel.embedding={kind}")
-        results.append(tell("4 ranks, 2, 1, 4 with another sharding", found(out, "hstu", 4), found(out, "hstu", 1)))
+        results.append(
+            tell("4 ranks, 2, 1, 4 with another sharding", found(out, "hstu", 4), found(out / "one", "hstu", 1))
+        )
     if re.search(options.only, "users"):
         out = options.out / "users"
         out.mkdir(parents=True, exist_ok=True)
