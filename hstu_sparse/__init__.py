@@ -2,6 +2,7 @@
 
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bsa import bsa_attention, bsa_plan
+from hstu_sparse.coded_attention import rotatekv_self_attention
 from hstu_sparse.cross_entropy import catalogue_loss
 from hstu_sparse.dense import attention_plan, hstu_attention
 from hstu_sparse.gate_mlp import query_gates
@@ -29,7 +30,6 @@ from hstu_sparse.rotatekv import (
     rotatekv_compress,
     rotatekv_decompress,
     rotatekv_round_trip,
-    rotatekv_self_attention,
 )
 from hstu_sparse.uvqk import silu_parts
 

@@ -8,7 +8,6 @@ from hstu_sparse.rotatekv.api import (
     rotatekv_compress,
     rotatekv_decompress,
     rotatekv_round_trip,
-    rotatekv_self_attention,
     unpacked_attention,
 )
 
@@ -20,6 +19,5 @@ __all__ = [
     "rotatekv_compress",
     "rotatekv_decompress",
     "rotatekv_round_trip",
-    "rotatekv_self_attention",
     "unpacked_attention",
 ]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
-from hstu_sparse.dense import hstu_attention
 from hstu_sparse.jagged import check_jagged, check_offset_values, check_storage, readable, sequence_ids
 from hstu_sparse.pages import packing
 from hstu_sparse.pages.format import PageFormat
@@ -27,15 +26,11 @@ from hstu_sparse.validation import (
     check_int,
     check_normalizer,
     check_number,
-    check_qkv,
     check_scale,
     check_some,
     check_tensor,
     choose_backend,
 )
-
-if typing.TYPE_CHECKING:
-    from hstu_sparse.dense.plan import AttentionPlan
 
 MOST_HADAMARD = 4096
 
@@ -211,62 +206,6 @@ def rotatekv_round_trip(
     return round_trip_operator(
         k, v, seq_offsets, channel_order, bits, head_group, quant_group, float(sparsity), sink_tokens, float(clip)
     )
-
-
-@without_autocast
-def rotatekv_self_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seq_offsets: Tensor,
-    max_seq_len: int,
-    *,
-    bits: int = 2,
-    head_group: int = 2,
-    quant_group: int = 64,
-    sparsity: float = 0.0,
-    sink_tokens: int = 0,
-    clip: float = 1.0,
-    channel_order: Tensor | None = None,
-    scale: float | None = None,
-    normalizer: float | None = None,
-    bias: RelativeBias | None = None,
-    plan: "AttentionPlan | None" = None,
-    backend: str = "auto",
-) -> Tensor:
-    """Dense HSTU attention for training a model that is served from a cache: `hstu_attention`, where a token sees the
-    others as the cache gives them back, and itself as it is.
-
-    Gradients pass straight through the codes: what a coded key or value gets goes to the key or value.
-
-    Args:
-        q, k: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
-        v: [T, H, V], dtype of q.
-        bits, head_group, quant_group, sparsity, sink_tokens, clip, channel_order: as `rotatekv_compress`.
-        The others: as `hstu_attention`.
-
-    Returns:
-        [T, H, V], dtype of q. Gradients flow to q, k, v and both tables.
-
-    Raises:
-        TypeError, ValueError: what was expected and what came.
-    """
-    backend = choose_backend(backend, q, "rotatekv_self_attention")
-    sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
-    scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
-    bias = check_bias(bias, max_seq_len, sizes["T"], q.device)
-    coded = rotatekv_round_trip(
-        k, v, seq_offsets, bits=bits, head_group=head_group, quant_group=quant_group, sparsity=sparsity,
-        sink_tokens=sink_tokens, clip=clip, channel_order=channel_order, backend=backend,
-    )  # fmt: skip
-    own_token = reference.own_token
-    if backend == "triton":
-        from hstu_sparse.rotatekv.own import in_one_pass, own_token_triton
-
-        own_token = own_token_triton if in_one_pass() else own_token
-    q, coded_k, coded_v, own = own_token(q, k, v, *coded, bias, scale, normalizer)
-    options: dict[str, typing.Any] = dict(scale=scale, normalizer=normalizer, bias=bias, plan=plan, backend=backend)
-    return hstu_attention(q, coded_k, coded_v, seq_offsets, max_seq_len, **options) + own
 
 
 @without_autocast
