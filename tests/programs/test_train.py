@@ -255,7 +255,10 @@ def test_damaged_config_of_a_run_is_one_line(copy):
         (["configs/synthetic-hstu.yaml", "train.epocs=3"], ["train.epocs: unknown key, did you mean epochs?"]),
         (["configs/ml-100k-hstu.yaml", "data.path=/absent"], ["/absent"]),
         (["configs/synthetic-hstu.yaml", "data.format=ml-100"], ["ml-100"]),
-        (["configs/synthetic-hstu.yaml", "model.attention.normalizer=5"], ["normalizer=5"]),
+        (
+            ["configs/synthetic-hstu.yaml", "model.attention={kind: softmax, num_kv_heads: 3}"],
+            ["num_kv_heads=3 does not divide model.num_heads=2"],
+        ),
         (["--resume", "/absent"], ["/absent: not a run folder"]),
         (["configs/synthetic-hstu.yaml", "device=cuda"], ["finds no GPU"]),
     ],
