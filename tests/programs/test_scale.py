@@ -55,7 +55,7 @@ def test_ranks_train_as_one(alone, world):
         check(found(alone, case, world), one)
 
 
-@pytest.mark.slow
+@pytest.mark.apart
 @pytest.mark.parametrize(("case", "kill"), [("sasrec-row-whole", "1:step:14"), ("bsa-column-mixed", "0:save:9")])
 def test_a_killed_rank_changes_nothing(alone, tmp_path, case, kill):
     """SIGKILL of one rank, between two steps or within a checkpoint; torchrun starts both again."""
@@ -66,7 +66,7 @@ def test_a_killed_rank_changes_nothing(alone, tmp_path, case, kill):
     check(resumed, found(alone, case, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.apart
 def test_resumed_on_other_ranks_and_shardings(alone, tmp_path):
     case = "hstu"
     for world, epochs, kind in ((2, 2, "row_wise"), (1, 5, "column_wise"), (2, 8, "table_wise")):

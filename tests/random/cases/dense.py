@@ -28,14 +28,14 @@ def with_tables(function):
     return call
 
 
-def compare(x, entries=True, function=kernel):
-    """Kernel and reference on keyword arguments of `with_tables`: output, gradients, and, unless told otherwise, each
-    entry of the tables'.
+def compare(x, entries=True, function=None):
+    """Kernel (or `function`) and reference on keyword arguments of `with_tables`: output, gradients, and, unless told
+    otherwise, each entry of the tables'.
     """
     half = x["q"].dtype != torch.float32
     wide = {n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in x.items()}
     grad = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(1)).to(x["v"])
-    actual, lossy = (gradients(with_tables(f), x, grad) for f in (function, reference))
+    actual, lossy = (gradients(with_tables(f), x, grad) for f in (function or kernel, reference))
     exact = gradients(with_tables(reference), wide, grad)
     # A table's gradient is a sum over pairs, which partly cancels: its error is that of the terms.
     floor = dict.fromkeys(TABLES, 4e-3 if half else 1e-5)
