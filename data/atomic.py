@@ -1,6 +1,6 @@
-"""Folders and files that appear whole or not at all, whenever the process is killed and whatever goes wrong on the way.
+"""Write folders and files that appear whole or not at all, whenever the process is killed and whatever else fails.
 
-The one writer of folders: for prepared caches, unpacked archives and checkpoints.
+Prepared caches, unpacked archives and checkpoints are all written through this module.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # what a rename onto something that exists answers
+OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # the errors of a rename onto something that exists
 ATTEMPTS = 10  # each needs another process that replaces the very same folder at the very same moment
 
 
 @contextlib.contextmanager
 def replace_folder(folder: Path, keep: Callable[[Path], bool] | None = None) -> Iterator[Path]:
-    """Yields an empty folder beside `folder`; at the end of the block its content is synced and takes that place.
+    """Yield an empty folder beside `folder`; at the end of the block, sync its content and move it to `folder`.
 
-    What stood there (a folder, a file, a link) steps aside first and is removed at last: a crash in between leaves it
-    where `find_folder` looks. After an error in the block `folder` is as before, and no temporary folder is left.
+    Whatever `folder` named before (a folder, a file, a link) is moved aside first and removed last: a crash in between
+    leaves it where `find_folder` looks. After an error in the block `folder` is as before, and no temporary folder is
+    left.
 
-    keep: asked when something stands there at the end; true leaves it and drops what was written (another process was
-    faster, and its result is as good).
+    keep: called if something exists at `folder` at the end; if it returns True, that stays and the new content is
+    dropped (another process was faster, and its result is as good).
 
-    Raises OSError when the disk is full or the place cannot be written.
+    Raises OSError when the disk is full or `folder` cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(folder)
@@ -43,22 +44,23 @@ def replace_folder(folder: Path, keep: Callable[[Path], bool] | None = None) -> 
 
 
 def find_folder(folder: Path) -> Path:
-    """`folder`, or what stepped aside for one that was never put in place: there was a crash between the two moves."""
+    """Return `folder`, or the copy that was moved aside if a crash prevented its replacement from being moved in."""
     aside = _aside(folder)
     return aside if not os.path.lexists(folder) and aside.exists() else folder
 
 
 def put_back(folder: Path) -> None:
-    """Gives what stepped aside before a crash its name again, so that nobody needs `find_folder`."""
-    if (found := find_folder(folder)) != folder:
-        os.rename(found, folder)
+    """Rename the copy that was moved aside before a crash back to `folder`, so that nobody needs `find_folder`."""
+    if (current := find_folder(folder)) != folder:
+        os.rename(current, folder)
 
 
 def replace_file(file: Path, content: str | bytes | Callable[[Path], object]) -> None:
-    """The file with this content, whole or not at all, and on the disk when this returns; a link there goes.
+    """Write a file with this content, whole or not at all; it is on the disk on return, and a link at its path is
+    replaced.
 
-    content: text (written in UTF-8; what UTF-8 cannot hold is escaped), bytes, or a function that writes the file whose
-    path it gets.
+    content: text (written in UTF-8; what UTF-8 cannot hold is escaped), bytes, or a function that is called with the
+    path of the file to write.
     """
     temporary = temporary_beside(file)
     try:
@@ -74,11 +76,13 @@ def replace_file(file: Path, content: str | bytes | Callable[[Path], object]) ->
 
 
 def sweep(parent: Path, name: str | None = None, older_than: float = 6 * 3600) -> None:
-    """Removes the temporary folders and files that killed processes left beside `name`, or beside any name; a younger
-    one may belong to a process at work."""
-    mine = re.compile(rf"\.{'.*' if name is None else re.escape(_cut(name))}\.tmp-[0-9]+-[0-9a-f]{{8}}", re.DOTALL)
+    """Remove the temporary folders and files that killed processes left beside `name`, or beside any name.
+
+    Those younger than `older_than` seconds stay: they may belong to a running process.
+    """
+    pattern = re.compile(rf"\.{'.*' if name is None else re.escape(_cut(name))}\.tmp-[0-9]+-[0-9a-f]{{8}}", re.DOTALL)
     for leftover in parent.glob(".*.tmp-*"):
-        if not mine.fullmatch(leftover.name):
+        if not pattern.fullmatch(leftover.name):
             continue
         with contextlib.suppress(OSError):
             if time.time() - leftover.stat().st_mtime >= older_than:
@@ -86,7 +90,7 @@ def sweep(parent: Path, name: str | None = None, older_than: float = 6 * 3600) -
 
 
 def remove_temporaries(path: Path) -> None:
-    """Removes what this process began to write beside `path` and did not put in its place."""
+    """Remove what this process began to write beside `path` and did not move into place."""
     for leftover in path.parent.glob(f".*.tmp-{os.getpid()}-*"):
         if leftover.name.startswith(f".{_cut(path.name)}.tmp-"):
             with contextlib.suppress(OSError):
@@ -94,8 +98,8 @@ def remove_temporaries(path: Path) -> None:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name beside `path` that nothing has and that `sweep` knows."""
-    # Cut: with what is added, a name of the greatest length would be too long.
+    """Return an unused name beside `path` that `sweep` recognises."""
+    # The name is cut: with the suffix, a name of the greatest length would be too long.
     return path.with_name(f".{_cut(path.name)}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -104,7 +108,7 @@ def _aside(folder: Path) -> Path:
 
 
 def _cut(name: str) -> str:
-    """As much of a name as 200 bytes hold."""
+    """Return as much of a name as fits in 200 bytes."""
     return os.fsdecode(os.fsencode(name)[:200])
 
 
@@ -119,7 +123,8 @@ def _place(temporary: Path, folder: Path, keep: Callable[[Path], bool] | None) -
                 raise
         if keep is not None and keep(folder):
             return
-        # A folder cannot be replaced in one move. What stands aside from an earlier crash is older than this one.
+        # A folder cannot be replaced in one move. An older copy that was moved aside before a crash is outdated by this
+        # one.
         _remove(aside)
         with contextlib.suppress(FileNotFoundError):  # another process has moved it meanwhile
             os.rename(folder, aside)
@@ -137,7 +142,9 @@ def _remove(path: Path) -> None:
 
 
 def _sync_tree(folder: Path) -> None:
-    """Without it a power cut after the rename can leave files of the right name and no content."""
+    """Sync every file and folder of a tree: without it, a power cut after the rename can leave files without
+    content.
+    """
     for root, _, files in os.walk(folder):
         for name in files:
             _sync(Path(root, name))

@@ -1,4 +1,4 @@
-"""Training sequences that differ from epoch to epoch: earlier windows, events left out, neighbours changing places.
+"""Vary training sequences from epoch to epoch: earlier windows, events left out, neighbours changing places.
 
 Letters: M samples, S events of an epoch.
 """
@@ -12,7 +12,7 @@ from .options import Options
 
 
 class Augment(Options):
-    """What is drawn anew for every training sequence in every epoch; validation and test are left as they are."""
+    """What is varied in every training sequence in every epoch; validation and test sequences are never varied."""
 
     window: float = Field(0.0, ge=0, le=1)
     """The probability that a user with more events than the model's window trains on an earlier window, drawn
@@ -27,9 +27,10 @@ class Augment(Options):
 def augmented(
     options: Augment, rng: np.random.Generator, first: np.ndarray, begin: np.ndarray, end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(events [S], in the order in which a sequence has them now; the events whose times they take [S]; offsets [M+1]).
+    """Return (the events [S] in their new order, the events whose times they take [S], the offsets [M+1]).
 
-    first, begin, end: [M] int64, the user's first event, and the sample's events begin .. end-1, at least two.
+    first, begin, end: [M] int64, the user's first event, and the range begin .. end-1 of the sample's events, at least
+    two.
     """
     earlier = begin - first
     back = np.where(rng.random(len(begin)) < options.window, np.floor(rng.random(len(begin)) * (earlier + 1)), 0)

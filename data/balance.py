@@ -1,4 +1,4 @@
-"""Which rank trains on which sequences of a batch: even work for all, the same dealing on every rank.
+"""Divide the sequences of a batch among ranks: even work for all, and the same division computed on every rank.
 
 Letters: B sequences of the batch, W ranks.
 """
@@ -13,11 +13,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Deal:
-    """The part of every batch that rank `rank` of `world` has.
+    """Decide which part of every batch rank `rank` of `world` gets.
 
-    A sequence of n tokens is n * (per_token + n) work, in units of one pair of tokens that attend to each other: what
-    each token costs beside its pairs, and these. even: the longest sequence left goes to the rank with the least work
-    so far; else sequences go round in their order.
+    A sequence of n tokens is n * (per_token + n) work. The unit is one pair of tokens that attend to each other, and
+    `per_token` is the work of a token beside its pairs. even: the longest remaining sequence goes to the rank with the
+    least work so far; otherwise sequences are dealt round-robin.
     """
 
     rank: int
@@ -26,7 +26,7 @@ class Deal:
     even: bool = True
 
     def owners(self, lengths: np.ndarray) -> tuple[np.ndarray, float]:
-        """([B] the rank of each sequence, the work of the rank with most over the ranks' mean), of lengths [B]."""
+        """Return ([B] the rank of each sequence, the greatest work of a rank over the ranks' mean) for lengths [B]."""
         work = lengths * (self.per_token + lengths.astype(np.float64))
         if not self.even:
             owners = np.arange(len(lengths)) % self.world
@@ -40,6 +40,6 @@ class Deal:
         return owners, float(loads.max() / loads.mean()) if loads.sum() else 1.0
 
     def mine(self, lengths: np.ndarray) -> tuple[np.ndarray, float]:
-        """(the places of this rank's sequences, ascending; the imbalance of the batch), of lengths [B]."""
+        """Return (the indices of this rank's sequences, ascending, and the imbalance of the batch) for lengths [B]."""
         owners, imbalance = self.owners(lengths)
         return np.flatnonzero(owners == self.rank), imbalance

@@ -1,4 +1,4 @@
-"""`Batch`, the one type that `data` and `models` share: sequences laid end to end, and how its fields are laid out.
+"""Define `Batch`, the one type that `data` and `models` share: sequences laid end to end, and the layout of its fields.
 
 Letters: T tokens of the batch, B sequences, S values of a jagged field.
 """
@@ -21,9 +21,9 @@ from hstu_sparse.ring import RingPlan
 class Layout(NamedTuple):
     """How a tensor of a batch is laid out.
 
-    kind     what its first dimension counts: tokens (T), sequences (B), values (S); or it holds offsets (B+1)
-    padding  what stands in it where a batch was padded
-    offsets  the field that says which values belong to which sequence
+    kind     what the first dimension counts: tokens (T), sequences (B), values (S); or the tensor holds offsets (B+1)
+    padding  the value of padding
+    offsets  the name of the field that says which values belong to which sequence
     """
 
     kind: Literal["token", "sequence", "values", "offsets"]
@@ -32,17 +32,19 @@ class Layout(NamedTuple):
 
 
 def per_token(padding: float = 0) -> dict[str, Layout]:
-    """The metadata of a field [T, ...]: `field(metadata=per_token(padding=-1))`."""
+    """Return the metadata of a field [T, ...]: `field(metadata=per_token(padding=-1))`."""
     return {"layout": Layout("token", padding)}
 
 
 def per_sequence(padding: float = 0) -> dict[str, Layout]:
-    """The metadata of a field [B, ...]."""
+    """Return the metadata of a field [B, ...]."""
     return {"layout": Layout("sequence", padding)}
 
 
 def jagged(offsets: str, padding: float = 0) -> dict[str, Layout]:
-    """The metadata of a field [S, ...] with any number of values a sequence, jagged by the field named `offsets`."""
+    """Return the metadata of a field [S, ...] with any number of values a sequence, jagged by the field named
+    `offsets`.
+    """
     return {"layout": Layout("values", padding, offsets)}
 
 
@@ -50,12 +52,12 @@ OFFSETS = {"layout": Layout("offsets")}  # the metadata of a field [B+1], first 
 
 
 class Cut(NamedTuple):
-    """What a rank knows of the whole batch of which it holds a part (models/parallel/context.py).
+    """What a rank that holds a part of each sequence knows of the whole batch (models/parallel/context.py).
 
-    index      [T] int64, which tokens of the whole batch the part's tokens are
+    index      [T] int64, the index in the whole batch of each of the part's tokens
     positions  [T] int64, their positions in the whole sequences
     origins    [B] int64, the time of the first event of each whole sequence
-    plan       where every rank's tokens lie
+    plan       the placement of tokens on ranks
     group      the process group of the ranks
     """
 
@@ -69,9 +71,9 @@ class Cut(NamedTuple):
 class Whole(NamedTuple):
     """The batch of all ranks, of which a batch is one rank's part.
 
-    step       the training step that it is for, counted from 0
-    tokens     how many it has
-    imbalance  the predicted work of the rank that has most, over the ranks' mean
+    step       the training step of the batch, counted from 0
+    tokens     the number of tokens in the batch of all ranks
+    imbalance  the greatest predicted work of a rank, over the ranks' mean
     """
 
     step: int
@@ -93,14 +95,14 @@ class Batch:
     seen_items        [S] int64 or None: all items of each user's whole history before the target of the last
                       position, also those before the window; duplicates stay
     seen_offsets      [B+1] int64 or None
-    real              [T] bool: True for tokens of the data, False for padding; all are real if it is not given
-    user_features     [B, F, L] int64 or None: for each feature of users the rows of its table, -1 behind the last one
+    real              [T] bool: True for tokens of the data, False for padding; all are real by default
+    user_features     [B, F, L] int64 or None: for each feature of users the rows of its table, padded with -1
     event_features    [T, F, L] int64 or None: likewise for events
     rows              [T] int64 or None: the place of each token in the batch of all ranks, of which this one is a part
-    phase             the training step at which the current phase of training began: what changes at a certain step
-                      compares it with that step (a host-side int, so that it can choose the path); by default past all
-    cut               where the batch is a part of each sequence, what the rank knows of the whole ones; else None
-    whole             where the batch has some sequences of a whole one, what the rank knows of that; else None
+    phase             the training step at which the current phase of training began, a host-side int: whatever changes
+                      at a certain step compares that step with it; the default is greater than any step
+    cut               a `Cut` if the batch holds a part of each sequence, else None
+    whole             a `Whole` if the batch holds some of the sequences of a larger batch, else None
 
     Each field that holds a tensor declares its layout as metadata of the field; moving, padding, overwriting and
     cutting follow from that declaration, for fields of subclasses too.
@@ -122,7 +124,7 @@ class Batch:
     phase: int = sys.maxsize
     cut: Cut | None = None
     whole: Whole | None = None
-    # Results of `once`. A copy of the batch begins without, so nothing outlives the pass that its copy was made for.
+    # Results of `once`. A copy of the batch starts without them, so that no result outlives its copy's forward pass.
     _shared: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -130,7 +132,7 @@ class Batch:
             self.real = torch.ones(self.num_tokens, dtype=torch.bool, device=self.item_ids.device)
 
     def once(self, key: Hashable, compute: Callable[[], object]) -> object:
-        """compute(), which depends on the batch and `key` alone, called for the first of the layers that ask."""
+        """Return compute(), which depends on the batch and `key` alone, computed for the first layer that needs it."""
         if key not in self._shared:
             self._shared[key] = compute()
         return self._shared[key]
@@ -145,7 +147,9 @@ class Batch:
 
     @property
     def positions(self) -> Tensor:
-        """[T] int64: place of each token in its sequence; in the whole sequence where the batch is a part of one."""
+        """[T] int64: the position of each token in its sequence; in the whole sequence if the batch holds a part of
+        it.
+        """
         if self.cut is not None:
             return self.cut.positions
         begins = self.seq_offsets[sequence_ids(self.seq_offsets, self.num_tokens)]
@@ -153,7 +157,7 @@ class Batch:
 
     @property
     def origins(self) -> Tensor:
-        """[B] int64: time of the first event of each (whole) sequence; of an empty one, whatever stands there."""
+        """[B] int64: the time of the first event of each (whole) sequence; arbitrary for an empty one."""
         if self.cut is not None:
             return self.cut.origins
         starts = self.seq_offsets[:-1].clamp(max=max(self.num_tokens - 1, 0))
@@ -161,40 +165,42 @@ class Batch:
 
     @property
     def num_values(self) -> dict[str, int]:
-        """S of each jagged field, by the name of its offsets."""
+        """The size S of each jagged field, by the name of its offsets."""
         return {layout.offsets: len(x) for _, x, layout in self._tensors() if layout.offsets is not None}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, Layout]]:
-        """(name, value, layout) of each field that holds a tensor; TypeError for one that declares no layout."""
-        for one in dataclasses.fields(self):
-            value = getattr(self, one.name)
+        """Yield (name, value, layout) of each field that holds a tensor; TypeError for one that declares no layout."""
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
             if isinstance(value, Tensor):
-                if "layout" not in one.metadata:
-                    raise TypeError(f"{type(self).__name__}.{one.name} holds a tensor, but its field has no layout")
-                yield one.name, value, one.metadata["layout"]
+                if "layout" not in spec.metadata:
+                    raise TypeError(f"{type(self).__name__}.{spec.name} holds a tensor, but its field has no layout")
+                yield spec.name, value, spec.metadata["layout"]
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         if self.cut is not None:
-            raise ValueError("a rank's part of a batch stays as it was cut: move or pad the whole batch before")
+            raise ValueError(
+                "a rank's part of a batch cannot be moved or padded: move or pad the whole batch before cutting it"
+            )
         mapped: dict[str, Any] = {name: function(value) for name, value, _ in self._tensors()}
         return dataclasses.replace(self, **mapped)
 
     def to(self, device, non_blocking: bool = False) -> Batch:
-        """The same batch on another device; asynchronous from pinned memory with `non_blocking`."""
+        """Return the same batch on another device; asynchronous from pinned memory with `non_blocking`."""
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         return self._map(Tensor.pin_memory)
 
     def part(self, index: Tensor, seq_offsets: Tensor) -> Batch:
-        """The same sequences with the tokens `index` [T'] alone, which `seq_offsets` [B+1] divides among them."""
+        """Return the same sequences with only the tokens `index` [T'], which `seq_offsets` [B+1] divides among them."""
         chosen: dict[str, Any] = {
             name: value.index_select(0, index) for name, value, layout in self._tensors() if layout.kind == "token"
         }
         return dataclasses.replace(self, **chosen | {"seq_offsets": seq_offsets})
 
     def as_padding(self) -> Batch:
-        """The same tokens, none of which counts in any loss: not real, and without what is predicted at them."""
+        """Return the same tokens marked as padding: not real and without targets, so that none counts in any loss."""
         unsaid = {"real"} | {name for name, _, layout in self._tensors() if layout == Layout("token", -1)}
         filled: dict[str, Any] = {
             name: torch.full_like(x, layout.padding) for name, x, layout in self._tensors() if name in unsaid
@@ -202,7 +208,7 @@ class Batch:
         return dataclasses.replace(self, **filled)
 
     def sequences(self, begin: int, end: int) -> Batch:
-        """The sequences begin .. end - 1 alone; waits for the device."""
+        """Return only the sequences begin .. end - 1; waits for the device."""
         parts = {"sequence": slice(begin, end), "offsets": slice(begin, end + 1)}
         parts["token"] = slice(*self.seq_offsets[[begin, end]].tolist())
         chosen: dict[str, Any] = {}
@@ -214,10 +220,10 @@ class Batch:
         return dataclasses.replace(self, **chosen)
 
     def padded(self, tokens: int, sequences: int, longest: int, values: Mapping[str, int] | None = None) -> Batch:
-        """The same batch with T = `tokens`, B = `sequences` and `values` (as `num_values`): many batches, one shape.
+        """Return the batch padded to T = `tokens`, B = `sequences` and `values` (as `num_values`), for a fixed shape.
 
-        Behind the real sequences come some of at most `longest` tokens of padding, then empty ones. Further values of
-        a jagged field belong to the first of them; fields that `values` does not name keep the number that they have.
+        Behind the real sequences come some with at most `longest` tokens of padding, then empty ones. The padding of a
+        jagged field belongs to the first of them; fields that `values` does not name keep their size.
         """
         sizes = self.num_values | dict(values or {}) | {"seq_offsets": tokens}
         more, rows = tokens - self.num_tokens, sequences - self.num_sequences
@@ -229,7 +235,7 @@ class Batch:
         for name, count in self.num_values.items():
             if sizes[name] < count or (sizes[name] > count and not rows):
                 raise ValueError(f"cannot pad {count} values of {name} to {sizes[name]} with {rows} more sequences")
-        # New tensors, and all zeros: what they hold is written by `overwrite`, which alone knows how.
+        # Allocated as zeros: `overwrite` alone knows how to fill them.
         filled: dict[str, Any] = {}
         for name, x, layout in self._tensors():
             length = {"token": tokens, "sequence": sequences, "offsets": sequences + 1}.get(layout.kind)
@@ -239,17 +245,17 @@ class Batch:
         return batch
 
     def overwrite(self, other: Batch, longest: int) -> None:
-        """Makes of this batch, in place, `other` padded to the sizes that this one has."""
+        """Overwrite this batch, in place, with `other` padded to this batch's sizes."""
         sizes = self.num_values | {"seq_offsets": self.num_tokens}
-        for name, mine, layout in self._tensors():
-            theirs = getattr(other, name)
-            mine[: len(theirs)].copy_(theirs)
-            rest = mine[len(theirs) :]
+        for name, target, layout in self._tensors():
+            source = getattr(other, name)
+            target[: len(source)].copy_(source)
+            padding = target[len(source) :]
             if layout.kind != "offsets":
-                rest.fill_(layout.padding)
+                padding.fill_(layout.padding)
             elif name != "seq_offsets":
-                rest.fill_(sizes[name])
-            elif len(rest):
+                padding.fill_(sizes[name])
+            elif len(padding):
                 first = other.num_tokens + longest
-                torch.arange(first, first + longest * len(rest), longest, out=rest).clamp_(max=self.num_tokens)
+                torch.arange(first, first + longest * len(padding), longest, out=padding).clamp_(max=self.num_tokens)
         self.phase = other.phase

@@ -1,4 +1,4 @@
-"""The batches of a split, cut from the flat columns of a dataset without any Python per row.
+"""Assemble the batches of a split from the flat columns of a dataset without any Python per row.
 
 Letters: T tokens of the batch, B sequences, S seen items of the batch, M samples of the split.
 """
@@ -24,7 +24,7 @@ CHUNK_BATCHES = 50  # group_by_length sorts within this many batches: enough to 
 
 
 def _columns(dataset: Dataset) -> dict[str, Tensor | None]:
-    """The columns as CPU tensors that share the memory (or the file mapping) of the dataset's arrays."""
+    """Return the columns as CPU tensors that share the memory (or the file mapping) of the dataset's arrays."""
     columns = {"items": dataset.items, "timestamps": dataset.timestamps, "actions": dataset.actions}
     columns |= {"user_rows": dataset.user_rows, "event_rows": dataset.event_rows}
     return {name: None if array is None else torch.from_numpy(array) for name, array in columns.items()}
@@ -35,20 +35,22 @@ _on_device: WeakKeyDictionary[Dataset, dict[torch.device, dict]] = WeakKeyDictio
 
 
 def _device_columns(dataset: Dataset, device: torch.device) -> dict[str, Tensor | None] | None:
-    """The columns on a CUDA device, or None when they would take more than a quarter of its free memory."""
-    kept = _on_device.setdefault(dataset, {})
-    if device not in kept:
+    """Return the columns on a CUDA device, or None when they would take more than a quarter of its free memory."""
+    cached = _on_device.setdefault(dataset, {})
+    if device not in cached:
         columns = _columns(dataset)
         size = sum(8 * c.numel() for c in columns.values() if c is not None)
         if size > torch.cuda.mem_get_info(device)[0] // 4:
             return None
-        # As batches have them, which then need no conversion.
-        kept[device] = {name: None if c is None else c.to(device).long() for name, c in columns.items()}
-    return kept[device]
+        # As int64, the type that batches have, which then need no conversion.
+        cached[device] = {name: None if c is None else c.to(device).long() for name, c in columns.items()}
+    return cached[device]
 
 
 def ranges(begin: Tensor, offsets: Tensor, total: int) -> Tensor:
-    """[total] int64: begin[i], begin[i]+1, ... for each i, offsets[i+1]-offsets[i] of them. Needs no host sync."""
+    """Return begin[i], begin[i]+1, ... for each i, offsets[i+1]-offsets[i] of them: [total] int64. Needs no host
+    sync.
+    """
     shift = torch.repeat_interleave(begin - offsets[:-1], offsets[1:] - offsets[:-1], output_size=total)
     return shift + torch.arange(total, device=begin.device)
 
@@ -56,7 +58,7 @@ def ranges(begin: Tensor, offsets: Tensor, total: int) -> Tensor:
 class Batches:
     """The samples of one split, batch by batch.
 
-    Stateless: `epoch(n)` depends on (seed, n) alone, so that a resumed run sees what the first one would have seen.
+    Stateless: `epoch(n)` depends on (seed, n) alone, so that a resumed run gets the batches of an uninterrupted one.
     The columns live on the device if they take less than a quarter of its free memory; else a batch is assembled on
     the CPU from the mapped file and copied from pinned memory. Neither waits for the GPU: the order and the lengths
     are computed on the CPU once per epoch.
@@ -64,8 +66,8 @@ class Batches:
     batch_size: sequences per batch; the last batch of an epoch may be shorter.
     group_by_length: put sequences of similar length together (in random order of batches when shuffled).
     with_seen: fill seen_items and seen_offsets.
-    augment: how the sequences of an epoch differ from the split's; of this class alone, not together with with_seen.
-    deal: which rank has which sequences; absent, every batch is whole.
+    augment: how the sequences of an epoch differ from the split's; for retrieval only, and not together with with_seen.
+    deal: divides sequences among ranks; without it, every batch is whole.
     """
 
     def __init__(
@@ -82,7 +84,8 @@ class Batches:
         augment: Augment | None = None,
         deal: Deal | None = None,
     ):
-        # A table has num_items rows: an id beyond them is a cryptic failure of a CPU and an abort of a GPU later on.
+        # A table has num_items rows: an id beyond them would be a cryptic failure on a CPU and an abort on a GPU later
+        # on.
         if dataset.num_events and not 0 <= dataset.items.min() <= dataset.items.max() < dataset.num_items:
             raise DataError(
                 f"{dataset.name}: item ids must lie in 0..{dataset.num_items - 1}, "
@@ -103,11 +106,11 @@ class Batches:
         self._user_begin = dataset.user_offsets[split.users]
 
     def __len__(self) -> int:
-        """Batches per epoch."""
+        """The number of batches in an epoch."""
         return -(-len(self.split) // self.batch_size)
 
     def _plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """order [M], the samples in the order of the epoch, and bounds [batches + 1] into it."""
+        """Return order [M], the samples in the order of the epoch, and bounds [batches + 1] into it."""
         samples, size = len(self.split), self.batch_size
         rng = np.random.default_rng([self.seed, epoch])
         order = rng.permutation(samples) if self.shuffle else np.arange(samples)
@@ -125,7 +128,7 @@ class Batches:
         return order[rows], new_bounds
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of epoch number `epoch`, from batch number `start` on (skipped batches cost nothing)."""
+        """Yield the batches of epoch number `epoch`, from batch number `start` on (skipped batches cost nothing)."""
         order, bounds = self._plan(epoch)
         begin, end = self.split.begin[order], self.split.end[order]
         seen_begin, source = self._user_begin[order], self
@@ -134,7 +137,7 @@ class Batches:
         if self.deal is not None:
             yield from source._dealt(epoch, start, order, bounds, begin, end, self.deal)
             return
-        # Host copies of the offsets tell T and S without asking the device.
+        # Host copies of the offsets give T and S without waiting for the device.
         offsets = np.append(0, np.cumsum(self._tokens(begin, end)))
         seen_offsets = np.append(0, np.cumsum(end - 1 - seen_begin)) if self.with_seen else None
 
@@ -153,7 +156,9 @@ class Batches:
             yield batch
 
     def _augmented(self, augment: Augment, epoch: int, first: np.ndarray, begin: np.ndarray, end: np.ndarray):
-        """(these batches over an epoch's own columns, where the samples begin in them, where they end)."""
+        """Return (these batches over an epoch's own columns, the begin of each sample in them, the end of each
+        sample).
+        """
         rng = np.random.default_rng([self.seed, epoch, 1])
         *picked, offsets = augmented(augment, rng, first, begin, end)
         events, times = (torch.from_numpy(x).to(self._assemble_on) for x in picked)
@@ -167,19 +172,21 @@ class Batches:
         return source, offsets[:-1], offsets[1:]
 
     def _dealt(self, epoch: int, start: int, order, bounds, begins, ends, deal: Deal) -> Iterator[Batch]:
-        """This rank's parts of the batches from number `start` on; begins, ends: of the samples of `order`."""
+        """Yield this rank's parts of the batches from number `start` on; begins, ends: those of the samples of
+        `order`.
+        """
         for number in range(start, len(bounds) - 1):
             batch_of = slice(bounds[number], bounds[number + 1])
             samples, lengths = order[batch_of], self._tokens(begins[batch_of], ends[batch_of])
-            mine, imbalance = deal.mine(lengths)
-            idle = not len(mine)  # a rank without sequences goes through the motions with the first one
-            mine = np.zeros(1, np.int64) if idle else mine
-            starts, samples = np.cumsum(lengths) - lengths, samples[mine]
-            offsets = np.append(0, np.cumsum(lengths[mine]))
-            begin, end, seen_begin = begins[batch_of][mine], ends[batch_of][mine], self._user_begin[samples]
+            indices, imbalance = deal.mine(lengths)
+            idle = not len(indices)  # a rank without sequences takes the first one, as padding
+            indices = np.zeros(1, np.int64) if idle else indices
+            starts, samples = np.cumsum(lengths) - lengths, samples[indices]
+            offsets = np.append(0, np.cumsum(lengths[indices]))
+            begin, end, seen_begin = begins[batch_of][indices], ends[batch_of][indices], self._user_begin[samples]
             seen = np.append(0, np.cumsum(end - 1 - seen_begin)) if self.with_seen else None
             scored = None if self.split.scored is None else self.split.scored[samples]
-            arrays = (self.split.users[samples], begin, scored, seen_begin, offsets, seen, starts[mine])
+            arrays = (self.split.users[samples], begin, scored, seen_begin, offsets, seen, starts[indices])
             # From pinned memory the copies wait for nothing.
             pin = self._assemble_on.type == "cuda"
             tensors = [None if x is None else torch.from_numpy(x) for x in arrays]
@@ -187,7 +194,7 @@ class Batches:
                      for x in tensors)  # fmt: skip
             *columns, places = moved
             total = int(offsets[-1])
-            batch = self._assemble(0, len(mine), total, 0 if seen is None else int(seen[-1]), *columns)
+            batch = self._assemble(0, len(indices), total, 0 if seen is None else int(seen[-1]), *columns)
             batch.rows = ranges(places, batch.seq_offsets, total)
             batch = batch.as_padding() if idle else batch
             batch.whole = Whole(epoch * len(self) + number, int(lengths.sum()), imbalance)
@@ -196,7 +203,7 @@ class Batches:
             yield batch
 
     def _tokens(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """[M]: tokens of the samples that are the events begin .. end-1."""
+        """[M]: the number of tokens of samples with the events begin .. end-1."""
         return end - 1 - begin
 
     def _assemble(self, first, last, total, seen, users, begin, scored, seen_begin, offsets, seen_offsets) -> Batch:

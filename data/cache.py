@@ -1,6 +1,6 @@
-"""The prepared form of a data set: a folder with one .npy file per column and meta.json.
+"""Store prepared data sets: a folder with one .npy file per column and meta.json.
 
-numpy alone. Whatever a folder holds, `read_cache` gives a data set that keeps what `Dataset` promises, or CacheError.
+Requires only numpy. Whatever a folder holds, `read_cache` returns a valid `Dataset` or raises CacheError.
 
 Letters: E events, U users.
 """
@@ -43,13 +43,13 @@ CHUNK = 1 << 24  # events that are checked at a time
 
 
 class CacheError(Exception):
-    """A cache folder that is missing something or damaged."""
+    """A cache folder lacks something or is damaged."""
 
 
 def write_cache(dataset: Dataset, folder: Path, meta: dict, stage: Callable[[str], None] = lambda _: None) -> None:
-    """The dataset as `folder`, whole or not at all; `meta` is kept beside it. OSError when the disk is full, say.
+    """Write the dataset as `folder`, whole or not at all, with `meta` in meta.json. OSError when e.g. the disk is full.
 
-    stage: is told what is being written, and may raise.
+    stage: called with a description of each step; it may raise.
     """
     sweep(folder.parent, folder.name)
     with replace_folder(folder, keep=_is_good) as temporary:
@@ -81,7 +81,7 @@ def write_cache(dataset: Dataset, folder: Path, meta: dict, stage: Callable[[str
 
 
 def _save(file: Path, array: np.ndarray) -> None:
-    """The array as a .npy file; one that is such a file already is linked, which neither reads nor writes it."""
+    """Save the array as a .npy file; if it is a memory map of such a file, link that instead of copying it."""
     if isinstance(array, np.memmap) and array.filename is not None:
         with contextlib.suppress(OSError):  # on another disk, or one without links
             os.link(str(array.filename), file)
@@ -90,7 +90,7 @@ def _save(file: Path, array: np.ndarray) -> None:
 
 
 def read_cache(folder: Path, fingerprint: str | None = None) -> tuple[Dataset, dict]:
-    """The data set, its columns memory-mapped, and meta.json; CacheError when anything is off with them."""
+    """Return the data set, its columns memory-mapped, and meta.json; CacheError when anything is wrong with them."""
     meta = _read_meta(folder)
     if fingerprint is not None and meta["fingerprint"] != fingerprint:
         raise CacheError("fingerprint differs")
@@ -149,10 +149,10 @@ def _read_meta(folder: Path) -> dict:
         raise CacheError("meta.json: wrong checksum")
     if not isinstance(meta.get("events_fingerprint", ""), str):
         raise CacheError(f"meta.json: events_fingerprint: expected str, got {shown(repr(meta['events_fingerprint']))}")
-    for one in _listed(meta.get("stored_features", [])):
-        if len(_listed(one)) != 3 or one[0] not in ENTITIES or not isinstance(one[1], str) or one[2] not in KINDS:
+    for item in _listed(meta.get("stored_features", [])):
+        if len(_listed(item)) != 3 or item[0] not in ENTITIES or not isinstance(item[1], str) or item[2] not in KINDS:
             raise CacheError(
-                f"meta.json: stored_features: expected an entity, a name and a kind, got {shown(repr(one))}"
+                f"meta.json: stored_features: expected an entity, a name and a kind, got {shown(repr(item))}"
             )
     return meta
 
@@ -173,9 +173,15 @@ def _read_column(folder: Path, column: str, expected: object) -> np.ndarray:
             raise CacheError(f"{file.name}: expected {expected['size']} bytes, got {size}")
         if _file_crc32(file) != expected["crc32"]:
             raise CacheError(f"{file.name}: wrong checksum")
-        # "c": torch wants writable memory; what is written there stays out of the file.
+        # "c": torch wants writable memory; what is written into it does not reach the file.
         array = np.lib.format.open_memmap(file, mode="c").view(np.ndarray)
-    except (OSError, ValueError, TypeError, EOFError, SyntaxError) as error:  # the last two: a header that is no Python
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        EOFError,
+        SyntaxError,
+    ) as error:  # EOFError, SyntaxError: the header is not valid
         raise CacheError(f"{file.name}: {type(error).__name__}: {shown(error, 200)}") from error
     if array.ndim != 1:
         raise CacheError(f"{file.name}: expected one dimension, got shape {list(array.shape)}")
@@ -192,7 +198,7 @@ def _read_column(folder: Path, column: str, expected: object) -> np.ndarray:
 
 
 def _columns_of(dataset: Dataset) -> dict[str, np.ndarray]:
-    """The arrays of a data set by the names of their files."""
+    """Return the arrays of a data set by the names of their files."""
     columns = {column: getattr(dataset, column) for column in COLUMNS}
     for number, feature in enumerate(dataset.features):
         columns |= {f"feature-{number}-{part}": getattr(feature, part) for part in FEATURE}
@@ -200,18 +206,18 @@ def _columns_of(dataset: Dataset) -> dict[str, np.ndarray]:
 
 
 def _features(described: list, arrays: dict) -> tuple[Feature, ...]:
-    """The features that meta.json describes, of columns that were read; CacheError for one that is missing."""
+    """Build the features that meta.json describes from columns that were read; CacheError if a column is missing."""
     features = []
-    for number, one in enumerate(described):
+    for number, description in enumerate(described):
         parts = {part: arrays[f"feature-{number}-{part}"] for part in FEATURE}
         if missing := [part for part in FEATURE if parts[part] is None]:
             raise CacheError(f"no column feature-{number}-{missing[0]}")
-        features.append(Feature(*one, **parts))
+        features.append(Feature(*description, **parts))
     return tuple(features)
 
 
 def _check(dataset: Dataset) -> None:
-    """What `Dataset` promises, so that a hostile cache is found here and not by an index out of range in training."""
+    """Check what `Dataset` promises, so that a hostile cache fails here and not with an index error during training."""
     events, offsets = dataset.num_events, dataset.user_offsets
     for column in ("timestamps", "actions"):
         array = getattr(dataset, column)

@@ -1,4 +1,4 @@
-"""The one function that loads any data set, and the names that its users need beside it."""
+"""Load any data set with one function, and re-export the names that its callers need."""
 
 from __future__ import annotations
 
@@ -51,16 +51,17 @@ def load_dataset(
     min_user_events, min_item_events: repeatedly drop users and items with fewer events, until none is left.
     columns: csv and parquet only, see `options.Columns`. synthetic, recall: of the formats of these names only, see
     `options.SyntheticOptions` and `options.RecallOptions`. vocabulary: what a trained model knows
-    (`vocabulary.vocabulary_of` its data set); known items keep their numbers, events with others are left out and
+    (`vocabulary.vocabulary_of` its data set); known items keep their numbers, events with other items are left out and
     counted in `Dataset.left_out`, users with fewer than min_user_events events left go too, and min_item_events is not
-    applied. separator: of a csv file or of sequences; absent, it is told from the first line. on_bad_row: whether rows
+    applied. separator: of a csv file or of sequences; by default detected from the first line. on_bad_row: whether rows
     that cannot be read end the preparation or are left out and counted. duplicates: whether events that equal an
-    earlier one in every column stay. tell: gets a line now and then about what a long preparation is doing; what it
-    found is in `Dataset.notes`. features: of items, users and events, see `feature_options.Features`; with a vocabulary
-    those of items are not read. partitions: ranges of users that are prepared one after another, where memory holds no
-    more (`partitions.py`); by default as many as that needs.
+    earlier one in every column stay. tell: called now and then with a line about the progress of a long preparation.
+    The notes about how the source was read are in `Dataset.notes`. features: options of the features of items, users
+    and events, see `feature_options.Features`; with a vocabulary those of items are not read. partitions: the number of
+    ranges of users that are prepared one after another to limit memory (`partitions.py`); chosen automatically by
+    default.
 
-    Raises DataError, one line, that names the file, line, column and value where it can.
+    Raises DataError, one line, that names the file, line, column and value if possible.
     """
     if format not in FORMATS:
         raise DataError(
@@ -90,12 +91,14 @@ def load_dataset(
             raise DataError(f"data.{kind}: these options belong to format {kind}, not to {format}")
     if fmt.kind == "generated":
         if path:
-            raise DataError(f"data.path: format {format} is generated and takes no path")
+            raise DataError(f"data.path: format {format} generates its data and takes no path")
         if handling != PLAIN:
             raise DataError(f"data.on_bad_row, data.duplicates: format {format} has neither bad rows nor duplicates")
-        given = synthetic if format == "synthetic" else recall
+        generator_options = synthetic if format == "synthetic" else recall
         generator: Callable[..., Dataset] = generate if format == "synthetic" else generate_recall
-        dataset = generator(**(given.model_dump() if isinstance(given, Options) else given or {}))
+        dataset = generator(
+            **(generator_options.model_dump() if isinstance(generator_options, Options) else generator_options or {})
+        )
         tables = find_tables(features)
         read = read_tables(tables, dataset, drop=False)
         if features is not None:

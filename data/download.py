@@ -1,8 +1,8 @@
 """Fetch a public data set: `python -m data.download ml-100k --to raw`.
 
-An interrupted download resumes where it stopped, and a file appears under its name only when it is whole. Where the
-publisher states a checksum it is verified; where none is stated, that of the first download is kept beside the file and
-a later download must equal it.
+An interrupted download resumes where it stopped, and a file appears under its name only when it is whole. The checksum
+that the publisher states is verified; if there is none, the checksum of the first download is stored beside the file
+and later downloads must equal it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ BLOCK = 1 << 18
 
 
 class DownloadError(Exception):
-    """A download that failed; `str(error)` is one line for the user."""
+    """The download failed; `str(error)` is one line for the user."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """url of a .zip, .tar.gz or plain file; md5 as the publisher states it, None where none is published;
-    format: the key of datasets.FORMATS that reads it; folder: where the files end up, below the target folder."""
+    """Where a public data set is downloaded from.
+
+    url: a .zip, .tar.gz or plain file. md5: as the publisher states it, None if none is published. format: the key of
+    datasets.FORMATS that reads the files. folder: where the files end up, below the target folder.
+    """
 
     url: str
     md5: str | None
@@ -86,10 +89,10 @@ def fetch(
 ) -> Path:
     """Download `url` to `target`, resuming `target`.part if an earlier attempt left one.
 
-    md5: as the publisher states it; None for the sum of the first download, which is kept in `target`.sha256.
-    check: a further look at the whole file, DownloadError if it is not what was wanted. timeout: seconds without any
-    data. A target that exists is only verified. DownloadError on any failure; what has arrived is kept for the next
-    attempt, unless it is the wrong file.
+    md5: as the publisher states it; None for the checksum of the first download, which is stored in `target`.sha256.
+    check: a further check of the complete file, which raises DownloadError if the content is wrong. timeout: seconds
+    without any data. An existing target is only verified. DownloadError on any failure; the received part stays for the
+    next attempt, unless it belongs to another file.
     """
     part, state = target.with_name(target.name + ".part"), target.with_name(target.name + ".part.json")
     if target.exists():
@@ -127,7 +130,7 @@ def fetch(
 
 
 def _checked_host(url: str) -> str:
-    """The host of an http or https address; DownloadError for anything else."""
+    """Return the host of an http or https address; DownloadError for anything else."""
     try:
         parts = urllib.parse.urlsplit(url)
         good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
@@ -146,7 +149,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _transfer(url: str, part: Path, state: Path, timeout: float, progress: bool) -> None:
-    """Bring `part` to its full length."""
+    """Download the rest of `part`."""
     known = _read_state(state, url) or {}
     have = part.stat().st_size if known and part.exists() else 0
     if have and have == known["total"]:
@@ -154,7 +157,7 @@ def _transfer(url: str, part: Path, state: Path, timeout: float, progress: bool)
     headers = {"Accept-Encoding": "identity", "User-Agent": "hstu_sparse"}
     if have:
         headers["Range"] = f"bytes={have}-"
-        if known["validator"]:  # the server then sends the whole file if it has changed meanwhile
+        if known["validator"]:  # If-Range: the server sends the whole file if it has changed
             headers["If-Range"] = known["validator"]
     try:
         opener = urllib.request.build_opener(_Redirects)
@@ -163,7 +166,7 @@ def _transfer(url: str, part: Path, state: Path, timeout: float, progress: bool)
         if not (error.code == 416 and have):
             raise
         error.close()
-        part.unlink()  # longer than the file there is now
+        part.unlink()  # longer than the server's current file
         return _transfer(url, part, state, timeout, progress)
     with response:
         length = response.headers.get("Content-Length")
@@ -199,7 +202,7 @@ def _read_state(state: Path, url: str) -> dict | None:
 
 @contextlib.contextmanager
 def _bar(name: str, done: int, total: int | None, progress: bool):
-    """Yields advance(bytes)."""
+    """Show a progress bar, and yield the function that advances it by a number of bytes."""
     try:
         from rich import progress as rich_progress
     except ImportError:
@@ -229,17 +232,17 @@ def _sum_file(target: Path) -> Path:
 
 
 def _verify(file: Path, md5: str | None) -> None:
-    """DownloadError for another file than the publisher's or, where that states no checksum, the first download."""
+    """Check the md5 sum, or else that the file equals the first download; DownloadError if it does not."""
     if md5 is not None:
         if (got := _digest(file, lambda: hashlib.md5(usedforsecurity=False))) != md5:
             file.unlink()
             raise DownloadError(f"{file.name}: wrong checksum, expected md5 {md5}, got {got}; deleted it, try again")
         return
-    kept, got = _sum_file(file), _digest(file, hashlib.sha256)
-    if kept.exists() and kept.read_text(encoding="utf-8", errors="replace").strip() != got:
+    sum_file, got = _sum_file(file), _digest(file, hashlib.sha256)
+    if sum_file.exists() and sum_file.read_text(encoding="utf-8", errors="replace").strip() != got:
         raise DownloadError(
             f"{file.name.removesuffix('.part')}: not the file that was first downloaded here (its sha256 is {got}); "
-            f"if it may have changed, delete {kept}"
+            f"if it may have changed, delete {sum_file}"
         )
 
 
@@ -284,13 +287,16 @@ def extract(archive: Path, folder: Path) -> None:
 
 
 def _check_first_row(format: str) -> Callable[[Path], None]:
-    """What stands in for a checksum on the first download: an error page of some proxy is no table."""
+    """Return a check that replaces the checksum on the first download, since a proxy's error page is no table."""
     fmt = FORMATS[format]
 
     def check(file: Path) -> None:
         text = first_line(RawFile(file, file.name), fmt).decode("utf-8", "replace").rstrip("\r\n")
         if len(split_row(text, fmt)) != len(fmt.columns):
-            raise DownloadError(f"what came is not the file: it starts with {shown(text)!r}, no row of format {format}")
+            raise DownloadError(
+                f"the download is not the expected file: it starts with {shown(text)!r}, "
+                f"which is no row of format {format}"
+            )
 
     return check
 
@@ -298,7 +304,7 @@ def _check_first_row(format: str) -> Callable[[Path], None]:
 def download(name: str, to: str | Path, *, url: str | None = None, progress: bool = True) -> Path:
     """Fetch and unpack the data set `name` (a key of SOURCES) below `to`; returns its folder, usable as data.path.
 
-    url: another place to get the same file from. Nothing is fetched when the folder is there. DownloadError.
+    url: another address of the same file. Nothing is fetched when the folder exists. DownloadError on any failure.
     """
     if name not in SOURCES:
         raise DownloadError(f"unknown data set {name!r}; there are {', '.join(SOURCES)}")
@@ -323,7 +329,7 @@ def download(name: str, to: str | Path, *, url: str | None = None, progress: boo
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m data.download", description="Fetch a public data set.")
     parser.add_argument("name", choices=list(SOURCES), metavar="NAME", help=", ".join(SOURCES))
     parser.add_argument("--to", default="raw", metavar="DIR", help="folder for raw data (default: %(default)s)")
@@ -340,8 +346,8 @@ def main(arguments: list[str] | None = None) -> int:
     source = SOURCES[options.name]
     if source.md5 is None:
         print(
-            f"{options.name}: no published checksum is known; that of the first download is kept beside it, "
-            "and a later download must equal it"
+            f"{options.name}: no published checksum is known; the checksum of the first download is stored beside "
+            "the file, and later downloads must have the same"
         )
     print(f"{options.name} is in {folder}; in the YAML: data.format: {source.format}, data.path: {folder}")
     return 0

@@ -1,7 +1,7 @@
-"""Files of features -> the features of a data set's items and users.
+"""Read files of features as the features of a data set's items and users.
 
-CSV and Parquet go through the readers of events, with the same checks. MovieLens' own files and the JSON of the S3-Rec
-data are known formats.
+CSV and Parquet files are read by the readers of events, with the same checks. MovieLens' own files and the JSON files
+of S3-Rec are known formats.
 
 Letters: R rows of a file.
 """
@@ -30,7 +30,7 @@ from .types import DataError, Dataset, shown
 from .values import MAX_ID_LENGTH
 from .vocabulary import index_of
 
-ID = {"items": "item", "users": "user"}  # the column of the ids, and how a sentence calls one
+ID = {"items": "item", "users": "user"}  # the column of the ids, and the noun for one in error messages
 GENRES = (
     "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
     "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
@@ -80,7 +80,7 @@ YEARS = {"u.item": ("category:release", r"(\d{4})$"), "movies.dat": ("list:title
 
 
 class FeatureSource(NamedTuple):
-    """A file of features that is there: whose they are (items, users), its options, how it is read, where it is."""
+    """An existing file of features: whose they are (items, users), its options, its format and its path."""
 
     entity: str
     file: FeatureFile
@@ -90,10 +90,10 @@ class FeatureSource(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A file of features as it was read.
+    """A file of features after reading.
 
-    ids    [R] text, each once; the features are those of these rows
-    added  [R] bool, the rows whose id becomes part of the catalogue though no event has it
+    ids    [R] text, distinct; the features belong to these rows
+    added  [R] bool, True for rows whose id is added to the catalogue although no event has it
     notes  sentences about how the file was read
     """
 
@@ -106,7 +106,7 @@ class Table:
 
 
 def format_of(entity: str, file: FeatureFile) -> RawFormat:
-    """How a file of features is read; DataError where its options do not fit."""
+    """Return the format of a file of features; DataError if its options do not fit."""
     fmt, key = FILES[file.format], f"data.features.{entity}"
     fmt = dataclasses.replace(fmt, option=f"{key}.columns", path_option=f"{key}.path")
     if not fmt.own_columns:
@@ -118,15 +118,15 @@ def format_of(entity: str, file: FeatureFile) -> RawFormat:
 
 
 def find_tables(features: Features | None) -> list[FeatureSource]:
-    """The files of features; DataError where one is not there."""
-    found = []
+    """Return the files of features; DataError if one does not exist."""
+    existing = []
     for entity, file in (features.files() if features else {}).items():
         fmt = format_of(entity, file)
         sources, _ = find_sources(file.format, fmt, file.path)
         if len(sources) > 1:
             raise DataError(f"{fmt.path_option}: {len(sources)} files match; give the path of one")
-        found.append(FeatureSource(entity, file, fmt, sources[0]))
-    return found
+        existing.append(FeatureSource(entity, file, fmt, sources[0]))
+    return existing
 
 
 def read_tables(
@@ -136,10 +136,10 @@ def read_tables(
     scratch: Path | None = None,
     stage: Callable[[str], None] = lambda _: None,
 ) -> list[Table]:
-    """Read the files of features; `dataset` has every event, so that an id that it lacks is unknown.
+    """Read the files of features. An id that `dataset`, which has every event, lacks is unknown.
 
-    DataError for bad rows, unless `drop` leaves them out, and for unknown ids where they are an error. scratch: where
-    compressed files are unpacked meanwhile. stage: is told what is being read, and may raise.
+    DataError for bad rows, unless `drop` leaves them out, and for unknown ids if they are an error. scratch: the folder
+    for unpacking compressed files. stage: called with a description of each step; it may raise.
     """
     read = []
     for entity, file, fmt, source in tables:
@@ -160,7 +160,7 @@ def read_tables(
 
 
 def _table_of(entity: str, format: str, source: RawFile, frame) -> Table:
-    """The table of a polars frame whose columns are the roles of its format."""
+    """Build the table of a polars frame whose columns are the roles of its format."""
     import polars as pl
 
     if format in YEARS:
@@ -189,7 +189,7 @@ def _table_of(entity: str, format: str, source: RawFile, frame) -> Table:
 
 
 def features_of(entity: str, name: str, kind: str, column, source: str) -> Feature:
-    """The feature whose values stand in a polars column, a row for each item, user or event; DataError."""
+    """Build the feature whose values are a polars column with a row for each item, user or event; DataError."""
     import polars as pl
 
     frame = pl.DataFrame({"row": np.arange(len(column)), "value": column}).drop_nulls()
@@ -206,15 +206,15 @@ def features_of(entity: str, name: str, kind: str, column, source: str) -> Featu
 
 
 def _read_json(entity: str, source: RawFile) -> Table:
-    """The table of a JSON object from items to lists of attributes."""
+    """Read the table of a JSON object from items to lists of attributes."""
 
     def once(pairs: list[tuple[str, object]]) -> dict:
-        found: dict = {}
+        unique: dict = {}
         for key, value in pairs:
-            if key in found:
+            if key in unique:
                 raise DataError(f"{source.name}: two rows for {ID[entity]} {shown(repr(key))}")
-            found[key] = value
-        return found
+            unique[key] = value
+        return unique
 
     try:
         content = json.loads(source.path.read_text(encoding="utf-8-sig"), object_pairs_hook=once)
@@ -250,41 +250,43 @@ def _read_json(entity: str, source: RawFile) -> Table:
 
 
 def _chosen(table: Table, file: FeatureFile) -> Table:
-    """The table with the features that a format with fixed columns is asked for."""
+    """Select the features that the options of a format with fixed columns name."""
     if not file.columns or FILES[file.format].own_columns:
         return table
     key, features = f"data.features.{table.entity}.columns", []
     known = {feature.name: feature for feature in table.features}
     for name, column in file.columns.items():
-        one: FeatureOptions = column
-        feature = known.get(one.column or name)
+        column_options: FeatureOptions = column
+        feature = known.get(column_options.column or name)
         if feature is None:
-            raise DataError(f"{key}.{name}: {file.format} has {', '.join(known)}, not {shown(one.column or name)}")
-        if feature.kind != one.kind:
-            raise DataError(f"{key}.{name}: expected kind {feature.kind}, got {one.kind}")
+            raise DataError(
+                f"{key}.{name}: {file.format} has {', '.join(known)}, not {shown(column_options.column or name)}"
+            )
+        if feature.kind != column_options.kind:
+            raise DataError(f"{key}.{name}: expected kind {feature.kind}, got {column_options.kind}")
         features.append(dataclasses.replace(feature, name=name))
     return dataclasses.replace(table, features=tuple(features))
 
 
 def _unknown_rows(table: Table, file: FeatureFile, dataset: Dataset) -> np.ndarray:
-    """[R] bool, the rows whose id no event of `dataset` has; DataError where that is an error."""
+    """[R] bool, True for rows whose id no event of `dataset` has; DataError if the options make that an error."""
     unknown = index_of(table.ids, dataset.item_ids if table.entity == "items" else dataset.user_ids) < 0
-    # MovieLens' own files list more than was rated.
-    what = file.unknown or ("error" if file.format in ("csv", "parquet", "attributes") else "drop")
-    if what == "error" and unknown.any():
-        some = ", ".join(shown(repr(str(one))) for one in table.ids[unknown][:5])
-        more = ", add makes them part of the catalogue" if table.entity == "items" else ""
+    # MovieLens' own files list more items and users than have ratings.
+    handling = file.unknown or ("error" if file.format in ("csv", "parquet", "attributes") else "drop")
+    if handling == "error" and unknown.any():
+        examples = ", ".join(shown(repr(str(id_))) for id_ in table.ids[unknown][:5])
+        hint = ", add makes them part of the catalogue" if table.entity == "items" else ""
         raise DataError(
-            f"{table.name}: {unknown.sum():,} of {len(unknown):,} {table.entity} are in no event: {some}; "
-            f"data.features.{table.entity}.unknown=drop leaves them out{more}"
+            f"{table.name}: {unknown.sum():,} of {len(unknown):,} {table.entity} are in no event: {examples}; "
+            f"data.features.{table.entity}.unknown=drop leaves them out{hint}"
         )
-    if unknown.all() and what != "add":
+    if unknown.all() and handling != "add":
         raise DataError(f"{table.name}: none of its {len(unknown):,} {table.entity} is in an event")
     return unknown
 
 
 def with_tables(dataset: Dataset, tables: Sequence[Table]) -> Dataset:
-    """Return the data set with the features of these tables, and the items that they add to it.
+    """Return the data set with the features of these tables and the items that they add to it.
 
     Items and users without a row have no values.
     """
@@ -303,16 +305,16 @@ def with_tables(dataset: Dataset, tables: Sequence[Table]) -> Dataset:
 
 
 def _with_items(dataset: Dataset, ids: np.ndarray) -> Dataset:
-    """The data set with further items, `ids` [n] of text; they have no events."""
-    known = np.asarray(dataset.item_ids)
-    if known.dtype.kind != "U" and all(re.fullmatch(r"0|-?[1-9]\d{0,17}", one) for one in ids.tolist()):
+    """Return the data set with further items, `ids` [n] of text, that have no events."""
+    known_ids = np.asarray(dataset.item_ids)
+    if known_ids.dtype.kind != "U" and all(re.fullmatch(r"0|-?[1-9]\d{0,17}", one) for one in ids.tolist()):
         ids = ids.astype(np.int64)
     else:
-        known = known.astype(np.str_)
-    every = np.union1d(known, ids)
+        known_ids = known_ids.astype(np.str_)
+    item_ids = np.union1d(known_ids, ids)
     return dataclasses.replace(
         dataset,
-        items=np.searchsorted(every, known)[dataset.items].astype(np.int32),
-        item_ids=every,
-        notes=(*dataset.notes, f"{len(every) - len(known):,} items that no event has are part of the catalogue"),
+        items=np.searchsorted(item_ids, known_ids)[dataset.items].astype(np.int32),
+        item_ids=item_ids,
+        notes=(*dataset.notes, f"{len(item_ids) - len(known_ids):,} items that no event has are part of the catalogue"),
     )

@@ -1,4 +1,4 @@
-"""The options of features, the mapping `data.features` of a run: their files, columns and how values become rows."""
+"""Define the options of features, `data.features` of a run: files, columns, and how values become table rows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from .options import Options
 
-NAME = r"^[A-Za-z0-9_-]+$"  # of a feature: part of the names of modules and files
+NAME = r"^[A-Za-z0-9_-]+$"  # for names of features, which become part of the names of modules and files
 MOST_FEATURES = 100
 
 
 def _by_kind(value: object) -> object:
-    """`brand: category` is short for `brand: {kind: category}`."""
+    """Expand the short form `brand: category` into `brand: {kind: category}`."""
     return {"kind": value} if isinstance(value, str) else value
 
 
@@ -63,10 +63,10 @@ class FeatureFile(Options):
 
     @model_validator(mode="after")
     def _own_columns(self) -> Self:
-        own = self.format in ("csv", "parquet")
-        if own and not self.columns:
+        has_columns = self.format in ("csv", "parquet")
+        if has_columns and not self.columns:
             raise ValueError("columns: missing, name the file's columns and their kinds (brand: category)")
-        if not own and (self.id or self.separator):
+        if not has_columns and (self.id or self.separator):
             raise ValueError("id, separator: only format csv or parquet has columns of your own")
         if self.format == "parquet" and self.separator:
             raise ValueError("separator: a Parquet file has none")
@@ -126,16 +126,16 @@ class Features(Options):
         return self
 
     def files(self) -> dict[str, FeatureFile]:
-        """entity -> its file, of those that have one."""
+        """Map each entity that has a file of features to that file."""
         return {name: file for name in ("items", "users") if (file := getattr(self, name)) is not None}
 
     def without_items(self) -> Features | None:
-        """The same for data whose items a trained model knows already: no items, and no more users than there are."""
+        """Return the options without items, for data whose items a trained model knows already."""
         users = self.users and self.users.model_copy(update={"unknown": "drop"})
         return self.model_copy(update={"items": None, "users": users}) if users or self.events else None
 
     def recipe(self) -> dict:
-        """What decides, beside the files' content, what is read: part of the key of a cache."""
+        """Return whatever, beside the files' content, determines the result of reading; it is part of a cache's key."""
         recipe: dict = {}
         for entity, file in self.files().items():
             recipe[entity] = file.model_dump(exclude={"path", "columns"}) | {"columns": _read_as(file.columns)}
@@ -145,7 +145,7 @@ class Features(Options):
 
 
 def _read_as(columns: dict | None) -> dict | None:
-    """How columns are read; what becomes of their values later is no part of it."""
+    """Return how columns are read, without the options that only affect what their values become later."""
     if columns is None:
         return None
     keep = {"kind", "column", "separator"}

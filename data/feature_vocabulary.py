@@ -1,9 +1,10 @@
-"""From values of features to rows of tables: decided by the training data alone, then applied to any data.
+"""Map values of features to rows of tables: the mapping is fitted to training data, then applied to any data.
 
-Every feature has a table. Row 0 is the unknown row, of values that training saw too seldom or never; the others stand
-for values in ascending order, or for parts of equal size that the training data's numbers are cut into.
+Every feature has a table. Row 0 is the unknown row, for values that are rare or absent in training; the other rows
+stand for values in ascending order, or for parts of equal size into which numbers are cut.
 
-numpy alone; letters: I items, U users, E events, L most values of a row, F features of an entity.
+Requires only numpy. Letters: I items, U users, E events, L the greatest number of values of a row, F features of an
+entity.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from .features import Feature
 from .splits import train_events
 from .types import DataError, Dataset, shown
 
-MOST_VALUES = 64  # of a user or an event: theirs stand beside each other in every batch
+MOST_VALUES = 64  # values of a user or an event, which every batch holds side by side
 CALENDAR = {"hour": 24, "weekday": 7}
 
 
 @dataclass(frozen=True, eq=False)
 class KnownFeature:
-    """One feature as a trained model knows it.
+    """The values of one feature that a trained model knows.
 
     entity  items, users or events
-    values  [n] what rows 1 .. n stand for: text, ascending, or of numbers the least value of rows 2 .. n + 1, ascending
-    known   of events: whether the value is known before the user acts (before, after)
+    values  [n] the values of rows 1 .. n: text, ascending; or, of numbers, the least value of rows 2 .. n + 1,
+            ascending
+    known   for features of events, whether the value is known before the user acts or only after (before, after)
     """
 
     entity: str
@@ -41,11 +43,11 @@ class KnownFeature:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the table, the unknown one included."""
+        """The number of rows of the table, including the unknown one."""
         return len(self.values) + (2 if self.kind == "number" else 1)
 
     def rows_of(self, values: np.ndarray) -> np.ndarray:
-        """The row of each value: [n] -> [n] int64."""
+        """Return the row of each value: [n] -> [n] int64."""
         if self.kind == "number":
             return 1 + np.searchsorted(self.values, values, side="right")
         if not len(self.values):
@@ -56,12 +58,12 @@ class KnownFeature:
 
 @dataclass(frozen=True, eq=False)
 class FeatureVocabulary:
-    """What a trained model knows of features.
+    """The features that a trained model knows.
 
-    features   of items, users and events, in this order
+    features   features of items, users and events, in this order
     calendar   parts of an event's time that are features: hour, weekday
     item_rows  for each feature of items (offsets [I+1], rows [S] int64): the rows of each item
-    trained    [I] bool, the items that a training event has; None without features of items
+    trained    [I] bool, True for items with a training event; None without features of items
     """
 
     features: tuple[KnownFeature, ...]
@@ -74,9 +76,9 @@ class FeatureVocabulary:
 
 
 def fit_features(dataset: Dataset, train_end: np.ndarray, options: Features) -> FeatureVocabulary:
-    """Return how values become rows, by the items, users and events of training: each counts once.
+    """Fit the rows of values to the items, users and events of training, each of which counts once.
 
-    train_end: [U] int64, training sees events user_offsets[u] .. train_end[u]-1 of user u.
+    train_end: [U] int64, training uses events user_offsets[u] .. train_end[u]-1 of user u.
     """
     in_training = train_events(dataset, train_end)
     items = np.zeros(dataset.num_items, bool)
@@ -97,8 +99,8 @@ def fit_features(dataset: Dataset, train_end: np.ndarray, options: Features) -> 
     if calendar and not dataset.has_timestamps:
         raise DataError(f"data.features.events.calendar: {dataset.name} has no timestamps")
     item_rows = [
-        (feature.offsets, one.rows_of(feature.values)[feature.codes])
-        for feature, one in zip(dataset.features, known)
+        (feature.offsets, known_feature.rows_of(feature.values)[feature.codes])
+        for feature, known_feature in zip(dataset.features, known)
         if feature.entity == "items"
     ]
     return FeatureVocabulary(tuple(known), calendar, tuple(item_rows), items if item_rows else None)
@@ -110,7 +112,7 @@ def _options_of(options: Features, feature: Feature) -> FeatureOptions:
 
 
 def _edges(feature: Feature, quantiles: int) -> np.ndarray:
-    """[<= quantiles - 1] float64: where the numbers of these rows are cut into parts of equal size."""
+    """Return the [<= quantiles - 1] float64 edges that cut the numbers of these rows into parts of equal size."""
     if not len(feature.codes):
         return np.empty(0)
     numbers = feature.values[feature.codes]
@@ -121,7 +123,7 @@ def _edges(feature: Feature, quantiles: int) -> np.ndarray:
 def with_rows(dataset: Dataset, vocabulary: FeatureVocabulary) -> Dataset:
     """Return the data set with the rows of its users' and events' features, as `Dataset.user_rows` and `event_rows`.
 
-    DataError where it lacks a feature that the vocabulary has.
+    DataError if it lacks a feature that the vocabulary has.
     """
     return dataclasses.replace(
         dataset,
@@ -131,25 +133,27 @@ def with_rows(dataset: Dataset, vocabulary: FeatureVocabulary) -> Dataset:
 
 
 def _rows(dataset: Dataset, known: Sequence[KnownFeature], count: int) -> np.ndarray | None:
-    """[count, F, L] int32, -1 behind the last value; None without features."""
+    """Return the rows [count, F, L] int32, -1 behind the last value; None without features."""
     if not known:
         return None
-    found = {(feature.entity, feature.name, feature.kind): feature for feature in dataset.features}
+    by_name = {(feature.entity, feature.name, feature.kind): feature for feature in dataset.features}
     features = []
-    for one in known:
-        feature = found.get((one.entity, one.name, one.kind))
+    for entry in known:
+        feature = by_name.get((entry.entity, entry.name, entry.kind))
         if feature is None:
-            raise DataError(f"{dataset.name}: no feature {one.name} of {one.entity}, which the trained model has")
+            raise DataError(f"{dataset.name}: no feature {entry.name} of {entry.entity}, which the trained model has")
         lengths = np.diff(feature.offsets)
         if lengths.max(initial=0) > MOST_VALUES:
             raise DataError(
-                f"data.features.{one.entity}.columns.{one.name}: {lengths.max()} values in one list, at most "
-                f"{MOST_VALUES} are supported for {shown(one.entity)}"
+                f"data.features.{entry.entity}.columns.{entry.name}: {lengths.max()} values in one list, at most "
+                f"{MOST_VALUES} are supported for {shown(entry.entity)}"
             )
         features.append(feature)
     longest = max(1, *(int(np.diff(feature.offsets).max(initial=0)) for feature in features))
     rows = np.full((count, len(known), longest), -1, np.int32)
-    for place, (one, feature) in enumerate(zip(known, features)):
+    for place, (entry, feature) in enumerate(zip(known, features)):
         owner = feature.rows
-        rows[owner, place, np.arange(len(owner)) - feature.offsets[owner]] = one.rows_of(feature.values)[feature.codes]
+        rows[owner, place, np.arange(len(owner)) - feature.offsets[owner]] = entry.rows_of(feature.values)[
+            feature.codes
+        ]
     return rows

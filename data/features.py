@@ -1,6 +1,6 @@
-"""Features as they were read: of every item, user or event the values that it has, numbered.
+"""Hold the features of items, users or events as they were read: the values of each row, numbered.
 
-numpy alone; letters: R rows (items, users or events), S values of all rows, n distinct values.
+Requires only numpy. Letters: R rows (items, users or events), S values of all rows, n distinct values.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ KINDS = ("category", "list", "number")
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """The values of one feature, jagged by row: a row of a category or a number has at most one.
+    """The values of one feature, jagged by row; a row of a category or a number has at most one.
 
     entity   items, users or events
-    name     of the feature
+    name     the name of the feature
     kind     category, list or number
     values   [n] distinct values, ascending: text, or float64 for numbers
-    codes    [S] int32, places in `values`
+    codes    [S] int32, indices into `values`
     offsets  [R+1] int64: the codes of row r are offsets[r] .. offsets[r+1]-1
     """
 
@@ -40,7 +40,7 @@ class Feature:
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
     def take(self, index: np.ndarray) -> Feature:
-        """The feature of the rows `index` [M] int64; of a row that is -1, no value."""
+        """Return the feature of the rows `index` [M] int64; an index of -1 gives a row without values."""
         known = index >= 0
         lengths = np.where(known, np.diff(self.offsets, append=self.offsets[-1])[index], 0)
         begin = np.where(known, self.offsets[index], 0)
@@ -50,9 +50,9 @@ class Feature:
 
 
 def feature_of(entity: str, name: str, kind: str, count: int, rows: np.ndarray, values: np.ndarray) -> Feature:
-    """The feature whose row rows[s] has the value values[s], of `count` rows.
+    """Build the feature of `count` rows in which row rows[s] has the value values[s].
 
-    rows: [S] int64, ascending. values: [S], text or float64. A value that a row has twice counts once.
+    rows: [S] int64, ascending. values: [S], text or float64. A repeated value of a row counts once.
     """
     distinct, codes = np.unique(values, return_inverse=True)
     return numbered(entity, name, kind, count, rows, codes, distinct)
@@ -61,7 +61,9 @@ def feature_of(entity: str, name: str, kind: str, count: int, rows: np.ndarray, 
 def numbered(
     entity: str, name: str, kind: str, count: int, rows: np.ndarray, codes: np.ndarray, values: np.ndarray
 ) -> Feature:
-    """`feature_of` values that have been numbered: codes [S] are places in `values` [n], ascending and distinct."""
+    """Build a feature from values that are numbered: codes [S] are indices into `values` [n], ascending and
+    distinct.
+    """
     rows, codes = np.asarray(rows, np.int64), np.asarray(codes, np.int32)
     if kind == "list" and len(rows):
         _, first = np.unique(rows * max(1, len(values)) + codes, return_index=True)
@@ -78,6 +80,6 @@ def taken(
     users: np.ndarray | None = None,
     events: np.ndarray | None = None,
 ) -> tuple[Feature, ...]:
-    """The features of the items, users and events with these indices; None leaves those of an entity as they are."""
+    """Select the items, users and events with these indices; None keeps all rows of an entity."""
     index = {"items": items, "users": users, "events": events}
     return tuple(f if (rows := index[f.entity]) is None else f.take(rows) for f in features)

@@ -1,6 +1,6 @@
-"""The k-core of a data set: users and items with too few events, dropped until none is left to drop.
+"""Compute the k-core of a data set: drop users and items with too few events until none is left to drop.
 
-numpy alone; letters: E events, U users.
+Requires only numpy. Letters: E events, U users.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .types import DataError, Dataset
 
 
 def k_core(users: np.ndarray, items: np.ndarray, min_user_events: int, min_item_events: int) -> np.ndarray:
-    """Indices [<=E], ascending, of the events left once no user and no item has too few (duplicates count)."""
+    """Return the ascending indices [<=E] of the events that remain in the k-core (duplicates count)."""
     index = np.arange(len(users))
     while len(index):
         few_users = np.bincount(users) < min_user_events
@@ -28,7 +28,7 @@ def k_core(users: np.ndarray, items: np.ndarray, min_user_events: int, min_item_
 
 
 def filter_dataset(dataset: Dataset, *, min_user_events: int, min_item_events: int) -> Dataset:
-    """The dataset's k-core, with users and items numbered anew in their old order. DataError when nothing is left."""
+    """Return the dataset's k-core, users and items renumbered in the same order. DataError when nothing is left."""
     if min_user_events <= 1 and min_item_events <= 1:
         return dataset
     users = np.repeat(np.arange(dataset.num_users, dtype=np.int32), np.diff(dataset.user_offsets))
@@ -47,7 +47,7 @@ def filter_dataset(dataset: Dataset, *, min_user_events: int, min_item_events: i
         user_offsets=offsets_of(user_events[user_events > 0]),
         user_ids=dataset.user_ids[user_events > 0],
         item_ids=dataset.item_ids[item_events > 0],
-        events_fingerprint=None,  # the filter's options are not in it
+        events_fingerprint=None,  # it does not depend on the filter's options
         features=taken(dataset.features, np.flatnonzero(item_events), np.flatnonzero(user_events), index),
         fingerprint=hashlib.sha256(key.encode()).hexdigest(),
     )
@@ -61,7 +61,7 @@ def nothing_left(name: str, min_user_events: int, min_item_events: int) -> DataE
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """lengths [n] -> offsets [n+1] int64."""
+    """Return the offsets [n+1] int64 of sequences with these lengths [n]."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets

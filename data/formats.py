@@ -1,6 +1,6 @@
-"""The known raw formats.
+"""Describe the known raw formats.
 
-What is peculiar to one of them stands here, in its entry; the readers know no format by name.
+Each format's entry holds everything that is specific to it; the readers treat no format by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .types import DataError, shown
 
 @dataclass(frozen=True)
 class RawFormat:
-    """How a raw source is read. `columns` maps roles to column names, or to positions where there is no header."""
+    """The description of a raw source. `columns` maps roles to column names, or to indices if there is no header."""
 
     description: str
     kind: str = "text"  # "text", "sequences", "parquet" or "generated"
@@ -28,22 +28,24 @@ class RawFormat:
     columns: dict[str, str | int] = field(default_factory=dict)
     integer_ids: bool = True
     quoting: bool = False  # fields may be wrapped in "..."; elsewhere a quote is an ordinary character
-    timestamp_unit: str | None = "s"  # None: told from the values
+    timestamp_unit: str | None = "s"  # None: detected from the values
     timestamp_format: str | None = None
     action_scale: int = 1  # action code = action_scale * value: 2 turns half stars into integers
     most_action: int = MOST_ACTION
     flags: tuple[str, ...] = ()  # 0/1 columns that make up the action code, bit by bit, lowest first
     all_files: bool = False  # read every file that matches (a source cut into parts), in the order of their names
     own_columns: bool = False  # the user may name the columns
-    detect_separator: bool = False  # the user may name the separator; else it is told from the first line
-    action_codes: dict[str, int] | None = None  # text of an action -> its code, as the user gave it
-    longest_row: int = 1 << 20  # bytes; a longer one is no row of events, and an unclosed quote would swallow the file
-    downloads: tuple[str, ...] = ()  # what data.download can fetch of it
-    width: int | None = None  # columns of a file without a header, where not all of them are read
-    other_text: bool = False  # columns that are not read may hold bytes that are no UTF-8
-    list_separators: dict[str, str] = field(default_factory=dict)  # role of a list -> what stands between its values
-    option: str = "data.columns"  # where the user names the columns
-    path_option: str = "data.path"  # and where the file
+    detect_separator: bool = False  # the user may name the separator; by default it is detected from the first line
+    action_codes: dict[str, int] | None = None  # the user's code for each text of an action
+    longest_row: int = (
+        1 << 20
+    )  # bytes; rejects rows that are too long to be events, such as the rest of the file after an unclosed quote
+    downloads: tuple[str, ...] = ()  # the data sets of this format that data.download fetches
+    width: int | None = None  # the number of columns of a file without a header of which only some are read
+    other_text: bool = False  # columns that are not read may hold bytes that are not UTF-8
+    list_separators: dict[str, str] = field(default_factory=dict)  # role of a list -> the separator of its values
+    option: str = "data.columns"  # the configuration key of the columns
+    path_option: str = "data.path"  # the configuration key of the file
 
     @property
     def has_timestamps(self) -> bool:
@@ -51,7 +53,7 @@ class RawFormat:
 
     @property
     def features(self) -> dict[str, tuple[str, str]]:
-        """role -> (kind, name) of the columns that are features; such a role is `kind:name`."""
+        """Map each role of a feature, `kind:name`, to (kind, name)."""
         parts = {role: role.partition(":") for role in self.columns}
         return {role: (kind, name) for role, (kind, colon, name) in parts.items() if colon}
 
@@ -124,7 +126,7 @@ FORMATS: dict[str, RawFormat] = {
         files=("userid-timestamp-artid-artname-traid-traname.tsv",),
         separator="\t",
         header=False,
-        # By name: many artists have no id.
+        # The item is the artist's name, because many artists have no id.
         columns={"user": 0, "timestamp": 1, "item": 3},
         width=6,
         integer_ids=False,
@@ -176,25 +178,32 @@ FORMATS: dict[str, RawFormat] = {
 
 
 def with_features(name: str, fmt: RawFormat, features: Mapping[str, FeatureOptions], option: str) -> RawFormat:
-    """The format with columns that are features beside its own; DataError where its columns are fixed.
+    """Return the format with feature columns added; DataError if its columns are fixed.
 
-    option: the key below which the user named them.
+    option: the configuration key of these columns.
     """
     if not features:
         return fmt
     if not fmt.own_columns:
         raise DataError(f"{option}: the columns of {name} are fixed; use format csv or parquet to name your own")
-    named = {f"{one.kind}:{feature}": one.column or feature for feature, one in features.items()}
+    named = {
+        f"{column_options.kind}:{feature}": column_options.column or feature
+        for feature, column_options in features.items()
+    }
     columns: dict[str, str | int] = {**fmt.columns, **named}
     for column in named.values():
         if list(columns.values()).count(column) > 1:
             raise DataError(f"{option}: column {shown(column)} is named twice")
-    separators = {f"{one.kind}:{feature}": one.separator for feature, one in features.items() if one.kind == "list"}
+    separators = {
+        f"{column_options.kind}:{feature}": column_options.separator
+        for feature, column_options in features.items()
+        if column_options.kind == "list"
+    }
     return dataclasses.replace(fmt, columns=columns, list_separators=separators)
 
 
 def with_options(name: str, fmt: RawFormat, columns: Columns | dict | None, separator: str | None) -> RawFormat:
-    """The format with the columns and the separator that the user named; DataError where they are fixed, or wrong."""
+    """Return the format with the user's columns and separator; DataError if these are fixed or wrong."""
     if separator is not None:
         if not fmt.detect_separator:
             raise DataError(f"data.separator: the separator of {name} is fixed; format csv takes one")

@@ -1,7 +1,7 @@
-"""The rows of a text file before anybody parses them: whether each has as many fields as there are columns.
+"""Check, before parsing, that each row of a text file has as many fields as there are columns.
 
-A parser may fill a short row and cut a long one in silence. Works on bytes, block by block; numpy alone. A row is a
-line, except that in a format with quoting a quoted field may hold line ends.
+A parser may silently fill a short row or cut a long one. The check works on bytes, block by block, with numpy only. A
+row is a line, except that in a format with quoting a quoted field may contain line ends.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from .formats import RawFormat
 from .sources import RawFile
 from .types import DataError
 
-BLOCK = 1 << 22  # bytes looked at in one go
-SEARCH_BLOCK = 1 << 24  # bytes parsed in one go where rows may be bad
+BLOCK = 1 << 22  # bytes checked at a time
+SEARCH_BLOCK = 1 << 24  # bytes parsed at a time when rows may be bad
 NEWLINE, RETURN, QUOTE = b'\n\r"'  # as numbers
 
 
 def read_header(source: RawFile, fmt: RawFormat) -> list[str]:
-    """The names of the columns. DataError for a line that cannot be a header."""
+    """Return the names of the columns. DataError for a line that cannot be a header."""
     line = first_line(source, fmt).decode("utf-8-sig", "replace").rstrip("\r\n")
     if not fmt.quoting:
         return line.split(fmt.separator)
@@ -31,7 +31,7 @@ def read_header(source: RawFile, fmt: RawFormat) -> list[str]:
 
 
 def split_row(text: str, fmt: RawFormat) -> list[str]:
-    """The fields of a row without its line end. (The csv module has a limit of its own, for all of the process.)"""
+    """Return the fields of a row without its line end. (The csv module has a limit, global for the process.)"""
     if not fmt.quoting or '"' not in text:
         return text.split(fmt.separator)
     fields = re.findall(rf'(?:^|{re.escape(fmt.separator)})("(?:[^"]|"")*"|[^{re.escape(fmt.separator)}]*)', text)
@@ -49,9 +49,9 @@ def first_line(source: RawFile, fmt: RawFormat) -> bytes:
 def blocks(
     source: RawFile, fmt: RawFormat, size: int, begin: tuple[int, int] | None = None
 ) -> Iterator[tuple[int, bytes]]:
-    """(number of its first line, whole rows), some `size` bytes at a time, the header left out.
+    """Yield (number of the first line, whole rows) in blocks of about `size` bytes, without the header.
 
-    begin: (byte, number) of the line to begin with, in place of the first row. DataError for a row that is longer than
+    begin: (byte, number) of the line to begin with instead of the first row. DataError for a row that is longer than
     the format allows.
     """
     with open(source.path, "rb") as f:
@@ -62,42 +62,42 @@ def blocks(
         elif fmt.header:
             f.readline()
             line = 2
-        rest = b""
+        remainder = b""
         while True:
             more = f.read(size)
-            data = rest + more
+            data = remainder + more
             if not more:
                 break
             ends = row_ends(data, fmt)
             cut = int(ends[-1]) + 1 if len(ends) else 0
-            data, rest = data[:cut], data[cut:]
+            data, remainder = data[:cut], data[cut:]
             if data:
                 yield line, data
                 line += data.count(b"\n")
-            if len(rest) > fmt.longest_row:
-                raise DataError(_too_long(source, line, rest, fmt))
+            if len(remainder) > fmt.longest_row:
+                raise DataError(_too_long(source, line, remainder, fmt))
         if data:
             yield line, data if data.endswith(b"\n") else data + b"\n"
 
 
 def row_ends(data: bytes, fmt: RawFormat) -> np.ndarray:
-    """[rows] int64: where the rows of `data` end, which starts with a row."""
+    """Return where the rows of `data` end, which starts with a row: [rows] int64."""
     return np.flatnonzero(_outside_quotes(data, fmt, np.frombuffer(data, np.uint8) == NEWLINE))
 
 
 def _outside_quotes(data: bytes, fmt: RawFormat, marks: np.ndarray) -> np.ndarray:
     if fmt.quoting and b'"' in data:
-        # Odd from an opening quote to its closing one; a sum modulo 256 keeps that.
+        # The count is odd between an opening quote and its closing one; a sum modulo 256 preserves that.
         marks = marks & (np.cumsum(np.frombuffer(data, np.uint8) == QUOTE, dtype=np.uint8) & 1 == 0)
     return marks
 
 
 class Shape:
-    """Which rows of `data`, whole rows of a text file, cannot be rows of `columns` fields.
+    """Find the rows of `data`, whole rows of a text file, that cannot be rows of `columns` fields.
 
     ends       [rows] int64: where each row ends
-    wrong      [<= rows] int64, ascending: the rows that are wrong
-    misquoted  (row, what) of the first quote out of place, behind which nobody can tell where rows end; or None
+    wrong      [<= rows] int64, ascending: the indices of wrong rows
+    misquoted  (row, message) of the first misplaced quote, behind which row ends are unknown; or None
     """
 
     def __init__(self, data: bytes, fmt: RawFormat, columns: int):
@@ -109,9 +109,9 @@ class Shape:
         fields = np.diff(np.searchsorted(separators, self.ends), prepend=0) / len(fmt.separator) + 1
         wrong = (fields != columns) | (self.ends - self._starts[:-1] > fmt.longest_row)
         if len(fmt.separator) == 2 and not wrong.any():
-            # Rows have the right even number of colons here, so that these pair up within rows.
-            apart = np.flatnonzero(np.diff(separators.reshape(-1, 2))[:, 0] != 1)
-            wrong[np.searchsorted(self.ends, separators[2 * apart])] = True
+            # Rows have the right even number of colons here, so that pairs of colons lie within rows.
+            split_pairs = np.flatnonzero(np.diff(separators.reshape(-1, 2))[:, 0] != 1)
+            wrong[np.searchsorted(self.ends, separators[2 * split_pairs])] = True
         elif len(fmt.separator) == 2:
             rows = np.flatnonzero(~wrong).tolist()
             wrong[[row for row in rows if self.row(row).count(fmt.separator.encode()) != columns - 1]] = True
@@ -125,19 +125,19 @@ class Shape:
                 self.misquoted = len(self.ends), "a quote that is never closed"
 
     def row(self, row: int) -> bytes:
-        """The bytes of a row, without its line end."""
+        """Return the bytes of a row without its line end."""
         return self._data[self._starts[row] : self.ends[row]]
 
     def lines_before(self, row: int) -> int:
         return self._data.count(b"\n", 0, int(self._starts[row]))
 
     def without(self, rows: np.ndarray) -> bytes:
-        """The data without some of its rows (ascending)."""
+        """Return the data without some of its rows (ascending)."""
         cuts = [0, *np.stack([self._starts[rows], self.ends[rows] + 1], 1).ravel().tolist(), len(self._data)]
         return b"".join(self._data[start:end] for start, end in zip(cuts[::2], cuts[1::2]))
 
     def problem(self, row: int) -> str:
-        """What is wrong with a row of `wrong`."""
+        """Describe what is wrong with a row of `wrong`."""
         text, separator = self.row(row), self._fmt.separator
         if len(text) > self._fmt.longest_row:
             return f"longer than {self._fmt.longest_row:,} bytes"
@@ -150,13 +150,15 @@ class Shape:
 
 
 def are_whole(source: RawFile, fmt: RawFormat, columns: int) -> bool:
-    """Whether every row has `columns` fields, is short enough and is quoted rightly."""
+    """Return whether every row has `columns` fields, is short enough and is quoted correctly."""
     shapes = (Shape(data, fmt, columns) for _, data in blocks(source, fmt, BLOCK))
     return not any(len(shape.wrong) or shape.misquoted for shape in shapes)
 
 
 def _misquoted(values: np.ndarray, separator: int) -> int | None:
-    """Position of the first quote that neither opens nor closes a field nor stands, doubled, inside a quoted one."""
+    """Return the position of the first quote that neither opens nor closes a field nor is doubled inside a quoted
+    one.
+    """
     quotes = np.flatnonzero(values == QUOTE)
     opening, closing = quotes[::2], quotes[1::2]
     around = np.concatenate([[NEWLINE], values, [NEWLINE]])  # around[i] stands before values[i], around[i + 2] after
@@ -166,6 +168,6 @@ def _misquoted(values: np.ndarray, separator: int) -> int | None:
     return int(wrong.min()) if len(wrong) else None
 
 
-def _too_long(source: RawFile, line: int, rest: bytes, fmt: RawFormat) -> str:
-    hint = ", is a quote never closed?" if fmt.quoting and rest.count(b'"') % 2 else ""
+def _too_long(source: RawFile, line: int, row: bytes, fmt: RawFormat) -> str:
+    hint = ", is a quote never closed?" if fmt.quoting and row.count(b'"') % 2 else ""
     return f"{source.name} line {line}: longer than {fmt.longest_row:,} bytes{hint}"

@@ -1,7 +1,7 @@
-"""The options that a user may give a source: columns of an own file, sizes of the generated data.
+"""Define the options of a source: the columns of the user's file, the sizes of generated data.
 
-They are part of the run's configuration (`data.columns`, `data.synthetic`, `data.recall`): an unknown one, a wrong type
-or value is answered like any other key.
+They are part of the run's configuration (`data.columns`, `data.synthetic`, `data.recall`), and an unknown key, a wrong
+type or a wrong value is reported like that of any other key.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pydantic_core import ErrorDetails
 
 from .types import DataError, did_you_mean, shown
 
-MOST_EVENTS = 2 * 10**9  # generated ones; their arrays would take some 24 GB
+MOST_EVENTS = 2 * 10**9  # of generated data; their arrays would take some 24 GB
 MOST_ITEMS = 10**7
-MOST_ACTION = 999_999  # codes are rows of an embedding table: more is taken for a column read wrongly
+MOST_ACTION = 999_999  # codes are rows of an embedding table: a greater code means that the wrong column was read
 
 
 def checked_separator(value: object) -> str:
-    """What separates the fields of a text file, "tab" being another word for a tab; DataError."""
+    """Return the character that separates the fields of a text file ("tab" stands for a tab); DataError."""
     text = "\t" if value == "tab" else value
     if not isinstance(text, str) or len(text) != 1 or not text.isascii() or text.isalnum() or text in '"\r\n\0.+-':
         raise DataError(
@@ -29,7 +29,7 @@ def checked_separator(value: object) -> str:
 
 
 class Options(BaseModel):
-    """No unknown keys, no conversions between types, no infinities, no changes after loading."""
+    """Base class: rejects unknown keys and infinities, converts no types, and is immutable after loading."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -55,7 +55,7 @@ class Columns(Options):
     """The code of each text of an action; absent, codes follow the order of frequency."""
 
     def by_role(self) -> dict[str, str]:
-        """role -> column, in a fixed order and without what the source has none of."""
+        """Map each role to its column, in a fixed order, without roles that the source lacks."""
         roles = {"user": self.user, "item": self.item, "timestamp": self.timestamp, "action": self.action}
         return {role: column for role, column in roles.items() if column}
 
@@ -183,7 +183,9 @@ Kind = TypeVar("Kind", bound=Options)
 
 
 def parse_options(kind: type[Kind], values: dict | Kind | None, where: str) -> Kind:
-    """`values` checked; DataError, in one line, names everything that is wrong with them below the key `where`."""
+    """Return checked options; DataError, in one line, names everything that is wrong with them below the key
+    `where`.
+    """
     if isinstance(values, kind):
         return values
     try:
@@ -195,8 +197,8 @@ def parse_options(kind: type[Kind], values: dict | Kind | None, where: str) -> K
 def _explain(item: ErrorDetails, kind: type[Options], where: str) -> str:
     key = ".".join([where, *map(str, item["loc"])])
     if item["type"] == "extra_forbidden":
-        known = kind.model_fields
-        return f"{key}: unknown key{did_you_mean(item['loc'][-1], known) or ', known here: ' + ', '.join(known)}"
+        fields = kind.model_fields
+        return f"{key}: unknown key{did_you_mean(item['loc'][-1], fields) or ', fields here: ' + ', '.join(fields)}"
     if item["type"] == "value_error":
         return f"{key}: {item['ctx']['error']}"
     return f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {shown(repr(item['input']))}"

@@ -1,4 +1,4 @@
-"""Parquet files -> polars frames with the columns user, item, timestamp and action; bad rows are named."""
+"""Read Parquet files as polars frames with the columns user, item, timestamp and action, and name bad rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .times import Reading
 from .types import DataError, shown
 from .values import Readings, checks, choose_readings, problem, typed
 
-SAMPLE = 100_000  # rows by which columns are read
+SAMPLE = 100_000  # rows from which the readings of columns are chosen
 
 
 def read_parquet(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None = None):
-    """(polars frame, the readings of its columns, what to say of them) of one file.
+    """Read one file: (polars frame, the readings of its columns, notes about the file).
 
-    readings: those of the files before, whose times must be of the same kind. Bad rows go to `bad`; DataError for what
-    leaves nothing to read.
+    readings: those of the earlier files, whose times must be of the same kind. Bad rows go to `bad`; DataError for
+    faults after which nothing can be read.
     """
     frame, readings = _readable(source, _read(source, fmt), fmt, bad, readings)
     bad.check(source.name)
@@ -32,10 +32,11 @@ def read_parquet(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readin
 def parquet_pieces(
     source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None, size: int, begin: tuple[int, int] | None
 ) -> Iterator[tuple]:
-    """A file in pieces of `size` / 64 rows, SAMPLE at least: (polars frame, readings, notes, where the next begins).
+    """Yield a file in pieces of `size` / 64 rows, SAMPLE at least: (frame, readings, notes, where the next piece
+    begins).
 
-    begin: (0, a row's number), as it was given; None is the first row. Otherwise as `read_parquet`, but for
-    `bad.check`.
+    begin: (0, a row's number), as an earlier piece returned it; None is the first row. The rest is as in
+    `read_parquet`, except that `bad.check` is not called.
     """
     first, rows = 0 if begin is None else begin[1], max(SAMPLE, size // 64)
     while True:
@@ -50,7 +51,7 @@ def parquet_pieces(
 
 
 def _readable(source: RawFile, raw, fmt: RawFormat, bad: BadRows, readings: Readings | None, first: int = 0):
-    """(the good rows of some rows, the first of which has the number `first`; the readings)."""
+    """Return (the good rows among some rows, the first of which has the number `first`; the readings)."""
     time = raw["timestamp"].dtype if "timestamp" in raw.columns else None
     frame = raw.select(_as_read(source, role, raw[role].dtype, fmt) for role in raw.columns)
     if readings is None:
@@ -69,13 +70,13 @@ def _readable(source: RawFile, raw, fmt: RawFormat, bad: BadRows, readings: Read
 
 
 def _read(source: RawFile, fmt: RawFormat, first: int = 0, rows: int | None = None):
-    """The wanted columns as they are, named by their roles; DataError for a file that cannot be read.
+    """Read the format's columns unchanged, named by their roles; DataError for a file that cannot be read.
 
-    rows: how many, from row number `first` on; None is all.
+    rows: the number of rows, from row number `first` on; None is all.
     """
     import polars as pl
 
-    # A datetime is a moment whatever its zone is called, also where polars does not know the zone ("+05:30").
+    # A datetime is a moment whatever its zone is called, even if polars does not know the zone ("+05:30").
     os.environ.setdefault("POLARS_IGNORE_TIMEZONE_PARSE_ERROR", "1")
     try:
         with literal(source.path) as file:
@@ -86,7 +87,7 @@ def _read(source: RawFile, fmt: RawFormat, first: int = 0, rows: int | None = No
             height = pl.scan_parquet(file).select(pl.len()).collect().item()
         if rows is None:
             require_memory(memory_of(height, fmt), f"{source.name} says that it has {height:,} rows; they")
-        # By their places: a name of the user's is a pattern to polars where it looks like one.
+        # Columns are selected by index: polars treats a user's column name as a pattern if it looks like one.
         with literal(source.path) as file:
             places = [names.index(str(column)) for column in fmt.columns.values()]
             if rows is None:
@@ -104,7 +105,7 @@ def _read(source: RawFile, fmt: RawFormat, first: int = 0, rows: int | None = No
 
 
 def _as_read(source: RawFile, role: str, kind, fmt: RawFormat):
-    """The expression that reads a column of polars type `kind` as `role`; DataError for a type that cannot be it."""
+    """Return the expression that reads a column of polars type `kind` as `role`; DataError for an unsuitable type."""
     import polars as pl
 
     value = pl.col(role)
@@ -132,7 +133,7 @@ def _as_read(source: RawFile, role: str, kind, fmt: RawFormat):
 
 
 def _feature_as_read(feature: str, value, kind, separator: str):
-    """(whether a column of polars type `kind` can be such a feature, what was expected, the expression to read it)."""
+    """Return (whether a column of polars type `kind` can be such a feature, the expected types, the expression)."""
     import polars as pl
 
     def plain(kind) -> bool:
@@ -151,9 +152,9 @@ def _feature_as_read(feature: str, value, kind, separator: str):
 
 
 def _nanoseconds(value, kind):
-    """The numbers behind datetimes or dates, an expression, as nanoseconds; null where they do not fit into int64.
+    """Return the expression that turns datetimes or dates into nanoseconds; null where these do not fit into int64.
 
-    By the numbers: polars panics where a changed file holds a datetime that no calendar has.
+    It computes with integers: polars panics if a changed file holds a datetime that no calendar has.
     """
     import polars as pl
 
@@ -164,7 +165,7 @@ def _nanoseconds(value, kind):
 
 
 def memory_of(rows: int, fmt: RawFormat) -> int:
-    """Bytes that it takes to read so many rows at once."""
+    """Return the bytes of memory needed to read so many rows at once."""
     return rows * 8 * (2 + 2 * len(fmt.columns))
 
 
@@ -173,11 +174,11 @@ def _problem(source: RawFile, row: int, raw, frame, fmt: RawFormat, readings: Re
         if frame[row].select(good).item():
             continue
         column = raw[role]
-        # A moment far off cannot be shown as a date.
+        # A moment in the far past or future cannot be shown as a date.
         original = (column.to_physical() if column.dtype.is_temporal() else column)[row]
         value = frame[role][row]
         number = value if role == "timestamp" and isinstance(value, (int, float)) else None
         text = "" if original is None else str(original)
-        what = problem(role, text, fmt, readings, number) or "cannot be read"
-        return f"{source.name} row {first + row + 1}, column {fmt.columns[role]}: {what}"
+        message = problem(role, text, fmt, readings, number) or "cannot be read"
+        return f"{source.name} row {first + row + 1}, column {fmt.columns[role]}: {message}"
     return f"{source.name} row {first + row + 1}: cannot be read"

@@ -1,14 +1,14 @@
-"""Preparation of data that memory does not hold: cut into pieces, then into ranges of users, each small enough.
+"""Prepare data that does not fit into memory: cut it into pieces, then into ranges of users, each small enough.
 
-The result is the one of raw.py and filtering.py, bit for bit. On the disk, below one folder beside the caches, lie
+The result equals that of raw.py and filtering.py, bit for bit. A folder on disk, beside the caches, holds:
 
-    pieces/N     N-th piece of the raw files, read and checked: its good rows, its distinct ids with counts, its state
-    numbered/N   its rows with numbers in place of ids, cut by ranges of users
-    users/P      P-th range of users, its events sorted: columns without Parquet's or CSV's detours
-    columns      what is left behind the filter, as the cache has it
+    pieces/N     N-th piece of the raw files, read and checked: good rows, distinct ids with counts, the state
+    numbered/N   the piece's rows with numbers in place of ids, cut by ranges of users
+    users/P      P-th range of users with sorted events, as plain columns instead of Parquet or CSV
+    columns      the data after the filter, in the layout of the cache
 
-Each folder appears whole or not at all, so that a preparation that was ended goes on behind the last one. In memory are
-one piece or one range, and some numbers of each user and item: 8 bytes and their ids.
+Each folder appears whole or not at all, so that a preparation that was ended continues after the last one. Memory holds
+one piece or one range at a time, and for each user and item 8 bytes and the id.
 
 Letters: E events, U users of a range, K ranges.
 """
@@ -54,15 +54,15 @@ from .values import Readings
 
 PIECES = {"text": text_pieces, "parquet": parquet_pieces}
 PIECE = 1 << 27  # bytes of a raw file that are read at a time
-BYTES_PER_EVENT = 64  # that sorting takes
-SHARE = 0.3  # of the free memory that a range of users may take
+BYTES_PER_EVENT = 64  # memory that sorting needs
+SHARE = 0.3  # of the free memory that a range of users may use
 MOST = 4096  # ranges
-BUCKETS = 64  # in which a piece's distinct ids lie
+BUCKETS = 64  # into which a piece's distinct ids are divided
 COLUMNS = {"items": np.int32, "timestamps": np.int64, "actions": np.int32}
 
 
 def needed(fmt: RawFormat, files: list[RawFile]) -> int:
-    """K for these files: 1 where memory holds them all."""
+    """Return the number of ranges K for these files: 1 if memory holds them all."""
     free = available_memory()
     if free is None or fmt.kind not in PIECES:
         return 1
@@ -84,7 +84,7 @@ def _parquet_rows(file: RawFile) -> int:
         with literal(file.path) as opened:
             return pl.scan_parquet(opened).select(pl.len()).collect().item()
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError):
-        return 0  # read_parquet says what is wrong
+        return 0  # read_parquet reports the fault
 
 
 def read_in_partitions(
@@ -98,16 +98,17 @@ def read_in_partitions(
     count: int | None,
     progress: Progress,
 ) -> Dataset | None:
-    """`read_raw`, then `filter_dataset` with `options`; None where `count` is None and memory holds the data at once.
+    """Run `read_raw`, then `filter_dataset` with `options`; return None if `count` is None and all data fits into
+    memory.
 
-    count: K; None decides. folder: where what is kept meanwhile lies; it is the caller's to remove. The columns of the
-    result are memory maps of files in it.
+    count: K, or None to choose it. folder: the place of intermediate files, which the caller removes. The columns of
+    the result are memory maps of files in it.
     """
     with unpacked(sources, folder.parent) as files:
         plan = folder / "plan.json"
-        known = _read_json(plan) if plan.exists() else {}
-        if known.get("fingerprint") == fingerprint and count in (None, known.get("count")):
-            count = known["count"]
+        saved = _read_json(plan) if plan.exists() else {}
+        if saved.get("fingerprint") == fingerprint and count in (None, saved.get("count")):
+            count = saved["count"]
         else:
             count = count or needed(fmt, files)
             if count == 1:
@@ -126,10 +127,10 @@ def read_in_partitions(
 
 @dataclasses.dataclass
 class _State:
-    """How far the raw files are read.
+    """How much of the raw files has been read.
 
-    pieces, rows: read so far. file, begin: where the next piece begins. bad, described: as in `BadRows`. first_pieces:
-    file -> its first piece.
+    pieces, rows: how many have been read. file, begin: where the next piece begins. bad, described: as in `BadRows`.
+    first_pieces: maps each file to its first piece.
     """
 
     pieces: int = 0
@@ -144,22 +145,22 @@ class _State:
     first_pieces: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def readings(self) -> Readings | None:
-        """What the last piece was read with."""
+        """The readings used for the last piece."""
         plain = self.plain_readings
         return None if plain is None else Readings(Reading(**plain["time"]), plain["text_actions"])
 
 
 class _Work:
-    """One preparation; each method makes one kind of folders, as far as they are missing."""
+    """The work of one preparation; each method makes the folders of one kind that are missing."""
 
     def __init__(self, name, fmt, files, handling, folder, count, progress):
         self.name, self.fmt, self.files, self.handling = name, fmt, files, handling
         self.folder, self.count, self.progress = folder, count, progress
 
     def read(self) -> None:
-        """pieces/N, and reading.json once there is the last one."""
-        done = self.folder / "reading.json"
-        if done.exists():
+        """Write pieces/N, and reading.json after the last one."""
+        state_file = self.folder / "reading.json"
+        if state_file.exists():
             return
         pieces = sorted((self.folder / "pieces").glob("[0-9]*"))
         state = _State(**_read_json(pieces[-1] / "state.json")) if pieces else _State()
@@ -169,10 +170,10 @@ class _Work:
             file, before = self.files[state.file], state.readings()
             place = None if state.begin is None else (state.begin[0], state.begin[1])
             self.progress.stage(f"reading {file.name}, {state.rows:,} rows so far")
-            for frame, readings, told, begin in PIECES[self.fmt.kind](file, self.fmt, bad, before, PIECE, place):
+            for frame, readings, piece_notes, begin in PIECES[self.fmt.kind](file, self.fmt, bad, before, PIECE, place):
                 check_unit(file, self.files[0], before, readings)
                 state.first_pieces.setdefault(str(state.file), state.pieces)
-                state.notes += [note for note in told if note not in state.notes]
+                state.notes += [note for note in piece_notes if note not in state.notes]
                 state.begin, state.plain_readings = list(begin), dataclasses.asdict(readings)
                 state.rows, state.pieces = state.rows + frame.height, state.pieces + 1
                 state.bad, state.described = bad.count, bad.first
@@ -181,7 +182,7 @@ class _Work:
             bad.check(file.name)
             state.file, state.begin = state.file + 1, None
         state.bad_note = bad.note() if bad.count else None
-        _write_json(done, dataclasses.asdict(state))
+        _write_json(state_file, dataclasses.asdict(state))
 
     def _write_piece(self, frame, state: _State) -> None:
         with replace_folder(self.folder / "pieces" / f"{state.pieces - 1:06d}") as place:
@@ -195,7 +196,7 @@ class _Work:
             _write_json(place / "state.json", dataclasses.asdict(state))
 
     def _buckets(self, counts, role: str) -> list:
-        """Ids and their counts by the ids' hash, in as many frames as there are ranges, at most BUCKETS."""
+        """Divide ids and their counts by the ids' hash into as many frames as there are ranges, at most BUCKETS."""
         import polars as pl
 
         ids = counts[role]
@@ -208,7 +209,7 @@ class _Work:
         return [counts.slice(begin, end - begin) for begin, end in itertools.pairwise(begins)]
 
     def dataset(self, fingerprint: str, options: dict) -> Dataset:
-        """numbered/N, users/P, columns; then the data set."""
+        """Write numbered/N, users/P and columns, then return the data set."""
         state, first = _State(**_read_json(self.folder / "reading.json")), self.files[0]
         pieces = sorted((self.folder / "pieces").glob("[0-9]*"))
         readings = state.readings()
@@ -237,8 +238,8 @@ class _Work:
         if names:
             notes.append(note_of_actions(names))
         kept_users, kept_items, offsets = self._filter(bounds, len(items.values), options)
-        found = {column: self.folder / "columns" / f"{column}.npy" for column in COLUMNS}
-        columns = {name: np.load(file, mmap_mode="c") for name, file in found.items() if file.exists()}
+        files = {column: self.folder / "columns" / f"{column}.npy" for column in COLUMNS}
+        columns = {name: np.load(file, mmap_mode="c") for name, file in files.items() if file.exists()}
         return Dataset(
             name=name_of(self.name, self.fmt, first),
             actions=columns.pop("actions", None),
@@ -253,31 +254,31 @@ class _Work:
         )
 
     def _kinds(self, pieces: list[Path], state: _State) -> dict:
-        """role -> polars type of its column, in which those of all files agree."""
+        """Map each role to the polars type of its column, on which all files agree."""
         frames = [_read(pieces[piece] / "columns.arrow") for piece in state.first_pieces.values()]
         files = [self.files[int(file)] for file in state.first_pieces]
         return dict(alike(frames, files)[0].schema)
 
     def _numbered(self, pieces: list[Path], role: str) -> tuple[Ids, np.ndarray]:
-        """(all ids of a role, the number of events of each)."""
+        """Return (all ids of a role, the number of events of each)."""
         import polars as pl
 
-        found = []
+        buckets = []
         for bucket in range(min(BUCKETS, self.count)):
             self.progress.stage(f"numbering the ids of {role}s, part {bucket + 1}")
             parts = (_read(piece / f"{role}s-{bucket}.arrow") for piece in pieces)
-            found.append(_summed([part.with_columns(pl.col(role).cast(self.kinds[role])) for part in parts], role))
-        every = pl.concat(found)
-        ids = Ids(every[role], self.files[0], role)
+            buckets.append(_summed([part.with_columns(pl.col(role).cast(self.kinds[role])) for part in parts], role))
+        counted_ids = pl.concat(buckets)
+        ids = Ids(counted_ids[role], self.files[0], role)
         counts = np.zeros(len(ids.values), np.int64)
-        counts[ids.codes(every[role]).to_numpy()] = every["count"].to_numpy()
+        counts[ids.codes(counted_ids[role]).to_numpy()] = counted_ids["count"].to_numpy()
         return ids, counts
 
     def _bounds(self, events: np.ndarray) -> np.ndarray:
-        """[K + 1] numbers of users, between which ranges of about as many events lie. events: of each user."""
+        """Return [K + 1] numbers of users that bound ranges with about equally many events. events: of each user."""
         before = np.cumsum(events)
-        wanted = before[-1] * np.arange(1, self.count) // self.count
-        return np.concatenate([[0], np.searchsorted(before, wanted), [len(events)]])
+        targets = before[-1] * np.arange(1, self.count) // self.count
+        return np.concatenate([[0], np.searchsorted(before, targets), [len(events)]])
 
     def _number(self, piece: Path, users: Ids, items: Ids, texts, bounds: np.ndarray) -> None:
         import polars as pl
@@ -302,7 +303,7 @@ class _Work:
         (piece / "rows.arrow").unlink()
 
     def _sort(self, number: int, bounds: np.ndarray, readings: Readings, pieces: int) -> int:
-        """users/P; how many duplicates were left out there."""
+        """Write users/P; return the number of duplicates that were left out."""
         import polars as pl
 
         place = self.folder / "users" / f"{number:06d}"
@@ -334,7 +335,7 @@ class _Work:
         return _read_json(place / "dropped.json")
 
     def _filter(self, bounds: np.ndarray, num_items: int, options: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(users that are left [bool], items that are left [bool], their offsets); writes columns."""
+        """Write columns; return (users that remain [bool], items that remain [bool], the users' offsets)."""
         least_user, least_item = options["min_user_events"], options["min_item_events"]
         places = [self.folder / "users" / f"{number:06d}" for number in range(self.count)]
         places = [place for place in places if (place / "lengths.npy").exists()]
@@ -343,27 +344,27 @@ class _Work:
         items_left, changed = np.ones(num_items, bool), True
         users_left = np.ones(int(bounds[-1]), bool)
         while changed:
-            # Events of users and items that are left; counts of both; who has too few of them.
+            # Count the events of remaining users and items, then drop the users and items with too few.
             counts, changed, total = np.zeros(num_items, np.int64), False, 0
             for place, first in zip(places, firsts):
                 self.progress.stage("filtering")
                 alive, users, lengths = _alive(place, first, users_left, items_left)
-                kept = np.bincount(users[alive], minlength=len(lengths))
+                user_counts = np.bincount(users[alive], minlength=len(lengths))
                 total += int(alive.sum())
                 counts += np.bincount(np.load(place / "items.npy")[alive], minlength=num_items)
-                few = users_left[first : first + len(lengths)] & (kept < least_user)
-                changed |= bool(few.any())
-                users_left[first : first + len(lengths)] &= ~few
-            few = items_left & (counts < least_item)
-            changed |= bool(few.any())
-            items_left &= ~few
+                too_few = users_left[first : first + len(lengths)] & (user_counts < least_user)
+                changed |= bool(too_few.any())
+                users_left[first : first + len(lengths)] &= ~too_few
+            too_few = items_left & (counts < least_item)
+            changed |= bool(too_few.any())
+            items_left &= ~too_few
         if not total:
             raise nothing_left(name_of(self.name, self.fmt, self.files[0]), least_user, least_item)
         lengths = self._write_columns(places, firsts, users_left, items_left, total)
         return users_left, items_left, offsets_of(lengths[users_left])
 
     def _write_columns(self, places, firsts, users_left, items_left, total: int) -> np.ndarray:
-        """columns; the number of events of each user."""
+        """Write columns; return the number of events of each user."""
         numbers = np.cumsum(items_left, dtype=np.int64) - 1
         lengths = np.zeros(len(users_left), np.int64)
         with replace_folder(self.folder / "columns") as temporary:
@@ -371,8 +372,8 @@ class _Work:
             opened = {name: _begin(file, COLUMNS[name], total) for name, file in files.items()}
             for place, first in zip(places, firsts):
                 self.progress.stage("writing the columns")
-                alive, users, every = _alive(place, first, users_left, items_left)
-                lengths[first : first + len(every)] = np.bincount(users[alive], minlength=len(every))
+                alive, users, user_lengths = _alive(place, first, users_left, items_left)
+                lengths[first : first + len(user_lengths)] = np.bincount(users[alive], minlength=len(user_lengths))
                 for name, file in opened.items():
                     values = np.load(place / f"{name}.npy")[alive]
                     values = numbers[values] if name == "items" else values
@@ -383,7 +384,9 @@ class _Work:
 
 
 def _alive(place: Path, first: int, users_left: np.ndarray, items_left: np.ndarray):
-    """(which events of a range are left [E], the user of each counted from its first [E], lengths [U])."""
+    """Return (which events of a range remain [E], the user of each, counted from the range's first [E], lengths
+    [U]).
+    """
     lengths = np.load(place / "lengths.npy")
     users = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     alive = users_left[first : first + len(lengths)][users]
@@ -392,15 +395,15 @@ def _alive(place: Path, first: int, users_left: np.ndarray, items_left: np.ndarr
 
 
 def _begin(file: Path, dtype, count: int):
-    """A .npy file of `count` values, opened where they begin."""
-    opened = open(file, "wb")  # noqa: SIM115 (the caller's to close)
+    """Create a .npy file of `count` values, and return it opened at the first value."""
+    opened = open(file, "wb")  # noqa: SIM115 (the caller closes it)
     header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(opened, header)
     return opened
 
 
 def _summed(frames: list, role: str):
-    """Counts of all frames together."""
+    """Add up the counts of all frames."""
     import polars as pl
 
     return pl.concat(frames).group_by(role).agg(pl.col("count").sum())

@@ -1,4 +1,4 @@
-"""Raw files -> a prepared cache: which cache belongs to a source, and its preparation when it is missing or damaged."""
+"""Turn raw files into a prepared cache: find the cache of a source, and prepare it if it is missing or damaged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 NO_FILTER = {"min_user_events": 1, "min_item_events": 1}
 VERSION = 1  # part of every key: raise it when the same source would be prepared differently
-OWN_VERSION = 2  # that of csv and parquet
+OWN_VERSION = 2  # the same for csv and parquet
 
 
 def load_or_prepare(
@@ -41,21 +41,21 @@ def load_or_prepare(
     features: Features | None = None,
     partitions: int | None = None,
 ) -> Dataset:
-    """Open the cache of this source and these options; make it first if it is missing or damaged.
+    """Open the cache of this source and these options; prepare it first if it is missing or damaged.
 
-    Without a `cache_dir` the source is prepared in memory and nothing is written. options: of `filter_dataset`; None
-    takes a given cache with whichever it has, and whichever features. features: of items, users and events. tell: is
-    told now and then what is being done. partitions: ranges of users that a preparation works on one after another;
-    None is 1, or as many as memory asks for. Ctrl-C ends a preparation within a second and leaves no cache that is not
-    whole.
+    Without a `cache_dir` the source is prepared in memory and nothing is written. options: of `filter_dataset`; with
+    None, a cache folder given as `path` is accepted with any options and features. features: options of the features of
+    items, users and events. tell: called now and then with a line about the progress. partitions: the number of ranges
+    of users prepared one after another; None is 1, or as many as memory requires. Ctrl-C ends a preparation within a
+    second and leaves no incomplete cache.
     """
     cache_dir = None if cache_dir is None else local_path(cache_dir, "data.cache_dir")
-    asked = _recipe(name, fmt, options, handling, features)
-    if path and (given := _given_cache(local_path(path, "data.path"), asked)) is not None:
-        return given
+    requested = _recipe(name, fmt, options, handling, features)
+    if path and (prepared := _given_cache(local_path(path, "data.path"), requested)) is not None:
+        return prepared
     sources, how = find_sources(name, fmt, path)
     progress = Progress(tell)
-    recipe = asked | {"options": options or NO_FILTER}
+    recipe = requested | {"options": options or NO_FILTER}
     tables = find_tables(features)
     place: list[Path] = []
 
@@ -82,12 +82,12 @@ def _cache_folder(cache_dir: Path, name: str, fingerprint: str) -> Path:
 def _recipe(
     name: str, fmt: RawFormat, options: dict | None, handling: Handling, features: Features | None = None
 ) -> dict:
-    """What decides, beside the content of the files, what a cache holds."""
-    # Columns of events that are features stand with the features.
+    """Return whatever, beside the content of the files, determines the content of a cache."""
+    # The options of event columns that are features are listed with the features.
     columns = {role: column for role, column in fmt.columns.items() if role not in fmt.features}
     recipe = {"version": VERSION, "format": name, "options": options, "columns": columns}
     recipe["timestamp_unit"] = fmt.timestamp_unit
-    # What came later is left out where it is not used, so that earlier caches keep their keys.
+    # Keys added later are left out when unused, so that earlier caches keep their fingerprints.
     if fmt.own_columns:
         recipe["version"] = OWN_VERSION
         recipe |= {"timestamp_format": fmt.timestamp_format, "action_codes": fmt.action_codes}
@@ -112,12 +112,14 @@ def _prepare(
     place: list[Path],
     partitions: int | None,
 ) -> Dataset:
-    """`load_or_prepare`, once the files are known; `place` gets what it leaves temporary folders beside."""
+    """Do the work of `load_or_prepare` on existing files; folders with temporary files beside them are added to
+    `place`.
+    """
     try:
-        every = [*((s, fmt) for s in sources), *((table.source, table.fmt) for table in tables)]
-        before = [check_source(source, of) for source, of in every]
+        inputs = [*((s, fmt) for s in sources), *((table.source, table.fmt) for table in tables)]
+        checked = [check_source(source, fmt_) for source, fmt_ in inputs]
         sums = []
-        for source, _ in every:
+        for source, _ in inputs:
             progress.stage(f"checking {source.name}")
             sums.append(file_sha256(source.path))
         fingerprint = _fingerprint(recipe, sums)
@@ -138,11 +140,11 @@ def _prepare(
             raise DataError("data.partitions: needs data.cache_dir, and cannot be had with data.features")
         if dataset is None:
             dataset = read_raw(name, fmt, sources, fingerprint, handling, cache_dir, progress)
-            # Before the filter: an item that it drops is no unknown one.
+            # Before the filter, because an item that the filter drops is not an unknown one.
             read = read_tables(tables, dataset, handling.on_bad_row == "drop", cache_dir, progress.stage)
             progress.stage("filtering")
             dataset = filter_dataset(dataset, **recipe["options"])
-        if [check_source(source, of) for source, of in every] != before:
+        if [check_source(source, fmt_) for source, fmt_ in inputs] != checked:
             raise DataError(f"{sources[0].name}: the source changed while it was being read; try again")
     except OSError as error:
         raise DataError(
@@ -152,7 +154,7 @@ def _prepare(
     if "features" in recipe:
         plain = {key: value for key, value in recipe.items() if key != "features"}
         dataset = dataclasses.replace(dataset, events_fingerprint=_fingerprint(plain, sums[: len(sources)]))
-    # The filter derives a fingerprint of its own; here the options are part of the key already.
+    # The filter derives a fingerprint of its own; here the key already covers the options.
     dataset = dataclasses.replace(dataset, fingerprint=fingerprint)
     if folder is None:
         return dataset
@@ -168,7 +170,7 @@ def _prepare(
 
 
 def _open(folder: Path, fingerprint: str) -> Dataset | None:
-    """The cache in its place, or None when there is none or none that can be used."""
+    """Return the cache in this folder, or None if there is none or it is damaged."""
     if not folder.exists():
         return None
     try:
@@ -178,35 +180,35 @@ def _open(folder: Path, fingerprint: str) -> Dataset | None:
         return None
 
 
-def _given_cache(folder: Path, asked: dict) -> Dataset | None:
-    """The cache that was given as data.path, or None when that is no cache folder.
+def _given_cache(folder: Path, requested: dict) -> Dataset | None:
+    """Return the cache at data.path, or None if that is no cache folder.
 
-    DataError unless it was made with what is asked for, where that is said: `options` may be None.
+    DataError unless the cache was made with the requested recipe; `options` None accepts any options.
     """
     try:
         if not (folder / "meta.json").is_file():
             return None
-    except OSError:  # find_sources says what is wrong with the path
+    except OSError:  # find_sources reports the fault of the path
         return None
     try:
         dataset, meta = read_cache(folder)
     except CacheError as error:
         raise DataError(f"{shown(folder, 200)}: damaged cache: {error}; prepare it again from the raw file") from error
-    for key, value in asked.items():
-        # A unit that is not asked for is told from the values, and was then. Earlier caches lack later keys.
-        told = key == "version" or (key in ("options", "timestamp_unit") and value is None)
-        told |= key == "features" and asked["options"] is None
+    for key, value in requested.items():
+        # A unit that is not requested was detected from the values. Earlier caches lack keys that were added later.
+        accepted = key == "version" or (key in ("options", "timestamp_unit") and value is None)
+        accepted |= key == "features" and requested["options"] is None
         default = {"on_bad_row": "error", "duplicates": "keep"}.get(key)
-        if not told and (found := meta.get(key, default)) != value:
+        if not accepted and (stored := meta.get(key, default)) != value:
             raise DataError(
-                f"{shown(folder, 200)}: this cache holds {meta['format']} prepared with {key}={_told(found)}; "
-                f"asked for was {asked['format']} with {key}={_told(value)}"
+                f"{shown(folder, 200)}: this cache holds {meta['format']} prepared with {key}={_told(stored)}; "
+                f"asked for was {requested['format']} with {key}={_told(value)}"
             )
     return dataset
 
 
 def _told(value: object) -> str:
-    """An option as it can stand in an error."""
+    """Format an option for an error message."""
     return shown(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value, 300)
 
 

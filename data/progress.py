@@ -1,4 +1,4 @@
-"""What a preparation is doing, for those who wait for it, and its end when they no longer do."""
+"""Report the progress of a preparation, and end it when it is interrupted."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 EVERY = 5.0  # seconds between two lines about one stage
-PATIENCE = 0.3  # seconds that an interrupted stage gets to end by itself
+PATIENCE = 0.3  # seconds that an interrupted stage gets to end
 
 
 class Interrupted(BaseException):
-    """Ends the work of a preparation that nobody waits for any more."""
+    """Ends the work of an interrupted preparation."""
 
 
 class Progress:
-    """Tells a function, if there is one, what stage a preparation is in, each EVERY seconds; `stage` also is where a
-    preparation that was interrupted ends."""
+    """Report the stage of a preparation to a function every EVERY seconds. An interrupted preparation ends at its next
+    call of `stage`.
+    """
 
     def __init__(self, tell: Callable[[str], None] | None = None):
         self.tell = tell
         self.ended = False
         self._stage, self._since, self._told = "", time.monotonic(), time.monotonic()
 
-    def stage(self, what: str) -> None:
-        """A stage begins (`reading x.csv`, `sorting 100 events`, `writing the cache`)."""
+    def stage(self, name: str) -> None:
+        """Begin a stage (`reading x.csv`, `sorting 100 events`, `writing the cache`)."""
         if self.ended:
             raise Interrupted
-        self._stage, self._since = what, time.monotonic()
+        self._stage, self._since = name, time.monotonic()
 
     def wait(self) -> None:
-        """Called now and then by whoever waits: tells the stage when it is time."""
+        """Report the stage if it is time; called now and then by the waiting thread."""
         now = time.monotonic()
         if self.tell and now - self._told >= EVERY:
             self._told = now
@@ -40,10 +41,10 @@ class Progress:
 
 
 def interruptible(work: Callable[[], Result], progress: Progress, clean: Callable[[], None]) -> Result:
-    """work(), beside the main thread, so that Ctrl-C ends it within a second though a library computes for longer.
+    """Run work() beside the main thread, so that Ctrl-C ends it within a second even inside a long library call.
 
-    After an interrupt the work ends at its next stage; `clean` then removes what it may have left. Called from another
-    thread, which gets no interrupts, it is work().
+    After an interrupt the work ends at its next stage; `clean` then removes its unfinished files. Outside the main
+    thread, which alone receives interrupts, work() is called directly.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -56,18 +57,18 @@ def interruptible(work: Callable[[], Result], progress: Progress, clean: Callabl
         except BaseException as error:
             errors.append(error)
         finally:
-            done.set()
+            finished.set()
 
-    # Waited for by an event: a join that Ctrl-C interrupts takes the thread for ended (Python 3.11).
-    done = threading.Event()
+    # The main thread waits for an event, because a join that Ctrl-C interrupts marks the thread as ended (Python 3.11).
+    finished = threading.Event()
     thread = threading.Thread(target=run, name="preparation", daemon=True)
     try:
         thread.start()
-        while not done.wait(0.1):
+        while not finished.wait(0.1):
             progress.wait()
     except BaseException:
         progress.ended = True
-        done.wait(PATIENCE)
+        finished.wait(PATIENCE)
         clean()
         raise
     if errors:

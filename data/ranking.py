@@ -1,4 +1,4 @@
-"""Ranking samples and batches: an item token and an action token for each event.
+"""Cut ranking samples and batches: an item token and an action token for each event.
 
 A user's events become the tokens item, action, item, action, ... At an item token a model predicts the action that
 follows. Histories are cut between events, never between an item and its action.
@@ -28,12 +28,12 @@ class RankingBatch(Batch):
     """Sequences of item and action tokens; `item_ids`, `actions` and `timestamps` are those of a token's event.
 
     No token has an item as its target: target_ids is -1 throughout. The query time of an item token is its own event's,
-    that of an action token the next event's (its own event's where the sample has no next one).
+    that of an action token the next event's (its own event's if it is the sample's last).
 
     is_action  [T] bool, True for action tokens
-    labels     [T, A] int8 at item tokens whose label counts: 1 for each kind of action that was taken, else 0; -1
-               where nothing is predicted
-    events     [T] int64, which event of the data set a token belongs to
+    labels     [T, A] int8 at item tokens whose label counts: 1 for each kind of action that happened, else 0; -1 at
+               tokens without a prediction
+    events     [T] int64, the index in the data set of a token's event
     """
 
     is_action: Tensor = field(default=None, metadata=per_token(padding=False))  # type: ignore[assignment]
@@ -44,7 +44,7 @@ class RankingBatch(Batch):
 class RankingBatches(Batches):
     """The samples of one ranking split, batch by batch; see `Batches`.
 
-    label_table: [codes, A] int8, which kinds of action each action code of the data set stands for.
+    label_table: [codes, A] int8, the kinds of action that each action code of the data set stands for.
     """
 
     def __init__(self, dataset: Dataset, split: Split, *, label_table: np.ndarray, **options):
@@ -94,45 +94,45 @@ class RankingBatches(Batches):
 
 
 def training_windows(users: np.ndarray, begin: np.ndarray, end: np.ndarray, capacity: int) -> Split:
-    """Samples that cover the events begin .. end-1 of each user once, C = `capacity` events each, cut from the end.
+    """Cut the events begin .. end-1 of each user into disjoint samples of C = `capacity` events, starting from the end.
 
     users, begin, end: [U] int64. Every label counts.
     """
     counts = -(-(end - begin) // capacity)
-    which = np.repeat(np.arange(len(users)), counts)
-    place = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-    last = end[which] - place * capacity
-    first = np.maximum(begin[which], last - capacity)
-    return Split(users[which], first, last, first)
+    sample_user = np.repeat(np.arange(len(users)), counts)
+    place = np.arange(len(sample_user)) - np.repeat(np.cumsum(counts) - counts, counts)
+    last = end[sample_user] - place * capacity
+    first = np.maximum(begin[sample_user], last - capacity)
+    return Split(users[sample_user], first, last, first)
 
 
 def scoring_windows(users: np.ndarray, begin: np.ndarray, scored: np.ndarray, end: np.ndarray, capacity: int) -> Split:
-    """Samples in which the events scored .. end-1 of each user are scored, each once.
+    """Cut samples in which each of the events scored .. end-1 of each user is scored exactly once.
 
     Windows of C = `capacity` events begin every max(1, C // 2) events from the user's first one, `begin`. An event is
-    scored in the first window that holds it, which shows it most history. users, begin, scored, end: [U] int64.
+    scored in the first window that contains it, which has the longest history. users, begin, scored, end: [U] int64.
     """
     hop = max(1, capacity // 2)
     some = scored < end
     users, begin, scored, end = users[some], begin[some], scored[some], end[some]
-    # The event at place p of a history belongs to window max(0, ceil((p - C + 1) / hop)).
+    # The event at index p of a history belongs to window max(0, ceil((p - C + 1) / hop)).
     first = np.maximum(0, -(-(scored - begin - capacity + 1) // hop))
     last = np.maximum(0, -(-(end - 1 - begin - capacity + 1) // hop))
     counts = last - first + 1
-    which = np.repeat(np.arange(len(users)), counts)
-    number = first[which] + np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start = begin[which] + number * hop
-    stop = np.minimum(start + capacity, end[which])
-    new = np.where(number == 0, start, start - hop + capacity)  # events before it are in the window before
-    return Split(users[which], start, stop, np.maximum(new, scored[which]))
+    window_user = np.repeat(np.arange(len(users)), counts)
+    number = first[window_user] + np.arange(len(window_user)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = begin[window_user] + number * hop
+    stop = np.minimum(start + capacity, end[window_user])
+    new = np.where(number == 0, start, start - hop + capacity)  # earlier events are scored in the previous window
+    return Split(users[window_user], start, stop, np.maximum(new, scored[window_user]))
 
 
 def ranking_splits(dataset: Dataset, protocol: str, *, max_seq_len: int, train_on_valid: bool = False) -> Splits:
     """Cut a dataset into ranking samples of at most max_seq_len tokens, two an event.
 
-    last_tenth: of a user's n events the last floor(n / 10) are the test, the floor(n / 10) before them the validation;
-    the rest trains, with `train_on_valid` the validation too, and there is then none. all: everything trains.
-    Test events are scored with all earlier events of the user as history, as far as the window reaches.
+    last_tenth: of a user's n events the last floor(n / 10) are the test, the floor(n / 10) before them the validation,
+    and the others train; with `train_on_valid` the validation events train too, and valid is None. all: everything
+    trains. Test events are scored with all earlier events of the user as history, as far as the window reaches.
 
     DataError for another protocol and where no training or test sample is left.
     """

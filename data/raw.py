@@ -1,6 +1,6 @@
-"""Raw files -> a `Dataset`: parsed and checked, the ids numbered, the events sorted.
+"""Read raw files as a `Dataset`: parse and check rows, number the ids, sort the events.
 
-Takes polars, imported inside the functions that need it: whoever reads a prepared cache can do without.
+Requires polars, imported inside the functions that use it: reading a prepared cache does not.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from .types import ACTION_CODES, DataError, Dataset, shown
 from .values import Readings
 
 READERS = {"text": read_text, "sequences": read_sequences, "parquet": read_parquet}
-MOST_TEXT_ACTIONS = 10_000  # distinct ones: more is taken for a column read wrongly
+MOST_TEXT_ACTIONS = 10_000  # distinct ones: more of them mean that the wrong column was read
 NOTED_ACTIONS = 10
 
 
 @dataclass(frozen=True)
 class Handling:
-    """on_bad_row: error or drop. duplicates: keep or drop events that equal an earlier one in every column."""
+    """How rows are handled. on_bad_row: error or drop. duplicates: keep or drop events that equal an earlier one in
+    every column.
+    """
 
     on_bad_row: str = "error"
     duplicates: str = "keep"
@@ -52,7 +54,7 @@ def read_raw(
 ) -> Dataset:
     """Parse, validate, number the ids and sort. DataError with the bad line, column and value.
 
-    scratch: where compressed files are unpacked meanwhile. progress: is told the stages, and may end them.
+    scratch: the folder for unpacking compressed files. progress: gets the stages, and may end them.
     """
     try:
         import polars as pl
@@ -94,7 +96,7 @@ def read_raw(
     # Stable, so that equal timestamps keep the order of the file.
     frame = frame.sort(["user", "timestamp"] if fmt.has_timestamps else ["user"], maintain_order=True)
     if fmt.has_timestamps:
-        # Only now: what is finer than seconds has put them in order.
+        # Rounded only after sorting: fractions of seconds have ordered the events.
         timestamps = to_seconds(frame["timestamp"], readings.time.unit)
     else:
         timestamps = np.zeros(frame.height, np.int64)
@@ -117,12 +119,12 @@ def read_raw(
 
 
 def no_events(first: RawFile, bad: int) -> DataError:
-    """The error of a source without good rows, of which `bad` are bad ones."""
-    return DataError(f"{first.name}: no events in the file{f' but {bad:,} bad rows' if bad else ''}")
+    """Return the error of a source that has no good rows and `bad` bad ones."""
+    return DataError(f"{first.name}: the file has no events{f', only {bad:,} bad rows' if bad else ''}")
 
 
 def refuse_duplicates(fmt: RawFormat) -> None:
-    """DataError where data.duplicates=drop makes no sense."""
+    """Raise DataError if data.duplicates=drop makes no sense for this format."""
     if not fmt.has_timestamps:
         raise DataError("data.duplicates=drop needs timestamps: without them a repetition is an event of its own")
 
@@ -132,11 +134,11 @@ def duplicates_note(count: int) -> str:
 
 
 def _read_all(fmt: RawFormat, files: list[RawFile], handling: Handling, progress: Progress):
-    """(the good rows of all files, their readings, the bad rows, notes)."""
+    """Return (the good rows of all files, their readings, the bad rows, notes)."""
     import polars as pl
 
     size = sum(file.path.stat().st_size for file in files)
-    if fmt.kind != "parquet":  # whose reader knows better
+    if fmt.kind != "parquet":  # whose reader checks the memory itself
         require_memory(2 * size, f"{files[0].name}: {size / 2**30:.1f} GiB of rows")
     bad, frames, notes = BadRows(handling.on_bad_row == "drop"), [], []
     readings: Any = None
@@ -146,22 +148,20 @@ def _read_all(fmt: RawFormat, files: list[RawFile], handling: Handling, progress
         progress.stage(f"reading {file.name}{part}")
         before = readings
         try:
-            frame, readings, told = READERS[fmt.kind](file, fmt, bad, readings)
-        except (
-            pl.exceptions.PanicException
-        ) as error:  # of a changed file, say: no Exception, which would end in a trace
+            frame, readings, file_notes = READERS[fmt.kind](file, fmt, bad, readings)
+        except pl.exceptions.PanicException as error:  # polars' panic, e.g. on a changed file, is no Exception
             raise DataError(f"{file.name}: cannot be read: {shown(str(error).strip(), 200)}") from None
         check_unit(file, files[0], before, readings)
         rows += frame.height
         frames.append(frame)
-        notes += [note for note in told if note not in notes]
+        notes += [note for note in file_notes if note not in notes]
     if fmt.own_columns and fmt.has_timestamps:
         notes.append(time_note(fmt, readings))
     return pl.concat(alike(frames, files)), readings, bad, notes
 
 
 def check_unit(file: RawFile, first: RawFile, before: Readings | None, readings: Readings) -> None:
-    """DataError where a file's times are in another unit than those of the files before."""
+    """Raise DataError if a file's times are in another unit than those of the earlier files."""
     if before is not None and before.time.unit != readings.time.unit:
         raise DataError(
             f"{file.name}: times in {NAMES[readings.time.unit]}, in {first.name} they are in {NAMES[before.time.unit]}"
@@ -169,7 +169,9 @@ def check_unit(file: RawFile, first: RawFile, before: Readings | None, readings:
 
 
 def alike(frames: list, files: list[RawFile]) -> list:
-    """The frames with ids as text in all where one has text, and times of one type; DataError where that cannot be."""
+    """Convert ids to text in all frames if any has text ids, and check that all times have one type; DataError if
+    not.
+    """
     import polars as pl
 
     for role in frames[0].columns:
@@ -193,14 +195,16 @@ def alike(frames: list, files: list[RawFile]) -> list:
 def time_note(fmt: RawFormat, readings: Readings) -> str:
     reading, column = readings.time, fmt.columns["timestamp"]
     if reading.kind in ("integer", "decimal"):
-        told = "" if fmt.timestamp_unit else ", told from the values"
-        return f"times ({shown(column)}) are numbers of {NAMES[reading.unit]}{told}"
+        source = "" if fmt.timestamp_unit else ", detected from the values"
+        return f"times ({shown(column)}) are numbers of {NAMES[reading.unit]}{source}"
     text = {"iso": "ISO 8601 text", "format": "text", "datetime": "datetimes"}[reading.kind]
     return f"times ({shown(column)}) are {text}; without a zone they are taken for UTC"
 
 
 def texts_of_actions(counts, first: RawFile):
-    """The text of each code, the most frequent first, of a polars frame of texts (`action`) and their `count`."""
+    """Return the text of each code, the most frequent first, from a polars frame of texts (`action`) and their
+    `count`.
+    """
     counts = counts.sort(["count", "action"], descending=[True, False])
     if counts.height > MOST_TEXT_ACTIONS:
         raise DataError(
@@ -211,7 +215,7 @@ def texts_of_actions(counts, first: RawFile):
 
 
 def codes_of_actions(texts):
-    """The expression that gives the actions' texts their codes."""
+    """Return the expression that maps the actions' texts to their codes."""
     import polars as pl
 
     return pl.col("action").replace_strict(texts, pl.Series(np.arange(len(texts), dtype=np.int32)))
@@ -223,8 +227,9 @@ def note_of_actions(names: tuple[str, ...]) -> str:
 
 
 def names_of(codes: dict[str, int]) -> tuple[str, ...] | None:
-    """The text of each code, "" for a code without one; of several texts with one code the first. None for codes with
-    too many gaps for that."""
+    """Return the text of each code, "" for a code without one, and the first of several texts with one code. None if
+    the codes have too many gaps.
+    """
     if max(codes.values()) >= MOST_TEXT_ACTIONS:
         return None
     names = [""] * (max(codes.values()) + 1)
@@ -234,7 +239,7 @@ def names_of(codes: dict[str, int]) -> tuple[str, ...] | None:
 
 
 def name_of(name: str, fmt: RawFormat, first: RawFile) -> str:
-    """What a data set is called: its format, or the file without its endings where the format is no data set's."""
+    """Return the name of a data set: its format, or the file's stem for formats of the user's own files."""
     if not fmt.own_columns and name not in ("lines", "sequences", "amazon"):
         return name
     stem = Path(first.name).name
@@ -244,7 +249,7 @@ def name_of(name: str, fmt: RawFormat, first: RawFile) -> str:
 
 
 class Ids:
-    """Original ids (a polars Series, each once or more), numbered in ascending order.
+    """Number original ids (a polars Series, with repetitions) in ascending order.
 
     values: [n] numpy int64 or str, the id of each number.
     """
@@ -267,7 +272,7 @@ class Ids:
         self.values = distinct.to_numpy().astype(np.int64)
 
     def codes(self, ids):
-        """The numbers of ids, a polars Series of int32."""
+        """Return the numbers of ids, as a polars Series of int32."""
         import polars as pl
 
         if self._text is not None:

@@ -1,14 +1,14 @@
-"""A generated memory task: what followed an item was shown once, d events ago, and is asked for when the item returns.
+"""Generate a memory task: when an item returns after d events, the model must recall the item that followed it.
 
-A sequence is filled with random filler items. Into it go pairs, a key and the value behind it: the key returns d events
-after it was shown, and the value follows it again. `distances` are the greatest of each group: d is drawn uniformly
-from d_max // 2 + 1 to d_max, so that no model can tune itself to one distance, and each group has the same number of
-pairs in every sequence. A key is in one pair of a sequence, and each sequence draws its values anew, so that the
-sequence alone tells. The event that repeats a value is a recall; recalls are all that is trained and judged on. A guess
+A sequence consists of random filler items and of pairs, a key and the value behind it: the key returns d events after
+it was shown, and the value follows it again. `distances` are the greatest of each group: d is drawn uniformly from
+d_max // 2 + 1 to d_max, so that no model can tune itself to one distance, and each group has the same number of pairs
+in every sequence. A key is in one pair of a sequence, and each sequence draws its values anew, so that only the
+sequence determines them. The event that repeats a value is a recall; only recalls are trained and judged on. A guess
 among the values is right once in `num_values`. Short sequences can be added for training, because a model learns to
 find one event among a few hundred in far fewer steps than among thousands.
 
-The items are numbered keys first, then values, then fillers. Each event's action says what it is: 0 for `shown`, i for
+The items are numbered keys first, then values, then fillers. Each event's action gives its kind: 0 for `shown`, i for
 a recall of the i-th group of distances (`Dataset.action_names`). Users are sequences, and whole users are held out.
 
 Letters: E events, U users (sequences), N events of a sequence, M samples.
@@ -31,19 +31,19 @@ from .types import DataError, Dataset
 
 GENERATOR_VERSION = 1  # part of the fingerprint: raise it when the same options would give other data
 RECALL_PROTOCOL = "held_out_users"
-TRIES = 200  # places that are drawn for a pair before the sequence counts as full
-CHUNK_CELLS = 1 << 26  # events of the sequences that are made at a time
+TRIES = 200  # draws of a place for a pair before the sequence counts as full
+CHUNK_CELLS = 1 << 26  # events generated at a time
 
 
 def generate_recall(**options) -> Dataset:
-    """The data set of these RecallOptions; the same options (and numpy) give the same data.
+    """Generate the data set of these RecallOptions; the same options (and numpy) give the same data.
 
-    DataError, see `options.parse_options`, and where a sequence has no room for its pairs.
+    DataError for wrong options, see `options.parse_options`, and if a sequence has no room for its pairs.
     """
     o = parse_options(RecallOptions, options, "data.recall")
     rng = np.random.default_rng(o.seed)
     parts = [_sequences(rng, o)]
-    if o.short:  # in front, since the last sequences are held out
+    if o.short:  # placed first, since the last sequences are held out
         parts.insert(0, _sequences(rng, o.of_short()))
     items, codes = (np.concatenate([part.reshape(-1) for part in column]) for column in zip(*parts, strict=True))
     lengths = np.repeat([part.shape[1] for part, _ in parts], [len(part) for part, _ in parts])
@@ -71,7 +71,7 @@ def generate_recall(**options) -> Dataset:
 
 
 def _sequences(rng: np.random.Generator, o: RecallOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Items and codes [U, N] of num_sequences sequences."""
+    """Return items and codes [U, N] of num_sequences sequences."""
     items = np.empty((o.num_sequences, o.length), np.int32)
     codes = np.zeros((o.num_sequences, o.length), np.int32)
     step = max(1, CHUNK_CELLS // o.length)
@@ -81,22 +81,22 @@ def _sequences(rng: np.random.Generator, o: RecallOptions) -> tuple[np.ndarray, 
 
 
 def fill(rng: np.random.Generator, o: RecallOptions, items: np.ndarray, codes: np.ndarray) -> None:
-    """Writes sequences into items and codes, both [U, N]; DataError where the pairs find no room."""
+    """Write sequences into items and codes, both [U, N]; DataError if the pairs do not fit."""
     users = np.arange(len(items))
     items[:] = o.num_keys + o.num_values + rng.integers(0, o.num_fillers, items.shape, dtype=np.int32)
     free = np.ones(items.shape, bool)
     total = o.pairs * len(o.distances)
     keys = np.argsort(rng.random((len(items), o.num_keys), dtype=np.float32), axis=1)[:, :total].astype(np.int32)
     values = o.num_keys + rng.integers(0, o.num_values, (len(items), total), dtype=np.int32)
-    # The longest first: they have the fewest places to go to.
+    # The longest distances are placed first: they have the fewest possible places.
     order = sorted(range(len(o.distances)), key=lambda place: -o.distances[place])
     for pair, place in enumerate(place for place in order for _ in range(o.pairs)):
         longest, waiting = o.distances[place], users
-        shown, asked = np.zeros((2, len(users)), np.int64)
+        shown, returned = np.zeros((2, len(users)), np.int64)
         for _ in range(TRIES):
             distance = rng.integers(longest // 2 + 1, longest + 1, len(waiting))
             begin = (rng.random(len(waiting)) * (o.length - distance - 1)).astype(np.int64)
-            shown[waiting], asked[waiting] = begin, begin + distance
+            shown[waiting], returned[waiting] = begin, begin + distance
             fits = free[waiting, begin] & free[waiting, begin + 1]
             fits &= free[waiting, begin + distance] & free[waiting, begin + distance + 1]
             waiting = waiting[~fits]
@@ -107,17 +107,17 @@ def fill(rng: np.random.Generator, o: RecallOptions, items: np.ndarray, codes: n
                 f"data.recall: length={o.length} has no room for pairs={o.pairs} of each of {len(o.distances)} "
                 "distances: take fewer pairs or longer sequences"
             )
-        for begin in (shown, asked):
+        for begin in (shown, returned):
             items[users, begin], items[users, begin + 1] = keys[:, pair], values[:, pair]
             free[users, begin] = free[users, begin + 1] = False
-        codes[users, asked + 1] = 1 + place
+        codes[users, returned + 1] = 1 + place
 
 
 @dataclass
 class RecallBatch(Batch):
-    """A batch whose targets are recalls alone.
+    """A batch in which only recalls are targets.
 
-    events  [T] int64, which event of the data set the target of each token is
+    events  [T] int64, the index in the data set of each token's target event
     """
 
     events: Tensor = field(default=None, metadata=per_token(padding=-1))  # type: ignore[assignment]
@@ -127,18 +127,18 @@ class RecallBatches(Batches):
     """The samples of a recall split, batch by batch; see `Batches`."""
 
     def _assemble(self, first, last, total, seen, users, begin, *others) -> RecallBatch:
-        whole = super()._assemble(first, last, total, seen, users, begin, *others)
-        events = ranges(begin[first:last], whole.seq_offsets, total) + 1
+        batch = super()._assemble(first, last, total, seen, users, begin, *others)
+        events = ranges(begin[first:last], batch.seq_offsets, total) + 1
         actions = self._columns["actions"]
         assert actions is not None
         codes = actions.index_select(0, events)
         return RecallBatch(
-            item_ids=whole.item_ids,
-            timestamps=whole.timestamps,
-            target_ids=whole.target_ids.masked_fill(codes == 0, -1),
-            query_timestamps=whole.query_timestamps,
-            seq_offsets=whole.seq_offsets,
-            users=whole.users,
+            item_ids=batch.item_ids,
+            timestamps=batch.timestamps,
+            target_ids=batch.target_ids.masked_fill(codes == 0, -1),
+            query_timestamps=batch.query_timestamps,
+            seq_offsets=batch.seq_offsets,
+            users=batch.users,
             events=events,
         )
 
@@ -146,7 +146,7 @@ class RecallBatches(Batches):
 def recall_splits(dataset: Dataset, valid_fraction: float, test_fraction: float) -> Splits:
     """Hold whole users out: the last `test_fraction` of them are the test, the `valid_fraction` before them validation.
 
-    A sample is all events of a user. DataError where a part would be empty.
+    A sample is all events of a user. DataError if a part would be empty.
     """
     users, last = np.arange(dataset.num_users), dataset.user_offsets[1:]
     cuts = [round(dataset.num_users * (1 - test_fraction - fraction)) for fraction in (valid_fraction, 0.0)]

@@ -1,4 +1,4 @@
-"""Files of whole histories, `user item item ...` a line -> polars frames with the columns user and item."""
+"""Read files of whole histories, `user item item ...` a line, as polars frames with the columns user and item."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from .times import SECONDS
 from .types import shown
 from .values import MAX_ID_LENGTH, Readings
 
-SEPARATORS = {"\t": "a tab", ",": "a comma", ";": "a semicolon", "|": "|"}  # where the first line has one; else a blank
+SEPARATORS = {
+    "\t": "a tab",
+    ",": "a comma",
+    ";": "a semicolon",
+    "|": "|",
+}  # the first that the first line has; by default a blank
 
 
 def read_sequences(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None = None):
-    """(polars frame, readings, what to say of the file) of one file; a row of the frame is an event.
+    """Read one file: (polars frame, readings, notes about the file); a row of the frame is an event.
 
     A user's lines follow each other in time. Bad lines go to `bad`.
     """
@@ -35,17 +40,17 @@ def read_sequences(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Read
     for number, data in blocks(source, fmt, SEARCH_BLOCK):
         lines = data.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").split(b"\n")[:-1]
         good: list[str] = []
-        told: list[str] = []
+        descriptions: list[str] = []
         count = 0
         for place, row in enumerate(lines):
             text = row.removesuffix(b"\r")
-            if (what := _problem(text, fmt)) is None:
+            if (message := _problem(text, fmt)) is None:
                 good.append(text.decode())
             else:
                 count += 1
-                if len(told) < bad.room:
-                    told.append(f"{source.name} line {number + place}: {what}")
-        bad.add(count, told)
+                if len(descriptions) < bad.room:
+                    descriptions.append(f"{source.name} line {number + place}: {message}")
+        bad.add(count, descriptions)
         fields = pl.Series(good, dtype=pl.String).str.split(fmt.separator)
         frame = pl.DataFrame({"user": fields.list.first(), "item": fields.list.slice(1)})
         frames.append(frame.explode("item"))
@@ -55,7 +60,7 @@ def read_sequences(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Read
 
 
 def _problem(line: bytes, fmt: RawFormat) -> str | None:
-    """What is wrong with a line, or None."""
+    """Return what is wrong with a line, or None."""
     separator = fmt.separator.encode()
     if not line.strip():
         return "empty line"

@@ -1,4 +1,4 @@
-"""Where the files of a source are, taken literally unless they are not there; unpacked where they are compressed."""
+"""Find and unpack the files of a source; a path is a pattern only if nothing has that literal name."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ from .types import DataError, shown
 PACKED = (".gz", ".zst")
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 OTHERS = (b"PK\x03\x04", b"BZh", b"\xfd7zXZ")  # zip, bzip2, xz
-MOST_HOLE = 1 << 26  # bytes of a hole in a Parquet file: a copy may leave out zeros, but not that many
+MOST_HOLE = 1 << 26  # bytes of the largest accepted hole in a Parquet file: a copy may leave out runs of zeros
 
 
 @dataclass(frozen=True)
 class RawFile:
-    """A file to read; `name` is how errors call it."""
+    """A file to read; `name` is its name in error messages."""
 
     path: Path
     name: str
 
 
 def literal(path: Path) -> io.BufferedReader:
-    """The open file. Libraries get this in place of a user's path, in which they might see a pattern or a URL."""
+    """Open the file. Libraries get the open file instead of a user's path, which they might read as a pattern or a
+    URL.
+    """
     return open(path, "rb")
 
 
 def local_path(path: str | Path, key: str) -> Path:
-    """A path of the user's, `~` expanded; DataError for one that no file system can have."""
+    """Expand `~` in a user's path; DataError for a path that no file system can have."""
     if "\0" in str(path):
         raise DataError(f"{key}: a path cannot hold a NUL character, got {shown(path)}")
     try:
@@ -57,10 +59,10 @@ def local_path(path: str | Path, key: str) -> Path:
 
 
 def find_sources(name: str, fmt: RawFormat, path: str | Path | None) -> tuple[list[RawFile], str | None]:
-    """The raw files of a source, and a sentence about how they were found where that is not plain.
+    """Return the raw files of a source, and a sentence about how they were found if that is not obvious.
 
-    `path` is the file itself or the folder that holds it, a folder of parts for csv and parquet, or, where nothing has
-    that name, a pattern for those two. DataError when nothing is there.
+    `path` is the file itself, the folder that holds it, a folder of parts for csv and parquet, or, if nothing has that
+    name, a pattern for those two. DataError if nothing matches.
     """
     if not path:
         raise DataError(
@@ -87,7 +89,7 @@ def _find(fmt: RawFormat, path: Path) -> tuple[list[RawFile], str | None]:
         return [RawFile(path, shown(path.name, 200))], None
     if not stat.S_ISDIR(mode):
         raise DataError(f"{shown(path, 200)}: neither a file nor a folder")
-    os.listdir(path)  # a closed folder would look like an empty one to glob
+    os.listdir(path)  # glob treats a folder without read permission as empty
     for pattern in fmt.files:
         files = _sorted(file for end in ("", *PACKED) for file in path.glob(pattern + end))
         if len(files) > 1 and not fmt.all_files:
@@ -101,7 +103,7 @@ def _find(fmt: RawFormat, path: Path) -> tuple[list[RawFile], str | None]:
 
 
 def _sorted(files: Iterator[Path]) -> list[Path]:
-    """The regular files among them, without those that are hidden or beside the data (`_SUCCESS`, `_metadata`)."""
+    """Return the regular files, sorted, without those that are hidden or hold no data (`_SUCCESS`, `_metadata`)."""
     return sorted(file for file in files if file.is_file() and not file.name.startswith((".", "_")))
 
 
@@ -110,7 +112,7 @@ def _named(files: list[Path], root: Path) -> list[RawFile]:
 
 
 def _fetch(fmt: RawFormat) -> str:
-    """How to get the data, where `data.download` can fetch them."""
+    """Return how to get the data, if `data.download` can fetch them."""
     if not fmt.downloads:
         return ""
     name = fmt.downloads[0] if len(fmt.downloads) == 1 else f"NAME (NAME is one of {', '.join(fmt.downloads)})"
@@ -118,8 +120,9 @@ def _fetch(fmt: RawFormat) -> str:
 
 
 def check_source(source: RawFile, fmt: RawFormat) -> tuple[int, int]:
-    """(bytes, time of change) of a file; DataError for an empty one, and for one with a hole: it would take hours to
-    read what was never written."""
+    """Return (bytes, time of change) of a file; DataError if it is empty or has a hole, which would take hours to
+    read.
+    """
     status = source.path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{source.name}: not a regular file")
@@ -130,7 +133,7 @@ def check_source(source: RawFile, fmt: RawFormat) -> tuple[int, int]:
         if hole < status.st_size:
             try:
                 end = os.lseek(f.fileno(), hole, os.SEEK_DATA)
-            except OSError:  # nothing behind it
+            except OSError:  # there is no data after the hole
                 end = status.st_size
             if end - hole > (MOST_HOLE if fmt.kind == "parquet" else 0):
                 raise DataError(f"{source.name}: {end - hole:,} bytes from byte {hole:,} on were never written")
@@ -139,9 +142,9 @@ def check_source(source: RawFile, fmt: RawFormat) -> tuple[int, int]:
 
 @contextmanager
 def unpacked(sources: list[RawFile], scratch: Path | None) -> Iterator[list[RawFile]]:
-    """The same sources, those in gzip or Zstandard unpacked into a temporary folder below `scratch` meanwhile.
+    """Yield the same sources with gzip and Zstandard files unpacked into a temporary folder below `scratch`.
 
-    scratch: by default the system's folder for such. DataError for a damaged file and for what else is compressed.
+    scratch: by default the system's temporary folder. DataError for a damaged file and other kinds of compression.
     """
     packed = {}
     for number, source in enumerate(sources):
@@ -192,10 +195,11 @@ def _unpack(source: RawFile, magic: bytes, target: Path) -> None:
 
 
 def _zstd_parts(packed: BinaryIO, decompressor) -> Iterator[bytes]:
-    """What the frames hold, one after another; EOFError where the last one is cut short (a stream reader of the
-    library ends there in silence)."""
+    """Yield the content of the frames one after another; EOFError if the last one is cut short (a stream reader of the
+    library ends there silently).
+    """
     frame = None
-    while part := packed.read(1 << 13):  # small: what comes out of it may be thousands of times as much
+    while part := packed.read(1 << 13):  # small, since the output may be thousands of times larger
         while part:
             frame = frame or decompressor.decompressobj()
             yield frame.decompress(part)

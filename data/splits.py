@@ -1,4 +1,4 @@
-"""Which events a model trains on and which it is tested on, under a named protocol.
+"""Decide, under a named protocol, which events a model trains on and which it is tested on.
 
 Letters: E events, U users, M samples.
 """
@@ -23,8 +23,8 @@ FUTURE_NOTE = (
 class Split:
     """M samples. Sample i is events begin[i] .. end[i]-1 of the dataset's flat columns.
 
-    For retrieval they are at least two: the inputs are begin .. end-2, and the target of each input is the event after
-    it. For ranking every event is an input, and the labels of the events scored[i] .. end[i]-1 count.
+    For retrieval they are at least two: the inputs are begin .. end-2, and the target of each input is the next event.
+    For ranking every event is an input, and the labels of the events scored[i] .. end[i]-1 count.
 
     users [M] int64, user index; begin [M] int64; end [M] int64, exclusive; scored [M] int64, or None for retrieval.
     """
@@ -40,7 +40,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """train, valid, test; `valid` is None where the protocol has no validation, `test` where nothing is held out.
+    """The samples of train, valid and test; `valid` is None without validation, `test` None if nothing is held out.
 
     skipped    "split: reason" -> number of users left out of that split
     notes      plain sentences that state the protocol, for reports
@@ -66,8 +66,8 @@ def make_splits(
 ) -> Splits:
     """Cut a dataset into samples of at most max_seq_len inputs (the latest ones) and one target each.
 
-    leave_one_out: a user's last event is the test target, the one before it the validation target, the rest trains.
-    published: a user's last event is the test target, the rest trains; no validation.
+    leave_one_out: a user's last event is the test target, the one before it the validation target, the others train.
+    published: a user's last event is the test target, the others train; no validation.
     temporal: the latest `test_fraction` of all events is the test window, the `valid_fraction` before it the
     validation window, all before that trains; a user's target is their first event in a window, with everything
     before it as history (for the test that includes the validation window). Events of the same second stay in one
@@ -85,7 +85,7 @@ def make_splits(
     skipped: dict[str, int] = {}
 
     def split(name: str, end: np.ndarray, has_target: np.ndarray, no_target: str, no_input: str) -> Split:
-        """Samples that end at `end`, for the users that have a target and an input before it."""
+        """Return samples that end at `end`, for the users that have a target and an input before it."""
         usable = has_target & (end - first >= 2)
         for reason, count in (
             (no_target, np.count_nonzero(~has_target)),
@@ -97,7 +97,7 @@ def make_splits(
         end = end[users]
         return Split(users, np.maximum(first[users], end - (max_seq_len + 1)), end)
 
-    everyone = np.ones(dataset.num_users, bool)
+    all_users = np.ones(dataset.num_users, bool)
     if protocol == "temporal":
         valid_start, test_start, cuts = _time_windows(dataset, valid_fraction, test_fraction)
         train_end = valid_start
@@ -122,13 +122,13 @@ def make_splits(
             )
     elif protocol == "all":
         train_end, valid, test = last, None, None
-        train = split("train", train_end, everyone, "", "fewer than two events")
+        train = split("train", train_end, all_users, "", "fewer than two events")
         notes = ["Protocol all: training uses every event; nothing is held out, so that nothing can be judged."]
     else:
         held_out = 1 if protocol == "published" else 2
         train_end = np.maximum(first, last - held_out)
-        train = split("train", train_end, everyone, "", "fewer than two events left")
-        test = split("test", last, everyone, "", "fewer than two events")
+        train = split("train", train_end, all_users, "", "fewer than two events left")
+        test = split("test", last, all_users, "", "fewer than two events")
         if protocol == "published":
             valid = None
             notes = [
@@ -136,7 +136,7 @@ def make_splits(
                 "is no validation set, so a checkpoint chosen by its test metrics would be chosen on the test data."
             ]
         else:
-            valid = split("valid", np.maximum(first, last - 1), everyone, "", "fewer than three events")
+            valid = split("valid", np.maximum(first, last - 1), all_users, "", "fewer than three events")
             notes = [
                 "Protocol leave_one_out: a user's last event is the test target, the one before it the validation "
                 "target, the rest is for training; the test history includes the validation target."
@@ -154,7 +154,7 @@ def _reasons(skipped: dict[str, int], name: str) -> str:
 
 
 def _time_windows(dataset: Dataset, valid_fraction: float, test_fraction: float):
-    """First event of each user in the validation and in the test window, each [U] (or the user's end), and the cuts."""
+    """Return each user's first event [U] in the validation and in the test window (or the user's end), and the cuts."""
     if not dataset.has_timestamps:
         raise DataError(f"{dataset.name}: protocol temporal needs timestamps, and this source has none")
     if not (0 <= valid_fraction < 1 and 0 < test_fraction < 1 and valid_fraction + test_fraction < 1):
@@ -175,16 +175,16 @@ def _time_windows(dataset: Dataset, valid_fraction: float, test_fraction: float)
 
 
 def train_item_counts(dataset: Dataset, splits: Splits) -> np.ndarray:
-    """[num_items] int64: how often each item occurs in what training may see, whole histories and not only windows."""
+    """[num_items] int64: how often each item occurs in the training events, in whole histories and not only windows."""
     in_training = train_events(dataset, splits.train_end)
     return np.bincount(dataset.items[in_training], minlength=dataset.num_items).astype(np.int64)
 
 
 def train_events(dataset: Dataset, train_end: np.ndarray) -> np.ndarray:
-    """[E] bool: the events that training may see, user_offsets[u] .. train_end[u]-1 of each user u."""
+    """[E] bool: True for training events, user_offsets[u] .. train_end[u]-1 of each user u."""
     # +1 where a user's training events start, -1 where they end: the running sum marks the events to count.
     edges = np.zeros(dataset.num_events + 1, np.int8)
-    seen = train_end > dataset.user_offsets[:-1]
-    edges[dataset.user_offsets[:-1][seen]] += 1
-    edges[train_end[seen]] -= 1
+    has_events = train_end > dataset.user_offsets[:-1]
+    edges[dataset.user_offsets[:-1][has_events]] += 1
+    edges[train_end[has_events]] -= 1
     return np.cumsum(edges[:-1], dtype=np.int8).astype(bool)

@@ -1,6 +1,6 @@
-"""A seeded data set with a structure that only a sequence model can use; generated with numpy alone.
+"""Generate a seeded data set whose structure only a sequence model can use. Requires only numpy.
 
-What is planted:
+The structure:
 - items fall into clusters; within its cluster each item has a few likely successors (a Markov chain), so that the
   last item tells much about the next one;
 - events come in sessions: minutes between the events of one session, days between sessions;
@@ -8,7 +8,7 @@ What is planted:
   from the next home cluster, not from a successor of the last item, so that the time gap tells which rule holds;
 - popularity is skewed (Zipf) in all draws, that of home clusters too, and some events are draws by popularity alone.
 
-Users rarely meet an item twice, as in ratings data: a draw that was seen already is replaced while that is possible.
+Users rarely meet an item twice, as in ratings data: an item that was already drawn is replaced if possible.
 
 - with `actions` each event is liked (1) or not (0): users have a taste for each cluster, which an item shares with its
   neighbours, and a leaning of their own, and items differ in quality.
@@ -34,23 +34,23 @@ CHUNK_CELLS = 1 << 27  # users at a time * items: bounds the table of seen items
 
 
 def generate(**options) -> Dataset:
-    """The data set of these SyntheticOptions; the same options (and numpy) give the same data.
+    """Generate the data set of these SyntheticOptions; the same options (and numpy) give the same data.
 
-    Every user has at least min_length events, and all num_items items are in the catalogue, whether met or not.
-    DataError, see `options.parse_options`.
+    Every user has at least min_length events, and all num_items items are in the catalogue, even without an event.
+    DataError for wrong options, see `options.parse_options`.
     """
     o = parse_options(SyntheticOptions, options, "data.synthetic")
     rng = np.random.default_rng(o.seed)
-    weight = np.arange(1, o.num_items + 1) ** -float(o.zipf)  # of the items in order of popularity
+    weight = np.arange(1, o.num_items + 1) ** -float(o.zipf)  # the items' weights in order of popularity
     cluster = rng.permutation(np.arange(o.num_items) % o.num_clusters)  # [I]
-    # Members of each cluster side by side, the most popular first, with running sums of weights to draw from.
+    # Members of each cluster are adjacent, the most popular first, with running sums of weights to draw from.
     members = np.argsort(cluster, kind="stable")
     start = np.searchsorted(cluster[members], np.arange(o.num_clusters + 1))  # [C+1]
     running = np.cumsum(weight[members])
     before = np.append(0.0, running)[start]  # [C+1]
 
     def from_cluster(c: np.ndarray) -> np.ndarray:
-        """One item of each given cluster, by popularity."""
+        """Draw one item of each given cluster, by popularity."""
         x = before[c] + rng.random(c.shape) * (before[c + 1] - before[c])
         return members[np.clip(np.searchsorted(running, x, side="right"), start[c], start[c + 1] - 1)]
 
@@ -72,7 +72,7 @@ def generate(**options) -> Dataset:
     chunk = max(1, CHUNK_CELLS // o.num_items)
     for first in range(0, o.num_users, chunk):
         users = np.arange(first, min(first + chunk, o.num_users))
-        users = users[np.argsort(-lengths[users], kind="stable")]  # those still active are a prefix
+        users = users[np.argsort(-lengths[users], kind="stable")]  # users with remaining events are a prefix
         homes = cluster[by_popularity(len(users) * o.num_homes)].reshape(len(users), o.num_homes)
         session = np.zeros(len(users), np.int64)
         seen = np.zeros((len(users), o.num_items), bool)
@@ -97,7 +97,7 @@ def generate(**options) -> Dataset:
                 drawn = np.where(new_session[r], from_cluster(home[r]), successors[last[r], k])
                 choice[r] = np.where(noisy[r], by_popularity(len(r)), drawn)
                 open_rows = r[seen[r, choice[r]]]
-            # All successors seen: anything else of the cluster the user is in, then by popularity.
+            # All successors are seen: draw another item of the user's current cluster, then one by popularity.
             for attempt in range(2 * TRIES):
                 r = open_rows
                 choice[r] = from_cluster(cluster[last[r]]) if attempt < TRIES else by_popularity(len(r))
@@ -110,7 +110,7 @@ def generate(**options) -> Dataset:
     if o.actions:
         chance = like_probabilities(o, np.repeat(np.arange(o.num_users), lengths), items, cluster[items])
         actions = (np.random.default_rng([o.seed, 1]).random(len(items)) < chance).astype(np.int32)
-    # So far the smaller number is the more popular item; the ids must not tell.
+    # Up to here a smaller number is a more popular item; the final ids must not reveal popularity.
     items = rng.permutation(o.num_items)[items]
     options = o.model_dump(exclude=None if o.actions else {"actions"})
     recipe = json.dumps([GENERATOR_VERSION, options], sort_keys=True)
@@ -128,9 +128,9 @@ def generate(**options) -> Dataset:
 
 
 def like_probabilities(o: SyntheticOptions, users: np.ndarray, items: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-    """[E]: the probability with which each event is liked, from a user's leaning and taste and an item's quality.
+    """[E]: the probability that each event is liked, from a user's leaning and taste and an item's quality.
 
-    users, items, clusters: [E] int. No model can tell the actions better than these probabilities do.
+    users, items, clusters: [E] int. No model can predict the actions better than these probabilities.
     """
     rng = np.random.default_rng([o.seed, 2])
     leaning, quality = rng.normal(0, 0.5, o.num_users), rng.normal(0, 0.5, o.num_items)

@@ -1,6 +1,6 @@
-"""Text files -> polars frames with the columns user, item, timestamp and action; bad rows are named.
+"""Read text files as polars frames with the columns user, item, timestamp and action, and name bad rows.
 
-The rows' shape is checked first, then the file is parsed as a whole, strictly; only if that fails is it read again,
+The shape of rows is checked first, then the file is parsed as a whole, strictly; only if that fails is it read again,
 block by block and value by value.
 """
 
@@ -20,24 +20,24 @@ from .values import Readings, checks, choose_readings, problem, typed
 
 SEPARATORS = ",;\t|"
 NAMES = {"\t": "a tab", " ": "a blank", ",": "a comma", ";": "a semicolon"}
-BETWEEN = "\x1f"  # the values of a list
-SAMPLE = 1 << 20  # bytes of the first rows, by which columns of an own file are read
+BETWEEN = "\x1f"  # separates the values of a list
+SAMPLE = 1 << 20  # bytes of the first rows, from which the readings of the user's columns are chosen
 
 
 def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None = None):
-    """(polars frame, the readings of its columns, what to say of them) of one file.
+    """Read one file: (polars frame, the readings of its columns, notes about the file).
 
-    readings: those of the files before. Bad rows go to `bad`; DataError for what leaves nothing to read.
+    readings: those of the earlier files. Bad rows go to `bad`; DataError for faults after which nothing can be read.
     """
     import polars as pl
 
     fmt, notes = with_separator(source, fmt)
     names = read_header(source, fmt) if fmt.header else list(range(fmt.width or len(fmt.columns)))
     require_columns(source, fmt, names)
-    whole = are_whole(source, fmt, len(names))
+    all_whole = are_whole(source, fmt, len(names))
     if readings is None:
         readings = _readings(source, fmt, names)
-    if whole:
+    if all_whole:
         try:
             with literal(source.path) as file:
                 frame = typed(_parse(file, fmt, names, readings), fmt, readings)
@@ -47,7 +47,7 @@ def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings 
             pass
     before = bad.count
     frame = _read_in_blocks(source, fmt, names, readings, bad)
-    if whole and bad.count == before and frame.height:
+    if all_whole and bad.count == before and frame.height:
         raise DataError(f"{source.name}: cannot be read")  # the parser and the search for bad rows do not agree
     bad.check(source.name)
     return finish(with_lists(frame, fmt), fmt), readings, notes
@@ -56,9 +56,10 @@ def read_text(source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings 
 def text_pieces(
     source: RawFile, fmt: RawFormat, bad: BadRows, readings: Readings | None, size: int, begin: tuple[int, int] | None
 ) -> Iterator[tuple]:
-    """A file in pieces of some `size` bytes: (polars frame, the readings, what to say of them, where the next begins).
+    """Yield a file in pieces of about `size` bytes: (frame, readings, notes, where the next piece begins).
 
-    begin: where a piece began, as it was given; None is the first row. Otherwise as `read_text`, but for `bad.check`.
+    begin: the start that an earlier piece returned; None is the first row. The rest is as in `read_text`, except that
+    `bad.check` is not called.
     """
     fmt, notes = with_separator(source, fmt)
     names = read_header(source, fmt) if fmt.header else list(range(fmt.width or len(fmt.columns)))
@@ -75,7 +76,7 @@ def text_pieces(
 
 
 def _strictly(data: bytes, fmt: RawFormat, names: list, readings: Readings):
-    """The rows of a block, or None where one of them is bad."""
+    """Return the rows of a block, or None if one of them is bad."""
     import polars as pl
 
     shape = Shape(data, fmt, len(names))
@@ -89,7 +90,7 @@ def _strictly(data: bytes, fmt: RawFormat, names: list, readings: Readings):
 
 
 def with_separator(source: RawFile, fmt: RawFormat) -> tuple[RawFormat, list[str]]:
-    """The format with the separator of this file, and a sentence where it is not the format's own."""
+    """Return the format with this file's separator, and a sentence if that is not the format's own separator."""
     if fmt.separator == " " and not fmt.own_columns:
         tabs = b"\t" in first_line(source, fmt)
         return dataclasses.replace(fmt, separator="\t" if tabs else " "), []
@@ -107,12 +108,12 @@ def with_separator(source: RawFile, fmt: RawFormat) -> tuple[RawFormat, list[str
 
 
 def wanted(fmt: RawFormat) -> dict[str, str | int]:
-    """role or flag -> source column."""
+    """Map each role or flag to its source column."""
     return {**fmt.columns, **{flag: flag for flag in fmt.flags}}
 
 
 def require_columns(source: RawFile, fmt: RawFormat, present: list) -> None:
-    """DataError unless every column that the format wants is there, once."""
+    """Raise DataError unless every column of the format is there exactly once."""
     for role, column in wanted(fmt).items():
         if column not in present:
             owned = f" ({fmt.option}.{role.rpartition(':')[2]})" if fmt.own_columns else ""
@@ -123,7 +124,7 @@ def require_columns(source: RawFile, fmt: RawFormat, present: list) -> None:
 
 
 def _readings(source: RawFile, fmt: RawFormat, names: list) -> Readings:
-    """The readings that fit the first rows that have the right shape."""
+    """Choose the readings that fit the first rows of the right shape."""
     if not fmt.own_columns and fmt.timestamp_unit in (None, "s") and fmt.timestamp_format is None:
         return Readings(SECONDS)
     for _, data in blocks(source, fmt, SAMPLE):
@@ -135,11 +136,12 @@ def _readings(source: RawFile, fmt: RawFormat, names: list) -> Readings:
 
 
 def _parse(source, fmt: RawFormat, names: list, readings: Readings | None, lossy: bool = False):
-    """A file or rows in bytes -> frame with the roles as columns: of their types, or of text where `readings` is None
-    or says so; PolarsError for what is not of its type."""
+    """Parse a file, or rows in bytes, into a frame with the roles as columns, which have their types, or are text if
+    `readings` is None or requires it; PolarsError for a value that is not of its type.
+    """
     import polars as pl
 
-    # polars splits at one byte: with ":" for "::" every other column is empty.
+    # polars splits at one byte: if the separator is "::", it splits at ":" and every other column is empty.
     step = len(fmt.separator)
     columns = {role: names.index(column) * step for role, column in wanted(fmt).items()}
     schema: dict[str, Any] = {str(i): pl.String for i in range((len(names) - 1) * step + 1)}
@@ -150,7 +152,7 @@ def _parse(source, fmt: RawFormat, names: list, readings: Readings | None, lossy
         types |= dict.fromkeys(fmt.features, pl.String)
         schema |= {str(i): types.get(role, pl.UInt8) for role, i in columns.items()}
     chosen = sorted(columns.values())
-    # Columns are named by their places: a name of the user's is a pattern to polars where it looks like one.
+    # Columns are named by index: polars treats a user's column name as a pattern if it looks like one.
     frame = pl.read_csv(
         source,
         separator=fmt.separator[0],
@@ -172,7 +174,7 @@ def is_valid(frame, fmt: RawFormat, readings: Readings) -> bool:
 
 
 def _read_in_blocks(source: RawFile, fmt: RawFormat, names: list, readings: Readings, bad: BadRows):
-    """The good rows of a file; the bad ones go to `bad`."""
+    """Return the good rows of a file; the bad ones go to `bad`."""
     import polars as pl
 
     frames = [
@@ -188,45 +190,45 @@ def _no_rows(fmt: RawFormat, readings: Readings):
 
 
 def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: list, readings: Readings, bad: BadRows):
-    """The good rows of a block, whose first line has the number `line`; the bad ones go to `bad`."""
+    """Return the good rows of a block whose first line has the number `line`; the bad ones go to `bad`."""
     import numpy as np
     import polars as pl
 
-    shape, found = Shape(data, fmt, len(names)), _no_rows(fmt, readings)
+    shape, good_rows = Shape(data, fmt, len(names)), _no_rows(fmt, readings)
     order = shape.wrong if shape.misquoted is None else shape.wrong[shape.wrong < shape.misquoted[0]]
     misshapen = set(order.tolist())
-    if not fmt.other_text and not _is_text(data):  # in whichever column
+    if not fmt.other_text and not _is_text(data):  # in any column
         rows = range(len(shape.ends))
         order = np.union1d(order, [row for row in rows if not _is_text(shape.row(row))]).astype(np.int64)
-    left = np.setdiff1d(np.arange(len(shape.ends)), order)
-    if not shape.misquoted and len(left):
+    remaining = np.setdiff1d(np.arange(len(shape.ends)), order)
+    if not shape.misquoted and len(remaining):
         frame = _parse(shape.without(order), fmt, names, None)
-        if frame.height != len(left):
+        if frame.height != len(remaining):
             raise DataError(f"{source.name} line {line}: cannot be read: rows are not where they seem to be")
         frame = typed(frame, fmt, readings)
         good = frame.select(pl.all_horizontal(*checks(frame, fmt, readings).values())).to_series()
-        found = frame.filter(good)
-        order = np.union1d(order, left[~good.to_numpy()])
-    told: list[str] = []
+        good_rows = frame.filter(good)
+        order = np.union1d(order, remaining[~good.to_numpy()])
+    descriptions: list[str] = []
     for row in order.tolist():
-        if len(told) == bad.room:
+        if len(descriptions) == bad.room:
             break
-        what = f": {shape.problem(row)}" if row in misshapen else _problem(shape.row(row), fmt, names, readings)
-        told.append(f"{source.name} line {line + shape.lines_before(row)}{what}")
-    bad.add(len(order), told)
+        message = f": {shape.problem(row)}" if row in misshapen else _problem(shape.row(row), fmt, names, readings)
+        descriptions.append(f"{source.name} line {line + shape.lines_before(row)}{message}")
+    bad.add(len(order), descriptions)
     if shape.misquoted:
-        row, what = shape.misquoted
-        bad.stop(f"{source.name} line {line + shape.lines_before(row)}: {what}")
-    return found
+        row, message = shape.misquoted
+        bad.stop(f"{source.name} line {line + shape.lines_before(row)}: {message}")
+    return good_rows
 
 
 def _problem(row: bytes, fmt: RawFormat, names: list, readings: Readings) -> str:
-    """`, column user: what is wrong` of the first bad value of a row."""
+    """Return `, column user: message` for the first bad value of a row."""
     fields = split_row(row.decode("utf-8", "surrogateescape").removeprefix("\ufeff").removesuffix("\r"), fmt)
     for role, column in wanted(fmt).items():
         index = names.index(column)
-        if index < len(fields) and (what := problem(role, fields[index], fmt, readings)):
-            return f", column {column if fmt.header else role}: {what}"
+        if index < len(fields) and (message := problem(role, fields[index], fmt, readings)):
+            return f", column {column if fmt.header else role}: {message}"
     return ": not valid UTF-8" if not _is_text(row) else ": cannot be read"
 
 
@@ -239,7 +241,7 @@ def _is_text(row: bytes) -> bool:
 
 
 def finish(frame, fmt: RawFormat):
-    """Keep user, item, timestamp, features and an int32 action code, or the action's text."""
+    """Select user, item, timestamp, features and an int32 action code, or the action's text."""
     import polars as pl
 
     code = None
@@ -251,12 +253,12 @@ def finish(frame, fmt: RawFormat):
         code = pl.sum_horizontal(pl.col(flag).cast(pl.Int32) * (1 << bit) for bit, flag in enumerate(fmt.flags))
     if code is not None:
         frame = frame.with_columns(code.alias("action"))
-    kept = dict.fromkeys(("user", "item", "timestamp", "action", *fmt.columns))
-    return frame.select(r for r in kept if r in frame.columns)
+    columns = dict.fromkeys(("user", "item", "timestamp", "action", *fmt.columns))
+    return frame.select(r for r in columns if r in frame.columns)
 
 
 def with_lists(frame, fmt: RawFormat):
-    """The frame with BETWEEN between the values of lists, whatever stands there in the file."""
+    """Replace the separators of lists by BETWEEN."""
     import polars as pl
 
     return frame.with_columns(

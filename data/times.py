@@ -1,7 +1,7 @@
-"""Times: what a column of them holds, and how each value becomes a number that keeps their order.
+"""Read columns of times: choose what a column holds, and convert each value to a number that preserves the order.
 
-A reading is chosen once for a source, from the first values; values that do not fit it are bad rows. Takes polars,
-imported inside the functions that need it.
+A reading is chosen once for a source, from the first values; values that do not fit it are bad rows. Requires polars,
+imported inside the functions that use it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from .types import DataError, shown
 
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
-# The numbers that each unit takes for times: from 1973 on, and below the year 5138 (ns: as far as int64 goes). Smaller
-# ones may be times since the start of something.
+# The range of numbers that are plausible times in each unit: from 1973 on, and below the year 5138 (ns: up to the
+# limit of int64). Smaller numbers may be times since another origin.
 BANDS = {"s": (10**8, 10**11), "ms": (10**11, 10**14), "us": (10**14, 10**17), "ns": (10**17, 2**63 - 1)}
-LAST_SECOND = 2**63 // 10**9  # of a time in nanoseconds: in the year 2262
+LAST_SECOND = 2**63 // 10**9  # the last time in nanoseconds: in the year 2262
 
 INTEGER, DECIMAL = r"^ *[+-]?[0-9]+$", r"^ *[+-]?[0-9]+(\.[0-9]*)?$"
 ISO = (
@@ -33,8 +33,8 @@ class Reading:
     """How the times of a source are read.
 
     kind: integer, decimal (numbers with a fraction), iso, format (text as `format` says) or datetime (a Parquet type).
-    unit: s, ms, us or ns, what the resulting numbers count since 1970. low: a number from 10^8 to this one looks like
-    another unit's; 0 where nothing is known of that. format: of polars, for kind format.
+    unit: s, ms, us or ns, the unit of the resulting numbers since 1970. low: a number from 10^8 to this one looks like
+    a time in another unit; 0 if unknown. format: a polars format, for kind format.
     """
 
     kind: str = "integer"
@@ -48,24 +48,26 @@ class Reading:
 
     @property
     def expected(self) -> str:
-        """What a value must look like."""
+        """The description of a correct value, for error messages."""
         return f"a time like {self.format}" if self.kind == "format" else WRITTEN.get(self.kind, "a time")
 
 
 SECONDS = Reading()
 
 
-def choose(values, given: str | None, own: bool, format: str | None = None, numbers: bool = True) -> Reading:
-    """The reading that fits the first values of a column, of text or of numbers (polars Series); DataError.
+def choose(
+    values, named_unit: str | None, own_column: bool, format: str | None = None, numbers: bool = True
+) -> Reading:
+    """Choose the reading that fits the first values of a column of text or numbers (polars Series); DataError.
 
-    given: the unit that the user or the format names. own: the column is the user's, who may name its unit and format.
+    named_unit: the unit that the user or the format names. own_column: the user may name the column's unit and format.
     numbers: text may hold numbers.
     """
     import polars as pl
 
     if values.dtype != pl.String:
         kind = "integer" if values.dtype.is_integer() else "decimal"
-        return _with_unit(kind, values, given, own)
+        return _with_unit(kind, values, named_unit, own_column)
     if format is not None:
         return Reading("format", "ns", format=polars_format(format))
     counts = {
@@ -73,15 +75,19 @@ def choose(values, given: str | None, own: bool, format: str | None = None, numb
         for name, pattern in (("integer", INTEGER), ("decimal", DECIMAL), ("iso", ISO))
     }
     fractions = counts["decimal"] - counts["integer"]
-    if not own:
-        return _with_unit("integer", values.str.strip_chars_start(" ").cast(pl.Int64, strict=False), given, own)
+    if not own_column:
+        return _with_unit(
+            "integer", values.str.strip_chars_start(" ").cast(pl.Int64, strict=False), named_unit, own_column
+        )
     if counts["iso"] > counts["decimal"] or not numbers:
         return Reading("iso", "ns")
     kind = "decimal" if 10 * fractions >= max(1, counts["integer"]) else "integer"
-    return _with_unit(kind, values.str.strip_chars_start(" ").cast(pl.Float64, strict=False), given, own, values)
+    return _with_unit(
+        kind, values.str.strip_chars_start(" ").cast(pl.Float64, strict=False), named_unit, own_column, values
+    )
 
 
-def _with_unit(kind: str, values, given: str | None, own: bool, text=None) -> Reading:
+def _with_unit(kind: str, values, named_unit: str | None, own_column: bool, text=None) -> Reading:
     import polars as pl
 
     numbers = values.drop_nulls()
@@ -91,24 +97,24 @@ def _with_unit(kind: str, values, given: str | None, own: bool, text=None) -> Re
     band: str | None = max(counts, key=counts.__getitem__)
     if band and counts[band] <= (numbers < BANDS["s"][0]).sum():
         band = None
-    if given and band and PER_SECOND[band] < PER_SECOND[given]:
+    if named_unit and band and PER_SECOND[band] < PER_SECOND[named_unit]:
         low, high = BANDS[band]
         example = numbers.filter((numbers >= low) & (numbers < high))[0]
-        key = "data.columns.timestamp_unit" if own else "timestamps"
-        raise DataError(f"{key}: expected {NAMES[given]}, the times look like {NAMES[band]}, {example:.15g} for one")
-    if own and not given and kind == "integer" and len(numbers):
+        key = "data.columns.timestamp_unit" if own_column else "timestamps"
+        raise DataError(f"{key}: expected {NAMES[named_unit]}, the times look like {NAMES[band]}, e.g. {example:.15g}")
+    if own_column and not named_unit and kind == "integer" and len(numbers):
         digits = numbers.cast(pl.Int64, strict=False).cast(pl.String).drop_nulls()
         if len(digits) and digits.str.contains(DIGITS).all():
             raise DataError(
                 f"data.columns.timestamp_format: the times look like dates, {digits[0]} for one; set it to "
                 f'"{"%Y%m%d%H%M%S"[: len(digits[0]) - 2]}" (or set timestamp_unit, if they are none)'
             )
-    unit = given or band or "s"
+    unit = named_unit or band or "s"
     return Reading(kind, unit, BANDS[unit][0] if band == unit and unit != "s" else 0)
 
 
 def polars_format(format: str) -> str:
-    """A format of `datetime.strptime` as polars writes it; DataError for one that cannot give a time."""
+    """Translate a format of `datetime.strptime` for polars; DataError for one that cannot give a time."""
     import polars as pl
 
     key = "data.columns.timestamp_format"
@@ -128,7 +134,7 @@ def polars_format(format: str) -> str:
 
 
 def from_text(value, reading: Reading):
-    """The expression that turns a polars expression of text into numbers, null for what is not as the reading says."""
+    """Return the expression that turns a polars expression of text into numbers; null for text that does not fit."""
     import polars as pl
 
     bare = value.str.strip_chars_start(" ")
@@ -146,12 +152,12 @@ def from_text(value, reading: Reading):
     digits = zone.str.replace_all("[^0-9]", "").str.pad_end(4, "0")
     offset = digits.str.slice(0, 2).cast(pl.Int64) * 3600 + digits.str.slice(2, 2).cast(pl.Int64) * 60
     seconds = seconds - pl.when(zone.str.starts_with("-")).then(-offset).otherwise(offset)
-    rest = part("fraction").fill_null("").str.pad_end(9, "0").cast(pl.Int64)
-    return _in_nanoseconds(seconds, rest)
+    fraction = part("fraction").fill_null("").str.pad_end(9, "0").cast(pl.Int64)
+    return _in_nanoseconds(seconds, fraction)
 
 
 def _from_format(value, format: str):
-    """Nanoseconds of text in a form; null where they do not fit into int64."""
+    """Return the expression for nanoseconds of text in a format; null where they do not fit into int64."""
     import polars as pl
 
     seconds = value.str.to_datetime(format, strict=False, time_unit="us").dt.epoch("s")
@@ -161,22 +167,22 @@ def _from_format(value, format: str):
     return pl.when(inside).then(value).str.to_datetime(format, strict=False, time_unit="ns").dt.epoch("ns")
 
 
-def _in_nanoseconds(seconds, rest):
+def _in_nanoseconds(seconds, fraction):
     import polars as pl
 
-    return pl.when(seconds.is_between(-LAST_SECOND, LAST_SECOND, closed="none")).then(seconds) * 10**9 + rest
+    return pl.when(seconds.is_between(-LAST_SECOND, LAST_SECOND, closed="none")).then(seconds) * 10**9 + fraction
 
 
 def is_good(value, reading: Reading):
-    """The expression that is true for numbers that can be times under this reading."""
+    """Return the expression that is true for numbers that can be times under this reading."""
     good = (value >= 0) & (value < reading.latest)
     if reading.low:
         good &= ~value.is_between(BANDS["s"][0], reading.low, closed="left")
     return good
 
 
-def problem(number: int | float, reading: Reading, own: bool) -> str | None:
-    """What is wrong with a number as a time, or None."""
+def problem(number: int | float, reading: Reading, own_column: bool) -> str | None:
+    """Return what is wrong with a number as a time, or None."""
     name = NAMES[reading.unit]
     if number < 0:
         return f"expected a timestamp >= 0, got {number}"
@@ -184,7 +190,9 @@ def problem(number: int | float, reading: Reading, own: bool) -> str | None:
         if reading.kind not in ("integer", "decimal"):
             return "expected a time before the year 2262"
         hint = (
-            "; if these are milliseconds set data.columns.timestamp_unit to ms" if own and reading.unit == "s" else ""
+            "; if these are milliseconds set data.columns.timestamp_unit to ms"
+            if own_column and reading.unit == "s"
+            else ""
         )
         return f"expected {name}, got {number}{hint}"
     if reading.low and BANDS["s"][0] <= number < reading.low:
@@ -194,8 +202,8 @@ def problem(number: int | float, reading: Reading, own: bool) -> str | None:
 
 
 def to_seconds(column, unit: str):
-    """Whole seconds, numpy int64, of a column of such numbers (integers, decimals or floats >= 0)."""
+    """Convert a column of such numbers (integers, decimals or floats >= 0) to whole seconds, numpy int64."""
     import polars as pl
 
-    whole = column if column.dtype == pl.Int64 else column.cast(pl.Int64)  # cut, which is down for numbers >= 0
-    return whole.to_numpy() // PER_SECOND[unit]
+    integers = column if column.dtype == pl.Int64 else column.cast(pl.Int64)  # truncation rounds down for numbers >= 0
+    return integers.to_numpy() // PER_SECOND[unit]

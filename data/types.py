@@ -1,4 +1,4 @@
-"""What all of `data` shares: the type of a data set, the error, and the answer to a misspelt name.
+"""Define what all of `data` shares: the type of a data set, the error, and hints for misspelt names.
 
 Letters: E events, U users. An event is "user u met item i at time t"; its action (a rating, a click) is optional.
 """
@@ -13,11 +13,11 @@ import numpy as np
 
 from .features import Feature
 
-ACTION_CODES = "codes of the actions: "  # how the note begins that says which code each text of an action got
+ACTION_CODES = "codes of the actions: "  # the beginning of the note that lists the code of each text of an action
 
 
 class DataError(ValueError):
-    """Something is wrong with the user's data or data options. `str(error)` is one line that says what and where."""
+    """The user's data or data options are wrong. `str(error)` is one line that says what is wrong and where."""
 
 
 @dataclass(frozen=True, eq=False)  # eq=False: identity hash, so that device copies can be kept per dataset
@@ -31,12 +31,12 @@ class Dataset:
     user_ids      [U] original ids, int64 or str, ascending
     item_ids      [num_items] original ids, int64 or str, ascending
     fingerprint   hex; changes with the source's content and with the options
-    events_fingerprint  with features, what the fingerprint would be without; else None
-    action_names  the text of each action code, where the source has text as actions; else None
+    events_fingerprint  the fingerprint without features if the data set has features; else None
+    action_names  the text of each action code if the source has text as actions; else None
     notes         sentences about how the source was read, for logs and reports
     left_out      with a `vocabulary`: the numbers of items, events and users that were left out, else None
-    features      what is known of items, users and events beside their ids, as it was read
-    user_rows     [U, F, L] int32 or None: for each feature of users the rows of its table, -1 behind the last one
+    features      the features of items, users and events, as they were read
+    user_rows     [U, F, L] int32 or None: for each feature of users the rows of its table, padded with -1
     event_rows    [E, F, L] int32 or None: likewise for events (feature_vocabulary.with_rows fills both)
 
     `user_ids` and `item_ids` map an index to its original id; `vocabulary.index_of` maps ids to indices.
@@ -75,13 +75,13 @@ class Dataset:
 
 
 def did_you_mean(name: object, known: Iterable) -> str:
-    """`, did you mean x?` for a misspelt name, else the empty string."""
+    """Return `, did you mean x?` for a misspelt name, else the empty string."""
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1)
     return f", did you mean {shown(close[0])}?" if close else ""
 
 
 def shown(value: object, most: int = 60) -> str:
-    """A name or value of the user's as it can stand in an error of one line: printable, not too long."""
+    """Format a user's name or value for an error of one line: printable, not too long."""
     text = str(value)
     text = text if text.isprintable() else ascii(text)[1:-1]
     return text if len(text) <= most else text[: most - 3] + "..."

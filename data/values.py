@@ -1,4 +1,4 @@
-"""What one value of a raw file may be: as polars expressions for whole columns, and in words for a bad one."""
+"""Check single values of raw files: as polars expressions for whole columns, and in words for a bad value."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .times import Reading
 from .types import shown
 
 MAX_ID_LENGTH = 256  # characters; ids are stored at fixed width, so that one absurd id would blow up the whole column
-MAX_LIST_LENGTH = 65_536  # characters of a list's values together
+MAX_LIST_LENGTH = 65_536  # characters of all values of a list together
 FLAG = r"^ *\+?[01]$"
 
 
 @dataclass(frozen=True)
 class Readings:
-    """How the columns of a source are read: its times, and whether its actions are text."""
+    """How the columns of a source are read: the reading of its times, and whether its actions are text."""
 
     time: Reading
     text_actions: bool = False
 
 
 def choose_readings(sample, fmt: RawFormat, numbers_as_text: bool = True) -> Readings:
-    """Readings by the first rows of a source, a polars frame with the roles as columns; DataError.
+    """Choose readings from the first rows of a source, a polars frame with the roles as columns; DataError.
 
     numbers_as_text: text in the time's column may hold numbers, as in a text file.
     """
@@ -47,7 +47,7 @@ def choose_readings(sample, fmt: RawFormat, numbers_as_text: bool = True) -> Rea
 
 
 def typed(frame, fmt: RawFormat, readings: Readings):
-    """The polars frame with the columns of text read as what they are to be, null for what is not of its type."""
+    """Convert the text columns of a polars frame to their types, with null for a value that does not fit."""
     import polars as pl
 
     columns = []
@@ -62,7 +62,7 @@ def typed(frame, fmt: RawFormat, readings: Readings):
         elif kind != pl.String:
             pass
         elif role in fmt.features:
-            if fmt.features[role][0] == "number":  # a missing one is null, one that is no number NaN
+            if fmt.features[role][0] == "number":  # a missing value is null, text that is no number NaN
                 missing = value.is_null() | (value.str.strip_chars() == "")
                 number = bare.cast(pl.Float64, strict=False).fill_null(float("nan"))
                 value = pl.when(missing).then(None).otherwise(number)
@@ -80,7 +80,7 @@ def typed(frame, fmt: RawFormat, readings: Readings):
 
 
 def checks(frame, fmt: RawFormat, readings: Readings) -> dict:
-    """role -> expression, true for each row of the typed polars frame with a good value and never null."""
+    """Map each role to an expression that is true for each row of the typed frame with a good value, and never null."""
     import polars as pl
 
     checks = {}
@@ -96,7 +96,7 @@ def checks(frame, fmt: RawFormat, readings: Readings) -> dict:
             good |= value.is_null()
         elif kind == pl.String:  # ids, and actions that are text
             good &= (value != "") & (value.str.len_chars() <= MAX_ID_LENGTH)
-            good &= ~value.str.contains("\0", literal=True)  # numpy drops one at the end: two ids would become one
+            good &= ~value.str.contains("\0", literal=True)  # numpy drops a trailing NUL, which could merge two ids
         elif role == "timestamp":
             good &= times.is_good(value, readings.time)
         elif role == "action":
@@ -111,9 +111,9 @@ def checks(frame, fmt: RawFormat, readings: Readings) -> dict:
 
 
 def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: float | None = None) -> str | None:
-    """What is wrong with one value, as it stands in the file, or None.
+    """Return what is wrong with one value, as it stands in the file, or None.
 
-    number: the value as a number, where it is not one of a text file.
+    number: the value as a number, if it is not from a text file.
     """
     if value == "" and role not in fmt.features:
         return "the value is missing"
@@ -124,8 +124,8 @@ def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: f
         return _feature_problem(fmt.features[role][0], value, got)
     if role == "action" and readings.text_actions:
         if fmt.action_codes is not None:
-            known = ", ".join(fmt.action_codes)
-            return None if value in fmt.action_codes else f"expected one of {shown(known, 200)}, got {got}"
+            codes = ", ".join(fmt.action_codes)
+            return None if value in fmt.action_codes else f"expected one of {shown(codes, 200)}, got {got}"
         return _text_problem(value, got, "an action")
     if role in ("user", "item"):
         return _integer_problem(value, got) if fmt.integer_ids else _text_problem(value, got, "an id")
@@ -133,7 +133,7 @@ def problem(role: str, value: str, fmt: RawFormat, readings: Readings, number: f
         return _time_problem(value, got, fmt, readings.time, number)
     if role == "action":
         try:
-            # Python reads blanks behind a number, and underscores in it; polars does not.
+            # Python accepts blanks behind a number, and underscores in it; polars does not.
             code = float(value) * fmt.action_scale if re.fullmatch(r" *[^\s_]+", value) else -1.0
         except ValueError:
             code = -1.0
@@ -155,10 +155,10 @@ def _feature_problem(kind: str, value: str, got: str) -> str | None:
     return None if kind == "list" and "\0" not in value else _text_problem(value, got, "a value")
 
 
-def _text_problem(value: str, got: str, what: str) -> str | None:
+def _text_problem(value: str, got: str, noun: str) -> str | None:
     if len(value) > MAX_ID_LENGTH:
-        return f"{what} of more than {MAX_ID_LENGTH} characters: {got}"
-    return f"{what} with a NUL character" if "\0" in value else None
+        return f"{noun} of more than {MAX_ID_LENGTH} characters: {got}"
+    return f"{noun} with a NUL character" if "\0" in value else None
 
 
 def _time_problem(value: str, got: str, fmt: RawFormat, reading: Reading, number: float | None) -> str | None:

@@ -1,6 +1,6 @@
-"""The item ids and actions that a trained model knows, and new data in their terms.
+"""Hold the item ids and actions that a trained model knows, and translate new data into them.
 
-numpy alone; letters: E events, U users.
+Requires only numpy. Letters: E events, U users.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .types import ACTION_CODES, DataError, Dataset, shown
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """What the rows of a model's tables stand for.
+    """The meaning of the rows of a model's tables.
 
-    item_ids      [num_items] original ids, int64 or text, each once: row i of the item table is item_ids[i]
-    num_actions   rows of the action table, or None where the data had no actions
-    action_names  [num_actions] the text of each action code, or None where actions are numbers
-    features      what is known of features, or None
+    item_ids      [num_items] original ids, int64 or text, distinct: row i of the item table is item_ids[i]
+    num_actions   the number of rows of the action table, or None if the data had no actions
+    action_names  [num_actions] the text of each action code, or None if actions are numbers
+    features      the features that the model knows, or None
     """
 
     item_ids: np.ndarray
@@ -34,15 +34,15 @@ class Vocabulary:
 
 
 def vocabulary_of(dataset: Dataset, features: FeatureVocabulary | None = None) -> Vocabulary:
-    """Return what a model trained on this data set knows; its arrays can be stored beside the model."""
+    """Return the vocabulary of a model trained on this data set; its arrays can be stored beside the model."""
     num_actions = None if dataset.actions is None else int(dataset.actions.max(initial=-1)) + 1
     return Vocabulary(np.asarray(dataset.item_ids), num_actions, dataset.action_names, features)
 
 
 def index_of(ids: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Return where each of `ids` stands in `known`, as int64 [len(ids)], and -1 for those that are not there.
+    """Return the index in `known` of each of `ids`, as int64 [len(ids)], and -1 for those that are missing.
 
-    Both are int64 or text. Where one is text and the other is not, integers are compared as they are written.
+    Both are int64 or text. If only one is text, integers are compared as they are written.
     """
     ids, known = np.asarray(ids), np.asarray(known)
     if ids.dtype.kind != known.dtype.kind:
@@ -55,11 +55,10 @@ def index_of(ids: np.ndarray, known: np.ndarray) -> np.ndarray:
 
 
 def in_terms_of(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int = 1) -> Dataset:
-    """Return the data set with the items numbered as in `vocabulary`, its events with other items left out.
+    """Return the data set with the items numbered as in `vocabulary` and without events of other items.
 
-    Users keep their order; those with fewer than `min_user_events` events left are left out. What was left out is
-    counted in `left_out` and said in `notes`. DataError when no event is left, and for an action that the vocabulary
-    does not have.
+    Users keep their order; those with fewer than `min_user_events` remaining events are left out. The counts are in
+    `left_out` and `notes`. DataError when no event remains, and for an action that the vocabulary lacks.
     """
     place = index_of(dataset.item_ids, vocabulary.item_ids)
     users = np.repeat(np.arange(dataset.num_users), np.diff(dataset.user_offsets))
@@ -85,7 +84,7 @@ def in_terms_of(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int =
         "events": dataset.num_events - len(index),
         "users": int(np.count_nonzero(~stay)),
     }
-    # The codes that these data had by themselves are not those of the model.
+    # The codes of these data are not those of the model.
     notes = tuple(note for note in dataset.notes if not note.startswith(ACTION_CODES))
     if any(left_out.values()):
         notes += (
@@ -112,18 +111,18 @@ def in_terms_of(dataset: Dataset, vocabulary: Vocabulary, min_user_events: int =
 
 
 def _actions_in_terms_of(actions: np.ndarray, dataset: Dataset, vocabulary: Vocabulary) -> np.ndarray:
-    """The codes [E] that the vocabulary gives to the same texts; DataError for a text that it does not have."""
-    names, known = dataset.action_names, vocabulary.action_names
-    if names is None and known is None:
+    """Return the codes [E] that the vocabulary gives to the same texts; DataError for a text that it lacks."""
+    names, known_names = dataset.action_names, vocabulary.action_names
+    if names is None and known_names is None:
         return actions
-    if names is None or known is None:
-        kinds = [f"{'text' if kind else 'numbers'}" for kind in (names, known)]
+    if names is None or known_names is None:
+        kinds = [f"{'text' if kind else 'numbers'}" for kind in (names, known_names)]
         raise DataError(f"{dataset.name}: its actions are {kinds[0]}, those of the trained model {kinds[1]}")
-    codes = index_of(np.array(names), np.array(known))[actions]
+    codes = index_of(np.array(names), np.array(known_names))[actions]
     if (codes < 0).any():
         text = names[actions[np.argmax(codes < 0)]]
         raise DataError(
             f"{dataset.name}: action {shown(repr(text))} is not known to the trained model, which knows "
-            f"{shown(', '.join(known), 200)}"
+            f"{shown(', '.join(known_names), 200)}"
         )
     return codes.astype(np.int32)

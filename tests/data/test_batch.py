@@ -112,7 +112,7 @@ def test_a_part_of_a_batch_is_not_moved():
     cut = Cut(torch.arange(3), torch.tensor([4, 5, 6]), torch.tensor([7, 8]), None, None)
     part = replace(batch, cut=cut)
     assert part.positions.tolist() == [4, 5, 6] and part.origins.tolist() == [7, 8]
-    with pytest.raises(ValueError, match="stays as it was cut"):
+    with pytest.raises(ValueError, match="cannot be moved or padded"):
         part.to("meta")
 
 
