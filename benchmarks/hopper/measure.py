@@ -1,4 +1,8 @@
-"""Checks and times the kernels of this folder on a GPU with sm_90: `python benchmarks/hopper/measure.py [SECONDS]`.
+"""Checks and times the kernels of this folder on a GPU with sm_90, in so many seconds each:
+
+    export PYTHONPATH=$PWD
+    python benchmarks/hopper/measure.py checks 60 /tmp/right.json
+    python benchmarks/hopper/measure.py times 45 /tmp/right.json
 
 They are prototypes, which no GPU has run (docs/notes/2026-11-23-hopper.md). Each is held against the reference in fp64,
 and timed with the Triton kernels and cuDNN's softmax attention queued, in turns in one process: medians of three.
@@ -15,12 +19,12 @@ import time
 from pathlib import Path
 
 import torch
+import triton
 from dkv import dense_attention_bwd_dkv_hopper_kernel
 from dq import dense_attention_bwd_dq_hopper_kernel
 from forward import dense_attention_fwd_hopper_kernel
 from shared import descriptor
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from hstu_sparse import attention_plan, hstu_attention
 from hstu_sparse.launch import multiprocessors
 from hstu_sparse.testing import assert_within_budget, make_jagged, make_offsets
@@ -96,26 +100,40 @@ def inputs(lengths, size, dtype):
 
 
 def check(size, name, settings):
+    """Prints what is wrong; exits with 1 if something is. After a fault of the GPU nothing more can be checked."""
+    wrong = 0
+    for case in CASES:
+        try:
+            check_case(size, name, settings, *case)
+        except Exception as error:
+            wrong += 1
+            print("wrong:", size, name, settings, case[1:], str(error)[:400].replace("\n", " "), flush=True)
+            if "CUDA" in str(error):
+                break
+    sys.exit(wrong > 0)
+
+
+def check_case(size, name, settings, lengths, n, targets, window, dtype):
     """Raises AssertionError where a result is wrong, or differs between two runs."""
-    for lengths, n, targets, window, dtype in CASES:
-        q, k, v, do, offsets = inputs(lengths, size, dtype)
-        targets = None if targets is None else torch.tensor(targets, device=DEVICE)
-        call = kernel_call(name, q, k, v, do, offsets, n, targets, window, **settings)
-        found = [x.clone() for x in call()]
+    q, k, v, do, offsets = inputs(lengths, size, dtype)
+    targets = None if targets is None else torch.tensor(targets, device=DEVICE)
+    call = kernel_call(name, q, k, v, do, offsets, n, targets, window, **settings)
+    found = [x.clone() for x in call()]
+    for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(found, call())), "two runs differ"
 
-        def expected(q, k, v, do):
-            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-            options = dict(num_targets=targets, window_size=window, backend="reference")  # noqa: B023
-            out = hstu_attention(*leaves, offsets, n, **options)  # noqa: B023
-            if name == "forward":
-                return [out.detach()]
-            grads = torch.autograd.grad(out, leaves, do)
-            return grads[:1] if name == "dq" else grads[1:]
+    def expected(q, k, v, do):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        options = dict(num_targets=targets, window_size=window, backend="reference")
+        out = hstu_attention(*leaves, offsets, n, **options)
+        if name == "forward":
+            return [out.detach()]
+        grads = torch.autograd.grad(out, leaves, do)
+        return grads[:1] if name == "dq" else grads[1:]
 
-        low, exact = expected(q, k, v, do), expected(*(x.double() for x in (q, k, v, do)))
-        for actual, lossy, reference in zip(found, low, exact):
-            assert_within_budget(f"{name} of {lengths}", actual, lossy, reference)
+    low, exact = expected(q, k, v, do), expected(*(x.double() for x in (q, k, v, do)))
+    for actual, lossy, reference in zip(found, low, exact):
+        assert_within_budget(f"{name} of {lengths}", actual, lossy, reference)
 
 
 def milliseconds(call, least=12.0):
@@ -170,35 +188,44 @@ def measure(variants, until):
                     calls[f"{name} {settings}"] = kernel_call(name, *tensors, offsets, length, **settings)
             found: dict[str, list[float]] = {label: [] for label in calls}
             for _ in range(3):
-                for label, call in calls.items():
-                    found[label].append(milliseconds(call))
+                for label in list(found):
+                    try:
+                        found[label].append(milliseconds(calls[label]))
+                    except Exception as error:
+                        print("no time:", label, str(error)[:400], flush=True)
+                        del found[label]
             for label, values in found.items():
                 middle = statistics.median(values)
                 print(f"D {size} {length:6} {middle:8.3f} ms [{min(values):.3f} {max(values):.3f}] {label}", flush=True)
 
 
-def main():
-    if sys.argv[1:2] == ["check"]:
-        check(*json.loads(sys.argv[2]))
-        return
-    until = time.time() + float(sys.argv[1] if len(sys.argv) > 1 else 75)
+def check_all(until):
+    """The variants that are right."""
     start = [sys.executable, __file__, "check"]
-    running = [
-        subprocess.Popen([*start, json.dumps(variant)], stderr=subprocess.PIPE, text=True) for variant in VARIANTS
-    ]
+    running = [subprocess.Popen([*start, json.dumps(variant)]) for variant in VARIANTS]
     right = []
     for variant, process in zip(VARIANTS, running):
         try:
-            error = process.communicate(timeout=max(1, until - 20 - time.time()))[1]
+            process.wait(timeout=max(1, until - time.time()))
         except subprocess.TimeoutExpired:
             process.kill()
-            error = "no end"
+            print("no end:", *variant, flush=True)
         if process.returncode == 0:
             right.append(variant)
-        else:
-            print("wrong:", *variant, error[-500:], flush=True)
+            print("right:", *variant, flush=True)
     print("right:", len(right), "of", len(VARIANTS), flush=True)
-    measure(right, until)
+    return right
+
+
+def main():
+    if sys.argv[1] == "check":
+        check(*json.loads(sys.argv[2]))
+    until, file = time.time() + float(sys.argv[2]), Path(sys.argv[3])
+    if sys.argv[1] == "checks":
+        file.write_text(json.dumps(check_all(until)))
+    else:
+        print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
+        measure(json.loads(file.read_text()) if file.exists() else [], until)
 
 
 if __name__ == "__main__":
