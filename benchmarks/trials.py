@@ -4,8 +4,9 @@
 
 For minutes on a large GPU: each process imports torch once and makes one trial after another, where tune.py starts a
 process for each. A plan (`Plan` below) has a search for each data set. It begins with the first value of each option
-that `start` names, changes one option by one step at a time, and goes on from what was better by half a percent. The
-best few and the first settings are then tried with other seeds.
+that `start` names and, where `drawn` says so, with settings that change all options at once. Then it changes one option
+by one step at a time, and goes on from what was better by half a percent. The best few and the first settings are then
+tried with other seeds.
 
 DIR/trials.jsonl gets a line for each trial with its settings, best validation metric and curve; those that the deadline
 cuts off too. `--table` prints what DIR holds, with the mean effect of each value.
@@ -52,6 +53,9 @@ class Search(Strict):
     """The place of the value that the search begins with, for each option whose first value it is not."""
     beside: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Settings that are tried once, on top of the first ones, by title."""
+    drawn: int = Field(0, ge=0)
+    """The number of settings with a value of every option at random, each value as often as the others. `--table` tells
+    the effect of each value by all of them, so that little noise is left."""
     share: float = Field(1.0, gt=0)
     """The share of the time, relative to the other searches."""
     least: float = Field(20.0, ge=0)
@@ -76,6 +80,13 @@ class Trial(NamedTuple):
     more: dict[str, Any]
 
 
+def drawn_points(search: Search) -> list[dict[str, int]]:
+    """`search.drawn` points; over them the numbers of an option's values differ by one at most."""
+    rng = np.random.default_rng(0)
+    columns = {o: rng.permutation(search.drawn) % len(values) for o, values in search.options.items()}
+    return [{o: int(places[number]) for o, places in columns.items()} for number in range(search.drawn)]
+
+
 class State:
     """What a search has tried and goes on from."""
 
@@ -85,7 +96,8 @@ class State:
         self.best, self.value = dict(self.first), 0.0
         self.waiting = [Trial("first", self.first, {})]
         self.waiting += [Trial(title, self.first, more) for title, more in search.beside.items()]
-        self.tried = [self.first]
+        self.waiting += [Trial("drawn", point, {}) for point in drawn_points(search)]
+        self.tried = [self.first, *(trial.point for trial in self.waiting if trial.title == "drawn")]
         self.moves: dict[tuple[str, int], int] = {}  # how often an option was changed to a value
         self.results: list[tuple[float, Trial]] = []
         self.seconds, self.running = 0.0, 0
@@ -112,7 +124,7 @@ class State:
         self.results.append((value, trial))
         if trial.more or not whole or value <= self.value * BETTER:
             return
-        if trial.title != "first" and self.value:
+        if trial.title in trial.point and self.value:
             # Others may have been found better meanwhile: both together are next.
             both = self.best | {trial.title: trial.point[trial.title]}
             if both not in self.tried:
@@ -156,15 +168,14 @@ def load_plan(path: Path, given: list[str]) -> tuple[Plan, dict[str, State]]:
 
 
 def check(states: dict[str, State]) -> int:
-    """How many settings there are a step from the first ones; ConfigError where one of them is no configuration."""
+    """How many settings are drawn or one change from the first ones; ConfigError where one is no configuration."""
     count = 0
     for state in states.values():
         points = [
             state.first | {o: place} for o, values in state.search.options.items() for place in range(len(values))
         ]
         trials = [Trial(state.name, point, {}) for point in points]
-        trials += [Trial(title, state.first, more) for title, more in state.search.beside.items()]
-        for trial in trials:
+        for trial in [*trials, *state.waiting]:
             config = load_config(state.search.config, assignments(state.settings(trial)))
             if config.eval.test or not config.eval.every or config.data.protocol in ("published", "all"):
                 raise ConfigError(f"{state.name}: trials are judged on validation: see eval and data.protocol")
@@ -333,7 +344,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     try:
         plan, states = load_plan(options.plan, options.given)
-        print(f"{check(states)} settings a step from the first ones", flush=True)
+        print(f"{check(states)} settings are drawn or one change from the first ones", flush=True)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
     run(plan, states, options)

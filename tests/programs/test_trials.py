@@ -109,3 +109,15 @@ def test_what_cannot_be_is_told_before_a_trial_begins(plan, tmp_path, given, mes
 def test_the_shipped_plan_is_possible():
     plan, states = trials.load_plan(trials.Path("configs/tune/recipes.yaml"), [])
     assert trials.check(states) > 100 and set(plan.searches) == {"beauty-5core", "beauty", "ml-1m"}
+
+
+def test_drawn_settings_have_each_value_as_often_as_the_others():
+    state = State("s", Search(config="", options={"a": [0, 1, 2], "b": [0, 1]}, drawn=6, beside={"x": {"k": 1}}))
+    titles = [trial.title for trial in state.waiting]
+    assert titles == ["first", "x", *["drawn"] * 6]
+    drawn = [trial.point for trial in state.waiting[2:]]
+    assert sorted(point["a"] for point in drawn) == [0, 0, 1, 1, 2, 2]
+    assert sorted(point["b"] for point in drawn) == [0, 0, 0, 1, 1, 1]
+    for trial in state.waiting:
+        state.tell(trial, 2.0 if trial.point == drawn[3] else 1.0, True)
+    assert state.best == drawn[3]
