@@ -90,8 +90,10 @@ class Caches:
         pinned = {user: len(entry.row) for user in self.pinned if (entry := self.entries.get(user)) and len(entry.row)}
         pages = self.pool.num_pages - sum(pinned.values()) + rows * len(pinned)
         sequences = self.pool.num_sequences - len(pinned) if rows else math.inf
-        if not pinned and sum(map(self.pool.format.num_pages, tokens)) <= pages and len(users) <= sequences:
-            return len(users)
+        if not pinned and len(users) <= sequences:
+            num_pages = self.pool.format.num_pages
+            if len(users) * num_pages(max(tokens, default=0)) <= pages or sum(map(num_pages, tokens)) <= pages:
+                return len(users)
         chosen: set[str] = set()
         for count, (user, length) in enumerate(zip(users, tokens)):
             if user not in chosen:
@@ -109,21 +111,32 @@ class Caches:
                 return count
         return len(users)
 
-    def reserve(self, users: Sequence[str], tokens: Sequence[int]) -> None:
-        """Makes room for `tokens` of each of `users`, who `fitting` said fit; others give way, the least used first."""
-        chosen, sinks = set(users), int(self.pool.format.sink_tokens > 0)
+    def reserve(self, users: Sequence[str], begins: Sequence[int], tokens: Sequence[int]) -> list[Entry]:
+        """The entries of `users`, who `fitting` said fit, with room for `tokens` of the windows from `begins` on.
+
+        Others give way where pages run out, the least recently used first.
+        """
+        entries, size = self.entries, self.pool.format.page_size
+        sinks = int(self.pool.format.sink_tokens > 0)
+        for user, begin in zip(users, begins):
+            entry = entries.get(user)
+            if entry is None:
+                entries[user] = Entry(begin=begin)
+            elif entry.begin != begin:
+                self.length(user, begin)
+        found, chosen = [], set(users)
         for user, length in zip(users, tokens):
-            entry = self.entries.setdefault(user, Entry())
-            self.entries.move_to_end(user)
-            if length and sinks + self.pool.format.num_pages(length) <= len(entry.row):
-                continue
-            while True:
+            entry = entries[user]
+            entries.move_to_end(user)
+            found.append(entry)
+            while not (length and sinks * size + length <= len(entry.row) * size):
                 try:
                     entry.row = self.pool.reserve(entry.row, max(length, entry.length))
                     break
                 except hstu_sparse.PoolFull:
-                    other = next((x for x in self.entries if x not in chosen and x not in self.pinned), None)
+                    other = next((x for x in entries if x not in chosen and x not in self.pinned), None)
                     if other is None:
                         raise
                     self.drop(other)
                     self.evictions += 1
+        return found

@@ -7,7 +7,6 @@ Letters: B users, T new tokens, E embedding size, M candidates of a user.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -20,7 +19,7 @@ from models.attention import BlockSparseAttention
 from models.config import RunConfig
 from models.hstu import SequenceModel
 from models.serving.block_sums import BlockSums
-from models.serving.caches import Caches
+from models.serving.caches import Caches, Entry
 from models.serving.errors import ServingError
 from models.serving.graphs import Graphs
 from models.serving.histories import History, Window
@@ -33,8 +32,7 @@ from models.serving.work import FEW, Sizes, Work
 TOKENS = {"cpu": 2**14, "cuda": 2**17}  # new tokens of one pass
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """A request: what the user's window says at the time `at` (seconds), of ranking about `candidates` [M], rows."""
 
     user: str
@@ -47,6 +45,7 @@ class Piece(NamedTuple):
     """Tokens `start` to `stop` of a user's window, which are to be written."""
 
     window: "Seen"
+    entry: Entry
     start: int
     stop: int
 
@@ -65,7 +64,7 @@ class Seen(NamedTuple):
     @property
     def origin(self) -> int:
         """The time of the window's first event."""
-        return self.history.timestamps[self.begin - self.history.first]
+        return self.history.timestamps.item(self.begin - self.history.first)
 
 
 class Engine:
@@ -173,9 +172,14 @@ class Engine:
 
         history: as it is now.
         """
+        entry = self.caches.entries.get(user)
+        if entry is None:
+            return
         begin = self.window.begin(history.count)
-        self.caches.length(user, begin)
-        self.caches.cut(user, max(0, self.per_event * (unchanged - begin) - 1))
+        if entry.begin != begin:
+            self.caches.length(user, begin)
+        if entry.length >= self.per_event * (unchanged - begin):
+            self.caches.cut(user, max(0, self.per_event * (unchanged - begin) - 1))
 
     def update(self, users: list[str], histories: list[History]) -> None:
         """Brings the pages of distinct users up to date, whoever else's have to go for that."""
@@ -205,23 +209,23 @@ class Engine:
 
     def _encode(self, windows: list[Seen]) -> None:
         """Writes what the pages of users lack; they fit."""
-        caches, most = self.caches, TOKENS[self.device.type]
-        lengths = [caches.length(window.user, window.begin) for window in windows]
-        caches.reserve([window.user for window in windows], [window.tokens for window in windows])
+        most = TOKENS[self.device.type]
+        users, _, begins, tokens = zip(*windows)
+        entries = self.caches.reserve(users, begins, tokens)
         pieces: list[Piece] = []
         room, done = most, set()
-        for window, start in zip(windows, lengths):
-            if start >= window.tokens - 1 or window.user in done:
+        for window, entry in zip(windows, entries):
+            start, end = entry.length, window.tokens - 1
+            if start >= end or window.user in done:
                 continue
             done.add(window.user)
-            caches.entries[window.user].begin = window.begin
-            while start < window.tokens - 1:
-                stop = min(window.tokens - 1, start + room)
+            while start < end:
+                stop = min(end, start + room)
                 # A window is encoded at once where it can be (`Part.whole`).
-                if stop < window.tokens - 1 and pieces:
+                if stop < end and pieces:
                     stop = start
                 else:
-                    pieces.append(Piece(window, start, stop))
+                    pieces.append(Piece(window, entry, start, stop))
                 room -= stop - start
                 if not room or stop == start:
                     self._write(pieces)
@@ -236,23 +240,24 @@ class Engine:
             if few and len(few) < len(pieces):
                 self._write(few)
                 pieces = [piece for piece in pieces if piece.stop - piece.start > FEW]
-        starts, stops = (np.array(x) for x in zip(*((piece.start, piece.stop) for piece in pieces)))
-        if (stops - starts == 1).all():
+        starts, stops = (np.array([piece[place] for piece in pieces]) for place in (2, 3))
+        counts = stops - starts
+        if (counts == 1).all():
             seen = [piece.window for piece in pieces]
-            events = [x.begin - x.history.first + piece.start // self.per_event for x, piece in zip(seen, pieces)]
+            events = [x.begin - x.history.first + start // self.per_event for x, _, start, _ in pieces]
             columns = single_tokens([x.history for x in seen], events, starts, self.per_event)
         else:
             order = np.argsort(starts > 0, kind="stable")
-            pieces, starts, stops = [pieces[i] for i in order], starts[order], stops[order]
+            pieces, starts, counts = [pieces[i] for i in order], starts[order], counts[order]
             seen = [piece.window for piece in pieces]
             columns = Columns.joined(
-                [window_tokens(x.history, x.begin, start, stop, self.per_event) for x, start, stop in pieces]
+                [window_tokens(x.history, x.begin, start, stop, self.per_event) for x, _, start, stop in pieces]
             )
         origins = np.array([x.origin for x in seen], np.int64)
-        _, choices = self._run(Work("write", [x.user for x in seen], columns, origins, starts, stops - starts))
-        for place, piece in enumerate(pieces):
-            entry = self.caches.entries[piece.window.user]
-            entry.length = piece.stop
+        entries = [piece.entry for piece in pieces]
+        _, choices = self._run(Work("write", entries, columns, origins, starts, counts))
+        for place, (_, entry, _, stop) in enumerate(pieces):
+            entry.length = stop
             if choices:
                 entry.choices = {layer: choice[place] for layer, choice in choices.items()}
         self.encoded += len(columns.items)
@@ -272,20 +277,20 @@ class Engine:
         return torch.cat(found) if found else torch.zeros(0, self.model.item_weight.shape[1], device=self.device)
 
     def _ask(self, asks: list[Ask], windows: list[Seen]) -> Tensor:
-        users, histories = [ask.user for ask in asks], [ask.history for ask in asks]
+        histories, at = [ask.history for ask in asks], [ask.at for ask in asks]
+        entries = [self.caches.entries[ask.user] for ask in asks]
         events, last = [len(history.items) - 1 for history in histories], np.array([x.tokens for x in windows]) - 1
-        at = [ask.at for ask in asks]
         columns = single_tokens(histories, events, last, self.per_event, at)
         origins = np.array([x.origin for x in windows], np.int64)
         if not self.ranking:
-            return self._run(Work("ask", users, columns, origins, last, np.ones(len(asks), np.int64)))[0]
+            return self._run(Work("ask", entries, columns, origins, last, np.ones(len(asks), np.int64)))[0]
         counts = np.array([len(cast(np.ndarray, ask.candidates)) for ask in asks])
         new = [
             candidate_tokens(cast(np.ndarray, ask.candidates), window.tokens, ask.at)
             for ask, window in zip(asks, windows)
         ]
         columns = Columns.joined([columns, *new])
-        return self._run(Work("rank", users, columns, origins, last, counts, np.array(at)))[0]
+        return self._run(Work("rank", entries, columns, origins, last, counts, np.array(at)))[0]
 
     # Passes.
 
@@ -294,10 +299,10 @@ class Engine:
 
         Passes of few tokens are padded to one of a few sizes, and replayed where they were captured.
         """
-        rows, of_sparse = [self.caches.entries[user].table(self._widest) for user in work.users], bool(self._choices)
+        rows, of_sparse = [entry.table(self._widest) for entry in work.entries], bool(self._choices)
         if not self.padded or not work.small:
-            sizes, whole = Sizes(len(work.columns.items), len(work.users), self._widest), (0, 0)
-            served = Pass(self.caches.pool, [], choices=self._open_choices(work.users), sums=self.sums)
+            sizes, whole = Sizes(len(work.columns.items), len(work.entries), self._widest), (0, 0)
+            served = Pass(self.caches.pool, [], choices=self._open_choices(work.entries), sums=self.sums)
             if work.kind == "write" and not of_sparse:
                 whole = work.whole
             out = self._pass(work.kind, sizes, work.numbers(sizes, rows).to(self.device), served, whole)
@@ -353,10 +358,10 @@ class Engine:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast, cache_enabled=False):
             return run(self.model, self.layers, batch)
 
-    def _open_choices(self, users: list[str]) -> dict[int, Tensor]:
+    def _open_choices(self, entries: list[Entry]) -> dict[int, Tensor]:
         found = {}
         for layer, shape in self._choices.items():
             none = torch.full(shape, -1, dtype=torch.int32, device=self.device)
-            known = [self.caches.entries[user].choices for user in users]
-            found[layer] = torch.stack([none if choices is None else choices[layer] for choices in known])
+            known = [none if entry.choices is None else entry.choices[layer] for entry in entries]
+            found[layer] = torch.stack(known)
         return found

@@ -5,7 +5,7 @@ Letters: E events of a call, n events of a user, C events that a window holds at
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +28,6 @@ class Window:
         return self.slide * -(-max(0, count - self.capacity) // self.slide)
 
 
-@dataclass
 class History:
     """The events of one user, in time order, ties in the order in which they came.
 
@@ -38,18 +37,62 @@ class History:
     timestamps  [n - first] int64, seconds
     actions     [n - first] int32, or None
     seen        int32, ascending: every item that the user ever met, once
+
+    The columns are views of longer arrays, which events are put behind until they are full.
     """
 
-    count: int
-    first: int
-    items: np.ndarray
-    timestamps: np.ndarray
-    actions: np.ndarray | None
-    seen: np.ndarray
+    __slots__ = ("_columns", "_end", "_room", "actions", "count", "first", "items", "last", "seen", "timestamps")
+
+    def __init__(
+        self,
+        count: int,
+        first: int,
+        items: np.ndarray,
+        timestamps: np.ndarray,
+        actions: np.ndarray | None,
+        seen: np.ndarray,
+    ):
+        self.count, self.first, self.seen = count, first, seen
+        self._take(items, timestamps, actions)
+        self.last = int(timestamps[-1]) if len(timestamps) else 0  # the time of the last event
+
+    def _take(self, items: np.ndarray, timestamps: np.ndarray, actions: np.ndarray | None) -> None:
+        """Keeps these columns, from their first entry on."""
+        self.items, self.timestamps, self.actions = items, timestamps, actions
+        self._columns = items, timestamps, actions
+        self._end = self._room = len(items)
+
+    def push(self, item: int, timestamp: int, action: int | None, cut: int) -> None:
+        """Adds an event that is not earlier than the others, and drops the first `cut`."""
+        begin, end = self._end - len(self.items) + cut, self._end + 1
+        if end > self._room:
+            size = self._end - begin
+            room = size + max(8, size // 8)
+
+            def longer(x: np.ndarray) -> np.ndarray:
+                found = np.empty(room, x.dtype)
+                found[:size] = x[cut:]
+                return found
+
+            self._columns = (
+                longer(self.items), longer(self.timestamps), None if self.actions is None else longer(self.actions)
+            )  # fmt: skip
+            begin, end, self._room = 0, size + 1, room
+        items, timestamps, actions = self._columns
+        items[end - 1], timestamps[end - 1] = item, timestamp
+        self.items, self.timestamps, self._end = items[begin:end], timestamps[begin:end], end
+        if actions is not None:
+            actions[end - 1] = action
+            self.actions = actions[begin:end]
+        self.count += 1
+        self.first += cut
+        self.last = timestamp
+        place = int(self.seen.searchsorted(np.int32(item)))
+        if place == len(self.seen) or self.seen[place] != item:
+            self.seen = np.concatenate([self.seen[:place], [item], self.seen[place:]], dtype=np.int32)
 
     def nbytes(self) -> int:
-        arrays = (self.items, self.timestamps, self.actions, self.seen)
-        return sum(array.nbytes for array in arrays if array is not None)
+        return sum(column.nbytes for column in (*self._columns, self.seen) if column is not None)
 
 
 class Histories:
@@ -89,9 +132,10 @@ class Histories:
 
     def check_room(self, users: list[str], counts: list[int]) -> None:
         """LimitReached where `counts` more events of each of `users` (which are distinct) are too many."""
-        new = sum(user not in self._users for user in users)
-        if len(self._users) + new > self.most_users:
-            raise LimitReached(f"the store holds at most {self.most_users:,} users")
+        if len(self._users) + len(users) > self.most_users:
+            new = sum(user not in self._users for user in users)
+            if len(self._users) + new > self.most_users:
+                raise LimitReached(f"the store holds at most {self.most_users:,} users")
         for user, more in zip(users, counts):
             known = self._users.get(user)
             if (known.count if known else 0) + more > self.most_events:
@@ -139,29 +183,9 @@ class Histories:
     def add_one(self, user: str, item: int, timestamp: int, action: int | None) -> int:
         """As `add`, of one event; behind all others, as a service mostly has it, without sorting anything."""
         old = self._users.get(user)
-        if old is None or timestamp < old.timestamps[-1]:
+        if old is None or timestamp < old.last:
             actions = None if action is None else np.array([action])
             return self.add(user, np.array([item]), np.array([timestamp], np.int64), actions)
-        count, row = old.count + 1, np.int32(item)
-        place = int(old.seen.searchsorted(row))
-        seen = old.seen
-        if place == len(seen) or seen[place] != item:
-            seen = np.concatenate([seen[:place], [row], seen[place:]], dtype=np.int32)
-        cut = max(0, self.window.begin(count) - self.window.slide - old.first)
-        self._users[user] = History(
-            count,
-            old.first + cut,
-            longer(old.items, cut, item),
-            longer(old.timestamps, cut, timestamp),
-            longer(cast(np.ndarray, old.actions), cut, cast(int, action)) if self.has_actions else None,
-            seen,
-        )
-        return old.count
-
-
-def longer(x: np.ndarray, cut: int, value: int) -> np.ndarray:
-    """A copy of x without its first `cut` entries, with a value behind the last."""
-    found = np.empty(len(x) - cut + 1, x.dtype)
-    found[:-1] = x[cut:]
-    found[-1] = value
-    return found
+        before = old.count
+        old.push(item, timestamp, action, max(0, self.window.begin(before + 1) - self.window.slide - old.first))
+        return before

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self, cast
 
@@ -182,19 +181,21 @@ class Recommender:
         places: dict[str, list[int]] = {}
         for place, key in enumerate(users):
             places.setdefault(key, []).append(place)
+        histories, engine = self._histories, self._engine
         with self._lock:
-            self._histories.check_room(list(places), [len(mine) for mine in places.values()])
+            histories.check_room(list(places), [len(mine) for mine in places.values()])
             stale = []
-            one_by_one = [rows.tolist(), times.tolist(), [None] * len(rows) if codes is None else codes.tolist()]
+            items, seconds = rows.tolist(), times.tolist()
+            actions = [None] * len(items) if codes is None else codes.tolist()
             for key, mine in places.items():
-                if encode and (key not in self._histories or key in self._engine.caches):
+                if encode and (key not in histories or key in engine.caches):
                     stale.append(key)
                 if len(mine) == 1:
-                    unchanged = self._histories.add_one(key, *(values[mine[0]] for values in one_by_one))
+                    (place,) = mine
+                    unchanged = histories.add_one(key, items[place], seconds[place], actions[place])
                 else:
-                    actions = None if codes is None else codes[mine]
-                    unchanged = self._histories.add(key, rows[mine], times[mine], actions)
-                self._engine.changed(key, self._history(key), unchanged)
+                    unchanged = histories.add(key, rows[mine], times[mine], None if codes is None else codes[mine])
+                engine.changed(key, self._history(key), unchanged)
             if stale:
                 # Where pinned users hold the cache, the events are known all the same: a request will say so.
                 with suppress(CacheFull):
@@ -254,9 +255,10 @@ class Recommender:
             values, rows = self._best(
                 self._engine.answer(asks), k, [x.history.seen for x in asks] if exclude_seen else []
             )
-        more = ((0, 0), (0, k - values.shape[1]))
-        values = np.pad(values, more, constant_values=-np.inf)
-        rows = np.where(np.isneginf(values), -1, np.pad(rows, more, constant_values=-1))
+        if values.shape[1] < k:
+            more = ((0, 0), (0, k - values.shape[1]))
+            values, rows = np.pad(values, more, constant_values=-np.inf), np.pad(rows, more, constant_values=-1)
+        rows = np.where(values == -np.inf, -1, rows)
         return self.items.original(rows), values
 
     def _best(self, out: Tensor, k: int, seen: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -333,7 +335,7 @@ class Recommender:
         """Outputs at a ranking run's candidates, rows of the item table, end to end: [sum of M, E], not normalised."""
         with self._lock:
             asks = self._asks(users, at)
-            return self._engine.answer([replace(ask, candidates=mine) for ask, mine in zip(asks, candidates)])
+            return self._engine.answer([ask._replace(candidates=mine) for ask, mine in zip(asks, candidates)])
 
     @torch.no_grad()
     def _cosines(self, out: Tensor, candidates: list[np.ndarray]) -> np.ndarray:
@@ -357,9 +359,9 @@ class Recommender:
 
     def _asks(self, users: Sequence[str], at) -> list[Ask]:
         histories = [self._history(user) for user in users]
-        last = np.array([history.timestamps[-1] for history in histories], np.int64)
+        last = np.array([history.last for history in histories], np.int64)
         if not self.has_timestamps:
-            return [Ask(user, history, int(time)) for user, history, time in zip(users, histories, last)]
+            return [Ask(*each) for each in zip(users, histories, last.tolist())]
         if at is None:
             times = np.maximum(last, int(self.clock()))
         else:
@@ -374,7 +376,7 @@ class Recommender:
                 raise TooEarly(
                     f"at: {times[first]} is before the last event of user {shown(users[first])}, at {last[first]}"
                 )
-        return [Ask(user, history, int(time)) for user, history, time in zip(users, histories, times)]
+        return [Ask(*each) for each in zip(users, histories, times.tolist())]
 
     def export(self, folder: str | Path) -> tuple[int, int]:
         """Write item vectors and ids into `folder`, as `eval.py --export-items`; returns (items, size of a vector).

@@ -55,13 +55,13 @@ def single_tokens(
     events: [B] which of a history's kept events the tokens belong to. positions: [B] of the tokens in their windows.
     at: [B] query times, where the tokens are the last ones of their windows.
     """
-    items = [h.items[event] for h, event in zip(histories, events)]
-    times = [h.timestamps[event] for h, event in zip(histories, events)]
+    items = [h.items.item(event) for h, event in zip(histories, events)]
+    times = [h.timestamps.item(event) for h, event in zip(histories, events)]
     if at is None:
         # An item token of ranking asks at its own event's time; all others have an event behind theirs.
         later = [per_event == 1 or place % 2 == 1 for place in positions.tolist()]
-        at = [h.timestamps[event + more] for h, event, more in zip(histories, events, later)]
-    actions = [h.actions[event] for h, event in zip(histories, events) if h.actions is not None]
+        at = [h.timestamps.item(event + more) for h, event, more in zip(histories, events, later)]
+    actions = [h.actions.item(event) for h, event in zip(histories, events) if h.actions is not None]
     return Columns(*(np.array(x, np.int64) for x in (items, actions or [0] * len(items), times, at, positions)))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hstu_sparse.launch import cdiv
+from models.serving.caches import Entry
 from models.serving.tokens import Columns
 
 MOST_USERS, MOST_TOKENS = 256, 2**14  # of a pass that is padded
@@ -49,7 +50,7 @@ class Work:
 
     kind     write: tokens that stay in the pages; ask: a token each that leaves no trace; rank: a token each, written
              behind the pages for this request, and candidates that see it
-    users    [B]
+    entries  [B] the users' pages
     columns  T tokens, user by user; of rank the B tokens first, then the candidates, user by user
     origins  [B] times of the first events of the users' windows
     lengths  [B] tokens in the pages before the new ones; of write the users without any stand first
@@ -58,7 +59,7 @@ class Work:
     """
 
     kind: Literal["write", "ask", "rank"]
-    users: list[str]
+    entries: list[Entry]
     columns: Columns
     origins: np.ndarray
     lengths: np.ndarray
@@ -70,7 +71,7 @@ class Work:
         if self.kind == "write":
             return slice(0)
         if self.kind == "ask":
-            return slice(len(self.users))
+            return slice(len(self.entries))
         return slice(sizes.users, sizes.users + int(self.counts.sum()))
 
     @property
@@ -86,7 +87,7 @@ class Work:
     def small(self) -> bool:
         """Whether the pass is one of those that are padded."""
         return (
-            len(self.users) <= MOST_USERS
+            len(self.entries) <= MOST_USERS
             and len(self.columns.items) <= MOST_TOKENS
             and int(self.counts.max()) <= (FEW if self.kind == "write" else MOST_TOKENS)
         )
@@ -97,8 +98,8 @@ class Work:
         Further users have nothing in their pages, and none to write to. They have the further tokens: one each where
         others have one each, else up to FEW, which any table has room for.
         """
-        users, total = rounded_up(len(self.users)), int(self.counts.sum())
-        if self.kind != "rank" and total == len(self.users):
+        users, total = rounded_up(len(self.entries)), int(self.counts.sum())
+        if self.kind != "rank" and total == len(self.entries):
             return Sizes(users, users, pages)
         tokens = max(64, rounded_up(total, 4))
         users += cdiv(max(64, tokens // 4), FEW)
@@ -114,7 +115,7 @@ class Work:
         found = torch.empty(total, dtype=torch.int64) if out is None else out
         columns, lengths, seen, at, offsets, pages = (x.numpy() for x in sizes.split(found))
         found[: len(found) - table].zero_()
-        users, begin = len(self.users), sizes.users if self.kind == "rank" else 0
+        users, begin = len(self.entries), sizes.users if self.kind == "rank" else 0
         origins = np.repeat(self.origins, self.counts)
         given = (*vars(self.columns).values(), np.concatenate([self.origins, origins]) if begin else origins)
         for row, column in zip(columns, given):
