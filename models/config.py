@@ -150,8 +150,8 @@ class RotaryConfig(Strict):
 class ModelConfig(Strict):
     """The model."""
 
-    block: Literal["hstu", "transformer"]
-    """The layer around the attention: HSTU's or SASRec's."""
+    block: Literal["hstu", "transformer", "pre_norm"]
+    """The layer around the attention: HSTU's, SASRec's, or a transformer's with norms before attention and SwiGLU."""
     max_seq_len: int = Field(ge=1)
     """The longest sequence in tokens; of longer histories the latest events are used."""
     embedding_dim: int = Field(ge=1)
@@ -165,8 +165,8 @@ class ModelConfig(Strict):
     linear_dim: int | None = Field(None, ge=1)
     """The size of a head's values; absent, embedding_dim / num_heads."""
     feed_forward_dim: int | None = Field(None, ge=1)
-    """The hidden size of the feed-forward network, which a `transformer` block needs; in an `hstu` block it adds a
-    SwiGLU behind each layer."""
+    """The hidden size of the feed-forward network, which `transformer` and `pre_norm` blocks need; an `hstu` block has
+    a SwiGLU behind each layer by it."""
     rotary: RotaryConfig | None = None
     """Rotary embedding of queries and keys; absent, none."""
     head: HeadConfig = DotConfig()
@@ -194,8 +194,8 @@ class ModelConfig(Strict):
                 raise ValueError(
                     f"embedding_dim={self.embedding_dim} is not divisible by num_heads={self.num_heads}: give {name}"
                 )
-        if self.block == "transformer" and self.feed_forward_dim is None:
-            raise ValueError("block=transformer needs feed_forward_dim")
+        if self.block != "hstu" and self.feed_forward_dim is None:
+            raise ValueError(f"block={self.block} needs feed_forward_dim")
         attentions = [attention.for_model(self.layer_sizes) for attention in self.attention]
         faults = []
         for layer, attention in enumerate(attentions):
@@ -235,7 +235,10 @@ class LossConfig(Strict):
     temperature: float = Field(0.05, ge=1e-4, le=1e4)
     """The divisor of the scores."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """With `cross_entropy`, the share of a target's probability that is spread evenly over the catalogue."""
+    """With `cross_entropy`, the share of a target's probability that is spread evenly over what competes."""
+    exclude: Literal["none", "history", "sequence"] = "none"
+    """With `cross_entropy`, which items of a user do not compete with a position's target: those up to the position, as
+    in rankings without a user's history, or all of the training sequence."""
 
     @property
     def num_in_batch(self) -> int:
@@ -246,6 +249,8 @@ class LossConfig(Strict):
     def _consistent(self):
         if self.label_smoothing and self.kind != "cross_entropy":
             raise ValueError(f"label_smoothing is for kind=cross_entropy, got kind={self.kind}")
+        if self.exclude != "none" and self.kind != "cross_entropy":
+            raise ValueError(f"exclude is for kind=cross_entropy, got kind={self.kind}")
         if self.kind == "mixed_negatives" and not 0 < self.num_in_batch < self.num_negatives:
             raise ValueError(
                 f"in_batch_share={self.in_batch_share} of num_negatives={self.num_negatives} leaves none of one kind"
@@ -411,6 +416,13 @@ class RunConfig(Strict):
             raise ValueError("loss.kind=mixed_negatives is not for model.head.kind=mol: it corrects no probabilities")
         if self.model.head.kind == "mol" and self.loss.label_smoothing:
             raise ValueError("loss.label_smoothing is not for model.head.kind=mol")
+        if self.model.head.kind == "mol" and self.loss.exclude != "none":
+            raise ValueError("loss.exclude is not for model.head.kind=mol")
+        if self.parallel != ParallelConfig() and self.loss.exclude != "none":
+            raise ValueError("loss.exclude: not with parallel")
+        features = self.data.features is not None and self.data.features.items
+        if self.model.head.kind == "dot" and self.model.head.separate_targets and (features or self.parallel.sharded):
+            raise ValueError("model.head.separate_targets: not with data.features.items or a sharded table")
         if self.train.augment is not None and self.task.kind != "retrieval":
             raise ValueError(f"train.augment is for task.kind=retrieval, got {self.task.kind}")
         if self.model.id_dropout and not (self.data.features and self.data.features.items):
@@ -464,7 +476,7 @@ class RunConfig(Strict):
 
     def _check_recall(self) -> None:
         """ValueError for options that recall has no use for."""
-        if self.model.action_embedding or self.model.head.kind != "dot" or self.parallel.context > 1:
+        if self.model.action_embedding or self.model.head != DotConfig() or self.parallel.context > 1:
             raise ValueError("model.action_embedding, model.head, parallel.context: of no use to task.kind=recall")
 
     def _check_ranking(self) -> None:

@@ -27,6 +27,8 @@ class DotConfig(Strict):
     """Whether the temperature is trained too, beginning with `loss.temperature`."""
     item_dropout: float = Field(0.0, ge=0, lt=1)
     """The dropout of the items' embeddings that outputs are scored against."""
+    separate_targets: bool = False
+    """Whether outputs are scored against a table of their own, in place of the one that inputs have."""
 
 
 class MoLConfig(Strict):

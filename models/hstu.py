@@ -1,4 +1,4 @@
-"""The HSTU layer, the transformer (SASRec) layer, the stack and the model.
+"""The HSTU layer, the transformer layers (SASRec's, and one with norms in front), the stack and the model.
 
 Source: Zhai et al., ICML 2024 (arXiv 2402.17152), with the settings of its public experiments; Kang and McAuley,
 Self-Attentive Sequential Recommendation, ICDM 2018 (arXiv 1808.09781). A layer takes x [T, E] and the batch and
@@ -20,6 +20,7 @@ from models.attention import attention_kind
 from models.config import ModelConfig
 from models.contract import AttentionKind, AuxLoss
 from models.embedding import InputEmbedding
+from models.features import truncated_normal_
 from models.heads import MixtureOfLogits, normalized
 from models.parallel.tables import ShardedTable
 
@@ -147,7 +148,38 @@ class TransformerLayer(nn.Module):
         return x + F.dropout(self.contract(hidden), self.dropout, self.training), aux
 
 
-BLOCKS = {"hstu": HSTULayer, "transformer": TransformerLayer}
+class PreNormLayer(nn.Module):
+    """x + dropout(output(attention of norm(x))), then `SwiGLU`: a transformer layer as of today's language models.
+
+    Source: Xiong et al., On Layer Normalization in the Transformer Architecture (arXiv 2002.04745). The norms have no
+    weights.
+    """
+
+    def __init__(self, config: ModelConfig, attention: AttentionKind, kv_heads: int):
+        super().__init__()
+        self.config, self.dropout, self.attention = config, config.dropout, attention
+        layer, size, heads = attention.sizes, config.embedding_dim, config.num_heads
+        self.heads, self.kv_heads = heads, kv_heads
+        self.query = nn.Linear(size, heads * layer.attention_dim, bias=False)
+        self.key = nn.Linear(size, kv_heads * layer.attention_dim, bias=False)
+        self.value = nn.Linear(size, kv_heads * layer.linear_dim, bias=False)
+        self.output = nn.Linear(heads * layer.linear_dim, size)
+        assert config.feed_forward_dim is not None  # the configuration asks for it
+        self.feed_forward = SwiGLU(size, config.feed_forward_dim, config.dropout)
+        for linear in (self.query, self.key, self.value, self.output):
+            nn.init.xavier_uniform_(linear.weight)
+        nn.init.zeros_(self.output.bias)
+
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
+        x, normed = normed_input(x)
+        q = self.query(normed).unflatten(-1, (self.heads, -1))
+        k, v = (linear(normed).unflatten(-1, (self.kv_heads, -1)) for linear in (self.key, self.value))
+        attended, aux = self.attention(normed, *turned(self.config, q, k, batch), v, batch)
+        x = x + F.dropout(self.output(attended.flatten(1)), self.dropout, self.training)
+        return self.feed_forward(x), aux
+
+
+BLOCKS = {"hstu": HSTULayer, "transformer": TransformerLayer, "pre_norm": PreNormLayer}
 
 
 def build_layer(config: ModelConfig, attention: AttentionKind.Config) -> nn.Module:
@@ -192,6 +224,9 @@ class SequenceModel(nn.Module):
         self.item_dropout = config.head.item_dropout
         self.log_temperature = nn.Parameter(torch.zeros(())) if learned else None
         self.task_head: Any = task_head
+        self.targets = None  # the items' rows that outputs are scored against, where these are not the inputs'
+        if config.head.kind == "dot" and config.head.separate_targets:
+            self.targets = nn.Parameter(truncated_normal_(torch.empty(num_items, config.embedding_dim), 0.02))
 
     @property
     def item_weight(self) -> Tensor:
@@ -206,8 +241,14 @@ class SequenceModel(nn.Module):
 
     @property
     def item_table(self) -> Tensor:
-        """The representations of all items, [num_items, E]: their rows, and what their features add."""
-        return self.embedding.item_rows()
+        """The representations of all items, [num_items, E]: their rows, and what their features add, or `targets`."""
+        return self.item_rows()
+
+    def item_rows(self, ids: Tensor | None = None) -> Tensor:
+        """The representations of the items `ids` [R] int64 that outputs are scored against, [R, E], or of all."""
+        if self.targets is None:
+            return self.embedding.item_rows(ids)
+        return self.targets if ids is None else F.embedding(ids, self.targets)
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
         x, aux = self.raw_output(batch)

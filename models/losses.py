@@ -7,13 +7,17 @@ Letters: T tokens, E embedding size, I items, K negatives.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 import hstu_sparse
+from data.batch import Batch
+from hstu_sparse.jagged import sequence_ids
+from hstu_sparse.precision import without_autocast
 from models.chunks import CHUNK, ChunkedSum
 from models.config import LossConfig
 from models.contract import AuxLoss
@@ -56,11 +60,12 @@ def head_loss(
     dtype: torch.dtype | None = None,
     part: Tensor | None = None,
     share: Share | None = None,
+    excluded: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
     """(training loss, auxiliary losses) of a model's outputs [T, E] by its own head; arguments as `training_loss`.
 
     out: of `SequenceModel.raw_output`. Where the loss is not a kernel that divides by the norms, it is done here.
-    share: of a rank, in place of targets and part; the results are then its shares.
+    share: of a rank, in place of targets and part; the results are then its shares. excluded: `own_items`.
     """
     if model.head is not None or not takes_kernel(config, out):
         out = normalized(out)
@@ -76,18 +81,19 @@ def head_loss(
     if items is None and features is not None:
         items, targets, drawn = competing_items(model.embedding, targets, drawn)
     elif items is None:
-        items = model.item_weight
+        items = model.item_weight if model.targets is None else model.targets
     if model.head is None:
         items = F.dropout(items, model.item_dropout, model.training)
         learned = model.log_temperature
         temperature = None if learned is None else config.temperature * learned.exp()
-        return sampled_loss(config, out, items, targets, drawn, count, dtype, temperature), {}
+        excluded = None if excluded is None else places_of(features, excluded)
+        return sampled_loss(config, out, items, targets, drawn, count, dtype, temperature, excluded), {}
     ids = None if drawn is None else drawn.ids.expand(len(targets), -1)
     return mol_loss(model.head, out, items, targets, ids, None if share is None else share.ranks)
 
 
 def places_of(features: ItemFeatures | None, targets: Tensor) -> Tensor:
-    """Targets as the loss numbers them: with features the items that training saw, numbered anew, are the catalogue."""
+    """Items, -1 for none, as the loss numbers them: with features those that training saw, anew, are the catalogue."""
     return targets if features is None else torch.where(targets < 0, -1, features.place[targets])
 
 
@@ -202,10 +208,12 @@ def sampled_loss(
     count: Tensor | None = None,
     dtype: torch.dtype | None = None,
     temperature: Tensor | None = None,
+    excluded: Tensor | None = None,
 ) -> Tensor:
     """`training_loss` with negatives that have been drawn: the sum over positions with a target, over `count`.
 
-    count: 0-d; None is the number of these positions.
+    count: 0-d; None is the number of these positions. excluded: [T, N] int64, items that do not compete at each
+    position unless they are its target, -1 for none; with `loss.exclude`.
     """
     if takes_kernel(config, out):
         dtype, share = dtype or item_weight.dtype, 1 if count is None else (targets >= 0).sum() / count
@@ -229,16 +237,71 @@ def sampled_loss(
     ids, log_q = drawn or (None, None)
     shared = ids if ids is not None and ids.dim() == 1 else None
 
-    def chunk(out, targets, own, items):
+    def chunk(out, targets, own, excluded, items):
+        if excluded is not None:
+            return _excluding_loss(config, out, items, targets, excluded, dtype)
         return _chunk_loss(config, whole, out, items, targets, own if shared is None else shared, log_q)
 
-    total = ChunkedSum.apply(chunk, rows, 3, out, targets, ids if shared is None else None, items)
+    total = ChunkedSum.apply(chunk, rows, 4, out, targets, ids if shared is None else None, excluded, items)
     return total / ((targets >= 0).sum().clamp(min=1) if count is None else count)
 
 
 def takes_kernel(config: LossConfig, out: Tensor) -> bool:
     """Whether the loss is `hstu_sparse.catalogue_loss`, which normalises both sides."""
-    return out.is_cuda and config.kind != "bce" and out.shape[1] <= MAX_KERNEL_SIZE
+    return out.is_cuda and config.kind != "bce" and config.exclude == "none" and out.shape[1] <= MAX_KERNEL_SIZE
+
+
+def own_items(config: LossConfig, batch: Batch, longest: int) -> Tensor | None:
+    """The items that `loss.exclude` leaves out at each position, [T, N] with -1 for none; None where it leaves none.
+
+    longest: most tokens of a sequence.
+    """
+    if config.exclude == "none":
+        return None
+    tokens = torch.arange(batch.num_tokens, device=batch.item_ids.device)
+    sequence = sequence_ids(batch.seq_offsets, batch.num_tokens)
+    end = tokens + 1 if config.exclude == "history" else batch.seq_offsets[sequence + 1]
+    places = batch.seq_offsets[sequence][:, None] + torch.arange(longest, device=tokens.device)
+    inside, places = places < end[:, None], places.clamp(max=batch.num_tokens - 1)
+    columns = [batch.item_ids] if config.exclude == "history" else [batch.item_ids, batch.target_ids]
+    return torch.cat([torch.where(inside, column[places], -1) for column in columns], 1)
+
+
+class _Product(torch.autograd.Function):
+    """a [R, E] @ b [I, E].T in fp32, of operands in bf16 or fp16 on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return torch.mm(a, b.T, out_dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        gradient = gradient.to(a.dtype)
+        return gradient @ b, gradient.T @ a
+
+
+@without_autocast
+def _excluding_loss(
+    config: LossConfig, out: Tensor, items: Tensor, targets: Tensor, excluded: Tensor, dtype: torch.dtype | None
+) -> Tensor:
+    """Sum of the losses of a chunk of positions over the catalogue without the items `excluded`; both normalised."""
+    if out.is_cuda and dtype is not None:
+        logits = cast(Tensor, _Product.apply(out.to(dtype), items.to(dtype)))
+    else:
+        logits = out @ items.T
+    logits, chosen = logits / config.temperature, targets.clamp(min=0)[:, None]
+    positive = logits.gather(1, chosen)
+    # What excludes nothing names the target, whose logit comes back.
+    logits = logits.scatter(1, torch.where(excluded < 0, chosen, excluded), float("-inf")).scatter(1, chosen, positive)
+    losses = logits.logsumexp(1) - positive[:, 0]
+    if config.label_smoothing:
+        left = logits.isinf()
+        mean = logits.masked_fill(left, 0).sum(1) / (~left).sum(1)
+        losses = losses + config.label_smoothing * (positive[:, 0] - mean)
+    return losses.masked_fill(targets < 0, 0).sum()
 
 
 def takes_whole_catalogue(config: LossConfig, out: Tensor, item_weight: Tensor) -> bool:

@@ -241,7 +241,8 @@ def output_scorer(model: SequenceModel, ranks: Ranks | None = None) -> Callable[
         else:
             num_items = model.embedding.num_items
             first, last = ranks.share(num_items)
-            table = model.embedding.items_between(first, last).detach()
+            of_all = model.embedding.items_between if model.targets is None else lambda a, b: model.item_table[a:b]
+            table = of_all(first, last).detach()
 
     @torch.no_grad()
     def prepared(rows: Tensor) -> Any:

@@ -344,11 +344,11 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for name in sorted(state.keys() | weights.keys()):
         feature = FEATURE_TABLE.fullmatch(name)
-        table = name.startswith("embedding.tables.embeddings.") or feature is not None
+        table = name.startswith("embedding.tables.embeddings.") or name == "targets" or feature is not None
         if name not in state or name not in weights or state[name].shape[table:] != weights[name].shape[table:]:
             raise ConfigError(f"--init-from {shown(folder, 200)}: of another model, {name} does not fit")
         old, new = weights[name], state[name]
-        if name == "embedding.tables.embeddings.item.weight":
+        if name in ("embedding.tables.embeddings.item.weight", "targets"):
             new[taken.to(new.device)] = old[torch.from_numpy(place[place >= 0])].to(new)
         elif feature is not None and feature[1] in of_features:
             mine, theirs = of_features[feature[1]]

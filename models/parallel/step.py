@@ -123,5 +123,5 @@ def token_work(model: ModelConfig) -> float:
     sizes, size = model.layer_sizes, model.embedding_dim
     pair = sizes.num_heads * (sizes.attention_dim + sizes.linear_dim) / 2  # causal: half of the pairs
     linear = size * sizes.num_heads * (2 * sizes.attention_dim + 3 * sizes.linear_dim)
-    linear += (3 if model.block == "hstu" else 2) * size * (model.feed_forward_dim or 0)
+    linear += (2 if model.block == "transformer" else 3) * size * (model.feed_forward_dim or 0)
     return linear / pair

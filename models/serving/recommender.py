@@ -343,7 +343,7 @@ class Recommender:
         model = self.model
         found = []
         for one, rows in zip(out[:, None], candidates):
-            mine = model.embedding.item_rows(torch.from_numpy(rows).to(out.device))
+            mine = model.item_rows(torch.from_numpy(rows).to(out.device))
             if model.head is None:
                 found.append((one @ normalized_items(mine).T)[0])
             else:

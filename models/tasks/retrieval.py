@@ -14,7 +14,7 @@ from data.types import Dataset, shown
 from models.config import ConfigError
 from models.contract import AuxLoss
 from models.hstu import SequenceModel
-from models.losses import Share, head_loss
+from models.losses import Share, head_loss, own_items
 from models.metrics import (
     COUNT_EDGES,
     LENGTH_EDGES,
@@ -76,8 +76,9 @@ class Retrieval(Task):
         dtype: torch.dtype | None,
         share: Share | None = None,
     ) -> tuple[Tensor, dict[str, AuxLoss]]:
-        part = None if batch.cut is None else batch.cut.index
-        return head_loss(model, self.config.loss, out, whole.target_ids, dtype, part, share)
+        part, c = None if batch.cut is None else batch.cut.index, self.config
+        excluded = own_items(c.loss, batch, c.model.max_seq_len)
+        return head_loss(model, c.loss, out, whole.target_ids, dtype, part, share, excluded)
 
     def evaluate(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
         score = model_scorer(model, self.config.train.autocast == "bf16", self.ranks)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from models import heads, losses
 from models.config import LossConfig
 from models.heads import MixtureOfLogits, MoLConfig, mol_loss
+from models.retrieval import output_scorer
 from tests.models.test_models import make_batch, make_model
 from tests.programs.test_train import fails, run, start
 
@@ -88,6 +89,20 @@ def test_item_dropout_of_the_dot_head_is_on_targets_in_training_alone():
         torch.testing.assert_close(given[-2][stays], model.item_weight[stays] / (1 - share))
     kept = [(x != 0).float().mean().item() for x in given]
     assert kept[:2] + kept[3:] == [1, 1, 1] and 0.45 < kept[2] < 0.55
+
+
+def test_separate_targets_are_learned_and_scored_by():
+    """The table of inputs has gradients from inputs alone, that of targets from the loss; scores are by the latter."""
+    batch = make_batch([4, 3])
+    model = make_model("dense", head={"kind": "dot", "separate_targets": True}).train()
+    assert torch.equal(model.item_weight, make_model("dense").item_weight)
+    out, _ = model.raw_output(batch)
+    loss, _ = losses.head_loss(model, LossConfig(kind="cross_entropy"), out, batch.target_ids)
+    loss.backward()
+    assert model.targets.grad.abs().sum(1).all()
+    assert set(model.item_weight.grad.abs().sum(1).nonzero()[:, 0].tolist()) == set(batch.item_ids.tolist())
+    scores = output_scorer(model.eval())(torch.eye(8)[:2]).tile(0, len(model.targets))
+    torch.testing.assert_close(scores, F.normalize(model.targets.detach().float(), dim=1).T[:2])
 
 
 @pytest.mark.parametrize("sampled", [0, 1, 5])

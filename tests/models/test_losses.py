@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from models import losses
 from models.config import LossConfig
-from models.losses import training_loss
+from models.losses import own_items, sampled_loss, training_loss
+from tests.models.test_models import NUM_ITEMS, make_batch
 
 T, E, I = 37, 6, 23
 
@@ -217,3 +218,36 @@ def test_a_bf16_table_gets_a_bf16_gradient(inputs, kind):
     assert found[0][2].dtype == torch.bfloat16
     for a, b in zip(*found):
         torch.testing.assert_close(a.float(), b, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("which", ["history", "sequence"])
+def test_items_of_the_user_do_not_compete(which, smoothing, device, monkeypatch):
+    """Against logits of the other items alone, one position at a time; a target may have come before."""
+    monkeypatch.setitem(losses.CHUNK, device, 3 * NUM_ITEMS)
+    batch = make_batch([5, 1, 4])
+    batch.target_ids[2], batch.target_ids[7] = batch.item_ids[1], -1
+    out = F.normalize(torch.randn(10, E), dim=-1).to(device).requires_grad_()
+    items = torch.randn(NUM_ITEMS, E).to(device).requires_grad_()
+    chosen = config("cross_entropy", exclude=which, temperature=0.5, label_smoothing=smoothing)
+    excluded = own_items(chosen, batch, 6).to(device)
+    targets = batch.target_ids.to(device)
+    found = sampled_loss(chosen, out, items, targets, None, excluded=excluded)
+    total = 0.0
+    for begin, end in ((0, 5), (5, 6), (6, 10)):
+        for t in range(begin, end):
+            if t == 7:
+                continue
+            own = batch.item_ids[begin : t + 1].tolist()
+            if which == "sequence":
+                own = batch.item_ids[begin:end].tolist() + batch.target_ids[begin:end].tolist()
+            target = int(batch.target_ids[t])
+            rivals = [item for item in range(NUM_ITEMS) if item == target or item not in own]
+            logs = (F.normalize(items, dim=-1)[rivals] @ out[t] / 0.5).log_softmax(0)
+            total = total - (1 - smoothing) * logs[rivals.index(target)] - smoothing * logs.mean()
+    torch.testing.assert_close(found, total / 9)
+    for a, b in zip(*(torch.autograd.grad(loss, (out, items)) for loss in (found, total / 9))):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="exclude is for kind=cross_entropy"):
+        config("in_batch", exclude=which)

@@ -42,6 +42,7 @@ KINDS = {
     | {"attention": {"kind": "softmax", "position_bias": True, "time_bias": True, "num_kv_heads": 1}},
     "indexer": CONFIG | {"attention": {"kind": "indexer", "top_k": 3, "num_index_heads": 2, "index_dim": 5}},
     "softmax": CONFIG | {"block": "transformer", "feed_forward_dim": 8, "attention": {"kind": "softmax"}},
+    "pre_norm": CONFIG | {"block": "pre_norm", "feed_forward_dim": 8, "attention": {"kind": "softmax"}},
 }
 
 
@@ -166,6 +167,18 @@ def test_transformer_equals_torch_attention():
         torch.testing.assert_close(out[begin:end].double(), F.normalize(x, dim=-1), rtol=0, atol=1e-6)
 
 
+def test_pre_norm_equals_torch_attention():
+    model, batch = make_model("pre_norm", num_layers=1), make_batch([4, 9])
+    x, layer = torch.randn(13, 8).double(), model.layers[0]
+    found, _ = layer(x, batch)
+    for begin, end in ((0, 4), (4, 13)):
+        normed = F.layer_norm(x[begin:end], (8,), eps=1e-6)
+        q, k, v = (y(normed).unflatten(1, (2, -1)).transpose(0, 1)[None] for y in (layer.query, layer.key, layer.value))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1).flatten(1)
+        expected = layer.feed_forward(x[begin:end] + layer.output(attended))
+        torch.testing.assert_close(found[begin:end], expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_after_t_reaches_t(kind):
     """Changes every event after t, but for the time of event t + 1: a query stands at the time it predicts for."""
@@ -230,6 +243,7 @@ INDEXER = ("index_query.weight", "index_key.weight", "index_weight.weight", "tab
 FLAT = {
     ("softmax", "[1]"): ("query.weight", "query.bias", "key.weight", "key.bias"),
     ("softmax", "[3, 12, 1]"): ("key.bias",),
+    ("pre_norm", "[1]"): ("query.weight", "key.weight"),
     ("softmax with biases", "[1]"): ("position_bias", "time_bias"),
     ("indexer", "[1]"): ("position_bias", "time_bias", *INDEXER),
 }
