@@ -15,7 +15,14 @@ from .types import DataError, Dataset
 
 
 def k_core(users: np.ndarray, items: np.ndarray, min_user_events: int, min_item_events: int) -> np.ndarray:
-    """Return the ascending indices [<=E] of the events that remain in the k-core (duplicates count)."""
+    """Return the ascending indices [<=E] of the events that remain in the k-core (duplicates count).
+
+    Examples:
+        >>> import numpy as np
+        >>> users, items = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 0, 1, 5])
+        >>> k_core(users, items, min_user_events=2, min_item_events=2)
+        array([0, 1, 2, 3])
+    """
     index = np.arange(len(users))
     while len(index):
         few_users = np.bincount(users) < min_user_events
@@ -61,7 +68,13 @@ def nothing_left(name: str, min_user_events: int, min_item_events: int) -> DataE
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """Return the offsets [n+1] int64 of sequences with these lengths [n]."""
+    """Return the offsets [n+1] int64 of sequences with these lengths [n].
+
+    Examples:
+        >>> import numpy as np
+        >>> offsets_of(np.array([2, 3]))
+        array([0, 2, 5])
+    """
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets

@@ -52,6 +52,13 @@ def rotatekv_self_attention(
     Returns:
         [T, H, V], dtype of q. Gradients flow to q, k, v and both tables.
 
+    Examples:
+        >>> q, k, v = torch.randn(3, 40, 2, 64)
+        >>> seq_offsets = torch.tensor([0, 40])
+        >>> out = hstu_sparse.rotatekv_self_attention(q, k, v, seq_offsets, max_seq_len=40, bits=8)
+        >>> torch.allclose(out, hstu_sparse.hstu_attention(q, k, v, seq_offsets, max_seq_len=40), atol=0.02)
+        True
+
     Raises:
         TypeError, ValueError: what was expected and what came.
     """

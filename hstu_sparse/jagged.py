@@ -150,7 +150,12 @@ def masked_product(weights: torch.Tensor, values: torch.Tensor, hidden: torch.Te
 
 
 def offsets_from_lengths(lengths: torch.Tensor) -> torch.Tensor:
-    """lengths [B] -> seq_offsets [B+1], same integer dtype and device."""
+    """lengths [B] -> seq_offsets [B+1], same integer dtype and device.
+
+    Examples:
+        >>> offsets_from_lengths(torch.tensor([2, 3]))
+        tensor([0, 2, 5])
+    """
     offsets = lengths.new_zeros(lengths.shape[0] + 1)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
@@ -168,7 +173,12 @@ def padded_index(seq_offsets: torch.Tensor, length: int) -> tuple[torch.Tensor, 
 
 
 def sequence_ids(seq_offsets: torch.Tensor, total: int) -> torch.Tensor:
-    """[T] int64: the sequence of each token. `total` is T; no device sync."""
+    """[T] int64: the sequence of each token. `total` is T; no device sync.
+
+    Examples:
+        >>> sequence_ids(torch.tensor([0, 2, 5]), 5)
+        tensor([0, 0, 1, 1, 1])
+    """
     token = torch.arange(total, device=seq_offsets.device)
     return torch.searchsorted(seq_offsets[1:].long().contiguous(), token, right=True)
 

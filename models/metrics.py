@@ -25,7 +25,13 @@ def user_metrics(ranks: np.ndarray, ks: tuple[int, ...] = KS) -> dict[str, np.nd
 
 
 def ranking_metrics(ranks: np.ndarray, ks: tuple[int, ...] = KS) -> dict[str, float]:
-    """Means of `user_metrics` over the users, of ranks [M] over the whole catalogue. An empty array gives NaN."""
+    """Means of `user_metrics` over the users, of ranks [M] over the whole catalogue. An empty array gives NaN.
+
+    Examples:
+        >>> import numpy as np
+        >>> ranking_metrics(np.array([1, 3, 20]), ks=(10,))
+        {'HR@10': 0.6666666666666666, 'NDCG@10': 0.5, 'MRR': 0.4611111111111111}
+    """
     if len(ranks) == 0:
         return {name: float("nan") for name in metric_names(ks)}
     return {name: float(values.mean()) for name, values in user_metrics(ranks, ks).items()}

@@ -98,7 +98,15 @@ for _kind, _pattern in {
 
 
 def parse_yaml(text: str, where: str):
-    """`text` as YAML; ConfigError, in one line with the place, when it is none."""
+    """`text` as YAML; ConfigError, in one line with the place, when it is none.
+
+    Examples:
+        >>> parse_yaml("lr: 1e-3", "run.yaml")
+        {'lr': 0.001}
+        >>> parse_yaml("lr: [1", "run.yaml")
+        Traceback (most recent call last):
+        models.strict_yaml.ConfigError: run.yaml line 1: expected ',' or ']', but got '<stream end>'
+    """
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

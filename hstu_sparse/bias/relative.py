@@ -34,6 +34,13 @@ class RelativeBias(NamedTuple):
     query_timestamps  [T] int64, seconds, of the queries; `timestamps` by default
 
     A query's time differs from its key's where a layer predicts what comes at a time that is known (the next event's).
+
+    Examples:
+        >>> position, time = torch.zeros(50), torch.zeros(129)  # tables: distances up to 49 tokens, 128 buckets of time
+        >>> bias = hstu_sparse.RelativeBias(position, time, timestamps=torch.tensor([0, 60, 3600]))
+        >>> x = torch.randn(3, 2, 16)
+        >>> hstu_sparse.hstu_attention(x, x, x, torch.tensor([0, 3]), max_seq_len=50, bias=bias).shape
+        torch.Size([3, 2, 16])
     """
 
     position: Tensor | None = None

@@ -87,6 +87,16 @@ def bsa_attention(
     Returns:
         [T, H, V] in the dtype of q, and the block indices if asked for.
 
+    Examples:
+        >>> seq_offsets = torch.tensor([0, 64])
+        >>> q, k, v = torch.randn(3, 64, 2, 16)
+        >>> gates = torch.rand(3, 64, 2).unbind()  # of compression, selection and window
+        >>> out, blocks = hstu_sparse.bsa_attention(
+        ...     q, k, v, seq_offsets, 64, gates, block_size=16, block_counts=2, window_size=8, return_block_indices=True
+        ... )
+        >>> out.shape, blocks[20, 0].tolist()  # token 20 chooses its own block and the only one before it
+        (torch.Size([64, 2, 16]), [0, 1])
+
     Raises:
         TypeError, ValueError: a dtype, shape or option that does not fit, or that the kernels do not support.
 
@@ -194,6 +204,13 @@ def bsa_plan(
 
     Returns:
         The `plan` to pass on; None for the reference, which needs none.
+
+    Examples:
+        >>> seq_offsets, x = torch.tensor([0, 64]), torch.randn(64, 2, 16)
+        >>> gates = (torch.ones(64, 2), torch.ones(64, 2), None)
+        >>> plan = hstu_sparse.bsa_plan(x, seq_offsets, 64)  # None on a CPU
+        >>> for layer in range(2):
+        ...     x = hstu_sparse.bsa_attention(x, x, x, seq_offsets, 64, gates, plan=plan)
 
     Raises:
         TypeError, ValueError: what was expected and what came.

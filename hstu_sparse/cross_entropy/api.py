@@ -70,6 +70,14 @@ def catalogue_loss(
         The loss, a tensor of no dimension, fp32 (fp64 for fp64 inputs); 0 if no target counts. Gradients flow to out,
         items and temperature; the kernels have no second ones.
 
+    Examples:
+        >>> out, items = torch.zeros(3, 8), torch.randn(100, 8)
+        >>> targets = torch.tensor([7, 42, -1])  # the third does not count
+        >>> hstu_sparse.catalogue_loss(out, items, targets, temperature=1.0)  # ln 100: all items are equally likely
+        tensor(4.6052)
+        >>> hstu_sparse.catalogue_loss(out, items, targets, temperature=1.0, negatives=torch.tensor([1, 2, 3]))  # ln 4
+        tensor(1.3863)
+
     Raises:
         TypeError, ValueError: what was expected and what came. Ids out of range are found on a CPU, and
             elsewhere under HSTU_SPARSE_DEBUG.

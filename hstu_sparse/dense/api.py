@@ -75,6 +75,15 @@ def hstu_attention(
         [T, H, V], dtype of q. Gradients flow to q, k, v and both tables. On CUDA they are the same bits in every run,
         except the tables' in fp32, whose last bits depend on the order of additions.
 
+    Examples:
+        >>> seq_offsets = torch.tensor([0, 2, 5])  # two sequences, of 2 and 3 tokens
+        >>> q, k = torch.zeros(5, 1, 4), torch.ones(5, 1, 4)
+        >>> v = torch.ones(5, 1, 4)
+        >>> bias = hstu_sparse.RelativeBias(position=torch.full((3,), 2.0))
+        >>> out = hstu_sparse.hstu_attention(q, k, v, seq_offsets, max_seq_len=3, normalizer=1.0, bias=bias)
+        >>> out[:, 0, 0]  # SiLU(2) for each token that is seen
+        tensor([1.7616, 3.5232, 1.7616, 3.5232, 5.2848])
+
     Raises:
         TypeError, ValueError: what was expected and what came.
 
@@ -134,6 +143,12 @@ def attention_plan(
     Returns:
         The `plan` to pass on; None for the reference, which needs none. Made under `torch.no_grad` it has no part for
         the backward pass, which is then computed there.
+
+    Examples:
+        >>> seq_offsets, x = torch.tensor([0, 2, 5]), torch.randn(5, 1, 16)
+        >>> plan = hstu_sparse.attention_plan(x, x, seq_offsets, max_seq_len=3)  # None on a CPU
+        >>> for layer in range(2):
+        ...     x = hstu_sparse.hstu_attention(x, x, x, seq_offsets, max_seq_len=3, plan=plan)
     """
     _, backend = _choose_backend(backend, q, "attention_plan")
     sizes: dict[str, int] = {}

@@ -37,6 +37,13 @@ def query_gates(
     Returns:
         [G, T, H], contiguous, of q's dtype. Gradients flow to q and the weights; the kernels have no second ones.
 
+    Examples:
+        >>> q, w1, b1 = torch.randn(5, 2, 16), torch.randn(32, 16), torch.zeros(32)
+        >>> w2, b2 = torch.zeros(3, 32), torch.zeros(3)
+        >>> gates = hstu_sparse.query_gates(q, w1, b1, w2, b2)
+        >>> gates.shape, gates[0, 0, 0]
+        (torch.Size([3, 5, 2]), tensor(0.5000))
+
     Raises:
         TypeError, ValueError: what was expected and what came. The kernels take D up to 128 with F up to 64, in fp32
             D up to 64 or F up to 32, and G up to 16.

@@ -60,6 +60,15 @@ def htree_attention(
         The kernels' backward pass adds atomically, in another order each time, unless
         `torch.use_deterministic_algorithms(True)` is on: then the same inputs give the same bits.
 
+    Examples:
+        >>> seq_offsets = torch.tensor([0, 40, 100])  # two sequences, of 40 and 60 tokens
+        >>> q, k, v = torch.randn(100, 4, 16), torch.randn(100, 1, 16), torch.randn(100, 1, 16)
+        >>> out = hstu_sparse.htree_attention(q, k, v, seq_offsets, 60, compression_rate=4, top_k=2)
+        >>> out.shape
+        torch.Size([100, 4, 16])
+        >>> torch.allclose(out[[0, 40]], v[[0, 40]].expand(2, 4, 16))  # a first token sees itself alone
+        True
+
     Raises:
         TypeError, ValueError: what was expected and what came.
     """

@@ -74,6 +74,12 @@ def lightning_indexer(
         With R > 1 G = T // R + B: group g of sequence b has row seq_offsets[b] // R + b + g, and rows without a group
         are -1. Gradients flow through the chosen scores to iq, ik, w and the tables.
 
+    Examples:
+        >>> iq, ik, w = torch.ones(4, 1, 2), torch.tensor([[3.0, 0], [1, 0], [2, 0], [0, 0]]), torch.ones(4, 1)
+        >>> scores, indices = hstu_sparse.lightning_indexer(iq, ik, w, torch.tensor([0, 4]), top_k=2)
+        >>> indices.tolist()  # token 0 sees itself alone, token 3 prefers tokens 0 and 2
+        [[0, -1], [0, 1], [0, 2], [0, 2]]
+
     Raises:
         TypeError, ValueError: what was expected and what came.
 
@@ -119,6 +125,12 @@ def index_scores(
 
     Returns:
         [G, K] fp32 (fp64 for fp64), -inf where masked. Gradients flow to iq, ik, w and the tables.
+
+    Examples:
+        >>> iq, ik, w = torch.ones(2, 1, 2), torch.tensor([[3.0, 0], [1, 0]]), torch.ones(2, 1)
+        >>> hstu_sparse.index_scores(iq, ik, w, torch.tensor([[0, 1], [0, 1]]), torch.tensor([0, 2]))
+        tensor([[3., -inf],
+                [3., 1.]])
 
     Raises:
         TypeError, ValueError: what was expected and what came.
@@ -172,6 +184,13 @@ def sparse_attention(
         [T, H, V], dtype of q. Gradients flow to q, k, v and the tables. On CUDA those of k, v and the tables are sums
         by atomic additions, whose last bits vary from run to run; under torch.use_deterministic_algorithms(True) they
         are the same bits in every run, and take longer (docs/indexer.md).
+
+    Examples:
+        >>> q, k, v = torch.zeros(3, 2, 4), torch.zeros(3, 4), torch.tensor([[1.0], [2], [6]])
+        >>> indices = torch.tensor([[0, -1], [0, 1], [0, 2]])
+        >>> out = hstu_sparse.sparse_attention(q, k, v, indices, torch.tensor([0, 3]))
+        >>> out[:, 0, 0]  # means of the chosen values
+        tensor([1.0000, 1.5000, 3.5000])
 
     Raises:
         TypeError, ValueError: what was expected and what came.
@@ -230,6 +249,12 @@ def indexer_loss(
 
     Returns:
         A scalar, fp32 (fp64 for fp64 inputs), 0 where no token counts. A token without visible choice counts 0.
+
+    Examples:
+        >>> q, k, indices = torch.zeros(2, 2, 4), torch.zeros(2, 4), torch.tensor([[0, -1], [0, 1]])
+        >>> scores = torch.zeros(2, 2)  # as even as the attention
+        >>> hstu_sparse.indexer_loss(q, k, scores, indices, torch.tensor([0, 2]))
+        tensor(0.)
 
     Raises:
         TypeError, ValueError: what was expected and what came.

@@ -51,6 +51,13 @@ def embed_inputs(
         [T, E], contiguous, of the dtype that rows + position (+ more) has. Gradients flow to rows, position and more;
         the kernels have no second ones.
 
+    Examples:
+        >>> rows, position = torch.ones(3, 2), torch.tensor([[0.0, 0], [10, 20]])
+        >>> hstu_sparse.embed_inputs(rows, position, torch.tensor([0, 1, 3]), scale=2.0)
+        tensor([[ 2.,  2.],
+                [ 2.,  2.],
+                [12., 22.]])
+
     Raises:
         TypeError, ValueError: what was expected and what came. The kernels take E up to 4,096.
     """

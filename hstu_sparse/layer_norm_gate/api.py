@@ -45,6 +45,11 @@ def norm_gate(
     Returns:
         [T, C], contiguous, of the dtype that x * u has. Gradients flow to x and u; the kernels have no second ones.
 
+    Examples:
+        >>> x, u = torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 5.0]])
+        >>> hstu_sparse.norm_gate(x, u)
+        tensor([[-2.0000,  5.0000]])
+
     Raises:
         TypeError, ValueError: what was expected and what came.
 
@@ -77,6 +82,11 @@ def layer_norm(
     Returns:
         [T, C], contiguous, of that dtype. Gradients flow to x; the kernels have no second ones.
 
+    Examples:
+        >>> hstu_sparse.layer_norm(torch.tensor([[1.0, 3.0], [5.0, 1.0]]))
+        tensor([[-1.0000,  1.0000],
+                [ 1.0000, -1.0000]])
+
     Raises:
         TypeError, ValueError: what was expected and what came.
     """
@@ -97,6 +107,11 @@ def residual_norm(
     gradients of x, where torch adds them after it.
 
     Arguments and errors as `layer_norm`.
+
+    Examples:
+        >>> x, normed = hstu_sparse.residual_norm(torch.tensor([[1.0, 3.0]]))
+        >>> normed
+        tensor([[-1.0000,  1.0000]])
     """
     eps, backend, _ = _check(x, eps, backend, "residual_norm")
     _check_dtype(dtype)
@@ -125,6 +140,10 @@ def residual_add(
 
     Returns:
         [T, C], contiguous, of the dtype that x + added has. Gradients flow to all three; the kernels have no second.
+
+    Examples:
+        >>> hstu_sparse.residual_add(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]), torch.tensor([10.0, 20.0]))
+        tensor([[13., 24.]])
 
     Raises:
         TypeError, ValueError: what was expected and what came.

@@ -72,6 +72,19 @@ def paged_attention(
         [Tq, H, V], dtype of q. No gradients. Another order of candidates gives the same results in that order, bit for
         bit.
 
+    Examples:
+        >>> pool = hstu_sparse.PagePool(hstu_sparse.PageFormat(1, 16, 16), 8)  # 1 head of 16, 8 pages
+        >>> row = pool.reserve((), 3)  # room for 3 tokens of one user
+        >>> pages, length = pool.table([row]), torch.tensor([0])
+        >>> k, v, offsets = torch.zeros(3, 1, 16), torch.ones(3, 1, 16), torch.tensor([0, 3])
+        >>> pool.write(0, k, v, offsets, pages, length)
+        >>> q = new = torch.zeros(1, 1, 16)
+        >>> out = hstu_sparse.paged_attention(
+        ...     q, new, new, torch.tensor([0, 1]), pool, pages, torch.tensor([3]), 4, activation="softmax"
+        ... )
+        >>> out[0, 0, 0]  # the mean of three cached ones and the new zero
+        tensor(0.7500)
+
     Raises:
         TypeError, ValueError: what was expected and what came.
 

@@ -64,6 +64,13 @@ def ring_flash_attention(
         [T, H, V], dtype of q, and the log-sum-exp if asked for. Gradients flow to q, k and v, in their dtypes.
         Sums over the ring are in fp32, in a fixed order: the same bits in every run.
 
+    Examples:
+        >>> q, k, v = torch.randn(3, 12, 2, 16)  # without torch.distributed: a ring of one process
+        >>> seq_offsets = torch.tensor([0, 8, 12])
+        >>> out = hstu_sparse.ring_flash_attention(q, k, v, seq_offsets, causal=True)
+        >>> torch.allclose(out, hstu_sparse.flash_attention(q, k, v, seq_offsets, causal=True))
+        True
+
     Raises:
         TypeError, ValueError: what was expected and what came; on every rank, where ranks do not agree.
         RuntimeError: a rank was lost, within the group's timeout; it is named.

@@ -69,6 +69,12 @@ def ring_hstu_attention(
     Returns:
         [T, H, V], dtype of q. Gradients flow to q, k, v and both tables.
 
+    Examples:
+        >>> q, k, v = torch.randn(3, 6, 2, 16)  # without torch.distributed: a ring of one process
+        >>> out = hstu_sparse.ring_hstu_attention(q, k, v, torch.arange(6), max_seq_len=6)
+        >>> torch.allclose(out, hstu_sparse.hstu_attention(q, k, v, torch.tensor([0, 6]), max_seq_len=6), atol=1e-6)
+        True
+
     Raises:
         TypeError, ValueError: what was expected and what came; on every rank, where ranks do not agree.
         RuntimeError: a rank was lost; it is named.

@@ -90,6 +90,12 @@ def cut_sequences(
     Returns:
         index [T] int64: which tokens the rank holds, so that x[index] is its part; and the part's offsets [B+1], of the
         dtype and on the device of seq_offsets. Waits for the device.
+
+    Examples:
+        >>> seq_offsets = torch.tensor([0, 8, 12])
+        >>> index, offsets = hstu_sparse.cut_sequences(seq_offsets, rank=0, world=2, zigzag=True)
+        >>> index.tolist(), offsets.tolist()  # the first and the last quarter of each sequence
+        ([0, 1, 6, 7, 8, 11], [0, 4, 6])
     """
     _check_cut(seq_offsets, rank, world, zigzag)
     offsets = seq_offsets.detach().cpu().long()
@@ -137,6 +143,10 @@ def whole_plan(seq_offsets: torch.Tensor, rank: int, world: int, *, zigzag: bool
     """`ring_plan` of parts that `cut_sequences` made, where every rank knows the whole sequences' offsets [B+1].
 
     No communication; waits for the device.
+
+    Examples:
+        >>> hstu_sparse.whole_plan(torch.tensor([0, 8, 12]), rank=0, world=2).tokens  # of each rank
+        (6, 6)
     """
     _check_cut(seq_offsets, rank, world, zigzag)
     starts, lengths = _chunks(seq_offsets.detach().cpu().long().diff(), world, zigzag)
@@ -151,6 +161,10 @@ def ring_plan(cu_seqlens: torch.Tensor, *, zigzag: bool = False, group=None) -> 
     Args:
         cu_seqlens: [B+1], integers: offsets of this rank's parts of B sequences, whose lengths may differ between the
             ranks. With `zigzag` they have to be what `cut_sequences` gives.
+
+    Examples:
+        >>> hstu_sparse.ring_plan(torch.tensor([0, 8, 12])).tokens  # without torch.distributed: one rank
+        (12,)
 
     Raises:
         ValueError: on every rank, naming one that does not fit.

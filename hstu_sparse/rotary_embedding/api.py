@@ -49,6 +49,12 @@ def rotary(
     Returns:
         [T, H, D], contiguous, dtype of x. The gradient flows to x.
 
+    Examples:
+        >>> x, seq_offsets = torch.ones(3, 1, 4), torch.tensor([0, 3])
+        >>> turned = hstu_sparse.rotary(x, seq_offsets, max_seq_len=16)
+        >>> torch.equal(turned[0], x[0]), turned.norm(dim=-1).flatten().round()  # position 0 and all lengths stay
+        (True, tensor([2., 2., 2.]))
+
     Raises:
         TypeError, ValueError: what was expected and what came.
 

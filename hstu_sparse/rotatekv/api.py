@@ -46,6 +46,11 @@ def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
     Returns:
         [..., n], contiguous, dtype of x. Gradients flow to x.
 
+    Examples:
+        >>> x = hstu_sparse.hadamard_transform(torch.tensor([2.0, 0, 0, 0]))
+        >>> x, hstu_sparse.hadamard_transform(x)
+        (tensor([1., 1., 1., 1.]), tensor([2., 0., 0., 0.]))
+
     Raises:
         TypeError, ValueError: what was expected and what came.
     """
@@ -81,6 +86,10 @@ def calibrate(k: Tensor, *, head_group: int = 2, quant_group: int = 64) -> Tenso
 
     Returns:
         [H / head_group, D * head_group] int64: place -> channel of the head group.
+
+    Examples:
+        >>> hstu_sparse.calibrate(torch.randn(100, 2, 16)).shape  # one head group of 2 heads of 16
+        torch.Size([1, 32])
 
     Raises:
         TypeError, ValueError: what was expected and what came.
@@ -151,6 +160,13 @@ def rotatekv_compress(
     Returns:
         The cache. Nothing is differentiable (training: `rotatekv_round_trip`). Waits for the device once.
 
+    Examples:
+        >>> k, v, seq_offsets = torch.randn(40, 2, 64), torch.randn(40, 2, 64), torch.tensor([0, 40])
+        >>> cache = hstu_sparse.rotatekv_compress(k, v, seq_offsets, bits=8)
+        >>> keys, values = hstu_sparse.rotatekv_decompress(cache)
+        >>> (keys - k).abs().max() < 0.05, (values - v).abs().max() < 0.05
+        (tensor(True), tensor(True))
+
     Raises:
         TypeError, ValueError: what was expected and what came. Scales and zeros are fp16: on a CPU, and elsewhere under
             HSTU_SPARSE_DEBUG, keys (after their rotation) and values that are too large for them are refused, and those
@@ -189,6 +205,12 @@ def rotatekv_round_trip(
 
     It has no gradients; for training: `rotatekv_self_attention`.
     Arguments and errors: as `rotatekv_compress`.
+
+    Examples:
+        >>> k, v, seq_offsets = torch.randn(40, 2, 64), torch.randn(40, 2, 64), torch.tensor([0, 40])
+        >>> keys, values = hstu_sparse.rotatekv_round_trip(k, v, seq_offsets, bits=8)
+        >>> (keys - k).abs().max() < 0.05
+        tensor(True)
     """
     sizes = check_kv(k, v, seq_offsets)
     options = RotateKVOptions(bits, head_group, quant_group, float(sparsity), sink_tokens, clip)
@@ -213,6 +235,13 @@ def rotatekv_decompress(cache: RotateKVCache, *, backend: str = "auto") -> tuple
     """(k [T, H, D], v [T, H, V]) of a cache, in the dtype that went in: keys in their own space again, before RoPE.
 
     backend: as `rotatekv_compress`.
+
+    Examples:
+        >>> k, v, seq_offsets = torch.randn(40, 2, 64), torch.randn(40, 2, 64), torch.tensor([0, 40])
+        >>> cache = hstu_sparse.rotatekv_compress(k, v, seq_offsets, bits=4)
+        >>> keys, values = hstu_sparse.rotatekv_decompress(cache)
+        >>> keys.shape, values.shape
+        (torch.Size([40, 2, 64]), torch.Size([40, 2, 64]))
     """
     _check_cache(cache)
     if choose_backend(backend, cache.seq_offsets, "rotatekv_decompress") == "reference":
@@ -262,6 +291,14 @@ def rotatekv_attention(
 
     Returns:
         [Tq, H, V], dtype of q; with return_lse a tuple. No gradients.
+
+    Examples:
+        >>> k, v, seq_offsets = torch.randn(40, 2, 64), torch.ones(40, 2, 64), torch.tensor([0, 40])
+        >>> cache = hstu_sparse.rotatekv_compress(k, v, seq_offsets, bits=2)
+        >>> q, q_offsets = torch.randn(1, 2, 64), torch.tensor([0, 1])  # one query
+        >>> out = hstu_sparse.rotatekv_attention(q, q_offsets, cache, max_seq_len=40, activation="softmax")
+        >>> torch.allclose(out, torch.ones(1, 2, 64))  # a mean of ones
+        True
 
     Raises:
         TypeError, ValueError: what was expected and what came.

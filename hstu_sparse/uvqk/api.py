@@ -27,6 +27,11 @@ def silu_parts(x: torch.Tensor, sizes: Sequence[int], *, backend: str = "auto") 
     Returns:
         Four tensors [T, size] of x's dtype, in Triton contiguous. Gradients flow to x; the kernels have no second ones.
 
+    Examples:
+        >>> u, v, q, k = hstu_sparse.silu_parts(torch.zeros(5, 12), [4, 4, 2, 2])
+        >>> u.shape, k.shape
+        (torch.Size([5, 4]), torch.Size([5, 2]))
+
     Raises:
         TypeError, ValueError: what was expected and what came.
     """

@@ -64,11 +64,17 @@ def flash_attention(
         return_lse: also return the log-sum-exp of the scores, [H, T], fp32 (fp64 for fp64), without a gradient.
         backend: "triton"; "reference"; "cute": FlashAttention-4 (the extra `cute`; fp16 and bf16 on compute capability
             9.0 to 11.x, D = V a multiple of 8, no alibi_slopes, no dropout); or "auto": reference for CPU tensors, for
-            CUDA tensors triton (cute where it is installed and was measured to be faster: nowhere yet).
+            CUDA tensors triton, or cute where it is installed and was measured to be faster (docs/ring.md).
 
     Returns:
         [T, H, V], dtype of q, and the log-sum-exp if asked for. Gradients flow to q, k and v; second ones in the
         reference alone.
+
+    Examples:
+        >>> seq_offsets = torch.tensor([0, 2, 3])  # two sequences, of 2 and 1 tokens
+        >>> q, k, v = torch.zeros(3, 1, 8), torch.zeros(3, 1, 8), torch.tensor([1.0, 3, 5]).view(3, 1, 1)
+        >>> hstu_sparse.flash_attention(q, k, v, seq_offsets, causal=True).flatten()
+        tensor([1., 2., 5.])
 
     Raises:
         TypeError, ValueError: what was expected and what came.
