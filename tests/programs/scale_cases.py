@@ -2,6 +2,11 @@
 
     torchrun --standalone --nproc-per-node 2 -m tests.programs.scale_cases OUT NAME ...
 
+    python -m tests.programs.scale_cases --ranks 1 2 4 -- OUT NAME ...
+
+The second starts what the first starts, torchrun's agent, for each number of ranks in turn, with ranks that are forked
+from a process that has imported everything.
+
 Writes OUT/NAME-W/ (the run) and OUT/NAME-W.json (the loss of each step, the metrics of the end) for W processes. A name
 `NAME:KEY=VALUE:...` has further overrides; with `NAME:resume:...` the run OUT/NAME is gone on with, or begun.
 
@@ -9,22 +14,20 @@ SCALE_KILL=RANK:WHERE:NUMBER kills a rank of the first start with SIGKILL: WHERE
 or `save`, within the NUMBER-th checkpoint that it writes. SCALE_CASES=FILE has further cases, as JSON.
 """
 
+import argparse
 import json
+import multiprocessing
 import os
 import signal
 import sys
+import uuid
 from pathlib import Path
-
-from torch.distributed.checkpoint import FileSystemWriter
-
-import train
-from models.command import train_options
-from models.program import guarded
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [
     "data.synthetic={num_users: 37, num_items: 61, mean_length: 20}",
     "model.max_seq_len=24",
+    "model.num_layers=1",
     "model.embedding_dim=16",
     "model.dropout=0",
     "train.epochs=8",
@@ -47,7 +50,7 @@ MOL = [
 ]
 WHOLE = ["loss.kind=cross_entropy"]
 CASES = {
-    "hstu": [],
+    "hstu": ["model.num_layers=2"],
     "sasrec-mixed": [*SASREC, "loss.kind=mixed_negatives", "train.ema_decay=0.9"],
     "bsa-whole": [*BSA, *WHOLE, "train.clip_norm=0.5"],
     "hstu-table-mol": [*MOL, "parallel.embedding=table_wise", "loss.kind=in_batch"],
@@ -59,6 +62,8 @@ CASES = {
         "data.protocol=last_tenth",
         "data.synthetic={num_users: 37, num_items: 24, num_clusters: 4, mean_length: 20, actions: true}",
         "loss={}",
+        "train.epochs=5",  # of six steps
+        "eval.every=5",
         "parallel.embedding=row_wise",
     ],
 }
@@ -77,8 +82,20 @@ def die_at(where: str, number: int):
 
 
 def run(case: str, out: Path, met) -> None:
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    import train
+    from models.command import train_options
+    from models.program import guarded
+
     world, losses = int(os.environ.get("WORLD_SIZE", 1)), []
     name, *overrides = case.split(":")
+    if name == "judge":
+        import eval
+
+        if code := eval.main([str(out / f"{overrides[0]}-1"), "--predict", str(out / "lists.csv"), "--quiet"]):
+            sys.exit(code)
+        return
     resumed = "resume" in overrides
     folder = out / (name if resumed else f"{case}-{world}")
     build, write = train.build_step, FileSystemWriter.write_data
@@ -126,5 +143,39 @@ def main(out: str, *cases: str) -> None:
         run(case, Path(out), met)
 
 
+def start(worlds: list[int], arguments: list[str]) -> None:
+    """`main` in each of so many processes, one number after the other."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    multiprocessing.set_forkserver_preload(["train", "models.ending", "torch.distributed.checkpoint"])
+    for world in worlds:
+        if world == 1:
+            process = multiprocessing.get_context("forkserver").Process(target=main, args=arguments)
+            process.start()
+            process.join()
+            if process.exitcode:
+                sys.exit(process.exitcode)
+            continue
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world,
+            run_id=str(uuid.uuid4()),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            start_method="forkserver",
+            max_restarts=0,
+            monitor_interval=0.1,
+        )
+        elastic_launch(config, main)(*arguments)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:2] == ["--ranks"]:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--ranks", type=int, nargs="+")
+        parser.add_argument("arguments", nargs="+")
+        options = parser.parse_args()
+        start(options.ranks, options.arguments)
+    else:
+        main(*sys.argv[1:])
