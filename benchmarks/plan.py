@@ -82,14 +82,15 @@ def recorded() -> None:
 def measure(options) -> dict:
     """Peaks of the memory that torch's allocator gave, in training and in the evaluation after it."""
     config = load_config(options.config, options.overrides)
+    ranks = Ranks(config)
     data = open_data(config)
     config = data.config
     torch.manual_seed(config.seed)
     counts = tokens_of_batches(config, data)
     epoch = int(np.argmax([one.max() for one in counts]))
-    model = build_model(config, data.vocabulary, data.device).train()
-    _, step = train.build_step(config, model, data.device)
-    batches = train.train_batches(config, data, Ranks(config))
+    model = build_model(config, data.vocabulary, data.device, ranks).train()
+    _, step = train.build_step(config, model, data.device, ranks=ranks)
+    batches = train.train_batches(config, data, ranks)
     for number, batch in enumerate(batches.epoch(0)):
         if number == STEPS:
             break
@@ -98,7 +99,8 @@ def measure(options) -> dict:
     for _ in range(3):  # as it is, captured, replayed
         step(largest)
     torch.cuda.synchronize()
-    found = {"training_peak": torch.cuda.max_memory_allocated(), "training_reserved": torch.cuda.memory_reserved()}
+    found: dict = {"training_peak": torch.cuda.max_memory_allocated()}
+    found |= {"training_reserved": torch.cuda.memory_reserved()}
     judged = next(name for name in ("valid", "test") if getattr(data.splits, name) is not None)
     data.task.evaluate(model, data.eval_batches(judged))
     statistics = torch.cuda.memory_stats()

@@ -6,8 +6,8 @@
     python benchmarks/scale.py CONFIG --items 50000000 parallel.embedding=row_wise parallel.fused=rowwise_adagrad
 
 train.batch_size sequences for each rank, their lengths about as MovieLens 1M has them, cut at model.max_seq_len
-(--longest: all as long as that). Prints one JSON line: milliseconds of a step (median of --steps, of the slowest rank),
-the imbalance by predicted work, peak memory of the first rank, versions.
+(--longest: all as long as that). Prints one JSON line: milliseconds of a step (median of --steps, each made before, of
+the slowest rank), the imbalance by predicted work, peak memory of the first rank, versions.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train
 from data.batch import Batch, Whole
+from models import embedding
 from models.config import RunConfig, load_config
 from models.hstu import SequenceModel
 from models.parallel.ranks import Ranks
@@ -69,24 +71,28 @@ def main() -> None:
     ranks, device = Ranks(config), open_device(config)
     torch.manual_seed(config.seed)
     table = ShardedTable(config, options.items, ranks, device) if config.parallel.sharded else None
-    if table is not None:  # which rows it begins with changes no time, and to draw them takes a minute
-        table.weight.normal_(std=0.02)
-        table.draw = lambda trained: None  # type: ignore[method-assign]
     began = time.monotonic()
-    model = SequenceModel(config.model, options.items, table=table).to(device).train()
+    # Which rows tables begin with changes no time, and to draw them on the host takes a minute.
+    with patch.object(ShardedTable, "draw"), patch.object(embedding, "truncated_normal_"):
+        model = SequenceModel(config.model, options.items, table=table).to(device).train()
+    tables = model.embedding.parameters() if table is None else [*model.embedding.parameters(), table.weight]
+    with torch.no_grad():
+        for weight in tables:
+            weight.normal_(std=0.02)
     _, step = train.build_step(config, model, device, ranks=ranks)
     built = time.monotonic() - began
-    batches = [random_batch(config, options.items, ranks, n, options.longest, device) for n in range(options.steps + 3)]
+    batches = [random_batch(config, options.items, ranks, n, options.longest, device) for n in range(options.steps)]
     seconds, losses, gpu = [], [], device.type == "cuda"
-    for number, batch in enumerate(batches):
-        if number == 3 and gpu:
+    # Each padded size is met, captured and replayed.
+    for number, batch in enumerate(batches * (3 if gpu else 2)):
+        if number == len(batches) and gpu:
             torch.cuda.reset_peak_memory_stats()
         if gpu:
             torch.cuda.synchronize()
         began = time.monotonic()
         losses.append(float(step(batch)["loss"]))  # waits for the device
         seconds.append(time.monotonic() - began)
-    slowest = float(ranks.max(torch.tensor(statistics.median(seconds[3:]))))
+    slowest = float(ranks.max(torch.tensor(statistics.median(seconds[-options.steps :]))))
     record = {
         "config": options.config,
         "overrides": options.overrides,
