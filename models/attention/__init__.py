@@ -1,7 +1,7 @@
 """The attention kinds that `model.attention.kind` names: a file and an entry in ATTENTION for each.
 
-A kind is one module with its Config; what it must bring: `AttentionKind` in models/contract.py. A kind may also stand
-outside of this package: it is then named by its path, `my_package.my_module:MyAttention`.
+A kind is one module with a class and its Config that satisfy `AttentionKind` in models/contract.py. A kind may also be
+defined outside this package: it is then named by its path, `my_package.my_module:MyAttention`.
 """
 
 import functools
@@ -42,7 +42,7 @@ def attention_kind(name: str) -> type[AttentionKind]:
 
 
 def attention_config(name: str) -> type[AttentionKind.Config]:
-    """Return the Config of the kind of that name; that of a kind from outside takes its path as `kind`.
+    """Return the Config of the kind with this name; the Config of an outside kind takes its path as `kind`.
 
     Raises:
         ValueError, ImportError: as `attention_kind`.
@@ -63,19 +63,19 @@ def _class_at(path: str) -> type[AttentionKind]:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise ImportError(f"model.attention.kind: importing {module} failed: {error}") from error
         raise ValueError(f"{shown(path)}: no module {shown(error.name)}; its folder must be in PYTHONPATH") from None
-    except Exception as error:  # of any type: a ValueError would pass for a fault of the configuration
+    except Exception as error:  # any type, because a ValueError would look like a fault of the configuration
         raise ImportError(f"model.attention.kind: importing {module} failed: {error!r}") from error
     kind = getattr(loaded, name, None)
     if not isinstance(kind, type):
         raise ValueError(f"{shown(path)}: module {shown(module)} has no class {shown(name)}")
-    for one, base in ((kind, AttentionKind), (getattr(kind, "Config", None), AttentionKind.Config)):
-        if not isinstance(one, type) or not issubclass(one, base):
-            what = "class" if base is AttentionKind else "Config"
-            raise ValueError(f"{shown(path)}: its {what} does not derive from {base.__qualname__} (models.contract)")
+    for value, base in ((kind, AttentionKind), (getattr(kind, "Config", None), AttentionKind.Config)):
+        if not isinstance(value, type) or not issubclass(value, base):
+            noun = "class" if base is AttentionKind else "Config"
+            raise ValueError(f"{shown(path)}: its {noun} does not derive from {base.__qualname__} (models.contract)")
     return kind
 
 
 @functools.cache
 def _config_at(path: str, kind: type[AttentionKind]) -> type[AttentionKind.Config]:
-    """The kind's Config with `path` as the value of `kind`, whatever the class itself declares there."""
+    """Return the kind's Config with `path` as the value of `kind`, overriding the class's own declaration."""
     return create_model(kind.Config.__name__, __base__=kind.Config, kind=(Literal[path], ...))  # type: ignore[arg-type]

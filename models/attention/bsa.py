@@ -23,15 +23,15 @@ log = logging.getLogger(__name__)
 
 
 def warn_if_too_short(max_seq_len: int, selection_group: int, biased: bool) -> None:
-    """Says so when no sequence of a run is long enough for block sparsity to pay.
+    """Warn when no sequence of a run is long enough for block sparsity to be faster.
 
-    biased: by position, by time or by both.
+    biased: whether there is a bias by position, by time or both.
     """
     table = BIASED_CROSSOVER if biased else CROSSOVER
     group = max(size for size in table if size <= selection_group)
     if max_seq_len < table[group]:
         measured = ""
-        if torch.cuda.is_available():  # figures of a GPU say nothing of a CPU
+        if torch.cuda.is_available():  # the figures are a GPU's
             biases = "both" if biased else "no"
             measured = f" (about {table[group]:,} on an H200, selection_group={group}, {biases} biases)"
         log.warning(
@@ -42,7 +42,7 @@ def warn_if_too_short(max_seq_len: int, selection_group: int, biased: bool) -> N
 
 
 class BlockSparseAttention(HSTUAttention):
-    """Compression, block selection and sliding window, mixed by a gate on the queries."""
+    """Compression, block selection and a sliding window, mixed by a gate that is computed from the queries."""
 
     class Config(HSTUAttention.Config):
         kind: Literal["bsa"]

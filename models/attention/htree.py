@@ -11,14 +11,15 @@ from data.batch import Batch
 from models.attention.shared import AutoCount, AutoRate, SharedKeys, chosen
 from models.contract import AuxLoss, LayerSizes
 
-# The sequences, in tokens, from which on nodes have 16 children in place of 8, and the most nodes that are expanded.
+# max_seq_len from which nodes have 16 children instead of 8, and the greatest number of expanded nodes.
 LONG, MOST_EXPANDED = 1024, 32
 
 
 class HierarchicalTreeAttention(SharedKeys):
-    """Softmax attention over a tree of means that opens up where the queries look; RoPE by position among what is seen.
+    """Softmax attention over a tree of means that expands the nodes with the highest scores; RoPE by position among
+    them.
 
-    Time comes in by `model.rotary: {position: false, time: true}`, which turns queries and keys before means are taken.
+    For RoPE by time set `model.rotary: {position: false, time: true}`, which rotates queries and keys before the means.
     """
 
     class Config(SharedKeys.Config):
@@ -30,7 +31,7 @@ class HierarchicalTreeAttention(SharedKeys):
         """The number of nodes that are expanded in each layer of the tree; `auto` follows from max_seq_len."""
         selection_group: AutoCount = "auto"
         """The number of neighbouring tokens that share a choice; it divides compression_rate."""
-        num_kv_heads: AutoCount | None = "auto"  # type: ignore[assignment]  # auto, beside a number
+        num_kv_heads: AutoCount | None = "auto"  # type: ignore[assignment]  # a number or auto
         """The number of heads of keys and values, each with a choice of its own; `auto` is 1."""
         rope_base: float = Field(10000.0, gt=0)
         """The base of the rotary embedding's wavelengths."""
@@ -38,8 +39,9 @@ class HierarchicalTreeAttention(SharedKeys):
         """The implementation: `auto` takes Triton kernels for CUDA tensors and the reference for CPU tensors."""
 
         def for_model(self, sizes: LayerSizes) -> Self:
-            """One key head. A tree of 8 children a node, 16 from LONG tokens on, of which a query sees at most three
-            quarters of the longest sequence as tokens; as many neighbours share a choice as a node has children.
+            """Choose one key head, and a tree with 8 children a node, or 16 from LONG tokens on, of which a query sees
+            at most three quarters of the longest sequence as tokens; as many neighbours share a choice as a node has
+            children.
             """
             rate, top_k, group = self.compression_rate, self.top_k, self.selection_group
             if rate == "auto":

@@ -19,22 +19,22 @@ from hstu_sparse.launch import next_power_of_2
 from models.attention.shared import AutoCount, BiasedAttention, TimeBias, chosen, new_table, relative_bias
 from models.contract import AuxLoss, LayerSizes
 
-# Entries of the indices that a dense step of warm-up makes: 4 GiB of int32, and twice as much of scores and gradients.
+# Greatest number of indices in a dense step of warm-up: 4 GiB of int32, and twice as much of scores and gradients.
 MOST_INDICES = 2**30
 
 
 def default_top_k(max_seq_len: int) -> int:
-    """An eighth of the longest history, rounded up to a power of two, from 8 to 128."""
+    """Return an eighth of the longest history, rounded up to a power of two, from 8 to 128."""
     return min(128, max(8, next_power_of_2(max_seq_len // 8)))
 
 
 def default_selection_group(max_seq_len: int) -> int:
-    """4 tokens up to a length of 512, 8 up to 2,048 and 16 beyond (docs/indexer.md)."""
+    """Return 4 tokens up to a length of 512, 8 up to 2,048 and 16 beyond (docs/indexer.md)."""
     return 4 if max_seq_len <= 512 else 8 if max_seq_len <= 2048 else 16
 
 
 class BiasTables(nn.Module):
-    """Tables of a relative bias, [positions] and [num_time_buckets + 1], None for one that there is not."""
+    """Tables of a relative bias, [positions] and [num_time_buckets + 1]; None for a table that is not used."""
 
     def __init__(self, positions: int | None, num_time_buckets: int | None):
         super().__init__()
@@ -48,9 +48,9 @@ class BiasTables(nn.Module):
 class IndexerAttention(BiasedAttention):
     """Softmax attention over the tokens that a lightning indexer chooses (DeepSeek-V3.2-Exp); one key and value head.
 
-    The indexer sees the layer's input detached and learns from one loss of its own, KL(attention, indexer) over the
-    chosen tokens; the rest of the model never learns from that. For the first `warmup_steps` the attention is dense,
-    and the indexer learns from all tokens that a query may choose.
+    The indexer sees the layer's input detached and learns from a loss of its own, KL(attention, indexer) over the
+    chosen tokens; the other parameters get no gradient from that loss. During the first `warmup_steps` the attention is
+    dense, and the indexer learns from all tokens that a query may choose.
     """
 
     class Config(BiasedAttention.Config):
@@ -121,7 +121,7 @@ class IndexerAttention(BiasedAttention):
         top_k, group = chosen(c.top_k), chosen(c.selection_group)
         shared: dict[str, Any] = {"selection_group": group, "backend": c.backend}
         options: dict[str, Any] = {"bias": self.index_tables(batch), **shared}
-        scores: Any = None  # where nothing learns from them
+        scores: Any = None  # if no loss uses them
         if batch.phase < c.warmup_steps or top_k >= self.sizes.max_seq_len:
             indices: Any = batch.once(("every index", group), lambda: self.every_index(batch, q.device))
             if self.training:
@@ -137,15 +137,15 @@ class IndexerAttention(BiasedAttention):
         return out, {"indexer_loss": AuxLoss.of(loss, c.loss_weight)}
 
     def index(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(iq [T, J, E], ik [T, E], w [T, J]); keys of one length and weights for scores of order 1."""
+        """Return (iq [T, J, E], ik [T, E], w [T, J]), with normalised keys and weights for scores of order 1."""
         c = self.config
         iq = self.index_query(x).unflatten(-1, (c.num_index_heads, c.index_dim))
         ik = F.layer_norm(self.index_key(x), (c.index_dim,)).to(iq.dtype)
         return iq, ik, self.index_weight(x) * (c.num_index_heads * c.index_dim) ** -0.5
 
     def every_index(self, batch: Batch, device: torch.device) -> Tensor:
-        """All tokens that each query may choose: [G, longest] int32, -1 behind them."""
-        # On a GPU, max_seq_len spares the host from waiting for the longest length of the batch.
+        """Return all tokens that each query may choose: [G, longest] int32, padded with -1."""
+        # On a GPU, max_seq_len saves the host from waiting for the batch's longest length.
         longest, group = self.sizes.max_seq_len, chosen(self.config.selection_group)
         if not batch.seq_offsets.is_cuda:
             longest = int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
@@ -153,8 +153,9 @@ class IndexerAttention(BiasedAttention):
         rows = batch.num_tokens if group == 1 else batch.num_tokens // group + batch.num_sequences
         if rows * longest > MOST_INDICES:
             raise ValueError(
-                f"indexer: {rows:,} choices among all of {longest:,} tokens, as in warm-up, are more than the "
-                f"{MOST_INDICES:,} indices that fit; take warmup_steps: 0, a smaller batch or a larger selection_group"
+                f"indexer: {rows:,} choices among {longest:,} tokens in a warm-up step exceed the "
+                f"{MOST_INDICES:,} supported indices; set warmup_steps: 0, or use a smaller batch or a larger "
+                "selection_group"
             )
         row = torch.arange(rows, device=device)
         if group == 1:
@@ -164,5 +165,5 @@ class IndexerAttention(BiasedAttention):
             sequence = torch.searchsorted(first, row, right=True) - 1
             t = (row - first[sequence]) * group
             last = torch.where(t < offsets.diff()[sequence], t, 0) - 1
-        every = torch.arange(longest, dtype=torch.int32, device=device)
-        return torch.where(every <= last[:, None], every, -1)
+        tokens = torch.arange(longest, dtype=torch.int32, device=device)
+        return torch.where(tokens <= last[:, None], tokens, -1)

@@ -15,23 +15,24 @@ class RingAttention(SharedKeys, HSTUAttention):
     """Softmax or dense HSTU attention whose sequences may be spread over the ranks of a ring (parallel.context)."""
 
     class Config(SharedKeys.Config, HSTUAttention.Config):
-        """The attention that is spread, `inner`, is hstu in an HSTU block and softmax in a transformer's by default.
+        """Options of the attention that is distributed, `inner`: by default hstu in an HSTU block, softmax in a
+        transformer.
 
-        With hstu the options and the result are dense's; softmax has no biases. `scale` defaults to D ** -0.5 for
-        softmax and to 1 for hstu.
+        With hstu the options and the result are those of dense; softmax has no biases. `scale` defaults to D ** -0.5
+        for softmax and to 1 for hstu.
         """
 
         kind: Literal["ring"]
         """The attention kind."""
         inner: Literal["auto", "softmax", "hstu"] = "auto"
         """The attention that is spread over devices; `auto` is `hstu` in an HSTU block, else `softmax`."""
-        scale: float | None = Field(None, gt=0)  # type: ignore[assignment]  # absent, it follows from inner
+        scale: float | None = Field(None, gt=0)  # type: ignore[assignment]  # by default it depends on inner
         """The factor of the products of queries and keys; absent, 1 for `hstu` and D ** -0.5 for `softmax`."""
         window_size: int = Field(0, ge=0)
         """The number of latest tokens, itself included, that a token sees; 0 for all."""
         dropout: float = Field(0.0, ge=0, lt=1)
         """The dropout of the attention weights, for `inner: softmax` only, as is num_kv_heads."""
-        backend: FlashBackend = "auto"  # type: ignore[assignment]  # cute, beside those of hstu
+        backend: FlashBackend = "auto"  # type: ignore[assignment]  # cute is added to the backends of hstu
         """The implementation; `cute` is FlashAttention-4, which needs the extra `cute` and `inner: softmax`."""
 
         def for_model(self, sizes: LayerSizes) -> Self:

@@ -12,10 +12,10 @@ from models.contract import AuxLoss, LayerSizes
 
 
 class RotateKVAttention(HSTUAttention):
-    """Dense attention whose keys and values went through a rotated low-bit cache: a model made ready for its own.
+    """Dense attention on keys and values rounded as by a rotated low-bit cache, to train a model for serving with it.
 
-    As with a cache, a token sees the others by what their codes say and itself as it is. Gradients pass straight
-    through the codes.
+    As with a cache, a token sees the dequantised keys and values of other tokens, and its own exactly. Gradients pass
+    straight through the quantisation.
     """
 
     class Config(HSTUAttention.Config):

@@ -1,4 +1,4 @@
-"""What several kinds have in common: tables of a relative bias, the normaliser of the SiLU kinds, shared key heads.
+"""Define what several kinds share: tables of a relative bias, the normaliser of the SiLU kinds, shared key heads.
 
 Letters: N normaliser, H heads, Hkv key/value heads.
 """
@@ -18,12 +18,12 @@ from models.contract import AttentionKind, LayerSizes
 # Implementations of softmax attention (hstu_sparse.flash_attention): "cute" is FlashAttention-4.
 FlashBackend = Literal["auto", "triton", "reference", "cute"]
 
-# The room that the published HSTU adds to max_seq_len in its normaliser and bias tables.
+# Entries that the published HSTU adds to max_seq_len in its normaliser and bias tables.
 EXTRA_POSITIONS = 11
 
 
 def check_flash_backend(backend: str, dropout: float) -> None:
-    """What FlashAttention-4 lacks of a kind's options: ValueError. What depends on the run: models.run."""
+    """Raise ValueError for options that FlashAttention-4 lacks; models.run checks what depends on the run."""
     if backend == "cute" and dropout:
         raise ValueError("backend=cute has no dropout: set attention's dropout to 0, or take backend=triton")
 
@@ -44,8 +44,8 @@ def _switch(value):
     raise ValueError(f"expected true, false or auto, got {value!r}")
 
 
-# A bias by time: `auto` is true where the data have times and false where they have none. A model that is built
-# without a data set has it, since its batches carry times.
+# A bias by time: `auto` is true if the data have times and false otherwise. A model that is built without a data set
+# has the bias, since its batches carry times.
 TimeBias = Annotated[bool | Literal["auto"], BeforeValidator(_switch)]
 
 
@@ -58,15 +58,15 @@ def _auto_or(least: int) -> Callable:
     return check
 
 
-# A number of at least 1 (of at least 2) that a kind's `for_model` chooses where it is `auto`.
+# A number of at least 1 (or 2), or `auto`, which a kind's `for_model` replaces by a number.
 AutoCount = Annotated[int | Literal["auto"], BeforeValidator(_auto_or(1))]
 AutoRate = Annotated[int | Literal["auto"], BeforeValidator(_auto_or(2))]
 
 
 def chosen(value: int | Literal["auto"]) -> int:
-    """Return the number of an option that `for_model` has put in place of `auto`."""
+    """Return the number that `for_model` has put in place of `auto`."""
     if value == "auto":
-        raise ValueError("an option is still auto: for_model chooses it")
+        raise ValueError("an option is still auto: call for_model first")
     return value
 
 
@@ -91,7 +91,7 @@ class BiasedAttention(AttentionKind):
                     raise ValueError(f"{name}: {dataset.name} has no timestamps, set it to auto or false")
 
         def time_options(self) -> tuple[str, ...]:
-            """The options of type TimeBias."""
+            """Return the options of type TimeBias."""
             return ("time_bias",)
 
     def __init__(self, config: Config, sizes: LayerSizes, positions: int):
@@ -104,7 +104,9 @@ class BiasedAttention(AttentionKind):
 
 
 class HSTUAttention(BiasedAttention):
-    """What the SiLU kinds share: a position table of max_seq_len + 11 entries, and `normalizer`, by default as much."""
+    """Base of the SiLU kinds: a position table of max_seq_len + 11 entries, and `normalizer`, by default the same
+    number.
+    """
 
     class Config(BiasedAttention.Config):
         scale: float = 1.0

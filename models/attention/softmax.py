@@ -16,7 +16,7 @@ from models.contract import AuxLoss, LayerSizes
 
 
 class SoftmaxAttention(SharedKeys, BiasedAttention):
-    """Causal softmax attention, the transformer's own (arXiv 1706.03762); dropout on the attention weights."""
+    """Causal softmax attention as in the transformer (arXiv 1706.03762), with dropout on the attention weights."""
 
     class Config(SharedKeys.Config, BiasedAttention.Config):
         kind: Literal["softmax"]
@@ -50,8 +50,8 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
         return self.padded(q, k, v, batch), {}
 
     def padded(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """[T, H, V] by torch's own attention, over sequences padded to one length."""
-        # On a GPU, padding to max_seq_len spares the host from waiting for the longest length of the batch.
+        """Compute attention [T, H, V] with torch's own operator, over sequences padded to one length."""
+        # On a GPU, padding to max_seq_len saves the host from waiting for the batch's longest length.
         longest = self.sizes.max_seq_len
         if not q.is_cuda:
             longest = int(batch.seq_offsets.diff().max()) if batch.num_sequences else 0
@@ -74,17 +74,17 @@ class SoftmaxAttention(SharedKeys, BiasedAttention):
         return out.unflatten(-1, (q.shape[1], v.shape[2]))
 
     def mask(self, batch: Batch, longest: int, q: Tensor) -> Tensor | None:
-        """The relative bias as an additive mask [B or 1, 1, longest, longest], -inf where a query does not see."""
+        """Return the relative bias as an additive mask [B or 1, 1, longest, longest], -inf for invisible keys."""
         bias = self.bias(batch)
         if bias is None:
             return None
         place = torch.arange(longest, device=q.device)
         distance = place[:, None] - place
-        asked = seen = None
+        query_times = key_times = None
         if bias.time is not None:
             queries, keys = (cast(Tensor, y) for y in (bias.query_timestamps, bias.timestamps))
-            asked = jagged_to_padded(queries, batch.seq_offsets, longest)[:, :, None]
-            seen = jagged_to_padded(keys, batch.seq_offsets, longest)[:, None, :]
-        added = cast(Tensor, pair_bias(bias, distance, asked, seen))
+            query_times = jagged_to_padded(queries, batch.seq_offsets, longest)[:, :, None]
+            key_times = jagged_to_padded(keys, batch.seq_offsets, longest)[:, None, :]
+        added = cast(Tensor, pair_bias(bias, distance, query_times, key_times))
         added = added[:, None] if added.dim() == 3 else added[None, None]
         return added.to(q.dtype).masked_fill(distance < 0, float("-inf"))

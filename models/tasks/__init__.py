@@ -1,1 +1,1 @@
-"""What a run predicts: the tasks and their options."""
+"""The tasks, that is what a run predicts, and their options."""

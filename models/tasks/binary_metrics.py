@@ -1,4 +1,4 @@
-"""Metrics of predicted probabilities against binary labels: AUC, grouped AUC, log loss, entropy, calibration.
+"""Compute metrics of predicted probabilities against binary labels: AUC, grouped AUC, log loss, entropy, calibration.
 
 Letters: M scored events, U users, R bootstrap draws.
 """
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 NAMES = ("auc", "gauc", "log_loss", "normalized_entropy", "calibration")
-LEAST_PROBABILITY = 1e-7  # predictions are clipped to it and to 1 less it before a logarithm is taken
+LEAST_PROBABILITY = 1e-7  # predictions are clipped to [it, 1 - it] before a logarithm is taken
 
 
 def auc(scores: np.ndarray, labels: np.ndarray, weights: np.ndarray | None = None) -> float:
-    """Area under the ROC curve: how often a positive scores above a negative, ties counting a half.
+    """Return the area under the ROC curve: how often a positive scores above a negative, ties counting a half.
 
-    scores: [M] float; labels: [M] bool; weights: [M], how often each event counts (once by default). NaN without a
-    positive or without a negative.
+    scores: [M] float; labels: [M] bool; weights: [M], how often each event counts (once by default). NaN if all labels
+    are equal.
     """
     order = np.argsort(scores, kind="stable")
     return _sorted_auc(scores[order], labels[order], None if weights is None else weights[order])
@@ -24,7 +24,7 @@ def auc(scores: np.ndarray, labels: np.ndarray, weights: np.ndarray | None = Non
 def _sorted_auc(scores: np.ndarray, labels: np.ndarray, weights: np.ndarray | None) -> float:
     weights = np.ones(len(scores)) if weights is None else weights.astype(np.float64)
     positive, negative = weights * labels, weights * ~labels
-    # One group for each distinct score.
+    # Events are grouped by distinct scores.
     starts = np.flatnonzero(np.diff(scores, prepend=np.nan) != 0) if len(scores) else np.empty(0, np.int64)
     if not positive.sum() or not negative.sum():
         return float("nan")
@@ -34,24 +34,24 @@ def _sorted_auc(scores: np.ndarray, labels: np.ndarray, weights: np.ndarray | No
 
 
 def gauc(scores: np.ndarray, labels: np.ndarray, users: np.ndarray) -> float:
-    """Mean of the users' own AUCs over the users with both labels, weighted by their number of events.
+    """Return the mean of the users' own AUCs over the users with both labels, weighted by their number of events.
 
-    scores: [M] float; labels: [M] bool; users: [M] int. NaN where no user has both labels.
+    scores: [M] float; labels: [M] bool; users: [M] int. NaN if no user has both labels.
     """
     values, events = user_aucs(scores, labels, users)
-    both = ~np.isnan(values)
-    return float(np.average(values[both], weights=events[both])) if both.any() else float("nan")
+    has_both = ~np.isnan(values)
+    return float(np.average(values[has_both], weights=events[has_both])) if has_both.any() else float("nan")
 
 
 def user_aucs(scores: np.ndarray, labels: np.ndarray, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(AUC, number of events) of each user, in the order of np.unique(users): [U] both; NaN without both labels.
+    """Return (AUC, number of events) of each user, in the order of np.unique(users): [U] each; NaN without both labels.
 
     scores: [M] float; labels: [M] bool; users: [M] int.
     """
     order = np.lexsort((scores, users))
     scores, labels, users = scores[order], labels[order], users[order]
     new_user = np.diff(users, prepend=-1) != 0
-    group = np.cumsum(new_user | (np.diff(scores, prepend=np.nan) != 0)) - 1  # a user's events of one score
+    group = np.cumsum(new_user | (np.diff(scores, prepend=np.nan) != 0)) - 1  # a group has a user's events of one score
     user = np.cumsum(new_user) - 1
     positives, negatives = np.bincount(group, labels), np.bincount(group, ~labels)
     owner = np.empty(len(positives), np.int64)
@@ -66,12 +66,13 @@ def user_aucs(scores: np.ndarray, labels: np.ndarray, users: np.ndarray) -> tupl
 
 
 def user_values(probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray) -> dict[str, np.ndarray]:
-    """Values [U] of each user, in the order of np.unique(users), whose means are the metrics of `binary_metrics`.
+    """Return values [U] of each user, in the order of np.unique(users), whose means are the metrics of
+    `binary_metrics`.
 
-    The AUC over all events is no mean over users: a user's value is the AUC and U times what the user's events
-    contribute to it (the influence function; Obuchowski, Nonparametric analysis of clustered ROC curve data,
-    Biometrics 53, 1997), so that samples of the users change the mean as they change the AUC, to first order. The
-    others are ratios of sums over users, and treated likewise. Calibration, whose best value is 1, has no values.
+    The AUC over all events is no mean over users: a user's value is the AUC plus U times the contribution of the user's
+    events to it (the influence function; Obuchowski, Nonparametric analysis of clustered ROC curve data, Biometrics 53,
+    1997), so that resampling users changes the mean as it changes the AUC, to first order. The other metrics are ratios
+    of sums over users, and treated likewise. Calibration, whose best value is 1, has no values.
     """
     _, user = np.unique(users, return_inverse=True)
     count = int(user.max()) + 1
@@ -80,46 +81,47 @@ def user_values(probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray
         return mean + count * np.bincount(user, contributions, minlength=count)
 
     p, q, area = labels.sum(), (~labels).sum(), auc(probabilities, labels)
-    # The share of the events of the other label that an event is above (a positive one) or below.
+    # For a positive event, the share of negatives that it is above; for a negative event, of positives that it is
+    # below.
     above, below = _share_under(probabilities, ~labels), 1 - _share_under(probabilities, labels)
     won = np.where(labels, above, below)
     aucs, events = user_aucs(probabilities, labels, users)
-    both = ~np.isnan(aucs)
+    has_both = ~np.isnan(aucs)
     grouped = gauc(probabilities, labels, users)
-    share = np.where(both, events, 0) / max(1, events[both].sum())
+    share = np.where(has_both, events, 0) / max(1, events[has_both].sum())
     clipped = np.clip(probabilities.astype(np.float64), LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
     losses = -np.log(np.where(labels, clipped, 1 - clipped))
     loss = losses.mean()
     of_loss = values(loss, (losses - loss) / len(losses))
     return {
         "auc": values(area, (won - area) / np.where(labels, p, q)),
-        "gauc": grouped + count * share * (np.where(both, aucs, grouped) - grouped),
+        "gauc": grouped + count * share * (np.where(has_both, aucs, grouped) - grouped),
         "log_loss": of_loss,
         "normalized_entropy": of_loss / entropy(labels),
     }
 
 
-def _share_under(scores: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """The share of the chosen scores that each of scores [M] is above, ties counting a half: [M]."""
-    ordered = np.sort(scores[chosen])
+def _share_under(scores: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Return for each of scores [M] the share of the reference scores that it is above, ties counting a half: [M]."""
+    ordered = np.sort(scores[reference])
     places = np.searchsorted(ordered, scores) + np.searchsorted(ordered, scores, side="right")
     return places / 2 / max(1, len(ordered))
 
 
 def log_loss(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """Mean cross-entropy in nats: [M] probabilities against [M] bool labels."""
+    """Return the mean cross-entropy in nats of [M] probabilities against [M] bool labels."""
     p = np.clip(probabilities.astype(np.float64), LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
     return float(-np.log(np.where(labels, p, 1 - p)).mean()) if len(p) else float("nan")
 
 
 def entropy(labels: np.ndarray) -> float:
-    """The log loss of always predicting the share of positives of labels [M]; NaN where they are all the same."""
+    """Return the log loss of always predicting the share of positives of labels [M]; NaN if all labels are equal."""
     share = labels.mean() if len(labels) else np.nan
     return float(-(share * np.log(share) + (1 - share) * np.log(1 - share))) if 0 < share < 1 else float("nan")
 
 
 def binary_metrics(probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray) -> dict[str, float]:
-    """All of NAMES.
+    """Return all metrics in NAMES.
 
     normalized_entropy is the log loss divided by that of always predicting the events' own share of positives (He et
     al., Practical Lessons from Predicting Clicks on Ads at Facebook, ADKDD 2014); calibration is the mean prediction
@@ -141,7 +143,7 @@ def binary_metrics(probabilities: np.ndarray, labels: np.ndarray, users: np.ndar
 def metrics_by_history(
     probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray, history: np.ndarray, edges: Sequence[int]
 ) -> list[dict]:
-    """`binary_metrics` of the events in each group of history length (events before the scored one): [M] each.
+    """Return `binary_metrics` of the events in each group of history length (events before the scored one): [M] each.
 
     Groups end at `edges`, the last has no end; groups without an event are left out.
     """
@@ -161,19 +163,19 @@ def metrics_by_history(
 def auc_difference(
     first: np.ndarray, second: np.ndarray, labels: np.ndarray, users: np.ndarray, *, draws: int = 1000, seed: int = 0
 ) -> tuple[float, float, float]:
-    """(difference, lower, upper): AUC of `first` less that of `second`, with a 95% interval by bootstrap over users.
+    """Return (difference, lower, upper): AUC of `first` less that of `second`, with a 95% interval by user bootstrap.
 
     Users are drawn with replacement, all events of a user together. first, second: [M] scores; labels: [M] bool;
     users: [M] int. draws: R.
     """
     order = [np.argsort(scores, kind="stable") for scores in (first, second)]
-    given = [(scores[o], labels[o], users[o]) for scores, o in zip((first, second), order)]
+    by_user = [(scores[o], labels[o], users[o]) for scores, o in zip((first, second), order)]
     rng, count = np.random.default_rng(seed), int(users.max()) + 1
     present = np.unique(users)
-    found = []
+    differences = []
     for _ in range(draws):
         weight = np.bincount(rng.choice(present, len(present)), minlength=count)
-        one, other = (_sorted_auc(scores, truth, weight[who]) for scores, truth, who in given)
-        found.append(one - other)
-    lower, upper = np.nanpercentile(found, (2.5, 97.5))
+        first_auc, second_auc = (_sorted_auc(scores, truth, weight[who]) for scores, truth, who in by_user)
+        differences.append(first_auc - second_auc)
+    lower, upper = np.nanpercentile(differences, (2.5, 97.5))
     return auc(first, labels) - auc(second, labels), float(lower), float(upper)

@@ -1,4 +1,4 @@
-"""`build_task`: the task that a configuration names."""
+"""Build the task that a configuration names."""
 
 from models.config import RunConfig
 from models.parallel.ranks import Ranks
@@ -11,5 +11,5 @@ TASKS: dict[str, type[Task]] = {"retrieval": Retrieval, "ranking": Ranking, "rec
 
 
 def build_task(config: RunConfig, ranks: Ranks | None = None) -> Task:
-    """The task of a run, which `config.task.kind` names; ranks: those that evaluate it together."""
+    """Build the task that `config.task.kind` names; ranks: those that evaluate the run together."""
     return TASKS[config.task.kind](config, ranks)

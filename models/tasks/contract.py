@@ -1,4 +1,4 @@
-"""What a task is: everything that train.py, eval.py and reports know of what a run predicts.
+"""Define the interface of tasks, through which train.py, eval.py and reports handle what a run predicts.
 
 Letters: T tokens, E embedding size.
 """
@@ -23,7 +23,9 @@ from models.parallel.ranks import Ranks
 
 
 class Table(NamedTuple):
-    """A table of a report: title, headings and rows of text; `short`: the columns that a terminal shows, or none."""
+    """A table of a report: title, headings and rows of text; `short`: the columns that a terminal shows, empty for
+    none.
+    """
 
     title: str
     headings: list[str]
@@ -32,11 +34,11 @@ class Table(NamedTuple):
 
 
 class Task:
-    """Base of the tasks. A task is built from a run's configuration and keeps nothing of one call for the next.
+    """Base of the tasks. A task is built from a run's configuration and has no state that changes between calls.
 
     headline  the metrics that training prints after an evaluation
     plotted   the metrics that a report plots over the epochs
-    ranks     those that evaluate together, each calling the same methods; None for one process alone
+    ranks     the ranks that evaluate together, each calling the same methods; None for a single process
     """
 
     headline: tuple[str, ...]
@@ -47,18 +49,18 @@ class Task:
         self.ranks = ranks if ranks is not None and ranks.engine else None
 
     def check_data(self, dataset: Dataset) -> None:
-        """ConfigError unless the data set has what the task needs."""
+        """Raise ConfigError unless the data set has what the task needs."""
 
     def splits(self, dataset: Dataset) -> Splits:
-        """The samples to train on and to be judged by, under the run's protocol."""
+        """Return the samples of training and evaluation under the run's protocol."""
         raise NotImplementedError
 
     def batches(self, dataset: Dataset, split: Split, **options) -> Batches:
-        """The batches of a split; options as `Batches` takes them."""
+        """Return the batches of a split; options as `Batches` takes them."""
         raise NotImplementedError
 
     def head(self) -> nn.Module | None:
-        """A module of the model that is the task's own, `model.task_head`; None where there is none."""
+        """Return the task's own module of the model, `model.task_head`, or None."""
         return None
 
     def loss(
@@ -70,54 +72,57 @@ class Task:
         dtype: torch.dtype | None,
         share: Share | None = None,
     ) -> tuple[Tensor, dict[str, AuxLoss]]:
-        """(training loss, auxiliary losses by name) of the outputs `out` [T, E] of `SequenceModel.raw_output`.
+        """Return (training loss, auxiliary losses by name) of the outputs `out` [T, E] of `SequenceModel.raw_output`.
 
-        batch: what the outputs are of; whole: the same, or the whole batch where `batch` is a rank's part of it. dtype:
-        of the products on a GPU; None, that of the weights. Must not wait for the device. share: of a rank that shares
-        the batch with others, of which the results are then its shares.
+        batch: the batch that gave the outputs; whole: the same, or the whole batch if `batch` is a rank's part of it.
+        dtype: the type of matrix products on a GPU; None for that of the weights. share: for a rank that shares the
+        batch with others, whose results are then its shares of the sums. The computation must not wait for the device.
         """
         raise NotImplementedError
 
     def evaluate(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
-        """Metrics of a split's batches, all of `config.task.metric_names()`; puts the model into evaluation mode."""
+        """Compute all of `config.task.metric_names()` on a split's batches; puts the model into evaluation mode."""
         raise NotImplementedError
 
     def baseline(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, float]:
-        """Metrics of the task's baseline on a split, which a report draws beside the model's over the epochs."""
+        """Compute the metrics of the task's baseline on a split, which a report plots beside the model's over the
+        epochs.
+        """
         return {}
 
     def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
-        """Everything that a report says of one split, as JSON has it: the model beside a baseline, and by groups.
+        """Compute the JSON content of a report on one split: the model beside a baseline, and metrics by groups.
 
-        Beside that `judged`, arrays by name that `user_values` and `breakdowns` need: what the model said of each user
-        or event, and `events`, the places in the data set of the events it was judged by.
+        The result also has `judged`, arrays by name that `user_values` and `breakdowns` need: the model's result for
+        each user or event, and `events`, the indices in the data set of the evaluated events.
         """
         raise NotImplementedError
 
     def user_values(self, judged: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """(users [M], metric -> values [M]) of what `judge` gave as `judged`: a metric is the mean of its values.
+        """Return (users [M], metric -> values [M]) from the arrays `judged` of `judge`: a metric is the mean of its
+        values.
 
-        The main metric, `config.best_metric`, is one of them. Metrics that are no ratios of means over users have none.
+        The main metric, `config.best_metric`, is included. Metrics that are no ratios of means over users are left out.
         """
         raise NotImplementedError
 
     def breakdowns(self, result: dict, judged: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
-        """The main metric by groups of users or events: title -> name of the group -> value."""
+        """Return the main metric by groups of users or events: title -> name of the group -> value."""
         return {}
 
     def protocol_lines(self, result: dict) -> list[str]:
-        """What the figures of `judge` are figures of, in sentences."""
+        """Return sentences that say which data and protocol the figures of `judge` come from."""
         raise NotImplementedError
 
     def tables(self, result: dict) -> list[Table]:
-        """The tables of a report on what `judge` returned, the main one first."""
+        """Return the tables of a report on the result of `judge`, the main one first."""
         raise NotImplementedError
 
     def plots(self, result: dict, folder: Path) -> list[str]:
-        """Writes the task's own plots of what `judge` returned into the run's folder; returns their names."""
+        """Write the task's own plots of the result of `judge` into the run's folder; return their names."""
         return []
 
 
 def cells(values: dict, names: list[str] | tuple[str, ...]) -> list[str]:
-    """Metrics as the cells of a table's row."""
+    """Format metrics as the cells of a table's row."""
     return [f"{values[name]:.4f}" for name in names]

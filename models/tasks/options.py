@@ -1,4 +1,4 @@
-"""The options of each task: the mapping `task:` of a run's configuration."""
+"""Define the options of each task, `task:` in a run's configuration."""
 
 from typing import Annotated, Literal
 
@@ -16,7 +16,7 @@ class RetrievalConfig(Strict):
     """The task."""
 
     def metric_names(self) -> list[str]:
-        """The metrics of an evaluation, the one that chooses the best weights unless told otherwise first."""
+        """Return the metrics of an evaluation; the first one chooses the best weights by default."""
         return sorted(metric_names(), key=lambda name: name != "NDCG@10")
 
 
@@ -51,9 +51,11 @@ class RankingConfig(Strict):
         return self
 
     def metric_names(self) -> list[str]:
-        """Each metric's mean over the actions, and of several actions each action's own, as `action/metric`."""
-        own = [f"{action.name}/{name}" for action in self.actions for name in binary_metrics.NAMES]
-        return [*binary_metrics.NAMES, *(own if len(self.actions) > 1 else [])]
+        """Return the mean of each metric over the actions and, if there are several, each action's own
+        `action/metric`.
+        """
+        by_action = [f"{action.name}/{name}" for action in self.actions for name in binary_metrics.NAMES]
+        return [*binary_metrics.NAMES, *(by_action if len(self.actions) > 1 else [])]
 
 
 class RecallConfig(Strict):
@@ -63,7 +65,9 @@ class RecallConfig(Strict):
     """The task."""
 
     def metric_names(self) -> list[str]:
-        """accuracy: the share of recalls whose target scores highest; worst: that of the worst distance."""
+        """Return accuracy, the share of recalls whose target scores highest, and worst, that share at the worst
+        distance.
+        """
         return ["accuracy", "worst"]
 
 

@@ -36,7 +36,9 @@ CURVE_POINTS, CALIBRATION_GROUPS = 101, 10
 
 
 class ActionHeads(nn.Module):
-    """A logit for each kind of action from an output: [T, E] -> [T, A], one head of one or two layers for each."""
+    """Compute a logit for each kind of action from an output: [T, E] -> [T, A], with one head of one or two layers
+    each.
+    """
 
     def __init__(self, config: RankingConfig, embedding_dim: int):
         super().__init__()
@@ -65,7 +67,7 @@ class ActionHeads(nn.Module):
 class Predictions:
     """The scored events of a split, in the data set's order.
 
-    events [M] int64, which events; probabilities [M, A] float32; labels [M, A] bool
+    events [M] int64, indices in the data set; probabilities [M, A] float32; labels [M, A] bool
     """
 
     events: np.ndarray
@@ -74,7 +76,7 @@ class Predictions:
 
 
 class Ranking(Task):
-    """At an item token the model predicts which actions follow; action tokens only inform."""
+    """Predict at an item token which actions follow; action tokens are only inputs."""
 
     headline = ("auc", "gauc", "log_loss")
     plotted = ("auc", "gauc")
@@ -94,7 +96,7 @@ class Ranking(Task):
         self.label_table(dataset)
 
     def label_table(self, dataset: Dataset) -> np.ndarray:
-        """[codes, A] int8: which kinds of action each action code of the data set stands for."""
+        """Return [codes, A] int8: the kinds of action that each action code of the data set stands for."""
         source = FORMATS[self.config.data.format]
         assert dataset.actions is not None
         codes = np.arange(int(dataset.actions.max()) + 1)
@@ -125,7 +127,7 @@ class Ranking(Task):
         )
 
     def batches(self, dataset: Dataset, split: Split, **options) -> RankingBatches:
-        options.pop("with_seen", None)  # nothing that users saw is taken out of anything
+        options.pop("with_seen", None)  # ranking filters no seen items
         return RankingBatches(dataset, split, label_table=self.label_table(dataset), **options)
 
     def head(self) -> ActionHeads:
@@ -140,7 +142,7 @@ class Ranking(Task):
         dtype: torch.dtype | None,
         share: Share | None = None,
     ) -> tuple[Tensor, dict[str, AuxLoss]]:
-        """The mean binary cross-entropy over the scored tokens, summed over the actions by their weights."""
+        """Compute the mean binary cross-entropy over the scored tokens, summed over the actions by their weights."""
         assert isinstance(batch, RankingBatch)
         labels = batch.labels
         scored = labels >= 0
@@ -156,7 +158,7 @@ class Ranking(Task):
 
     @torch.no_grad()
     def predictions(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> Predictions:
-        """The probabilities of the actions at every scored event of a split."""
+        """Compute the probabilities of the actions at every scored event of a split."""
         model.eval()
         device, autocast = batches.device.type, self.config.train.autocast == "bf16"
         parts: list[tuple[np.ndarray, ...]] = []
@@ -176,35 +178,41 @@ class Ranking(Task):
         return Predictions(events[order], probabilities[order], labels[order])
 
     def evaluate(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> dict[str, float]:
-        found = self.predictions(model, batches, phase)
-        return self.metrics(found.probabilities, found.labels, users_of(batches.dataset, found.events))
+        predictions = self.predictions(model, batches, phase)
+        return self.metrics(
+            predictions.probabilities, predictions.labels, users_of(batches.dataset, predictions.events)
+        )
 
     def metrics(self, probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray) -> dict[str, float]:
-        """All of `config.task.metric_names()` of probabilities [M, A] against labels [M, A]; users: [M]."""
-        own = [
+        """Compute all of `config.task.metric_names()` of probabilities [M, A] against labels [M, A]; users: [M]."""
+        by_action = [
             binary_metrics.binary_metrics(p, y, users) for p, y in zip(probabilities.T, np.ascontiguousarray(labels.T))
         ]
-        mean = {name: float(np.mean([values[name] for values in own])) for name in binary_metrics.NAMES}
-        if len(own) == 1:
+        mean = {name: float(np.mean([values[name] for values in by_action])) for name in binary_metrics.NAMES}
+        if len(by_action) == 1:
             return mean
-        return mean | {f"{a.name}/{name}": values[name] for a, values in zip(self.actions, own) for name in values}
+        return mean | {
+            f"{a.name}/{name}": values[name] for a, values in zip(self.actions, by_action) for name in values
+        }
 
     def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
-        """Metrics of the model and of the baseline, the difference of their AUCs, curves, and by history length."""
-        found = self.predictions(model, batches)
-        users = users_of(dataset, found.events)
-        baseline = self.baseline_probabilities(dataset, splits, found.events)
-        history = found.events - dataset.user_offsets[users]
+        """Compute metrics of the model and the baseline, the difference of their AUCs, curves, and metrics by history
+        length.
+        """
+        predictions = self.predictions(model, batches)
+        users = users_of(dataset, predictions.events)
+        baseline = self.baseline_probabilities(dataset, splits, predictions.events)
+        history = predictions.events - dataset.user_offsets[users]
         result: dict[str, Any] = {
             "split": split,
             "users": len(np.unique(users)),
-            "events": len(found.events),
-            "model": self.metrics(found.probabilities, found.labels, users),
-            "baseline": self.metrics(baseline, found.labels, users),
+            "events": len(predictions.events),
+            "model": self.metrics(predictions.probabilities, predictions.labels, users),
+            "baseline": self.metrics(baseline, predictions.labels, users),
             "actions": {},
         }
         for a, action in enumerate(self.actions):
-            p, q, y = found.probabilities[:, a], baseline[:, a], found.labels[:, a]
+            p, q, y = predictions.probabilities[:, a], baseline[:, a], predictions.labels[:, a]
             difference, lower, upper = auc_difference(p, q, y, users)
             result["actions"][action.name] = {
                 "positive_share": float(y.mean()),
@@ -212,18 +220,20 @@ class Ranking(Task):
                 "by_history": metrics_by_history(p, y, users, history, LENGTH_EDGES),
                 "curves": {"model": curves(p, y), "baseline": curves(q, y)},
             }
-        result["judged"] = {"users": users, **vars(found)}
+        result["judged"] = {"users": users, **vars(predictions)}
         return result
 
     def user_values(self, judged: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         users = judged["users"]
-        own = [
+        by_action = [
             binary_metrics.user_values(p, np.ascontiguousarray(y), users)
             for p, y in zip(judged["probabilities"].T, judged["labels"].T)
         ]
-        values = {name: np.mean([values[name] for values in own], axis=0) for name in own[0]}
-        if len(own) > 1:
-            values |= {f"{a.name}/{name}": values[name] for a, values in zip(self.actions, own) for name in values}
+        values = {name: np.mean([values[name] for values in by_action], axis=0) for name in by_action[0]}
+        if len(by_action) > 1:
+            values |= {
+                f"{a.name}/{name}": values[name] for a, values in zip(self.actions, by_action) for name in values
+            }
         return np.unique(users), values
 
     def breakdowns(self, result: dict, judged: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
@@ -237,7 +247,9 @@ class Ranking(Task):
         }
 
     def baseline_probabilities(self, dataset: Dataset, splits: Splits, events: np.ndarray) -> np.ndarray:
-        """Probabilities [M, A] of the events [M] by logistic regression on items' and users' labels so far."""
+        """Predict probabilities [M, A] of the events [M] by logistic regression on earlier labels of items and
+        users.
+        """
         starts, lengths = dataset.user_offsets[:-1], np.diff(dataset.user_offsets)
         place = np.arange(dataset.num_events) - np.repeat(starts, lengths)
         training = place < np.repeat(splits.train_end - starts, lengths)
@@ -278,7 +290,7 @@ class Ranking(Task):
         return tables
 
     def plots(self, result: dict, folder: Path) -> list[str]:
-        """ROC curves and calibration of each action."""
+        """Plot ROC curves and calibration of each action."""
         import matplotlib
 
         matplotlib.use("Agg")
@@ -303,17 +315,19 @@ class Ranking(Task):
 
 
 def result_auc(result: dict, who: str, action: str) -> float:
-    """The AUC of an action, which stands under its own name where there are several."""
+    """Return the AUC of an action, which is stored under the action's name if there are several."""
     return result[who].get(f"{action}/auc", result[who]["auc"])
 
 
 def users_of(dataset: Dataset, events: np.ndarray) -> np.ndarray:
-    """The user of each event: [M] -> [M]."""
+    """Return the user of each event: [M] -> [M]."""
     return np.searchsorted(dataset.user_offsets, events, side="right") - 1
 
 
 def curves(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, list[list[float]]]:
-    """Points (false, true positive rate) of the ROC curve and (mean prediction, share of positives) of equal groups."""
+    """Return points (false, true positive rate) of the ROC curve and (mean prediction, share of positives) of
+    calibration.
+    """
     order = np.argsort(-probabilities, kind="stable")
     hits = np.concatenate([[0], np.cumsum(labels[order])])
     misses = np.arange(len(hits)) - hits

@@ -1,27 +1,31 @@
-"""The baseline of ranking reports: logistic regression on what an item's and a user's labels have been so far.
+"""Compute the baseline of ranking reports: logistic regression on the earlier labels of an item and a user.
 
 Letters: E events, F features.
 """
 
 import numpy as np
 
-ITEM_SMOOTHING, USER_SMOOTHING, RECENT_SMOOTHING = 5, 5, 2  # labels of the global mean that a mean is mixed with
+ITEM_SMOOTHING, USER_SMOOTHING, RECENT_SMOOTHING = (
+    5,
+    5,
+    2,
+)  # the number of labels at the global mean that a mean is mixed with
 RECENT = 10  # latest labels of a user
-CLIP = 0.01  # means are clipped to it and to 1 less it before their log-odds are taken
+CLIP = 0.01  # means are clipped to [CLIP, 1 - CLIP] before their log-odds are taken
 STEPS, TOLERANCE = 50, 1e-10
 
 
 def history_features(
     items: np.ndarray, labels: np.ndarray, user_offsets: np.ndarray, training: np.ndarray, num_items: int
 ) -> np.ndarray:
-    """Features [E, 4] of each event, from its item's training labels and its user's earlier labels.
+    """Return features [E, 4] of each event, from its item's training labels and its user's earlier labels.
 
-    The log-odds of (a) the mean training label of the item, the event's own label left out, (b) the mean of all of the
-    user's earlier labels and (c) the mean of the last RECENT of them, each mixed with labels of the global mean; and
-    (d) ln(1 + the item's training events).
+    They are the log-odds of (a) the mean training label of the item, the event's own label left out, (b) the mean of
+    all earlier labels of the user and (c) the mean of the last RECENT of them, each mixed with labels of the global
+    mean; and (d) ln(1 + the item's training events).
 
     items: [E] int, users one after another as `user_offsets` [U+1] says, in time order; labels: [E] bool; training:
-    [E] bool, which events are of the training data.
+    [E] bool, True for events of the training data.
     """
     labels = labels.astype(np.float64)
     mean = labels[training].mean() if training.any() else 0.5
@@ -50,9 +54,9 @@ def history_features(
 
 
 def fit_logistic(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Coefficients [F+1], the last of them the intercept, of maximum likelihood, by Newton's method.
+    """Fit coefficients [F+1] of maximum likelihood, the last of them the intercept, by Newton's method.
 
-    features: [M, F]; labels: [M] bool. A ridge of 1e-6 keeps them finite where labels can be told apart without error.
+    features: [M, F]; labels: [M] bool. A ridge of 1e-6 keeps them finite if the labels are separable.
     """
     x = np.column_stack([features, np.ones(len(features))])
     coefficients = np.zeros(x.shape[1])
@@ -67,5 +71,5 @@ def fit_logistic(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def predict_logistic(coefficients: np.ndarray, features: np.ndarray) -> np.ndarray:
-    """Probabilities [M] of the positive label, of features [M, F]."""
+    """Predict probabilities [M] of the positive label from features [M, F]."""
     return 1 / (1 + np.exp(-(features @ coefficients[:-1] + coefficients[-1])))

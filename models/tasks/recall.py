@@ -1,4 +1,4 @@
-"""The task `recall`: after an item that returns, predict what followed it when it was shown (data/recall.py).
+"""Define the task `recall`: when an item returns, predict the item that followed it before (data/recall.py).
 
 Letters: T tokens, E embedding size, I items, M recalls of a split.
 """
@@ -21,12 +21,13 @@ from models.retrieval import normalized_items
 from models.tasks.contract import Table, cells
 from models.tasks.retrieval import Retrieval
 
-CHUNK = 2**24  # scores that are held at a time
+CHUNK = 2**24  # scores computed at a time
 
 
 class Recalls(NamedTuple):
-    """The recalls of a split: events [M] int64, which events of the data set; codes [M], the place of their distance
-    among the data set's from 1; right [M] bool, whether the target scored highest."""
+    """The recalls of a split: events [M] int64, indices in the data set; codes [M], the number of the recall's distance
+    group, from 1; right [M] bool, whether the target scored highest.
+    """
 
     events: np.ndarray
     codes: np.ndarray
@@ -34,7 +35,9 @@ class Recalls(NamedTuple):
 
 
 class Recall(Retrieval):
-    """Retrieval whose targets are recalls alone; the loss is retrieval's, the metric is the share that scores first."""
+    """Retrieval in which only recalls are targets; the loss is retrieval's, the metric is the share that scores
+    first.
+    """
 
     headline = ("accuracy", "worst")
     plotted = ("accuracy", "worst")
@@ -44,19 +47,19 @@ class Recall(Retrieval):
         if self.config.model.max_seq_len < longest:
             raise ConfigError(
                 f"model.max_seq_len={self.config.model.max_seq_len}: expected at least {longest}, a sequence's inputs: "
-                "what is asked for may stand at its beginning"
+                "the item to recall may be the first one"
             )
 
     def splits(self, dataset: Dataset) -> Splits:
         return recall_splits(dataset, self.config.data.valid_fraction, self.config.data.test_fraction)
 
     def batches(self, dataset: Dataset, split: Split, **options) -> RecallBatches:
-        options.pop("with_seen", None)  # nothing that users saw is taken out of anything
+        options.pop("with_seen", None)  # recall filters no seen items
         return RecallBatches(dataset, split, **options)
 
     @torch.no_grad()
     def recalls(self, model: SequenceModel, batches: Batches, phase: int = sys.maxsize) -> Recalls:
-        """Whether each recall of a split was right: the target's score is above that of all other items."""
+        """Judge each recall of a split: right if the target's score is above that of all other items."""
         model.eval()
         device, autocast = batches.device.type, self.config.train.autocast == "bf16"
         items = normalized_items(model.item_weight.detach())
@@ -67,11 +70,11 @@ class Recall(Retrieval):
             recalls = (batch.target_ids >= 0).nonzero()[:, 0]
             for part in recalls.split(max(1, CHUNK // len(items))):
                 scores, targets = out[part] @ items.T, batch.target_ids[part][:, None]
-                own = scores.gather(1, targets)
+                target_scores = scores.gather(1, targets)
                 assert isinstance(batch, RecallBatch)
                 events.append(batch.events[part])
-                # Among equal scores none is the highest, and a NaN never is.
-                right.append((scores >= own).sum(1) == 1)
+                # With equal scores no item is the highest, and NaN is never the highest.
+                right.append((scores >= target_scores).sum(1) == 1)
         where = torch.cat(events).cpu().numpy()
         assert batches.dataset.actions is not None
         return Recalls(where, batches.dataset.actions[where], torch.cat(right).cpu().numpy())
@@ -84,22 +87,24 @@ class Recall(Retrieval):
         return {"accuracy": level, "worst": level}
 
     def random_level(self) -> float:
-        """The accuracy of a guess among the values."""
+        """Return the accuracy of a guess among the values."""
         return 1 / (self.config.data.recall or RecallOptions()).num_values
 
     def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
-        """The accuracy over all recalls, at the worst distance and at each, beside that of a guess."""
-        found = self.recalls(model, batches)
+        """Compute the accuracy over all recalls, at the worst distance and at each distance, beside that of a guess."""
+        recalls = self.recalls(model, batches)
         distances = {name: place for place, name in enumerate(dataset.action_names or ()) if place}
-        users = np.searchsorted(dataset.user_offsets, found.events, side="right") - 1
+        users = np.searchsorted(dataset.user_offsets, recalls.events, side="right") - 1
         return {
             "split": split,
             "users": len(getattr(splits, split).users),
-            "recalls": len(found.events),
-            "model": metrics(found),
+            "recalls": len(recalls.events),
+            "model": metrics(recalls),
             "guess": self.baseline(dataset, splits, split, batches),
-            "by_distance": {name: float(found.right[found.codes == code].mean()) for name, code in distances.items()},
-            "judged": {"users": users, "events": found.events, "right": found.right},
+            "by_distance": {
+                name: float(recalls.right[recalls.codes == code].mean()) for name, code in distances.items()
+            },
+            "judged": {"users": users, "events": recalls.events, "right": recalls.right},
         }
 
     def user_values(self, judged: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -126,7 +131,7 @@ class Recall(Retrieval):
         ]
 
 
-def metrics(found: Recalls) -> dict[str, float]:
-    """The accuracy over all recalls, and the lowest that a distance has."""
-    right, counts = (np.bincount(found.codes, weights)[1:] for weights in (found.right, None))
+def metrics(recalls: Recalls) -> dict[str, float]:
+    """Return the accuracy over all recalls, and the lowest accuracy at any distance."""
+    right, counts = (np.bincount(recalls.codes, weights)[1:] for weights in (recalls.right, None))
     return {"accuracy": float(right.sum() / counts.sum()), "worst": float((right / counts).min())}

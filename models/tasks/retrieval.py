@@ -1,4 +1,4 @@
-"""The task `retrieval`: predict the next item among all items, judged by full ranking over the catalogue."""
+"""Define the task `retrieval`: predict the next item among all items, evaluated by full ranking over the catalogue."""
 
 import sys
 from dataclasses import replace
@@ -30,7 +30,7 @@ from models.metrics import (
 from models.retrieval import FILTERS, Scores, best_items, model_scorer, popularity_scorer, rank_targets, seen_by
 from models.tasks.contract import Table, Task, cells
 
-# The values of eval.filter_seen, as a report says them.
+# Sentences of a report for the values of eval.filter_seen.
 FILTERED = {
     "history": "all items of a user's history are taken out of the ranking",
     "window": "the items of the model's window (the last max_seq_len events) are taken out of the ranking, "
@@ -38,13 +38,13 @@ FILTERED = {
     "none": "nothing is taken out of the ranking",
 }
 SHORT = {"history": "seen filtered", "window": "window filtered", "none": "unfiltered"}
-LISTED, LIST_LENGTH = 10_000, 10  # users whose lists a report describes, and how long these are
+LISTED, LIST_LENGTH = 10_000, 10  # the number of users whose recommendation lists a report describes, and their length
 SAMPLES, SAMPLE_LENGTH = 3, 5
 ON_TERMINAL = ("HR@1", "HR@10", "HR@50", "NDCG@10", "MRR")
 
 
 class Retrieval(Task):
-    """Every token's output is scored against the items; the target of a token is the item of the next event."""
+    """Score every token's output against the items; the target of a token is the item of the next event."""
 
     headline = ("HR@10", "NDCG@10")
     plotted: tuple[str, ...] = ("HR@10", "NDCG@10", "MRR")
@@ -92,10 +92,10 @@ class Retrieval(Task):
         return ranking_metrics(ranks)
 
     def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
-        """Metrics with and without what users saw taken out, popularity beside the model, and by history length.
+        """Compute metrics with and without filtering seen items, of the model and of popularity, and by history length.
 
-        Also what the model's lists are like: the share of the catalogue in them, how rare their items are, and some of
-        them in original ids.
+        The result also describes the model's recommendation lists: the share of the catalogue in them, how rare their
+        items are, and some lists in original ids.
         """
         config, chosen = self.config, getattr(splits, split)
         counts, main = train_item_counts(dataset, splits), self.config.eval.filter_seen
@@ -107,7 +107,7 @@ class Retrieval(Task):
             scores = scorer(batch)
             if sum(len(part) for part in lists) < LISTED:
                 values, items = best_items(scores, LIST_LENGTH, None if main == "none" else seen_by(main, batch))
-                lists.append(items.masked_fill(values.isinf(), -1).cpu().numpy())  # -1: nothing is left
+                lists.append(items.masked_fill(values.isinf(), -1).cpu().numpy())  # -1: no item remains
             return scores
 
         for name, score in (("model", listed), ("popularity", popularity_scorer(counts, batches.device))):
@@ -209,15 +209,15 @@ class Retrieval(Task):
         ]
 
 
-def samples(dataset: Dataset, chosen: Split, lists: np.ndarray) -> list[dict]:
+def samples(dataset: Dataset, split: Split, lists: np.ndarray) -> list[dict]:
     """Return, for a split's first users, the last events before the target, the target and the head of the list."""
-    ids, found = dataset.item_ids, []
-    for user, begin, end, items in zip(chosen.users, chosen.begin, chosen.end, lists[:SAMPLES, :SAMPLE_LENGTH]):
+    ids, examples = dataset.item_ids, []
+    for user, begin, end, items in zip(split.users, split.begin, split.end, lists[:SAMPLES, :SAMPLE_LENGTH]):
         history = dataset.items[max(begin, end - 1 - SAMPLE_LENGTH) : end - 1]
         words = {"user": dataset.user_ids[user], "target": ids[dataset.items[end - 1]]}
         rows = {"history": history, "list": items[items >= 0]}
-        found.append(
+        examples.append(
             {key: shown(value) for key, value in words.items()}
             | {key: [shown(ids[item]) for item in row] for key, row in rows.items()}
         )
-    return found
+    return examples
