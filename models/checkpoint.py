@@ -1,4 +1,4 @@
-"""Checkpoints: tensors in safetensors, the rest in JSON, each written whole or not at all.
+"""Save and load checkpoints: tensors in safetensors, everything else in JSON, each written whole or not at all.
 
 A checkpoint is a folder `step-00001234` with model.safetensors, state.safetensors (optimizer and random state) and
 state.json, which holds the progress, the checksums of the other two and its own, and the run's id and configuration.
@@ -26,28 +26,28 @@ from models.folder import check_regular, read_regular
 
 KEEP = 2
 STEP = re.compile(r"step-\d{8,}")  # the name of a checkpoint
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing, damaged or another model's, in one line."""
+    """A checkpoint is missing, damaged or belongs to another model; the message is one line."""
 
 
 class Progress(BaseModel):
-    """Where a run stands: what a resumed run needs beside tensors and the state of the random numbers.
+    """The progress of a run: what a resumed run needs beside tensors and the state of the random numbers.
 
     run          the run's id, see models/folder.py
-    fingerprint  of the data
-    config       of the run, as it was when the checkpoint was made
+    fingerprint  the fingerprint of the data
+    config       the run's configuration when the checkpoint was made
     step         training steps done
     epoch        epochs finished
-    batch        batches done of the epoch that is under way
+    batch        finished batches of the current epoch
     events       tokens trained on, for the events per second
-    seconds      of training
-    records      the lines of metrics.jsonl
+    seconds      time of training
+    records      the number of lines of metrics.jsonl
     best         eval.best_metric of the weights in best/, or None
-    stale        evaluations since then
-    losses       name -> [sum, steps] of the losses in the epoch that is under way
+    stale        evaluations since the best one
+    losses       name -> [sum, steps] of the losses in the current epoch
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -67,7 +67,9 @@ class Progress(BaseModel):
 
     @classmethod
     def of(cls, facts: dict, source: Path) -> "Progress":
-        """The progress that `facts` (of the checkpoint `source`) hold; CheckpointError when that is no progress."""
+        """Return the progress in `facts` (of the checkpoint `source`); CheckpointError if they are incomplete or
+        wrong.
+        """
         if wrong := sorted(cls.model_fields.keys() ^ facts.keys()):
             raise CheckpointError(
                 f"{source}: of another version of this program ({', '.join(map(shown, wrong))} in only one of them)"
@@ -81,37 +83,39 @@ class Progress(BaseModel):
 
 
 def save_folder(folder: Path, tensors: dict[str, dict[str, Tensor]], facts: dict) -> None:
-    """Writes `tensors` (one safetensors file for each entry) and `facts` as the folder, which appears all at once.
+    """Write `tensors` (one safetensors file for each entry) and `facts` as a folder, which appears all at once.
 
-    CheckpointError when it cannot be written; what was there before is then as it was.
+    CheckpointError when it cannot be written; an existing folder is then unchanged.
     """
     try:
         with replace_folder(folder) as temporary:
-            told = temporary / "state.json"
-            told.touch()
+            facts_file = temporary / "state.json"
+            facts_file.touch()
             sums, sizes = {}, {}
             for name, entries in tensors.items():
                 path = temporary / f"{name}.safetensors"
                 save_file({key: value.detach().cpu().contiguous() for key, value in entries.items()}, path)
-                path.chmod(told.stat().st_mode)  # as the umask has it: safetensors would let the owner alone read it
+                path.chmod(
+                    facts_file.stat().st_mode
+                )  # the mode of the umask: safetensors makes files that only the owner reads
                 sums[path.name], sizes[path.name] = _checksum(path), path.stat().st_size
             facts = {**facts, "sha256": sums, "sizes": sizes}
             text = json.dumps({**facts, "checksum": _facts_checksum(facts)}, indent=1)
-            told.write_text(text, encoding="utf-8")
+            facts_file.write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{folder}: cannot be written: {reason}; what was saved before is as it was") from error
+        raise CheckpointError(f"{folder}: cannot be written: {reason}; the previous content is unchanged") from error
 
 
 def exists(folder: Path) -> bool:
-    """Whether `load_folder` finds something there: the folder, or the old one after a crash while it was replaced."""
+    """Return whether `load_folder` finds the folder, or the old one after a crash while it was replaced."""
     return find_folder(folder).exists()
 
 
 def load_folder(folder: Path, *names: str, sizes: bool = False) -> tuple[dict[str, dict[str, Tensor]], dict]:
-    """The named tensor files and the facts of `folder`; CheckpointError when anything is missing or damaged.
+    """Load the named tensor files and the facts of `folder`; CheckpointError when anything is missing or damaged.
 
-    sizes: whether all other files, too, must be there and as long as they were written.
+    sizes: also check that all other files exist and have the size that they were written with.
     """
     folder = find_folder(folder)
     path = folder / "state.json"
@@ -137,7 +141,7 @@ def load_folder(folder: Path, *names: str, sizes: bool = False) -> tuple[dict[st
 
 
 def _read_facts(path: Path) -> dict:
-    """What a state.json holds, its own checksum found right; CheckpointError when that is wrong."""
+    """Read a state.json; CheckpointError when its checksum is wrong."""
     facts = json.loads(read_regular(path).decode())
     if not isinstance(facts, dict) or facts.pop("checksum", None) != _facts_checksum(facts):
         raise CheckpointError(f"{path}: damaged (its checksum differs from the one it was written with)")
@@ -153,10 +157,10 @@ def save_checkpoint(
     *,
     again: bool = False,
 ) -> None:
-    """Saves everything that `load_checkpoint` needs to go on as if never stopped; keeps the last two.
+    """Save everything that `load_checkpoint` needs to continue exactly; the last two checkpoints stay.
 
-    The model has the weights that the run is judged by; with an `average` these are the averages. again: also when the
-    checkpoint of this step is there.
+    The model has the weights that the run is evaluated with; with an `average` these are the averages. again: save even
+    if this step's checkpoint exists.
     """
     folder = run / "checkpoints" / f"step-{progress.step:08d}"
     if again or not folder.exists():
@@ -172,14 +176,14 @@ def save_checkpoint(
     prune(run, progress.run)
 
 
-def prune(run: Path, own: str) -> None:
-    """Removes all checkpoints in the folder `run` but the last two; of those of the run whose id is `own`."""
+def prune(run: Path, run_id: str) -> None:
+    """Remove all checkpoints in the folder `run` but the last two, if they belong to the run whose id is `run_id`."""
     for old in checkpoints(run)[:-KEEP]:
-        _remove(old, own)
+        _remove(old, run_id)
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The folders that have a checkpoint's name, by their steps."""
+    """Return the folders that have a checkpoint's name, ordered by step."""
     folder = run / "checkpoints"
     try:
         entries = list(folder.iterdir()) if folder.is_dir() else []
@@ -190,37 +194,37 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def set_aside_damaged(run: Path) -> list[Path]:
-    """Renames the last checkpoints of a run, back to one that is whole, so that it is gone on with; returns them."""
-    found = []
+    """Rename the last checkpoints of a run that are damaged, so that an intact one is resumed; return them."""
+    damaged = []
     for folder in reversed(checkpoints(run)):
         try:
             load_folder(folder, sizes=True)
             break
         except CheckpointError:
-            found.append(folder)
+            damaged.append(folder)
             folder.rename(folder.with_name(f"damaged-{folder.name}-{time.time_ns()}"))
-    return found
+    return damaged
 
 
 def _remove(folder: Path, run: str) -> None:
-    """Removes the files that the folder's state.json lists, and the folder once it is empty.
+    """Remove the files that the folder's state.json lists, and the folder once it is empty.
 
-    Nothing goes where that file is damaged, of another run, or of another step than the folder's name says.
+    Nothing is removed if that file is damaged, of another run, or of another step than the folder's name says.
     """
     try:
         facts = _read_facts(folder / "state.json")
-        mine = facts["run"] == run and folder.name == f"step-{facts['step']:08d}"
+        belongs = facts["run"] == run and folder.name == f"step-{facts['step']:08d}"
         files = [
             *filter(_plain, facts["sizes"]),
             "state.json",
-        ]  # the latter last: a removal that was interrupted can be gone on with
+        ]  # state.json last, so that an interrupted removal can be continued
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return
-    if not mine:
+    if not belongs:
         return
     for name in files:
         (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # there is more in it, which is not ours
+    with suppress(OSError):  # the folder has other files, which stay
         folder.rmdir()
 
 
@@ -229,45 +233,47 @@ def _plain(name: str) -> bool:
 
 
 @contextmanager
-def _or_older(found: list[Path]) -> Iterator[None]:
-    """Inside, an error of the last of these checkpoints says whether there is one to go on from without it."""
+def _or_older(folders: list[Path]) -> Iterator[None]:
+    """Add to an error about the last of these checkpoints whether an older one can be resumed."""
     try:
         yield
     except CheckpointError as error:
-        older = f"; remove that folder to go on from {found[-2].name}" if len(found) > 1 else ""
+        older = f"; remove that folder to go on from {folders[-2].name}" if len(folders) > 1 else ""
         raise CheckpointError(f"{error}{older}") from None
 
 
 def last_facts(run: Path) -> tuple[dict, Path]:
-    """(facts, folder) of the last checkpoint, of which there is one; CheckpointError when it is damaged."""
-    found = checkpoints(run)
-    with _or_older(found):
-        return load_folder(found[-1])[1], found[-1]
+    """Return (facts, folder) of the last checkpoint, which must exist; CheckpointError when it is damaged."""
+    folders = checkpoints(run)
+    with _or_older(folders):
+        return load_folder(folders[-1])[1], folders[-1]
 
 
 def load_checkpoint(
     run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
 ) -> Progress:
-    """Puts the last checkpoint of `run` into model, optimizer, average and torch's generators; returns the progress.
+    """Load the last checkpoint of `run` into model, optimizer, average and torch's generators; return the progress.
 
-    CheckpointError when it is missing, damaged, implausible or another model's.
+    CheckpointError when it is missing, damaged, implausible or belongs to another model.
     """
-    found = checkpoints(run)
-    if not found:
+    folders = checkpoints(run)
+    if not folders:
         raise CheckpointError(f"{run}: no checkpoint to resume from")
-    source = found[-1]
-    with _or_older(found):
+    source = folders[-1]
+    with _or_older(folders):
         if (source / ".metadata").is_file():
-            raise CheckpointError(f"{source}: was saved by several ranks: resume it with parallel.data=auto, say")
+            raise CheckpointError(
+                f"{source}: was saved by several ranks: resume it with parallel.data=auto, for example"
+            )
         tensors, facts = load_folder(source, "model", "state")
         moments = facts.pop("optimizer", None)
         progress = Progress.of(facts, source)
         if source.name != f"step-{progress.step:08d}":
             raise CheckpointError(f"{source}: damaged, it holds step {progress.step}")
-        if model.state_dict().keys() == tensors["model"].keys():  # else it is another model's, as is told below
+        if model.state_dict().keys() == tensors["model"].keys():  # otherwise load_weights reports another model
             _check_state(tensors["state"], optimizer, moments, source)
     if progress.best is not None and not find_folder(run / "best").is_dir():
-        raise CheckpointError(f"{run / 'best'}: not there, though the checkpoint tells of the best weights so far")
+        raise CheckpointError(f"{run / 'best'}: missing, though the checkpoint refers to best weights")
     load_weights(model, tensors["model"], source)
     state = tensors["state"]
     try:
@@ -294,7 +300,9 @@ def load_checkpoint(
 
 
 def _check_state(state: dict[str, Tensor], optimizer, moments: object, source: Path) -> None:
-    """CheckpointError unless the optimizer's entries `moments` are all there, of the parameters' shapes, and finite."""
+    """Raise CheckpointError unless all of the optimizer's entries `moments` exist, with the right shapes, and are
+    finite.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for name, value in state.items():
         if name.startswith(("random.", "raw.")):
@@ -317,18 +325,18 @@ def _check_state(state: dict[str, Tensor], optimizer, moments: object, source: P
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
-    """CheckpointError unless they are all of the model's, by name, shape and dtype, and finite."""
-    own = model.state_dict()
+    """Load all weights; CheckpointError unless they match the model's by name, shape and dtype, and are finite."""
+    expected = model.state_dict()
     wrong = sorted(
         name
-        for name in own.keys() | weights.keys()
-        if name not in own or name not in weights or own[name].shape != weights[name].shape
+        for name in expected.keys() | weights.keys()
+        if name not in expected or name not in weights or expected[name].shape != weights[name].shape
     )
     if wrong:
         raise CheckpointError(f"{source}: of another model, {wrong[0]} and {len(wrong) - 1} other tensors do not fit")
     for name, weight in weights.items():
-        if weight.dtype != own[name].dtype:
-            raise CheckpointError(f"{source}: {name} must be {own[name].dtype}, got {weight.dtype}")
+        if weight.dtype != expected[name].dtype:
+            raise CheckpointError(f"{source}: {name} must be {expected[name].dtype}, got {weight.dtype}")
         if weight.is_floating_point() and not weight.isfinite().all():
             raise CheckpointError(f"{source}: {name} is not finite")
     model.load_state_dict(weights)

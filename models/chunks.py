@@ -1,4 +1,4 @@
-"""Sums over rows whose intermediates would not fit at once: a chunk of rows at a time."""
+"""Sum over rows a chunk at a time, if the intermediates of all rows would not fit into memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,21 +7,21 @@ import torch
 
 from hstu_sparse.registration import once_only
 
-# Numbers that the largest tensor of one chunk may hold: what stays in a core's cache, or a small part of a GPU.
+# Numbers in the largest tensor of one chunk, so that it fits into a core's cache or a small part of a GPU's memory.
 CHUNK = {"cpu": 2**21, "cuda": 2**26}
 
 
 class ChunkedSum(torch.autograd.Function):
-    """Sum of function(chunk of the first `rowwise` tensors, all others whole) over chunks of `rows` rows.
+    """Sum function(chunk of the first `rowwise` tensors, all others whole) over chunks of `rows` rows.
 
-    The gradients are taken on the way, so that no chunk's intermediates outlive it; there is no second derivative.
-    Tensors may be None; floating-point ones have gradients.
+    The gradients are computed in the forward pass, so that no chunk's intermediates outlive it; there is no second
+    derivative. Tensors may be None; floating-point ones have gradients.
     """
 
     @staticmethod
     def forward(ctx, function: Callable, rows: int, rowwise: int, *tensors):
         floating = [x is not None and x.is_floating_point() for x in tensors]
-        whole = [x.detach().requires_grad_() if f else x for x, f in zip(tensors[rowwise:], floating[rowwise:])]
+        shared = [x.detach().requires_grad_() if f else x for x, f in zip(tensors[rowwise:], floating[rowwise:])]
         gradients = [torch.empty_like(x) if f else None for x, f in zip(tensors[:rowwise], floating)]
         total = tensors[0].new_zeros(())
         with torch.enable_grad():
@@ -29,14 +29,14 @@ class ChunkedSum(torch.autograd.Function):
                 part = slice(begin, begin + rows)
                 chunk: Any = [None if x is None else x[part].detach() for x in tensors[:rowwise]]
                 chunk = [x.requires_grad_() if f else x for x, f in zip(chunk, floating)]
-                loss = function(*chunk, *whole)
+                loss = function(*chunk, *shared)
                 loss.backward()
                 for gradient, x in zip(gradients, chunk):
                     if gradient is not None:
                         gradient[part] = x.grad
                 total += loss.detach()
         gradients += [(torch.zeros_like(x) if x.grad is None else x.grad) if f else None
-                      for x, f in zip(whole, floating[rowwise:])]  # fmt: skip
+                      for x, f in zip(shared, floating[rowwise:])]  # fmt: skip
         ctx.save_for_backward(*gradients)
         return total
 

@@ -1,6 +1,6 @@
-"""The command lines of train.py, eval.py, compare.py and tune.py.
+"""Parse the command lines of train.py, eval.py, compare.py, tune.py and serve.py.
 
-Python's own modules alone are imported here, so that `--help` and wrong arguments are answered before torch is.
+Only the standard library is imported here, so that `--help` and wrong arguments are answered before torch is imported.
 """
 
 import argparse
@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-# How the keys and values of a served run's users are kept: as they are, or as RotateKV codes of so many bits. auto: the
-# codes that the run was trained for (rotatekv), else fp32.
+# The formats of the keys and values of a served run's users: fp32, bf16, or RotateKV codes with a number of bits. auto:
+# the codes that the run was trained for (rotatekv), else fp32.
 CACHES = ("auto", "fp32", "bf16", "fp16", "8bit", "4bit", "2bit")
 
 
 def true_or_false(text: str) -> bool:
-    """The value of a switch, for argparse."""
+    """Parse the value of a switch, for argparse."""
     if text not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
     return text == "true"
 
 
-# Options of a served run: name, type, what --help says. Absent, models.serving.ServingOptions has the default.
+# Options of a served run: name, type, text of --help. Their defaults are in models.serving.ServingOptions.
 SERVING_OPTIONS = (
     ("sink_tokens", int, "with codes: the first tokens of a window that are kept as they are; by default 0"),
     ("clip", float, "with codes: the share of a group's range that they reach over; by default .75 at 2 bits, else 1"),
@@ -64,7 +64,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def train_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
-    """What train.py was called with; ends the process with a line when that makes no sense."""
+    """Parse the arguments of train.py; exit with one line of error if they make no sense."""
     parser = _parser(description)
     add = parser.add_argument
     add("config", nargs="?", help="the run's YAML file")
@@ -111,14 +111,14 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
 
 
 def _config_like(name: str) -> str | None:
-    """The path of the config that a name means, `ml-100k-hstu` say."""
-    known = {path.stem: path for path in (ROOT / "configs").glob("*.yaml")}
-    near = difflib.get_close_matches(Path(name).stem, known, 1)
-    return os.path.relpath(known[near[0]]) if near else None
+    """Return the path of the config closest to a name such as `ml-100k-hstu`."""
+    configs = {path.stem: path for path in (ROOT / "configs").glob("*.yaml")}
+    near = difflib.get_close_matches(Path(name).stem, configs, 1)
+    return os.path.relpath(configs[near[0]]) if near else None
 
 
 def eval_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
-    """What eval.py was called with; ends the process with a line when that makes no sense."""
+    """Parse the arguments of eval.py; exit with one line of error if they make no sense."""
     parser = _parser(description)
     add = parser.add_argument
     add("run", type=Path, nargs="?", help="the folder of a run")
@@ -136,7 +136,7 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     add("--sampled", type=int, metavar="COUNT", help="also rank among COUNT random items")
     add("--seed", type=int, default=0, help="of the sampled candidates")
     add("--serve", nargs="?", const="auto", choices=CACHES, metavar="CACHE",
-        help=f"judge what a service would answer that is told events and asked ({', '.join(CACHES)})")  # fmt: skip
+        help=f"evaluate a service that gets events and requests one after another ({', '.join(CACHES)})")  # fmt: skip
     _add_serving(add)
     options = parser.parse_intermixed_args(arguments)
     if options.run is None:
@@ -153,20 +153,20 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     for name in ("predict", "sampled", "serve"):
         if getattr(options, name) is not None and (options.recommend or options.export_items):
             parser.error(f"--{name.replace('_', '-')} judges a split, --recommend and --export-items judge nothing")
-    for one, other, why in (
+    for option, conflicting, reason in (
         ("recommend", "export_items", ""),
         ("users", "history", " (the former chooses users of the data, the latter brings its own)"),
         ("history", "data", ""),
     ):
-        if getattr(options, one) and getattr(options, other):
-            parser.error(f"--{one} and --{other.replace('_', '-')}: give one of them{why}")
+        if getattr(options, option) and getattr(options, conflicting):
+            parser.error(f"--{option} and --{conflicting.replace('_', '-')}: give one of them{reason}")
     if options.serve is None and (given := serving_options(options)):
         parser.error(f"--{next(iter(given)).replace('_', '-')} is an option of --serve, which is not given")
     return options
 
 
 def serve_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
-    """What serve.py was called with; ends the process with a line when that makes no sense."""
+    """Parse the arguments of serve.py; exit with one line of error if they make no sense."""
     parser = _parser(description)
     add = parser.add_argument
     add("run", type=Path, help="the folder of a run")
@@ -207,12 +207,12 @@ def _add_serving(add) -> None:
 
 
 def serving_options(options: argparse.Namespace) -> dict:
-    """What the command line says of SERVING_OPTIONS, by name."""
+    """Return the options of SERVING_OPTIONS given on the command line, by name."""
     return {name: value for name, *_ in SERVING_OPTIONS if (value := getattr(options, name)) is not None}
 
 
 def compare_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
-    """What compare.py was called with; ends the process with a line when that makes no sense."""
+    """Parse the arguments of compare.py; exit with one line of error if they make no sense."""
     parser = _parser(description)
     add = parser.add_argument
     add("plan", type=Path, nargs="?", help="the plan's YAML file")
@@ -241,7 +241,7 @@ def compare_options(description: str | None, arguments: list[str] | None = None)
 
 
 def tune_options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
-    """What tune.py was called with; ends the process with a line when that makes no sense."""
+    """Parse the arguments of tune.py; exit with one line of error if they make no sense."""
     parser = _parser(description)
     add = parser.add_argument
     add("config", help="the run's YAML file")
@@ -273,9 +273,9 @@ def _seeds(text: str) -> list[int]:
 
 
 def answer_early(parse, description: str | None) -> None:
-    """Ends the process where the arguments are wrong, before the imports that take seconds.
+    """Exit if the arguments are wrong, before the imports that take seconds.
 
-    parse: train_options or another one of this file. Ctrl-C ends the process in one line until `Interrupts` takes
+    parse: train_options or another function of this file. Ctrl-C ends the process in one line until `Interrupts` takes
     over.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -284,7 +284,7 @@ def answer_early(parse, description: str | None) -> None:
     if getattr(options, "keys", None) is not None:
         _print_keys(options.keys)
     if source := getattr(options, "config", None):
-        from models.config import ConfigError, load_config  # half of what the imports take
+        from models.config import ConfigError, load_config  # takes half of the time of all imports
 
         try:
             load_config(source, options.overrides)
@@ -304,6 +304,6 @@ def _print_keys(prefix: str) -> NoReturn:
 
 
 def _leave(number: int, frame) -> None:
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun ends the others when one fails, and says so
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun ends the other ranks when one fails, and reports it
         os.write(2, b"Stopped while starting\n")
     os._exit(128 + number)

@@ -1,7 +1,7 @@
-"""A run's configuration: one strict YAML file, dotted overrides, every error at once.
+"""Load a run's configuration: one strict YAML file, dotted overrides, and all errors reported at once.
 
-An unknown key, a missing key or a wrong type stops the run before anything is loaded; a misspelt key is
-answered with the nearest valid one.
+An unknown key, a missing key or a wrong type stops the run before anything is loaded; a misspelt key is reported with
+the nearest valid one.
 """
 
 import contextlib
@@ -100,7 +100,7 @@ def _as_tuple(value):
 
 
 def _of_its_kind(value):
-    """One mapping of `model.attention` as the Config of the kind that it names."""
+    """Read one mapping of `model.attention` as the Config of the kind that it names."""
     if isinstance(value, AttentionKind.Config):
         return value
     if not isinstance(value, dict):
@@ -114,12 +114,12 @@ def _of_its_kind(value):
     return config.model_validate(value)
 
 
-# Types of our own errors: how `_explain` joins path and message, `path: message` or `path.message`.
+# Types of our own errors, which decide how `_explain` joins path and message: `path: message` or `path.message`.
 WHOLE, OPTION = "whole", "option"
 
 
 def _located(faults: list[tuple[tuple, str]], how: str) -> ValidationError:
-    """An error for each (location, message); pydantic puts them below the place of the validator that raises this."""
+    """Build an error from (location, message) pairs; pydantic prefixes the location of the validator that raises it."""
     return ValidationError.from_exception_data(
         "config",
         [
@@ -209,7 +209,7 @@ class ModelConfig(Strict):
 
     @property
     def layer_sizes(self) -> LayerSizes:
-        """What every layer has: D and V as configured, or the embedding spread over the heads."""
+        """Return the sizes that every layer has: D and V as configured, or the embedding divided by the heads."""
         default = self.embedding_dim // self.num_heads
         return LayerSizes(
             num_heads=self.num_heads,
@@ -242,7 +242,7 @@ class LossConfig(Strict):
 
     @property
     def num_in_batch(self) -> int:
-        """Negatives of mixed_negatives that are targets of the batch."""
+        """The number of negatives of mixed_negatives that are targets of the batch."""
         return round(self.in_batch_share * self.num_negatives)
 
     @model_validator(mode="after")
@@ -345,12 +345,12 @@ class ParallelConfig(Strict):
 
     @property
     def sharded(self) -> bool:
-        """Whether the item table is cut over the ranks."""
+        """Whether the item table is divided among the ranks."""
         return self.embedding != "replicated"
 
     @property
     def engine(self) -> bool:
-        """Whether batches or the item table are spread over ranks, be it over one alone."""
+        """Whether batches or the item table are distributed over ranks, even over a single one."""
         return self.data != 1 or self.sharded
 
 
@@ -384,7 +384,7 @@ class RunConfig(Strict):
 
     @property
     def best_metric(self) -> str:
-        """The metric by which the best weights are chosen."""
+        """The metric that chooses the best weights."""
         return self.eval.best_metric or self.task.metric_names()[0]
 
     @model_validator(mode="after")
@@ -441,16 +441,16 @@ class RunConfig(Strict):
         return self
 
     def _check_parallel(self) -> None:
-        """ValueError for options that ranks which share a batch or a table cannot have."""
-        p, whole = self.parallel, self.loss.kind == "cross_entropy" and self.task.kind == "retrieval"
+        """Raise ValueError for options that are impossible when ranks share a batch or a table."""
+        p, whole_catalogue = self.parallel, self.loss.kind == "cross_entropy" and self.task.kind == "retrieval"
         if p.engine and self.task.kind == "recall":
             raise ValueError("parallel: of no use to task.kind=recall")
-        if whole and p.embedding in ("table_wise", "column_wise"):
+        if whole_catalogue and p.embedding in ("table_wise", "column_wise"):
             raise ValueError(
                 f"parallel.embedding={p.embedding}: loss.kind=cross_entropy takes replicated or row_wise, "
                 "of which each rank has whole rows"
             )
-        if p.sharded and whole and (self.model.head.kind == "mol" or self.data.features is not None):
+        if p.sharded and whole_catalogue and (self.model.head.kind == "mol" or self.data.features is not None):
             raise ValueError(
                 f"parallel.embedding={p.embedding}: loss.kind=cross_entropy with model.head.kind=mol or data.features "
                 "takes replicated"
@@ -463,35 +463,35 @@ class RunConfig(Strict):
             raise ValueError(f"parallel.fused: model.embedding_dim={self.model.embedding_dim} must be a multiple of 4")
         if not p.sharded:
             raise ValueError("parallel.fused: needs a sharded table, parallel.embedding=row_wise say")
-        if whole:
+        if whole_catalogue:
             raise ValueError(
-                "parallel.fused: never sees the gradient that loss.kind=cross_entropy gives to every row of the table: "
+                "parallel.fused: does not apply the gradient that loss.kind=cross_entropy gives to every row of the table: "
                 "take a sampled loss"
             )
         if self.train.clip_norm is not None or self.train.weight_decay:
             raise ValueError(
-                "parallel.fused: steps before the gradient's norm is known and on the rows of a step alone: leave out "
+                "parallel.fused: updates only the rows of a step, before the gradient's norm is known: leave out "
                 "train.clip_norm and train.weight_decay"
             )
 
     def _check_recall(self) -> None:
-        """ValueError for options that recall has no use for."""
+        """Raise ValueError for options that recall does not use."""
         if self.model.action_embedding or self.model.head != DotConfig() or self.parallel.context > 1:
             raise ValueError("model.action_embedding, model.head, parallel.context: of no use to task.kind=recall")
 
     def _check_ranking(self) -> None:
-        """ValueError for options that ranking has no use for."""
+        """Raise ValueError for options that ranking does not use."""
         if self.data.protocol not in ("last_tenth", "all"):
             raise ValueError(f"data.protocol={self.data.protocol} is for retrieval: ranking takes last_tenth or all")
         if self.model.max_seq_len < 2:
             raise ValueError("model.max_seq_len counts tokens, two for each event: ranking needs at least 2")
-        for name, given, default in (
+        for name, value, default in (
             ("loss", self.loss, LossConfig()),
             ("model.head", self.model.head, DotConfig()),
             ("model.action_embedding", self.model.action_embedding, False),
             ("parallel.context", self.parallel.context, 1),
         ):
-            if given != default:
+            if value != default:
                 raise ValueError(f"{name}: of no use to task.kind=ranking, leave it out")
         if self.eval.patience and self.data.train_on_valid:
             raise ValueError("eval.patience: data.train_on_valid leaves no validation split to stop by")
@@ -517,8 +517,8 @@ def _override(tree: dict, assignment: str) -> None:
         raise ConfigError(f"{path}: no such key ({last} is not in a mapping)")
     else:
         if last == "kind" and "attention" in parents and node.get("kind") != value:
-            # Another kind starts from its own defaults: what the file said of the old kind means nothing to it. That
-            # there is no such kind is told when the whole is read.
+            # Another kind starts from its own defaults, since the file's options of the old kind do not apply to it. An
+            # unknown kind is reported when the whole configuration is read.
             with contextlib.suppress(ValueError):
                 known = attention_config(str(value)).model_fields
                 for key in [key for key in node if key not in known]:
@@ -529,7 +529,7 @@ def _override(tree: dict, assignment: str) -> None:
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
-    """The run that the YAML file at `path` and the dotted `overrides` describe; ConfigError names all errors."""
+    """Load the run of the YAML file at `path` with the dotted `overrides`; ConfigError names all errors."""
     tree = parse_yaml(read_config(Path(path)), str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping with data, model and train")
@@ -546,7 +546,7 @@ def as_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-# What may differ between the parts of one run: where it is, what it runs on, how often it saves.
+# What may differ between the parts of one run: its place, its device, how often it saves.
 FREE = {"name", "run_dir", "device", "threads", "data.path", "data.cache_dir", "train.checkpoint_seconds"}
 FREE |= {"train.tracking"}
 FREE |= {"data.features.items.path", "data.features.users.path"}
@@ -555,24 +555,24 @@ FREE |= {"parallel.data", "parallel.embedding", "parallel.context", "parallel.ba
 
 
 def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
-    """What makes another run of it, of two configurations as `model_dump` gives them: `train.lr: 0.001 -> 0.01`."""
-    found = []
+    """Return the differences of two configurations (`model_dump`) that make another run: `train.lr: 0.001 -> 0.01`."""
+    changes = []
     for key in dict.fromkeys([*before, *after]):
         path, old, new = f"{prefix}{key}", before.get(key), after.get(key)
         if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
             old, new = ({str(place): value for place, value in enumerate(values)} for values in (old, new))
         if isinstance(old, dict) and isinstance(new, dict):
-            found += differences(old, new, f"{path}.")
+            changes += differences(old, new, f"{path}.")
         elif old != new and path not in FREE:
-            found.append(f"{path}: {shown(old)} -> {shown(new)}")
-    return found
+            changes.append(f"{path}: {shown(old)} -> {shown(new)}")
+    return changes
 
 
 def _explain(item: ErrorDetails, tree: dict) -> str:
-    """One pydantic error as `model.attention.blok_size: unknown key, did you mean block_size?`."""
+    """Format one pydantic error as `model.attention.blok_size: unknown key, did you mean block_size?`."""
     location = list(item["loc"])
     if location[:3] == ["model", "attention", 0] and not isinstance(tree["model"]["attention"], list):
-        del location[2]  # one mapping for all layers: the list around it is ours
+        del location[2]  # one mapping for all layers, which we have put into a list
     if location[:2] == ["model", "head"] and location[2:3] in (["dot"], ["mol"]):
         del location[2]  # the kind by which the mapping was read
     key = ".".join(map(str, location)) or "config"
@@ -598,7 +598,7 @@ def _explain(item: ErrorDetails, tree: dict) -> str:
 
 
 def _keys_beside(location: list, tree: dict) -> list[str]:
-    """The valid keys of the mapping that holds the last part of a location in `tree`."""
+    """Return the valid keys of the mapping that holds the last part of a location in `tree`."""
     model: Any = RunConfig
     path = location[:-1]
     if path[:2] == ["model", "attention"]:

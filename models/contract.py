@@ -1,7 +1,7 @@
-"""What an attention kind is to the rest of the house: its module, its configuration, its auxiliary losses.
+"""Define the interface of attention kinds: the module, its configuration, its auxiliary losses.
 
-The kinds themselves stand in attention/. Letters: T tokens, E embedding size, H heads, Hkv key/value heads, D
-query/key head size, V value head size.
+The kinds themselves are in attention/. Letters: T tokens, E embedding size, H heads, Hkv key/value heads, D query/key
+head size, V value head size.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from data.batch import Batch
 from data.types import Dataset
 
-MOST = 10**9  # of any size or count: the tensors that a greater one asks for fit nowhere
+MOST = 10**9  # for any size or count: the tensors of a greater one would fit nowhere
 
 
 class Strict(BaseModel):
-    """No unknown keys, no conversions between types, no infinities, no absurd sizes, no changes after loading."""
+    """Base of configurations: rejects unknown keys, infinities and absurd sizes, converts no types, is immutable."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -35,7 +35,9 @@ class Strict(BaseModel):
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """What an attention kind may depend on of its layer: H, D, V, E, the longest sequence, and the block it is in."""
+    """The sizes of a layer that an attention kind may depend on: H, D, V, E, the longest sequence, and the block's
+    kind.
+    """
 
     num_heads: int
     attention_dim: int
@@ -48,7 +50,8 @@ class LayerSizes:
 class AuxLoss(NamedTuple):
     """An auxiliary loss: `value` is logged under its name, `weighted` is added to the training loss; both 0-d.
 
-    The mean over the batch's real tokens (`batch.real`), never over padding. Losses of one name are summed over layers.
+    It is the mean over the batch's real tokens (`batch.real`), never over padding. Losses of one name are summed over
+    layers.
     """
 
     value: Tensor
@@ -65,7 +68,7 @@ class AuxLoss(NamedTuple):
 class AttentionKind(nn.Module):
     """Base of the attention modules: `__init__(config, sizes)`, `forward(x, q, k, v, batch)`.
 
-    Nothing of one call is kept on the module for the next.
+    The module stores nothing of one call for the next.
     """
 
     class Config(Strict):
@@ -75,27 +78,32 @@ class AttentionKind(nn.Module):
         """The attention kind: one of the table below, or a class of your own as `module:Class`."""
 
         def for_model(self, sizes: LayerSizes) -> Self:
-            """These options with what the layer decides in place of `auto`; called when a configuration is loaded."""
+            """Return these options with `auto` replaced according to the layer; called when a configuration is
+            loaded.
+            """
             return self
 
         def check_model(self, sizes: LayerSizes) -> None:
-            """Whether these options fit the layer's sizes; called behind `for_model`."""
+            """Raise ValueError if these options do not fit the layer's sizes; called after `for_model`."""
 
         def for_data(self, dataset: Dataset) -> Self:
-            """These options with what the data decide in place of `auto`; called when a run opens its data.
+            """Return these options with `auto` replaced according to the data; called when a run opens its data.
 
-            The result is what the run is built and stored with.
+            The result is the configuration that the run is built and stored with.
             """
             return self
 
         def check_data(self, dataset: Dataset) -> None:
-            """Whether the data have what these options need; called behind `for_data`, before anything is built."""
+            """Raise ValueError if the data lack what these options need; called after `for_data`, before anything is
+            built.
+            """
 
         def phase_ends(self) -> tuple[int, ...]:
-            """The training steps (counted from 0) from which on something is done differently.
+            """Return the training steps (counted from 0) at which the module's behaviour changes.
 
-            `batch.phase` is the greatest of them, over all layers, that has been reached, 0 before the first and past
-            all outside of training; so `batch.phase < warmup_steps` tells a module that its warm-up is still on.
+            `batch.phase` is the greatest of them, over all layers, that has been reached, 0 before the first and
+            greater than all outside of training; so `batch.phase < warmup_steps` tells a module that it is in its
+            warm-up.
             """
             return ()
 
@@ -105,12 +113,12 @@ class AttentionKind(nn.Module):
 
     @classmethod
     def kv_heads(cls, config: Any, num_heads: int) -> int:
-        """Hkv, the heads of k and v; the layer's projection follows."""
+        """Return Hkv, the number of heads of k and v, which the layer's projection then produces."""
         return num_heads
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, dict[str, AuxLoss]]:
-        """q [T, H, D], k [T, Hkv, D], v [T, Hkv, V] -> (output [T, H, V], auxiliary losses by name).
+        """Compute q [T, H, D], k [T, Hkv, D], v [T, Hkv, V] -> (output [T, H, V], auxiliary losses by name).
 
-        x [T, E] is the layer's input after its norm, for what a kind computes beside q, k and v.
+        x [T, E] is the layer's input after its norm, from which a kind may compute more than q, k and v.
         """
         raise NotImplementedError

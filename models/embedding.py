@@ -1,4 +1,4 @@
-"""Item, action and position embeddings of a batch, the tables held by torchrec.
+"""Embed the items, actions and positions of a batch; torchrec holds the tables.
 
 Letters: T tokens, B sequences, E embedding size.
 """
@@ -19,7 +19,7 @@ from data.ranking import RankingBatch
 from models.features import ContextFeatures, ItemFeatures, truncated_normal_
 from models.parallel.tables import DRAWN_WHOLE, ShardedTable
 
-# torchrec asks a question of torch.fx whose answer is a warning in every process.
+# torchrec's query to torch.fx would print a warning in every process.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
@@ -29,10 +29,10 @@ class InputEmbedding(nn.Module):
     In a ranking batch x[t] of an item token is its item's embedding, of an action token the sum of its action's and its
     item's, * sqrt(E), + position embedding. Positions count from the oldest event of the window. Tables start truncated
     normal, items (and actions) with standard deviation 0.02, positions with E ** -0.5. (The published HSTU then draws
-    the latter anew, Xavier normal: no gain after 101 epochs, docs/evaluation.md.)
+    the positions again, Xavier normal: no gain after 101 epochs, docs/evaluation.md.)
 
-    With features, x[t] has those of its item, its user, its event and its time added before * sqrt(E). The rows of
-    items that training never saw are then zero, and stay so, since no loss has them.
+    With features, the embeddings of the features of the item, the user, the event and its time are added to x[t] before
+    * sqrt(E). The rows of items without a training event then are and stay zero, since no loss includes them.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class InputEmbedding(nn.Module):
         if table is not None and num_items * embedding_dim > DRAWN_WHOLE:
             del sizes["item"]
         dtype, trained = getattr(torch, table_dtype), None if features is None else features.trained
-        self.tables: Any = None  # torchrec's collection of the tables that are whole
+        self.tables: Any = None  # torchrec's collection of the tables that are not sharded
         if sizes:
-            # What an item that training never saw would draw must not change what the others draw.
+            # Items without a training event must not change the random numbers that the others draw.
             with nullcontext() if trained is None else torch.random.fork_rng(devices=[]):
                 self.tables = EmbeddingCollection(
                     tables=[
@@ -72,10 +72,12 @@ class InputEmbedding(nn.Module):
                 )
             for name, module in self.tables.embeddings.items() if trained is not None else ():
                 weight = module.weight
-                seen = torch.from_numpy(trained) if name == "item" else torch.ones(len(weight), dtype=torch.bool)
-                rows = truncated_normal_(weight.new_empty(int(seen.sum()), embedding_dim), 0.02)
-                weight.data.zero_()[seen] = rows
-            # torchrec itself would take float16 for bfloat16.
+                trained_rows = (
+                    torch.from_numpy(trained) if name == "item" else torch.ones(len(weight), dtype=torch.bool)
+                )
+                rows = truncated_normal_(weight.new_empty(int(trained_rows.sum()), embedding_dim), 0.02)
+                weight.data.zero_()[trained_rows] = rows
+            # torchrec itself would replace bfloat16 by float16.
             self.tables.to(dtype)
         if table is not None and "item" in sizes:
             table.fill(lambda begin, end: self.item_weight[begin:end])
@@ -92,19 +94,19 @@ class InputEmbedding(nn.Module):
 
     @property
     def item_weight(self) -> Tensor:
-        """The item table, [num_items, E], where it is whole."""
+        """The item table, [num_items, E], if it is not sharded."""
         return self.tables.embeddings["item"].weight
 
     @property
     def action_weight(self) -> Tensor | None:
-        """The table of actions, if there is one."""
+        """The table of actions, or None."""
         return self.tables.embeddings["action"].weight if self.tables and "action" in self.tables.embeddings else None
 
     def item_rows(self, ids: Tensor | None = None) -> Tensor:
-        """The representations of the items `ids` [R] int64 as [R, E], or of all, [num_items, E].
+        """Return the representations of the items `ids` [R] int64 as [R, E], or of all, [num_items, E].
 
-        The sum of an item's row and what its features add. With features of items, training has only items that it
-        saw: these are then all.
+        A representation is the sum of the item's row and its features. With features of items, "all" in training are
+        only the items with a training event.
         """
         if self.items is None:
             return self.item_weight if ids is None else F.embedding(ids, self.item_weight)
@@ -114,7 +116,7 @@ class InputEmbedding(nn.Module):
         return without(rows, self._left_out(len(rows))) + self.items.of_all().to(rows.dtype)
 
     def items_between(self, begin: int, end: int) -> Tensor:
-        """The representations of the items begin .. end - 1, as evaluation wants them."""
+        """Return the representations of the items begin .. end - 1, for evaluation."""
         if self.sharded is None:
             return self.item_rows()[begin:end]
         rows = self.sharded.between(begin, end)
@@ -123,9 +125,9 @@ class InputEmbedding(nn.Module):
         return rows + self.items.of(torch.arange(begin, end, device=rows.device)).to(rows.dtype)
 
     def of_looked_up(self, ids: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-        """The representations of items ids[inverse] [T, E] and of all ids [R, E] themselves, with one look-up.
+        """Return the representations of items ids[inverse] [T, E] and of all ids [R, E], with one look-up.
 
-        The table is sharded, and all its ranks call this.
+        The table is sharded, and all its ranks call this together.
         """
         assert self.sharded is not None
         rows = self.sharded.look_up(ids)
@@ -136,7 +138,7 @@ class InputEmbedding(nn.Module):
         return inputs + F.embedding(inverse, added), without(rows, self._left_out(len(rows))) + added
 
     def _drawn_rows(self, ids: Tensor) -> Tensor:
-        """`item_rows` of some items, by whichever way sums fewer values of features."""
+        """Compute `item_rows` of some items in the way that sums fewer values of features."""
         assert self.items is not None
         numbers, left_out = self.items.numbers(ids), self._left_out(len(ids))
         if not self.items.all_is_less(len(ids)):
@@ -145,18 +147,20 @@ class InputEmbedding(nn.Module):
         rows = self.items.rows(self.item_weight)
         added = self.items.of_all().to(rows.dtype)
         table = rows + added
-        if left_out is not None:  # below them what features add alone, so that one look-up serves both
+        if left_out is not None:  # the appended rows have the features alone, so that one look-up serves both
             table, numbers = torch.cat([table, added]), numbers + len(rows) * left_out[:, 0]
         return F.embedding(numbers, table)
 
     def _left_out(self, count: int) -> Tensor | None:
-        """[R, 1] bool, which of `count` items lack their ids' rows in this step of training; None where none does."""
+        """Draw [R, 1] bool: True for those of `count` items without their ids' rows in this training step; None for
+        none.
+        """
         if not (self.training and self.id_dropout):
             return None
         return torch.rand(count, 1, device=self.position.device) < self.id_dropout
 
     def _looked_up(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The representations of the batch's items and the rows of its actions, both [T, E]."""
+        """Look up the representations of the batch's items and the rows of its actions, both [T, E]."""
         if self.sharded is not None or self.items is not None:
             actions = self.action_weight
             if self.sharded is not None:
@@ -170,9 +174,9 @@ class InputEmbedding(nn.Module):
         features = {"item": batch.item_ids}
         if "action" in self.tables.embeddings and batch.actions is not None:
             features["action"] = batch.actions
-        # torchrec takes no batch without sequences: an empty one stands in.
+        # torchrec takes no batch without sequences: an empty sequence is added.
         lengths = batch.seq_offsets.diff() if batch.num_sequences else batch.seq_offsets.new_zeros(1)
-        # Lengths per key and stride are known on the host: given here, torchrec need not ask the device for them.
+        # Lengths per key and stride are known on the host: passing them saves torchrec from waiting for the device.
         looked_up = self.tables(
             KeyedJaggedTensor(
                 keys=list(features),
@@ -185,7 +189,7 @@ class InputEmbedding(nn.Module):
         return looked_up["item"].values(), looked_up["action"].values() if "action" in features else None
 
     def forward(self, batch: Batch, rows: Tensor | None = None) -> Tensor:
-        """rows [T, E]: the representations of the batch's items, where they were looked up before."""
+        """Embed a batch; rows [T, E]: the representations of the batch's items, if they were looked up before."""
         if rows is None:
             rows, more = self._looked_up(batch)
         else:
@@ -209,5 +213,5 @@ class InputEmbedding(nn.Module):
 
 
 def without(rows: Tensor, left_out: Tensor | None) -> Tensor:
-    """rows [R, E] with zeros where left_out [R, 1] says so."""
+    """Return rows [R, E] with zeros in the rows that left_out [R, 1] marks."""
     return rows if left_out is None else rows.masked_fill(left_out, 0)

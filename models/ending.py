@@ -1,4 +1,4 @@
-"""What a run leaves behind: result.json and report.md, of a run that came to its end or of one that was interrupted."""
+"""Write what a run leaves: result.json and report.md, for a finished or an interrupted run."""
 
 import json
 from pathlib import Path
@@ -18,9 +18,9 @@ from models.terminal import terminal
 
 
 def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progress, watched: str | None) -> None:
-    """Judges the run by its test split, if it has one, and writes result.json and the report.
+    """Evaluate the run on its test split, if it has one, and write result.json and the report.
 
-    Where several ranks evaluate (`data.task.ranks`) each of them calls this, and the first one writes.
+    If several ranks evaluate (`data.task.ranks`), each of them calls this, and the first one writes.
     """
     ranks = data.task.ranks
     first = ranks is None or ranks.first
@@ -53,7 +53,7 @@ def finish(config: RunConfig, folder: Path, model, data: Data, progress: Progres
 
 
 def leave(config: RunConfig, folder: Path, model, data: Data, progress: Progress) -> None:
-    """Writes what is known of a run that was interrupted; nothing is judged for it."""
+    """Write what is known of an interrupted run; nothing is evaluated for it."""
     result = known_facts(folder, model, data, progress) | {"finished": False, "epoch": progress.epoch}
     result["weights"] = "the last checkpoint" if progress.best is None else "best"
     if progress.best is not None:
@@ -64,8 +64,8 @@ def leave(config: RunConfig, folder: Path, model, data: Data, progress: Progress
         else f" The best {config.best_metric} on the validation split was {progress.best:.4f}."
     )
     result["notes"] = [
-        f"INTERRUPTED after {progress.epoch} of {config.train.epochs} epochs, saved at step {progress.step:,}: what "
-        f"follows is what was known then, and nothing was judged.{best} To go on: python train.py --resume {folder}",
+        f"INTERRUPTED after {progress.epoch} of {config.train.epochs} epochs, saved at step {progress.step:,}: this report "
+        f"has the state at that time, and nothing was evaluated.{best} To continue: python train.py --resume {folder}",
         *result["notes"],
     ]
     write_file(folder / "result.json", json.dumps(result, indent=1))
@@ -73,7 +73,7 @@ def leave(config: RunConfig, folder: Path, model, data: Data, progress: Progress
 
 
 def known_facts(folder: Path, model, data: Data, progress: Progress) -> dict:
-    """What can be said of a run at any time."""
+    """Return the facts about a run that are known at any time."""
     return {
         "finished": True,
         "steps": progress.step,

@@ -1,4 +1,4 @@
-"""The plan of a comparison: a strict YAML file of settings, each a run's configuration with some options changed.
+"""Read the plan of a comparison: a strict YAML file of settings, each a run's configuration with some changed options.
 
     base: configs/synthetic-hstu.yaml      what train.py would be given
     baseline: dense                        by default the first setting
@@ -30,7 +30,7 @@ from models.strict_yaml import ConfigError, parse_yaml, read_config
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 DEFAULT_SEEDS = [1, 2, 3, 4, 5]
-TAKEN = {"comparison.json", "comparison.csv", "report.html"}  # files that stand beside the settings' folders
+TAKEN = {"comparison.json", "comparison.csv", "report.html"}  # files of the result, beside the settings' folders
 
 
 class PlanFile(Strict):
@@ -44,8 +44,9 @@ class PlanFile(Strict):
 
 @dataclass
 class Plan:
-    """What is compared: settings to train, name -> configuration, each with all seeds; runs that are there, name ->
-    folders; baseline: the name of one of either."""
+    """A comparison: settings to train, name -> configuration, each with all seeds; existing runs, name -> folders; and
+    baseline, the name of a setting or of existing runs.
+    """
 
     settings: dict[str, RunConfig]
     runs: dict[str, list[Path]]
@@ -54,7 +55,7 @@ class Plan:
 
     @property
     def names(self) -> list[str]:
-        """All that are compared, the baseline first."""
+        """All names that are compared, the baseline first."""
         return sorted([*self.settings, *self.runs], key=lambda name: name != self.baseline)
 
 
@@ -66,7 +67,7 @@ def load_plan(
     baseline: str | None = None,
     quick: bool = False,
 ) -> Plan:
-    """The plan of a file, or without one of `runs` alone; the other arguments add to what the file says or replace it.
+    """Load the plan of a file, or one of `runs` alone; the other arguments extend the file's values or replace them.
 
     ConfigError names all errors of the file and of its settings' configurations, a line each.
     """
@@ -75,18 +76,18 @@ def load_plan(
     seeds = list(file.seeds if seeds is None else seeds)
     if twice := {seed for seed in seeds if seeds.count(seed) > 1}:
         raise ConfigError(f"{where}: seeds: {min(twice)} given twice")
-    there = {
+    existing_runs = {
         name: [Path(x) for x in ([paths] if isinstance(paths, str) else paths)] for name, paths in file.runs.items()
     }
-    there |= runs or {}
+    existing_runs |= runs or {}
     settings, errors = {}, []
     for name, overrides in file.settings.items():
         try:
             settings[name] = _setting(file, name, dict(overrides or {}), quick)
         except ConfigError as error:
             errors += [f"{where}: settings.{name}: {line}" for line in str(error).split("\n")]
-    names = [*file.settings, *there]
-    errors += [f"{where}: {name}: both a setting and a run" for name in file.settings if name in there]
+    names = [*file.settings, *existing_runs]
+    errors += [f"{where}: {name}: both a setting and a run" for name in file.settings if name in existing_runs]
     errors += [f"{where}: settings.{name}: the name of a file of the result" for name in names if name in TAKEN]
     chosen = baseline or file.baseline or next(iter(names), "")
     if len(names) < 2:
@@ -96,7 +97,7 @@ def load_plan(
     errors = errors or [f"{where}: {line}" for line in _not_comparable(settings)]
     if errors:
         raise ConfigError("\n".join(errors))
-    return Plan(settings, there, chosen, seeds)
+    return Plan(settings, existing_runs, chosen, seeds)
 
 
 def _read(path: Path) -> PlanFile:
@@ -112,18 +113,18 @@ def _read(path: Path) -> PlanFile:
 
 
 def explain(item: dict, fields: Collection[str]) -> str:
-    """One of pydantic's errors as a line, `settings.a: unknown key, did you mean b?`; fields: the keys known there."""
+    """Format one of pydantic's errors as a line, `settings.a: unknown key, did you mean b?`; fields: the valid keys."""
     *above, last = map(str, item["loc"])
     key = ".".join([*above, last])
     if item["type"] == "extra_forbidden":
         near = difflib.get_close_matches(last, fields, 1)
-        known = f"did you mean {near[0]}?" if near else f"known here: {', '.join(fields)}"
-        return f"{shown(key, 200)}: unknown key, {known}"
+        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(fields)}"
+        return f"{shown(key, 200)}: unknown key, {hint}"
     return f"{shown(key, 200)}: {item['msg'][0].lower()}{item['msg'][1:]}, got {shown(repr(item['input']), 200)}"
 
 
 def _setting(file: PlanFile, name: str, overrides: dict[str, Any], quick: bool) -> RunConfig:
-    """The configuration of a setting, without a seed of its own."""
+    """Return the configuration of a setting, with the base's seed."""
     base = overrides.pop("base", file.base)
     if not isinstance(base, str):
         raise ConfigError("base: missing, the YAML file of a run, here or for the whole plan")
@@ -135,19 +136,17 @@ def _setting(file: PlanFile, name: str, overrides: dict[str, Any], quick: bool) 
 
 
 def _not_comparable(settings: dict[str, RunConfig]) -> list[str]:
-    """What keeps the settings from being judged by the same events in the same way."""
+    """Return errors for settings that are not evaluated on the same events in the same way."""
     lines: list[str] = []
     judged = {name: _judged_by(config) for name, config in settings.items()}
     first = next(iter(judged), "")
     for name, options in judged.items():
         if options["data"]["protocol"] == "all":
-            lines.append(f"settings.{name}: data.protocol=all holds nothing out that settings could be compared by")
+            lines.append(f"settings.{name}: data.protocol=all has no held-out events to compare settings on")
         if not settings[name].eval.test:
-            lines.append(
-                f"settings.{name}: eval.test=false leaves the test split alone, by which settings are compared"
-            )
+            lines.append(f"settings.{name}: eval.test=false skips the test split, on which settings are compared")
         lines += [
-            f"settings.{name}: {line}: settings of a comparison are judged by the same events in the same way"
+            f"settings.{name}: {line}: settings of a comparison must be judged by the same events in the same way"
             for line in differences(judged[first], options)
         ]
     return lines

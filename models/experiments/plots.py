@@ -1,6 +1,6 @@
-"""Plots as inline SVG that takes its colours from the page, so that they follow its light or dark mode.
+"""Draw plots as inline SVG that takes its colours from the page, so that they follow its light or dark mode.
 
-Text stays readable at 350 pixels, the width that a phone leaves: a plot is drawn for 400 and its text at 14.
+Text stays readable at 350 pixels, the width that a phone leaves: a plot is drawn 400 wide with text of size 14.
 """
 
 import html
@@ -14,7 +14,7 @@ ROW = 40  # height of a row of `strip`
 
 
 class Series(NamedTuple):
-    """Points of one setting: the place of its colour, and (x, y) in data units."""
+    """Points of one setting: the index of its colour, and (x, y) in data units."""
 
     color: int
     points: list[tuple[float, float]]
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """At most about `count` round numbers from low to high."""
+    """Return about `count` round numbers at most, from low to high."""
     step = 10 ** math.floor(math.log10((high - low) / count))
     step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count)
     first = math.ceil(low / step - 1e-9)
@@ -39,7 +39,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _span(values: Iterable[float]) -> tuple[float, float]:
-    """A range that holds the values, with room at both ends."""
+    """Return a range that holds the values, with a margin at both ends."""
     values = list(values)
     low, high = min(values), max(values)
     room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
@@ -90,17 +90,17 @@ def _y_axis(span: tuple[float, float], scale: Callable) -> list[str]:
 
 
 def scatter(series: Sequence[Series], x: str, y: str) -> str:
-    """A mark for each point; x and y name the axes, the latter in the title alone."""
+    """Plot a mark for each point; x and y name the axes, y in the title only."""
     return _chart(series, x, y, lines=False)
 
 
 def curves(series: Sequence[Series], x: str, y: str) -> str:
-    """A line for each series."""
+    """Plot a line for each series."""
     return _chart(series, x, y, lines=True)
 
 
 def _chart(series: Sequence[Series], x: str, y: str, lines: bool, names: Sequence[str] = ()) -> str:
-    points = [point for one in series for point in one.points]
+    points = [point for line in series for point in line.points]
     bottom = HEIGHT - BOTTOM
     across, up = _span(point[0] for point in points), _span(point[1] for point in points)
     place_x, place_y = _scale(across, LEFT, WIDTH - RIGHT), _scale(up, bottom, TOP)
@@ -110,11 +110,11 @@ def _chart(series: Sequence[Series], x: str, y: str, lines: bool, names: Sequenc
         parts += [_text(place_x(i), bottom + 18, names[i]) for i in shown]
         parts.append(_text((LEFT + WIDTH - RIGHT) / 2, bottom + 38, x))
     else:
-        # Between two epochs there is nothing to be marked.
+        # Epochs are whole numbers: no tick lies between two.
         whole = lines and all(point[0] % 1 == 0 for point in points)
         parts += _x_axis(across, place_x, bottom, x, TOP, whole)
-    for color, own in series:
-        placed = [(place_x(a), place_y(b)) for a, b in own]
+    for color, data in series:
+        placed = [(place_x(a), place_y(b)) for a, b in data]
         if lines and len(placed) > 1:
             path = " ".join(f"{a:.1f},{b:.1f}" for a, b in placed)
             parts.append(f'<polyline points="{path}" class="curve s{color}"/>')
@@ -126,7 +126,7 @@ def _chart(series: Sequence[Series], x: str, y: str, lines: bool, names: Sequenc
 
 
 def groups(series: Sequence[tuple[int, dict[str, float | None]]], x: str, y: str) -> str:
-    """A line for each (colour, group -> value or None); all have the same groups, in their order."""
+    """Plot a line for each (colour, group -> value or None); all have the same groups, in their order."""
     names = list(series[0][1])
     lines = [
         Series(color, [(place, value) for place, value in enumerate(values.values()) if value is not None])
@@ -136,8 +136,9 @@ def groups(series: Sequence[tuple[int, dict[str, float | None]]], x: str, y: str
 
 
 def strip(rows: Sequence[Row], label: str, at: float | None = None) -> str:
-    """Rows below each other on one axis, each with its name above: dots, a mean or an interval; at: a line to compare
-    with."""
+    """Plot rows below each other on one axis, each with its name above: dots, a mean or an interval; at: a line for
+    comparison.
+    """
     values = [x for row in rows for x in (*row.dots, *(row.interval or ()), row.mean) if x is not None]
     span = _span(values if at is None else [*values, at])
     place, bottom = _scale(span, RIGHT, WIDTH - RIGHT), TOP + ROW * len(rows)

@@ -1,4 +1,4 @@
-"""report.html of a comparison: one file that needs no network, for any width, in light and dark mode."""
+"""Write report.html of a comparison: one file that needs no network, for any width, in light and dark mode."""
 
 import html
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from models.experiments.plots import Row, Series, curves, groups, scatter, strip
 from models.experiments.results import Results, Setting
 from models.experiments.table import ABSENT, p_value, shown_costs
 
-# Told apart on white and on black, by people who see red and green alike too; more settings begin anew.
+# Colours that are distinct on white and on black, also for red-green colour blindness; more settings reuse them.
 COLORS = ("#3b82c4", "#d55e00", "#1a9e77", "#c964a5", "#c99a00", "#7c6ee0", "#5bb3d9", "#8a8a8a")
 STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --text: #1c1e21; --soft: #5d646e; --line: #d9dde3; --box: #f6f7f9 }
@@ -42,7 +42,7 @@ dt { font-weight: 600; margin-top: .5rem } dd { margin: 0 }
 
 
 def as_html(results: Results) -> str:
-    """The page."""
+    """Build the page."""
     metric, base = results.metric, results.baseline.name
     colors = {setting.name: place % len(COLORS) for place, setting in enumerate(results.settings)}
     legend = "".join(
@@ -51,7 +51,7 @@ def as_html(results: Results) -> str:
     boxes = [_box("Settings", _summary(results), wide=True), *_quality(results, colors)]
     for title, plot in [*_costs(results, colors), *_learning(results, colors), *_by_group(results, colors)]:
         boxes.append(_box(title, f'{plot}<div class="legend">{legend}</div>'))
-    boxes.append(_box(f"What the settings have other than {base}", _changes(results.settings), wide=True))
+    boxes.append(_box(f"Options that differ from {base}", _changes(results.settings), wide=True))
     if results.failed:
         lines = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(why)}</dd>" for name, why in results.failed)
         boxes.append(_box("Failed", f"<dl>{lines}</dl>", wide=True))
@@ -69,8 +69,10 @@ def _box(title: str, content: str, wide: bool = False) -> str:
 
 
 def _told(results: Results) -> str:
-    """What the figures are figures of."""
-    chance = "users and seeds" if results.seeds else "users alone (of one seed nothing is known of the seeds' chance)"
+    """Return sentences that say which data and tests the figures come from."""
+    chance = (
+        "users and seeds" if results.seeds else "users alone (one seed says nothing about the variation between seeds)"
+    )
     lines = [
         f"{results.users:,} users. Ratios of means to {results.baseline.name}, with 95% intervals over {chance}; "
         "p values are two-sided and corrected by Holm for the number of settings."
@@ -133,7 +135,7 @@ def _quality(results: Results, colors: dict[str, int]) -> list[str]:
 
 
 def _costs(results: Results, colors: dict[str, int]) -> list[tuple[str, str]]:
-    """Quality against what was measured of a step."""
+    """Plot quality against the measured costs of a step."""
     plots = []
     for key, title, label, shown in (
         ("events_per_second", "time", "milliseconds for 1,000 events of training", lambda rate: 1e6 / rate),
@@ -150,7 +152,7 @@ def _costs(results: Results, colors: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _learning(results: Results, colors: dict[str, int]) -> list[tuple[str, str]]:
-    """The metric over the epochs, the mean of the runs that came so far."""
+    """Plot the metric over the epochs, the mean of the runs that reached each."""
     series = []
     for setting in results.settings:
         values: dict[int, list[float]] = {}

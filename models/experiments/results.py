@@ -1,4 +1,4 @@
-"""What the finished runs of a comparison say: means, ratios to the baseline, breakdowns, curves; as JSON and CSV.
+"""Summarise the finished runs of a comparison: means, ratios to the baseline, breakdowns, curves; as JSON and CSV.
 
 Letters: S seeds, M users.
 """
@@ -26,7 +26,7 @@ COSTS = ("parameters", "events_per_second", "peak_memory_bytes")
 
 @dataclass
 class Run:
-    """A finished run: values has each metric's values of all users [M]."""
+    """A finished run; `values` has each metric's values of all users [M]."""
 
     folder: Path
     config: RunConfig
@@ -40,7 +40,7 @@ class Run:
 
 @dataclass
 class Setting:
-    """What is said of a setting; metrics: name -> COLUMNS, a missing value being None."""
+    """The results of a setting; metrics: name -> COLUMNS, a missing value being None."""
 
     name: str
     runs: list[Run]
@@ -51,7 +51,7 @@ class Setting:
 
     @property
     def costs(self) -> dict[str, float | None]:
-        """COSTS, the last two from a measurement of a step (benchmarks/train.py --step); None where there is none."""
+        """COSTS, the last two from a measurement of a step (benchmarks/train.py --step); None without a measurement."""
         return {"parameters": self.runs[0].result.get("parameters")} | {
             name: self.speed.get(name) for name in COSTS[1:]
         }
@@ -59,7 +59,7 @@ class Setting:
 
 @dataclass
 class Results:
-    """A comparison: the settings, the baseline first; metric: the main one; seeds: whether intervals hold theirs."""
+    """A comparison: the settings, the baseline first; metric: the main one; seeds: whether intervals include seeds."""
 
     metric: str
     users: int
@@ -73,7 +73,7 @@ class Results:
 
 
 def load_run(folder: Path) -> Run:
-    """A finished run by its folder; FolderError or ConfigError."""
+    """Load a finished run from its folder; FolderError or ConfigError."""
     check_run(folder)
     config, result, judged = load_config(folder / "config.yaml"), read_result(folder), read_judged(folder)
     task = build_task(config)
@@ -87,7 +87,7 @@ def load_run(folder: Path) -> Run:
 
 
 def _curve(folder: Path, metric: str) -> list[tuple[int, float]]:
-    """(epoch, main metric) of the evaluations on the way."""
+    """Return (epoch, main metric) of the evaluations during training."""
     path = folder / "metrics.jsonl"
     with access(path, "read"):
         lines = read_regular(path).decode("utf-8", "replace").splitlines()
@@ -99,7 +99,7 @@ def _curve(folder: Path, metric: str) -> list[tuple[int, float]]:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The finished runs that a folder is or has in it, by name; FolderError when there are none."""
+    """Return the finished runs that a folder is or contains, by name; FolderError when there are none."""
     with access(folder, "read"):
         places = [folder, *sorted(path.parent for path in folder.glob(f"*/{RESULT}"))]
         places = [place for place in places if is_finished(place)]
@@ -109,7 +109,9 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def finished(plan: Plan, out: Path) -> dict[str, list[Path]]:
-    """The folders of the finished runs of each name of a plan, the baseline first; names without one are left out."""
+    """Return the folders of the finished runs of each name of a plan, the baseline first, without names that have
+    none.
+    """
     folders = {}
     for name in plan.names:
         if name in plan.runs:
@@ -121,17 +123,18 @@ def finished(plan: Plan, out: Path) -> dict[str, list[Path]]:
 
 
 def collect(plan: Plan, out: Path, failed: list[Failed]) -> Results:
-    """Compares the finished runs of a plan.
+    """Compare the finished runs of a plan.
 
     Raises:
         ConfigError: the baseline has no finished run, or runs were not judged by the same events in the same way.
     """
-    found = finished(plan, out)
-    if plan.baseline not in found:
-        why = next((f": {job}: {reason}" for job, reason in failed if job.startswith(f"{plan.baseline},")), "")
-        raise ConfigError(f"{plan.baseline}: the baseline has no finished run{why}")
+    folders_by_name = finished(plan, out)
+    if plan.baseline not in folders_by_name:
+        cause = next((f": {job}: {reason}" for job, reason in failed if job.startswith(f"{plan.baseline},")), "")
+        raise ConfigError(f"{plan.baseline}: the baseline has no finished run{cause}")
     settings = [
-        Setting(name, [load_run(x) for x in folders], speed=read_speed(out, name)) for name, folders in found.items()
+        Setting(name, [load_run(x) for x in folders], speed=read_speed(out, name))
+        for name, folders in folders_by_name.items()
     ]
     first = settings[0].runs[0]
     for setting in settings:
@@ -155,7 +158,7 @@ def _check_comparable(first: Run, run: Run) -> None:
 
 
 def _fill(settings: list[Setting]) -> bool:
-    """Computes all that is said of the settings; returns whether the intervals hold the seeds' chance."""
+    """Compute all results of the settings; return whether the intervals include the variation between seeds."""
     base, seeds = settings[0], True
     names = list(base.runs[0].values)
     for setting in settings:
@@ -168,9 +171,9 @@ def _fill(settings: list[Setting]) -> bool:
             if setting is base:
                 row |= {"ratio": 1.0} | dict.fromkeys(COLUMNS[3:])
             else:
-                found = compare(ours, theirs, same_runs=same_runs)
-                seeds &= found.seeds
-                row |= {key: _number(getattr(found, key)) for key in ("ratio", "low", "high", "p")}
+                comparison = compare(ours, theirs, same_runs=same_runs)
+                seeds &= comparison.seeds
+                row |= {key: _number(getattr(comparison, key)) for key in ("ratio", "low", "high", "p")}
             setting.metrics[name] = row
         setting.changes = [] if setting is base else settings_differ(base.runs[0].config, setting.runs[0].config)
         for title, groups in setting.runs[0].breakdowns.items():
@@ -190,7 +193,7 @@ def _number(value: float) -> float | None:
 
 
 def as_json(results: Results) -> str:
-    """All of a comparison."""
+    """Format a comparison as JSON."""
     return json.dumps(
         {
             "baseline": results.baseline.name,
@@ -215,7 +218,7 @@ def as_json(results: Results) -> str:
 
 
 def as_csv(results: Results) -> str:
-    """A row for each setting and metric."""
+    """Format a comparison as CSV, with a row for each setting and metric."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["setting", "metric", "seeds", *COLUMNS, *COSTS])

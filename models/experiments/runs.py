@@ -1,4 +1,4 @@
-"""The runs of a comparison: train.py as processes, OUT/SETTING/seed-N, each by itself resumable."""
+"""Run the runs of a comparison: train.py as processes, OUT/SETTING/seed-N, each resumable on its own."""
 
 import ctypes
 import json
@@ -27,7 +27,7 @@ MOST_LOG = 2**16  # bytes of a log's end that are searched for its last line
 
 
 class Job(NamedTuple):
-    """A process to be started: what it is called, its command behind `python`, its log."""
+    """A process to start: its name, its command behind `python`, its log."""
 
     name: str
     command: list[str]
@@ -46,7 +46,9 @@ def run_folder(out: Path, setting: str, seed: int) -> Path:
 
 
 def write_settings(plan: Plan, out: Path) -> None:
-    """The settings' configurations into their folders; ConfigError, before any is written, where there is another."""
+    """Write the settings' configurations into their folders; ConfigError, before any is written, if one is
+    different.
+    """
     for name, config in plan.settings.items():
         path = out / name / SETTING
         if not os.path.lexists(path):
@@ -64,9 +66,9 @@ def write_settings(plan: Plan, out: Path) -> None:
 
 
 def training_jobs(plan: Plan, out: Path) -> list[Job]:
-    """What is left to train: runs that were interrupted go on, finished ones are left alone.
+    """Return the jobs that remain to train: interrupted runs are resumed, finished ones skipped.
 
-    Seed by seed, so that every setting has a run when half of the time is over.
+    They are ordered by seed, so that every setting has a run when half of the time is over.
     """
     jobs = []
     for seed in plan.seeds:
@@ -78,7 +80,7 @@ def training_jobs(plan: Plan, out: Path) -> list[Job]:
                 wait_until_free(folder)
                 command = ["--resume", str(folder)]
             else:
-                if folder.exists():  # killed before it was a run
+                if folder.exists():  # killed before it was complete
                     shutil.rmtree(folder)
                 command = [str(out / name / SETTING), f"seed={seed}", "--run", str(folder)]
             jobs.append(Job(f"{name}, seed {seed}", [str(ROOT / "train.py"), *command], folder.with_suffix(".log")))
@@ -86,7 +88,7 @@ def training_jobs(plan: Plan, out: Path) -> list[Job]:
 
 
 def speed_jobs(configs: dict[str, Path], out: Path) -> list[Job]:
-    """What is left to measure of a step: name -> the configuration of one of its runs."""
+    """Return the jobs that remain to measure a step: name -> the configuration of one of its runs."""
     with access(out, "written"):
         for name in configs:
             (out / name).mkdir(parents=True, exist_ok=True)
@@ -102,13 +104,13 @@ def speed_jobs(configs: dict[str, Path], out: Path) -> list[Job]:
 
 
 def read_speed(out: Path, name: str) -> dict:
-    """What was measured of a setting's step; empty where that failed."""
+    """Return the measurement of a setting's step; empty if it failed."""
     path = out / name / SPEED
     return _read_json(path) if path.exists() else {}
 
 
 def run_all(jobs: Iterable[Job], interrupts: Interrupts, parallel: int = 1) -> list[Failed]:
-    """Runs the jobs, so many at a time; those that failed. A signal ends all of them, and what they did is saved."""
+    """Run the jobs, `parallel` at a time, and return those that failed. A signal ends all of them with a checkpoint."""
     waiting, failed = list(jobs), []
     running: dict[Any, Any] = {}
     total = len(waiting)
@@ -126,7 +128,7 @@ def run_all(jobs: Iterable[Job], interrupts: Interrupts, parallel: int = 1) -> l
                 else:
                     terminal.say(f"{job.name}: done")
     finally:
-        interrupts.stage = "running. What was under way is saved. To go on: the same command again"
+        interrupts.stage = "running. The state of all runs is saved. To continue: the same command again"
         for process in running:
             process.terminate()
         for process in running:
@@ -135,7 +137,9 @@ def run_all(jobs: Iterable[Job], interrupts: Interrupts, parallel: int = 1) -> l
 
 
 def launch(job: Job, parallel: int) -> subprocess.Popen:
-    """The job's process, its output in the log, the cores shared with the others; it ends when this process does."""
+    """Start the job's process, its output in the log, the cores shared with the others; it ends when this process
+    does.
+    """
     environment = dict(os.environ)
     if parallel > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // parallel)))
@@ -146,7 +150,7 @@ def launch(job: Job, parallel: int) -> subprocess.Popen:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # Ctrl-C comes to this process alone, which tells the others once
+            start_new_session=True,  # only this process receives Ctrl-C, and forwards it once
             preexec_fn=_end_with_parent,
         )
 
@@ -156,39 +160,39 @@ def _end_with_parent() -> None:
 
 
 def ended(processes: list[subprocess.Popen], seconds: float | None = None) -> list[subprocess.Popen]:
-    """Waits until at least one of the processes has ended, or for so many seconds; all that have ended."""
-    if not (done := [process for process in processes if process.poll() is not None]):
+    """Wait until at least one of the processes has ended, or for so many seconds; return all that have ended."""
+    if not (finished_processes := [process for process in processes if process.poll() is not None]):
         handles = [os.pidfd_open(process.pid) for process in processes]
         try:
             select.select(handles, [], [], seconds)
         finally:
             for handle in handles:
                 os.close(handle)
-        done = [process for process in processes if process.poll() is not None]
-    return done
+        finished_processes = [process for process in processes if process.poll() is not None]
+    return finished_processes
 
 
 def last_line(log: Path, status: int) -> str:
-    """The last line of a log, or which signal it was that left none."""
+    """Return the last line of a log, or the signal that ended the process."""
     with access(log, "read"):
         lines = read_regular(log)[-MOST_LOG:].decode("utf-8", "replace").split("\n")
-    told = next((line for line in reversed(lines) if line.strip()), "no output")
-    return f"ended by {signal.Signals(-status).name}" if status < 0 else shown(told.strip(), 300)
+    message = next((line for line in reversed(lines) if line.strip()), "no output")
+    return f"ended by {signal.Signals(-status).name}" if status < 0 else shown(message.strip(), 300)
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a run came to its end; one that was interrupted has a result.json too, which says so."""
+    """Return whether a run is finished; an interrupted one has a result.json too, which says so."""
     return (folder / RESULT).exists() and _read_json(folder / RESULT).get("finished", True)
 
 
 def read_result(folder: Path) -> dict:
-    """result.json of a finished run; FolderError when there is none, or none of a run that was judged."""
+    """Read result.json of a finished run; FolderError if it is missing or the run was not evaluated."""
     result = _read_json(folder / RESULT)
     if not result.get("finished", True):
-        raise FolderError(f"{shown(folder / RESULT, 200)}: of a run that was interrupted")
+        raise FolderError(f"{shown(folder / RESULT, 200)}: the run was interrupted")
     if "split" not in result:
         raise FolderError(
-            f"{shown(folder / RESULT, 200)}: of a run that nothing judges (data.protocol=all or eval.test=false)"
+            f"{shown(folder / RESULT, 200)}: the run was not evaluated (data.protocol=all or eval.test=false)"
         )
     return result
 
@@ -206,6 +210,6 @@ def _read_json(path: Path) -> dict:
 
 
 def settings_differ(before: RunConfig, after: RunConfig) -> list[str]:
-    """What a setting has other than another one, `train.lr: 0.001 -> 0.01`, seeds and places aside."""
+    """Return how a setting differs from another one, `train.lr: 0.001 -> 0.01`, except in seeds and places."""
     old, new = (config.model_dump(mode="json") for config in (before, after))
     return [line for line in differences(old, new) if line.partition(":")[0] not in FREE | {"seed"}]

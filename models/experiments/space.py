@@ -1,4 +1,4 @@
-"""The search space of tune.py: a strict YAML file that says from where each option of a run is drawn.
+"""Read the search space of tune.py: a strict YAML file with the range of each option of a run.
 
 space:                                        dotted keys of the run's configuration
   train.lr: {low: 3e-4, high: 1e-2, log: true}   a number, here evenly in its logarithm
@@ -21,9 +21,9 @@ from models.contract import Strict
 from models.experiments.plan import explain
 from models.strict_yaml import parse_yaml, read_config
 
-# What trials are judged by, and what they are not to be told apart by.
+# Options that decide how trials are evaluated, and where they are stored.
 NOT_SEARCHED = ("data.", "task", "eval.", "parallel", "seed", "name", "run_dir", "device", "threads")
-# Protocols that hold no validation split out.
+# Protocols without a validation split.
 WITHOUT_VALIDATION = ("published", "all")
 
 
@@ -51,13 +51,13 @@ class Range(Strict):
         return [self.low, self.high]
 
     def has(self, value: object) -> bool:
-        """Whether a draw may give this value."""
+        """Return whether a draw may give this value."""
         if isinstance(value, bool) or not isinstance(value, int if self.integers else (int, float)):
             return False
         return self.low <= value <= self.high
 
     def encoded(self, value: Any) -> Any:
-        """A value as Optuna stores it."""
+        """Encode a value for Optuna."""
         return value if self.integers else float(value)
 
     def draw(self, trial: Trial, key: str) -> int | float:
@@ -91,7 +91,7 @@ Source = Annotated[Annotated[Range, Tag("range")] | Annotated[Choices, Tag("choi
 class Pruning(Strict):
     """A trial ends early when its best metric so far is below the median of the earlier trials' at the same epoch.
 
-    The first `startup_trials` and the first `warmup_epochs` of each are spared.
+    It never ends one of the first `startup_trials`, nor any trial in its first `warmup_epochs`.
     """
 
     startup_trials: int = Field(5, ge=1)
@@ -99,7 +99,7 @@ class Pruning(Strict):
 
 
 class Space(Strict):
-    """A search space, see above."""
+    """A search space as described above."""
 
     space: dict[str, Source] = Field(min_length=1)
     fixed: dict[str, Any] = Field(default_factory=dict)
@@ -107,17 +107,17 @@ class Space(Strict):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
     def draw(self, trial: Trial) -> dict[str, Any]:
-        """Values for all keys; those that the trial has already are the same again."""
+        """Draw values for all keys; a trial that has values already gets the same again."""
         return {key: source.draw(trial, key) for key, source in self.space.items()}
 
 
 def assignments(values: dict[str, Any]) -> list[str]:
-    """Overrides as `load_config` takes them."""
+    """Format overrides for `load_config`."""
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def default_values(path: str | Path, space: Space, overrides: list[str]) -> dict[str, Any] | None:
-    """The values that the configuration itself has, as Optuna stores them; None where the space lacks one of them."""
+    """Return the values of the configuration itself as Optuna stores them; None if the space lacks one of them."""
     fixed = [*overrides, *assignments(space.fixed)]
     config = load_config(path, fixed)
     values = {}
@@ -133,7 +133,7 @@ def default_values(path: str | Path, space: Space, overrides: list[str]) -> dict
 
 
 def _value_at(config: RunConfig, key: str) -> Any:
-    """What stands at a dotted key; of a list of mappings, what all of them have. None where there is none."""
+    """Return the value at a dotted key; of a list of mappings, the value that all have in common, else None."""
     nodes: list[Any] = [config.model_dump(mode="json")]
     for part in key.split("."):
         if all(isinstance(node, list) for node in nodes):
@@ -146,7 +146,7 @@ def _value_at(config: RunConfig, key: str) -> Any:
 
 
 def load_space(path: Path) -> Space:
-    """The space of a file; ConfigError names all errors, a line each."""
+    """Load the space of a file; ConfigError names all errors, a line each."""
     tree = parse_yaml(read_config(path), str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping with space")
@@ -162,22 +162,22 @@ def load_space(path: Path) -> Space:
             lines.append(f"{path}: {explain(dict(item) | {'loc': place}, fields)}")
         raise ConfigError("\n".join(lines)) from None
     errors = [
-        f"{path}: space.{key}: what trials are judged by and how they are named is not searched"
+        f"{path}: space.{key}: how trials are judged and named cannot be searched"
         for key in space.space
         if key.startswith(NOT_SEARCHED)
     ]
-    if both := sorted(space.space.keys() & space.fixed.keys()):
-        errors.append(f"{path}: fixed.{both[0]}: is searched too")
+    if doubled := sorted(space.space.keys() & space.fixed.keys()):
+        errors.append(f"{path}: fixed.{doubled[0]}: is searched too")
     if errors:
         raise ConfigError("\n".join(errors))
     return space
 
 
 def tuned_config(path: str | Path, space: Space, overrides: list[str]) -> RunConfig:
-    """The configuration that trials vary: the file with `overrides` and what the space fixes.
+    """Return the configuration that trials vary: the file with `overrides` and the values that the space fixes.
 
-    ConfigError, a line for each error: where the configuration or a value that the space may draw is impossible, and
-    where there would be no validation split to choose by.
+    ConfigError, a line for each error, if the configuration or a value in the space is impossible, or if there is no
+    validation split to choose by.
     """
     fixed = [*overrides, *assignments(space.fixed)]
     config = load_config(path, fixed)
@@ -187,7 +187,7 @@ def tuned_config(path: str | Path, space: Space, overrides: list[str]) -> RunCon
             try:
                 load_config(path, [*fixed, *assignments({key: value})])
             except ConfigError as error:
-                # Values that only fit together with others are met in a trial, which then fails by itself.
+                # Values that are valid only together with others are tested in a trial, which then fails on its own.
                 errors += [line for line in str(error).split("\n") if f"{key}:" in line or "unknown key" in line]
     if errors:
         raise ConfigError("\n".join(dict.fromkeys(errors)))

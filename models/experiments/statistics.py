@@ -1,16 +1,16 @@
-"""Ratios of means over users and seeds, with intervals and tests.
+"""Compute ratios of means over users and seeds, with intervals and tests.
 
 A run gives one value for each user (see `Task.user_values`), a setting one run for each seed. Both are samples: another
 seed or other users would have given other means. The variance of a ratio's logarithm is the sum of two parts:
 
 - users: a bootstrap. All settings are judged by the same users, so that each draw takes the same users for all of them,
-  and what makes a user hard for every setting cancels out.
-- seeds: five are too few to resample. How far a setting's runs scatter about their mean, less the part of that which is
-  chance among the users and hence in the bootstrap already, is a variance component with S - 1 degrees of freedom.
+  and the difficulty of a user for all settings cancels out.
+- seeds: five are too few to resample. The variance of a setting's runs about their mean, less the part due to the
+  sampling of users, which the bootstrap includes already, is a variance component with S - 1 degrees of freedom.
 
-The interval is the logarithm's. The square of its half width is the sum of t^2 * variance over both parts, with
+The interval is one of the logarithm. The square of its half width is the sum of t^2 * variance over both parts, with
 Student's t for the degrees of freedom of each. (A single t with Satterthwaite's degrees of freedom for the sum of the
-variances held the true ratio in 93.5% of the cases where both parts are equal.)
+variances contained the true ratio in 93.5% of the cases where both parts are equal.)
 
 Letters: S and R seeds, M users, K settings, D draws.
 """
@@ -24,14 +24,14 @@ import numpy as np
 DRAWS = 2000
 LEVEL = 0.95
 MOST_DRAWN = 20_000
-CHUNK = 2**23  # weights of a bootstrap that are held at a time
+CHUNK = 2**23  # weights of a bootstrap computed at a time
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 
 class Comparison(NamedTuple):
     """The ratio of a setting's mean to another one's, its 95% interval, and the two-sided p value of a ratio of 1.
 
-    seeds: whether the chance of the seeds is in the interval, which takes two runs of each. NaN: cannot be told.
+    seeds: whether the interval includes the variation between seeds, which needs two runs of each. NaN: unknown.
     """
 
     ratio: float
@@ -42,7 +42,7 @@ class Comparison(NamedTuple):
 
 
 def compare(ours: np.ndarray, theirs: np.ndarray, *, same_runs: bool = False) -> Comparison:
-    """Compares the values `ours` [S, M] with `theirs` [R, M] of the same users; see `log_ratio` for the options."""
+    """Compare the values `ours` [S, M] with `theirs` [R, M] of the same users; see `log_ratio` for the options."""
     center, error = log_ratio(ours, theirs, same_runs=same_runs)
     if not np.isfinite(center + error.variance):
         nan = float("nan")
@@ -54,8 +54,9 @@ def compare(ours: np.ndarray, theirs: np.ndarray, *, same_runs: bool = False) ->
 
 @dataclass
 class Error:
-    """What is known of the error of an estimate: the variances [...] of the users' and the seeds' part, and the degrees
-    of freedom that each is estimated with. seeds: whether the latter is known at all."""
+    """The error of an estimate: the variances [...] of the users' and the seeds' part, and the degrees of freedom that
+    each is estimated with. seeds: whether the seeds' part is known.
+    """
 
     users: np.ndarray
     users_freedom: int
@@ -68,15 +69,15 @@ class Error:
         return self.users + self.of_seeds
 
     def half_width(self, level: float = LEVEL) -> np.ndarray:
-        """Half the width of the interval that holds the truth in `level` of all cases."""
+        """Return half the width of the interval that contains the truth in `level` of all cases."""
         upper = (1 + level) / 2
-        # Squares of both parts' half widths add up, as variances do; exact where one part is all there is.
+        # The squares of both half widths add up, as variances do; this is exact if there is only one part.
         users = quantile(upper, np.full_like(self.users, self.users_freedom)) ** 2 * self.users
         return np.sqrt(users + quantile(upper, self.seeds_freedom) ** 2 * self.of_seeds)
 
     def p_value(self, estimate: np.ndarray) -> np.ndarray:
-        """The least 1 - level whose interval about `estimate` leaves out 0."""
-        low, high = np.zeros_like(self.users), np.ones_like(self.users)  # of p
+        """Return the least 1 - level whose interval about `estimate` excludes 0."""
+        low, high = np.zeros_like(self.users), np.ones_like(self.users)  # bounds of p
         for _ in range(32):
             middle = (low + high) / 2
             outside = np.abs(estimate) > self.half_width(1 - middle)
@@ -87,10 +88,10 @@ class Error:
 def log_ratio(
     ours: np.ndarray, theirs: np.ndarray, *, same_runs: bool = False, draws: int = DRAWS
 ) -> tuple[np.ndarray, Error]:
-    """The logarithm of the ratio of two means, ours [..., S, M] to theirs [..., R, M], and its error.
+    """Return the logarithm of the ratio of two means, ours [..., S, M] to theirs [..., R, M], and its error.
 
-    same_runs: row i of both is one and the same trained model, judged in two ways, so that its seed is no chance
-    between them. Infinite or NaN where a mean, or that of a draw of users, is 0.
+    same_runs: row i of both is one trained model, evaluated in two ways, so that its seed adds no variation between
+    them. The result is infinite or NaN if a mean, or that of a draw of users, is 0.
     """
     if ours.shape[:-2] != theirs.shape[:-2] or ours.shape[-1] != theirs.shape[-1]:
         raise ValueError(f"the values are {ours.shape} and {theirs.shape} ([..., seeds, users]): not of the same users")
@@ -110,25 +111,25 @@ def log_ratio(
 
 
 def seed_variance(rows: np.ndarray) -> np.ndarray:
-    """The variance that the seeds give to the mean over all of rows [..., S, M]: [...], never below 0.
+    """Estimate the variance that the seeds give to the mean over all of rows [..., S, M]: [...], never below 0.
 
-    The runs' means scatter by their seeds and by how each happened to serve these users. The latter is part of the
-    bootstrap over users, and is taken off (two-way analysis of variance).
+    The runs' means vary with their seeds and with the sample of users. The latter variance is part of the bootstrap
+    over users, and is subtracted (two-way analysis of variance).
     """
     seeds, users = rows.shape[-2:]
     means = rows.mean(-1)
-    # Residuals of rows less both means: their sum of squares without a copy of rows.
-    both = (rows**2).sum((-2, -1)) - seeds * (rows.mean(-2) ** 2).sum(-1) - users * (means**2).sum(-1)
-    both = both + seeds * users * rows.mean((-2, -1)) ** 2
-    by_chance = both / ((seeds - 1) * max(1, users - 1))
+    # Residuals of rows less both means: their sum of squares, computed without a copy of rows.
+    residuals = (rows**2).sum((-2, -1)) - seeds * (rows.mean(-2) ** 2).sum(-1) - users * (means**2).sum(-1)
+    residuals = residuals + seeds * users * rows.mean((-2, -1)) ** 2
+    by_chance = residuals / ((seeds - 1) * max(1, users - 1))
     return np.maximum(0, means.var(-1, ddof=1) - by_chance / users) / seeds
 
 
 def user_draws(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndarray:
-    """Means of values [..., M] over `draws` samples of the users: [..., D], the same users for the same seed and M.
+    """Return means of values [..., M] over `draws` samples of the users: [..., D], equal for the same seed and M.
 
-    A user's weight in a draw is Poisson's with mean 1, so that users can be taken a part at a time. With more than
-    MOST_DRAWN users groups of equal size are drawn, made at random.
+    A user's weight in a draw is Poisson with mean 1, so that users can be processed in parts. More than MOST_DRAWN
+    users are randomly divided into groups of equal size, and groups are drawn.
     """
     rng = np.random.default_rng(seed)
     flat, sizes = values.reshape(-1, values.shape[-1]), np.ones(values.shape[-1])
@@ -146,17 +147,17 @@ def user_draws(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndar
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """The p values corrected for their number (Holm, Scandinavian Journal of Statistics 6, 1979); NaN is left out."""
+    """Correct p values for their number (Holm, Scandinavian Journal of Statistics 6, 1979); NaN is left out."""
     p = np.asarray(p_values, np.float64)
-    known = np.flatnonzero(~np.isnan(p))
-    order = known[np.argsort(p[known], kind="stable")]
+    finite = np.flatnonzero(~np.isnan(p))
+    order = finite[np.argsort(p[finite], kind="stable")]
     corrected = np.full(len(p), np.nan)
     corrected[order] = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)))
     return corrected.tolist()
 
 
 def quantile(probability: float, freedom: np.ndarray) -> np.ndarray:
-    """The t that Student's t stays below with this probability, which is over a half."""
+    """Return the t that Student's t is below with this probability, which is over a half."""
     low, high = np.zeros_like(freedom, dtype=float), np.full_like(freedom, math.pi / 2, dtype=float)
     for _ in range(42):
         middle = (low + high) / 2
@@ -166,7 +167,7 @@ def quantile(probability: float, freedom: np.ndarray) -> np.ndarray:
 
 
 def _tail_of_angle(angle: np.ndarray, freedom: np.ndarray) -> np.ndarray:
-    """The probability that Student's t is over sqrt(freedom) * tan(angle): the density is a power of the cosine."""
+    """Return the probability that Student's t is over sqrt(freedom) * tan(angle): the density is a power of cos."""
     freedom = np.asarray(freedom, float)[..., None]
     log_gamma = np.vectorize(math.lgamma)
     at = np.asarray(angle)[..., None] * (NODES + 1) / 2

@@ -1,4 +1,4 @@
-"""A comparison on the terminal: two tables that fit into 80 columns."""
+"""Print a comparison on the terminal: two tables that fit into 80 columns."""
 
 from rich import box
 from rich.table import Table
@@ -10,7 +10,7 @@ ABSENT = "-"
 
 
 def print_results(results: Results) -> None:
-    """Quality by setting, what each costs, and which runs failed."""
+    """Print quality by setting, the costs of each, and the runs that failed."""
     base, metric = results.baseline.name, results.metric
     quality = _table(f"{metric}, {results.users:,} users", ["setting", "seeds", metric, "sd", f"of {base}", "95%", "p"])
     costs = _table("Costs, a step measured alone", ["setting", "parameters", "events/s", "memory"])
@@ -23,7 +23,7 @@ def print_results(results: Results) -> None:
     terminal.table(quality)
     terminal.say(f"Ratios to {base} with 95% intervals over users{' and seeds' if results.seeds else ''}; p by Holm.")
     if not results.seeds:
-        terminal.say("With one seed nothing is known of the seeds' chance: it is not in the intervals.")
+        terminal.say("With one seed the variation between seeds is unknown: the intervals do not include it.")
     terminal.table(costs)
     for name, reason in results.failed:
         terminal.say(f"FAILED {name}: {reason}")
@@ -32,7 +32,7 @@ def print_results(results: Results) -> None:
 def _table(title: str, headings: list[str]) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     for place, heading in enumerate(headings):
-        # Names may wrap, numbers may not.
+        # Names may wrap, numbers not.
         table.add_column(heading, justify="right" if place else "left", no_wrap=place > 0, overflow="fold")
     return table
 
@@ -46,7 +46,7 @@ def p_value(p: float | None) -> str:
 
 
 def shown_costs(costs: dict) -> list[str]:
-    """The parameters, events a second and memory of a setting, as text."""
+    """Format the parameters, events a second and memory of a setting as text."""
     memory = costs["peak_memory_bytes"]
     return [
         _shown(costs["parameters"], "{:,}"),

@@ -74,7 +74,7 @@ def test_a_warm_up_too_large_is_refused(monkeypatch):
     monkeypatch.setattr("models.attention.indexer.MOST_INDICES", 100)
     layer, batch = make_layer(top_k=3, warmup_steps=1, selection_group=2), make_batch([9, 17])
     batch.phase = 0
-    with pytest.raises(ValueError, match=r"15 choices among all of 17 tokens, as in warm-up, are more than the 100 "):
+    with pytest.raises(ValueError, match=r"15 choices among 17 tokens in a warm-up step exceed the 100 "):
         layer(*layer_inputs(batch), batch)
 
 
