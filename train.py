@@ -190,7 +190,8 @@ def train_claimed(
             leave(config, folder, model, data, progress)
         best = "" if progress.best is None else f"; best {config.best_metric} so far {progress.best:.4f}"
         interrupts.stage = (
-            f"training. Saved at step {progress.step:,} of {steps:,}{best}. To go on: python train.py --resume {folder}"
+            f"training. Saved at step {progress.step:,} of {steps:,}{best}. To continue: "
+            f"python train.py --resume {folder}"
         )
         return Stopped(number)
 

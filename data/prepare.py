@@ -201,13 +201,13 @@ def _given_cache(folder: Path, requested: dict) -> Dataset | None:
         default = {"on_bad_row": "error", "duplicates": "keep"}.get(key)
         if not accepted and (stored := meta.get(key, default)) != value:
             raise DataError(
-                f"{shown(folder, 200)}: this cache holds {meta['format']} prepared with {key}={_told(stored)}; "
-                f"asked for was {requested['format']} with {key}={_told(value)}"
+                f"{shown(folder, 200)}: this cache holds {meta['format']} prepared with {key}={_formatted(stored)}; "
+                f"asked for was {requested['format']} with {key}={_formatted(value)}"
             )
     return dataset
 
 
-def _told(value: object) -> str:
+def _formatted(value: object) -> str:
     """Format an option for an error message."""
     return shown(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value, 300)
 

@@ -465,8 +465,8 @@ class RunConfig(Strict):
             raise ValueError("parallel.fused: needs a sharded table, parallel.embedding=row_wise say")
         if whole_catalogue:
             raise ValueError(
-                "parallel.fused: does not apply the gradient that loss.kind=cross_entropy gives to every row of the table: "
-                "take a sampled loss"
+                "parallel.fused: does not apply the gradient that loss.kind=cross_entropy gives to every row of the "
+                "table: take a sampled loss"
             )
         if self.train.clip_norm is not None or self.train.weight_decay:
             raise ValueError(

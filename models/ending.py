@@ -64,8 +64,9 @@ def leave(config: RunConfig, folder: Path, model, data: Data, progress: Progress
         else f" The best {config.best_metric} on the validation split was {progress.best:.4f}."
     )
     result["notes"] = [
-        f"INTERRUPTED after {progress.epoch} of {config.train.epochs} epochs, saved at step {progress.step:,}: this report "
-        f"has the state at that time, and nothing was evaluated.{best} To continue: python train.py --resume {folder}",
+        f"INTERRUPTED after {progress.epoch} of {config.train.epochs} epochs, saved at step {progress.step:,}: this "
+        f"report has the state at that time, and nothing was evaluated.{best} To continue: "
+        f"python train.py --resume {folder}",
         *result["notes"],
     ]
     write_file(folder / "result.json", json.dumps(result, indent=1))

@@ -1,8 +1,8 @@
-"""Tables of features, held by torchrec: what is known of items, users and events beside their ids.
+"""Hold the tables of features of items, users and events; torchrec holds the tables.
 
 A feature of an item, user or event is the mean of the rows of its values; features are added up. A missing value adds
-nothing. Letters: R rows (tokens, items or users), F features, L most values of a row, S values, I items, W items that
-training saw, E embedding size, T tokens, B sequences.
+nothing. Letters: R rows (tokens, items or users), F features, L greatest number of values of a row, S values, I items,
+W items with a training event, E embedding size, T tokens, B sequences.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,18 @@ from data.ranking import RankingBatch
 from hstu_sparse.jagged import sequence_ids
 from models.sparse_product import SparseProduct
 
-DAY, HOUR, THURSDAY = 86_400, 3_600, 3  # seconds; what 1970 began with, Monday being 0
+DAY, HOUR, THURSDAY = 86_400, 3_600, 3  # seconds; the weekday of 1970-01-01, Monday being 0
 
 
 def truncated_normal_(weight: Tensor, std: float) -> Tensor:
-    """Fills `weight` from a normal distribution of deviation `std`, cut off at two deviations (then 0.88 * std)."""
+    """Fill `weight` from a normal distribution of deviation `std`, truncated at two deviations (then 0.88 * std)."""
     return nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
 class Bags(NamedTuple):
-    """The values of one feature of R rows: places in its table [S], their weights [S], and how many of each row [R]."""
+    """The values of one feature of R rows: indices into its table [S], their weights [S], and the number of each row
+    [R].
+    """
 
     values: Tensor
     weights: Tensor
@@ -37,7 +39,9 @@ class Bags(NamedTuple):
 
     @classmethod
     def of_padded(cls, rows: Tensor) -> "Bags":
-        """Bags of rows [R, L] int64, -1 where there is no value: all of L values, the missing ones without weight."""
+        """Build bags of rows [R, L] int64, -1 for a missing value: each bag has L values, missing ones have weight
+        0.
+        """
         present = rows >= 0
         weights = present / present.sum(1, keepdim=True).clamp(min=1)
         lengths = torch.full((len(rows),), rows.shape[1], dtype=torch.int64, device=rows.device)
@@ -62,7 +66,7 @@ class FeatureTables(nn.Module):
                     embedding_dim=embedding_dim,
                     num_embeddings=size,
                     feature_names=[name],
-                    pooling=PoolingType.SUM,  # of rows weighted to be their mean
+                    pooling=PoolingType.SUM,  # the weights turn the sum into a mean
                     init_fn=start,
                 )
                 for name, size in sizes.items()
@@ -71,11 +75,11 @@ class FeatureTables(nn.Module):
         ).to(dtype)
 
     def whole(self) -> Tensor:
-        """All tables, one below the other: [sum of their rows, E]."""
+        """Concatenate all tables: [sum of their rows, E]."""
         return torch.cat([self.tables.embedding_bags[name].weight for name in self.names])
 
     def forward(self, bags: list[Bags], count: int) -> Tensor:
-        """[R, E], of the bags of each feature; count: R."""
+        """Look up [R, E] for the bags of each feature; count: R."""
         if not count:  # torchrec takes no batch without rows
             return next(self.parameters()).new_zeros(0, self.embedding_dim)
         looked_up = self.tables(
@@ -92,15 +96,16 @@ class FeatureTables(nn.Module):
 
 
 class ValueLists(nn.Module):
-    """The values of the features of some items: a constant CSR on the device, so that captured steps keep their shapes.
+    """The values of the features of some items: a constant CSR on the device, so that captured steps have fixed shapes.
 
-    item_rows: for each feature (offsets [n+1], rows of its table [S]); sizes: rows of each table; items: which of them,
-    [M] int64. Tables stand one below the other, [sum of sizes, E]; both ways of summing give an item the same bits.
+    item_rows: for each feature (offsets [n+1], rows of its table [S]); sizes: the number of rows of each table; items:
+    the items' indices, [M] int64. The tables are concatenated, [sum of sizes, E]; both ways of summing give the same
+    bits.
     """
 
     def __init__(self, item_rows: Sequence[tuple[np.ndarray, np.ndarray]], sizes: Sequence[int], items: np.ndarray):
         super().__init__()
-        holders, rows, weights = [], [], []  # of all entries: the item, the row of the tables, its share of the mean
+        holders, rows, weights = [], [], []  # for each entry the item, the row of the tables, the weight in the mean
         begins = np.append(0, np.cumsum(sizes))
         for begin, (offsets, values) in zip(begins, item_rows):
             lengths = np.diff(offsets)[items]
@@ -114,11 +119,11 @@ class ValueLists(nn.Module):
         self.longest = max(1, int(np.bincount(holder).max(initial=0)))
 
     def of_all(self, tables: Tensor) -> Tensor:
-        """[M, E] fp32, the sum of what its features are, for every item."""
+        """Return [M, E] fp32, the sum of the features of every item."""
         return self.product(tables)
 
     def of(self, numbers: Tensor, tables: Tensor) -> Tensor:
-        """[R, E] fp32, the same for the items at `numbers` [R] int64: each takes as many rows as the longest list."""
+        """Return [R, E] fp32, the same for the items at `numbers` [R] int64, each padded to the longest list."""
         if not self.num_values:
             return tables.new_zeros(len(numbers), tables.shape[1], dtype=torch.float32)
         offsets, rows, weights = self.product.entries
@@ -129,12 +134,12 @@ class ValueLists(nn.Module):
 
 
 class ItemFeatures(nn.Module):
-    """What features add to the representations of items.
+    """The features' part of the representations of items.
 
-    Items have numbers: in training their places among those that a training event has, else their ids.
+    Items are numbered: in training among those with a training event, else by their ids.
 
-    trained  [W] int64, the items that a training event has, ascending
-    place    [I] int64, the place of each item among them, -1 for others
+    trained  [W] int64, the items with a training event, ascending
+    place    [I] int64, the number of each item among them, -1 for others
     """
 
     trained: Tensor
@@ -147,9 +152,10 @@ class ItemFeatures(nn.Module):
         self.tables = FeatureTables(tables, embedding_dim, dtype)
         trained, sizes = np.flatnonzero(known.trained), list(tables.values())
         self.all = ValueLists(known.item_rows, sizes, np.arange(len(known.trained)))
-        # A list of their own: what other items have must not change a sum of training, not even its rounding.
-        some = len(trained) < len(known.trained)
-        self.seen = ValueLists(known.item_rows, sizes, trained) if some else self.all
+        # Separate lists for training: the features of other items must not change a sum of training, not even its
+        # rounding.
+        has_untrained = len(trained) < len(known.trained)
+        self.seen = ValueLists(known.item_rows, sizes, trained) if has_untrained else self.all
         place = np.where(known.trained, np.cumsum(known.trained) - 1, -1)
         for name, value in (("trained", trained), ("place", place)):
             self.register_buffer(name, torch.from_numpy(value), persistent=False)
@@ -159,28 +165,30 @@ class ItemFeatures(nn.Module):
         return self.seen if self.training else self.all
 
     def numbers(self, ids: Tensor) -> Tensor:
-        """The numbers of the items `ids`; in training an item that it never saw, in padding, counts as number 0."""
+        """Return the numbers of the items `ids`; in training, an item without training events (padding) gets number
+        0.
+        """
         return self.place[ids].clamp(min=0) if self.training else ids
 
     def rows(self, item_weight: Tensor) -> Tensor:
-        """The rows of an item table [I, E] by number: in training those of the trained items, [W, E]."""
+        """Return the rows of an item table [I, E] by number: in training those of the trained items, [W, E]."""
         return item_weight if self.lists is self.all else item_weight.index_select(0, self.trained)
 
     def of_all(self) -> Tensor:
-        """What features add to every number: [I, E], in training [W, E], in fp32."""
+        """Sum the features of every number: [I, E], in training [W, E], in fp32."""
         return self.lists.of_all(self.tables.whole())
 
     def of(self, numbers: Tensor) -> Tensor:
-        """What features add to `numbers` [R]: [R, E], in fp32, with the bits of `of_all`."""
+        """Sum the features of `numbers` [R]: [R, E], in fp32, with the bits of `of_all`."""
         return self.lists.of(numbers, self.tables.whole())
 
     def all_is_less(self, count: int) -> bool:
-        """Whether the features of all items have fewer values to sum than those of `count` drawn ones."""
+        """Return whether the features of all items have fewer values to sum than those of `count` drawn ones."""
         return count * self.lists.longest > self.lists.num_values + count
 
 
 class ContextFeatures(nn.Module):
-    """What the features of its user, its event and its time add to a token: [T, E]."""
+    """Sum the features of a token's user, event and time: [T, E]."""
 
     before: Tensor
 
@@ -192,7 +200,7 @@ class ContextFeatures(nn.Module):
         self.users = FeatureTables(sizes_of(users), embedding_dim, dtype) if users else None
         sizes = sizes_of(events) | {f"calendar_{name}": CALENDAR[name] for name in known.calendar}
         self.events = FeatureTables(sizes, embedding_dim, dtype) if sizes else None
-        # Which features of an event are known before the user acts.
+        # Events' features that are known before the user acts.
         self.register_buffer("before", torch.tensor([one.known == "before" for one in events]), persistent=False)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -214,12 +222,12 @@ class ContextFeatures(nn.Module):
 
 
 def sizes_of(features: list[KnownFeature]) -> dict[str, int]:
-    """name of a table -> its rows."""
+    """Map the name of each table to its number of rows."""
     return {f"{feature.entity}_{feature.name}": feature.num_rows for feature in features}
 
 
 def given(rows: Tensor | None, count: int, entity: str) -> Tensor:
-    """The rows [R, F, L] of a batch; ValueError without those of the features that the model has."""
+    """Return the rows [R, F, L] of a batch; ValueError if the batch lacks features that the model has."""
     if rows is None or rows.shape[1] != count:
         raise ValueError(
             f"the model has {count} features of {entity}, the batch {0 if rows is None else rows.shape[1]}"

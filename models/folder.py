@@ -1,11 +1,11 @@
-"""A run's folder: made, claimed by one process at a time, its files written whole.
+"""A run's folder: create it, claim it for one process at a time, write its files whole.
 
-run.json      the manifest: the run's id, by which its weights know it, and how it was started
+run.json      the manifest: the run's id, which its weights store, and how the run was started
 vocabulary/   the original ids of its items and users
 config.yaml   metrics.jsonl   tensorboard/   checkpoints/   best/   result.json   report.md   loss.png   eval-*.json
-judged.npz    what the model said of each user or event of the test split
+judged.npz    the model's results for each user or event of the test split
 
-A link in place of one of the folders is refused; one in place of a file is replaced and what it leads to is left alone.
+A link in place of one of the folders is refused; one in place of a file is replaced and its target is not touched.
 """
 
 import fcntl
@@ -32,17 +32,17 @@ from data.types import shown
 
 LOCK, MANIFEST, JUDGED = ".lock", "run.json", "judged.npz"
 FOLDERS = ("checkpoints", "best", "tensorboard", "vocabulary")
-MOST_FACTS = 2**28  # bytes of a JSON file: more is none that this program wrote
+MOST_FACTS = 2**28  # bytes of a JSON file: this program writes no larger one
 MOST_JUDGED = 2**36
 
 
 class FolderError(ValueError):
-    """A run's folder that cannot be made, claimed, read or written, in one line."""
+    """A run's folder cannot be created, claimed, read or written; the message is one line."""
 
 
 @contextmanager
 def access(path: Path, what: str) -> Iterator[None]:
-    """Inside, an error of the file system is told as `PATH: cannot be WHAT: No space left on device`."""
+    """Report an error of the file system inside as `PATH: cannot be WHAT: No space left on device`."""
     try:
         yield
     except OSError as error:
@@ -50,7 +50,7 @@ def access(path: Path, what: str) -> Iterator[None]:
 
 
 def check_path(path: Path) -> None:
-    """FolderError for a path that the libraries which write there cannot name."""
+    """Raise FolderError for a path that the libraries which write there cannot name."""
     if "\0" in str(path):
         raise FolderError(f"{shown(path)}: a path cannot hold a NUL character")
     try:
@@ -60,7 +60,7 @@ def check_path(path: Path) -> None:
 
 
 def check_run(folder: Path) -> None:
-    """FolderError unless `folder` is a run's."""
+    """Raise FolderError unless `folder` is a run's folder."""
     check_path(folder)
     with access(folder, "read"):
         if not (folder / "config.yaml").exists():
@@ -68,13 +68,13 @@ def check_run(folder: Path) -> None:
 
 
 def read_regular(path: Path, most: int = MOST_FACTS) -> bytes:
-    """The content of a regular file; OSError for a pipe, a device, or more than `most` bytes, none of which is read."""
+    """Read a regular file; OSError, before reading, for a pipe, a device, or more than `most` bytes."""
     check_regular(path, most)
     return path.read_bytes()
 
 
 def check_regular(path: Path, most: int | None = None) -> None:
-    """OSError unless `path` is a regular file, or a link to one, of at most `most` bytes."""
+    """Raise OSError unless `path` is a regular file, or a link to one, of at most `most` bytes."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(None, f"not a regular file ({path.name})")
@@ -83,7 +83,7 @@ def check_regular(path: Path, most: int | None = None) -> None:
 
 
 def new_manifest() -> dict:
-    """The id of a run that begins now, with its time, command and commit."""
+    """Create the manifest of a new run: its id, time, command and commit."""
     return {
         "run": secrets.token_hex(8),
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -93,7 +93,7 @@ def new_manifest() -> dict:
 
 
 def commit() -> str:
-    """The commit of this checkout, with `+changes` where files differ from it; `unknown` outside of a checkout."""
+    """Return the commit of this checkout, with `+changes` if files differ from it; `unknown` outside of a checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         run = [
@@ -106,7 +106,7 @@ def commit() -> str:
 
 
 def read_manifest(folder: Path) -> dict:
-    """The run's manifest; FolderError when it is not there or none."""
+    """Read the run's manifest; FolderError when it is missing or damaged."""
     path = folder / MANIFEST
     with access(path, "read"):
         text = read_regular(path)
@@ -121,14 +121,14 @@ def read_manifest(folder: Path) -> dict:
 
 @contextmanager
 def claimed(folder: Path, new: bool) -> Iterator[None]:
-    """Holds the folder for this process alone; FolderError when another one is training in it.
+    """Claim the folder for this process; FolderError when another one is training in it.
 
-    What a killed process left half done is put right first. A new folder is made, and goes again when nothing was put
-    into it. The claim ends with the process, however that ends.
+    Unfinished work of a killed process is repaired first. A new folder is created, and removed again if it stays empty.
+    The claim ends with the process, however that ends.
     """
     check_path(folder)
     with access(folder, "written"):
-        made = [path for path in (folder, *folder.parents) if not path.exists()] if new else []
+        created = [path for path in (folder, *folder.parents) if not path.exists()] if new else []
         folder.mkdir(parents=True, exist_ok=True)
         handle = _lock(folder)
     try:
@@ -144,16 +144,16 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
                 put_back(folder / name)
         yield
     finally:
-        if made and [path.name for path in folder.iterdir()] == [LOCK]:
+        if created and [path.name for path in folder.iterdir()] == [LOCK]:
             (folder / LOCK).unlink()
-            for path in made:
+            for path in created:
                 with suppress(OSError):  # another process has put something there
                     path.rmdir()
         os.close(handle)
 
 
 def wait_until_free(folder: Path) -> None:
-    """Waits while a process holds the folder: a run whose parent was killed may still be saving itself."""
+    """Wait while a process holds the folder: a run whose parent was killed may be saving a checkpoint."""
     path = folder / LOCK
     if path.is_symlink() or not path.is_file():
         return
@@ -178,13 +178,13 @@ def _lock(folder: Path) -> int:
 
 
 def write_file(path: Path, content: str | bytes | Callable[[Path], object]) -> None:
-    """A file of the run's, whole or not at all (see `replace_file`); FolderError when the disk is full, say."""
+    """Write a file of the run, whole or not at all (see `replace_file`); FolderError when e.g. the disk is full."""
     with access(path, "written"):
         replace_file(path, content)
 
 
 def write_judged(folder: Path, arrays: dict[str, np.ndarray]) -> None:
-    """What a run said of each user or event, `Task.judge`'s `judged`, into the run's folder."""
+    """Write a run's results for each user or event, `judged` of `Task.judge`, into the run's folder."""
     content = io.BytesIO()
     columns: dict[str, Any] = dict(arrays)
     np.savez_compressed(content, **columns)
@@ -192,7 +192,7 @@ def write_judged(folder: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def read_judged(folder: Path) -> dict[str, np.ndarray]:
-    """What `write_judged` wrote; FolderError when it is not there or damaged."""
+    """Read the file of `write_judged`; FolderError when it is missing or damaged."""
     path = folder / JUDGED
     with access(path, "read"):
         content = read_regular(path, MOST_JUDGED)

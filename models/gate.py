@@ -1,4 +1,4 @@
-"""GateModel: the three gates with which block-sparse attention mixes its branches."""
+"""Define GateModel, the three gates that mix the branches of block-sparse attention."""
 
 from typing import cast
 
@@ -9,9 +9,9 @@ from hstu_sparse.gate_mlp.api import takes_kernel
 
 
 class GateModel(nn.Module):
-    """q [..., H, D] -> (g_cmp, g_slc, g_swa), each [..., H] in (0, 1); one small network shared by the heads.
+    """Compute q [..., H, D] -> (g_cmp, g_slc, g_swa), each [..., H] in (0, 1), with one small network for all heads.
 
-    `in_features` is D. On a GPU it is one kernel (`hstu_sparse.query_gates`) where that takes the sizes.
+    `in_features` is D. On a GPU it is one kernel (`hstu_sparse.query_gates`) if that supports the sizes.
     """
 
     def __init__(self, in_features: int, hidden_dim: int):

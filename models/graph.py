@@ -1,4 +1,4 @@
-"""Training steps replayed as CUDA graphs: the host queues one launch where it queued hundreds.
+"""Replay training steps as CUDA graphs: the host queues one launch instead of hundreds.
 
 Letters: T tokens of the batch, B sequences.
 """
@@ -13,12 +13,12 @@ from models.config import ConfigError
 
 
 def padded_tokens(tokens: int) -> int:
-    """T rounded up to one of eight sizes an octave, so that few graphs serve all batches."""
+    """Round T up to one of eight sizes an octave, so that few graphs serve all batches."""
     return -(-tokens // _granule(tokens)) * _granule(tokens)
 
 
 def padded_sequences(batch_size: int, longest: int) -> int:
-    """B of every padded batch: `batch_size`, and sequences for all padding of at most `longest` tokens each."""
+    """Return B of every padded batch: `batch_size`, plus the sequences that hold the padding, `longest` tokens each."""
     return batch_size + -(-_granule(batch_size * longest) // longest)
 
 
@@ -31,22 +31,22 @@ Step = Callable[[Batch], Losses]
 
 
 class GraphedStep:
-    """step(batch) -> losses, captured once for each padded size and phase of training, and replayed.
+    """Capture step(batch) -> losses once for each padded size and phase of training, and replay it.
 
-    step: trains on a batch and returns losses by name, 0-d, without ever waiting for the device; what it returns is
-    overwritten by later calls.
-    batch_size: most sequences of a batch. longest: most tokens of a sequence.
+    step: trains on a batch and returns losses by name, 0-d, without waiting for the device; later calls overwrite the
+    returned tensors.
+    batch_size: the greatest number of sequences. longest: the greatest number of tokens of a sequence.
 
-    The first batch of a size runs as it is, which compiles kernels and makes the optimiser's state; the second is
-    captured. All of it happens on a stream of its own, since a captured backward pass may not meet the default stream;
-    callers need not know.
+    The first batch of a size runs uncaptured, which compiles kernels and creates the optimiser's state; the second is
+    captured. Everything runs on a side stream, since a captured backward pass must not involve the default stream;
+    callers need not synchronise.
     """
 
     def __init__(self, step: Step, *, batch_size: int, longest: int):
         self.step, self.longest = step, longest
         self.sequences = padded_sequences(batch_size, longest)
         self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        self.met: set[tuple[int, ...]] = set()
+        self.warmed_up: set[tuple[int, ...]] = set()
         self.captured: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Batch, Losses]] = {}
 
     def __call__(self, batch: Batch) -> Losses:
@@ -63,8 +63,8 @@ class GraphedStep:
             self.captured[key][1].overwrite(batch, self.longest)
         else:
             padded = batch.padded(key[0], self.sequences, self.longest, values)
-            if key not in self.met:
-                self.met.add(key)
+            if key not in self.warmed_up:
+                self.warmed_up.add(key)
                 return self.step(padded)
             self.captured[key] = self._capture(padded)
         graph, _, losses = self.captured[key]
@@ -78,7 +78,7 @@ class GraphedStep:
                 try:
                     losses = self.step(batch)
                 except Exception as error:
-                    failure = error  # ending the capture fails after it, and would hide it
+                    failure = error  # ending the capture then fails too, and would hide this error
                     raise
         except Exception as error:
             cause = failure or error
@@ -91,8 +91,9 @@ class GraphedStep:
 
 
 def means_no_capture(error: Exception) -> bool:
-    """Whether `error` says that something cannot be part of a CUDA graph: CUDA's and torch's own such errors all name
-    the capture. Out of memory and others would meet a step that is not captured as well."""
+    """Return whether `error` says that an operation cannot be captured: such errors of CUDA and torch all mention the
+    capture. Running out of memory and other errors would happen without a capture, too.
+    """
     return (
         isinstance(error, RuntimeError)
         and not isinstance(error, torch.OutOfMemoryError)

@@ -1,9 +1,9 @@
-"""The HSTU layer, the transformer layers (SASRec's, and one with norms in front), the stack and the model.
+"""Define the HSTU layer, the transformer layers (SASRec's, and one with norms in front), the stack and the model.
 
 Source: Zhai et al., ICML 2024 (arXiv 2402.17152), with the settings of its public experiments; Kang and McAuley,
 Self-Attentive Sequential Recommendation, ICDM 2018 (arXiv 1808.09781). A layer takes x [T, E] and the batch and
-returns (x, auxiliary losses). Letters: T tokens, E embedding size, H heads, Hkv key/value heads (the attention kind
-says how many), D query/key and V value head size.
+returns (x, auxiliary losses). Letters: T tokens, E embedding size, H heads, Hkv key/value heads (set by the attention
+kind), D query/key and V value head size.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ NORM_EPS = 1e-6
 
 
 def turned(config: ModelConfig, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """q and k turned as `model.rotary` says: queries by the times at which they ask, keys by those of their events."""
+    """Rotate q and k according to `model.rotary`: queries by their query times, keys by the times of their events."""
     if config.rotary is None:
         return q, k
     q, k = (
@@ -47,21 +47,23 @@ def turned(config: ModelConfig, q: Tensor, k: Tensor, batch: Batch) -> tuple[Ten
 
 
 def normed_input(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(x, its layer norm in the dtype that products have: under autocast nothing is then written twice)."""
+    """Return x and its layer norm in the dtype of matrix products, so that autocast converts nothing again."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return hstu_sparse.residual_norm(x, eps=NORM_EPS, dtype=dtype)
 
 
 def added(x: Tensor, linear: nn.Linear, inner: Tensor) -> Tensor:
-    """x + linear(inner)."""
+    """Return x + linear(inner)."""
     if x.is_cuda:
         return hstu_sparse.residual_add(x, F.linear(inner, linear.weight), linear.bias)
     return x + linear(inner)
 
 
 class SwiGLU(nn.Module):
-    """x + dropout(contract(SiLU(gate) * value)) with gate, value = expand(norm(x)) (Shazeer, arXiv 2002.05202)."""
+    """Compute x + dropout(contract(SiLU(gate) * value)) with gate, value = expand(norm(x)) (Shazeer, arXiv
+    2002.05202).
+    """
 
     def __init__(self, size: int, hidden: int, dropout: float):
         super().__init__()
@@ -79,9 +81,9 @@ class SwiGLU(nn.Module):
 
 
 class HSTULayer(nn.Module):
-    """x + output(dropout(norm(attention) * u)), with u, v, q, k = SiLU(norm(x) @ uvqk).
+    """Compute x + output(dropout(norm(attention) * u)), with u, v, q, k = SiLU(norm(x) @ uvqk).
 
-    With `feed_forward_dim` a SwiGLU follows, which the published layer does not have.
+    With `feed_forward_dim` a SwiGLU follows, which the published layer lacks.
     """
 
     def __init__(self, config: ModelConfig, attention: AttentionKind, kv_heads: int):
@@ -108,7 +110,7 @@ class HSTULayer(nn.Module):
         k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in (k, v))
         attended, aux = self.attention(normed, *turned(self.config, q, k, batch), v, batch)
         dropout = self.dropout if self.training else 0.0
-        # The kernels draw their mask from a seed of their own; on a CPU the reference draws from torch's generator.
+        # The kernels draw their mask from a seed of their own; on a CPU the reference uses torch's generator.
         seed = torch.randint(2**62, (1,), device=x.device) if dropout and x.is_cuda else None
         gated = hstu_sparse.norm_gate(attended.flatten(1), u, eps=NORM_EPS, dropout=dropout, seed=seed)
         x = added(x, self.output, gated)
@@ -131,7 +133,7 @@ class TransformerLayer(nn.Module):
         self.value = nn.Linear(size, kv_heads * layer.linear_dim)
         self.output = nn.Linear(heads * layer.linear_dim, size)
         self.feed_forward_norm = nn.LayerNorm(size, eps=1e-8)
-        assert config.feed_forward_dim is not None  # the configuration asks for it
+        assert config.feed_forward_dim is not None  # required by the configuration
         self.expand = nn.Linear(size, config.feed_forward_dim)
         self.contract = nn.Linear(config.feed_forward_dim, size)
         for linear in (self.query, self.key, self.value, self.output, self.expand, self.contract):
@@ -189,10 +191,11 @@ def build_layer(config: ModelConfig, attention: AttentionKind.Config) -> nn.Modu
 
 
 class SequenceModel(nn.Module):
-    """Batch -> (L2-normalised output [T, E] in fp32, auxiliary losses): out[t] predicts the item after token t.
+    """Compute (L2-normalised output [T, E] in fp32, auxiliary losses) of a batch: out[t] predicts the item after token
+    t.
 
-    Auxiliary losses of one name are summed over the layers. `head` scores outputs against items where that is not the
-    cosine; `task_head` is what a task other than retrieval makes of the outputs.
+    Auxiliary losses of one name are summed over the layers. `head` scores outputs against items unless the score is the
+    cosine; `task_head` is the module of a task other than retrieval.
     """
 
     def __init__(
@@ -219,7 +222,7 @@ class SequenceModel(nn.Module):
         kinds = config.attention * (config.num_layers if len(config.attention) == 1 else 1)
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in kinds)
         self.head = MixtureOfLogits(config.head, config.embedding_dim) if config.head.kind == "mol" else None
-        # ln of the factor that has been learned for loss.temperature
+        # The logarithm of the learned factor of loss.temperature.
         learned = config.head.kind == "dot" and config.head.learned_temperature
         self.item_dropout = config.head.item_dropout
         self.log_temperature = nn.Parameter(torch.zeros(())) if learned else None
@@ -235,17 +238,17 @@ class SequenceModel(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers are trained, a sharded table's on all ranks among them."""
+        """Return the number of trained parameters, including a sharded table's on all ranks."""
         table = self.embedding.sharded
         return sum(p.numel() for p in self.parameters()) + (0 if table is None else table.num_items * table.size)
 
     @property
     def item_table(self) -> Tensor:
-        """The representations of all items, [num_items, E]: their rows, and what their features add, or `targets`."""
+        """Return the representations of all items, [num_items, E]: their rows plus their features, or `targets`."""
         return self.item_rows()
 
     def item_rows(self, ids: Tensor | None = None) -> Tensor:
-        """The representations of the items `ids` [R] int64 that outputs are scored against, [R, E], or of all."""
+        """Return the representations of the items `ids` [R] int64 that outputs are scored against, [R, E], or of all."""
         if self.targets is None:
             return self.embedding.item_rows(ids)
         return self.targets if ids is None else F.embedding(ids, self.targets)
@@ -255,11 +258,11 @@ class SequenceModel(nn.Module):
         return normalized(x), aux
 
     def raw_output(self, batch: Batch, rows: Tensor | None = None) -> tuple[Tensor, dict[str, AuxLoss]]:
-        """As `forward`, before normalisation: for losses that divide by the norms themselves.
+        """Compute `forward` without normalisation, for losses that divide by the norms themselves.
 
-        rows [T, E]: of the batch's items, where they were looked up before.
+        rows [T, E]: the representations of the batch's items, if they were looked up before.
         """
-        batch = dataclasses.replace(batch)  # what layers share (`Batch.once`) lasts for this pass
+        batch = dataclasses.replace(batch)  # results that layers share (`Batch.once`) last for this pass
         x = self.embedding(batch, rows)
         total: dict[str, AuxLoss] = {}
         for layer in self.layers:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: they end what goes on at once, or are noted where it must come to a good end first."""
+"""Handle SIGINT and SIGTERM: they stop the work at once, or are noted while something must finish first."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ PATIENCE = 1.0  # seconds that a call into a library may go on after a signal
 
 
 class Stopped(BaseException):
-    """A signal came. Not an Exception: what mends errors lets it through."""
+    """A signal arrived. It is no Exception, so that error handlers let it through."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -20,13 +20,13 @@ class Stopped(BaseException):
 
 
 class Interrupts:
-    """Within `with Interrupts() as interrupts`, a signal raises Stopped in the main thread.
+    """Raise Stopped in the main thread on a signal within `with Interrupts() as interrupts`.
 
-    A library that does not come back to Python within a second after it is left where it is and the process ends:
-    files are written whole or not at all, so that nothing is lost. Within `noted()` a signal only sets `signal`. A
-    second signal ends the process at once, always.
+    If a library call does not return to Python within a second, the process ends: files are written whole or not at
+    all, so that nothing is lost. Within `noted()` a signal only sets `signal`. A second signal always ends the process
+    at once.
 
-    stage: what is going on, and what became of it, for the line that tells of the stop: `Stopped while {stage}`.
+    stage: the current work and its state, for the line that reports the stop: `Stopped while {stage}`.
     """
 
     def __init__(self):
@@ -63,19 +63,19 @@ class Interrupts:
         self.check()
 
     def check(self) -> None:
-        """Raises Stopped when a signal was noted."""
+        """Raise Stopped if a signal was noted."""
         if self.signal:
             raise Stopped(self.signal)
 
     def _hear(self, number: int, frame) -> None:
-        """In the main thread, between two steps of Python."""
+        """Handle a signal in the main thread, between two bytecodes of Python."""
         self._heard.set()
         self.signal = number
         if not self._noting:
             raise Stopped(number)
 
     def _watch(self) -> None:
-        """In a thread: sees a signal even while the main thread is in a library."""
+        """Watch for signals in a thread, even while the main thread is inside a library."""
         first = True
         while True:
             number = os.read(self._out, 1)[0]

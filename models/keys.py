@@ -1,4 +1,4 @@
-"""The keys of a configuration, read from its classes: `train.py --keys` and the site's reference print them."""
+"""List the keys of a configuration from its classes, for `train.py --keys` and the site's reference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Key(NamedTuple):
 
 
 class Section(NamedTuple):
-    """The keys of one mapping: `title` names it, with the kind where there are several; `meaning` says what it is."""
+    """The keys of one mapping: `title` names it, with the kind if there are several; `meaning` describes it."""
 
     title: str
     meaning: str
@@ -40,7 +40,7 @@ class Section(NamedTuple):
 
 
 def sections(config: type[BaseModel] = RunConfig, prefix: str = "", title: str = "") -> Iterator[Section]:
-    """The mapping that `config` describes, then every mapping inside it."""
+    """Yield the mapping that `config` describes, then every mapping inside it."""
     fields = config.model_fields
     keys = [
         Key(prefix + name, _type(field.annotation, field), _default(field), " ".join((field.description or "").split()))
@@ -53,36 +53,38 @@ def sections(config: type[BaseModel] = RunConfig, prefix: str = "", title: str =
                 yield from _attention(kind, attention)
             continue
         inner, path = _mappings(field.annotation)
-        for one in inner:
+        for inner_config in inner:
             where = f"{prefix}{name}{path}"
-            kinds = typing.get_args(one.model_fields["kind"].annotation) if len(inner) > 1 else ()
-            yield from sections(one, f"{where}.", f"{where}, kind {kinds[0]}" if kinds else where)
+            kinds = typing.get_args(inner_config.model_fields["kind"].annotation) if len(inner) > 1 else ()
+            yield from sections(inner_config, f"{where}.", f"{where}, kind {kinds[0]}" if kinds else where)
 
 
 def _attention(kind: str, attention: type[AttentionKind]) -> Iterator[Section]:
-    """The keys of a kind, with the kind's own docstring as their meaning."""
+    """Return the keys of a kind, with the kind's own docstring as their meaning."""
     (section,) = sections(attention.Config, "model.attention.", f"model.attention, kind {kind}")
     yield section._replace(meaning=" ".join((attention.__doc__ or "").split()))
 
 
 def _mappings(annotation: Any) -> tuple[list[type[BaseModel]], str]:
-    """The configuration classes in an annotation, and what stands between the key and theirs: `.NAME`, `.0` or none."""
+    """Return the configuration classes in an annotation, and the path between the key and theirs: `.NAME`, `.0` or
+    none.
+    """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation], ""
     if origin is Annotated:
         return _mappings(arguments[0])
-    found: list[type[BaseModel]] = []
+    configs: list[type[BaseModel]] = []
     path = ""
     for argument in arguments:
         if argument is not str:
             inner, path_inside = _mappings(argument)
-            found, path = found + inner, path or path_inside
-    return found, {dict: ".NAME", list: ".0"}.get(origin, "") + path if found else ""
+            configs, path = configs + inner, path or path_inside
+    return configs, {dict: ".NAME", list: ".0"}.get(origin, "") + path if configs else ""
 
 
 def _type(annotation: Any, field: FieldInfo | None = None) -> str:
-    """An annotation as a reader of YAML would say it."""
+    """Describe an annotation in the terms of YAML."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     bounds = [
         f"{word} {value:,}" if isinstance(value, int) else f"{word} {value:g}"
@@ -91,24 +93,24 @@ def _type(annotation: Any, field: FieldInfo | None = None) -> str:
         if (value := getattr(part, name, None)) is not None and value < 2**63
     ]
     if origin is Annotated:
-        said = _type(arguments[0])
+        text = _type(arguments[0])
     elif origin is Literal:
-        said = " | ".join("false" if value is False else str(value) for value in arguments)
+        text = " | ".join("false" if value is False else str(value) for value in arguments)
     elif origin in (Union, types.UnionType):
-        said = " | ".join(dict.fromkeys(_type(one) for one in arguments if one is not types.NoneType))
+        text = " | ".join(dict.fromkeys(_type(one) for one in arguments if one is not types.NoneType))
     elif origin in (list, tuple):
-        said = f"list of {_type(arguments[0])}"
+        text = f"list of {_type(arguments[0])}"
     elif origin is dict:
-        said = f"mapping of names to {_type(arguments[1])}"
+        text = f"mapping of names to {_type(arguments[1])}"
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        said = "mapping"
+        text = "mapping"
     else:
-        said = {int: "integer", float: "number", bool: "true | false", str: "text"}.get(annotation, "mapping")
-    return ", ".join([said, *bounds])
+        text = {int: "integer", float: "number", bool: "true | false", str: "text"}.get(annotation, "mapping")
+    return ", ".join([text, *bounds])
 
 
 def _default(field: FieldInfo) -> str:
-    """A default as YAML, `absent` for a key that may be left out and `required` for one that may not."""
+    """Format a default as YAML, `absent` for an optional key without default and `required` for a required key."""
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
@@ -122,7 +124,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def as_text(prefix: str, width: int) -> str:
-    """The keys that begin with `prefix`, for a terminal; ConfigError where there is none."""
+    """Format the keys that begin with `prefix` for a terminal; ConfigError if there is none."""
     lines, names = [], set()
     for section in sections():
         keys = [key for key in section.keys if key.name.startswith(prefix)]
@@ -139,7 +141,7 @@ def as_text(prefix: str, width: int) -> str:
 
 
 def as_markdown() -> str:
-    """All keys as the configuration reference: a heading and a table for each mapping."""
+    """Format all keys as the configuration reference: a heading and a table for each mapping."""
     lines = []
     for section in sections():
         lines += [
@@ -158,5 +160,5 @@ def as_markdown() -> str:
 
 
 def _linked(text: str) -> str:
-    """A meaning with links to the pages that it names."""
+    """Add links to the pages that a meaning names."""
     return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", text)

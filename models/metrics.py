@@ -1,20 +1,20 @@
-"""Ranking metrics from ranks: HR and NDCG at k, MRR, also by history length."""
+"""Compute ranking metrics from ranks: HR and NDCG at k, MRR, also by history length."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 KS = (1, 5, 10, 50, 100, 200)
-# Upper ends of the history-length groups, in events before the target.
+# Upper bounds of the history-length groups, in events before the target.
 LENGTH_EDGES = (5, 10, 20, 50, 100, 200)
-# Likewise of an item's training events.
+# Upper bounds of the groups by an item's number of training events.
 COUNT_EDGES = (0, 5, 10, 30, 100, 300, 1000)
 
 
 def user_metrics(ranks: np.ndarray, ks: tuple[int, ...] = KS) -> dict[str, np.ndarray]:
-    """Metrics of each user, of one relevant item: name -> [M] float64.
+    """Compute the metrics of each user, who has one relevant item: name -> [M] float64.
 
-    ranks: [M] int, from 1. HR@k = 1 where the rank is <= k, else 0; NDCG@k = 1 / log2(rank + 1) there; MRR = 1 / rank.
+    ranks: [M] int, from 1. HR@k = 1 where the rank is <= k, else 0; NDCG@k = HR@k / log2(rank + 1); MRR = 1 / rank.
     """
     gain = 1 / np.log2(ranks + 1.0)
     values = {}
@@ -25,7 +25,7 @@ def user_metrics(ranks: np.ndarray, ks: tuple[int, ...] = KS) -> dict[str, np.nd
 
 
 def ranking_metrics(ranks: np.ndarray, ks: tuple[int, ...] = KS) -> dict[str, float]:
-    """Means of `user_metrics` over the users, of ranks [M] over the whole catalogue. An empty array gives NaN.
+    """Return the means of `user_metrics` over the users, for ranks [M] over the whole catalogue; NaN for no ranks.
 
     Examples:
         >>> import numpy as np
@@ -42,29 +42,29 @@ def metric_names(ks: tuple[int, ...] = KS) -> list[str]:
 
 
 def names_for(num_items: int, ks: tuple[int, ...] = KS) -> list[str]:
-    """The names of the metrics that say something of so many items: HR@k is 1 for any model where k is not less."""
+    """Return the names of metrics that are informative for so many items: HR@k is 1 for any model if k >= num_items."""
     return [name for k in ks if k < num_items for name in (f"HR@{k}", f"NDCG@{k}")] + ["MRR"]
 
 
 def intervals(ranks: np.ndarray, ks: tuple[int, ...] = (10,)) -> dict[str, list[float]]:
-    """95% intervals of HR@k, NDCG@k and MRR: the mean over users, 1.96 of its standard errors to either side.
+    """Return 95% intervals of HR@k, NDCG@k and MRR: the mean over users, plus and minus 1.96 standard errors.
 
-    They hold the users' chance alone, not that of the seed. ranks: [M]; empty for fewer than two users.
+    They include the variation between users, not that between seeds. ranks: [M]; empty for fewer than two users.
     """
     if len(ranks) < 2:
         return {}
-    found = {}
+    by_metric = {}
     for name, value in user_metrics(ranks, ks).items():
         mean, error = value.mean(), 1.96 * value.std(ddof=1) / len(value) ** 0.5
-        found[name] = [float(max(0.0, mean - error)), float(min(1.0, mean + error))]
-    return found
+        by_metric[name] = [float(max(0.0, mean - error)), float(min(1.0, mean + error))]
+    return by_metric
 
 
 def describe_lists(lists: np.ndarray, counts: np.ndarray) -> dict:
-    """What the lists [M, k] of items are like, given how often training saw each item, counts [I].
+    """Describe recommendation lists [M, k], given the number of training events of each item, counts [I].
 
     coverage: the share of the catalogue that is in any of them. novelty: the mean over their items of -log2 of the
-    item's share of all training events (one event added to each), in bits. An item of -1 does not count.
+    item's share of all training events (one event added to each), in bits. Entries of -1 do not count.
     """
     share, items = (counts + 1) / (counts + 1).sum(), lists[lists >= 0]
     return {
@@ -76,7 +76,7 @@ def describe_lists(lists: np.ndarray, counts: np.ndarray) -> dict:
 
 
 def metrics_by_length(ranks: np.ndarray, lengths: np.ndarray) -> list[dict]:
-    """Metrics of the users in each group of history length: dicts with `history`, `users` and the metrics.
+    """Compute metrics of the users in each group of history length: dicts with `history`, `users` and the metrics.
 
     ranks, lengths: [M]. Groups end at LENGTH_EDGES; empty groups are left out.
     """
@@ -84,9 +84,10 @@ def metrics_by_length(ranks: np.ndarray, lengths: np.ndarray) -> list[dict]:
 
 
 def metrics_by_popularity(ranks: np.ndarray, counts: np.ndarray) -> list[dict]:
-    """Metrics of the users by the training events of their targets: dicts with `events`, `users` and the metrics.
+    """Compute metrics of the users by the training events of their targets: dicts with `events`, `users` and the
+    metrics.
 
-    ranks, counts: [M]. Targets that training never saw, of 0 events, are a group of their own.
+    ranks, counts: [M]. Targets without training events are a group of their own.
     """
     return _by_group(ranks, "events", groups_of(counts, COUNT_EDGES, 0))
 
@@ -96,9 +97,9 @@ def _by_group(ranks: np.ndarray, key: str, groups: Iterable[tuple[str, np.ndarra
 
 
 def groups_of(counts: np.ndarray, edges: Sequence[int], least: int) -> Iterator[tuple[str, np.ndarray]]:
-    """(name like `6-10`, which of counts [M] are in it) of the groups that end at `edges`, the last having no end.
+    """Yield (name like `6-10`, mask of counts [M]) of the groups that end at `edges`, the last having no end.
 
-    least: what the first group begins with. Empty groups are left out.
+    least: where the first group begins. Empty groups are left out.
     """
     groups = np.searchsorted(edges, counts)
     for group in range(len(edges) + 1):

@@ -1,4 +1,4 @@
-"""What a run writes down on its way, metrics.jsonl and its tracker's curves; what an unexpected exception says."""
+"""Write a run's metrics.jsonl and its tracker's curves; report unexpected exceptions."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from models.tracking import Tracker
 
 
 class Means:
-    """Means of named losses over the steps of an epoch, added up on the device: only reading them waits for it."""
+    """Average named losses over the steps of an epoch on the device: only reading the means waits for it."""
 
     def __init__(self, device: torch.device, state: dict[str, list]):
         self.sums = {
@@ -21,7 +21,7 @@ class Means:
         self.steps = {name: steps for name, (_, steps) in state.items()}
 
     def add(self, losses: dict[str, Tensor]) -> None:
-        """losses: 0-d each; a name may be missing in some steps and is then averaged over the others."""
+        """Add losses, 0-d each; a name may be missing in some steps and is then averaged over the others."""
         for name, loss in losses.items():
             if name not in self.sums:
                 self.sums[name], self.steps[name] = torch.zeros((), dtype=torch.float64, device=loss.device), 0
@@ -29,7 +29,7 @@ class Means:
             self.steps[name] += 1
 
     def state(self) -> dict[str, list]:
-        """name -> [sum, steps], from which the same means can be gone on with, bit by bit."""
+        """Return name -> [sum, steps], from which the means can be continued, bit by bit."""
         return {name: [total.item(), self.steps[name]] for name, total in self.sums.items()}
 
     def values(self) -> dict[str, float]:
@@ -37,27 +37,27 @@ class Means:
 
 
 class MetricsLog:
-    """metrics.jsonl, brought to what the checkpoint knew of it, and the same to a tracker; FolderError on a full disk.
+    """Write metrics.jsonl, cut back to the checkpoint's records, and the tracker's curves; FolderError on a full disk.
 
-    records: the lines so far. lost: whether they were not all there any more.
+    records: the lines so far. lost: whether some of them were missing from the file.
     """
 
     def __init__(self, folder: Path, records: list[dict], tracker: Tracker):
         self.path, self.records = folder / "metrics.jsonl", list(records)
-        known = "".join(json.dumps(record) + "\n" for record in records)
+        saved_lines = "".join(json.dumps(record) + "\n" for record in records)
         with access(self.path, "read"):
-            found = read_regular(self.path) if self.path.exists() else b""
-        # What stands behind the known lines comes from steps that will be made again.
-        self.lost = not found.startswith(known.encode())
-        write_file(self.path, known)
+            content = read_regular(self.path) if self.path.exists() else b""
+        # Later lines in the file come from steps after the checkpoint, which will be repeated.
+        self.lost = not content.startswith(saved_lines.encode())
+        write_file(self.path, saved_lines)
         with access(self.path, "written"):
             self.file = self.path.open("a", encoding="utf-8")
         self.tracker = tracker
 
     def write(self, record: dict, seconds: float, trained: dict[str, float]) -> None:
-        """A line of metrics.jsonl; the tracker has what is in `trained` below train/, the rest below its split.
+        """Write a line of metrics.jsonl; the tracker gets `trained` below train/, the other values below their split.
 
-        trained: losses and rates of training; those that `record` does not have go to the tracker alone.
+        trained: losses and rates of training; those that `record` lacks go to the tracker only.
         """
         record, step = {**record, "seconds": round(seconds, 3)}, record["step"]
         with access(self.path, "written"):
@@ -78,7 +78,7 @@ class MetricsLog:
 
 
 def explain_faults() -> None:
-    """An exception that nobody expected shows its traceback and, behind it, what to do about it."""
+    """Add advice behind the traceback of an unexpected exception."""
 
     def hook(kind, error, trace) -> None:
         sys.__excepthook__(kind, error, trace)

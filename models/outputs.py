@@ -1,7 +1,7 @@
-"""Files that a user asks eval.py for: tables of recommendations and the vectors of the items.
+"""Write the files that a user requests from eval.py: tables of recommendations and the vectors of the items.
 
-They are written beside their place and then take it, never over what is not an earlier output of the same kind, unless
-`--overwrite` says so, and never over the run's own source.
+They are written beside their place and then moved there. They replace an existing file only if it is an earlier output
+of the same kind or with `--overwrite`, and never the run's own source.
 
 Letters: B users of a batch, I items, E embedding size.
 """
@@ -30,7 +30,7 @@ EXPORTED, INDEX = {"items.npy", "item_ids.npy", "items.parquet"}, "items.faiss"
 
 
 def check_table(path: Path, option: str, config: RunConfig, overwrite: bool) -> None:
-    """ConfigError unless a table may be written to `path`."""
+    """Raise ConfigError unless a table may be written to `path`."""
     with access(path, "written"):
         if path.suffix not in TABLES or path.is_dir():
             raise ConfigError(f"{option} {shown(path, 200)}: expected the name of a file that ends in .parquet or .csv")
@@ -38,15 +38,15 @@ def check_table(path: Path, option: str, config: RunConfig, overwrite: bool) -> 
         if not os.path.lexists(path):
             return
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise ConfigError(f"{option} {shown(path, 200)}: what is there is no regular file and is left alone")
+            raise ConfigError(f"{option} {shown(path, 200)}: the existing entry is no regular file and stays")
         if not overwrite and not _is_table(path):
             raise ConfigError(
-                f"{option} {shown(path, 200)}: there is a file that eval.py did not write; --overwrite replaces it"
+                f"{option} {shown(path, 200)}: eval.py did not write the existing file; --overwrite replaces it"
             )
 
 
 def check_export(path: Path, config: RunConfig, overwrite: bool) -> None:
-    """ConfigError unless the items' vectors may be written into the folder `path`."""
+    """Raise ConfigError unless the items' vectors may be written into the folder `path`."""
     option = "--export-items"
     if config.model.head.kind != "dot":
         raise ConfigError(f"{option}: model.head.kind={config.model.head.kind} has no one vector for an item")
@@ -55,13 +55,13 @@ def check_export(path: Path, config: RunConfig, overwrite: bool) -> None:
         if not os.path.lexists(path):
             return
         if path.is_symlink() or not path.is_dir() or {file.name for file in path.iterdir()} - {INDEX} != EXPORTED:
-            raise ConfigError(f"{option} {shown(path, 200)}: there is something that eval.py did not write")
+            raise ConfigError(f"{option} {shown(path, 200)}: eval.py did not write what exists there")
         if not overwrite:
             raise ConfigError(f"{option} {shown(path, 200)}: there is an earlier export; --overwrite replaces it")
 
 
 def _check_place(path: Path, option: str, config: RunConfig) -> None:
-    """ConfigError unless there is a folder to write into, which is not the run's source."""
+    """Raise ConfigError unless the folder to write into exists and is not the run's source."""
     if "\0" in str(path):
         raise ConfigError(f"{option} {shown(path)}: a path cannot hold a NUL character")
     parent = path.absolute().parent
@@ -76,7 +76,7 @@ def _check_place(path: Path, option: str, config: RunConfig) -> None:
 
 
 def _is_table(path: Path) -> bool:
-    """Whether the file is an earlier table of ours, by its columns."""
+    """Return whether the file is an earlier table of recommendations, by its columns."""
     if path.suffix == ".csv":
         with path.open("rb") as file:
             return file.read(100).split(b"\n")[0].strip() == ",".join(COLUMNS).encode()
@@ -93,9 +93,9 @@ def _is_table(path: Path) -> bool:
 def recommendations(
     config: RunConfig, model, dataset: Dataset, batches: Iterable[Batch], k: int, ranks: Ranks | None = None
 ):
-    """The k best items of each sequence, as a frame in original ids: user, rank (from 1), item, score.
+    """Return the k best items of each sequence, as a frame in original ids: user, rank (from 1), item, score.
 
-    ranks: those that compute it together. A user for whom fewer items are left has fewer rows.
+    ranks: the ranks that compute it together. A user with fewer remaining items has fewer rows.
     """
     import polars as pl
 
@@ -118,7 +118,7 @@ def recommendations(
 
 
 def write_table(path: Path, frame) -> None:
-    """The frame as Parquet or CSV, by the name's end; whole, or what was there before stays."""
+    """Write the frame as Parquet or CSV, by the name's ending; after an error the earlier file is unchanged."""
     content = io.BytesIO()
     if path.suffix == ".csv":
         frame.write_csv(content)
@@ -130,9 +130,9 @@ def write_table(path: Path, frame) -> None:
 def whole_histories(
     dataset: Dataset, users: np.ndarray, at: int, longest: int, batch_size: int, device: torch.device
 ) -> Iterator[Batch]:
-    """Batches of the users' latest `longest` events; what comes next is asked for at the time `at`.
+    """Yield batches of the users' latest `longest` events, with the time `at` as the time of the next event.
 
-    users: [M] indices of users who have events. `seen_items` are their whole histories.
+    users: [M] indices of users who have events. `seen_items` has their whole histories.
     """
 
     def column(values: np.ndarray | None, index: np.ndarray):
@@ -141,7 +141,7 @@ def whole_histories(
     for first in range(0, len(users), batch_size):
         chosen = users[first : first + batch_size]
         start, end = dataset.user_offsets[chosen], dataset.user_offsets[chosen + 1]
-        whole, whole_offsets = _ranges(start, end)
+        seen, seen_offsets = _ranges(start, end)
         index, offsets = _ranges(np.maximum(start, end - longest), end)
         last = offsets[1:] - 1
         following = np.minimum(index + 1, dataset.num_events - 1)
@@ -157,23 +157,23 @@ def whole_histories(
             actions=column(dataset.actions, index),
             user_features=column(dataset.user_rows, chosen),
             event_features=column(dataset.event_rows, index),
-            seen_items=column(dataset.items, whole),
-            seen_offsets=torch.from_numpy(whole_offsets).to(device),
+            seen_items=column(dataset.items, seen),
+            seen_offsets=torch.from_numpy(seen_offsets).to(device),
         )
 
 
 def _ranges(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(begin[i] .. end[i]-1 for each i, laid end to end; their offsets)."""
+    """Return (begin[i] .. end[i]-1 for each i, concatenated; their offsets)."""
     offsets = np.append(0, np.cumsum(end - begin)).astype(np.int64)
     return np.repeat(begin - offsets[:-1], end - begin) + np.arange(offsets[-1]), offsets
 
 
 @torch.no_grad()
 def export_items(path: Path, model, item_ids: np.ndarray) -> tuple[int, int]:
-    """Writes items.npy [I, E] fp32, item_ids.npy [I] and items.parquet (item, vector) into the folder; returns (I, E).
+    """Write items.npy [I, E] fp32, item_ids.npy [I] and items.parquet (item, vector) into the folder; return (I, E).
 
-    Rows have length one: a score is the product of one with the model's output. With faiss installed (the extra
-    `serve`), items.faiss is an exact index of inner products; what it finds are rows of items.npy.
+    Rows have length one: a score is the product of a row with the model's output. With faiss installed (the extra
+    `serve`), items.faiss is an exact index of inner products; its results are rows of items.npy.
     """
     import polars as pl
 

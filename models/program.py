@@ -1,4 +1,4 @@
-"""What train.py and eval.py have around them: one line for each error, signals, the exit status."""
+"""Wrap the programs: report each error in one line, handle signals, return the exit status."""
 
 import os
 import re
@@ -18,14 +18,14 @@ from models.terminal import terminal
 
 
 class TrainingError(ValueError):
-    """Training cannot go on, in one line."""
+    """Training cannot continue; the message is one line."""
 
 
 ERRORS = (ConfigError, DataError, CheckpointError, FolderError, ServingError, TrainingError)
 
 
 def guarded(work: Callable[[Interrupts], None], quiet: bool = False) -> int:
-    """The exit status of `work`: 0, 2 after an error that is told in one line, 128 + n after signal n."""
+    """Run `work` and return the exit status: 0, 2 after an error, reported in one line, or 128 + n after signal n."""
     terminal.begin(quiet)
     with Interrupts() as interrupts:
         try:
@@ -47,13 +47,13 @@ def guarded(work: Callable[[Interrupts], None], quiet: bool = False) -> int:
 
 
 def fail(message: object) -> None:
-    """Prints the one line of an error, of several ranks that met it or its consequences the first one alone."""
+    """Print the one line of an error; if several ranks met it or its consequences, only the first one prints."""
     if first_to_fail():
         terminal.fail(message)
 
 
 def first_to_fail() -> bool:
-    """Whether no other process that torchrun started together with this one has said so before."""
+    """Return whether this process is the first of those that torchrun started together to report an error."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -62,22 +62,22 @@ def first_to_fail() -> bool:
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
         return store.add(f"hstu_sparse/failed/{attempt}", 1) == 1
     except (KeyError, ValueError, RuntimeError):
-        return True  # nobody to ask: better twice than never
+        return True  # the store is unreachable: better twice than never
 
 
 def lost_rank(error: Exception) -> bool:
-    """Whether an error says that a message could not be exchanged with another process."""
+    """Return whether an error says that a message could not be exchanged with another process."""
     text = str(error)
     signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe")
     return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
 
 
 def memory_fault(error: Exception) -> str | None:
-    """The line for an error that says that memory is not enough, on the host or a device; None for any other."""
+    """Return the line for an error about memory, on the host or a device; None for any other error."""
     text = str(error)
     on_host = any(sign in text for sign in ("DefaultCPUAllocator: can't allocate memory", "Storage size calculation"))
     if not (on_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))):
         return None
-    wanted = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ [KMGT]iB)", text)
-    asked = f" ({wanted[1] + ' bytes' if wanted[1] else wanted[2]} asked for at once)" if wanted else ""
-    return f"not enough memory{asked}: lower the model's sizes, the batch sizes or loss.num_negatives"
+    request = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ [KMGT]iB)", text)
+    size = f" ({request[1] + ' bytes' if request[1] else request[2]} requested at once)" if request else ""
+    return f"not enough memory{size}: lower the model's sizes, the batch sizes or loss.num_negatives"

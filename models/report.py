@@ -1,4 +1,4 @@
-"""The table at the end of a run, and its report.md with plots."""
+"""Print the table at the end of a run, and write its report.md with plots."""
 
 import functools
 import os
@@ -18,27 +18,27 @@ from models.terminal import duration, terminal
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What the figures of a run depend on: hardware and versions."""
-    found = {
+    """Return the hardware and versions that the figures of a run depend on."""
+    facts = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {os.cpu_count()} cores",
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
     }
     for name in ("torch", "triton", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
         try:
-            found[name] = metadata.version(name)
+            facts[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return facts
 
 
 def protocol_lines(task: Task, result: dict) -> list[str]:
-    """What the figures are figures of; of a run that is judged by nothing, its notes."""
+    """Return sentences about the data and protocol of the figures; for a run without evaluation, its notes."""
     return task.protocol_lines(result) if "split" in result else result["notes"]
 
 
 def print_result(task: Task, result: dict) -> None:
-    """Prints the terminal's table: the model next to the task's baseline, under the same protocol."""
+    """Print the terminal's table: the model next to the task's baseline, under the same protocol."""
     for line in protocol_lines(task, result):
         terminal.say(line)
     if "split" not in result:
@@ -47,7 +47,7 @@ def print_result(task: Task, result: dict) -> None:
     table = Table(title=f"{task.config.name}: {result['split']}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in main.short:
         heading = main.headings[column]
-        # Words may wrap, numbers may not.
+        # Words may wrap, numbers not.
         table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading), overflow="fold")
     for row in main.rows:
         table.add_row(*(row[column] for column in main.short))
@@ -55,7 +55,7 @@ def print_result(task: Task, result: dict) -> None:
 
 
 def write_report(folder: Path, task: Task, result: dict, history: list[dict], dataset) -> None:
-    """report.md in the run's folder, with loss.png and, if the run evaluated on the way, metrics.png.
+    """Write report.md in the run's folder, with loss.png and, if the run evaluated during training, metrics.png.
 
     history: the lines of metrics.jsonl.
     """
@@ -97,7 +97,7 @@ def _left_out(split_and_reason: str, count: int) -> str:
 
 
 def markdown_table(headings: list[str], rows: list[list[str]]) -> list[str]:
-    """The lines of a table in Markdown."""
+    """Format a table as lines of Markdown."""
     return [
         "| " + " | ".join(headings) + " |",
         "|" + " --- |" * len(headings),
@@ -106,8 +106,8 @@ def markdown_table(headings: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline: dict[str, float]) -> list[str]:
-    """Writes the curves, the baseline's metrics as lines beside them; returns the names of the files."""
-    os.environ["MPLBACKEND"] = "agg"  # what the environment says of it may be no backend at all
+    """Plot the curves, with the baseline's metrics as lines; return the names of the files."""
+    os.environ["MPLBACKEND"] = "agg"  # the environment may name an invalid backend
     from matplotlib import pyplot as plt
     from matplotlib.ticker import MaxNLocator
 

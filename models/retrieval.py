@@ -1,6 +1,6 @@
-"""Scores over the catalogue, ranks of the targets and the top-k lists.
+"""Compute scores over the catalogue, ranks of the targets and the top-k lists.
 
-Where the catalogue is large its scores are computed a tile of items at a time, and no [B, I] tensor exists.
+Scores of a large catalogue are computed a tile of items at a time, so that no [B, I] tensor exists.
 
 Letters: B users, I items, E embedding size.
 """
@@ -19,18 +19,18 @@ from hstu_sparse.jagged import sequence_ids
 from models.hstu import SequenceModel
 from models.parallel.ranks import Ranks
 
-# Which of a user's earlier items leave the ranking, each a superset of the one before.
+# Which of a user's earlier items are filtered from the ranking, each a superset of the one before.
 FILTERS = ("none", "window", "history")
 RANK_CHUNK = 2**22  # scores
-TILE = 2**25  # scores of a batch that are held at a time
+TILE = 2**25  # scores of a batch computed at a time
 
 
 @dataclass
 class Scores:
-    """Scores [B, I] of a batch, computed when asked for.
+    """Scores [B, I] of a batch, computed on demand.
 
-    tile(begin, end): those of the items begin .. end, [B, end - begin], a tensor of its own, the same every time.
-    ranks: where each of them has the scores of its share of the items alone.
+    tile(begin, end): the scores of the items begin .. end, [B, end - begin], a new tensor with the same values every
+    time. ranks: set if each of them has the scores of its share of the items only.
     """
 
     num_users: int
@@ -40,25 +40,26 @@ class Scores:
 
     @property
     def items(self) -> tuple[int, int]:
-        """(begin, end) of the items whose scores are here."""
+        """(begin, end) of the items whose scores this rank has."""
         return (0, self.num_items) if self.ranks is None else self.ranks.share(self.num_items)
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of what all ranks have of `x`, each from its items."""
+        """Sum `x` over all ranks, each of which has the part of its items."""
         return x if self.ranks is None else self.ranks.sum(x)
 
     @classmethod
     def of(cls, scores: "Scores | Tensor") -> "Scores":
-        """Scores of a [B, I] tensor, which is left as it is."""
+        """Wrap scores in a [B, I] tensor, which is not changed."""
         if isinstance(scores, Scores):
             return scores
         table = scores
         return cls(table.shape[0], table.shape[1], lambda begin, end: table[:, begin:end].clone())
 
     def tiles(self) -> Iterator[tuple[int, int, Tensor]]:
-        """(first item that is new, first item of the tile, tile): all of one width, the last shifted to fit.
+        """Yield (first new item, first item of the tile, tile): all of one width, the last shifted to fit.
 
-        They have one width, so that equal items get equal scores, computed alike, whichever tile they are in.
+        They have one width, so that equal items get equal scores, computed by the same kernel, whichever tile they are
+        in.
         """
         first, last = self.items
         width = min(last - first, max(1, TILE // max(1, self.num_users)))
@@ -68,17 +69,17 @@ class Scores:
 
 
 def normalized_items(item_weight: Tensor) -> Tensor:
-    """[I, E] -> [I, E], each row of length one."""
+    """Normalise each row to length one: [I, E] -> [I, E]."""
     return F.normalize(item_weight.float(), dim=-1, eps=1e-6)
 
 
 def mask_seen(
     scores: Tensor, seen_items: Tensor, seen_offsets: Tensor, keep: Tensor | None = None, start: int = 0
 ) -> Tensor:
-    """Scores [B, W] with the items of each user's history at -inf, in place.
+    """Set the scores [B, W] of the items of each user's history to -inf, in place.
 
-    seen_items: [S] int64, jagged by seen_offsets [B+1]. keep: [B] item whose score stays (a target that repeats
-    an earlier event is still to be found). start: the item that the first column is.
+    seen_items: [S] int64, jagged by seen_offsets [B+1]. keep: [B] item whose score stays (a target that repeats an
+    earlier event can then still be ranked). start: the item of the first column.
     """
     rows, columns = sequence_ids(seen_offsets, len(seen_items)), seen_items - start
     users, width = scores.shape
@@ -88,41 +89,44 @@ def mask_seen(
     if not scores.is_cuda:
         scores[rows[hidden], columns[hidden].long()] = float("-inf")
         return scores
-    # What is not hidden marks a column behind the last: to leave it out instead would wait for the device.
+    # Items to keep mark an extra column behind the last: dropping them instead would wait for the device.
     mask = torch.zeros(users, width + 1, dtype=torch.bool, device=scores.device)
     mask.view(-1).index_fill_(0, rows * (width + 1) + torch.where(hidden, columns, width), True)
     return scores.masked_fill_(mask[:, :width], float("-inf"))
 
 
 def target_ranks(scores: Tensor, targets: Tensor) -> Tensor:
-    """Rank of each target among all items, from 1: [B] int64. Ties go to the smaller item id; NaN ranks last.
+    """Return the rank of each target among all items, from 1: [B] int64. Ties go to the smaller item id; NaN ranks
+    last.
 
     scores: [B, I]; targets: [B] int64.
     """
-    own = scores.gather(1, targets[:, None])
-    return torch.where(own[:, 0].isnan(), scores.shape[1], 1 + count_before(scores, own, targets))
+    target_scores = scores.gather(1, targets[:, None])
+    return torch.where(target_scores[:, 0].isnan(), scores.shape[1], 1 + count_before(scores, target_scores, targets))
 
 
-def count_before(scores: Tensor, own: Tensor, targets: Tensor, start: int = 0) -> Tensor:
-    """How many of the items start, start + 1, ... with scores [B, W] rank before targets [B] of scores own [B, 1]."""
+def count_before(scores: Tensor, target_scores: Tensor, targets: Tensor, start: int = 0) -> Tensor:
+    """Count the items start, start + 1, ... with scores [B, W] that rank before targets [B] with target_scores [B,
+    1].
+    """
     ids = start + torch.arange(scores.shape[1], device=scores.device)
-    # On a CPU, few rows at a time: what is written then stays in its cache.
+    # On a CPU, few rows at a time, so that intermediate results stay in its cache.
     rows = len(scores) if scores.is_cuda else max(1, RANK_CHUNK // max(1, scores.shape[1]))
-    found = []
-    for part, mine, chosen in zip(*(x.split(max(1, rows)) for x in (scores, own, targets))):
-        found.append(((part > mine) | ((part == mine) & (ids < chosen[:, None]))).sum(1))
-    return torch.cat(found)
+    counts = []
+    for part, part_scores, part_targets in zip(*(x.split(max(1, rows)) for x in (scores, target_scores, targets))):
+        counts.append(((part > part_scores) | ((part == part_scores) & (ids < part_targets[:, None]))).sum(1))
+    return torch.cat(counts)
 
 
 def top_items(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best items of each user, best first, ties by smaller id, NaN last: (scores [B, k], items [B, k]).
+    """Return the k best items of each user, best first, ties by smaller id, NaN last: (scores [B, k], items [B, k]).
 
-    A NaN comes back as -inf.
+    A NaN is returned as -inf.
     """
     k = min(k, scores.shape[1])
     scores = scores.masked_fill(scores.isnan(), float("-inf"))
     values, items = scores.topk(k, dim=1)
-    # Among the items that tie with the k-th, topk takes any: the smallest ids fill the places behind the better ones.
+    # Among the items that tie with the k-th, topk returns any: fill the last places with the smallest ids.
     least = values[:, -1:]
     ids = torch.arange(scores.shape[1], device=scores.device, dtype=torch.int32)
     tied = torch.where(scores == least, ids, scores.shape[1]).topk(k, dim=1, largest=False, sorted=True).values
@@ -136,7 +140,7 @@ def top_items(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def best_items(scores: Scores | Tensor, k: int, seen: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """`top_items` of scores that may be in tiles. seen: items, jagged by offsets, that are not to be among them."""
+    """Return `top_items` of scores that may be in tiles. seen: items to exclude, (items, offsets)."""
     scores = Scores.of(scores)
     best: tuple[Tensor, Tensor] | None = None
     for begin, start, tile in scores.tiles():
@@ -145,7 +149,7 @@ def best_items(scores: Scores | Tensor, k: int, seen: tuple[Tensor, Tensor] | No
         values, items = top_items(tile[:, begin - start :], k)
         items = items + begin
         if best is not None:
-            # Among equal scores those of the tiles before stand first, and their ids are smaller.
+            # Among equal scores those of earlier tiles come first, and their ids are smaller.
             values, items = (torch.cat(pair, 1) for pair in zip(best, (values, items)))
             values, order = values.sort(dim=1, descending=True, stable=True)
             values, items = values[:, :k], items.gather(1, order[:, :k])
@@ -156,11 +160,11 @@ def best_items(scores: Scores | Tensor, k: int, seen: tuple[Tensor, Tensor] | No
 
 
 def _of_all_ranks(best: tuple[Tensor, Tensor] | None, scores: Scores, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of the lists of all ranks, of which one without items has none."""
+    """Merge the k best of all ranks' lists; a rank without items has None."""
     host = None if best is None else tuple(x.cpu() for x in best)
     assert scores.ranks is not None
-    lists = [found for found in scores.ranks.of_all(host) if found is not None]
-    # By ranks, and so by ids where scores are equal.
+    lists = [rank_list for rank_list in scores.ranks.of_all(host) if rank_list is not None]
+    # Lists are ordered by rank, and therefore by id where scores are equal.
     values, items = (torch.cat(parts, 1) for parts in zip(*lists))
     values, order = values.sort(dim=1, descending=True, stable=True)
     return values[:, :k], items.gather(1, order[:, :k])
@@ -174,29 +178,29 @@ def rank_targets(
     filters: Sequence[str] = ("history",),
     candidates: Callable[[int, int], Tensor] | None = None,
 ) -> list[np.ndarray]:
-    """Ranks of every sequence's last target among the whole catalogue, one array [M] for each entry of `filters`.
+    """Rank every sequence's last target among the whole catalogue, one array [M] for each entry of `filters`.
 
-    score: batch -> Scores or [B, I]. filters: which earlier items of the user leave the ranking, of FILTERS; `history`
-    needs batches with seen items. candidates: (B, I) -> items [B, C] that compete beside the target; absent, all.
+    score: batch -> Scores or [B, I]. filters: which earlier items of the user are filtered, of FILTERS; `history` needs
+    batches with seen items. candidates: (B, I) -> items [B, C] that compete beside the target; by default all.
     """
     ranks: list[list[Tensor]] = [[] for _ in filters]
     for batch in batches:
-        found = _ranks(Scores.of(score(batch)), batch, filters, candidates)
-        for place, one in enumerate(found):
-            ranks[place].append(one)
+        batch_ranks = _ranks(Scores.of(score(batch)), batch, filters, candidates)
+        for place, filter_ranks in enumerate(batch_ranks):
+            ranks[place].append(filter_ranks)
     return [torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.int64) for parts in ranks]
 
 
 def _ranks(scores: Scores, batch: Batch, filters: Sequence[str], candidates) -> list[Tensor]:
-    """Ranks [B] of a batch's last targets, for each filter."""
+    """Compute the ranks [B] of a batch's last targets, for each filter."""
     targets = last_targets(batch)
     tiles = list(scores.tiles()) if scores.num_users * scores.num_items <= TILE else None
-    own = torch.zeros(len(targets), 1, device=targets.device)
+    target_scores = torch.zeros(len(targets), 1, device=targets.device)
     for begin, start, tile in tiles or scores.tiles():
         new = (targets >= begin) & (targets < start + tile.shape[1])
-        mine = tile.gather(1, (targets - start).clamp(0, tile.shape[1] - 1)[:, None])
-        own = torch.where(new[:, None], mine, own)
-    own = scores.summed(own)
+        tile_scores = tile.gather(1, (targets - start).clamp(0, tile.shape[1] - 1)[:, None])
+        target_scores = torch.where(new[:, None], tile_scores, target_scores)
+    target_scores = scores.summed(target_scores)
     chosen = None if candidates is None else candidates(scores.num_users, scores.num_items).to(targets.device)
     before = [torch.zeros_like(targets) for _ in filters]
     for begin, start, tile in tiles or scores.tiles():
@@ -207,32 +211,33 @@ def _ranks(scores: Scores, batch: Batch, filters: Sequence[str], candidates) -> 
                 1, columns.clamp(0, tile.shape[1] - 1), inside.to(tile.dtype)
             )
             tile = tile.masked_fill(competes == 0, float("-inf"))
-        # In the order of FILTERS: each takes out what the one before did, and writes into the scores.
+        # In the order of FILTERS: each filters what the one before did and more, and writes into the scores.
         for place in sorted(range(len(filters)), key=lambda place: FILTERS.index(filters[place])):
             if filters[place] != "none":
                 mask_seen(tile, *seen_by(filters[place], batch), keep=targets, start=start)
-            before[place] += count_before(tile[:, begin - start :], own, targets, begin)
+            before[place] += count_before(tile[:, begin - start :], target_scores, targets, begin)
     before = [scores.summed(count) for count in before]
-    return [torch.where(own[:, 0].isnan(), scores.num_items, 1 + count) for count in before]
+    return [torch.where(target_scores[:, 0].isnan(), scores.num_items, 1 + count) for count in before]
 
 
-def seen_by(which: str, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The items that a filter takes out, and their offsets: of the whole history or of the model's window."""
-    if which == "history":
+def seen_by(filter_name: str, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the items that a filter excludes, and their offsets: of the whole history or of the model's window."""
+    if filter_name == "history":
         assert batch.seen_items is not None and batch.seen_offsets is not None
         return batch.seen_items, batch.seen_offsets
     return batch.item_ids, batch.seq_offsets
 
 
 def last_targets(batch: Batch) -> Tensor:
-    """The item that follows each sequence's last token: [B] int64."""
+    """Return the item that follows each sequence's last token: [B] int64."""
     return batch.target_ids[batch.seq_offsets[1:] - 1]
 
 
 def output_scorer(model: SequenceModel, ranks: Ranks | None = None) -> Callable[[Tensor], Scores]:
-    """Score of outputs [B, E] of length one with every item, fp32: the cosine, or what the head makes of the two.
+    """Return a function that scores outputs [B, E] of length one with every item, fp32: the cosine, or the head's
+    score.
 
-    ranks: where each of them, given the same outputs, has the scores of its share of the items.
+    ranks: set if each of them, given the same outputs, computes the scores of its share of the items.
     """
     with torch.no_grad():
         if ranks is None:
@@ -248,17 +253,17 @@ def output_scorer(model: SequenceModel, ranks: Ranks | None = None) -> Callable[
     def prepared(rows: Tensor) -> Any:
         return normalized_items(rows) if model.head is None else model.head.items(rows)
 
-    # Once for a small catalogue, tile by tile for a large one: prepared, it would be a second table.
-    whole = prepared(table) if table.numel() <= 4 * TILE else None
+    # A small catalogue is prepared once, a large one tile by tile: prepared, it would be a second table.
+    all_prepared = prepared(table) if table.numel() <= 4 * TILE else None
 
     def score(out: Tensor) -> Scores:
         @torch.no_grad()
         def tile(begin: int, end: int) -> Tensor:
             begin, end = begin - first, end - first
             if model.head is not None:
-                items = model.head.items(table[begin:end]) if whole is None else whole.rows(begin, end)
+                items = model.head.items(table[begin:end]) if all_prepared is None else all_prepared.rows(begin, end)
                 return model.head.scores_of_all(out, items)
-            return out @ (prepared(table[begin:end]) if whole is None else whole[begin:end]).T
+            return out @ (prepared(table[begin:end]) if all_prepared is None else all_prepared[begin:end]).T
 
         return Scores(len(out), num_items, tile, ranks)
 
@@ -266,9 +271,9 @@ def output_scorer(model: SequenceModel, ranks: Ranks | None = None) -> Callable[
 
 
 def model_scorer(model: SequenceModel, autocast: bool = False, ranks: Ranks | None = None) -> Callable[[Batch], Scores]:
-    """Score of each sequence's last output with every item, as `output_scorer`. Puts the model into eval mode.
+    """Return a function that scores each sequence's last output with every item. Puts the model into eval mode.
 
-    ranks: those that are given the same batches; each computes the outputs of its share of the sequences.
+    ranks: the ranks that are given the same batches; each computes the outputs of its share of the sequences.
     """
     model.eval()
     scores_of = output_scorer(model, ranks)
@@ -276,21 +281,21 @@ def model_scorer(model: SequenceModel, autocast: bool = False, ranks: Ranks | No
     @torch.no_grad()
     def score(batch: Batch) -> Scores:
         begin, end = (0, batch.num_sequences) if ranks is None else ranks.share(batch.num_sequences)
-        mine = batch if ranks is None else ranks.sequences(batch)
+        own_part = batch if ranks is None else ranks.sequences(batch)
         with torch.autocast(batch.item_ids.device.type, torch.bfloat16, enabled=autocast):
-            out, _ = model(mine)
-        out = out[mine.seq_offsets[1:] - 1]
+            out, _ = model(own_part)
+        out = out[own_part.seq_offsets[1:] - 1]
         if ranks is not None:
-            whole = out.new_zeros(batch.num_sequences, out.shape[1])
-            whole[begin:end] = out[: end - begin]
-            out = ranks.sum(whole)
+            all_outputs = out.new_zeros(batch.num_sequences, out.shape[1])
+            all_outputs[begin:end] = out[: end - begin]
+            out = ranks.sum(all_outputs)
         return scores_of(out)
 
     return score
 
 
 def popularity_scorer(counts: np.ndarray, device: torch.device) -> Callable[[Batch], Scores]:
-    """The same score for every user: how often training saw the item (counts: [I])."""
+    """Score items by popularity, the same for every user: the number of training events of each item (counts: [I])."""
     scores = torch.from_numpy(counts).to(device, torch.float32)
 
     def score(batch: Batch) -> Scores:
@@ -301,6 +306,6 @@ def popularity_scorer(counts: np.ndarray, device: torch.device) -> Callable[[Bat
 
 
 def sampled_candidates(count: int, seed: int) -> Callable[[int, int], Tensor]:
-    """`count` items drawn uniformly, with replacement, for each user, for metrics over sampled candidates."""
+    """Draw `count` items uniformly, with replacement, for each user, for metrics over sampled candidates."""
     generator = torch.Generator().manual_seed(seed)
     return lambda num_users, num_items: torch.randint(num_items, (num_users, count), generator=generator)

@@ -1,4 +1,4 @@
-"""What training and evaluation of a run share: its data, its model, the weights it is judged by, the verdict."""
+"""Open what training and evaluation of a run share: its data, its model, its final weights, its evaluation."""
 
 import os
 import re
@@ -34,16 +34,16 @@ from models.tasks.contract import Task
 from models.terminal import terminal
 from models.vocabulary import Known, load_vocabulary
 
-# The weights of a table of features: its name.
+# Matches the weights of a table of features, and captures its name.
 FEATURE_TABLE = re.compile(r"embedding\.(?:items|context)\..*embedding_bags\.([^.]+)\.weight")
-MOST_THREADS = 16  # for each core: many more cannot be started, and none of them would help
+MOST_THREADS = 16  # for each core; more would not help, and many more cannot be started
 
 
 class Tracked:
-    """The batches of a split; in an epoch it is shown how far it is, and `check` is called at each batch."""
+    """Show the progress of the batches of a split during an epoch, and call `check` at each batch."""
 
-    def __init__(self, batches: Batches, what: str, check: Callable[[], None] = lambda: None):
-        self.batches, self.what, self.check = batches, what, check
+    def __init__(self, batches: Batches, label: str, check: Callable[[], None] = lambda: None):
+        self.batches, self.label, self.check = batches, label, check
 
     def __getattr__(self, name: str):
         return getattr(self.batches, name)
@@ -52,7 +52,7 @@ class Tracked:
         return len(self.batches)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        for batch in terminal.track(self.batches.epoch(epoch), len(self.batches), self.what):
+        for batch in terminal.track(self.batches.epoch(epoch), len(self.batches), self.label):
             self.check()
             yield batch
 
@@ -74,7 +74,7 @@ class Data:
 
 
 def open_device(config: RunConfig) -> torch.device:
-    """The device that the configuration asks for, with its threads and precision set; ConfigError."""
+    """Return the configured device, after setting its threads and precision; ConfigError."""
     kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, but torch finds no GPU (make doctor says why)")
@@ -98,11 +98,11 @@ def open_data(
     device: torch.device | None = None,
     ranks: Ranks | None = None,
 ) -> Data:
-    """The run's data set, prepared or from the cache, its splits, the device they go to, and the configuration as these
-    data decide it: what is built and stored is `Data.config`.
+    """Open the run's data set, prepared or from the cache, with its splits and device, and the configuration with all
+    values that depend on the data: the run is built and stored with `Data.config`.
 
-    trained_on: the fingerprint that the data must have; where the source has another one or is gone, the prepared copy
-    is taken. vocabulary: what the model knows, in whose terms other data are read. device: in place of the
+    trained_on: the fingerprint that the data must have; if the source has another one or is gone, the prepared copy is
+    used. vocabulary: the model's vocabulary, into which other data are translated. device: replaces the
     configuration's. ranks: those that evaluate together; the first one prepares the data.
     """
     device = device or open_device(config)
@@ -116,15 +116,17 @@ def open_data(
     task.check_data(dataset)
     splits = task.splits(dataset)
     if vocabulary is None:
-        known = None if config.data.features is None else fit_features(dataset, splits.train_end, config.data.features)
-        vocabulary = vocabulary_of(dataset, known)
+        feature_vocabulary = (
+            None if config.data.features is None else fit_features(dataset, splits.train_end, config.data.features)
+        )
+        vocabulary = vocabulary_of(dataset, feature_vocabulary)
     if vocabulary.features is not None:
         dataset = with_rows(dataset, vocabulary.features)
     return Data(dataset, splits, device, config, task, vocabulary)
 
 
 def load_data(config: RunConfig, **others) -> Dataset:
-    """`load_dataset` as `config.data` says, with these options in place of its own."""
+    """Call `load_dataset` with the options of `config.data`, of which `others` replaces some."""
     c = config.data
     options = {
         "format": c.format,
@@ -146,7 +148,9 @@ def load_data(config: RunConfig, **others) -> Dataset:
 
 
 def find_data(config: RunConfig, trained_on: str | None) -> Dataset:
-    """The data set of `config.data`; of the fingerprint `trained_on` if that is given, else DataError."""
+    """Return the data set of `config.data`, with the fingerprint `trained_on` if that is given; DataError if it
+    differs.
+    """
     c = config.data
     try:
         dataset = load_data(config)
@@ -159,26 +163,26 @@ def find_data(config: RunConfig, trained_on: str | None) -> Dataset:
         reason = str(error)
     generated = FORMATS[c.format].kind == "generated"
     if not generated and (prepared := find_prepared(c.format, c.cache_dir, trained_on)) is not None:
-        terminal.say(f"{reason}: taking the prepared copy of the run's data from {c.cache_dir}")
+        terminal.say(f"{reason}: using the prepared copy of the run's data in {c.cache_dir}")
         return prepared
     raise DataError(
         f"{reason}, and there is no prepared copy of the run's data in data.cache_dir={shown(c.cache_dir, 200)}. "
-        "Without it eval.py RUN can --recommend OUT --history FILE, --export-items OUT and judge --data NEW; "
-        "train.py CONFIG --init-from RUN trains on with other data"
+        "Without it eval.py RUN can --recommend OUT --history FILE, --export-items OUT and evaluate --data NEW; "
+        "train.py CONFIG --init-from RUN continues training with other data"
     )
 
 
 def set_matmul_precision(precision: str) -> None:
-    """`train.matmul_precision`, for all of the process: torch's products of fp32, and those of the kernels."""
+    """Set `train.matmul_precision` for the process: torch's products of fp32, and those of the kernels."""
     if precision != "default":
         torch.set_float32_matmul_precision(precision)
 
 
 def check_backends(config: RunConfig, device: torch.device) -> None:
-    """Whether the kernels that the configuration insists on can run on the device; ConfigError."""
-    # Found with torch 2.13: the loops of the reference over levels are unrolled anew for every shape, without end.
+    """Raise ConfigError if kernels that the configuration requires cannot run on the device."""
+    # With torch 2.13 the reference's loops over levels are unrolled again for every shape, and compilation never ends.
     if config.train.compile and device.type == "cpu" and any(a.kind == "htree" for a in config.model.attention):
-        raise ConfigError("train.compile: torch's compiler comes to no end with htree on a CPU, set it to false")
+        raise ConfigError("train.compile: torch's compiler does not finish with htree on a CPU, set it to false")
     option = "model.attention.backend"
     for layer in config.model.attention:
         backend = getattr(layer, "backend", "auto")
@@ -196,7 +200,7 @@ def check_backends(config: RunConfig, device: torch.device) -> None:
 
 
 def for_data(config: RunConfig, dataset: Dataset) -> RunConfig:
-    """The configuration with what the data set decides; ConfigError where it lacks what the model's options need."""
+    """Return the configuration with values that depend on the data; ConfigError if the data lack what options need."""
     layers = [attention.for_data(dataset) for attention in config.model.attention]
     for layer, attention in enumerate(layers):
         try:
@@ -213,9 +217,9 @@ def for_data(config: RunConfig, dataset: Dataset) -> RunConfig:
 def build_model(
     config: RunConfig, vocabulary: Vocabulary, device: torch.device, ranks: Ranks | None = None
 ) -> SequenceModel:
-    """The model of a configuration that the data have decided, on the device, its weights drawn anew.
+    """Build the model of a configuration that fits the data, on the device, with freshly drawn weights.
 
-    ranks: those over which parallel.embedding cuts the item table.
+    ranks: those over which parallel.embedding divides the item table.
     """
     embedded = config.model.action_embedding or config.task.kind == "ranking"
     num_actions = vocabulary.num_actions or 0 if embedded else 0
@@ -227,27 +231,27 @@ def build_model(
 
 
 def final_weights(folder: Path) -> tuple[dict, dict, Path]:
-    """The weights that a run is judged by: the best on the validation split if it had one, else the last."""
+    """Load a run's final weights: the best on the validation split if it had one, else the last."""
     facts, source = final_facts(folder)
     return load_folder(source, "model")[0]["model"], facts, source
 
 
 def final_facts(folder: Path) -> tuple[dict, Path]:
-    """What is known of the weights that a run is judged by, and their folder."""
-    found = [folder / "best"] if exists(folder / "best") else checkpoints(folder)[-1:]
-    if not found:
+    """Return the facts about a run's final weights, and their folder."""
+    folders = [folder / "best"] if exists(folder / "best") else checkpoints(folder)[-1:]
+    if not folders:
         raise CheckpointError(f"{folder}: no weights in this run folder yet")
-    _, facts = load_folder(found[0])
-    check_of_this_run(facts.get("run"), folder, found[0])
+    _, facts = load_folder(folders[0])
+    check_of_this_run(facts.get("run"), folder, folders[0])
     if type(facts.get("epoch")) is not int or facts["epoch"] < 0:
-        raise CheckpointError(f"{found[0]}: damaged, epoch cannot be {facts.get('epoch')!r}")
-    return facts, found[0]
+        raise CheckpointError(f"{folders[0]}: damaged, epoch cannot be {facts.get('epoch')!r}")
+    return facts, folders[0]
 
 
 def open_weights(folder: Path, overrides: list[str], read: bool = True) -> tuple[RunConfig, Known, dict, Path, int]:
-    """(config, what the run knows, weights, where they are, their epoch) of a run's folder, and of nothing else.
+    """Return (config, the run's vocabulary, weights, their folder, their epoch) from a run's folder alone.
 
-    read: whether to read the weights; else there are none.
+    read: whether to read the weights; else they are empty.
     """
     check_run(folder)
     config = load_config(folder / "config.yaml", overrides)
@@ -259,16 +263,16 @@ def open_weights(folder: Path, overrides: list[str], read: bool = True) -> tuple
     check_config(facts, load_config(folder / "config.yaml"), folder, source)
     known = load_vocabulary(folder)
     if known.fingerprint != facts.get("fingerprint"):
-        raise CheckpointError(f"{source}: was trained on other data than vocabulary/ is of")
+        raise CheckpointError(f"{source}: was trained on other data than vocabulary/ describes")
     return config, known, weights, source, facts["epoch"]
 
 
 def trained_model(
     config: RunConfig, known: Known, weights: dict, source: Path, ranks: Ranks | None = None
 ) -> SequenceModel:
-    """The model on its device, with these weights, in evaluation mode.
+    """Build the model on its device, with these weights, in evaluation mode.
 
-    ranks: each of them reads from `source` what it needs, in place of `weights`.
+    ranks: each of them reads its part from `source`, in place of `weights`.
     """
     model = build_model(config, known.vocabulary, open_device(config), ranks)
     if ranks is None:
@@ -279,43 +283,47 @@ def trained_model(
 
 
 def check_of_this_run(run: object, folder: Path, source: Path) -> None:
-    """CheckpointError unless what `source` holds is of the run whose id is `run`."""
+    """Raise CheckpointError unless the content of `source` belongs to the run whose id is `run`."""
     if not isinstance(run, str):
-        raise CheckpointError(f"{source}: of another version of this program, it does not say of which run it is")
-    if run != (here := read_manifest(folder)["run"]):
-        raise CheckpointError(f"{source}: of another run ({shown(run)}), run.json says that this one is {shown(here)}")
+        raise CheckpointError(f"{source}: of another version of this program, it does not name its run")
+    if run != (folder_run := read_manifest(folder)["run"]):
+        raise CheckpointError(
+            f"{source}: of another run ({shown(run)}), run.json says that this one is {shown(folder_run)}"
+        )
 
 
 def check_config(facts: dict, config: RunConfig, folder: Path, source: Path) -> None:
-    """CheckpointError unless the weights `source` were made with the run's config.yaml; options of eval may differ."""
+    """Raise CheckpointError unless the weights `source` were made with the run's config.yaml; eval options may
+    differ.
+    """
     if changed := changes(facts.get("config"), config, source, ("eval.",)):
         raise CheckpointError(
             f"{folder}: config.yaml is not what {source.name} was trained with ({'; '.join(changed)}); undo that, or "
-            "say on the command line what is to be another than in training (key=value)"
+            "give options that differ from training on the command line (key=value)"
         )
 
 
 def changes(before: object, config: RunConfig, source: Path, free: tuple[str, ...] = ()) -> list[str]:
-    """What a configuration that `source` remembers has other than `config`, options that begin with `free` aside."""
+    """Return the changes from a configuration stored in `source` to `config`, except options that begin with `free`."""
     try:
-        known = RunConfig.model_validate(before).model_dump(mode="json")
+        stored = RunConfig.model_validate(before).model_dump(mode="json")
     except ValidationError as error:
         place = ".".join(map(str, error.errors()[0]["loc"]))
         raise CheckpointError(
             f"{source}: of another version of this program, its configuration has another {shown(place) or 'form'}"
         ) from None
-    return [line for line in differences(known, config.model_dump(mode="json")) if not line.startswith(free)]
+    return [line for line in differences(stored, config.model_dump(mode="json")) if not line.startswith(free)]
 
 
 def check_same_run(progress: Progress, config: RunConfig, steps: int, folder: Path) -> None:
-    """CheckpointError unless the checkpoint was made with this configuration, of `steps` steps an epoch."""
+    """Raise CheckpointError unless the checkpoint was made with this configuration, of `steps` steps an epoch."""
     if changed := changes(progress.config, config, folder / "checkpoints"):
         raise CheckpointError(
             f"{folder}: config.yaml was changed since the checkpoint was made ({'; '.join(changed)}); undo that, or "
-            "take it over with --override"
+            "accept the change with --override"
         )
-    whole = progress.epoch * steps + progress.batch
-    if progress.step != whole or progress.batch > steps or progress.epoch > config.train.epochs:
+    expected_step = progress.epoch * steps + progress.batch
+    if progress.step != expected_step or progress.batch > steps or progress.epoch > config.train.epochs:
         raise CheckpointError(
             f"{folder}: the checkpoint is damaged, step {progress.step} is not batch {progress.batch} of epoch "
             f"{progress.epoch + 1}"
@@ -323,65 +331,65 @@ def check_same_run(progress: Progress, config: RunConfig, steps: int, folder: Pa
 
 
 def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, folder: Path) -> None:
-    """The weights of the run in `folder` into a new model: rows of items that both know, and all else as it is.
+    """Copy the weights of the run in `folder` into a new model: rows of items that both know, and all other tensors.
 
-    Rows of items that the run does not know stay as they were drawn. ConfigError where another tensor does not fit.
+    Rows of items that the run does not know stay as initialised. ConfigError if another tensor does not fit.
     """
     check_run(folder)
     if config.parallel.sharded:
         raise ConfigError(f"--init-from: not with parallel.embedding={config.parallel.embedding}")
     weights, facts, source = final_weights(folder)
-    known = load_vocabulary(folder)
-    if known.fingerprint != facts.get("fingerprint"):
-        raise CheckpointError(f"{source}: was trained on other data than vocabulary/ is of")
-    if config.model.action_embedding and vocabulary.action_names != known.vocabulary.action_names:
-        raise ConfigError(f"--init-from {shown(folder, 200)}: the actions have other names there")
-    place = index_of(np.asarray(vocabulary.item_ids), known.vocabulary.item_ids)
+    source_vocabulary = load_vocabulary(folder)
+    if source_vocabulary.fingerprint != facts.get("fingerprint"):
+        raise CheckpointError(f"{source}: was trained on other data than vocabulary/ describes")
+    if config.model.action_embedding and vocabulary.action_names != source_vocabulary.vocabulary.action_names:
+        raise ConfigError(f"--init-from {shown(folder, 200)}: its actions have other names")
+    place = index_of(np.asarray(vocabulary.item_ids), source_vocabulary.vocabulary.item_ids)
     if vocabulary.features is not None and vocabulary.features.trained is not None:
-        place[~vocabulary.features.trained] = -1  # whose rows stay zero
-    taken = torch.from_numpy(np.flatnonzero(place >= 0))
-    of_features = feature_places(vocabulary.features, known.vocabulary.features)
+        place[~vocabulary.features.trained] = -1  # their rows stay zero
+    copied_items = torch.from_numpy(np.flatnonzero(place >= 0))
+    of_features = feature_places(vocabulary.features, source_vocabulary.vocabulary.features)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for name in sorted(state.keys() | weights.keys()):
         feature = FEATURE_TABLE.fullmatch(name)
         table = name.startswith("embedding.tables.embeddings.") or name == "targets" or feature is not None
         if name not in state or name not in weights or state[name].shape[table:] != weights[name].shape[table:]:
-            raise ConfigError(f"--init-from {shown(folder, 200)}: of another model, {name} does not fit")
+            raise ConfigError(f"--init-from {shown(folder, 200)}: another model, {name} does not fit")
         old, new = weights[name], state[name]
         if name in ("embedding.tables.embeddings.item.weight", "targets"):
-            new[taken.to(new.device)] = old[torch.from_numpy(place[place >= 0])].to(new)
+            new[copied_items.to(new.device)] = old[torch.from_numpy(place[place >= 0])].to(new)
         elif feature is not None and feature[1] in of_features:
-            mine, theirs = of_features[feature[1]]
-            new[mine.to(new.device)] = old[theirs].to(new)
+            new_rows, old_rows = of_features[feature[1]]
+            new[new_rows.to(new.device)] = old[old_rows].to(new)
         elif table:
             rows = min(len(old), len(new))
             new[:rows] = old[:rows].to(new)
         else:
             state[name] = old
     load_weights(model, state, source)
-    terminal.say(f"{source}: taken over, with the rows of {len(taken):,} of {len(place):,} items")
+    terminal.say(f"{source}: weights copied, with the rows of {len(copied_items):,} of {len(place):,} items")
 
 
 def feature_places(
     features: FeatureVocabulary | None, others: FeatureVocabulary | None
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """table of a feature -> (rows here, rows there) of the same values; numbers' tables, cut anew, have none."""
-    found = {}
-    here, there = ({(o.entity, o.name): o for o in v.features} if v else {} for v in (features, others))
-    for key in here.keys() & there.keys():
-        mine, theirs = here[key], there[key]
-        if mine.kind != "number" and theirs.kind != "number":
-            rows = theirs.rows_of(mine.values)
-            both = np.append(True, rows > 0)  # the unknown rows too
-            here_rows, there_rows = np.arange(len(rows) + 1)[both], np.append(0, rows)[both]
-            found["_".join(key)] = torch.from_numpy(here_rows), torch.from_numpy(there_rows)
-    return found
+    """Map the table of each feature to (new rows, old rows) of the same values; tables of numbers are left out."""
+    places = {}
+    new, old = ({(o.entity, o.name): o for o in v.features} if v else {} for v in (features, others))
+    for key in new.keys() & old.keys():
+        new_feature, old_feature = new[key], old[key]
+        if new_feature.kind != "number" and old_feature.kind != "number":
+            rows = old_feature.rows_of(new_feature.values)
+            in_both = np.append(True, rows > 0)  # the unknown rows too
+            new_rows, old_rows = np.arange(len(rows) + 1)[in_both], np.append(0, rows)[in_both]
+            places["_".join(key)] = torch.from_numpy(new_rows), torch.from_numpy(old_rows)
+    return places
 
 
 def judge(model, data: Data, split: str, folder: Path | None = None) -> dict:
-    """Everything that a report says of one split; see `Task.judge`.
+    """Compute everything that a report says about one split; see `Task.judge`.
 
-    folder: the run's, where the task's `judged` go, by which compare.py compares runs user by user.
+    folder: the run's folder, which gets the task's `judged`, so that compare.py can compare runs user by user.
     """
     batches = Tracked(data.eval_batches(split), f"judging on {split}")
     result = data.task.judge(model, data.dataset, data.splits, split, cast(Batches, batches))
@@ -402,7 +410,7 @@ def new_folder(config: RunConfig) -> Path:
 
 
 def absolute_paths(config: RunConfig) -> RunConfig:
-    """The same run with its paths absolute, so that its folder can be used from anywhere."""
+    """Return the same run with absolute paths, so that its folder can be used from anywhere."""
     paths: dict[str, Any] = {"cache_dir": os.path.abspath(os.path.expanduser(config.data.cache_dir))}
     if config.data.path:
         paths["path"] = os.path.abspath(os.path.expanduser(config.data.path))
@@ -416,7 +424,7 @@ def absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def within_budget(config: RunConfig, steps: int) -> RunConfig:
-    """The configuration with the epochs of `steps` steps that its train.steps allows."""
+    """Return the configuration with the number of epochs of `steps` steps that its train.steps allows."""
     c = config.train
     if c.steps is None:
         return config
@@ -424,20 +432,20 @@ def within_budget(config: RunConfig, steps: int) -> RunConfig:
 
 
 def was_saved(folder: Path) -> bool:
-    """Whether the run came as far as its first checkpoint; CheckpointError when it did and there is none any more."""
-    found = bool(checkpoints(folder))
+    """Return whether the run reached its first checkpoint; CheckpointError when it did and there is none any more."""
+    has_checkpoint = bool(checkpoints(folder))
     metrics = folder / "metrics.jsonl"
     with access(metrics, "read"):
-        if not found and metrics.exists() and metrics.stat().st_size:
-            raise CheckpointError(f"{folder}: no checkpoint to resume from, though metrics.jsonl tells of one")
-    return found
+        if not has_checkpoint and metrics.exists() and metrics.stat().st_size:
+            raise CheckpointError(f"{folder}: no checkpoint to resume from, though metrics.jsonl has lines")
+    return has_checkpoint
 
 
 def only_these_change(folder: Path, overrides: list[str]) -> bool:
-    """Whether there are overrides, and a run's config.yaml differs from its checkpoint in what they name at most."""
+    """Return whether there are overrides, and config.yaml differs from the checkpoint only in what they name."""
     if not overrides or not was_saved(folder):
         return False
     facts, source = last_facts(folder)
     named = tuple(override.partition("=")[0] for override in overrides)
-    found = changes(facts.get("config"), load_config(folder / "config.yaml"), source)
-    return all(line.startswith(named) for line in found)
+    changed = changes(facts.get("config"), load_config(folder / "config.yaml"), source)
+    return all(line.startswith(named) for line in changed)

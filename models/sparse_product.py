@@ -1,8 +1,8 @@
-"""The product of a constant sparse matrix with a dense one, and its gradient, without sorting and without atomics.
+"""Multiply a constant sparse matrix with a dense one, with a gradient that needs neither sorting nor atomics.
 
-The gradient of `embedding_bag` sorts the entries in each step, to know which of them each row of the table has: on a
-GPU some twenty kernels. Here they are constant: both directions are sums over lists that are laid out once, in an order
-that is fixed. Letters: R rows, C columns, S entries, E embedding size.
+The gradient of `embedding_bag` sorts the entries in each step, to find the entries of each row of the table: on a GPU
+some twenty kernels. Here the entries are constant: both directions are sums over lists that are laid out once, in a
+fixed order. Letters: R rows, C columns, S entries, E embedding size.
 """
 
 from typing import Any
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-MOST = 32  # entries of a column that one sum takes, one after the other
+MOST = 32  # entries of a column that one sum adds sequentially
 
 
 class SparseProduct(nn.Module):
-    """matrix [R, C] @ dense [C, E] -> [R, E] in fp32.
+    """Compute matrix [R, C] @ dense [C, E] -> [R, E] in fp32.
 
-    rows, columns: [S] int64, where the matrix has entries; weights: [S], the entries; shape: (R, C). It is no part of a
-    state dict.
+    rows, columns: [S] int64, the positions of the entries; weights: [S], the entries; shape: (R, C). The matrix is not
+    part of the state dict.
     """
 
     def __init__(self, rows: np.ndarray, columns: np.ndarray, weights: np.ndarray, shape: tuple[int, int]):
         super().__init__()
-        # In one piece: a row has the bits that it has where it is summed alone.
+        # Rows are not split: a row has the same bits as when it is summed alone.
         self.forth = _Sums(rows, columns, weights, shape[0], most=max(1, len(rows)))
         self.back = _Sums(columns, rows, weights, shape[1], most=MOST)
 
@@ -41,7 +41,7 @@ class SparseProduct(nn.Module):
 class _Sums(nn.Module):
     """Weighted sums of rows of a table: of pieces of at most `most` rows, then of the pieces' sums, until each is one.
 
-    sums: [S], to which of `count` sums an entry belongs; rows: [S], of the table; weights: [S].
+    sums: [S], the index of the sum that an entry belongs to, of `count`; rows: [S], of the table; weights: [S].
     """
 
     def __init__(self, sums: np.ndarray, rows: np.ndarray, weights: np.ndarray, count: int, *, most: int):

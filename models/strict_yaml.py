@@ -1,4 +1,4 @@
-"""Configuration files: read with a limit, parsed as YAML without its traps."""
+"""Read configuration files: limited in size, and parsed as YAML without its traps."""
 
 import difflib
 import errno
@@ -13,10 +13,10 @@ from data.types import shown
 
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration, one line for each error."""
+    """A configuration has errors, one line each."""
 
 
-# Far beyond any configuration, far below what harms the parser.
+# Far beyond any configuration, and far below what would harm the parser.
 MOST_BYTES, MOST_NODES, DEEPEST = 1_000_000, 10_000, 30
 SHIPPED = {file.stem: file for file in (Path(__file__).resolve().parents[1] / "configs").glob("*.yaml")}
 
@@ -24,8 +24,8 @@ SHIPPED = {file.stem: file for file in (Path(__file__).resolve().parents[1] / "c
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 with its traps removed: `1e-3` is a number; `1:30`, `010` and `0b10` are text, as in YAML 1.2.
 
-    Errors are a key given twice or not plain text, a tag, nesting without end, a value that holds itself, and one that
-    looks like a number or a date and is none.
+    A repeated or structured key, a tag, endless nesting, a value that contains itself, and a value that looks like a
+    number or a date but is none are errors.
     """
 
     depth = 0
@@ -51,18 +51,18 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, "too many values", node.start_mark)
         return self.construct_document(node)
 
-    def _size(self, node, known: dict) -> int:
-        """The number of values below the node once its aliases are written out."""
-        if node in known:
-            if known[node] is None:
+    def _size(self, node, sizes: dict) -> int:
+        """Count the values below the node after its aliases are expanded."""
+        if node in sizes:
+            if sizes[node] is None:
                 raise yaml.constructor.ConstructorError(None, None, "a value that holds itself", node.start_mark)
-            return known[node]
-        known[node] = None
+            return sizes[node]
+        sizes[node] = None
         children = () if isinstance(node, yaml.ScalarNode) else node.value
         if isinstance(node, yaml.MappingNode):
             children = [part for pair in node.value for part in pair]
-        known[node] = 1 + sum(self._size(child, known) for child in children)
-        return known[node]
+        sizes[node] = 1 + sum(self._size(child, sizes) for child in children)
+        return sizes[node]
 
     def construct_mapping(self, node, deep=False):
         for key, _ in node.value:
@@ -75,7 +75,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_scalar_of(self, node):
-        """Numbers and dates: SafeLoader's own reading, whose errors lack the place."""
+        """Parse numbers and dates with SafeLoader, adding the line to its errors."""
         try:
             return yaml.SafeLoader.yaml_constructors[node.tag](self, node)
         except ValueError as error:
@@ -84,7 +84,7 @@ class _Loader(yaml.SafeLoader):
 
 for _kind in ("int", "float", "timestamp"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.construct_scalar_of)
-# Numbers as YAML 1.2 has them, so that text like 1:30 (90 in YAML 1.1), 010 (8) and 0b10 (2) stays text.
+# Numbers as in YAML 1.2, so that text like 1:30 (90 in YAML 1.1), 010 (8) and 0b10 (2) stays text.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -98,7 +98,7 @@ for _kind, _pattern in {
 
 
 def parse_yaml(text: str, where: str):
-    """`text` as YAML; ConfigError, in one line with the place, when it is none.
+    """Parse `text` as YAML; ConfigError, in one line with the line number, if it is invalid.
 
     Examples:
         >>> parse_yaml("lr: 1e-3", "run.yaml")
@@ -117,7 +117,7 @@ def parse_yaml(text: str, where: str):
 
 
 def read_config(path: Path) -> str:
-    """The text of a configuration; ConfigError for what is no file of a possible size."""
+    """Read the text of a configuration; ConfigError for something else than a file of a possible size."""
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):

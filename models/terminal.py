@@ -1,7 +1,7 @@
-"""What the programs print: lines, tables, progress and errors, on a terminal or into a pipe or file.
+"""Print what the programs print: lines, tables, progress and errors, on a terminal or into a pipe or file.
 
-All that is printed goes through `terminal`, the one place that escapes names of the user's (nothing in them is markup,
-control characters and undecodable bytes are shown as escapes) and that stands a reader who went away or a full disk.
+All output goes through `terminal`, the one place that escapes the user's names (nothing in them is markup, control
+characters and undecodable bytes are shown as escapes) and that tolerates a closed pipe or a full disk.
 """
 
 import errno
@@ -20,14 +20,15 @@ from rich.table import Table
 from data.types import shown
 
 LONGEST = 100_000  # characters of a line
-EVERY = 5.0  # seconds between two lines of progress where there is no terminal
+EVERY = 5.0  # seconds between two lines of progress without a terminal
 NAMESPACES = ("data", "models", "hstu_sparse")  # whose log lines are shown
 
 
 class Output:
-    """Standard output as a file: what its encoding lacks is escaped; when it takes no more, the rest is dropped.
+    """Standard output as a file: characters that its encoding lacks are escaped; after a write error, output is
+    dropped.
 
-    error: why it takes no more, or None.
+    error: the write error, or None.
     """
 
     def __init__(self):
@@ -60,7 +61,7 @@ class Output:
 
     def _end(self, error: OSError) -> None:
         self.error = error
-        with suppress(OSError, ValueError):  # Python writes what is left in its buffer when it ends
+        with suppress(OSError, ValueError):  # Python flushes its buffer when it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -73,7 +74,7 @@ class Terminal:
         self.console = Console(file=cast(IO[str], self.output), markup=False, emoji=False, highlight=False)
 
     def begin(self, quiet: bool = False) -> None:
-        """To be called at the start of a program: log lines of the project are shown from then on."""
+        """Start the output of a program: log lines of the project are shown from then on."""
         Terminal.__init__(self, quiet)
         for name in NAMESPACES:
             logger = logging.getLogger(name)
@@ -82,7 +83,7 @@ class Terminal:
             logger.handlers = [_Lines()]
 
     def say(self, text: object) -> None:
-        """One line, never wrapped."""
+        """Print one line, never wrapped."""
         if not self.quiet:
             self.console.print(shown(text, LONGEST), soft_wrap=True)
 
@@ -91,32 +92,32 @@ class Terminal:
             self.console.print(table)
 
     def fail(self, error: object) -> None:
-        """`error: ...` on standard error, in as many lines as it has."""
+        """Print `error: ...` on standard error, in as many lines as it has."""
         lines = [shown(line, LONGEST) for line in str(error).split("\n")]
         with suppress(OSError):
             print("error: " + "\n".join(lines), file=sys.stderr, flush=True)
 
     def end(self, status: int) -> int:
-        """The program's exit status: 2 in place of 0 where standard output could not be written.
+        """Return the program's exit status: 2 in place of 0 if standard output could not be written.
 
-        A reader who went away (`| head -1`) is no error.
+        A closed pipe (`| head -1`) is no error.
         """
         self.output.flush()
         error = self.output.error
         if error is None or error.errno == errno.EPIPE:
             return status
-        self.fail(f"standard output cannot be written: {error.strerror or error}; the files are as they should be")
+        self.fail(f"standard output cannot be written: {error.strerror or error}; all files are complete")
         return status or 2
 
     @contextmanager
     def bar(self, total: int, done: int = 0, *, unit: str = "batches") -> Iterator["Bar"]:
-        """A bar on a terminal, else a line each EVERY seconds."""
+        """Show a bar on a terminal, else print a line each EVERY seconds."""
         bar = Bar(self, total, done, unit)
         first = self.live is None and self.console.is_terminal and not self.quiet
         if first:
             text = rich.TextColumn("{task.description}"), rich.TextColumn("{task.fields[more]}")
             columns = text[0], rich.BarColumn(), text[1], rich.TimeRemainingColumn()
-            # Redirected, sys.stdout would print to this console, which writes to sys.stdout.
+            # Redirected, sys.stdout would print to this console, which itself writes to sys.stdout.
             self.live = rich.Progress(
                 *columns, console=self.console, transient=True, redirect_stdout=False, redirect_stderr=False
             )
@@ -131,7 +132,7 @@ class Terminal:
                 self.live = None
 
     def track(self, batches: Iterable, total: int, what: str) -> Iterator:
-        """The batches themselves; meanwhile how many of them are done is shown."""
+        """Yield the batches themselves while showing how many of them are done."""
         with self.bar(total) as bar:
             for done, batch in enumerate(batches):
                 bar.show(done, what)
@@ -139,7 +140,7 @@ class Terminal:
 
 
 class _Lines(logging.Handler):
-    """Log records as lines of the terminal."""
+    """Print log records as lines of the terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
@@ -147,7 +148,7 @@ class _Lines(logging.Handler):
 
 
 class Bar:
-    """How far something is. `show` may be called for each batch: it draws twice a second at most."""
+    """The progress of something. `show` may be called for each batch: it draws twice a second at most."""
 
     def __init__(self, terminal: Terminal, total: int, done: int, unit: str):
         self.terminal, self.total, self.first, self.unit = terminal, total, done, unit
@@ -164,11 +165,11 @@ class Bar:
             self.live.remove_task(self.task)
 
     def due(self) -> bool:
-        """Whether `show` would draw now: what it is given may be costly to find."""
+        """Return whether `show` would draw now, since its arguments may be costly to compute."""
         return time.monotonic() - self.drawn >= (0.5 if self.live else EVERY)
 
     def show(self, done: int, what: str, more: str = "") -> None:
-        """what: what is under way; more: beside the count."""
+        """Show progress; what: the current work; more: text beside the count."""
         if not self.due():
             return
         self.drawn = now = time.monotonic()
@@ -176,18 +177,18 @@ class Bar:
             self.live.update(self.task, description=what, completed=done, more=more, refresh=True)
             return
         share = done / max(1, self.total)
-        left = (now - self.started) * (self.total - done) / max(1, done - self.first)
-        rest = f", about {duration(left)} left" if done > self.first else ""
-        line = f"{what}: {done:,} of {self.total:,} {self.unit} ({share:.0%}){rest}"
+        seconds_left = (now - self.started) * (self.total - done) / max(1, done - self.first)
+        estimate = f", about {duration(seconds_left)} left" if done > self.first else ""
+        line = f"{what}: {done:,} of {self.total:,} {self.unit} ({share:.0%}){estimate}"
         self.terminal.say(f"{line}  {more}" if more else line)
 
 
 def duration(seconds: float) -> str:
-    """`8.2 s`, `3:05 min` or `2:10:00 h`."""
+    """Format seconds as `8.2 s`, `3:05 min` or `2:10:00 h`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d} h"
+    minutes, remainder = divmod(round(seconds), 60)
+    return f"{minutes}:{remainder:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{remainder:02d} h"
 
 
 terminal = Terminal()

@@ -1,7 +1,7 @@
-"""Where a run's curves go beside metrics.jsonl: TensorBoard, MLflow or Weights & Biases (`train.tracking`).
+"""Send a run's curves, beside metrics.jsonl, to TensorBoard, MLflow or Weights & Biases (`train.tracking`).
 
-Each tracker has `log(values, step)` and `close(finished)`. A run that is resumed goes on with the curves that it had:
-MLflow and W&B know it by its id (run.json). Libraries are imported when they are needed.
+Each tracker has `log(values, step)` and `close(finished)`. A resumed run continues its curves: MLflow and W&B identify
+it by its id (run.json). Libraries are imported when they are needed.
 """
 
 import importlib
@@ -15,21 +15,21 @@ from models.config import ConfigError, RunConfig
 from models.folder import access
 from models.terminal import terminal
 
-# train.tracking -> the module that it imports, and the extra that brings it
+# train.tracking -> the module that it imports, and the extra that installs it
 NEEDED = {"mlflow": ("mlflow", "mlflow"), "wandb": ("wandb", "wandb")}
-MOST_PARAMETERS = 100  # that MLflow takes at once
+MOST_PARAMETERS = 100  # accepted by MLflow in one call
 
 
 class Tracker(Protocol):
     def log(self, values: dict[str, float], step: int) -> None:
-        """Adds a point to the curve of each name."""
+        """Add a point to the curve of each name."""
 
     def close(self, finished: bool) -> None:
-        """Ends the curves, for now where the run was interrupted."""
+        """End the curves, temporarily if the run was interrupted."""
 
 
 def check_tracking(config: RunConfig) -> None:
-    """ConfigError unless what `train.tracking` needs is installed."""
+    """Raise ConfigError unless the library that `train.tracking` needs is installed."""
     if needed := NEEDED.get(config.train.tracking):
         _imported(*needed)
 
@@ -44,7 +44,9 @@ def _imported(module: str, extra: str) -> Any:
 
 
 def open_tracker(config: RunConfig, folder: Path, run: str, step: int) -> Tracker:
-    """The tracker of the run `run`, to go on behind training step `step`; ConfigError where none can be reached."""
+    """Open the tracker of the run `run`, to continue after training step `step`; ConfigError if it cannot be
+    reached.
+    """
     kind = config.train.tracking
     if kind == "tensorboard":
         return TensorBoard(folder, step)
@@ -81,7 +83,7 @@ class TensorBoard:
 
 
 class Lenient:
-    """A tracker that is told to the user once when it fails, and then left alone: metrics.jsonl has all of it."""
+    """Wrap a tracker: its first failure is reported once and ends it, since metrics.jsonl has all values."""
 
     def __init__(self, name: str, tracker: Tracker):
         self.name = name
@@ -106,7 +108,7 @@ class Lenient:
 class MLflow:
     """A run of MLflow, in the store that MLFLOW_TRACKING_URI names or MLflow's own default; experiment: the run's name.
 
-    MLflow knows no @: NDCG@10 is NDCG_at_10 there.
+    MLflow allows no @ in names: NDCG@10 is NDCG_at_10 there.
     """
 
     def __init__(self, config: RunConfig, folder: Path, run: str):
@@ -116,9 +118,9 @@ class MLflow:
         self.client = MlflowClient()
         experiment = self.client.get_experiment_by_name(config.name)
         number = experiment.experiment_id if experiment else self.client.create_experiment(config.name)
-        known = self.client.search_runs([number], f"tags.hstu_sparse_run = '{run}'", max_results=1)
-        if known:
-            self.run = known[0].info.run_id
+        earlier_runs = self.client.search_runs([number], f"tags.hstu_sparse_run = '{run}'", max_results=1)
+        if earlier_runs:
+            self.run = earlier_runs[0].info.run_id
             self.client.update_run(self.run, status="RUNNING")
             return
         tags = {"hstu_sparse_run": run, "folder": os.path.abspath(folder)}
@@ -148,7 +150,7 @@ class WandB:
             dir=str(folder),
             config=config.model_dump(mode="json"),
         )
-        # W&B's own step only rises; steps behind a checkpoint are made again.
+        # W&B's own step only rises, but steps after a checkpoint are repeated.
         self.run.define_metric("*", step_metric="step")
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -159,12 +161,12 @@ class WandB:
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings and lists by their dotted keys."""
+    """Map the dotted key of each leaf of nested mappings and lists to its value."""
     if isinstance(tree, list) and any(isinstance(value, (dict, list)) for value in tree):
         tree = {str(place): value for place, value in enumerate(tree)}
     if not isinstance(tree, dict) or not tree:
         return {prefix: tree}
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
+        leaves |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return leaves

@@ -1,7 +1,7 @@
-"""What a run's folder keeps of its data: the original ids behind the rows of its tables.
+"""Store the original ids behind the rows of a run's tables in its folder.
 
-RUN/vocabulary/: item_ids.npy, user_ids.npy, what is known of features, and state.json, which holds their checksums and
-what else a model is built from. With it a run can be used where its data are not.
+RUN/vocabulary/ has item_ids.npy, user_ids.npy, the values of features, and state.json with their checksums and whatever
+else a model is built from. With it a run can be used without its data.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ MOST = 2**36  # bytes of a file of ids
 
 @dataclass(frozen=True)
 class Known:
-    """The data that a run was trained on, as far as its folder tells."""
+    """The data that a run was trained on, as stored in its folder."""
 
     vocabulary: Vocabulary
     user_ids: np.ndarray
@@ -36,7 +36,9 @@ class Known:
 
 
 def save_vocabulary(run: Path, dataset: Dataset, known: Vocabulary) -> None:
-    """Writes RUN/vocabulary whole: what a model knows of a data set; FolderError when the disk is full, say."""
+    """Write RUN/vocabulary: the vocabulary of a model trained on the data set; FolderError when e.g. the disk is
+    full.
+    """
     arrays = {"item_ids": known.item_ids, "user_ids": dataset.user_ids}
     facts: dict[str, Any] = {
         "fingerprint": dataset.fingerprint,
@@ -48,7 +50,7 @@ def save_vocabulary(run: Path, dataset: Dataset, known: Vocabulary) -> None:
     }
     if known.features is not None:
         arrays |= feature_arrays(known.features)
-        described = [[one.entity, one.name, one.kind, one.known] for one in known.features.features]
+        described = [[feature.entity, feature.name, feature.kind, feature.known] for feature in known.features.features]
         facts |= {"features": described, "calendar": known.features.calendar}
     with access(run / NAME, "written"), replace_folder(run / NAME) as folder:
         for name, array in arrays.items():
@@ -58,7 +60,7 @@ def save_vocabulary(run: Path, dataset: Dataset, known: Vocabulary) -> None:
 
 
 def load_vocabulary(run: Path) -> Known:
-    """What `save_vocabulary` wrote; FolderError when something is missing or damaged."""
+    """Read the files of `save_vocabulary`; FolderError when something is missing or damaged."""
     folder = find_folder(run / NAME)
     path = folder / "state.json"
     try:
@@ -85,7 +87,7 @@ def load_vocabulary(run: Path) -> Known:
 
 
 def feature_arrays(known: FeatureVocabulary) -> dict[str, np.ndarray]:
-    """The arrays of what is known of features, by the names of their files."""
+    """Return the arrays of a feature vocabulary by the names of their files."""
     arrays = {f"feature-{number}-values": one.values for number, one in enumerate(known.features)}
     for number, (offsets, rows) in enumerate(known.item_rows):
         arrays |= {f"items-{number}-offsets": offsets, f"items-{number}-rows": rows}
@@ -93,16 +95,16 @@ def feature_arrays(known: FeatureVocabulary) -> dict[str, np.ndarray]:
 
 
 def features_of(described: list, calendar: list, arrays: dict[str, np.ndarray]) -> FeatureVocabulary:
-    """What `feature_arrays` came from; KeyError, TypeError or ValueError where something is missing."""
+    """Rebuild the vocabulary of `feature_arrays`; KeyError, TypeError or ValueError if something is missing."""
     features = tuple(
         KnownFeature(entity, name, kind, arrays[f"feature-{number}-values"], known)
         for number, (entity, name, kind, known) in enumerate(described)
     )
     for feature in features:
         if feature.entity not in ENTITIES or feature.kind not in KINDS or feature.known not in ("before", "after"):
-            raise ValueError(f"{feature.name} is no feature that there is")
+            raise ValueError(f"{feature.name} has an unknown entity, kind or time")
     if not CALENDAR.keys() >= set(calendar):
-        raise ValueError("there is no such part of a calendar")
+        raise ValueError("unknown part of a calendar")
     count = sum(feature.entity == "items" for feature in features)
     item_rows = tuple((arrays[f"items-{number}-offsets"], arrays[f"items-{number}-rows"]) for number in range(count))
     items = len(arrays["item_ids"])

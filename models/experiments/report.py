@@ -59,7 +59,7 @@ def as_html(results: Results) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE}</style></head>\n<body><h1>{title}</h1>{_told(results)}"
+        f"<title>{title}</title><style>{STYLE}</style></head>\n<body><h1>{title}</h1>{_explanation(results)}"
         f"<main>{''.join(boxes)}</main></body></html>\n"
     )
 
@@ -68,7 +68,7 @@ def _box(title: str, content: str, wide: bool = False) -> str:
     return f"<section{' class=wide' if wide else ''}><h2>{html.escape(title)}</h2>{content}</section>\n"
 
 
-def _told(results: Results) -> str:
+def _explanation(results: Results) -> str:
     """Return sentences that say which data and tests the figures come from."""
     chance = (
         "users and seeds" if results.seeds else "users alone (one seed says nothing about the variation between seeds)"

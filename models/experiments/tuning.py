@@ -1,7 +1,7 @@
-"""A search for good options: Optuna proposes, train.py trains each trial, the validation split judges.
+"""Search for good options: Optuna proposes, train.py trains each trial, the validation split judges.
 
-One process asks Optuna and watches the trials, each a train.py of its own, whose metrics.jsonl it reads. What Optuna
-knows is in OUT/study.db. A trial that was interrupted is still RUNNING there, and its run, OUT/trial-N, is resumed.
+One process queries Optuna and watches the trials, each a train.py of its own, whose metrics.jsonl it reads. Optuna's
+state is in OUT/study.db. An interrupted trial is still RUNNING there, and its run, OUT/trial-N, is resumed.
 """
 
 import json
@@ -27,14 +27,15 @@ from models.interrupt import Interrupts
 from models.program import TrainingError
 from models.terminal import terminal
 
-CHECK_SECONDS = 0.5  # between two looks at what the trials have written
+CHECK_SECONDS = 0.5  # between two reads of the trials' metrics
 STARTUP_DRAWS = 6  # trials that are drawn at random before the sampler learns from them
 ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 
 
 class Limits(NamedTuple):
-    """trials: of the whole study, those that are there included; hours: after which none is started; either may be
-    None. parallel: trials at a time."""
+    """The limits of a search. trials: of the whole study, existing ones included; hours: after which none is started;
+    either may be None. parallel: trials at a time.
+    """
 
     trials: int | None
     hours: float | None
@@ -43,7 +44,7 @@ class Limits(NamedTuple):
 
 @dataclass
 class Search:
-    """A study and what its trials are made of. configured: values by dotted key -> a trial's configuration."""
+    """A study and the inputs of its trials. configured: maps values by dotted key to a trial's configuration."""
 
     study: optuna.Study
     space: Space
@@ -58,26 +59,26 @@ class Search:
         return self.study.get_trials(deepcopy=False, states=states or None)
 
     def best(self) -> FrozenTrial | None:
-        """The completed trial with the greatest value, of equal ones the first."""
-        done = self.trials(TrialState.COMPLETE)
-        return max(done, key=lambda trial: (trial.values[0], -trial.number), default=None)
+        """Return the completed trial with the greatest value, the first of equal ones."""
+        completed = self.trials(TrialState.COMPLETE)
+        return max(completed, key=lambda trial: (trial.values[0], -trial.number), default=None)
 
     def values(self, trial: FrozenTrial) -> dict[str, Any]:
-        """What a trial drew, by dotted key."""
+        """Return the values that a trial drew, by dotted key."""
         return self.space.draw(cast(Any, optuna.trial.FixedTrial(trial.params)))
 
 
 @dataclass
 class Running:
-    """A trial under way: its process, and the epochs that Optuna was told of."""
+    """A running trial: its process, and the epochs that were reported to Optuna."""
 
     trial: optuna.Trial
     process: subprocess.Popen
-    told: set[int] = field(default_factory=set)
+    reported: set[int] = field(default_factory=set)
 
 
 def open_search(out: Path, path: str, config: RunConfig, space: Space, overrides: list[str]) -> Search:
-    """The study of a folder, begun or gone on with; ConfigError where it is of another configuration or space.
+    """Open or create the study of a folder; ConfigError if it belongs to another configuration or space.
 
     The first trial of a new study has the configuration's own values, if the space has them.
     """
@@ -99,7 +100,7 @@ def open_search(out: Path, path: str, config: RunConfig, space: Space, overrides
         return drawn.model_copy(update={"threads": threads})
 
     storage = optuna.storages.RDBStorage(
-        # Not by its URL, in which a path may mean something else.
+        # Passed as an object, not a URL, in which a path may have another meaning.
         "sqlite://",
         engine_kwargs={"creator": lambda: sqlite3.connect(out / "study.db", timeout=60), "poolclass": NullPool},
     )
@@ -114,55 +115,55 @@ def open_search(out: Path, path: str, config: RunConfig, space: Space, overrides
     return Search(study, space, config.best_metric, out, configured)
 
 
-def search(found: Search, interrupts: Interrupts, limits: Limits) -> None:
-    """Runs trials until the limits are reached: first those that were interrupted, then new ones."""
+def search(tuning: Search, interrupts: Interrupts, limits: Limits) -> None:
+    """Run trials until the limits are reached: first those that were interrupted, then new ones."""
     until = math.inf if limits.hours is None else time.monotonic() + 3600 * limits.hours
-    waiting = [optuna.Trial(found.study, trial._trial_id) for trial in found.trials(TrialState.RUNNING)]
+    waiting = [optuna.Trial(tuning.study, trial._trial_id) for trial in tuning.trials(TrialState.RUNNING)]
     running: list[Running] = []
     try:
         while True:
-            while len(running) < limits.parallel and (waiting or _may_begin(found, limits, until)):
-                trial = waiting.pop(0) if waiting else _ask(found)
-                if (begun := _begin(found, trial, limits.parallel)) is not None:
+            while len(running) < limits.parallel and (waiting or _may_begin(tuning, limits, until)):
+                trial = waiting.pop(0) if waiting else _ask(tuning)
+                if (begun := _begin(tuning, trial, limits.parallel)) is not None:
                     running.append(begun)
             if not running:
                 return
-            done = ended([one.process for one in running], CHECK_SECONDS)
-            running = [one for one in running if not _follow(found, one, one.process in done)]
+            ended_processes = ended([run.process for run in running], CHECK_SECONDS)
+            running = [run for run in running if not _follow(tuning, run, run.process in ended_processes)]
     finally:
-        interrupts.stage = "searching. What was under way is saved. To go on: the same command again"
-        for one in running:
-            one.process.terminate()
-        for one in running:
-            one.process.wait()
+        interrupts.stage = "searching. What was running is saved. To continue: the same command again"
+        for run in running:
+            run.process.terminate()
+        for run in running:
+            run.process.wait()
 
 
-def _may_begin(found: Search, limits: Limits, until: float) -> bool:
-    begun = len(found.trials(TrialState.RUNNING, *ENDED))
+def _may_begin(tuning: Search, limits: Limits, until: float) -> bool:
+    begun = len(tuning.trials(TrialState.RUNNING, *ENDED))
     return (limits.trials is None or begun < limits.trials) and time.monotonic() < until
 
 
-def _sampler(found: Search, number: int) -> optuna.samplers.BaseSampler:
-    """A sampler for one trial: what it draws depends on the trials before and not on where the search was stopped."""
+def _sampler(tuning: Search, number: int) -> optuna.samplers.BaseSampler:
+    """Return a sampler for one trial; its draws depend on the earlier trials, not on interruptions of the search."""
     return optuna.samplers.TPESampler(
-        seed=found.space.seed + number, n_startup_trials=STARTUP_DRAWS, multivariate=True, constant_liar=True
+        seed=tuning.space.seed + number, n_startup_trials=STARTUP_DRAWS, multivariate=True, constant_liar=True
     )
 
 
-def _ask(found: Search) -> optuna.Trial:
-    found.study.sampler = _sampler(found, len(found.trials()))
-    return found.study.ask()
+def _ask(tuning: Search) -> optuna.Trial:
+    tuning.study.sampler = _sampler(tuning, len(tuning.trials()))
+    return tuning.study.ask()
 
 
-def _begin(found: Search, trial: optuna.Trial, parallel: int) -> Running | None:
-    """The trial's process, begun or gone on with; None where its values make no possible run."""
-    folder = found.folder(trial.number)
-    values = found.space.draw(trial)
-    what = f"trial {trial.number} ({', '.join(f'{key}={value}' for key, value in values.items())})"
+def _begin(tuning: Search, trial: optuna.Trial, parallel: int) -> Running | None:
+    """Start or resume the trial's process; None if its values make no valid run."""
+    folder = tuning.folder(trial.number)
+    values = tuning.space.draw(trial)
+    label = f"trial {trial.number} ({', '.join(f'{key}={value}' for key, value in values.items())})"
     try:
-        config = found.configured(values)
+        config = tuning.configured(values)
     except ConfigError as error:
-        _fail(found, trial, str(error).replace("\n", "; "))
+        _fail(tuning, trial, str(error).replace("\n", "; "))
         return None
     wait_until_free(folder)
     if (folder / "config.yaml").exists():
@@ -173,59 +174,61 @@ def _begin(found: Search, trial: optuna.Trial, parallel: int) -> Running | None:
         settings = folder.with_suffix(".yaml")
         write_file(settings, as_yaml(without_test(config)))
         command = [str(settings), "--run", str(folder)]
-    terminal.say(f"{what}: {'gone on with' if command[0] == '--resume' else 'started'}")
-    job = Job(what, [str(ROOT / "train.py"), *command], folder.with_suffix(".log"))
-    told = found.trials()[trial.number].intermediate_values
-    return Running(trial, launch(job, parallel), set(told))
+    terminal.say(f"{label}: {'resumed' if command[0] == '--resume' else 'started'}")
+    job = Job(label, [str(ROOT / "train.py"), *command], folder.with_suffix(".log"))
+    reported = tuning.trials()[trial.number].intermediate_values
+    return Running(trial, launch(job, parallel), set(reported))
 
 
 def without_test(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"eval": config.eval.model_copy(update={"test": False})})
 
 
-def _follow(found: Search, one: Running, done: bool) -> bool:
-    """Tells Optuna what a trial has written since; whether the trial is over, by its end or pruned."""
-    folder = found.folder(one.trial.number)
-    for epoch, value in _evaluations(folder, found.metric):
-        if epoch in one.told:
+def _follow(tuning: Search, run: Running, has_ended: bool) -> bool:
+    """Report to Optuna what a trial has written since the last call; return whether the trial has ended or was
+    pruned.
+    """
+    folder = tuning.folder(run.trial.number)
+    for epoch, value in _evaluations(folder, tuning.metric):
+        if epoch in run.reported:
             continue
-        one.told.add(epoch)
-        one.trial.report(value, epoch)
-        if one.trial.should_prune():
-            one.process.terminate()
-            one.process.wait()
-            found.study.tell(one.trial, state=TrialState.PRUNED)
-            terminal.say(f"trial {one.trial.number}: pruned after epoch {epoch}, {found.metric} {value:.4f}")
+        run.reported.add(epoch)
+        run.trial.report(value, epoch)
+        if run.trial.should_prune():
+            run.process.terminate()
+            run.process.wait()
+            tuning.study.tell(run.trial, state=TrialState.PRUNED)
+            terminal.say(f"trial {run.trial.number}: pruned after epoch {epoch}, {tuning.metric} {value:.4f}")
             _drop_weights(folder)
             return True
-    if not done:
+    if not has_ended:
         return False
-    if one.process.returncode:
-        _fail(found, one.trial, last_line(folder.with_suffix(".log"), one.process.returncode))
+    if run.process.returncode:
+        _fail(tuning, run.trial, last_line(folder.with_suffix(".log"), run.process.returncode))
         return True
     with access(folder / RESULT, "read"):
         value = json.loads(read_regular(folder / RESULT)).get("best")
     if value is None:
         _fail(
-            found, one.trial, "no evaluation on the validation split chose weights (warm-ups are longer than the run?)"
+            tuning, run.trial, "no evaluation on the validation split chose weights (warm-ups are longer than the run?)"
         )
         return True
-    before = found.best()
-    found.study.tell(one.trial, value)
-    terminal.say(f"trial {one.trial.number}: {found.metric} {value:.4f}")
-    best = found.best()
-    assert best is not None  # this trial, if no other
-    # Weights of the best trial alone are kept: its configuration trains them again, but that takes time.
-    for number in {one.trial.number, before.number if before else one.trial.number} - {best.number}:
-        _drop_weights(found.folder(number))
+    before = tuning.best()
+    tuning.study.tell(run.trial, value)
+    terminal.say(f"trial {run.trial.number}: {tuning.metric} {value:.4f}")
+    best = tuning.best()
+    assert best is not None  # at least this trial
+    # Only the weights of the best trial stay: any other's configuration can train them again.
+    for number in {run.trial.number, before.number if before else run.trial.number} - {best.number}:
+        _drop_weights(tuning.folder(number))
     return True
 
 
-def _fail(found: Search, trial: optuna.Trial, reason: str) -> None:
+def _fail(tuning: Search, trial: optuna.Trial, reason: str) -> None:
     trial.set_user_attr("reason", reason)
-    found.study.tell(trial, state=TrialState.FAIL)
+    tuning.study.tell(trial, state=TrialState.FAIL)
     terminal.say(f"trial {trial.number}: failed, the others go on: {reason}")
-    _drop_weights(found.folder(trial.number))
+    _drop_weights(tuning.folder(trial.number))
 
 
 def _drop_weights(folder: Path) -> None:
@@ -234,7 +237,9 @@ def _drop_weights(folder: Path) -> None:
 
 
 def _evaluations(folder: Path, metric: str) -> list[tuple[int, float]]:
-    """(epoch, metric) of the whole lines of metrics.jsonl; TrainingError where they are not of the validation split."""
+    """Return (epoch, metric) of the complete lines of metrics.jsonl; TrainingError if they lack the validation
+    split.
+    """
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
@@ -242,5 +247,5 @@ def _evaluations(folder: Path, metric: str) -> list[tuple[int, float]]:
         lines = read_regular(path).decode().split("\n")[:-1]
     records = [record for record in map(json.loads, lines) if metric in record]
     if records and records[0]["split"] != "valid":
-        raise TrainingError("the data leave no validation split, and nothing may be chosen on the test split")
+        raise TrainingError("the data have no validation split, and nothing may be chosen on the test split")
     return [(record["epoch"], record[metric]) for record in records]

@@ -1,9 +1,8 @@
-"""A GPU that is not there: the code that trains runs as it would on one, on tensors without values.
+"""Imitate a GPU: training code runs as on one, on tensors without values.
 
-Tensors are fakes (torch's FakeTensorMode) on the CPU that say of themselves that they are on a GPU, kernels are chosen
-and prepared by their launchers and not launched. What the launchers allocate is therefore allocated, and nothing is
-computed. Tables that operators keep for later calls (`functools.cache`) are fakes too: a process that was here must
-not train afterwards.
+Tensors are fakes (torch's FakeTensorMode) on the CPU that report a GPU as their device; launchers choose and prepare
+kernels but do not launch them. All allocations of the launchers happen, and nothing is computed. Tables that operators
+cache for later calls (`functools.cache`) become fakes too: the process must not train afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ H200_MULTIPROCESSORS = 132
 
 
 def _converted(module: torch.nn.Module, target: torch.dtype | torch.device) -> torch.nn.Module:
-    """`nn.Module.to`, which cannot exchange fakes."""
+    """Do the work of `nn.Module.to`, which cannot exchange fakes."""
     if isinstance(target, torch.dtype):
         for part in module.modules():
             for name, value in part.named_parameters(recurse=False):
@@ -34,7 +33,7 @@ def _converted(module: torch.nn.Module, target: torch.dtype | torch.device) -> t
 
 @contextmanager
 def imagined_gpu() -> Iterator[None]:
-    """Inside, tensors are fakes that pass for an H200's; ConfigError in a process with Triton's interpreter."""
+    """Make tensors inside fakes that pass for an H200's; ConfigError in a process with Triton's interpreter."""
     if launch.INTERPRET:
         raise ConfigError("--plan needs a process without TRITON_INTERPRET=1")
     from triton.runtime.jit import JITFunction
@@ -53,7 +52,7 @@ def imagined_gpu() -> Iterator[None]:
             (torch.Tensor, "data_ptr", lambda x: 0),
             (torch.cuda, "current_device", lambda: -1),
             (torch.nn.Module, "to", _converted),
-            (torch.nn.init, "trunc_normal_", lambda x, **options: x),  # asks for values
+            (torch.nn.init, "trunc_normal_", lambda x, **options: x),  # needs values
         ):
             stack.enter_context(patch.object(target, name, value))
         stack.enter_context(FakeTensorMode())

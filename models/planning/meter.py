@@ -1,4 +1,4 @@
-"""Counts the bytes that tensors take, by the part of the model that allocated them, as torch's allocator would."""
+"""Count the bytes of tensors by the part of the model that allocated them, as torch's allocator would."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-BLOCK = 512  # bytes of which torch's allocator for GPUs gives whole multiples
+BLOCK = 512  # bytes; torch's allocator for GPUs returns whole multiples
 
 
 class Meter(TorchDispatchMode):
-    """Inside, every new tensor's memory is counted until it is freed.
+    """Count every new tensor's memory inside until it is freed.
 
-    live, peak: bytes now, and at the most. by_part: bytes now by `part`, the name of who allocates.
+    live, peak: current bytes, and their maximum. by_part: current bytes by `part`, the name of the allocating module.
     at_peak: by_part when `peak` was reached.
     """
 
@@ -53,7 +53,7 @@ class Meter(TorchDispatchMode):
         self.peak, self.at_peak = self.live, self.by_part.copy()
 
     def follow(self, module: nn.Module, name: str) -> None:
-        """What the forward pass of `module` allocates counts as the part `name`."""
+        """Count the allocations in the forward pass of `module` as the part `name`."""
         outer: list[str] = []
 
         def enter(*given) -> None:

@@ -1,7 +1,7 @@
-"""What a run takes of each rank's memory, known before anything of it is allocated.
+"""Compute the memory of each rank that a run needs before anything is allocated.
 
-Weights and the optimiser's state are counted. What a step and an evaluation take beside them is what their own code
-allocates: it runs on an imagined GPU (imagined.py), with the run's largest batch, and a `Meter` looks on.
+Weights and the optimiser's state are counted. For the memory of a step and of an evaluation, their own code runs on an
+imitated GPU (imagined.py) with the run's largest batch, while a `Meter` counts allocations.
 
 Letters: T tokens, B sequences, E embedding size, N longest sequence.
 """
@@ -35,30 +35,30 @@ from models.planning.sharding import Sharded, data_ranks, shard
 from models.run import Data, build_model
 
 MIB = 2**20
-GPU_BYTES = 139 * 2**30  # that an H200 has for tensors
-# cuBLAS takes a workspace on Hopper for each thread and stream that multiplies: the forward pass, autograd's thread
+GPU_BYTES = 139 * 2**30  # for tensors on an H200
+# cuBLAS allocates a workspace on Hopper for each thread and stream that multiplies: the forward pass, autograd's thread
 # and, on a stream of its own, evaluation.
 CUBLAS_BYTES = 32 * MIB
-SCANNED = 2_000_000  # samples whose batches are looked through for the largest one
+SCANNED = 2_000_000  # samples whose batches are searched for the largest one
 LIST = 1e-3  # share of the peak below which a part is not listed
 
 
 class _Enough(Exception):
-    """Ends an evaluation behind its first batch."""
+    """Ends an evaluation after its first batch."""
 
 
 @dataclass
 class Plan:
-    """Bytes on one rank, and how they come about.
+    """Bytes on one rank, and their parts.
 
-    kept: what stays between steps, by name. activations: what the forward pass keeps for the backward pass, by part.
-    step, evaluation: the most that is allocated beside `kept` during either.
+    persistent: bytes that stay between steps, by name. activations: bytes saved for the backward pass, by part. step,
+    evaluation: the peak of further allocations during a step and an evaluation.
     """
 
     ranks: int
     sequences: int
     tokens: int
-    kept: dict[str, int]
+    persistent: dict[str, int]
     sharded: Sharded
     activations: dict[str, int] = field(default_factory=dict)
     step: int = 0
@@ -66,17 +66,17 @@ class Plan:
 
     @property
     def training_peak(self) -> int:
-        """The most bytes that are allocated at a time while the run trains."""
-        return sum(self.kept.values()) + 2 * CUBLAS_BYTES + self.step + sum(self.sharded.buffers.values())
+        """The peak of allocated bytes while the run trains."""
+        return sum(self.persistent.values()) + 2 * CUBLAS_BYTES + self.step + sum(self.sharded.buffers.values())
 
     @property
     def peak(self) -> int:
-        """The most bytes that are allocated at a time, evaluations included."""
-        return max(self.training_peak, sum(self.kept.values()) + 3 * CUBLAS_BYTES + self.evaluation)
+        """The peak of allocated bytes, evaluations included."""
+        return max(self.training_peak, sum(self.persistent.values()) + 3 * CUBLAS_BYTES + self.evaluation)
 
 
 def plan(config: RunConfig, data: Data, build_step: Callable) -> Plan:
-    """The plan of a run on GPUs.
+    """Make the plan of a run on GPUs.
 
     data: opened, on a CPU. build_step: train.build_step.
     """
@@ -94,57 +94,59 @@ def plan(config: RunConfig, data: Data, build_step: Callable) -> Plan:
     judged = next((name for name in ("valid", "test") if getattr(data.splits, name) is not None), None)
     evaluated = None if judged is None else most_tokens(data.eval_batches(judged))
     sharded = shard(config, len(data.vocabulary.item_ids), world, tokens, GPU_BYTES)
-    # One rank's step itself, not one that is captured: that needs a GPU, and allocates the same.
+    # The step of one rank, uncaptured: capturing needs a GPU, and allocates the same.
     uncaptured = config.train.model_copy(update={"cuda_graphs": False})
     config = config.model_copy(update={"train": uncaptured, "parallel": ParallelConfig()})
-    # Where the table is sharded, a step works on the rows that it has looked up.
+    # If the table is sharded, a step works on the rows that it has looked up.
     imagined = replace(data.vocabulary, item_ids=data.vocabulary.item_ids[: sharded.looked_up or None])
     with imagined_gpu(), patch.dict(os.environ), Meter() as meter:
-        os.environ.pop("WORLD_SIZE", None)  # this process is none of torchrun's
+        os.environ.pop("WORLD_SIZE", None)  # torchrun did not start this process
         meter.part = "weights"
         model = build_model(config, imagined, torch.device("cpu")).train()
         average = WeightAverage(model, config.train.ema_decay) if config.train.ema_decay else None
         optimizer, step = build_step(config, model, torch.device("cpu"), average)
-        kept = {"weights": _bytes(model.parameters()) + _bytes(model.buffers())}
+        persistent = {"weights": _bytes(model.parameters()) + _bytes(model.buffers())}
         _follow(meter, model, config)
-        result = Plan(world, sequences, tokens, kept, sharded)
+        result = Plan(world, sequences, tokens, persistent, sharded)
         for phase in phases:
             meter.part = "batch"
             batch = _shaped(template, tokens, sequences, {})
             _measure_step(meter, step, replace(batch, phase=phase), result, phase == phases[-1])
             del batch
-        kept["gradients"] = _bytes(p.grad for p in model.parameters())
-        kept["optimiser"] = _bytes(x for state in optimizer.state.values() for x in state.values())
+        persistent["gradients"] = _bytes(p.grad for p in model.parameters())
+        persistent["optimiser"] = _bytes(x for state in optimizer.state.values() for x in state.values())
         if average is not None:
-            kept["average of the weights"] = _bytes(average.averages)
-        result.step -= sum(kept.values())
+            persistent["average of the weights"] = _bytes(average.averages)
+        result.step -= sum(persistent.values())
         if evaluated is not None:
-            result.evaluation = _measure_evaluation(meter, data, model, evaluated, phases[-1]) - sum(kept.values())
+            result.evaluation = _measure_evaluation(meter, data, model, evaluated, phases[-1]) - sum(
+                persistent.values()
+            )
         if sharded.looked_up:
             rows = _bytes([model.item_weight])
-            kept["weights"] += sharded.weights - rows
-            kept["gradients"] += sharded.gradients - rows
-            kept["optimiser"] += sharded.optimiser - 2 * rows
+            persistent["weights"] += sharded.weights - rows
+            persistent["gradients"] += sharded.gradients - rows
+            persistent["optimiser"] += sharded.optimiser - 2 * rows
     columns = _columns(data)
     if columns <= GPU_BYTES // 4:
-        kept["the data's columns"] = columns
+        persistent["the data's columns"] = columns
     if graphed:
         sizes = {padded_tokens(int(count)) for count in np.unique(np.concatenate(counts))}
-        each = 8 * sum(math.prod(x.shape[1:]) for _, x, layout in template._tensors() if layout.kind == "token")
-        kept["batches of captured steps"] = each * sum(sizes)
-    result.kept |= {name: size for name, size in kept.items() if size}
+        batch_bytes = 8 * sum(math.prod(x.shape[1:]) for _, x, layout in template._tensors() if layout.kind == "token")
+        persistent["batches of captured steps"] = batch_bytes * sum(sizes)
+    result.persistent |= {name: size for name, size in persistent.items() if size}
     return result
 
 
 def tokens_of_batches(config: RunConfig, data: Data) -> list[np.ndarray]:
-    """T of each batch of training, an array for each epoch; of very many samples the first epochs'."""
+    """Return T of each batch of training, an array for each epoch; with very many samples only for the first epochs."""
     batches = _training(config, data)
     epochs = min(config.train.epochs, max(1, SCANNED // max(1, len(batches.split))))
     return [_tokens(batches, epoch) for epoch in range(epochs)]
 
 
 def largest_part(config: RunConfig, data: Data, counts: list[np.ndarray], ranks: int) -> tuple[int, int]:
-    """(T, B) of the rank that gets most tokens of the largest batch; counts: `tokens_of_batches`."""
+    """Return (T, B) of the rank that gets most tokens of the largest batch; counts: `tokens_of_batches`."""
     epoch = int(np.argmax([one.max() for one in counts]))
     batches = _training(config, data)
     order, bounds = batches._plan(epoch)
@@ -161,12 +163,12 @@ def _training(config: RunConfig, data: Data) -> Batches:
 
 
 def most_tokens(batches: Batches) -> Batch:
-    """The batch with the most tokens."""
+    """Return the batch with the most tokens."""
     return next(batches.epoch(0, start=int(_tokens(batches, 0).argmax())))
 
 
 def _tokens(batches: Batches, epoch: int) -> np.ndarray:
-    """T of each batch of an epoch."""
+    """Return T of each batch of an epoch."""
     order, bounds = batches._plan(epoch)
     tokens = batches._tokens(batches.split.begin[order], batches.split.end[order])
     return np.add.reduceat(tokens, bounds[:-1])
@@ -177,7 +179,7 @@ def _bytes(tensors) -> int:
 
 
 def _shaped(batch: Batch, tokens: int, sequences: int, values: dict[str, int]) -> Batch:
-    """A batch without values like this one, of other sizes."""
+    """Return a batch like this one, without values, of other sizes."""
     lengths = {"token": tokens, "sequence": sequences, "offsets": sequences + 1}
     fields: dict[str, Any] = {
         name: torch.empty(values[name] if layout.offsets else lengths[layout.kind], *x.shape[1:], dtype=x.dtype)
@@ -187,7 +189,7 @@ def _shaped(batch: Batch, tokens: int, sequences: int, values: dict[str, int]) -
 
 
 def _follow(meter: Meter, model: SequenceModel, config: RunConfig) -> None:
-    """Counts by part: the embedding, each layer's attention by kind, the rest of the layers, the head."""
+    """Count by part: the embedding, each layer's attention by kind, the other parts of the layers, the head."""
     meter.follow(model.embedding, "embedding")
     for layer in cast(Iterable[Any], model.layers):
         meter.follow(layer, "layers without attention")
@@ -195,7 +197,7 @@ def _follow(meter: Meter, model: SequenceModel, config: RunConfig) -> None:
 
 
 def _measure_step(meter: Meter, step: Callable, batch: Batch, result: Plan, last: bool) -> None:
-    """Makes two steps, of which the second finds the optimiser's state and the first one's gradients."""
+    """Make two steps, of which the second one has the optimiser's state and gradients from the first."""
     activations: Counter[str] = Counter()
     backward = torch.Tensor.backward
 
@@ -216,7 +218,7 @@ def _measure_step(meter: Meter, step: Callable, batch: Batch, result: Plan, last
 
 
 def _measure_evaluation(meter: Meter, data: Data, model: SequenceModel, largest: Batch, phase: int) -> int:
-    """The most bytes that one batch of an evaluation takes, the model's included."""
+    """Return the peak of bytes during one batch of an evaluation, including the model's."""
 
     class One:
         def __getattr__(self, name: str):
@@ -237,14 +239,14 @@ def _measure_evaluation(meter: Meter, data: Data, model: SequenceModel, largest:
 
 
 def _columns(data: Data) -> int:
-    """Bytes of the data set's columns on a GPU."""
+    """Return the bytes of the data set's columns on a GPU."""
     d = data.dataset
     columns = (d.items, d.timestamps, d.actions, d.user_rows, d.event_rows)
     return sum(8 * column.size for column in columns if column is not None)
 
 
 def describe(plan: Plan, config: RunConfig) -> list[str]:
-    """The plan as lines of text."""
+    """Format the plan as lines of text."""
 
     def line(name: str, size: int) -> str:
         return f"  {name:<44}{size / MIB:>12,.1f}"
@@ -252,10 +254,10 @@ def describe(plan: Plan, config: RunConfig) -> list[str]:
     return [
         f"{config.name}: a step of {plan.sequences:,} sequences and {plan.tokens:,} tokens on each of {plan.ranks:,} "
         f"rank{'s' if plan.ranks > 1 else ''}, the largest of the run; MiB on a GPU like the H200",
-        *(line(name, size) for name, size in plan.kept.items()),
+        *(line(name, size) for name, size in plan.persistent.items()),
         *(line(f"activations: {name}", size) for name, size in plan.activations.items()),
-        line("step beside the former, activations included", plan.step),
-        line("evaluation beside the former", plan.evaluation),
+        line("step, in addition, activations included", plan.step),
+        line("evaluation, in addition", plan.evaluation),
         *(line(f"communication: {name}", size) for name, size in plan.sharded.buffers.items()),
         line("most at a time in training", plan.training_peak),
         line("most at a time, evaluations included", plan.peak),

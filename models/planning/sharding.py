@@ -1,7 +1,7 @@
-"""How the item table lies on the ranks, and the buffers of what they send each other.
+"""Plan the placement of the item table on ranks, and the buffers of their communication.
 
-Letters: I items, E embedding size, T tokens of a rank, K ranks that share a batch, R different rows that a rank
-looks up.
+Letters: I items, E embedding size, T tokens of a rank, K ranks that share a batch, R distinct rows that a rank looks
+up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchrec.distributed.planner.types import PlannerError
 
 from models.config import ConfigError, RunConfig
 
-# The planner warns of what it is not told here, in every process.
+# The planner would warn in every process about options that it is not given here.
 logging.getLogger("torchrec.distributed.planner").setLevel(logging.ERROR)
 
 GPUS_OF_A_MACHINE = 8
@@ -30,11 +30,11 @@ COPIES = 4  # a weight, its gradient and AdamW's two moments
 
 @dataclass(frozen=True)
 class Sharded:
-    """How the item table lies on the ranks, bytes on the rank that has most of it.
+    """The placement of the item table on ranks, in bytes on the rank that has most of it.
 
-    kind: of the sharding. looked_up: R, the rows that a rank's step has beside its shard; 0 where it has the table.
-    weights, gradients, optimiser: of the shard. buffers: what is on its way between ranks, by name. lines: what to say
-    of the plan.
+    kind: the kind of sharding. looked_up: R, the rows that a rank's step has beside its shard; 0 if it has the whole
+    table. weights, gradients, optimiser: bytes of the shard. buffers: bytes in transit between ranks, by name. lines:
+    sentences about the plan.
     """
 
     kind: str
@@ -47,14 +47,14 @@ class Sharded:
 
 
 def data_ranks(config: RunConfig) -> int:
-    """K; `auto` is what torchrun started, or 1."""
+    """Return K; `auto` is the number of ranks that torchrun started, or 1."""
     if config.parallel.data == "auto":
         return max(1, int(os.environ.get("WORLD_SIZE", 1)) // config.parallel.context)
     return config.parallel.data
 
 
 def shard(config: RunConfig, num_items: int, ranks: int, tokens: int, gpu_bytes: int) -> Sharded:
-    """How the item table lies on so many ranks; tokens: T."""
+    """Plan the placement of the item table on `ranks` ranks; tokens: T."""
     p = config.parallel
     lines: tuple[str, ...] = ()
     if not p.sharded:
@@ -65,19 +65,21 @@ def shard(config: RunConfig, num_items: int, ranks: int, tokens: int, gpu_bytes:
     size, wide = config.model.embedding_dim, getattr(torch, config.model.table_dtype).itemsize
     weights = num_items * size * wide if kind == "table_wise" else -(-num_items // ranks) * size * wide
     moments = {"rowwise_adagrad": weights // (size * wide) * 4}.get(str(p.fused), 2 * weights)
-    wanted = ids_wanted(config, tokens)
-    # How many different ids are among so many that are drawn alike.
-    rows = math.ceil(num_items * -math.expm1(-wanted / num_items))
-    # Rows and their gradients as they come, one of both as it goes; ids while they are sorted and sent.
-    buffers = {"rows looked up": 3 * rows * size * wide + 5 * 8 * wanted}
+    num_ids = ids_wanted(config, tokens)
+    # The expected number of distinct ids among so many uniform draws.
+    rows = math.ceil(num_items * -math.expm1(-num_ids / num_items))
+    # Rows and their gradients as they arrive, and one of them as it is sent; ids while they are sorted and sent.
+    buffers = {"rows looked up": 3 * rows * size * wide + 5 * 8 * num_ids}
     if config.loss.kind == "cross_entropy":
-        # All ranks' outputs, their sum over ranks, and as much of gradients, fp32.
+        # All ranks' outputs, their sum over ranks, and gradients of the same size, fp32.
         buffers["outputs of all ranks"] = 4 * tokens * ranks * size * 4
     return Sharded(kind, rows, weights, 0 if p.fused else weights, moments, buffers, lines)
 
 
 def ids_wanted(config: RunConfig, tokens: int) -> int:
-    """Ids that a step with T tokens looks up: inputs and, for a sampled loss, targets and negatives."""
+    """Return the number of ids that a step with T tokens looks up: inputs and, for a sampled loss, targets and
+    negatives.
+    """
     loss = config.loss
     if config.task.kind != "retrieval" or loss.kind == "cross_entropy":
         return tokens
@@ -85,7 +87,7 @@ def ids_wanted(config: RunConfig, tokens: int) -> int:
 
 
 def planned(config: RunConfig, num_items: int, ranks: int, gpu_bytes: int) -> tuple[str, tuple[str, ...]]:
-    """(what torchrec's planner chooses for the item table, a line for each shard); ConfigError where nothing fits."""
+    """Return (the sharding that torchrec's planner chooses, a line for each shard); ConfigError if nothing fits."""
     kinds = ["row_wise"] if config.loss.kind == "cross_entropy" else ["row_wise", "table_wise", "column_wise"]
     table = EmbeddingConfig(
         name="item", embedding_dim=config.model.embedding_dim, num_embeddings=num_items, feature_names=["item"]
@@ -104,10 +106,10 @@ def planned(config: RunConfig, num_items: int, ranks: int, gpu_bytes: int) -> tu
     )
     module = EmbeddingCollection(tables=[table], device=torch.device("meta"))
     try:
-        found = planner.plan(module, [EmbeddingCollectionSharder()])
+        sharding_plan = planner.plan(module, [EmbeddingCollectionSharder()])
     except PlannerError as error:
         raise ConfigError(f"parallel.embedding=auto: torchrec's planner: {str(error).splitlines()[0]}") from None
-    ((_, parameters),) = found.plan.items()
+    ((_, parameters),) = sharding_plan.plan.items()
     sharding = parameters["item"]
     shards = sharding.sharding_spec.shards if sharding.sharding_spec is not None else []
     lines = tuple(

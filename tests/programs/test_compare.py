@@ -106,7 +106,7 @@ def test_stopped_and_started_again_repeats_no_finished_run(place, monkeypatch):
         patch.setattr(train, "set_lr", stopped_at_the_second_epoch)
         patch.setattr(runs, "launch", killed)
         first = run("plan.yaml", "--out", "out")
-    assert first.returncode == 130 and "To go on: the same command again" in first.stdout
+    assert first.returncode == 130 and "To continue: the same command again" in first.stdout
     assert place.launched == ALL[:2]
     finished = Path("out/dense/seed-1/result.json").stat().st_mtime_ns
 

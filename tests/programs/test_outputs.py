@@ -113,7 +113,7 @@ def test_items_are_exported_with_their_ids(place):
     refused("--export-items", "items", says="there is an earlier export; --overwrite replaces it")
     assert run("eval.py", "run", "--export-items", "items", "--overwrite").returncode == 0
     (place / "items" / "mine").write_text("mine")
-    refused("--export-items", "items", "--overwrite", says="there is something that eval.py did not write")
+    refused("--export-items", "items", "--overwrite", says="eval.py did not write what exists there")
     refused("--export-items", "more", "--sampled", "3", says="--sampled judges a split")
 
 
@@ -293,5 +293,5 @@ def test_what_cannot_be_done_is_said_before_it_is_begun(made, tmp_path):
         done = run("train.py", *base, override, "--run", tmp_path / "run")
         assert done.returncode == 2 and says in done.stderr, done.stderr
     done = run("train.py", *base, "train.compile=true", "model.attention.kind=htree", "--run", tmp_path / "run")
-    assert done.returncode == 2 and "no end with htree on a CPU" in done.stderr
+    assert done.returncode == 2 and "does not finish with htree on a CPU" in done.stderr
     assert not (tmp_path / "run").exists()

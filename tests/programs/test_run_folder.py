@@ -124,7 +124,7 @@ def test_killed_before_its_first_checkpoint_it_starts_from_the_beginning(finishe
 def test_checkpoints_that_are_gone_are_missed(copy, capsys):
     shutil.rmtree(copy / "checkpoints")
     assert train.main(["--resume", str(copy)]) == 2
-    assert "no checkpoint to resume from, though metrics.jsonl tells of one" in capsys.readouterr().err
+    assert "no checkpoint to resume from, though metrics.jsonl has lines" in capsys.readouterr().err
 
 
 def test_changed_configuration_is_refused_or_taken_over(copy, capsys):

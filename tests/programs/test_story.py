@@ -46,7 +46,7 @@ def test_the_story(tmp_path, monkeypatch):
     # Interrupted while the data are prepared, in the first epoch, in its evaluation, and at the end.
     stops = (
         (train, "open_data", 1, "preparing the data. To begin: the same command again"),
-        (train, "set_lr", 2, "training. Saved at step 2 of 4. To go on: python train.py --resume run"),
+        (train, "set_lr", 2, "training. Saved at step 2 of 4. To continue: python train.py --resume run"),
         (train.Tracked, "epoch", 1, "training. Saved at step 2 of 4. To go on"),
         (ending, "judge", 1, "evaluating; all epochs are saved. To evaluate: python train.py --resume run"),
     )
@@ -83,7 +83,7 @@ def test_the_story(tmp_path, monkeypatch):
     # The raw file is moved away: the prepared copy serves; without it, what needs no data still works.
     (tmp_path / "events.csv").rename("moved.csv")
     done = run("eval.py", "run")
-    assert done.returncode == 0 and "taking the prepared copy of the run's data" in done.stdout
+    assert done.returncode == 0 and "using the prepared copy of the run's data" in done.stdout
     (tmp_path / "cache").rename("gone")
     done = run("eval.py", "run")
     assert done.returncode == 2 and "--history FILE" in done.stderr and "--init-from" in done.stderr

@@ -111,7 +111,7 @@ def test_stopped_and_gone_on_with_the_search_comes_to_the_same_end(place, monkey
         patch.setattr(train, "set_lr", stopped_in_the_second_epoch)
         patch.setattr(tuning, "launch", killed)
         first = run("tiny.yaml", "space.yaml", "--trials", "4", "--out", "parts")
-    assert first.returncode == 143 and "To go on: the same command again" in first.stdout
+    assert first.returncode == 143 and "To continue: the same command again" in first.stdout
     assert len(place.commands) == commands + 3
     second = run("tiny.yaml", "space.yaml", "--trials", "4", "--out", "parts")
     assert second.returncode == 0, second.stderr
@@ -159,7 +159,7 @@ def test_a_bad_trial_is_pruned_and_a_failing_one_is_named(place):
     # Nothing comes to its end.
     Path("space.yaml").write_text("space: {train.lr: {choices: [1e30]}}")
     lost = run("tiny.yaml", "space.yaml", "--trials", "1", "--out", "lost")
-    assert lost.returncode == 2 and "none of 1 trials came to its end: error: the loss is" in lost.stderr
+    assert lost.returncode == 2 and "none of 1 trials was completed: error: the loss is" in lost.stderr
 
 
 def test_another_search_in_the_same_folder_is_refused(place):
