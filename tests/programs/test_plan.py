@@ -100,11 +100,11 @@ def test_weights_and_optimiser_are_counted_to_the_byte(plans, kind):
     def total(tensors) -> int:
         return sum(x.numel() * x.element_size() for x in tensors)
 
-    kept = plans[kind]["kept"]
-    assert kept["weights"] == total([*model.parameters(), *model.buffers()])
-    assert kept["gradients"] == total(p.grad for p in model.parameters() if p.grad is not None)
-    assert kept["optimiser"] == total(x for state in optimizer.state.values() for x in state.values())
-    assert kept.get("average of the weights", 0) == (total(model.parameters()) if config.train.ema_decay else 0)
+    persistent = plans[kind]["persistent"]
+    assert persistent["weights"] == total([*model.parameters(), *model.buffers()])
+    assert persistent["gradients"] == total(p.grad for p in model.parameters() if p.grad is not None)
+    assert persistent["optimiser"] == total(x for state in optimizer.state.values() for x in state.values())
+    assert persistent.get("average of the weights", 0) == (total(model.parameters()) if config.train.ema_decay else 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,16 +121,16 @@ def test_ranks_share_batch_and_table(plans):
     one, replicated, sharded, fused, whole = (plans[name] for name in RANKS)
     assert (one["ranks"], replicated["ranks"], sharded["ranks"]) == (1, 4, 4)
     assert replicated["tokens"] < one["tokens"] / 3 and replicated["step"] < one["step"]
-    assert replicated["kept"]["weights"] == one["kept"]["weights"]
+    assert replicated["persistent"]["weights"] == one["persistent"]["weights"]
     table, quarter = 4000 * 64 * 4, 1000 * 64 * 4
     for name, of_table, of_shard, of_fused in (
         ("weights", table, quarter, quarter),
         ("gradients", table, quarter, 0),
         ("optimiser", 2 * table, 2 * quarter, 1000 * 4),
     ):
-        rest = one["kept"][name] - of_table
-        assert sharded["kept"][name] - of_shard == pytest.approx(rest, abs=16)  # the optimiser's count of steps
-        assert fused["kept"][name] - of_fused == pytest.approx(rest, abs=16)
+        rest = one["persistent"][name] - of_table
+        assert sharded["persistent"][name] - of_shard == pytest.approx(rest, abs=16)  # the optimiser's count of steps
+        assert fused["persistent"][name] - of_fused == pytest.approx(rest, abs=16)
     assert sharded["sharded"]["kind"] == "row_wise" and len(sharded["sharded"]["lines"]) == 5
     assert "outputs of all ranks" in whole["sharded"]["buffers"]
 
