@@ -248,7 +248,7 @@ class SequenceModel(nn.Module):
         return self.item_rows()
 
     def item_rows(self, ids: Tensor | None = None) -> Tensor:
-        """Return the representations of the items `ids` [R] int64 that outputs are scored against, [R, E], or of all."""
+        """Return the representations of the items `ids` [R] int64 that outputs are scored against, [R, E], or all."""
         if self.targets is None:
             return self.embedding.item_rows(ids)
         return self.targets if ids is None else F.embedding(ids, self.targets)
