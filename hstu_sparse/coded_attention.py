@@ -72,9 +72,7 @@ def rotatekv_self_attention(
     )  # fmt: skip
     own_token = reference.own_token
     if backend == "triton":
-        from hstu_sparse.rotatekv.own import in_one_pass, own_token_triton
-
-        own_token = own_token_triton if in_one_pass() else own_token
+        from hstu_sparse.rotatekv.own import own_token_triton as own_token
     q, coded_k, coded_v, own = own_token(q, k, v, *coded, bias, scale, normalizer)
     options: dict[str, typing.Any] = dict(scale=scale, normalizer=normalizer, bias=bias, plan=plan, backend=backend)
     return hstu_attention(q, coded_k, coded_v, seq_offsets, max_seq_len, **options) + own

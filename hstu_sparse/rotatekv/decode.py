@@ -246,7 +246,7 @@ def rotatekv_round_trip_kernel(
     HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr,
     K_BLOCK: tl.constexpr, K_BLOCKS: tl.constexpr, K_GROUPS: tl.constexpr, KEPT: tl.constexpr, V_BLOCK: tl.constexpr,
     V_BLOCKS: tl.constexpr, V_GROUPS: tl.constexpr, SPARSE: tl.constexpr, HAS_ORDER: tl.constexpr, R: tl.constexpr,
-    INSET: tl.constexpr, OUT: tl.constexpr,
+    INSET: tl.constexpr,
 ):  # fmt: skip
     """R tokens of one head group through codes and back, to k_out [T, H, D] and v_out [T, H, V]; sinks as they are."""
     C: tl.constexpr = D * G
@@ -285,17 +285,14 @@ def rotatekv_round_trip_kernel(
     for g in tl.static_range(K_GROUPS):
         wide_scales += (scales[g].to(tl.float32),)
         wide_zeros += (zeros[g].to(tl.float32),)
-    for first in tl.static_range(0, K_BLOCKS, OUT):
+    for i in tl.static_range(K_BLOCKS):
         y = restored_blocks(
-            codes, marks, wide_scales, wide_zeros, scale, group * 0 + first * K_BLOCK, inverse_order, DTYPE, 0,
-            K_BLOCK, K_BLOCKS, K_PER, K_BLOCK, K_BLOCK, OUT, 1, SPARSE, HAS_ORDER, R,
+            codes, marks, wide_scales, wide_zeros, scale, group * 0 + i * K_BLOCK, inverse_order, DTYPE, 0,
+            K_BLOCK, K_BLOCKS, K_PER, K_BLOCK, K_BLOCK, 1, 1, SPARSE, HAS_ORDER, R,
         )  # fmt: skip
-        for i in tl.static_range(OUT):
-            same = load_block(
-                k, token, mask & sink, group * G, k_stride_t, k_stride_h, order, first + i, D, C, K_BLOCK, False, D
-            )
-            out = tl.where(sink[:, None], same.to(tl.float32), y[i])
-            store_group(k_out, token, mask, out, first + i, group * G, HG * G, D, C, K_BLOCK)
+        same = load_block(k, token, mask & sink, group * G, k_stride_t, k_stride_h, order, i, D, C, K_BLOCK, False, D)
+        out = tl.where(sink[:, None], same.to(tl.float32), y[0])
+        store_group(k_out, token, mask, out, i, group * G, HG * G, D, C, K_BLOCK)
     V_PER: tl.constexpr = V_BLOCKS // V_GROUPS
     for g in tl.static_range(V_GROUPS):
         z, v_scale, v_zero = value_blocks(

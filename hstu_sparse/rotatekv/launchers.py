@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from hstu_sparse.launch import LaunchConfig, configuration, on_device, run
+from hstu_sparse.launch import on_device, run
 from hstu_sparse.pages.launch import code_offset, sizes, tile_tokens, words
 from hstu_sparse.pages.layout import Layout, RotateKVOptions
 from hstu_sparse.registration import Operator
@@ -35,26 +35,20 @@ def inverse(order: Tensor | None) -> Tensor | None:
     return None if order is None else order.argsort(-1).int()
 
 
-@configuration
-def round_trip_config(layout: Layout, dtype: torch.dtype) -> LaunchConfig:
-    """The configuration of the round trip: R tokens of a program, OUT blocks of keys that come out together."""
-    return LaunchConfig(4, R=tile_tokens(layout, dtype), OUT=1)
-
-
 def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group, sparsity, sink_tokens, clip):
     options = RotateKVOptions(bits, head_group, quant_group, sparsity, sink_tokens, clip)
     layout = Layout(options, k.shape[1], k.shape[2], v.shape[2])
     check_kernel("rotatekv_round_trip", k, {"D": layout.head_size, "V": layout.value_size})
     found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
     k, v = as_rows(k, v, align=False)
-    config = round_trip_config(layout, k.dtype)
-    constants = sizes(layout, channel_order is not None, k.dtype) | dict(config)
+    tokens = tile_tokens(layout, k.dtype)
+    constants = sizes(layout, channel_order is not None, k.dtype) | dict(R=tokens, num_warps=4)
     for name in ("PAGE", "K_WORDS", "V_WORDS", "KEPT_WORDS"):
         constants.pop(name)
     batch = seq_offsets.shape[0] - 1
     if k.shape[0]:
         run(
-            rotatekv_round_trip_kernel, (k.shape[0] // config.R + batch, layout.head_groups),
+            rotatekv_round_trip_kernel, (k.shape[0] // tokens + batch, layout.head_groups),
             k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), seq_offsets, channel_order,
             inverse(channel_order), *found, batch, sink_tokens, layout.keys.channels**-0.5, **constants,
             INSET=options.inset, enable_fp_fusion=False,

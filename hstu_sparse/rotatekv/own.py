@@ -17,7 +17,7 @@ import triton.language as tl
 
 from hstu_sparse.bias.buckets import MAX_BUCKETS, device_cells, num_time_buckets
 from hstu_sparse.bias.scores import pair_bias
-from hstu_sparse.launch import cdiv, configuration, multiprocessors, padded_head, run
+from hstu_sparse.launch import cdiv, multiprocessors, padded_head, run
 from hstu_sparse.registration import once_only, register_preparation
 from hstu_sparse.rows import as_rows
 from hstu_sparse.tiles import load_rows, silu, silu_and_grad, store_rows
@@ -26,12 +26,6 @@ from hstu_sparse.tiles import load_rows, silu, silu_and_grad, store_rows
 _TOKENS, _RESIDENT, _SUMS = 16, 8, 256
 _POSITION = tl.constexpr(_SUMS - 1)  # the column of the position table's first entry: no bucket reaches it
 assert _POSITION.value > MAX_BUCKETS
-
-
-@configuration
-def in_one_pass() -> bool:
-    """Whether these kernels run on a GPU, in place of torch's (`reference.own_token`): no GPU has run them yet."""
-    return False
 
 
 @triton.jit

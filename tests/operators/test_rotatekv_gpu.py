@@ -55,7 +55,6 @@ def test_agrees_with_reference(name, dtype):
         dict(head_size=64, value_size=64, position=True, timed=True, sink_tokens=4),
         dict(sparsity=0.5, bits=4, timed=True, contiguous=False, value_size=40),
         dict(lengths=[9000, 3], max_seq_len=9000, clip=0.75, head_size=32, value_size=32),
-        dict(position=True, timed=True, one_pass=False),
     ],
 )
 def test_self_attention(options, dtype):

@@ -12,7 +12,6 @@ from hstu_sparse import (
     rotatekv_decompress,
     rotatekv_self_attention,
 )
-from hstu_sparse.launch import override
 from hstu_sparse.pages import packing
 from hstu_sparse.testing import EDGE_CASES, compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.random.cases.rotatekv import check, check_self_attention
@@ -73,7 +72,6 @@ SELF = {
     "position": dict(position=True, bits=4, contiguous=False, value_size=40),
     "time, pruned": dict(timed=True, sparsity=0.5, lengths=[70], max_seq_len=70),
     "neither": dict(clip=0.7, head_group=4, lengths=[], max_seq_len=1),
-    "by torch": dict(position=True, timed=True, one_pass=False),
 }
 
 
@@ -83,10 +81,7 @@ def test_self_attention(name):
     check_self_attention("cpu", **given)
 
 
-@pytest.mark.parametrize("one_pass", [True, False])
-def test_self_attention_is_one_graph(one_pass):
-    from hstu_sparse.rotatekv.own import in_one_pass
-
+def test_self_attention_is_one_graph():
     lengths = (9, 3)
     leaves = [make_jagged(lengths, (2, 16), seed=seed).requires_grad_() for seed in range(3)]
     leaves += [torch.linspace(-1, 1, size).requires_grad_() for size in (12, 20)]
@@ -97,10 +92,9 @@ def test_self_attention_is_one_graph(one_pass):
         out = rotatekv_self_attention(q, k, v, make_offsets(lengths), 12, bias=bias, backend="triton")
         return out.square().sum()
 
-    with override(in_one_pass, lambda _: one_pass):
-        expected = torch.autograd.grad(layer(*leaves), leaves)
-        found = torch.autograd.grad(torch.compile(layer, fullgraph=True, backend="aot_eager")(*leaves), leaves)
-    torch.testing.assert_close(found, expected)
+    expected = torch.autograd.grad(layer(*leaves), leaves)
+    compiled = torch.autograd.grad(torch.compile(layer, fullgraph=True, backend="aot_eager")(*leaves), leaves)
+    torch.testing.assert_close(compiled, expected)
 
 
 @pytest.mark.parametrize("name", ["empty batch", "all sequences empty", "length 1", "N far above every length"])

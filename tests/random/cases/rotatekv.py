@@ -13,12 +13,11 @@ from hstu_sparse import (
 )
 from hstu_sparse.bias.relative import check_bias
 from hstu_sparse.compat import mustafar_attention_with_rope
-from hstu_sparse.launch import LaunchConfig, override
 from hstu_sparse.pages import packing, store
 from hstu_sparse.rotatekv import reference
 from hstu_sparse.testing import assert_within_budget, compare_with_reference, make_jagged, make_offsets, make_timestamps
 from tests.random.cases import Launches
-from tests.random.terms import FEW_TOKENS
+from tests.random.terms import FEW_TOKENS, TABLES
 
 # Bytes of local memory a thread may use for registers that do not fit. Keys that are turned back stand in the registers
 # with all of a group's channels: one head at a time nothing spills, and the work is a third more.
@@ -91,7 +90,7 @@ def check(
         check_self_attention(
             device, lengths=lengths, max_seq_len=max_seq_len, groups=groups, head_size=head_size,
             value_size=value_size, dtype=str(dtype).removeprefix("torch."), position=position, timed=timed,
-            contiguous=contiguous, one_pass=seed % 8 == 1, seed=seed, **options,
+            contiguous=contiguous, seed=seed, **options,
         )  # fmt: skip
     cache = rotatekv_compress(k, v, offsets, **options, backend="triton")
     codes_are_right(cache, k, v)
@@ -167,11 +166,9 @@ def check(
 
 def check_self_attention(
     device, *, lengths, max_seq_len, groups, head_size, value_size, dtype, head_group=2, position=False, timed=False,
-    contiguous=True, one_pass=True, seed=0, **options,
+    contiguous=True, seed=0, **options,
 ):  # fmt: skip
     """The kernels' `rotatekv_self_attention`, forward and every gradient, is right for the kernels' own codes."""
-    from hstu_sparse.rotatekv.own import in_one_pass
-
     dtype, options = getattr(torch, dtype), options | dict(head_group=head_group)
     made = dict(dtype=dtype, device=device, contiguous=contiguous)
     sizes = dict(q=head_size, k=head_size, v=value_size)
@@ -193,15 +190,16 @@ def check_self_attention(
 
     def kernel(q, k, v, position, time):
         given = factors | options | dict(bias=biased(position, time), backend="triton")
-        with override(in_one_pass, lambda _: one_pass):
-            return rotatekv_self_attention(q, k, v, offsets, max_seq_len, **given)
+        return rotatekv_self_attention(q, k, v, offsets, max_seq_len, **given)
 
     def by_reference(q, k, v, position, time):
         bias = biased(position, time)
         *given, own = reference.own_token(q, k, v, *(x.to(q) for x in coded), bias, *factors.values())
         return hstu_attention(*given, offsets, max_seq_len, **factors, bias=bias, backend="reference") + own
 
-    compare_with_reference(kernel, by_reference, tensors | tables, factor=4.0)
+    # Most of a table's gradient is dense attention's: the floor is that of its own check (cases/dense.py).
+    floor = dict.fromkeys(TABLES, 1e-5) if dtype == torch.float32 else {}
+    compare_with_reference(kernel, by_reference, tensors | tables, factor=4.0, floor=floor)
 
 
 def first_channels(cache, k):
@@ -278,13 +276,11 @@ def launches():
                 write_pages(cache.tensors, format, k, v, offsets, cache.pages, torch.zeros(1, dtype=torch.int64), order)
             elif what == "decompress":
                 launchers.decompress(cache, 100)
-            elif what.startswith("round trip"):
+            elif what == "round trip":
                 o = cache.options
-                change = (lambda *_: LaunchConfig(4, R=16, OUT=2)) if "small" in what else lambda found, *_: found
-                with override(launchers.round_trip_config, change):
-                    launchers.round_trip_operator.forward(
-                        k, v, offsets, order, o.bits, o.head_group, o.quant_group, o.sparsity, o.sink_tokens, o.clip
-                    )
+                launchers.round_trip_operator.forward(
+                    k, v, offsets, order, o.bits, o.head_group, o.quant_group, o.sparsity, o.sink_tokens, o.clip
+                )
             else:
                 source = launch_attention.Plain(k, v, offsets) if what == "plain" else cache
                 rest = dict(
@@ -328,7 +324,6 @@ def launches():
         case("round trip"),
         case("round trip", dtype=torch.float32, **small),
         case("round trip", heads=4, size=64, value_size=64),
-        case("round trip in small programs", heads=4, size=64, value_size=64),
         own(torch.bfloat16, 64, 64, RelativeBias(torch.zeros(201), torch.zeros(129), zeros, zeros)),
         own(torch.float32, 25, 40, RelativeBias(), local_bytes=16),
         case("attention"),
