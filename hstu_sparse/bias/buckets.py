@@ -1,15 +1,15 @@
-"""How kernels find the time bucket of a pair, or which buckets a tile of pairs reaches over.
+"""Compute in kernels the time bucket of a pair, or the buckets that a tile of pairs covers.
 
-Letters: T tokens of the batch, B sequences. The own side of a program is that of its tile, of queries or of keys; the
-other side is the one it walks in blocks.
+Letters: T tokens of the batch, B sequences. The resident side of a program's tile, queries or keys, is loaded once; the
+program walks over the streamed side in blocks.
 
-A bucket is read from a table of fp32's leading bits, in place of a logarithm. Timestamps come as int64 seconds, or as
-pairs of fp32, high and low part, whose differences are exact up to 2^24 seconds, and as offsets in int32 from the first
+A bucket is read from a table indexed by fp32's leading bits, which replaces a logarithm. Timestamps are int64 seconds,
+or pairs of fp32, high and low part, whose differences are exact up to 2^24 seconds, and int32 offsets from the first
 timestamp of their sequence's keys.
 
-Which buckets a tile reaches over is known from the least and the greatest timestamp of its two sides. A tile of at most
-MOST_EDGES bucket edges is narrow: its entry says the lowest bucket and how many edges there are, and offsets are
-compared with those (`reached`). With ascending timestamps most tiles are narrow but the few next to the diagonal.
+The least and the greatest timestamp of a tile's two sides determine the buckets that it covers. A tile with at most
+MOST_EDGES bucket edges is narrow: its entry has the lowest bucket and the number of edges, and offsets are compared
+with those edges (`reached`). With ascending timestamps, all tiles are narrow except a few next to the diagonal.
 """
 
 import functools
@@ -26,31 +26,31 @@ from hstu_sparse.launch import cdiv, run
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.tiles import COMPILED, locate
 
-# Differences of int64 seconds never get past this bucket, so a longer table has a tail that is never read.
+# Differences of int64 seconds never exceed this bucket; further entries of a longer table are never read.
 MAX_BUCKETS = 145
-# Cells of an octave in the table that finds buckets: 2 ** CELL_BITS, each narrower than a bucket.
+# Cells of an octave in the table of buckets: 2 ** CELL_BITS, each narrower than a bucket.
 CELL_BITS = 3
 FP32_MANTISSA, FP32_BIAS, OCTAVES = 23, 127, 64
 _SHIFT, _BASE = tl.constexpr(FP32_MANTISSA - CELL_BITS), tl.constexpr(FP32_BIAS << CELL_BITS)
 _BLOCK = 256
-# Zeros behind the tokens in what `split_times` gives, for tiles that reach past a batch's end.
+# Zeros behind the tokens in the result of `split_times`, for tiles that reach past a batch's end.
 MARGIN = 256
-# Edges that a narrow tile of pairs reaches over at most.
+# The greatest number of edges in a narrow tile of pairs.
 MOST_EDGES = tl.constexpr(4)
-# A narrow tile's entry in the plan: its lowest bucket times 8, plus the number of edges in it.
+# A narrow tile's entry in the plan: its lowest bucket times 8, plus the number of its edges.
 ENTRY_SHIFT, ENTRY_EDGES = tl.constexpr(3), tl.constexpr(7)
 LEAST, GREATEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
-# fp32 counts seconds exactly up to here.
+# fp32 represents seconds exactly up to here.
 EXACT_SECONDS = tl.constexpr(2**24)
-# Beyond all differences of int64 seconds that occur.
+# Greater than all differences of int64 seconds that occur.
 _NEVER = 2**62
 
 
 class TokenTimes(NamedTuple):
-    """Timestamps of the tokens in one role, of keys or of queries.
+    """The timestamps of tokens as keys or as queries.
 
     split   [2, T] fp32: high and low part, whose sum is exact below 2^48 seconds
-    offset  [T] int32: from the first timestamp of the sequence's keys; wraps where it does not fit
+    offset  [T] int32: relative to the first timestamp of the sequence's keys; wraps if it does not fit
     """
 
     split: torch.Tensor
@@ -58,10 +58,10 @@ class TokenTimes(NamedTuple):
 
 
 def bucket_cells(num_buckets: int) -> torch.Tensor:
-    """[512, 2] int32 on the CPU: for each cell of fp32 numbers >= 1, the bits of the next bucket edge (or infinity) and
-    the bucket below it. No cell has two edges.
+    """Return [512, 2] int32 on the CPU: for each cell of fp32 numbers >= 1, the bits of the next bucket edge (or
+    infinity) and the bucket below it. No cell has two edges.
 
-    A cell's index is the number's exponent and the first bits of its mantissa: no logarithm, and exact.
+    A cell's index is the number's exponent and the first bits of its mantissa, which is exact and needs no logarithm.
     """
     edges = torch.tensor([*bucket_edges(num_buckets), math.inf], dtype=torch.float32)
     per_octave = 2**CELL_BITS
@@ -74,36 +74,36 @@ def bucket_cells(num_buckets: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def device_cells(num_buckets: int, device: torch.device) -> torch.Tensor:
-    """`bucket_cells` on a device."""
+    """Return `bucket_cells` on a device."""
     return bucket_cells(num_buckets).to(device)
 
 
 def num_time_buckets(time: torch.Tensor | None) -> int | None:
-    """Return how many buckets of a time table a difference can fall into; None without a table."""
+    """Return the number of buckets of a time table that a difference can fall into; None without a table."""
     return None if time is None else min(time.shape[0] - 1, MAX_BUCKETS)
 
 
 def hidden_bucket(num_buckets: int) -> int:
-    """The bucket of pairs that are not seen: behind the table and what is read beyond its end."""
+    """Return the bucket of masked pairs: behind the table and behind what is read beyond its end."""
     return num_buckets + 1 + MOST_EDGES.value
 
 
 @functools.lru_cache(maxsize=64)
 def bucket_steps(num_buckets: int, device: torch.device) -> torch.Tensor:
-    """[num_buckets + 1 + MOST_EDGES] int64: the least integer in each bucket, then some beyond all."""
+    """Return [num_buckets + 1 + MOST_EDGES] int64: the least integer in each bucket, then some beyond all."""
     steps = [min(math.ceil(edge), _NEVER) if edge < math.inf else _NEVER for edge in bucket_edges(num_buckets)]
     return torch.tensor([0, *steps, *[_NEVER] * MOST_EDGES.value], device=device)
 
 
 @triton.jit
 def cell_index(x):
-    """Row of `bucket_cells` for fp32 numbers x >= 0."""
+    """Return the row of `bucket_cells` for fp32 numbers x >= 0."""
     return (tl.maximum(x, 1.0).to(tl.int32, bitcast=True) >> _SHIFT) - _BASE
 
 
 @triton.jit
 def bucket_of(x, cells, ASM: tl.constexpr = False):
-    """Bucket of |x| (given as fp32 >= 0), exact. cells: `bucket_cells`. ASM: see hstu_sparse/assembly.py."""
+    """Return the exact bucket of |x| (given as fp32 >= 0). cells: `bucket_cells`. ASM: see hstu_sparse/assembly.py."""
     index = cell_index(x)
     if ASM:
         index = index.to(tl.int64)
@@ -113,15 +113,15 @@ def bucket_of(x, cells, ASM: tl.constexpr = False):
 
 @triton.jit
 def pair_bucket(query_times, key_times, cells):
-    """Buckets of pairs of int64 seconds, which broadcast against each other."""
+    """Return the buckets of pairs of int64 seconds, which broadcast against each other."""
     return bucket_of(tl.abs(query_times - key_times).to(tl.float32), cells)
 
 
 @triton.jit
 def extremes(times, origin, inside, AXIS: tl.constexpr):
-    """The least and the greatest offset from `origin` of int64 timestamps, as int64 but in the range of int32.
+    """Return the least and the greatest offset from `origin` of int64 timestamps, as int64 within the range of int32.
 
-    One that does not fit counts as the range's both ends, so that no tile with it passes for narrow.
+    An offset outside of that range counts as both ends of the range, so that no tile with it is narrow.
     """
     offset = tl.load(times, inside, 0) - origin
     fits = (offset > LEAST) & (offset < GREATEST)
@@ -132,11 +132,11 @@ def extremes(times, origin, inside, AXIS: tl.constexpr):
 
 @triton.jit
 def tile_entry(query_first, query_last, key_first, key_last, cells, ASM: tl.constexpr):
-    """The `ENTRY` of tiles of pairs, int32: of a narrow tile its lowest bucket times 8 plus its edges, else -1.
+    """Return the `ENTRY` of tiles of pairs, int32: of a narrow tile its lowest bucket times 8 plus its edges, else -1.
 
-    query_first to key_last: the least and the greatest time of both sides, see `extremes`. Narrow: no key is younger
-    than a query, and the differences reach over at most MOST_EDGES edges. Whether a side is short enough for `reached`
-    is the caller's to look at.
+    query_first to key_last: the least and the greatest time of both sides, see `extremes`. Narrow: no key is later than
+    a query, and the differences cover at most MOST_EDGES edges. The caller checks that a side is short enough for
+    `reached`.
     """
     nearest, farthest = query_first - key_last, query_last - key_first
     lowest = bucket_of(tl.maximum(nearest, 0).to(tl.float32), cells, ASM)
@@ -146,40 +146,43 @@ def tile_entry(query_first, query_last, key_first, key_last, cells, ASM: tl.cons
 
 
 @triton.jit
-def edge_place(own, origin, edge, BY_QUERY: tl.constexpr):
-    """Where the own side stands by an edge, fp32, for `reached`. own: offsets; origin: of the block's first token."""
+def edge_place(resident, origin, edge, BY_QUERY: tl.constexpr):
+    """Return the resident side relative to an edge, fp32, for `reached`. resident: offsets; origin: of the block's
+    start.
+    """
     if BY_QUERY:
-        return (own.to(tl.int64) - (edge + origin - 1)).to(tl.float32)
+        return (resident.to(tl.int64) - (edge + origin - 1)).to(tl.float32)
     else:
-        return ((origin + 1 - edge) - own.to(tl.int64)).to(tl.float32)
+        return ((origin + 1 - edge) - resident.to(tl.int64)).to(tl.float32)
 
 
 @triton.jit
-def other_place(other, origin, BY_QUERY: tl.constexpr):
-    """Where the other side stands. BY_QUERY: queries are the own side."""
-    return (origin - other if BY_QUERY else other - origin).to(tl.float32)
+def other_place(streamed, origin, BY_QUERY: tl.constexpr):
+    """Return the streamed side's position for `reached`. BY_QUERY: queries are the resident side."""
+    return (origin - streamed if BY_QUERY else streamed - origin).to(tl.float32)
 
 
 @triton.jit
-def reached(own, other):
-    """1.0 for the pairs of a narrow tile at or past an edge, 0.0 for the rest, of `edge_place` and `other_place`.
+def reached(resident, streamed):
+    """Return 1.0 for the pairs of a narrow tile at or past an edge, 0.0 for others, from `edge_place` and
+    `other_place`.
 
-    The sum of both, query less key less edge plus 1, is an integer, and exact where it is small: the other side of a
-    narrow tile is less than 2^24 seconds long. One instruction at the full rate, which comparisons do not have.
+    The sum of both, query less key less edge plus 1, is an integer, exact if it is small: the streamed side of a narrow
+    tile spans less than 2^24 seconds. It takes one instruction at the full rate, unlike comparisons.
     """
     if COMPILED:
         return tl.inline_asm_elementwise(
-            "add.sat.f32 $0, $1, $2;", "=f,f,f", [own, other], tl.float32, is_pure=True, pack=1
+            "add.sat.f32 $0, $1, $2;", "=f,f,f", [resident, streamed], tl.float32, is_pure=True, pack=1
         )
     else:
-        return tl.minimum(tl.maximum(own + other, 0.0), 1.0)
+        return tl.minimum(tl.maximum(resident + streamed, 0.0), 1.0)
 
 
 @triton.jit
 def near_order(tile, OWN: tl.constexpr, OTHER: tl.constexpr, STORE: tl.constexpr):
-    """A tile [OWN, OTHER] from its order in memory, or (STORE) to it: a thread's values in wgmma's layout lie together.
+    """Reorder a tile [OWN, OTHER] from its order in memory, or (STORE) to it, so that a thread's values are adjacent.
 
-    It is right for any layout; in wgmma's a thread loads its 16 bytes at once and nothing moves between threads.
+    It is correct for any layout; in wgmma's layout a thread loads 16 bytes at once and threads exchange nothing.
     """
     if STORE:
         parts = tl.reshape(tile, [OWN // 16, 2, 8, OTHER // 8, 4, 2])
@@ -191,7 +194,7 @@ def near_order(tile, OWN: tl.constexpr, OTHER: tl.constexpr, STORE: tl.constexpr
 
 @triton.jit
 def load_split_times(times, inside):
-    """int64 timestamps at `times` as two fp32 tensors, high and low part."""
+    """Load int64 timestamps at `times` as two fp32 tensors, high and low part."""
     value = tl.load(times, inside, 0)
     high = value.to(tl.float32)
     return high, (value - high.to(tl.int64)).to(tl.float32)
@@ -199,7 +202,7 @@ def load_split_times(times, inside):
 
 @triton.jit
 def store_split_times(times, origin, split, offset, total, token, inside):
-    """Writes the `TokenTimes` of tokens of one sequence, whose first key has the timestamp `origin`."""
+    """Write the `TokenTimes` of tokens of one sequence, whose first key has the timestamp `origin`."""
     high, low = load_split_times(times + token, inside)
     tl.store(split + token, high, inside)
     tl.store(split + total + token, low, inside)
@@ -210,7 +213,7 @@ def store_split_times(times, origin, split, offset, total, token, inside):
     do_not_specialize=["num_seqs", "total"], do_not_specialize_on_alignment=["seq_offsets", "times", "key_times"]
 )
 def split_times_kernel(seq_offsets, times, key_times, split, offset, num_seqs, total, BLOCK: tl.constexpr):
-    """One program: BLOCK tokens of a sequence."""
+    """Split the times of BLOCK tokens of a sequence in one program."""
     _, begin, length, tile = locate(seq_offsets, tl.program_id(0), num_seqs, BLOCK)
     if tile * BLOCK < length:
         place = tile * BLOCK + tl.arange(0, BLOCK)
@@ -221,8 +224,8 @@ def _split_times(seq_offsets, times, key_times):
     total, num_seqs = times.shape[0], seq_offsets.shape[0] - 1
     split, offset = _fake_split_times(seq_offsets, times, key_times)
     if total and num_seqs:
-        given = seq_offsets, times, key_times, split, offset, num_seqs, split.shape[1]
-        run(split_times_kernel, total // _BLOCK + num_seqs, *given, BLOCK=_BLOCK)
+        arguments = seq_offsets, times, key_times, split, offset, num_seqs, split.shape[1]
+        run(split_times_kernel, total // _BLOCK + num_seqs, *arguments, BLOCK=_BLOCK)
     return [split, offset]
 
 
@@ -239,9 +242,9 @@ _split_times_operator = register_preparation(
 def split_times(
     seq_offsets: torch.Tensor, timestamps: torch.Tensor, query_timestamps: torch.Tensor
 ) -> tuple[TokenTimes, TokenTimes]:
-    """(of the keys, of the queries) as kernels read them; what is computed once serves both where both are one tensor.
+    """Return the times (of the keys, of the queries) as kernels read them, computed once if both are one tensor.
 
-    They are of T rounded up to a multiple of 16, and MARGIN more, for kernels whose tiles reach past a batch's end.
+    They have T rounded up to a multiple of 16, and MARGIN more, for kernels whose tiles reach past a batch's end.
 
     Args:
         seq_offsets: [B+1].

@@ -1,18 +1,18 @@
-"""How kernels sum the gradients of the bias tables: pair by pair, or a tile of ds, the scores' gradients, at a time.
+"""Sum the gradients of the bias tables in kernels: pair by pair, or a tile of ds, the scores' gradients, at a time.
 
 Letters: T tokens of the batch, N max_seq_len, H heads, V value head size; t and s: the positions of queries and keys in
 their sequence. A tile is BLOCK_M queries by BLOCK_N keys.
 
 Sums in memory are atomic additions: in fp32, whose last bits depend on the order of additions, or in int64, in
-multiples of 1 / a unit, which add up to the same in any order (`add_to`, `fixed_point_unit`, `TableSums`).
+multiples of 1 / a unit, whose sum is the same in any order (`add_to`, `fixed_point_unit`, `TableSums`).
 
-Pair by pair (`add_pairs`): one addition for each pair and table. It is right for any pairs.
+Pair by pair (`add_pairs`): one addition for each pair and table. It is correct for any pairs.
 
 By tiles (`add_position`, `add_time`): for fp16 and bf16 inputs all sums are integers: a ds is multiplied by a scale
-that makes of the greatest one possible an integer of 21 bits, and rounded. For fp32, which has more digits, and in the
-interpreter they are fp32. Position bias: sums along the diagonals of a tile, in the ring of sums.py or in registers
-(`add_diagonals`). Time bias: a sum per bucket edge for a narrow tile (buckets.py), an addition for each pair of any
-other; in the histogram of sums.py, or where that may not be used by atomic additions to copies of the table.
+that turns the greatest possible one into an integer of 21 bits, and rounded. For fp32, which has more digits, and in
+the interpreter they are fp32. Position bias: sums along the diagonals of a tile, in the ring of sums.py or in registers
+(`add_diagonals`). Time bias: a sum per bucket edge for a narrow tile (buckets.py), and an addition for each pair of
+other tiles; in the histogram of sums.py, or, if that is not available, by atomic additions to copies of the table.
 """
 
 from collections.abc import Callable
@@ -43,26 +43,27 @@ _TINY, _INFINITY = tl.constexpr(1e-30), tl.constexpr(float("inf"))
 
 
 def fixed_point_unit(bound: torch.Tensor) -> torch.Tensor:
-    """The unit of sums in int64: the greatest power of two, fp32, by which numbers up to `bound` stay below 2^62.
+    """Return the unit of sums in int64: the greatest power of two, fp32, with which numbers up to `bound` stay below
+    2^62.
 
-    bound: of any shape, the greatest that a sum's terms can come to in size, all signs alike.
+    bound: of any shape, an upper bound of the sum of the terms' absolute values.
     """
     return torch.exp2((62 - bound.double().clamp(min=1e-30).log2()).floor().clamp(-100, 100)).float()
 
 
 class TableSums:
-    """Memory for the tables' gradients where kernels add to them by `add_pairs`, and what becomes of the sums.
+    """The memory for the tables' gradients to which kernels add by `add_pairs`, and the conversion of the sums.
 
-    position, time  [copies, entries] fp32, or int64 if deterministic; None for a table that there is not. Kernels
-                    spread their additions over the copies
-    unit            of int64 sums, a tensor of one fp32 number; else None
+    position, time  [copies, entries] fp32, or int64 if deterministic; None for an absent table. Kernels spread their
+                    additions over the copies
+    unit            the unit of int64 sums, a tensor of one fp32 number; else None
 
     Args:
-        tables: those of position and time, None for one that there is not.
-        copies: of each.
-        deterministic: sum in int64, whose sums do not depend on the order of additions.
-        bound: what all terms of one sum come to in size at most; called only if it is needed.
-        behind: entries behind each copy's, which kernels may add zeros to.
+        tables: those of position and time, None for an absent one.
+            copies: the number of copies of each.
+            deterministic: sum in int64, whose sums do not depend on the order of additions.
+            bound: returns an upper bound of the absolute terms of one sum; called only if it is needed.
+            behind: entries behind each copy's, to which kernels may add zeros.
     """
 
     def __init__(
@@ -83,19 +84,19 @@ class TableSums:
         )
 
     def gradients(self, factor: float | torch.Tensor = 1.0) -> list[torch.Tensor]:
-        """Those of the tables that there are, times `factor`, in their dtypes."""
-        found = []
+        """Return the gradients of the existing tables, times `factor`, in their dtypes."""
+        gradients = []
         for table, sums in zip(self.tables, (self.position, self.time)):
             if table is not None:
                 sums = sums[:, : table.shape[0]]
                 total = sums.sum(0) if self.unit is None else sums.sum(0).double() / self.unit.double()
-                found.append((total * factor).to(table.dtype))
-        return found
+                gradients.append((total * factor).to(table.dtype))
+        return gradients
 
 
 @triton.jit
 def add_to(pointers, value, unit=None, mask=None):
-    """pointers += value, in fp32; to int64 cells in multiples of 1 / unit[0], which no order of additions changes."""
+    """Compute pointers += value in fp32, or, for int64 cells, in multiples of 1 / unit[0], exact in any order."""
     if pointers.dtype.element_ty == tl.int64:
         if unit is not None:
             value *= tl.load(unit)
@@ -105,10 +106,11 @@ def add_to(pointers, value, unit=None, mask=None):
 
 @triton.jit
 def add_pairs(position_grad, time_grad, unit, value, distance, seen, bucket, positions):
-    """Adds the gradients `value` of pairs' scores to the tables', fp32 or in multiples of 1 / `unit`: see `add_to`.
+    """Add the gradients `value` of pairs' scores to the tables' gradients, fp32 or in multiples of 1 / `unit`: see
+    `add_to`.
 
-    position_grad, time_grad: pointers to the sums, None for a table that there is not. The others are of one shape:
-    what `pair_bias` (scores.py) takes, and the buckets that it returns. positions: entries of the position table.
+    position_grad, time_grad: pointers to the sums, None for an absent table. The others are of one shape: the arguments
+    of `pair_bias` (scores.py), and the buckets that it returns. positions: entries of the position table.
     """
     if position_grad is not None:
         add_to(position_grad + distance, value, unit, seen & (distance < positions))
@@ -117,13 +119,13 @@ def add_pairs(position_grad, time_grad, unit, value, distance, seen, bucket, pos
 
 
 class Gradients(NamedTuple):
-    """Where the tables' gradients go; what belongs to a bias that is not there is not read.
+    """Where the tables' gradients are summed; members of an absent bias are not read.
 
     position, time  pointers to the sums in memory
     ring            shared-memory address of the ring
     lane            shared-memory address of the lane's cells of the histogram
-    scale           of a ds in a sum in memory or in the ring
-    time_scale      of a ds in the histogram
+    scale           the factor of a ds in a sum in memory or in the ring
+    time_scale      the factor of a ds in the histogram
     """
 
     position: tl.tensor
@@ -136,7 +138,7 @@ class Gradients(NamedTuple):
 
 @triton.jit
 def add_diagonals(grad, ds, first_row, start, length, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """grad[d] += the sum of ds [BLOCK_M, BLOCK_N] along its diagonal t - s = d.
+    """Add to grad[d] the sum of ds [BLOCK_M, BLOCK_N] along its diagonal t - s = d.
 
     Row i is rotated by i, which turns the diagonals into columns; a column then holds pieces of neighbouring diagonals,
     BLOCK_N apart, one piece above and one below the place where the rotation wraps.
@@ -158,11 +160,11 @@ def add_diagonals(grad, ds, first_row, start, length, scale, BLOCK_M: tl.constex
 def add_position(
     gradients, ring_low, ds, t, first_row, start, sequence, kind, EXACT: tl.constexpr
 ):  # fmt: skip
-    """The position bias's gradient += a tile of ds, keys from `start` on; returns the ring's lowest distance."""
+    """Add a tile of ds, keys from `start` on, to the position bias's gradient; returns the ring's lowest distance."""
     s = start + tl.arange(0, kind.BLOCK_N)
     along = ds
     if kind.HAS_TARGETS:
-        # Candidates all stand at the position `history`: for them a diagonal is a column.
+        # Candidates all have the position `history`: for them a diagonal is a column.
         candidate = (t >= sequence.history)[:, None]
         column = tl.sum(tl.where(candidate, ds, 0.0), 0) * gradients.scale
         seen = (s < sequence.length) & (column != 0.0)
@@ -171,7 +173,7 @@ def add_position(
     if EXACT and kind.ASM:
         length = sequence.length
         distance = tl.arange(0, kind.BLOCK_M)[:, None] - tl.arange(0, kind.BLOCK_N)[None, :]
-        if first_row - start - (kind.BLOCK_N - 1) < ring_low:  # at first, and when the ring is at its end
+        if first_row - start - (kind.BLOCK_N - 1) < ring_low:  # at the start, and when the ring is full
             barrier(length)
             last = tl.minimum(ring_low + RING, length)
             ring_flush(gradients.ring, gradients.position, ring_low, ring_low, last, length)
@@ -187,20 +189,20 @@ def add_position(
 
 
 @triton.jit
-def _move_sum(gradients, bucket, ds, own, other, origin, edge, ASM: tl.constexpr, EXACT: tl.constexpr):
-    """The time bias's gradient at a bucket += the sum of ds past its edge, and less so much at the bucket before."""
-    place = edge_place(own, origin, tl.load(edge), True)
+def _move_sum(gradients, bucket, ds, resident, streamed, origin, edge, ASM: tl.constexpr, EXACT: tl.constexpr):
+    """Move the sum of ds past a bucket's edge to the bucket, from the bucket before, in the time bias's gradient."""
+    place = edge_place(resident, origin, tl.load(edge), True)
     if ASM:
-        histogram_move_sum(gradients.lane, bucket, ds, place, other, gradients.time_scale, EXACT)
+        histogram_move_sum(gradients.lane, bucket, ds, place, streamed, gradients.time_scale, EXACT)
     else:
-        total = tl.sum(ds * reached(place, other)) * gradients.scale
+        total = tl.sum(ds * reached(place, streamed)) * gradients.scale
         add_to(gradients.time + bucket, total)
         add_to(gradients.time + bucket - 1, -total)
 
 
 @triton.jit
 def add_pair_times(gradients, ds, buckets, ASM: tl.constexpr, EXACT: tl.constexpr):
-    """The time bias's gradient += a tile of ds, pair by pair; `buckets` of the pairs that are not 0."""
+    """Add a tile of ds to the time bias's gradient, pair by pair; `buckets` of the pairs whose ds is not 0."""
     if ASM:
         histogram_add(gradients.lane, buckets, ds, gradients.time_scale, EXACT)
     else:
@@ -208,11 +210,11 @@ def add_pair_times(gradients, ds, buckets, ASM: tl.constexpr, EXACT: tl.constexp
 
 
 @triton.jit
-def add_narrow_times(gradients, ds, entry, own, keys, steps, ASM: tl.constexpr, EXACT: tl.constexpr):
-    """The time bias's gradient += a narrow tile of ds [BLOCK_M, BLOCK_N].
+def add_narrow_times(gradients, ds, entry, resident, keys, steps, ASM: tl.constexpr, EXACT: tl.constexpr):
+    """Add a narrow tile of ds [BLOCK_M, BLOCK_N] to the time bias's gradient.
 
-    entry: the tile's; own, keys: offsets of its queries [BLOCK_M, 1], and a pointer to those of its keys; steps:
-    pointer to `bucket_steps`.
+    entry: the tile's entry; resident, keys: offsets of its queries [BLOCK_M, 1], and a pointer to those of its keys;
+    steps: pointer to `bucket_steps`.
     """
     lowest = entry >> ENTRY_SHIFT
     edges = entry & ENTRY_EDGES
@@ -223,21 +225,21 @@ def add_narrow_times(gradients, ds, entry, own, keys, steps, ASM: tl.constexpr, 
     if edges > 0:
         edge = steps + lowest
         origin = tl.load(keys).to(tl.int64)
-        own = opaque(own)
+        resident = opaque(resident)
         offsets = look_up(keys, tl.arange(0, ds.shape[1]).to(tl.int64)[None, :], ASM)
-        other = other_place(offsets, origin.to(tl.int32), True)
-        _move_sum(gradients, lowest + 1, ds, own, other, origin, edge + 1, ASM, EXACT)
+        streamed = other_place(offsets, origin.to(tl.int32), True)
+        _move_sum(gradients, lowest + 1, ds, resident, streamed, origin, edge + 1, ASM, EXACT)
         if edges > 1:
-            _move_sum(gradients, lowest + 2, ds, own, other, origin, edge + 2, ASM, EXACT)
+            _move_sum(gradients, lowest + 2, ds, resident, streamed, origin, edge + 2, ASM, EXACT)
         if edges > 2:
-            _move_sum(gradients, lowest + 3, ds, own, other, origin, edge + 3, ASM, EXACT)
-            _move_sum(gradients, lowest + 4, ds, own, other, origin, edge + 4, ASM, EXACT)
+            _move_sum(gradients, lowest + 3, ds, resident, streamed, origin, edge + 3, ASM, EXACT)
+            _move_sum(gradients, lowest + 4, ds, resident, streamed, origin, edge + 4, ASM, EXACT)
 
 
 @triton.jit
 def add_time(gradients, ds, buckets, entry, start, bias, MASKED: tl.constexpr, ASM: tl.constexpr, EXACT: tl.constexpr):
-    """The time bias's gradient += a tile of ds, keys from `start` on. buckets: of its pairs, if MASKED; else `entry`:
-    what the plan says of the narrow tile.
+    """Add a tile of ds, keys from `start` on, to the time bias's gradient. buckets: of its pairs, if MASKED; otherwise
+    `entry` has the plan's entry of the narrow tile.
     """
     if MASKED:
         add_pair_times(gradients, ds, buckets, ASM, EXACT)
@@ -247,17 +249,19 @@ def add_time(gradients, ds, buckets, entry, start, bias, MASKED: tl.constexpr, A
 
 @triton.jit
 def exact_scale(norms):
-    """What turns a ds into an integer of 21 bits. norms: pointer to what `greatest_norms_kernel` found."""
+    """Return the factor that turns a ds into an integer of 21 bits. norms: pointer to `greatest_norms_kernel`'s
+    result.
+    """
     return GREATEST_TERM / (_STEEPEST * tl.load(norms) * tl.load(norms + 1) + _TINY)
 
 
 @triton.jit
 def _keep_greatest_norm(rows, columns, inside, base, stride_t, stride_h, norm, H: tl.constexpr):
-    """norm [1] becomes at least the greatest norm of the rows: infinity if one is not a number."""
+    """Raise norm [1] to at least the greatest norm of the rows: infinity if one is not a number."""
     pointers = base + (rows // H).to(tl.int64) * stride_t + (rows % H) * stride_h
     x = tl.load(pointers[:, None] + columns[None, :], inside, 0.0).to(tl.float32)
-    found = row_norms(x)
-    tl.atomic_max(norm, tl.max(tl.where(found == found, found, _INFINITY), 0), sem="relaxed")
+    norms = row_norms(x)
+    tl.atomic_max(norm, tl.max(tl.where(norms == norms, norms, _INFINITY), 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -265,7 +269,7 @@ def greatest_norms_kernel(
     v, do, norms, v_stride_t, v_stride_h, do_stride_t, do_stride_h, total, H: tl.constexpr, V: tl.constexpr,
     PAD_V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """norms [2], zero before: the greatest norms of the rows of v and of do, whose product bounds that of any two."""
+    """Compute norms [2], initially 0: the greatest norms of the rows of v and of do, whose product bounds any v.do."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, PAD_V)
     inside = (rows < total * H)[:, None] & (columns < V)[None, :]
@@ -278,8 +282,8 @@ def table_gradients_kernel(
     position, time, position_grad, time_grad, norms, scale, N: tl.constexpr, TIMES: tl.constexpr, ALL: tl.constexpr,
     TABLE: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums to gradients: position [N] to position_grad, the first TIMES columns of time [COPIES, TABLE] to time_grad
-    [ALL], zeros behind. Integer sums, where `norms` are given, become numbers, times `scale`.
+    """Convert sums to gradients: position [N] to position_grad, the first TIMES columns of time [COPIES, TABLE] to
+    time_grad [ALL], with zeros behind. Integer sums, if `norms` are given, become numbers, times `scale`.
     """
     unit = 1.0
     if norms is not None:

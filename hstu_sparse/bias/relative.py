@@ -1,13 +1,14 @@
-"""The relative bias of a pair of tokens, by position and time: `RelativeBias`, its checks, and how a pair is looked up.
+"""Define the relative bias of a pair of tokens, by position and time: `RelativeBias`, its checks, the look-up of a
+pair.
 
 Every operator that scores pairs takes one as `bias=`. For query t and key s of a sequence it adds to their score
 
     b(t, s) = position[t - s] + time[bucket(query_timestamps[t] - timestamps[s])]
     bucket(x) = min(floor(ln(max(|x|, 1)) / 0.301), num_buckets)
 
-A block of tokens a .. e-1 that is scored as one key stands at its middle token, a + (e - a) // 2.
+A block of tokens a .. e-1 that is scored as one key has the position of its middle token, a + (e - a) // 2.
 
-Letters: T tokens of the batch, Tq queries where they are not the tokens, N max_seq_len.
+Letters: T tokens of the batch, Tq queries if they are not the tokens, N max_seq_len.
 
 Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3.2 (arXiv 2402.17152) and its public code.
 """
@@ -26,14 +27,14 @@ BUCKET_WIDTH = 0.301
 
 
 class RelativeBias(NamedTuple):
-    """Tables of biases, shared by the heads, and the times that `time` is read by.
+    """Tables of biases, shared by the heads, and the times that the time bias depends on.
 
-    position          [N or more] floating point, by distance in tokens; gets a gradient; None for none
-    time              [num_buckets + 1] floating point, by bucket of time difference; gets a gradient; None for none
+    position          [N or more] floating point, by distance in tokens; gets a gradient; None for no position bias
+    time              [num_buckets + 1] floating point, by bucket of time difference; gets a gradient; None for no bias
     timestamps        [T] int64, seconds, of the keys; needed by `time`
     query_timestamps  [T] int64, seconds, of the queries; `timestamps` by default
 
-    A query's time differs from its key's where a layer predicts what comes at a time that is known (the next event's).
+    A query's time differs from its key's if a layer predicts an event at a known time (the next event's).
 
     Examples:
         >>> position, time = torch.zeros(50), torch.zeros(129)  # tables: distances up to 49 tokens, 128 buckets of time
@@ -57,19 +58,19 @@ def check_bias(
     *,
     query_tokens: int | None = None,
 ) -> RelativeBias:
-    """Validates an operator's `bias` (metadata only) and completes it.
+    """Validate an operator's `bias` (metadata only) and fill in defaults.
 
     Args:
         positions: entries that the position table needs, N for most operators; it may have more.
-        tokens: T, the keys that have timestamps.
-        device: where the tensors have to be, that of q.
-        query_tokens: Tq, the queries, where they are not the keys' tokens; then nothing is taken for their times.
+        tokens: T, the number of keys, which have timestamps.
+        device: the device of q, where the tensors have to be.
+        query_tokens: Tq, the number of queries, if they are not the keys' tokens; query times then have no default.
 
     Returns:
         A RelativeBias, never None. With a time table it has both timestamps, without one neither.
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
     """
     if bias is None:
         return RelativeBias()
@@ -124,7 +125,9 @@ def _check_vector(name: str, x: Tensor, device: torch.device) -> None:
 
 @functools.lru_cache(maxsize=64)
 def bucket_edges(num_buckets: int) -> list[float]:
-    """The least value in bucket 1, 2, ..., num_buckets, rounded up to fp32, so that `x >= edge` is exact in fp32."""
+    """Return the least value in bucket 1, 2, ..., num_buckets, rounded up to fp32, so that `x >= edge` is exact in
+    fp32.
+    """
     edges = []
     for k in range(1, num_buckets + 1):
         exponent = BUCKET_WIDTH * k
@@ -137,9 +140,9 @@ def bucket_edges(num_buckets: int) -> list[float]:
 
 
 def time_bucket(difference: Tensor, num_buckets: int) -> Tensor:
-    """min(floor(ln(max(|x|, 1)) / 0.301), num_buckets), for int64 x of any shape; returns int32.
+    """Return min(floor(ln(max(|x|, 1)) / 0.301), num_buckets), for int64 x of any shape, as int32.
 
-    Counts the bucket edges that |x| has reached in place of taking a logarithm, so no value near an edge depends on
+    It counts the bucket edges that |x| has reached instead of taking a logarithm, so no value near an edge depends on
     how a machine rounds its logarithm: exact for |x| < 2^24, and for x rounded to fp32 above.
     """
     edges = _edges_on(num_buckets, difference.device)
@@ -148,36 +151,36 @@ def time_bucket(difference: Tensor, num_buckets: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _edges_on(num_buckets: int, device: torch.device) -> Tensor:
-    """`bucket_edges` on a device, copied there once: a captured CUDA graph may not copy from the host."""
+    """Return `bucket_edges` on a device, copied there once: a captured CUDA graph may not copy from the host."""
     return torch.tensor(bucket_edges(num_buckets), dtype=torch.float32, device=device)
 
 
 def pair_bias(
     bias: RelativeBias, distance: Tensor, query_times: Tensor | None = None, key_times: Tensor | None = None
 ) -> Tensor | float:
-    """b of pairs, for the operators' references: any device, any float dtype, differentiable in the tables.
+    """Return b of pairs, for the operators' references: any device, any float dtype, differentiable in the tables.
 
     Args:
-        bias: what `check_bias` returned; only its tables are read.
-        distance: position of the query less that of the key, integers of any shape; one below 0 (a pair that is not
-            seen, which the caller masks) reads entry 0.
+        bias: the result of `check_bias`; only its tables are read.
+        distance: position of the query less that of the key, integers of any shape; one below 0 (a pair that the caller
+            masks) reads entry 0.
         query_times, key_times: int64 seconds of the pairs' queries and keys, needed with a time table. They have to
-            broadcast with each other, and what they give with `distance`.
+            broadcast with each other, and their difference with `distance`.
 
     Returns:
         The biases, of the shape to which the arguments broadcast; 0.0 without tables.
     """
-    found: Tensor | float = 0.0
+    bias_sum: Tensor | float = 0.0
     if bias.position is not None:
-        found = look_up(bias.position, distance.clamp(min=0))
+        bias_sum = look_up(bias.position, distance.clamp(min=0))
     if bias.time is not None:
         assert query_times is not None and key_times is not None
-        found = found + look_up(bias.time, time_bucket(query_times - key_times, bias.time.shape[0] - 1))
-    return found
+        bias_sum = bias_sum + look_up(bias.time, time_bucket(query_times - key_times, bias.time.shape[0] - 1))
+    return bias_sum
 
 
 class _LookUp(torch.autograd.Function):
-    """table[index], whose gradient is a weighted bincount: on a CPU many times as fast as index_select's."""
+    """Look up table[index]; the gradient is a weighted bincount: on a CPU many times as fast as index_select's."""
 
     @staticmethod
     def forward(ctx, table, index):
@@ -191,13 +194,13 @@ class _LookUp(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sums of values [...] that have one index: what `_LookUp` gives its table; each is looked up in turn."""
+    """Sum the values [...] that have one index, which is `_LookUp`'s gradient; its own gradient is a look-up."""
 
     @staticmethod
     def forward(ctx, values, index, size, dtype):
         ctx.save_for_backward(index)
         ctx.dtype = values.dtype
-        # In fp64: a bucket sums millions of terms.
+        # In fp64, since a bucket sums millions of terms.
         return torch.bincount(index.flatten(), weights=values.flatten().double(), minlength=size).to(dtype)
 
     @staticmethod
@@ -207,9 +210,9 @@ class _Sum(torch.autograd.Function):
 
 
 def look_up(table: Tensor, index: Tensor) -> Tensor:
-    """table[index] for a table of one dimension and indices of any shape, with a gradient that is fast and repeatable.
+    """Look up a table of one dimension for indices of any shape, with a gradient that is fast and repeatable.
 
-    On CUDA torch's own for embeddings, which sorts; bincount adds in no fixed order there, and waits for the device.
+    On CUDA the gradient is torch's for embeddings, which sorts; bincount there adds in no fixed order and synchronises.
     """
     if table.is_cuda:
         return torch.nn.functional.embedding(index, table[:, None]).squeeze(-1)

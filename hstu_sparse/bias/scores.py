@@ -1,16 +1,16 @@
-"""How kernels add the relative bias to scores: pair by pair, or to a tile of scores of consecutive tokens.
+"""Add the relative bias to scores in kernels: pair by pair, or to a tile of scores of consecutive tokens.
 
-Letters: T tokens of the batch, N max_seq_len; t and s: the positions of queries and keys in their sequence. The own
-side of a program is that of its tile, of queries or of keys; the other side is the one it walks in blocks.
+Letters: T tokens of the batch, N max_seq_len; t and s: the positions of queries and keys in their sequence. The
+resident side of a program's tile, queries or keys, is loaded once; the program walks over the streamed side in blocks.
 
 Pair by pair (`pair_bias`): a position bias is read from `position[t - s]`, a table of N, a time bias from the bucket of
-the two timestamps. It is right for any pairs.
+the two timestamps. It is correct for any pairs.
 
-By tiles (`half_bias`): a narrow tile (buckets.py) compares timestamps with its few edges, and where it has none needs
-only one number. The run of narrow tiles on the far side is walked by a loop that has no masks. The NEAR nearest blocks,
-narrow or not, have the buckets of all their pairs in the plan, a byte each: NEAR times the length of a block for each
-token. Pairs that are not seen have a bucket of their own there, and need no mask. Wide tiles further away go to a loop
-that computes their buckets.
+By tiles (`half_bias`): a narrow tile (buckets.py) compares timestamps with its few edges, and without edges it needs
+only one number. A loop without masks walks over the narrow tiles on the far side. For the NEAR nearest blocks, narrow
+or not, the plan has the buckets of all their pairs, a byte each: NEAR times the length of a block for each token.
+Masked pairs have a bucket of their own there, and need no further mask. Wide tiles further away go to a loop that
+computes their buckets.
 """
 
 from typing import NamedTuple
@@ -33,23 +33,23 @@ from hstu_sparse.bias.buckets import (
 from hstu_sparse.tiles import opaque
 
 NEAR = tl.constexpr(16)
-# Zeros on both sides of the halved position table: look-ups may be moved in front of the loops' bounds checks, and
-# then read for one block more, past the table's ends.
+# Zeros on both sides of the halved position table: the compiler may move look-ups before the loops' bounds checks, and
+# they then read one block more, past the table's ends.
 POSITION_MARGIN = 1024
-# Half the bias of a pair that is not seen: SiLU and its slope are exactly zero there.
+# Half the bias of a masked pair: SiLU and its slope are exactly zero there.
 HIDDEN_BIAS = tl.constexpr(-1e30)
 
 
 class Bias(NamedTuple):
-    """What finds the biases of a program's own tile; what belongs to a bias that is not there is not read.
+    """The biases' inputs for a program's resident side; members of an absent bias are not read.
 
     position, time        pointers to the tables' halves (see `halved_tables_kernel`)
     cells, steps          pointers to `bucket_cells` and `bucket_steps`
-    high, low, offset     [OWN, 1], timestamps of the own side, see `TokenTimes`
-    other_split           pointer to the other side's, from the sequence's first token on
-    other_offset          the same, of its offsets
-    entries, near         pointers to what the plan has of the own tile, see `TileMap`
-    nearest               the block of the other side that is nearest
+    high, low, offset     [OWN, 1], timestamps of the resident side, see `TokenTimes`
+    other_split           pointer to the streamed side's, from the sequence's first token on
+    other_offset          pointer to its offsets
+    entries, near         pointers to the plan's entries of the resident side, see `TileMap`
+    nearest               the nearest block of the streamed side
     total                 T
     """
 
@@ -70,7 +70,7 @@ class Bias(NamedTuple):
 
 @triton.jit
 def time_bias(time, cells, query_times, key_times):
-    """(biases fp32, time buckets) of pairs of int64 seconds, which broadcast against each other.
+    """Return (biases fp32, time buckets) of pairs of int64 seconds, which broadcast against each other.
 
     time, cells: pointers to the table, of any floating dtype, and to its `bucket_cells`.
     """
@@ -80,11 +80,11 @@ def time_bias(time, cells, query_times, key_times):
 
 @triton.jit
 def pair_bias(distance, seen, query_times, key_times, position, time, cells, positions):
-    """(biases fp32, time buckets) of pairs; 0 and bucket 0 of those that are not `seen`.
+    """Return (biases fp32, time buckets) of pairs; 0 and bucket 0 of those that are not `seen`.
 
     distance: t - s, of any shape, which is that of `seen`. query_times, key_times: int64 seconds, which broadcast to
-    it; not read without a time table. position, time, cells: pointers to the tables, None for one that there is not,
-    and to `bucket_cells`. positions: entries of the position table.
+    it; not read without a time table. position, time, cells: pointers to the tables, None for an absent one, and to
+    `bucket_cells`. positions: entries of the position table.
     """
     bias = tl.zeros_like(distance.to(tl.float32))
     bucket = tl.zeros_like(distance)
@@ -100,7 +100,7 @@ def pair_bias(distance, seen, query_times, key_times, position, time, cells, pos
 def read_ahead(start, last, bias, OTHER: tl.constexpr, ASM: tl.constexpr):
     """Return (entry, bias of its lowest bucket, next entry) of the narrow tile whose block begins at `start`.
 
-    From `last` on there is no narrow tile, and the result may be anything.
+    From `last` on there is no narrow tile, and the result is arbitrary.
     """
     entries = bias.entries + start // OTHER
     entry = tl.where(start < last, scalar(entries, ASM).to(tl.int32), 0)
@@ -109,7 +109,7 @@ def read_ahead(start, last, bias, OTHER: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def bias_position(t, history, HAS_TARGETS: tl.constexpr):
-    """Where a token stands in the position bias (int64): candidates all at the first of them.
+    """Return a token's position in the position bias (int64): that of the first candidate for all candidates.
 
     The 64 bits let the compiler see that neighbouring pairs read neighbouring addresses.
     """
@@ -120,25 +120,26 @@ def bias_position(t, history, HAS_TARGETS: tl.constexpr):
 
 @triton.jit
 def next_four(pointer):
-    """pointer[1] to pointer[MOST_EDGES]."""
+    """Load pointer[1] to pointer[MOST_EDGES]."""
     return tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3), tl.load(pointer + 4)
 
 
 @triton.jit
-def narrow_bias(first, edges, time, steps, own, other, origin, BY_QUERY: tl.constexpr):
-    """The time bias of a narrow tile of one edge at least.
+def narrow_bias(first, edges, time, steps, resident, streamed, origin, BY_QUERY: tl.constexpr):
+    """Return the time bias of a narrow tile with at least one edge.
 
-    first: its lowest bucket's bias; edges: how many it has, 1 to MOST_EDGES; time, steps: pointers to the table and to
-    `bucket_steps` at the lowest bucket; own, other, origin: for `reached`, the own side's offsets, `other_place`, the
-    time of the other side's first token. first, time and steps may be numbers, or tensors that broadcast to the tile.
+    first: its lowest bucket's bias; edges: the number of its edges, 1 to MOST_EDGES; time, steps: pointers to the table
+    and to `bucket_steps` at the lowest bucket; resident, streamed, origin: for `reached`, the resident side's offsets,
+    `other_place`, the time of the streamed side's first token. first, time and steps may be numbers, or tensors that
+    broadcast to the tile.
     """
-    edge, value = next_four(steps), next_four(time)  # at once: no branch waits for its own
-    tile = first + (value[0] - first) * reached(edge_place(own, origin, edge[0], BY_QUERY), other)
+    edge, value = next_four(steps), next_four(time)  # loaded together, so that no branch waits for its own load
+    tile = first + (value[0] - first) * reached(edge_place(resident, origin, edge[0], BY_QUERY), streamed)
     if edges > 1:
-        tile += (value[1] - value[0]) * reached(edge_place(own, origin, edge[1], BY_QUERY), other)
+        tile += (value[1] - value[0]) * reached(edge_place(resident, origin, edge[1], BY_QUERY), streamed)
     if edges > 2:
-        tile += (value[2] - value[1]) * reached(edge_place(own, origin, edge[2], BY_QUERY), other)
-        tile += (value[3] - value[2]) * reached(edge_place(own, origin, edge[3], BY_QUERY), other)
+        tile += (value[2] - value[1]) * reached(edge_place(resident, origin, edge[2], BY_QUERY), streamed)
+        tile += (value[3] - value[2]) * reached(edge_place(resident, origin, edge[3], BY_QUERY), streamed)
     return tile
 
 
@@ -147,58 +148,58 @@ def half_bias(
     start, place, sequence, ahead, bias, kind, MASKED: tl.constexpr, IS_NEAR: tl.constexpr, BY_QUERY: tl.constexpr,
     OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
-    """Half the biases, [OWN, OTHER], of a program's own tile with the block of the other side from `start` on.
+    """Return half the biases, [OWN, OTHER], of the resident side with the streamed side's block from `start` on.
 
-    place: `bias_position` of the own side, [OWN, 1]. ahead: `read_ahead` of this tile, where it is narrow. MASKED: it
-    need not be. IS_NEAR: its buckets are in the plan. BY_QUERY: queries are the own side.
+    place: `bias_position` of the resident side, [OWN, 1]. ahead: `read_ahead` of this tile, if it is narrow. MASKED:
+    the tile may be wide. IS_NEAR: its buckets are in the plan. BY_QUERY: queries are the resident side.
 
-    Returns the biases (IS_NEAR with time: HIDDEN_BIAS where a query does not see a key), the pairs' buckets if MASKED
+    Returns the biases (IS_NEAR with time: HIDDEN_BIAS if a query does not see a key), the pairs' buckets if MASKED
     with time, and `read_ahead` of the next tile.
     """
     token = start + tl.arange(0, OTHER)
     buckets = 0
-    found = tl.zeros([OWN, OTHER], tl.float32)
+    biases = tl.zeros([OWN, OTHER], tl.float32)
     if kind.HAS_POSITION:
         if kind.HAS_TARGETS and (MASKED or not BY_QUERY):
             column = bias_position(token, sequence.history, kind.HAS_TARGETS)[None, :]
-            found = look_up(bias.position, place - column if BY_QUERY else column - place, kind.ASM)
+            biases = look_up(bias.position, place - column if BY_QUERY else column - place, kind.ASM)
         else:
-            # The same; written so, the compiler sees which neighbours read the same address.
+            # The same sum, written so that the compiler sees which neighbours read the same address.
             row = bias.position + (place - start if BY_QUERY else start - place)
             column = tl.arange(0, OTHER).to(tl.int64)[None, :]
-            # The condition, true of every block, is for Triton, which moves it and what hangs on it to the loop's top.
+            # The condition is always true: it makes Triton move the load and what depends on it to the loop's top.
             if BY_QUERY or kind.HAS_TIME or start < sequence.length:
-                found = look_up(row, -column if BY_QUERY else column, kind.ASM)
+                biases = look_up(row, -column if BY_QUERY else column, kind.ASM)
     if kind.HAS_TIME and IS_NEAR:
         block = bias.nearest - start // OTHER if BY_QUERY else start // OTHER - bias.nearest
         stored = tl.load(bias.near + block * (OWN * OTHER) + tl.arange(0, OWN * OTHER))
         buckets = near_order(stored, OWN, OTHER, False).to(tl.int32)
-        found += look_up(bias.time, buckets, kind.ASM)
+        biases += look_up(bias.time, buckets, kind.ASM)
     elif kind.HAS_TIME and MASKED:
         inside = token < sequence.length
         other_high = tl.load(bias.other_split + token, inside, 0.0)[None, :]
         other_low = tl.load(bias.other_split + bias.total + token, inside, 0.0)[None, :]
         buckets = bucket_of(tl.abs((bias.high - other_high) + (bias.low - other_low)), bias.cells, kind.ASM)
-        found += look_up(bias.time, buckets, kind.ASM)
+        biases += look_up(bias.time, buckets, kind.ASM)
     elif kind.HAS_TIME:
         entry, first, following = ahead
-        # The next tile's numbers are asked for while this one is computed; it need not be narrow.
+        # The next tile's numbers are loaded while this one is computed; it need not be narrow.
         next_first = scalar(bias.time + tl.maximum(following >> ENTRY_SHIFT, 0), kind.ASM)
         after_next = scalar(bias.entries + start // OTHER + 2, kind.ASM).to(tl.int32)
-        # Triton pipelines no loop that hands on a number as it is: hence `opaque`.
+        # Triton pipelines no loop that carries a number unchanged: hence `opaque`.
         ahead = opaque(following), next_first, after_next
         edges = entry & ENTRY_EDGES
         time = bias.time + (entry >> ENTRY_SHIFT)
         steps = bias.steps + (entry >> ENTRY_SHIFT)
-        # Both branches end alike, so that the sum, which waits for the position bias, is left for later.
+        # Both branches end alike, so that the sum, which waits for the position bias, is delayed.
         if edges == 0:
-            found += first
+            biases += first
         else:
             origin = tl.load(bias.other_offset + start).to(tl.int64)
             offsets = look_up(bias.other_offset, token.to(tl.int64)[None, :], kind.ASM)
-            other = other_place(offsets, origin.to(tl.int32), BY_QUERY)
-            found += narrow_bias(first, edges, time, steps, bias.offset, other, origin, BY_QUERY)
-    return found, buckets, ahead
+            streamed = other_place(offsets, origin.to(tl.int32), BY_QUERY)
+            biases += narrow_bias(first, edges, time, steps, bias.offset, streamed, origin, BY_QUERY)
+    return biases, buckets, ahead
 
 
 @triton.jit(do_not_specialize_on_alignment=["position", "time"])
@@ -206,7 +207,7 @@ def halved_tables_kernel(
     half_position, half_time, position, time, N: tl.constexpr, WIDTH: tl.constexpr, TIMES: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Halves of the bias tables in fp32, since the attention kernels want half the scores.
+    """Compute halves of the bias tables in fp32, since the attention kernels compute half the scores.
 
     Position [N] gets MARGIN zeros in front, and zeros behind up to WIDTH; time [TIMES] gets MOST_EDGES zeros behind and
     then HIDDEN_BIAS.

@@ -1,6 +1,6 @@
-"""The sums of the bias tables' gradients of one program, in shared memory, by inline assembly: a histogram and a ring.
+"""Sum the bias tables' gradients of one program in shared memory, by inline assembly: a histogram and a ring.
 
-What it needs of a machine, and when kernels may use it: hstu_sparse/assembly.py.
+hstu_sparse/assembly.py says which machines support it, and when kernels may use it.
 
 Letters: N max_seq_len; t and s: the positions of queries and keys in their sequence.
 """
@@ -10,20 +10,19 @@ import triton.language as tl
 
 from hstu_sparse.bias.buckets import MAX_BUCKETS
 
-# The variables are declared inside the assembly, in the program's static shared memory. The
-# dynamic part, which Triton lays out, comes after it and wants 1 KB alignment for its swizzled tiles: hence sizes in
-# whole KB.
+# The variables are declared inside the assembly, in the program's static shared memory. The dynamic part, which Triton
+# lays out, comes after it and needs 1 KB alignment for its swizzled tiles: hence sizes in whole KB.
 _KB = 1024
 _WORD = 4
 # 1.5 * 2^23: added to an fp32 number below 2^22 in size, it leaves that number, rounded, in the low bits of the sum.
 _ROUNDING = "4B400000"
-# What callers scale their greatest term to: the additions round correctly up to twice as much.
+# The value to which callers scale their greatest term: the additions round correctly up to twice as much.
 GREATEST_TERM = tl.constexpr(2.0**21 - 1)
 
 
 @triton.jit
 def _zero(base, BYTES: tl.constexpr):
-    """Zeroes BYTES (a multiple of 16) of shared memory from `base` on; a barrier has to follow."""
+    """Zero BYTES (a multiple of 16) of shared memory from `base` on; a barrier has to follow."""
     tl.inline_asm_elementwise(
         """{
             .reg .pred done;
@@ -49,14 +48,14 @@ def _zero(base, BYTES: tl.constexpr):
 
 @triton.jit
 def barrier(token):
-    """A barrier of the program's threads. Triton's own keeps the loop around it from being pipelined."""
+    """Synchronise the program's threads. Triton's own barrier would prevent the pipelining of the loop around it."""
     tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r,r", [token], tl.int32, is_pure=False, pack=1)
 
 
 # The histogram, for the time bias's gradient: a row for each bucket, a column for each of the 32 lanes of a warp, so
-# that the lanes neither meet in a bank nor at an address.
+# that lanes share neither a bank nor an address.
 _LANES = 32
-HISTOGRAM_ROWS = 152  # buckets, the entries that are read behind the table, and the bucket of pairs that are not seen
+HISTOGRAM_ROWS = 152  # buckets, the entries that are read behind the table, and the bucket of masked pairs
 HISTOGRAM_BYTES = HISTOGRAM_ROWS * _LANES * _WORD
 assert HISTOGRAM_BYTES % _KB == 0 and HISTOGRAM_ROWS >= MAX_BUCKETS + 6
 _ROW, _HISTOGRAM = tl.constexpr(_LANES * _WORD), tl.constexpr(HISTOGRAM_BYTES)
@@ -70,7 +69,7 @@ _LANE_CELL = tl.constexpr(
 
 @triton.jit
 def histogram_open(token):
-    """The shared-memory address of the zeroed histogram. Called once per program; `token` is any int32 scalar."""
+    """Zero the histogram and return its shared-memory address. Called once per program; `token` is any int32 scalar."""
     base = tl.inline_asm_elementwise(_OPEN_HISTOGRAM, "=r,r", [token], tl.int32, is_pure=False, pack=1)
     _zero(base, _HISTOGRAM)
     return base
@@ -78,7 +77,7 @@ def histogram_open(token):
 
 @triton.jit
 def histogram_clear(base):
-    """Zeroes a histogram whose sums were taken."""
+    """Zero a histogram whose sums have been read."""
     tl.debug_barrier()
     _zero(base, _HISTOGRAM)
     tl.debug_barrier()
@@ -86,7 +85,7 @@ def histogram_clear(base):
 
 @triton.jit
 def histogram_lane(base):
-    """Where a lane's cells begin."""
+    """Return the address of a lane's cells."""
     return tl.inline_asm_elementwise(_LANE_CELL, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
 
 
@@ -123,9 +122,9 @@ _ADD_FOUR = tl.constexpr("""{
 
 @triton.jit
 def histogram_add(lane, bucket, value, scale, EXACT: tl.constexpr):
-    """histogram[bucket] += value for a tile; EXACT: value * scale, rounded, in integers. lane: `histogram_lane`.
+    """Add a tile to histogram[bucket]; EXACT: value * scale, rounded, in integers. lane: `histogram_lane`.
 
-    Else four neighbours that share a bucket, as most do, are added first: an addition in fp32 takes long.
+    Otherwise four neighbours with the same bucket, as most have, are added first: an addition in fp32 is slow.
     """
     cell = lane + _ROW * bucket
     if EXACT:
@@ -135,16 +134,20 @@ def histogram_add(lane, bucket, value, scale, EXACT: tl.constexpr):
 
 
 def _sum_assembly(pack: int, past_edge: bool, exact: bool, row_bytes: int) -> str:
-    """Adds up `pack` values and adds the sum times a scale to a lane's cell.
+    """Write assembly that adds up `pack` values and adds the sum times a scale to a lane's cell.
 
-    past_edge: only the values at or past an edge, and takes their sum from the cell of the bucket before. Operands:
-    pack / 4 results, and for each value the cell, the value, the scale and, past_edge, the two places of `reached`.
+    past_edge: only add the values at or past an edge, and subtract their sum from the cell of the bucket before.
+    Operands: pack / 4 results, and for each value the cell, the value, the scale and, past_edge, the two places of
+    `reached`.
     """
-    cell, value, scale, own, other = (pack // 4 + pack * i for i in range(5))
+    cell, value, scale, resident, streamed = (pack // 4 + pack * i for i in range(5))
     lines = [".reg .f32 s<4>, t;", ".reg .b32 n;", *(f"mov.f32 s{i}, 0f00000000;" for i in range(4))]
     for i in range(pack):
         if past_edge:
-            lines += [f"add.sat.f32 t, ${own + i}, ${other + i};", f"fma.rn.f32 s{i % 4}, t, ${value + i}, s{i % 4};"]
+            lines += [
+                f"add.sat.f32 t, ${resident + i}, ${streamed + i};",
+                f"fma.rn.f32 s{i % 4}, t, ${value + i}, s{i % 4};",
+            ]
         else:
             lines.append(f"add.f32 s{i % 4}, s{i % 4}, ${value + i};")
     lines += ["add.f32 s0, s0, s1;", "add.f32 s2, s2, s3;", "add.f32 s0, s0, s2;", f"mul.f32 s0, s0, ${scale};"]
@@ -160,7 +163,7 @@ def _sum_operands(pack: int, past_edge: bool) -> str:
     return ",".join(["=r"] * (pack // 4) + ["r"] * pack + ["f"] * pack * (4 if past_edge else 2))
 
 
-# Values that a thread adds up before it touches shared memory.
+# Values that a thread adds up before it accesses shared memory.
 _PACK, _PACK_FP32 = tl.constexpr(16), tl.constexpr(4)
 _ADD_SUM, _MOVE_SUM = (tl.constexpr(_sum_assembly(_PACK.value, edge, True, _ROW.value)) for edge in (False, True))
 _ADD_SUM_FP32, _MOVE_SUM_FP32 = (
@@ -174,9 +177,9 @@ _ADD_OPERANDS_FP32, _MOVE_OPERANDS_FP32 = (
 
 @triton.jit
 def histogram_add_sum(lane, bucket, value, scale, EXACT: tl.constexpr):
-    """histogram[bucket] += scale * the sum of a tile (EXACT: in integers).
+    """Add scale * the sum of a tile to histogram[bucket] (EXACT: in integers).
 
-    `bucket` is one number. A thread adds up what it has, 16 or 4 values at a time, so that no thread waits for another.
+    `bucket` is one number. A thread adds up its own values, 16 or 4 at a time, so that no thread waits for another.
     """
     cell = lane + _ROW * bucket
     if EXACT:
@@ -188,22 +191,26 @@ def histogram_add_sum(lane, bucket, value, scale, EXACT: tl.constexpr):
 
 
 @triton.jit
-def histogram_move_sum(lane, bucket, value, own, other, scale, EXACT: tl.constexpr):
-    """The same with what has reached an edge (own, other: see `reached`), and histogram[bucket - 1] -= as much."""
+def histogram_move_sum(lane, bucket, value, resident, streamed, scale, EXACT: tl.constexpr):
+    """Add the part of a tile past an edge (resident, streamed: see `reached`), and subtract it from histogram[bucket -
+    1].
+    """
     cell = lane + _ROW * bucket
     if EXACT:
         tl.inline_asm_elementwise(
-            _MOVE_SUM, _MOVE_OPERANDS, [cell, value, scale, own, other], tl.int8, is_pure=False, pack=_PACK
+            _MOVE_SUM, _MOVE_OPERANDS, [cell, value, scale, resident, streamed], tl.int8, is_pure=False, pack=_PACK
         )
     else:
         tl.inline_asm_elementwise(
-            _MOVE_SUM_FP32, _MOVE_OPERANDS_FP32, [cell, value, scale, own, other], tl.int8, is_pure=False,
+            _MOVE_SUM_FP32, _MOVE_OPERANDS_FP32, [cell, value, scale, resident, streamed], tl.int8, is_pure=False,
             pack=_PACK_FP32,
         )  # fmt: skip
 
 
 def _total_assembly(exact: bool, lanes: int) -> str:
-    """The sum of a bucket's cells, the first one another for every bucket: lanes do not meet in a bank."""
+    """Write assembly that sums a bucket's cells, starting at another one for every bucket: lanes use different
+    banks.
+    """
     kind, zero = ("s32", "mov.s64 $0, 0;") if exact else ("f32", "mov.f32 $0, 0f00000000;")
     lines = [".reg .pred out;", ".reg .u32 first, a;", f".reg .{kind} x;", zero]
     lines += [f"setp.gt.u32 out, $2, {HISTOGRAM_ROWS - 1};", "@out bra DONE;", f"and.b32 a, $2, {lanes - 1};"]
@@ -220,7 +227,7 @@ _TOTAL, _TOTAL_FP32 = (tl.constexpr(_total_assembly(exact, _LANES)) for exact in
 @triton.jit
 def histogram_close(
     base, grad, scale, shift, TABLE: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """grad[bucket] += scale * histogram[bucket]; EXACT, and an int64 grad: histogram[bucket] << shift."""
+    """Add scale * histogram[bucket] to grad[bucket]; EXACT, and an int64 grad: histogram[bucket] << shift."""
     tl.debug_barrier()
     bucket = tl.arange(0, 256)
     if EXACT:
@@ -236,11 +243,11 @@ def histogram_close(
 
 
 # The ring, for the position bias's gradient: a cell per distance t - s. A program meets the distances in descending
-# order; where they are more than there are cells, all are moved to memory and the cells begin anew, further down. Cells
-# are integers: shared memory adds those in one instruction, floats only in a loop of compare-and-swap; and integers add
-# up to the same sum in any order. A cell takes at most a term for each query of the tile. A thread adds to one of four
-# copies: the lanes of a quad, which in the tensor cores' layouts hold neighbouring keys of one query, and so the same
-# distances as the quads beside them, then meet neither at an address nor, by the copies' distance, in a bank.
+# order; if there are more distances than cells, all cells are moved to memory and reused for smaller distances. Cells
+# are integers: shared memory adds those in one instruction, floats only in a loop of compare-and-swap; and integers
+# have the same sum in any order. A cell gets at most a term for each query of the tile. A thread adds to one of four
+# copies: the lanes of a quad, which in the tensor cores' layouts hold neighbouring keys of one query, and therefore the
+# same distances as the adjacent quads, then share neither an address nor, due to the copies' stride, a bank.
 RING_CELLS = 1056
 RING = tl.constexpr(RING_CELLS)
 _COPIES = 4
@@ -251,7 +258,7 @@ def _copy_bytes(cells: int) -> int:
 
 
 _RING = tl.constexpr(17 * _KB)
-# Bytes from one copy to the next: as many more than the cells that the four begin in different banks.
+# Bytes from one copy to the next, padded so that the four copies begin in different banks.
 _COPY_BYTES = (RING_CELLS + 10) * _WORD
 assert _RING.value >= _COPIES * _COPY_BYTES
 _OPEN_RING = tl.constexpr(f"{{ .shared .align 16 .b8 hstu_ring[{_RING.value}]; mov.u32 $0, hstu_ring; }}")
@@ -261,7 +268,7 @@ _THREADS_COPY = tl.constexpr(
 
 
 def _take_assembly() -> str:
-    """The sum of a cell's copies, which become zero; 0 past the ring's end."""
+    """Write assembly that sums a cell's copies and zeroes them; 0 past the ring's end."""
     lines = [".reg .u32 n, z;", "mov.u32 z, 0;", "mov.u32 $0, 0;", ".reg .pred p;", "setp.lt.u32 p, $1, $2;"]
     for copy in range(_COPIES):
         place = f"[$3+{copy * _COPY_BYTES}]" if copy else "[$3]"
@@ -275,7 +282,7 @@ _TAKE = tl.constexpr(_take_assembly())
 
 @triton.jit
 def ring_open(token):
-    """The shared-memory address of the cells, zeroed. Called once per program; `token` is any int32 scalar."""
+    """Zero the cells and return their shared-memory address. Called once per program; `token` is any int32 scalar."""
     base = tl.inline_asm_elementwise(_OPEN_RING, "=r,r", [token], tl.int32, is_pure=False, pack=1)
     _zero(base, _RING)
     return base
@@ -283,25 +290,25 @@ def ring_open(token):
 
 @triton.jit
 def ring_lane(base):
-    """Where the cells of the thread's copy begin."""
+    """Return the address of the cells of the thread's copy."""
     return tl.inline_asm_elementwise(_THREADS_COPY, "=&r,r", [base], tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def ring_add(cell, value, to_exact):
-    """The cells at these addresses += value * to_exact, rounded."""
+    """Add value * to_exact, rounded, to the cells at these addresses."""
     tl.inline_asm_elementwise(_ADD_EXACT, "=r,r,f,f", [cell, value, to_exact], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def ring_take(base, cell):
-    """The sums of cells, which become zero; 0 past the ring's end."""
+    """Return the sums of cells, which become zero; 0 past the ring's end."""
     return tl.inline_asm_elementwise(_TAKE, "=&r,r,r,r", [cell, RING, base + 4 * cell], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def ring_flush(base, grad, low, first, last, length):
-    """Moves the distances first .. last - 1 to grad [N] int64; low: the distance of the first cell. For 4 warps."""
+    """Move the distances first .. last - 1 to grad [N] int64; low: the distance of the first cell. For 4 warps."""
     lane = tl.arange(0, 128)
     for start in range(first, last, 128):
         distance = start + lane

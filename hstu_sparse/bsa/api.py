@@ -1,4 +1,4 @@
-"""The public entry to block-sparse HSTU attention.
+"""Define the public function of block-sparse HSTU attention.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per query group (block_counts), r tokens per group (selection_group), W window.
@@ -29,7 +29,7 @@ from hstu_sparse.validation import (
 if TYPE_CHECKING:
     from hstu_sparse.bsa.plan import BlockPlan
 
-MOST = 1 << 20  # of block_size and block_counts: the reference lays out as many slots for each block and query
+MOST = 1 << 20  # of block_size and block_counts: the reference allocates as many slots for each block and query
 
 
 @without_autocast
@@ -52,7 +52,7 @@ def bsa_attention(
     return_block_indices: bool = False,
     plan: "BlockPlan | None" = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """HSTU attention over block means, chosen blocks and a window: the sum of the three branches, each gated.
+    """Compute HSTU attention over block means, chosen blocks and a window: the sum of three gated branches.
 
     With block j of a sequence the positions j*BS .. min((j+1)*BS, n) - 1, and kbar_j, vbar_j their mean key and value:
 
@@ -60,12 +60,12 @@ def bsa_attention(
              + g_slc[t] * 1/N  * sum over chosen blocks, their tokens s <= t, of SiLU(scale * q[t].k[s]) v[s]
              + g_swa[t] * 1/N  * sum over t - W < s <= t of SiLU(scale * q[t].k[s]) v[s]
 
-    With `bias` every SiLU above takes + b: b(t, s) of a token, b(t, m) of a block, which stands at its middle token
-    m = j*BS + BS // 2; so does the choice below.
+    With `bias` every SiLU above takes + b: b(t, s) for a token, b(t, m) for a block, whose position is that of its
+    middle token m = j*BS + BS // 2; the same holds for the choice below.
 
-    The tokens r*g .. r*g + r - 1 of a sequence are one group. Per head its first token chooses the block it stands in,
-    always, and of the complete blocks before that one the S - 1 with the greatest SiLU(scale * q.kbar_j), ties going
-    to the smaller j. The choice itself carries no gradient.
+    The tokens r*g .. r*g + r - 1 of a sequence are one group. For each head the group's first token always chooses the
+    block that contains it, and of the complete blocks before that one the S - 1 with the greatest SiLU(scale *
+    q.kbar_j), ties going to the smaller j. The choice itself carries no gradient.
 
     Args:
         q, k: [T, H, D], v: [T, H, V]; float16, bfloat16 or float32 (the reference also takes float64), one dtype.
@@ -73,19 +73,20 @@ def bsa_attention(
         max_seq_len: N, at least the longest sequence.
         gates: (g_cmp, g_slc, g_swa), each [T, H]; g_swa may be None when window_size is 0.
         block_size: BS in tokens. The kernels take 16, 32, 64 and 128.
-        block_counts: S, the blocks chosen per group, the group's own among them.
-        window_size: W in tokens, the query's own among them; 0 switches the window off.
+        block_counts: S, the blocks chosen per group, including the group's own block.
+        window_size: W in tokens, including the query's own; 0 switches the window off.
         selection_group: r in tokens; divides block_size.
         scale: factor of the logits; D ** -0.5 by default.
         normalizer: a finite number above 0 in place of N in the factor 1/N; `max_seq_len` by default.
         bias: b(t, s) by relative position and time, see `RelativeBias`; both tables get gradients.
         backend: "triton", "reference", or "auto": triton for CUDA tensors and the reference for CPU tensors.
-        plan: what `bsa_plan` made of this batch, shared by the calls of several layers; made anew without. On a CPU,
-            and elsewhere under HSTU_SPARSE_DEBUG, one of another batch is refused.
-        return_block_indices: also return the chosen blocks [T, H, S] int32: ascending, -1 behind them.
+        plan: the result of `bsa_plan` for this batch, shared by the calls of several layers; computed if absent. On a
+        CPU,
+            and elsewhere with HSTU_SPARSE_DEBUG, the plan of another batch is refused.
+        return_block_indices: also return the chosen blocks [T, H, S] int32: ascending, padded with -1.
 
     Returns:
-        [T, H, V] in the dtype of q, and the block indices if asked for.
+        [T, H, V] in the dtype of q, and the block indices if requested.
 
     Examples:
         >>> seq_offsets = torch.tensor([0, 64])
@@ -120,7 +121,7 @@ def bsa_attention(
     scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
     if backend == "reference":
         if plan is not None:
-            raise ValueError(f"a plan is for the kernels, the reference takes none, got {type(plan).__name__}")
+            raise ValueError(f"the reference takes no plan, got {type(plan).__name__}")
         out, indices = bsa_attention_reference(
             q,
             k,
@@ -138,7 +139,7 @@ def bsa_attention(
         )
         return (out, indices) if return_block_indices else out
 
-    from hstu_sparse.bsa import launch  # triton is needed from here on
+    from hstu_sparse.bsa import launch  # imports triton
     from hstu_sparse.bsa.plan import BlockPlan, make_plan, purpose_of
 
     check_kernel("bsa_attention", q, {"D": sizes["D"], "V": sizes["V"]})
@@ -171,7 +172,7 @@ def bsa_attention(
     )
     if not return_block_indices:
         return out
-    # The kernels keep one row per group; sequence b's first one is offsets[b] // r + b.
+    # The kernels store one row for each group; the first one of sequence b is offsets[b] // r + b.
     sequence = sequence_ids(seq_offsets, q.shape[0])
     begin = seq_offsets.long()[sequence]
     position = torch.arange(q.shape[0], device=q.device) - begin
@@ -189,21 +190,22 @@ def bsa_plan(
     once: Callable[[Hashable, Callable[[], Any]], Any] | None = None,
     backend: str = "auto",
 ) -> "BlockPlan | None":
-    """What `bsa_attention` computes of a batch's times before it attends, for calls that share a batch.
+    """Compute what `bsa_attention` needs of a batch's times before it attends, for calls that share a batch.
 
-    The layers of a model see one batch, so one plan serves them all, forward and backward, as long as their block size
-    N and number of time buckets agree; the biases' values may differ. It holds 12 bytes a token, twice that if queries
-    have times of their own, and 2 for each tile of max(64, BS) queries and each block of a sequence of N.
+    The layers of a model see one batch, so one plan serves them all, forward and backward, if their block size, N and
+    number of time buckets agree; the biases' values may differ. It takes 12 bytes a token, twice that if queries have
+    times of their own, and 2 for each tile of max(64, BS) queries and each block of a sequence of N.
 
     Args:
-        q: [T, H, D] of one of the calls; only its shape and device are looked at.
+        q: [T, H, D] of one of the calls; only its shape and device are used.
         seq_offsets, max_seq_len, block_size, bias: as for `bsa_attention`; the tables' values are not read.
-        once: (key, compute) -> what compute() gave for the first call with this key: `Batch.once` of the batch that the
-            calls share. The key is all that the plan depends on beside that batch.
+        once: (key, compute) -> the result of compute() in the first call with this key: `Batch.once` of the batch that
+        the
+            calls share. The key has everything that the plan depends on beside that batch.
         backend: as for `bsa_attention`.
 
     Returns:
-        The `plan` to pass on; None for the reference, which needs none.
+        The `plan` to pass to `bsa_attention`; None for the reference, which needs none.
 
     Examples:
         >>> seq_offsets, x = torch.tensor([0, 64]), torch.randn(64, 2, 16)
@@ -213,7 +215,7 @@ def bsa_plan(
         ...     x = hstu_sparse.bsa_attention(x, x, x, seq_offsets, 64, gates, plan=plan)
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
     """
     if choose_backend(backend, q, "bsa_plan") == "reference":
         return None
@@ -231,16 +233,16 @@ def bsa_plan(
     return make() if once is None else once(purpose.key, make)
 
 
-def _check_taken(function: str, name: str, value: int, taken: Sequence[int]) -> None:
-    if value not in taken:
-        expected = f"up to {taken[-1]}" if isinstance(taken, range) else " ".join(map(str, taken))
+def _check_taken(function: str, name: str, value: int, supported: Sequence[int]) -> None:
+    if value not in supported:
+        expected = f"up to {supported[-1]}" if isinstance(supported, range) else " ".join(map(str, supported))
         raise ValueError(f"{function}: the kernels take {name} {expected}, got {value}; use backend='reference'")
 
 
 def _check_gates(gates, sizes: dict[str, int], device: torch.device, window_size: int) -> None:
     if not isinstance(gates, (tuple, list)) or len(gates) != 3:
-        what = f"{len(gates)} entries" if isinstance(gates, (tuple, list)) else type(gates).__name__
-        raise ValueError(f"gates must be (g_cmp, g_slc, g_swa), got {what}")
+        got = f"{len(gates)} entries" if isinstance(gates, (tuple, list)) else type(gates).__name__
+        raise ValueError(f"gates must be (g_cmp, g_slc, g_swa), got {got}")
     for name, gate in zip(("g_cmp", "g_slc", "g_swa"), gates):
         if gate is not None:
             check_tensor(name, gate, "T H", sizes, device=device)

@@ -1,10 +1,10 @@
-"""The relative bias in the block-sparse kernels: what they are given of it, a tile's bias, its tables' gradients.
+"""Compute the relative bias in the block-sparse kernels: their arguments, a tile's bias, the tables' gradients.
 
 b(t, s) is defined in hstu_sparse/bias/relative.py. Letters: T tokens of the batch, N max_seq_len, BM queries and BN
 keys of a tile. A tile is [queries, keys], queries on its axis 0, or [keys, queries]: AXIS is the axis of the queries.
 
-The plan holds the entry (buckets.py) of each tile of queries with each chosen block: most lie so far apart that it is
-narrow. Everywhere else, next to the diagonal and for mean keys, each pair's bucket is looked up.
+The plan holds the entry (buckets.py) of each tile of queries with each chosen block: most pairs are so far apart that
+their tile is narrow. Next to the diagonal and for mean keys, each pair's bucket is looked up.
 """
 
 from collections.abc import Sequence
@@ -54,25 +54,25 @@ from hstu_sparse.bias.sums import (
 from hstu_sparse.launch import cdiv, padded_head, run
 
 _HISTOGRAM_ROWS = tl.constexpr(HISTOGRAM_ROWS)
-# Zeros on both sides of the halved position table, for pairs that are not seen: of mean keys, a tile of 64 or 128 whose
-# blocks of 128 tokens are still to come.
+# Zeros on both sides of the halved position table, for masked pairs: with mean keys, those of a tile of 64 or 128 whose
+# blocks of 128 tokens are in the future.
 MARGIN = 128 * 128 + 256
-# Copies of the tables' gradients, so that programs do not wait for another. From one copy of the position table's to
-# the next it is one cell less than a multiple of POSITION_COPIES: wherever a row of distances begins, there is a copy
-# in which its cell is such a multiple, and four neighbours are added at once. Consecutive queries use each fourth one.
+# Copies of the tables' gradients, so that programs do not contend. The stride between copies of the position table's
+# is one cell less than a multiple of POSITION_COPIES: wherever a row of distances begins, there is a copy in which its
+# cell is such a multiple, and four neighbours are added at once. Consecutive queries use every fourth copy.
 POSITION_COPIES, TIME_COPIES = tl.constexpr(16), tl.constexpr(64)
 
 
 class KernelBias(NamedTuple):
-    """What kernels read of a RelativeBias: pointers, or None where a table is absent. Both tables are halved: kernels
-    compute half of each score, of which SiLU is one product less.
+    """The arguments of kernels for a RelativeBias: pointers, or None for an absent table. Both tables are halved:
+    kernels compute half of each score, from which SiLU takes one product less.
     """
 
     position: object = None  # [t - s] fp32, MARGIN zeros on both sides
     time: object = None  # [bucket] fp32
     cells: object = None  # see `bucket_cells`
     steps: object = None  # see `bucket_steps`
-    key_high: object = None  # [T] fp32, times of the keys as `TokenTimes` has them
+    key_high: object = None  # [T] fp32, times of the keys as in `TokenTimes`
     key_low: object = None
     key_offset: object = None
     query_high: object = None
@@ -83,7 +83,7 @@ class KernelBias(NamedTuple):
 
 
 class TableGradients(NamedTuple):
-    """Where kernels add the tables' gradients: see `TableSums`."""
+    """The memory to which kernels add the tables' gradients: see `TableSums`."""
 
     position: object = None  # [POSITION_COPIES, positions]
     time: object = None  # [TIME_COPIES, buckets]
@@ -95,8 +95,8 @@ class TableGradients(NamedTuple):
 class Side(NamedTuple):
     """The queries or the keys of a tile.
 
-    token, place  the first one's place in the batch, and in its sequence
-    lane          [BM] or [BN] int64, how far each is behind it
+    token, place  the index of the first one in the batch, and its position in its sequence
+    lane          [BM] or [BN] int64, the distance of each from the first one
     """
 
     token: tl.tensor
@@ -106,10 +106,10 @@ class Side(NamedTuple):
 
 @triton.jit
 def position_tile(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
-    """The position bias of a tile, of which a table is there.
+    """Return the position bias of a tile, for a table that exists.
 
-    In 64 bits, and with one number for the tile's distance, so that the compiler sees which neighbours read
-    neighbouring addresses, and which the same.
+    Addresses have 64 bits, and the tile's distance is one number, so that the compiler sees which neighbours read
+    neighbouring addresses, and which read the same address.
     """
     row = bias.position + tl.cast(queries.place - keys.place, tl.int64)
     return look_up(row + tl.expand_dims(queries.lane, 1 - AXIS), -tl.expand_dims(keys.lane, AXIS), ASM)
@@ -117,7 +117,7 @@ def position_tile(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def pair_buckets(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
-    """The time buckets of a tile's pairs."""
+    """Return the time buckets of a tile's pairs."""
     query_high = look_up(bias.query_high + queries.token, queries.lane, ASM)
     query_low = look_up(bias.query_low + queries.token, queries.lane, ASM)
     key_high = look_up(bias.key_high + keys.token, keys.lane, ASM)
@@ -129,7 +129,7 @@ def pair_buckets(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def pair_tile(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
-    """(Half the bias of a tile of any queries and keys, its time buckets); 0.0 and 0 without tables."""
+    """Return (half the bias of a tile of any queries and keys, its time buckets); 0.0 and 0 without tables."""
     tile = 0.0
     buckets = 0
     if bias.time is not None:
@@ -142,9 +142,9 @@ def pair_tile(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def block_tile(bias, entry, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
-    """Half the bias of a tile of queries and keys of a block that they chose; 0.0 without tables.
+    """Return half the bias of a tile of queries and the keys of a block that they chose; 0.0 without tables.
 
-    entry: the plan's, of all queries, or [BM] of each.
+    entry: the plan's entry, one for all queries or [BM] for each.
     """
     position = 0.0
     if bias.position is not None:
@@ -159,17 +159,17 @@ def block_tile(bias, entry, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr
             first = tl.load(bias.time + lowest) if entry.type.is_block() else scalar(bias.time + lowest, ASM)
             tile = tl.zeros([M, N], tl.float32) + first
             if edges > 0:
-                own, other, origin = _edge_sides(bias, queries, keys, AXIS, ASM)
+                resident, streamed, origin = _edge_sides(bias, queries, keys, AXIS, ASM)
                 time, steps = bias.time + lowest, bias.steps + lowest
-                tile = narrow_bias(first, edges, time, steps, own, other, origin, True)
-        return tile + position  # only here: so the branches wait for no look-up of the position's
+                tile = narrow_bias(first, edges, time, steps, resident, streamed, origin, True)
+        return tile + position  # added here, so that no branch waits for the position's look-up
     else:
         return position
 
 
 @triton.jit
 def _edges(entry, AXIS: tl.constexpr):
-    """(The most edges of an entry, the lowest buckets as they broadcast to a tile)."""
+    """Return (the greatest number of edges of an entry, the lowest buckets, broadcastable to a tile)."""
     if entry.type.is_block():
         return tl.max(entry & ENTRY_EDGES, 0), tl.expand_dims(entry >> ENTRY_SHIFT, 1 - AXIS)
     else:
@@ -178,23 +178,23 @@ def _edges(entry, AXIS: tl.constexpr):
 
 @triton.jit
 def _edge_sides(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
-    """What `edge_place` and `reached` want of a tile: own, other, origin; queries are the own side."""
-    own = tl.expand_dims(look_up(bias.query_offset + queries.token, queries.lane, ASM), 1 - AXIS)
+    """Return the inputs of `edge_place` and `reached` for a tile: resident, streamed, origin; queries are resident."""
+    resident = tl.expand_dims(look_up(bias.query_offset + queries.token, queries.lane, ASM), 1 - AXIS)
     origin = tl.load(bias.key_offset + keys.token)
     offsets = tl.expand_dims(look_up(bias.key_offset + keys.token, keys.lane, ASM), AXIS)
-    return own, other_place(offsets, origin, True), origin.to(tl.int64)
+    return resident, other_place(offsets, origin, True), origin.to(tl.int64)
 
 
 @triton.jit
 def open_gradients(tables, norms, time_shift, SUMS: tl.constexpr):
-    """The `Gradients` of a program of consecutive queries.
+    """Prepare the `Gradients` of a program of consecutive queries.
 
-    SUMS: they are summed up in shared memory first, as integers of 21 bits, or in the histogram of `time_shift` fewer;
-    norms: what `exact_scale` wants. What leaves shared memory is fp32.
+    SUMS: sum in shared memory first, as integers of 21 bits, or in the histogram of `time_shift` fewer bits; norms: the
+    argument of `exact_scale`. What leaves shared memory is fp32.
     """
     ring, lane = 0, 0
     scale, time_scale = 1.0, 1.0
-    position, time = 0, 0  # what a function returns may not be None (Triton 3.6: "cannot convert None")
+    position, time = 0, 0  # a function cannot return None (Triton 3.6: "cannot convert None")
     if tables.position is not None:
         position = tables.position + (tl.program_id(0) % (POSITION_COPIES // 4)) * (4 * tables.positions)
     if tables.time is not None:
@@ -216,14 +216,14 @@ def open_gradients(tables, norms, time_shift, SUMS: tl.constexpr):
 
 @triton.jit
 def close_times(gradients, histogram, tables, SUMS: tl.constexpr):
-    """Moves the histogram to memory."""
+    """Add the histogram to the gradient in memory."""
     if SUMS and tables.time is not None:
         histogram_close(histogram, gradients.time, 1.0 / gradients.time_scale, 0, _HISTOGRAM_ROWS, True)
 
 
 @triton.jit
 def means_gradients(gradients, histogram, tables, factor, SUMS: tl.constexpr):
-    """The `Gradients` for mean keys, whose terms in the time table are 1 / `factor` times as great, from then on."""
+    """Return `Gradients` for mean keys, whose terms in the time table are 1 / `factor` times as large."""
     if SUMS and tables.time is not None:
         histogram_clear(histogram)
     return Gradients(
@@ -234,11 +234,11 @@ def means_gradients(gradients, histogram, tables, factor, SUMS: tl.constexpr):
 
 @triton.jit
 def add_position_tile(gradients, ds, queries, keys, length, SUMS: tl.constexpr):
-    """The position table's gradient += a tile of ds, [queries, keys], both consecutive."""
+    """Add a tile of ds, [queries, keys], both consecutive, to the position table's gradient."""
     BM: tl.constexpr = ds.shape[0]
     BN: tl.constexpr = ds.shape[1]
     if SUMS:
-        # The tile's diagonals go to memory at once: the next block may lie anywhere.
+        # The tile's diagonals are written to memory at once: the next block may lie anywhere.
         tl.static_assert(BM + BN - 1 <= 128)
         cell = ring_lane(gradients.ring) + 4 * (BN - 1)
         ring_add(cell + 4 * (tl.arange(0, BM)[:, None] - tl.arange(0, BN)[None, :]), ds, gradients.scale)
@@ -255,29 +255,29 @@ def add_position_tile(gradients, ds, queries, keys, length, SUMS: tl.constexpr):
 
 @triton.jit
 def add_mean_positions(gradients, tables, ds, queries, keys):
-    """The same of mean keys, pair by pair: few are on one diagonal."""
+    """Add a tile of ds of mean keys to the position table's gradient, pair by pair: few are on one diagonal."""
     distance = queries.place - keys.place + (queries.lane[:, None] - keys.lane[None, :])
-    # Pairs that are not seen may lie outside of the table. Four neighbours are inside or not together.
+    # Masked pairs may lie outside of the table. Four neighbours are all inside or all outside.
     first = queries.place - keys.place + ((queries.lane // 4 * 4)[:, None] - keys.lane[None, :])
     add_to(gradients.position + distance, ds, tables.unit, (first >= 0) & (first < tables.positions - 3))
 
 
 @triton.jit
 def add_block_times(gradients, ds, bias, entry, queries, keys, SUMS: tl.constexpr, ASM: tl.constexpr):
-    """The time table's gradient += a tile of ds, [queries, keys], of a block; entry: one number."""
+    """Add a tile of ds, [queries, keys], of a block to the time table's gradient; entry: one number."""
     if (entry & ENTRY_EDGES) > MOST_EDGES:
         add_pair_times(gradients, ds, pair_buckets(bias, queries, keys, 0, ASM), SUMS, SUMS)
     else:
-        own = look_up(bias.query_offset + queries.token, queries.lane, ASM)[:, None]
-        add_narrow_times(gradients, ds, entry, own, bias.key_offset + keys.token, bias.steps, SUMS, SUMS)
+        resident = look_up(bias.query_offset + queries.token, queries.lane, ASM)[:, None]
+        add_narrow_times(gradients, ds, entry, resident, bias.key_offset + keys.token, bias.steps, SUMS, SUMS)
 
 
 @triton.jit
 def add_gathered(tables, ds, bias, entry, queries, keys, ASM: tl.constexpr):
-    """The tables' gradients += a tile of ds, [keys, queries], of gathered queries; entry: [BM], of each.
+    """Add a tile of ds, [keys, queries], of gathered queries to the tables' gradients; entry: [BM], one for each query.
 
-    The keys are consecutive and descend. To the time table a query adds one sum for its lowest bucket, and one for each
-    edge.
+    The keys are consecutive and descend. For the time table, a query adds one sum for its lowest bucket, and one for
+    each edge.
     """
     BN: tl.constexpr = ds.shape[0]
     BM: tl.constexpr = ds.shape[1]
@@ -299,34 +299,35 @@ def add_gathered(tables, ds, bias, entry, queries, keys, ASM: tl.constexpr):
             cell += entry >> ENTRY_SHIFT
             add_to(cell, tl.sum(ds, 0))
             if edges > 0:
-                own, other, origin = _edge_sides(bias, queries, keys, 1, ASM)
+                resident, streamed, origin = _edge_sides(bias, queries, keys, 1, ASM)
                 for E in tl.static_range(1, MOST_EDGES + 1):
                     if edges >= E:
                         edge = tl.load(bias.steps + lowest + E)
-                        past = tl.sum(ds * reached(edge_place(own, origin, edge, True), other), 0)
+                        past = tl.sum(ds * reached(edge_place(resident, origin, edge, True), streamed), 0)
                         add_to(cell + E, past, None, past != 0.0)
                         add_to(cell + (E - 1), -past, None, past != 0.0)
 
 
 class Tables:
-    """What a call makes of its tables: their halves, in one fp32 tensor that is kept for the backward pass, empty
-    without tables: the position table with its margins, then the time table with what stands behind it.
+    """The tables of a call as kernels read them: their halves, in one fp32 tensor that is saved for the backward pass,
+    empty without tables: the position table with its margins, then the padded time table.
     """
 
     def __init__(self, position: torch.Tensor | None, time: torch.Tensor | None, plan: Sequence[torch.Tensor | None]):
         self.position, self.time, self.plan = position, time, plan
         self.N = 0 if position is None else position.shape[0]
         self.buckets = num_time_buckets(time)
-        # Pointers stay multiples of 16 bytes whatever N is: kernels are compiled anew where they do not.
+        # Pointers are multiples of 16 bytes for any N, since Triton compiles a kernel again when their alignment
+        # changes.
         self.width = 0 if position is None else cdiv(self.N + 2 * MARGIN, 16) * 16
         self.size = self.width + (0 if time is None else hidden_bucket(self.buckets) + 1)
 
     def new(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory for the halves, on the device of `like`."""
+        """Allocate the halves on the device of `like`."""
         return like.new_empty(self.size, dtype=torch.float32)
 
     def halved(self, like: torch.Tensor) -> torch.Tensor:
-        """The halves."""
+        """Compute the halves."""
         halves = self.new(like)
         if self.size:
             times = 0 if self.time is None else self.buckets + 1
@@ -336,17 +337,17 @@ class Tables:
         return halves
 
     def bias(self, halves: torch.Tensor) -> KernelBias:
-        """What kernels read of the halves and of the plan's tensors."""
+        """Return the kernels' arguments for the halves and the plan's tensors."""
         position = None if self.position is None else halves[MARGIN:]
         if self.time is None:
             return KernelBias(position)
         key_split, key_offset, query_split, query_offset, entries = self.plan
-        found = (f(self.buckets, halves.device) for f in (device_cells, bucket_steps))
+        bucket_tables = (f(self.buckets, halves.device) for f in (device_cells, bucket_steps))
         times = *key_split, key_offset, *query_split, query_offset
-        return KernelBias(position, halves[self.width :], *found, *times, entries, entries.shape[1])
+        return KernelBias(position, halves[self.width :], *bucket_tables, *times, entries, entries.shape[1])
 
     def sums(self, do, v, gates, terms: int, deterministic: bool) -> TableSums:
-        """Memory for the tables' gradients; terms: of one table's gradient at most."""
+        """Allocate the tables' gradients; terms: the greatest number of terms in one table's gradient."""
 
         def bound() -> torch.Tensor:
             # SiLU's slope is at most 1.1.
@@ -355,17 +356,17 @@ class Tables:
 
         copies = POSITION_COPIES.value, TIME_COPIES.value
         behind = MOST_EDGES.value + 1
-        behind += -(self.N + behind + 1) % POSITION_COPIES.value  # see there
+        behind += -(self.N + behind + 1) % POSITION_COPIES.value  # see POSITION_COPIES
         return TableSums((self.position, self.time), copies, deterministic, bound, behind)
 
 
 def _greatest_gate(gates) -> torch.Tensor:
-    """What the gates of a pair come to in size at most: a key may be in the own block and in the window."""
+    """Return a bound of the summed gates of a pair: a key may be both in the query's block and in the window."""
     return sum(torch.linalg.vector_norm(g, float("inf"), dtype=torch.float32) for g in gates)
 
 
 def pair_norms(do: torch.Tensor, v: torch.Tensor, gates) -> torch.Tensor:
-    """[2] fp32, whose product bounds every do.v times the gates: what `exact_scale` wants."""
+    """Return [2] fp32, whose product bounds every do.v times the gates, for `exact_scale`."""
     norms = torch.zeros(2, dtype=torch.float32, device=v.device)
     T, H, V = v.shape
     run(

@@ -1,9 +1,9 @@
-"""Kernels around the blocks of keys: their means, the choice of blocks, and the inverse of that choice.
+"""Define kernels around the blocks of keys: their means, the choice of blocks, and the inverse of that choice.
 
 Letters: T tokens of the batch, B sequences, H heads, D query/key and V value head size, BS block size, S blocks chosen
 per group, R tokens per group.
 
-Blocks, groups and tiles are numbered by slots: see hstu_sparse/tiles.py.
+Blocks, groups and tiles have slots: see hstu_sparse/tiles.py.
 """
 
 import triton
@@ -13,7 +13,7 @@ from hstu_sparse.bsa.bias import Side, pair_tile
 from hstu_sparse.bsa.plan import entries_row
 from hstu_sparse.tiles import load_rows, locate, numbered
 
-# Larger than any block index: what the sort puts last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
+# Larger than any block index, so that it is sorted last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
 # Smaller than any packed sort key.
 NO_KEY = tl.constexpr(-(2**63))
@@ -24,10 +24,10 @@ def bsa_pool_fwd_kernel(
     k, v, offsets, kbar, kbar_low, vbar, strides, H, B,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Means of one block's keys and values. With SPLIT the mean key is kept as a sum of two 16-bit numbers.
+    """Compute the means of one block's keys and values. With SPLIT the mean key is stored as two 16-bit numbers.
 
-    The mean key in 16 bits is as good as any key for attention, but it would decide close choices by its rounding;
-    high and low part together are nearly fp32, and the tensor cores take them as two products.
+    Attention is accurate with the mean key in 16 bits, but its rounding would decide close choices; the sum of the high
+    and the low part is nearly fp32, and the tensor cores multiply them in two products.
     """
     slot, h = tl.program_id(0), tl.program_id(1)
     _b, start, length, j = locate(offsets, slot, B, BS)
@@ -56,12 +56,12 @@ def bsa_choose_fwd_kernel(
     D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
     P: tl.constexpr, SPLIT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The blocks that BG groups choose: scores of BC blocks at a time, merged into a running list of the P best.
+    """Choose the blocks of BG groups: scores of BC blocks at a time, merged into a running list of the P best.
 
-    The sort key is the fp32 score, its bits made to order as an integer, above the inverted block index: one
-    comparison, and ties go to the smaller block. P is S rounded up to a power of two.
+    The sort key is the fp32 score, its bits transformed to order as an integer, above the inverted block index: one
+    comparison suffices, and ties go to the smaller block. P is S rounded up to a power of two.
 
-    entries: None, or where the plan's entries of the chosen blocks go, [NG, H, S] int16.
+    entries: None, or the output for the plan's entries of the chosen blocks, [NG, H, S] int16.
     """
     tile, h = tl.program_id(0), tl.program_id(1)
     b, start, length, i = locate(offsets, tile, B, BG * R)
@@ -70,7 +70,7 @@ def bsa_choose_fwd_kernel(
     group = i * BG + tl.arange(0, BG)
     first = group * R
     live = first < length
-    own = first // BS
+    own_block = first // BS
     base = start // BS + b
     queries = load_rows(q + start * strides.q_t + h * strides.q_h, first, strides.q_t, live, D, BD)
 
@@ -84,26 +84,26 @@ def bsa_choose_fwd_kernel(
             if SPLIT:
                 mean_keys = load_rows(kbar_low + (base * H + h) * D, j, H * D, j < candidates, D, BD)
                 score = tl.dot(queries, tl.trans(mean_keys), score)
-            # Groups and blocks that are not there stand where the tables have entries.
+            # Unused groups and blocks get indices at which the tables have entries.
             middle = c * BS + BS // 2
             means = Side(start + middle, middle, tl.where(j < candidates, (j - c) * BS, 0).to(tl.int64))
             biases, _ = pair_tile(bias, Side(start, 0, tl.where(live, first, 0).to(tl.int64)), means, 0, ASM)
             score = 2.0 * (score * (0.5 * scale) + biases)
             score = score / (1.0 + tl.exp(-score))
-            score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 are a tie
+            score = tl.where(score == 0.0, 0.0, score)  # -0 and 0 must tie
             bits = score.to(tl.int32, bitcast=True)
             bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
             key = (bits.to(tl.int64) << 32) | (j ^ NO_BLOCK)[None, :].to(tl.int64)
-            key = tl.where(j[None, :] < own[:, None], key, NO_KEY)
-            # Both lists descend; one reversed, the larger of each pair are the P best, in bitonic order.
+            key = tl.where(j[None, :] < own_block[:, None], key, NO_KEY)
+            # Both lists descend: with one of them reversed, the larger of each pair are the P best, in bitonic order.
             best = tl.maximum(best, tl.flip(tl.topk(key, P), 1))
             best = tl.bitonic_merge(best, descending=True)
 
     p = tl.arange(0, P)[None, :]
-    count = tl.minimum(own, S - 1)[:, None]
+    count = tl.minimum(own_block, S - 1)[:, None]
     chosen = tl.where(p < count, (best & NO_BLOCK).to(tl.int32) ^ NO_BLOCK, NO_BLOCK)
     chosen = tl.sort(chosen, descending=False)
-    chosen = tl.where(p < count, chosen, tl.where(p == count, own[:, None], -1))
+    chosen = tl.where(p < count, chosen, tl.where(p == count, own_block[:, None], -1))
     row = (start // R + b + group).to(tl.int64)
     place = (row[:, None] * H + h) * S + p
     inside = live[:, None] & (p < S)
@@ -117,18 +117,18 @@ def bsa_choose_fwd_kernel(
 def past_choices(
     indices, offsets, NB, together, H, B, S, BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
-    """The choices of the program's BG groups of one head that are not their own blocks, [BG, P] each.
+    """Return the choices of the program's BG groups of one head other than their own blocks, [BG, P] each.
 
-    Returns (places in [NG, H, S], lists of the chosen blocks, which of them there are, the groups' first tokens [BG,
+    Returns (indices into [NG, H, S], lists of the chosen blocks, the mask of valid ones, the groups' first tokens [BG,
     1]). P is S rounded up to a power of two.
     """
     tile, h = tl.program_id(0), tl.program_id(1)
     b, start, length, i = locate(offsets, tile, B, BG * R)
     group = i * BG + tl.arange(0, BG)
     p = tl.arange(0, P)[None, :]
-    own = group[:, None] * R // BS
+    own_block = group[:, None] * R // BS
     place = ((start // R + b + group)[:, None] * H + h) * S + p
-    past = (group[:, None] * R < length) & (p < S - 1) & (p < own)
+    past = (group[:, None] * R < length) & (p < S - 1) & (p < own_block)
     j = tl.load(indices + place, mask=past, other=0)
     block_list = numbered(h, start // BS + b + j, NB, H, together)
     return place, block_list, past, (start + group[:, None] * R).to(tl.int32)
@@ -139,7 +139,7 @@ def bsa_rank_kernel(
     indices, offsets, ranks, counts, NB, together, H, B, S,
     BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Counts how often each block is chosen by groups that do not stand in it; each choice draws its number there."""
+    """Count how often each block is chosen by groups outside of it; the counter's old value is the choice's rank."""
     place, block_list, past, _ = past_choices(indices, offsets, NB, together, H, B, S, BS, R, BG, P)
     rank = tl.atomic_add(counts + block_list, 1, mask=past, sem="relaxed")
     tl.store(ranks + place, rank, mask=past)
@@ -147,10 +147,10 @@ def bsa_rank_kernel(
 
 @triton.jit(do_not_specialize=["M", "CHUNK"])
 def bsa_plan_kernel(counts, list_start, chunk_start, part_start, M, CHUNK, SIZE: tl.constexpr):
-    """Exclusive sums over the M = H * NB lists: entries, chunks of CHUNK entries (one at least), and partial results.
+    """Compute exclusive sums over the M = H * NB lists: entries, chunks of CHUNK entries (at least one), partial
+    results.
 
-    Only lists of several chunks need partial results. One program:
-    M is small, and the scan stays on the device.
+    Only lists of several chunks need partial results. One program does it all: M is small, and the host need not wait.
     """
     entries, chunks, parts = 0, 0, 0
     for m in range(0, M, SIZE):
@@ -172,7 +172,9 @@ def bsa_plan_kernel(counts, list_start, chunk_start, part_start, M, CHUNK, SIZE:
 
 @triton.jit(do_not_specialize=["M", "limit"])
 def bsa_chunks_kernel(chunk_start, chunk_list, M, limit, SIZE: tl.constexpr):
-    """chunk_list[c] = the list that chunk c belongs to, -1 past the last chunk: a binary search per chunk."""
+    """Write chunk_list[c] = the list that chunk c belongs to, -1 past the last chunk, by a binary search for each
+    chunk.
+    """
     c = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     low = tl.zeros([SIZE], tl.int32)
     high = low + M
@@ -190,7 +192,7 @@ def bsa_fill_kernel(
     indices, offsets, ranks, list_start, lists, entries, list_entries, NB, together, H, B, S,
     BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Writes each group's first token into the lists of the blocks it chose; with a time bias its entries too."""
+    """Write each group's first token into the lists of the blocks that it chose; with a time bias also its entries."""
     place, block_list, past, token = past_choices(indices, offsets, NB, together, H, B, S, BS, R, BG, P)
     target = tl.load(list_start + block_list, mask=past, other=0) + tl.load(ranks + place, mask=past, other=0)
     tl.store(lists + target, tl.broadcast_to(token, target.shape), mask=past)

@@ -1,9 +1,9 @@
-"""Key-major kernels: a program owns a block of keys and walks over the queries that chose it, or that see it.
+"""Define key-major kernels: a program has a block of keys and iterates over the queries that chose it, or that see it.
 
 The choice is inverted first (blocks.py): for each list, of a head and a block slot (`numbered`, tiles.py), the first
-tokens of the groups that chose the block. A list is worked off in chunks, so that a block which nearly all queries
-chose does not hold up the rest. A chosen block other than the group's own is complete and in the past: no mask within
-a tile.
+tokens of the groups that chose the block. A list is processed in chunks, so that a block which nearly all queries chose
+does not delay the others. A chosen block other than the group's own is complete and in the past, so that its tiles need
+no mask.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per group, R tokens per group, NB block slots, BM queries and BN keys of a tile.
@@ -28,13 +28,13 @@ from hstu_sparse.tiles import (
 
 
 class ListedBlock(NamedTuple):
-    """A program's chunk of a list, and the block of keys that the list is of.
+    """A program's chunk of a list, and the block of keys of that list.
 
-    m, chunk       the list, -1 if there is none for the program, and the chunk's number in it
-    first, rows    its first entry, and its queries, R for each entry
+    m, chunk       the list, -1 if the program has none, and the chunk's number in it
+    first, rows    the chunk's first entry, and the number of its queries, R for each entry
     h, slot        head and slot of the block
     b              its sequence
-    start, stop    the first token of that, and the one behind the last
+    start, stop    the first token of the sequence, and one past the last
     begin          position of its first key
     """
 
@@ -54,7 +54,7 @@ class ListedBlock(NamedTuple):
 def find_listed_block(
     lists, offsets, m_first, NB, together, H, B, CHUNK, BS: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
-    """The program's `ListedBlock`; the chunks of the lists m_first .. m_first + NB * H - 1 are the grid's."""
+    """Return the program's `ListedBlock`; the grid covers the chunks of the lists m_first .. m_first + NB * H - 1."""
     chunk = tl.load(lists.chunk_start + m_first) + tl.program_id(0)
     m = -1
     part = 0
@@ -72,9 +72,9 @@ def find_listed_block(
 
 @triton.jit
 def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
-    """The BM queries from row `row` of a list on: (the side of a tile, which of them there are, their entries).
+    """Return BM queries from row `row` of a list on: (the side of a tile, the mask of valid ones, their entries).
 
-    Where they are consecutive there is one entry for all, else [BM]. Rows that are not there stand behind the block.
+    Consecutive queries have one entry for all, others [BM]. Rows past the list's end get indices behind the block.
     """
     entries = 0
     if R >= BM:
@@ -98,20 +98,20 @@ def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.
 
 @triton.jit
 def block_keys(block, first, lane):
-    """A block's keys at the places first + lane as the side of a tile."""
+    """Return a block's keys at the indices first + lane as the side of a tile."""
     place = block.begin + first
     return Side(block.start + place, place, lane.to(tl.int64))
 
 
 @triton.jit
 def load_gates(gates, first, live, BM: tl.constexpr, ASM: tl.constexpr):
-    """A head's `gates` of the BM tokens from `first` (int64) on, 0 for those that are not there."""
+    """Load a head's `gates` of the BM tokens from `first` (int64) on, 0 for masked ones."""
     return tl.where(live, look_up(gates + first, tl.arange(0, BM).to(tl.int64), ASM), 0.0)
 
 
 @triton.jit
 def add_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.constexpr, ATOMIC: tl.constexpr):
-    """base[rows] += value in fp32; without ATOMIC the caller sees to it that no two programs share a row."""
+    """Compute base[rows] += value in fp32; without ATOMIC the caller ensures that no two programs share a row."""
     columns = tl.arange(0, PADDED)
     pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
     if SIZE == PADDED:
@@ -134,7 +134,7 @@ def bsa_select_fwd_kernel(
     BM: tl.constexpr, BN: tl.constexpr, ATOMIC: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Adds a chunk's part to `out`: its queries attend to the block of keys that they chose.
+    """Add a chunk's part to `out`: its queries attend to the block of keys that they chose.
 
     m_first: the first of the launch's lists; NB, together: see `head_and_slot`; CHUNK: entries of a chunk.
     """
@@ -143,12 +143,12 @@ def bsa_select_fwd_kernel(
         return
     h = block.h
     key = tl.arange(0, BN)
-    whole = key < BN
+    in_block = key < BN
     k += (block.start + block.begin) * strides.k_t + h * strides.k_h
     v += (block.start + block.begin) * strides.v_t + h * strides.v_h
     if BN == BS:  # loaded once for all queries
-        keys = load_rows(k, key, strides.k_t, whole, D, BD)
-        values = load_rows(v, key, strides.v_t, whole, V, BV)
+        keys = load_rows(k, key, strides.k_t, in_block, D, BD)
+        values = load_rows(v, key, strides.v_t, in_block, V, BV)
     for row in range(0, block.rows, BM):
         side, live, entry = listed_queries(lists, block, row, R, BM, BS, ASM)
         t = side.token + side.lane
@@ -156,8 +156,8 @@ def bsa_select_fwd_kernel(
         part = tl.zeros([BM, BV], tl.float32)
         for s in range(0, BS, BN):
             if BN < BS:
-                some_keys = load_rows(k + s * strides.k_t, key, strides.k_t, whole, D, BD)
-                some_values = load_rows(v + s * strides.v_t, key, strides.v_t, whole, V, BV)
+                some_keys = load_rows(k + s * strides.k_t, key, strides.k_t, in_block, D, BD)
+                some_values = load_rows(v + s * strides.v_t, key, strides.v_t, in_block, V, BV)
             else:
                 some_keys, some_values = keys, values
             biases = block_tile(bias, entry, side, block_keys(block, s, key), 0, ASM)
@@ -174,7 +174,7 @@ def bsa_select_bwd_dq_kernel(
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of q and of the selection gate alone: what the deterministic mode adds up slot after slot."""
+    """Compute the gradient of q and of the selection gate alone, which the deterministic mode adds up slot by slot."""
     block = find_listed_block(lists, offsets, m_first, NB, together, H, B, CHUNK, BS, R)
     if block.rows <= 0:
         return
@@ -208,10 +208,10 @@ def bsa_select_bwd_dq_kernel(
 
 @triton.jit
 def key_step(dk, dv, keys, values, queries, upstream, gate, scale, biases, FAST: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds one tile of queries to dk, dv; everything is transposed, keys first. `gate` is [1, BM] or [BN, BM].
+    """Add one tile of queries to dk, dv; everything is transposed, keys first. `gate` is [1, BM] or [BN, BM].
 
-    biases: half of them, [BN, BM]. Also returns the scores' gradient [BN, BM] and weight * (do.v), what the
-    gates' gradients sum.
+    biases: half the biases, [BN, BM]. Also returns the scores' gradient [BN, BM] and weight * (do.v), whose sums are
+    the gates' gradients.
     """
     score = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (0.5 * scale) + biases
     dweight = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
@@ -230,10 +230,11 @@ def bsa_select_bwd_dkv_kernel(
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, DQ: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of BN keys and values: from the block's mean, from the queries in it (and the window), from its list.
+    """Compute the gradient of BN keys and values: from the block's mean, from the queries in it (and the window), from
+    its list.
 
-    With DQ it also adds the list's part of dq and of the selection gate's gradient, by fp32 atomics. A block of one
-    chunk is written at once; the chunks of longer lists leave partial sums for bsa_merge_bwd_dkv_kernel.
+    With DQ it also adds the list's part of dq and of the selection gate's gradient, by fp32 atomics. A block with one
+    chunk is written directly; the chunks of longer lists write partial sums for bsa_merge_bwd_dkv_kernel.
 
     g_slc, g_swa: [H, at least T + BM] fp32.
     """
@@ -245,7 +246,7 @@ def bsa_select_bwd_dkv_kernel(
     offset = tl.program_id(1) * BN
     lane = tl.arange(0, BN)
     if tables.position is not None:
-        lane = BN - 1 - lane  # as `add_gathered` wants them
+        lane = BN - 1 - lane  # descending, as `add_gathered` requires
     place = offset + lane
     s = block.begin + place
     known = s < length
@@ -266,8 +267,8 @@ def bsa_select_bwd_dkv_kernel(
     # Only the first chunk has queries of the block itself.
     first = (block.begin + offset) // BM * BM
     end = tl.where(chunk == 0, tl.minimum(end, length), first)
-    # The reason for the conditions is in query_major.py. With DQ and no bias they are others: there products that run
-    # side by side cost registers that there are not.
+    # query_major.py explains the conditions. With DQ and no bias they differ: there, products that run side by side
+    # would need more registers than there are.
     APART: tl.constexpr = DQ and bias.position is None and bias.time is None
     inside = first < end
     if APART:
@@ -282,8 +283,8 @@ def bsa_select_bwd_dkv_kernel(
             upstream = load_tile(do, start + t, strides.do_t, live, origin + c, h * V, V, BV, TMA)
             slc = load_gates(g_slc, start + c, live, BM, ASM)
             seen = s[:, None] <= t[None, :]
-            own = seen & (t[None, :] < block.begin + BS) if WINDOW or BM > BS else seen
-            gate = tl.where(own, slc[None, :], 0.0)
+            in_block = seen & (t[None, :] < block.begin + BS) if WINDOW or BM > BS else seen
+            gate = tl.where(in_block, slc[None, :], 0.0)
             if WINDOW:
                 swa = load_gates(g_swa, start + c, live, BM, ASM)
                 gate += tl.where(seen & (t[None, :] - s[:, None] < window), swa[None, :], 0.0)
@@ -319,7 +320,7 @@ def bsa_select_bwd_dkv_kernel(
     acc_k *= scale * inv_n
     acc_v *= inv_n
     if chunk == 0:
-        # The mean's gradient goes to the block's tokens in equal shares.
+        # The mean's gradient is divided equally among the block's tokens.
         size = tl.minimum(length - block.begin, BS)
         mean = block.slot.to(tl.int64) * H + h
         d, e = tl.arange(0, BD), tl.arange(0, BV)
@@ -340,7 +341,7 @@ def bsa_merge_bwd_dkv_kernel(
     parts, part_start, offsets, dk, dv, NB, together, H, B,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Adds the partial sums of a long list's chunks, in their order, into dk and dv."""
+    """Add the partial sums of a long list's chunks, in their order, to dk and dv."""
     m = tl.program_id(0)
     part = tl.load(part_start + m)
     last = tl.load(part_start + m + 1)

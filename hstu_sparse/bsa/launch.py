@@ -1,15 +1,15 @@
-"""Launches the block-sparse kernels, and the operator that they make up.
+"""Launch the block-sparse kernels, and register the operator.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per group, R tokens per group, NB block slots and NG group slots (see hstu_sparse/tiles.py), M = H
 * NB lists of groups.
 
-Two layouts. Where a group fills a tile of queries (R >= QUERY_MAJOR), the output and dq are query-major throughout.
-For smaller groups the query-major kernel computes all but the chosen past blocks, and the key-major kernel adds those
-to its result by fp32 atomics. dk and dv are key-major in both, each block owned by one program.
+There are two layouts. If a group fills a tile of queries (R >= QUERY_MAJOR), the output and dq are query-major
+throughout. For smaller groups the query-major kernel computes all but the chosen past blocks, and the key-major kernel
+adds those to its result by fp32 atomics. dk and dv are key-major in both, with one program for each block.
 
-Deterministic mode (torch.use_deterministic_algorithms): the lists come from a stable sort instead of counters drawn by
-atomics, and for small groups the choice is worked off slot by slot, so that no two programs of a launch add to one row.
+In deterministic mode (torch.use_deterministic_algorithms) the lists come from a stable sort instead of atomic counters,
+and for small groups the choice is processed slot by slot, so that no two programs of a launch add to one row.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ from hstu_sparse.rows import as_rows
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_COUNTS = 128
-# Tokens per group from which the query-major selection is the faster one.
+# Tokens per group from which the query-major selection is faster.
 QUERY_MAJOR = 32
 
 
@@ -45,10 +45,10 @@ QUERY_MAJOR = 32
 def tile_config(
     kernel: str, dtype: torch.dtype, head: int, block_size: int, group: int, arch: int, biased: bool
 ) -> LaunchConfig:
-    """The configuration of a kernel whose tiles are BM queries by BN keys. `head` is the wider padded head size.
+    """Return the configuration of a kernel whose tiles are BM queries by BN keys. `head` is the wider padded head size.
 
-    Fixed rather than tuned at run time: the kernels add to their outputs, so a tuner that runs them again and again
-    would have to restore those each time.
+    It is fixed rather than tuned at run time: the kernels add to their outputs, so an autotuner would have to restore
+    the outputs before each trial.
     """
     small = 64 if dtype.itemsize * head <= 256 else 32 if dtype.itemsize * head <= 512 else 16
     if dtype == torch.float32 and arch != 90:
@@ -62,7 +62,7 @@ def tile_config(
         bm, bn, warps, stages, registers = {
             "query_fwd": (query, key if query_major else 32, 4, 2, most) if biased else (query, 32, 4, 3, None),
             "query_dq": (query, key if query_major else 32 if biased else 64, 4, 2, None),
-            # Where there is no wgmma a tile's biases take registers that four warps do not have.
+            # Without wgmma a tile's biases need registers that four warps do not have.
             "select_fwd": (64, key, 8 if biased and arch > 90 else 4, 3, None),
             "select_dq": (64, key, 8 if key == 64 and dtype.itemsize == 2 else 4, 2, None),
             "select_dkv": (
@@ -77,7 +77,7 @@ def tile_config(
 
 
 class Arguments(NamedTuple):
-    """The operator's, in the order of its schema."""
+    """The operator's arguments in the order of its schema."""
 
     q: Tensor
     k: Tensor
@@ -100,17 +100,17 @@ class Arguments(NamedTuple):
 
 
 def padded(a: Arguments) -> Arguments:
-    """With rows of q, k and v that kernels can read; the sizes of heads are multiples of 16 then."""
+    """Copy q, k and v where kernels cannot read their rows, padding the head sizes to multiples of 16."""
     return a._replace(**dict(zip("qkv", as_rows(a.q, a.k, a.v))))
 
 
 def cut(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """[..., size] of padded heads, contiguous."""
+    """Return [..., size] of padded heads, contiguous."""
     return x[..., :size].to(dtype).contiguous()
 
 
 class Problem:
-    """What both directions derive from one call."""
+    """The values that both directions derive from the arguments of a call."""
 
     def __init__(self, a: Arguments):
         q, v, group = a.q, a.v, a.selection_group
@@ -136,15 +136,15 @@ class Problem:
         )  # fmt: skip
 
         dq = self.config("query_dq")
-        # Sums in shared memory are integers, which fp32 would lose by; a thread must have 16 values of a tile.
+        # Sums in shared memory are integers, too coarse for fp32; a thread must have 16 values of a tile.
         self.sums = (
             self.biased and self.numeric["ASM"] and self.numeric["FAST"] and not self.deterministic
             and dq.num_warps == 4 and dq.BM == 64 and dq.BN >= 32
         )  # fmt: skip
 
     def shifts(self, tile: int) -> tuple[int, int]:
-        """Bits of 21 that a term in the time table's histogram does without, so that no cell's sum leaves 32: of keys,
-        and of mean keys. A cell gets a 32th of the pairs of a tile.
+        """Return the number of bits, of 21, that a term in the time table's histogram drops so that no cell's sum
+        exceeds 32 bits: for keys, and for mean keys. A cell gets a 32th of the pairs of a tile.
         """
         keys = (self.S - 1) * self.BS if self.query_major else 0
         keys += 2 * tile + self.BS + (self.window + tile if self.window else 0)
@@ -155,23 +155,26 @@ class Problem:
         return self.T // size + self.B
 
     def together(self, size: int, slots: int) -> int:
-        """Return how many slots of `size` tokens all heads take before the next ones: about a sequence's. What
-        heads have in common they then find in caches.
+        """Return the number of consecutive slots of `size` tokens that all heads process together: about a sequence's.
+        Data that heads share is then in the caches.
         """
         return min(slots, self.max_seq_len // size + 1)
 
     def tiles_together(self, size: int, slots: int) -> int:
-        """The same of tiles of queries: few, where a sequence's keys of all heads take little of the L2 cache."""
-        few = self.max_seq_len * self.H * (self.D + self.V) * 2 <= 2**24
-        return min(slots, 4) if few else self.together(size, slots)
+        """Return the same for tiles of queries: few, if a sequence's keys of all heads fit into a small part of the L2
+        cache.
+        """
+        fits_l2 = self.max_seq_len * self.H * (self.D + self.V) * 2 <= 2**24
+        return min(slots, 4) if fits_l2 else self.together(size, slots)
 
     def config(self, kernel: str) -> LaunchConfig:
         return tile_config(kernel, *self.tiled_by)
 
     def tma(self, rows: int, *tensors: Tensor) -> list | None:
-        """Descriptors over [T, H * size] whose tiles are `rows` rows of one head, for the tensor memory accelerator.
+        """Return descriptors over [T, H * size], with tiles of `rows` rows of one head, for the tensor memory
+        accelerator.
 
-        None where it cannot be used: before Hopper, and for heads that do not fill their tile or lie apart.
+        None if it cannot be used: before Hopper, and for heads that do not fill their tile or are not adjacent.
         """
         usable = architecture(tensors[0].device) >= 90 and self.D == self.BD and self.V == self.BV
         if not usable or any(x.stride(1) != x.shape[2] for x in tensors):
@@ -184,37 +187,39 @@ class Problem:
         ]
 
     def keys(self, config: LaunchConfig, k: Tensor, v: Tensor, kbar: Tensor, vbar: Tensor) -> tuple[list, bool]:
-        """(k, v, kbar, vbar) for a query-major kernel, and whether they are descriptors."""
-        found = self.tma(config.BN, k, v, kbar, vbar) if config.BN <= self.BS else None
-        return ([k, v, kbar, vbar], False) if found is None else (found, True)
+        """Return (k, v, kbar, vbar) for a query-major kernel, and whether they are descriptors."""
+        descriptors = self.tma(config.BN, k, v, kbar, vbar) if config.BN <= self.BS else None
+        return ([k, v, kbar, vbar], False) if descriptors is None else (descriptors, True)
 
     def group_tile(self) -> int:
-        """Groups per program: fewer where a group is long, for then there are few of them in all."""
+        """Return the number of groups per program: fewer if groups are long, since there are then few of them in
+        all.
+        """
         return 64 if self.R < 8 else 16
 
 
 def new_entries(a: Arguments, indices: Tensor) -> Tensor:
-    """Memory for the plan's entries of the chosen blocks; nothing without a time bias."""
+    """Allocate the plan's entries of the chosen blocks; empty without a time bias."""
     return indices.new_zeros(0 if a.time is None else indices.shape, dtype=torch.int16)
 
 
 def contiguous_gates(a: Arguments) -> Gates:
-    """Where there is no window, its gate's place is taken and never read."""
+    """Return contiguous gates; without a window, another gate stands for the window's and is never read."""
     g_cmp, g_slc = a.g_cmp.contiguous(), a.g_slc.contiguous()
     return Gates(g_cmp, g_slc, g_slc if a.g_swa is None else a.g_swa.contiguous())
 
 
 def gates_by_head(p: Problem, *gates: Tensor) -> list[Tensor]:
-    """Gates as [H, T and more] fp32, whose tiles of consecutive tokens key-major kernels read from one address on."""
-    found = torch.empty(len(gates), p.H, cdiv(p.T, 16) * 16 + 128, dtype=torch.float32, device=gates[0].device)
-    for rows, gate in zip(found, gates):
+    """Return gates as [H, T and more] fp32, whose tiles of consecutive tokens key-major kernels read contiguously."""
+    by_head = torch.empty(len(gates), p.H, cdiv(p.T, 16) * 16 + 128, dtype=torch.float32, device=gates[0].device)
+    for rows, gate in zip(by_head, gates):
         rows[:, : p.T] = gate.t()
-    return list(found)
+    return list(by_head)
 
 
 def launch_forward(*arguments):
-    """(output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V], the halved
-    tables, and with a time bias the plan's entries of the chosen blocks [NG, H, S] int16).
+    """Return (output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V], the
+    halved tables, and with a time bias the plan's entries of the chosen blocks [NG, H, S] int16).
     """
     a, value_size = padded(Arguments(*arguments)), arguments[2].shape[2]
     p, q, k, v = Problem(a), a.q, a.k, a.v
@@ -243,7 +248,7 @@ def launch_forward(*arguments):
         ASM=p.numeric["ASM"], num_warps=4, num_stages=2,
     )  # fmt: skip
 
-    # fp32 where the key-major kernel adds to it
+    # fp32 if the key-major kernel adds to it
     out = torch.empty(p.T, p.H, p.V, dtype=q.dtype if p.query_major else torch.float32, device=q.device)
     config = p.config("query_fwd")
     tiles = p.slots(config.BM)
@@ -283,23 +288,23 @@ def fake_forward(*arguments):
 
 
 def launch_backward(do, *arguments):
-    """Gradients of q, k, v, g_cmp, g_slc and, where they are there, g_swa and the tables."""
+    """Return the gradients of q, k, v, g_cmp, g_slc and, if they exist, g_swa and the tables."""
     *arguments, indices, kbar, vbar, halves, entries = arguments
-    given = Arguments(*arguments)
-    a = padded(given)
+    unpadded = Arguments(*arguments)
+    a = padded(unpadded)
     p = Problem(a)
     given_gates = [g for g in (a.g_cmp, a.g_slc, a.g_swa) if g is not None]
     if p.T == 0 or p.H == 0:
-        inputs = *given[:3], *given_gates, *(x for x in (a.position, a.time) if x is not None)
+        inputs = *unpadded[:3], *given_gates, *(x for x in (a.position, a.time) if x is not None)
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
     (do,), q, k, v = as_rows(do), a.q, a.k, a.v
     gates, strides = contiguous_gates(a), Strides.of(q, k, v, do)
-    made = Tables(a.position, a.time, a.plan)
-    bias = made.bias(halves)
+    bias_tables = Tables(a.position, a.time, a.plan)
+    bias = bias_tables.bias(halves)
     chosen = Chosen(indices, None if a.time is None else entries)
-    # Terms of a table's gradient; those of the compression, BS for one.
+    # The number of terms in a table's gradient; the compression contributes BS for each pair.
     terms = p.T * p.H * (p.S * p.BS + p.max_seq_len + min(p.window, p.max_seq_len))
-    sums = made.sums(do, v, given_gates, terms, p.deterministic) if p.biased else None
+    sums = bias_tables.sums(do, v, given_gates, terms, p.deterministic) if p.biased else None
     tables = TableGradients()
     if sums:
         pitches = (0 if x is None else x.shape[1] for x in (sums.position, sums.time))
@@ -323,11 +328,11 @@ def launch_backward(do, *arguments):
         TMA=tma, **config,
     )  # fmt: skip
 
-    cmp_rows, slc_rows, *rest = gates_by_head(p, *given_gates)
-    swa_rows = rest[0] if rest else slc_rows
+    cmp_rows, slc_rows, *swa_list = gates_by_head(p, *given_gates)
+    swa_rows = swa_list[0] if swa_list else slc_rows
     dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)
     config = p.config("compress_dkv")
-    # Enough programs for the earliest blocks, which nearly every query sees; one each where the order must be fixed.
+    # Enough programs for the earliest blocks, which nearly every query sees; one each if the order must be fixed.
     splits = 1 if p.deterministic else min(16, cdiv(p.max_seq_len, 2048))
     described = p.tma(config.BM, do, q)
     run(
@@ -370,14 +375,14 @@ def launch_backward(do, *arguments):
                 p.scale, p.inv_n, turn * p.H * p.NB, p.NB, p.blocks_together, p.H, p.B, lists.chunk,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.config("select_dq"),
             )  # fmt: skip
-    found = [cut(d, x.shape[2], x.dtype) for d, x in zip((dq, dk, dv), given[:3])]
-    found += [d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), given_gates)]
+    gradients = [cut(d, x.shape[2], x.dtype) for d, x in zip((dq, dk, dv), unpadded[:3])]
+    gradients += [d.to(g.dtype) for d, g in zip((dg_cmp, dg_slc, dg_swa), given_gates)]
     if sums:
         factor = p.inv_n
-        if norms is not None:  # sums in units of what is not a number are none
+        if norms is not None:  # if a norm is not a number, the sums must be NaN too
             factor = torch.where(norms.prod().isfinite(), p.inv_n, float("nan"))
-        found += sums.gradients(factor)
-    return found
+        gradients += sums.gradients(factor)
+    return gradients
 
 
 operator = Operator(

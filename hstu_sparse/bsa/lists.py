@@ -1,4 +1,4 @@
-"""The choice of blocks inverted: for each block of keys the groups that chose it, built on the device.
+"""Invert the choice of blocks: for each block of keys the groups that chose it, built on the device.
 
 Letters: T tokens of the batch, B sequences, H heads, BS block size, S blocks chosen per group, R tokens per group, NB
 block slots and NG group slots (see hstu_sparse/tiles.py), M = H * NB lists of groups.
@@ -16,7 +16,7 @@ from hstu_sparse.launch import cdiv, next_power_of_2, run
 
 @dataclass
 class Lists:
-    """The choice inverted: per block the first tokens of the groups that chose it, cut into chunks of entries.
+    """The inverted choice: for each block the first tokens of the groups that chose it, in chunks of entries.
 
     With `turns` > 1 there is one set of M lists per slot of the choice; within one turn no group appears twice.
     """
@@ -37,20 +37,20 @@ class Lists:
 
 
 def invert(p, indices: Tensor, entries: Tensor | None, chunk_rows: int, *, by_slot: bool, stable: bool) -> Lists:
-    """Builds Lists; sizes are bounds that the host knows.
+    """Build Lists; their sizes are upper bounds that the host knows.
 
     Args:
         p: the launcher's `Problem`.
         indices: [NG, H, S] int32, the chosen blocks.
         entries: [NG, H, S] int16 with a time bias, see `BlockPlan`.
         chunk_rows: tokens of a chunk.
-        by_slot: a set of lists for each slot of the choice but the own block's.
-        stable: lists in the order of the tokens, the same in every run.
+        by_slot: build a set of lists for each slot of the choice except the group's own block.
+        stable: order lists by token, the same in every run.
     """
     int32 = dict(dtype=torch.int32, device=indices.device)
     M = p.H * p.NB
     turns = p.S - 1 if by_slot else 1
-    most = p.NG * p.H * max(p.S - 1, 0)  # entries, at most: the own block is in no list
+    most = p.NG * p.H * max(p.S - 1, 0)  # upper bound of entries: the group's own block is in no list
     if stable:
         tokens, start, list_entries = _sorted_lists(p, indices, entries, by_slot)
         counts = start.diff()
@@ -87,7 +87,7 @@ def invert(p, indices: Tensor, entries: Tensor | None, chunk_rows: int, *, by_sl
 
 
 def _sorted_lists(p, indices: Tensor, entries: Tensor | None, by_slot: bool):
-    """The lists in the order of the tokens, by a stable sort over all choices."""
+    """Return the lists ordered by token, from a stable sort over all choices."""
     device, M = indices.device, p.H * p.NB
     begin = p.offsets[:-1].long()
     first_slot = begin // p.R + torch.arange(p.B, device=device)

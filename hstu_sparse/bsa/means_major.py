@@ -1,4 +1,4 @@
-"""Gradient of the mean keys and values: a program owns a tile of blocks and walks over the queries behind them.
+"""Compute the gradient of the mean keys and values: a program has a tile of blocks and iterates over later queries.
 
 Letters: B sequences, H heads, D query/key and V value head size, BS block size, BM queries and BN mean keys of a tile.
 """
@@ -18,7 +18,7 @@ def bsa_compress_bwd_dkv_kernel(
     BN: tl.constexpr, ATOMIC: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of BN mean keys and values from every query after them; the queries are dealt to grid axis 2 in turn.
+    """Compute the gradient of BN mean keys and values from every later query; grid axis 2 divides the queries in turn.
 
     g_cmp: [H, at least T + BM] fp32.
     """

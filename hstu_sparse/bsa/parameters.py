@@ -1,4 +1,4 @@
-"""What the block-sparse kernels are given in groups; those of the bias are in bias.py.
+"""Define groups of arguments of the block-sparse kernels; those of the bias are in bias.py.
 
 Letters: T tokens of the batch, H heads, S blocks chosen per group, NG group slots.
 """
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Chosen(NamedTuple):
-    """The blocks that each group chose, ascending, the own one last: [NG, H, S] each.
+    """The blocks that each group chose, ascending, its own block last: [NG, H, S] each.
 
-    indices  int32, -1 behind the own block
-    entries  int16, with a time bias: of the group's tile and the block, see `BlockPlan`
+    indices  int32, padded with -1
+    entries  int16, with a time bias: the entry of the group's tile and the block, see `BlockPlan`
     """
 
     indices: object
@@ -18,7 +18,7 @@ class Chosen(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """[T, H] each, see the public function; without a window `slc` stands for `swa`, which is not read."""
+    """The gates, [T, H] each, see the public function; without a window `swa` is a copy of `slc` that is not read."""
 
     cmp: object
     slc: object
@@ -26,7 +26,7 @@ class Gates(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides of q, k, v and in the backward pass do, between tokens and between heads."""
+    """Strides of q, k, v and, in the backward pass, do, between tokens and between heads."""
 
     q_t: object
     q_h: object
@@ -39,12 +39,12 @@ class Strides(NamedTuple):
 
     @classmethod
     def of(cls, *tensors) -> "Strides":
-        """tensors: q, k, v and perhaps do."""
+        """Collect the strides of tensors: q, k, v and optionally do."""
         return cls(*(stride for x in tensors for stride in x.stride()[:2]))
 
 
 class ListPointers(NamedTuple):
-    """What kernels read of `Lists` (lists.py)."""
+    """The pointers of `Lists` (lists.py) that kernels read."""
 
     tokens: object
     start: object

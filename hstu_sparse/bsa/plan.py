@@ -1,6 +1,6 @@
-"""What the block-sparse kernels need to know of a batch's times: computed once a batch, shared by its layers.
+"""Compute what the block-sparse kernels need of a batch's times: once a batch, shared by its layers.
 
-Letters: T tokens of the batch, B sequences, BS block size. Blocks and tiles have slots: hstu_sparse/tiles.py.
+Letters: T tokens of the batch, B sequences, BS block size. hstu_sparse/tiles.py explains the slots of blocks and tiles.
 """
 
 from typing import NamedTuple
@@ -25,34 +25,34 @@ from hstu_sparse.launch import cdiv, run
 from hstu_sparse.registration import register_preparation
 from hstu_sparse.tiles import locate
 
-# Tokens of a tile of queries of the plan, if blocks are not longer: no group of queries lies in two tiles.
+# Tokens of the plan's tiles of queries, unless blocks are longer: no group of queries lies in two tiles.
 LEAST_TILE = tl.constexpr(64)
-# Blocks that a program looks at side by side.
+# Blocks that a program processes side by side.
 _CHUNK = 16
 
 
 class Purpose(NamedTuple):
-    """What a plan was made for; with another of any of these it does not fit."""
+    """The arguments that a plan depends on; with another value of any of these it does not fit."""
 
     total: int
     num_seqs: int
     max_seq_len: int
     block_size: int
     num_buckets: int | None
-    batch: str | None  # `fingerprint` of offsets and times; without a time bias a plan holds nothing of them
+    batch: str | None  # `fingerprint` of offsets and times; None without a time bias, since the plan is then empty
 
     @property
     def key(self) -> tuple:
-        """What plans of one batch differ by."""
+        """Return the values by which plans of one batch differ."""
         return "bsa_plan", *self._replace(total=0, num_seqs=0)
 
 
 class BlockPlan(NamedTuple):
-    """See `bsa_plan`; without a time bias there is nothing in it.
+    """The result of `bsa_plan`; empty without a time bias.
 
-    keys, queries  their times
-    entries        [slots, at least N / BS] int16: of a tile of max(BS, LEAST_TILE) queries and a block of keys what
-                   `tile_entry` says, -1 also where either is 2^24 seconds long or more
+    keys, queries  the times of keys and queries
+    entries        [slots, at least N / BS] int16: the `tile_entry` of a tile of max(BS, LEAST_TILE) queries and a block
+                   of keys, -1 also if either spans 2^24 seconds or more
     """
 
     purpose: Purpose
@@ -61,18 +61,18 @@ class BlockPlan(NamedTuple):
     entries: torch.Tensor | None = None
 
     def flat(self) -> list[torch.Tensor]:
-        """The tensors, for an operator's `Tensor?[]`."""
+        """Return the tensors as a list, for an operator's `Tensor?[]`."""
         return [] if self.entries is None else [*self.keys, *self.queries, self.entries]
 
 
 def tile_size(block_size: int) -> int:
-    """Queries of a tile of the plan."""
+    """Return the number of queries in a tile of the plan."""
     return max(block_size, LEAST_TILE.value)
 
 
 @triton.jit
 def entries_row(start, b, begin, BS: tl.constexpr):
-    """The row of the plan's entries for queries from position `begin` on of sequence b, which begins at `start`."""
+    """Return the row of the plan's entries for queries from position `begin` of sequence b, which begins at `start`."""
     SIZE: tl.constexpr = BS if BS > LEAST_TILE else LEAST_TILE
     return (start // SIZE + b + begin // SIZE).to(tl.int64)
 
@@ -85,7 +85,7 @@ def bsa_entries_kernel(
     offsets, timestamps, query_timestamps, cells, entries, B, blocks, BS: tl.constexpr, TILE: tl.constexpr,
     CHUNK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One program: the entries of a tile of queries with all blocks up to its own."""
+    """Compute, in one program, the entries of a tile of queries with all blocks up to its own."""
     slot = tl.program_id(0)
     _b, start, length, i = locate(offsets, slot, B, TILE)
     if i * TILE < length:
@@ -139,7 +139,7 @@ def purpose_of(
 
 
 def make_plan(purpose: Purpose, seq_offsets: torch.Tensor, bias: RelativeBias) -> BlockPlan:
-    """`bsa_plan` of checked arguments."""
+    """Do the work of `bsa_plan` for checked arguments."""
     if purpose.num_buckets is None:
         return BlockPlan(purpose)
     keys, queries = split_times(seq_offsets, *bias[2:])

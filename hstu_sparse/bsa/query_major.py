@@ -1,7 +1,7 @@
-"""Query-major kernels: a program owns a tile of queries and walks over the keys it sees.
+"""Define query-major kernels: a program has a tile of queries and iterates over the keys that it sees.
 
-They compute the compression branch, the group's own block and the window; with SELECT, where a group fills the tile
-(BM == R), the chosen past blocks too. Then one program holds the whole output, and nothing is added up in memory.
+They compute the compression branch, the group's own block and the window; with SELECT, if a group fills the tile
+(BM == R), also the chosen past blocks. Then one program has the whole output, and nothing is added up in memory.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per group, R tokens per group, BM queries and BN keys of a tile.
@@ -11,11 +11,11 @@ cmp, slc and swa are the branches' names in the paper (arXiv 2502.11089): compre
 SiLU has no normaliser, so a branch is its gate times a plain sum, and the branches add up in one accumulator. Scores
 are computed halved, from halved tables: SiLU(2x) = x tanh(x) + x. docs/bsa_kernel.md goes through the forward kernel.
 
-For the compiler: an `if` stands around each loop that adds to an accumulator, and none around that: where ptxas sees a
-path on which the accumulator may have been set by other instructions meanwhile, it waits for each of the tensor cores'
-instructions by itself (C7515). And a chosen block's index is one number a step: of a vector `index * BS + place % BS`
-Triton 3.6 takes every element for divisible by BS once the loop is pipelined, and then the mask of a thread's first
-query for that of all its queries.
+Two forms are for the compiler. Each loop that adds to an accumulator is inside an `if`, and no `if` is around the
+accumulation itself: if ptxas sees a path on which other instructions may have set the accumulator, it waits for each
+instruction of the tensor cores (C7515). And a chosen block's index is one number a step: in a vector
+`index * BS + place % BS` Triton 3.6 assumes, once the loop is pipelined, that every element is divisible by BS, and
+then uses the mask of a thread's first query for all its queries.
 """
 
 from typing import NamedTuple
@@ -51,11 +51,11 @@ class QueryTile(NamedTuple):
     """A program's queries.
 
     b, start    their sequence and its first token
-    begin, end  their positions begin .. end - 1, none if end <= begin
-    t, live     [BM] positions, and whether there are such
-    token       [BM] their places in [T, H]
-    block_row   slot of the sequence's first block
-    side        the same as the side of a tile
+    begin, end  the range of their positions begin .. end - 1, empty if end <= begin
+    t, live     [BM] positions, and the mask of valid ones
+    token       [BM] their indices in [T, H]
+    block_row   the slot of the sequence's first block
+    side        the queries as the side of a tile
     """
 
     b: tl.tensor
@@ -71,8 +71,8 @@ class QueryTile(NamedTuple):
 
 @triton.jit
 def find_queries(offsets, tiles, h, slot, B, H, BM: tl.constexpr, BS: tl.constexpr):
-    """The `QueryTile` of one of `tiles` slots; none of its queries is live where the slot is unused."""
-    # Late tiles see the most blocks: they start first.
+    """Return the `QueryTile` of one of `tiles` slots; none of its queries is live if the slot is unused."""
+    # Late tiles see the most blocks, so they start first.
     b, start, length, i = locate(offsets, tiles - 1 - slot, B, BM)
     begin = i * BM
     t = begin + tl.arange(0, BM)
@@ -85,15 +85,15 @@ def find_queries(offsets, tiles, h, slot, B, H, BM: tl.constexpr, BS: tl.constex
 
 @triton.jit
 def consecutive(tile, first, BN: tl.constexpr):
-    """The BN keys from position `first` on as the side of a tile."""
+    """Return the BN keys from position `first` on as the side of a tile."""
     return Side(tile.start + first, first, tl.arange(0, BN).to(tl.int64))
 
 
 @triton.jit
 def means(tile, j, c, known, BS: tl.constexpr):
-    """The mean keys of blocks j = c, c + 1, ... as the side of a tile: at the blocks' middle tokens.
+    """Return the mean keys of blocks j = c, c + 1, ... as the side of a tile: at the blocks' middle tokens.
 
-    Those that are not there stand at the first one's, where there is something to read.
+    Masked blocks get the index of the first one, where memory can be read.
     """
     first = c * BS + BS // 2
     return Side(tile.start + first, first, tl.where(known, (j - c) * BS, 0).to(tl.int64))
@@ -101,10 +101,11 @@ def means(tile, j, c, known, BS: tl.constexpr):
 
 @triton.jit
 def chosen_block(chosen, place, e, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
-    """Return (position of the first, entry of their block) of the chosen keys e .. e + BN - 1, which lie in one block.
+    """Return (position of the first key, entry of the block) of the chosen keys e .. e + BN - 1, which lie in one
+    block.
 
-    place: the queries' first one in `chosen`. Not by tl.load, which Triton would move through shared memory, one load's
-    time before what hangs on it.
+    place: the index of the queries' first choice in `chosen`. It is not read by tl.load, which Triton would route
+    through shared memory, delaying everything that depends on it by the time of one load.
     """
     at = tl.cast(e // BS, tl.int64)
     first = tl.multiple_of(look_up(chosen.indices + place, at, ASM) * BS + e % BS, BN)
@@ -116,7 +117,7 @@ def chosen_block(chosen, place, e, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.c
 
 @triton.jit
 def band_weight(slc, swa, t, s, window, BS: tl.constexpr, WINDOW: tl.constexpr):
-    """[BM, BN] weight of key s for query t: the own block's gate and the window's, where s <= t."""
+    """Return the [BM, BN] weight of key s for query t: the gate of the own block plus the window's, where s <= t."""
     seen = s[None, :] <= t[:, None]
     weight = tl.where(seen & (s[None, :] // BS == t[:, None] // BS), slc[:, None], 0.0)
     if WINDOW:
@@ -126,7 +127,9 @@ def band_weight(slc, swa, t, s, window, BS: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def band_begin(tile, window, BN: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr):
-    """Where the own block of the first query and the window begin, whichever is earlier; a multiple of BN or BS."""
+    """Return the start of the first query's own block or of the window, whichever is earlier, a multiple of BN or
+    BS.
+    """
     first = tile.begin // BS * BS
     if WINDOW:
         first = tl.minimum(first, tl.maximum(tile.begin - window + 1, 0)) // BN * BN
@@ -140,7 +143,7 @@ def bsa_query_fwd_kernel(
     BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Output of BM queries of one head. TMA: k, v, kbar and vbar are tensor descriptors."""
+    """Compute the output of BM queries of one head. TMA: k, v, kbar and vbar are tensor descriptors."""
     h, slot = head_and_slot(tl.program_id(0), tiles, H, together)
     tile = find_queries(offsets, tiles, h, slot, B, H, BM, BS)
     start, end, t, live = tile.start, tile.end, tile.t, tile.live
@@ -157,7 +160,7 @@ def bsa_query_fwd_kernel(
     acc = tl.zeros([BM, BV], tl.float32)
     half = 0.5 * scale
 
-    if SELECT:  # the chosen past blocks: the own one is the last
+    if SELECT:  # the chosen past blocks; the own block is the last entry
         tl.static_assert(BN <= BS)
         place = ((start // R + tile.b + tile.begin // R) * H + h) * S
         count = tl.minimum(tile.begin // BS, S - 1) * BS
@@ -177,7 +180,7 @@ def bsa_query_fwd_kernel(
     if WINDOW:
         swa = tl.load(gates.swa + tile.token, mask=live, other=0.0).to(tl.float32)
     nearest = band_begin(tile, window, BN, BS, WINDOW)
-    if nearest < end:  # the own block and the window
+    if nearest < end:  # the query's own block and the window
         for c in range(nearest, end, BN):
             s = c + tl.arange(0, BN)
             keys = load_tile(k, s, strides.k_t, s < end, origin + c, h * D, D, BD, TMA)
@@ -188,7 +191,7 @@ def bsa_query_fwd_kernel(
             acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
 
     complete = (t + 1) // BS
-    if end >= BS:  # the means of the blocks that are complete
+    if end >= BS:  # the means of the complete blocks
         cmp = tl.load(gates.cmp + tile.token, mask=live, other=0.0).to(tl.float32) * BS
         for c in range(0, end // BS, BN):
             j = c + tl.arange(0, BN)
@@ -211,7 +214,8 @@ def bsa_query_bwd_dq_kernel(
     BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, WINDOW: tl.constexpr, SUMS: tl.constexpr,
     TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of q and of the gates. A gate's gradient is its branch's output times do: the sum of weight * (do.v).
+    """Compute the gradient of q and of the gates. A gate's gradient is its branch's output times do: the sum of weight
+    * (do.v).
 
     SUMS, norms, time_shift, means_factor: see `open_gradients` and `means_gradients`.
     """
@@ -286,7 +290,7 @@ def bsa_query_bwd_dq_kernel(
     close_times(gradients, histogram, tables, SUMS)
 
     complete = (t + 1) // BS
-    if end >= BS:  # the means of the blocks that are complete
+    if end >= BS:  # the means of the complete blocks
         gradients = means_gradients(gradients, histogram, tables, means_factor, SUMS)
         cmp = tl.load(gates.cmp + tile.token, mask=live, other=0.0).to(tl.float32) * BS
         for c in range(0, end // BS, BN):

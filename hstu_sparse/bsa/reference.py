@@ -1,11 +1,11 @@
-"""Block-sparse HSTU attention in plain PyTorch: the specification that the kernels are held against.
+"""Compute block-sparse HSTU attention in plain PyTorch: the specification that the kernels are tested against.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per query group (block_counts), r tokens per group (selection_group), W window. Here also L, the
 longest sequence rounded up to whole blocks (to whole groups, where a block is longer), with M blocks and G = L / r
 groups.
 
-Everything is dense over the padded [B, H, L, L] scores, so that each rule is one visible mask; memory grows with L^2.
+Everything is dense over the padded [B, H, L, L] scores, so that each rule is one mask; memory grows with L^2.
 """
 
 import torch
@@ -36,10 +36,11 @@ def bsa_attention_reference(
     bias: RelativeBias | None = None,
     block_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(output [T, H, V], block indices [T, H, S] int32) of `bsa_attention`; differentiable but for the indices.
+    """Return (output [T, H, V], block indices [T, H, S] int32) of `bsa_attention`; differentiable except for the
+    indices.
 
-    bias: what `check_bias` returned, or None.
-    block_indices: replace the choice. With them two dtypes can be compared where a close choice would tell them apart.
+    bias: the result of `check_bias`, or None.
+    block_indices: replaces the choice, so that two dtypes can be compared even if rounding would decide a close choice.
     """
     bias = RelativeBias() if bias is None else bias
     normalizer = max_seq_len if normalizer is None else normalizer
@@ -47,7 +48,7 @@ def bsa_attention_reference(
     q, k, v = widened(q, k, v)
     gates = [None if g is None else g.to(q.dtype) for g in gates]
     if tokens == 0:
-        # Nothing to compute, but still a function of every input.
+        # Nothing to compute, but the result must depend on every input.
         out = v * sum((x.sum(-1) for x in (q, k)), sum(g for g in gates if g is not None)).unsqueeze(-1)
         for table in bias[:2]:
             out = out if table is None else out + table.sum().to(out.dtype)
@@ -57,7 +58,7 @@ def bsa_attention_reference(
     batch, longest = len(lengths), int(lengths.max())
     blocks = -(-longest // block_size)
     width, enough = block_size, max(longest, USUAL_BLOCK)
-    if width > enough:  # one block, which reaches beyond every sequence: it is laid out in as many groups as they have
+    if width > enough:  # one block longer than every sequence: lay it out in as many groups as the sequences have
         selection_group = min(selection_group, enough)
         width = -(-enough // selection_group) * selection_group
     padded_len = blocks * width
@@ -81,17 +82,17 @@ def bsa_attention_reference(
     vbar = v.unflatten(2, (blocks, width)).sum(3) / size
 
     t = torch.arange(padded_len, device=q.device)
-    asked = seen = None
+    query_times = key_times = None
     if bias.time is not None:
-        asked, seen = (x.new_zeros(batch * padded_len).index_copy(0, row, x) for x in bias[3:1:-1])
-        asked, seen = asked.view(batch, padded_len, 1), seen.view(batch, 1, padded_len)
+        query_times, key_times = (x.new_zeros(batch * padded_len).index_copy(0, row, x) for x in bias[3:1:-1])
+        query_times, key_times = query_times.view(batch, padded_len, 1), key_times.view(batch, 1, padded_len)
 
     def bias_of(places: Tensor) -> Tensor | float:
-        """b of all queries and of keys at the `places` [X] of their sequence: [L, X], [B, 1, L, X], or 0."""
+        """Return b of all queries and of keys at the `places` [X] of their sequence: [L, X], [B, 1, L, X], or 0."""
         places = places.clamp(max=padded_len - 1)  # a block beyond every sequence is never complete
         distance = (t[:, None] - places).clamp(max=max_seq_len - 1)  # greater only behind a sequence's end
-        found = pair_bias(bias, distance, asked, None if seen is None else seen[..., places])
-        return found.unsqueeze(1) if seen is not None else found
+        biases = pair_bias(bias, distance, query_times, None if key_times is None else key_times[..., places])
+        return biases.unsqueeze(1) if key_times is not None else biases
 
     # Compression over the complete past blocks, each standing for its BS tokens.
     complete = first + block_size <= t[:, None] + 1  # [L, M]
@@ -106,7 +107,7 @@ def bsa_attention_reference(
         block_indices = unpad(_ascending(chosen, block_counts).repeat_interleave(selection_group, 2))
         chosen = chosen.repeat_interleave(selection_group, 2)
     else:
-        # Padding and the -1 of an unused slot fall into a block too many, which is dropped.
+        # Padding and the -1 of an unused slot are scattered into an extra block, which is dropped.
         places = pad(block_indices.long() + 1) - 1
         chosen = q.new_zeros(*q.shape[:3], blocks + 1, dtype=torch.bool)
         chosen = chosen.scatter(-1, places.where(places >= 0, blocks), True)[..., :blocks]
@@ -127,25 +128,25 @@ def bsa_attention_reference(
 def choose_blocks(
     q: Tensor, kbar: Tensor, added: Tensor | float, block_size: int, block_counts: int, group: int, scale: float
 ) -> Tensor:
-    """chosen [B, H, G, M], bool, from padded q [B, H, L, D], kbar [B, H, M, D] and the bias of each score.
+    """Return chosen [B, H, G, M], bool, from padded q [B, H, L, D], kbar [B, H, M, D] and the bias of each score.
 
-    A group chooses the block of its first token, and of the complete past blocks the S - 1 best. q and kbar are fp32 at
-    least: rounding the scores to 16 bits would change the choice.
+    A group chooses the block of its first token, and of the complete past blocks the S - 1 best. q and kbar are at
+    least fp32: rounding the scores to 16 bits would change the choice.
     """
     scores = F.silu(scale * (q[:, :, ::group] @ kbar.mT) + added)
     blocks = torch.arange(kbar.shape[2], device=q.device)
-    own = torch.arange(scores.shape[2], device=q.device)[:, None] * group // block_size
-    # Every block before the own one is complete, and no other block but the own one can be.
-    scores = scores.masked_fill(blocks >= own, -torch.inf)
-    # A stable sort keeps equal scores in the order of their blocks.
+    own_block = torch.arange(scores.shape[2], device=q.device)[:, None] * group // block_size
+    # Every block before the own block is complete, and no later block can be.
+    scores = scores.masked_fill(blocks >= own_block, -torch.inf)
+    # A stable sort preserves the order of blocks with equal scores.
     best, order = scores.sort(dim=-1, descending=True, stable=True)
-    kept = torch.isfinite(best[..., : block_counts - 1])
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., : block_counts - 1], kept)
-    return chosen | (blocks == own)
+    is_complete = torch.isfinite(best[..., : block_counts - 1])
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., : block_counts - 1], is_complete)
+    return chosen | (blocks == own_block)
 
 
 def _ascending(chosen: Tensor, block_counts: int) -> Tensor:
-    """The chosen blocks [..., M] as ascending indices [..., S], -1 behind them."""
+    """Convert the mask of chosen blocks [..., M] to ascending indices [..., S], padded with -1."""
     blocks = chosen.shape[-1]
     indices = torch.where(chosen, torch.arange(blocks, device=chosen.device), blocks).sort(-1).values
     indices = F.pad(indices, (0, max(block_counts - blocks, 0)), value=blocks)[..., :block_counts]
