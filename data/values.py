@@ -164,7 +164,8 @@ def _text_problem(value: str, got: str, noun: str) -> str | None:
 def _time_problem(value: str, got: str, fmt: RawFormat, reading: Reading, number: float | None) -> str | None:
     if number is None and reading.kind == "integer":
         if wrong := _integer_problem(value, got):
-            return wrong
+            a_date = fmt.own_columns and re.search(r"[0-9]+[/.-][0-9]+[/.-][0-9]+", value)
+            return f"{wrong} (dates like this need data.columns.timestamp_format)" if a_date else wrong
         number = int(value)
     elif number is None and reading.kind == "decimal" and re.fullmatch(times.DECIMAL[1:-1], value):
         number = float(value)

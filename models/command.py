@@ -5,6 +5,7 @@ Only the standard library is imported here, so that `--help` and wrong arguments
 
 import argparse
 import difflib
+import importlib.util
 import os
 import re
 import shutil
@@ -283,6 +284,10 @@ def answer_early(parse, description: str | None) -> None:
     options = parse(description)
     if getattr(options, "keys", None) is not None:
         _print_keys(options.keys)
+    if importlib.util.find_spec("torch") is None:
+        _Parser().exit(
+            1, "error: torch is not installed in this Python; run `make setup`, then `source .venv/bin/activate`\n"
+        )
     if source := getattr(options, "config", None):
         from models.config import ConfigError, load_config  # takes half of the time of all imports
 

@@ -239,6 +239,12 @@ def test_timestamp_format(load, format, text):
     assert "line 3, column timestamp: expected a time like" in message
 
 
+def test_dates_without_a_format_are_told_which_option_they_need(load):
+    message = error_of(load, "csv", "user;item;timestamp\nu;1;23/04/2024 02:33\n")
+    assert "line 2, column timestamp: expected an integer, got '23/04/2024 02:33'" in message
+    assert "(dates like this need data.columns.timestamp_format)" in message
+
+
 def test_fractions_of_a_format_keep_the_order(load):
     times = ["2024-04-23 02:33:42.000002", "2024-04-23 02:33:42.000001"]
     dataset = load("csv", csv_of(times), columns={"timestamp_format": "%Y-%m-%d %H:%M:%S.%f"})
