@@ -82,7 +82,10 @@ def build_shared_step(
     def step(batch: Batch) -> Losses:
         assert batch.whole is not None
         # Dropout's masks depend on the step and the rank, so that no generator's state has to be saved.
-        torch.manual_seed(seed_of(config.seed, batch.whole.step, ranks.rank))
+        seed = seed_of(config.seed, batch.whole.step, ranks.rank)
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":  # on a CPU torch.manual_seed keeps a note for CUDA, with a trace, in every step
+            torch.cuda.manual_seed(seed)
         if table is not None:
             table.set_lr(optimizer.param_groups[0]["lr"])
         loss, aux = shares(ranks.cut(batch))

@@ -233,7 +233,11 @@ def _measure_evaluation(meter: Meter, data: Data, model: SequenceModel, largest:
     batch = _shaped(largest, largest.num_tokens, largest.num_sequences, values)
     meter.part = "evaluation"
     meter.reset_peak()
-    with contextlib.suppress(_Enough):
+
+    def to_host(x: torch.Tensor):
+        raise _Enough
+
+    with contextlib.suppress(_Enough), patch.object(torch.Tensor, "numpy", to_host):
         data.task.evaluate(model, cast(Batches, One()), phase)
     return meter.peak
 

@@ -11,7 +11,8 @@ Writes OUT/NAME-W/ (the run) and OUT/NAME-W.json (the loss of each step, the met
 `NAME:KEY=VALUE:...` has further overrides; with `NAME:resume:...` the run OUT/NAME is gone on with, or begun.
 
 SCALE_KILL=RANK:WHERE:NUMBER kills a rank of the first start with SIGKILL: WHERE is `step`, before the NUMBER-th step,
-or `save`, within the NUMBER-th checkpoint that it writes. SCALE_CASES=FILE has further cases, as JSON.
+`save`, as it begins to write the NUMBER-th checkpoint, or `saved`, when it has written its part of that, which is not
+yet in its place. SCALE_CASES=FILE has further cases, as JSON.
 """
 
 import argparse
@@ -113,7 +114,9 @@ def run(case: str, out: Path, met) -> None:
 
     def written(*given, **options):
         met("save")
-        return write(*given, **options)
+        done = write(*given, **options)
+        met("saved")
+        return done
 
     train.build_step, FileSystemWriter.write_data = recorded, written
     arguments = [str(ROOT / "configs/synthetic-hstu.yaml"), *SETTINGS, *CASES[name]]
@@ -129,6 +132,7 @@ def run(case: str, out: Path, met) -> None:
         result = json.loads((folder / "result.json").read_text())
         metrics = result["model"].get("history", result["model"])
         told = {"losses": losses, "metrics": metrics, "users": result["users"]}
+        told["starts"] = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         (out / f"{name}-{world}.json").write_text(json.dumps(told))
 
 

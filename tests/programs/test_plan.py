@@ -38,6 +38,8 @@ RANKS = {
     "fused": [*FOUR, "parallel.embedding=row_wise", "parallel.fused=rowwise_adagrad"],
     "whole": [*FOUR, "parallel.embedding=row_wise", "loss.kind=cross_entropy"],
 }
+RANKING = ["task={kind: ranking, actions: [{name: liked, at_least: 1}]}", "data.protocol=last_tenth", "loss={}"]
+RANKING += ["data.synthetic.actions=true", "data.synthetic.mean_length=40"]
 # Prints what is planned for each argument, overrides between blanks, beside what autograd keeps of one forward pass.
 SCRIPT = """
 import json, sys
@@ -85,7 +87,7 @@ def planned(*cases: list[str]) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, dict]:
-    cases = KINDS | RANKS
+    cases = KINDS | RANKS | {"ranking": RANKING}
     return dict(zip(cases, planned(*cases.values())))
 
 
@@ -133,6 +135,11 @@ def test_ranks_share_batch_and_table(plans):
         assert fused["persistent"][name] - of_fused == pytest.approx(rest, abs=16)
     assert sharded["sharded"]["kind"] == "row_wise" and len(sharded["sharded"]["lines"]) == 5
     assert "outputs of all ranks" in whole["sharded"]["buffers"]
+
+
+def test_ranking_has_a_plan(plans):
+    found = plans["ranking"]
+    assert found["activations"] and min(found["step"], found["evaluation"]) > found["tokens"] * 64 * 4
 
 
 def test_program_prints_the_plan_and_makes_no_run(tmp_path: Path):
