@@ -450,11 +450,8 @@ class RunConfig(Strict):
                 f"parallel.embedding={p.embedding}: loss.kind=cross_entropy takes replicated or row_wise, "
                 "of which each rank has whole rows"
             )
-        if p.sharded and whole_catalogue and (self.model.head.kind == "mol" or self.data.features is not None):
-            raise ValueError(
-                f"parallel.embedding={p.embedding}: loss.kind=cross_entropy with model.head.kind=mol or data.features "
-                "takes replicated"
-            )
+        if p.sharded and self.loss.label_smoothing:
+            raise ValueError(f"parallel.embedding={p.embedding}: loss.label_smoothing takes replicated")
         if p.sharded and self.model.table_dtype != "float32":
             raise ValueError(f"parallel.embedding={p.embedding}: model.table_dtype must be float32")
         if p.fused is None:

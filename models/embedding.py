@@ -124,6 +124,22 @@ class InputEmbedding(nn.Module):
             return rows
         return rows + self.items.of(torch.arange(begin, end, device=rows.device)).to(rows.dtype)
 
+    def local_items(self) -> tuple[Tensor, int]:
+        """(representations [R, E] of the items of a loss whose rows this rank has, the first one's number there).
+
+        The table is sharded row-wise.
+        """
+        assert self.sharded is not None
+        rows, begin = self.sharded.local_rows(), self.sharded.begin[0]
+        if self.items is None:
+            return rows, begin
+        trained = self.items.trained
+        first, last = torch.searchsorted(trained, trained.new_tensor([begin, begin + len(rows)])).tolist()
+        rows = without(rows.index_select(0, trained[first:last] - begin), self._left_out(last - first))
+        if first < last:
+            rows = rows + self.items.of(torch.arange(first, last, device=rows.device)).to(rows.dtype)
+        return rows, first
+
     def of_looked_up(self, ids: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         """Return the representations of items ids[inverse] [T, E] and of all ids [R, E], with one look-up.
 

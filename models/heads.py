@@ -5,6 +5,7 @@ item components, P = P_q * P_x pairs of components, C component size.
 """
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple, Protocol
 
 import torch
@@ -153,6 +154,17 @@ class MixtureOfLogits(nn.Module):
         return torch.cat(found, 1) if found else out.new_zeros(len(out), 0)
 
 
+class CataloguePart(NamedTuple):
+    """Some items of a catalogue, `first` and those behind it, of which each rank has at most `most`.
+
+    merge: (log-sum-exp [R], logit of the target [R], 0 where it is not here) -> both over the whole catalogue.
+    """
+
+    first: int
+    most: int
+    merge: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 def mol_loss(
     head: MixtureOfLogits,
     out: Tensor,
@@ -160,6 +172,7 @@ def mol_loss(
     targets: Tensor,
     negatives: Tensor | None,
     ranks: "Summing | None" = None,
+    part: CataloguePart | None = None,
 ) -> tuple[Tensor, dict[str, AuxLoss]]:
     """(softmax loss, mean over targets >= 0; the balance of the mixture as an auxiliary loss).
 
@@ -168,11 +181,15 @@ def mol_loss(
     The balance is taken over the pairs of each output with its own target.
 
     ranks: where the outputs are a rank's part of a batch; the results are then its shares.
+    part: where item_weight are a rank's part of the catalogue; outputs and targets are then those of the whole batch.
     """
+    if part is not None and not len(item_weight):  # one item that competes with none
+        item_weight = torch.cat([item_weight, item_weight.new_zeros(1, out.shape[1])])
+        part = part._replace(first=-2)
     names, parameters = zip(*head.named_parameters())
     c = head.config
     width = c.query_components * c.item_components + c.gate_hidden_dim
-    competing = len(item_weight)
+    competing = len(item_weight) if part is None else part.most  # chunks alike on all ranks
     if negatives is not None:
         competing = negatives.shape[1] + 1
         width += c.item_components * c.component_dim
@@ -184,12 +201,15 @@ def mol_loss(
 
     def chunk(out, targets, negatives, *rest):
         given = dict(zip(names, rest[len(source) :]))
-        return _chunk_loss(head, given, out, targets, negatives, rest[: len(source)])
+        return _chunk_loss(head, given, out, targets, negatives, rest[: len(source)], part)
 
     total = ChunkedSum.apply(chunk, rows, 3, out, targets, negatives, *source, *parameters)
-    scored = targets >= 0
-    count = (scored.sum() if ranks is None else ranks.sum(scored.sum())).clamp(min=1)
-    own = F.embedding(targets.clamp(min=0), item_weight)
+    scored, chosen = targets >= 0, targets.clamp(min=0)
+    count = (scored.sum() if ranks is None or part is not None else ranks.sum(scored.sum())).clamp(min=1)
+    if part is not None and ranks is not None:  # each rank sees to the targets that it has
+        total = as_share(total, ranks.world)
+        chosen, scored = _here(targets, part.first, len(item_weight))
+    own = F.embedding(chosen, item_weight)
     _, pi = head.scores(head.queries(out), head.items(own[:, None]))
     mean = (pi[:, 0] * scored[:, None]).sum(0) / count
     if ranks is not None:  # with the gradient of this rank's part
@@ -197,6 +217,12 @@ def mol_loss(
     balance = (_entropy(pi[:, 0]) * scored).sum() / count
     balance = balance - (_entropy(mean) if ranks is None else as_share(_entropy(mean), ranks.world))
     return total / count, {"mol_balance": AuxLoss.of(balance, head.config.balance_weight)}
+
+
+def _here(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """(targets as rows of the `count` items from `first` on, 0 for others; whether they are among them)."""
+    inside = (targets >= max(0, first)) & (targets < first + count)
+    return torch.where(inside, targets - first, 0), inside
 
 
 class Summing(Protocol):
@@ -217,17 +243,27 @@ def _entropy(p: Tensor) -> Tensor:
     return -(p * p.clamp(min=1e-30).log()).sum(-1)
 
 
-def _chunk_loss(head, parameters, out, targets, negatives, source) -> Tensor:
+def _chunk_loss(head, parameters, out, targets, negatives, source, part: CataloguePart | None = None) -> Tensor:
     """Sum of the losses of a chunk of rows, with the head's parameters given apart.
 
-    source: the catalogue's Side, or, to be prepared here for the negatives, its table alone.
+    source: the catalogue's Side, or, to be prepared here for the negatives, its table alone. part: the sum is over the
+    whole catalogue, its gradients are those of this part.
     """
 
     def of(name: str, *given):
         return torch.func.functional_call(_Method(head, name), {f"head.{n}": p for n, p in parameters.items()}, given)
 
     queries, chosen = of("queries", out), targets.clamp(min=0)
-    if negatives is None:
+    if part is not None:
+        logits, _ = of("scores", queries, Side(*source))
+        if part.first < 0:
+            logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool), -1e30)
+        row, inside = _here(targets, part.first, logits.shape[1])
+        lse, logit = logits.logsumexp(1), logits.gather(1, row[:, None])[:, 0].masked_fill(~inside, 0)
+        whole, positive = part.merge(lse.detach(), logit.detach())
+        mine = (lse.detach() - whole).exp() * lse - logit
+        losses = mine + (whole - positive - mine).detach()
+    elif negatives is None:
         logits, _ = of("scores", queries, Side(*source))
         losses = logits.logsumexp(1) - logits.gather(1, chosen[:, None])[:, 0]
     else:

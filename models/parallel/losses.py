@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
 from hstu_sparse.cross_entropy import Part
 from models.config import LossConfig
+from models.contract import AuxLoss
 from models.embedding import InputEmbedding
-from models.heads import as_share
+from models.heads import CataloguePart, as_share, mol_loss, normalized
 from models.hstu import SequenceModel
 from models.losses import Negatives, Share, draw_negatives, places_of
 from models.parallel.draws import Draws
@@ -90,26 +92,32 @@ class _Gathered(torch.autograd.Function):
 
 def catalogue_share(
     model: SequenceModel, config: LossConfig, out: Tensor, batch: Batch, ranks: Ranks, dtype: torch.dtype | None
-) -> Tensor:
-    """This rank's share of the loss over the whole catalogue, of whose rows each rank has some (row-wise).
+) -> tuple[Tensor, dict[str, AuxLoss]]:
+    """This rank's shares of the loss over the whole catalogue, of whose rows each rank has some (row-wise), and of its
+    auxiliary losses.
 
     Every rank takes all ranks' outputs [T, E] with its own items: the log-sum-exps that they find are merged, and so
     are their gradients of the outputs. Source: the vocabulary-parallel cross-entropy of Megatron-LM (Shoeybi et al.,
     arXiv 1909.08053).
     """
-    table, learned = model.embedding.sharded, model.log_temperature
-    assert table is not None
-    dtype = dtype if dtype is not None and out.is_cuda else torch.float32
+    learned = model.log_temperature
+    items, first = model.embedding.local_items()
+    targets = places_of(model.embedding.items, of_the_whole(batch.target_ids + 1, batch, ranks) - 1)
 
     def merge(lse: Tensor, logit: Tensor) -> tuple[Tensor, Tensor]:
         top = ranks.max(lse)
         return top + ranks.sum((lse - top).exp()).log(), ranks.sum(logit)
 
+    if model.head is not None:
+        part = CataloguePart(first, -(-model.embedding.num_items // ranks.world), merge)
+        outs = normalized(_Gathered.apply(out, batch, ranks))
+        return mol_loss(model.head, outs, items, targets, None, ranks, part)
+    dtype = dtype if dtype is not None and out.is_cuda else torch.float32
     loss = hstu_sparse.catalogue_loss(
         _Gathered.apply(out, batch, ranks).to(dtype),
-        table.local_rows().to(dtype),
-        of_the_whole(batch.target_ids + 1, batch, ranks) - 1,
+        F.dropout(items, model.item_dropout, model.training).to(dtype),
+        targets,
         temperature=config.temperature if learned is None else config.temperature * learned.exp(),
-        part=Part(table.begin[0], merge),
+        part=Part(first, merge),
     )
-    return as_share(loss, ranks.world)
+    return as_share(loss, ranks.world), {}

@@ -45,8 +45,9 @@ class Shares(nn.Module):
         shares = {name: AuxLoss(part * one.value, part * one.weighted) for name, one in aux.items()}
         dtype = torch.bfloat16 if bf16 else None
         if inputs is not None and c.task.kind == "retrieval" and share.drawn is None:
-            return catalogue_share(self.model, c.loss, out, batch, self.ranks, dtype), shares
-        loss, of_task = self.task.loss(self.model, out, batch, batch, dtype, share)
+            loss, of_task = catalogue_share(self.model, c.loss, out, batch, self.ranks, dtype)
+        else:
+            loss, of_task = self.task.loss(self.model, out, batch, batch, dtype, share)
         return loss, shares | of_task
 
 

@@ -50,14 +50,18 @@ MOL = [
     "dropout: 0, item_dropout: 0}"
 ]
 WHOLE = ["loss.kind=cross_entropy"]
+FEATURES = (
+    "data.features={items: {format: csv, path: OUT/items.csv, unknown: add, "
+    "columns: {group: category, tags: {kind: list, separator: '|'}}}}"
+)
 CASES = {
     "hstu": ["model.num_layers=2"],
     "sasrec-mixed": [*SASREC, "loss.kind=mixed_negatives", "train.ema_decay=0.9"],
-    "bsa-whole": [*BSA, *WHOLE, "train.clip_norm=0.5"],
+    "bsa-row-mol": [*BSA, *MOL, *WHOLE, "parallel.embedding=row_wise", "train.clip_norm=0.5"],
     "hstu-table-mol": [*MOL, "parallel.embedding=table_wise", "loss.kind=in_batch"],
     "hstu-row-fused": ["parallel.embedding=row_wise", "parallel.fused=rowwise_adagrad", "loss.negatives=shared"],
     "bsa-column-mixed": [*BSA, "parallel.embedding=column_wise", "loss.kind=mixed_negatives", "train.ema_decay=0.9"],
-    "sasrec-row-whole": [*SASREC, *WHOLE, "parallel.embedding=row_wise", "train.clip_norm=0.5"],
+    "sasrec-row-whole": [*SASREC, *WHOLE, FEATURES, "parallel.embedding=row_wise", "train.clip_norm=0.5"],
     "ranking": [
         "task={kind: ranking, actions: [{name: liked, at_least: 1}]}",
         "data.protocol=last_tenth",
@@ -119,7 +123,8 @@ def run(case: str, out: Path, met) -> None:
         return done
 
     train.build_step, FileSystemWriter.write_data = recorded, written
-    arguments = [str(ROOT / "configs/synthetic-hstu.yaml"), *SETTINGS, *CASES[name]]
+    arguments = [str(ROOT / "configs/synthetic-hstu.yaml"), *SETTINGS]
+    arguments += [part.replace("OUT/", f"{out}/") for part in CASES[name]]
     arguments += [*(part for part in overrides if part != "resume"), "--run", str(folder)]
     options = train_options(None, [*arguments, *(["--resume", "auto"] if resumed else [])])
     try:

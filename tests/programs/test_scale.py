@@ -23,6 +23,8 @@ def launch(worlds, out, *cases, restarts=None, kill=None, more=None):
     environment |= {} if kill is None else {"SCALE_KILL": kill}
     environment |= {} if more is None else {"SCALE_CASES": str(more)}
     out.mkdir(parents=True, exist_ok=True)
+    items = [f"{item},{item % 5},{'|'.join(str(item % n) for n in (2, 3, 7))}" for item in range(70)]
+    (out / "items.csv").write_text("\n".join(["item,group,tags", *items]) + "\n")
     module = ["-m", "tests.programs.scale_cases"]
     if restarts is None:
         command = [*module, "--ranks", *map(str, worlds), "--"]
