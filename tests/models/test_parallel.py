@@ -108,7 +108,10 @@ def test_mixed_is_splitmix64():
             "parallel.fused: never sees",
         ),
         (["parallel.embedding=row_wise", "parallel.fused=adam", "train.clip_norm=1"], "train.clip_norm"),
-        (["parallel.embedding=row_wise", "loss.kind=cross_entropy", "loss.label_smoothing=.1"], "label_smoothing takes"),
+        (
+            ["parallel.embedding=row_wise", "loss.kind=cross_entropy", "loss.label_smoothing=.1"],
+            "label_smoothing takes",
+        ),
         (["parallel.embedding=row_wise", "model.table_dtype=bfloat16"], "model.table_dtype must be float32"),
     ],
 )
