@@ -105,7 +105,7 @@ def test_mixed_is_splitmix64():
         (["parallel.fused=adam"], "parallel.fused: needs a sharded table"),
         (
             ["parallel.embedding=row_wise", "parallel.fused=adam", "loss.kind=cross_entropy"],
-            "parallel.fused: never sees",
+            "parallel.fused: does not apply",
         ),
         (["parallel.embedding=row_wise", "parallel.fused=adam", "train.clip_norm=1"], "train.clip_norm"),
         (
