@@ -27,7 +27,7 @@ from models.config import ConfigError, RunConfig, differences, load_config
 from models.folder import access, check_run, read_manifest, write_judged
 from models.hstu import SequenceModel
 from models.parallel.ranks import Ranks
-from models.parallel.saving import load_slices
+from models.parallel.saving import load_slices, open_slices
 from models.parallel.tables import ShardedTable
 from models.tasks.build import build_task
 from models.tasks.contract import Task
@@ -336,9 +336,7 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
     Rows of items that the run does not know stay as initialised. ConfigError if another tensor does not fit.
     """
     check_run(folder)
-    if config.parallel.sharded:
-        raise ConfigError(f"--init-from: not with parallel.embedding={config.parallel.embedding}")
-    weights, facts, source = final_weights(folder)
+    facts, source = final_facts(folder)
     source_vocabulary = load_vocabulary(folder)
     if source_vocabulary.fingerprint != facts.get("fingerprint"):
         raise CheckpointError(f"{source}: was trained on other data than vocabulary/ describes")
@@ -348,6 +346,14 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
     if vocabulary.features is not None and vocabulary.features.trained is not None:
         place[~vocabulary.features.trained] = -1  # their rows stay zero
     copied_items = torch.from_numpy(np.flatnonzero(place >= 0))
+    old_rows, sharded = torch.from_numpy(place[place >= 0]), model.embedding.sharded
+    if sharded is None:
+        weights = load_folder(source, "model")[0]["model"]
+    else:
+        with open_slices(source, sharded) as (weights, item_rows):
+            if item_rows.get_shape()[1] != sharded.size:
+                raise ConfigError(f"--init-from {shown(folder, 200)}: another model, the item table does not fit")
+            sharded.take(lambda begin, end: item_rows[begin:end], copied_items, old_rows)
     of_features = feature_places(vocabulary.features, source_vocabulary.vocabulary.features)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for name in sorted(state.keys() | weights.keys()):
@@ -357,10 +363,10 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
             raise ConfigError(f"--init-from {shown(folder, 200)}: another model, {name} does not fit")
         old, new = weights[name], state[name]
         if name in ("embedding.tables.embeddings.item.weight", "targets"):
-            new[copied_items.to(new.device)] = old[torch.from_numpy(place[place >= 0])].to(new)
+            new[copied_items.to(new.device)] = old[old_rows].to(new)
         elif feature is not None and feature[1] in of_features:
-            new_rows, old_rows = of_features[feature[1]]
-            new[new_rows.to(new.device)] = old[old_rows].to(new)
+            here, there = of_features[feature[1]]
+            new[here.to(new.device)] = old[there].to(new)
         elif table:
             rows = min(len(old), len(new))
             new[:rows] = old[:rows].to(new)

@@ -8,7 +8,7 @@ step depends on the step alone (models/parallel/step.py): no generator's state i
 
 import json
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -223,18 +223,25 @@ def whole_table(table: ShardedTable) -> Tensor:
     return whole
 
 
-def load_slices(model: SequenceModel, source: Path) -> None:
-    """The weights of source/model.safetensors into a model, of its sharded table only this rank's shard."""
-    path, table = source / "model.safetensors", model.embedding.sharded
+@contextmanager
+def open_slices(source: Path, table: ShardedTable | None) -> Iterator[tuple[dict[str, Tensor], Any]]:
+    """(the weights of source/model.safetensors without a sharded table, and that table as a slice)."""
+    path = source / "model.safetensors"
     load_folder(source, sizes=True)
     try:
         with safe_open(path, "pt") as file:
             state = {name: file.get_tensor(name) for name in file.keys() if table is None or name != TABLE}  # noqa: SIM118
-            model.load_state_dict(state)
-            if table is not None:
-                rows = file.get_slice(TABLE)
-                if list(rows.get_shape()) != [table.num_items, table.size]:
-                    raise CheckpointError(f"{path}: of another model, {TABLE} does not fit")
-                table.fill(lambda begin, end: rows[begin:end])
+            yield state, None if table is None else file.get_slice(TABLE)
     except (OSError, SafetensorError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{path}: cannot be read ({shown(str(error), 300)})") from error
+
+
+def load_slices(model: SequenceModel, source: Path) -> None:
+    """The weights of source/model.safetensors into a model, of its sharded table only this rank's shard."""
+    table = model.embedding.sharded
+    with open_slices(source, table) as (state, rows):
+        model.load_state_dict(state)
+        if table is not None:
+            if list(rows.get_shape()) != [table.num_items, table.size]:
+                raise CheckpointError(f"{source}: of another model, {TABLE} does not fit")
+            table.fill(lambda begin, end: rows[begin:end])

@@ -133,6 +133,23 @@ class ShardedTable:
             part = rows(first, last)[begin - first : end - first, self.begin[1] : self.end[1]]
             self.weight[begin - self.begin[0] : end - self.begin[0]].copy_(part)
 
+    @torch.no_grad()
+    def take(self, rows: Callable[[int, int], Tensor], ids: Tensor, places: Tensor) -> None:
+        """Copies rows `places` of another table to the items `ids` of this shard, a block at a time.
+
+        rows(begin, end): those rows of the other table, [end - begin, E]. ids, places: [n] int64 on the CPU.
+        """
+        here = (ids >= self.begin[0]) & (ids < self.end[0])
+        places, order = places[here].sort()
+        ids, step = (ids[here] - self.begin[0])[order], max(1, BLOCK // self.size)
+        for first in range(0, int(places.max()) + 1 if len(places) else 0, step):
+            low, high = torch.searchsorted(places, torch.tensor([first, first + step])).tolist()
+            if low == high:
+                continue
+            begin, end = int(places[low]), int(places[high - 1]) + 1
+            block = rows(begin, end)[places[low:high] - begin, self.begin[1] : self.end[1]]
+            self.weight[ids[low:high].to(self.weight.device)] = block.to(self.weight)
+
     def draw(self, trained: Tensor | None) -> None:
         """Fills the shard at random, each block of rows by a seed of its own: other draws than a whole table has.
 

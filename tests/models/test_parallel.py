@@ -144,3 +144,16 @@ def test_a_shard_begins_as_its_part_of_the_table(drawn_whole, monkeypatch):
         torch.manual_seed(3)
         plain = embedding.InputEmbedding(101, 0, 8, 5, 0.0)
         assert torch.equal(plain.item_weight, whole) and torch.equal(plain.position, positions[0])
+
+
+def test_a_shard_takes_rows_of_another_table(monkeypatch):
+    monkeypatch.setattr(tables, "BLOCK", 64)
+    shards = [Shard((0, 0), (101, 8)), Shard((40, 2), (90, 6)), Shard((0, 0), (0, 0))]
+    other, places = torch.randn(70, 8), torch.randperm(70)[:50]
+    ids = torch.randperm(101)[:50].sort().values
+    for shard in shards:
+        shard.weight.fill_(7)
+        shard.take(lambda begin, end: other[begin:end], ids, places)
+    expected = torch.full((101, 8), 7.0)
+    expected[ids] = other[places]
+    assert torch.equal(shards[0].weight, expected) and torch.equal(shards[1].weight, expected[40:90, 2:6])

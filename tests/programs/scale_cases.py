@@ -59,7 +59,10 @@ CASES = {
     "sasrec-mixed": [*SASREC, "loss.kind=mixed_negatives", "train.ema_decay=0.9"],
     "bsa-row-mol": [*BSA, *MOL, *WHOLE, "parallel.embedding=row_wise", "train.clip_norm=0.5"],
     "hstu-table-mol": [*MOL, "parallel.embedding=table_wise", "loss.kind=in_batch"],
-    "hstu-row-fused": ["parallel.embedding=row_wise", "parallel.fused=rowwise_adagrad", "loss.negatives=shared"],
+    "hstu-row-fused": [
+        *("model.num_layers=2", "parallel.embedding=row_wise", "parallel.fused=rowwise_adagrad"),
+        *("loss.negatives=shared", "--init-from", "OUT/hstu-1"),
+    ],
     "bsa-column-mixed": [*BSA, "parallel.embedding=column_wise", "loss.kind=mixed_negatives", "train.ema_decay=0.9"],
     "sasrec-row-whole": [*SASREC, *WHOLE, FEATURES, "parallel.embedding=row_wise", "train.clip_norm=0.5"],
     "ranking": [
