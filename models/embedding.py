@@ -29,7 +29,7 @@ class InputEmbedding(nn.Module):
     In a ranking batch x[t] of an item token is its item's embedding, of an action token the sum of its action's and its
     item's, * sqrt(E), + position embedding. Positions count from the oldest event of the window. Tables start truncated
     normal, items (and actions) with standard deviation 0.02, positions with E ** -0.5. (The published HSTU then draws
-    the positions again, Xavier normal: no gain after 101 epochs, docs/evaluation.md.)
+    the positions again, Xavier normal: no gain after 101 epochs, docs/notes/2026-11-23-quality.md.)
 
     With features, the embeddings of the features of the item, the user, the event and its time are added to x[t] before
     * sqrt(E). The rows of items without a training event then are and stay zero, since no loss includes them.

@@ -49,7 +49,7 @@ def ways(rope: bool, plain: bool) -> tuple[str, ...]:
 
 
 def long_order(cache: RotateKVCache | None) -> bool:
-    """Whether keys that are turned back meet the matrices of an order of more than 128 channels (docs/rotatekv.md)."""
+    """Whether keys that are turned back meet the matrices of an order of more than 128 channels."""
     return cache is not None and cache.channel_order is not None and cache.layout.keys.channels > 128
 
 
@@ -126,7 +126,7 @@ def general(call: Call, keys_back: bool) -> Plan:
         plain_k, plain_v = (q.new_empty(0, heads, 1) if x is None else x.flatten(0, 1) for x in (plain_k, plain_v))
     if keys_back and long_order(cache):
         # The matrices of an order are made anew in each tile. From 64 tokens on, products with them and with weights
-        # are warp groups', and ptxas takes one's descriptor for the other's (docs/rotatekv.md, a caution).
+        # are warp groups', and ptxas takes one's descriptor for the other's (docs/notes/2026-11-23-rotatekv.md).
         constants["R"] = min(constants["R"], 32)
     group, sinks = layout.options.head_group, 0 if cache is None else layout.options.sink_tokens
     # Keys that are turned back take many registers: with more channels than these a program does one head's.
