@@ -6,21 +6,27 @@ For minutes on a large GPU: each process imports torch once and makes one trial 
 process for each. A plan (`Plan` below) has a search for each data set. It begins with the first value of each option
 that `start` names and, where `drawn` says so, with settings that change all options at once. Then it changes one option
 by one step at a time, and goes on from what was better by half a percent. The best few and the first settings are then
-tried with other seeds.
+tried with other seeds. With `final_seeds` there are no steps: when the drawn settings have been tried, the values with
+the better mean effect are put together, and judged on the test split with these seeds, which is the plan's only look at
+it.
 
 DIR/trials.jsonl gets a line for each trial with its settings, best validation metric and curve; those that the deadline
 cuts off too. `--table` prints what DIR holds, with the mean effect of each value.
 """
 
 import argparse
+import base64
 import gc
 import json
 import multiprocessing
 import os
 import queue
 import shutil
+import signal
 import sys
 import time
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,11 +38,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.config import ConfigError, load_config
 from models.contract import Strict
-from models.folder import commit
+from models.folder import FolderError, commit, read_judged
 from models.report import environment
 from models.strict_yaml import parse_yaml, read_config
 
 BETTER = 1.005  # how many times as good as the settings so far a trial has to be for the search to go on from it
+WORTH = 0.002  # the mean effect, as a logarithm, from which on a value takes the place of the first one
 ON_THE_WAY = 20.0  # seconds that a trial under way counts when time is shared among data sets
 
 
@@ -56,6 +63,8 @@ class Search(Strict):
     drawn: int = Field(0, ge=0)
     """The number of settings with a value of every option at random, each value as often as the others. `--table` tells
     the effect of each value by all of them, so that little noise is left."""
+    final: dict[str, Any] = Field(default_factory=dict)
+    """What the runs with `final_seeds` have other than the trials before."""
     share: float = Field(1.0, gt=0)
     """The share of the time, relative to the other searches."""
     least: float = Field(20.0, ge=0)
@@ -70,6 +79,10 @@ class Plan(Strict):
     """The share of the time after which the best are tried with other seeds."""
     repeat_best: int = Field(3, ge=0)
     repeat_seeds: list[int] = Field(default_factory=lambda: [2, 3])
+    final_seeds: list[int] = Field(default_factory=list)
+    """The seeds of the runs that are judged on the test split; absent, none."""
+    final_after: float = Field(0.5, gt=0, le=1)
+    """The share of the time after which they begin at the latest; trials under way are then cut off."""
 
 
 class Trial(NamedTuple):
@@ -81,7 +94,17 @@ class Trial(NamedTuple):
 
 
 def drawn_points(search: Search) -> list[dict[str, int]]:
-    """`search.drawn` points; over them the numbers of an option's values differ by one at most."""
+    """`search.drawn` points; over them the numbers of an option's values differ by one at most.
+
+    Options of two values, fewer than points, whose number is a power of two, make an orthogonal array: no effect is
+    mixed up with another one's. (Columns of a Hadamard matrix; products of two of the first few are not among them.)
+    """
+    count = search.drawn
+    if count & (count - 1) == 0 and count > len(search.options) and {len(v) for v in search.options.values()} == {2}:
+        chosen = sorted(range(1, count), key=lambda column: (column.bit_count() % 2 == 0, column.bit_count(), column))
+        return [
+            {o: (row & column).bit_count() % 2 for o, column in zip(search.options, chosen)} for row in range(count)
+        ]
     rng = np.random.default_rng(0)
     columns = {o: rng.permutation(search.drawn) % len(values) for o, values in search.options.items()}
     return [{o: int(places[number]) for o, places in columns.items()} for number in range(search.drawn)]
@@ -90,13 +113,15 @@ def drawn_points(search: Search) -> list[dict[str, int]]:
 class State:
     """What a search has tried and goes on from."""
 
-    def __init__(self, name: str, search: Search):
-        self.name, self.search = name, search
+    def __init__(self, name: str, search: Search, final_seeds: Sequence[int] = ()):
+        self.name, self.search, self.final_seeds, self.screening = name, search, final_seeds, bool(final_seeds)
+        self.stopping = False
+        self.curves: list[tuple[Trial, list[list[float]]]] = []
         self.first = {option: search.start.get(option, 0) for option in search.options}
         self.best, self.value = dict(self.first), 0.0
         self.waiting = [Trial("first", self.first, {})]
         self.waiting += [Trial(title, self.first, more) for title, more in search.beside.items()]
-        self.waiting += [Trial("drawn", point, {}) for point in drawn_points(search)]
+        self.waiting += [Trial("drawn", point, {}) for point in drawn_points(search) if point != self.first]
         self.tried = [self.first, *(trial.point for trial in self.waiting if trial.title == "drawn")]
         self.moves: dict[tuple[str, int], int] = {}  # how often an option was changed to a value
         self.results: list[tuple[float, Trial]] = []
@@ -106,6 +131,8 @@ class State:
         """The trial to begin now: what waits, else the step from the best settings that was made least often."""
         if self.waiting:
             return self.waiting.pop(0)
+        if self.final_seeds:
+            return None
         steps = [
             (self.moves.get((option, place), 0), number, option, place)
             for number, (option, values) in enumerate(self.search.options.items())
@@ -119,9 +146,10 @@ class State:
         self.tried.append(self.best | {option: place})
         return Trial(option, self.tried[-1], {})
 
-    def tell(self, trial: Trial, value: float, whole: bool) -> None:
+    def tell(self, trial: Trial, value: float, whole: bool, points: Sequence[list[float]] = ()) -> None:
         """What came of a trial; whole: it was not cut off. Settings with other seeds or `beside` lead nowhere."""
         self.results.append((value, trial))
+        self.curves.append((trial, list(points)))
         if trial.more or not whole or value <= self.value * BETTER:
             return
         if trial.title in trial.point and self.value:
@@ -141,6 +169,49 @@ class State:
                 chosen.append(trial)
         again = [trial._replace(more=trial.more | {"seed": seed}) for seed in seeds for trial in chosen]
         self.waiting = again + self.waiting
+
+    def better_values(self) -> dict[str, int]:
+        """Of each option the value with the best mean effect, by least squares over logarithms of the trials' metrics.
+
+        All are taken at the epoch that all trials have reached; those that have less than half of the middle one's
+        epochs do not count. A value has to be worth it to take the place of the first one.
+        """
+        curves = [(trial.point, points) for trial, points in self.curves if points and not trial.more]
+        if not curves:
+            return self.first
+        middle = np.median([points[-1][0] for _, points in curves])
+        curves = [(point, points) for point, points in curves if points[-1][0] >= middle / 2]
+        last = min(points[-1][0] for _, points in curves)
+        logs = np.log([max(1e-9, *(p[1] for p in points if p[0] <= last)) for _, points in curves])
+        others = [
+            (o, place) for o, values in self.search.options.items() for place in range(len(values))
+            if place != self.first[o]
+        ]  # fmt: skip
+        design = np.array([[1.0, *(point[o] == place for o, place in others)] for point, _ in curves])
+        effects = np.linalg.lstsq(design, logs)[0][1:]
+        best = dict(self.first)
+        for option in best:
+            mine = [(effect, place) for (o, place), effect in zip(others, effects) if o == option]
+            effect, place = max(mine, default=(0.0, 0))
+            if effect > WORTH:
+                best[option] = place
+        return best
+
+    def begin_finals(self, left: float) -> None:
+        """Only the runs that are judged on the test split are left, with as many epochs as fit into `left` seconds."""
+        self.screening = False
+        more = dict(self.search.final)
+        paces = [
+            (points[-1][3] - points[0][3]) / (points[-1][0] - points[0][0])
+            for _, points in self.curves
+            if len(points) > 1 and len(points[0]) > 3
+        ]
+        if paces and "train.epochs" in more:
+            every = self.search.fixed.get("eval.every", 1)
+            fitting = int(0.9 * left / max(1e-3, float(np.median(paces)))) // every * every
+            more["train.epochs"] = max(every, min(more["train.epochs"], fitting))
+        point = self.better_values()
+        self.waiting = [Trial("final", point, more | {"seed": seed, "eval.test": True}) for seed in self.final_seeds]
 
     def settings(self, trial: Trial) -> dict[str, Any]:
         """All that a trial changes of the configuration, by dotted key, in the order in which it is taken."""
@@ -164,7 +235,7 @@ def load_plan(path: Path, given: list[str]) -> tuple[Plan, dict[str, State]]:
         if name not in plan.searches or not (colon and equals):
             raise ConfigError(f"{text}: expected SEARCH:key=value with one of {', '.join(plan.searches)}")
         plan.searches[name].fixed[key] = parse_yaml(value, text)
-    return plan, {name: State(name, search) for name, search in plan.searches.items()}
+    return plan, {name: State(name, search, plan.final_seeds) for name, search in plan.searches.items()}
 
 
 def check(states: dict[str, State]) -> int:
@@ -188,6 +259,7 @@ def work(number: int, folder: Path, jobs, done) -> None:
     log = os.open(folder / f"worker-{number}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a trial hears it, what is between two does not
     import train
 
     torch.set_num_threads(1)
@@ -209,12 +281,14 @@ def work(number: int, folder: Path, jobs, done) -> None:
 
 
 def curve(folder: Path, metric: str) -> list[list[float]]:
-    """[epoch, validation metric, training loss] of each evaluation so far."""
+    """[epoch, validation metric, training loss, seconds since the run began] of each evaluation so far."""
     try:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     except (OSError, ValueError):
         return []
-    return [[x["epoch"], round(x[metric], 5), round(x["loss"], 4)] for x in lines if metric in x]
+    return [
+        [x["epoch"], round(x[metric], 5), round(x["loss"], 4), round(x["seconds"], 1)] for x in lines if metric in x
+    ]
 
 
 def run(plan: Plan, states: dict[str, State], options) -> None:
@@ -231,6 +305,7 @@ def run(plan: Plan, states: dict[str, State], options) -> None:
     for worker in workers:
         worker.start()
     live: dict[int, tuple[State, Trial, float]] = {}
+    lane_of: dict[int, int] = {}
     idle: set[int] = set()
     count, repeated = 0, False
     out = (options.out / "trials.jsonl").open("a", buffering=1)
@@ -249,6 +324,7 @@ def run(plan: Plan, states: dict[str, State], options) -> None:
                 continue
             given = [state.search.config, *assignments(state.settings(trial)), "--run", str(folder / str(count))]
             live[count] = state, trial, time.monotonic()
+            lane_of[count] = lane
             lanes[lane].put((count, given))
             state.running, count = state.running + 1, count + 1
             return True
@@ -259,9 +335,9 @@ def run(plan: Plan, states: dict[str, State], options) -> None:
         settings, seconds = state.settings(trial), time.monotonic() - since
         metric = load_config(state.search.config, assignments(settings)).best_metric
         points = curve(folder / str(key), metric)
-        best = max(points, key=lambda point: point[1], default=[0, 0.0, 0.0])
+        best = max(points, key=lambda point: point[1], default=[0, 0.0, 0.0, 0.0])
         state.running, state.seconds = state.running - 1, state.seconds + seconds
-        state.tell(trial, best[1], status == 0)
+        state.tell(trial, best[1], status == 0, points)
         record = {"search": state.name, "title": trial.title, "config": state.search.config, "settings": settings}
         record |= {
             "environment": where,
@@ -272,10 +348,12 @@ def run(plan: Plan, states: dict[str, State], options) -> None:
             "status": status,
             "seconds": round(seconds, 1),
         }
-        out.write(json.dumps(record | {"curve": points}) + "\n")
+        judged = test_result(folder / str(key)) if trial.title == "final" else {}
+        out.write(json.dumps(record | {"curve": points} | judged) + "\n")
         changed = {o: state.search.options[o][p] for o, p in trial.point.items() if p != state.first[o]} | trial.more
         print(
-            f"{options.seconds - left():6.1f} s  {state.name}  {best[1]:.5f} at {best[0]}  {changed}  {status}",
+            f"{options.seconds - left():6.1f} s  {state.name}  {best[1]:.5f} at {best[0]}  {changed}  {status}"
+            + "".join(f"  {name} {value:.5f}" for name, value in judged.get("test", {}).items() if "@10" in name),
             flush=True,
         )
         shutil.rmtree(folder / str(key), ignore_errors=True)
@@ -284,9 +362,19 @@ def run(plan: Plan, states: dict[str, State], options) -> None:
         if not repeated and left() < options.seconds * (1 - plan.repeat_after):
             repeated = True
             for state in states.values():
-                state.repeat(plan.repeat_best, plan.repeat_seeds)
+                if not plan.final_seeds:
+                    state.repeat(plan.repeat_best, plan.repeat_seeds)
+        for state in states.values():
+            if not state.screening:
+                continue
+            if not state.stopping and left() < options.seconds * (1 - plan.final_after):
+                state.stopping, state.waiting = True, []
+                for key in [key for key, (owner, *_) in live.items() if owner is state]:
+                    os.kill(workers[lane_of[key]].pid or 0, signal.SIGINT)
+            if not state.waiting and not state.running:
+                state.begin_finals(left())
         idle -= {lane for lane in sorted(idle) if begin(lane)}
-        if len(idle) == options.workers and not live:
+        if not live and len(idle) >= sum(worker.is_alive() for worker in workers):
             break
         try:
             lane, key, status, _ = done.get(timeout=min(1.0, max(0.01, left())))
@@ -305,9 +393,26 @@ def run(plan: Plan, states: dict[str, State], options) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def test_result(run: Path) -> dict[str, Any]:
+    """A finished run's metrics on the test split, its seconds, and each user's rank, greatest 255, as text."""
+    try:
+        result = json.loads((run / "result.json").read_text())
+        ranks = read_judged(run)[result["filter_seen"]]
+    except (OSError, ValueError, KeyError, FolderError):
+        return {}
+    packed = zlib.compress(np.minimum(ranks, 255).astype(np.uint8).tobytes(), 9)
+    named = {"filter": result["filter_seen"], "run_seconds": result["seconds"], "steps": result["steps"]}
+    return named | {"test": result["model"][result["filter_seen"]], "ranks": base64.b64encode(packed).decode()}
+
+
 def table(out: Path) -> None:
-    """The best trials of each search, and the mean effect of each value by least squares over the logarithms."""
+    """The best trials of each search, and the mean effect of each value by least squares over the logarithms.
+
+    Then the mean and standard deviation on the test split over the seeds of runs that were judged by it.
+    """
     records = [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]
+    finals = [record for record in records if record["title"] == "final"]
+    records = [record for record in records if record["title"] != "final"]
     for name in dict.fromkeys(record["search"] for record in records):
         own = [record for record in records if record["search"] == name and record["value"] > 0]
         texts = [{key: json.dumps(value) for key, value in record["settings"].items()} for record in own]
@@ -325,6 +430,13 @@ def table(out: Path) -> None:
         found = np.linalg.lstsq(design, logs)[0]
         for (key, value), effect, tried in zip(columns, found[1:], design[:, 1:].sum(0)):
             print(f"    {key}={value}: {100 * np.expm1(effect):+.1f}% ({int(tried)} trials)")
+    for name in dict.fromkeys(record["search"] for record in finals):
+        judged = [record["test"] for record in finals if record["search"] == name and "test" in record]
+        print(f"\n{name} on the test split, {len(judged)} seeds:")
+        for metric in ("NDCG@10", "HR@10"):
+            values = np.array([test[metric] for test in judged])
+            spread = values.std(ddof=1) if len(values) > 1 else float("nan")
+            print(f"  {metric} {values.mean() if len(values) else float('nan'):.5f}, sd {spread:.5f}")
 
 
 def main(arguments: list[str] | None = None) -> None:
