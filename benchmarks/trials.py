@@ -98,13 +98,13 @@ def drawn_points(search: Search) -> list[dict[str, int]]:
 
     Options of two values, fewer than points, whose number is a power of two, make an orthogonal array: no effect is
     mixed up with another one's. (Columns of a Hadamard matrix; products of two of the first few are not among them.)
+    The first settings, if they are one of its points, are not there twice.
     """
-    count = search.drawn
+    count, first = search.drawn, {o: search.start.get(o, 0) for o in search.options}
     if count & (count - 1) == 0 and count > len(search.options) and {len(v) for v in search.options.values()} == {2}:
         chosen = sorted(range(1, count), key=lambda column: (column.bit_count() % 2 == 0, column.bit_count(), column))
-        return [
-            {o: (row & column).bit_count() % 2 for o, column in zip(search.options, chosen)} for row in range(count)
-        ]
+        points = [{o: (row & c).bit_count() % 2 for o, c in zip(search.options, chosen)} for row in range(count)]
+        return [point for point in points if point != first]
     rng = np.random.default_rng(0)
     columns = {o: rng.permutation(search.drawn) % len(values) for o, values in search.options.items()}
     return [{o: int(places[number]) for o, places in columns.items()} for number in range(search.drawn)]
@@ -121,7 +121,7 @@ class State:
         self.best, self.value = dict(self.first), 0.0
         self.waiting = [Trial("first", self.first, {})]
         self.waiting += [Trial(title, self.first, more) for title, more in search.beside.items()]
-        self.waiting += [Trial("drawn", point, {}) for point in drawn_points(search) if point != self.first]
+        self.waiting += [Trial("drawn", point, {}) for point in drawn_points(search)]
         self.tried = [self.first, *(trial.point for trial in self.waiting if trial.title == "drawn")]
         self.moves: dict[tuple[str, int], int] = {}  # how often an option was changed to a value
         self.results: list[tuple[float, Trial]] = []
