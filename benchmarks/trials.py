@@ -171,7 +171,7 @@ class State:
         self.waiting = again + self.waiting
 
     def better_values(self) -> dict[str, int]:
-        """Of each option the value with the best mean effect, by least squares over logarithms of the trials' metrics.
+        """Return, for each option, the value with the best mean effect on the logarithm of the trials' metrics.
 
         All are taken at the epoch that all trials have reached; those that have less than half of the middle one's
         epochs do not count. A value has to be worth it to take the place of the first one.
