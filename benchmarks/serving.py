@@ -206,7 +206,7 @@ def whole_batch(recommender, users, at, candidates=None):
 
     from data.batch import Cut
     from models.serving.parts import ServedBatch, ServedRankingBatch
-    from models.serving.tokens import Columns, candidate_tokens, window_tokens
+    from models.serving.tokens import Columns, window_tokens
 
     engine, parts, lengths, origins = recommender._engine, [], [], []
     for i, user in enumerate(users):
@@ -216,8 +216,9 @@ def whole_batch(recommender, users, at, candidates=None):
         parts.append(window_tokens(history, begin, 0, total, engine.per_event, at))
         more = 0
         if candidates is not None:
-            parts.append(candidate_tokens(candidates[i], total, at))
             more = candidates.shape[1]
+            of_all = (np.full(more, x) for x in (0, at, at, total))
+            parts.append(Columns(candidates[i], *of_all))
         lengths.append(total + more)
         origins.append(history.timestamps[begin - history.first])
     columns = Columns.joined(parts)

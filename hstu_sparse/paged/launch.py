@@ -36,13 +36,14 @@ FEW, SOME = 8, 48  # new tokens of a sequence on average, from which on programs
 
 
 @configuration
-def tile(dtype: torch.dtype, width: int, coded: bool, queries: int) -> LaunchConfig:
+def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, candidates: bool) -> LaunchConfig:
     """BQ new tokens and R positions of a program, and how many programs a processor of an H200 is given at once.
 
     Args:
         width: the greater head size, padded.
         coded: pages hold codes.
         queries: new tokens of a sequence on average.
+        candidates: their bias comes from `candidate_bias`, so that there are registers for more positions.
     """
     if queries < FEW:
         big = width > 128 or dtype == torch.float32
@@ -52,6 +53,8 @@ def tile(dtype: torch.dtype, width: int, coded: bool, queries: int) -> LaunchCon
         return LaunchConfig(BQ=32, R=32, num_warps=4, num_stages=1, programs=4)
     if width > 128:
         return LaunchConfig(BQ=64, R=32, num_warps=8, num_stages=2, programs=4)
+    if candidates and not coded:
+        return LaunchConfig(BQ=64, R=128 if width <= 64 else 64, num_warps=4, num_stages=3, programs=2)
     if queries < SOME or coded:
         return LaunchConfig(BQ=64, R=64, num_warps=4, num_stages=2, programs=4)
     return LaunchConfig(BQ=128, R=64, num_warps=8, num_stages=2, programs=4)
@@ -115,7 +118,7 @@ def attention(
     q, k, v = as_rows(q, k, v, align=False)
     batch, softmax = q_offsets.shape[0] - 1, activation == "softmax"
     width = max(padded_head(format.head_size), padded_head(V))
-    config = tile(q.dtype, width, format.layout is not None, cdiv(tokens, max(1, batch)))
+    config = tile(q.dtype, width, format.layout is not None, cdiv(tokens, max(1, batch)), candidates)
     few = config.BQ == 16
     constants = sizes(format, q.dtype, few)
     group, together = constants["G"], constants["HEADS"]

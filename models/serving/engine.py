@@ -26,7 +26,7 @@ from models.serving.histories import History, Window
 from models.serving.options import ServingOptions, page_format
 from models.serving.parts import Part, Pass, ServedBatch, ServedRankingBatch
 from models.serving.passes import run, served_layers
-from models.serving.tokens import Columns, candidate_tokens, single_tokens, window_tokens
+from models.serving.tokens import Columns, single_tokens, window_tokens
 from models.serving.work import FEW, Sizes, Work
 
 TOKENS = {"cpu": 2**14, "cuda": 2**17}  # new tokens of one pass
@@ -82,7 +82,7 @@ class Engine:
                 "data.features: those of users and events cannot be served, nobody tells them to a service; those of "
                 "items and of the calendar can"
             )
-        self.layers = served_layers(model)
+        self.layers = served_layers(model, torch.bfloat16 if self.autocast else None)
         form = page_format(model, options)
         sparse = [layer.attention.inner.config for layer in self.layers if self._is_sparse(layer)]
         if sparse and form.bits:
@@ -284,13 +284,9 @@ class Engine:
         origins = np.array([x.origin for x in windows], np.int64)
         if not self.ranking:
             return self._run(Work("ask", entries, columns, origins, last, np.ones(len(asks), np.int64)))[0]
-        counts = np.array([len(cast(np.ndarray, ask.candidates)) for ask in asks])
-        new = [
-            candidate_tokens(cast(np.ndarray, ask.candidates), window.tokens, ask.at)
-            for ask, window in zip(asks, windows)
-        ]
-        columns = Columns.joined([columns, *new])
-        return self._run(Work("rank", entries, columns, origins, last, counts, np.array(at)))[0]
+        candidates = [cast(np.ndarray, ask.candidates) for ask in asks]
+        counts, items = np.array([len(mine) for mine in candidates]), np.concatenate(candidates)
+        return self._run(Work("rank", entries, columns, origins, last, counts, np.array(at), items))[0]
 
     # Passes.
 
@@ -301,7 +297,7 @@ class Engine:
         """
         rows, of_sparse = [entry.table(self._widest) for entry in work.entries], bool(self._choices)
         if not self.padded or not work.small:
-            sizes, whole = Sizes(len(work.columns.items), len(work.entries), self._widest), (0, 0)
+            sizes, whole = Sizes(work.tokens, len(work.entries), self._widest), (0, 0)
             served = Pass(self.caches.pool, [], choices=self._open_choices(work.entries), sums=self.sums)
             if work.kind == "write" and not of_sparse:
                 whole = work.whole

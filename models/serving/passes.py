@@ -15,7 +15,7 @@ import hstu_sparse
 from hstu_sparse.bias.relative import RelativeBias
 from models.attention import BlockSparseAttention, DenseAttention, RotateKVAttention, SoftmaxAttention
 from models.contract import AttentionKind, AuxLoss
-from models.hstu import SequenceModel
+from models.hstu import HSTULayer, SequenceModel
 from models.serving.block_sparse import paged_block_sparse
 from models.serving.errors import ServingError
 from models.serving.parts import Part, Pass, ServedBatch, ServedRankingBatch
@@ -109,14 +109,24 @@ def whole_attention(
     return hstu_sparse.rotatekv_self_attention(q, k, v, offsets, longest, **options, **codes)
 
 
-def served_layers(model: SequenceModel) -> list[Any]:
-    """The model's layers with the same weights, their attentions reading from pages; ServingError where one cannot."""
+def served_layers(model: SequenceModel, dtype: torch.dtype | None = None) -> list[Any]:
+    """The model's layers with the same weights, their attentions reading from pages; ServingError where one cannot.
+
+    dtype: which autocast would cast the weights of an HSTU layer's products to in every pass: they are cast here.
+    """
     layers = []
     for place, layer in enumerate(cast(Iterable[Any], model.layers)):
         inner = layer.attention
         check_kind(inner, place)
         twin = copy.copy(layer)
         twin._modules = layer._modules | {"attention": ServedAttention(inner, place)}
+        if dtype is not None and isinstance(layer, HSTULayer):
+            twin._parameters = {"uvqk": nn.Parameter(layer.uvqk.to(dtype), requires_grad=False)}
+            output = copy.copy(layer.output)
+            output._parameters = output._parameters | {
+                "weight": nn.Parameter(layer.output.weight.to(dtype), requires_grad=False)
+            }
+            twin._modules["output"] = output
         layers.append(twin)
     return layers
 
@@ -145,7 +155,9 @@ def run(model: SequenceModel, layers: list[Any], batch: ServedBatch | ServedRank
     for part in served.parts:
         if not part.candidates:
             served.pool.write_timestamps(part.times, part.offsets, part.pages, part.lengths)
-    x = model.embedding(batch)
+    embedding = model.embedding
+    # A plain look-up: torchrec's needs a dozen launches more.
+    x = embedding(batch, None if embedding.sharded else embedding.item_rows(batch.item_ids))
     for layer in layers:
         x, _ = layer(x, batch)
     return x.float()

@@ -63,15 +63,3 @@ def single_tokens(
         at = [h.timestamps.item(event + more) for h, event, more in zip(histories, events, later)]
     actions = [h.actions.item(event) for h, event in zip(histories, events) if h.actions is not None]
     return Columns(*(np.array(x, np.int64) for x in (items, actions or [0] * len(items), times, at, positions)))
-
-
-def candidate_tokens(items: np.ndarray, position: int, at: int) -> Columns:
-    """The item tokens of candidates [M] that would be a ranking user's next event, at `position` of the window."""
-    count = len(items)
-    return Columns(
-        items.astype(np.int64),
-        np.zeros(count, np.int64),
-        np.full(count, at),
-        np.full(count, at),
-        np.full(count, position),
-    )

@@ -5,7 +5,7 @@ Letters: T new tokens, B users, P columns of the page table.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -51,11 +51,12 @@ class Work:
     kind     write: tokens that stay in the pages; ask: a token each that leaves no trace; rank: a token each, written
              behind the pages for this request, and candidates that see it
     entries  [B] the users' pages
-    columns  T tokens, user by user; of rank the B tokens first, then the candidates, user by user
+    columns  the tokens, user by user; of rank one of each user, which the candidates see
     origins  [B] times of the first events of the users' windows
     lengths  [B] tokens in the pages before the new ones; of write the users without any stand first
     counts   [B] new tokens of each user, at least one; of rank the number of candidates
     at       [B] of rank: the times of the requests
+    items    of rank: the candidates, rows of the item table, user by user
     """
 
     kind: Literal["write", "ask", "rank"]
@@ -65,6 +66,12 @@ class Work:
     lengths: np.ndarray
     counts: np.ndarray
     at: np.ndarray | None = None
+    items: np.ndarray | None = None
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return len(self.columns.items) + (0 if self.items is None else len(self.items))
 
     def asked(self, sizes: Sizes) -> slice:
         """The tokens whose outputs are asked for."""
@@ -88,7 +95,7 @@ class Work:
         """Whether the pass is one of those that are padded."""
         return (
             len(self.entries) <= MOST_USERS
-            and len(self.columns.items) <= MOST_TOKENS
+            and self.tokens <= MOST_TOKENS
             and int(self.counts.max()) <= (FEW if self.kind == "write" else MOST_TOKENS)
         )
 
@@ -96,14 +103,15 @@ class Work:
         """The sizes that the pass is padded to, with tables of so many pages.
 
         Further users have nothing in their pages, and none to write to. They have the further tokens: one each where
-        others have one each, else up to FEW, which any table has room for.
+        others have one each, candidates all together, else up to FEW, which any table has room for.
         """
         users, total = rounded_up(len(self.entries)), int(self.counts.sum())
         if self.kind != "rank" and total == len(self.entries):
             return Sizes(users, users, pages)
         tokens = max(64, rounded_up(total, 4))
-        users += cdiv(max(64, tokens // 4), FEW)
-        return Sizes(users * (self.kind == "rank") + tokens, users, pages)
+        if self.kind == "rank":
+            return Sizes(users + 1 + tokens, users + 1, pages)
+        return Sizes(tokens, users + cdiv(max(64, tokens // 4), FEW), pages)
 
     def numbers(self, sizes: Sizes, tables: Sequence[np.ndarray], out: Tensor | None = None) -> Tensor:
         """int64, as `Sizes.split` takes it apart; on the host, in `out` where that is given.
@@ -115,19 +123,24 @@ class Work:
         found = torch.empty(total, dtype=torch.int64) if out is None else out
         columns, lengths, seen, at, offsets, pages = (x.numpy() for x in sizes.split(found))
         found[: len(found) - table].zero_()
-        users, begin = len(self.entries), sizes.users if self.kind == "rank" else 0
-        origins = np.repeat(self.origins, self.counts)
-        given = (*vars(self.columns).values(), np.concatenate([self.origins, origins]) if begin else origins)
-        for row, column in zip(columns, given):
-            if begin:
-                row[:users], column = column[:users], column[users:]
-            row[begin : begin + len(column)] = column
+        users, counts = len(self.entries), self.counts
+        single, begin = len(self.columns.items), 0
+        for row, column in zip(columns, vars(self.columns).values()):
+            row[:single] = column
+        if self.items is None:
+            columns[5, :single] = np.repeat(self.origins, counts)
+        else:
+            # Of a candidate's columns all but the item are its user's.
+            begin = sizes.users
+            candidates = columns[:, begin : begin + len(self.items)]
+            columns[5, :users], at[:users], candidates[0] = self.origins, self.at, self.items
+            for row, of_users in zip(candidates[2:], (self.at, self.at, self.lengths + 1, self.origins)):
+                row[:] = np.repeat(cast(np.ndarray, of_users), counts)
         lengths[:users], seen[:users] = self.lengths, self.lengths + 1
-        if self.at is not None:
-            at[:users] = self.at
-        np.cumsum(self.counts, out=offsets[1 : users + 1])
-        further = (1 if sizes.tokens == sizes.users else FEW) * np.arange(1, sizes.users - users + 1)
-        np.minimum(offsets[users] + further, sizes.tokens - begin, out=offsets[users + 1 :])
+        np.cumsum(counts, out=offsets[1 : users + 1])
+        few = sizes.tokens if begin else 1 if sizes.tokens == sizes.users else FEW
+        further = offsets[users] + few * np.arange(1, sizes.users - users + 1)
+        np.minimum(further, sizes.tokens - begin, out=offsets[users + 1 :])
         np.concatenate(tables, out=pages[:users].reshape(-1))
         pages[users:] = -1
         return found
