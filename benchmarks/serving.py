@@ -10,7 +10,6 @@ Each result is a line of JSON, on standard output and in the file --out.
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import sys
@@ -247,15 +246,15 @@ def gpu(results: Results, seconds: float, device: str = "cuda", quick: bool = Fa
     sizes = dict(count=16, repeats=3) if quick else dict(count=1024, repeats=20)
     name, other = ("large-200",) * 2 if quick else ("4x256-4096", "large-200")
     some = ("bf16", "2bit+4sinks") if quick else ("bf16", "2bit+4sinks", "4bit", "8bit", "fp32")
-    few, counts = 2 if quick else 8, (2, 1) if quick else (64, 1, 256)
-    parts = []
-    for graphs in (True, False):
-        parts.append((candidates_of, name, device, few, *sizes.values(), graphs))
-        parts += [(requests_of, name, cache, device, counts[0], sizes["repeats"], graphs) for cache in some[:2]]
-    for count, model in [*itertools.product(counts[1:], (name, other)), (counts[0], other)]:
-        parts += [(requests_of, model, cache, device, count, sizes["repeats"], True) for cache in some[:2]]
+    few, counts = 2 if quick else 8, (2, 1) if quick else (64, 256, 1)
+    repeats = sizes["repeats"]
+    parts = [(candidates_of, name, device, few, *sizes.values(), True)]
+    parts += [(requests_of, name, cache, device, count, repeats, True) for count in counts for cache in some[:2]]
+    parts += [(candidates_of, name, device, few, *sizes.values(), False)]
+    parts += [(requests_of, name, cache, device, counts[0], repeats, False) for cache in some[:2]]
+    parts += [(requests_of, other, cache, device, count, repeats, True) for count in counts for cache in some[:2]]
     parts += [(candidates_of, model, device, users, *sizes.values(), True) for model, users in ((name, 64), (other, 8))]
-    parts += [(requests_of, name, cache, device, counts[0], sizes["repeats"], True) for cache in some[2:]]
+    parts += [(requests_of, name, cache, device, counts[0], repeats, True) for cache in some[2:]]
     for part, *arguments in parts[:4] if quick else parts:
         if time.monotonic() < until:
             part(results, *arguments)

@@ -4,6 +4,7 @@ Letters: T tokens of the batch, B sequences.
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ def _granule(tokens: int) -> int:
     return max(64, 1 << max(0, tokens.bit_length() - 4))
 
 
+Result = TypeVar("Result")
 Losses = dict[str, Tensor]
 Step = Callable[[Batch], Losses]
 
@@ -72,22 +74,32 @@ class GraphedStep:
         return losses
 
     def _capture(self, batch: Batch) -> tuple[torch.cuda.CUDAGraph, Batch, Losses]:
-        graph, failure = torch.cuda.CUDAGraph(), None
-        try:
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-                try:
-                    losses = self.step(batch)
-                except Exception as error:
-                    failure = error  # ending the capture then fails too, and would hide this error
-                    raise
-        except Exception as error:
-            cause = failure or error
-            if not means_no_capture(cause):
-                raise cause from None
-            raise ConfigError(
-                f"train.cuda_graphs: a step of this model cannot be captured, set it to false ({cause})"
-            ) from cause
+        what = "train.cuda_graphs: a step of this model"
+        graph, losses = captured(lambda: self.step(batch), what, ConfigError, pool=self.pool, stream=self.stream)
         return graph, batch, losses
+
+
+def captured(
+    function: Callable[[], Result], what: str, refusal: type[Exception], **options
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A CUDA graph of function(), and what that returned. options: of `torch.cuda.graph`.
+
+    Where it cannot be captured, `refusal` says that `what` cannot. Its other errors are raised as they are.
+    """
+    graph, failure = torch.cuda.CUDAGraph(), None
+    try:
+        with torch.cuda.graph(graph, **options):
+            try:
+                result = function()
+            except Exception as error:
+                failure = error  # ending the capture fails after it, and would hide it
+                raise
+    except Exception as error:
+        cause = failure or error
+        if not means_no_capture(cause):
+            raise cause from None
+        raise refusal(f"{what} cannot be captured, set it to false ({cause})") from cause
+    return graph, result
 
 
 def means_no_capture(error: Exception) -> bool:

@@ -55,6 +55,8 @@ def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, candidates: 
         return LaunchConfig(BQ=64, R=32, num_warps=8, num_stages=2, programs=4)
     if candidates and not coded:
         return LaunchConfig(BQ=64, R=128 if width <= 64 else 64, num_warps=4, num_stages=3, programs=2)
+    if coded and width > 64:
+        return LaunchConfig(BQ=64, R=64, num_warps=8, num_stages=2, programs=2)
     if queries < SOME or coded:
         return LaunchConfig(BQ=64, R=64, num_warps=4, num_stages=2, programs=4)
     return LaunchConfig(BQ=128, R=64, num_warps=8, num_stages=2, programs=4)

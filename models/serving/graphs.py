@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.graph import means_no_capture
+from models.graph import captured
 from models.serving.errors import ServingError
 
 MOST = 64  # captured graphs
@@ -85,20 +85,12 @@ class Graphs:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             function(*mine)
-        graph, failure = torch.cuda.CUDAGraph(), None
-        try:
-            # thread_local: other threads may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                try:
-                    output = function(*mine)
-                except Exception as error:
-                    failure = error  # ending the capture fails after it, and would hide it
-                    raise
-        except Exception as error:
-            cause = failure or error
-            if not means_no_capture(cause):
-                raise cause from None
-            raise ServingError(
-                f"cuda_graphs: a request of this model cannot be captured, set it to false ({cause})"
-            ) from cause
+        graph, output = captured(
+            lambda: function(*mine),
+            "cuda_graphs: a request of this model",
+            ServingError,
+            pool=self.pool,
+            stream=self.stream,
+            capture_error_mode="thread_local",  # other threads may use the device meanwhile
+        )
         return _Captured(graph, mine, staged, torch.cuda.Event(), output)

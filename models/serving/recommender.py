@@ -285,7 +285,8 @@ class Recommender:
             values, best = best_items(scores_of(normalized(out)), k, without)
             return torch.cat([values.float().view(torch.int32), best.int()], 1)
 
-        out = F.pad(out, (0, 0, 0, rows - users))
+        if rows > users:
+            out = F.pad(out, (0, 0, 0, rows - users))
         found = graphs(key, lists, out, numbers) if graphs else lists(out, numbers.to(out.device))
         values, best = np.split(found[:users].cpu().numpy(), 2, axis=1)
         return values.copy().view(np.float32), best
