@@ -130,7 +130,7 @@ class Work:
         if self.items is None:
             columns[5, :single] = np.repeat(self.origins, counts)
         else:
-            # Of a candidate's columns all but the item are its user's.
+            # All of a candidate's columns but the item are its user's.
             begin = sizes.users
             candidates = columns[:, begin : begin + len(self.items)]
             columns[5, :users], at[:users], candidates[0] = self.origins, self.at, self.items
