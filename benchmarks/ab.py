@@ -5,7 +5,8 @@
 
 dense, biased (position and time) and planned (the same with a plan made before, where the checkout has one): attention
 of 131,072 tokens, 4 heads of 128, bf16, forward and backward; bsa: the same with blocks of 64, 16 chosen, groups of 64
-and of 2; train: an epoch of ml-1m-hstu, ml-1m-hstu-large and ml-1m-hstu-best on generated data, the median of five.
+and of 2; train: an epoch of ml-1m-hstu, ml-1m-hstu-large and ml-1m-hstu-best on generated data, the median of five;
+steps: a training step as `benchmarks/train.py --parts` has it, of the attention kinds of --kinds.
 
 Both sides compile first, side by side. Then all cases are measured --rounds times, each on one side and at once on the
 other, every time after a warm-up of WARM seconds. Attention has three times, in ms:
@@ -189,6 +190,31 @@ def serve_epochs(checkout: str, config: str) -> None:
         runpy.run_path(file.name, {"serve": serve}, "__main__")
 
 
+def serve_steps(checkout: str, kind: str, lengths: str) -> None:
+    """The same for training steps of one attention kind, the median of ten, as the checkout's benchmarks/parts.py."""
+    sys.path[:0] = [checkout, str(Path(checkout) / "benchmarks")]
+    import torch
+
+    from benchmarks import parts
+
+    parser, device = argparse.ArgumentParser(), torch.device("cuda")
+    parts.add_arguments(parser)
+    options, made = parser.parse_args([]), {}
+    for length in map(int, lengths.split(",")):
+        made[step_name(kind, length)] = parts.prepare(options, parts.KINDS[kind], length, device)
+
+    def measured(name):
+        _, _, batch, step, _ = made[name]
+        times = [parts.timed(step, batch, True) for _ in range(13)]
+        return {name: {"step": statistics.median(times[3:])}}
+
+    serve(measured)
+
+
+def step_name(kind: str, length: int) -> str:
+    return f"step, {kind} {length:,}"
+
+
 def serve(measured) -> None:
     """For each name read: a JSON object part -> times, of `measured(name)`. First {}, once it begins to read."""
     print("{}", flush=True)
@@ -217,19 +243,24 @@ class Server:
 
 def main() -> None:
     if sys.argv[1] == "--serve":
-        checkout, *arguments = sys.argv[2:]
-        (serve_attention if len(arguments) > 1 else serve_epochs)(checkout, *arguments)
+        checkout, what, *arguments = sys.argv[2:]
+        {"attention": serve_attention, "epochs": serve_epochs, "steps": serve_steps}[what](checkout, *arguments)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
     parser.add_argument("--what", default="dense,biased,bsa,train")
     parser.add_argument("--lengths", default="1024,4096,16384,65536")
+    parser.add_argument(
+        "--kinds", default="dense both biases,softmax,bsa 64 both biases", help="of which steps are made"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="how often all cases are measured")
     options = parser.parse_args()
-    what, lengths = options.what.split(","), options.lengths.split(",")
-    asked = {(f"epoch of {config}",): (config,) for config in CONFIGS} if "train" in what else {}
-    asked[tuple(attention_cases(what, map(int, lengths)))] = options.what, options.lengths
+    what, lengths = options.what.split(","), [int(n) for n in options.lengths.split(",")]
+    asked = {(f"epoch of {config}",): ("epochs", config) for config in CONFIGS} if "train" in what else {}
+    for kind in options.kinds.split(",") if "steps" in what else ():
+        asked[tuple(step_name(kind, n) for n in lengths)] = "steps", kind, options.lengths
+    asked[tuple(attention_cases(what, lengths))] = "attention", options.what, options.lengths
     sides = [options.first.resolve(), options.second.resolve()]
     pairs = [(cases, [Server(side, *serving) for side in sides]) for cases, serving in asked.items() if cases]
     for _, servers in pairs:
