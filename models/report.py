@@ -117,7 +117,10 @@ def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline:
     if evaluated:
         figures["metrics.png"] = (evaluated, plotted, f"{split} metrics")
     for file, (rows, names, title) in figures.items():
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        figure, axes = plt.subplots(figsize=(7, 4))
+        figure.subplots_adjust(
+            left=0.1, right=0.97, bottom=0.14, top=0.92
+        )  # finding the margins draws everything twice
         for name in names:
             (line,) = axes.plot([row["epoch"] for row in rows], [row[name] for row in rows], marker=".", label=name)
             if name in baseline:
