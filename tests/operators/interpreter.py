@@ -1,14 +1,17 @@
 """Spares Triton's interpreter work that it repeats for nothing; what it computes stays the same, bit for bit.
 
-On a profile of bsa's tests two thirds of the time went there: `triton.language` patched anew for each call of a device
-function, a table of dtypes built for each value, and `tl.sort`'s exclusive or taken element by element.
+On profiles of bsa's tests most of the time went there: `triton.language` patched anew for each call of a device
+function, a table of dtypes built for each value, `tl.sort`'s exclusive or taken element by element, the shape of each
+value checked and wrapped anew, and a check of each sum for overflow whose result is thrown away.
 """
 
 import contextlib
+import math
 from unittest import mock
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -40,6 +43,32 @@ class _Dtypes(dict):
         return self[name]
 
 
+class _BlockTypes(dict):
+    """`block_type.__init__`, which checks and wraps each shape once for each type of element."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __call__(self, type, element_ty, shape):
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key not in self:
+            self.make(type, element_ty, shape)
+            # What `tensor.__init__` makes of the shape; `tensor_facts` is ours.
+            sizes = [tl.constexpr(size) for size in type.shape]
+            type.tensor_facts = {"shape": tl.tuple(sizes), "numel": tl.constexpr(math.prod(type.shape))}
+            self[key] = dict(vars(type))
+        vars(type).update(self[key])
+        type.element_ty = element_ty
+
+
+_SCALAR = {"shape": tl.tuple([]), "numel": tl.constexpr(1)}
+
+
+def _make_tensor(tensor, handle, type):
+    """`tensor.__init__`, with the shape that its type has wrapped already."""
+    vars(tensor).update(getattr(type, "tensor_facts", _SCALAR), handle=handle, type=type, dtype=type.scalar)
+
+
 def _reduce_by_slices(reduction, inputs):
     """`generic_reduce` for whole slices along the axis, first to last, in place of element by element."""
     axis = reduction.axis
@@ -59,7 +88,12 @@ def _reduce_by_slices(reduction, inputs):
 def quick_interpreter():
     """Within, kernels are interpreted without the repeated work."""
     patches, start = _Patches(interpreter._patch_lang), interpreter.GridExecutor.__call__
-    reduce = interpreter.ReduceOps.generic_reduce
+    reduce, check_overflow = interpreter.ReduceOps.generic_reduce, TritonSemantic.binary_op_sanitize_overflow_impl
+    block_types = _BlockTypes(tl.block_type.__init__)
+
+    def checked(semantic, *operation):
+        if semantic.builder.options.debug:  # `device_assert`, to which the result goes, does nothing without
+            check_overflow(semantic, *operation)
 
     def launched(executor, *arguments, **keywords):
         patches.patched.clear()
@@ -74,5 +108,8 @@ def quick_interpreter():
         mock.patch.object(interpreter, "_get_np_dtype", _Dtypes(interpreter._get_np_dtype)),
         mock.patch.object(interpreter.GridExecutor, "__call__", launched),
         mock.patch.object(interpreter.ReduceOps, "generic_reduce", reduced),
+        mock.patch.object(tl.block_type, "__init__", lambda type, *given, **named: block_types(type, *given, **named)),
+        mock.patch.object(tl.tensor, "__init__", _make_tensor),
+        mock.patch.object(TritonSemantic, "binary_op_sanitize_overflow_impl", checked),
     ):
         yield

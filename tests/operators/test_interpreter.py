@@ -10,6 +10,7 @@ if torch.cuda.is_available():
 
 import triton
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from tests.operators.interpreter import quick_interpreter
@@ -58,6 +59,30 @@ def test_folds_are_taken_in_order_and_by_element():
     assert np.array_equal(most, four.max(1)) and place[1] == 6
 
 
+@triton.jit
+def shapes_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    row = tl.arange(0, N)
+    x = tl.load(x_ptr + row[:, None] * N + row[None, :])
+    # A row and a column of equal sizes and other types, a transposed and a reshaped one.
+    both = x.T + row[None, :] + row.to(tl.float32)[:, None]
+    tl.static_assert(x.numel == N * N and both.shape[0] == N)
+    tl.store(y_ptr + tl.arange(0, N * N), tl.reshape(both, (N * N,)))
+
+
+def test_shapes_and_types_are_those_of_each_value():
+    x, y = torch.randn(4, 4), torch.zeros(16)
+    shapes_kernel[(1,)](x, y, 4)
+    row = torch.arange(4)
+    assert torch.equal(y.view(4, 4), x.T + row[None, :] + row[:, None])
+    integers, floats = (tl.block_type(kind, [tl.constexpr(4), 2]) for kind in (tl.int32, tl.float32))
+    assert (integers.scalar, floats.scalar, integers.shape.values) == (tl.int32, tl.float32, [4, 2])
+    assert integers != floats and integers == tl.block_type(tl.int32, tl.tuple([4, 2])) and integers.numel == 8
+    for wrong in ([3], [1.0]):  # refused each time, not only the first
+        for _ in range(2):
+            with pytest.raises((ValueError, TypeError)):
+                tl.block_type(tl.int32, wrong)
+
+
 def test_device_functions_do_not_patch_the_language_again(monkeypatch):
     calls, patch = [], interpreter._patch_lang
     given = patch.patch  # Triton's own
@@ -69,8 +94,15 @@ def test_device_functions_do_not_patch_the_language_again(monkeypatch):
 
 
 def test_afterwards_the_interpreter_is_as_it_was():
-    names = ("_patch_lang", "_get_np_dtype")
-    before = [getattr(interpreter, name) for name in names], interpreter.ReduceOps.generic_reduce
+    places = (
+        (interpreter, "_patch_lang"),
+        (interpreter, "_get_np_dtype"),
+        (interpreter.ReduceOps, "generic_reduce"),
+        (tl.block_type, "__init__"),
+        (tl.tensor, "__init__"),
+        (TritonSemantic, "binary_op_sanitize_overflow_impl"),
+    )
+    before = [getattr(*place) for place in places]
     with quick_interpreter():
-        assert interpreter._patch_lang is not before[0][0]
-    assert before == ([getattr(interpreter, name) for name in names], interpreter.ReduceOps.generic_reduce)
+        assert interpreter._patch_lang is not before[0] and tl.block_type.__init__ is not before[3]
+    assert before == [getattr(*place) for place in places]
