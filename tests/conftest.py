@@ -84,6 +84,15 @@ def interpreted():
             yield
 
 
+@pytest.fixture(scope="session")
+def quick_python(tmp_path_factory):
+    """A `python` that starts at once, for tests of what programs do and not of how they start."""
+    from tests.quick_python import QuickPython
+
+    with QuickPython(tmp_path_factory.mktemp("python")) as python:
+        yield python
+
+
 @pytest.fixture
 def load(tmp_path):
     """load(format, text or path, **options) -> Dataset, through a cache in tmp_path."""

@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 import torch.utils.tensorboard  # noqa: F401 (once here, not in each child)
-from matplotlib import pyplot  # noqa: F401
 
 from tests.hostile import caches, configs, downloads, features, kills, operators, own_data, raw, runs, side
 from tests.hostile.accepted import ACCEPTED
 from tests.hostile.harness import VERDICTS, run_all
+from tests.quick_python import draw_once
 
 AREAS = {
     "config": configs.cases,
@@ -38,12 +38,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile")
     parser.add_argument("areas", nargs="*", metavar="AREA", help=", ".join(AREAS))
     parser.add_argument("--short", action="store_true", help="what CI runs")
+    parser.add_argument("--sample", type=int, default=1, metavar="N", help="every N-th case of an area, from its first")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--quiet", action="store_true", help="print what failed, and the counts")
     options = parser.parse_args()
     if unknown := set(options.areas) - AREAS.keys():
         parser.error(f"no area {', '.join(sorted(unknown))}; there are {', '.join(AREAS)}")
+    draw_once()
     started, counts, failed = time.monotonic(), collections.Counter(), []
     with tempfile.TemporaryDirectory(prefix="campaign-") as name:
         base = Path(name)
@@ -60,6 +62,7 @@ def main() -> int:
             if len(set(names)) < len(names):
                 failed.append(f"{area}: two cases of one name: {max(names, key=names.count)}")
             chosen = [case for case in cases if options.only in case.name and (case.short or not options.short)]
+            chosen = chosen[:: options.sample]
             (place / "cases").mkdir()
             for case, verdict, line in run_all(chosen, place / "cases", options.jobs):
                 counts[area, verdict] += 1

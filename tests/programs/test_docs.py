@@ -19,6 +19,7 @@ import yaml
 import hstu_sparse
 from models import command
 from models.keys import sections
+from tests.quick_python import QuickPython
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -135,8 +136,8 @@ def faults_of_code(text: str) -> Iterator[str]:
     words = text.split()
     program = next((word for word in words if word in flags() or (word.endswith(".py") and "/" in word)), None)
     if words and words[0].startswith("make"):
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        yield from (f"make {word}" for word in words[1:2] if re.fullmatch("[a-z]+", word) and word not in targets)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        yield from (f"make {word}" for word in words[1:2] if re.fullmatch("[a-z-]+", word) and word not in targets)
     elif program in flags():
         given = FLAG.findall(text.partition(program)[2])
         yield from (f"{program} {flag}" for flag in given if flag not in flags()[program])
@@ -236,12 +237,12 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def run_blocks(page: str, folder: Path) -> None:
+def run_blocks(page: str, folder: Path, python: QuickPython) -> None:
     """Runs the blocks of a page in their order: shell and Python; a YAML block with a title becomes that file."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": python.path}
     for language, title, text in BLOCK.findall((ROOT / page).read_text()):
         text = text.replace("8000", port)
         for long, short in SHORTER:
@@ -254,7 +255,7 @@ def run_blocks(page: str, folder: Path) -> None:
             lines = [line.partition("  #")[0].strip() for line in text.splitlines()]
             text = "\n".join(["set -e -m", *(line for line in lines if line not in SET_UP)])
         done = subprocess.run(
-            ["bash", "-c", text] if language == "sh" else [sys.executable, "-c", text],
+            ["bash", "-c", text] if language == "sh" else [python.executable, "-c", text],
             cwd=folder,
             env=environment,
             capture_output=True,
@@ -263,13 +264,12 @@ def run_blocks(page: str, folder: Path) -> None:
         assert done.returncode == 0, f"{page}:\n{text}\n{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the page calls curl")
-def test_readme_runs(checkout):
+def test_readme_runs(checkout, quick_python):
     for language, _, text in BLOCK.findall((ROOT / "docs" / "getting_started.md").read_text()):
         if language == "python" and "orders.csv" in text:
             subprocess.run([sys.executable, "-c", text], cwd=checkout, check=True)
-    run_blocks("README.md", checkout)
+    run_blocks("README.md", checkout, quick_python)
     assert (checkout / "next.csv").exists() and (checkout / "compared" / "report.html").exists()
 
 
@@ -288,9 +288,8 @@ def test_every_config_says_whether_it_was_run():
     assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} <= names
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the page calls curl")
-def test_getting_started_runs(checkout):
-    run_blocks("docs/getting_started.md", checkout)
+def test_getting_started_runs(checkout, quick_python):
+    run_blocks("docs/getting_started.md", checkout, quick_python)
     assert (checkout / "next.csv").read_text().count("\n") > 300
     assert (checkout / "compared" / "report.html").exists()

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -47,11 +46,11 @@ for arguments in json.load(open(sys.argv[1])):
 """
 
 
-def by_two(folder, calls):
+def by_two(python, folder, calls):
     """train.py in two processes, for each list of arguments."""
     (folder / "each.py").write_text(EACH)
     (folder / "calls.json").write_text(json.dumps([[str(argument) for argument in call] for call in calls]))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
+    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [*launcher, str(folder / "each.py"), str(folder / "calls.json")]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
@@ -61,11 +60,10 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
-def test_two_processes_train_as_one(tmp_path):
+def test_two_processes_train_as_one(tmp_path, quick_python):
     calls = {kind: [ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *KINDS[kind]] for kind in KINDS}
     together = [[*call, "parallel.context=2", "--run", tmp_path / f"{kind}-two"] for kind, call in calls.items()]
-    two = by_two(tmp_path, together)
+    two = by_two(quick_python.executable, tmp_path, together)
     assert two.returncode == 0, two.stderr[-3000:]
     assert two.stdout.count("Report:") == len(KINDS)
     for kind, call in calls.items():

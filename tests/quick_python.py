@@ -1,0 +1,190 @@
+"""A `python` that starts at once: its programs are forks of a process that has imported what they import.
+
+Starting Python with torch and torchrec takes some six seconds of a core, and a page of the docs starts twenty programs.
+`QuickPython` starts a server, which imports everything once, and writes a client, `folder/python`, that may stand for
+`sys.executable` and on the PATH. The client hands its arguments, environment, folder and files to the server, which
+forks a process that runs the program as `__main__`. Signals reach that process, it dies with the client, and the client
+ends as it does. A program that needs another interpreter (TRITON_INTERPRET differs, options like -I) gets a real one.
+"""
+
+import io
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SETTING = "TRITON_INTERPRET"  # read when triton is imported, so that the server's holds for all of its programs
+CLIENT = """#!{python} -ISs
+import os, signal, socket, sys
+given = sys.argv[1:]
+while given[:1] == ["-u"]:
+    del given[0]
+if not given or (given[0].startswith("-") and given[0] not in ("-c", "-m")) or os.environ.get({setting!r}) != {value!r}:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+import json
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+for number in {forwarded}:
+    signal.signal(number, lambda number, frame: server.send(bytes([number])))
+message = json.dumps(dict(arguments=given, folder=os.getcwd(), environment=dict(os.environ))).encode()
+socket.send_fds(server, [len(message).to_bytes(8, "big")], [0, 1, 2])
+server.sendall(message)
+status = server.recv(8)
+status = int.from_bytes(status, "big", signed=True) if status else 1
+if status < 0:
+    if -status in {forwarded}:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+class QuickPython:
+    """A context: `executable` stands for `sys.executable`; `path` is a PATH on which it is `python`."""
+
+    def __init__(self, folder: Path):
+        self.executable = str(folder / "python")
+        self.path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.address = str(folder / "socket")
+        facts = {"python": sys.executable, "address": self.address, "setting": SETTING}
+        facts |= {"value": os.environ.get(SETTING), "forwarded": [int(number) for number in FORWARDED]}
+        Path(self.executable).write_text(CLIENT.format(**facts))
+        Path(self.executable).chmod(0o755)
+
+    def __enter__(self) -> "QuickPython":
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.quick_python", self.executable, self.address]
+        self.server = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self.server.stdout.readline() == b"ready\n"
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.server.communicate()  # closes its standard input
+
+
+def serve(executable: str, address: str) -> None:
+    """Forks a keeper for every client that connects, until standard input, the tests' end of a pipe, is closed."""
+    import torch.distributed.run
+    import torch.utils.tensorboard  # noqa: F401
+
+    import compare  # noqa: F401
+    import eval  # noqa: F401
+    import models.serving  # noqa: F401
+    import serve  # noqa: F401
+    import train  # noqa: F401
+    import tune  # noqa: F401
+
+    draw_once()
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"{len(threads)} threads: a fork of this process would miss all but one"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    print("ready", flush=True)
+    keepers: list[int] = []
+    while listener in select.select([listener, sys.stdin], [], [])[0]:
+        client, _ = listener.accept()
+        if (keeper := os.fork()) == 0:
+            listener.close()
+            keep(client, executable)
+        client.close()
+        keepers = [one for one in [*keepers, keeper] if not os.waitpid(one, os.WNOHANG)[0]]
+
+
+def draw_once() -> None:
+    """Draws a figure as reports do, so that forked processes need not load what that takes, longer than a tiny run."""
+    os.environ["MPLBACKEND"] = "agg"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots()
+    axes.plot([0, 1], [0, 1], marker=".", label="x")
+    axes.legend()
+    figure.savefig(io.BytesIO(), format="png")
+    pyplot.close(figure)
+
+
+def keep(client: socket.socket, executable: str) -> None:
+    """Forks the process of a client's program, hands it the client's signals, and tells the client how it ended."""
+    size, files, _, _ = socket.recv_fds(client, 8, 3)
+    message = b""
+    while len(message) < int.from_bytes(size, "big"):
+        message += client.recv(1 << 20)
+    if (process := os.fork()) == 0:
+        client.close()
+        os._exit(run_program(executable, files, **json.loads(message)))
+    for file in files:
+        os.close(file)
+    ended = os.pidfd_open(process)
+    while ended not in select.select([client, ended], [], [])[0]:
+        number = client.recv(1)
+        os.kill(process, number[0] if number else signal.SIGKILL)
+        if not number:
+            break
+    _, status = os.waitpid(process, 0)
+    try:
+        client.send(os.waitstatus_to_exitcode(status).to_bytes(8, "big", signed=True))
+    finally:
+        os._exit(0)
+
+
+def run_program(executable: str, files: list[int], arguments: list[str], folder: str, environment: dict) -> int:
+    """The exit status of `python ARGUMENTS` in this process."""
+    for target, file in enumerate(files):
+        os.dup2(file, target)
+        os.close(file)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, "w" if n else "r", buffering=1, closefd=False) for n in range(3))
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.executable = executable
+    kind = arguments.pop(0) if arguments[0] in ("-c", "-m") else ""
+    first = {"": os.path.dirname(os.path.realpath(arguments[0])), "-c": "", "-m": os.getcwd()}[kind]
+    sys.path[0] = first
+    sys.argv = ["-c", *arguments[1:]] if kind == "-c" else arguments
+    try:
+        if kind == "-c":
+            main = type(sys)("__main__")
+            sys.modules["__main__"] = main
+            exec(compile(arguments[0], "<string>", "exec"), main.__dict__)
+        elif kind == "-m":
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(arguments[0], run_name="__main__")
+        status = 0
+    except SystemExit as left:
+        if left.code is not None and not isinstance(left.code, int):
+            print(left.code, file=sys.stderr)
+        status = {None: 0}.get(left.code, left.code if isinstance(left.code, int) else 1)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    return leave(status)
+
+
+def leave(status: int) -> int:
+    """What the interpreter does at its end: waits for threads, calls what is registered with atexit, flushes."""
+    import atexit
+    import threading
+
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            status = 120
+    return status & 0xFF
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
