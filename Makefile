@@ -14,6 +14,7 @@ STAMP := $(VENV)/.ready-$(DEVICE)-$(shell cksum < pyproject.toml | cut -d' ' -f1
 help:
 	@echo "make train    train and evaluate CONFIG=$(CONFIG); overrides: ARGS='train.epochs=5'"
 	@echo "make test     run the test suite"
+	@echo "make test-slow  run its long forms, which make test leaves out"
 	@echo "make doctor   print the versions found and what to install where they do not match"
 	@echo "make lint     ruff"
 	@echo "make types    mypy on models, data, the programs and the public functions of the operators"
@@ -39,6 +40,9 @@ train: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
+test-slow: $(STAMP)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow or apart' $(ARGS)
+
 doctor:
 	@if test -x $(BIN)/python; then $(BIN)/python hstu_sparse/doctor.py; \
 	elif test -n "$(PYTHON)"; then $(PYTHON) hstu_sparse/doctor.py; else echo "No Python from 3.11 to 3.13 found."; exit 1; fi
@@ -52,4 +56,4 @@ types: $(STAMP)
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict && echo build/site/index.html
 
-.PHONY: help setup train test doctor lint types docs
+.PHONY: help setup train test test-slow doctor lint types docs

@@ -67,9 +67,9 @@ def hstu_attention(
         bias: b(t, s) by relative position and time, see `RelativeBias`; its tables get gradients.
         plan: what `attention_plan` computed for the same batch, window and bias; without one it is computed here.
             On a CPU, and elsewhere under HSTU_SPARSE_DEBUG, one of another batch is refused.
-        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors. "hopper": the
-            kernels of docs/dense_hopper.md; on sm_90, with fp16 or bf16 heads and D = V = 64 or 128. With a bias dq and
-            the tables' gradients are computed as by "triton".
+        backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors. "hopper": forward
+            by the kernel of hopper.py, backward as "triton"; on sm_90, with fp16 or bf16 heads, D = V = 64 or 128, and
+            without a bias.
 
     Returns:
         [T, H, V], dtype of q. Gradients flow to q, k, v and both tables. On CUDA they are the same bits in every run,
@@ -89,7 +89,7 @@ def hstu_attention(
 
     Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3.2 (arXiv 2402.17152).
     """
-    asked, backend = backend, _choose_backend(backend, q, "hstu_attention")
+    hopper, backend = _choose_backend(backend, q, "hstu_attention")
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
     scale, normalizer = check_scale(scale, sizes["D"]), check_normalizer(normalizer, max_seq_len)
     bias = _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, sizes["T"])
@@ -101,11 +101,12 @@ def hstu_attention(
             raise ValueError(f"a plan is for the kernels, the reference takes none, got {type(plan).__name__}")
         return hstu_attention_reference(q, k, v, seq_offsets, **options)
     check_kernel("hstu_attention", q, {"D": sizes["D"], "V": sizes["V"]})
-    hopper = _on_hopper(asked, q, v, bias)
+    if hopper:
+        _check_hopper(q, v, bias)
     from hstu_sparse.dense import plan as planning
     from hstu_sparse.dense.launch import hstu_attention_triton
 
-    purpose = planning.purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size, hopper)
+    purpose = planning.purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size)
     if plan is None:
         plan = planning.make_plan(purpose, seq_offsets, num_targets, *bias[2:], backward=False)
     else:
@@ -149,7 +150,7 @@ def attention_plan(
         >>> for layer in range(2):
         ...     x = hstu_sparse.hstu_attention(x, x, x, seq_offsets, max_seq_len=3, plan=plan)
     """
-    asked, backend = backend, _choose_backend(backend, q, "attention_plan")
+    _, backend = _choose_backend(backend, q, "attention_plan")
     sizes: dict[str, int] = {}
     check_tensor("q", q, "T H D", sizes)
     check_tensor("v", v, "T H V", sizes, dtype=q.dtype, device=q.device)
@@ -159,40 +160,29 @@ def attention_plan(
     if backend == "reference":
         return None
     check_kernel("attention_plan", q, {"D": sizes["D"], "V": sizes["V"]})
-    hopper = _on_hopper(asked, q, v, bias)
     from hstu_sparse.dense.plan import make_plan, purpose_of
 
-    purpose = purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size, hopper)
+    purpose = purpose_of(q, v, seq_offsets, num_targets, bias, max_seq_len, window_size)
     make = lambda: make_plan(purpose, seq_offsets, num_targets, *bias[2:], backward=torch.is_grad_enabled())
     return make() if once is None else once(purpose.key, make)
 
 
-def _choose_backend(backend: str, q: torch.Tensor, op: str) -> str:
-    """ "triton" (for "hopper" too) or "reference"."""
-    return choose_backend("triton" if backend == "hopper" else backend, q, op, ("hopper",))
+def _choose_backend(backend: str, q: torch.Tensor, op: str) -> tuple[bool, str]:
+    """(Whether "hopper" was asked for, the backend otherwise: "triton" or "reference")."""
+    hopper = backend == "hopper"
+    return hopper, choose_backend("triton" if hopper else backend, q, op, ("hopper",))
 
 
-def _on_hopper(backend: str, q: torch.Tensor, v: torch.Tensor, bias: RelativeBias) -> bool:
-    """Whether the kernels for Hopper are used; an error where they were asked for and cannot run."""
-    if backend not in ("auto", "hopper"):
-        return False
+def _check_hopper(q: torch.Tensor, v: torch.Tensor, bias: RelativeBias) -> None:
     from hstu_sparse.assembly import PROVEN_TRITON, proven
-    from hstu_sparse.dense.configs import hopper_preferred
-    from hstu_sparse.dense.plan import features
     from hstu_sparse.launch import architecture
 
     size, other = q.shape[2], v.shape[2]
-    fits = q.dtype != torch.float32 and size in (64, 128) and size == other
-    runs = architecture(q.device) == 90 and proven(q.device)
-    if backend == "auto":
-        case = features(q, v, bias.position is not None, bias.time is not None, True)
-        return fits and runs and hopper_preferred(case)
-    if not fits:
-        got = f"{q.dtype}, D = {size}, V = {other}"
-        raise ValueError(f"backend='hopper' takes fp16 or bf16 heads, D = V = 64 or 128, got {got}")
-    if not runs:
+    if q.dtype == torch.float32 or size not in (64, 128) or size != other or any(x is not None for x in bias[:2]):
+        got = f"{q.dtype}, D = {size}, V = {other}, {'a' if any(x is not None for x in bias[:2]) else 'no'} bias"
+        raise ValueError(f"backend='hopper' takes fp16 or bf16 heads, D = V = 64 or 128, without a bias, got {got}")
+    if architecture(q.device) != 90 or not proven(q.device):
         raise ValueError(f"backend='hopper' needs sm_90 and Triton {' or '.join(PROVEN_TRITON)}, got {q.device}")
-    return True
 
 
 def _check_options(seq_offsets, max_seq_len, num_targets, window_size, bias, tokens) -> RelativeBias:

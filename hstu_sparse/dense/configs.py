@@ -20,7 +20,6 @@ class Features(NamedTuple):
     position: bool  # is there a position bias
     time: bool
     arch: int  # compute capability, 90 for 9.0
-    hopper: bool = False  # are the kernels for Hopper used, where they are better
 
 
 @configuration
@@ -46,36 +45,14 @@ def fwd_config(f: Features) -> LaunchConfig:
 
 
 @configuration
-def hopper_fwd_config(f: Features) -> LaunchConfig:
-    """Settings of the forward kernel in hopper_forward.py. TURNS: groups take turns to multiply; NEAR: see `Tiling`."""
-    if f.position or f.time:
-        return LaunchConfig(BLOCK_M=128, BLOCK_N=64, STAGES=4, TURNS=False, NEAR=8, num_warps=4)
-    return LaunchConfig(BLOCK_M=128, BLOCK_N=128, STAGES=2 if f.pad_d == 128 else 3, TURNS=True, NEAR=4, num_warps=4)
+def hopper_config(f: Features, rounds: bool) -> LaunchConfig:
+    """Settings of the forward kernel in hopper.py. rounds: programs have several tiles.
 
-
-@configuration
-def hopper_preferred(f: Features) -> bool:
-    """Whether `backend="auto"` takes the kernels for Hopper where they can run."""
-    return False
-
-
-def hopper_dq(f: Features) -> bool:
-    """Whether dq comes from hopper_dq.py, which has no sums for bias tables."""
-    return f.hopper and not (f.position or f.time)
-
-
-@configuration
-def hopper_dq_config(f: Features) -> LaunchConfig:
-    """Settings of the kernel of dq in hopper_dq.py."""
-    return LaunchConfig(BLOCK_M=128, BLOCK_N=64, STAGES=3 if f.pad_d == 128 else 4, num_warps=4)
-
-
-@configuration
-def hopper_dkv_config(f: Features) -> LaunchConfig:
-    """Settings of the kernel of dk and dv in hopper_dkv.py."""
-    if f.pad_d == 128 and (f.position or f.time):
-        return LaunchConfig(BLOCK_M=32, BLOCK_N=128, STAGES=4, NEAR=16, num_warps=4)
-    return LaunchConfig(BLOCK_M=64, BLOCK_N=128, STAGES=3 if f.pad_d == 128 else 4, NEAR=8, num_warps=4)
+    Its tiles of queries are those of the forward kernel, whose schedule it reads. Groups that take turns are faster
+    where SiLU takes as long as the products (D = 64), and in rounds.
+    """
+    turns = rounds or f.pad_d == 64
+    return LaunchConfig(BLOCK_M=fwd_config(f).BLOCK_M, BLOCK_N=128, STAGES=3, TURNS=turns, num_warps=4)
 
 
 @configuration

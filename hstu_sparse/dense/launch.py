@@ -2,8 +2,8 @@
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
 
-The kernels: plan_kernels.py (by way of plan.py), forward.py, backward_dq.py, backward_dkv.py, in their place on Hopper
-hopper_forward.py, hopper_dq.py and hopper_dkv.py, and the small ones of hstu_sparse/bias. Their settings: configs.py.
+The kernels: plan_kernels.py (by way of plan.py), forward.py or hopper.py, backward_dq.py, backward_dkv.py, and the
+small ones of hstu_sparse/bias. Their settings: configs.py.
 """
 
 import functools
@@ -19,16 +19,7 @@ from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import POSITION_MARGIN, halved_tables_kernel
 from hstu_sparse.dense.backward_dkv import dense_attention_bwd_dkv_kernel
 from hstu_sparse.dense.backward_dq import dense_attention_bwd_dq_kernel
-from hstu_sparse.dense.configs import (
-    Features,
-    bwd_dkv_config,
-    bwd_dq_config,
-    fwd_config,
-    hopper_dkv_config,
-    hopper_dq,
-    hopper_dq_config,
-    hopper_fwd_config,
-)
+from hstu_sparse.dense.configs import Features, bwd_dkv_config, bwd_dq_config, fwd_config, hopper_config
 from hstu_sparse.dense.forward import dense_attention_fwd_kernel
 from hstu_sparse.dense.plan import (
     AttentionPlan,
@@ -36,16 +27,7 @@ from hstu_sparse.dense.plan import (
     purpose_of,
     with_backward,
 )
-from hstu_sparse.launch import (
-    INTERPRET,
-    LaunchConfig,
-    allow_descriptors,
-    cdiv,
-    multiprocessors,
-    padded_head,
-    precision,
-    run,
-)
+from hstu_sparse.launch import INTERPRET, allow_descriptors, cdiv, multiprocessors, padded_head, precision, run
 from hstu_sparse.registration import Operator
 from hstu_sparse.rows import as_rows
 
@@ -98,13 +80,13 @@ class _Launch:
     ):  # fmt: skip
         self.bias = RelativeBias(position, time, timestamps, query_timestamps)
         self.metadata = seq_offsets, num_targets, timestamps, query_timestamps
-        purpose = purpose_of(q, v, seq_offsets, num_targets, self.bias, max_seq_len, window_size, hopper)
+        purpose = purpose_of(q, v, seq_offsets, num_targets, self.bias, max_seq_len, window_size)
         self.features = purpose.features
         self.plan = AttentionPlan.of_flat(purpose, plan)
         self.d_out, self.v_out = q.shape[2], v.shape[2]
         self.q, self.k, self.v = as_rows(q, k, v)
         self.strides = *self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2]
-        self.scale, self.normalizer = scale, normalizer
+        self.scale, self.normalizer, self.hopper = scale, normalizer, hopper
         self.empty = purpose.total == 0 or purpose.num_seqs == 0
         self.biased = position is not None or time is not None
         self.case = _Case(
@@ -154,14 +136,10 @@ class _Launch:
         out, tables = self.new(self.v_out), self.halved_tables()
         if self.empty:
             return out.zero_(), tables
-        purpose, tiles = self.plan.purpose, self.plan.forward
-        if self.features.hopper:
-            from hstu_sparse.dense.hopper_forward import dense_attention_fwd_hopper_kernel as kernel
-
-            numbers = 0.5 * self.scale, 1.0 / self.normalizer
-            config = hopper_fwd_config(self.features)
-            self.run_hopper(kernel, tiles, "MNN", (self.q, self.k, self.v), (out,), numbers, config, tables)
+        if self.hopper:
+            self._forward_hopper(out)
             return out, tables
+        purpose, tiles = self.plan.purpose, self.plan.forward
         arguments = (
             self.q, self.k, self.v, out, *self.strides, *out.stride()[:2], *self.metadata[:2], purpose.window_size,
             0.5 * self.scale, 1.0 / self.normalizer, *self.planned(tiles, tables),
@@ -169,28 +147,23 @@ class _Launch:
         self.run(dense_attention_fwd_kernel, tiles, arguments, fwd_config)
         return out, tables
 
-    def run_hopper(
-        self, kernel, tiles: TileMap, blocks: str, sources: tuple, outputs: tuple, numbers: tuple, config: LaunchConfig,
-        tables: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """blocks: for each of `sources` M or N, the rows of its tensor descriptor: BLOCK_M or BLOCK_N.
+    def _forward_hopper(self, out: torch.Tensor) -> None:
+        from hstu_sparse.dense.hopper import dense_attention_hopper_fwd_kernel, descriptor
 
-        tables: `halved_tables`, for a kernel that takes biases.
-        """
-        from hstu_sparse.dense.hopper import descriptor
-
-        heads, slots = self.case.heads, tiles.schedule.shape[0]
-        descriptors = [descriptor(x, config[f"BLOCK_{block}"]) for x, block in zip(sources, blocks)]
-        strides = *(x.base.stride(1) for x in descriptors), *(n for x in outputs for n in x.stride()[:2])
-        taken = torch.zeros(1, dtype=torch.int32, device=self.q.device)
-        planned, constants = (tiles.schedule,), {}
-        if tables is not None:
-            planned = self.planned(tiles, tables)
-            constants = dict(HAS_POSITION=self.features.position, HAS_TIME=self.features.time)
+        purpose, schedule, heads = self.plan.purpose, self.plan.forward.schedule, self.case.heads
+        programs, tiles = multiprocessors(self.q.device), schedule.shape[0] * heads
+        # Where a round has all tiles of a sequence, heavy and light, rounds give programs about equal shares.
+        rounds = cdiv(purpose.max_seq_len, fwd_config(self.features).BLOCK_M) * heads <= programs
+        config = hopper_config(self.features, rounds)
+        rows = config.BLOCK_M, config.BLOCK_N, config.BLOCK_N
+        sources = [descriptor(x, n) for x, n in zip((self.q, self.k, self.v), rows)]
+        arguments = (
+            *sources, out, *(x.base.stride(1) for x in sources), *out.stride()[:2], *self.metadata[:2],
+            purpose.window_size, 0.5 * self.scale, 1.0 / self.normalizer, schedule, tiles,
+        )  # fmt: skip
         run(
-            kernel, min(multiprocessors(self.q.device), slots * heads), *descriptors, *outputs, *strides,
-            *self.metadata[:2], self.plan.purpose.window_size, *numbers, taken, slots, *planned, H=heads,
-            HAS_TARGETS=self.case.targets, HAS_WINDOW=self.case.window, **constants, **config,
+            dense_attention_hopper_fwd_kernel, min(programs, tiles) if rounds else tiles, *arguments, H=heads,
+            HAS_TARGETS=self.case.targets, HAS_WINDOW=self.case.window, **config,
         )  # fmt: skip
 
     def backward(self, do: torch.Tensor, tables: torch.Tensor) -> list[torch.Tensor]:
@@ -207,27 +180,14 @@ class _Launch:
             *self.metadata[:2], purpose.window_size, 0.5 * self.scale, 0.5 / self.normalizer, self.scale,
         )  # fmt: skip
 
-        sources = self.q, self.k, self.v, do
-        if self.features.hopper:
-            from hstu_sparse.dense.hopper_dkv import dense_attention_bwd_dkv_hopper_kernel as kernel
+        if bwd_dkv_config(self.features).TMA:
+            allow_descriptors()
+        arguments = (
+            self.q, self.k, self.v, do, dk, dv, *strides, *dk.stride()[:2], *dv.stride()[:2], *numbers,
+            *self.planned(self.plan.dkv, tables),
+        )  # fmt: skip
+        self.run(dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, bwd_dkv_config)
 
-            config = hopper_dkv_config(self.features)
-            self.run_hopper(kernel, self.plan.dkv, "MNNM", sources, (dk, dv), numbers[3:], config, tables)
-        else:
-            if bwd_dkv_config(self.features).TMA:
-                allow_descriptors()
-            arguments = (
-                *sources, dk, dv, *strides, *dk.stride()[:2], *dv.stride()[:2], *numbers,
-                *self.planned(self.plan.dkv, tables),
-            )  # fmt: skip
-            self.run(dense_attention_bwd_dkv_kernel, self.plan.dkv, arguments, bwd_dkv_config)
-
-        if hopper_dq(self.features):
-            from hstu_sparse.dense.hopper_dq import dense_attention_bwd_dq_hopper_kernel as kernel
-
-            factors = 0.5 * self.scale, 0.5 * self.scale / self.normalizer
-            self.run_hopper(kernel, self.plan.dq, "MNNM", sources, (dq,), factors, hopper_dq_config(self.features))
-            return [dq, dk, dv]
         config = bwd_dq_config(self.features)
         position_sums, time_sums, norms = self._sums(do)
         # A cell of the time bias's histogram takes at most so many terms, of 21 bits before the shift.

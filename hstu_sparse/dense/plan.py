@@ -15,16 +15,7 @@ from hstu_sparse.assembly import proven
 from hstu_sparse.bias.buckets import TokenTimes, device_cells, hidden_bucket, num_time_buckets
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.bias.scores import NEAR
-from hstu_sparse.dense.configs import (
-    Features,
-    bwd_dkv_config,
-    bwd_dq_config,
-    fwd_config,
-    hopper_dkv_config,
-    hopper_dq,
-    hopper_dq_config,
-    hopper_fwd_config,
-)
+from hstu_sparse.dense.configs import Features, bwd_dkv_config, bwd_dq_config, fwd_config
 from hstu_sparse.dense.plan_kernels import dense_attention_plan_kernel
 from hstu_sparse.jagged import fingerprint
 from hstu_sparse.launch import architecture, cdiv, padded_head, run
@@ -33,13 +24,12 @@ from hstu_sparse.registration import register_preparation
 
 class Tiling(NamedTuple):
     """Sizes of a kernel's tiles: `own` tokens of the side that a program owns (queries if by_query), `other` of the
-    blocks of the side that it walks. Without a time bias nothing depends on `other` and what follows.
+    blocks of the side that it walks. Without a time bias nothing depends on `other` and `by_query`.
     """
 
     own: int
     other: int
     by_query: bool
-    near: int  # blocks of which the plan has all pairs' buckets
 
 
 class TileMap(NamedTuple):
@@ -52,7 +42,7 @@ class TileMap(NamedTuple):
               since the kernels read ahead. Narrow: no key is younger than a query, the differences reach over at most
               MOST_EDGES edges, and the block is less than 2^24 seconds long
     runs      [slots] int32: where the run of narrow blocks ends (queries own: the first row after it), or begins
-    near      [slots, min(near, row), own * other] uint8: buckets of the pairs with the nearest blocks, which are not
+    near      [slots, min(NEAR, row), own * other] uint8: buckets of the pairs with the nearest blocks, which are not
               in the run; `hidden_bucket` where the query does not see the key
 
     Without a time bias only the schedule is there.
@@ -114,8 +104,8 @@ class AttentionPlan(NamedTuple):
         return cls(purpose, *times, *maps)
 
 
-def features(q: torch.Tensor, v: torch.Tensor, position: bool, time: bool, hopper: bool) -> Features:
-    return _features(q.shape[-1], v.shape[-1], q.dtype, position, time, architecture(q.device), hopper)
+def features(q: torch.Tensor, v: torch.Tensor, position: bool, time: bool) -> Features:
+    return _features(q.shape[-1], v.shape[-1], q.dtype, position, time, architecture(q.device))
 
 
 @functools.cache
@@ -123,10 +113,8 @@ def _features(d: int, v: int, *rest) -> Features:
     return Features(padded_head(d), padded_head(v), *rest)
 
 
-def purpose_of(
-    q, v, seq_offsets, num_targets, bias: RelativeBias, max_seq_len: int, window_size: int, hopper: bool
-) -> Purpose:
-    f = features(q, v, bias.position is not None, bias.time is not None, hopper)
+def purpose_of(q, v, seq_offsets, num_targets, bias: RelativeBias, max_seq_len: int, window_size: int) -> Purpose:
+    f = features(q, v, bias.position is not None, bias.time is not None)
     num_seqs, buckets = seq_offsets.shape[0] - 1, num_time_buckets(bias.time)
     batch = fingerprint(seq_offsets, num_targets, *(bias[2:] if f.time else ()))
     return Purpose(q.shape[0], num_seqs, max_seq_len, window_size, num_targets is not None, buckets, f, batch)
@@ -134,29 +122,23 @@ def purpose_of(
 
 def _tilings(f: Features) -> tuple[Tiling, Tiling, Tiling]:
     fwd, dq, dkv = fwd_config(f), bwd_dq_config(f), bwd_dkv_config(f)
-    near = [NEAR.value] * 3
-    if f.hopper:
-        fwd, dkv = hopper_fwd_config(f), hopper_dkv_config(f)
-        near[0], near[2] = fwd.NEAR, dkv.NEAR
-        if hopper_dq(f):
-            dq = hopper_dq_config(f)
     sizes = (
-        Tiling(fwd.BLOCK_M, fwd.BLOCK_N, True, near[0]),
-        Tiling(dq.BLOCK_M, dq.BLOCK_N, True, near[1]),
-        Tiling(dkv.BLOCK_N, dkv.BLOCK_M, False, near[2]),
+        Tiling(fwd.BLOCK_M, fwd.BLOCK_N, True),
+        Tiling(dq.BLOCK_M, dq.BLOCK_N, True),
+        Tiling(dkv.BLOCK_N, dkv.BLOCK_M, False),
     )
-    return sizes if f.time else tuple(Tiling(tiling.own, 1, True, 0) for tiling in sizes)
+    return sizes if f.time else tuple(Tiling(tiling.own, 1, True) for tiling in sizes)
 
 
 def _fake_map(seq_offsets, num_targets, timestamps, query_timestamps, total, max_seq_len, window_size, num_buckets,
-              own, other, by_query, near, roles, least=torch.sym_min):  # fmt: skip
+              own, other, by_query, roles, least=torch.sym_min):  # fmt: skip
     slots = total // own + seq_offsets.shape[0] - 1
     new = functools.partial(torch.empty, device=seq_offsets.device)
     found = [new(slots, 2, dtype=torch.int32)]
     if timestamps is not None:
         row = cdiv(least(max_seq_len, total), other) + 2
         found += [new(slots * row, dtype=torch.int16), new(slots, dtype=torch.int32)]
-        found.append(new(slots, least(near, row), own * other, dtype=torch.uint8))
+        found.append(new(slots, least(NEAR.value, row), own * other, dtype=torch.uint8))
     for _ in range(roles):
         found += [new(2, total, dtype=torch.float32), new(total, dtype=torch.int32)]
     return found
@@ -165,7 +147,7 @@ def _fake_map(seq_offsets, num_targets, timestamps, query_timestamps, total, max
 def _map(*arguments):
     (
         seq_offsets, num_targets, timestamps, query_timestamps, total, _, window_size, num_buckets, own, other,
-        by_query, near, _,
+        by_query, _,
     ) = arguments  # fmt: skip
     found = _fake_map(*arguments, least=min)
     num_seqs, timed = seq_offsets.shape[0] - 1, timestamps is not None
@@ -180,7 +162,7 @@ def _map(*arguments):
     )  # fmt: skip
     constants = dict(
         HAS_TARGETS=num_targets is not None, HAS_WINDOW=window_size > 0, OWN=own, OTHER=other, BY_QUERY=by_query,
-        NEAR=near, HIDDEN=hidden_bucket(num_buckets) if timed else 0, ASM=proven(seq_offsets.device), CHUNK=16,
+        HIDDEN=hidden_bucket(num_buckets) if timed else 0, ASM=proven(seq_offsets.device), CHUNK=16,
     )  # fmt: skip
     grid = num_seqs + (slots if timed else 0)
     run(dense_attention_plan_kernel, grid, *given, **constants, num_warps=8 if timed else 4)
@@ -190,7 +172,7 @@ def _map(*arguments):
 _map_operator = register_preparation(
     "dense_tile_map",
     "Tensor seq_offsets, Tensor? num_targets, Tensor? timestamps, Tensor? query_timestamps, SymInt total, "
-    "SymInt max_seq_len, SymInt window_size, int num_buckets, int own, int other, bool by_query, int near, int roles",
+    "SymInt max_seq_len, SymInt window_size, int num_buckets, int own, int other, bool by_query, int roles",
     launch=_map,
     fake=_fake_map,
 )

@@ -13,9 +13,9 @@ from tests.hostile.harness import ERROR, WORKS, Process, judge
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
-def test_short_campaign():
-    command = [sys.executable, "-m", "tests.hostile", "--short", "--quiet", "--jobs", "2"]
+@pytest.mark.parametrize("sample", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_short_campaign(sample):
+    command = [sys.executable, "-m", "tests.hostile", "--short", "--quiet", "--jobs", "2", "--sample", str(sample)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )

@@ -1,6 +1,6 @@
 """Compiles all kernels ahead of time, with the launchers' own constants.
 
-    python -m tests.operators.compiling OPERATOR,... ARCH,...
+    python -m tests.operators.compiling OPERATOR,... ARCH,... [once]
 
 Triton's interpreter compiles nothing and cannot be switched off in a process, so the tests start one with it off; the
 program prints a JSON line for each kernel.
@@ -26,9 +26,9 @@ def launches_of(name: str) -> list[Launches]:
     return operator(name).launches()
 
 
-def compiled(names: Iterable[str], architectures: Iterable[int]) -> list[dict]:
+def compiled(names: Iterable[str], architectures: Iterable[int], once: bool = False) -> list[dict]:
     """What `compile_operator` yields for these operators and architectures, in one process."""
-    listed = (",".join(names), ",".join(map(str, architectures)))
+    listed = (",".join(names), ",".join(map(str, architectures)), *(["once"] if once else []))
     environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.operators.compiling", *listed],
@@ -41,10 +41,11 @@ def compiled(names: Iterable[str], architectures: Iterable[int]) -> list[dict]:
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def compile_operator(name: str, arch: int):
+def compile_operator(name: str, arch: int, once: bool = False):
     """Kernels as `report` has them: of every case on sm_90, elsewhere of each its first case: compiling takes long.
 
-    A case that leaves sm_90 out was chosen for the other proven architecture, and is compiled whole there.
+    A case that leaves sm_90 out was chosen for the other proven architecture, and is compiled whole there. once: of
+    each kernel its first case everywhere.
     """
     from hstu_sparse.ahead import compile_launches
 
@@ -52,7 +53,7 @@ def compile_operator(name: str, arch: int):
     for case in launches_of(name):
         if arch not in case.architectures:
             continue
-        whole = arch == 90 or (arch in PROVEN and 90 not in case.architectures)
+        whole = not once and (arch == 90 or (arch in PROVEN and 90 not in case.architectures))
         for kernel in compile_launches(case.call, arch, None if whole else known):
             allowed = case.local_bytes
             if isinstance(allowed, dict):
@@ -65,5 +66,5 @@ def compile_operator(name: str, arch: int):
 if __name__ == "__main__":
     for one in sys.argv[1].split(","):
         for architecture in map(int, sys.argv[2].split(",")):
-            for found in compile_operator(one, architecture):
+            for found in compile_operator(one, architecture, "once" in sys.argv[3:]):
                 print(json.dumps(found), flush=True)

@@ -1,4 +1,4 @@
-"""Every kernel of every operator compiles for every architecture, as it should."""
+"""Every kernel of every operator compiles as it should: once for sm_90; slow: every case for every architecture."""
 
 import pytest
 
@@ -19,11 +19,24 @@ PARTS = [
 SHARED = {80: 163 * 1024, 90: 228 * 1024}
 
 
+# All operators in groups that take about as long, so that two workers can share them.
+GROUPS = [("bsa",), ("catalogue_loss", "dense"), tuple(sorted({*NAMES} - {"bsa", "catalogue_loss", "dense"}))]
+
+
+@pytest.mark.parametrize("names", GROUPS, ids=" ".join)
+def test_every_kernel_compiles(names):
+    check(names, (90,), compiled(names, (90,), once=True))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "architectures"), PARTS, ids=[f"{' '.join(names)}-{'-'.join(map(str, archs))}" for names, archs in PARTS]
 )
-def test_every_kernel_compiles(names, architectures):
-    kernels = compiled(names, architectures)
+def test_every_case_compiles(names, architectures):
+    check(names, architectures, compiled(names, architectures))
+
+
+def check(names, architectures, kernels):
     for name in names:
         used = {arch for case in launches_of(name) for arch in case.architectures}
         assert {k["arch"] for k in kernels if k["operator"] == name} == used.intersection(architectures)

@@ -152,9 +152,9 @@ def few_near_blocks(monkeypatch):
     """The map holds the buckets of two blocks for each tile, so that the loops of all others are reached."""
     import triton.language as tl
 
-    from hstu_sparse.dense import backward_dkv, plan, ranges
+    from hstu_sparse.dense import backward_dkv, plan, plan_kernels, ranges
 
-    for module in (backward_dkv, plan, ranges):
+    for module in (backward_dkv, plan, plan_kernels, ranges):
         monkeypatch.setattr(module, "NEAR", tl.constexpr(2))
 
 
@@ -222,9 +222,10 @@ def test_int32_offsets_and_alpha():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"d": 64, "v": 64}, r"takes fp16 or bf16 heads, .* got torch.float32, D = 64, V = 64"),
-        ({"d": 50, "v": 50, "dtype": torch.bfloat16}, r"got torch.bfloat16, D = 50, V = 50"),
-        ({"d": 64, "v": 128, "dtype": torch.bfloat16}, r"got torch.bfloat16, D = 64, V = 128"),
+        ({"d": 64, "v": 64}, r"takes fp16 or bf16 heads, .* got torch.float32, D = 64, V = 64, no bias"),
+        ({"d": 50, "v": 50, "dtype": torch.bfloat16}, r"got torch.bfloat16, D = 50, V = 50, no bias"),
+        ({"d": 64, "v": 128, "dtype": torch.bfloat16}, r"got torch.bfloat16, D = 64, V = 128, no bias"),
+        ({"d": 64, "v": 64, "dtype": torch.float16, "features": ("position",)}, r"V = 64, a bias"),
         ({"d": 64, "v": 64, "dtype": torch.float16}, r"needs sm_90 and Triton 3.6 or 3.7, got cpu"),
     ],
 )
@@ -266,21 +267,7 @@ def test_opcheck_of_what_a_plan_is_made_by():
     from hstu_sparse.dense import plan  # noqa: F401  registers the operators
 
     x = inputs((12, 0, 5), 13, features=("targets", "time", "query_times"))
-    given = (
-        x["seq_offsets"],
-        x["num_targets"],
-        x["timestamps"],
-        x["query_timestamps"],
-        17,
-        13,
-        4,
-        128,
-        32,
-        16,
-        True,
-        16,
-        2,
-    )
+    given = x["seq_offsets"], x["num_targets"], x["timestamps"], x["query_timestamps"], 17, 13, 4, 128, 32, 16, True, 2
     # What the kernels do not read of a map is not written, so two runs differ there.
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.hstu_sparse.dense_tile_map.default, given, test_utils=tests)

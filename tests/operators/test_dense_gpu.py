@@ -51,42 +51,17 @@ on_hopper = pytest.mark.skipif(
 
 
 @on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize(
-    ("features", "window", "dtype"),
-    [
-        ((), 0, torch.bfloat16),
-        ((), 200, torch.float16),
-        (("targets",), 1, torch.bfloat16),
-        (("position",), 0, torch.float16),
-        (("time", "query_times"), 0, torch.bfloat16),
-        (("position", "time"), 0, torch.bfloat16),
-        (ALL, 0, torch.float16),
-        (ALL, 200, torch.bfloat16),
-    ],
-)
-def test_hopper(features, window, dtype, d):
-    """By lengths around the sizes of tiles and blocks; of short sequences programs have several tiles."""
-    for lengths in ((128, 1, 0, 64, 129, 127, 256, 63, 65, 700, 192, 2000), [37 * i % 200 for i in range(300)]):
+@pytest.mark.parametrize("window", [0, 1, 200])
+@pytest.mark.parametrize("features", [(), ("targets",)])
+def test_hopper(features, window, d, dtype):
+    """By lengths around the sizes of tiles and blocks; with few heads programs have several tiles."""
+    lengths = (128, 1, 0, 64, 129, 127, 256, 63, 65, 700, 192, 2000)
+    for heads in (3, 16):
         compare(
-            inputs(lengths, 2000, d=d, v=d, features=features, window=window, dtype=dtype, heads=4), function=hopper
+            inputs(lengths, 2000, d=d, v=d, features=features, window=window, dtype=dtype, heads=heads), function=hopper
         )
-
-
-@on_hopper
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("ordered", [True, False])
-def test_hopper_with_times_of_all_sizes(ordered, d):
-    """Blocks that are near, narrow with and without edges, and wide ones; without order all far ones are wide."""
-    x = inputs((3000, 900), 3000, d=d, v=d, features=("position", "time"), heads=4)
-    if ordered:
-        gaps = torch.tensor([0, 1, 40, 3000, 10**6]).repeat_interleave(780)
-        gaps[::500] += 10**7
-        x["timestamps"] = gaps.cumsum(0).cuda()
-    else:
-        order = torch.randperm(3900, generator=torch.Generator().manual_seed(1)).cuda()
-        x["timestamps"] = x["timestamps"][order]
-    compare(x, function=hopper)
 
 
 @on_hopper
@@ -107,16 +82,6 @@ def test_hopper_gives_the_same_bits(d):
     heads_first = {name: x[name].transpose(0, 1).contiguous().transpose(0, 1) for name in "qkv"}
     assert torch.equal(hopper(**{**x, **heads_first}), expected)
     assert torch.equal(torch.compile(hopper, fullgraph=True)(**x), expected)
-
-
-@on_hopper
-@pytest.mark.parametrize("features", [(), ("position", "time")])
-def test_hopper_gives_the_same_gradients(features):
-    x = inputs([37 * i % 600 for i in range(400)], 600, d=128, v=128, heads=4, features=features)
-    leaves = [x[name].requires_grad_() for name in ("q", "k", "v", "position", "time") if name in x]
-    found = [torch.autograd.grad(with_tables(hopper)(**x).float().square().sum(), leaves) for _ in range(4)]
-    for again in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], again))
 
 
 @on_hopper

@@ -11,6 +11,8 @@ import pytest
 from tests.programs.scale_cases import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
+# Each model, loss and way to spread the table at least once.
+SHORT = ("hstu", "hstu-table-mol", "hstu-row-fused", "bsa-column-mixed", "sasrec-row-whole", "ranking")
 
 
 def launch(worlds, out, *cases, restarts=None, kill=None, more=None):
@@ -48,13 +50,15 @@ def check(shared, alone):
     assert shared["users"] == alone["users"]
 
 
-@pytest.mark.slow
-def test_ranks_train_and_judge_as_one(tmp_path):
-    launch([1, 2, 4], tmp_path, *CASES, "judge:hstu-row-fused")
-    for case in CASES:
+@pytest.mark.parametrize(
+    ("worlds", "cases"), [((2,), SHORT), pytest.param((2, 4), CASES, marks=pytest.mark.slow)], ids=["short", "all"]
+)
+def test_ranks_train_and_judge_as_one(tmp_path, worlds, cases):
+    launch([1, *worlds], tmp_path, *cases, "judge:hstu-row-fused")
+    for case in cases:
         one = found(tmp_path, case, 1)
         assert len(one["losses"]) >= 30 and one["losses"][-1] < 0.9 * one["losses"][0], case
-        for world in (2, 4):
+        for world in worlds:
             check(found(tmp_path, case, world), one)
     run = tmp_path / "hstu-row-fused-1"
     judged, trained = (json.loads((run / name).read_text()) for name in ("eval-test.json", "result.json"))
@@ -64,7 +68,7 @@ def test_ranks_train_and_judge_as_one(tmp_path):
     assert len((tmp_path / "lists.csv").read_text().splitlines()) > 300
 
 
-@pytest.mark.apart
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "kill"), [("sasrec-row-whole", "1:step:14"), ("bsa-column-mixed", "0:save:9")])
 def test_a_killed_rank_changes_nothing(tmp_path, case, kill):
     """SIGKILL of one rank, between two steps or within a checkpoint; torchrun starts both again."""
@@ -76,7 +80,7 @@ def test_a_killed_rank_changes_nothing(tmp_path, case, kill):
     check(resumed, found(tmp_path, case, 1))
 
 
-@pytest.mark.apart
+@pytest.mark.slow
 def test_resumed_on_other_ranks_and_shardings(tmp_path):
     case = "hstu"
     launch([1], tmp_path / "alone", case)

@@ -1,18 +1,9 @@
-"""The backward kernel of dq on Hopper, in Gluon: see hopper.py. It takes no bias.
+"""The backward kernel of dq on Hopper, in Gluon: see shared.py. It takes no bias.
 
 Letters: H heads, D query/key head size, V value head size.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
-from hstu_sparse.dense.hopper import (
+from shared import (
     HALF,
     Batch,
     Kind,
@@ -29,6 +20,14 @@ from hstu_sparse.dense.hopper import (
     take,
     tanh_approx,
     visible,
+)
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 
@@ -75,7 +74,7 @@ def attend_dq(given, queries, douts, queue, ring, batch, kind: gl.constexpr, WHI
                 or (PART == 0 and (kind.HAS_TARGETS or kind.OTHER < kind.OWN))
                 or (PART == 2 and kind.HAS_WINDOW)
             ):
-                latest, stop = loop_bounds(tile, PART, kind)
+                latest, stop = loop_bounds(tile, PART, kind.OTHER)
                 for start in range(latest, stop - 1, -kind.OTHER):
                     before = stage
                     stage = (stage + 1) % kind.STAGES
@@ -115,12 +114,12 @@ def attend_dq(given, queries, douts, queue, ring, batch, kind: gl.constexpr, WHI
 @gluon.jit(do_not_specialize=["window_size", "slots"], do_not_specialize_on_alignment=["seq_offsets", "num_targets"])
 def dense_attention_bwd_dq_hopper_kernel(
     q, k, v, do, dq, q_stride_h, k_stride_h, v_stride_h, do_stride_h, dq_stride_t, dq_stride_h, seq_offsets,
-    num_targets, window_size, half_scale, factor, taken, slots, schedule,
+    num_targets, window_size, half_scale, factor, schedule, slots, taken,
     H: gl.constexpr, HAS_TARGETS: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dq of the tiles of 128 queries that a program takes. q, k, v, do: tensor descriptors [T, heads side by side]."""
-    kind: gl.constexpr = Kind(H, BLOCK_M, BLOCK_N, STAGES, True, HAS_TARGETS, HAS_WINDOW)
+    kind: gl.constexpr = Kind(H, BLOCK_M, BLOCK_N, STAGES, HAS_TARGETS, HAS_WINDOW, True)
     batch = Batch(schedule, slots, taken, seq_offsets, num_targets, window_size)
     queries = make_tiles(q, 2)
     douts = make_tiles(do, 2)

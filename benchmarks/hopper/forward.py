@@ -1,18 +1,9 @@
-"""The forward kernel on Hopper, in Gluon: see hopper.py and docs/dense_hopper.md.
+"""The forward kernel on Hopper, in Gluon: see shared.py.
 
 Letters: H heads, D query/key head size, V value head size, N max_seq_len.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
-from hstu_sparse.dense.hopper import (
+from shared import (
     HALF,
     Batch,
     Kind,
@@ -30,13 +21,18 @@ from hstu_sparse.dense.hopper import (
     tanh_approx,
     visible,
 )
-from hstu_sparse.dense.hopper_bias import Bias, narrow_entry, near_time_bias, own_rows, position_bias, time_bias
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 
 @gluon.jit
-def attend(
-    given, queries, queue, ring, turns, batch, bias, kind: gl.constexpr, WHICH: gl.constexpr, TURNS: gl.constexpr
-):
+def attend(given, queries, queue, ring, turns, batch, kind: gl.constexpr, WHICH: gl.constexpr, TURNS: gl.constexpr):
     """64 queries of each tile: the product with a block's values runs while the next block's SiLU is computed."""
     out, stride_t, stride_h, half_scale, inverse_n = given
     V: gl.constexpr = ring.b.shape[2]
@@ -54,40 +50,27 @@ def attend(
     while b >= 0:
         tile = find_tile(head, b, index, batch, kind)
         t = tile.first_row + m
-        rows = own_rows(tile, t, bias, kind, WHICH)
         query = queries.index(n % 2).slice(WHICH * HALF, HALF, 0)
         sums = gl.zeros([HALF, V], gl.float32, SUMS)
         mbarrier.wait(ring.a_full.index(stage), phase)
         scores = warpgroup_mma(query, ring.a.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(ring.a_empty.index(stage), count=1)
-        half = scores * half_scale + position_bias(tile.last, rows, tile, bias, kind, SCORES)
-        if kind.HAS_TIME:
-            half += near_time_bias(tile.last, rows, tile, bias, kind, SCORES)
-        new = half * tanh_approx(half) + half
-        if not kind.HAS_TIME:
-            mask = visible(t, tile.last + s, tile.sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
-            new = gl.where(mask, new, 0.0)
-        pairs = rounded_pairs(new, DTYPE)
-        for PART in gl.static_range(2 if kind.HAS_TIME else 3):
+        half = scores * half_scale
+        mask = visible(t, tile.last + s, tile.sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
+        pairs = rounded_pairs(gl.where(mask, half * tanh_approx(half) + half, 0.0), DTYPE)
+        for PART in gl.static_range(3):
             if (
                 PART == 1
                 or (PART == 0 and (kind.HAS_TARGETS or kind.OTHER < kind.OWN))
                 or (PART == 2 and kind.HAS_WINDOW)
             ):
-                latest, stop = loop_bounds(tile, PART, kind)
-                entry = -1
-                if kind.HAS_TIME and PART == 1:
-                    entry = narrow_entry(latest, rows, tile, kind)
+                latest, stop = loop_bounds(tile, PART, kind.OTHER)
                 for start in range(latest, stop - 1, -kind.OTHER):
                     before = stage
                     phase_before = phase
                     stage = (stage + 1) % kind.STAGES
                     phase ^= stage == 0
-                    biases = 0.0
-                    if kind.HAS_TIME and PART == 1:
-                        biases = time_bias(start, entry, rows, tile, bias, kind, SCORES)
-                        entry = narrow_entry(start - kind.OTHER, rows, tile, kind)
                     mbarrier.wait(ring.a_full.index(stage), phase)
                     if TURNS:
                         mbarrier.wait(turns.index(WHICH), turn)
@@ -99,13 +82,10 @@ def attend(
                     sums = warpgroup_mma(weights, ring.b.index(before), sums, is_async=True)
                     if TURNS:
                         mbarrier.arrive(turns.index(1 - WHICH), count=1)
-                    if kind.HAS_TIME and PART == 0:
-                        biases = near_time_bias(start, rows, tile, bias, kind, SCORES)
-                    biases += position_bias(start, rows, tile, bias, kind, SCORES)
                     scores = warpgroup_mma_wait(1, deps=(scores,))
-                    half = scores * half_scale + biases
+                    half = scores * half_scale
                     new = half * tanh_approx(half) + half
-                    if PART != 1 and not kind.HAS_TIME:
+                    if PART != 1:
                         seen = visible(t, start + s, tile.sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
                         new = gl.where(seen, new, 0.0)
                     sums, weights, new = warpgroup_mma_wait(0, deps=(sums, weights, new))
@@ -127,29 +107,16 @@ def attend(
         head, b, index = take(queue, n, 4)
 
 
-@gluon.jit(
-    do_not_specialize=["window_size", "slots", "row", "total"],
-    do_not_specialize_on_alignment=["seq_offsets", "num_targets"],
-)
+@gluon.jit(do_not_specialize=["window_size", "slots"], do_not_specialize_on_alignment=["seq_offsets", "num_targets"])
 def dense_attention_fwd_hopper_kernel(
     q, k, v, out, q_stride_h, k_stride_h, v_stride_h, out_stride_t, out_stride_h, seq_offsets, num_targets, window_size,
-    half_scale, inverse_n, taken, slots, schedule, entries, runs, near, row, total, q_times, q_offset, k_times,
-    k_offset, position_bias, time_bias, cells, steps,
-    H: gl.constexpr, HAS_TARGETS: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_POSITION: gl.constexpr,
-    HAS_TIME: gl.constexpr, NEAR: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
+    half_scale, inverse_n, schedule, slots, taken,
+    H: gl.constexpr, HAS_TARGETS: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """The tiles of 128 queries that a program takes. q, k, v: tensor descriptors [T, heads side by side].
-
-    taken: the number of tiles that programs took beside their first ones, 0 before.
-    """
-    kind: gl.constexpr = Kind(
-        H, BLOCK_M, BLOCK_N, STAGES, True, HAS_TARGETS, HAS_WINDOW, HAS_POSITION, HAS_TIME, NEAR
-    )  # fmt: skip
+    """The tiles of 128 queries that a program takes. q, k, v: tensor descriptors [T, heads side by side]."""
+    kind: gl.constexpr = Kind(H, BLOCK_M, BLOCK_N, STAGES, HAS_TARGETS, HAS_WINDOW, True)
     batch = Batch(schedule, slots, taken, seq_offsets, num_targets, window_size)
-    bias = Bias(
-        position_bias, time_bias, cells, steps, q_times, q_offset, k_times, k_offset, entries, near, row, total
-    )  # fmt: skip
     queries = make_tiles(q, 2)
     queue = make_queue(1)
     ring = make_ring(k, v, STAGES)
@@ -161,8 +128,8 @@ def dense_attention_fwd_hopper_kernel(
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (attend, (given, queries, queue, ring, turns, batch, bias, kind, FIRST, TURNS)),
-            (attend, (given, queries, queue, ring, turns, batch, bias, kind, SECOND, TURNS)),
+            (attend, (given, queries, queue, ring, turns, batch, kind, FIRST, TURNS)),
+            (attend, (given, queries, queue, ring, turns, batch, kind, SECOND, TURNS)),
             (produce, (own, (k, k_stride_h), (v, v_stride_h), queue, ring, copied, batch, kind, False, True)),
         ],
         [4, 1],
