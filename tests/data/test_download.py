@@ -84,7 +84,7 @@ def target(tmp_path):
 
 
 def get(server, target, **options):
-    return fetch(server.url, target, timeout=60, **options)
+    return fetch(server.url, target, timeout=600, **options)
 
 
 def interrupt(server, target, after=300_000):
@@ -197,7 +197,7 @@ def test_wrong_checksum(server, target):
 
 def test_not_found(server, target):
     with pytest.raises(DownloadError, match="the server answered 404 Not Found"):
-        fetch(server.url + "-missing", target, timeout=60)
+        fetch(server.url + "-missing", target, timeout=600)
     assert list(target.parent.iterdir()) == []
 
 
@@ -216,7 +216,7 @@ def unreachable(monkeypatch):
 
 def test_connection_refused(unreachable, target):
     with pytest.raises(DownloadError, match=r"cannot reach 127\.0\.0\.1:\d+ .*refused.*offline\?") as caught:
-        fetch(unreachable, target, timeout=60)
+        fetch(unreachable, target, timeout=600)
     assert "\n" not in str(caught.value)
 
 

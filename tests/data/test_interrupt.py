@@ -76,7 +76,7 @@ def test_says_what_it_is_doing(load, tmp_path, monkeypatch):
 
     def read(name, fmt, sources, fingerprint, handling, scratch, now):
         now.stage("reading raw.txt")
-        assert heard.wait(60)
+        assert heard.wait(600)
         return original(name, fmt, sources, fingerprint, handling, scratch, now)
 
     def tell(line):
