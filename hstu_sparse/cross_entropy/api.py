@@ -31,7 +31,7 @@ def catalogue_loss(
 ) -> torch.Tensor:
     """How well each output finds its target among the items: mean softmax cross-entropy over the targets >= 0.
 
-    The logit of item i at token t is l(t, i) = <out_t, items_i> / temperature, both divided by their norms first if
+    The logit of item i at token t is l(t, i) = out[t].items[i] / temperature, both divided by their norms first if
     `normalize` (norms below 1e-6 count as 1e-6). Without `negatives` the loss of a token with target y is
     -l(t, y) + ln sum_i exp l(t, i) over all I items. With them it is
 
