@@ -7,6 +7,7 @@ import logging
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -72,11 +73,9 @@ class InputEmbedding(nn.Module):
                 )
             for name, module in self.tables.embeddings.items() if trained is not None else ():
                 weight = module.weight
-                trained_rows = (
-                    torch.from_numpy(trained) if name == "item" else torch.ones(len(weight), dtype=torch.bool)
-                )
-                rows = truncated_normal_(weight.new_empty(int(trained_rows.sum()), embedding_dim), 0.02)
-                weight.data.zero_()[trained_rows] = rows
+                trained_rows = np.flatnonzero(trained) if name == "item" else np.arange(len(weight))
+                rows = truncated_normal_(weight.new_empty(len(trained_rows), embedding_dim), 0.02)
+                weight.data.zero_()[torch.from_numpy(trained_rows)] = rows
             # torchrec itself would replace bfloat16 by float16.
             self.tables.to(dtype)
         if table is not None and "item" in sizes:

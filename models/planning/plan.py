@@ -97,8 +97,10 @@ def plan(config: RunConfig, data: Data, build_step: Callable) -> Plan:
     # The step of one rank, uncaptured: capturing needs a GPU, and allocates the same.
     uncaptured = config.train.model_copy(update={"cuda_graphs": False})
     config = config.model_copy(update={"train": uncaptured, "parallel": ParallelConfig()})
-    # If the table is sharded, a step works on the rows that it has looked up.
-    imagined = replace(data.vocabulary, item_ids=data.vocabulary.item_ids[: sharded.looked_up or None])
+    # If the table is sharded, a step works on the rows that it has looked up; with features of items, on all.
+    features = data.vocabulary.features
+    rows = None if features is not None and features.trained is not None else sharded.looked_up or None
+    imagined = replace(data.vocabulary, item_ids=data.vocabulary.item_ids[:rows])
     with imagined_gpu(), patch.dict(os.environ), Meter() as meter:
         os.environ.pop("WORLD_SIZE", None)  # torchrun did not start this process
         meter.part = "weights"
@@ -123,10 +125,10 @@ def plan(config: RunConfig, data: Data, build_step: Callable) -> Plan:
                 persistent.values()
             )
         if sharded.looked_up:
-            rows = _bytes([model.item_weight])
-            persistent["weights"] += sharded.weights - rows
-            persistent["gradients"] += sharded.gradients - rows
-            persistent["optimiser"] += sharded.optimiser - 2 * rows
+            table = _bytes([model.item_weight])
+            persistent["weights"] += sharded.weights - table
+            persistent["gradients"] += sharded.gradients - table
+            persistent["optimiser"] += sharded.optimiser - 2 * table
     columns = _columns(data)
     if columns <= GPU_BYTES // 4:
         persistent["the data's columns"] = columns

@@ -86,8 +86,13 @@ def planned(*cases: list[str]) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def plans() -> dict[str, dict]:
+def plans(tmp_path_factory) -> dict[str, dict]:
+    path = tmp_path_factory.mktemp("plan") / "items.csv"
+    path.write_text("item,group\n" + "\n".join(f"{item},{item % 7}" for item in range(1, 121)) + "\n")
+    features = f"{{items: {{format: csv, path: {path}, unknown: add, columns: {{group: category}}}}}}"
+    features = f"data.features={features}"
     cases = KINDS | RANKS | {"ranking": RANKING}
+    cases |= {"features": [features], "features, sharded": [features, "parallel.embedding=row_wise"]}
     return dict(zip(cases, planned(*cases.values())))
 
 
@@ -140,6 +145,14 @@ def test_ranks_share_batch_and_table(plans):
 def test_ranking_has_a_plan(plans):
     found = plans["ranking"]
     assert found["activations"] and min(found["step"], found["evaluation"]) > found["tokens"] * 64 * 4
+
+
+def test_features_have_a_plan(plans):
+    dense, one, sharded = (plans[name] for name in ("dense", "features", "features, sharded"))
+    for found in (one, sharded):  # a table of a group's rows, and items without an event
+        assert found["persistent"]["weights"] > dense["persistent"]["weights"] + 7 * 64 * 4
+        assert found["activations"] and found["evaluation"] > 0
+    assert sharded["persistent"]["optimiser"] == one["persistent"]["optimiser"]
 
 
 def test_program_prints_the_plan_and_makes_no_run(tmp_path: Path):
