@@ -20,7 +20,8 @@ SHARED = {80: 163 * 1024, 90: 228 * 1024}
 
 
 # All operators in groups that take about as long, so that two workers can share them.
-GROUPS = [("bsa",), ("catalogue_loss", "dense"), tuple(sorted({*NAMES} - {"bsa", "catalogue_loss", "dense"}))]
+GROUPS = [("bsa",), ("catalogue_loss", "dense"), ("flash", "htree", "indexer", "paged")]
+GROUPS += [tuple(sorted({*NAMES} - {name for group in GROUPS for name in group}))]
 
 
 @pytest.mark.parametrize("names", GROUPS, ids=" ".join)

@@ -20,30 +20,9 @@ from benchmarks import train as benchmark
 from models.experiments import runs
 from models.experiments.runs import Job, run_all
 from models.interrupt import Interrupts, Stopped
+from tests.programs.tiny import Ended, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = """
-name: tiny
-seed: 0
-device: cpu
-threads: 1
-data:
-  format: synthetic
-  protocol: leave_one_out
-  synthetic: {num_users: 60, num_items: 60, num_clusters: 6, mean_length: 12}
-model: {block: hstu, max_seq_len: 16, embedding_dim: 8, num_layers: 1, attention: {kind: dense}}
-train: {epochs: 2, batch_size: 16, lr: 1e-2, checkpoint_seconds: 0}
-"""
-
-
-class Ended:
-    """A process that has ended."""
-
-    def __init__(self, status):
-        self.returncode = status
-
-    def poll(self):
-        return self.returncode
 
 
 @pytest.fixture
@@ -53,7 +32,7 @@ def place(tmp_path, monkeypatch):
     `place.launched` names them.
     """
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(TINY)
+    (tmp_path / "tiny.yaml").write_text(tiny())
     write_plan()
     launched = []
 

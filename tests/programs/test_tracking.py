@@ -13,25 +13,13 @@ from models.config import load_config
 from models.experiments.runs import is_finished, read_result
 from models.folder import FolderError
 from models.interrupt import Stopped
-
-CONFIG = """
-name: tiny
-seed: 0
-device: cpu
-threads: 1
-data:
-  format: synthetic
-  protocol: leave_one_out
-  synthetic: {num_users: 60, num_items: 60, num_clusters: 6, mean_length: 12}
-model: {block: hstu, max_seq_len: 16, embedding_dim: 8, num_layers: 1, attention: {kind: dense}}
-train: {epochs: 3, batch_size: 16, lr: 1e-2, checkpoint_seconds: 0}
-"""
+from tests.programs.tiny import tiny
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    (tmp_path / "tiny.yaml").write_text(tiny(epochs=3))
     return tmp_path
 
 

@@ -20,23 +20,12 @@ from models.config import ConfigError
 from models.folder import wait_until_free
 from models.interrupt import Stopped
 from models.program import TrainingError
+from tests.programs.tiny import Ended, tiny
 
 pytest.importorskip("optuna")
 from models.experiments import tuning
 from models.experiments.space import load_space
 
-TINY = """
-name: tiny
-seed: 0
-device: cpu
-threads: 1
-data:
-  format: synthetic
-  protocol: leave_one_out
-  synthetic: {num_users: 60, num_items: 60, num_clusters: 6, mean_length: 12}
-model: {block: hstu, max_seq_len: 16, embedding_dim: 8, num_layers: 1, attention: {kind: dense}}
-train: {epochs: 2, batch_size: 16, lr: 1e-3, checkpoint_seconds: 0}
-"""
 SPACE = """
 space:
   train.lr: {low: 1e-4, high: 1e-1, log: true}
@@ -45,27 +34,11 @@ space:
 """
 
 
-class Ended:
-    """A process that has ended."""
-
-    def __init__(self, status):
-        self.returncode = status
-
-    def poll(self):
-        return self.returncode
-
-    def wait(self):
-        return self.returncode
-
-    def terminate(self):
-        pass
-
-
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A folder with tiny.yaml and space.yaml, where trials run in this process; `place.commands`: their arguments."""
     monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(TINY)
+    Path("tiny.yaml").write_text(tiny(lr=1e-3))
     Path("space.yaml").write_text(SPACE)
     commands = []
 

@@ -1,0 +1,31 @@
+"""A configuration that trains in a second, and a process that has ended, for tests of programs that start runs."""
+
+
+def tiny(*, epochs: int = 2, lr: float = 1e-2) -> str:
+    return f"""
+name: tiny
+seed: 0
+device: cpu
+threads: 1
+data:
+  format: synthetic
+  protocol: leave_one_out
+  synthetic: {{num_users: 60, num_items: 60, num_clusters: 6, mean_length: 12}}
+model: {{block: hstu, max_seq_len: 16, embedding_dim: 8, num_layers: 1, attention: {{kind: dense}}}}
+train: {{epochs: {epochs}, batch_size: 16, lr: {lr}, checkpoint_seconds: 0}}
+"""
+
+
+class Ended:
+    """As much of subprocess.Popen as a program asks of a run that was made in this process."""
+
+    def __init__(self, status: int):
+        self.returncode = status
+
+    def poll(self) -> int:
+        return self.returncode
+
+    wait = poll
+
+    def terminate(self) -> None:
+        pass
