@@ -41,7 +41,7 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-slow: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow or apart' $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
 
 doctor:
 	@if test -x $(BIN)/python; then $(BIN)/python hstu_sparse/doctor.py; \
