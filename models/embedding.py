@@ -71,11 +71,12 @@ class InputEmbedding(nn.Module):
                         for name, size in sizes.items()
                     ]
                 )
-            for name, module in self.tables.embeddings.items() if trained is not None else ():
-                weight = module.weight
-                trained_rows = np.flatnonzero(trained) if name == "item" else np.arange(len(weight))
-                rows = truncated_normal_(weight.new_empty(len(trained_rows), embedding_dim), 0.02)
-                weight.data.zero_()[torch.from_numpy(trained_rows)] = rows
+            if trained is not None:
+                for name, module in self.tables.embeddings.items():
+                    weight = module.weight
+                    trained_rows = np.flatnonzero(trained) if name == "item" else np.arange(len(weight))
+                    rows = truncated_normal_(weight.new_empty(len(trained_rows), embedding_dim), 0.02)
+                    weight.data.zero_()[torch.from_numpy(trained_rows)] = rows
             # torchrec itself would replace bfloat16 by float16.
             self.tables.to(dtype)
         if table is not None and "item" in sizes:
