@@ -39,6 +39,7 @@ CONFIG = re.compile(
 )
 KEY = re.compile(r"(?<![\w./])((?:data|task|model|loss|train|eval|parallel)(?:\.[A-Za-z_0-9]+)+)(?![\w(/]|\.\w)")
 FLAG = re.compile(r"(?<![\w-])(--[a-z](?:[a-z-]*[a-z])?)(?![\w-])")
+NOTES = sorted((ROOT / "docs" / "notes").glob("*.md"))
 PLACEHOLDER = re.compile(r"<|\*|\.\.\.|NAME")
 
 
@@ -166,18 +167,28 @@ def faults(text: str, folder: Path) -> list[str]:
     for block in INDENTED.findall(rest):
         found += [fault for line in block.splitlines() for fault in faults_of_code(line.strip())]
     found += [fault for span in SPAN.findall(rest) for fault in faults_of_code(span)]
-    for target, anchor in LINK.findall(rest):
+    return found + list(faults_of_links(rest, folder))
+
+
+def faults_of_links(text: str, folder: Path) -> Iterator[str]:
+    """Links to files or headings that do not exist."""
+    for target, anchor in LINK.findall(text):
         page = folder / target
         if target and not page.exists():
-            found.append(f"link {target}")
+            yield f"link {target}"
         elif anchor and page.suffix == ".md" and anchor not in anchors(page):
-            found.append(f"anchor {target}#{anchor}")
-    return found
+            yield f"anchor {target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_names_exists(page):
     assert not (wrong := faults(page.read_text(), page.parent)), wrong
+
+
+def test_what_notes_link_to_exists():
+    """Notes keep the names of their day, but a link to a heading that is gone fails the site's build."""
+    wrong = [f"{page.name}: {fault}" for page in NOTES for fault in faults_of_links(page.read_text(), page.parent)]
+    assert NOTES and not wrong, wrong
 
 
 def test_no_sentence_begins_with_of():
@@ -237,6 +248,10 @@ def checkout(tmp_path):
     return tmp_path
 
 
+# A block that fails leaves no service behind.
+SHELL = "set -e -m\ntrap 'kill $(jobs -p) 2>/dev/null || :' EXIT\n"
+
+
 def run_blocks(page: str, folder: Path, python: QuickPython) -> None:
     """Runs the blocks of a page in their order: shell and Python; a YAML block with a title becomes that file."""
     with socket.socket() as free:
@@ -253,7 +268,7 @@ def run_blocks(page: str, folder: Path, python: QuickPython) -> None:
             continue
         if language == "sh":
             lines = [line.partition("  #")[0].strip() for line in text.splitlines()]
-            text = "\n".join(["set -e -m", *(line for line in lines if line not in SET_UP)])
+            text = SHELL + "\n".join(line for line in lines if line not in SET_UP)
         done = subprocess.run(
             ["bash", "-c", text] if language == "sh" else [python.executable, "-c", text],
             cwd=folder,
@@ -262,6 +277,12 @@ def run_blocks(page: str, folder: Path, python: QuickPython) -> None:
             text=True,
         )
         assert done.returncode == 0, f"{page}:\n{text}\n{done.stdout}\n{done.stderr}"
+
+
+def test_a_block_that_fails_ends_what_it_started():
+    """What is still running holds the output open, and the call would end after 60 seconds only."""
+    block = ["bash", "-c", f"{SHELL}sleep 100 &\nfalse"]
+    assert subprocess.run(block, capture_output=True, timeout=60).returncode == 1
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the page calls curl")
